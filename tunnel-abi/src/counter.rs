@@ -5,8 +5,8 @@ use crate::verdict::{Reason, Verdict};
 /// Number of counters.
 pub const COUNT: u32 = 26;
 
-/// `<hook>/<outcome>` of each counter, in the order of its index. "connect6" counts what an IPv6
-/// socket asked for, IPv4-mapped addresses included.
+/// `<hook>/<outcome>` of each counter, in index order. "connect6" counts the connects of IPv6 sockets, those to
+/// IPv4-mapped addresses included.
 pub const NAMES: [&str; COUNT as usize] = [
     "connect4/not_tcp",
     "connect4/bound_device",
@@ -36,7 +36,7 @@ pub const NAMES: [&str; COUNT as usize] = [
     "lookup6/replaced",
 ];
 
-/// A program at `connect()`, by socket family.
+/// A BPF program at `connect()`, by socket family.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Hook {
     /// `cgroup/connect4`
@@ -45,16 +45,16 @@ pub enum Hook {
     Connect6,
 }
 
-/// An outcome of the listener lookup.
+/// Outcome of the listener lookup.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Lookup {
     /// Handed to our listener.
     Steered,
-    /// Our listener's slot is empty: refused.
+    /// No listener is in our slot: refused.
     NoListener,
-    /// The source may not use the token range: refused.
+    /// The source may not connect to virtual addresses: refused.
     ForeignClient,
-    /// Handed to our listener, in place of the socket of a program that is no server's.
+    /// Handed to our listener instead of another program's socket.
     Replaced,
 }
 
@@ -82,7 +82,7 @@ pub const RESTORED_V4: u32 = 16;
 /// Counter of peer names that `getpeername6` translated back.
 pub const RESTORED_V6: u32 = 17;
 
-/// Counter of a lookup for an IPv4 (`v6 == false`) or IPv6 packet.
+/// Counter of a lookup for an IPv4 (`v6 == false`) or an IPv6 packet.
 #[inline(always)]
 pub const fn of_lookup(v6: bool, lookup: Lookup) -> u32 {
     let outcome = match lookup {

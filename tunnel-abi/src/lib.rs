@@ -1,8 +1,10 @@
-//! What the BPF programs and the server must agree on: the layout of map keys and values, the names
-//! and sizes of maps, the counters, and the [verdict](verdict::verdict) itself.
+//! Definitions shared by the BPF programs and the server: layout of map keys and values, names and sizes of maps,
+//! counters, and the [verdict](verdict::verdict) itself.
 //!
-//! Everything here is pure and `no_std`, so the decision that runs in the kernel is the one the
-//! property tests exercise on the host.
+//! A connect to an edge address is redirected to its virtual address, which identifiers call a token.
+//!
+//! Everything here is pure and `no_std`, so the property tests run on the host the same decision that runs in the
+//! kernel.
 #![no_std]
 #![cfg_attr(not(feature = "user"), forbid(unsafe_code))]
 #![cfg_attr(feature = "user", deny(unsafe_code))]
@@ -15,18 +17,19 @@ pub mod verdict;
 
 use core::net::{Ipv4Addr, Ipv6Addr};
 
-/// `SO_PRIORITY` of the servers' listeners, by which the lookup knows them (`"POS"` in ASCII). Not `SO_MARK`: other programs'
-/// firewall rules judge packets by that. Queueing disciplines use the lowest four bits at most, and 0 is their default.
+/// `SO_PRIORITY` of the servers' listeners, by which the lookup recognizes them (`"POS"` in ASCII). Not `SO_MARK`:
+/// other programs' firewall rules match on that. Queueing disciplines use at most the lowest four bits; 0 is their
+/// default.
 pub const LISTENER_PRIORITY: u32 = 0x504f_5300;
 
-/// Routes of one address family, that of the self-test among them; each has an origin.
+/// Maximum number of routes of one address family, the self-test's included. Each has an origin.
 pub const ROUTE_CAPACITY: u32 = 131_072;
-/// Networks of one address family that are excluded, and as many clients.
+/// Maximum number of excluded networks of one address family, and of client networks.
 pub const LIST_CAPACITY: u32 = 131_072;
-/// Entries that each of the route and origin tries holds: what is new is written before what is old is
-/// removed, and before Linux 6.13 a full trie refuses even a replacement. Unused ones take no memory.
+/// Size of each route and origin trie. New entries are written before old ones are removed, and before Linux 6.13 a
+/// full trie refuses even a replacement. Unused entries take no memory.
 pub const ROUTE_ENTRIES: u32 = 2 * ROUTE_CAPACITY;
-/// Entries that each of the exclusion tries holds, for the same reason. Clients are removed first.
+/// Size of each exclusion trie, for the same reason. Of clients, old entries are removed first.
 pub const EXCLUDED_ENTRIES: u32 = 2 * LIST_CAPACITY;
 /// 64-bit words of the port bitmap: one bit per TCP port.
 pub const PORT_WORDS: u32 = 65_536 / 64;
@@ -34,9 +37,9 @@ pub const PORT_WORDS: u32 = 65_536 / 64;
 pub const LISTENER_V4: u32 = 0;
 /// Slot of the IPv6 listener in `LISTENER`.
 pub const LISTENER_V6: u32 = 1;
-/// Slots of `LISTENER`.
+/// Number of slots in `LISTENER`.
 pub const LISTENER_SLOTS: u32 = 2;
-/// Index of loopback in every network namespace (`LOOPBACK_IFINDEX` in the kernel).
+/// Index of the loopback device in every network namespace (`LOOPBACK_IFINDEX` in the kernel).
 pub const LOOPBACK_IFINDEX: u32 = 1;
 
 /// Names of maps, read-only globals and programs, as they appear in the object.
@@ -45,40 +48,40 @@ pub mod names {
     pub const EXCLUDED_V4: &str = "EXCLUDED_V4";
     /// IPv6 networks that are never redirected.
     pub const EXCLUDED_V6: &str = "EXCLUDED_V6";
-    /// Edge IPv4 networks and their token blocks.
+    /// Edge IPv4 networks and their blocks of virtual addresses.
     pub const ROUTES_V4: &str = "ROUTES_V4";
-    /// Edge IPv6 networks and their token blocks.
+    /// Edge IPv6 networks and their blocks of virtual addresses.
     pub const ROUTES_V6: &str = "ROUTES_V6";
-    /// IPv4 token blocks and the networks they stand for.
+    /// Blocks of IPv4 virtual addresses and the networks they stand for.
     pub const ORIGINS_V4: &str = "ORIGINS_V4";
-    /// IPv6 token blocks and the networks they stand for.
+    /// Blocks of IPv6 virtual addresses and the networks they stand for.
     pub const ORIGINS_V6: &str = "ORIGINS_V6";
-    /// IPv4 networks that may connect to a token.
+    /// IPv4 networks that may connect to a virtual address.
     pub const CLIENTS_V4: &str = "CLIENTS_V4";
-    /// IPv6 networks that may connect to a token.
+    /// IPv6 networks that may connect to a virtual address.
     pub const CLIENTS_V6: &str = "CLIENTS_V6";
     /// Bitmap of tunnelled TCP ports.
     pub const PORTS: &str = "PORTS";
     /// One word of bits: [`SERVING`](crate::SERVING) and [`ANY_PORT_ROUTES`](crate::ANY_PORT_ROUTES).
     pub const STATE: &str = "STATE";
-    /// The listeners that accept redirected connections.
+    /// Sockets of the listeners that accept redirected connections.
     pub const LISTENER: &str = "LISTENER";
-    /// Per-CPU counters, see [`crate::counter`].
+    /// Per-CPU counters; see [`crate::counter`].
     pub const COUNTERS: &str = "COUNTERS";
-    /// One word: when the server last said that it is alive, in nanoseconds of `CLOCK_MONOTONIC`.
+    /// One word: time of the server's last sign of life, in nanoseconds of `CLOCK_MONOTONIC`.
     pub const ALIVE: &str = "ALIVE";
 
-    /// Global `u8`: `bpf_set_retval` exists (Linux 6.1), so a downed route fails at connect().
+    /// Global `u8`: 1 if `bpf_set_retval` exists (Linux 6.1), so that connects on a downed route fail at once.
     pub const SET_RETVAL: &str = "SET_RETVAL";
-    /// Global `u8`: `bpf_sk_lookup.ingress_ifindex` exists (Linux 5.17).
+    /// Global `u8`: 1 if `bpf_sk_lookup.ingress_ifindex` exists (Linux 5.17).
     pub const INGRESS_IFINDEX: &str = "INGRESS_IFINDEX";
-    /// Global `u64`: nanoseconds without a sign of life after which nothing is redirected any more.
+    /// Global `u64`: nanoseconds without a sign of life after which nothing is redirected.
     pub const ORPHAN_AFTER: &str = "ORPHAN_AFTER";
-    /// Global [`Prefix`](crate::Prefix)`<V4>`: the token range.
+    /// Global [`Prefix`](crate::Prefix)`<V4>`: the range of IPv4 virtual addresses.
     pub const TOKENS_V4: &str = "TOKENS_V4";
-    /// Global [`Prefix`](crate::Prefix)`<V6>`: the IPv6 token range.
+    /// Global [`Prefix`](crate::Prefix)`<V6>`: the range of IPv6 virtual addresses.
     pub const TOKENS_V6: &str = "TOKENS_V6";
-    /// Global `u8`: aya-log's level; 0 lets the verifier drop every log statement.
+    /// Global `u8`: log level of aya-log. With 0 the verifier drops every log statement.
     pub const LOG_LEVEL: &str = "AYA_LOG_LEVEL";
 
     // The kernel keeps 15 characters of a program name.
@@ -90,16 +93,16 @@ pub mod names {
     pub const GETPEERNAME4: &str = "postern_peer4";
     /// Program at `getpeername()` of IPv6 sockets.
     pub const GETPEERNAME6: &str = "postern_peer6";
-    /// Program at the lookup of a listener.
+    /// Program at the listener lookup.
     pub const SK_LOOKUP: &str = "postern_lookup";
 }
 
-/// An IPv4 address as the kernel keeps it: the four bytes in network order, read as one native word.
+/// An IPv4 address in the kernel's form: four bytes in network order, read as one native word.
 #[repr(transparent)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct V4(pub u32);
 
-/// An IPv6 address as the kernel keeps it: four native words over the bytes in network order.
+/// An IPv6 address in the kernel's form: bytes in network order, read as four native words.
 #[repr(transparent)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct V6(pub [u32; 4]);
@@ -136,8 +139,8 @@ impl From<V6> for Ipv6Addr {
 }
 
 impl V6 {
-    /// The IPv4 address inside an IPv4-mapped one (`::ffff:a.b.c.d`), which an IPv6 socket uses to
-    /// reach an IPv4 peer.
+    /// Returns the IPv4 address inside an IPv4-mapped one (`::ffff:a.b.c.d`), which an IPv6 socket uses to reach an
+    /// IPv4 peer.
     #[inline(always)]
     pub fn mapped(self) -> Option<V4> {
         let [a, b, c, d] = self.0;
@@ -145,7 +148,7 @@ impl V6 {
     }
 }
 
-/// Bitwise operations of an address family, enough to swap one block's prefix for another's.
+/// Bitwise operations on addresses of one family, enough to replace one block's prefix by another's.
 pub trait Address: Copy + PartialEq {
     /// Bitwise and.
     fn and(self, other: Self) -> Self;
@@ -177,57 +180,56 @@ impl Address for V6 {
     }
 }
 
-/// A network as base and mask, for the programs' read-only globals.
+/// A network as base and mask, for the read-only globals of the programs.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Prefix<A> {
     /// First address.
     pub base: A,
-    /// Ones where addresses of the network agree with `base`.
+    /// Ones at the bits in which every address of the network equals `base`.
     pub mask: A,
 }
 
 impl<A: Address> Prefix<A> {
-    /// Whether `address` lies inside.
+    /// True if the network contains `address`.
     #[inline(always)]
     pub fn contains(&self, address: A) -> bool {
         address.and(self.mask) == self.base
     }
 }
 
-/// [`Mapping::flags`]: no server holds a tunnel to this node, connects to it fail.
+/// [`Mapping::flags`]: no server has a tunnel to this node; connects to it fail.
 pub const DOWN: u32 = 1;
 /// [`Mapping::flags`]: every port is tunnelled, not only those of `PORTS`.
 pub const ANY_PORT: u32 = 2;
 
-/// Bit of `STATE`: the server serves.
+/// Bit of `STATE`: the server is serving.
 pub const SERVING: u32 = 1;
-/// Bit of `STATE`: there are routes with [`ANY_PORT`]. Without it a connect to a port that is not tunnelled costs no
+/// Bit of `STATE`: routes with [`ANY_PORT`] exist. Without it, a connect to a port that is not tunnelled needs no
 /// lookup of its address.
 pub const ANY_PORT_ROUTES: u32 = 2;
 
-/// Value of `ROUTES_*` and `ORIGINS_*`: the block of addresses that a matching block is mapped to,
-/// one to one.
+/// Value of `ROUTES_*` and `ORIGINS_*`: the block of addresses that a matching block is mapped to, one to one.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Mapping<A> {
-    /// First address of the block mapped to.
+    /// First address of the target block.
     pub base: A,
-    /// Ones where the address's own bits are kept: the host bits of both blocks.
+    /// Ones at the bits kept from the address: the host bits of both blocks.
     pub host_mask: A,
     /// [`DOWN`], [`ANY_PORT`], both or 0. Always 0 in `ORIGINS_*`.
     pub flags: u32,
 }
 
 impl<A: Address> Mapping<A> {
-    /// The address that `address` is mapped to.
+    /// Returns the address that `address` is mapped to.
     #[inline(always)]
     pub fn apply(&self, address: A) -> A {
         self.base.or(address.and(self.host_mask))
     }
 }
 
-// The kernel compares these sizes with the map definitions; a change here is a change of the format.
+// The kernel compares these sizes with the map definitions; changing one changes the format.
 const _: () = {
     assert!(size_of::<V4>() == 4 && align_of::<V4>() == 4);
     assert!(size_of::<V6>() == 16 && align_of::<V6>() == 4);

@@ -1,4 +1,4 @@
-//! `aya::Pod` for the map types: they may be copied to and from the kernel byte by byte.
+//! `aya::Pod` for the map types, which may be copied to and from the kernel byte by byte.
 #![expect(unsafe_code, reason = "aya::Pod is an unsafe trait")]
 
 use crate::{Mapping, Prefix, V4, V6};

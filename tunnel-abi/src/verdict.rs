@@ -1,21 +1,22 @@
-//! What happens to a `connect()`: a pure function over a few lookups.
+//! Decides about a `connect()`, as a pure function over a few lookups.
 
 use crate::{ANY_PORT, Address, DOWN, Mapping, V4, V6};
 
-/// A `connect()` as the hook sees it.
+/// A `connect()`, as described by the hook.
 #[derive(Clone, Copy, Debug)]
 pub struct Connect<A> {
     /// Destination address.
     pub address: A,
     /// Destination port, host order.
     pub port: u16,
-    /// The socket's protocol is TCP (an MPTCP subflow is a TCP socket).
+    /// True for a TCP socket (an MPTCP subflow is one).
     pub tcp: bool,
-    /// The socket is bound to a device (`SO_BINDTODEVICE`): a redirect over loopback would black-hole.
+    /// True if the socket is bound to a device (`SO_BINDTODEVICE`). Redirected over loopback, its packets would be
+    /// lost.
     pub bound_device: bool,
 }
 
-/// Why a connect goes direct.
+/// Reason for not redirecting a connect.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Reason {
     /// Not a TCP socket.
@@ -24,43 +25,43 @@ pub enum Reason {
     BoundDevice,
     /// The port is not tunnelled, or not at this address.
     Port,
-    /// The address is a cloud node's, this host's, or excluded by the operator.
+    /// The address belongs to a cloud node or this host, or is excluded by the operator.
     Excluded,
     /// Not an edge address.
     NoRoute,
-    /// The server has been gone for too long.
+    /// The server has been gone too long.
     Orphaned,
 }
 
-/// The decision about a connect.
+/// Decision about a connect.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verdict<A> {
-    /// Do not touch it.
+    /// Leave it unchanged.
     Direct(Reason),
-    /// Connect to this token instead.
+    /// Connect to this virtual address instead.
     Redirect(A),
-    /// The node has no tunnel: fail with EHOSTUNREACH, or, where the kernel cannot, connect to the
-    /// token and let the server reset.
+    /// The node has no tunnel: fail with EHOSTUNREACH or, on kernels that cannot, connect to the virtual address and
+    /// let the server reset the connection.
     Down(A),
 }
 
 /// Lookups shared by both address families.
 pub trait GlobalState {
-    /// Whether `port` is tunnelled.
+    /// True if `port` is tunnelled.
     fn tunnelled(&self, port: u16) -> bool;
-    /// Whether there are routes that take every port.
+    /// True if there are routes for every port.
     fn any_port_routes(&self) -> bool;
-    /// Whether the server serves; when it does not, every route counts as down.
+    /// True if the server is serving; otherwise every route counts as down.
     fn serving(&self) -> bool;
-    /// Whether the server has been gone for so long that its routes do not count any more.
+    /// True if the server has been gone for so long that its routes no longer count.
     fn orphaned(&self) -> bool;
 }
 
 /// Lookups of one address family.
 pub trait Tables<A>: GlobalState {
-    /// Whether `address` lies in an excluded network.
+    /// True if `address` is in an excluded network.
     fn excluded(&self, address: A) -> bool;
-    /// The longest route that covers `address`.
+    /// Returns the longest route that covers `address`.
     fn route(&self, address: A) -> Option<Mapping<A>>;
 }
 
@@ -77,7 +78,7 @@ pub fn verdict<A: Address, T: Tables<A>>(tables: &T, connect: &Connect<A>) -> Ve
     if !tunnelled && !tables.any_port_routes() {
         return Verdict::Direct(Reason::Port);
     }
-    // Only connects to tunnelled ports pay for reading the clock.
+    // Read the clock only for connects to tunnelled ports.
     if tables.orphaned() {
         return Verdict::Direct(Reason::Orphaned);
     }
@@ -94,17 +95,17 @@ pub fn verdict<A: Address, T: Tables<A>>(tables: &T, connect: &Connect<A>) -> Ve
     if route.flags & DOWN != 0 || !tables.serving() { Verdict::Down(token) } else { Verdict::Redirect(token) }
 }
 
-/// A verdict about an IPv6 socket's connect, which may be to an IPv4 peer.
+/// Verdict about an IPv6 socket's connect, which may be to an IPv4 peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum VerdictV6 {
     /// The address was IPv4-mapped: only its last word may be rewritten.
     Mapped(Verdict<V4>),
-    /// The address was an IPv6 one.
+    /// The address was a native IPv6 address.
     Native(Verdict<V6>),
 }
 
-/// Decides about an IPv6 socket's connect; an IPv4-mapped address is looked up in the IPv4 tables,
-/// because that is the peer it reaches.
+/// Decides about an IPv6 socket's connect. An IPv4-mapped address is looked up in the IPv4 tables, because it reaches
+/// an IPv4 peer.
 #[inline(always)]
 pub fn verdict_v6<T: Tables<V4> + Tables<V6>>(tables: &T, connect: &Connect<V6>) -> VerdictV6 {
     let Connect { address, port, tcp, bound_device } = *connect;

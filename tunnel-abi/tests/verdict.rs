@@ -1,4 +1,4 @@
-//! The verdict against a naive model, over tables small and dense enough that prefixes overlap.
+//! Compares the verdict with a naive model, over tables small and dense enough that prefixes overlap.
 #![expect(clippy::expect_used, reason = "test")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,7 +13,7 @@ use tunnel_abi::{ANY_PORT, Address, DOWN, Mapping, PORT_WORDS, Prefix, V4, V6, c
 struct World {
     ports: BTreeSet<u16>,
     excluded: BTreeSet<IpNet>,
-    /// Token, whether it is up, and whether it takes every port.
+    /// Virtual address, up, every port.
     routes: BTreeMap<IpNet, (IpAddr, bool, bool)>,
     serving: bool,
     orphaned: bool,
@@ -78,7 +78,7 @@ impl Tables<V6> for World {
     }
 }
 
-/// The rules with plain integers, sharing nothing with the code under test.
+/// Applies the rules to plain integers; shares nothing with the code under test.
 fn model(world: &World, address: IpAddr, port: u16, tcp: bool, bound: bool) -> Model {
     if !tcp || bound || world.orphaned {
         return Model::Direct;
@@ -157,7 +157,7 @@ fn world() -> impl Strategy<Value = World> {
     )
         .prop_map(|(routes_v4, routes_v6, excluded_v4, excluded_v6, ports, serving, orphaned)| {
             let mut routes = BTreeMap::new();
-            // Each route owns a 64-address slot of the token range, so blocks of any size are aligned.
+            // Each route owns a 64-address slot of the virtual range, so blocks of any size are aligned.
             for (slot, (net, (up, any))) in (0_u32..).zip(routes_v4) {
                 let token = Ipv4Addr::from(0xc612_0000 + slot * 64);
                 routes.insert(IpNet::V4(net), (IpAddr::V4(token), up, any));
@@ -277,7 +277,7 @@ fn v6(text: &str) -> V6 {
 #[test]
 fn only_a_mapped_address_is_taken_for_ipv4() {
     assert_eq!(v6("::ffff:10.8.0.1").mapped(), Some(v4("10.8.0.1")));
-    // One of the three words in front of the IPv4 address is another.
+    // Each of these differs in one of the three words before the IPv4 address.
     for other in
         ["1::ffff:10.8.0.1", "0:0:1::ffff:10.8.0.1", "::10.8.0.1", "::fffe:10.8.0.1", "::1:ffff:10.8.0.1"]
     {

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-/// Delays that double up to a limit. Part of each is random, so that a fleet that lost its server does not return in step.
+/// Delays that double up to a limit. A part of each is random, so that a fleet that lost its server does not return in
+/// step.
 #[derive(Clone, Debug)]
 pub struct Backoff {
     shortest: Duration,
@@ -12,30 +13,30 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// Each delay is between half and all of a time that grows from `shortest` to `longest`.
+    /// Creates delays that are between half and all of a time growing from `shortest` to `longest`.
     pub const fn new(shortest: Duration, longest: Duration) -> Self {
         Self { shortest, longest, jitter: 0.5, next: shortest }
     }
 
-    /// Each delay is anything up to that time, which spreads a fleet as widely as possible.
+    /// Creates delays that are anywhere between zero and that time, which spreads a fleet as widely as possible.
     pub const fn full_jitter(shortest: Duration, longest: Duration) -> Self {
         Self { shortest, longest, jitter: 1.0, next: shortest }
     }
 
-    /// The delay after one more failure.
+    /// Returns the delay after another failure.
     pub fn next_delay(&mut self) -> Duration {
         let delay = self.next;
         self.next = delay.saturating_mul(2).min(self.longest);
         jittered(delay, self.jitter)
     }
 
-    /// After a success: the next delay is the shortest again.
+    /// Makes the next delay the shortest again. Call it after a success.
     pub const fn reset(&mut self) {
         self.next = self.shortest;
     }
 }
 
-/// `delay`, shortened by a random part of up to `share` (0 to 1) of it.
+/// Shortens `delay` by a random part of up to `share` (0 to 1) of it.
 pub fn jittered(delay: Duration, share: f64) -> Duration {
     delay.mul_f64(1.0 - share * rand::random::<f64>())
 }

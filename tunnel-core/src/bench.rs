@@ -1,7 +1,8 @@
-//! A measurement of a link by its server: a stream as a carried connection's, whose target is the agent itself.
+//! Measurement of a link by its server: a stream like that of a tunnelled connection, whose target is the agent
+//! itself.
 //!
-//! The server opens a stream with [`BENCH_PATH`] and [`MODE_HEADER`]; everything else is as with Carry. It is bounded in
-//! time and bytes by the end that sends, and the agent takes one at a time.
+//! The server opens a stream with [`BENCH_PATH`] and [`MODE_HEADER`]; the rest is as with Carry. The sending end
+//! limits its time and bytes, and the agent serves one at a time.
 
 use std::io;
 use std::net::Ipv4Addr;
@@ -11,27 +12,28 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
-/// The path of such a stream.
+/// Path of a measurement stream.
 pub const BENCH_PATH: &str = "/postern.tunnel.v1.Agent/Bench";
 /// Request metadata: a [`Mode`].
 pub const MODE_HEADER: &str = "postern-bench";
-/// How long an end sends.
+/// Maximum time for which an end sends.
 pub const SEND_FOR: Duration = Duration::from_secs(2);
-/// And how many bytes at most.
+/// Maximum number of bytes that an end sends.
 pub const SEND_AT_MOST: u64 = 512 << 20;
-/// One that has not ended after this is reset: a slow line may hold much of what was sent.
+/// Time after which a stream that has not ended is reset. It is long because a slow line may still hold much of the
+/// data.
 pub const LONGEST: Duration = Duration::from_secs(20);
 
 const PIECE: usize = 64 << 10;
 
-/// What the agent does with the stream.
+/// Role of the agent in a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Sends back what comes.
+    /// Sends back what it receives.
     Echo,
     /// Sends for [`SEND_FOR`], then ends.
     Source,
-    /// Reads to the end, then answers how many bytes there were (8 bytes, the highest first).
+    /// Reads to the end, then answers with the number of bytes (8 bytes, big-endian).
     Sink,
 }
 
@@ -56,10 +58,10 @@ impl FromStr for Mode {
     }
 }
 
-/// Two ends of a TCP connection on loopback.
+/// Creates a TCP connection on loopback and returns both ends.
 ///
 /// # Errors
-/// No sockets are left, or somebody else connected to the listener.
+/// Fails if no sockets are left, or if another program connected to the listener.
 pub async fn pair() -> io::Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
     let (one, accepted) = tokio::try_join!(TcpStream::connect(listener.local_addr()?), listener.accept())?;
@@ -70,10 +72,10 @@ pub async fn pair() -> io::Result<(TcpStream, TcpStream)> {
     Ok((one, other))
 }
 
-/// The agent's part, at the end of [`pair`] that is not relayed.
+/// Plays the agent's part, at the end of [`pair`] that is not relayed.
 ///
 /// # Errors
-/// The stream was reset.
+/// Fails if the stream was reset.
 pub async fn serve(mode: Mode, mut stream: TcpStream) -> io::Result<()> {
     match mode {
         Mode::Echo => {
@@ -91,12 +93,12 @@ pub async fn serve(mode: Mode, mut stream: TcpStream) -> io::Result<()> {
     stream.shutdown().await
 }
 
-/// Sends until the time or the bytes are used up. Returns how many bytes it was.
+/// Sends until the time or the bytes are used up. Returns the number of bytes.
 ///
 /// # Errors
-/// The stream was reset.
+/// Fails if the stream was reset.
 pub async fn send(stream: &mut (impl AsyncWrite + Unpin)) -> io::Result<u64> {
-    // Not zeros: nothing on the way is to compress it.
+    // Not zeros: nothing on the path should be able to compress it.
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let piece: Vec<u8> = std::iter::repeat_with(|| {
         state ^= state << 13;
@@ -114,10 +116,10 @@ pub async fn send(stream: &mut (impl AsyncWrite + Unpin)) -> io::Result<u64> {
     Ok(sent)
 }
 
-/// Reads to the end. Returns how many bytes there were.
+/// Reads to the end. Returns the number of bytes.
 ///
 /// # Errors
-/// The stream was reset.
+/// Fails if the stream was reset.
 pub async fn swallow(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<u64> {
     let (mut buffer, mut count) = (vec![0; PIECE], 0);
     loop {

@@ -1,4 +1,4 @@
-//! The control groups of this process (cgroups(7)): where they are mounted, and which directories are its own.
+//! Control groups of this process (cgroups(7)): their mounts, and the process's own directories.
 
 use std::ffi::OsString;
 use std::fs;
@@ -9,14 +9,14 @@ use std::path::{Component, Path, PathBuf};
 /// A mounted hierarchy.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// The cgroup that is mounted, as seen from this process's cgroup namespace: `/../..` is two above the namespace's root.
+    /// The mounted cgroup, as seen from this process's cgroup namespace: `/../..` is two above the namespace's root.
     pub root: PathBuf,
     pub point: PathBuf,
-    /// None: version 2. The controllers of one of version 1.
+    /// Controllers of a version 1 hierarchy; `None` for version 2.
     controllers: Option<Vec<String>>,
 }
 
-/// Directories of this process's own cgroup, and the mount that shows each.
+/// A directory of this process's own cgroup, and the mount that shows it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Own {
     pub dir: PathBuf,
@@ -34,15 +34,15 @@ impl Mount {
     }
 }
 
-/// The mounted hierarchies of this mount namespace.
+/// Returns the hierarchies mounted in this mount namespace.
 ///
 /// # Errors
-/// /proc cannot be read.
+/// Fails if /proc cannot be read.
 pub fn mounts() -> io::Result<Vec<Mount>> {
     Ok(parse_mounts(&fs::read_to_string("/proc/self/mountinfo")?))
 }
 
-/// Those among mountinfo's lines (proc(5)): `id parent maj:min root point options… - type source options`.
+/// Finds the hierarchies in mountinfo (proc(5)): `id parent maj:min root point options… - type source options`.
 pub fn parse_mounts(mountinfo: &str) -> Vec<Mount> {
     let of_line = |line: &str| {
         let (left, right) = line.split_once(" - ")?;
@@ -58,7 +58,7 @@ pub fn parse_mounts(mountinfo: &str) -> Vec<Mount> {
     mountinfo.lines().filter_map(of_line).collect()
 }
 
-/// Undoes mountinfo's `\040` for space, tab, newline and backslash.
+/// Decodes mountinfo's octal escapes such as `\040`, used for space, tab, newline and backslash.
 fn unescape(field: &str) -> PathBuf {
     let bytes = field.as_bytes();
     let mut out = Vec::with_capacity(bytes.len());
@@ -80,8 +80,9 @@ fn unescape(field: &str) -> PathBuf {
     PathBuf::from(OsString::from_vec(out))
 }
 
-/// The directories of the cgroup that has `controller` for the process `pid`, whose /proc/PID/cgroup is `cgroups`: one for each
-/// mount that shows it, those of its own cgroup namespace first. The mount points are below `tree`, which is `/` but in tests.
+/// Returns the directories of the cgroup that has `controller` for the process `pid`, whose /proc/PID/cgroup is
+/// `cgroups`: one per mount that shows it, those of its own cgroup namespace first. The mount points are below `tree`,
+/// which is `/` except in tests.
 pub fn own_dirs(mounts: &[Mount], cgroups: &str, controller: &str, pid: u32, tree: &Path) -> Vec<Own> {
     let paths = cgroups.lines().filter_map(|line| {
         let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
@@ -102,25 +103,25 @@ pub fn own_dirs(mounts: &[Mount], cgroups: &str, controller: &str, pid: u32, tre
     found.into_iter().map(|(_, own)| own).collect()
 }
 
-/// How the cgroup `path` is reached from a mount of `root`: the number of directories with unknown names, and the path below them.
-/// None when the mount does not show it. Both are seen from the root of the cgroup namespace, whose own name and whose
-/// ancestors' names are not shown within it.
+/// Locates the cgroup `path` in a mount of `root`: the number of directories with unknown names, and the path below
+/// them. `None` if the mount does not show it. Both paths start at the root of the cgroup namespace, in which its own
+/// name and those of its ancestors are not visible.
 fn below(root: &Path, path: &Path) -> Option<(usize, PathBuf)> {
     let ((root_up, root), (up, path)) = (split(root), split(path));
     if root_up == up {
         return Some((0, path.strip_prefix(&root).ok()?.to_owned()));
     }
-    // The mount is of another branch if there are names behind the `..`.
+    // With names behind the `..`, the mount belongs to another branch.
     (root_up > up && root.as_os_str().is_empty()).then(|| (root_up - up, path))
 }
 
-/// The number of `..` that a path begins with, and the names behind them.
+/// Returns the number of `..` that a path begins with, and the names after them.
 fn split(path: &Path) -> (usize, PathBuf) {
     let up = path.components().filter(|part| *part == Component::ParentDir).count();
     (up, path.components().filter(|part| matches!(part, Component::Normal(_))).collect())
 }
 
-/// The directory `path` that `pid` is in, `unknown` directories below `point`.
+/// Finds the directory `path`, `unknown` directories below `point`, that contains `pid`.
 fn find(point: &Path, unknown: usize, path: &Path, pid: u32) -> Option<PathBuf> {
     let mut candidates = vec![point.to_owned()];
     for _ in 0..unknown {
@@ -130,7 +131,7 @@ fn find(point: &Path, unknown: usize, path: &Path, pid: u32) -> Option<PathBuf> 
             .map(|entry| entry.path())
             .collect();
     }
-    // Another mount may cover this one, so that the directory is another cgroup's.
+    // Another mount may cover this one; the directory then belongs to another cgroup.
     let is_own = |dir: &PathBuf| match fs::read_to_string(dir.join("cgroup.procs")) {
         Ok(members) => members.lines().any(|member| member.parse() == Ok(pid)),
         Err(_) => unknown == 0,
@@ -187,7 +188,8 @@ mod tests {
         assert_eq!(shown("/", "/a/b"), at(0, "a/b"));
         assert_eq!(shown("/a", "/a/b"), at(0, "b"));
         assert_eq!(shown("/a", "/ab"), None);
-        // From within a namespace: an ancestor's mount, one of another branch, and a process outside of its namespace's root.
+        // From within a namespace: an ancestor's mount, one of another branch, and a process outside its namespace's
+        // root.
         assert_eq!(shown("/../../..", "/a"), at(3, "a"));
         assert_eq!(shown("/../other", "/a"), None);
         assert_eq!(shown("/", "/../other"), None);

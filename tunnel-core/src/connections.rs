@@ -1,4 +1,4 @@
-//! Which of the connections that are carried now both programs show, and what waits in them.
+//! Selects and describes the connections that both programs list.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
@@ -7,13 +7,13 @@ use std::time::Duration;
 use crate::carry::{Traffic, Waiting};
 use crate::text::age;
 
-/// Rows of one answer: a server may carry a hundred thousand.
+/// Maximum rows in one answer: a server may have a hundred thousand connections.
 pub const MAX_ROWS: usize = 1000;
-/// A receiver that has taken nothing for so long stands out; shorter waits are how bytes flow.
+/// A receiver blocked for this long is reported as stalled; shorter waits are normal.
 const STALLED: Duration = Duration::from_secs(1);
 
-/// The first [`MAX_ROWS`] and how many there are besides: first those whose receiver has taken nothing for longest, then those
-/// that have carried most. `traffic`: None before bytes may pass.
+/// Returns the first [`MAX_ROWS`] connections and the number of others. Connections whose receiver has been blocked
+/// for longest come first, then those with most bytes. `traffic` returns `None` before bytes may pass.
 pub fn first<T>(
     mut connections: Vec<Arc<T>>,
     traffic: impl Fn(&T) -> Option<&Traffic>,
@@ -29,7 +29,7 @@ pub fn first<T>(
     (connections, more)
 }
 
-/// For how many milliseconds a receiver has taken nothing, None: it takes what comes; and the bytes that are held for it.
+/// Returns for how many milliseconds a receiver has been blocked (`None` if it is not), and the bytes held for it.
 pub fn blocked(waiting: Option<&Waiting>) -> (Option<u64>, usize) {
     match waiting.and_then(Waiting::now) {
         Some((time, held)) => (Some(u64::try_from(time.as_millis()).unwrap_or(u64::MAX)), held),
@@ -37,7 +37,7 @@ pub fn blocked(waiting: Option<&Waiting>) -> (Option<u64>, usize) {
     }
 }
 
-/// For how long a receiver has taken nothing, if that is long.
+/// Returns for how long a receiver has been blocked, if that is long.
 pub fn stalled(blocked_ms: Option<u64>) -> Option<String> {
     blocked_ms.map(Duration::from_millis).filter(|time| *time >= STALLED).map(|time| age(time.as_secs()))
 }

@@ -1,14 +1,14 @@
-//! Errors with their causes.
+//! Errors and their causes.
 
 use std::error::Error;
 
-/// `error` and its sources, the outermost first.
+/// Iterates over `error` and its sources, outermost first.
 pub fn causes<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dyn Error + 'static)> {
     std::iter::successors(Some(error), |error: &&'a (dyn Error + 'static)| (*error).source())
 }
 
-/// An error and its sources on one line: the outer ones often say little ("client error (Connect)"). A source that the
-/// text so far quotes is not repeated.
+/// Formats an error and its sources on one line, because outer errors often say little ("client error (Connect)"). A
+/// source already quoted in the text is not repeated.
 pub fn chain(error: &(dyn Error + 'static)) -> String {
     let mut text = String::new();
     for part in causes(error).map(ToString::to_string) {

@@ -1,8 +1,8 @@
-//! A bounded number of turns that users share fairly, without a configured share: dials by their target, questions by who asks.
+//! A bounded number of turns that users share fairly, without configured shares: dials by target, queries by client.
 //!
-//! A user may have as many turns as are free, so that one who wants all gets half of them, and two a third each (Choudhury and Hahne,
-//! "Dynamic queue length thresholds", 1998). Who may not have another yet waits, until its own deadline; the user with the fewest goes
-//! first. Waiting is bounded by the same rule.
+//! A user may have as many turns as are free, so one that wants all gets half of them, and two get a third each
+//! (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). A request above that waits, until its own deadline;
+//! the user with the fewest turns goes first. Waiting is limited by the same rule.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::Hash;
@@ -26,10 +26,10 @@ struct Shared<K: Ord + Hash + Clone> {
 #[derive(Debug)]
 struct State<K: Ord + Hash + Clone> {
     taken: usize,
-    /// Including those that have given up and were not removed yet.
+    /// Includes requests that were given up and not removed yet.
     waiting: usize,
     users: HashMap<K, User<K>>,
-    /// Users that wait, by how many turns they have.
+    /// Users that wait, ordered by their number of turns.
     wanted: BTreeSet<(usize, K)>,
 }
 
@@ -39,7 +39,7 @@ struct User<K: Ord + Hash + Clone> {
     waiters: VecDeque<oneshot::Sender<Turn<K>>>,
 }
 
-/// A turn; dropping it passes it on.
+/// A turn; dropping it hands it to the next one waiting.
 #[derive(Debug)]
 pub struct Turn<K: Ord + Hash + Clone> {
     share: FairShare<K>,
@@ -53,18 +53,18 @@ impl<K: Ord + Hash + Clone> Clone for FairShare<K> {
 }
 
 impl<K: Ord + Hash + Clone> FairShare<K> {
-    /// `limit` turns at a time; `most_waiting` of all users together.
+    /// Allows `limit` turns at a time, and `most_waiting` waiting requests of all users together.
     pub fn new(limit: usize, most_waiting: usize) -> Self {
         let state = State { taken: 0, waiting: 0, users: HashMap::new(), wanted: BTreeSet::new() };
         Self { shared: Arc::new(Shared { limit, most_waiting, state: Mutex::new(state) }) }
     }
 
-    /// Turns that are taken.
+    /// Returns the number of turns taken.
     pub fn taken(&self) -> usize {
         self.shared.state.lock().taken
     }
 
-    /// Waits for a turn; None if too many of the user wait already.
+    /// Waits for a turn. `None` if too many requests of this user wait already.
     pub async fn take(&self, user: K) -> Option<Turn<K>> {
         let granted = {
             let mut state = self.shared.state.lock();
@@ -83,7 +83,7 @@ impl<K: Ord + Hash + Clone> FairShare<K> {
         granted.await.ok()
     }
 
-    /// Gives free turns to those who wait.
+    /// Gives free turns to waiting requests.
     fn grant(&self) {
         loop {
             let (waiter, turn) = {
@@ -103,7 +103,7 @@ impl<K: Ord + Hash + Clone> FairShare<K> {
                 state.taken += 1;
                 (waiter, Turn { share: self.clone(), user })
             };
-            // Without the lock: if nobody waits any more, the turn comes back and is passed on.
+            // Sent without the lock: if the request was given up, the turn is dropped and handed on.
             let _ = waiter.send(turn);
         }
     }
@@ -144,7 +144,7 @@ impl<K: Ord + Hash + Clone> State<K> {
 }
 
 impl<K: Ord + Hash + Clone> User<K> {
-    /// Its place among the users that wait.
+    /// Returns the position among the waiting users; `None` if this one does not wait.
     fn wanted(&self) -> Option<usize> {
         (!self.waiters.is_empty()).then_some(self.taken)
     }
@@ -170,7 +170,7 @@ mod tests {
 
     type Taking = Pin<Box<dyn Future<Output = Option<Turn<u16>>>>>;
 
-    /// A user that asks for its turn, polled once.
+    /// Asks for a turn of a user, and polls once.
     fn ask(turns: &FairShare<u16>, user: u16) -> (Taking, Poll<Option<Turn<u16>>>) {
         let turns = turns.clone();
         let mut taking: Taking = Box::pin(async move { turns.take(user).await });
@@ -209,7 +209,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes, waits, leaves and ends: the bound holds, nobody waits who could go, and nothing is lost.
+        /// Whatever is taken, waits, leaves and ends: the limit holds, no request waits that could be served, and
+        /// nothing is lost.
         #[test]
         fn every_turn_is_used(limit in 1usize..8, steps in prop::collection::vec((0u8..4, 0u16..4, 0usize..30), 1..200)) {
             let turns = FairShare::new(limit, 1000);

@@ -1,8 +1,8 @@
 //! Tonic's generated clients and services on a bare HTTP/2 connection.
 //!
-//! The link is driven with `h2` itself, because carrying a connection needs what a higher layer hides: resetting a
-//! stream while its peer does not read, returning flow control byte by byte, and the PING's round-trip time. Control
-//! calls are few and small, and use tonic.
+//! The link uses `h2` directly, because relaying a connection needs what higher layers hide: resetting a stream while
+//! its peer does not read, returning flow control byte by byte, and the PING's round-trip time. Control calls are few
+//! and small, and use tonic.
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -25,16 +25,16 @@ use crate::proto::{AgentEvent, Welcome};
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// The path of the Attach method.
+/// Path of the Attach method.
 const ATTACH_PATH: &str = "/postern.tunnel.v1.Agent/Attach";
-/// Size of the buffer that is kept between two events of an agent, in bytes.
+/// Size of the buffer kept between two events of an agent, in bytes.
 const EVENT_BUFFER: usize = 512;
 
-/// Calls Attach and returns the agent's events, of at most `largest` bytes each. The generated client would hold 8 KiB
+/// Calls Attach and returns the agent's events, of at most `largest` bytes each. The generated client would keep 8 KiB
 /// for each attached agent.
 ///
 /// # Errors
-/// The link is lost, or the agent answered with an error.
+/// Fails if the link is lost, or if the agent answered with an error.
 pub async fn attach(
     channel: Channel,
     welcome: Welcome,
@@ -64,7 +64,7 @@ impl Codec for AttachCodec {
     }
 }
 
-/// The receiving half of a stream, as a body for tonic.
+/// Receiving half of a stream, as a body for tonic.
 #[derive(Debug)]
 pub struct RecvBody {
     stream: RecvStream,
@@ -118,7 +118,7 @@ impl Channel {
     }
 }
 
-/// The scheme and authority of requests on a link, which has no name of its own.
+/// Scheme and authority of requests on a link, which has no host name.
 pub fn origin() -> Uri {
     Uri::from_static("https://agent")
 }
@@ -147,14 +147,14 @@ impl Service<Request<tonic::body::Body>> for Channel {
     }
 }
 
-/// The head of an answer.
+/// Returns the head of a gRPC response.
 pub fn response() -> Response<()> {
     let mut response = Response::new(());
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     response
 }
 
-/// Answers with a status only.
+/// Answers with only a status.
 pub fn refuse(respond: &mut SendResponse<Bytes>, status: &Status) {
     let mut response = response();
     if status.add_header(response.headers_mut()).is_err() || respond.send_response(response, true).is_err() {
@@ -198,7 +198,7 @@ async fn send_body(body: tonic::body::Body, mut stream: SendStream<Bytes>) {
         };
         let sent = match frame {
             Some(Ok(frame)) => match frame.into_data() {
-                // Control messages are small: queued without waiting for flow control.
+                // Control messages are small; queue them without waiting for flow control.
                 Ok(data) => stream.send_data(data, false),
                 Err(frame) => match frame.into_trailers() {
                     Ok(trailers) => {

@@ -1,19 +1,19 @@
-//! Which kernel this is.
+//! The running kernel.
 
 use nix::sys::utsname::uname;
 
-/// `uname -r`; empty if it cannot be read.
+/// Returns the output of `uname -r`; empty if it cannot be read.
 pub fn release() -> String {
     uname().map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// Its major and minor number; `None` if [`release`] has none.
+/// Returns the major and minor version; `None` if [`release`] has none.
 pub fn version() -> Option<(u32, u32)> {
     parse(&release())
 }
 
-/// Whether this program is of another architecture than the kernel: run by qemu-user, which knows few of the socket options.
-/// False where the kernel does not say (before Linux 6.1).
+/// True if this program runs under emulation (qemu-user, which supports few socket options), because its architecture
+/// is not the kernel's. False if the kernel does not report its architecture (before Linux 6.1).
 pub fn emulated() -> bool {
     std::fs::read_to_string("/proc/sys/kernel/arch").is_ok_and(|arch| arch.trim() != std::env::consts::ARCH)
 }

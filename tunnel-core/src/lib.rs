@@ -1,5 +1,5 @@
-//! Shared by both ends of the tunnel: the protocol, the link and its settings, carrying connections, identity, lifecycle,
-//! configuration and the admin endpoints.
+//! Shared by both ends of the tunnel: the protocol, the link and its settings, relaying of connections, identity,
+//! lifecycle, configuration and the admin endpoints.
 #![forbid(unsafe_code)]
 
 pub mod admin;

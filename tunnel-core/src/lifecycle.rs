@@ -1,7 +1,7 @@
 //! Starting, draining and stopping.
 //!
-//! [`Shutdown`] says when to stop (first signal: drain; second: immediately), [`Drain`] tracks the work in flight, and
-//! [`Readiness`] tracks what a start still waits for.
+//! [`Shutdown`] tells when to stop (first signal: drain; second: immediately), [`Drain`] tracks the work in flight,
+//! and [`Readiness`] tracks what the start is still waiting for.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,15 +18,16 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
-/// How long the end of a program waits for threads that wait for something else, such as a name to be resolved.
+/// Maximum time for which the end of a program waits for threads blocked in something else, such as a name lookup.
 const THREADS_END: Duration = Duration::from_secs(1);
-/// The usual soft limit.
+/// Usual soft limit of open files.
 const USUAL_OPEN_FILES: u32 = 1024;
 
-/// Runs a program on this thread. Once it has ended, so does the process, whatever a thread for blocking calls waits for.
+/// Runs a program on this thread. When it has ended, the process can end too, even if a thread for blocking calls is
+/// still waiting.
 ///
 /// # Errors
-/// The program's, or the runtime cannot be made.
+/// Returns the program's error, or fails if the runtime cannot be created.
 pub fn block_on<T, E: From<io::Error>>(program: impl Future<Output = Result<T, E>>) -> Result<T, E> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let result = runtime.block_on(program);
@@ -34,8 +35,8 @@ pub fn block_on<T, E: From<io::Error>>(program: impl Future<Output = Result<T, E
     result
 }
 
-/// When to stop: `draining` means take nothing new and finish what is in flight, `forced` means end immediately. Forcing
-/// implies draining. Clones share the state.
+/// Stop state. `draining`: take nothing new and finish the work in flight. `forced`: end immediately; this implies
+/// draining. Clones share the state.
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
     draining: CancellationToken,
@@ -43,18 +44,19 @@ pub struct Shutdown {
 }
 
 impl Shutdown {
-    /// A shutdown that only [`Shutdown::begin`] and [`Shutdown::force`] trigger.
+    /// Creates a shutdown that only [`Shutdown::begin`] and [`Shutdown::force`] trigger.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A shutdown that SIGTERM and SIGINT trigger: the first signal starts the drain, the second forces the end.
+    /// Creates a shutdown triggered by SIGTERM and SIGINT: the first signal starts the drain, the second forces the
+    /// end.
     ///
     /// # Errors
-    /// The signal handlers cannot be installed.
+    /// Fails if the signal handlers cannot be installed.
     ///
     /// # Panics
-    /// Outside a tokio runtime with its IO driver enabled.
+    /// Panics outside a tokio runtime with its IO driver enabled.
     pub fn on_signals() -> io::Result<Self> {
         let mut term = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
@@ -103,12 +105,12 @@ impl Shutdown {
         self.draining.cancelled()
     }
 
-    /// Resolves when everything has to end.
+    /// Resolves when everything must end.
     pub fn forced(&self) -> WaitForCancellationFuture<'_> {
         self.forced.cancelled()
     }
 
-    /// The token itself, for example for a child token per session.
+    /// Returns the token, for example to create a child token per session.
     pub fn draining_token(&self) -> &CancellationToken {
         &self.draining
     }
@@ -118,7 +120,7 @@ impl Shutdown {
     }
 }
 
-/// How a drain ended.
+/// Result of a drain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drained {
     /// Everything finished.
@@ -139,7 +141,7 @@ impl fmt::Display for Drained {
     }
 }
 
-/// The work in flight. Each piece holds a [`DrainGuard`]; [`Drain::finish`] waits until the last is dropped.
+/// Work in flight. Each piece holds a [`DrainGuard`]; [`Drain::finish`] waits until the last one is dropped.
 #[derive(Clone, Debug)]
 pub struct Drain {
     tracker: TaskTracker,
@@ -151,7 +153,7 @@ impl Drain {
         Self::of(TaskTracker::new(), shutdown)
     }
 
-    /// Of tasks that are tracked already.
+    /// Creates a drain for tasks that are tracked already.
     pub fn of(tracker: TaskTracker, shutdown: Shutdown) -> Self {
         Self { tracker, shutdown }
     }
@@ -174,18 +176,18 @@ impl Drain {
         self.tracker.spawn(work)
     }
 
-    /// Pieces of work in flight.
+    /// Returns the number of pieces of work in flight.
     pub fn in_flight(&self) -> usize {
         self.tracker.len()
     }
 
-    /// Starts the drain unless it has started, waits for the work in flight for at most `timeout` and while `ending` ends
-    /// what it can without harm, then forces the rest to end.
+    /// Starts the drain if needed, and waits up to `timeout` for the work in flight. After that it runs `ending`,
+    /// which ends what it can without harm, and then forces the rest to end.
     pub async fn finish(&self, timeout: Duration, ending: impl Future<Output = ()>) -> Drained {
         self.shutdown.begin();
         self.tracker.close();
         let drained = tokio::select! {
-            // Complete wins when several are true.
+            // If several are ready, completion wins.
             biased;
             () = self.tracker.wait() => Drained::Complete,
             () = self.shutdown.forced() => Drained::Forced { left: self.tracker.len() },
@@ -219,8 +221,8 @@ impl DrainGuard {
     }
 }
 
-/// Raises the soft limit of open files to the hard limit and returns it: each carried connection takes one, and the soft
-/// limit of most hosts is 1,024.
+/// Raises the soft limit of open files to the hard limit and returns that: each tunnelled connection takes a file, and
+/// the soft limit of most hosts is 1,024.
 pub fn raise_open_files() -> u32 {
     let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(soft, hard)| {
         if soft < hard {
@@ -237,13 +239,13 @@ pub fn raise_open_files() -> u32 {
     }
 }
 
-/// Forbids core dumps of this process: they would hold its keys. Not by PR_SET_DUMPABLE, which would also take
-/// /proc/self away from a process without root's rights.
+/// Disables core dumps of this process, because they would contain its keys. Does not use PR_SET_DUMPABLE, which would
+/// also deny /proc/self to a process without root's rights.
 pub fn forbid_core_dumps() -> io::Result<()> {
     Ok(setrlimit(Resource::RLIMIT_CORE, 0, 0)?)
 }
 
-/// What a start still waits for. Ready when no [`ReadyGuard`] is left.
+/// Parts that the start is still waiting for. Ready when no [`ReadyGuard`] is left.
 #[derive(Clone, Debug, Default)]
 pub struct Readiness(Arc<Mutex<Pending>>);
 
@@ -258,7 +260,7 @@ impl Readiness {
         Self::default()
     }
 
-    /// Not ready until the returned guard is dropped; `/readyz` shows `name` until then.
+    /// Makes the program not ready until the returned guard is dropped. `/readyz` shows `name` until then.
     #[must_use = "dropping the guard means ready"]
     pub fn pending(&self, name: impl Into<String>) -> ReadyGuard {
         let mut pending = self.0.lock();
@@ -272,7 +274,7 @@ impl Readiness {
         self.0.lock().names.is_empty()
     }
 
-    /// What is pending, oldest first.
+    /// Returns the names of the pending parts, oldest first.
     pub fn names(&self) -> Vec<String> {
         self.0.lock().names.values().cloned().collect()
     }
@@ -286,7 +288,7 @@ pub struct ReadyGuard {
 }
 
 impl ReadyGuard {
-    /// Same as dropping it.
+    /// Marks the part as ready, like dropping the guard.
     pub fn ready(self) {}
 }
 
@@ -358,8 +360,8 @@ mod tests {
 
     #[tokio::test]
     async fn signals_drain_then_force() {
-        // Installed before the signals are raised, so they do not end the test process. SIGINT is used for both,
-        // since another test of this process must not see a stray SIGTERM.
+        // Install the handlers before raising the signals, so that they do not end the test process. SIGINT is used
+        // for both, since another test of this process must not see a stray SIGTERM.
         let shutdown = Shutdown::on_signals().unwrap();
         nix::sys::signal::raise(nix::sys::signal::Signal::SIGINT).unwrap();
         tokio::time::timeout(Duration::from_secs(10), shutdown.draining()).await.unwrap();

@@ -1,5 +1,5 @@
-//! How much memory and CPU time this process may use: the least of its cgroups' limits, those above them, and what the machine
-//! has.
+//! Memory and CPU time that this process may use: the lowest of its cgroups' limits, their ancestors' limits, and the
+//! machine's resources.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,10 +14,10 @@ use prometheus_client::registry::{Registry, Unit};
 
 use crate::cgroup::{Own, own_dirs, parse_mounts};
 
-/// Where the memory comes from when no limit was found.
+/// Source of the memory amount if no limit was found.
 pub(crate) const MACHINE: &str = "/proc/meminfo";
 
-/// An amount, and the file that says it.
+/// An amount, and the file that it comes from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limit {
     pub amount: u64,
@@ -34,7 +34,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// As they were when they were first asked for: a program divides what it may use once.
+    /// Returns the limits as of the first call: a program divides its resources only once.
     pub fn of_process() -> &'static Self {
         static LIMITS: LazyLock<Limits> = LazyLock::new(|| {
             let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
@@ -49,13 +49,13 @@ impl Limits {
         &LIMITS
     }
 
-    /// These, or the cgroups' where these are less. `tree` has the files.
+    /// Returns these limits, lowered to those of the cgroups. The files are below `tree`.
     fn within(self, mountinfo: &str, cgroups: &str, pid: u32, tree: &Path) -> Self {
         let mounts = parse_mounts(mountinfo);
         let least = |controller: &str, of: fn(&Path, bool) -> Option<Limit>, machine: Limit| {
             let own = own_dirs(&mounts, cgroups, controller, pid, tree);
             let limits = own.iter().flat_map(|own| ancestors(own).filter_map(|dir| of(dir, own.is_v2)));
-            // The first of several.
+            // Of equal limits, the first wins.
             std::iter::once(machine).chain(limits).min_by_key(|limit| limit.amount)
         };
         Self {
@@ -64,12 +64,12 @@ impl Limits {
         }
     }
 
-    /// The number of threads that keep busy what this process may use.
+    /// Returns the number of threads needed to use the available CPU time.
     pub fn threads(&self) -> usize {
         usize::try_from(self.cpu.amount.div_ceil(1000)).unwrap_or(usize::MAX).max(1)
     }
 
-    /// True if no cgroup that is in sight limits the memory below the machine's.
+    /// True if no visible cgroup limits the memory below the machine's.
     pub fn memory_is_machines(&self) -> bool {
         self.memory.from == Path::new(MACHINE)
     }
@@ -79,7 +79,7 @@ impl Limits {
         self.cpu.amount as f64 / 1000.0
     }
 
-    /// Says in the log which limits were found where; in a pod also that there is none of the memory.
+    /// Logs the limits and where they were found; in a pod, also warns if there is none for memory.
     pub fn log(&self, open_files: u32) {
         tracing::info!(
             memory = self.memory.amount,
@@ -98,13 +98,13 @@ impl Limits {
     }
 }
 
-/// The cgroup's directory and those above it.
+/// Iterates over the cgroup's directory and its ancestors.
 fn ancestors(own: &Own) -> impl Iterator<Item = &Path> {
     own.dir.ancestors().take_while(|dir| dir.starts_with(&own.point))
 }
 
-/// Above `memory.high` the kernel slows the process down so much that it is a limit too. No limit is the word `max`, or in version
-/// 1 more than any machine has.
+/// Reads a memory limit. Above `memory.high` the kernel slows the process down so much that it counts as a limit too.
+/// The word `max`, or in version 1 more than any machine has, means no limit.
 fn memory_of(dir: &Path, is_v2: bool) -> Option<Limit> {
     let files: &[&str] = if is_v2 { &["memory.max", "memory.high"] } else { &["memory.limit_in_bytes"] };
     let limits = files.iter().filter_map(|file| {
@@ -114,7 +114,7 @@ fn memory_of(dir: &Path, is_v2: bool) -> Option<Limit> {
     limits.min_by_key(|limit| limit.amount)
 }
 
-/// No quota is the word `max`, or in version 1 a negative number.
+/// Reads a CPU quota. The word `max`, or in version 1 a negative number, means no quota.
 fn cpu_of(dir: &Path, is_v2: bool) -> Option<Limit> {
     let from = dir.join(if is_v2 { "cpu.max" } else { "cpu.cfs_quota_us" });
     let mut text = fs::read_to_string(&from).ok()?;
@@ -131,17 +131,17 @@ fn memory_of_machine(meminfo: &str) -> Option<u64> {
     line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The CPUs that this process may run on. std's number would include quotas, rounded down.
+/// Returns the number of CPUs that this process may run on. std's number would include quotas, rounded down.
 fn usable_cpus() -> u64 {
     let count = |set: CpuSet| (0..CpuSet::count()).filter(|cpu| set.is_set(*cpu) == Ok(true)).count();
     let affinity = sched_getaffinity(Pid::from_raw(0)).map(count).ok();
-    // The kernel refuses the set on machines with more CPUs than it has room for.
+    // The kernel refuses the call on machines with more CPUs than fit into the set.
     let cpus = affinity.or_else(|| Some(std::thread::available_parallelism().ok()?.get()));
     cpus.map_or(1, |cpus| cpus as u64)
 }
 
-/// Whether this process is in a pod: every container of a kubelet has the file for its last words, and most pods the address of
-/// the API server.
+/// True if this process is in a pod: every container of a kubelet has a termination-log file, and most pods have the
+/// API server's address.
 pub fn in_pod() -> bool {
     std::env::var_os("KUBERNETES_SERVICE_HOST").is_some()
         || fs::read_to_string("/proc/self/mountinfo")
@@ -177,15 +177,15 @@ mod tests {
     use super::*;
 
     const PID: u32 = 4711;
-    /// Of the machine.
+    /// Resources of the machine.
     const MEMORY: u64 = 16 << 30;
     const CPUS: u64 = 8;
     const AFFINITY: &str = "affinity";
-    /// Version 1 without a limit.
+    /// Version 1's value for no limit.
     const HIGH: &str = "9223372036854771712\n";
 
-    /// What is found where /proc/self has these texts, and the cgroups these files: bytes, thousandths of a CPU, and the files that
-    /// said so. The process is in the folders `own`.
+    /// Returns the limits found with these texts in /proc/self and these files in the cgroups: bytes, thousandths of a
+    /// CPU, and their files. The process is in the directories `own`.
     fn found(
         mountinfo: &str,
         cgroups: &str,
@@ -244,7 +244,7 @@ mod tests {
         assert_eq!(all, (1 << 30, 1000 * CPUS, slice.to_owned(), AFFINITY.to_owned()));
         assert_eq!(of(["max\n", "2147483648\n", "1048576\n", "max 100000\n"]).2, high);
         assert_eq!(of(["max\n", "max\n", "max\n", "max 100000\n"]), machines());
-        // More than there is, and nonsense.
+        // More than the machine has, and nonsense.
         assert_eq!(of(["max\n", "99999999999999\n", "\n", "900000000 100000\n"]), machines());
         assert_eq!(of(["-1\n", "many\n", "max\n", "1 0\n"]), machines());
         assert_eq!(found(V2, "0::/\n", &[], &[]), machines());
@@ -263,7 +263,7 @@ mod tests {
 ";
         let own =
             ["/sys/fs/cgroup/memory/system.slice/postern.service", "/sys/fs/cgroup/cpu,cpuacct/postern"];
-        // A hybrid host has version 2 beside them, with neither controller.
+        // A hybrid host also has version 2, with neither controller.
         let hybrid = format!("{V1}41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n");
         for mounts in [V1, &hybrid] {
             let of = |limit: &str, cpu: &str| {
@@ -274,8 +274,8 @@ mod tests {
         }
     }
 
-    /// In a cgroup namespace of its own, as containerd makes it on hosts with version 2; beside it the host's hierarchy, as the
-    /// shipped manifests mount it.
+    /// The pod is in its own cgroup namespace, as containerd creates it on hosts with version 2. The host's hierarchy
+    /// is mounted too, as in the shipped manifests.
     #[test]
     fn a_pod_has_its_own_limit_and_those_above_it() {
         const MOUNTS: &str = "\
@@ -300,7 +300,7 @@ mod tests {
         assert_eq!(of("1073741824\n"), (1 << 30, 500, of_pod, cpu));
     }
 
-    /// The host's hierarchy over the pod's own: its own cgroup is the one there that has the process.
+    /// The host's hierarchy is mounted over the pod's own: its cgroup is the one there that contains the process.
     #[test]
     fn a_pod_finds_its_limit_below_the_hosts_hierarchy() {
         const MOUNTS: &str = "\
@@ -311,16 +311,17 @@ mod tests {
         let limit = format!("{OWN}/memory.max");
         let files = [(limit.as_str(), "536870912\n"), ("/sys/fs/cgroup/kubepods/pod2/memory.max", "4096\n")];
         assert_eq!(found(MOUNTS, "0::/\n", &files, &[OWN]).2, limit);
-        // None of those in sight.
+        // No visible cgroup contains the process.
         assert_eq!(found(MOUNTS, "0::/\n", &files, &[]), machines());
-        // Moved to another cgroup, and one below the namespace's root.
+        // The process was moved to another cgroup, or to one below the namespace's root.
         let other = "/sys/fs/cgroup/kubepods/pod2";
         assert_eq!(found(MOUNTS, "0::/../pod2\n", &files, &[other]).0, 4096);
         let below = format!("{OWN}/below");
         assert_eq!(found(MOUNTS, "0::/below\n", &files, &[&below]).0, 512 << 20);
     }
 
-    /// In the host's cgroup namespace, which containerd gives to pods on hosts with version 1, and `docker run --cgroupns=host`.
+    /// The container is in the host's cgroup namespace, as with containerd on hosts with version 1 and `docker run
+    /// --cgroupns=host`.
     #[test]
     fn a_container_in_the_hosts_namespace_has_the_limit_at_its_mount() {
         const V2: &str = "640 630 0:24 /docker/c1 /sys/fs/cgroup ro - cgroup2 cgroup rw\n";
@@ -334,7 +335,7 @@ mod tests {
             let of = found(mounts, cgroups, &[(file, "67108864\n")], &[folder]);
             assert_eq!((of.0, of.2.as_str()), (64 << 20, file));
         }
-        // With the host's hierarchy over it.
+        // The host's hierarchy is mounted over it.
         let hosts = format!("{V1}650 640 0:32 / /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n");
         let own = "/sys/fs/cgroup/memory/docker/c1";
         let limit = format!("{own}/memory.limit_in_bytes");

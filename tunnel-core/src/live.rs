@@ -1,4 +1,4 @@
-//! What is there now of something that comes and goes often, for whoever looks at it now and then.
+//! Registry of short-lived objects, for observers that list them occasionally.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
-/// Looking at all of them stops only one part of those that come and go meanwhile.
+/// Number of independently locked parts, so that listing everything blocks only a part of the changes at a time.
 const PARTS: usize = 16;
 
-/// All that are there now.
+/// All objects that exist now.
 #[derive(Debug)]
 pub struct Live<T> {
     ids: AtomicU64,
@@ -24,7 +24,7 @@ impl<T> Default for Live<T> {
 }
 
 impl<T> Live<T> {
-    /// It is there until the returned value is dropped.
+    /// Registers an object until the returned value is dropped.
     pub fn enter(self: &Arc<Self>, item: T) -> Present<T> {
         let id = self.ids.fetch_add(1, Ordering::Relaxed);
         let item = Arc::new(item);
@@ -32,7 +32,7 @@ impl<T> Live<T> {
         Present { id, item, live: self.clone() }
     }
 
-    /// Those that are there, in no order.
+    /// Returns all objects, in no particular order.
     pub fn all(&self) -> Vec<Arc<T>> {
         self.parts.iter().flat_map(|part| part.lock().values().cloned().collect::<Vec<_>>()).collect()
     }
@@ -43,7 +43,7 @@ impl<T> Live<T> {
     }
 }
 
-/// One that is there, until this is dropped.
+/// A registered object; dropping this removes it.
 #[derive(Debug)]
 pub struct Present<T> {
     id: u64,
@@ -52,7 +52,7 @@ pub struct Present<T> {
 }
 
 impl<T> Present<T> {
-    /// For those who may need it for longer.
+    /// Returns the object for holders that may need it longer.
     pub fn item(&self) -> Arc<T> {
         self.item.clone()
     }

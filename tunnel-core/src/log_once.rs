@@ -1,15 +1,15 @@
-//! Logging a condition that lasts once, not each time it is seen.
+//! Logs a lasting condition once, not each time it is seen.
 
 use std::fmt::Display;
 
-/// Remembers the last message about something that may fail again and again.
+/// Remembers the last message about something that may fail repeatedly.
 #[derive(Clone, Debug, Default)]
 pub struct LogOnce {
     last: Option<String>,
 }
 
 impl LogOnce {
-    /// Whether `message` differs from the one before, and so is to be logged.
+    /// True if `message` differs from the previous one, and so must be logged.
     pub fn is_new(&mut self, message: impl Display) -> bool {
         let message = message.to_string();
         let new = self.last.as_ref() != Some(&message);
@@ -19,7 +19,7 @@ impl LogOnce {
         new
     }
 
-    /// After a success. Whether there was a failure before it.
+    /// Forgets the message after a success. True if there was a failure before.
     pub fn clear(&mut self) -> bool {
         self.last.take().is_some()
     }

@@ -1,5 +1,5 @@
-//! The queue between the threads that log and the one that writes: a standard error that nobody reads, or that fails,
-//! holds up no other thread. What finds no room is dropped and counted.
+//! Queue between the threads that log and the one that writes, so that no thread blocks on a standard error that
+//! nobody reads or that fails. Lines that do not fit are dropped and counted.
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,12 +13,12 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use tracing_appender::non_blocking::{ErrorCounter, NonBlocking, NonBlockingBuilder, WorkerGuard};
 
-/// Lines that wait at most: some 2 MiB.
+/// Maximum number of waiting lines: about 2 MiB.
 const LINES: usize = 4096;
-/// How long the end of the process waits for the lines before it to be written.
+/// Maximum time for which the end of the process waits for earlier lines to be written.
 const LAST_WRITE: Duration = Duration::from_millis(1500);
 
-/// Writes the lines that still wait when it is dropped, as far as they are read.
+/// On drop, writes the lines that still wait, as far as they are read.
 #[derive(Debug)]
 #[must_use = "dropping it ends the log"]
 pub struct LogGuard(Option<WorkerGuard>);
@@ -27,7 +27,7 @@ impl Drop for LogGuard {
     fn drop(&mut self) {
         let worker = self.0.take();
         let (written, done) = mpsc::channel();
-        // In a thread of its own: a worker that is stuck is reported on standard output, which may be stuck as well.
+        // In its own thread: a blocked worker is reported on standard output, which may be blocked as well.
         let flush = thread::Builder::new().name("log-end".into()).spawn(move || {
             drop(worker);
             written.send(()).ok();
@@ -38,24 +38,24 @@ impl Drop for LogGuard {
     }
 }
 
-/// Log lines that were not written, by the reason. Clones share the numbers.
+/// Number of log lines that were not written, by reason. Clones share the numbers.
 #[derive(Clone, Debug, Default)]
 pub struct LostLines(Arc<Counts>);
 
 #[derive(Debug, Default)]
 struct Counts {
-    /// The queue's own, known once it is made.
+    /// The queue's own counter, set once the queue exists.
     dropped: OnceLock<ErrorCounter>,
     failed: AtomicU64,
 }
 
 impl LostLines {
-    /// Those that found the queue full.
+    /// Returns the number of lines that found the queue full.
     pub fn dropped(&self) -> u64 {
         self.0.dropped.get().map_or(0, |dropped| dropped.dropped_lines() as u64)
     }
 
-    /// Those whose writing failed, for example because the disk is full.
+    /// Returns the number of lines whose writing failed, for example because the disk is full.
     pub fn failed(&self) -> u64 {
         self.0.failed.load(Ordering::Relaxed)
     }
@@ -85,16 +85,16 @@ fn start_with(to: impl Write + Send + 'static, lines: usize) -> (NonBlocking, Lo
         .buffered_lines_limit(lines)
         .thread_name("log")
         .finish(output);
-    // Just made, so it is not set yet.
+    // The lock was just created, so it is not set yet.
     lost.0.dropped.set(queue.error_counter()).ok();
     (queue, LogGuard(Some(guard)), lost)
 }
 
-/// The stream as the writing thread sees it.
+/// The output, as used by the writing thread.
 struct Output<W> {
     to: W,
     lost: LostLines,
-    /// How many of the lost lines were reported.
+    /// Number of lost lines that were reported.
     reported: u64,
 }
 
@@ -103,14 +103,14 @@ impl<W: Write> Write for Output<W> {
         self.to.write(bytes)
     }
 
-    /// A whole line.
+    /// Writes a whole line.
     fn write_all(&mut self, line: &[u8]) -> io::Result<()> {
         self.to.write_all(line).inspect_err(|_| {
             self.lost.0.failed.fetch_add(1, Ordering::Relaxed);
         })
     }
 
-    /// Called when the queue is empty: there is room for a line about those that were lost.
+    /// Called when the queue is empty, so there is room for a line about lost lines.
     fn flush(&mut self) -> io::Result<()> {
         self.to.flush()?;
         let lost = self.lost.dropped() + self.lost.failed();
@@ -169,7 +169,7 @@ mod tests {
         let (reader, writer) = io::pipe().unwrap();
         let (queue, _guard, lost) = start_with(std::fs::File::from(OwnedFd::from(writer)), 8);
         let subscriber = tracing_subscriber::fmt().with_writer(queue.clone()).with_ansi(false).finish();
-        // The writing thread reports to the process's subscriber; this process has no other.
+        // The writing thread reports to the process's subscriber, which only this test sets.
         tracing::subscriber::set_global_default(subscriber).unwrap();
         log(&queue, 2000);
         wait_until(|| lost.dropped() > 0);

@@ -1,5 +1,5 @@
-//! Logging: text or JSON on standard error, with a level that can be changed at run time. A thread of its own writes:
-//! no other waits for standard error.
+//! Logging: text or JSON on standard error, with a level that can be changed at run time. A dedicated thread writes,
+//! so that no other thread waits for standard error.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -32,7 +32,7 @@ pub struct LogConfig {
 pub enum Format {
     #[default]
     Text,
-    /// One JSON object per line, the event's fields at its top level.
+    /// One JSON object per line, with the event's fields at the top level.
     Json,
 }
 
@@ -57,8 +57,8 @@ impl fmt::Display for Format {
     }
 }
 
-/// How much is logged: a name, or klog's number (0 to 3 info, 4 and 5 debug, 6 to 9 trace, from 10 on also the
-/// libraries' trace).
+/// Verbosity: a name, or klog's number (0 to 3 info, 4 and 5 debug, 6 to 9 trace, from 10 on also the libraries'
+/// trace).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {
     Off,
@@ -67,7 +67,7 @@ pub enum Level {
     Info,
     Debug,
     Trace,
-    /// Trace of the libraries too, which log warnings and errors only at the other levels.
+    /// Trace of the libraries too, which at the other levels log only warnings and errors.
     Everything,
 }
 
@@ -134,11 +134,11 @@ impl fmt::Display for Level {
     }
 }
 
-/// A level, and others for single modules: `info,tunnel_server::door=debug`.
+/// A level, and levels for single modules: `info,tunnel_server::door=debug`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Filter {
     level: Level,
-    /// Paths of modules, also of libraries, and what is logged of each.
+    /// Module paths, also of libraries, with their levels.
     modules: Vec<(String, Level)>,
 }
 
@@ -173,7 +173,7 @@ impl FromStr for Filter {
     }
 }
 
-/// Why logging cannot be set up or changed.
+/// Reason for failing to set up or change logging.
 #[derive(Debug, thiserror::Error)]
 pub enum LoggingError {
     #[error("not a log format; use text or json")]
@@ -190,7 +190,7 @@ pub enum LoggingError {
 
 type Apply = dyn Fn(Targets) -> Result<(), LoggingError> + Send + Sync;
 
-/// Changes the level of the running process. Clones share it.
+/// Changes the log level of the running process. Clones share it.
 #[derive(Clone)]
 pub struct Handle {
     level: Arc<Mutex<Level>>,
@@ -205,7 +205,7 @@ impl fmt::Debug for Handle {
 }
 
 impl Handle {
-    /// A handle without a logger, for tests and one-shot commands.
+    /// Creates a handle without a logger, for tests and one-shot commands.
     pub fn detached() -> Self {
         Self {
             level: Arc::new(Mutex::new(Level::Off)),
@@ -214,7 +214,7 @@ impl Handle {
         }
     }
 
-    /// How many lines were not written.
+    /// Returns the counters of lines that were not written.
     pub fn lost(&self) -> &LostLines {
         &self.lost
     }
@@ -223,12 +223,12 @@ impl Handle {
         *self.level.lock()
     }
 
-    /// Takes effect immediately, for every thread.
+    /// Sets the filter. It takes effect immediately, for every thread.
     ///
     /// # Errors
-    /// The process no longer has the logger that this handle belongs to.
+    /// Fails if the process no longer has the logger of this handle.
     pub fn set(&self, filter: &Filter) -> Result<(), LoggingError> {
-        // Locked during the change: the stored level is the one in effect even when two changes race.
+        // Locked during the change, so that the stored level is the one in effect even if two changes race.
         let mut current = self.level.lock();
         (self.apply)(filter.targets())?;
         *current = filter.level;
@@ -236,17 +236,17 @@ impl Handle {
     }
 }
 
-/// Installs the process's logger, on standard error; panics are logged too. The guard is dropped last: it writes what
-/// still waits.
+/// Installs the process's logger, on standard error; it logs panics too. Drop the guard last: it writes the lines that
+/// still wait.
 ///
 /// # Errors
-/// The process has one already.
+/// Fails if the process already has a logger.
 pub fn init(config: LogConfig) -> Result<(Handle, LogGuard), LoggingError> {
     let (queue, guard, lost) = log_queue::start(std::io::stderr());
     let (layer, handle) =
         layered(config.log_format, config.log_level, queue, std::io::stderr().is_terminal());
     tracing_subscriber::registry().with(layer).try_init().map_err(|_| LoggingError::Installed)?;
-    // The default hook writes to standard error itself, from the thread that panicked.
+    // The default hook would write to standard error itself, from the thread that panicked.
     std::panic::set_hook(Box::new(|panic| {
         let backtrace = std::backtrace::Backtrace::capture();
         let captured = backtrace.status() == std::backtrace::BacktraceStatus::Captured;
@@ -255,7 +255,7 @@ pub fn init(config: LogConfig) -> Result<(Handle, LogGuard), LoggingError> {
     Ok((Handle { lost, ..handle }, guard))
 }
 
-/// The layer that [`init`] installs; separate, so that a test can have its own writer and scope.
+/// Creates the layer that [`init`] installs. Separate, so that a test can have its own writer and scope.
 fn layered<W>(format: Format, level: Level, writer: W, colour: bool) -> (impl Layer<Registry>, Handle)
 where
     W: for<'a> fmt_layer::MakeWriter<'a> + Send + Sync + 'static,

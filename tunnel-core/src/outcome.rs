@@ -1,14 +1,14 @@
-//! How a carried connection ended, in the words that the access log, the metrics and the protocol share.
+//! Outcomes of tunnelled connections, as named in the access log, the metrics and the protocol.
 
 use std::fmt;
 
 use h2::Reason;
 use tonic::Code;
 
-/// The response header in which a door that speaks HTTP says why it answers itself: an [`Outcome`] in a word.
+/// Response header in which an HTTP listener says why it answers itself: the word of an [`Outcome`].
 pub const OUTCOME_HEADER: &str = "postern-outcome";
 
-/// How a carried connection ended.
+/// Outcome of a tunnelled connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Outcome {
     /// Both directions ended with an end of stream.
@@ -23,7 +23,7 @@ pub enum Outcome {
     Unreachable,
     /// The agent's policy does not allow the target.
     Denied,
-    /// A bound was reached: that of a door, or of the dials under way at the agent.
+    /// A limit was reached: that of a listener, or of the pending dials at the agent.
     Busy,
     /// The link was lost while the connection was open.
     TunnelLost,
@@ -31,7 +31,7 @@ pub enum Outcome {
     ClientReset,
     /// The edge side of the connection was reset.
     TargetReset,
-    /// A receiver did not read, and the bytes held for such receivers exceeded the node's bound.
+    /// A receiver did not read, and the bytes held for such receivers exceeded a limit.
     Stalled,
     /// This end stopped before the connection ended.
     Shutdown,
@@ -39,13 +39,13 @@ pub enum Outcome {
     Protocol,
 }
 
-/// Where on its way a connection failed.
+/// Part of the path at which a connection failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Hop {
     Client,
     Server,
     Tunnel,
-    /// The agent's policy, or the server's.
+    /// Policy of the agent or of the server.
     Policy,
     Target,
 }
@@ -63,7 +63,7 @@ impl Hop {
 }
 
 impl Outcome {
-    /// Where it failed; None if it did not.
+    /// Returns the hop at which it failed; `None` for [`Outcome::Ok`].
     pub const fn hop(self) -> Option<Hop> {
         match self {
             Self::Ok => None,
@@ -92,7 +92,7 @@ impl Outcome {
         Self::Protocol,
     ];
 
-    /// The word for logs and metric labels.
+    /// Returns the word for logs and metric labels.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Ok => "ok",
@@ -111,7 +111,7 @@ impl Outcome {
         }
     }
 
-    /// The outcome that the gRPC status of a failed Carry stands for.
+    /// Returns the outcome for the gRPC status of a failed Carry.
     pub const fn from_code(code: Code) -> Self {
         match code {
             Code::Unavailable => Self::Refused,
@@ -123,7 +123,7 @@ impl Outcome {
         }
     }
 
-    /// The gRPC status by which the agent reports a dial that failed with this outcome.
+    /// Returns the gRPC status by which the agent reports a failed dial with this outcome.
     pub const fn code(self) -> Code {
         match self {
             Self::Refused => Code::Unavailable,
@@ -135,7 +135,7 @@ impl Outcome {
         }
     }
 
-    /// The RST_STREAM code (RFC 9113 section 7) with which this end resets the stream.
+    /// Returns the RST_STREAM code (RFC 9113 section 7) with which this end resets the stream.
     pub const fn reset_reason(self) -> Reason {
         match self {
             Self::ClientReset | Self::TargetReset => Reason::CONNECT_ERROR,

@@ -1,4 +1,4 @@
-//! State that a program finds again after a restart: one value in a file of the state directory, as JSON.
+//! State kept across restarts: one value in a file of the state directory, as JSON.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _};
@@ -16,10 +16,11 @@ use crate::identity::files::{PRIVATE_FILE, create_private_directory, write_atomi
 use crate::log_once::LogOnce;
 use crate::text::printable;
 
-/// Larger files are neither written nor read. The largest one, a cluster of 100,000 nodes, has some 20 MiB.
+/// Maximum size of a file, for reading and writing. The largest one, for a cluster of 100,000 nodes, has about 20 MiB.
 const MAX_BYTES: u64 = 256 << 20;
 
-/// A disk that is full or read-only stops nothing: what cannot be written is logged, once while it lasts.
+/// A file with a value. A full or read-only disk stops nothing: a failed write is logged, once while the condition
+/// lasts.
 #[derive(Debug)]
 pub struct StateFile<T> {
     path: PathBuf,
@@ -36,7 +37,7 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
         &self.path
     }
 
-    /// The value that was written last. None without a file, and with one that cannot be used, which is logged.
+    /// Returns the value written last. `None` if there is no file, or an unusable one, which is logged.
     pub fn load(&self) -> Option<T> {
         self.read().unwrap_or_else(|reason| {
             let file = self.path.display();
@@ -45,10 +46,10 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
         })
     }
 
-    /// The value that was written last; None without a file.
+    /// Returns the value written last; `None` if there is no file.
     ///
     /// # Errors
-    /// Why it cannot be used.
+    /// Returns the reason for not being able to use the file.
     pub fn read(&self) -> Result<Option<T>, String> {
         let text = match read_bounded(&self.path) {
             Ok(text) => text,
@@ -58,7 +59,7 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
         serde_json::from_slice(&text).map(Some).map_err(|error| printable(&error.to_string(), 200))
     }
 
-    /// Replaces the value, and returns whether that worked. It waits for the disk.
+    /// Replaces the value. True if that succeeded. Blocks on the disk.
     pub fn write(&self, value: &T) -> bool {
         let written = self.try_write(value);
         let mut failing = self.failing.lock().unwrap_or_else(PoisonError::into_inner);
@@ -69,7 +70,7 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
                     tracing::info!(%file, "the state file is written again");
                 }
             }
-            // By its kind: the text names a temporary file, another one each time.
+            // Compare only the kind: the message names a temporary file, a new one each time.
             Err(error) if failing.is_new(error.kind()) => {
                 let fix = "make room on the disk, or the directory writable";
                 tracing::error!(%file, %error, fix, "failed to write the state file, a restart finds an older one or none");
@@ -90,20 +91,21 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
         write_atomically(&self.path, &text, PRIVATE_FILE)
     }
 
-    /// [`Self::write`] on a thread that may wait.
+    /// [`Self::write`] on a thread that may block.
     pub async fn save(self: &Arc<Self>, value: T) -> bool {
         self.save_what(move || Some(value)).await
     }
 
-    /// True also when there is nothing to write.
+    /// Returns true also if there is nothing to write.
     async fn save_what(self: &Arc<Self>, value: impl FnOnce() -> Option<T> + Send + 'static) -> bool {
         let file = self.clone();
         let work = move || value().is_none_or(|value| file.write(&value));
         tokio::task::spawn_blocking(work).await.unwrap_or(false)
     }
 
-    /// Writes the present value after each change until `stop`, the last one too, at most once in each `pause`; what could
-    /// not be written is tried again. `value` is computed on a thread that may wait; None: there is none yet.
+    /// Writes the current value after each change until `stop`, including the last change, at most once per `pause`.
+    /// Failed writes are retried. `value` is called on a thread that may block; it returns `None` while there is no
+    /// value.
     pub async fn keep(
         self: Arc<Self>,
         mut changed: watch::Receiver<u64>,
@@ -113,7 +115,7 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
     ) {
         loop {
             tokio::select! {
-                // A change from before the end is written.
+                // A change from before `stop` is still written.
                 biased;
                 known = changed.changed() => if known.is_err() { return },
                 () = stop.cancelled() => return,
@@ -130,7 +132,7 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
 }
 
 fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
-    // Only the owner of the directory can put anything other than a file there, but opening a FIFO would never return.
+    // Only the directory's owner can put anything other than a file there, but opening a FIFO would block forever.
     if !fs::metadata(path)?.is_file() {
         return Err(io::Error::other("not a regular file"));
     }
@@ -169,7 +171,7 @@ mod tests {
     async fn changes_are_written_together_the_last_one_too_and_again_once_there_is_room() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("state/number.json");
-        // In the way of the directory.
+        // A file in the place of the directory.
         fs::write(directory.path().join("state"), "").unwrap();
         let file = StateFile::<u64>::new(path);
         let (number, changed) = watch::channel(0);

@@ -1,7 +1,8 @@
-//! How a program takes over from one of its kind that runs on the same host with the same state directory.
+//! Takeover from a program of the same kind that runs on the same host with the same state directory.
 //!
-//! The first one listens on a Unix socket in the state directory. The second connects there and is greeted with the
-//! listening sockets, whatever waits in them included. What the two say then is theirs: JSON behind a length of four bytes.
+//! The first program listens on a Unix socket in the state directory. The second connects there and receives the
+//! listening sockets, including the connections that wait in them. The further messages depend on the program: JSON
+//! after a length of four bytes.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -22,41 +23,41 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, Interest};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::timeout;
 
-/// The socket's name in the state directory.
+/// Name of the socket in the state directory.
 const SOCKET: &str = "takeover";
-/// How long the first program may take to greet.
+/// Maximum time for the first program to greet.
 const ANSWER: Duration = Duration::from_secs(5);
-/// How long it may take to do what it is asked: it may have to wait for the kernel, or for a processor. Who goes on without it
-/// while it lives serves beside it.
+/// Maximum time for it to do what it is asked. It may have to wait for the kernel or for a CPU. A successor that
+/// continues without it, while it lives, serves beside it.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// The longest message, in bytes: a hundred thousand nodes need a twentieth.
+/// Maximum length of a message, in bytes: a hundred thousand nodes need a twentieth.
 const LONGEST: usize = 128 << 20;
-/// Sockets that one program may pass on. The kernel sends 253 at most (SCM_MAX_FD).
+/// Maximum number of sockets that one program passes on. The kernel sends at most 253 (SCM_MAX_FD).
 pub const MOST_SOCKETS: usize = 200;
-/// Sent with the sockets, so that there is something to send them with.
+/// Sent with the sockets, because they cannot be sent without data.
 const MAGIC: [u8; 8] = *b"postern1";
 
-/// Where a program with this state directory waits for its successor.
+/// Returns the path of the socket on which a program with this state directory waits for its successor.
 pub fn socket_path(state_dir: &Path) -> PathBuf {
     state_dir.join(SOCKET)
 }
 
-/// The socket at which a program waits for its successor.
+/// Socket on which a program waits for its successor.
 #[derive(Debug)]
 pub struct Listener {
     listener: UnixListener,
     path: PathBuf,
-    /// Its file's device and inode.
+    /// Device and inode of its file.
     file: (u64, u64),
 }
 
 impl Listener {
-    /// Waits for successors at `path`, in place of whoever did so before.
+    /// Listens for successors at `path`, replacing an earlier listener.
     ///
     /// # Errors
-    /// The directory cannot be written, or is on a file system without sockets.
+    /// Fails if the directory cannot be written, or is on a file system without sockets.
     pub fn bind(path: &Path) -> io::Result<Self> {
-        // Nobody listens there any more, or the program from which this one has taken over.
+        // Nobody listens there any more, or only the program that this one has taken over from.
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -66,15 +67,16 @@ impl Listener {
         Ok(Self { listener, path: path.to_owned(), file: file(path)? })
     }
 
-    /// The next successor.
+    /// Waits for the next successor.
     ///
     /// # Errors
-    /// Too many open files.
+    /// Fails if too many files are open.
     pub async fn accept(&self) -> io::Result<UnixStream> {
         Ok(self.listener.accept().await?.0)
     }
 
-    /// Whether it is still found. A successor that had taken over has its own in its place, also once it has died.
+    /// True if successors still find this socket. A successor that took over has its own in this place, even after it
+    /// died.
     pub fn is_found(&self) -> bool {
         file(&self.path).is_ok_and(|now| now == self.file)
     }
@@ -85,10 +87,10 @@ fn file(path: &Path) -> io::Result<(u64, u64)> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
-/// The process id of a successor.
+/// Returns the process id of a successor.
 ///
 /// # Errors
-/// It runs as a user that may not take over.
+/// Fails if it runs as a user that may not take over.
 pub fn successor(stream: &UnixStream) -> io::Result<Option<i32>> {
     let peer = stream.peer_cred()?;
     if peer.uid() != 0 && peer.uid() != nix::unistd::geteuid().as_raw() {
@@ -97,17 +99,17 @@ pub fn successor(stream: &UnixStream) -> io::Result<Option<i32>> {
     Ok(peer.pid())
 }
 
-/// What the first program is, and what it has.
+/// Description of the first program.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Greeting<H> {
     version: String,
     pid: u32,
-    /// The listening sockets that come with this message, in their order: the name, and where it listens.
+    /// Listening sockets that come with this message, in order: name and address.
     listeners: Vec<(String, SocketAddr)>,
     own: H,
 }
 
-/// Listening sockets for a successor: the name of each, and where it listens.
+/// Listening sockets for a successor, with name and address.
 #[derive(Debug, Default)]
 pub struct Copies(Mutex<Vec<(String, SocketAddr, OwnedFd)>>);
 
@@ -116,10 +118,10 @@ impl Copies {
         Self(Mutex::new(copies))
     }
 
-    /// Greets a successor: gives it the sockets, and says what is this kind of program's `own`.
+    /// Greets a successor: sends it the sockets, and `own`, which depends on the kind of program.
     ///
     /// # Errors
-    /// Too many open files, or the successor is gone.
+    /// Fails if too many files are open, or if the successor is gone.
     pub async fn greet<H: Serialize>(
         &self,
         stream: &mut UnixStream,
@@ -138,30 +140,30 @@ impl Copies {
         send(stream, &greeting).await
     }
 
-    /// One of them, for this program itself.
+    /// Returns a copy of one socket, for this program itself.
     pub fn get(&self, name: &str, at: SocketAddr) -> Option<OwnedFd> {
         let sockets = self.0.lock();
         let (_, _, socket) = sockets.iter().find(|(other, address, _)| other == name && *address == at)?;
         socket.try_clone().ok()
     }
 
-    /// One more.
+    /// Adds a socket.
     pub fn add(&self, name: &str, at: SocketAddr, socket: OwnedFd) {
         self.0.lock().push((name.to_owned(), at, socket));
     }
 
-    /// Closes one that is of no use any more.
+    /// Closes a socket that is no longer used.
     pub fn remove(&self, name: &str, at: SocketAddr) {
         self.0.lock().retain(|(other, address, _)| other != name || *address != at);
     }
 
-    /// Closes them, so that nothing waits in them once this program accepts no more.
+    /// Closes all sockets, so that no connection waits in them once this program stops accepting.
     pub fn close(&self) {
         self.0.lock().clear();
     }
 }
 
-/// The program that runs on this host with the same state directory, and says `H` of itself.
+/// The program that runs on this host with the same state directory, and describes itself with `H`.
 #[derive(Debug)]
 pub struct Predecessor<H> {
     stream: UnixStream,
@@ -170,7 +172,8 @@ pub struct Predecessor<H> {
 }
 
 impl<H: DeserializeOwned> Predecessor<H> {
-    /// None: there is none, or none that answers. In that case it has the ports, and binding them fails.
+    /// Finds the predecessor. `None` if there is none, or if it does not answer; then it keeps the ports, and binding
+    /// them fails.
     pub async fn find(state_dir: &Path) -> Option<Self> {
         let path = socket_path(state_dir);
         let stream = UnixStream::connect(&path).await.ok()?;
@@ -209,31 +212,31 @@ impl<H: DeserializeOwned> Predecessor<H> {
         self.greeting.pid
     }
 
-    /// Its listening socket of this name at an address that `fits`.
+    /// Takes its listening socket of this name at an address that `fits`.
     pub fn listener(&mut self, name: &str, fits: impl Fn(SocketAddr) -> bool) -> Option<TcpListener> {
         let listener = TcpListener::from(self.socket(name, fits)?);
         listener.set_nonblocking(true).ok()?;
         Some(listener)
     }
 
-    /// The same, of whatever kind it is.
+    /// Like [`Self::listener`], for any kind of socket.
     pub fn socket(&mut self, name: &str, fits: impl Fn(SocketAddr) -> bool) -> Option<OwnedFd> {
         let index = self.greeting.listeners.iter().position(|(other, at)| other == name && fits(*at))?;
         self.sockets.get_mut(index)?.take()
     }
 
-    /// Asks it for something.
+    /// Sends it a request.
     ///
     /// # Errors
-    /// It has ended, does not answer in time, or answers something else.
+    /// Fails if it has ended, does not answer in time, or sends an unexpected answer.
     pub async fn ask<Q: Serialize, A: DeserializeOwned>(&mut self, ask: &Q) -> io::Result<A> {
         self.ask_within(PATIENCE, ask).await
     }
 
-    /// Asks it for what it does once it can, whoever waits for that.
+    /// Like [`Self::ask`], with another time limit, for requests that it fulfils only when it can.
     ///
     /// # Errors
-    /// As those of [`Self::ask`].
+    /// Same as [`Self::ask`].
     pub async fn ask_within<Q: Serialize, A: DeserializeOwned>(
         &mut self,
         patience: Duration,
@@ -246,9 +249,10 @@ impl<H: DeserializeOwned> Predecessor<H> {
         timeout(patience, answered).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
     }
 
-    /// Waits for its end. Until `self` is dropped it knows that its successor lives.
+    /// Waits for its end. Until `self` is dropped, it knows that its successor is alive.
     pub async fn ended(&mut self) {
-        // An answer that came too late is not its end: it would go on beside its successor.
+        // Skip an answer that came too late: it is not the predecessor's end, and taking it for that would leave both
+        // serving.
         while self.stream.read_u8().await.is_ok() {}
     }
 }
@@ -256,7 +260,7 @@ impl<H: DeserializeOwned> Predecessor<H> {
 /// Sends one message.
 ///
 /// # Errors
-/// The other one is gone.
+/// Fails if the other end is gone.
 pub async fn send<T: Serialize>(stream: &mut UnixStream, message: &T) -> io::Result<()> {
     let text = serde_json::to_vec(message)?;
     let length = u32::try_from(text.len()).map_err(io::Error::other)?;
@@ -264,10 +268,10 @@ pub async fn send<T: Serialize>(stream: &mut UnixStream, message: &T) -> io::Res
     stream.write_all(&text).await
 }
 
-/// The next message. None: the other one has closed the connection.
+/// Receives the next message; `None` if the other end has closed the connection.
 ///
 /// # Errors
-/// It is no such message.
+/// Fails if it is not a valid message.
 pub async fn receive<T: DeserializeOwned>(stream: &mut UnixStream) -> io::Result<Option<T>> {
     let length = match stream.read_u32().await {
         Ok(length) => length as usize,
@@ -294,7 +298,7 @@ async fn send_sockets(stream: &UnixStream, sockets: &[BorrowedFd<'_>]) -> io::Re
         }
         Ok(sendmsg(stream.as_fd(), &[IoSlice::new(&MAGIC)], &mut control, SendFlags::NOSIGNAL)?)
     };
-    // Eight bytes are sent as a whole: the buffer is empty.
+    // Eight bytes are sent whole, because the buffer is empty.
     let sent = stream.async_io(Interest::WRITABLE, send).await?;
     if sent == MAGIC.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
@@ -335,7 +339,7 @@ mod tests {
         let state = tempfile::tempdir().unwrap();
         assert!(Predecessor::<Vec<u8>>::find(state.path()).await.is_none());
         let path = socket_path(state.path());
-        // As a killed program leaves it.
+        // State left by a killed program.
         drop(Listener::bind(&path).unwrap());
         assert!(Predecessor::<Vec<u8>>::find(state.path()).await.is_none());
         let replaced = Listener::bind(&path).unwrap();
@@ -353,7 +357,7 @@ mod tests {
             copies.greet(&mut stream, "1.2.3", vec![7u8]).await.unwrap();
             let asked: Option<String> = receive(&mut stream).await.unwrap();
             send(&mut stream, &asked.map(|asked| asked.len())).await.unwrap();
-            // Its end is that of the connection.
+            // The successor's end closes the connection.
             assert_eq!(receive::<String>(&mut stream).await.unwrap(), None);
         });
         let mut second = Predecessor::<Vec<u8>>::find(state.path()).await.unwrap();

@@ -1,4 +1,4 @@
-//! What the kernel knows about a TCP connection: `struct tcp_info` of tcp(7), as words of 32 bits.
+//! Kernel data about a TCP connection: `struct tcp_info` of tcp(7), read as 32-bit words.
 
 use std::os::fd::AsFd;
 use std::sync::LazyLock;
@@ -12,7 +12,7 @@ use tokio::net::TcpStream;
 
 use crate::kernel;
 
-/// `struct tcp_info` as far as every kernel has it.
+/// `struct tcp_info` up to the fields that every kernel has.
 #[derive(Clone, Copy, Debug)]
 struct OldTcpInfo;
 getsockopt_impl!(OldTcpInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 26], GetStruct<[u32; 26]>);
@@ -27,22 +27,22 @@ getsockopt_impl!(QueueInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 37], GetStr
 struct TcpInfo;
 getsockopt_impl!(TcpInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 48], GetStruct<[u32; 48]>);
 
-/// Whether `struct tcp_info` is filled in at all: `GetStruct` panics if less comes back than was asked for. qemu-user gives four
-/// bytes.
+/// True if `struct tcp_info` is filled in at all: `GetStruct` panics if fewer bytes come back than requested.
+/// qemu-user returns four bytes.
 static HAS_OLD_TCP_INFO: LazyLock<bool> = LazyLock::new(|| !kernel::emulated());
-/// Whether this kernel fills in all of [`TcpInfo`].
+/// True if this kernel fills in all of [`TcpInfo`].
 static HAS_TCP_INFO: LazyLock<bool> =
     LazyLock::new(|| *HAS_OLD_TCP_INFO && kernel::version().is_some_and(|version| version >= (4, 10)));
 
-/// The word whose last bytes are `tcpi_retransmits`, how often what is not acknowledged was sent again, and `tcpi_probes`:
-/// questions whether the peer is there that it has not answered.
+/// Word whose last bytes are `tcpi_retransmits`, the number of retransmissions of unacknowledged data, and
+/// `tcpi_probes`, the number of unanswered probes.
 const UNANSWERED: usize = 0;
-/// The word whose last byte has the flag `tcpi_delivery_rate_app_limited`.
+/// Word whose last byte contains the flag `tcpi_delivery_rate_app_limited`.
 const FLAGS: usize = 1;
 const APP_LIMITED: u8 = if cfg!(target_endian = "little") { 1 } else { 1 << 7 };
-/// `tcpi_rto`, in microseconds: longer after each retransmission that is not acknowledged.
+/// `tcpi_rto`, in microseconds: grows with each unacknowledged retransmission.
 const RTO: usize = 2;
-/// `tcpi_unacked`: segments that are sent and not acknowledged.
+/// `tcpi_unacked`: segments sent and not acknowledged.
 const UNACKED: usize = 6;
 /// `tcpi_last_data_sent`, in milliseconds.
 const LAST_DATA_SENT: usize = 11;
@@ -64,25 +64,26 @@ const BUSY: usize = 42;
 const RECEIVE_WINDOW_LIMITED: usize = 44;
 const SEND_BUFFER_LIMITED: usize = 46;
 
-/// What the kernel has seen of the path.
+/// Kernel data about the path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Delivery {
-    /// How fast the last bytes were delivered, in bytes each second; 0 before the first acknowledgement.
+    /// Rate at which the last bytes were delivered, in bytes per second; 0 before the first acknowledgement.
     pub(crate) rate: u64,
-    /// The path could have taken more, but there was nothing to send.
+    /// True if the path could have taken more, but there was nothing to send.
     pub(crate) app_limited: bool,
-    /// With what waits in the path's buffers, as far as the last samples agree.
+    /// Round-trip time including queueing in the path's buffers, as far as the last samples agree.
     pub(crate) rtt: Duration,
-    /// Without it: the shortest of the last minutes. The kernels answer each other, however busy the programs are.
+    /// Round-trip time without queueing: the shortest of the last minutes. The kernels answer each other, however busy
+    /// the programs are.
     pub(crate) shortest_rtt: Option<Duration>,
-    /// Segments that were sent again.
+    /// Number of retransmitted segments.
     pub(crate) retransmits: u32,
-    /// If the peer has something to answer.
+    /// Set if the peer has something to answer.
     pub(crate) silence: Option<Silence>,
     pub(crate) sending: SendTimes,
 }
 
-/// How long the connection has had bytes to send or unacknowledged ones, since it began.
+/// Time in which the connection had unsent or unacknowledged bytes, since it began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SendTimes {
     pub(crate) busy: Duration,
@@ -92,25 +93,25 @@ pub(crate) struct SendTimes {
     pub(crate) send_buffer: Duration,
 }
 
-/// A peer that has not answered yet.
+/// State of a peer that owes an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Silence {
-    /// For how long nothing has arrived.
+    /// Time since something last arrived.
     pub lasts: Duration,
-    /// Bytes that are under way, if there are any. Otherwise the kernel has only asked whether the peer is there.
+    /// Set if bytes are in flight. Otherwise the kernel has only probed whether the peer is there.
     pub unacknowledged: Option<Unacknowledged>,
 }
 
-/// What the kernel does about bytes that the peer has not acknowledged.
+/// The kernel's handling of unacknowledged bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unacknowledged {
-    /// It has sent them again, and has no answer yet.
+    /// True if the kernel has retransmitted them, without an answer so far.
     pub resent: bool,
-    /// It sends them again within this time.
+    /// Maximum time until the next retransmission.
     pub pause: Duration,
 }
 
-/// Asks the kernel; `None` if the socket is closed, or before Linux 4.10.
+/// Queries the kernel; `None` if the socket is closed, or before Linux 4.10.
 pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
     if !*HAS_TCP_INFO {
         return None;
@@ -143,17 +144,18 @@ pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
     })
 }
 
-/// What the samples behind a smoothed round-trip time agree on, all in microseconds. After an outage the kernel may have one sample
-/// as long as that, which makes the mean ten times as long for the next dozen, and its variation even longer.
+/// Returns the round-trip time on which the samples behind the smoothed value agree; arguments in microseconds. After
+/// an outage the kernel may take one sample as long as the outage. That makes the mean ten times as long for the next
+/// dozen samples, and its variation even longer.
 fn agreed(smoothed: u32, variation: u32) -> Duration {
     Duration::from_micros(smoothed.saturating_sub(variation).into())
 }
 
-/// Segments that the peer has not acknowledged, and bytes that were not sent yet. Both are 0 once the peer's kernel has
-/// everything, and where the kernel does not say.
+/// Returns the number of segments that the peer has not acknowledged, and of bytes not sent yet. Both are 0 once the
+/// peer's kernel has everything, and if the kernel does not report them.
 ///
 /// # Errors
-/// The socket is closed.
+/// Fails if the socket is closed.
 pub(crate) fn unacknowledged(socket: &impl AsFd) -> nix::Result<(u32, u32)> {
     if !*HAS_OLD_TCP_INFO {
         return Ok((0, 0));
@@ -162,8 +164,8 @@ pub(crate) fn unacknowledged(socket: &impl AsFd) -> nix::Result<(u32, u32)> {
     Ok((info[UNACKED], info[NOTSENT_BYTES]))
 }
 
-/// For how long the kernel has sent no byte to the peer; `None` if the socket is closed. While some wait to be sent, that is
-/// how long the peer has not read.
+/// Returns for how long the kernel has sent no byte to the peer; `None` if the socket is closed. While bytes wait to
+/// be sent, this is how long the peer has not read.
 pub(crate) fn sent_nothing_for(socket: &TcpStream) -> Option<Duration> {
     let info = HAS_OLD_TCP_INFO.then(|| getsockopt(socket, OldTcpInfo).ok())??;
     Some(Duration::from_millis(info[LAST_DATA_SENT].into()))

@@ -1,17 +1,17 @@
-//! Text for logs and terminals: made safe when it is from the other end, and lengths of time.
+//! Text for logs and terminals: text from the other end made safe, and formats of durations and byte counts.
 
-/// At most `max` characters of `text`, without control characters: no forged lines in our log, no escape sequences on an
-/// operator's terminal.
+/// Returns at most `max` characters of `text`, without control characters: no forged lines in the log, no escape
+/// sequences on an operator's terminal.
 pub fn printable(text: &str, max: usize) -> String {
     harmless(&text.chars().take(max).collect::<String>())
 }
 
-/// `text` without control characters.
+/// Returns `text` without control characters.
 pub fn harmless(text: &str) -> String {
     text.replace(char::is_control, "\u{fffd}")
 }
 
-/// A number of seconds in its two largest units, such as `1h1m`.
+/// Formats a number of seconds in its two largest units, such as `1h1m`.
 pub fn age(seconds: u64) -> String {
     match seconds {
         0..60 => format!("{seconds}s"),
@@ -21,7 +21,7 @@ pub fn age(seconds: u64) -> String {
     }
 }
 
-/// Bytes in binary units, three digits at most before the point.
+/// Formats a number of bytes in binary units.
 pub fn bytes(count: u64) -> String {
     const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let mut value = count as f64;

@@ -1,5 +1,5 @@
-//! What is held for receivers that do not read takes about as much memory as is counted. A process of its own: it
-//! measures its resident memory.
+//! Tests that the bytes held for receivers that do not read take about as much memory as is counted. A separate
+//! process, because it measures its resident memory.
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop where it is")]
 
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use tunnel_core::carry::{Abort, Relay, Side, StallBound, Traffic, header, prepar
 use tunnel_core::link::{self, Flow};
 
 const CLIENTS: usize = 12;
-/// More than the sockets take: they are made small.
+/// More than the sockets hold, whose buffers are made small.
 const BULK: usize = 256 << 10;
 const CHUNK: usize = 16 << 10;
 
@@ -28,7 +28,7 @@ fn segment(data: &[u8]) -> Bytes {
     [&header(data.len()).unwrap()[..], data].concat().into()
 }
 
-/// A client that never reads, and the server's end of its connection.
+/// Creates a client that never reads, and the server's end of its connection.
 async fn sockets() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let client = TcpSocket::new_v4().unwrap();
@@ -40,7 +40,7 @@ async fn sockets() -> (TcpStream, TcpStream) {
     (client, socket)
 }
 
-/// Fills the stream's window: bulk that blocks the client's socket, then single bytes.
+/// Fills the stream's window: bulk data that blocks the client's socket, then single bytes.
 async fn flood(mut send: SendStream<Bytes>) -> SendStream<Bytes> {
     let window = link::STREAM_WINDOW as usize;
     let (bulk, byte) = (segment(&[7; CHUNK]), segment(b"x"));
@@ -95,14 +95,15 @@ async fn a_window_of_single_bytes_takes_a_window_of_memory() {
         let flood = flood(flooded.recv().await.unwrap()).await;
         open.push((client, carried, flood));
     }
-    // What was sent before a PING is read when its answer comes, and gathered when its receiver has been polled.
+    // Data sent before a PING has been read when its answer arrives, and has been gathered when its receiver was
+    // polled.
     tokio::time::timeout(Duration::from_secs(30), pings.ping(h2::Ping::opaque())).await.unwrap().unwrap();
     for _ in 0..1000 {
         tokio::task::yield_now().await;
     }
     assert!(open.iter().all(|(_, carried, _)| !carried.is_finished()), "none was cut");
     assert_eq!(stalls.blocked(), CLIENTS);
-    // The last piece may not have fitted, and the client has taken some.
+    // The last piece may not have fitted, and the client has taken some data.
     assert!(stalls.held() > CLIENTS * link::STREAM_WINDOW as usize / 2, "{} bytes counted", stalls.held());
     let grown = resident().saturating_sub(before);
     let counted = CLIENTS * link::STREAM_WINDOW as usize;

@@ -1,11 +1,11 @@
-//! The generated protocol code is checked in; this test regenerates it and compares.
+//! Regenerates the protocol code and compares it with the checked-in code.
 //! `POSTERN_REGENERATE=1 cargo test -p tunnel-core --test generated_code` updates it.
 
 use std::{fs, path::Path};
 
 use tonic_prost_build::Builder;
 
-/// Regenerates the code of one .proto file below proto/, and compares it with the one in src/proto/.
+/// Regenerates the code of one .proto file below proto/, and compares it with the file in src/proto/.
 fn current(proto: &str, generated: &str, checked_in: &str, configure: fn(Builder) -> Builder) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let out = tempfile::tempdir().expect("temp dir");
@@ -36,7 +36,7 @@ fn generated_code_is_current() {
 #[test]
 fn generated_code_of_konnectivity_is_current() {
     current("konnectivity/konnectivity.proto", "_.rs", "konnectivity_generated.rs", |builder| {
-        // Its own `connect` would have the name of the method Connect.
+        // A generated `connect` would have the same name as the method Connect.
         builder.bytes(".Data").build_transport(false)
     });
 }

@@ -1,5 +1,5 @@
-//! What the other end cannot take is not read from the socket: the sender's end would hold it, and counts none of it. A
-//! process of its own: it counts what is allocated in the whole of it.
+//! Tests that data which the other end cannot take is not read from the socket: the sender's end would hold it without
+//! counting it. A separate process, because it counts all of the process's allocations.
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop where it is")]
 
 use std::alloc::System;
@@ -28,14 +28,14 @@ fn allocated() -> usize {
     stats.bytes_allocated - stats.bytes_deallocated
 }
 
-/// As an agent whose target does not read: it takes a window, keeps the flow control of it, and holds no memory here.
+/// Like an agent whose target does not read: takes a window, keeps its flow control, and holds no memory here.
 async fn take_a_window(mut request: RecvStream, taken: Arc<AtomicUsize>) {
     while let Some(Ok(chunk)) = request.data().await {
         taken.fetch_add(chunk.len(), Ordering::Relaxed);
     }
 }
 
-/// Clients that send without end; waits until their windows are used up.
+/// Starts clients that send without end, and waits until their windows are used up.
 async fn upload(send: &SendRequest<Bytes>, clients: usize, taken: &AtomicUsize) {
     let before = taken.load(Ordering::Relaxed);
     let stalls = Arc::new(StallBound::new(link::SERVER_STALL_BYTES, WINDOW));
@@ -69,7 +69,7 @@ async fn upload(send: &SendRequest<Bytes>, clients: usize, taken: &AtomicUsize) 
     })
     .await
     .unwrap();
-    // Those who can read more do so.
+    // Clients that can still read do so.
     for _ in 0..1000 {
         tokio::task::yield_now().await;
     }
@@ -77,7 +77,7 @@ async fn upload(send: &SendRequest<Bytes>, clients: usize, taken: &AtomicUsize) 
 
 #[tokio::test]
 async fn what_cannot_be_sent_is_not_read() {
-    // Small: it grows to this while bytes are under way, and keeps that.
+    // A small buffer: it grows to this size while bytes are in flight, and stays there.
     let (server_io, agent_io) = tokio::io::duplex(64 << 10);
     let taken = Arc::new(AtomicUsize::new(0));
     let counter = taken.clone();
@@ -92,7 +92,7 @@ async fn what_cannot_be_sent_is_not_read() {
     });
     let (send, connection) = link::client_builder().handshake(server_io).await.unwrap();
     tokio::spawn(connection);
-    // What the link itself holds is there already.
+    // After this the link's own memory is allocated.
     upload(&send, CLIENTS, &taken).await;
     let before = allocated();
     upload(&send, CLIENTS, &taken).await;

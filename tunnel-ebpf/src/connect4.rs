@@ -1,4 +1,4 @@
-//! `connect()` of IPv4 sockets: an edge address becomes its token.
+//! `connect()` of IPv4 sockets: replaces an edge address by its virtual address.
 
 use aya_ebpf::{macros::cgroup_sock_addr, programs::SockAddrContext};
 use aya_log_ebpf::debug;

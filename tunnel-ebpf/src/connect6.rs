@@ -32,7 +32,7 @@ pub(crate) fn postern_conn6(ctx: SockAddrContext) -> i32 {
                 }
             };
             debug!(&ctx, "mapped connect to port {} redirected to {:i}", connect.port, u32::from_be(token.0));
-            // SAFETY: as above. Only the last word: the prefix ::ffff:0:0 stays, and with it the peer's family.
+            // SAFETY: as above. Writes only the last word: the prefix ::ffff:0:0 stays, and with it the peer's family.
             unsafe { (&raw mut (*raw).user_ip6[3]).write_volatile(token.0) };
         }
         VerdictV6::Native(verdict) => {
@@ -75,7 +75,7 @@ pub(crate) unsafe fn read_address(ctx: *mut bpf_sock_addr) -> V6 {
 /// Writes `user_ip6` word by word.
 ///
 /// # Safety
-/// As for [`read_address`].
+/// Same as [`read_address`].
 #[inline(always)]
 pub(crate) unsafe fn write_address(ctx: *mut bpf_sock_addr, address: V6) {
     let [a, b, c, d] = address.0;

@@ -1,4 +1,4 @@
-//! `getpeername()` of IPv4 sockets: a client sees the address that it asked for.
+//! `getpeername()` of IPv4 sockets: shows a client the address that it connected to.
 
 use aya_ebpf::{macros::cgroup_sock_addr, maps::lpm_trie::Key, programs::SockAddrContext};
 use tunnel_abi::{V4, counter::RESTORED_V4};
@@ -21,8 +21,9 @@ pub(crate) fn postern_peer4(ctx: SockAddrContext) -> i32 {
     ALLOW
 }
 
-/// The original of a token. (A client on this host has its token as its source, so the server sees it under the node's
-/// address, and takes that back: `door/redirect.rs`. No field of an accepted socket tells here whose it is.)
+/// Returns the edge address of a virtual address. (A client on this host has the virtual address as its own source, so
+/// the server gets the edge address for it too, and reverts that in `door/redirect.rs`. No field of an accepted socket
+/// tells this hook that it is the server's.)
 #[inline(always)]
 pub(crate) fn origin_of(peer: V4) -> Option<V4> {
     if !TOKENS_V4.load().contains(peer) {

@@ -17,7 +17,7 @@ pub(crate) fn postern_peer6(ctx: SockAddrContext) -> i32 {
     let peer = unsafe { read_address(raw) };
     if let Some(mapped) = peer.mapped() {
         if let Some(origin) = origin_of(mapped) {
-            // SAFETY: as above; only the last word, the prefix ::ffff:0:0 stays.
+            // SAFETY: as above. Writes only the last word: the prefix ::ffff:0:0 stays.
             unsafe { (&raw mut (*raw).user_ip6[3]).write_volatile(origin.0) };
             count(RESTORED_V6);
         }

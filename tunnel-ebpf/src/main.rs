@@ -1,8 +1,8 @@
-//! The kernel side of the redirect: one file per hook, the maps in one place, and the decision itself
-//! in `tunnel-abi`, where it is tested on the host.
+//! Kernel side of the redirect: one file per hook, the maps in one file, and the decision itself in `tunnel-abi`,
+//! where it is tested on the host.
 //!
-//! The kernel holds no per-connection state: an edge address is mapped to a token address one to one,
-//! and back again for `getpeername()`.
+//! The kernel holds no per-connection state: an edge address is mapped one to one to a virtual address (a token in the
+//! code), and back again for `getpeername()`.
 #![no_std]
 #![no_main]
 #![feature(asm_experimental_arch)]
@@ -16,8 +16,8 @@ mod getpeername6;
 mod maps;
 mod sk_lookup;
 
-/// Helpers that are for GPL-compatible programs only are open to these programs, because the crate is
-/// dual-licensed and the object is distributed under its GPL-2.0 option.
+/// Gives these programs access to helpers reserved for GPL-compatible programs: the crate is dual-licensed, and the
+/// object is distributed under its GPL-2.0 option.
 #[unsafe(link_section = "license")]
 #[unsafe(no_mangle)]
 static LICENSE: [u8; 4] = *b"GPL\0";

@@ -1,4 +1,4 @@
-//! Every map and every load-time constant of the programs.
+//! Maps and load-time constants of the programs.
 
 use core::arch::asm;
 
@@ -42,7 +42,7 @@ pub(crate) static COUNTERS: PerCpuArray<u64> = PerCpuArray::with_max_entries(cou
 #[map]
 pub(crate) static ALIVE: Array<u64> = Array::with_max_entries(1, 0);
 
-/// Off unless the loader sets it: a kernel before 6.1 refuses a program that calls the helper.
+/// Off unless set by the loader: kernels before 6.1 refuse a program that calls the helper.
 #[unsafe(no_mangle)]
 pub(crate) static SET_RETVAL: Global<u8> = Global::new(0);
 #[unsafe(no_mangle)]
@@ -58,14 +58,14 @@ pub(crate) static TOKENS_V6: Global<Prefix<V6>> = Global::new(Prefix { base: V6(
 #[inline(always)]
 pub(crate) fn count(index: u32) {
     if let Some(slot) = COUNTERS.get_ptr_mut(index) {
-        // SAFETY: the pointer is to a live, aligned u64 of this CPU's slot; the instruction adds to it
-        // and touches nothing else. Atomic, because a process in a cgroup hook may be preempted by
-        // another one on the same CPU; in assembly, because the target declares no atomics to Rust.
+        // SAFETY: the pointer refers to a live, aligned u64 in this CPU's slot; the instruction adds to it and touches
+        // nothing else. Atomic, because a process in a cgroup hook may be preempted by another one on the same CPU. In
+        // assembly, because the target declares no atomics to Rust.
         unsafe { asm!("lock *(u64 *)({slot} + 0) += {one}", slot = in(reg) slot, one = in(reg) 1_u64) };
     }
 }
 
-/// The verdict's lookups, answered by the maps.
+/// Answers the verdict's lookups from the maps.
 pub(crate) struct KernelTables;
 
 impl GlobalState for KernelTables {
@@ -81,9 +81,9 @@ impl GlobalState for KernelTables {
 
     #[inline(always)]
     fn orphaned(&self) -> bool {
-        // SAFETY: the helper takes nothing and only reads the clock.
+        // SAFETY: the helper takes no arguments and only reads the clock.
         let now = unsafe { bpf_ktime_get_ns() };
-        // One that is ahead was written on another CPU a moment ago.
+        // A value ahead of `now` was just written on another CPU.
         ALIVE.get(0).is_none_or(|alive| now.saturating_sub(*alive) > ORPHAN_AFTER.load())
     }
 

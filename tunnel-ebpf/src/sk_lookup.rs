@@ -1,5 +1,5 @@
-//! The lookup of a listener: a connection to any port of the token range belongs to the server, if its
-//! source may use the range.
+//! Listener lookup: a connection to any port of a virtual address belongs to the server, if its source may connect
+//! there.
 
 use aya_ebpf::{
     bindings::{
@@ -19,16 +19,15 @@ use crate::maps::{CLIENTS_V4, CLIENTS_V6, INGRESS_IFINDEX, LISTENER, TOKENS_V4, 
 
 const IPPROTO_TCP: u32 = 6;
 const AF_INET: u32 = 2;
-/// From `bpf_sk_assign`: another program of the chain has chosen a socket already.
+/// Error of `bpf_sk_assign`: another program of the chain has already selected a socket.
 const EEXIST: i32 = 17;
-/// BPF_SK_LOOKUP_F_REPLACE: a socket that was chosen already is replaced.
+/// BPF_SK_LOOKUP_F_REPLACE: replaces an already selected socket.
 const F_REPLACE: u64 = 1;
 
 #[sk_lookup]
 pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
     let raw = ctx.lookup;
-    // SAFETY: the kernel's own context, valid for the whole program; volatile so that each load keeps
-    // its size.
+    // SAFETY: the kernel's own context, valid for the whole program. Volatile, so that each load keeps its size.
     let (protocol, family) =
         unsafe { ((&raw const (*raw).protocol).read_volatile(), (&raw const (*raw).family).read_volatile()) };
     if protocol != IPPROTO_TCP {
@@ -43,7 +42,7 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
         }
         // SAFETY: as above.
         let remote = V4(unsafe { (&raw const (*raw).remote_ip4).read_volatile() });
-        // The host's own connects come from the token itself: a `local` route without a preferred
+        // The host's own connects have the virtual address itself as their source: a `local` route without a preferred
         // source uses the destination as the source.
         let allowed = if tokens.contains(remote) {
             // SAFETY: as above.
@@ -83,16 +82,16 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
     finish(&ctx, allowed, true)
 }
 
-/// Steers or drops. Never passes: behind an empty slot the connection would go to whatever listens on
-/// `*:port` of this host, such as the local kubelet.
+/// Steers or drops. Never passes: with an empty slot the connection would go to a program that listens on `*:port` of
+/// this host, such as the local kubelet.
 #[inline(always)]
 fn finish(ctx: &SkLookupContext, allowed: bool, v6: bool) -> u32 {
     if !allowed {
         count(of_lookup(v6, Lookup::ForeignClient));
         return SK_DROP;
     }
-    // What an older server has chosen stays: while it still runs, its programs also come first in the connect hook,
-    // so the tokens are its own and the connection belongs to it.
+    // Keep the choice of an older server: while it runs, its programs also come first in the connect hook, so the
+    // virtual addresses are its own and the connection belongs to it.
     // SAFETY: the kernel's own context.
     let taken = unsafe { is_taken(ctx.lookup) };
     let (slot, flags) = (if v6 { LISTENER_V6 } else { LISTENER_V4 }, if taken { F_REPLACE } else { 0 });
@@ -112,24 +111,25 @@ fn finish(ctx: &SkLookupContext, allowed: bool, v6: bool) -> u32 {
     }
 }
 
-/// Whether an earlier program of the chain has chosen a socket that is no server's: the priority of those is known.
+/// True if an earlier program of the chain has selected a socket that is not a server's listener, which would have the
+/// known priority.
 ///
 /// # Safety
 /// `ctx` is the context that the kernel passed to the program.
 #[inline(always)]
 unsafe fn is_taken(ctx: *mut bpf_sk_lookup) -> bool {
-    // SAFETY: guaranteed by the caller; volatile, so that the load keeps its size.
+    // SAFETY: guaranteed by the caller. Volatile, so that the load keeps its size.
     let sk = unsafe { (&raw const (*ctx).__bindgen_anon_1.__bindgen_anon_1.sk).read_volatile() };
     if sk.is_null() {
         return false;
     }
-    // SAFETY: not null, so the verifier knows it as a socket that may be read field by field.
+    // SAFETY: not null, so the verifier treats it as a socket that may be read field by field.
     unsafe { (&raw const (*sk).priority).read_volatile() != LISTENER_PRIORITY }
 }
 
-/// Whether the packet came from this host itself. Before Linux 5.17 the program cannot tell and relies
-/// on the kernel: a packet from outside with a source that is local here is a martian (IPv4), and the
-/// answer to it stays on this host, so no such handshake completes (IPv4 and IPv6).
+/// True if the packet came from this host itself. Before Linux 5.17 the program cannot tell and relies on the kernel:
+/// a packet from outside with a source that is local here is a martian (IPv4), and the answer to it stays on this
+/// host, so no such handshake completes (IPv4 and IPv6).
 ///
 /// # Safety
 /// `ctx` is the context that the kernel passed to the program.

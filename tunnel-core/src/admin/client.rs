@@ -1,4 +1,4 @@
-//! A client of the admin endpoints, for the `status` commands.
+//! Client of the admin endpoints, for the `status` commands.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -10,11 +10,11 @@ use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
 use tokio::net::TcpStream;
 
-/// The status of 100,000 nodes is some 40 MiB.
+/// The status of 100,000 nodes takes about 40 MiB.
 const MAX_ANSWER_BYTES: usize = 256 << 20;
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// Why there is no answer.
+/// Reason for having no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     #[error("--admin-address={address}: {reason}; is it running, and with this --admin-address?")]
@@ -31,7 +31,7 @@ pub enum ClientError {
     Content { address: SocketAddr, path: String, reason: serde_json::Error },
 }
 
-/// A whole HTTP answer.
+/// A complete HTTP response.
 #[derive(Debug)]
 pub struct Answer {
     pub status: StatusCode,
@@ -40,16 +40,16 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// The body if it is UTF-8, else an empty string.
+    /// Returns the body if it is UTF-8, else an empty string.
     pub fn text(&self) -> &str {
         std::str::from_utf8(&self.body).unwrap_or_default()
     }
 }
 
-/// One request on a connection of its own, within 10 s.
+/// Sends one request on its own connection; takes at most 10 s.
 ///
 /// # Errors
-/// There is no HTTP answer. An answer of any status is not an error.
+/// Fails if there is no HTTP response. A response with any status is not an error.
 pub async fn request(
     address: SocketAddr,
     method: Method,
@@ -59,10 +59,10 @@ pub async fn request(
     request_within(DEADLINE, address, method, path, body).await
 }
 
-/// As [`request`], with another deadline.
+/// Like [`request`], with another deadline.
 ///
 /// # Errors
-/// As [`request`].
+/// Same as [`request`].
 pub async fn request_within(
     deadline: Duration,
     address: SocketAddr,
@@ -96,7 +96,8 @@ pub async fn request_within(
                 .to_bytes();
             Ok(Answer { status, content_type, body })
         };
-        // The exchange needs the connection to be driven; the connection may end before the exchange has read all.
+        // The connection must be polled for the exchange to proceed, and may end before the exchange has read
+        // everything.
         let drive = async {
             drop(connection.await);
             std::future::pending::<()>().await;
@@ -109,10 +110,10 @@ pub async fn request_within(
     tokio::time::timeout(deadline, exchange).await.map_err(|_| ClientError::Timeout { address, deadline })?
 }
 
-/// GETs a JSON document.
+/// Fetches a JSON document with GET.
 ///
 /// # Errors
-/// As [`request`]; the status is not 200; or the document is not a `T`.
+/// Fails as [`request`] does, if the status is not 200, or if the document is not a `T`.
 pub async fn fetch<T: DeserializeOwned>(address: SocketAddr, path: &str) -> Result<T, ClientError> {
     let answer = request(address, Method::GET, path, Bytes::new()).await?;
     if answer.status != StatusCode::OK {

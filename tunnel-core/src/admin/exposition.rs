@@ -1,4 +1,4 @@
-//! The metrics as text, in the format that is asked for.
+//! Encodes the metrics as text, in the format that the client asks for.
 
 use std::collections::HashMap;
 use std::fmt::{self, Write as _};
@@ -6,15 +6,16 @@ use std::fmt::{self, Write as _};
 use axum::http::{HeaderMap, header};
 use prometheus_client::registry::Registry;
 
-/// <https://prometheus.io/docs/specs/om/open_metrics_spec/#protocol-negotiation>; decides which parser Prometheus uses.
+/// <https://prometheus.io/docs/specs/om/open_metrics_spec/#protocol-negotiation>; Prometheus selects its parser by
+/// this.
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// <https://prometheus.io/docs/instrumenting/exposition_formats/>, for those that do not ask for OpenMetrics.
+/// <https://prometheus.io/docs/instrumenting/exposition_formats/>, for clients that do not ask for OpenMetrics.
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// All metrics of a registry, in the format that the request's headers ask for, and its content type.
+/// Returns the content type and all metrics of a registry, in the format that the request headers ask for.
 ///
 /// # Errors
-/// A collector fails.
+/// Fails if a collector fails.
 pub fn exposition(registry: &Registry, headers: &HeaderMap) -> Result<(&'static str, String), fmt::Error> {
     let mut text = String::new();
     prometheus_client::encoding::text::encode(&mut text, registry)?;
@@ -25,14 +26,14 @@ pub fn exposition(registry: &Registry, headers: &HeaderMap) -> Result<(&'static 
     Ok((TEXT, older(&text)))
 }
 
-/// The same in the older format, where help and type are those of the samples' own names, an info is a gauge, and nothing has a
-/// unit or an end.
+/// Converts to the older format: help and type carry the samples' own names, an info becomes a gauge, and there are no
+/// units and no end mark.
 fn older(openmetrics: &str) -> String {
     let types = openmetrics.lines().filter_map(comment).filter(|(word, ..)| *word == "TYPE");
     let types: HashMap<_, _> = types.map(|(_, name, kind)| (name, kind)).collect();
     let mut text = String::with_capacity(openmetrics.len());
     for line in openmetrics.lines() {
-        // Writing to a String does not fail.
+        // Writing to a String never fails.
         let _ = match comment(line) {
             Some((word @ ("HELP" | "TYPE"), name, rest)) => {
                 let (suffix, kind) = match types.get(name).copied().unwrap_or("unknown") {
@@ -50,7 +51,7 @@ fn older(openmetrics: &str) -> String {
     text
 }
 
-/// A line `# WORD NAME REST`.
+/// Parses a line `# WORD NAME REST`.
 fn comment(line: &str) -> Option<(&str, &str, &str)> {
     let (word, rest) = line.strip_prefix("# ")?.split_once(' ')?;
     let (name, rest) = rest.split_once(' ')?;

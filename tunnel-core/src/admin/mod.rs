@@ -1,18 +1,18 @@
-//! The admin endpoints. They have a thread and a runtime of their own, so that they answer while the data path is busy.
+//! Admin endpoints. They have their own thread and runtime, so that they answer while the data path is busy.
 //!
 //! | path | answer |
 //! |---|---|
 //! | `/metrics` | OpenMetrics 1.0 text, or Prometheus' older format for clients that do not ask for it |
-//! | `/healthz`, `/livez` | 200 while the process runs (the second is the name in Kubernetes' own programs) |
-//! | `/readyz` | 200, or 503 and what is pending |
+//! | `/healthz`, `/livez` | 200 while the process runs (`/livez` is the name that Kubernetes' own programs use) |
+//! | `/readyz` | 200, or 503 and the pending parts |
 //! | `/status` | JSON |
-//! | `/connections`, `/connections?node=NODE` | JSON: what is carried now |
+//! | `/connections`, `/connections?node=NODE` | JSON: the current connections |
 //! | `/ui/` | a page for browsers that shows the same (server) |
 //! | `/config` | JSON: the flags in effect, without secrets |
-//! | `POST /bench/NODE` | JSON: measures the way to a node (server) |
-//! | `PUT /debug/flags/v` | sets the log level (a name or klog's number), and others for modules |
+//! | `POST /bench/NODE` | JSON: measures the path to a node (server) |
+//! | `PUT /debug/flags/v` | sets the log level (a name or klog's number), also for single modules |
 //!
-//! Through the tunnel (from [`TUNNELLED`]) there is only `/metrics`.
+//! Through the tunnel (source address [`TUNNELLED`]), only `/metrics` is available.
 
 pub mod client;
 mod exposition;
@@ -53,13 +53,13 @@ use crate::config::BindError;
 use crate::lifecycle::Readiness;
 use crate::logging;
 
-/// A level is a word or a number, and there may be more for modules.
+/// A level is a word or a number, possibly followed by levels for modules.
 const MAX_LEVEL_BYTES: usize = 1024;
 
 /// Returns the answer of `/status`.
 pub type Status = dyn Fn() -> serde_json::Value + Send + Sync;
 
-/// A report as an answer: one that cannot be written as JSON says why.
+/// Converts a report to JSON. If that fails, the result holds the error.
 pub fn to_json(report: &impl Serialize) -> serde_json::Value {
     serde_json::to_value(report).unwrap_or_else(|error| serde_json::json!({ "error": error.to_string() }))
 }
@@ -67,25 +67,25 @@ pub fn to_json(report: &impl Serialize) -> serde_json::Value {
 /// Returns the answer of `/connections`, of one node or of all.
 pub type Connections = dyn Fn(Option<&str>) -> serde_json::Value + Send + Sync;
 
-/// The answer of `POST /bench/NODE`, or why there is none.
+/// Answer of `POST /bench/NODE`, or the reason for having none.
 pub type BenchAnswer = Pin<Box<dyn Future<Output = Result<serde_json::Value, String>> + Send>>;
 
-/// Measures the way to a node.
+/// Measures the path to a node.
 pub type Bench = dyn Fn(String) -> BenchAnswer + Send + Sync;
 
-/// The state that the endpoints show and change.
+/// State that the endpoints show and change.
 #[derive(Clone)]
 pub struct Admin {
     pub registry: Arc<Registry>,
     pub readiness: Readiness,
     pub status: Arc<Status>,
-    /// None: what is carried is not known one by one.
+    /// `None` if this program does not list its connections.
     pub connections: Option<Arc<Connections>>,
     /// The flags in effect, with secrets masked.
     pub flags: Arc<[String]>,
-    /// Only of a server.
+    /// Set on a server only.
     pub bench: Option<Arc<Bench>>,
-    /// The status page's files, below `/ui/`; only of a server.
+    /// Files of the status page, below `/ui/`; on a server only.
     pub pages: &'static [Page],
     pub log: logging::Handle,
 }
@@ -97,10 +97,10 @@ impl fmt::Debug for Admin {
 }
 
 impl Admin {
-    /// Listens, without answering yet.
+    /// Opens the listener, without answering yet.
     ///
     /// # Errors
-    /// The address cannot be listened on.
+    /// Fails if the address cannot be listened on.
     pub fn bind(self, key: &'static str, address: SocketAddr) -> Result<Bound, BindError> {
         let listen = || {
             let listener = TcpListener::bind(address)?;
@@ -112,10 +112,10 @@ impl Admin {
         Ok(Bound { admin: self, listener, address })
     }
 
-    /// Takes a listener that another process had.
+    /// Adopts a listener from another process.
     ///
     /// # Errors
-    /// It is not one.
+    /// Fails if it is not a listener.
     pub fn at(self, listener: TcpListener) -> io::Result<Bound> {
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
@@ -147,7 +147,7 @@ impl Admin {
     }
 }
 
-/// A listener; connections wait in its backlog until [`Bound::serve`].
+/// An open listener; connections wait in its backlog until [`Bound::serve`].
 #[derive(Debug)]
 pub struct Bound {
     admin: Admin,
@@ -160,10 +160,10 @@ impl Bound {
         self.address
     }
 
-    /// The listener once more, for another process.
+    /// Duplicates the listener, for another process.
     ///
     /// # Errors
-    /// Too many open files.
+    /// Fails if too many files are open.
     pub fn copy(&self) -> io::Result<OwnedFd> {
         Ok(self.listener.try_clone()?.into())
     }
@@ -171,7 +171,7 @@ impl Bound {
     /// Answers on a new thread until the returned handle is dropped.
     ///
     /// # Errors
-    /// The thread or its runtime cannot be created.
+    /// Fails if the thread or its runtime cannot be created.
     pub fn serve(self) -> io::Result<Serving> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let stop = CancellationToken::new();
@@ -197,7 +197,7 @@ impl Bound {
     }
 }
 
-/// Running endpoints; dropping this stops them.
+/// Running endpoints; dropping the value stops them.
 #[derive(Debug)]
 pub struct Serving {
     address: SocketAddr,
@@ -206,7 +206,7 @@ pub struct Serving {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Whether the endpoints accept connections, or leave them to another process that has the listener.
+/// Controls whether the endpoints accept connections, or leave them to another process that shares the listener.
 #[derive(Clone, Debug)]
 pub struct Accepting(Arc<watch::Sender<bool>>);
 
@@ -271,7 +271,7 @@ async fn status(State(admin): State<Admin>) -> Response {
     axum::Json((admin.status)()).into_response()
 }
 
-/// What `/connections` may be asked for.
+/// Query parameters of `/connections`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Wanted {
@@ -300,7 +300,7 @@ async fn bench(State(admin): State<Admin>, Path(node): Path<String>, headers: He
     }
 }
 
-/// Answers as klog's handler does, so that scripts for SuperEdge and kubelets work.
+/// Answers like klog's handler, so that scripts written for SuperEdge and kubelets work.
 async fn level(State(admin): State<Admin>, request: Request<Body>) -> Response {
     if request.method() != Method::PUT {
         return (StatusCode::NOT_ACCEPTABLE, "unrecognized http method; use PUT\n").into_response();

@@ -3,11 +3,11 @@
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 
-/// Nothing but the program's own files and answers; no other page may show this one in a frame.
+/// Allows only the program's own files and answers; no other page may frame this one.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; \
     form-action 'none'; frame-ancestors 'none'";
 
-/// A file that is in the program.
+/// A file built into the program.
 #[derive(Clone, Copy, Debug)]
 pub struct Page {
     pub path: &'static str,
@@ -22,19 +22,19 @@ impl Page {
             (header::CONTENT_SECURITY_POLICY, POLICY),
             (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
             (header::REFERRER_POLICY, "no-referrer"),
-            // An upgraded program has others.
+            // An upgraded program has other files.
             (header::CACHE_CONTROL, "no-cache"),
         ];
         (headers, self.body).into_response()
     }
 }
 
-/// Leads on to another page. Relative, so that it is right behind `kubectl proxy` too.
+/// Redirects to another page. Relative, so that it also works behind `kubectl proxy`.
 pub(super) fn lead_to(location: &'static str) -> Response {
     (StatusCode::SEE_OTHER, [(header::LOCATION, location)]).into_response()
 }
 
-/// Whether a browser asks, and not curl or a script.
+/// Reports whether the client is a browser rather than curl or a script.
 pub(super) fn is_browser(headers: &HeaderMap) -> bool {
     headers
         .get(header::ACCEPT)

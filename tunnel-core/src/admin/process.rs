@@ -1,4 +1,4 @@
-//! `postern_build_info` and the `process_*` metrics that dashboards expect of every program.
+//! `postern_build_info` and the `process_*` metrics that dashboards expect from every program.
 
 use std::fs;
 
@@ -17,7 +17,7 @@ pub fn register_process_metrics(registry: &mut Registry, version: &'static str) 
     registry.register_collector(Box::new(Process { start: start_seconds() }));
 }
 
-/// Registers `tasks`: those that live on the runtimes of these handles. `registry` has the prefix `postern`.
+/// Registers `tasks`: the number of live tasks on these runtimes. `registry` has the prefix `postern`.
 pub fn register_tasks(registry: &mut Registry, runtimes: Vec<Handle>) {
     registry.register_collector(Box::new(Tasks(runtimes)));
 }
@@ -36,7 +36,7 @@ impl Collector for Tasks {
 
 #[derive(Debug)]
 struct Process {
-    /// Seconds since the epoch; `None` when `/proc` cannot be read.
+    /// Start time, in seconds since the epoch; `None` if `/proc` cannot be read.
     start: Option<f64>,
 }
 
@@ -70,11 +70,12 @@ fn resident_bytes() -> Option<f64> {
 }
 
 fn open_fds() -> Option<f64> {
-    // One of the entries is the listing's own.
+    // One of the entries belongs to the listing itself.
     Some(fs::read_dir("/proc/self/fd").ok()?.count().saturating_sub(1) as f64)
 }
 
-/// A field of `/proc/self/stat`, numbered as in proc(5), from the third on: the second, the name, may hold blanks.
+/// Returns a field of `/proc/self/stat`, numbered as in proc(5). Works from the third field on, because the second,
+/// the name, may contain blanks.
 fn stat_field(number: usize) -> Option<u64> {
     let stat = fs::read_to_string("/proc/self/stat").ok()?;
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(number - 3)?.parse().ok()

@@ -1,4 +1,4 @@
-//! Connections to the admin endpoints, and who may change something through them.
+//! Serves connections to the admin endpoints, and checks which requests may change something.
 
 use std::convert::Infallible;
 use std::io;
@@ -15,29 +15,30 @@ use tokio::sync::watch;
 
 use crate::text::printable;
 
-/// The source address of what an agent dials at its own admin port for a server. Whoever reaches a node's ports through the tunnel
-/// may read metrics there, and is not the node's administrator. An address tells also a process that has taken the listener over.
+/// Source address that an agent uses to dial its own admin port for a server. A client that reaches a node's ports
+/// through the tunnel may read metrics there, but is not the node's administrator. An address also works after another
+/// process took over the listener.
 pub const TUNNELLED: Ipv4Addr = Ipv4Addr::new(127, 80, 84, 1);
-/// How long a connection may take to send a request's head, from its start or from the last answer, and then its body.
+/// Maximum time for receiving a request's head, from the start or the last answer on, and then its body.
 pub(super) const READ_TIMEOUT: Duration = Duration::from_secs(10);
-/// The longest head of a request, in bytes.
+/// Maximum length of a request's head, in bytes.
 const MAX_HEAD: usize = 16 << 10;
-/// The pause after a failed accept: errors of a single connection do not repeat, EMFILE does.
+/// Pause after a failed accept: errors of a single connection do not repeat, EMFILE does.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
-/// Accepts connections while `open`, and answers their requests, until it is dropped. The second router is for those from
-/// [`TUNNELLED`].
+/// Accepts connections while `open` is true and answers their requests, until dropped. The second router serves
+/// connections from [`TUNNELLED`].
 pub(super) async fn answer(
     listener: &TcpListener,
     (own, tunnelled): (&Router, &Router),
     mut open: watch::Receiver<bool>,
 ) -> io::Result<Infallible> {
     let mut server = http1::Builder::new();
-    // A client may end its half behind its request, and wait for the answer.
+    // A client may close its sending half after the request and wait for the answer.
     server.timer(TokioTimer::new()).header_read_timeout(READ_TIMEOUT).max_buf_size(MAX_HEAD).half_close(true);
     loop {
         if open.wait_for(|open| *open).await.is_err() {
-            // The end is near: only that drops the sender.
+            // The sender is dropped only when the program is about to end.
             return std::future::pending().await;
         }
         let accepted = tokio::select! {
@@ -64,11 +65,11 @@ pub(super) async fn answer(
     }
 }
 
-/// Checks that a request which changes something is not sent by a foreign web page in a browser on this host. Such a page
-/// reaches this port under a name of its own (DNS rebinding), or says where it came from.
+/// Checks that a request that changes something does not come from a foreign web page in a browser on this host. Such
+/// a page reaches this port under its own host name (DNS rebinding), or sends its origin.
 ///
 /// # Errors
-/// It may be, for this reason.
+/// Returns the reason for refusing the request.
 pub(super) fn own_page(headers: &HeaderMap) -> Result<(), String> {
     let text = |name: &HeaderName| headers.get(name).map(|value| value.to_str().unwrap_or("?"));
     let host = text(&header::HOST);
@@ -88,7 +89,7 @@ pub(super) fn own_page(headers: &HeaderMap) -> Result<(), String> {
     }
 }
 
-/// Whether no DNS server can have said where this `Host` leads.
+/// Reports whether this `Host` cannot be the result of a DNS lookup.
 fn is_address(host: &str) -> bool {
     let name = match host.rsplit_once(':') {
         Some((name, port)) if !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit()) => name,

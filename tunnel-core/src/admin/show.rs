@@ -1,4 +1,4 @@
-//! The `status` command of both programs: shows what the admin endpoints answer, once or repeatedly.
+//! The `status` command of both programs: prints the admin endpoints' answer, once or repeatedly.
 
 use std::io::{self, Write};
 use std::net::SocketAddr;
@@ -11,10 +11,10 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::client::{ClientError, fetch};
 use crate::config::{ConfigError, parse_loopback_door, report_error};
 
-/// Pause between two requests with `--watch`.
+/// Pause between two requests under `--watch`.
 const INTERVAL: Duration = Duration::from_secs(2);
 
-/// How `status` shows its answer.
+/// Flags for the output of `status`.
 #[derive(Args, Clone, Debug)]
 pub struct Show {
     /// text, or json as the admin port has it.
@@ -31,34 +31,35 @@ enum Output {
     Json,
 }
 
-/// Why the status cannot be shown.
+/// Reason for not being able to show the status.
 #[derive(Debug, thiserror::Error)]
 pub enum ShowError {
-    /// A bad `--admin-address`.
+    /// `--admin-address` is invalid.
     #[error("{0}")]
     Config(#[source] ConfigError),
-    /// An `--admin-address` with port 0.
+    /// `--admin-address` has port 0.
     #[error("--admin-address={address}: port 0 means that {program} has no admin endpoints")]
     Off { program: String, address: String },
-    /// No answer, or none that is understood.
+    /// No answer, or an unknown one.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// Standard output, or the handler of SIGINT, failed.
+    /// Standard output or the SIGINT handler failed.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
 impl Show {
-    /// Whether JSON is wanted.
+    /// True if JSON is requested.
     pub fn is_json(&self) -> bool {
         self.output == Output::Json
     }
 
-    /// Prints what is at `path` of the `program` whose `--admin-address` this is, formatted by `to_text`; until Ctrl-C with
-    /// `--watch`.
+    /// Prints the document at `path` of the `program` that has this `--admin-address`, formatted by `to_text`. With
+    /// `--watch` it repeats until Ctrl-C.
     ///
     /// # Errors
-    /// The address is no loopback address and port, standard output fails, or, without `--watch`, there is no answer.
+    /// Fails if the address is not a loopback address and port, if standard output fails or, without `--watch`, if
+    /// there is no answer.
     pub async fn run<T: DeserializeOwned>(
         &self,
         program: &str,
@@ -74,7 +75,7 @@ impl Show {
             print(&self.fetch_text(address, path, &to_text).await?)?;
             return Ok(());
         }
-        // Before the first request: Ctrl-C is a normal end even while an answer is awaited.
+        // Install the handler before the first request: Ctrl-C is a normal end even while waiting for an answer.
         let mut interrupt = signal(SignalKind::interrupt())?;
         let watch = async {
             loop {
@@ -103,7 +104,7 @@ impl Show {
         to_text: impl Fn(T) -> String,
     ) -> Result<String, ClientError> {
         let mut shown = match self.output {
-            // Printed unparsed: a newer program may report more than this version knows.
+            // Print unparsed JSON: a newer program may report more than this version knows.
             Output::Json => format!("{:#}\n", fetch::<serde_json::Value>(address, path).await?),
             Output::Text => to_text(fetch(address, path).await?),
         };
@@ -114,7 +115,7 @@ impl Show {
     }
 }
 
-/// False when standard output is closed, as with `| head`.
+/// Returns false if standard output is closed, as with `| head`.
 fn print(text: &str) -> io::Result<bool> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {

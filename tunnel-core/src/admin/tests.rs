@@ -179,7 +179,7 @@ async fn exchange(mut stream: TcpStream, request: &[u8]) -> String {
     stream.write_all(request).await.unwrap();
     let mut answer = Vec::new();
     let limit = serve::READ_TIMEOUT * 2;
-    // A reset is as good an end as any.
+    // A reset is an acceptable end too.
     let _ = tokio::time::timeout(limit, stream.read_to_end(&mut answer)).await.expect("it closes in time");
     String::from_utf8(answer).unwrap()
 }

@@ -1,4 +1,4 @@
-//! The file.
+//! Writes the bundle file.
 
 use std::fmt::Write as _;
 use std::fs::OpenOptions;
@@ -12,13 +12,13 @@ use flate2::write::GzEncoder;
 
 use super::redact::redacted;
 
-/// Of a part so much of its end is kept.
+/// Maximum size of a part in bytes; of a longer one, the end is kept.
 pub(super) const MAX_PART: usize = 8 << 20;
 
-/// Stands for standard output or input.
+/// Stands for standard output or standard input.
 pub(super) const STANDARD: &str = "-";
 
-/// A text of a bundle, or why it is not there.
+/// A text of a bundle, or the reason for its absence.
 pub(super) struct Part {
     name: String,
     what: String,
@@ -35,13 +35,13 @@ impl Part {
     }
 }
 
-/// Writes the parts without their secrets, in a folder of this name. Returns the list of them.
+/// Writes the parts, without their secrets, to a folder of this name in the archive. Returns the list of parts.
 ///
 /// # Errors
-/// The file exists or cannot be made, or the disk is full.
+/// Fails if the file exists or cannot be created, or if the disk is full.
 pub(super) fn write(path: &Path, folder: &str, parts: &[Part]) -> io::Result<String> {
     if path.as_os_str() != STANDARD {
-        // A new one: only its owner can read it then.
+        // Must be a new file, so that only its owner can read it.
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
         let manifest = write_to(&file, folder, parts)?;
         return file.sync_all().map(|()| manifest);
@@ -65,7 +65,7 @@ fn write_to(out: impl Write, folder: &str, parts: &[Part]) -> io::Result<String>
     };
     let mut manifest = "What this bundle has. Keys, tokens and passwords are not in it.\n\n".to_owned();
     for Part { name, what, text } in parts {
-        // Writing to a String does not fail.
+        // Writing to a String never fails.
         let _ = match text {
             Ok(text) => {
                 let (tail, cut) = tail(text);
@@ -80,7 +80,7 @@ fn write_to(out: impl Write, folder: &str, parts: &[Part]) -> io::Result<String>
     Ok(manifest)
 }
 
-/// The end of a text from a line's beginning on, and whether something is missing.
+/// Returns the end of a text, starting at a line's beginning, and true if something is missing.
 fn tail(text: &str) -> (&str, bool) {
     if text.len() <= MAX_PART {
         return (text, false);

@@ -1,4 +1,4 @@
-//! The parts of a bundle that are about the host.
+//! Parts of a bundle that describe the host.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 use super::archive::{MAX_PART, Part, STANDARD};
 use crate::doctor::tool_output;
 
-/// Of a log so many bytes are kept: one more than a part has, by which the part is known to be cut.
+/// Bytes kept of a log: one more than a part holds, which shows that the part was cut.
 const END: usize = MAX_PART + 1;
-/// Lines of the journal.
+/// Number of journal lines.
 const LINES: &str = "20000";
 const ELSEWHERE: &str = "in a cluster: `kubectl -n kube-system logs POD`, or name a file with --log";
 
@@ -34,7 +34,7 @@ const FILES: [&str; 16] = [
     "/proc/sys/net/ipv4/tcp_mtu_probing",
 ];
 
-/// Commands that an image may lack.
+/// Commands for the network part. An image may lack them.
 const COMMANDS: [(&str, &[&str]); 7] = [
     ("ip", &["address"]),
     ("ip", &["route", "show", "table", "all"]),
@@ -48,7 +48,7 @@ const COMMANDS: [(&str, &[&str]); 7] = [
 pub(super) fn kernel() -> Part {
     let mut text = String::new();
     for path in FILES {
-        // Writing to a String does not fail.
+        // Writing to a String never fails.
         let _ = match fs::read_to_string(path) {
             Ok(content) => writeln!(text, "==> {path}\n{content}"),
             Err(error) => writeln!(text, "==> {path}\n({error})\n"),
@@ -69,7 +69,7 @@ pub(super) async fn network() -> Part {
     Part::new("network.txt", "addresses, routes, listeners and rules of this host", Ok(text))
 }
 
-/// The ends of these log files, or of the journal of these systemd units.
+/// Returns the ends of these log files or, without files, of the journal of these systemd units.
 pub(super) async fn logs(files: &[PathBuf], units: &str) -> Vec<Part> {
     let part = |(number, file): (usize, &PathBuf)| {
         let (read, what) = if file.as_os_str() == STANDARD {
@@ -98,14 +98,14 @@ pub(super) async fn logs(files: &[PathBuf], units: &str) -> Vec<Part> {
 fn end_of_file(path: &Path) -> io::Result<Vec<u8>> {
     let mut file = File::open(path)?;
     let skipped = file.metadata()?.len().saturating_sub(END as u64);
-    // A pipe, which cannot seek, has no length.
+    // A pipe has length 0; it cannot seek.
     if skipped > 0 {
         file.seek(SeekFrom::Start(skipped))?;
     }
     end_of(file)
 }
 
-/// The last bytes. A log may be larger than the memory.
+/// Reads the last bytes of a log, which may be larger than memory.
 fn end_of(mut log: impl Read) -> io::Result<Vec<u8>> {
     let mut end = Vec::new();
     while log.by_ref().take(END as u64).read_to_end(&mut end)? > 0 {
@@ -114,7 +114,7 @@ fn end_of(mut log: impl Read) -> io::Result<Vec<u8>> {
     Ok(end)
 }
 
-/// The names, sizes and modes of the files in the state directory; none of their content.
+/// Lists the names, sizes and modes of the files in the state directory; never their content.
 pub(super) fn state_directory(dir: &Path) -> Part {
     let mut text = String::new();
     let listed = list(dir, &mut text);
@@ -128,7 +128,7 @@ fn list(dir: &Path, text: &mut String) -> io::Result<()> {
     entries.sort_by_key(fs::DirEntry::file_name);
     for entry in entries {
         let metadata = match entry.metadata() {
-            // The program that runs replaces its files.
+            // The running program replaces its files.
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             metadata => metadata?,
         };

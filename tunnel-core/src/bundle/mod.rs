@@ -1,4 +1,4 @@
-//! A support bundle: what somebody else needs to understand an installation, in one tar.gz and without secrets.
+//! Support bundle: everything that others need to understand an installation, in one tar.gz without secrets.
 
 mod archive;
 mod facts;
@@ -34,7 +34,7 @@ impl<F: Examine> BundleCommand<F> {
     /// Writes the file and prints the list of its parts.
     ///
     /// # Errors
-    /// The file exists or cannot be written.
+    /// Fails if the file exists or cannot be written.
     pub async fn run(&self) -> io::Result<()> {
         let running = ask_at(self.flags.admin_address()).await;
         let (report, state_dir) = self.flags.examine(&running).await;
@@ -70,7 +70,7 @@ impl<F: Examine> BundleCommand<F> {
     }
 }
 
-/// A part that a running program answers.
+/// Returns a text taken from the running program, or the reason for its absence.
 fn answer<T>(
     running: &Asked<T>,
     text: impl Fn(&Running<T>) -> Result<String, String>,

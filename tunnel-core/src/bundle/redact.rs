@@ -1,4 +1,5 @@
-//! Takes secrets out of text: keys, tokens and passwords. Nothing here should have any; this is the second lock.
+//! Removes secrets from text: keys, tokens and passwords. A bundle should not have any; this is a second line of
+//! defence.
 
 const HIDDEN: &str = "***";
 /// Keys whose values are secrets, in flags, environment, headers, JSON and YAML.
@@ -13,13 +14,13 @@ const KEYS: [&str; 9] = [
     "privatekey",
     "cookie",
 ];
-/// An enrolment token: an id, a dot, a secret.
+/// Lengths of an enrolment token's parts: an id, a dot, a secret.
 const ID: usize = 6;
 const SECRET: usize = 26;
-/// A JSON web token, as service accounts have: three parts of base64url, the first of which begins so.
+/// Prefix of a JSON web token, as service accounts have: three parts of base64url.
 const JWT: &str = "eyJ";
 
-/// The text without what has the form of a secret, or stands where one would.
+/// Returns the text without anything that looks like a secret or stands in a secret's place.
 pub fn redacted(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut in_key = false;
@@ -30,7 +31,7 @@ pub fn redacted(text: &str) -> String {
             out += "*** a private key was here ***\n";
         }
         if begins || in_key {
-            // One that was written on one line, as in JSON, begins and ends in it.
+            // A key on one line, as in JSON, begins and ends here.
             in_key = !ends;
             continue;
         }
@@ -68,7 +69,7 @@ fn is_secret(word: &str) -> bool {
     enrolment || word.starts_with(JWT) && word.matches('.').count() == 2
 }
 
-/// `http://USER:PASSWORD@HOST` without the password.
+/// Removes user and password from `http://USER:PASSWORD@HOST`.
 fn without_passwords(line: &str) -> String {
     let mut out = String::with_capacity(line.len());
     let mut rest = line;
@@ -89,7 +90,7 @@ fn without_passwords(line: &str) -> String {
     out + rest
 }
 
-/// `key: value` and `key=value` without the values of secret keys.
+/// Removes the values of secret keys from `key: value` and `key=value`.
 fn without_values(line: &str) -> String {
     let lower = line.to_ascii_lowercase();
     let mut hide = Vec::new();
@@ -101,7 +102,7 @@ fn without_values(line: &str) -> String {
             let blank = sign.len() - sign.trim_start_matches([' ', '"', '\'', '\\']).len();
             let from = at + key.len() + quote + 1 + blank;
             let value = &lower[from..];
-            // A header's value may have blanks: "Bearer …".
+            // The value of a header may contain blanks: "Bearer …".
             let words = if key == "authorization" || key == "cookie" { "\r\n\"'" } else { " \t\r\n\"',}\\" };
             let end = value.find(|letter: char| words.contains(letter)).unwrap_or(value.len());
             if end > 0 {

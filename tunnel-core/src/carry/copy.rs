@@ -1,4 +1,5 @@
-//! Copies between a target's socket and a client, where there is no link in between whose streams say how far to read.
+//! Copies between a target's socket and a client when there is no link between them whose streams would limit the
+//! reading.
 
 use std::io;
 
@@ -8,10 +9,10 @@ use tokio::net::TcpStream;
 use super::error::Side;
 use super::traffic::Traffic;
 
-/// Bytes that are copied at a time.
+/// Bytes copied at a time.
 const PIECE: usize = 32 << 10;
 
-/// Which end has failed.
+/// The end that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CopyError {
     #[error("the client: {0}")]
@@ -20,11 +21,11 @@ pub enum CopyError {
     Target(io::Error),
 }
 
-/// Copies both ways until both directions have ended. Bytes are counted as they pass, from the socket of `side`: on a server that is
-/// the client's, on an agent the target's.
+/// Copies both ways until both directions have ended. Bytes are counted as they pass, from the point of view of the
+/// socket of `side`: the client's on a server, the target's on an agent.
 ///
 /// # Errors
-/// An end failed. Neither is told anything.
+/// Fails if an end failed. Neither end is informed.
 pub async fn copy(
     target: &mut TcpStream,
     read: &mut (impl AsyncRead + Unpin),

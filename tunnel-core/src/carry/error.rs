@@ -1,4 +1,4 @@
-//! Why a carried connection failed, and what each end of the tunnel calls that.
+//! Reasons for the failure of a tunnelled connection, and the outcome that each end of the tunnel reports.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use h2::Reason;
 use super::frame::FrameError;
 use crate::outcome::Outcome;
 
-/// Which end of the tunnel relays: decides whose reset a broken socket is, and which end sends gRPC trailers.
+/// The end of the tunnel that relays. It decides whose reset a broken socket is, and which end sends gRPC trailers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// The tunnel-server: the socket leads to the client, and this end made the gRPC call.
@@ -16,7 +16,7 @@ pub enum Side {
     Agent,
 }
 
-/// Why a carried connection did not end well.
+/// Reason for the bad end of a tunnelled connection.
 #[derive(Debug, thiserror::Error)]
 pub enum RelayError {
     /// The socket on this end failed.
@@ -25,10 +25,10 @@ pub enum RelayError {
     /// The other end reset the stream.
     #[error("the other end of the tunnel reset the stream ({0})")]
     Reset(Reason),
-    /// The target reset the connection after what has arrived from it.
+    /// The target reset the connection after the data that has arrived.
     #[error("the target reset the connection")]
     TargetReset,
-    /// The whole link failed.
+    /// The link failed.
     #[error("tunnel lost: {}", crate::link::reason(.0))]
     Link(#[source] h2::Error),
     /// The stream carried something other than segments.
@@ -46,7 +46,7 @@ pub enum RelayError {
 }
 
 impl RelayError {
-    /// The outcome, as seen from `side`.
+    /// Returns the outcome as seen from `side`.
     pub const fn outcome(&self, side: Side) -> Outcome {
         let (own, other) = match side {
             Side::Server => (Outcome::ClientReset, Outcome::TargetReset),
@@ -56,13 +56,13 @@ impl RelayError {
             Self::Socket(_) => own,
             Self::Reset(Reason::ENHANCE_YOUR_CALM) => Outcome::Stalled,
             Self::Reset(Reason::CONNECT_ERROR) => other,
-            // NO_ERROR: it took no more after its whole answer.
+            // NO_ERROR: the target took no more data after its complete answer.
             Self::TargetReset | Self::Reset(Reason::NO_ERROR) if matches!(side, Side::Server) => {
                 Outcome::TargetReset
             }
             Self::TargetReset => Outcome::Protocol,
             Self::Reset(Reason::PROTOCOL_ERROR) | Self::Frame(_) | Self::Status(_) => Outcome::Protocol,
-            // An agent or a server that stops cancels what it carries.
+            // An agent or a server that stops cancels its connections.
             Self::Reset(_) => match side {
                 Side::Server => Outcome::TunnelLost,
                 Side::Agent => Outcome::ClientReset,
@@ -72,7 +72,8 @@ impl RelayError {
         }
     }
 
-    /// A peer that has answered in full may take no more (RFC 9113 section 8.1): its answer says the rest.
+    /// Turns NO_ERROR into success: a peer that has answered in full may refuse further data (RFC 9113 section 8.1),
+    /// and its answer tells the rest.
     pub(super) fn unless_unwanted(self) -> Result<(), Self> {
         match self {
             Self::Reset(Reason::NO_ERROR) => Ok(()),

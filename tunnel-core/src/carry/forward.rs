@@ -1,6 +1,6 @@
-//! Passes a carried connection on from one HTTP/2 stream to another: at a server that has the node, for one that has the
-//! client. Segments, trailers and resets pass as they are, and flow control is returned only for bytes that the other
-//! stream has taken.
+//! Forwards a tunnelled connection from one HTTP/2 stream to another, on a server that has the node, for the peer that
+//! has the client. Segments, trailers and resets pass unchanged, and flow control is returned only for bytes that the
+//! other stream has taken.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -21,46 +21,46 @@ use super::traffic::{Traffic, Waiting};
 use crate::link::{Flow, Taken};
 use crate::outcome::Outcome;
 
-/// Pieces shorter than this (bytes) are copied together while the other stream takes nothing: in h2 each takes some 250
+/// Pieces shorter than this (bytes) are copied together while the other stream is blocked: in h2 each takes about 250
 /// bytes of bookkeeping.
 const SMALL_PIECE: usize = 16 << 10;
 /// Bytes up to which small pieces are copied together.
 const RUN: usize = 64 << 10;
 
-/// What passing a connection on needs besides its two streams.
+/// Parameters for forwarding a connection, besides its two streams.
 #[derive(Debug)]
 pub struct Forward<'a> {
-    /// What is known about the path of the link with the server that has the client.
+    /// Path estimates of the link with the server that has the client.
     pub client: &'a Flow,
-    /// The same of the link with the agent.
+    /// Path estimates of the link with the agent.
     pub agent: &'a Flow,
-    /// The bound on what is held for receivers that do not read.
+    /// Limit on the bytes held for receivers that do not read.
     pub stalls: &'a StallBound,
     /// Ends this connection from outside.
     pub abort: &'a Arc<Abort>,
-    /// Counts the bytes, with the segments' headers.
+    /// Counts the bytes, including segment headers.
     pub traffic: &'a Traffic,
 }
 
-/// Why a connection that was passed on ended early.
+/// Reason for the early end of a forwarded connection.
 #[derive(Debug, thiserror::Error)]
 pub enum Ended {
-    /// At the stream of the server that has the client.
+    /// The stream of the server that has the client failed.
     #[error("the other server's stream: {0}")]
     Client(#[source] RelayError),
-    /// At the agent's stream.
+    /// The agent's stream failed.
     #[error("{0}")]
     Agent(#[source] RelayError),
     /// The agent has not connected, and nothing was answered yet.
     #[error("{0}")]
     Dial(#[source] RelayError),
-    /// By [`Abort`].
+    /// Ended by [`Abort`].
     #[error("{1}")]
     Aborted(Outcome, &'static str),
 }
 
 impl Ended {
-    /// What it is called here, in the middle.
+    /// Returns the outcome as reported here, in the middle.
     pub const fn outcome(&self) -> Outcome {
         match self {
             Self::Agent(error) | Self::Dial(error) => error.outcome(Side::Server),
@@ -70,7 +70,7 @@ impl Ended {
         }
     }
 
-    /// What the streams that are still open are reset with: a reset means the same on both.
+    /// Returns the reason for resetting the streams that are still open. A reset means the same on both.
     const fn reset_reason(&self) -> Reason {
         match self {
             Self::Agent(RelayError::Reset(reason)) | Self::Client(RelayError::Reset(reason)) => *reason,
@@ -80,26 +80,27 @@ impl Ended {
     }
 }
 
-/// How one direction ended without a failure.
+/// End of one direction without a failure.
 enum Forwarded {
-    /// With everything up to the stream's end, and the gRPC status that came with it.
+    /// Everything up to the stream's end was forwarded; this gRPC status came with it.
     All(Option<HeaderValue>),
-    /// The receiver has answered in full and takes no more (RFC 9113 section 8.1).
+    /// The receiver has answered in full and refuses further data (RFC 9113 section 8.1).
     Unwanted,
 }
 
-/// Why a direction ended early, and at which stream.
+/// The stream at which a direction ended early, and the reason.
 enum Cut {
     From(RelayError),
     To(RelayError),
 }
 
 impl Forward<'_> {
-    /// Passes a connection on until both directions have ended: `body` to `send`, and what `answer` gives to `respond`.
-    /// Returns how the target ended it.
+    /// Forwards a connection until both directions have ended: `body` to `send`, and the response that `answer` yields
+    /// to `respond`. Returns the outcome at the target.
     ///
     /// # Errors
-    /// Whatever ended it early. Both streams are then reset, unless nothing was answered yet: `respond` can still say why.
+    /// Returns the reason for an early end. Both streams are then reset, unless nothing was answered yet: then
+    /// `respond` can still report it.
     pub async fn run(
         self,
         (mut body, respond): (RecvStream, &mut SendResponse<Bytes>),
@@ -111,7 +112,7 @@ impl Forward<'_> {
             tokio::select! {
                 biased;
                 (outcome, reason) = self.abort.triggered() => Err(Ended::Aborted(outcome, reason)),
-                // Built where they are polled: moving a future doubles its memory.
+                // Build the futures where they are polled: moving a future doubles its memory.
                 both = async {
                     tokio::try_join!(
                         self.up(&mut body, send),
@@ -122,7 +123,7 @@ impl Forward<'_> {
         };
         match ended {
             Ok((_, Forwarded::All(Some(status)))) if status == "0" => Ok(Outcome::Ok),
-            // After everything that it had sent; see `TARGET_RESET`.
+            // After everything that the target had sent; see `TARGET_RESET`.
             Ok((_, Forwarded::All(_))) => Ok(Outcome::TargetReset),
             Ok((_, Forwarded::Unwanted)) => Ok(Outcome::ClientReset),
             Err(ended) => {
@@ -138,7 +139,7 @@ impl Forward<'_> {
         }
     }
 
-    /// From the other server to the agent.
+    /// Forwards from the other server to the agent.
     async fn up(&self, body: &mut RecvStream, send: &mut SendStream<Bytes>) -> Result<Forwarded, Ended> {
         let passed = |bytes| self.traffic.count_from_socket(bytes);
         let to = (send, &self.traffic.for_tunnel);
@@ -148,7 +149,7 @@ impl Forward<'_> {
         })
     }
 
-    /// From the agent, once it has answered, to the other server, which is left in `answering`.
+    /// Forwards from the agent, once it has answered, to the other server. Leaves that stream in `answering`.
     async fn down(
         &self,
         answer: impl Future<Output = Result<Response<RecvStream>, RelayError>>,
@@ -172,8 +173,8 @@ impl Forward<'_> {
         })
     }
 
-    /// Passes everything from `from`, a stream of the link of `flow`, on to `to`, with its end; `waiting` shows when `to` takes
-    /// nothing, and `passed` is told of bytes that it has taken.
+    /// Forwards everything, including the end, from `from` (a stream of the link of `flow`) to `to`. `waiting` shows
+    /// when `to` is blocked; `passed` is called with the bytes that it has taken.
     async fn direction(
         &self,
         (from, flow): (&mut RecvStream, &Flow),
@@ -224,7 +225,7 @@ impl Forward<'_> {
         }
     }
 
-    /// Hands a chunk to `to`. While that takes nothing, `from` is watched for a reset, and what it has is held here.
+    /// Sends a chunk to `to`. While `to` is blocked, watches `from` for a reset and holds the data that arrives.
     async fn send(
         &self,
         from: &mut RecvStream,
@@ -267,7 +268,7 @@ impl Forward<'_> {
     }
 }
 
-/// What came while the other stream took nothing.
+/// Data received while the other stream was blocked.
 #[derive(Default)]
 struct Held {
     pieces: VecDeque<Bytes>,

@@ -1,24 +1,25 @@
 //! Segments on the wire: `message Segment { bytes data = 1; }` in gRPC's length-prefixed framing, written and read
 //! without the copies that a codec makes.
 //!
-//! The header has a fixed size, so that a socket is read straight into the buffer after it: one byte "not compressed",
-//! four bytes of message length, the field's tag, and its length as a varint padded to four bytes (protobuf allows that).
+//! The header has a fixed size, so that data is read from the socket directly into the buffer behind it: one byte "not
+//! compressed", four bytes of message length, the field's tag, and its length as a varint padded to four bytes (which
+//! protobuf allows).
 
 use bytes::{Buf, Bytes};
 
-/// Bytes in front of a segment's data.
+/// Length of a segment's header, in bytes.
 pub const HEADER_LEN: usize = 10;
-/// The most data that fits one segment, in bytes: the largest number in a four-byte varint.
+/// Maximum data of one segment, in bytes: the largest number in a four-byte varint.
 pub const MAX_DATA: usize = (1 << 28) - 1;
 
 const FIELD_HEADER_LEN: usize = HEADER_LEN - GRPC_PREFIX_LEN;
 const GRPC_PREFIX_LEN: usize = 5;
 /// Field 1, wire type 2 (length-delimited).
 const TAG_DATA: u8 = 0x0a;
-/// The longest varint that a `uint32` length may take.
+/// Maximum bytes of a varint for a `uint32` length.
 const MAX_VARINT_LEN: u32 = 5;
 
-/// The header of a segment with `len` bytes of data; `None` when that is more than [`MAX_DATA`].
+/// Returns the header of a segment with `len` bytes of data; `None` if that is more than [`MAX_DATA`].
 pub fn header(len: usize) -> Option<[u8; HEADER_LEN]> {
     if len > MAX_DATA {
         return None;
@@ -40,13 +41,13 @@ pub fn header(len: usize) -> Option<[u8; HEADER_LEN]> {
     ])
 }
 
-/// Why bytes are not a sequence of segments.
+/// Reason for bytes not being a sequence of segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
-    /// The compression flag is set; nothing was negotiated.
+    /// The compression flag is set, but compression was not negotiated.
     #[error("segment is marked as compressed (flag {0})")]
     Compressed(u8),
-    /// Not field 1, length-delimited.
+    /// The field is not field 1, length-delimited.
     #[error("segment has an unknown field (tag {0:#04x})")]
     UnknownField(u8),
     /// The varint does not end, or exceeds the message.
@@ -59,17 +60,17 @@ pub enum FrameError {
 
 #[derive(Clone, Copy, Debug)]
 enum DeframerState {
-    /// Inside the five bytes of gRPC prefix, of which `have` were read.
+    /// Inside the five bytes of gRPC prefix; `have` of them were read.
     Prefix { have: usize, length: u32 },
-    /// At a field's tag, `left` bytes before the message ends.
+    /// At a field's tag; `left` bytes of the message remain.
     Tag { left: u32 },
-    /// Inside the length, of which `shift` bits were read.
+    /// Inside the length; `shift` bits of it were read.
     Length { left: u32, value: u32, shift: u32 },
     /// Inside the data; `left` bytes of the message follow it.
     Data { data: u32, left: u32 },
 }
 
-/// Extracts the data of segments as they arrive, however they are split into chunks, without reassembling them.
+/// Extracts the data of segments as they arrive, in chunks of any size, without reassembling them.
 #[derive(Debug)]
 pub struct Deframer {
     state: DeframerState,
@@ -82,10 +83,10 @@ impl Default for Deframer {
 }
 
 impl Deframer {
-    /// The next piece of data, removed from the front of `chunk`; `None` when the chunk is used up.
+    /// Returns the next piece of data, removed from the front of `chunk`; `None` if the chunk is used up.
     ///
     /// # Errors
-    /// The bytes are not segments. The stream cannot be read any further.
+    /// Fails if the bytes are not segments. The stream cannot be read any further.
     pub fn next(&mut self, chunk: &mut Bytes) -> Result<Option<Bytes>, FrameError> {
         loop {
             if let DeframerState::Data { data, left } = self.state {
@@ -113,10 +114,10 @@ impl Deframer {
         }
     }
 
-    /// Checks that the stream may end here.
+    /// Checks that the stream may end at this point.
     ///
     /// # Errors
-    /// [`FrameError::Truncated`] inside a segment.
+    /// Returns [`FrameError::Truncated`] inside a segment.
     pub fn finish(&self) -> Result<(), FrameError> {
         match self.state {
             DeframerState::Prefix { have: 0, .. } => Ok(()),
@@ -256,7 +257,7 @@ mod tests {
         };
         assert_eq!(with_length(&[0x80, 0x80, 0x80, 0x80, 0]), Ok(vec![]));
         assert_eq!(with_length(&[0x80, 0x80, 0x80, 0x80, 0x80, 0]), Err(FrameError::Length));
-        // 2^32 does not fit, whatever the message's own length says.
+        // 2^32 does not fit, whatever the message's own length.
         assert_eq!(with_length(&[0x80, 0x80, 0x80, 0x80, 0x10]), Err(FrameError::Length));
     }
 }

@@ -1,4 +1,4 @@
-//! The direction from the stream to the socket.
+//! Direction from the stream to the socket.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -25,20 +25,20 @@ use crate::link::{Flow, Taken};
 use crate::tcp_info::sent_nothing_for;
 use crate::text::printable;
 
-/// Pieces shorter than this (bytes) are copied together while the socket is blocked: in h2 each takes some 250 bytes of
-/// bookkeeping, and keeps the whole buffer alive that it was read into.
+/// Pieces shorter than this (bytes) are copied together while the socket is blocked: in h2 each takes about 250 bytes
+/// of bookkeeping, and keeps alive the whole buffer that it was read into.
 const SMALL_PIECE: usize = 16 << 10;
 /// Bytes up to which small pieces are copied together. Flow control is returned for them as a whole.
 const RUN: usize = 64 << 10;
 
-/// Bytes that came from the stream and are not written yet, in their order.
+/// Bytes received from the stream and not yet written, in order.
 #[derive(Default)]
 struct Inbox {
     deframer: Deframer,
     held: VecDeque<Held>,
-    /// Flow control that was not returned, in bytes: what is held, and what is being written, which is freed as a whole.
+    /// Flow control not yet returned, in bytes: for held data, and for data being written, which is freed as a whole.
     bytes: usize,
-    /// Flow control to return to the sender for what has been written, in bytes.
+    /// Flow control to return to the sender for data already written, in bytes.
     owed: usize,
     taken: Taken,
     ended: bool,
@@ -46,14 +46,14 @@ struct Inbox {
 
 struct Held {
     data: Data,
-    /// Flow control to return once it is written.
+    /// Flow control to return after it is written, in bytes.
     owed: usize,
 }
 
 enum Data {
-    /// As h2 read it.
+    /// As read by h2.
     Piece(Bytes),
-    /// Small pieces, copied.
+    /// Small pieces, copied together.
     Run(BytesMut),
 }
 
@@ -69,8 +69,8 @@ impl std::ops::Deref for Data {
 }
 
 impl Inbox {
-    /// Takes everything out of h2 while the socket is blocked, and notices a reset. Its flow control is kept, so that a
-    /// window of one-byte writes takes one window of memory instead of twenty.
+    /// Takes everything out of h2 while the socket is blocked, and notices a reset. Flow control is not returned, so
+    /// that a window of one-byte writes takes one window of memory instead of twenty.
     fn gather(&mut self, stream: &mut RecvStream, cx: &mut Context<'_>) -> Result<(), RelayError> {
         while !self.ended {
             match stream.poll_data(cx) {
@@ -93,7 +93,7 @@ impl Inbox {
         Ok(())
     }
 
-    /// Takes one chunk. What is written at once is not copied.
+    /// Takes one chunk. Data that will be written at once is not copied.
     fn take(&mut self, mut chunk: Bytes, blocked: bool) -> Result<(), FrameError> {
         let owed = chunk.len();
         while let Some(data) = self.deframer.next(&mut chunk)? {
@@ -112,7 +112,7 @@ impl Inbox {
             }
             self.held.push_back(Held { data: Data::Run(BytesMut::from(&data[..])), owed: 0 });
         }
-        // A chunk may hold nothing but a part of a header.
+        // A chunk may hold nothing but part of a header.
         let account = self.held.back_mut().map_or(&mut self.owed, |last| &mut last.owed);
         *account += owed;
         self.bytes += owed;
@@ -128,15 +128,15 @@ pub(super) struct Inward<'a> {
 }
 
 impl Inward<'_> {
-    /// Runs until the stream's end has been passed on as a half-close.
+    /// Runs until the stream's end has been relayed as a half-close.
     pub(super) async fn run(
         &self,
         socket: &mut WriteHalf<'_>,
         stream: &mut RecvStream,
     ) -> Result<(), RelayError> {
         match self.relay(socket, stream).await {
-            // What the target sent before its socket failed is still to be read, and the other direction tells how it
-            // ended. Nobody takes the rest of the request.
+            // The data that the target sent before its socket failed must still be read, and the other direction
+            // reports the end. The rest of the request is discarded.
             Err(RelayError::Socket(error)) if self.side == Side::Agent => {
                 let _ = self.answer.broken.set(error.kind());
                 while let Some(Ok(chunk)) = stream.data().await {
@@ -170,7 +170,7 @@ impl Inward<'_> {
     }
 }
 
-/// Writes what a stream has, to a socket or whatever else a client is.
+/// Writes a stream's data to a socket or another kind of client.
 pub(super) struct Delivery<'a> {
     pub(super) flow: &'a Flow,
     pub(super) stalls: &'a StallBound,
@@ -179,7 +179,8 @@ pub(super) struct Delivery<'a> {
 }
 
 impl Delivery<'_> {
-    /// Runs up to the end of the stream's data. `idle`: for how long `to` has sent nothing of what was written, if that is known.
+    /// Runs up to the end of the stream's data. `idle` returns for how long `to` has sent nothing of the written data,
+    /// if known.
     #[expect(clippy::manual_async_fn, reason = "as above")]
     pub(super) fn run<W: AsyncWrite + Unpin>(
         &self,
@@ -205,7 +206,7 @@ impl Delivery<'_> {
         }
     }
 
-    /// While `to` takes nothing, what comes from the stream is gathered, and counts as held for it.
+    /// Writes all of `data`. While `to` is blocked, data from the stream is gathered and counts as held for it.
     #[expect(clippy::manual_async_fn, reason = "as above")]
     fn write_all<W: AsyncWrite + Unpin>(
         &self,
@@ -219,7 +220,7 @@ impl Delivery<'_> {
             let mut ticket = None;
             loop {
                 let written = poll_fn(|cx| {
-                    // Once everything is written: TLS may hold some of it.
+                    // Flush after everything is written: TLS may hold some of it.
                     let step = if data.is_empty() {
                         Pin::new(&mut *to).poll_flush(cx).map_ok(|()| 0)
                     } else {
@@ -255,7 +256,7 @@ impl Delivery<'_> {
     }
 }
 
-/// Checks the trailers of a stream whose data has ended: the target may have reset the connection after it.
+/// Checks the trailers of a stream whose data has ended: the target may have reset the connection after the data.
 pub(super) async fn ended_well(stream: &mut RecvStream) -> Result<(), RelayError> {
     let trailers = stream.trailers().await?.unwrap_or_default();
     match trailers.get(GRPC_STATUS) {

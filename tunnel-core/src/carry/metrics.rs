@@ -1,4 +1,4 @@
-//! What is held for receivers that do not read, as metrics.
+//! Metrics of the bytes held for receivers that do not read.
 
 use std::sync::Arc;
 

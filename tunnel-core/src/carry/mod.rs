@@ -1,5 +1,5 @@
-//! Carrying TCP connections: segments, the relay between a socket and an HTTP/2 stream, and the bound on what is held
-//! for receivers that do not read.
+//! Relaying of TCP connections: segments, the relay between a socket and an HTTP/2 stream, and the limit on the bytes
+//! held for receivers that do not read.
 
 mod copy;
 mod error;
@@ -32,25 +32,25 @@ pub use traffic::{Totals, Traffic, Waiting};
 
 /// The path of the Carry method (gRPC over HTTP/2: `/package.Service/Method`).
 pub const CARRY_PATH: &str = "/postern.tunnel.v1.Agent/Carry";
-/// The same of a server whose policy lets a workload on an edge node reach something.
+/// Path of Carry on a server whose policy allows a workload on an edge node to reach a target.
 pub const EDGE_CARRY_PATH: &str = "/postern.tunnel.v1.Edge/Carry";
-/// The same of a server that passes it on.
+/// Path of Carry on a server that forwards to a node.
 pub const PEER_CARRY_PATH: &str = "/postern.tunnel.v1.Peer/Carry";
-/// Request metadata to such a server: the node.
+/// Request metadata to a forwarding server: the node.
 pub const NODE_HEADER: &str = "postern-node";
-/// Request metadata to such a server: the client's `IP:port`, for its log.
+/// Request metadata to a forwarding server: the client's `IP:port`, for the log.
 pub const CLIENT_HEADER: &str = "postern-client";
-/// Request metadata to such a server: it refuses with `UNAVAILABLE` while its own way to the node is silent. Without this it asks
-/// the agent even then.
+/// Request metadata to a forwarding server: refuse with `UNAVAILABLE` while its own link to the node is silent.
+/// Without this it asks the agent even then.
 pub const UNLESS_SILENT_HEADER: &str = "postern-unless-silent";
 /// Request metadata: the target, `IP:port`, IPv6 in brackets.
 pub const TARGET_HEADER: &str = "postern-target";
-/// Request metadata to an agent, with any value: its Node names the target's address. An agent that has the address on no
-/// interface connects to its own host instead of another machine.
+/// Request metadata to an agent, with any value: the Node object names the target's address. An agent that has the
+/// address on no interface connects to its own host instead of another machine.
 pub const OF_NODE_HEADER: &str = "postern-of-node";
 
-/// gRPC's status, in the trailers of a stream that ended well.
+/// gRPC's status, in the trailers of a stream.
 const GRPC_STATUS: http::HeaderName = http::HeaderName::from_static("grpc-status");
-/// The status of a stream whose target reset the connection: ABORTED. It comes after everything that the target had sent,
+/// Status of a stream whose target reset the connection: ABORTED. It follows everything that the target had sent,
 /// which RST_STREAM would discard.
 const TARGET_RESET: &str = "10";

@@ -1,4 +1,4 @@
-//! The direction from the socket to the stream.
+//! Direction from the socket to the stream.
 
 use std::future::poll_fn;
 use std::io;
@@ -20,13 +20,13 @@ use super::traffic::Traffic;
 use super::{GRPC_STATUS, TARGET_RESET};
 use crate::link::{Bulk, Flow, SEND_BUFFER};
 
-/// Bytes that a connection reads at a time while it is idle or exchanges small messages.
+/// Bytes read at a time while a connection is idle or exchanges small messages.
 pub const SMALL_READ: usize = 4 << 10;
-/// In front of an HTTP/2 frame (RFC 9113 section 4.1).
+/// Length of an HTTP/2 frame header (RFC 9113 section 4.1).
 const FRAME_HEADER_LEN: usize = 9;
-/// Bytes that are sent before the agent has connected. The agent holds them, for each pending dial.
+/// Limit on the bytes sent before the agent has connected. The agent holds them for each pending dial.
 const EARLY_BYTES: usize = 64 << 10;
-/// What a segment counts for among them at least: the bookkeeping of the agent's h2 for a frame.
+/// Minimum that a segment counts towards that limit: the bookkeeping of the agent's h2 for a frame.
 const EARLY_SEGMENT: usize = 256;
 
 /// Relays from the socket to the stream.
@@ -38,7 +38,7 @@ pub(super) struct Outward<'a> {
 }
 
 impl Outward<'_> {
-    /// Runs until the socket's end of file has been passed on and the answer is whole.
+    /// Runs until the socket's end of file has been relayed and the answer is complete.
     pub(super) async fn run(
         &self,
         socket: &mut ReadHalf<'_>,
@@ -85,11 +85,11 @@ impl Outward<'_> {
                 Err(error) => return Err(self.broken(send, error)),
             };
             if read == 0 {
-                // A failed write has taken the error, and what is left looks like an end.
+                // A failed write has consumed the error; the read then looks like an end of file.
                 if let Some(error) = self.answer.broken.get() {
                     return Err(self.broken(send, (*error).into()));
                 }
-                // Boxed: an open connection has not come here, and would hold its memory.
+                // Boxed: an open connection has not reached this point, but would reserve its memory.
                 return Box::pin(self.end(socket, send)).await;
             }
             if room == size {
@@ -103,7 +103,7 @@ impl Outward<'_> {
         }
     }
 
-    /// Passes the end of file on, and watches for a reset of either side until the answer is whole as well.
+    /// Relays the end of file, then watches for a reset of either side until the answer is complete as well.
     async fn end(&self, socket: &ReadHalf<'_>, send: &mut SendStream<Bytes>) -> Result<Sent, RelayError> {
         let status = (GRPC_STATUS, HeaderValue::from_static("0"));
         let ended = match self.side {
@@ -127,19 +127,19 @@ impl Outward<'_> {
         }
     }
 
-    /// On the agent: a target that resets the connection has sent what was read before, and that is to arrive. The status
-    /// comes after it; dropping the stream sends both and then resets what is left of the request.
+    /// On the agent: data read before the target's reset must still arrive. The status follows it; dropping the stream
+    /// sends both and then resets the rest of the request.
     fn broken(&self, send: &mut SendStream<Bytes>, error: io::Error) -> RelayError {
         if self.side == Side::Agent {
             let status = (GRPC_STATUS, HeaderValue::from_static(TARGET_RESET));
-            // It fails only when the stream has been reset, which says more.
+            // Fails only if the stream has been reset, which tells more.
             let _ = send.send_trailers(HeaderMap::from_iter([status]));
         }
         RelayError::Socket(error)
     }
 
-    /// Waits until a small read, at least, can be sent whole, and returns how much of a read of `size` can. What is read
-    /// beyond that would be held here, and counted by no bound, for as long as the other end's receiver does not read.
+    /// Waits until at least a small read can be sent whole, and returns how much of a read of `size` can. More than
+    /// that would be held here, outside of any limit, while the other end's receiver does not read.
     async fn room(
         &self,
         socket: &ReadHalf<'_>,
@@ -154,8 +154,9 @@ impl Outward<'_> {
         Ok(room.of(send.capacity(), size))
     }
 
-    /// Waits for more capacity. `poll_capacity` reports changes only: what is there already must be asked for first. `held`:
-    /// bytes that were read, and wait for it. To be boxed: an open connection that nothing blocks would hold its memory.
+    /// Waits for more capacity. `poll_capacity` reports only changes, so callers check the present capacity first.
+    /// `held`: bytes read that wait for capacity. Box the future: otherwise open connections that nothing blocks
+    /// reserve its memory.
     async fn more_capacity(
         &self,
         socket: &ReadHalf<'_>,
@@ -199,14 +200,14 @@ impl Outward<'_> {
         Ok(())
     }
 
-    /// On the server: waits until the client's socket has failed (a reset, or keepalive), which is not noticed otherwise
-    /// while the socket is not read. What a departed client had sent is dropped. A target may close with a reset after
-    /// its whole answer, so the agent goes on reading until the error comes in its order.
+    /// On the server: waits until the client's socket has failed (a reset, or keepalive), which nothing else notices
+    /// while the socket is not read. Data that a departed client had sent is dropped. A target may close with a reset
+    /// after its whole answer, so the agent keeps reading until the error arrives in order.
     async fn client_lost(&self, socket: &TcpStream) -> RelayError {
         if self.side == Side::Server && socket.ready(Interest::ERROR).await.is_ok() {
             match socket.take_error() {
                 Ok(Some(error)) | Err(error) => return RelayError::Socket(error),
-                // A failed write has taken the error, and returns it.
+                // A failed write has consumed the error, and returns it.
                 Ok(None) => {}
             }
         }
@@ -214,12 +215,12 @@ impl Outward<'_> {
     }
 }
 
-/// How much h2 may queue for a stream: its share of the link's buffer.
+/// Limit on the bytes that h2 may queue for a stream: its share of the link's buffer.
 #[derive(Clone, Copy)]
 pub(super) struct Room {
     share: usize,
-    /// The rest of h2's buffer. What h2 queues for a stream is its buffer less the capacity that it gives. A receiver that has taken
-    /// everything has announced half of its window at least, which is more than the buffer.
+    /// Rest of h2's buffer. The bytes that h2 queues for a stream are its buffer minus the capacity that it grants. A
+    /// receiver that has taken everything has announced at least half of its window, which is more than the buffer.
     others: usize,
 }
 
@@ -229,41 +230,43 @@ impl Room {
         Self { share, others: SEND_BUFFER - share }
     }
 
-    /// The capacity to reserve for a read of `size`.
+    /// Returns the capacity to reserve for a read of `size`.
     pub(super) fn wanted(self, size: usize) -> usize {
         self.least().max(self.others + (HEADER_LEN + size).min(self.share))
     }
 
-    /// The capacity with which a small read can be sent whole.
+    /// Returns the capacity at which a small read can be sent whole.
     pub(super) fn least(self) -> usize {
         self.others + HEADER_LEN + SMALL_READ.min(self.share - HEADER_LEN)
     }
 
-    /// How much of a read of `size` can be sent whole with `capacity`, which is [`Self::least`] at least.
+    /// Returns how much of a read of `size` can be sent whole with `capacity`, which is at least [`Self::least`].
     pub(super) fn of(self, capacity: usize, size: usize) -> usize {
         size.min(capacity - self.others - HEADER_LEN)
     }
 }
 
-/// How far the other direction has come.
+/// Progress of the other direction.
 #[derive(Debug, Default)]
 pub(super) struct Answer {
     pub(super) begun: SetOnce<()>,
     pub(super) ended: SetOnce<()>,
-    /// On the agent: writing to the target has failed.
+    /// On the agent: set when writing to the target has failed.
     pub(super) broken: SetOnce<io::ErrorKind>,
 }
 
-/// How far the outward direction came.
+/// End of the outward direction.
 #[derive(Debug)]
 pub(super) enum Sent {
     /// Everything up to the socket's end of file.
     All,
-    /// Not all was sent, because the answer was whole before. The answer has the reason, for example that the dial failed.
+    /// Not everything was sent, because the answer was complete before. The answer has the reason, for example a
+    /// failed dial.
     Unwanted,
 }
 
-/// A peer that has answered in full may reset the rest of the request with NO_ERROR (RFC 9113 section 8.1).
+/// Turns NO_ERROR into a value: a peer that has answered in full may reset the rest of the request with it (RFC 9113
+/// section 8.1).
 fn unwanted(step: Result<(), RelayError>) -> Result<Option<Sent>, RelayError> {
     match step {
         Ok(()) => Ok(None),
@@ -272,7 +275,7 @@ fn unwanted(step: Result<(), RelayError>) -> Result<Option<Sent>, RelayError> {
     }
 }
 
-/// Reads what is there without waiting; `None` when the readiness was stale.
+/// Reads the available bytes without waiting; `None` if the readiness was stale.
 async fn read_now(socket: &mut ReadHalf<'_>, into: &mut BytesMut) -> io::Result<Option<usize>> {
     poll_fn(|cx| match poll_read_buf(Pin::new(&mut *socket), cx, into) {
         Poll::Ready(read) => Poll::Ready(read.map(Some)),
@@ -281,8 +284,8 @@ async fn read_now(socket: &mut ReadHalf<'_>, into: &mut BytesMut) -> io::Result<
     .await
 }
 
-/// The size of the next read, in bytes: grows fast while reads fill the buffer, up to one `piece` of the link; shrinks when
-/// they use little of it.
+/// Returns the size of the next read, in bytes: it grows fast while reads fill the buffer, up to one `piece` of the
+/// link, and shrinks while they use little of it.
 pub fn next_size(size: usize, read: usize, piece: usize) -> usize {
     let largest = (piece - HEADER_LEN - FRAME_HEADER_LEN).max(SMALL_READ);
     if read >= size || size > largest {
@@ -294,7 +297,7 @@ pub fn next_size(size: usize, read: usize, piece: usize) -> usize {
     }
 }
 
-/// Why a send failed. h2 reports a stream that the peer has reset as misuse.
+/// Returns the cause of a failed send. h2 reports a stream that the peer has reset as misuse.
 pub(super) async fn send_error(send: &mut SendStream<Bytes>, error: h2::Error) -> RelayError {
     if error.is_io() || error.is_go_away() || error.is_reset() {
         return RelayError::from(error);
@@ -302,7 +305,7 @@ pub(super) async fn send_error(send: &mut SendStream<Bytes>, error: h2::Error) -
     RelayError::Reset(stream_reset(send).await)
 }
 
-/// The reason of a reset that `poll_capacity` reported as "no longer streaming".
+/// Returns the reason of a reset that `poll_capacity` reported as "no longer streaming".
 pub(super) async fn stream_reset(send: &mut SendStream<Bytes>) -> Reason {
     poll_fn(|cx| match send.poll_reset(cx) {
         Poll::Ready(reason) => Poll::Ready(reason.unwrap_or(Reason::CANCEL)),

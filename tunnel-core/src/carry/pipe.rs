@@ -1,6 +1,6 @@
-//! Carries a byte stream of this process on one HTTP/2 stream, for doors that speak the target's protocol themselves: HTTP,
-//! or TLS. Whoever has the [`TunnelStream`] reads and writes it like a socket; [`PipeEnd::run`] does the carrying, on the
-//! thread that owns the link.
+//! Relays a byte stream of this process on one HTTP/2 stream, for listeners that speak the target's protocol
+//! themselves: HTTP or TLS. The owner of the [`TunnelStream`] reads and writes it like a socket; [`PipeEnd::run`]
+//! relays, on the thread that owns the link.
 
 use std::io;
 use std::pin::Pin;
@@ -20,50 +20,50 @@ use super::traffic::Traffic;
 use crate::link::Flow;
 use crate::outcome::Outcome;
 
-/// Bytes that wait in each direction between the two ends of a pipe.
+/// Bytes buffered in each direction between the two ends of a pipe.
 const BUFFER: usize = 64 << 10;
-/// How long a target may take to close after its stream was ended and dropped here.
+/// Maximum time for a target to close after its stream was shut down and dropped here.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// A stream to a target behind a tunnel. Dropping it before it was shut down resets the target's connection.
+/// A stream to a target behind a tunnel. Dropping it before shutdown resets the target's connection.
 #[derive(Debug)]
 pub struct TunnelStream {
     io: DuplexStream,
     shared: Arc<Shared>,
 }
 
-/// The end of the pipe that is carried.
+/// The end of the pipe that is relayed.
 #[derive(Debug)]
 pub struct PipeEnd {
     io: DuplexStream,
     shared: Arc<Shared>,
 }
 
-/// Tells why a [`TunnelStream`] failed, wherever that is by then.
+/// Reports why a [`TunnelStream`] failed, independent of the stream's owner.
 #[derive(Clone, Debug)]
 pub struct PipeStatus(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
     abort: Arc<Abort>,
-    /// The other end was dropped after it had been shut down.
+    /// Cancelled when the other end was dropped after its shutdown.
     left: CancellationToken,
     shut: std::sync::atomic::AtomicBool,
     failed: OnceLock<(Outcome, String)>,
 }
 
-/// What carrying needs besides the streams.
+/// Parameters for relaying a pipe, besides the streams.
 #[derive(Debug)]
 pub struct Pipe<'a> {
-    /// What is known about the link's path.
+    /// Path estimates of the link.
     pub flow: &'a Flow,
-    /// The link's bound on receivers that do not read.
+    /// The link's limit on receivers that do not read.
     pub stalls: &'a StallBound,
     /// Counts the bytes.
     pub traffic: &'a Traffic,
 }
 
-/// A stream, and the end that carries it.
+/// Creates a stream and the end that is relayed.
 pub fn pipe() -> (TunnelStream, PipeEnd) {
     let (near, far) = tokio::io::duplex(BUFFER);
     let shared = Arc::<Shared>::default();
@@ -77,7 +77,7 @@ impl TunnelStream {
 }
 
 impl PipeStatus {
-    /// How carrying failed, and why; `None` as long as it has not.
+    /// Returns the outcome and the reason of a failure; `None` while there is none.
     pub fn failure(&self) -> Option<(Outcome, String)> {
         self.0.failed.get().cloned()
     }
@@ -103,7 +103,7 @@ impl AsyncRead for TunnelStream {
     ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
         std::task::ready!(Pin::new(&mut self.io).poll_read(cx, buf))?;
-        // A failure must not look like an end: an answer without a length would seem complete.
+        // A failure must not look like an end of file: an answer without a length would seem complete.
         if buf.filled().len() == before
             && buf.remaining() > 0
             && let Some(error) = self.shared.error()
@@ -141,7 +141,7 @@ impl Drop for TunnelStream {
 }
 
 impl PipeEnd {
-    /// Carries both directions until they have ended. `over` ends it before, with its reason.
+    /// Relays both directions until they have ended. `over` ends it early, with its outcome.
     pub async fn run(
         self,
         Pipe { flow, stalls, traffic }: Pipe<'_>,
@@ -162,7 +162,7 @@ impl PipeEnd {
                 biased;
                 ended = &mut carrying => ended,
                 outcome = over => {
-                    // Who asked for an answer is told no more than this.
+                    // The requester is told nothing more than this.
                     shared.abort.trigger_for(outcome, outcome.as_str());
                     carrying.await
                 }
@@ -173,7 +173,7 @@ impl PipeEnd {
             }
         };
         if let Err(error) = ended {
-            // Set before the pipe ends, which shows it.
+            // Set it before the pipe ends, because the reader then looks for it.
             let _ = shared.failed.set((error.outcome(Side::Server), error.to_string()));
         }
     }

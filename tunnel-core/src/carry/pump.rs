@@ -1,8 +1,9 @@
-//! Relays bytes between one HTTP/2 stream of a link and a client that is not a plain TCP socket: TLS, a Unix socket, the packets
-//! of another protocol, or a [`super::pipe()`] of this process. For sockets there is [`super::Relay`], which copies less.
+//! Relays bytes between one HTTP/2 stream of a link and a client that is not a plain TCP socket: TLS, a Unix socket,
+//! the packets of another protocol, or a [`super::pipe()`] of this process. For sockets use [`super::Relay`], which
+//! copies less.
 //!
-//! As there, flow control is returned to the sender only for bytes that the client has taken, so a client that does not
-//! read stops its own stream and no other.
+//! As there, flow control is returned to the sender only for bytes that the client has taken, so a client that does
+//! not read stops only its own stream.
 
 use std::future::poll_fn;
 use std::io;
@@ -22,12 +23,12 @@ use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use crate::link::{Bulk, Flow};
 
-/// What relaying needs besides the client and the stream, on the server's end.
+/// Parameters for relaying on the server's end, besides the client and the stream.
 #[derive(Debug)]
 pub struct Pump<'a> {
-    /// What is known about the link's path.
+    /// Path estimates of the link.
     pub flow: &'a Flow,
-    /// The link's bound on receivers that do not read.
+    /// The link's limit on receivers that do not read.
     pub stalls: &'a StallBound,
     /// Ends this connection from outside.
     pub abort: &'a Arc<Abort>,
@@ -36,11 +37,11 @@ pub struct Pump<'a> {
 }
 
 impl Pump<'_> {
-    /// Relays both ways until both directions have ended: an end of file of the client passes as the stream's end, and the
-    /// stream's end as a shutdown of the client's writing half.
+    /// Relays both ways until both directions have ended. The client's end of file becomes the stream's end, and the
+    /// stream's end a shutdown of the client's writing half.
     ///
     /// # Errors
-    /// Whatever ended the connection early. The stream is then reset; the client is not told anything.
+    /// Returns the reason for an early end. The stream is then reset; the client is not informed.
     pub async fn run(
         &self,
         read: &mut (impl AsyncRead + Unpin),
@@ -61,7 +62,7 @@ impl Pump<'_> {
         ended
     }
 
-    /// From the client to the stream, up to the client's end of file.
+    /// Relays from the client to the stream, up to the client's end of file.
     async fn outward(
         &self,
         client: &mut (impl AsyncRead + Unpin),
@@ -74,7 +75,8 @@ impl Pump<'_> {
                 Ok(room) => room,
                 Err(error) => return error.unless_unwanted(),
             };
-            // One that is idle would keep it from all other streams: it is a part of the link's window, which has room for 8,191.
+            // Do not keep capacity reserved while idle: it is part of the link's window, which has room for 8,191 such
+            // streams.
             send.reserve_capacity(0);
             let mut segment = BytesMut::with_capacity(HEADER_LEN + room);
             segment.put_bytes(0, HEADER_LEN);
@@ -106,7 +108,7 @@ impl Pump<'_> {
         }
     }
 
-    /// Waits until a small read, at least, can be sent whole, and returns how much of a read of `size` can.
+    /// Waits until at least a small read can be sent whole, and returns how much of a read of `size` can.
     async fn room(&self, send: &mut SendStream<Bytes>, size: usize) -> Result<usize, RelayError> {
         let room = Room::new(self.flow);
         send.reserve_capacity(room.wanted(size));
@@ -120,7 +122,7 @@ impl Pump<'_> {
         Ok(room.of(send.capacity(), size))
     }
 
-    /// From the stream to the client, with the stream's end.
+    /// Relays from the stream to the client, including the stream's end.
     async fn inward(
         &self,
         stream: &mut RecvStream,
@@ -130,7 +132,7 @@ impl Pump<'_> {
         Delivery { flow, stalls, abort, traffic }.run(client, stream, |_| None).await?;
         ended_well(stream).await?;
         match poll_fn(|cx| Pin::new(&mut *client).poll_shutdown(cx)).await {
-            // It has gone already, as it may.
+            // The client may already be gone.
             Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(RelayError::Socket(error)),
             _ => Ok(()),
         }

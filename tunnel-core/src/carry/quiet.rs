@@ -1,4 +1,4 @@
-//! The end of connections that outlast a drain.
+//! Ends the connections that outlast a drain.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,23 +11,23 @@ use super::traffic::Traffic;
 use crate::live::Live;
 use crate::outcome::Outcome;
 
-/// How long nothing must have been carried; on a slow link twice its round trip.
+/// Time without traffic after which a connection is quiet; on a slow link, twice its round-trip time.
 const QUIET: Duration = Duration::from_millis(100);
-/// How long a connection that is never quiet goes on.
+/// Maximum time that a connection which is never quiet is waited for.
 const LONGEST: Duration = Duration::from_secs(1);
-/// How often to look.
+/// Interval between two checks.
 const CHECK: Duration = Duration::from_millis(20);
 
-/// A connection, as it is now.
+/// A snapshot of a connection.
 pub struct Carrying<'a> {
     pub traffic: &'a Traffic,
     pub abort: &'a Abort,
-    /// Of the link.
+    /// Round-trip time of the link.
     pub rtt: Option<Duration>,
 }
 
-/// Ends each connection once it carries nothing, and returns after a second at most. Clients such as kube-apiserver keep
-/// connections for their next request: what is asked right now is answered, and they ask again elsewhere.
+/// Ends each connection once it is quiet, and returns after a second. Clients such as kube-apiserver keep connections
+/// open for their next request: requests under way are answered, and the next ones go elsewhere.
 pub async fn end_quiet<T>(live: &Live<T>, carrying: impl Fn(&T) -> Option<Carrying<'_>>) {
     let start = Instant::now();
     let mut seen = HashMap::new();
@@ -35,7 +35,8 @@ pub async fn end_quiet<T>(live: &Live<T>, carrying: impl Fn(&T) -> Option<Carryi
         for connection in live.all() {
             let Some(now) = carrying(&connection) else { continue };
             let bytes = (now.traffic.from_socket(), now.traffic.to_socket());
-            // One that ends leaves its address to another, which has carried nothing and ends a little early.
+            // A new connection may reuse the address of one that ended; it has no traffic yet and then ends a little
+            // early.
             let (before, since) = seen.entry(Arc::as_ptr(&connection)).or_insert((bytes, Instant::now()));
             if *before != bytes {
                 (*before, *since) = (bytes, Instant::now());

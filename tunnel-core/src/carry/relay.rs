@@ -1,8 +1,8 @@
 //! Relays bytes between one TCP socket and one HTTP/2 stream.
 //!
-//! One task relays both directions. An idle connection holds no buffer: one is taken only when the socket has bytes,
-//! and its size follows the last reads. Flow control is returned to the sender only for bytes that the socket has
-//! taken, so a receiver that does not read stops its own stream and no other.
+//! One task relays both directions. An idle connection holds no buffer: one is allocated only when the socket has
+//! bytes, and its size follows the last reads. Flow control is returned to the sender only for bytes that the socket
+//! has taken, so a receiver that does not read stops only its own stream.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -19,14 +19,14 @@ use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use crate::link::Flow;
 
-/// What relaying a connection needs besides its socket and its stream.
+/// Parameters for relaying a connection, besides its socket and its stream.
 #[derive(Debug)]
 pub struct Relay<'a> {
-    /// Which end this is.
+    /// The end of the tunnel that this is.
     pub side: Side,
-    /// What is known about the link's path.
+    /// Path estimates of the link.
     pub flow: &'a Flow,
-    /// The link's bound on receivers that do not read.
+    /// The link's limit on receivers that do not read.
     pub stalls: &'a StallBound,
     /// Ends this connection from outside.
     pub abort: &'a Arc<Abort>,
@@ -36,11 +36,11 @@ pub struct Relay<'a> {
 
 impl Relay<'_> {
     /// Relays both ways until both directions have ended. `socket` has been through [`super::prepare_socket`].
-    /// `inbound` gives the receiving half: immediately on the agent; on the server once the agent has connected, and the
-    /// client's first bytes travel meanwhile. `prefix` was already read from the socket.
+    /// `inbound` yields the receiving half: immediately on the agent; on the server once the agent has connected,
+    /// while the client's first bytes are already being sent. `prefix` was already read from the socket.
     ///
     /// # Errors
-    /// Whatever ended the connection early. The stream is then reset, and dropping the socket sends a TCP RST.
+    /// Returns the reason for an early end. The stream is then reset, and dropping the socket sends a TCP RST.
     pub async fn run(
         self,
         socket: &mut TcpStream,
@@ -55,7 +55,7 @@ impl Relay<'_> {
             tokio::select! {
                 biased;
                 (outcome, reason) = abort.triggered() => Err(RelayError::Aborted(outcome, reason)),
-                // Built where they are polled: moving a future doubles its memory.
+                // Build the futures where they are polled: moving a future doubles its memory.
                 ended = async {
                     let outward = Outward { side, flow, traffic, answer: &answer };
                     let delivery = Delivery { flow, stalls, abort, traffic };
@@ -76,12 +76,12 @@ impl Relay<'_> {
         };
         match &ended {
             Ok(()) => end_on_drop(socket),
-            // A status has been sent, and RST_STREAM would discard what is queued before it.
+            // A status has been sent; RST_STREAM would discard the data queued before it.
             Err(RelayError::Socket(_)) if side == Side::Agent => {}
-            // A reset of the socket would discard what it has not sent.
+            // A reset of the socket would discard its unsent data.
             Err(error @ (RelayError::TargetReset | RelayError::Reset(Reason::NO_ERROR))) => {
                 send.send_reset(error.outcome(side).reset_reason());
-                // Boxed: few connections end like this, and all would hold its memory.
+                // Boxed: few connections end like this, but all would reserve its memory.
                 Box::pin(async {
                     tokio::select! {
                         () = flushed(socket) => {}

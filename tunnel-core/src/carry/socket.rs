@@ -1,8 +1,8 @@
-//! A carried connection's socket: its options, and how it closes.
+//! Socket of a tunnelled connection: its options, and how it closes.
 //!
 //! A failure must never look like an end of file, which could be taken for a complete answer. So the socket is set to
-//! close with a TCP reset before anything can fail, and a connection that both directions have ended well takes that
-//! back. A cancelled task and a killed process reset their connections too.
+//! close with a TCP reset before anything can fail, and only a connection that ended well in both directions reverts
+//! that. A cancelled task and a killed process reset their connections too.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -16,16 +16,16 @@ use crate::link;
 use crate::net::refine;
 use crate::tcp_info::unacknowledged;
 
-/// Unsent bytes in the kernel above which the socket is not written to: bounds the kernel memory held for a receiver
+/// Unsent bytes in the kernel above which the socket is not written to. Limits the kernel memory held for a receiver
 /// that does not read.
 const NOTSENT_LOWAT: u32 = 256 << 10;
-/// How long a carried connection may be idle before the first keepalive probe.
+/// Idle time of a tunnelled connection before the first keepalive probe.
 const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
-/// How long a client may read none of the last bytes before its connection is reset without them.
+/// Maximum time for which a client may read none of the last bytes; its connection is then reset without them.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Sets the options of a carried connection's socket, on either end, and [`reset_on_drop`]. What is set on a listener
-/// passes to the sockets that it accepts.
+/// Sets the options of a tunnelled connection's socket, on either end, and [`reset_on_drop`]. Accepted sockets inherit
+/// what is set on their listener.
 pub fn prepare_socket(socket: &impl AsFd) {
     reset_on_drop(socket);
     let socket = SockRef::from(socket);
@@ -39,18 +39,18 @@ pub fn reset_on_drop(socket: &impl AsFd) {
     linger(socket, Some(Duration::ZERO));
 }
 
-/// Takes [`reset_on_drop`] back: the socket's close is an end of file.
+/// Undoes [`reset_on_drop`]: the socket's close is an end of file.
 pub fn end_on_drop(socket: &impl AsFd) {
     linger(socket, None);
 }
 
-/// Waits until the peer's kernel has everything that was written, because a reset discards what was not sent. Gives up
-/// when nothing moves for [`FLUSH_PATIENCE`].
+/// Waits until the peer's kernel has all written bytes, because a reset discards unsent ones. Gives up if nothing
+/// moves for [`FLUSH_PATIENCE`].
 pub async fn flushed(socket: &impl AsFd) {
     let mut last = (0, 0);
     let mut moved = Instant::now();
     let mut pause = Duration::from_millis(1);
-    // The kernel has no event for it.
+    // The kernel has no event for this.
     loop {
         let now = match unacknowledged(socket) {
             Ok(now) => now,
@@ -67,19 +67,19 @@ pub async fn flushed(socket: &impl AsFd) {
     }
 }
 
-/// Ends when the socket has failed. An end of file is no failure: the peer may only be done with sending.
+/// Returns when the socket has failed. An end of file is no failure: the peer may only have finished sending.
 pub async fn lost(socket: &TcpStream) -> io::Error {
     if socket.ready(Interest::ERROR).await.is_ok()
         && let Ok(Some(error)) | Err(error) = socket.take_error()
     {
         return error;
     }
-    // Somebody else was told of it.
+    // Another caller was told of the error.
     std::future::pending().await
 }
 
-/// The one option of these that a promise rests on: without it a failure looks like an end of file. Every kernel has it; in a
-/// sandbox that refuses it, the log says so.
+/// Sets SO_LINGER, the only one of these options that correctness depends on: without it a failure looks like an end
+/// of file. Every kernel has it; if a sandbox refuses it, that is logged.
 fn linger(socket: &impl AsFd, time: Option<Duration>) {
     refine("SO_LINGER", SockRef::from(socket).set_linger(time));
 }

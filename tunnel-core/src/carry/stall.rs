@@ -1,12 +1,12 @@
-//! Bounds on the bytes that are held for receivers which do not read: one for each link, one for the process.
+//! Limits on the bytes held for receivers that do not read: one per link, and one for the process.
 //!
-//! A receiver that stops reading keeps at most one stream window of bytes here. That is legitimate
-//! (`kubectl logs -f | less`) and harmless while few do it. So no connection is cut until the sum passes a bound: then
-//! the one that has made no progress for longest goes first, at the process's bound that of the link which holds most, so
-//! that no node can use up what the others need.
+//! A receiver that stops reading keeps at most one stream window of bytes here. That is legitimate (`kubectl logs -f |
+//! less`) and harmless while few do it. So no connection is cut until the sum exceeds a limit; then the one without
+//! progress for longest goes first. At the limit of the process it is one of the link that holds most, so that no node
+//! can use up the share of others.
 //!
-//! A socket that is slowly read becomes writable again only when a third of its buffer is free. So before a connection is
-//! cut its own task is asked what the kernel has sent meanwhile.
+//! A socket that is read slowly becomes writable again only when a third of its buffer is free. So before a connection
+//! is cut, its own task is asked what the kernel has sent meanwhile.
 
 #[cfg(test)]
 mod tests;
@@ -24,21 +24,21 @@ use super::traffic::{Wait, Waiting};
 use crate::memory::stall_budget;
 use crate::outcome::Outcome;
 
-/// A receiver that made progress this recently is slow, not stalled. On loopback, where segments have 64 KiB, a reader of
-/// 10 KB/s opens its window every seven seconds.
+/// A receiver that made progress within this time is slow, not stalled. On loopback, where segments have 64 KiB, a
+/// reader of 10 KB/s opens its window every seven seconds.
 const GRACE: Duration = Duration::from_secs(15);
-/// How long a task may take to say what its socket does.
+/// Maximum time for a task to report the state of its socket.
 const ANSWER: Duration = Duration::from_millis(100);
-/// How long that answer stays true.
+/// Time for which that answer is valid.
 const FRESH: Duration = Duration::from_secs(1);
-/// The pause between two searches for the link that holds most, when the last one found nothing to cut.
+/// Pause between two searches for the link that holds most, if the last one found nothing to cut.
 const SCAN_PAUSE: Duration = Duration::from_millis(20);
 
 const LINK_FULL: &str = "it did not read, and its link held more than it may for such receivers";
 const PROCESS_FULL: &str =
     "it did not read, all links held more for such receivers than the memory allows, and its link held most";
 
-/// Ends a carried connection from outside its task.
+/// Ends a tunnelled connection from outside its task.
 #[derive(Debug, Default)]
 pub struct Abort(SetOnce<(Outcome, &'static str)>);
 
@@ -48,18 +48,18 @@ impl Abort {
         self.trigger_for(outcome, "");
     }
 
-    /// The same, and says why.
+    /// Like [`Abort::trigger`], with a reason.
     pub fn trigger_for(&self, outcome: Outcome, reason: &'static str) {
         let _ = self.0.set((outcome, reason));
     }
 
-    /// Waits for [`Abort::trigger`]: the outcome, and why where that is not obvious.
+    /// Waits for [`Abort::trigger`]. Returns the outcome, and the reason if that is not obvious.
     pub async fn triggered(&self) -> (Outcome, &'static str) {
         *self.0.wait().await
     }
 }
 
-/// The process's bound. Links take part while receivers are blocked.
+/// Limit of the process. Links take part while receivers are blocked.
 #[derive(Debug)]
 pub struct StallBudget {
     limit: usize,
@@ -70,7 +70,8 @@ pub struct StallBudget {
 }
 
 impl StallBudget {
-    /// Allows `bytes` to be held, a quarter more within the grace, and another quarter until a task has answered.
+    /// Allows `bytes` to be held, a quarter more within the grace period, and another quarter until a task has
+    /// answered.
     pub fn new(bytes: usize) -> Arc<Self> {
         Arc::new(Self {
             limit: bytes,
@@ -81,18 +82,18 @@ impl StallBudget {
         })
     }
 
-    /// The budget of this process, from the memory that it may use.
+    /// Returns the budget of this process, derived from the memory that it may use.
     pub fn of_process() -> &'static Arc<Self> {
         static BUDGET: LazyLock<Arc<StallBudget>> = LazyLock::new(|| StallBudget::new(stall_budget()));
         &BUDGET
     }
 
-    /// The bound, in bytes.
+    /// Returns the limit, in bytes.
     pub fn limit(&self) -> usize {
         self.limit
     }
 
-    /// Bytes that are held for blocked receivers now.
+    /// Returns the bytes held for blocked receivers now.
     pub fn held(&self) -> usize {
         self.held.load(Ordering::Relaxed)
     }
@@ -108,8 +109,8 @@ impl StallBudget {
         }
     }
 
-    /// Cuts until the bound is kept. After a search that found nothing to cut, only an `urgent` one follows without a
-    /// pause.
+    /// Cuts connections until the limit is met. After a search that found nothing to cut, only an `urgent` one, or one
+    /// at extreme need, follows without a pause.
     fn check(&self, now: Instant, urgent: bool) {
         while self.held() > self.limit {
             let Some(mut scan) = self.scan.try_lock() else { return };
@@ -126,18 +127,18 @@ impl StallBudget {
     }
 }
 
-/// How urgently a receiver has to be cut.
+/// Urgency of cutting a receiver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Need {
-    /// One that has been blocked for longer than the grace.
+    /// Cut only receivers blocked for longer than the grace period.
     Soft,
-    /// One within it too.
+    /// Cut receivers within the grace period too.
     Hard,
-    /// There is no time to ask it first.
+    /// Cut without asking first: there is no time for it.
     Extreme,
 }
 
-/// The receivers of one link that are blocked now.
+/// The blocked receivers of one link.
 #[derive(Debug)]
 pub struct StallBound(Arc<Link>);
 
@@ -146,13 +147,13 @@ struct Link {
     id: u64,
     limit: usize,
     ids: AtomicU64,
-    /// As in `blocked`, for the search for the fullest link.
+    /// Sum over `blocked`, for the search for the fullest link.
     held: AtomicUsize,
     blocked: Mutex<BTreeMap<Key, Receiver>>,
     budget: Arc<StallBudget>,
 }
 
-/// The last progress that is known, and a number.
+/// Time of the last known progress, and a unique number.
 type Key = (Instant, u64);
 
 #[derive(Debug)]
@@ -160,18 +161,18 @@ struct Receiver {
     abort: Arc<Abort>,
     waker: Waker,
     held: usize,
-    /// When its task was asked for its progress, until it answers.
+    /// Time when its task was asked for progress, until it answers.
     asked: Option<Instant>,
     answered: Option<Instant>,
 }
 
 impl StallBound {
-    /// Allows `bytes` to be held, and twice that within the grace; but one `window` always.
+    /// Allows `bytes` to be held, twice that within the grace period, and always one `window`.
     pub fn new(bytes: usize, window: usize) -> Self {
         Self::within(bytes, window, StallBudget::of_process())
     }
 
-    /// The same as a part of `budget`.
+    /// Like [`StallBound::new`], as a part of `budget`.
     pub fn within(bytes: usize, window: usize, budget: &Arc<StallBudget>) -> Self {
         let link = Arc::new(Link {
             id: budget.ids.fetch_add(1, Ordering::Relaxed),
@@ -185,8 +186,8 @@ impl StallBound {
         Self(link)
     }
 
-    /// Counts a receiver as blocked until the ticket is dropped. `waiting` shows it as waiting meanwhile, `waker` wakes the
-    /// task that updates the ticket.
+    /// Counts a receiver as blocked until the ticket is dropped. `waiting` shows it as waiting meanwhile; `waker`
+    /// wakes the task that updates the ticket.
     pub fn enter<'a>(
         &'a self,
         abort: &Arc<Abort>,
@@ -207,17 +208,17 @@ impl StallBound {
         StallTicket { link, key, wait: waiting.begin(held) }
     }
 
-    /// Cuts connections whose grace ended since; called before each PING.
+    /// Cuts connections whose grace period has ended; called before each PING.
     pub fn sweep(&self) {
         self.0.check(Instant::now(), true);
     }
 
-    /// How many receivers are blocked now.
+    /// Returns the number of blocked receivers.
     pub fn blocked(&self) -> usize {
         self.0.blocked.lock().len()
     }
 
-    /// Bytes that are held for them.
+    /// Returns the bytes held for them.
     pub fn held(&self) -> usize {
         self.0.held()
     }
@@ -254,7 +255,7 @@ impl Link {
         self.budget.check(now, urgent);
     }
 
-    /// Cuts the receiver without progress for longest, or asks its task about that first and returns false.
+    /// Cuts the receiver without progress for longest, or first asks its task about progress and returns false.
     fn relieve(&self, need: Need, now: Instant, reason: &'static str) -> bool {
         let mut blocked = self.blocked.lock();
         let Some(mut oldest) = blocked.first_entry() else { return false };
@@ -268,7 +269,7 @@ impl Link {
             if within(receiver.asked, ANSWER) {
                 return false;
             }
-            // Without an answer only a hard bound is reason enough.
+            // Without an answer, only a hard need justifies cutting.
             if receiver.asked.is_none() || need == Need::Soft {
                 receiver.asked = Some(now);
                 receiver.waker.wake_by_ref();
@@ -291,7 +292,8 @@ pub struct StallTicket<'a> {
 }
 
 impl StallTicket<'_> {
-    /// Says how much is held now. `idle` is called if this task was asked: for how long has the socket sent nothing?
+    /// Reports how much is held now. `idle` is called if this task was asked, and returns for how long the socket has
+    /// sent nothing.
     pub fn update(&mut self, waker: &Waker, held: usize, idle: impl FnOnce() -> Option<Duration>) {
         let link = self.link;
         self.wait.holds(held);

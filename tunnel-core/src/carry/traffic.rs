@@ -1,4 +1,4 @@
-//! Counts the bytes that are carried, and tells what waits.
+//! Counts the relayed bytes and reports waiting receivers.
 
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 use prometheus_client::metrics::counter::Counter;
 
-/// Payload bytes of one connection so far, and what waits in it. May be read while the connection runs.
+/// Payload bytes of one connection so far, and its waiting receivers. May be read while the connection runs.
 #[derive(Debug, Default)]
 pub struct Traffic {
     from_socket: AtomicU64,
     to_socket: AtomicU64,
-    /// What the tunnel has sent, while the socket does not take it.
+    /// State of data from the tunnel that the socket does not take.
     pub for_socket: Waiting,
-    /// What the socket has sent, while the tunnel does not take it.
+    /// State of data from the socket that the tunnel does not take.
     pub for_tunnel: Waiting,
     totals: Vec<Totals>,
 }
@@ -21,14 +21,14 @@ pub struct Traffic {
 /// Bytes of many connections, counted as they pass.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
-    /// Read from the sockets and handed to the tunnel.
+    /// Bytes read from the sockets and handed to the tunnel.
     pub from_socket: Counter,
-    /// Taken from the tunnel and written to the sockets.
+    /// Bytes taken from the tunnel and written to the sockets.
     pub to_socket: Counter,
 }
 
 impl Traffic {
-    /// Adds to each of these totals as well, for example those of a session and of the process.
+    /// Also adds to each of these totals, for example those of a session and of the process.
     pub fn part_of(totals: Vec<Totals>) -> Self {
         Self { totals, ..Self::default() }
     }
@@ -59,7 +59,7 @@ impl Traffic {
 }
 
 impl Traffic {
-    /// For how long its slower receiver has taken nothing.
+    /// Returns for how long the slower receiver has taken nothing.
     pub(crate) fn blocked(&self) -> Option<Duration> {
         let time = |waiting: &Waiting| waiting.now().map(|(time, _)| time);
         time(&self.for_socket).max(time(&self.for_tunnel))
@@ -69,12 +69,12 @@ impl Traffic {
 /// One direction of a connection, which may wait for its receiver.
 #[derive(Debug, Default)]
 pub struct Waiting {
-    /// Milliseconds after [`EPOCH`], and one; 0: it does not wait.
+    /// Milliseconds since [`EPOCH`] plus one; 0 if it does not wait.
     since: AtomicU64,
     held: AtomicUsize,
 }
 
-/// Some moment before anything waited.
+/// A moment before anything waited.
 static EPOCH: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 fn now_ms() -> u64 {
@@ -82,14 +82,15 @@ fn now_ms() -> u64 {
 }
 
 impl Waiting {
-    /// The receiver takes nothing from now on, until what this returns is dropped. `held`: bytes that wait here for it.
+    /// Marks the receiver as blocked until the returned value is dropped. `held`: bytes that wait here for it.
     pub(super) fn begin(&self, held: usize) -> Wait<'_> {
         self.held.store(held, Ordering::Relaxed);
         self.since.store(now_ms(), Ordering::Relaxed);
         Wait(self)
     }
 
-    /// For how long the receiver has taken nothing, and the bytes that wait here for it; None: it takes what comes.
+    /// Returns for how long the receiver has taken nothing, and the bytes that wait here for it; `None` if it is not
+    /// blocked.
     pub fn now(&self) -> Option<(Duration, usize)> {
         match self.since.load(Ordering::Relaxed) {
             0 => None,
@@ -101,12 +102,12 @@ impl Waiting {
     }
 }
 
-/// A receiver that takes nothing, until this is dropped.
+/// A blocked receiver, until this is dropped.
 #[derive(Debug)]
 pub(super) struct Wait<'a>(&'a Waiting);
 
 impl Wait<'_> {
-    /// So many bytes wait for it now.
+    /// Sets the number of bytes that wait for it.
     pub(super) fn holds(&self, bytes: usize) {
         self.0.held.store(bytes, Ordering::Relaxed);
     }

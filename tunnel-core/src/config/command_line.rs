@@ -1,4 +1,4 @@
-//! The command line, the file of `--config`, and the flags that both yield.
+//! Command line, `--config` file, and the flags that both yield.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -21,12 +21,12 @@ pub struct ConfigFile {
     pub config: Option<PathBuf>,
 }
 
-/// Parses the words of a command line, and the file that `--config` names there. Also returns the command and the flags in
-/// effect, defaults included and secrets masked, as the words that yield them. `-h` shows only the flags and commands that
-/// `short_help` names, with blanks between them.
+/// Parses a command line, and the file that `--config` names in it. Also returns the command and the flags in effect,
+/// as words that would yield them, with defaults included and secrets masked. `-h` shows only the flags and commands
+/// named in `short_help`, which is blank-separated.
 ///
 /// # Errors
-/// clap's, which may be what `--help` or `--version` prints.
+/// Returns clap's error, which may be the output of `--help` or `--version`.
 pub fn parse<T: Parser>(
     words: impl IntoIterator<Item = impl Into<OsString>>,
     short_help: &str,
@@ -45,7 +45,7 @@ pub fn parse<T: Parser>(
         };
         let flags = read_file(&file, innermost, given).map_err(refuse)?;
         words.splice(at..at, flags.into_iter().map(OsString::from));
-        // The command line alone was fine.
+        // The command line alone was valid.
         matches = command.try_get_matches_from_mut(&words).map_err(|error| refuse(reason_of(&error)))?;
     }
     let flags = flags_in_effect(&command, &matches);
@@ -53,11 +53,11 @@ pub fn parse<T: Parser>(
     Ok((parsed, flags))
 }
 
-/// clap can hide a flag from the short help alone, but no command.
+/// Shortens the help of `-h`. clap can hide a flag from the short help alone, but not a command.
 fn shortened(command: Command, shown: &str) -> Command {
     let shown: Vec<&str> = shown.split_whitespace().collect();
     let flags: Vec<_> = command.get_arguments().map(|flag| flag.get_id().clone()).collect();
-    // Some commands have the program's flags too.
+    // Some commands repeat the program's flags.
     let shorten = |flag: Arg| {
         let is_shown = !flags.contains(flag.get_id()) || shown.contains(&flag.get_long().unwrap_or_default());
         let hide = flag.is_hide_set() || !is_shown;
@@ -71,7 +71,7 @@ fn shortened(command: Command, shown: &str) -> Command {
     })
 }
 
-/// The command that is asked for: the names that lead to it, and its matches.
+/// Returns the innermost command: the names that lead to it, the command, and its matches.
 fn innermost<'a>(
     mut command: &'a Command,
     mut matches: &'a ArgMatches,
@@ -109,11 +109,11 @@ impl Value {
     }
 }
 
-/// The file's flags, as far as neither the command line nor the environment gives them.
+/// Reads the flags of the file that neither the command line nor the environment gives.
 fn read_file(path: &Path, command: &Command, given: &ArgMatches) -> Result<Vec<String>, String> {
     let text = std::fs::read_to_string(path).map_err(|error| error.to_string())?;
     let options = serde_saphyr::options! { with_snippet: false };
-    // A file without an entry is no map.
+    // A file without entries is not a map.
     let values: Option<BTreeMap<String, Value>> =
         serde_saphyr::from_str_with_options(&text, options).map_err(|error| error.to_string())?;
     let mut flags = Vec::new();
@@ -138,14 +138,14 @@ fn read_file(path: &Path, command: &Command, given: &ArgMatches) -> Result<Vec<S
     Ok(flags)
 }
 
-/// The first line of clap's error, without its first word.
+/// Returns the first line of clap's error, without the prefix `error: `.
 fn reason_of(error: &clap::Error) -> String {
     let text = error.to_string();
     let line = text.lines().next().unwrap_or_default();
     line.strip_prefix("error: ").unwrap_or(line).to_owned()
 }
 
-/// Whether it is a flag with a value.
+/// True for a flag with a value.
 fn is_setting(arg: &Arg) -> bool {
     arg.get_long().is_some() && matches!(arg.get_action(), ArgAction::Set | ArgAction::Append)
 }
@@ -154,7 +154,7 @@ fn flags_in_effect(command: &Command, matches: &ArgMatches) -> Vec<String> {
     let (mut flags, command, matches) = innermost(command, matches);
     for arg in command.get_arguments().filter(|arg| is_setting(arg)) {
         let (id, name) = (arg.get_id().as_str(), arg.get_long().unwrap_or_default());
-        // A secret is known by its type, so that none can be forgotten.
+        // Secrets are recognized by their type, so that none can be forgotten.
         if matches!(matches.try_get_one::<SecretString>(id), Ok(Some(_))) {
             flags.push(format!("--{name}=***"));
             continue;

@@ -7,9 +7,9 @@ use std::net::SocketAddr;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{key}{}: {reason}", .value.as_deref().map(|v| format!("={v}")).unwrap_or_default())]
 pub struct ConfigError {
-    /// As the user writes it, such as `--agent-port` or `$NODE_IP`.
+    /// Name as the user writes it, such as `--agent-port` or `$NODE_IP`.
     pub key: String,
-    /// `None` when the key is missing, or the value is secret.
+    /// `None` if the key is missing or the value is secret.
     pub value: Option<String>,
     pub reason: String,
 }
@@ -19,16 +19,16 @@ impl ConfigError {
         Self { key: key.into(), value: Some(value.into()), reason: reason.into() }
     }
 
-    /// For a key that is missing, or whose value must not be printed.
+    /// Creates an error for a key that is missing, or whose value must not be printed.
     pub fn without_value(key: impl Into<String>, reason: impl Into<String>) -> Self {
         Self { key: key.into(), value: None, reason: reason.into() }
     }
 }
 
-/// Two flags that need each other, such as a certificate and its key.
+/// Checks two flags that require each other, such as a certificate and its key.
 ///
 /// # Errors
-/// Names the one that is missing.
+/// Names the missing one.
 pub fn pair<T: Clone>(
     (key, value): (&str, &Option<T>),
     (other_key, other): (&str, &Option<T>),

@@ -1,9 +1,9 @@
-//! Flags of other systems that mean nothing here, so that their manifests start our programs.
+//! Flags of other systems that have no effect here; accepted so that existing manifests start our programs.
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 
-/// Those of YurtTunnel, of SuperEdge, of konnectivity, and of klog, whose `--v` is understood.
+/// Flags of YurtTunnel, SuperEdge, konnectivity and klog, whose `--v` is supported.
 const NAMES: [&str; 4] = [
     "egress-selector-enable iptables-sync-period dns-sync-period server-count proxy-strategy apiserver-addr meta-host",
     "m c",
@@ -21,12 +21,12 @@ fn names() -> impl Iterator<Item = &'static str> {
     NAMES.into_iter().flat_map(str::split_whitespace)
 }
 
-/// Those that are on the command line, as they are written. To be flattened into the program's flags.
+/// The ignored flags given on the command line. Flatten it into a program's flags.
 #[derive(Clone, Debug, Default)]
 pub struct Ignored(pub Vec<String>);
 
 impl Ignored {
-    /// Says once which flags have no effect.
+    /// Logs once which flags have no effect.
     pub fn warn(&self) {
         if !self.0.is_empty() {
             tracing::warn!(flags = self.0.join(" "), "flags of other systems have no effect here");
@@ -49,7 +49,7 @@ impl FromArgMatches for Ignored {
 impl Args for Ignored {
     fn augment_args(command: Command) -> Command {
         command.args(names().map(|name| {
-            // One that is given twice still means nothing, and Go's boolean flags stand without a value.
+            // Repeating an ignored flag is fine, and Go's boolean flags have no value.
             let flag = Arg::new(name).long(name).hide(true).action(ArgAction::Append);
             let flag = flag.num_args(0..=1).default_missing_value("true");
             match name.as_bytes() {

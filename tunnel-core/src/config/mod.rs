@@ -1,4 +1,4 @@
-//! Flags, for both programs: each part's flags are a clap `Args` struct, whose fields have the parsers of [`value`].
+//! Flags of both programs: each part's flags are a clap `Args` struct, whose fields use the parsers of [`value`].
 
 mod command_line;
 mod error;
@@ -20,28 +20,28 @@ use std::time::Duration;
 
 use crate::error::{causes, chain};
 
-/// How long the end of the process waits for its last line to be written.
+/// Maximum time for which the end of the process waits for its last line to be written.
 const LAST_WRITE: Duration = Duration::from_secs(1);
 
 /// Exit codes of both programs.
 pub mod exit {
-    /// Done, or stopped as asked.
+    /// Finished, or stopped on request.
     pub const OK: u8 = 0;
     /// Failed while running.
     pub const FAILED: u8 = 1;
-    /// Bad configuration (`EX_USAGE` of BSD's sysexits).
+    /// Invalid configuration (`EX_USAGE` of BSD's sysexits).
     pub const CONFIG: u8 = 64;
 }
 
-/// This host's name (uname(2)'s nodename) in lower case, as Kubernetes names nodes.
+/// Returns this host's name (uname(2)'s nodename) in lower case, as Kubernetes names nodes.
 ///
 /// # Errors
-/// `/proc` cannot be read.
+/// Fails if `/proc` cannot be read.
 pub fn host_name() -> io::Result<String> {
     Ok(std::fs::read_to_string("/proc/sys/kernel/hostname")?.trim().to_lowercase())
 }
 
-/// Flags as a command line for a shell, for the log.
+/// Formats flags as a shell command line, for the log.
 pub fn shell_line(flags: &[String]) -> String {
     let plain = |flag: &str| flag.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_=.,:/[]@%+*".contains(&b));
     let quoted = flags
@@ -50,7 +50,7 @@ pub fn shell_line(flags: &[String]) -> String {
     quoted.collect::<Vec<_>>().join(" ")
 }
 
-/// A duration in the form that [`parse_duration`] reads.
+/// Formats a duration in the form that [`value::duration`] parses.
 pub fn duration_text(duration: std::time::Duration) -> String {
     if duration.subsec_nanos() == 0 {
         format!("{}s", duration.as_secs())
@@ -59,28 +59,29 @@ pub fn duration_text(duration: std::time::Duration) -> String {
     }
 }
 
-/// [`parse`]s this process's command line. On failure, and for `--help` and `--version`, prints clap's message.
+/// Parses this process's command line with [`parse`]. On failure, and for `--help` and `--version`, prints clap's
+/// message.
 ///
 /// # Errors
-/// The exit code: [`exit::OK`] for `--help` and `--version`, [`exit::CONFIG`] for a failure.
+/// Returns the exit code: [`exit::OK`] for `--help` and `--version`, [`exit::CONFIG`] for a failure.
 pub fn parse_command_line<T: clap::Parser>(short_help: &str) -> Result<(T, Vec<String>), ExitCode> {
     parse(std::env::args_os(), short_help).map_err(|error| ExitCode::from(report_clap_error(&error)))
 }
 
 /// Prints clap's message and returns its exit code.
 pub fn report_clap_error(error: &clap::Error) -> u8 {
-    // Standard output or error may be closed: there is nowhere to report that.
+    // If standard output or error is closed, there is no place to report that.
     drop(error.print());
     if error.use_stderr() { exit::CONFIG } else { exit::OK }
 }
 
 /// Prints an error and its causes on one line, unless standard error is a pipe that stays full. Returns the exit code:
-/// [`exit::CONFIG`] if one of them is a [`ConfigError`], else [`exit::FAILED`].
+/// [`exit::CONFIG`] if a cause is a [`ConfigError`], else [`exit::FAILED`].
 pub fn report_error(program: &str, error: &(dyn std::error::Error + 'static)) -> u8 {
     let line = format!("{program}: {}\n", chain(error));
     let (written, done) = mpsc::channel();
     let writer = thread::Builder::new().spawn(move || {
-        // There is nowhere to report a failure.
+        // There is no place to report a failure.
         io::stderr().write_all(line.as_bytes()).ok();
         written.send(()).ok();
     });

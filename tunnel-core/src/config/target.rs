@@ -14,7 +14,7 @@ use super::value::{cidr, entries};
 pub struct PortSet(Vec<RangeInclusive<u16>>);
 
 impl PortSet {
-    /// Every port but 0.
+    /// Returns all ports but 0.
     pub fn all() -> Self {
         Self(vec![1..=u16::MAX])
     }
@@ -61,10 +61,10 @@ impl fmt::Display for PortSet {
     }
 }
 
-/// The addresses of a rule.
+/// Addresses of a rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TargetNet {
-    /// The addresses that the node has at that moment, except loopback.
+    /// The node's current addresses, except loopback.
     Node,
     Net(IpNet),
 }
@@ -77,8 +77,8 @@ pub struct TargetRule {
 }
 
 impl TargetRule {
-    /// Whether a rule with an address range covers this target. Always false for `node`: the node's addresses are not
-    /// known here.
+    /// True if the rule has an address range that covers this target. Always false for `node`: the node's addresses
+    /// are not known here.
     pub fn names(&self, address: IpAddr, port: u16) -> bool {
         matches!(&self.net, TargetNet::Net(net) if net.contains(&address)) && self.ports.contains(port)
     }
@@ -88,7 +88,7 @@ impl FromStr for TargetRule {
     type Err = String;
 
     fn from_str(s: &str) -> Result<Self, Self::Err> {
-        // The last colon: an IPv6 range has colons of its own.
+        // Split at the last colon: an IPv6 range contains colons.
         let (net, ports) = s
             .trim()
             .rsplit_once(':')
@@ -100,7 +100,7 @@ impl FromStr for TargetRule {
         }
         let bare = net.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
         if bare.is_none() && net.contains(':') && !net.contains('/') {
-            // fd00::1:22 could be an address without a port as well.
+            // fd00::1:22 could also be an address without a port.
             return Err("put an IPv6 address in brackets: [ADDRESS]:PORTS".to_owned());
         }
         Ok(Self { net: TargetNet::Net(cidr(bare.unwrap_or(net))?), ports })

@@ -1,4 +1,4 @@
-//! Parsers of flag values, for clap's `value_parser`: an error is the reason alone, and clap names the flag and the value.
+//! Parsers of flag values, for clap's `value_parser`. An error is only the reason; clap adds the flag and the value.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -11,21 +11,21 @@ use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
 
-// Aliases, because clap's derive gives `bool`, `Option` and `Vec` meanings of its own by their names.
+// Aliases, because clap's derive gives `bool`, `Option` and `Vec` a special meaning by name.
 
 /// A flag of `on` or `off`.
 pub type OnOff = bool;
-/// A listener's port; `None`: the listener is off.
+/// Port of a listener; `None` if the listener is off.
 pub type Port = Option<u16>;
-/// Where to listen; `None`: nowhere.
+/// Address to listen on; `None` to not listen.
 pub type ListenAddress = Option<SocketAddr>;
 /// A comma-separated value.
 pub type List<T> = Vec<T>;
 
-/// `on` or `off`, or what Go's flags take for them.
+/// Parses `on` or `off`, or the forms that Go's flags accept.
 ///
 /// # Errors
-/// Anything else.
+/// Fails for any other value.
 pub fn on_off(value: &str) -> Result<bool, String> {
     match value {
         "on" | "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
@@ -34,10 +34,10 @@ pub fn on_off(value: &str) -> Result<bool, String> {
     }
 }
 
-/// A port of a listener: 0 means that the listener is off.
+/// Parses a listener's port; 0 switches the listener off.
 ///
 /// # Errors
-/// Not a number from 0 to 65535.
+/// Fails unless it is a number from 0 to 65535.
 pub fn port(value: &str) -> Result<Port, String> {
     match value.trim().parse::<u16>() {
         Ok(0) => Ok(None),
@@ -46,7 +46,7 @@ pub fn port(value: &str) -> Result<Port, String> {
     }
 }
 
-/// Comma-separated ports. An empty value is an empty list.
+/// Parses comma-separated ports. An empty value is an empty list.
 ///
 /// # Errors
 /// Names the entry that is not a port.
@@ -58,10 +58,10 @@ pub fn ports(value: &str) -> Result<BTreeSet<u16>, String> {
     entries(value).map(port).collect()
 }
 
-/// One address range; a bare address is a range of one. v4-mapped IPv6 becomes IPv4.
+/// Parses an address range; a bare address is a range of one. v4-mapped IPv6 becomes IPv4.
 ///
 /// # Errors
-/// Not a range, or one with host bits set: either half of such a value may be the mistake.
+/// Fails for anything but a range, and for a range with host bits set: the address or the length may be the mistake.
 pub fn cidr(value: &str) -> Result<IpNet, String> {
     if let Ok(address) = value.parse::<IpAddr>() {
         return Ok(IpNet::from(address.to_canonical()));
@@ -70,7 +70,7 @@ pub fn cidr(value: &str) -> Result<IpNet, String> {
         .parse()
         .map_err(|_| format!("{value:?} is not an address range; use ADDRESS/BITS such as 10.8.0.0/16"))?;
     let net = match net {
-        // ::ffff:a.b.c.d/96+n is the same as a.b.c.d/n (RFC 4291 section 2.5.5.2).
+        // ::ffff:a.b.c.d/96+n equals a.b.c.d/n (RFC 4291 section 2.5.5.2).
         IpNet::V6(v6) if v6.prefix_len() >= 96 => match v6.addr().to_ipv4_mapped() {
             Some(v4) => ipnet::Ipv4Net::new(v4, v6.prefix_len() - 96).map_err(|e| e.to_string())?.into(),
             None => net,
@@ -83,18 +83,18 @@ pub fn cidr(value: &str) -> Result<IpNet, String> {
     Ok(net)
 }
 
-/// Comma-separated address ranges. An empty value is an empty list.
+/// Parses comma-separated address ranges. An empty value is an empty list.
 ///
 /// # Errors
-/// Names the bad entry.
+/// Names the invalid entry.
 pub fn cidrs(value: &str) -> Result<List<IpNet>, String> {
     entries(value).map(cidr).collect()
 }
 
-/// An IP address; v4-mapped IPv6 becomes IPv4.
+/// Parses an IP address; v4-mapped IPv6 becomes IPv4.
 ///
 /// # Errors
-/// Not an IP address.
+/// Fails unless it is an IP address.
 pub fn ip(value: &str) -> Result<IpAddr, String> {
     let address = value.trim().parse::<IpAddr>();
     address
@@ -102,18 +102,18 @@ pub fn ip(value: &str) -> Result<IpAddr, String> {
         .map_err(|_| "not an IP address; use one such as 10.8.0.7 or fd00::7".to_owned())
 }
 
-/// Comma-separated values, each with its own `FromStr`. An empty value is an empty list.
+/// Parses comma-separated values with `FromStr`. An empty value is an empty list.
 ///
 /// # Errors
-/// Names the bad entry.
+/// Names the invalid entry.
 pub fn list<T: FromStr<Err: fmt::Display>, L: FromIterator<T>>(value: &str) -> Result<L, String> {
     entries(value).map(|entry| entry.parse().map_err(|reason| format!("{entry:?}: {reason}"))).collect()
 }
 
-/// `ADDRESS:PORT`, IPv6 in brackets; port 0 means that the listener is off.
+/// Parses `ADDRESS:PORT`, IPv6 in brackets; port 0 switches the listener off.
 ///
 /// # Errors
-/// Not of that form. A name is refused too: an address to listen on must not depend on DNS.
+/// Fails for any other form. Names are refused too: an address to listen on must not depend on DNS.
 pub fn listen(value: &str) -> Result<ListenAddress, String> {
     let address = value.trim().parse::<SocketAddr>();
     let address =
@@ -121,11 +121,11 @@ pub fn listen(value: &str) -> Result<ListenAddress, String> {
     Ok(Some(address).filter(|address| address.port() != 0))
 }
 
-/// [`listen`] for an endpoint without authentication: it must be a loopback address. A bare port means 127.0.0.1, as
-/// in the flags of other systems.
+/// [`listen`] for an endpoint without authentication: only a loopback address is accepted. A bare port means
+/// 127.0.0.1, as in the flags of other systems.
 ///
 /// # Errors
-/// As [`listen`], and for any other address.
+/// Fails as [`listen`] does, and for any other address.
 pub fn listen_on_loopback(value: &str) -> Result<ListenAddress, String> {
     if let Ok(port) = value.trim().parse::<u16>() {
         return Ok(Some(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).filter(|address| address.port() != 0));
@@ -140,7 +140,7 @@ pub fn listen_on_loopback(value: &str) -> Result<ListenAddress, String> {
     }
 }
 
-/// [`listen_on_loopback`] for a value that clap has left as text.
+/// [`listen_on_loopback`] for a value that clap left as text.
 ///
 /// # Errors
 /// Names the key, the value and the reason.
@@ -148,10 +148,10 @@ pub fn parse_loopback_door(key: &str, value: &str) -> Result<ListenAddress, Conf
     listen_on_loopback(value).map_err(|reason| ConfigError::new(key, value, reason))
 }
 
-/// A duration with its unit: `500ms`, `30s`, `5m`, `1h30m`, `7d`.
+/// Parses a duration with its unit: `500ms`, `30s`, `5m`, `1h30m`, `7d`.
 ///
 /// # Errors
-/// Not a duration, negative, or in months or years, whose length varies.
+/// Fails unless it is a non-negative duration. Months and years are refused, because their length varies.
 pub fn duration(value: &str) -> Result<Duration, String> {
     const USE: &str = "not a length of time; use a number and a unit, such as 500ms, 30s or 1h30m";
     let span: jiff::Span = value.trim().parse().map_err(|_| USE)?;
@@ -161,7 +161,7 @@ pub fn duration(value: &str) -> Result<Duration, String> {
         .ok_or_else(|| USE.to_owned())
 }
 
-/// Parses a value that clap has left as text.
+/// Parses a value that clap left as text.
 ///
 /// # Errors
 /// Names the key, the value and the reason.
@@ -173,7 +173,7 @@ pub fn parse_with<T: FromStr<Err: fmt::Display>>(key: &str, value: &str) -> Resu
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct HostPort {
-    /// Without brackets.
+    /// Name or address, without brackets.
     pub host: String,
     pub port: u16,
 }
@@ -198,7 +198,7 @@ impl FromStr for HostPort {
     }
 }
 
-/// A DNS name (RFC 1123: letters, digits, hyphens and dots; underscores occur in practice) or an IPv4 address.
+/// Accepts a DNS name (RFC 1123: letters, digits, hyphens and dots; underscores occur in practice) or an IPv4 address.
 fn is_host(host: &str) -> bool {
     let name = host.strip_suffix('.').unwrap_or(host);
     !name.is_empty()
@@ -236,7 +236,7 @@ impl fmt::Display for HostPort {
     }
 }
 
-/// The entries of a comma-separated value, trimmed, without empty ones.
+/// Returns the entries of a comma-separated value, trimmed, without empty ones.
 pub(super) fn entries(value: &str) -> impl Iterator<Item = &str> {
     value.split(',').map(str::trim).filter(|entry| !entry.is_empty())
 }

@@ -1,4 +1,4 @@
-//! Checks one after the other. One that needs another which has failed is skipped, with the reason.
+//! Runs checks one after the other. A check is skipped, with the reason, if one that it needs has failed.
 
 use std::fmt::Write as _;
 
@@ -7,18 +7,18 @@ use serde::Serialize;
 use super::code::{Code, Severity};
 use crate::text::harmless;
 
-/// Where a finding's code is explained.
+/// Document that explains the codes.
 const DOCS: &str = "docs/troubleshooting.md";
 
-/// A fault that was found.
+/// A detected fault.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
     pub code: &'static str,
     pub severity: Severity,
-    /// What was found here.
+    /// Details of this case.
     pub found: String,
     pub meaning: &'static str,
-    /// The command that fixes it, or what to do.
+    /// Command that fixes it, or other advice.
     pub fix: String,
     pub docs: String,
 }
@@ -36,13 +36,13 @@ impl Finding {
     }
 }
 
-/// What a check ends with.
+/// Result of a check.
 #[derive(Clone, Debug)]
 pub enum Outcome {
-    /// What was found, in a few words.
+    /// Summary in a few words.
     Fine(String),
     Faults(Vec<Finding>),
-    /// It does not apply here, or cannot be done, for this reason.
+    /// The check does not apply or cannot be done, for this reason.
     Skipped(String),
 }
 
@@ -51,7 +51,7 @@ impl Outcome {
         Self::Fine(found.into())
     }
 
-    /// `found` unless there are faults.
+    /// Returns the faults, or `found` if there are none.
     pub fn of(faults: Vec<Finding>, found: impl Into<String>) -> Self {
         if faults.is_empty() { Self::Fine(found.into()) } else { Self::Faults(faults) }
     }
@@ -72,25 +72,25 @@ pub enum State {
     Broken,
 }
 
-/// A check that is over.
+/// A finished check.
 #[derive(Clone, Debug, Serialize)]
 pub struct Check {
     pub name: &'static str,
     pub state: State,
-    /// What was found, or why it was skipped; empty with findings.
+    /// Summary, or the reason for skipping; empty with findings.
     pub found: String,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub findings: Vec<Finding>,
 }
 
-/// The checks so far.
+/// Checks done so far.
 #[derive(Debug, Default)]
 pub struct Checkup {
     checks: Vec<Check>,
 }
 
 impl Checkup {
-    /// Why a check that needs these is skipped.
+    /// Returns the reason for skipping a check that needs these checks, if there is one.
     pub fn blocked(&self, needs: &[&str]) -> Option<String> {
         let of = |name: &&str| self.checks.iter().find(|check| check.name == *name);
         needs.iter().filter_map(of).find_map(|check| match check.state {
@@ -100,7 +100,7 @@ impl Checkup {
         })
     }
 
-    /// Runs a check, unless one of those that it needs has failed.
+    /// Runs a check, unless one that it needs has failed.
     pub async fn run(&mut self, name: &'static str, needs: &[&str], check: impl AsyncFnOnce() -> Outcome) {
         let outcome = match self.blocked(needs) {
             Some(reason) => Outcome::Skipped(reason),
@@ -109,7 +109,7 @@ impl Checkup {
         self.add(name, outcome);
     }
 
-    /// Adds a check that is over.
+    /// Adds a finished check.
     pub fn add(&mut self, name: &'static str, outcome: Outcome) {
         let check = match outcome {
             Outcome::Fine(found) => Check { name, state: State::Ok, found, findings: Vec::new() },
@@ -134,18 +134,18 @@ impl Checkup {
     }
 }
 
-/// What `doctor -o json` prints. Its field names are an interface.
+/// Report printed by `doctor -o json`. Its field names are a public interface.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     pub program: &'static str,
     pub version: &'static str,
-    /// The worst of the checks' states; a skipped check is none.
+    /// Worst state of all checks; skipped checks do not count.
     pub result: State,
     pub checks: Vec<Check>,
 }
 
 impl Report {
-    /// 0: fine; 1: warnings; 2: broken.
+    /// Returns 0 if all is fine, 1 with warnings, 2 if something is broken.
     pub fn exit_code(&self) -> u8 {
         match self.result {
             State::Ok | State::Skipped => 0,
@@ -168,7 +168,7 @@ impl Report {
                 State::Warning => "WARNING",
                 State::Broken => "BROKEN",
             };
-            // Writing to a String does not fail.
+            // Writing to a String never fails.
             let _ = writeln!(text, "{state:<8} {:<width$}  {}", check.name, harmless(&check.found));
             for finding in &check.findings {
                 let _ = writeln!(text, "         {}: {}", finding.code, harmless(&finding.found));

@@ -1,22 +1,22 @@
-//! A kind of fault.
+//! Kinds of faults.
 
 use serde::Serialize;
 
-/// How bad a fault is.
+/// Severity of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// It works, but not as it should, or not for long.
+    /// It works, but not as it should or not for long.
     Warning,
     Broken,
 }
 
-/// A kind of fault, with a name that stays the same: scripts and docs/troubleshooting.md refer to it.
+/// A kind of fault, with a stable name that scripts and docs/troubleshooting.md refer to.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Code {
-    /// Also the anchor in docs/troubleshooting.md.
+    /// Name, and anchor in docs/troubleshooting.md.
     pub id: &'static str,
     pub severity: Severity,
-    /// What it leads to.
+    /// Consequence of the fault.
     pub meaning: &'static str,
 }

@@ -1,4 +1,4 @@
-//! Every code. docs/troubleshooting.md has a section for each, and a test compares the two.
+//! All codes. docs/troubleshooting.md has a section for each; a test compares the two.
 
 use super::code::{Code, Severity};
 
@@ -6,7 +6,7 @@ macro_rules! codes {
     ($($name:ident = $id:literal $severity:ident $meaning:literal;)*) => {
         $(pub static $name: Code = Code { id: $id, severity: Severity::$severity, meaning: $meaning };)*
 
-        /// All of them, in the order of the checks.
+        /// All codes, in the order of the checks.
         pub static ALL: &[&Code] = &[$(&$name),*];
     };
 }
@@ -77,7 +77,7 @@ codes! {
     KUBELET_SILENT = "kubelet-silent" Warning "the tunnel leads to a node whose kubelet does not answer";
     KUBELET_NOT_ALLOWED = "kubelet-not-allowed" Warning "this agent's policy does not let the servers reach the kubelet";
 
-    // The way to a node, by `tunnel-server test NODE`.
+    // Path to a node, checked by `tunnel-server test NODE`.
     NODE_UNKNOWN = "node-unknown" Broken "connects to this node are not redirected, and its agent is refused";
     NODE_WITHOUT_TUNNEL = "node-without-tunnel" Broken "connects to this node fail at once";
     KUBELET_UNEXPECTED = "kubelet-unexpected" Broken "kubectl logs and exec fail, or whoever answers is not this node's kubelet";

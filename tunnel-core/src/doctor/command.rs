@@ -1,4 +1,4 @@
-//! The command `doctor` of both programs, and the examination that it has in common with `bundle`.
+//! The `doctor` command of both programs, and the examination that it shares with `bundle`.
 
 use std::fmt::Debug;
 use std::io;
@@ -15,7 +15,7 @@ use super::running::{Asked, ask_at};
 use crate::config::ConfigError;
 use crate::config::value::ListenAddress;
 
-/// The flags of an examination. Those of the program that runs count instead, if one does.
+/// Flags of an examination. If the program is running, its own flags are used instead.
 pub trait Examine: Args + Clone + Debug {
     type Status: DeserializeOwned + Serialize;
     /// The systemd units that run the program.
@@ -23,7 +23,7 @@ pub trait Examine: Args + Clone + Debug {
 
     fn admin_address(&self) -> ListenAddress;
 
-    /// The findings, and the program's state directory.
+    /// Returns the report and the program's state directory.
     fn examine(&self, running: &Asked<Self::Status>) -> impl Future<Output = (Report, PathBuf)>;
 }
 
@@ -35,7 +35,7 @@ pub struct DoctorCommand<F: Args> {
     flags: F,
 }
 
-/// The report when the flags are wrong: nothing else can be examined then.
+/// Returns the report for wrong flags; nothing else can be examined then.
 pub fn bad_flags(program: &'static str, version: &'static str, error: &ConfigError) -> Report {
     let mut checkup = Checkup::default();
     let fix = format!("correct the flag: `{program} --help` has its form");
@@ -47,7 +47,7 @@ impl<F: Examine> DoctorCommand<F> {
     /// Examines and prints. Returns the exit code: 0 fine, 1 warnings, 2 broken.
     ///
     /// # Errors
-    /// Standard output fails.
+    /// Fails if standard output fails.
     pub async fn run(&self) -> io::Result<u8> {
         let running = ask_at(self.flags.admin_address()).await;
         let (report, _) = self.flags.examine(&running).await;

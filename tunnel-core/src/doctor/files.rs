@@ -1,4 +1,4 @@
-//! What is kept on disk.
+//! Checks of files on disk.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -11,15 +11,15 @@ use super::checkup::Finding;
 use super::codes;
 use crate::identity::Validity;
 
-/// Less would be lost with the next certificate or token.
+/// Minimum free space, in bytes: with less, the next certificate or token could be lost.
 const FREE: u64 = 64 << 10;
 
-/// The finding if the directory cannot be written, or has no room. Nothing is left in it.
+/// Returns a finding if the directory cannot be written or has no room. Leaves nothing in it.
 pub fn state_directory(dir: &Path) -> Option<Finding> {
     let shown = dir.display();
     let fault = |found: String, fix: String| Some(Finding::new(&codes::STATE_DIRECTORY_UNUSABLE, found, fix));
     match fs::metadata(dir) {
-        // The program makes it.
+        // The program creates it.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return None,
         Err(error) => {
             return fault(
@@ -49,7 +49,7 @@ pub fn state_directory(dir: &Path) -> Option<Finding> {
     }
 }
 
-/// The finding if others than its owner can read this key. One that is missing is none.
+/// Returns a finding if users other than the owner can read this key. A missing file is fine.
 pub fn private_file(path: &Path) -> Option<Finding> {
     let mode = fs::metadata(path).ok()?.permissions().mode() & 0o7777;
     let shown = path.display();
@@ -59,10 +59,10 @@ pub fn private_file(path: &Path) -> Option<Finding> {
     })
 }
 
-/// Why a certificate is not valid now, in words; None if it is.
+/// Returns the reason for a certificate not being valid now, in words; `None` if it is valid.
 pub fn validity_of(validity: &Validity, now: SystemTime) -> Option<String> {
     let shown = |time: SystemTime| {
-        // Beyond the year 9999.
+        // Fails beyond the year 9999.
         Timestamp::try_from(time).map_or_else(|_| "?".to_owned(), |time| format!("{time:.0}"))
     };
     if validity.not_before > now {
@@ -101,7 +101,7 @@ mod tests {
 
     #[test]
     fn a_full_or_read_only_disk_is_found() {
-        // Nobody may make a file there, root included.
+        // Nobody can create a file there, not even root.
         let finding = state_directory(Path::new("/proc/self")).unwrap();
         assert_eq!(finding.code, "state-directory-unusable");
         assert!(finding.found.contains("cannot be made"), "{finding:?}");

@@ -1,9 +1,9 @@
-//! The check that a program in a pod has found the pod's limits.
+//! Checks that a program in a pod has found the pod's limits.
 
 use super::checkup::{Finding, Outcome};
 use super::codes;
 
-/// `metrics` are the running program's, which is in a pod or not.
+/// Judges the limits in `metrics`, which come from the running program. `in_pod` is true if it runs in a pod.
 pub(super) fn judge_limits(metrics: &str, in_pod: bool) -> Outcome {
     let value = |name: &str| {
         let line = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix("{from=\""))?;

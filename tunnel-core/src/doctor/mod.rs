@@ -1,4 +1,4 @@
-//! What `doctor` of both programs finds: each finding has a stable code, which docs/troubleshooting.md explains.
+//! Findings of the `doctor` command of both programs. Each has a stable code, which docs/troubleshooting.md explains.
 
 mod checkup;
 mod code;

@@ -1,4 +1,4 @@
-//! Whether a name leads anywhere.
+//! Checks that a name has an address.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::net::lookup;
 
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// The finding if the host of this `HOST:PORT` has no address. `flag` names it.
+/// Returns a finding if the host of this `HOST:PORT` has no address. `flag` is named in it.
 pub async fn resolves(flag: &str, address: &str) -> Option<Finding> {
     let HostPort { host, port } = address.parse().ok()?;
     let reason = match tokio::time::timeout(DEADLINE, lookup(&host, port)).await {

@@ -1,4 +1,4 @@
-//! How `doctor` shows its report.
+//! Output of `doctor`.
 
 use std::io::{self, Write as _};
 
@@ -20,8 +20,10 @@ enum Format {
 }
 
 impl DoctorOutput {
+    /// Prints a report.
+    ///
     /// # Errors
-    /// Standard output fails, other than by being closed.
+    /// Fails if standard output fails, but not if it was closed.
     pub fn print(&self, report: &Report) -> io::Result<()> {
         let text = match self.output {
             Format::Text => report.to_text(),

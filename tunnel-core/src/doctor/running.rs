@@ -1,4 +1,4 @@
-//! What a running program says of itself.
+//! State of a running program, as reported by its admin endpoints.
 
 use std::net::SocketAddr;
 
@@ -14,14 +14,14 @@ use crate::admin::client::{ClientError, fetch, request};
 use crate::config::value::ListenAddress;
 use crate::limits::in_pod;
 
-/// The answers of its admin endpoints.
+/// Answers of the admin endpoints.
 #[derive(Clone, Debug)]
 pub struct Running<T> {
     pub status: T,
-    /// Why it is not ready.
+    /// Pending parts, if it is not ready.
     pub pending: Option<String>,
     pub metrics: String,
-    /// Its flags; None if it is too old to say them.
+    /// Its flags; `None` if its version does not report them.
     pub flags: Option<Vec<String>>,
 }
 
@@ -37,10 +37,10 @@ async fn ask<T: DeserializeOwned>(address: SocketAddr) -> Result<Running<T>, Cli
     })
 }
 
-/// The answers, or why there are none.
+/// The answers, or the reason for having none.
 pub type Asked<T> = Result<Running<T>, String>;
 
-/// Asks the program at this `--admin-address`.
+/// Queries the program at this `--admin-address`.
 pub async fn ask_at<T: DeserializeOwned>(admin_address: ListenAddress) -> Asked<T> {
     match admin_address {
         Some(address) => ask(address).await.map_err(|error| error.to_string()),
@@ -48,12 +48,12 @@ pub async fn ask_at<T: DeserializeOwned>(admin_address: ListenAddress) -> Asked<
     }
 }
 
-/// Parses the flags of a running program. Of another version's there may be some that this one does not know: None.
+/// Parses the flags of a running program. `None` if there are flags unknown to this version.
 pub fn parse_flags<'a, C: Parser>(flags: impl IntoIterator<Item = &'a String>) -> Option<C> {
     C::try_parse_from(std::iter::once("program").chain(flags.into_iter().map(String::as_str))).ok()
 }
 
-/// Adds the checks `running`, `ready` and `limits` of a program, which is started by `start`.
+/// Adds the checks `running`, `ready` and `limits` of a program. `start` is the command that starts it.
 pub fn check_running<T>(
     checkup: &mut Checkup,
     running: &Asked<T>,
@@ -82,7 +82,7 @@ pub fn check_running<T>(
     checkup.add("limits", judge_limits(&running.metrics, in_pod()));
 }
 
-/// A metric without labels in an OpenMetrics text.
+/// Returns a metric without labels from the text of `/metrics`.
 pub fn metric(text: &str, name: &str) -> Option<f64> {
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.split(' ').next()?.parse().ok())
 }

@@ -1,4 +1,4 @@
-//! What a server's TLS tells about it, and about what is on the way.
+//! Judges a server by its TLS handshake, and what may intercept it.
 
 use std::io;
 use std::time::SystemTime;
@@ -11,12 +11,12 @@ use super::files::validity_of;
 use crate::error::chain as causes;
 use crate::identity::{TrustBundle, ca_hash, describe_certificate, is_ca, names_a_tunnel_server, validity};
 
-/// Which servers are trusted.
+/// Servers that are trusted.
 #[derive(Clone, Debug)]
 pub enum Trusted {
-    /// Those whose certificate one of these roots signed.
+    /// Servers whose certificate is signed by one of these roots.
     Roots(TrustBundle),
-    /// Those of the CA with this hash.
+    /// Servers of the CA with this hash.
     Hash(String),
 }
 
@@ -28,7 +28,7 @@ impl Trusted {
         }
     }
 
-    /// The trusted roots, of those that were presented if only their hash is known.
+    /// Returns the trusted roots. If only a hash is known, they are taken from the presented certificates.
     fn roots(&self, presented: &[CertificateDer<'static>]) -> Option<TrustBundle> {
         match self {
             Self::Roots(roots) => Some(roots.clone()),
@@ -42,7 +42,7 @@ impl Trusted {
     }
 }
 
-/// The finding if the chain that `server` presented is not to be trusted.
+/// Returns a finding if the chain presented by `server` cannot be trusted.
 pub fn judge_chain(
     server: &str,
     chain: &[CertificateDer<'static>],
@@ -62,7 +62,7 @@ pub fn judge_chain(
         return Some(Finding::new(&codes::TLS_INTERCEPTED, found, fix));
     }
     let roots = trusted.roots(chain).filter(|roots| {
-        // During a rotation the leaf is signed by a new root, which an old one has signed.
+        // During a rotation the leaf is signed by a new root, which an old root has signed.
         chain.iter().any(|certificate| roots.issuer_of(certificate).is_some())
     });
     let Some(roots) = roots else {
@@ -93,12 +93,12 @@ pub fn judge_chain(
     Some(Finding::new(&codes::SERVER_CERTIFICATE_UNTRUSTED, format!("{server}: {error}"), fix))
 }
 
-/// The finding for a handshake that failed before a certificate came.
+/// Returns the finding for a handshake that failed before a certificate arrived.
 pub fn judge_handshake_error(server: &str, error: &io::Error) -> Finding {
     let reason = causes(error);
     let tls = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
     match tls {
-        // An alert: somebody speaks TLS, and not as a tunnel-server does.
+        // An alert: the peer speaks TLS, but not like a tunnel-server.
         Some(rustls::Error::AlertReceived(_)) => {
             let found = format!("{server} refuses the handshake: {reason}");
             let fix = format!("have what opens TLS on the way pass connections to {server} on unopened");
@@ -148,7 +148,7 @@ mod tests {
         Ca { issuer: Issuer::new(params, key), root }
     }
 
-    /// A certificate for `name`, valid in these days from now.
+    /// Creates a certificate for `name`, valid in this range of days from now.
     fn leaf(ca: &Ca, name: &str, days: (i64, i64)) -> (Vec<CertificateDer<'static>>, KeyPair) {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
@@ -180,12 +180,12 @@ mod tests {
                 code(&leaf(&other, "tunnel.example.org", (-1, 30)).0, trusted),
                 Some("tls-intercepted")
             );
-            // The clock of this host is behind, or ahead.
+            // This host's clock is behind or ahead.
             assert_eq!(code(&leaf(&ours, SERVER_NAME, (2, 30)).0, trusted), Some("clock-skew"));
             assert_eq!(code(&leaf(&ours, SERVER_NAME, (-30, -2)).0, trusted), Some("clock-skew"));
             assert_eq!(code(&[], trusted), Some("not-a-tunnel-server"));
         }
-        // Signed by a trusted root, but with another's key in between.
+        // A trusted root is in the chain, but another key signed the leaf.
         let (mut chain, _) = leaf(&other, SERVER_NAME, (-1, 30));
         chain.push(ours.root.clone());
         assert_eq!(code(&chain, &roots), Some("server-certificate-untrusted"));
@@ -233,7 +233,7 @@ mod tests {
         });
         let error = presented_chain(stream, ALPN_TUNNEL).await.unwrap_err();
         assert_eq!(judge_handshake_error("s:22", &error).code, "not-a-tunnel-server");
-        // One that knows none of our protocols answers with an alert.
+        // A server that knows none of our protocols answers with an alert.
         let alert =
             io::Error::other(rustls::Error::AlertReceived(rustls::AlertDescription::NoApplicationProtocol));
         assert_eq!(judge_handshake_error("s:443", &alert).code, "tls-intercepted");

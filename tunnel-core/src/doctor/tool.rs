@@ -1,4 +1,4 @@
-//! Programs of the host that are asked for facts.
+//! Runs programs of the host to collect facts.
 
 use std::io;
 use std::process::Stdio;
@@ -12,7 +12,8 @@ const DEADLINE: Duration = Duration::from_secs(20);
 /// Runs a program and returns what it prints.
 ///
 /// # Errors
-/// The program is not there ([`io::ErrorKind::NotFound`]), fails (the first line of its errors), or takes too long.
+/// Fails if the program does not exist ([`io::ErrorKind::NotFound`]), fails (with its first line of errors), or takes
+/// too long.
 pub async fn tool_output(program: &str, args: &[&str]) -> io::Result<String> {
     let mut command = Command::new(program);
     command.args(args).stdin(Stdio::null()).kill_on_drop(true);

@@ -1,4 +1,4 @@
-//! An agent's, or a redirector's, certificate, key and trusted roots.
+//! Certificate, key and trusted roots of an agent or a redirector.
 
 use std::fmt;
 use std::time::SystemTime;
@@ -16,7 +16,7 @@ use super::key::PrivateKey;
 use super::name::NodeName;
 use super::request;
 
-/// What an agent, or a redirector, identifies itself with, and the roots that it trusts.
+/// Credentials of an agent or a redirector, and the roots that it trusts.
 pub struct AgentIdentity {
     pub holder: Holder,
     /// The node that the certificate names.
@@ -25,7 +25,7 @@ pub struct AgentIdentity {
     pub chain: Vec<CertificateDer<'static>>,
     /// The leaf's private key.
     pub key: Zeroizing<PrivateKeyDer<'static>>,
-    /// The roots that may sign a server's certificate.
+    /// Roots that may sign a server's certificate.
     pub bundle: TrustBundle,
     validity: Validity,
 }
@@ -34,7 +34,8 @@ impl AgentIdentity {
     /// Checks that the parts belong together.
     ///
     /// # Errors
-    /// The chain is empty, its leaf is neither an agent's certificate nor a redirector's, or the key is not the leaf's.
+    /// Fails if the chain is empty, if its leaf is neither an agent's certificate nor a redirector's, or if the key is
+    /// not the leaf's.
     pub fn new(
         chain: Vec<CertificateDer<'static>>,
         key: Zeroizing<PrivateKeyDer<'static>>,
@@ -60,7 +61,7 @@ impl AgentIdentity {
         Self::new(chain, Zeroizing::new(key), bundle)
     }
 
-    /// The same identity with other trusted roots.
+    /// Returns the same identity with other trusted roots.
     #[must_use]
     pub fn with_bundle(&self, bundle: TrustBundle) -> Self {
         Self {
@@ -77,18 +78,18 @@ impl AgentIdentity {
         self.validity
     }
 
-    /// When the certificate expires.
+    /// Time at which the certificate expires.
     pub fn not_after(&self) -> SystemTime {
         self.validity.not_after
     }
 
-    /// When 80 % of the certificate's life is over.
+    /// Time at which 80 % of the certificate's life is over.
     pub fn renew_at(&self) -> SystemTime {
         self.validity.renew_at()
     }
 
-    /// Whether the root that signs now (the bundle's first) has signed this certificate. If not, a rotation is under way,
-    /// and the certificate must be renewed before the old root is removed.
+    /// True if the root that signs new certificates (the bundle's first) signed this one. If not, a rotation is under
+    /// way, and the certificate must be renewed before the old root is removed.
     pub fn is_signed_by_newest_root(&self) -> bool {
         self.chain.first().is_some_and(|leaf| self.bundle.issuer_of(leaf) == Some(0))
     }
@@ -106,7 +107,7 @@ impl fmt::Debug for AgentIdentity {
     }
 }
 
-/// The subject of a node's certificate.
+/// Returns the subject of a node's agent certificate.
 pub fn agent_distinguished_name(node: &NodeName) -> DistinguishedName {
     Holder::Agent.distinguished_name(node)
 }

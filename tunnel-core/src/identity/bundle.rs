@@ -1,4 +1,4 @@
-//! The roots that are trusted.
+//! Trusted roots.
 
 use std::fmt;
 use std::path::Path;
@@ -11,20 +11,20 @@ use super::certificate::{ca_hash, is_signed_by, parse, pem_of_certificates};
 use super::error::IdentityError;
 use super::files;
 
-/// More than a rotation ever needs: more are a mistake, or an attempt to exhaust memory.
+/// Maximum number of roots. A rotation never needs that many: more are a mistake, or an attempt to exhaust memory.
 const MAX_ROOTS: usize = 16;
 
-/// The trusted roots, at least one. The first signs new certificates.
+/// One or more trusted roots. The first signs new certificates.
 #[derive(Clone, PartialEq, Eq)]
 pub struct TrustBundle {
     roots: Vec<CertificateDer<'static>>,
 }
 
 impl TrustBundle {
-    /// Checks the roots; the first is the one that signs.
+    /// Checks the roots. The first is the signing one.
     ///
     /// # Errors
-    /// [`IdentityError::Bundle`] when there is none, there are more than 16, or one is not a CA certificate.
+    /// [`IdentityError::Bundle`] if there is no root, there are more than 16, or one is not a CA certificate.
     pub fn new(roots: Vec<CertificateDer<'static>>) -> Result<Self, IdentityError> {
         if roots.is_empty() {
             return Err(IdentityError::Bundle("it has no certificate".into()));
@@ -47,7 +47,7 @@ impl TrustBundle {
         Ok(Self { roots })
     }
 
-    /// Parses PEM; sections other than certificates are ignored.
+    /// Parses PEM; ignores sections other than certificates.
     pub fn from_pem(pem: &str) -> Result<Self, IdentityError> {
         let roots = CertificateDer::pem_slice_iter(pem.as_bytes())
             .collect::<Result<Vec<_>, _>>()
@@ -63,17 +63,17 @@ impl TrustBundle {
         Self::from_pem(&pem).map_err(|error| IdentityError::file(path, &error, fix))
     }
 
-    /// The certificates as PEM (RFC 7468).
+    /// Returns the certificates as PEM (RFC 7468).
     pub fn to_pem(&self) -> String {
         pem_of_certificates(&self.roots)
     }
 
-    /// The roots, the one that signs first.
+    /// Returns the roots, the signing one first.
     pub fn roots(&self) -> &[CertificateDer<'static>] {
         &self.roots
     }
 
-    /// The roots for rustls.
+    /// Returns the roots for rustls.
     pub fn root_store(&self) -> RootCertStore {
         let mut store = RootCertStore::empty();
         // `new` has checked that each can be added.
@@ -81,12 +81,12 @@ impl TrustBundle {
         store
     }
 
-    /// The [`ca_hash`] of each root, in order.
+    /// Returns the [`ca_hash`] of each root, in order.
     pub fn hashes(&self) -> Vec<String> {
         self.roots.iter().filter_map(|root| ca_hash(root).ok()).collect()
     }
 
-    /// The index of the root that signed this certificate: 0 is the one that signs now.
+    /// Returns the index of the root that signed this certificate; 0 is the root that signs now.
     pub fn issuer_of(&self, certificate: &CertificateDer<'_>) -> Option<usize> {
         self.roots.iter().position(|root| is_signed_by(certificate, root))
     }

@@ -1,4 +1,4 @@
-//! The shape of certificates: what they must hold, and what is read from them.
+//! Format of certificates: required fields, and reading them.
 
 use std::time::{Duration, SystemTime};
 
@@ -16,18 +16,18 @@ use super::holder::{
 };
 use super::name::NodeName;
 
-/// DNS name in every tunnel-server's certificate. Agents verify this name whatever address they dialled: the CA is
+/// DNS name in every tunnel-server's certificate. Agents verify this name whatever address they dialled. The CA is
 /// private, so an address behind NAT, a load balancer or a port mapping works without being in the certificate.
 pub const SERVER_NAME: &str = "tunnel-server.postern.internal";
-/// Subject organisation of the certificates that servers show to each other.
+/// Subject organisation of the certificates that servers present to each other.
 pub const PEER_ORGANIZATION: &str = "postern:servers";
-/// Precedes the server's id in the common name of such a certificate.
+/// Prefix of the server's id in the common name of such a certificate.
 pub const PEER_COMMON_NAME_PREFIX: &str = "postern:server:";
-/// How far `notBefore` lies before the moment of issue: an edge node's clock may be that far behind. It does not count
-/// as part of a certificate's life.
+/// Time by which `notBefore` precedes the issue, because an edge node's clock may be that far behind. Not counted as
+/// part of a certificate's life.
 pub const BACKDATE: Duration = Duration::from_secs(300);
 
-/// The share of a certificate's life after which it is renewed, in percent.
+/// Part of a certificate's life after which it is renewed, in percent.
 const RENEW_AFTER_PERCENT: u32 = 80;
 
 pub(super) fn parse<'a>(certificate: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, IdentityError> {
@@ -38,12 +38,12 @@ pub(super) fn parse<'a>(certificate: &'a CertificateDer<'_>) -> Result<X509Certi
     }
 }
 
-/// The one node that an agent's certificate names.
+/// Returns the one node that an agent's certificate names.
 ///
 /// # Errors
-/// [`IdentityError::NotAgent`] with the reason when the certificate is not exactly of an agent's shape: Subject
-/// `O=postern:agents` and one `CN=postern:node:<name>`, nothing else; extended key usage client authentication and
-/// no other; not a CA. The TLS handshake checks that a trusted root signed it.
+/// [`IdentityError::NotAgent`] with the reason if the certificate does not have exactly an agent's format: Subject
+/// `O=postern:agents` and one `CN=postern:node:<name>`, nothing else; extended key usage client authentication and no
+/// other; not a CA. The TLS handshake checks that a trusted root signed it.
 pub fn node_of_certificate(certificate: &CertificateDer<'_>) -> Result<NodeName, IdentityError> {
     match client_of_certificate(certificate)? {
         Client::Agent(node) => Ok(node),
@@ -54,10 +54,11 @@ pub fn node_of_certificate(certificate: &CertificateDer<'_>) -> Result<NodeName,
     }
 }
 
-/// Who holds this certificate, if it is one that is enrolled for, and its node.
+/// Returns the holder of an enrolled certificate, and its node.
 ///
 /// # Errors
-/// [`IdentityError::NotAgent`] with the reason when it has exactly the shape of neither an agent's nor a redirector's.
+/// [`IdentityError::NotAgent`] with the reason if it has exactly the format of neither an agent's certificate nor a
+/// redirector's.
 pub fn holder_of_certificate(certificate: &CertificateDer<'_>) -> Result<(Holder, NodeName), IdentityError> {
     match client_of_certificate(certificate)? {
         Client::Agent(node) => Ok((Holder::Agent, node)),
@@ -68,12 +69,12 @@ pub fn holder_of_certificate(certificate: &CertificateDer<'_>) -> Result<(Holder
     }
 }
 
-/// Whom a client's certificate names.
+/// Subject of a client's certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Client {
     /// The agent of a node.
     Agent(NodeName),
-    /// Another server, by its id.
+    /// A server, by its id.
     Server(String),
     /// The redirector of a node.
     Redirector(NodeName),
@@ -89,11 +90,12 @@ impl Client {
     }
 }
 
-/// Who shows this certificate: an agent; another server, whose certificate has the same shape with `O=postern:servers` and
-/// `CN=postern:server:<id>`; or a redirector, with `O=postern:redirectors` and `CN=postern:redirector:<node>`.
+/// Returns the subject of a client certificate: an agent; a server, whose certificate has the same format with
+/// `O=postern:servers` and `CN=postern:server:<id>`; or a redirector, with `O=postern:redirectors` and
+/// `CN=postern:redirector:<node>`.
 ///
 /// # Errors
-/// [`IdentityError::NotAgent`] with the reason when it is exactly of none of these shapes.
+/// [`IdentityError::NotAgent`] with the reason if it has exactly none of these formats.
 pub fn client_of_certificate(certificate: &CertificateDer<'_>) -> Result<Client, IdentityError> {
     let parsed = parse(certificate)?;
     let subject = parsed.subject();
@@ -121,7 +123,7 @@ pub fn client_of_certificate(certificate: &CertificateDer<'_>) -> Result<Client,
     Ok(client)
 }
 
-/// The id in `postern:server:<id>`.
+/// Returns the id in `postern:server:<id>`.
 fn server_of_common_name(common_name: &str) -> Result<String, IdentityError> {
     match common_name.strip_prefix(PEER_COMMON_NAME_PREFIX) {
         Some(id) if !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_graphic()) => Ok(id.to_owned()),
@@ -131,7 +133,7 @@ fn server_of_common_name(common_name: &str) -> Result<String, IdentityError> {
     }
 }
 
-/// The node behind the prefix, as in `postern:node:<name>`.
+/// Returns the node after the prefix, as in `postern:node:<name>`.
 fn node_of_common_name(common_name: &str, prefix: &str) -> Result<NodeName, IdentityError> {
     let Some(name) = common_name.strip_prefix(prefix) else {
         return Err(IdentityError::NotAgent(format!(
@@ -152,10 +154,10 @@ fn single<'a>(
     first.as_str().map_err(|error| IdentityError::NotAgent(format!("its {what} is not text: {error}")))
 }
 
-/// The names (DNS names and addresses, as text) in a tunnel-server's certificate.
+/// Returns the names (DNS names and addresses, as text) in a tunnel-server's certificate.
 ///
 /// # Errors
-/// [`IdentityError::NotServer`] with the reason when the certificate is not exactly of a server's shape: it names
+/// [`IdentityError::NotServer`] with the reason if the certificate does not have exactly a server's format: it names
 /// [`SERVER_NAME`], its extended key usage is server authentication and no other, and it is not a CA.
 pub fn server_names_of_certificate(certificate: &CertificateDer<'_>) -> Result<Vec<String>, IdentityError> {
     let parsed = parse(certificate)?;
@@ -218,25 +220,25 @@ fn require_usage(
     }
 }
 
-/// Whether a certificate may sign others (basic constraints, RFC 5280 section 4.2.1.9).
+/// True if a certificate may sign others (basic constraints, RFC 5280 section 4.2.1.9).
 pub fn is_ca(certificate: &CertificateDer<'_>) -> bool {
     parse(certificate).is_ok_and(|parsed| parsed.is_ca())
 }
 
-/// Whether `root` signed `certificate`. The dates of both are ignored.
+/// True if `root` signed `certificate`. Ignores the dates of both.
 pub(super) fn is_signed_by(certificate: &CertificateDer<'_>, root: &CertificateDer<'_>) -> bool {
     let (Ok(certificate), Ok(root)) = (parse(certificate), parse(root)) else { return false };
     certificate.issuer().as_raw() == root.subject().as_raw()
         && certificate.verify_signature(Some(root.public_key())).is_ok()
 }
 
-/// `sha256:` and the hexadecimal SHA-256 of the certificate's SubjectPublicKeyInfo, as in kubeadm's
-/// `--discovery-token-ca-cert-hash`: it identifies the CA's key, whatever certificate carries it.
+/// Returns `sha256:` and the hexadecimal SHA-256 of the certificate's SubjectPublicKeyInfo, as in kubeadm's
+/// `--discovery-token-ca-cert-hash`. It identifies the CA's key, in whichever certificate.
 pub fn ca_hash(certificate: &CertificateDer<'_>) -> Result<String, IdentityError> {
     Ok(public_key_hash(parse(certificate)?.public_key().raw))
 }
 
-/// `sha256:` and the hexadecimal SHA-256 of a DER SubjectPublicKeyInfo.
+/// Returns `sha256:` and the hexadecimal SHA-256 of a DER SubjectPublicKeyInfo.
 pub fn public_key_hash(public_key_info: &[u8]) -> String {
     format!("sha256:{:x}", Sha256::digest(public_key_info))
 }
@@ -245,10 +247,10 @@ pub(super) fn public_key_info(certificate: &CertificateDer<'_>) -> Result<Vec<u8
     Ok(parse(certificate)?.public_key().raw.to_vec())
 }
 
-/// Checks a CA hash as [`ca_hash`] prints it and returns it in lower case.
+/// Checks a CA hash in the format of [`ca_hash`] and returns it in lower case.
 ///
 /// # Errors
-/// [`IdentityError::CaHash`].
+/// [`IdentityError::CaHash`] if it has another format.
 pub fn parse_ca_hash(text: &str) -> Result<String, IdentityError> {
     let lower = text.trim().to_ascii_lowercase();
     match lower.strip_prefix("sha256:") {
@@ -257,39 +259,39 @@ pub fn parse_ca_hash(text: &str) -> Result<String, IdentityError> {
     }
 }
 
-/// The period in which a certificate is valid.
+/// Validity period of a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Validity {
-    /// The certificate's `notBefore`, [`BACKDATE`] before its issue.
+    /// The certificate's `notBefore`, which is [`BACKDATE`] before its issue.
     pub not_before: SystemTime,
     /// The certificate's `notAfter`.
     pub not_after: SystemTime,
 }
 
 impl Validity {
-    /// When the certificate was issued.
+    /// Time of the certificate's issue.
     pub fn issued(&self) -> SystemTime {
-        // A certificate shorter than the backdating is not one of ours: all of it counts as life.
+        // A certificate shorter than the backdating is not one of ours; all of it counts as life.
         Some(self.not_before + BACKDATE).filter(|issued| *issued < self.not_after).unwrap_or(self.not_before)
     }
 
-    /// From the issue to `not_after`.
+    /// Time from the issue to `not_after`.
     pub fn life(&self) -> Duration {
         self.not_after.duration_since(self.issued()).unwrap_or_default()
     }
 
-    /// When to renew: after 80 % of the life.
+    /// Time to renew: after 80 % of the life.
     pub fn renew_at(&self) -> SystemTime {
         self.issued() + self.life() * RENEW_AFTER_PERCENT / 100
     }
 
-    /// Whether the certificate has expired.
+    /// True if the certificate has expired.
     pub fn is_over(&self, now: SystemTime) -> bool {
         now > self.not_after
     }
 }
 
-/// A certificate's validity.
+/// Returns a certificate's validity period.
 pub fn validity(certificate: &CertificateDer<'_>) -> Result<Validity, IdentityError> {
     let parsed = parse(certificate)?;
     let time = |seconds: i64| match u64::try_from(seconds) {
@@ -303,7 +305,7 @@ pub fn validity(certificate: &CertificateDer<'_>) -> Result<Validity, IdentityEr
     })
 }
 
-/// The certificates as PEM (RFC 7468), in order.
+/// Encodes the certificates as PEM (RFC 7468), in order.
 pub fn pem_of_certificates(certificates: &[CertificateDer<'_>]) -> String {
     let config = pem::EncodeConfig::new().set_line_ending(pem::LineEnding::LF);
     certificates
@@ -411,7 +413,8 @@ mod tests {
         ));
     }
 
-    /// rcgen keeps one value per attribute type, so the duplicate is made by patching a placeholder of equal length.
+    /// rcgen keeps one value per attribute type, so the test makes the duplicate by patching a placeholder of equal
+    /// length.
     #[test]
     fn two_common_names_are_refused() {
         let names = [

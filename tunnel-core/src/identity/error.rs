@@ -1,24 +1,24 @@
-//! Why an identity cannot be used.
+//! Errors of identities.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why a name, a certificate, a key or a file of the identity is not usable.
+/// A name, certificate, key or file of an identity that cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum IdentityError {
     /// Not a DNS-1123 subdomain (RFC 1123, as Kubernetes names its nodes).
     #[error("node name {name:?}: {reason}")]
     NodeName {
-        /// The text that was given.
+        /// The given text.
         name: String,
-        /// What is wrong with it.
+        /// Reason for refusing it.
         reason: &'static str,
     },
     /// A certificate that cannot be parsed (RFC 5280).
     #[error("certificate cannot be parsed: {0}")]
     Parse(String),
-    /// A certificate that parses but is not an agent's.
+    /// A certificate that parses but is neither an agent's nor another accepted client's.
     #[error("not an agent's certificate: {0}")]
     NotAgent(String),
     /// A certificate that parses but is not a tunnel-server's.
@@ -52,12 +52,12 @@ pub enum IdentityError {
     /// The TLS library refused the settings.
     #[error("TLS settings: {0}")]
     Tls(String),
-    /// A certificate for another node than the one asked for.
+    /// A certificate for another node than the requested one.
     #[error("the certificate is for node {found}, not for {expected}")]
     OtherNode {
-        /// The node that was asked for.
+        /// The requested node.
         expected: String,
-        /// The node that the certificate names.
+        /// The node named by the certificate.
         found: String,
     },
     /// A file that exists but cannot be used. It is never overwritten.
@@ -65,12 +65,12 @@ pub enum IdentityError {
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Reason for refusing it.
         reason: String,
-        /// What the operator can do about it.
+        /// Advice for the operator.
         fix: String,
     },
-    /// Reading or writing a file failed.
+    /// A file could not be read or written.
     #[error("{path}: {source}", path = .path.display())]
     Io {
         /// The file.
@@ -85,7 +85,7 @@ impl IdentityError {
         Self::Io { path: path.to_owned(), source }
     }
 
-    /// An unusable file: what is wrong with it, and how to fix that.
+    /// Creates an error for an unusable file, with the reason and a fix.
     pub fn file(path: &Path, reason: &dyn std::fmt::Display, fix: impl Into<String>) -> Self {
         Self::File { path: path.to_owned(), reason: reason.to_string(), fix: fix.into() }
     }

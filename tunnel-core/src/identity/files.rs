@@ -1,4 +1,4 @@
-//! Files that hold identities: written whole or not at all, private where they must be, never overwritten when they
+//! Files that hold identities: written completely or not at all, private where required, and never overwritten if they
 //! cannot be read.
 
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -16,19 +16,20 @@ pub const PRIVATE_FILE: u32 = 0o600;
 pub const PUBLIC_FILE: u32 = 0o644;
 const PRIVATE_DIRECTORY: u32 = 0o700;
 
-/// Replaces a file in one step (a new file in the same directory, fsync, rename, fsync of the directory): a reader or a
+/// Replaces a file atomically (a new file in the same directory, fsync, rename, fsync of the directory): a reader or a
 /// crash sees the old content or the new, never a part. The directory must exist.
 ///
-/// `mode` is the file's permission bits, whatever the umask.
+/// `mode` is the file's permission bits, regardless of the umask.
 ///
 /// # Errors
-/// Creating, writing or renaming failed; the old content is still there, and no temporary file.
+/// Creating, writing or renaming failed: the old content is still there, and no temporary file. If only the
+/// directory's fsync failed, the new content is there.
 pub fn write_atomically(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let directory = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    // tempfile creates it 0600: others can never read a private key.
+    // tempfile creates it with mode 0600, so that others can never read a private key.
     let mut file = tempfile::Builder::new().prefix(".postern-").suffix(".tmp").tempfile_in(directory)?;
     file.write_all(bytes)?;
     file.as_file().set_permissions(Permissions::from_mode(mode))?;
@@ -37,7 +38,7 @@ pub fn write_atomically(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> 
     File::open(directory)?.sync_all()
 }
 
-/// Makes a directory (and its parents) that only this user may enter. An existing one is left unchanged: it may be
+/// Creates a directory (and its parents) that only this user may enter. Leaves an existing one unchanged: it may be
 /// the operator's.
 pub fn create_private_directory(path: &Path) -> Result<(), IdentityError> {
     let mut builder = fs::DirBuilder::new();
@@ -45,10 +46,10 @@ pub fn create_private_directory(path: &Path) -> Result<(), IdentityError> {
     builder.create(path).map_err(|error| IdentityError::io(path, error))
 }
 
-/// The file's text, or `None` when there is no such file.
+/// Returns the file's text, or `None` if there is no such file.
 ///
 /// # Errors
-/// The file exists but cannot be read, or is not UTF-8.
+/// Fails if the file exists but cannot be read, or is not UTF-8.
 pub fn read_optional(path: &Path) -> Result<Option<String>, IdentityError> {
     match fs::read(path) {
         Ok(bytes) => String::from_utf8(bytes).map(Some).map_err(|_| {
@@ -66,7 +67,7 @@ pub fn read_optional(path: &Path) -> Result<Option<String>, IdentityError> {
 /// Like [`read_optional`], for a file that holds a private key.
 ///
 /// # Errors
-/// Also when others may read the file, because they may already know the key.
+/// Also fails if others may read the file, because they may already know the key.
 pub fn read_optional_private(path: &Path) -> Result<Option<Zeroizing<String>>, IdentityError> {
     match fs::metadata(path) {
         Ok(metadata) if metadata.mode() & 0o077 != 0 => Err(IdentityError::file(
@@ -81,7 +82,7 @@ pub fn read_optional_private(path: &Path) -> Result<Option<Zeroizing<String>>, I
     }
 }
 
-/// Removes a file, if there is one.
+/// Removes a file if it exists.
 pub fn remove_if_present(path: &Path) -> Result<(), IdentityError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(IdentityError::io(path, error)),
@@ -94,19 +95,19 @@ pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> Result<(), IdentityError
     write_atomically(path, bytes, mode).map_err(|error| IdentityError::io(path, error))
 }
 
-/// An exclusive lock on a directory that processes share; released when dropped, and by the kernel when the process
-/// dies.
+/// An exclusive lock on a directory shared by processes. Released on drop, and by the kernel when the process dies.
 #[derive(Debug)]
 pub struct DirectoryLock {
     _file: File,
 }
 
 impl DirectoryLock {
-    /// Waits for the lock file `name` in `directory`. Blocks the thread; holders keep it for a few file operations.
+    /// Waits for the lock file `name` in `directory`. Blocks the thread; holders keep the lock for a few file
+    /// operations.
     pub fn acquire(directory: &Path, name: &str) -> Result<Self, IdentityError> {
         let path = directory.join(name);
         let file = OpenOptions::new().create(true).truncate(false).write(true).mode(PRIVATE_FILE).open(&path);
-        // On a disk that has become read-only, one that is there can still be locked.
+        // On a disk that has become read-only, an existing file can still be locked.
         let file = match file {
             Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => {
                 File::open(&path).map_err(|_| error)

@@ -1,4 +1,4 @@
-//! Who enrols, and holds a certificate that names its node.
+//! Holders of enrolled certificates, which name the holder's node.
 
 use std::fmt;
 
@@ -9,26 +9,26 @@ use super::name::NodeName;
 
 /// Subject organisation of every agent's certificate.
 pub const AGENT_ORGANIZATION: &str = "postern:agents";
-/// Precedes the node's name in the common name of an agent's certificate.
+/// Prefix of the node's name in the common name of an agent's certificate.
 pub const AGENT_COMMON_NAME_PREFIX: &str = "postern:node:";
 /// Subject organisation of every redirector's certificate.
 pub const REDIRECTOR_ORGANIZATION: &str = "postern:redirectors";
-/// Precedes the node's name in the common name of a redirector's certificate.
+/// Prefix of the node's name in the common name of a redirector's certificate.
 pub const REDIRECTOR_COMMON_NAME_PREFIX: &str = "postern:redirector:";
 
-/// Who enrols, and holds a certificate that names its node.
+/// A program that enrols, and holds a certificate that names its node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Holder {
-    /// It has the sessions of its node.
+    /// Has the sessions of its node.
     #[default]
     Agent,
-    /// It has servers pass connections on, and nothing else.
+    /// May only have servers forward connections.
     Redirector,
 }
 
 impl Holder {
-    /// The organisation in the subject.
+    /// Returns the organisation in the subject.
     pub const fn organization(self) -> &'static str {
         match self {
             Self::Agent => AGENT_ORGANIZATION,
@@ -36,7 +36,7 @@ impl Holder {
         }
     }
 
-    /// Precedes the node's name in the subject's common name.
+    /// Returns the prefix of the node's name in the subject's common name.
     pub const fn common_name_prefix(self) -> &'static str {
         match self {
             Self::Agent => AGENT_COMMON_NAME_PREFIX,
@@ -44,7 +44,7 @@ impl Holder {
         }
     }
 
-    /// The flag of `tunnel-server token create` that names the node.
+    /// Returns the flag of `tunnel-server token create` that names the node.
     pub const fn token_flag(self) -> &'static str {
         match self {
             Self::Agent => "--node",
@@ -52,7 +52,7 @@ impl Holder {
         }
     }
 
-    /// The subject of its certificate for this node.
+    /// Returns the subject of the holder's certificate for this node.
     pub fn distinguished_name(self, node: &NodeName) -> DistinguishedName {
         let mut name = DistinguishedName::new();
         name.push(DnType::OrganizationName, self.organization());

@@ -1,5 +1,5 @@
-//! What a server presents in a TLS handshake, whoever it is. For diagnosis only: nothing secret is sent on
-//! such a connection.
+//! Inspects the certificate of any TLS server, trusted or not. For diagnosis only: nothing secret is sent on such a
+//! connection.
 
 use std::io;
 use std::sync::Arc;
@@ -17,29 +17,29 @@ use super::tls::server_name;
 use super::verify::{provider, server_verifier};
 use crate::text::printable;
 
-/// Of an answer so much is read.
+/// Maximum number of bytes read of an answer.
 const MAX_HEAD: u64 = 4 << 10;
 
-/// Shakes hands and closes the connection. Returns the chain, the server's certificate first. The server has the key of
-/// that certificate; nothing else about it is checked.
+/// Performs a handshake and closes the connection. Returns the chain, the server's certificate first. Checks only that
+/// the server has the key of that certificate.
 ///
 /// # Errors
-/// There is no TLS, or the server refuses.
+/// Fails if the peer does not speak TLS, or if it refuses.
 pub async fn presented_chain(stream: TcpStream, alpn: &[u8]) -> io::Result<Vec<CertificateDer<'static>>> {
     let (chain, shaken) = shake_hands(stream, server_name(), alpn).await?;
     match shaken {
-        // What was presented counts, also if the rest of the handshake fails.
+        // The presented chain counts even if the rest of the handshake fails.
         Err(error) if chain.is_empty() => Err(error),
         _ => Ok(chain),
     }
 }
 
-/// An HTTPS server's certificates and the first line of its answer.
+/// Certificates of an HTTPS server, and the first line of its answer.
 #[derive(Clone, Debug)]
 pub struct HttpsAnswer {
     /// The server's own certificate first.
     pub chain: Vec<CertificateDer<'static>>,
-    /// The DNS names and addresses in it.
+    /// DNS names and addresses in that certificate.
     pub names: Vec<String>,
     pub status: Option<u16>,
     line: String,
@@ -51,10 +51,10 @@ impl HttpsAnswer {
     }
 }
 
-/// GETs a path without credentials, from a server whose certificate is not verified: nothing secret may be in the path.
+/// Sends a GET without credentials to a server whose certificate is not verified: the path must not contain secrets.
 ///
 /// # Errors
-/// There is no TLS, or no answer.
+/// Fails if the peer does not speak TLS, or does not answer.
 pub async fn ask_https(stream: TcpStream, name: ServerName<'static>, path: &str) -> io::Result<HttpsAnswer> {
     let host = name.to_str().into_owned();
     let (chain, shaken) = shake_hands(stream, name, b"http/1.1").await?;
@@ -62,7 +62,7 @@ pub async fn ask_https(stream: TcpStream, name: ServerName<'static>, path: &str)
     let request = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await?;
     let mut head = Vec::new();
-    // The end may lack TLS' close_notify.
+    // The peer may close without TLS' close_notify.
     if let Err(error) = stream.take(MAX_HEAD).read_to_end(&mut head).await
         && head.is_empty()
     {
@@ -89,7 +89,7 @@ async fn shake_hands(
         *note.lock() = chain.collect();
         Ok(())
     });
-    // Also the older version: an interceptor may know of no other.
+    // TLS 1.2 too: an interceptor may not support a newer version.
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13, &version::TLS12])
         .map_err(io::Error::other)?
@@ -102,7 +102,7 @@ async fn shake_hands(
     Ok((chain, shaken))
 }
 
-/// What a foreign certificate says of itself: whom it is for and who issued it.
+/// Describes a foreign certificate by its subject and issuer.
 pub fn describe_certificate(certificate: &CertificateDer<'_>) -> String {
     match parse(certificate) {
         Ok(parsed) => {
@@ -112,7 +112,7 @@ pub fn describe_certificate(certificate: &CertificateDer<'_>) -> String {
     }
 }
 
-/// Whether this could be a tunnel-server's certificate, of whichever CA.
+/// True if this could be a tunnel-server's certificate, of any CA.
 pub fn names_a_tunnel_server(certificate: &CertificateDer<'_>) -> bool {
     server_names_of_certificate(certificate).is_ok_and(|names| names.iter().any(|name| name == SERVER_NAME))
 }

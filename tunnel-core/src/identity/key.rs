@@ -1,4 +1,4 @@
-//! A private key that is wiped from memory when it is dropped.
+//! Private key that is wiped from memory on drop.
 
 use std::fmt;
 
@@ -8,17 +8,17 @@ use zeroize::Zeroizing;
 
 use super::error::IdentityError;
 
-/// A private key. What rcgen holds of it is wiped when it is dropped, and so is the text or DER that it is written as; the
-/// copy with which *ring* signs is not.
+/// A private key. rcgen's copy is wiped on drop, and so are the PEM text and the DER; *ring*'s copy, used for signing,
+/// is not.
 pub struct PrivateKey(Zeroizing<KeyPair>);
 
 impl PrivateKey {
-    /// A fresh ECDSA P-256 key.
+    /// Generates an ECDSA P-256 key.
     pub fn generate() -> Result<Self, IdentityError> {
         Self::wiped(KeyPair::generate())
     }
 
-    /// PKCS #8, as PEM.
+    /// Parses PKCS #8, as PEM.
     pub fn from_pem(pem: &str) -> Result<Self, IdentityError> {
         Self::wiped(KeyPair::from_pem(pem))
     }
@@ -31,12 +31,12 @@ impl PrivateKey {
         pair.map(|pair| Self(Zeroizing::new(pair))).map_err(|error| IdentityError::Key(error.to_string()))
     }
 
-    /// PKCS #8, as PEM.
+    /// Returns PKCS #8, as PEM.
     pub fn to_pem(&self) -> Zeroizing<String> {
         Zeroizing::new(self.0.serialize_pem())
     }
 
-    /// PKCS #8.
+    /// Returns PKCS #8, as DER.
     pub fn to_der(&self) -> Zeroizing<PrivateKeyDer<'static>> {
         Zeroizing::new(PrivateKeyDer::Pkcs8(self.0.serialize_der().into()))
     }
@@ -85,7 +85,7 @@ mod tests {
         assert!(matches!(PrivateKey::from_pem("x"), Err(IdentityError::Key(_))));
     }
 
-    /// What [`Zeroizing`] does when it is dropped; the memory cannot be read afterwards.
+    /// Does what [`Zeroizing`] does on drop, after which the memory cannot be read any more.
     #[test]
     fn wiping_it_leaves_no_byte() {
         let mut key = PrivateKey::generate().unwrap();

@@ -1,10 +1,12 @@
-//! Who is who on the tunnel: node names, the shape of certificates, the trusted roots, and the TLS settings made of them.
+//! Identities on the tunnel: node names, the format of certificates, the trusted roots, and the TLS settings made of
+//! them.
 //!
 //! An agent's certificate names exactly one node (Subject `O=postern:agents`, `CN=postern:node:<name>`, usage client
 //! authentication only). A server's certificate carries [`SERVER_NAME`] and has the usage server authentication only.
-//! To each other servers show a certificate of an agent's shape, with `O=postern:servers`, `CN=postern:server:<id>`.
-//! A redirector's has it too, with `O=postern:redirectors`, `CN=postern:redirector:<name of its node>`. All are signed by the installation's private CA. The first root of a [`TrustBundle`] signs new certificates; the
-//! others are trusted as well while the CA is being rotated.
+//! To each other, servers present a certificate of an agent's format, with `O=postern:servers`,
+//! `CN=postern:server:<id>`. A redirector's has that format too, with `O=postern:redirectors`,
+//! `CN=postern:redirector:<name of its node>`. All are signed by the installation's private CA. The first root of a
+//! [`TrustBundle`] signs new certificates; the others are also trusted while the CA is being rotated.
 
 mod agent;
 mod bundle;

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::IdentityError;
 
-/// The name of an edge node: a DNS-1123 subdomain of at most 253 characters, as Kubernetes requires of a Node.
+/// Name of a node: a DNS-1123 subdomain of at most 253 characters, as Kubernetes requires of a Node.
 ///
 /// Cheap to clone: sessions, routes and log lines share one allocation.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -20,7 +20,7 @@ pub struct NodeName(Arc<str>);
 const MAX_LENGTH: usize = 253;
 
 impl NodeName {
-    /// The name as text.
+    /// Returns the name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -165,7 +165,7 @@ mod tests {
             prop_assert_eq!(name.parse::<NodeName>().is_ok(), pattern);
         }
 
-        /// Names are used in file names and log lines: an accepted name cannot leave its directory or its line.
+        /// Names are used in file names and log lines, so an accepted name must not leave its directory or its line.
         #[test]
         fn accepted_names_are_safe_in_paths_and_logs(name in any::<String>()) {
             if let Ok(name) = name.parse::<NodeName>() {

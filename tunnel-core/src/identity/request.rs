@@ -13,20 +13,20 @@ use super::error::IdentityError;
 use super::holder::Holder;
 use super::name::NodeName;
 
-/// In bytes. Our own requests have fewer than 300.
+/// Maximum length of a request, in bytes. Our own have fewer than 300.
 const MAX_CSR: usize = 4096;
 
-/// The public key of a signing request that proved possession of it.
+/// Public key of a signing request, which has proved possession of the private key.
 #[derive(Clone, Debug)]
 pub struct CsrKey {
-    /// For the certificate.
+    /// The key, for use in a certificate.
     pub public_key: SubjectPublicKeyInfo,
-    /// [`public_key_hash`] of it.
+    /// Its [`public_key_hash`].
     pub hash: String,
 }
 
-/// A PKCS #10 request (RFC 2986, DER) that proves possession of `key` and holds nothing else: who the key is for
-/// follows from the token or from the current certificate, never from the request.
+/// Creates a PKCS #10 request (RFC 2986, DER) that proves possession of `key` and holds nothing else. The holder of
+/// the key follows from the token or the current certificate, never from the request.
 pub fn create_csr(key: &impl SigningKey) -> Result<Vec<u8>, IdentityError> {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
@@ -34,7 +34,7 @@ pub fn create_csr(key: &impl SigningKey) -> Result<Vec<u8>, IdentityError> {
     Ok(csr.der().to_vec())
 }
 
-/// The same, naming whom it is for.
+/// Like [`create_csr`], naming the holder.
 pub fn create_named_csr(
     key: &impl SigningKey,
     holder: Holder,
@@ -45,10 +45,11 @@ pub fn create_named_csr(
     params.serialize_request(key).map_err(|error| IdentityError::Csr(error.to_string()))
 }
 
-/// Checks the request's signature by its own key and returns the key. Names and extensions in it are ignored.
+/// Checks that the request is signed by its own key, and returns that key. Ignores names and extensions in the
+/// request.
 ///
 /// # Errors
-/// [`IdentityError::Csr`] when it is malformed, longer than 4 KiB, not signed by its own key, or the key is not
+/// [`IdentityError::Csr`] if it is malformed, longer than 4 KiB, or not signed by its own key, or if the key is not
 /// ECDSA P-256.
 pub fn public_key_of_csr(der: &[u8]) -> Result<CsrKey, IdentityError> {
     if der.len() > MAX_CSR {
@@ -71,7 +72,7 @@ pub fn public_key_of_csr(der: &[u8]) -> Result<CsrKey, IdentityError> {
     Ok(CsrKey { public_key, hash: public_key_hash(raw) })
 }
 
-/// Whether the certificate is for this key.
+/// True if the certificate is for this key.
 pub(super) fn matches(
     key: &impl PublicKeyData,
     certificate: &CertificateDer<'_>,
@@ -105,7 +106,7 @@ mod tests {
         let last = csr.len() - 1;
         csr[last] ^= 1;
         assert!(public_key_of_csr(&csr).unwrap_err().to_string().contains("not signed"));
-        // Another's public key under a signature of one's own: swap the key bits and keep the rest.
+        // Another party's public key under one's own signature: replace the key bits and keep the rest.
         let mut stolen = create_csr(&PrivateKey::generate().unwrap()).unwrap();
         let victim = PrivateKey::generate().unwrap();
         let point = victim.der_bytes();
@@ -139,7 +140,7 @@ mod tests {
             let at = at.index(csr.len());
             csr[at] ^= 1 << bit;
             if let Ok(found) = public_key_of_csr(&csr) {
-                // Bits that carry no meaning may change; the key never does.
+                // Bits without a meaning may change; the key never does.
                 prop_assert_eq!(found.public_key.subject_public_key_info(), key.subject_public_key_info());
             }
         }

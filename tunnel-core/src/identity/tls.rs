@@ -26,7 +26,7 @@ use crate::error::causes;
 
 /// ALPN protocol (RFC 7301) of the tunnel: the agent serves gRPC on the connection that it dialled.
 pub const ALPN_TUNNEL: &[u8] = b"postern/1";
-/// ALPN protocol of a server that relays to another one, and learns from it which nodes it has.
+/// ALPN protocol of a server that forwards to another one, and learns from it which nodes that one has.
 pub const ALPN_PEER: &[u8] = b"postern-peer/1";
 /// ALPN protocol of an agent that opens streams for workloads on its node.
 pub const ALPN_EDGE: &[u8] = b"postern-edge/1";
@@ -37,9 +37,9 @@ fn tls_error(error: impl std::fmt::Display) -> IdentityError {
     IdentityError::Tls(error.to_string())
 }
 
-/// [`SERVER_NAME`] for SNI and verification.
+/// Returns [`SERVER_NAME`] for SNI and verification.
 pub fn server_name() -> ServerName<'static> {
-    // A constant of this crate; a test calls this.
+    // A constant of this crate, checked by a test.
     ServerName::try_from(SERVER_NAME).expect("SERVER_NAME is a DNS name")
 }
 
@@ -54,10 +54,10 @@ fn client(
         .with_custom_certificate_verifier(verifier))
 }
 
-/// A certificate with its key, as rustls makes it, but without handing over the key, which rustls would not wipe.
+/// Builds a certificate with its key, as rustls would, but without giving the key to rustls, which would not wipe it.
 ///
 /// # Errors
-/// rustls does not take them, or they do not belong together.
+/// Fails if rustls does not accept them, or if they do not belong together.
 pub fn certified(
     chain: Vec<CertificateDer<'static>>,
     key: &PrivateKeyDer<'_>,
@@ -74,24 +74,24 @@ pub fn certified(
 
 fn finish(mut config: ClientConfig, alpn: &[u8]) -> Arc<ClientConfig> {
     config.alpn_protocols = vec![alpn.to_vec()];
-    // Every handshake presents the current certificate and is checked against the current roots.
+    // Every handshake must present the current certificate and be checked against the current roots.
     config.resumption = Resumption::disabled();
     Arc::new(config)
 }
 
-/// TLS 1.3 with the agent's certificate. One of the identity's roots must have signed the server's certificate, which
-/// names [`SERVER_NAME`].
+/// TLS 1.3 with the agent's certificate. The server's certificate must be signed by one of the identity's roots and
+/// name [`SERVER_NAME`].
 pub fn agent_tls(identity: &AgentIdentity, alpn: &[u8]) -> Result<Arc<ClientConfig>, IdentityError> {
     let config = client(Trust::Roots(Arc::new(identity.bundle.root_store())))?
         .with_client_cert_resolver(certified(identity.chain.clone(), &identity.key)?);
     Ok(finish(config, alpn))
 }
 
-/// TLS 1.3 with a server's certificate for other servers, whose own one of these roots must have signed. ALPN
-/// [`ALPN_PEER`].
+/// TLS 1.3 for connecting to other servers: presents a server's certificate, and requires one signed by one of these
+/// roots. ALPN [`ALPN_PEER`].
 ///
 /// # Errors
-/// rustls does not take the certificate or the key.
+/// Fails if rustls does not accept the certificate or the key.
 pub fn peer_tls(
     chain: Vec<CertificateDer<'static>>,
     key: &PrivateKeyDer<'_>,
@@ -102,17 +102,17 @@ pub fn peer_tls(
     Ok(finish(config, ALPN_PEER))
 }
 
-/// TLS 1.3 without a client certificate, to a server of known roots: an agent whose certificate has expired enrols
+/// TLS 1.3 without a client certificate, to a server of known roots. An agent whose certificate has expired enrols
 /// again with it.
 pub fn anonymous_tls(bundle: &TrustBundle, alpn: &[u8]) -> Result<Arc<ClientConfig>, IdentityError> {
     Ok(finish(client(Trust::Roots(Arc::new(bundle.root_store())))?.with_no_client_auth(), alpn))
 }
 
-/// TLS 1.2 or 1.3 to a server of another system: its certificate has to name the host that was dialled, and one of these roots to
-/// have signed it.
+/// TLS 1.2 or 1.3 to a server of another system. Its certificate must name the dialled host and be signed by one of
+/// these roots.
 ///
 /// # Errors
-/// rustls does not take the certificate or the key.
+/// Fails if rustls does not accept the certificate or the key.
 pub fn foreign_tls(
     roots: RootCertStore,
     client: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'_>)>,
@@ -131,18 +131,18 @@ pub fn foreign_tls(
     Ok(Arc::new(config))
 }
 
-/// TLS 1.3 for the first enrolment: the server presents the CA certificate too, and the CA's key must have the hash
+/// TLS 1.3 for the first enrolment: the server also presents the CA certificate, whose key must have the hash
 /// `ca_hash`. The name [`SERVER_NAME`], dates and usage are checked as usual. ALPN `h2`.
 ///
 /// # Errors
-/// `ca_hash` is malformed.
+/// Fails if `ca_hash` is malformed.
 pub fn pinned_tls(ca_hash: &str) -> Result<Arc<ClientConfig>, IdentityError> {
     let config = client(Trust::Pinned(parse_ca_hash(ca_hash)?))?.with_no_client_auth();
     Ok(finish(config, ALPN_GRPC))
 }
 
 impl TrustBundle {
-    /// Checks that a server's chain (leaf first) would be accepted if these roots were the trusted ones.
+    /// Checks that a server's chain (leaf first) would be accepted with these roots as the trusted ones.
     pub fn verify_server(&self, chain: &[CertificateDer<'_>]) -> Result<(), IdentityError> {
         let (leaf, rest) =
             chain.split_first().ok_or_else(|| IdentityError::Parse("an empty chain".into()))?;
@@ -153,7 +153,7 @@ impl TrustBundle {
     }
 }
 
-/// The reason inside the error of a TLS handshake, if one of our own checks refused the peer.
+/// Returns the reason in the error of a TLS handshake, if one of our own checks refused the peer.
 pub fn refusal(error: &io::Error) -> Option<&IdentityError> {
     let inner = error.get_ref()?.downcast_ref::<rustls::Error>()?;
     match inner {
@@ -164,7 +164,7 @@ pub fn refusal(error: &io::Error) -> Option<&IdentityError> {
     }
 }
 
-/// Whether a TLS connection failed because one end does not accept the other's certificate.
+/// True if a TLS connection failed because one end does not accept the other's certificate.
 pub fn concerns_certificates(error: &io::Error) -> bool {
     let Some(inner) = error.get_ref() else { return false };
     match causes(inner).find_map(|cause| cause.downcast_ref::<rustls::Error>()) {
@@ -174,7 +174,7 @@ pub fn concerns_certificates(error: &io::Error) -> bool {
     }
 }
 
-/// The alerts by which a peer refuses a certificate (RFC 8446 §6.2).
+/// True for the alerts by which a peer refuses a certificate (RFC 8446 §6.2).
 fn refuses_certificate(alert: AlertDescription) -> bool {
     matches!(
         alert,
@@ -190,12 +190,11 @@ fn refuses_certificate(alert: AlertDescription) -> bool {
     )
 }
 
-/// The TLS side of a server's agent port. The settings can be replaced at any time; connections that are already
-/// open keep theirs.
+/// TLS side of a server's agent port. The settings can be replaced at any time; open connections keep theirs.
 ///
-/// TLS 1.3 only, ALPN [`ALPN_TUNNEL`], [`ALPN_PEER`], [`ALPN_EDGE`] and [`ALPN_GRPC`]. A client certificate is optional
-/// (enrolment has none yet). If there is one, a client root must have signed it, and it must have exactly the shape of an agent's or a
-/// server's. Sessions are not resumed.
+/// TLS 1.3 only, ALPN [`ALPN_TUNNEL`], [`ALPN_PEER`], [`ALPN_EDGE`] and [`ALPN_GRPC`]. A client certificate is
+/// optional (enrolment has none yet). If present, it must be signed by a client root and have exactly the format of an
+/// agent's, a server's or a redirector's. Sessions are not resumed.
 #[derive(Debug)]
 pub struct ServerTls {
     config: ArcSwap<ServerConfig>,
@@ -203,10 +202,11 @@ pub struct ServerTls {
 }
 
 impl ServerTls {
-    /// `chain` is leaf first and should include the CA's certificate: a first enrolment pins it by hash.
+    /// Creates the settings. `chain` is leaf first and should include the CA's certificate, which a first enrolment
+    /// pins by hash.
     ///
     /// # Errors
-    /// rustls does not take the certificate, the key or the roots.
+    /// Fails if rustls does not accept the certificate, the key or the roots.
     pub fn new(
         chain: Vec<CertificateDer<'static>>,
         key: &PrivateKeyDer<'_>,
@@ -220,7 +220,7 @@ impl ServerTls {
     /// Replaces certificate, key and client roots for later handshakes.
     ///
     /// # Errors
-    /// As [`ServerTls::new`]; nothing has changed then.
+    /// Fails as [`ServerTls::new`] does; nothing has changed then.
     pub fn replace(
         &self,
         chain: Vec<CertificateDer<'static>>,
@@ -233,7 +233,7 @@ impl ServerTls {
         Ok(())
     }
 
-    /// Whether the present certificate is valid for this DNS name or address.
+    /// True if the current certificate is valid for this DNS name or address.
     pub fn names(&self, name: &str) -> bool {
         let Ok(name) = ServerName::try_from(name) else { return false };
         let leaf = self.leaf.load();
@@ -241,23 +241,23 @@ impl ServerTls {
             .is_ok_and(|certificate| rustls::client::verify_server_name(&certificate, &name).is_ok())
     }
 
-    /// An acceptor with the current settings; take a new one for each connection.
+    /// Returns an acceptor with the current settings. Take a new one for each connection.
     pub fn acceptor(&self) -> TlsAcceptor {
         TlsAcceptor::from(self.config.load_full())
     }
 }
 
-/// The present certificate and its key, for other ports with other clients.
+/// Supplies the current certificate and key to other ports with other clients.
 impl ResolvesServerCert for ServerTls {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         self.config.load().cert_resolver.resolve(hello)
     }
 }
 
-/// TLS 1.2 and 1.3 for callers that are no agents: `verifier` decides about their certificates.
+/// TLS 1.2 and 1.3 for callers other than agents; `verifier` checks their certificates.
 ///
 /// # Errors
-/// rustls does not take the settings.
+/// Fails if rustls does not accept the settings.
 pub fn caller_config(
     certificate: Arc<dyn ResolvesServerCert>,
     verifier: Arc<dyn ClientCertVerifier>,
@@ -273,10 +273,10 @@ pub fn caller_config(
     Ok(config)
 }
 
-/// Verifies that one of these roots has signed a certificate.
+/// Verifies that a certificate is signed by one of these roots.
 ///
 /// # Errors
-/// rustls does not take the roots.
+/// Fails if rustls does not accept the roots.
 pub fn caller_verifier(
     roots: RootCertStore,
     required: bool,
@@ -286,7 +286,8 @@ pub fn caller_verifier(
     builder.build().map_err(tls_error)
 }
 
-/// A session that is resumed would keep a client's certificate alive after it expired or its root was withdrawn.
+/// Disables resumption: a resumed session would keep a client's certificate alive after it expired or its root was
+/// withdrawn.
 fn without_resumption(config: &mut ServerConfig) {
     config.session_storage = Arc::new(NoServerSessionStorage {});
     config.send_tls13_tickets = 0;

@@ -1,4 +1,4 @@
-//! Certificate verifiers: rustls' own, then the exact shape of ours.
+//! Certificate verifiers: first rustls' own, then the exact format of our certificates.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use super::certificate::{ca_hash, is_ca, server_names_of_certificate};
 use super::error::IdentityError;
 
-/// Always passed explicitly: the process default belongs to the program that links this crate.
+/// Passed explicitly everywhere: the process default belongs to the program that links this crate.
 pub(super) fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
@@ -27,7 +27,7 @@ pub(super) fn refuse(error: IdentityError) -> Error {
     Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(error))))
 }
 
-/// Accepts the clients that `inner` accepts and whose certificate `check` accepts too.
+/// Accepts the clients that `inner` accepts if `check` accepts their certificate too.
 pub fn client_verifier(
     inner: Arc<dyn ClientCertVerifier>,
     check: impl Fn(&CertificateDer<'_>) -> Result<(), Error> + Send + Sync + 'static,
@@ -35,8 +35,8 @@ pub fn client_verifier(
     Arc::new(Checked { inner, check })
 }
 
-/// Accepts the servers that `check` accepts: it is given the certificate, those that came with it, the name that was dialled, and the
-/// time. That the server has the certificate's key is checked here.
+/// Accepts the servers that `check` accepts. It receives the certificate, those that came with it, the dialled name,
+/// and the time. The verifier itself checks that the server has the certificate's key.
 pub fn server_verifier(
     check: impl Fn(&CertificateDer<'_>, &[CertificateDer<'_>], &ServerName<'_>, UnixTime) -> Result<(), Error>
     + Send
@@ -46,7 +46,7 @@ pub fn server_verifier(
     Arc::new(Checked { inner: provider().signature_verification_algorithms, check })
 }
 
-/// A verifier, and a check of our own.
+/// A verifier combined with our own check.
 struct Checked<V, F> {
     inner: V,
     check: F,
@@ -145,7 +145,7 @@ where
     }
 }
 
-/// The roots that a tunnel-server's certificate is checked against.
+/// Roots for checking a tunnel-server's certificate.
 #[derive(Debug)]
 pub(super) enum Trust {
     Roots(Arc<RootCertStore>),
@@ -154,7 +154,8 @@ pub(super) enum Trust {
 }
 
 impl Trust {
-    /// Accepts a certificate that a trusted root signed, is valid now, names the server, and has a server's exact shape.
+    /// Accepts a certificate that is signed by a trusted root, currently valid, names the server, and has exactly a
+    /// server's format.
     pub(super) fn verify(
         &self,
         leaf: &CertificateDer<'_>,

@@ -1,8 +1,8 @@
-//! One stream of packets: the connections that are dialled for it, and what becomes of each packet.
+//! One stream of packets: the connections dialled for it, and the handling of each packet.
 //!
-//! The protocol has no flow control for one connection. What waits for a target that does not take it is bounded: beyond that the
-//! stream is not read any further, for a while, so that its sender waits as it would at a socket. A target that makes no room
-//! meanwhile loses its connection, unless nobody else uses the stream: the others are not to wait for it.
+//! The protocol has no flow control for single connections. Data that waits for a target is limited: above the limit
+//! the stream is not read for a while, so that its sender waits as it would at a socket. A target that makes no room
+//! in that time loses its connection, unless nobody else uses the stream: others must not wait for it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,15 +21,16 @@ use super::room::{Part, Room};
 use super::{CloseDial, CloseRequest, Data, DialRequest, Packet, PacketType};
 use crate::text::printable;
 
-/// Makes the connections of a stream.
+/// Creates the connections of a stream.
 #[tonic::async_trait]
 pub trait Dial: Send + Sync + 'static {
     type Connected: Send + 'static;
 
-    /// Connects to `HOST:PORT`, or says in Go's words why not. Ends early when `gone` does: nobody waits for the answer then.
+    /// Connects to `HOST:PORT`, or returns the reason in Go's words. Ends early when `gone` does, because nobody waits
+    /// for the answer then.
     async fn dial(&self, address: &str, gone: &Gone) -> Result<Self::Connected, String>;
 
-    /// Carries a connection until both directions have ended, or `gone` ends: then it is reset.
+    /// Relays a connection until both directions have ended, or until `gone` ends, which resets it.
     async fn carry(
         &self,
         connected: Self::Connected,
@@ -39,39 +40,40 @@ pub trait Dial: Send + Sync + 'static {
     ) -> Result<(), String>;
 }
 
-/// How much one stream may have at a time, and the words for what goes beyond that.
+/// Limits of one stream, and the messages for exceeding them.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
-    /// Connections, dials included.
+    /// Maximum connections, including dials.
     pub connections: usize,
-    /// Bytes of one connection that wait for its target.
+    /// Maximum bytes of one connection that wait for its target.
     pub one: usize,
-    /// How long the stream is not read for one connection's sake, if others use it.
+    /// Maximum time for which the stream is not read because of one connection, if others use it.
     pub patience: Duration,
-    /// Whether several callers share the stream: also while it has one connection, since dials come behind what is not read.
+    /// True if several callers share the stream. It then counts as shared even with one connection, since dials queue
+    /// behind unread packets.
     pub callers_share: bool,
-    /// What the end of a connection that has gone beyond that is explained by.
+    /// Explanation for the end of a connection that exceeded its limit.
     pub stalled: &'static str,
-    /// How long a target may go on after its connection was closed.
+    /// Maximum time for which a target may continue after its connection was closed.
     pub linger: Duration,
-    /// What DATA is answered before the stream's first dial.
+    /// Answer to DATA before the stream's first dial.
     pub early: &'static str,
 }
 
-/// When a connection is over for whoever has asked for it.
+/// Tells when a connection is over for the caller.
 #[derive(Clone, Debug)]
 pub struct Gone {
-    /// At once.
+    /// End at once.
     cut: CancellationToken,
-    /// It was closed.
+    /// The connection was closed.
     closed: CancellationToken,
-    /// Although it was closed it may not go on.
+    /// A closed connection must not continue.
     evicted: CancellationToken,
     linger: Duration,
 }
 
 impl Gone {
-    /// Ends when the connection has to: at once, or a while after it was closed.
+    /// Returns when the connection must end: at once, or some time after it was closed.
     pub async fn wait(&self) {
         tokio::select! {
             biased;
@@ -83,38 +85,38 @@ impl Gone {
         }
     }
 
-    /// Ends once nobody waits for a dial.
+    /// Returns when nobody waits for a dial.
     pub async fn cut(&self) {
         self.cut.cancelled().await;
     }
 }
 
-/// A connection of the stream, from its dial on.
+/// A connection of the stream, starting with its dial.
 #[derive(Debug)]
 struct Open {
-    /// The dial's number.
+    /// Number of the dial.
     random: i64,
     inlet: Inlet,
     gone: Gone,
     stalled: Arc<AtomicBool>,
 }
 
-/// One stream's connections by their numbers.
+/// Connections of one stream, by number.
 #[derive(Debug)]
 pub struct Connections<D> {
     dialler: Arc<D>,
     bounds: Bounds,
     packets: Packets,
     open: HashMap<i64, Open>,
-    /// Those that were closed, while they send what waits.
+    /// Closed connections that still send waiting data.
     closing: HashMap<i64, (Arc<Waiting>, Gone)>,
-    /// The connections by the numbers of their dials.
+    /// Connection numbers by dial number.
     dials: HashMap<i64, i64>,
-    /// The last number that was given.
+    /// Last number assigned.
     numbers: Arc<AtomicI64>,
-    /// Whether there was a dial.
+    /// True after the first dial.
     dialled: bool,
-    /// What may wait for all targets, those of closed connections included.
+    /// Limit on the data waiting for all targets, closed connections included.
     part: Part,
     ended: (mpsc::UnboundedSender<i64>, mpsc::UnboundedReceiver<i64>),
     /// Cancelled when the stream ends.
@@ -126,8 +128,8 @@ pub struct Connections<D> {
 struct Over;
 
 impl<D: Dial> Connections<D> {
-    /// Connections are numbered from after `numbers` on, which streams share whose other end does not tell them apart. `room`:
-    /// what may wait for the targets of all streams that share it.
+    /// Numbers connections from `numbers` + 1 on; streams share `numbers` if their other end does not tell them apart.
+    /// `room`: limit on the data waiting for the targets of all streams that share it.
     pub fn new(
         dialler: Arc<D>,
         bounds: Bounds,
@@ -152,10 +154,10 @@ impl<D: Dial> Connections<D> {
         }
     }
 
-    /// Serves the stream to its end, which ends its connections, except those that were closed before.
+    /// Serves the stream to its end, which ends its connections, except those closed before.
     ///
     /// # Errors
-    /// What the stream failed with.
+    /// Returns the error of the stream.
     pub async fn serve(
         mut self,
         mut stream: impl Stream<Item = Result<Packet, Status>> + Unpin,
@@ -190,7 +192,8 @@ impl<D: Dial> Connections<D> {
         match (kind, packet.payload) {
             (PacketType::DialReq, Some(Payload::DialRequest(request))) => self.dial(request).await,
             (PacketType::DialCls, Some(Payload::CloseDial(CloseDial { random }))) => {
-                // Also one that is up: the answer may have crossed this packet, and nobody knows its number then.
+                // Also for an established connection: the answer may have crossed this packet, and the caller does not
+                // know its number.
                 if let Some(open) = self.dials.get(&random).and_then(|connect_id| self.open.get(connect_id)) {
                     open.gone.cut.cancel();
                 }
@@ -199,7 +202,7 @@ impl<D: Dial> Connections<D> {
             (PacketType::Data, Some(Payload::Data(data))) => self.data(data).await,
             (PacketType::CloseReq, Some(Payload::CloseRequest(CloseRequest { connect_id }))) => {
                 let error = match self.open.remove(&connect_id) {
-                    // Its task sends what waits, and ends with its target, or after a while.
+                    // Its task sends the waiting data, and ends with its target or after a while.
                     Some(Open { random, inlet, gone, .. }) => {
                         self.dials.remove(&random);
                         gone.closed.cancel();
@@ -230,7 +233,7 @@ impl<D: Dial> Connections<D> {
         } else if self.dials.contains_key(&random) {
             Some(format!("dial {random} is under way already"))
         } else if carried >= self.bounds.connections {
-            // Go's words for it, which have proxy-server answer 503.
+            // Go's words for this, which make proxy-server answer 503.
             Some(format!("too many open files: this stream has {carried} connections"))
         } else {
             None
@@ -300,14 +303,14 @@ impl<D: Dial> Connections<D> {
         Ok(())
     }
 
-    /// The connection with the most pays.
+    /// Cuts the connection with the most waiting data if the stream exceeds its part.
     fn keep_to_the_bound_of_all(&self) {
         if !self.part.is_exceeded() {
             return;
         }
         let open = self.open.iter().map(|(id, open)| (*id, &open.inlet.waiting, &open.gone.cut));
         let closing = self.closing.iter().map(|(id, (waiting, gone))| (*id, waiting, &gone.evicted));
-        // One that is not to go on is not counted again: its end is under way.
+        // A connection that must not continue no longer counts: its end is under way.
         let live: Vec<_> = open
             .chain(closing)
             .filter(|(_, _, end)| !end.is_cancelled())
@@ -331,7 +334,7 @@ impl<D: Dial> Connections<D> {
 }
 
 impl<D> Drop for Connections<D> {
-    /// Nobody could have those that were closed pay later.
+    /// Evicts the closed connections if room is scarce, because afterwards nothing could evict them.
     fn drop(&mut self) {
         if self.part.is_scarce() {
             self.closing.values().for_each(|(_, gone)| gone.evicted.cancel());
@@ -339,7 +342,7 @@ impl<D> Drop for Connections<D> {
     }
 }
 
-/// Tells the stream that a connection has ended, however it did.
+/// Tells the stream that a connection has ended, in any way.
 struct Ended(mpsc::UnboundedSender<i64>, i64);
 
 impl Drop for Ended {
@@ -355,7 +358,7 @@ struct Connection<D> {
     random: i64,
     connect_id: i64,
     gone: Gone,
-    /// Whether its target did, and what is said then.
+    /// Set if its target stalled, and the message for that case.
     stalled: (Arc<AtomicBool>, &'static str),
     _ended: Ended,
 }
@@ -365,18 +368,18 @@ impl<D: Dial> Connection<D> {
         let connected = match self.dialler.dial(&address, &self.gone).await {
             Ok(connected) => connected,
             Err(reason) => {
-                // Who has closed the dial does not wait for an answer.
+                // A caller that has closed the dial does not wait for an answer.
                 if !self.gone.cut.is_cancelled() {
                     self.send(Packet::dial_response(self.random, Err(reason))).await;
                 }
                 return;
             }
         };
-        // Through the same channel as the data, and so before them.
+        // Uses the same channel as the data, so it arrives before them.
         self.send(Packet::dial_response(self.random, Ok(self.connect_id))).await;
         let ended = self.dialler.carry(connected, &mut inbox, &mut outbox, &self.gone).await;
         if self.gone.closed.is_cancelled() {
-            // The stream has answered that.
+            // The stream has answered the close.
             return;
         }
         let error = match ended {
@@ -391,7 +394,7 @@ impl<D: Dial> Connection<D> {
         tokio::select! {
             biased;
             sent = self.packets.send(Ok(packet)) => drop(sent),
-            // Its caller reads nothing, and has closed it.
+            // The caller reads nothing, and has closed the connection.
             () = self.gone.closed.cancelled() => {}
         }
     }

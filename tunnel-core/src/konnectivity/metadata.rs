@@ -1,8 +1,8 @@
-//! The metadata of the call with which an agent attaches, and of its answer.
+//! Metadata of the call by which an agent attaches, and of its answer.
 
 use tonic::metadata::MetadataMap;
 
-/// The value of a key that is there once, as each of theirs has to be.
+/// Returns the value of a key that occurs exactly once, as each of theirs must.
 pub fn single<'a>(metadata: &'a MetadataMap, key: &str) -> Option<&'a str> {
     let mut values = metadata.get_all(key).iter();
     match (values.next(), values.next()) {

@@ -1,5 +1,6 @@
-//! The protocol of Kubernetes' apiserver-network-proxy (konnectivity): its messages, generated from `proto/` and checked in (a test
-//! compares), and what both ends that dial for others have in common, the server's egress door and the agent.
+//! Protocol of Kubernetes' apiserver-network-proxy (konnectivity): its messages, generated from `proto/` and checked
+//! in (a test compares), and code shared by the two ends that dial for others: the server's egress listener and the
+//! agent.
 
 #![expect(clippy::allow_attributes_without_reason, reason = "generated code")]
 
@@ -21,7 +22,7 @@ pub use queue::{Inbox, Outbox, Packets, cost};
 pub use room::Room;
 pub use words::in_words_of_go;
 
-/// Clients written in Go send messages up to this size, in bytes.
+/// Maximum size of a message from clients written in Go, in bytes.
 pub const LARGEST_MESSAGE: usize = 4 << 20;
 
 impl Packet {
@@ -34,7 +35,7 @@ impl Packet {
         Self::new(PacketType::DialReq, Payload::DialRequest(request))
     }
 
-    /// `connected`: the connection's number, or why there is none.
+    /// `connected`: the connection's number, or the reason for having none.
     pub fn dial_response(random: i64, connected: Result<i64, String>) -> Self {
         let (connect_id, error) = match connected {
             Ok(connect_id) => (connect_id, String::new()),

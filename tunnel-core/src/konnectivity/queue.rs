@@ -1,5 +1,5 @@
-//! The two ends of a connection that is carried in packets: what came from the caller and its target has not taken yet, and what
-//! goes to the caller.
+//! The two ends of a connection carried in packets: data from the caller that its target has not taken yet, and data
+//! for the caller.
 
 use std::io;
 use std::pin::Pin;
@@ -16,20 +16,20 @@ use tonic::Status;
 use super::Packet;
 use super::room::Total;
 
-/// What one packet carries at most: the buffer with which programs written in Go copy.
+/// Maximum data of one packet, in bytes: the buffer size with which programs written in Go copy.
 const PACKET: usize = 32 << 10;
-/// What a piece takes of memory however short it is, in bytes.
+/// Minimum memory that a piece takes, in bytes.
 const SHORTEST: usize = 64;
 
-/// Packets to whoever has opened the stream or serves it; a failed one ends the stream.
+/// Packets to the stream's other end; an error ends the stream.
 pub type Packets = mpsc::Sender<Result<Packet, Status>>;
 
-/// How much of a connection waits for its target.
+/// Data of a connection that waits for its target.
 #[derive(Debug)]
 pub(super) struct Waiting {
     bytes: AtomicUsize,
     taken: Notify,
-    /// The same of all connections together.
+    /// Sum over all connections.
     all: Arc<Total>,
 }
 
@@ -53,7 +53,7 @@ impl Waiting {
         self.bytes.load(Ordering::Acquire)
     }
 
-    /// Waits until it is no more than `bound`.
+    /// Waits until at most `bound` bytes are waiting.
     pub(super) async fn at_most(&self, bound: usize) {
         loop {
             let taken = self.taken.notified();
@@ -71,7 +71,7 @@ impl Drop for Waiting {
     }
 }
 
-/// What a caller has sent, for whoever takes the packets apart.
+/// Sending end for the caller's data, used by the task that takes packets apart.
 #[derive(Debug)]
 pub(super) struct Inlet {
     sender: mpsc::UnboundedSender<Bytes>,
@@ -84,17 +84,18 @@ impl Inlet {
             return;
         }
         self.waiting.add(cost(&data));
-        // A connection that has just ended takes no more.
+        // A connection that has just ended takes no more data.
         let _ = self.sender.send(data);
     }
 }
 
-/// What a piece that waits counts against a bound, in bytes.
+/// Returns the bytes for which a waiting piece counts.
 pub fn cost(piece: &Bytes) -> usize {
     piece.len().max(SHORTEST)
 }
 
-/// The same, to be read by the connection. Its end of file is that of the inlet, or of the target.
+/// Receiving end for the caller's data, read by the connection. Its end of file is that of the inlet, or of the
+/// target.
 #[derive(Debug)]
 pub struct Inbox {
     receiver: mpsc::UnboundedReceiver<Bytes>,
@@ -103,18 +104,19 @@ pub struct Inbox {
     ended: Pin<Box<WaitForCancellationFutureOwned>>,
 }
 
-/// What goes to the caller.
+/// Data for the caller.
 #[derive(Debug)]
 pub struct Outbox {
     packets: PollSender<Result<Packet, Status>>,
     connect_id: i64,
-    /// The caller has closed the connection.
+    /// Cancelled when the caller has closed the connection.
     closed: CancellationToken,
-    /// The target has.
+    /// Cancelled when the target has closed the connection.
     ended: CancellationToken,
 }
 
-/// The ends of one connection. `closed` says that the caller has closed it; `all` counts what waits for all targets.
+/// Creates the ends of one connection. `closed` is cancelled when the caller closes it; `all` counts the data waiting
+/// for all targets.
 pub(super) fn ends(
     connect_id: i64,
     packets: Packets,
@@ -137,7 +139,7 @@ impl AsyncRead for Inbox {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         while this.piece.is_empty() {
-            // There is no half-close in this protocol: after its target's end a connection is over.
+            // This protocol has no half-close: a connection is over after its target's end.
             if this.ended.as_mut().poll(cx).is_ready() {
                 return Poll::Ready(Ok(()));
             }

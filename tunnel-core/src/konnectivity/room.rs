@@ -1,14 +1,14 @@
-//! How much may wait for the targets of all streams that share a process's memory.
+//! Limit on the data waiting for the targets of all streams that share a process's memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::memory::stall_budget;
 
-/// What waits on all streams together at most, in bytes, however much memory there is.
+/// Maximum for all streams together, in bytes, regardless of the memory.
 const MOST: usize = 64 << 20;
 
-/// Bytes that may wait for targets on several streams together. Each stream has an equal part, so that none of them takes
+/// Bytes that may wait for targets on several streams together. Each stream has an equal part, so that none takes
 /// another's.
 #[derive(Debug)]
 pub struct Room {
@@ -22,7 +22,7 @@ impl Room {
         Self { bytes, streams: AtomicUsize::new(0), waiting: AtomicUsize::new(0) }
     }
 
-    /// What this process has for receivers that do not read.
+    /// Returns the room of this process, from its budget for receivers that do not read.
     pub fn of_process() -> Self {
         Self::new(stall_budget().min(MOST))
     }
@@ -40,7 +40,7 @@ pub(super) struct Part {
     total: Arc<Total>,
 }
 
-/// What waits for all targets of a stream, those included whose connections the stream has left behind.
+/// Bytes waiting for all targets of a stream, including connections that outlive it.
 #[derive(Debug)]
 pub(super) struct Total {
     room: Arc<Room>,
@@ -58,7 +58,7 @@ impl Part {
         self.total.clone()
     }
 
-    /// How much may wait on this stream, as many as there are now.
+    /// Returns how many bytes may wait on this stream, given the current number of streams.
     pub(super) fn bytes(&self) -> usize {
         self.room.bytes / self.room.streams.load(Ordering::Acquire).max(1)
     }
@@ -67,7 +67,7 @@ impl Part {
         self.total.waiting.load(Ordering::Acquire) > self.bytes()
     }
 
-    /// Whether connections that go on without their stream would take the room of others.
+    /// True if connections that outlive their stream would take the room of others.
     pub(super) fn is_scarce(&self) -> bool {
         self.room.waiting.load(Ordering::Acquire) > self.room.bytes / 2
     }

@@ -1,8 +1,8 @@
-//! The words by which programs written in Go tell errors apart.
+//! Words by which programs written in Go distinguish errors.
 
 use crate::outcome::Outcome;
 
-/// The reason for a failure, with those words.
+/// Returns the reason for a failure, with those words.
 pub fn in_words_of_go(outcome: Outcome, reason: String) -> String {
     let words = match outcome {
         Outcome::TimedOut => "i/o timeout",

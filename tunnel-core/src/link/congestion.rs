@@ -1,4 +1,4 @@
-//! The congestion control of links.
+//! Congestion control of links.
 
 use std::fmt;
 use std::io;
@@ -9,62 +9,62 @@ use tokio::net::TcpStream;
 
 use crate::net::refine;
 
-/// Goes by the rate and the delay that it measures, so that a loss on a radio link does not halve the rate.
+/// Follows the measured rate and delay, so that a loss on a radio link does not halve the rate.
 const PREFERRED: &str = "bbr";
-/// The kernel's TCP_CA_NAME_MAX, less the byte that ends the name.
+/// The kernel's TCP_CA_NAME_MAX, minus the terminating byte.
 const LONGEST: usize = 15;
 
-/// Which congestion control the links' sockets get. Each end chooses for what it sends.
+/// Congestion control of the links' sockets. Each end chooses for the data that it sends.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Congestion {
-    /// BBR where this host has it and permits it, otherwise the system's.
+    /// BBR if this host has it and permits it, otherwise the system's default.
     #[default]
     Auto,
-    /// The system's.
+    /// The system's default.
     System,
-    /// The kernel's name.
+    /// An algorithm, by its name in the kernel.
     Named(String),
 }
 
 impl Congestion {
-    /// A flag's value.
+    /// Parses a flag's value.
     ///
     /// # Errors
-    /// Not a name, or not to be had on this host.
+    /// Fails if it is not a name, or if the algorithm is not available on this host.
     pub fn parse(value: &str) -> Result<Self, String> {
         let congestion: Self = value.parse()?;
         congestion.check()?;
         Ok(congestion)
     }
 
-    /// Sets it. One that was named could be had when this program started.
+    /// Sets it on a socket. A named algorithm was available when this program started.
     pub fn set(&self, socket: &TcpStream) {
         refine("TCP_CONGESTION", self.set_on(&SockRef::from(socket)));
     }
 
     fn set_on(&self, socket: &Socket) -> io::Result<()> {
         match self {
-            // Without it the system's stays.
+            // If BBR is not available, the system's default stays.
             Self::Auto => socket.set_tcp_congestion(PREFERRED.as_bytes()).or(Ok(())),
             Self::System => Ok(()),
             Self::Named(name) => socket.set_tcp_congestion(name.as_bytes()),
         }
     }
 
-    /// Whether what this end sends goes by BBR.
+    /// True if this end sends with BBR.
     pub fn is_bbr(&self) -> bool {
         let name = self.tried().and_then(|socket| socket.tcp_congestion());
         name.is_ok_and(|name| name.starts_with(PREFERRED.as_bytes()))
     }
 
-    /// A socket that has it.
+    /// Returns a new socket with this congestion control.
     fn tried(&self) -> io::Result<Socket> {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
         self.set_on(&socket)?;
         Ok(socket)
     }
 
-    /// Whether this process may use it; the error has what there is.
+    /// Checks that this process may use it. The error lists the permitted ones.
     fn check(&self) -> Result<(), String> {
         self.tried().map(drop).map_err(|error| {
             let allowed = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_allowed_congestion_control");

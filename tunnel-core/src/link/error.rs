@@ -1,14 +1,14 @@
-//! Why a link failed.
+//! Errors of links.
 
 use std::io;
 
 use super::settings::PING_TIMEOUT;
 use crate::error::causes;
 
-/// Why a link was given up.
+/// Reason for giving up a link.
 #[derive(Debug, thiserror::Error)]
 pub enum LinkDead {
-    /// No answer in [`PING_TIMEOUT`], nor anything else.
+    /// Neither an answer nor anything else arrived within [`PING_TIMEOUT`].
     #[error("no answer to an HTTP/2 PING for {} s", PING_TIMEOUT.as_secs())]
     Timeout,
     /// The connection failed.
@@ -16,7 +16,7 @@ pub enum LinkDead {
     Failed(#[source] h2::Error),
 }
 
-/// Why a connection failed, for an operator: `error` or one of its sources is an [`h2::Error`].
+/// Describes a connection's failure to an operator. `error` or one of its sources is an [`h2::Error`].
 pub fn reason(error: &(dyn std::error::Error + 'static)) -> String {
     let Some(h2) = causes(error).find_map(|cause| cause.downcast_ref::<h2::Error>()) else {
         return error.to_string();

@@ -1,12 +1,12 @@
-//! How much of a link's bytes may be under way, and how much may wait in front of it: both follow the path.
+//! Limits on the bytes of a link that are in flight or queued in front of it; both follow the path.
 //!
-//! A stream's window bounds what it has in flight. It has to hold the path's bandwidth times its round-trip time, or the
-//! stream waits for the window instead of the line: 1 MiB is 84 Mbit/s at 100 ms. So a receiver whose stream comes near
-//! its window enlarges that of all streams, as the kernel does for TCP. It never shrinks, and what is held for receivers
-//! that do not read is bounded elsewhere.
+//! A stream's window limits its bytes in flight. It must hold the path's bandwidth times its round-trip time, or the
+//! stream waits for the window instead of the line: 1 MiB is 84 Mbit/s at 100 ms. So a receiver whose stream uses more
+//! than a quarter of its window in a round trip enlarges that of all streams, as the kernel does for TCP. The window
+//! never shrinks; the bytes held for receivers that do not read are limited elsewhere.
 //!
-//! What waits in front of the link delays everything behind it: 256 KiB are 0.4 s at 5 Mbit/s. Large pieces are what makes
-//! a fast link fast. So the size of a piece is what the link delivers in a few milliseconds.
+//! Data queued in front of the link delays everything behind it: 256 KiB are 0.4 s at 5 Mbit/s. But large pieces are
+//! what makes a fast link fast. So a piece is as large as what the link delivers in a few milliseconds.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::task::Waker;
@@ -22,50 +22,51 @@ use super::settings::{LARGEST_PIECE, SEND_BUFFER, SMALLEST_PIECE, first_window, 
 use crate::memory::link_queue;
 use crate::tcp_info::{Delivery, Silence};
 
-/// The time on the line of one piece.
+/// Transmission time of one piece, in milliseconds.
 const PIECE_MS: u64 = 15;
-/// Before the link's rate is known.
+/// Size of a piece before the link's rate is known, in bytes.
 const FIRST_PIECE: usize = 16 << 10;
-/// Round trips over which a stream's rate is measured: what one window held for a receiver that has paused, and now takes
-/// all at once, is no reason for a larger one.
+/// Round trips over which a stream's rate is measured. A receiver that pauses, and then takes all that one window held
+/// for it at once, is no reason for a larger window.
 const ROUNDS: u32 = FACTOR;
-/// A stream's window is at least so many times what it takes in a round trip. Lost segments hold back what comes after them for a
-/// round trip and more, and a stream that its window holds back in between does not show what the path could carry.
+/// A stream's window is at least this multiple of the data that it takes in a round trip. Lost segments hold back the
+/// data behind them for a round trip or more, and a stream that its window holds back meanwhile does not show what the
+/// path could carry.
 const FACTOR: u32 = 4;
-/// The shortest time for it.
+/// Minimum time for the measurement.
 const SHORTEST_SPAN: Duration = Duration::from_millis(20);
 
-/// How long the link's task may take to answer.
+/// Maximum time for the link's task to answer.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// What a link's streams share.
+/// State shared by a link's streams.
 #[derive(Debug)]
 pub struct Flow {
     /// The round-trip time of the link.
     pub rtt: Rtt,
-    /// The stream window to announce, in bytes.
+    /// Stream window to announce, in bytes.
     window: AtomicU32,
-    /// The one that is announced.
+    /// Stream window that is announced, in bytes.
     announced: AtomicU32,
-    /// Bytes of a piece.
+    /// Size of a piece, in bytes.
     piece: AtomicUsize,
     /// Bytes that the link has received.
     received: AtomicU64,
     /// Bytes that the link has sent.
     sent: AtomicU64,
-    /// Bytes that the path took each second when something was sent last.
+    /// Bytes per second that the path delivered when something was last sent.
     rate: AtomicU64,
-    /// Segments that were sent again.
+    /// Number of retransmitted segments.
     retransmits: AtomicU32,
     /// Written by the connection's owner, read for the status and the metrics.
     sending: Mutex<Sending>,
-    /// In microseconds; 0 until it is known.
+    /// Round-trip time of the path in microseconds; 0 until known.
     path_rtt: AtomicU32,
-    /// The task that owns the HTTP/2 connection.
+    /// Task that owns the HTTP/2 connection.
     owner: AtomicWaker,
-    /// Streams that send more than small messages.
+    /// Number of streams that send more than small messages.
     bulk: AtomicUsize,
-    /// Somebody wants to know for how long the peer has been silent.
+    /// Set if a task waits to know for how long the peer has been silent.
     asked: AtomicBool,
     silence: watch::Sender<Option<Silence>>,
 }
@@ -92,58 +93,58 @@ impl Default for Flow {
 }
 
 impl Flow {
-    /// What one stream may have in flight, in bytes.
+    /// Returns the limit on one stream's bytes in flight.
     pub fn window(&self) -> u32 {
         self.window.load(Ordering::Relaxed)
     }
 
-    /// How much to hand to the link at a time, in bytes, so that others need not wait for long behind it.
+    /// Returns how many bytes to hand to the link at a time, so that others need not wait long behind them.
     pub fn piece(&self) -> usize {
         self.piece.load(Ordering::Relaxed)
     }
 
-    /// Bytes that the link has received.
+    /// Returns the bytes that the link has received.
     pub fn received(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Bytes that the link has received and sent.
+    /// Returns the bytes that the link has received and sent.
     pub fn moved(&self) -> u64 {
         self.received() + self.sent.load(Ordering::Relaxed)
     }
 
-    /// Bytes that the path took each second when this end sent something last; 0 before that.
+    /// Returns the bytes per second that the path delivered when this end last sent something; 0 before that.
     pub fn rate(&self) -> u64 {
         self.rate.load(Ordering::Relaxed)
     }
 
-    /// TCP segments that this end has sent again.
+    /// Returns the number of TCP segments that this end has retransmitted.
     pub fn retransmits(&self) -> u32 {
         self.retransmits.load(Ordering::Relaxed)
     }
 
-    /// What held this end's sending back lately; `None` before it sent anything, or before Linux 4.10.
+    /// Returns what recently limited this end's sending; `None` before it sent anything, or before Linux 4.10.
     pub fn limits(&self) -> Option<Limits> {
         self.sending.lock().limits()
     }
 
-    /// What one stream may have waiting in front of the link, in bytes: its share when many send at once.
+    /// Returns the limit on one stream's bytes queued in front of the link: its share when many send at once.
     pub(crate) fn share(&self) -> usize {
         share(link_queue(), self.bulk.load(Ordering::Relaxed))
     }
 
-    /// For how long the peer has not answered on TCP's level, if there is anything to answer. A link that looks alive
-    /// otherwise may be dead: a NAT has forgotten it, or the line is out.
+    /// Returns for how long the peer has not answered at TCP level, if there is anything to answer. A link may be dead
+    /// although it looks alive otherwise: a NAT has forgotten it, or the line is down.
     pub async fn silence(&self) -> Option<Silence> {
         let mut silence = self.silence.subscribe();
         self.asked.store(true, Ordering::Release);
         self.owner.wake();
-        // Without an answer the link is being closed.
+        // Without an answer, the link is being closed.
         tokio::time::timeout(ANSWER, silence.changed()).await.ok()?.ok()?;
         *silence.borrow()
     }
 
-    /// Whether [`Self::silence`] waits for an answer.
+    /// True if [`Self::silence`] is waiting for an answer.
     pub(super) fn is_asked(&self) -> bool {
         self.asked.load(Ordering::Relaxed) && self.asked.swap(false, Ordering::Acquire)
     }
@@ -152,8 +153,8 @@ impl Flow {
         self.silence.send_replace(silence);
     }
 
-    /// How far the other end is, as a round-trip time without what waits on the path; `None` before it is known. Behind a
-    /// proxy the kernel knows the way to the proxy only, and a PING all of it.
+    /// Returns the distance of the other end, as a round-trip time without queueing on the path; `None` before it is
+    /// known. Behind a proxy the kernel knows only the path to the proxy, while a PING takes all of it.
     pub fn distance(&self) -> Option<Duration> {
         let kernels = match self.path_rtt.load(Ordering::Relaxed) {
             0 => None,
@@ -162,7 +163,7 @@ impl Flow {
         kernels.max(self.rtt.shortest())
     }
 
-    /// Sets the round-trip time between the two kernels, without what waits on the path or in the programs.
+    /// Sets the round-trip time between the two kernels, without queueing on the path or in the programs.
     pub fn set_path_rtt(&self, rtt: Duration) {
         let micros = u32::try_from(rtt.as_micros()).unwrap_or(u32::MAX).max(1);
         self.path_rtt.store(micros, Ordering::Relaxed);
@@ -177,8 +178,8 @@ impl Flow {
         self.received.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Announces a larger window once there is one. To be called in each poll of the task that owns the connection;
-    /// `announce` fails while the peer has not acknowledged the last one.
+    /// Announces a larger window if there is one. Call it in each poll of the task that owns the connection;
+    /// `announce` fails while the peer has not acknowledged the previous window.
     pub(crate) fn poll_window(&self, waker: &Waker, announce: impl FnOnce(u32) -> Result<(), h2::Error>) {
         self.owner.register(waker);
         let window = self.window();
@@ -187,7 +188,7 @@ impl Flow {
         }
     }
 
-    /// Follows the link's rate. Returns the new size of a piece when it is another one.
+    /// Follows the link's rate. Returns the new size of a piece if it changed.
     pub(super) fn delivered(&self, delivery: Delivery) -> Option<usize> {
         self.rate.store(delivery.rate, Ordering::Relaxed);
         self.retransmits.store(delivery.retransmits, Ordering::Relaxed);
@@ -198,7 +199,7 @@ impl Flow {
         let now = self.piece();
         let piece = usize::try_from(delivery.rate * PIECE_MS / 1000).unwrap_or(LARGEST_PIECE);
         let piece = piece.clamp(SMALLEST_PIECE, LARGEST_PIECE);
-        // An idle link's rate says nothing, and small changes nothing worth a system call.
+        // An idle link's rate tells nothing, and a small change is not worth a system call.
         let smaller = piece < now / 4 * 3 && !delivery.app_limited && delivery.rate > 0;
         let larger = piece > now / 4 * 5;
         (smaller || larger).then(|| {
@@ -248,7 +249,7 @@ impl Drop for Bulk<'_> {
     }
 }
 
-/// How fast one stream's receiver takes bytes.
+/// Rate at which one stream's receiver takes bytes.
 #[derive(Debug)]
 pub(crate) struct Taken {
     since: Instant,
@@ -262,7 +263,8 @@ impl Default for Taken {
 }
 
 impl Taken {
-    /// Counts bytes, and enlarges the window if they nearly fill it in one round trip.
+    /// Counts bytes, and enlarges the window if it is less than [`FACTOR`] times what the stream takes in a round
+    /// trip.
     pub(crate) fn add(&mut self, bytes: usize, flow: &Flow) {
         self.add_at(bytes, flow, Instant::now());
     }
@@ -270,7 +272,7 @@ impl Taken {
     fn add_at(&mut self, bytes: usize, flow: &Flow, now: Instant) {
         self.bytes += bytes as u64;
         let elapsed = now.saturating_duration_since(self.since);
-        // Before the first PING is answered, a path is as short as any.
+        // Before the first PING is answered, the path counts as short.
         let round = flow.rtt.shortest().unwrap_or_default();
         if elapsed < SHORTEST_SPAN.max(round * ROUNDS) {
             return;
@@ -297,7 +299,7 @@ mod tests {
         flow
     }
 
-    /// A stream that takes so many bytes in each round trip, up to its window.
+    /// Returns the window after a stream has taken this many bytes in each round trip, up to its window.
     fn window_after(rtt_ms: u64, per_round: u64, rounds: u32) -> u32 {
         let flow = flow(rtt_ms);
         let mut taken = Taken::default();
@@ -311,7 +313,7 @@ mod tests {
 
     #[test]
     fn a_window_that_is_the_limit_grows_to_four_times_the_path() {
-        // 200 Mbit/s and 100 ms: 2.5 MB in flight.
+        // 200 Mbit/s at 100 ms: 2.5 MB in flight.
         assert_eq!(window_after(100, 2_500_000, 10), 16 << 20);
         assert_eq!(window_after(100, 2_500_000, 4), 4 << 20, "one step at a time");
         assert_eq!(window_after(250, 12_500_000, 20), LARGEST_WINDOW);
@@ -320,7 +322,7 @@ mod tests {
     #[test]
     fn a_window_that_is_not_the_limit_stays() {
         assert_eq!(window_after(100, 250_000, 100), STREAM_WINDOW);
-        // 250 MB/s at a millisecond.
+        // 250 MB/s at 1 ms.
         assert_eq!(window_after(1, 250_000, 100), STREAM_WINDOW);
     }
 

@@ -1,4 +1,4 @@
-//! The HTTP/2 connection of a link, which announces larger windows as more is known about its path.
+//! HTTP/2 connection of a link, which announces larger windows as it learns about its path.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -15,7 +15,7 @@ use super::Flow;
 /// A stream that the client of the link has opened.
 pub type Accepted = (Request<RecvStream>, SendResponse<Bytes>);
 
-/// Moves the bytes of the client's end until the link ends. In a task of its own carried bytes wake only that.
+/// Drives the client end until the link ends. In its own task, relayed bytes wake nothing else.
 pub fn drive<T: AsyncRead + AsyncWrite + Unpin>(
     mut connection: h2::client::Connection<T, Bytes>,
     flow: Arc<Flow>,
@@ -26,7 +26,7 @@ pub fn drive<T: AsyncRead + AsyncWrite + Unpin>(
     })
 }
 
-/// The next stream at the other end, whose bytes move meanwhile.
+/// Waits for the next stream at the server end, and drives the connection meanwhile.
 pub async fn accept<T: AsyncRead + AsyncWrite + Unpin>(
     connection: &mut h2::server::Connection<T, Bytes>,
     flow: &Flow,

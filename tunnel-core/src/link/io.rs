@@ -1,4 +1,4 @@
-//! The link's byte stream: TLS over TCP, whose buffers follow the path, and whose bytes are counted.
+//! Byte stream of a link: TLS over TCP, with buffers that follow the path and byte counters.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -17,22 +17,22 @@ use super::settings::{not_sent_limit, tune_tls};
 use crate::net::refine;
 use crate::tcp_info::delivery;
 
-/// How often to ask for the link's rate, at most.
+/// Minimum time between two queries of the link's rate.
 const RATE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The byte stream under a link's HTTP/2.
 #[derive(Debug)]
 pub struct LinkIo {
-    // Boxed: futures that hold it are moved.
+    // Boxed, because futures that hold it are moved.
     stream: Box<TlsStream<TcpStream>>,
     flow: Arc<Flow>,
     rate_read: Instant,
-    /// The longest pause between two retransmissions, as the kernel was told.
+    /// Maximum pause between two retransmissions, as set in the kernel.
     rto_max: Duration,
 }
 
 impl LinkIo {
-    /// Wraps a stream whose handshake is done, on a socket that [`super::tune_link`] has tuned.
+    /// Wraps a stream after its handshake, on a socket tuned by [`super::tune_link`].
     pub fn new(stream: impl Into<TlsStream<TcpStream>>) -> Self {
         let mut io = Self {
             stream: Box::new(stream.into()),
@@ -43,7 +43,7 @@ impl LinkIo {
         io.resize(io.flow.piece());
         let rtt = delivery(io.stream.get_ref().0).and_then(|delivery| delivery.shortest_rtt);
         if let Some(rtt) = rtt {
-            // From the handshake, until a PING is answered.
+            // Measured in the handshake; used until a PING is answered.
             io.flow.rtt.assume(rtt);
             io.flow.set_path_rtt(rtt);
         }
@@ -51,33 +51,33 @@ impl LinkIo {
         io
     }
 
-    /// What the link's streams share.
+    /// Returns the state shared by the link's streams.
     pub fn flow(&self) -> Arc<Flow> {
         self.flow.clone()
     }
 
-    /// Bounds what waits in TLS and in the kernel by the size of a piece, in bytes.
+    /// Limits the bytes queued in TLS and in the kernel by the size of a piece, in bytes.
     fn resize(&mut self, piece: usize) {
         match &mut *self.stream {
             TlsStream::Client(stream) => tune_tls(stream.get_mut().1, piece),
             TlsStream::Server(stream) => tune_tls(stream.get_mut().1, piece),
         }
         let socket = self.stream.get_ref().0;
-        // Without it small messages wait longer.
+        // Without it, small messages wait longer.
         refine("TCP_NOTSENT_LOWAT", SockRef::from(socket).set_tcp_notsent_lowat(not_sent_limit(piece)));
     }
 
-    /// Bounds the pause between two retransmissions.
+    /// Limits the pause between two retransmissions.
     fn pause_at_most(&mut self, pause: Duration) {
         self.rto_max = pause;
-        // Without it the link works, and is used again later after an outage.
+        // Without it the link works, but recovers later after an outage.
         if let Err(error) = set_rto_max(self.stream.get_ref().0, pause) {
             tracing::debug!(%error, "cannot bound the pause between retransmissions");
         }
     }
 
-    /// Answers [`Flow::silence`]. To be called wherever the link is polled: while it cannot be written to, h2 does not read
-    /// before a PING that is due has been written.
+    /// Answers [`Flow::silence`]. Call it wherever the link is polled: while the link cannot be written to, h2 does
+    /// not read until a due PING has been written.
     fn answer_if_asked(&self) {
         if self.flow.is_asked() {
             self.flow.answer(delivery(self.stream.get_ref().0).and_then(|delivery| delivery.silence));
@@ -167,7 +167,7 @@ mod tests {
 
     use super::*;
 
-    /// A link, and its other end.
+    /// Creates a link, and its other end.
     async fn link() -> (LinkIo, server::TlsStream<TcpStream>) {
         let own = rcgen::generate_simple_self_signed(vec!["link".to_owned()]).unwrap();
         let key = PrivateKeyDer::try_from(own.signing_key.serialize_der()).unwrap();

@@ -1,13 +1,13 @@
-//! What holds a link's sender back: the peer's receive window, this end's send buffer, or neither but the path.
+//! Causes that limit a link's sender: the peer's receive window, this end's send buffer, or only the path.
 
 use std::time::Duration;
 
 use crate::tcp_info::SendTimes;
 
-/// After this much sending, what was before it no longer counts. So the shares are of the last one to two spans.
+/// Sending time after which older values are dropped. So the shares cover the last one to two spans.
 const SPAN: Duration = Duration::from_secs(10);
 
-/// Shares, 0 to 1, of the time in which a link lately had bytes to send or unacknowledged ones.
+/// Shares, 0 to 1, of the recent time in which a link had unsent or unacknowledged bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
     /// The peer's receive window was full: a larger one (net.ipv4.tcp_rmem there) would make the link faster.
@@ -16,22 +16,22 @@ pub struct Limits {
     pub send_buffer: f64,
 }
 
-/// Below this share nothing is worth a word.
+/// Minimum share worth reporting.
 const WORTH: f64 = 0.05;
 
-/// What limited a link most, for a person: `window 46 %` or `buffer 12 %`; `None` if nothing did.
+/// Names the main limit of a link for people: `window 46 %` or `buffer 12 %`; `None` if nothing limited it.
 pub fn limited_by(receive_window: f64, send_buffer: f64) -> Option<String> {
     let (what, share) =
         if receive_window >= send_buffer { ("window", receive_window) } else { ("buffer", send_buffer) };
     (share >= WORTH).then(|| format!("{what} {:.0} %", share * 100.0))
 }
 
-/// Follows a link's [`SendTimes`].
+/// Follows the [`SendTimes`] of a link.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Sending {
-    /// When the last but one span began.
+    /// Values at the start of the previous span.
     before: SendTimes,
-    /// When the last one began.
+    /// Values at the start of the current span.
     begin: SendTimes,
     now: SendTimes,
 }
@@ -45,10 +45,10 @@ impl Sending {
         }
     }
 
-    /// `None` before anything was sent.
+    /// Returns the shares; `None` before anything was sent.
     pub(super) fn limits(&self) -> Option<Limits> {
         let busy = self.now.busy.saturating_sub(self.before.busy);
-        // The kernel counts in jiffies.
+        // The kernel counts in jiffies, so a share may exceed 1.
         let share = |now: Duration, before: Duration| {
             (now.saturating_sub(before).as_secs_f64() / busy.as_secs_f64()).min(1.0)
         };

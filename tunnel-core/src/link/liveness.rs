@@ -1,4 +1,4 @@
-//! Whether a link is alive: HTTP/2 PINGs, which measure the round-trip time as well.
+//! Checks that a link is alive, by HTTP/2 PINGs, which also measure the round-trip time.
 
 use std::time::Duration;
 
@@ -10,12 +10,13 @@ use super::flow::Flow;
 use super::settings::{PING_INTERVAL, PING_TIMEOUT};
 use crate::backoff::jittered;
 
-/// A round-trip time that is measured again at once: the line may have been out meanwhile. What waits for the peer waits for a
-/// few round trips, and would not notice the next outage for as many times the last one.
+/// A round-trip time from which on the next measurement follows at once, because the line may have been down
+/// meanwhile. Code that waits for the peer waits for a few round trips, and would notice the next outage only after a
+/// multiple of the last one.
 const LONG: Duration = Duration::from_secs(1);
 
-/// Pings until the link is dead, measures the round-trip time, and calls `tick` before each PING. On a slow link an answer
-/// may be long under way: what else arrives meanwhile shows that the peer lives.
+/// Sends PINGs until the link is dead, measures the round-trip time, and calls `tick` before each PING. On a slow link
+/// an answer may take long; other data arriving meanwhile shows that the peer is alive.
 pub async fn keep_alive(mut pings: PingPong, flow: &Flow, mut tick: impl FnMut()) -> LinkDead {
     loop {
         tick();

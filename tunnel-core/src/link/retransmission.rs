@@ -1,4 +1,4 @@
-//! How soon a link is used again after an outage of its line.
+//! Limits the time until a link recovers after an outage of its line.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -9,26 +9,26 @@ use nix::sys::socket::setsockopt;
 use nix::sys::socket::sockopt::SetStruct;
 use nix::{libc, setsockopt_impl};
 
-/// The longest pause between two retransmissions, in milliseconds (Linux 6.15).
+/// Socket option: maximum pause between two retransmissions, in milliseconds (Linux 6.15).
 #[derive(Clone, Copy, Debug)]
 struct RtoMax;
 const TCP_RTO_MAX_MS: libc::c_int = 44;
 setsockopt_impl!(RtoMax, libc::IPPROTO_TCP, TCP_RTO_MAX_MS, u32, SetStruct<'_, u32>);
 
-/// The kernel takes no less.
+/// Minimum that the kernel accepts.
 const SHORTEST_RTO_MAX: Duration = Duration::from_secs(1);
 
-/// The longest pause between two retransmissions on a path with this round-trip time. By default they become longer up to
-/// two minutes, so that a link is used again only seconds after an outage of seconds. Not shorter than a few round trips,
-/// which would send again what is only slow.
+/// Returns the maximum pause between two retransmissions on a path with this round-trip time. By default the pauses
+/// grow up to two minutes, so that after an outage of seconds a link takes seconds more to recover. The pause is at
+/// least a few round trips; a shorter one would retransmit segments that are only slow.
 pub(super) fn rto_max(rtt: Duration) -> Duration {
     SHORTEST_RTO_MAX.max(rtt * 4).min(Duration::from_secs(120))
 }
 
-/// Sets it. Older kernels go on as they do.
+/// Sets the maximum pause. Older kernels ignore it.
 ///
 /// # Errors
-/// The socket is closed.
+/// Fails if the socket is closed.
 pub(super) fn set_rto_max(socket: &impl AsFd, pause: Duration) -> io::Result<()> {
     let milliseconds = u32::try_from(pause.as_millis()).unwrap_or(u32::MAX);
     match setsockopt(socket, RtoMax, &milliseconds) {

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// The round-trip time of a link. Kept in microseconds; 0 until the first answer.
+/// Round-trip time of a link, in microseconds; 0 until the first answer.
 #[derive(Debug, Default)]
 pub struct Rtt {
     last: AtomicU32,
@@ -11,17 +11,17 @@ pub struct Rtt {
 }
 
 impl Rtt {
-    /// The last measurement; `None` before the first.
+    /// Returns the last measurement; `None` before the first.
     pub fn last(&self) -> Option<Duration> {
         duration(&self.last)
     }
 
-    /// The shortest lately: that of the path without what waits in front of it.
+    /// Returns the shortest recent measurement: that of the path without queueing.
     pub fn shortest(&self) -> Option<Duration> {
         duration(&self.shortest).or_else(|| self.last())
     }
 
-    /// Takes the kernel's figure until there is a measurement. It ends at the first proxy on the path.
+    /// Uses the kernel's value until there is a measurement. It covers only the path to the first proxy.
     pub fn assume(&self, kernels: Duration) {
         self.last.store(micros(kernels), Ordering::Relaxed);
     }
@@ -30,7 +30,7 @@ impl Rtt {
     pub fn add(&self, sample: Duration) {
         let micros = micros(sample);
         self.last.store(micros, Ordering::Relaxed);
-        // A path that has become longer is believed after some minutes.
+        // A longer path is believed after some minutes.
         let shortest = match self.shortest.load(Ordering::Relaxed) {
             0 => micros,
             before => micros.min(before.saturating_add(micros.saturating_sub(before) / 16)),

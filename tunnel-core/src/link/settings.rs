@@ -1,4 +1,4 @@
-//! The settings of a link: HTTP/2, TLS, TCP and timeouts. `docs/benchmarks.md` has the measurements behind the values.
+//! Settings of a link: HTTP/2, TLS, TCP and timeouts. `docs/benchmarks.md` has the measurements behind the values.
 
 use std::time::Duration;
 
@@ -9,66 +9,67 @@ use tokio::net::TcpStream;
 use crate::memory::stall_budget;
 use crate::net::refine;
 
-/// HTTP/2 stream window at first, in bytes: what one carried connection may have in flight, or held for a receiver that
-/// does not read.
+/// Initial HTTP/2 stream window, in bytes: what one tunnelled connection may have in flight, or held for a receiver
+/// that does not read.
 pub const STREAM_WINDOW: u32 = 1 << 20;
-/// What it grows to on long paths: 512 Mbit/s at 250 ms.
+/// Maximum stream window, on long paths: 512 Mbit/s at 250 ms.
 pub const LARGEST_WINDOW: u32 = 16 << 20;
-/// HTTP/2 connection window, in bytes. A full one would stop every stream of the link, so it is far above what the
-/// bounds on stalled receivers allow to be held.
+/// HTTP/2 connection window, in bytes. A full one would stop every stream of the link, so it is far above the limits
+/// for stalled receivers.
 pub const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
-/// Below this bound on what is held for stalled receivers, windows are smaller at first.
+/// Limit for stalled receivers, in bytes, below which windows start smaller.
 const SMALL_BUDGET: usize = 32 << 20;
-/// Bytes that a server holds for receivers of one node that do not read.
+/// Maximum bytes that a server holds for receivers of one node that do not read.
 pub const SERVER_STALL_BYTES: usize = 256 << 20;
-/// Bytes that an agent holds for targets that do not read.
+/// Maximum bytes that an agent holds for targets that do not read.
 pub const AGENT_STALL_BYTES: usize = 64 << 20;
-/// Links of one session.
+/// Maximum links of one session.
 pub const MAX_LINKS: u32 = 8;
-/// The same where both ends send by BBR. Then a loss does not slow a connection down, so that more of them carry no more;
-/// and several compete with each other: each keeps its own part of the path's buffer full, and some get a multiple of others.
+/// Maximum links of one session if both ends send with BBR. A loss then does not slow a connection down, so more links
+/// carry no more data. Instead they compete: each keeps its own part of the path's buffer full, and some get a
+/// multiple of others.
 pub const BBR_LINKS: u32 = 2;
-/// An agent's feature: it sends by BBR, and was not told how many links to open.
+/// Feature of an agent that sends with BBR and was not told how many links to open.
 pub const BBR_FEATURE: &str = "bbr";
-/// Connections that one link may carry at a time.
+/// Maximum connections of one link at a time.
 pub const MAX_STREAMS: u32 = 1 << 17;
 
-/// Largest HTTP/2 frame that is accepted, in bytes.
+/// Maximum size of an accepted HTTP/2 frame, in bytes.
 pub const MAX_FRAME: u32 = 256 << 10;
-/// The largest piece that is handed to a link at a time, and that TLS buffers before the socket is written to, in bytes.
-/// Writing a whole frame in one system call is what makes a single stream fast: with rustls' 64 KiB it moves two thirds as
-/// much.
+/// Maximum size of a piece, in bytes: data handed to a link at a time, and buffered by TLS before the socket is
+/// written to. Writing a whole frame in one system call makes a single stream fast: with rustls' 64 KiB it moves two
+/// thirds as much.
 pub const LARGEST_PIECE: usize = 256 << 10;
-/// The smallest: on a slow link pieces delay each other.
+/// Minimum size of a piece, in bytes: on a slow link pieces delay each other.
 pub const SMALLEST_PIECE: usize = 4 << 10;
 /// Bytes queued per stream in front of the socket: one frame. With twice as much, small messages wait half as long
-/// again behind four bulk transfers, which are no faster for it.
+/// again behind four bulk transfers, which do not get faster.
 pub(crate) const SEND_BUFFER: usize = 256 << 10;
-/// Bytes of headers or trailers of one message: a few short fields.
+/// Maximum size of the headers or trailers of one message, in bytes: a few short fields.
 pub const MAX_HEADERS: u32 = 16 << 10;
-/// Resets of streams that may be remembered or pending before the peer counts as hostile. Both ends are
-/// authenticated, and thousands of clients may give up concurrently.
+/// Stream resets that may be remembered or pending before the peer counts as hostile. Both ends are authenticated, and
+/// thousands of clients may give up at the same time.
 pub const MAX_RESETS: usize = 1 << 17;
-/// How long a stream that this end reset is remembered, so that late frames for it are ignored.
+/// Time for which a stream reset by this end is remembered, so that late frames for it are ignored.
 pub const RESET_MEMORY: Duration = Duration::from_secs(5);
 
 /// Time between two PINGs.
 pub const PING_INTERVAL: Duration = Duration::from_secs(10);
-/// Between two questions of [`tune_probing_link`] that were not answered.
+/// Time between two unanswered keepalive probes of [`tune_probing_link`].
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
-/// How long a PING may go unanswered: a dead link is noticed within `PING_INTERVAL + PING_TIMEOUT`.
+/// Maximum time for an answer to a PING: a dead link is noticed within `PING_INTERVAL + PING_TIMEOUT`.
 pub const PING_TIMEOUT: Duration = Duration::from_secs(12);
-/// How long the handshakes of TLS and HTTP/2 and the session's first message may take.
+/// Maximum time for the handshakes of TLS and HTTP/2 and the session's first message.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What one carried connection may have in flight at first, in bytes. Where little memory may be used, floods are half as
-/// large; less would be less than half a window's credit for a whole frame.
+/// Initial limit on the bytes in flight of one tunnelled connection. It is halved if little memory may be used, so
+/// that floods take half as much; if it were lower still, half a window's credit would be less than a whole frame.
 pub(crate) fn first_window() -> u32 {
     if stall_budget() < SMALL_BUDGET { STREAM_WINDOW / 2 } else { STREAM_WINDOW }
 }
 
-/// What it may grow to: at most half of what may be held for receivers that do not read. One that only reads slowly holds nearly
-/// all of its window, and must not be cut for it while it is alone.
+/// Maximum stream window: at most half of what may be held for receivers that do not read. A receiver that only reads
+/// slowly holds nearly all of its window, and must not be cut for that while it is alone.
 pub(crate) fn largest_window() -> u32 {
     largest_window_within(stall_budget())
 }
@@ -118,14 +119,14 @@ pub fn tune_link(socket: &TcpStream) {
     tune(socket, &keepalive());
 }
 
-/// The same, and has the kernel ask whether the link is alive once it has been silent for so long. Only ends that dial
-/// do: an agent's questions keep the mapping of a NAT, and when the mapping was forgotten the server's kernel answers with
-/// a reset.
+/// Like [`tune_link`], and has the kernel send keepalive probes once the link has been silent for this long. Only ends
+/// that dial do this: an agent's probes keep a NAT's mapping alive, and if the mapping was forgotten, the server's
+/// kernel answers with a reset.
 pub fn tune_probing_link(socket: &TcpStream, silence: Duration) {
     tune(socket, &keepalive().with_time(silence).with_interval(PROBE_INTERVAL));
 }
 
-/// None of them is needed: PINGs find a dead link where the kernel does not.
+/// Sets the options. None is essential: PINGs find a dead link if the kernel does not.
 fn tune(socket: &TcpStream, keepalive: &TcpKeepalive) {
     let socket = SockRef::from(socket);
     refine("TCP_NODELAY", socket.set_tcp_nodelay(true));
@@ -133,14 +134,14 @@ fn tune(socket: &TcpStream, keepalive: &TcpKeepalive) {
     refine("TCP_USER_TIMEOUT", socket.set_tcp_user_timeout(Some(PING_INTERVAL + PING_TIMEOUT)));
 }
 
-/// Bounds the bytes that the link's TLS buffers.
+/// Limits the bytes that the link's TLS buffers.
 pub fn tune_tls<Data>(connection: &mut ConnectionCommon<Data>, piece: usize) {
     connection.set_buffer_limit(Some(piece));
 }
 
-/// Unsent bytes in the kernel above which the link is not written to: keeps small messages from queueing behind bulk. The link's
-/// task may wake late. Where the kernel runs out of bytes meanwhile it sends a short last segment, and BBR, which counts
-/// segments, takes the path for a faster one and fills its buffer.
+/// Returns the unsent bytes in the kernel above which the link is not written to, so that small messages do not queue
+/// behind bulk data. The link's task may wake late. If the kernel runs out of data meanwhile, it sends a short last
+/// segment, and BBR, which counts segments, overestimates the path and fills its buffer.
 pub(super) fn not_sent_limit(piece: usize) -> u32 {
     u32::try_from(piece.min(LARGEST_PIECE / 2)).unwrap_or(u32::MAX)
 }

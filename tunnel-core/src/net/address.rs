@@ -1,8 +1,8 @@
-//! Properties of a host's address.
+//! Properties of host addresses.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
-/// Whether `address` can tell one host from another: it is not unspecified, loopback or link-local.
+/// True if `address` can identify a host: it is not unspecified, loopback or link-local.
 pub const fn identifies_host(address: IpAddr) -> bool {
     let link_local = match address {
         IpAddr::V4(v4) => v4.is_link_local(),
@@ -11,8 +11,8 @@ pub const fn identifies_host(address: IpAddr) -> bool {
     !(address.is_unspecified() || address.is_loopback() || link_local)
 }
 
-/// The source address that this host uses towards `peer`. Connecting a UDP socket asks the routing table and sends
-/// nothing. None when there is no route, or the source would be loopback or link-local.
+/// Returns the source address that this host uses towards `peer`. Connecting a UDP socket queries the routing table
+/// and sends nothing. `None` if there is no route, or if the source would be loopback or link-local.
 pub fn source_address(peer: SocketAddr) -> Option<IpAddr> {
     let any = match peer {
         SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),

@@ -1,4 +1,4 @@
-//! Tells when this host's addresses or routes change, by rtnetlink(7).
+//! Watches changes of this host's addresses or routes, by rtnetlink(7).
 
 use std::fmt;
 use std::io;
@@ -13,7 +13,7 @@ use socket2::{SockFilter, SockRef};
 use tokio::time::timeout;
 use tokio_util::task::AbortOnDropHandle;
 
-/// Changes come in bursts: an interface goes down with all of its addresses.
+/// Quiet time after a change. Changes come in bursts: an interface goes down with all of its addresses.
 const SETTLE: Duration = Duration::from_millis(20);
 
 /// A subscription to changes in this network namespace. Needs no privilege.
@@ -28,19 +28,20 @@ pub struct NetChanges {
 pub struct Ended;
 
 impl NetChanges {
-    /// Changes of addresses, of both families, from now on. Needs a tokio runtime.
+    /// Subscribes to changes of addresses of both families. Needs a tokio runtime.
     ///
     /// # Errors
-    /// There is no netlink socket to be had.
+    /// Fails if a netlink socket cannot be created.
     pub fn of_addresses() -> io::Result<Self> {
         Self::subscribe(&[MulticastGroup::Ipv4Ifaddr, MulticastGroup::Ipv6Ifaddr], None)
     }
 
-    /// Changes of routes within these networks, and of the rules, from now on. A router that takes a whole table of the
-    /// Internet costs nothing here: the kernel drops what is elsewhere. (For IPv6 it goes by the first 32 bits.)
+    /// Subscribes to changes of routes within these networks, and of rules. A router with a full Internet routing
+    /// table costs nothing here: the kernel drops messages about other routes. (For IPv6 it compares the first 32
+    /// bits.)
     ///
     /// # Errors
-    /// As [`Self::of_addresses`].
+    /// Fails as [`Self::of_addresses`] does.
     pub fn of_routes(networks: &[IpNet]) -> io::Result<Self> {
         let groups = [
             MulticastGroup::Ipv4Route,
@@ -60,11 +61,12 @@ impl NetChanges {
         Ok(Self { messages: Box::pin(messages.map(drop)), _connection: connection })
     }
 
-    /// Waits for a change, but no longer than this, and returns whether there was one. An overflow of the socket counts as one.
-    /// Then waits until it is quiet for a moment; bounded, so that a flapping interface does not hold up the caller.
+    /// Waits up to `at_most` for a change and returns true if there was one. An overflow of the socket counts as a
+    /// change. After a change it waits for a quiet moment, for a limited time, so that a flapping interface does not
+    /// block the caller.
     ///
     /// # Errors
-    /// There will be no more.
+    /// [`Ended`] if no more changes will be reported.
     pub async fn next(&mut self, at_most: Duration) -> Result<bool, Ended> {
         match timeout(at_most, self.messages.next()).await {
             Err(_) => Ok(false),
@@ -84,8 +86,8 @@ impl fmt::Debug for NetChanges {
     }
 }
 
-/// Classic BPF (linux/filter.h), which runs before a message takes room in the socket: keeps all messages but those about
-/// routes whose destination is in none of the networks.
+/// Classic BPF (linux/filter.h), run before a message takes room in the socket. Drops messages about routes whose
+/// destination is in none of the networks, and keeps all others.
 fn routes_within(networks: &[IpNet]) -> Vec<SockFilter> {
     const LOAD_BYTE: u16 = 0x30;
     const LOAD_WORD: u16 = 0x20;
@@ -96,19 +98,20 @@ fn routes_within(networks: &[IpNet]) -> Vec<SockFilter> {
     const AND: u16 = 0x54;
     const IF_EQUAL: u16 = 0x15;
     const RETURN: u16 = 0x06;
-    /// Of `struct nlmsghdr`, in the host's order: the byte of `nlmsg_type` that is not 0.
+    /// Offset in `struct nlmsghdr`, in host byte order: the byte of `nlmsg_type` that is not 0.
     const TYPE: u32 = if cfg!(target_endian = "little") { 4 } else { 5 };
     const NEW_ROUTE: u32 = 24;
     const DELETE_ROUTE: u32 = 25;
-    /// Behind `nlmsghdr` and `rtmsg`.
+    /// Offset behind `nlmsghdr` and `rtmsg`.
     const ATTRIBUTES: u32 = 28;
     const RTA_DST: u32 = 1;
-    /// SKF_AD_OFF + SKF_AD_NLATTR: replaces A, an offset, by that of the first attribute behind it of type X, or 0.
+    /// SKF_AD_OFF + SKF_AD_NLATTR: replaces A, an offset, by the offset of the first attribute behind it of type X, or
+    /// by 0.
     const FIND_ATTRIBUTE: u32 = 0xffff_f000 + 12;
     const ATTRIBUTE_HEADER: u32 = 4;
 
     let step = |code, if_true, if_false, value| SockFilter::new(code, if_true, if_false, value);
-    // Jumps count from the next step. The last two are "drop" and "keep".
+    // Jumps count from the next step. The last two steps are "drop" and "keep".
     let checks = 3 * u8::try_from(networks.len()).unwrap_or(u8::MAX / 3);
     let mut program = vec![
         step(LOAD_BYTE, 0, 0, TYPE),
@@ -117,7 +120,7 @@ fn routes_within(networks: &[IpNet]) -> Vec<SockFilter> {
         step(SET_X, 0, 0, RTA_DST),
         step(SET_A, 0, 0, ATTRIBUTES),
         step(LOAD_WORD, 0, 0, FIND_ATTRIBUTE),
-        // A default route has none.
+        // A default route has no destination.
         step(IF_EQUAL, 1 + checks, 0, 0),
         step(A_TO_X, 0, 0, 0),
     ];
@@ -132,7 +135,7 @@ fn routes_within(networks: &[IpNet]) -> Vec<SockFilter> {
     program
 }
 
-/// The first 32 bits of the network's addresses, and which of them all have in common.
+/// Returns the first 32 bits of the network's addresses, and the mask of the bits that all have in common.
 fn first_word(network: &IpNet) -> (u32, u32) {
     match network.trunc() {
         IpNet::V4(network) => (network.network().to_bits(), network.netmask().to_bits()),

@@ -1,4 +1,4 @@
-//! The addresses of a name, as this host's resolver says.
+//! Looks up the addresses of a name with this host's resolver.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -10,27 +10,29 @@ use tokio::time::{Instant, timeout};
 
 use super::address::source_address;
 
-/// How long the second answer may come after the first one, at least. A resolver sends both at once, and waits seconds for one
-/// that was dropped on the way.
+/// Minimum time to wait for the second answer after the first one. A resolver sends both queries at once, and waits
+/// seconds for an answer that was dropped on the way.
 const GRACE: Duration = Duration::from_millis(250);
 
-/// The addresses of one family, or why there are none.
+/// Addresses of one family, or the reason for having none.
 type Answer = io::Result<Vec<SocketAddr>>;
 
-/// The addresses of a name, or the address that `host` is, with `port`. A and AAAA are asked for apart, because some name servers
-/// refuse one kind or never answer it, and musl's getaddrinfo(3) fails for both then. The first is the one to try first.
+/// Returns the addresses of a name, or `host` itself if it is an address, with `port`. A and AAAA are queried
+/// separately, because some name servers refuse one kind or never answer it, and then musl's getaddrinfo(3) fails for
+/// both. Try the first address first.
 ///
 /// # Errors
-/// [`io::ErrorKind::NotFound`]: the resolver says that there is none. [`io::ErrorKind::HostUnreachable`]: no name server gives an
-/// answer, which is so while the line is out.
+/// [`io::ErrorKind::NotFound`]: the resolver says that there is no address. [`io::ErrorKind::HostUnreachable`]: no
+/// name server answers, as while the line is down.
 pub async fn lookup(host: &str, port: u16) -> Answer {
     lookup_holding(host, port, &()).await
 }
 
-/// The same, and keeps `held` until the resolver has answered both: this may return long before that, and two threads wait.
+/// Like [`lookup`], and keeps `held` until the resolver has answered both queries. This function may return long
+/// before that, while two threads wait.
 ///
 /// # Errors
-/// As those of [`lookup`].
+/// Same as [`lookup`].
 pub async fn lookup_holding<T: Clone + Send + 'static>(host: &str, port: u16, held: &T) -> Answer {
     if let Ok(address) = host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(address, port)]);
@@ -51,7 +53,8 @@ pub async fn lookup_holding<T: Clone + Send + 'static>(host: &str, port: u16, he
         Err(_) => Some(next(&mut answers).await),
     };
     let mut found = join(first, second)?;
-    // RFC 6724 section 6, as far as it matters: what this host cannot send to is last, and local addresses of IPv6 before that.
+    // RFC 6724 section 6, as far as it matters: addresses that this host cannot send to come last, and unique local
+    // IPv6 addresses before those.
     found.sort_by_key(|address| match address.ip() {
         _ if source_address(*address).is_none() => 3,
         IpAddr::V6(v6) if v6.is_unique_local() => 2,
@@ -66,7 +69,7 @@ async fn next(answers: &mut JoinSet<Answer>) -> Answer {
     answers.join_next().await.map_or_else(unasked, |ended| ended.map_err(io::Error::other).flatten())
 }
 
-/// Of one family. Blocks.
+/// Queries addresses of one family. Blocks.
 fn ask(host: &str, port: u16, family: AddrFamily) -> Answer {
     let hints = AddrInfoHints {
         address: family.into(),
@@ -88,15 +91,15 @@ fn ask(host: &str, port: u16, family: AddrFamily) -> Answer {
 fn explained(error: LookupError) -> io::Error {
     let kind = match error.kind() {
         LookupErrorKind::Again => io::ErrorKind::HostUnreachable,
-        // Of this host: no descriptors or no memory.
+        // Errors of this host: no file descriptors or no memory.
         LookupErrorKind::System | LookupErrorKind::Memory => return error.into(),
         _ => io::ErrorKind::NotFound,
     };
     io::Error::new(kind, io::Error::from(error))
 }
 
-/// What was found, by whichever answer. Of two errors a "no" counts more than silence: a name server has answered. `second` is
-/// None if it was not waited for.
+/// Joins the addresses of both answers. Of two errors, NotFound is preferred to silence, because a name server has
+/// answered. `second` is `None` if it was not waited for.
 fn join(first: Answer, second: Option<Answer>) -> Answer {
     match (first, second) {
         (Ok(first), Some(Ok(second))) => Ok([first, second].concat()),
@@ -135,10 +138,10 @@ mod tests {
         }
         let local = lookup("localhost", 7).await.unwrap();
         assert!(local.contains(&"127.0.0.1:7".parse().unwrap()), "{local:?}");
-        // Too long for any resolver to ask another one.
+        // Too long for any resolver to send a query.
         let error = lookup(&"a".repeat(300), 7).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::NotFound, "{error}");
-        // No name in C.
+        // Not a valid C string.
         assert!(lookup("a\0b", 7).await.is_err());
     }
 }

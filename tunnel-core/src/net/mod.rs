@@ -21,14 +21,14 @@ pub use option::refine;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InterfaceAddress {
     pub address: IpAddr,
-    /// Whether the interface is up.
+    /// True if the interface is up.
     pub up: bool,
 }
 
-/// The addresses of every interface, loopback included, in the kernel's order.
+/// Returns the addresses of every interface, loopback included, in the kernel's order.
 ///
 /// # Errors
-/// The kernel does not list them (getifaddrs(3)).
+/// Fails if the kernel does not list them (getifaddrs(3)).
 pub fn interface_addresses() -> io::Result<Vec<InterfaceAddress>> {
     let interfaces = getifaddrs()?.filter_map(|interface| {
         let address = interface.address?;
@@ -39,9 +39,9 @@ pub fn interface_addresses() -> io::Result<Vec<InterfaceAddress>> {
     Ok(interfaces.collect())
 }
 
-/// Whether one of the ranges says that this host may dial `address` for others. A range of anything does not mean this host
-/// itself: the unspecified address is in none, and loopback only in a range of its own, because what listens there trusts
-/// whoever reaches it.
+/// True if one of the ranges permits this host to dial `address` for others. A wide range does not include this host
+/// itself: the unspecified address is in no range, and loopback only in a loopback range, because programs that listen
+/// there trust every client.
 pub fn may_dial(ranges: &[IpNet], address: IpAddr) -> bool {
     let address = address.to_canonical();
     let meant = |range: &IpNet| !address.is_loopback() || range.network().is_loopback();

@@ -1,15 +1,15 @@
-//! Socket options that a connection works without.
+//! Socket options that are not essential.
 
 use std::collections::BTreeSet;
 use std::io;
 
 use parking_lot::Mutex;
 
-/// The options that could not be set.
+/// Options that could not be set.
 static MISSING: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
 
-/// What came of setting an option that makes connections faster, or shows their end sooner. Old kernels and sandboxes lack some,
-/// which must not cost the connection. Each is logged once in a process.
+/// Logs the failure to set an option that makes connections faster or shows their end sooner, once per option and
+/// process. Old kernels and sandboxes lack some options; the connection must not fail for that.
 pub fn refine(option: &'static str, set: io::Result<()>) {
     if let Err(error) = set
         && MISSING.lock().insert(option)

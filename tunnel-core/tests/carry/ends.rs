@@ -1,4 +1,4 @@
-//! Bytes, half-closes and resets pass both ways.
+//! Tests that bytes, half-closes and resets pass both ways.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -82,7 +82,7 @@ async fn a_reset_by_the_target_is_a_reset_for_the_client(link: MakeLink) {
     assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::TargetReset)));
 }
 
-/// What a target had sent when it reset the connection arrives first, however late the client reads it.
+/// The data that a target had sent before its reset arrives first, however late the client reads it.
 async fn what_a_target_sent_before_its_reset_arrives(link: MakeLink) {
     let mut link = link().await;
     let (mut client, end) = carry(&link.send, stalls(), b"").await;
@@ -98,7 +98,7 @@ async fn what_a_target_sent_before_its_reset_arrives(link: MakeLink) {
     assert_eq!(within(end).await.unwrap(), (Err(Outcome::TargetReset), 0, data.len() as u64));
 }
 
-/// As an HTTP server that refuses a large upload: it answers, and closes while the client is still sending.
+/// Like an HTTP server that refuses a large upload: it answers, and closes while the client is still sending.
 async fn an_answer_to_an_upload_that_is_not_read_arrives(link: MakeLink) {
     for ends_first in [false, true] {
         let mut link = link().await;
@@ -149,7 +149,7 @@ async fn a_reset_by_the_client_is_a_reset_for_the_target(link: MakeLink) {
     assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::ClientReset)));
 }
 
-/// The client resets while the target does not read: a layer that waits for flow control would miss it.
+/// The client resets while the target does not read; a layer that waits for flow control would miss it.
 async fn a_reset_passes_a_stream_that_is_blocked_the_other_way(link: MakeLink) {
     let mut link = link().await;
     let (client, end) = carry(&link.send, stalls(), b"").await;
@@ -159,7 +159,7 @@ async fn a_reset_passes_a_stream_that_is_blocked_the_other_way(link: MakeLink) {
     while tokio::time::timeout(Duration::from_millis(500), client.writable()).await.is_ok() {
         let _ = client.try_write(&big);
     }
-    // Nothing is read or written: only the client's reset itself can be noticed.
+    // Nothing is read or written, so only the client's reset itself can be noticed.
     reset_on_drop(&client);
     drop(client);
     assert_eq!(within(end).await.unwrap().0, Err(Outcome::ClientReset));
@@ -202,7 +202,7 @@ async fn a_lost_link_is_a_reset_on_both_ends(link: MakeLink) {
     target.write_all(b"x").await.unwrap();
     within(client.read_u8()).await.unwrap();
     let Link { send, targets: _targets, mut agent_ends } = link;
-    // As if the server's task died; the rest of the link notifies the agent.
+    // As if the server's task had died; the rest of the link notifies the agent.
     drop(send);
     end.abort();
     assert!(within(end).await.unwrap_err().is_cancelled());

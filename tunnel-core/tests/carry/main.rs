@@ -1,4 +1,5 @@
-//! The relay between real sockets, over a real HTTP/2 connection (in memory): what arrives, and how it ends.
+//! Tests the relay between real sockets over a real HTTP/2 connection (in memory): the data that arrives, and how it
+//! ends.
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop where it is")]
 
 mod ends;

@@ -1,4 +1,4 @@
-//! A stream of this process instead of a socket.
+//! Tests streams of this process in place of sockets.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ over_both! {
     an_end_from_outside_is_an_error,
 }
 
-/// A stream to the next connection that the target accepts, and how many bytes it has carried.
+/// Opens a stream to the next connection that the target accepts. Also returns its byte counters.
 async fn open(link: &Link, stalls: Arc<StallBound>, over: Option<Outcome>) -> (TunnelStream, Arc<Traffic>) {
     let mut send = link.send.clone().ready().await.unwrap();
     let (near, far) = pipe();
@@ -117,7 +117,7 @@ async fn one_that_is_shut_down_and_dropped_ends_well(make: MakeLink) {
 
 async fn one_that_does_not_read_is_cut_at_the_bound(make: MakeLink) {
     let link = make().await;
-    // A window each, and a bound of one: the second that does not read is one too many within its grace.
+    // Each holds a window and the limit is one: the second that does not read is one too many within the grace period.
     let window = link::STREAM_WINDOW as usize;
     let bound = Arc::new(StallBound::new(window / 4, window / 4));
     let (mut streams, mut targets) = (Vec::new(), Vec::new());
@@ -126,7 +126,7 @@ async fn one_that_does_not_read_is_cut_at_the_bound(make: MakeLink) {
         let (mut target, _) = within(link.targets.accept()).await.unwrap();
         targets.push(tokio::spawn(async move {
             let chunk = vec![7; 64 << 10];
-            // Until the connection is cut, or the test is over.
+            // Writes until the connection is cut or the test is over.
             while target.write_all(&chunk).await.is_ok() {}
         }));
         streams.push(stream);
@@ -146,7 +146,7 @@ async fn one_that_does_not_read_is_cut_at_the_bound(make: MakeLink) {
     }
 }
 
-/// The peer announces HTTP/2's 64 KiB, for each stream and for all of them together.
+/// The peer announces HTTP/2's default window of 64 KiB, for each stream and for all of them together.
 #[tokio::test]
 async fn one_that_is_idle_holds_nothing_of_the_links_window() {
     let (near, far) = tokio::io::duplex(1 << 20);

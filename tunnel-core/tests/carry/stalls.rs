@@ -1,4 +1,4 @@
-//! Receivers that do not read.
+//! Tests receivers that do not read.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ over_both! {
     bytes_gathered_for_a_slow_reader_arrive_in_order,
 }
 
-/// Receivers that do not read, of large and of tiny writes, neither slow nor break other connections of their link.
+/// Receivers that do not read neither slow nor break other connections of their link, with large and with tiny writes.
 async fn stalled_receivers_do_not_affect_other_connections(link: MakeLink) {
     let link = link().await;
     let stalls = stalls();
@@ -50,7 +50,7 @@ async fn stalled_receivers_do_not_affect_other_connections(link: MakeLink) {
     .await;
     for _ in 0..50 {
         let (mut client, end) = carry(&link.send, stalls.clone(), b"").await;
-        // The link's targets are accepted in order; every stalled one is taken already.
+        // The link's targets are accepted in order; all stalled ones are accepted already.
         let (mut target, _) = within(link.targets.accept()).await.unwrap();
         client.write_all(b"ping").await.unwrap();
         let mut got = [0; 4];
@@ -68,11 +68,11 @@ async fn stalled_receivers_do_not_affect_other_connections(link: MakeLink) {
     }
 }
 
-/// Stalled receivers may hold a bounded number of bytes: beyond it, the one without progress for longest is reset.
+/// Stalled receivers may hold a limited number of bytes; above it, the one without progress for longest is reset.
 async fn one_that_does_not_read_is_reset_above_the_bound(link: MakeLink) {
     let mut link = link().await;
     let window = link::STREAM_WINDOW as usize;
-    // Room for one; twice that within the grace.
+    // Room for one, and twice that within the grace period.
     let stalls = Arc::new(StallBound::new(window, window));
     let mut stalled = Vec::new();
     for _ in 0..4 {
@@ -92,7 +92,7 @@ async fn one_that_does_not_read_is_reset_above_the_bound(link: MakeLink) {
         .await;
         stalled.push((client, end, writer));
     }
-    // The one without progress for longest: the first, unless the kernel took more for it meanwhile.
+    // The one without progress for longest is the first, unless the kernel took more for it meanwhile.
     let (ended, index, _) = within(select_all(stalled.iter_mut().map(|(_, end, _)| end))).await;
     assert_eq!(ended.unwrap().0, Err(Outcome::Stalled));
     let (mut client, _, writer) = stalled.remove(index);
@@ -112,7 +112,7 @@ async fn one_that_does_not_read_is_reset_above_the_bound(link: MakeLink) {
     }
 }
 
-/// A socket whose receiver reads 10 KB/s becomes writable every ten seconds or so. That is slow, not stalled.
+/// A socket whose receiver reads 10 KB/s becomes writable about every ten seconds. That is slow, not stalled.
 async fn a_slow_reader_is_spared_before_those_that_do_not_read(link: MakeLink) {
     let link = link().await;
     let window = link::STREAM_WINDOW as usize;
@@ -160,7 +160,7 @@ async fn a_slow_reader_is_spared_before_those_that_do_not_read(link: MakeLink) {
     assert_eq!(stalled, 2);
 }
 
-/// Links that fill the memory together: the one that holds most pays, whatever its own bound.
+/// If links fill the memory together, the one that holds most is cut, whatever its own limit.
 async fn the_memory_of_the_process_is_bounded_across_links(link: MakeLink) {
     let window = link::STREAM_WINDOW as usize;
     let budget = StallBudget::new(8 * window);
@@ -178,7 +178,7 @@ async fn the_memory_of_the_process_is_bounded_across_links(link: MakeLink) {
     within(async {
         loop {
             let cut = open.iter().filter(|(_, end)| end.is_finished()).count();
-            // A quarter more is allowed to those that were blocked only now.
+            // Recently blocked receivers may hold a quarter more.
             if cut > 0 && cut + much.blocked() + little.blocked() == 24 && budget.held() <= 10 * window {
                 break;
             }

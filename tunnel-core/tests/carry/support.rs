@@ -1,4 +1,4 @@
-//! A link in memory, and connections that are carried over it.
+//! A link in memory, and connections relayed over it.
 
 use std::future::ready;
 use std::pin::Pin;
@@ -18,17 +18,17 @@ pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
 
 pub(crate) type Ended = Result<(), Outcome>;
 
-/// An HTTP/2 link whose agent side connects every stream to what `targets` accepts.
+/// An HTTP/2 link whose agent end connects every stream to the listener `targets`.
 pub(crate) struct Link {
     pub(crate) send: SendRequest<Bytes>,
     pub(crate) targets: TcpListener,
     pub(crate) agent_ends: mpsc::UnboundedReceiver<Ended>,
 }
 
-/// Makes a link: one of those below.
+/// Creates a link: one of those below.
 pub(crate) type MakeLink = fn() -> Pin<Box<dyn Future<Output = Link> + Send>>;
 
-/// Runs each test over a link with the agent, and over one with a server that passes connections on to such a link.
+/// Runs each test over a link with the agent, and over one with a server that forwards connections to such a link.
 macro_rules! over_both {
     ($($test:ident),* $(,)?) => {
         $(mod $test {
@@ -48,12 +48,12 @@ macro_rules! over_both {
 }
 pub(crate) use over_both;
 
-/// A link with a server that has the link with the agent.
+/// Creates a link with a server that has the link with the agent.
 pub(crate) async fn passed_on() -> Link {
     passed_on_along(Arc::default(), Arc::default()).await
 }
 
-/// The same; `client` and `agent` are what that server knows of the paths of its two links.
+/// Like [`passed_on`]; `client` and `agent` are that server's path estimates of its two links.
 pub(crate) async fn passed_on_along(client: Arc<Flow>, agent: Arc<Flow>) -> Link {
     let Link { send: to_agent, targets, agent_ends } = direct().await;
     let (server_io, middle_io) = tokio::io::duplex(1 << 20);
@@ -75,7 +75,7 @@ pub(crate) async fn passed_on_along(client: Arc<Flow>, agent: Arc<Flow>) -> Link
                     traffic: &traffic,
                 };
                 let answer = async { Ok(response.await?) };
-                // The two ends say how it ended.
+                // The two ends report how it ended.
                 let _ = forward.run((request.into_body(), &mut respond), &mut send, answer).await;
             });
         }
@@ -85,7 +85,7 @@ pub(crate) async fn passed_on_along(client: Arc<Flow>, agent: Arc<Flow>) -> Link
     Link { send, targets, agent_ends }
 }
 
-/// A link with the agent.
+/// Creates a link with the agent.
 pub(crate) async fn direct() -> Link {
     let (server_io, agent_io) = tokio::io::duplex(1 << 20);
     let targets = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -119,7 +119,7 @@ pub(crate) async fn direct() -> Link {
     Link { send, targets, agent_ends }
 }
 
-/// How one carried connection ended for the server: the outcome, and the bytes from and to its socket.
+/// End of a connection at the server: the outcome, and the bytes from and to its socket.
 pub(crate) type ServerEnd = tokio::task::JoinHandle<(Ended, u64, u64)>;
 
 pub(crate) async fn carry(

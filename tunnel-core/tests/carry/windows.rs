@@ -1,4 +1,4 @@
-//! A window that is the limit of a long path grows, whoever takes the bytes.
+//! Tests that a window which limits a long path grows, for each kind of receiver.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use tunnel_core::link::Flow;
 
 use crate::support::{carry, direct, passed_on_along, stalls, within};
 
-/// A path so long that memory passes more than a window in each round trip.
+/// Returns the state of a path so long that memory passes more than a window in each round trip.
 fn long() -> Arc<Flow> {
     let flow = Flow::default();
     flow.rtt.add(Duration::from_millis(300));
@@ -36,7 +36,7 @@ async fn grows(flow: &Flow) {
     .await;
 }
 
-/// At a server in the middle it is that of the link from which the bytes come.
+/// At a forwarding server, the window of the link from which the bytes come grows.
 #[tokio::test]
 async fn passed_on() {
     let (to_client, to_agent) = (long(), long());
@@ -54,7 +54,7 @@ async fn passed_on() {
     grows(&to_client).await;
 }
 
-/// At a client that is no plain socket.
+/// The client is not a plain socket.
 #[tokio::test]
 async fn pumped() {
     let link = direct().await;
@@ -68,7 +68,7 @@ async fn pumped() {
         let (bound, abort, traffic) = (stalls(), Arc::new(Abort::default()), Traffic::default());
         let pump = Pump { flow: &path, stalls: &bound, abort: &abort, traffic: &traffic };
         let (mut read, mut write) = tokio::io::split(far);
-        // Until the test is over.
+        // Runs until the test is over.
         let _ = pump.run(&mut read, &mut write, &mut stream, body).await;
     });
     let (target, _) = within(link.targets.accept()).await.unwrap();

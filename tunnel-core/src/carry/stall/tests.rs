@@ -1,4 +1,4 @@
-//! Who is cut, and when.
+//! Tests which receivers are cut, and when.
 
 use futures_util::FutureExt as _;
 
@@ -14,7 +14,7 @@ fn aborts(number: usize) -> Vec<Arc<Abort>> {
     (0..number).map(|_| Arc::default()).collect()
 }
 
-/// Of connections that nobody looks at.
+/// For connections that no test inspects.
 static WAITING: LazyLock<Waiting> = LazyLock::new(Waiting::default);
 
 fn enter<'a>(bound: &'a StallBound, abort: &Arc<Abort>) -> StallTicket<'a> {
@@ -86,7 +86,7 @@ fn one_that_made_progress_is_spared_before_those_that_made_none() {
     let bound = StallBound::within(2 * WINDOW, WINDOW, &StallBudget::new(100 * WINDOW));
     let aborts = aborts(5);
     let mut tickets: Vec<_> = aborts.iter().map(|abort| enter(&bound, abort)).collect();
-    // The first has been blocked for longest, and its socket sends.
+    // The first has been blocked for longest, but its socket sends.
     answer(&mut tickets, |number| if number == 0 { Duration::ZERO } else { Duration::MAX });
     answer(&mut tickets, |number| if number == 0 { Duration::ZERO } else { Duration::MAX });
     assert_eq!(outcomes(&aborts), [false, true, false, false, false]);
@@ -102,7 +102,7 @@ fn at_the_bound_of_the_process_the_link_that_holds_most_pays() {
     let mut tickets = Vec::new();
     for abort in &many {
         tickets.push(enter(&greedy, abort));
-        // The next search of all links may have to wait; this one does not.
+        // The next search of all links may have to pause; this one does not.
         greedy.sweep();
         answer(&mut tickets, |_| Duration::MAX);
         assert!(budget.held() <= 11 * WINDOW, "{} windows", budget.held() / WINDOW);
@@ -116,7 +116,7 @@ fn at_the_bound_of_the_process_the_link_that_holds_most_pays() {
     assert_eq!(budget.held(), 0);
 }
 
-/// As if the only receiver had been blocked since `since`; forgets whether its task was asked.
+/// Makes the only receiver blocked since `since`, and forgets whether its task was asked.
 fn blocked_since(ticket: &mut StallTicket<'_>, since: Instant) {
     let mut blocked = ticket.link.blocked.lock();
     let mut receiver = blocked.remove(&ticket.key).unwrap();
@@ -139,7 +139,7 @@ fn a_receiver_is_cut_after_its_grace_or_at_the_hard_bound_but_asked_before() {
     }
     use Then::{Asked, Cut, Spared};
     let (ms, none) = (Duration::from_millis(1), None);
-    // The need, for how long it has been blocked, and how long ago its task was asked and has answered.
+    // Need, time blocked, time since its task was asked, time since it answered, expected result.
     for (need, since, asked, answered, then) in [
         (Need::Soft, GRACE - ms, none, none, Spared),
         (Need::Soft, GRACE, none, none, Asked),
@@ -215,11 +215,11 @@ fn after_a_search_in_vain_only_an_urgent_one_follows_at_once() {
     assert!(!is_asked(&ticket));
     budget.check(almost, true);
     assert!(is_asked(&ticket));
-    // This search found nothing either.
+    // This search finds nothing to cut either.
     blocked_since(&mut ticket, now - GRACE);
     budget.check(almost + SCAN_PAUSE, false);
     assert!(is_asked(&ticket));
-    // The search before each PING is an urgent one.
+    // The search before each PING is urgent.
     blocked_since(&mut ticket, Instant::now().checked_sub(GRACE).unwrap());
     bound.sweep();
     assert!(is_asked(&ticket));

@@ -17,14 +17,14 @@ const BOUNDS: Bounds = Bounds {
     early: "too early",
 };
 
-/// What may wait for all.
+/// Limit for all connections together.
 const ALL: usize = 3000;
 
-/// A piece of which one may wait, and not two.
+/// Size of a piece: one may wait, two may not.
 const PIECE: usize = 600;
 
-/// `echo:1` echoes, `stalls:1` reads nothing, `slow:1` takes a piece just in time, `waits:1` does not answer its dial, others are
-/// refused.
+/// `echo:1` echoes, `stalls:1` reads nothing, `slow:1` takes a piece just in time, `waits:1` does not answer its dial;
+/// others are refused.
 struct Dialler;
 
 enum Target {
@@ -64,7 +64,7 @@ impl Dial for Dialler {
             },
             Target::Stalls => {
                 gone.wait().await;
-                // What waits is still there.
+                // The waiting data is still there.
                 let _ = timeout(Duration::ZERO, inbox.read_u8()).await;
                 Err("gone".to_owned())
             }
@@ -101,7 +101,7 @@ impl Caller {
         Self::within(BOUNDS, room)
     }
 
-    /// On a stream that it shares with other callers.
+    /// Creates a caller on a stream shared with other callers.
     fn beside_others() -> Self {
         Self::within(Bounds { callers_share: true, ..BOUNDS }, &Arc::new(Room::new(ALL)))
     }
@@ -179,7 +179,7 @@ async fn packets_are_answered() {
     assert_eq!(caller.closed().await, (connect_id, String::new()));
     caller.send(Packet::close_request(connect_id)).await;
     assert_eq!(caller.closed().await, (connect_id, "Unknown connectID".to_owned()));
-    // A dial that is closed has no answer, and its number can be used again.
+    // A closed dial gets no answer, and its number can be used again.
     caller.send(Packet::dial_request("waits:1".to_owned(), 9)).await;
     caller.send(Packet::close_dial(9)).await;
     caller.send(Packet::drain()).await;
@@ -191,7 +191,7 @@ async fn packets_are_answered() {
 async fn a_target_that_takes_nothing_is_cut_off_for_the_sake_of_others() {
     let mut caller = Caller::new();
     let stalled = caller.dial("stalls:1", 1).await.unwrap();
-    // Alone, it has its sender wait.
+    // If it is alone, its sender waits.
     caller.send_pieces(stalled, 2).await;
     caller.send(Packet::dial_request("echo:1".to_owned(), 2)).await;
     assert!(timeout(BOUNDS.patience * 10, caller.answers.recv()).await.is_err());
@@ -217,7 +217,7 @@ async fn dials_of_other_callers_do_not_wait_for_the_only_connections_target() {
     let started = Instant::now();
     caller.send_pieces(stalled, 2).await;
     caller.send(Packet::dial_request("echo:1".to_owned(), 2)).await;
-    // Each is told by its own task.
+    // Each is answered by its own task.
     let (mut closed, mut connected) = (None, None);
     for _ in 0..2 {
         match caller.next().await {
@@ -268,14 +268,14 @@ async fn what_waits_for_all_is_bounded_too() {
 async fn closed_connections_count_until_they_have_ended() {
     let mut caller = Caller::new();
     let piece = Bytes::from_static(&[0; 900]);
-    // Their targets take nothing, and they may go on.
+    // Their targets take nothing, and they may continue.
     for random in 1..=3 {
         let connect_id = caller.dial("stalls:1", random).await.unwrap();
         caller.send(Packet::data(connect_id, piece.clone())).await;
         caller.send(Packet::close_request(connect_id)).await;
         assert_eq!(caller.closed().await, (connect_id, String::new()));
     }
-    // One of them has to make room for what is open.
+    // One of them must make room for an open connection.
     let open = caller.dial("stalls:1", 4).await.unwrap();
     caller.send(Packet::data(open, piece.slice(..800))).await;
     for random in 5..=7 {
@@ -300,7 +300,7 @@ async fn streams_have_equal_parts_of_what_they_share() {
     let (waits, echo) = (other.dial("stalls:1", 1).await.unwrap(), other.dial("echo:1", 2).await.unwrap());
     other.send(Packet::data(waits, Bytes::from_static(&[0; 900]))).await;
     other.echo(echo).await;
-    // Alone it has everything.
+    // Alone, it has all of the room.
     drop(other);
     let third = greedy.dial("stalls:1", 3).await.unwrap();
     greedy.send(Packet::data(third, Bytes::from_static(&[0; 900]))).await;
@@ -323,7 +323,7 @@ async fn closed_connections_outlive_their_stream_where_there_is_room() {
         room.waiting()
     };
     assert_eq!(left(1).await, 900);
-    // Together with these it would be more than half.
+    // Together with these it would exceed half.
     assert_eq!(left(1).await, 900);
     tokio::time::sleep(BOUNDS.linger).await;
     assert_eq!(room.waiting(), 0);
@@ -335,7 +335,7 @@ async fn short_pieces_count_as_the_memory_that_they_take() {
     let mut caller = Caller::new();
     let stalled = caller.dial("stalls:1", 1).await.unwrap();
     let echo = caller.dial("echo:1", 2).await.unwrap();
-    // 15 of at least 64 bytes are within 1,000, and empty ones are not kept.
+    // 15 pieces of at least 64 bytes fit into 1,000, and empty ones are not kept.
     for _ in 0..15 {
         caller.send(Packet::data(stalled, Bytes::new())).await;
         caller.send(Packet::data(stalled, Bytes::from_static(b"x"))).await;
@@ -345,7 +345,7 @@ async fn short_pieces_count_as_the_memory_that_they_take() {
     assert_eq!(started.elapsed(), Duration::ZERO);
     caller.send(Packet::data(stalled, Bytes::from_static(b"x"))).await;
     assert_eq!(caller.closed().await, (stalled, "stalled".to_owned()));
-    // What was read counts no longer.
+    // Data that was read no longer counts.
     for _ in 0..100 {
         caller.echo(echo).await;
     }
