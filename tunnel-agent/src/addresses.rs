@@ -1,4 +1,4 @@
-//! This node's own addresses, followed as they change.
+//! Follows this node's own addresses.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -10,12 +10,13 @@ use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::config::HostPort;
 use tunnel_core::net::{Ended, NetChanges, identifies_host, interface_addresses, lookup, source_address};
 
-/// The addresses are listed when the kernel says that they have changed, and this often: it may have said so in vain.
+/// Maximum time between two listings. The kernel reports changes, but a report may be missed.
 const PERIOD: Duration = Duration::from_secs(10);
 const LOOKUP: Duration = Duration::from_secs(3);
 
-/// Publishes the node's addresses until it is dropped: those of the interfaces that are up, except loopback and link-local
-/// ones, the node IP first. A node IP that is on no interface is not among them: another machine may have it by now.
+/// Publishes the node's addresses until it is dropped: those of the interfaces that are up, except loopback and
+/// link-local ones, the node IP first. A node IP that is on no interface is left out, because another machine may have
+/// it by now.
 #[derive(Debug)]
 pub struct NodeAddresses {
     shared: Arc<ArcSwap<Vec<IpAddr>>>,
@@ -24,8 +25,8 @@ pub struct NodeAddresses {
 }
 
 impl NodeAddresses {
-    /// Lists them now, and then as they change. The default of `node_ip` is the address used towards the first of `servers`
-    /// that there is a route to.
+    /// Lists the addresses now, and again as they change. `node_ip` defaults to the source address of the route to the
+    /// first of `servers` that has one.
     pub async fn start(node_ip: Option<IpAddr>, servers: watch::Receiver<Arc<Vec<HostPort>>>) -> Self {
         let shared = Arc::<ArcSwap<_>>::default();
         let (publish, mut published) = watch::channel(Arc::default());
@@ -53,18 +54,18 @@ impl NodeAddresses {
         Self { shared, published, _task: AbortOnDropHandle::new(task) }
     }
 
-    /// For the policy.
+    /// The addresses for the policy.
     pub fn shared(&self) -> Arc<ArcSwap<Vec<IpAddr>>> {
         Arc::clone(&self.shared)
     }
 
-    /// For the sessions, which report each change to the servers.
+    /// The addresses for the sessions, which report each change to the servers.
     pub fn subscribe(&self) -> watch::Receiver<Arc<Vec<IpAddr>>> {
         self.published.clone()
     }
 }
 
-/// None where there is no netlink socket to be had: then only [`PERIOD`] counts.
+/// None if no netlink socket can be opened. Then only [`PERIOD`] applies.
 fn subscribe() -> Option<NetChanges> {
     NetChanges::of_addresses()
         .inspect_err(|error| tracing::debug!(%error, "cannot follow this node's addresses by rtnetlink"))
@@ -77,7 +78,7 @@ async fn update(
     shared: &ArcSwap<Vec<IpAddr>>,
     publish: &watch::Sender<Arc<Vec<IpAddr>>>,
 ) {
-    // A node with thousands of interfaces takes a while to list them.
+    // Listing takes a while on a node with thousands of interfaces.
     let listed = match tokio::task::spawn_blocking(interface_addresses).await {
         Ok(Ok(listed)) => listed,
         Ok(Err(error)) => {
@@ -91,7 +92,7 @@ async fn update(
     };
     let up = listed.into_iter().filter(|entry| entry.up).map(|entry| entry.address);
     let up: Vec<IpAddr> = up.filter(|address| identifies_host(*address)).collect();
-    // What is gone is known at once: without its address this node may have no name server either.
+    // Lost addresses are published at once, because without its address this node may reach no name server either.
     let known = shared.load_full();
     let kept: Vec<IpAddr> = known.iter().copied().filter(|address| up.contains(address)).collect();
     if kept.len() < known.len() {
@@ -114,13 +115,14 @@ fn publish_if_new(
     if **shared.load() != now {
         tracing::info!(addresses = ?now, "this node's addresses");
         let now = Arc::new(now);
-        // The policy first: an address that is still refused must not be reported to a server.
+        // Update the policy first: an address that it still refuses must not be reported to a server.
         shared.store(Arc::clone(&now));
         publish.send_replace(now);
     }
 }
 
-/// `first` before the rest if it is listed, without duplicates, sorted: another order of the interfaces is not a change.
+/// Puts `first` first if it is listed, and sorts the rest without duplicates, so that another order of the interfaces
+/// is not a change.
 fn ordered(first: Option<IpAddr>, mut listed: Vec<IpAddr>) -> Vec<IpAddr> {
     listed.sort_unstable();
     listed.dedup();
@@ -128,7 +130,7 @@ fn ordered(first: Option<IpAddr>, mut listed: Vec<IpAddr>) -> Vec<IpAddr> {
     listed
 }
 
-/// The address that this node uses towards the first server it has a route to.
+/// The source address towards the first server that this node has a route to.
 async fn source_towards(servers: &[HostPort]) -> Option<IpAddr> {
     for server in servers {
         let resolved = match lookup(&server.host, server.port).await {
@@ -174,7 +176,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_node_ip_on_no_interface_is_not_this_nodes() {
-        // RFC 5737: a documentation address.
+        // A documentation address (RFC 5737).
         let elsewhere = "192.0.2.1".parse().unwrap();
         let addresses = NodeAddresses::start(Some(elsewhere), watch::Sender::default().subscribe()).await;
         assert!(!addresses.shared().load().contains(&elsewhere));

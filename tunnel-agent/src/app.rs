@@ -1,4 +1,4 @@
-//! Puts the agent together: [`build`] does everything that can fail at start, [`Bound::run`] serves until stopped.
+//! Assembles the agent: [`build`] does everything that can fail at start, [`Bound::run`] serves until stopped.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -40,32 +40,32 @@ use crate::session::{
 use crate::status::StatusSource;
 use crate::takeover::{Predecessor, Succession, take_over};
 
-/// Trust bundles that may wait to be installed.
+/// Maximum trust bundles waiting to be installed.
 const BUNDLES: usize = 16;
-/// How long the servers may take to read the resets of what the drain has cut.
+/// Maximum time for servers to read the resets of connections that the drain has cut.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
-/// The admin port's name among the listening sockets.
+/// Name of the admin port among the listening sockets that a successor gets.
 const ADMIN: &str = "admin";
 
-/// An agent that has its identity and answers on the admin address, and has not connected to any server yet.
+/// An agent that has its identity and answers on the admin address, but has not connected to any server yet.
 pub struct Bound {
     config: Config,
     places: Places,
     metrics: Metrics,
     status: Arc<StatusSource>,
     attaching: ReadyGuard,
-    /// None: standalone.
+    /// None when standalone.
     api: Option<Arc<ApiServer>>,
     servers: Arc<Servers>,
     _finding: AbortOnDropHandle<()>,
     identity: Identity,
     addresses: NodeAddresses,
-    /// The ranges of this node's pods.
+    /// Address ranges of this node's pods.
     pods: Arc<ArcSwap<Vec<IpNet>>>,
     outbound: BoundListeners,
     epochs: EpochSource,
     handover: Handover,
-    /// The agent to take over from, and what that delays.
+    /// The agent to take over from, and the guard that holds back readiness until then.
     before: Option<(Predecessor, ReadyGuard)>,
     succession: Arc<Succession>,
     _succeeding: AbortOnDropHandle<()>,
@@ -74,10 +74,10 @@ pub struct Bound {
 
 /// Obtains everything that an agent needs. May be dropped at any time; takes as long as the enrolment does.
 ///
-/// Another agent may take over meanwhile; `shutdown` begins then if that is configured.
+/// Another agent may take over meanwhile. `shutdown` then begins if that is configured.
 ///
 /// # Errors
-/// What only the operator can fix: files, the admin address, the kubeconfig, or a refused enrolment.
+/// Those that only the operator can fix: files, the admin address, the kubeconfig, or a refused enrolment.
 pub async fn build(config: Config, log: logging::Handle, shutdown: &Shutdown) -> anyhow::Result<Bound> {
     let places = Places::of_process();
     let mut registry = Registry::default();
@@ -97,7 +97,7 @@ pub async fn build(config: Config, log: logging::Handle, shutdown: &Shutdown) ->
     let status = Arc::new(StatusSource::new(&config, pods.clone()));
     let links = status.clone();
     register_links(&mut registry, move || links.links());
-    // Before the enrolment, which may take long: an operator wants to see what it waits for.
+    // Started before the enrolment, which may take long: an operator wants to see why it waits.
     let admin = Admin {
         registry: Arc::new(registry),
         readiness: readiness.clone(),
@@ -210,13 +210,13 @@ impl Bound {
         self.succession.set_running(links.clone(), keeper.clone());
         links.set(&self.servers.known().borrow());
 
-        // These end with this function, not with the drain.
+        // These tasks end with this function, not with the drain.
         let mut background = JoinSet::new();
         for (listen, listener) in self.outbound {
             let (outbound, succession) = (outbound.clone(), self.succession.clone());
             let draining = own.draining_token().clone();
             background.spawn(async move {
-                // The agent before accepts until then.
+                // The previous agent accepts until then.
                 succession.opened().await;
                 let listener = match listener {
                     Some(listener) => listener,
@@ -259,14 +259,15 @@ impl Bound {
         shutdown.draining().await;
         let timeout = self.config.given.drain_timeout;
         tokio::select! {
-            // What a successor that is half-way does not have yet would fail.
+            // A successor that is still taking over does not have all sessions yet. Connections for the others would
+            // fail.
             _ = tokio::time::timeout(timeout, self.handover.settled()) => {}
             () = shutdown.forced() => {}
         }
         own.begin();
         self.succession.close();
         if self.handover.has_passed() {
-            // Should the successor die, the next agent must be able to listen there while this one drains.
+            // If the successor dies, the next agent must be able to listen there while this one drains.
             drop(self.admin);
         }
         let ending = async {
@@ -292,10 +293,10 @@ async fn drain(
     tracing::info!(drained, "stopped");
 }
 
-/// What keeps the certificate valid.
+/// Keeps the certificate valid.
 struct Identity {
     keeper: Arc<IdentityKeeper>,
-    /// In a cluster.
+    /// None when standalone.
     enrolment: Option<Arc<CsrEnrolment>>,
 }
 
@@ -328,7 +329,7 @@ impl Identity {
     }
 }
 
-/// An unusable kubeconfig is a configuration error.
+/// Opens the API server if one is configured. An unusable kubeconfig is a configuration error.
 async fn open_api_server(config: &Config) -> Result<Option<Arc<ApiServer>>, ConfigError> {
     let Some(options) = config.kube.clone() else { return Ok(None) };
     let opened = ApiServer::open(options.kubeconfig, options.namespace, ClientSettings::AGENT).await;

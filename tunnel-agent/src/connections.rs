@@ -1,5 +1,5 @@
-//! The connections that are carried for servers now: what `/connections` answers, and how `tunnel-agent status --connections`
-//! prints it.
+//! The connections that are relayed for servers now: the answer of `/connections`, and its text for `tunnel-agent
+//! status --connections`.
 
 use std::fmt::Write as _;
 use std::net::{IpAddr, SocketAddr};
@@ -22,10 +22,10 @@ use tunnel_core::text::{age, bytes, harmless};
 pub(crate) struct Connection {
     /// The server's address as configured.
     pub(crate) server: Arc<str>,
-    /// The number of the link, and its path.
+    /// Number of the link, and its path.
     pub(crate) link: (u32, Arc<Flow>),
     pub(crate) target: SocketAddr,
-    /// Where it leads: another address of this host if the target's is on no interface.
+    /// The address that was connected to: another one of this host if the target's is on no interface.
     pub(crate) dialled: IpAddr,
     pub(crate) started: Instant,
     pub(crate) traffic: Traffic,
@@ -38,8 +38,8 @@ impl Connection {
     }
 }
 
-/// Ends the connections to each address that this node loses; never ends by itself. Its program may not notice for hours, and a
-/// client that keeps its connection for the next request would send that to nowhere.
+/// Aborts connections to each address that this node loses. Never ends by itself. The program at the target may not
+/// notice for hours, and a client that reuses its connection would send the next request to nowhere.
 pub(crate) async fn end_lost(live: Arc<Live<Connection>>, mut addresses: watch::Receiver<Arc<Vec<IpAddr>>>) {
     let mut had = addresses.borrow_and_update().clone();
     while addresses.changed().await.is_ok() {
@@ -57,9 +57,9 @@ pub(crate) async fn end_lost(live: Arc<Live<Connection>>, mut addresses: watch::
 /// The answer of `/connections`. Its field names are an interface.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConnectionsReport {
-    /// 1,000 at most: first those whose receiver has taken nothing for longest, then those that have carried most.
+    /// At most 1,000: first those whose receiver has taken nothing for longest, then those that have carried most.
     pub connections: Vec<ConnectionStatus>,
-    /// How many there are besides.
+    /// Number of connections left out.
     pub more: usize,
 }
 
@@ -71,13 +71,13 @@ pub struct ConnectionStatus {
     pub age_s: u64,
     pub bytes_to_target: u64,
     pub bytes_from_target: u64,
-    /// For how long the target has taken nothing of what the server has sent, in milliseconds; None: it takes what comes.
+    /// Milliseconds for which the target has taken nothing that the server has sent. None if it takes data as it comes.
     pub target_blocked_ms: Option<u64>,
-    /// Bytes that are held for it meanwhile.
+    /// Bytes held for the target meanwhile.
     pub held_for_target: usize,
     /// Bytes that the server may still send before it has to wait for the target.
     pub window_left: u64,
-    /// For how long the server, or the path to it, has taken nothing of what the target has sent, in milliseconds.
+    /// Milliseconds for which the server, or the path to it, has taken nothing that the target has sent.
     pub server_blocked_ms: Option<u64>,
     /// Bytes that were read from the target and wait meanwhile. All others wait in the kernel's buffer.
     pub held_for_server: usize,

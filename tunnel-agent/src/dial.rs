@@ -1,4 +1,4 @@
-//! Dialling a target for a server: the request, the policy's verdict, and a TCP connection within a deadline.
+//! Dials a target for a server: the request, the policy's verdict, and a TCP connection within a deadline.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -18,16 +18,17 @@ use tunnel_core::outcome::Outcome;
 use crate::places::{Place, Places};
 use crate::policy::Policy;
 
-/// A dial's deadline when the server names none.
+/// Deadline of a dial if the server names none.
 pub(crate) const DEFAULT_DEADLINE: Duration = Duration::from_secs(5);
-/// The longest deadline that a server may name.
+/// Maximum deadline that a server may name.
 const LONGEST_DEADLINE: Duration = Duration::from_secs(60);
-/// Dials that may be pending at a time for one server: a black hole behind the node must not hold unbounded state.
+/// Maximum pending dials for one server. Targets that never answer must not hold unbounded state.
 const MAX_PENDING: usize = 1024;
-/// Dials that may wait for their turn, half of them for one target; each has its client's connection and a stream.
+/// Maximum dials that wait for their turn, half of them for one target. Each holds its client's connection and a
+/// stream.
 const MAX_WAITING: usize = 8192;
 
-/// Why a target was not connected.
+/// Reasons why a target was not connected.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DialError {
     #[error("{TARGET_HEADER} is not an IP address and port: {0:?}")]
@@ -49,7 +50,7 @@ pub(crate) enum DialError {
 }
 
 impl DialError {
-    /// The gRPC status for the server.
+    /// gRPC status for the server.
     pub(crate) const fn code(&self) -> Code {
         match self {
             Self::NotAnAddress(_) => Code::InvalidArgument,
@@ -61,7 +62,7 @@ impl DialError {
         }
     }
 
-    /// The value of the metric's label `outcome`.
+    /// Value of the metric's label `outcome`.
     pub(crate) const fn label(&self) -> &'static str {
         match self {
             Self::NotAnAddress(_) => Outcome::Protocol.as_str(),
@@ -78,21 +79,23 @@ impl DialError {
     }
 }
 
-/// What the headers of a Carry stream ask for.
+/// Parsed headers of a Carry stream.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DialRequest {
     pub(crate) target: SocketAddr,
-    /// The server says that the Node names the target's address.
+    /// True if the server says that the Node names the target's address.
     of_node: bool,
     deadline: Duration,
 }
 
 impl DialRequest {
-    /// To be connected within this time.
+    /// A request to connect to `target` within this time.
     pub(crate) const fn within(deadline: Duration, target: SocketAddr) -> Self {
         Self { target, of_node: false, deadline }
     }
 
+    /// Parses the headers.
+    ///
     /// # Errors
     /// The target is missing or not `IP:port`.
     pub(crate) fn from_headers(headers: &HeaderMap) -> Result<Self, DialError> {
@@ -121,13 +124,13 @@ impl Dialler {
         Self { policy, places, turns: FairShare::new(MAX_PENDING, MAX_WAITING) }
     }
 
-    /// Dials under way.
+    /// Number of pending dials.
     pub(crate) fn pending(&self) -> usize {
         self.turns.taken()
     }
 
-    /// The connection, and its place among all of this agent's. The socket's peer address may be another than the target: see
-    /// [`Policy::place`]. `loopback_ports` are those that the server has named.
+    /// Returns the connection and its place among all of this agent's. The socket's peer address may differ from the
+    /// target: see [`Policy::place`]. `loopback_ports` are those that the server has named.
     pub(crate) async fn dial(
         &self,
         request: DialRequest,
@@ -138,7 +141,7 @@ impl Dialler {
             .policy
             .place(target, of_node, loopback_ports)
             .map_err(|denied| DialError::Denied { target, reason: denied.to_string() })?;
-        // Before the turn: what waits takes memory too.
+        // Taken before the turn, because waiting dials need memory too.
         let place = self.places.take().ok_or(DialError::Full { limit: self.places.limit() })?;
         let deadline_at = Instant::now() + deadline;
         let _turn = tokio::time::timeout_at(deadline_at, self.turns.take(target))
@@ -155,7 +158,8 @@ impl Dialler {
     }
 }
 
-/// The agent's own admin port knows by the source address what comes from a server. Its own address is one of IPv4.
+/// Connects to a target. Connections to the agent's own admin port come from a special source address, by which it
+/// recognizes those of servers. That address is IPv4.
 async fn connect(target: SocketAddr, admin: bool) -> io::Result<TcpStream> {
     if !admin {
         return TcpStream::connect(target).await;
@@ -165,7 +169,7 @@ async fn connect(target: SocketAddr, admin: bool) -> io::Result<TcpStream> {
     socket.connect(SocketAddr::new(target.ip().to_canonical(), target.port())).await
 }
 
-/// `grpc-timeout`: up to eight digits and a unit (gRPC over HTTP/2, "Requests").
+/// Parses `grpc-timeout`: up to eight digits and a unit (gRPC over HTTP/2, "Requests").
 fn parse_timeout(value: &[u8]) -> Option<Duration> {
     let (unit, digits) = value.split_last()?;
     if digits.is_empty() || digits.len() > 8 || !digits.iter().all(u8::is_ascii_digit) {

@@ -1,5 +1,5 @@
-//! Puts the agent together when its servers are konnectivity's: [`build`] does everything that can fail at start, [`Bound::run`] serves
-//! until stopped.
+//! Assembles the agent for konnectivity's servers: [`build`] does everything that can fail at start, [`Bound::run`]
+//! serves until stopped.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,13 +27,13 @@ use crate::places::Places;
 use crate::policy::Policy;
 use crate::status::AgentStatus;
 
-/// How long resets may take to reach targets and servers after the end.
+/// Maximum time for resets to reach targets and servers after the end.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// An agent that answers on the admin address, and has not connected to any server yet.
+/// An agent that answers on the admin address, but has not connected to any server yet.
 pub struct Bound {
     set: Arc<Set>,
-    /// Ends the drain, or everything.
+    /// Starts the drain, or ends everything.
     own: Shutdown,
     drain_timeout: Duration,
     _addresses: NodeAddresses,
@@ -43,7 +43,7 @@ pub struct Bound {
 /// Obtains everything that an agent needs.
 ///
 /// # Errors
-/// What only the operator can fix: files and the admin address.
+/// Those that only the operator can fix: files and the admin address.
 pub async fn build(
     config: Config,
     servers: KonnectivityConfig,
@@ -105,7 +105,7 @@ pub async fn build(
     Ok(Bound { set, own, drain_timeout: config.given.drain_timeout, _addresses: addresses, _admin: admin })
 }
 
-/// So that an agent does not start without them.
+/// Reads the files once, so that an agent does not start without them.
 fn check_files(servers: &KonnectivityConfig) -> Result<(), ConfigError> {
     let files = "--konnectivity-ca, --konnectivity-cert and --konnectivity-key";
     client_config(servers).map_err(|reason| ConfigError::without_value(files, reason))?;

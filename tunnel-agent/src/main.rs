@@ -10,7 +10,7 @@ use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_core::lifecycle::{Shutdown, block_on, forbid_core_dumps};
 use tunnel_core::logging;
 
-/// musl's own allocator maps and unmaps every large buffer: bulk transfers then take twice the CPU time.
+/// musl's own allocator maps and unmaps every large buffer, which doubles the CPU time of bulk transfers.
 #[cfg(target_env = "musl")]
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -23,7 +23,7 @@ fn main() -> ExitCode {
     if let Err(error) = forbid_core_dumps() {
         return ExitCode::from(report_error("tunnel-agent", &error));
     }
-    // One thread is enough for an edge node's connections, and leaves the rest to the workload.
+    // One thread is enough for an edge node's connections, and leaves the other CPUs to the workload.
     match block_on(command(cli, flags)) {
         Ok(code) => ExitCode::from(code),
         Err(error) => ExitCode::from(report_error("tunnel-agent", error.as_ref())),

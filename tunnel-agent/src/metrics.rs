@@ -1,4 +1,4 @@
-//! The agent's metrics (`postern_agent_*`), recorded where things happen.
+//! The agent's metrics (`postern_agent_*`), updated by the code that they measure.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,7 +25,7 @@ struct DirectionLabel {
     direction: &'static str,
 }
 
-/// Handles to the agent's metrics; clones share them.
+/// Handles of the agent's metrics. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     dials: Family<OutcomeLabel, Counter>,
@@ -33,9 +33,9 @@ pub struct Metrics {
     connections: Family<OutcomeLabel, Counter>,
     outbound: Family<OutcomeLabel, Counter>,
     pub(crate) connections_active: Gauge,
-    /// Payload, as it passes.
+    /// Payload bytes, counted as they pass.
     pub(crate) carried: Totals,
-    /// What is carried for servers now.
+    /// Connections that are relayed for servers now.
     pub(crate) live: Arc<Live<Connection>>,
     pub(crate) sessions_started: Counter,
     pub(crate) sessions_ended: Counter,

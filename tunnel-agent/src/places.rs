@@ -1,4 +1,4 @@
-//! How many connections this agent carries at a time, for all servers and workloads together.
+//! Limit of concurrent connections of this agent, for all servers and workloads together.
 
 use std::sync::Arc;
 
@@ -8,33 +8,33 @@ use tunnel_core::limits::Limits;
 use tunnel_core::link::MAX_STREAMS;
 use tunnel_core::memory::connections;
 
-/// Files that are kept for links, the admin port and the program itself, however few there are.
+/// Minimum number of files reserved for links, the admin port and the program itself.
 const OWN_FILES: u32 = 64;
-/// Streams of a link that carry no connection: its calls.
+/// Streams of a link that carry no connection, but control calls.
 const CALLS: u32 = 16;
-/// However little there is.
+/// Minimum limit, even with few files or little memory.
 const LEAST: u32 = 16;
 
-/// As many as open files and memory are enough for.
+/// Limits connections by open files and memory.
 #[derive(Clone, Debug)]
 pub struct Places {
     limit: u32,
     free: Arc<Semaphore>,
 }
 
-/// Of one connection; dropping it frees it.
+/// The place of one connection. Dropping it frees it.
 pub(crate) type Place = OwnedSemaphorePermit;
 
 impl Places {
-    /// Three quarters of the files, and a third of the memory, in bytes: what stalled receivers hold, and the program itself, take the
-    /// rest.
+    /// Uses three quarters of the files and a third of the memory (in bytes). Data held for stalled receivers and the
+    /// program itself take the rest.
     pub fn new(open_files: u32, memory: u64) -> Self {
         let by_files = open_files.saturating_sub(OWN_FILES.max(open_files / 4));
         let limit = by_files.min(connections(memory / 3)).max(LEAST);
         Self { limit, free: Arc::new(Semaphore::new(limit as usize)) }
     }
 
-    /// Raises the limit of open files, and says in the log what was found.
+    /// Raises the limit of open files and logs the limits found.
     pub(crate) fn of_process() -> Self {
         let (open_files, limits) = (raise_open_files(), Limits::of_process());
         limits.log(open_files);
@@ -47,12 +47,12 @@ impl Places {
         self.limit
     }
 
-    /// Streams that a server may open on a link.
+    /// Maximum streams that a server may open on a link.
     pub(crate) fn streams(&self) -> u32 {
         self.limit.saturating_add(CALLS).min(MAX_STREAMS)
     }
 
-    /// None: all are taken.
+    /// None if all are taken.
     pub(crate) fn take(&self) -> Option<Place> {
         self.free.clone().try_acquire_owned().ok()
     }

@@ -1,4 +1,4 @@
-//! What the agent may dial on behalf of a server.
+//! Targets that the agent may dial on behalf of a server.
 //!
 //! A compromised server must not gain access to the edge's network through the agent: without `--allow-target`, only
 //! the node itself and, with `--pod-targets=on`, its pods can be reached.
@@ -22,7 +22,7 @@ pub struct Policy {
     admin: Option<SocketAddr>,
 }
 
-/// Why a target may not be dialled.
+/// Reasons why a target may not be dialled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
     #[error("port 0 cannot be dialled")]
@@ -50,7 +50,7 @@ pub enum Denied {
 }
 
 impl Policy {
-    /// `rules` replace the default. `addresses`, the node's, and `pods`, the ranges of its pods, may change at any time.
+    /// `rules` replace the default. `addresses` of the node and the ranges of its `pods` may change at any time.
     pub fn new(
         rules: Vec<TargetRule>,
         addresses: Arc<ArcSwap<Vec<IpAddr>>>,
@@ -59,24 +59,25 @@ impl Policy {
         Self { rules, addresses, pods, admin: None }
     }
 
-    /// With the agent's own `--admin-address`.
+    /// Sets the agent's own `--admin-address`.
     #[must_use]
     pub fn with_admin(self, admin: Option<SocketAddr>) -> Self {
         Self { admin, ..self }
     }
 
-    /// Whether it is the agent's own admin port.
+    /// True for the agent's own admin port.
     pub(crate) fn is_admin(&self, target: SocketAddr) -> bool {
         self.admin == Some(SocketAddr::new(target.ip().to_canonical(), target.port()))
     }
 
-    /// Where to connect for `target`. `of_node`: the server says that this node's Node object names the address. One that is
-    /// on no interface then stands for this host itself: behind a NAT the node never had it, and after a move another machine
-    /// may have it while the Node still names it. That gives a server nothing new, because this host's address has to be
-    /// allowed too, on the same port. `loopback_ports` are those that the server has named; they count only without rules.
+    /// Returns the address to connect to for `target`. `of_node`: the server says that this node's Node object names
+    /// the address. If that address is on no interface, it stands for this host itself: behind a NAT the node never had
+    /// it, and after a move another machine may have it while the Node still names it. That gives a server no new
+    /// access, because this host's address has to be allowed too, on the same port. `loopback_ports` are those that the
+    /// server has named; they count only without rules.
     ///
     /// # Errors
-    /// Why the target may not be dialled.
+    /// The reason why the target may not be dialled.
     pub fn place(
         &self,
         target: SocketAddr,
@@ -92,8 +93,8 @@ impl Policy {
         self.check(target, loopback_ports).map(|()| target)
     }
 
-    /// This host's address that answers for one that it does not have: the first of the same family, if there is one. Never
-    /// loopback, where programs trust what reaches them.
+    /// This host's address that replaces one that it does not have: the first of the same family, else the first of
+    /// all. Never loopback, where programs trust their clients.
     fn stand_in(&self, address: IpAddr) -> Option<IpAddr> {
         if Reach::of(address) != Reach::Host || self.is_own(address) {
             return None;
@@ -105,14 +106,14 @@ impl Policy {
     /// `loopback_ports` as in [`Self::place`].
     ///
     /// # Errors
-    /// Why the target may not be dialled.
+    /// The reason why the target may not be dialled.
     fn check(&self, target: SocketAddr, loopback_ports: &BTreeSet<u16>) -> Result<(), Denied> {
         // ::ffff:127.0.0.1 connects to 127.0.0.1 (RFC 4291 §2.5.5.2).
         let (address, port) = (target.ip().to_canonical(), target.port());
         if port == 0 {
             return Err(Denied::Port);
         }
-        // There only an address of IPv4 tells what comes through the tunnel.
+        // The admin port recognizes tunnelled connections by an IPv4 source address only.
         if address.is_ipv6() && self.is_admin(target) {
             return Err(Denied::Admin);
         }
@@ -121,7 +122,7 @@ impl Policy {
             Reach::Nothing => return Err(Denied::NotAHost),
             Reach::Loopback if self.rules.is_empty() => loopback_ports.contains(&port),
             Reach::Host if self.rules.is_empty() => self.is_own(address) || self.is_pod(address),
-            // Also link-local without rules: nothing allows it then.
+            // Also covers link-local without rules, which nothing allows.
             _ => self.rules.iter().any(|rule| self.allows(rule, address, port, reach)),
         };
         if allowed {
@@ -147,8 +148,8 @@ impl Policy {
     fn allows(&self, rule: &TargetRule, address: IpAddr, port: u16, reach: Reach) -> bool {
         match &rule.net {
             TargetNet::Node => reach == Reach::Host && self.is_own(address) && rule.ports.contains(port),
-            // 0.0.0.0/0 must not open the loopback or a cloud's metadata service (169.254.169.254): that takes a rule
-            // that lies within such a range.
+            // 0.0.0.0/0 must not open the loopback or a cloud's metadata service (169.254.169.254). That takes a rule
+            // within such a range.
             TargetNet::Net(net) => {
                 let within = || Reach::of(net.network()) == reach && Reach::of(net.broadcast()) == reach;
                 rule.names(address, port) && (reach == Reach::Host || within())
@@ -157,10 +158,10 @@ impl Policy {
     }
 }
 
-/// What kind of host an address leads to.
+/// The kind of host that an address leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reach {
-    /// None in particular: unspecified, multicast, broadcast, 0.0.0.0/8.
+    /// No single host: unspecified, multicast, broadcast, 0.0.0.0/8.
     Nothing,
     Loopback,
     LinkLocal,
@@ -244,21 +245,21 @@ mod tests {
         };
         let (v4, both) = (&["10.8.0.7"][..], &["10.8.0.7", "fd00:8::7"][..]);
         for (rules, own, target, expected) in [
-            // It has moved, or is a NAT's.
+            // The node has moved, or the address is a NAT's.
             (&[][..], v4, "10.8.0.2:10250", Ok("10.8.0.7:10250")),
             (&[], both, "[::ffff:10.8.0.2]:10250", Ok("10.8.0.7:10250")),
             (&[], both, "[fd00:8::2]:10250", Ok("[fd00:8::7]:10250")),
             (&[], v4, "[fd00:8::2]:10250", Ok("10.8.0.7:10250")),
-            // It is there.
+            // The address is on an interface.
             (&[], both, "10.8.0.7:22", Ok("10.8.0.7:22")),
             (&[], &[], "10.8.0.2:22", Err(Denied::Foreign)),
-            // The rules are for this host's own address too.
+            // The rules must allow this host's own address too.
             (&["node:9100"], v4, "10.8.0.2:9100", Ok("10.8.0.7:9100")),
             (&["node:9100"], v4, "10.8.0.2:22", Err(Denied::NoRule)),
             (&["10.8.0.0/24:9100"], v4, "10.8.0.2:9100", Ok("10.8.0.7:9100")),
             // The operator means another machine, or a gateway that leads back here.
             (&["203.0.113.9:9100"], v4, "203.0.113.9:9100", Ok("203.0.113.9:9100")),
-            // No server opens the loopback by calling it the node's.
+            // A server cannot open the loopback by claiming that it is the node's address.
             (&[], v4, "127.0.0.1:22", Err(Denied::Loopback)),
             (&[], v4, "127.0.0.1:10266", Ok("127.0.0.1:10266")),
             (&[], v4, "169.254.169.254:80", Err(Denied::LinkLocal)),
@@ -333,7 +334,7 @@ mod tests {
         }
         assert_eq!(check(&explicit, "127.0.0.1:23"), Err(Denied::LoopbackRule));
         assert_eq!(check(&explicit, "10.0.0.1:22"), Err(Denied::NoRule));
-        // Begin or end within such a range, but not both.
+        // Ranges that begin or end within such a range, but not both.
         let across = policy(&["126.0.0.0/7:*", "169.254.0.0/15:*"], &[]);
         assert_eq!(check(&across, "126.0.0.1:22"), Ok(()));
         assert_eq!(check(&across, "127.0.0.1:22"), Err(Denied::LoopbackRule));
@@ -369,7 +370,7 @@ mod tests {
     }
 
     proptest! {
-        /// Compared with a naive model. A v4-mapped address is treated as its IPv4 address.
+        /// Compares with a naive model. A v4-mapped address is treated as its IPv4 address.
         #[test]
         fn agrees_with_the_naive_model(
             address in v4(),

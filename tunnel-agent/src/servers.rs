@@ -26,7 +26,7 @@ impl Servers {
         }
     }
 
-    /// The servers known at each moment; none while the first are still being looked for.
+    /// The servers known at each moment. Empty until the first are found.
     pub(crate) fn known(&self) -> watch::Receiver<Arc<Vec<HostPort>>> {
         match self {
             Self::Given(servers) => servers.subscribe(),
@@ -34,7 +34,7 @@ impl Servers {
         }
     }
 
-    /// Why the known ones may be out of date.
+    /// Reason why the known servers may be out of date.
     pub(crate) fn trouble(&self) -> Option<String> {
         match self {
             Self::Given(_) => None,
@@ -42,7 +42,7 @@ impl Servers {
         }
     }
 
-    /// Becomes ready once any are known.
+    /// Becomes ready once any server is known.
     pub(crate) fn ready_once_known(&self, pending: ReadyGuard) -> AbortOnDropHandle<()> {
         let mut known = self.known();
         AbortOnDropHandle::new(tokio::spawn(async move {

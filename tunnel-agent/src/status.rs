@@ -1,4 +1,4 @@
-//! The answer of `/status`: as data, as text, and where it comes from in a running agent.
+//! The answer of `/status`, as data and as text, and its source in a running agent.
 
 use std::fmt::Write as _;
 use std::sync::{Arc, OnceLock};
@@ -19,7 +19,7 @@ use crate::konnectivity::KonnectivityStatus;
 use crate::servers::Servers;
 use crate::session::{LinkPhase, LinkSet, LinkStatus};
 
-/// What the default policy lets tunnel-servers do.
+/// Part of the default policy, for tunnel-servers only.
 const LOOPBACK: &str = "loopback on ports that the server names";
 
 /// The answer of `/status`.
@@ -31,14 +31,14 @@ pub struct AgentStatus {
     pub servers: Vec<LinkStatus>,
     /// None before the enrolment.
     pub certificate: Option<CertificateStatus>,
-    /// Connections carried now, on all links.
+    /// Number of connections relayed now, on all links.
     pub connections: u64,
-    /// What the servers may reach.
+    /// Targets that the servers may reach.
     pub policy: Vec<String>,
-    /// Why the servers cannot be looked up now; the last known ones are used.
+    /// Reason why the servers cannot be looked up now. The last known ones are used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_server_error: Option<String>,
-    /// Instead of servers and certificate, if the servers are konnectivity's.
+    /// Replaces servers and certificate if the servers are konnectivity's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub konnectivity: Option<KonnectivityStatus>,
 }
@@ -51,8 +51,8 @@ pub struct CertificateStatus {
 }
 
 impl AgentStatus {
-    /// `started` is no time of day: a node without a clock of its own sets that once it reaches a time server. `rules` as given by
-    /// `--allow-target`; `pods` count only without them.
+    /// `started` is not wall-clock time, because a node without a clock of its own sets it only once it reaches a time
+    /// server. `rules` are those of `--allow-target`; `pods` count only without them.
     pub fn new(
         node: &NodeName,
         started: Instant,
@@ -81,7 +81,7 @@ impl AgentStatus {
         }
     }
 
-    /// With konnectivity's servers.
+    /// Adds the state of konnectivity's servers.
     #[must_use]
     pub fn at_konnectivity(self, konnectivity: KonnectivityStatus) -> Self {
         let connections = konnectivity.attached.iter().map(|server| server.connections as u64).sum();
@@ -151,7 +151,7 @@ fn seconds(time: SystemTime) -> u64 {
     time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
-/// Where a running agent's status comes from; filled in as the start proceeds.
+/// Source of a running agent's status. Filled in as the start proceeds.
 pub(crate) struct StatusSource {
     config: Config,
     started: Instant,
@@ -171,12 +171,12 @@ impl StatusSource {
         }
     }
 
-    /// Only the first call counts.
+    /// Only the first call has an effect.
     pub(crate) fn set_servers(&self, servers: Arc<Servers>) {
         let _ = self.servers.set(servers);
     }
 
-    /// Only the first call counts.
+    /// Only the first call has an effect.
     pub(crate) fn set_running(&self, links: Arc<LinkSet>, keeper: Arc<IdentityKeeper>) {
         let _ = self.running.set((links, keeper));
     }
@@ -185,7 +185,7 @@ impl StatusSource {
         Arc::new(move || to_json(&self.status()))
     }
 
-    /// One for each server; none before the sessions begin.
+    /// One for each server. Empty before the sessions begin.
     pub(crate) fn links(&self) -> Vec<LinkStatus> {
         self.running.get().map(|(links, _)| links.status()).unwrap_or_default()
     }

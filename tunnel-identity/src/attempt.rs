@@ -1,4 +1,4 @@
-//! What the attempts to get a certificate share, by token, by CSR or for a renewal.
+//! Code shared by the attempts to get a certificate: by token, by CSR and for a renewal.
 
 use std::fmt::Display;
 use std::time::Duration;
@@ -9,12 +9,12 @@ use tunnel_core::identity::{AgentIdentity, Holder, IdentityError, NodeName};
 /// Delays between attempts.
 pub(crate) const RETRIES: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(60));
 
-/// Why an attempt failed.
+/// A failed attempt.
 #[derive(Debug)]
 pub(crate) enum AttemptError {
     /// The same request would be refused again.
     Refused(String),
-    /// A later attempt, or another server, may succeed.
+    /// A later attempt or another server may succeed.
     Transient(String),
 }
 
@@ -30,7 +30,7 @@ impl AttemptError {
     }
 }
 
-/// Whether the root that signed the certificate is no longer trusted.
+/// True if the root that signed the certificate is no longer trusted.
 pub(crate) fn is_orphaned(identity: &AgentIdentity) -> bool {
     identity.chain.first().is_none_or(|leaf| identity.bundle.issuer_of(leaf).is_none())
 }

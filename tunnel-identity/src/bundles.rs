@@ -18,11 +18,11 @@ pub struct Announced {
     pub bundle: String,
     /// The server's address as configured.
     pub server: String,
-    /// What the server presented in its TLS handshake, leaf first.
+    /// Certificates that the server presented in its TLS handshake, leaf first.
     pub server_chain: Arc<[CertificateDer<'static>]>,
 }
 
-/// Installs what sessions announce, until none is left that could.
+/// Installs the bundles that sessions announce until all senders are gone.
 pub async fn install_bundles(
     keeper: Arc<IdentityKeeper>,
     reach: Reach,
@@ -45,8 +45,8 @@ pub async fn install_bundles(
     }
 }
 
-/// Roots are accepted only if they verify the server that announces them. A session may be older than the server's
-/// certificate, so the certificate that the server presents now counts too.
+/// Installs a bundle if it verifies the server that announced it. A session may be older than the server's certificate,
+/// so the certificate that the server presents now is tried too.
 async fn install_bundle(
     keeper: &IdentityKeeper,
     reach: &Reach,

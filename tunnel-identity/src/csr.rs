@@ -1,4 +1,4 @@
-//! The first certificate in a cluster: by CertificateSigningRequest, which a server signs.
+//! The first certificate in a cluster: by a CertificateSigningRequest that a server signs.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,28 +26,28 @@ use crate::attempt::{AttemptError, RETRIES, check_issued};
 use crate::files::{IdentityFiles, Stored};
 
 const ANSWER: Duration = Duration::from_secs(15);
-/// The longest pause between two polls of a request in its first minute; a working signer has answered by then.
+/// Maximum pause between two polls in a request's first minute. A working signer has answered by then.
 const POLL: Duration = Duration::from_secs(10);
-/// The longest pause after the first minute: a fleet may wait for days.
+/// Maximum pause after the first minute: a fleet may wait for days.
 const LATER_POLL: Duration = Duration::from_secs(120);
 const FIRST_POLLS: Duration = Duration::from_secs(60);
-/// How often to log that a request is still waiting.
+/// Interval of the log message that a request is still waiting.
 const REMIND: Duration = Duration::from_secs(60);
-/// Kubernetes' limit on a name, less what surrounds the node's name in a request's.
+/// Kubernetes' limit on a name (253), less the prefix and the suffix of [`request_name`].
 const MAX_NODE_IN_NAME: usize = 230;
 
-/// How soon to try again, with random parts that keep a fleet's agents apart.
+/// Delays of enrolments, with random parts that keep a fleet's agents apart.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
-    /// The delay after a refusal, of which half is random.
+    /// Delay after a refusal. Half of it is random.
     pub refused: Duration,
-    /// How long the servers must have refused the certificate, or failed verification by the roots, before a new one
+    /// Time that the servers must have refused the certificate, or failed verification by the roots, before a new one
     /// is requested.
     pub patience: Duration,
-    /// The longest random wait before such a request, and before each retry of it while the API server is away: all
-    /// agents notice a new CA, or that the API server is back, at the same moment.
+    /// Maximum random wait before such a request, and before each retry while the API server is down: all agents notice
+    /// a new CA, or that the API server is back, at the same moment.
     pub spread: Duration,
-    /// The shortest time from one such request to the next.
+    /// Minimum time between two such requests.
     pub again: Duration,
 }
 
@@ -73,7 +73,7 @@ pub struct CsrEnrolment {
 }
 
 impl CsrEnrolment {
-    /// The key and the certificate are kept in `state_dir`.
+    /// Keeps the key and the certificate in `state_dir`.
     pub fn new(
         api: Arc<ApiServer>,
         (holder, node): (Holder, NodeName),
@@ -83,10 +83,10 @@ impl CsrEnrolment {
         Self { api, holder, node, files: IdentityFiles::new(&state_dir, holder), state_dir, pace }
     }
 
-    /// The identity on disk if it is this node's and has not expired; else a new one.
+    /// Returns the identity on disk if it is this node's and has not expired, else a new one.
     ///
     /// # Errors
-    /// The state directory cannot be written. Everything else is tried again for as long as it takes.
+    /// The state directory cannot be written. All other failures are retried without limit.
     pub async fn ensure_identity(&self) -> Result<AgentIdentity, EnrollError> {
         let doubt = match self.files.load() {
             Ok(Stored::Nothing) => return self.enrol().await,
@@ -113,15 +113,16 @@ impl CsrEnrolment {
         Ok(identity)
     }
 
-    /// A new identity in place of one in use, not stored yet: as for a renewal the directory need not be writable.
+    /// Obtains a new identity in place of one in use. Does not store it: as for a renewal the directory need not be
+    /// writable.
     pub(crate) async fn obtain_again(&self, spread: Duration) -> Result<AgentIdentity, EnrollError> {
-        // What fails here fails for the key too, and is logged there.
+        // A failure here recurs for the key and is logged there.
         let _ = self.files.prepare();
         let key = self.files.pending_key_or_unsaved()?;
         self.obtain(&key, spread).await
     }
 
-    /// A new identity for the key. `spread`: the longest random wait before a retry.
+    /// Obtains a new identity for the key. `spread` is the maximum random wait before a retry.
     async fn obtain(&self, key: &PrivateKey, spread: Duration) -> Result<AgentIdentity, EnrollError> {
         let pem = signing_request(key, self.holder, &self.node)?;
         let mut backoff = RETRIES;
@@ -145,7 +146,7 @@ impl CsrEnrolment {
         }
     }
 
-    /// One request, from its creation to its end.
+    /// Handles one request from its creation to its end.
     async fn attempt(&self, key: &PrivateKey, pem: &str) -> Result<AgentIdentity, AttemptError> {
         let api = || async {
             let client = self.api.client().await.map_err(AttemptError::transient)?;
@@ -242,13 +243,13 @@ fn request_name(node: &NodeName) -> String {
     format!("postern-{cut}-{suffix}")
 }
 
-/// A PKCS #10 request as PEM that names its holder and asks for nothing else.
+/// A PKCS #10 request in PEM that names only its holder and node.
 fn signing_request(key: &PrivateKey, holder: Holder, node: &NodeName) -> Result<String, IdentityError> {
     create_named_csr(key, holder, node)?.pem().map_err(|error| IdentityError::Csr(error.to_string()))
 }
 
-/// The identity in an answer, which is the certificate followed by the roots, if it is for this holder and this key, is
-/// valid now, and is signed by one of the roots.
+/// Parses an answer: the certificate followed by the roots. It must be for this holder and this key, valid now, and
+/// signed by one of the roots.
 fn identity_of(
     pem: &[u8],
     key: &PrivateKey,

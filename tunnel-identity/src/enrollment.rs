@@ -1,4 +1,4 @@
-//! The gRPC client of a server's Enrollment service.
+//! gRPC client of a server's Enrollment service.
 
 use std::error::Error;
 use std::io;
@@ -25,7 +25,7 @@ use tunnel_core::proto::enrollment_client::EnrollmentClient;
 use crate::attempt::{AttemptError, check_issued};
 use crate::reach::{Reach, Server, tls_hint};
 
-/// For the TCP connection and the TLS handshake together; an edge's link may be slow.
+/// Maximum time for the TCP connection and the TLS handshake together. An edge's link may be slow.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 const CALL_TIMEOUT: Duration = Duration::from_secs(15);
 /// Enough for a chain and a few roots.
@@ -38,7 +38,7 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    /// Connects and shakes hands itself, so that an error says which of the two failed and why.
+    /// Connects and does the handshake outside tonic, so that an error says which of the two failed and why.
     pub(crate) async fn open(
         reach: &Reach,
         server: &str,
@@ -50,7 +50,7 @@ impl Connection {
             let stream = stream.take();
             async move { stream.ok_or_else(|| io::Error::other("the connection was closed")) }
         });
-        // The name is only the :authority; the connector has the connection already.
+        // The name is only the :authority. The connector already has the connection.
         let channel = Endpoint::from_static("http://tunnel-server.postern.internal")
             .timeout(CALL_TIMEOUT)
             .connect_with_connector(connector)
@@ -60,8 +60,8 @@ impl Connection {
         Ok(Self { client, server_chain })
     }
 
-    /// The identity in an answer, if it is for this holder and this key, and if its roots verify this very server: else
-    /// its holder could not connect to it again.
+    /// Returns the identity in an answer. It must be for this holder and this key, and its roots must verify this very
+    /// server: otherwise its holder could not connect to it again.
     pub(crate) fn issued_identity(
         &self,
         response: &EnrollResponse,
@@ -79,7 +79,7 @@ impl Connection {
     }
 }
 
-/// What the server presents now; a link may be older than the server's certificate.
+/// Fetches the certificates that the server presents now. A link may be older than the server's certificate.
 pub(crate) async fn fetch_chain(
     reach: &Reach,
     server: &str,
@@ -88,7 +88,7 @@ pub(crate) async fn fetch_chain(
     Ok(connect(reach, server, tls).await?.1)
 }
 
-/// A connection, and what the server presented.
+/// Returns a connection and the certificates that the server presented.
 async fn connect(
     reach: &Reach,
     server: &str,
@@ -122,7 +122,7 @@ impl From<Status> for AttemptError {
             if status.message().is_empty() { status.code().to_string() } else { status.message().to_owned() };
         match status.code() {
             Code::Unauthenticated | Code::PermissionDenied | Code::InvalidArgument => Self::Refused(text),
-            // What the transport's error wraps: its own text says only "transport error".
+            // The source of the transport's error, whose own text says only "transport error".
             _ => Self::Transient(match status.source() {
                 Some(source) => format!("{text}: {}", chain(source)),
                 None => text,

@@ -1,24 +1,24 @@
-//! Why there is no identity, for the operator.
+//! Errors for the operator when there is no identity.
 
 use std::path::PathBuf;
 
 use tunnel_core::identity::{Holder, IdentityError, NodeName};
 
-/// Why there is no identity, where trying again would not help.
+/// Reasons for having no identity where a retry would not help.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EnrollError {
-    /// A certificate, a key, a CA hash or a file.
+    /// A certificate, a key, a CA hash or a file is wrong.
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    /// Nothing on disk and nothing to enrol with.
+    /// There is no identity on disk, and no token.
     #[error(
         "there is no identity in {dir} and no --token to enrol with: run `tunnel-server token create {flag} {node}` \
          on the server and start this {holder} once with the --token and --ca-hash that it prints",
         dir = .state_dir.display(), flag = .holder.token_flag()
     )]
     NoToken { state_dir: PathBuf, holder: Holder, node: NodeName },
-    /// A token, but nothing to recognise the server by.
+    /// There is a token, but no CA hash to verify the server by.
     #[error(
         "--token needs --ca-hash, without which the server cannot be known from an impostor: \
          `tunnel-server token create {flag} {node}` prints both",
@@ -32,14 +32,14 @@ pub enum EnrollError {
         path = .path.display()
     )]
     OtherNode { path: PathBuf, found: NodeName, expected: NodeName },
-    /// A server refused, or this agent refused the server; asking again would not change it.
+    /// A server refused, or this agent refused the server. A retry would not change it.
     #[error(
         "{server} refused the enrolment: {reason} (`tunnel-server token create {flag} {node}` makes a new token and \
          prints the CA hash)",
         flag = .holder.token_flag()
     )]
     Refused { server: String, reason: String, holder: Holder, node: NodeName },
-    /// No server to enrol at.
+    /// There is no server to enrol at.
     #[error("there is no server to enrol at; give --server HOST:PORT")]
     NoServers,
 }

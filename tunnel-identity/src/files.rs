@@ -1,4 +1,4 @@
-//! The files of the identity in the state directory.
+//! Files of the identity in the state directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,20 +11,19 @@ use tunnel_core::identity::{
 const RESTORE: &str = "restore it from a backup, or move the key, the certificate and ca.crt away and enrol again with a \
                     new token (`tunnel-server token create`)";
 
-/// Whether an agent or a redirector with this state directory has enrolled.
+/// True if an agent or a redirector with this state directory has enrolled.
 pub(crate) fn has_certificate(state_dir: &Path, holder: Holder) -> bool {
     IdentityFiles::new(state_dir, holder).certificate().exists()
 }
 
-/// What the state directory holds.
+/// Contents of the state directory.
 pub(crate) enum Stored {
-    /// No certificate.
+    /// There is no certificate.
     Nothing,
     /// An identity whose parts fit together. It may have expired or be another node's.
     Identity(Box<AgentIdentity>),
 }
 
-/// The identity's files.
 #[derive(Clone, Debug)]
 pub(crate) struct IdentityFiles {
     directory: PathBuf,
@@ -56,7 +55,7 @@ impl IdentityFiles {
         files::create_private_directory(&self.directory)
     }
 
-    /// Reads the identity, and finishes a [`IdentityFiles::store`] that a crash cut short.
+    /// Reads the identity. Finishes a [`IdentityFiles::store`] that a crash interrupted.
     pub(crate) fn load(&self) -> Result<Stored, IdentityError> {
         let path = self.certificate();
         // A key without a certificate is worthless, so nothing is lost by enrolling.
@@ -90,7 +89,8 @@ impl IdentityFiles {
         }
     }
 
-    /// The key to request a certificate for: that of an earlier attempt, whose answer may have been lost, or a new one.
+    /// Returns the key to request a certificate for: that of an earlier attempt, whose answer may have been lost, or a
+    /// new one.
     pub(crate) fn pending_key(&self) -> Result<PrivateKey, IdentityError> {
         let path = self.next_key();
         if let Some(pem) = files::read_optional_private(&path)? {
@@ -102,8 +102,8 @@ impl IdentityFiles {
         Ok(key)
     }
 
-    /// [`IdentityFiles::pending_key`], or one that is only in memory while the directory cannot be written. Not for what
-    /// can be requested only once, as with a token.
+    /// [`IdentityFiles::pending_key`], or a key only in memory while the directory cannot be written. Not for a request
+    /// that works only once, as with a token.
     pub(crate) fn pending_key_or_unsaved(&self) -> Result<PrivateKey, IdentityError> {
         match self.pending_key() {
             Err(error @ IdentityError::Io { .. }) => {
@@ -114,8 +114,8 @@ impl IdentityFiles {
         }
     }
 
-    /// Stores an identity. Its key is written first, unless it is [`IdentityFiles::pending_key`]: after a crash between
-    /// any two steps [`IdentityFiles::load`] finds either the old identity or the new one.
+    /// Stores an identity. Writes its key first, unless it is [`IdentityFiles::pending_key`]: after a crash between any
+    /// two steps [`IdentityFiles::load`] finds either the old identity or the new one.
     pub(crate) fn store(&self, identity: &AgentIdentity) -> Result<(), IdentityError> {
         let next = self.next_key();
         let key = PrivateKey::from_der(&identity.key)?.to_pem();

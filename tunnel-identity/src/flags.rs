@@ -1,4 +1,4 @@
-//! The flags by which a node is named and enrols, of the agent and of a redirector.
+//! Flags of the agent and of a redirector that name the node and enrol it.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use tunnel_core::identity::{ExposeSecret, Holder, NodeName, SecretString, parse_
 
 use crate::files::has_certificate;
 
-/// Who this node is, and how it enrols without the API server.
+/// Flags that name this node and enrol it without the API server.
 #[derive(Args, Clone, Debug)]
 pub struct EnrolmentFlags {
     /// This node's name [default: the host name in lower case].
@@ -27,8 +27,10 @@ pub struct EnrolmentFlags {
 }
 
 impl EnrolmentFlags {
+    /// Returns `--node-name`, or the host name.
+    ///
     /// # Errors
-    /// It is not given, and the host's name cannot be read, or be a node's.
+    /// The flag is not given, and the host name cannot be read or is not valid for a node.
     pub fn node(&self) -> Result<NodeName, ConfigError> {
         if let Some(name) = &self.node_name {
             return Ok(name.clone());
@@ -38,7 +40,7 @@ impl EnrolmentFlags {
         name.parse().map_err(|error| missing(format!("the host name cannot be a node's: {error}")))
     }
 
-    /// The first given flag that is about tokens.
+    /// The first given flag that concerns tokens.
     pub fn by_token(&self) -> Option<&'static str> {
         let given = [
             ("--token", self.token.is_some()),
@@ -48,10 +50,10 @@ impl EnrolmentFlags {
         given.into_iter().find(|(_, given)| *given).map(|(flag, _)| flag)
     }
 
-    /// The token, and the CA's hash, which it needs, in lower case.
+    /// Returns the token, and the CA hash that it needs, in lower case.
     ///
     /// # Errors
-    /// Names the flag, its value and the reason.
+    /// Name the flag, its value and the reason.
     pub fn token(
         &self,
         state_dir: &Path,
@@ -78,7 +80,7 @@ impl EnrolmentFlags {
             (Some(token), None) => ("--token", SecretString::from(token.expose_secret().trim())),
             (None, Some(path)) => match std::fs::read_to_string(path) {
                 Ok(text) => ("--token-file", text.trim().into()),
-                // The token was for the first enrolment; a tidy operator removes the file.
+                // The token was for the first enrolment. The operator may have removed the file since.
                 Err(error)
                     if error.kind() == io::ErrorKind::NotFound && has_certificate(state_dir, holder) =>
                 {

@@ -1,7 +1,7 @@
-//! The identity of an agent, or of a redirector: a private key, a certificate that names the node, and the roots that servers
-//! must come from; and the way to the servers (`reach`).
+//! The identity of an agent or a redirector: a private key, a certificate that names the node, and the roots that
+//! verify servers. Also the TCP connections to the servers (`reach`).
 //!
-//! The first certificate comes in one of two ways, renewals always in the third:
+//! The first certificate comes from the API server or by token. Renewals always use `renew`:
 //!
 //! | file | when | by |
 //! |---|---|---|

@@ -17,7 +17,7 @@ struct RenewalLabels {
     outcome: &'static str,
 }
 
-/// Handles to the metrics; clones share them.
+/// Handles of the metrics. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct IdentityMetrics {
     not_after: Gauge,

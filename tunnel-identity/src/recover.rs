@@ -1,4 +1,4 @@
-//! Enrolling again through the API server when renewing at a server can no longer help.
+//! Enrols again through the API server when a renewal can no longer help.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -8,17 +8,17 @@ use tunnel_core::backoff::jittered;
 use crate::csr::CsrEnrolment;
 use crate::renew::IdentityKeeper;
 
-/// How often to re-check that enrolment is needed.
+/// Maximum interval of checks that the enrolment is still needed.
 const RECHECK: Duration = Duration::from_secs(1);
-/// The longest random delay when a server asks for another enrolment: it asks this agent alone.
+/// Maximum random delay when a server asks for another enrolment: it asks this agent alone.
 const ASKED_SPREAD: Duration = Duration::from_secs(2);
 
-/// How servers and this agent refuse each other's certificate; the stronger reason to enrol is the greater.
+/// Refusals between the servers and this agent. The greater value is the stronger reason to enrol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Refused {
-    /// From the first refusal to the last.
+    /// Time from the first refusal to the last.
     For(Duration),
-    /// A server, which this agent has verified, asks for another enrolment.
+    /// A server that this agent has verified asks for another enrolment.
     EnrollAgain,
 }
 
@@ -30,7 +30,7 @@ pub async fn recover(
     refused: impl Fn() -> Option<Refused>,
 ) {
     let pace = enrolment.pace;
-    // Why, and the longest random wait.
+    // Returns the reason and the maximum random wait.
     let needed = || {
         if keeper.current().validity().is_over(SystemTime::now()) {
             return Some(("the certificate has expired", pace.spread));
@@ -67,7 +67,7 @@ pub async fn recover(
                 continue;
             }
         };
-        // Not part of the select: files and memory must change together.
+        // Not part of the select, because files and memory must change together.
         match obtained {
             Ok(identity) => keeper.replace(identity).await,
             Err(error) => tracing::error!(%error, "cannot enrol again"),

@@ -1,4 +1,4 @@
-//! Renewing the certificate at a server over gRPC, with the present one, and following the roots that servers announce.
+//! Renews the certificate at a server over gRPC, using the present one, and installs the roots that servers announce.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -16,30 +16,30 @@ use crate::enrollment::Connection;
 use crate::files::IdentityFiles;
 use crate::{EnrollConfig, EnrollError, IdentityMetrics};
 
-/// Sleeps are cut to this, so that a clock that was set, or a machine that slept, is noticed.
+/// Maximum length of one sleep, so that a changed clock or a suspended machine is noticed.
 const LONGEST_SLEEP: Duration = Duration::from_secs(600);
-/// Agents of one installation spread their renewals over this share of a life: 1/20 of it.
+/// Renewals are spread over this share of the certificate's lifetime: 1/20.
 const JITTER_SHARE: u32 = 20;
-/// After a rotation every agent renews soon; this spreads them.
+/// Spread of the renewals after a rotation of the root, when all agents renew soon.
 const ROTATION_JITTER: Duration = Duration::from_secs(60);
-/// How often to try to store what a full or read-only disk did not take.
+/// Retry interval for files that a full or read-only disk did not take.
 const STORE_RETRY: Duration = Duration::from_secs(10);
-/// When a renewal did not bring a certificate of the newest root: no sooner again than this.
+/// Minimum delay before another attempt if a renewal brought no certificate of the newest root.
 const ROTATION_RETRY: Duration = Duration::from_secs(300);
 
-/// Keeps the identity: renews the certificate at 80 % of its life, or early when another root signs now,
-/// and installs the roots that servers announce. Open sessions go on; new connections use the identity published last.
+/// Keeps the identity: renews the certificate at 80 % of its lifetime, or early when another root signs now, and
+/// installs the roots that servers announce. Open sessions go on; new connections use the last published identity.
 pub struct IdentityKeeper {
     renewer: Arc<Renewer>,
     _tasks: [AbortOnDropHandle<()>; 2],
 }
 
-/// How an agent gets out when its certificate cannot be used any more.
+/// Remedy when the agent's certificate can no longer be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recovery {
-    /// The operator starts it with a new token.
+    /// The operator starts the agent with a new token.
     Token,
-    /// It enrols again through the API server.
+    /// The agent enrols again through the API server.
     ApiServer,
 }
 
@@ -49,17 +49,17 @@ struct Renewer {
     servers: Mutex<Vec<String>>,
     files: IdentityFiles,
     current: watch::Sender<Arc<AgentIdentity>>,
-    /// Held while files and `current` change together. Whether the files are older than `current`, because the disk is
-    /// full or read-only: then that alone is in use.
+    /// Held while files and `current` change together. The value is true if the files are older than `current` because
+    /// the disk is full or read-only: then only `current` is used.
     storing: AsyncMutex<bool>,
-    /// Held from reading the pending key until what was issued for it is stored. Taken before `storing`.
+    /// Held from reading the pending key until the certificate issued for it is stored. Taken before `storing`.
     pending_key: AsyncMutex<()>,
     metrics: IdentityMetrics,
 }
 
 impl IdentityKeeper {
     /// Starts to keep an identity that [`super::ensure_identity`] returned for this configuration. Needs a tokio
-    /// runtime; stops when dropped.
+    /// runtime. Stops on drop.
     pub fn start(config: EnrollConfig, identity: AgentIdentity, metrics: IdentityMetrics) -> Self {
         Self::with_recovery(config, identity, metrics, Recovery::Token)
     }
@@ -87,7 +87,7 @@ impl IdentityKeeper {
         Self { renewer, _tasks: tasks.map(AbortOnDropHandle::new) }
     }
 
-    /// The identity to use for the next connection.
+    /// Returns the identity for the next connection.
     pub fn current(&self) -> Arc<AgentIdentity> {
         Arc::clone(&self.renewer.current.borrow())
     }
@@ -96,12 +96,12 @@ impl IdentityKeeper {
         self.renewer.current.subscribe()
     }
 
-    /// Renews at these servers (`host:port`) from now on.
+    /// Sets the servers (`host:port`) to renew at.
     pub fn set_servers(&self, servers: Vec<String>) {
         *self.renewer.servers.lock().unwrap_or_else(PoisonError::into_inner) = servers;
     }
 
-    /// Renews at the servers known at each moment. Until some are known the earlier ones stay.
+    /// Follows the known servers to renew at. Keeps the earlier ones while none are known.
     pub async fn follow_servers(self: Arc<Self>, mut known: watch::Receiver<Arc<Vec<HostPort>>>) {
         loop {
             let servers: Vec<_> = known.borrow_and_update().iter().map(ToString::to_string).collect();
@@ -114,11 +114,11 @@ impl IdentityKeeper {
         }
     }
 
-    /// Trusts other roots from now on, as announced by a server that this agent has verified; false when they are the
-    /// present ones. `server_chain` is what that server presented in its TLS handshake, leaf first.
+    /// Trusts the roots announced by a server that this agent has verified. Returns false if they are the present ones.
+    /// `server_chain` holds the certificates that the server presented in its TLS handshake, leaf first.
     ///
     /// # Errors
-    /// The text is no bundle, or does not verify the very server that sent it. The present roots stay then.
+    /// The text is not a bundle, or does not verify the server that sent it. The present roots stay then.
     pub async fn install_bundle(
         &self,
         pem: &str,
@@ -149,20 +149,20 @@ impl IdentityKeeper {
         Ok(true)
     }
 
-    /// Stops renewals until the guard is dropped: the pending key is the holder's.
+    /// Stops renewals until the guard is dropped. The caller may use the pending key meanwhile.
     pub async fn hold_pending_key(&self) -> MutexGuard<'_, ()> {
         self.renewer.pending_key.lock().await
     }
 
-    /// Switches to the identity, and the roots, of a new enrolment. [`IdentityKeeper::hold_pending_key`] must have been
-    /// held since the pending key was read.
+    /// Switches to the identity and the roots of a new enrolment. The caller must have held
+    /// [`IdentityKeeper::hold_pending_key`] since it read the pending key.
     pub async fn replace(&self, identity: AgentIdentity) {
         let mut unsaved = self.renewer.storing.lock().await;
         self.renewer.store(identity, &mut unsaved).await;
     }
 }
 
-/// Whether storing failed, which is logged.
+/// Logs a failure to store. Returns true if there was one.
 fn is_unsaved(stored: &Result<(), IdentityError>) -> bool {
     if let Err(error) = stored {
         tracing::error!(
@@ -174,17 +174,17 @@ fn is_unsaved(stored: &Result<(), IdentityError>) -> bool {
     stored.is_err()
 }
 
-/// An edge's disk may be slow to sync.
+/// Writes on a blocking thread: an edge's disk may be slow to sync.
 async fn run_blocking(
     work: impl FnOnce() -> Result<(), IdentityError> + Send + 'static,
 ) -> Result<(), IdentityError> {
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|stopped| {
-        // The write panicked, or the runtime is being shut down.
+        // The write panicked, or the runtime is shutting down.
         Err(IdentityError::Key(format!("writing the identity was interrupted: {stopped}")))
     })
 }
 
-/// Why a renewal is due.
+/// Reason for a renewal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Due {
     Life,
@@ -222,7 +222,7 @@ impl Renewer {
         }
     }
 
-    /// Tries for as long as it takes: even after the certificate expired, because the clock may be what is wrong.
+    /// Retries without limit, even after the certificate has expired: the clock may be wrong.
     async fn renew_until_done(&self) -> Arc<AgentIdentity> {
         let mut backoff = RETRIES;
         loop {
@@ -275,7 +275,7 @@ impl Renewer {
         Ok(self.store(identity, &mut unsaved).await)
     }
 
-    /// Uses the identity from now on. `unsaved` is that of `storing`.
+    /// Stores the identity and publishes it, even if storing failed. `unsaved` is the value of `storing`.
     async fn store(&self, identity: AgentIdentity, unsaved: &mut bool) -> Arc<AgentIdentity> {
         let identity = Arc::new(identity);
         *unsaved = is_unsaved(&self.write(&identity).await);
@@ -302,7 +302,8 @@ impl Renewer {
     }
 }
 
-/// When to renew, and why. `futile`: the last renewal for a rotation still brought the old root's certificate.
+/// Time and reason of the next renewal. `futile`: the last renewal for a rotation still brought a certificate of the
+/// old root.
 fn due(identity: &AgentIdentity, futile: bool) -> (SystemTime, Due) {
     let now = SystemTime::now();
     let life = identity.validity().life();
@@ -315,7 +316,7 @@ fn due(identity: &AgentIdentity, futile: bool) -> (SystemTime, Due) {
     if early < at { (early, Due::Rotation) } else { (at, Due::Life) }
 }
 
-/// Before a certificate that is due as soon as it has come is renewed: the clock is ahead of the servers'.
+/// Pause before renewing a certificate that is due as soon as it arrives: this clock is ahead of the servers'.
 fn pause_after(renew_at: SystemTime, now: SystemTime, pauses: &mut Backoff) -> Option<Duration> {
     if renew_at > now {
         pauses.reset();
@@ -324,7 +325,7 @@ fn pause_after(renew_at: SystemTime, now: SystemTime, pauses: &mut Backoff) -> O
     Some(pauses.next_delay())
 }
 
-/// By the wall clock, which is what certificates go by.
+/// Sleeps by the wall clock, because certificates use it.
 async fn sleep_until(at: SystemTime) {
     while let Ok(left) = at.duration_since(SystemTime::now()) {
         if left.is_zero() {

@@ -17,7 +17,7 @@ use crate::enrollment::Connection;
 use crate::files::{IdentityFiles, Stored};
 use crate::reach::Reach;
 
-/// What is needed to obtain an identity and to keep it.
+/// Settings to obtain an identity and to keep it.
 #[derive(Clone, Debug)]
 pub struct EnrollConfig {
     /// `host:port` of each server.
@@ -27,22 +27,23 @@ pub struct EnrollConfig {
     pub state_dir: PathBuf,
     /// For the first enrolment, and for one with another CA.
     pub token: Option<SecretString>,
-    /// `sha256:HEX` of the CA's key, for an enrolment.
+    /// `sha256:HEX` of the CA's key, for enrolments.
     pub ca_hash: Option<String>,
     pub reach: Reach,
 }
 
-/// The identity on disk if it is this node's, and has not expired or there is no token; else a new one by enrolling.
+/// Returns the identity on disk if it is this node's and has not expired or there is no token. Else enrols for a new
+/// one.
 ///
-/// With a token, an identity that has not expired, but is another CA's than `ca_hash` or has a root that is no longer
-/// trusted, is replaced by enrolling if a server agrees. If none does it is used as it is: a token and a hash that were
-/// left in a unit file must not stop a working agent.
+/// With a token, an unexpired identity is replaced if it is from another CA than `ca_hash` or its root is no longer
+/// trusted, and a server agrees. If none does it is used as it is: a token and a hash that were left in a unit file
+/// must not stop a working agent.
 ///
-/// Tries every server, again and again with growing pauses while none can be reached. The future may be dropped at
-/// any time: the next call goes on with the same key.
+/// Tries every server, with growing pauses while none can be reached. The future may be dropped at any time: the next
+/// call continues with the same key.
 ///
 /// # Errors
-/// What only the operator can fix: unusable files, another node's identity, a token that is missing or that a
+/// Those that only the operator can fix: unusable files, another node's identity, a token that is missing or that a
 /// server refused, a server with another CA than the expected one.
 pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, EnrollError> {
     let files = IdentityFiles::new(&config.state_dir, config.holder);
@@ -64,7 +65,8 @@ pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, Enr
                 });
             }
             if config.token.is_none() {
-                // The servers go by their own clock. If this one is ahead, it works as soon as it is set right.
+                // Servers use their own clock. If this node's is ahead, the certificate works once the clock is set
+                // right.
                 tracing::error!(
                     path = %files.certificate().display(),
                     "the certificate has expired by this node's clock, and there is no --token: going on with it, in \
@@ -94,7 +96,7 @@ pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, Enr
     }
 }
 
-/// Why an identity that has not expired may be of no use with today's servers.
+/// Reason why an unexpired identity may be useless with today's servers.
 fn doubt(identity: &AgentIdentity, ca_hash: Option<&str>) -> Option<&'static str> {
     if is_orphaned(identity) {
         return Some("the root that signed the certificate is no longer trusted");
@@ -104,7 +106,7 @@ fn doubt(identity: &AgentIdentity, ca_hash: Option<&str>) -> Option<&'static str
     (!is_known).then_some("the certificate is from another CA than --ca-hash says")
 }
 
-/// One attempt to enrol at each server; the present identity if that fails.
+/// Tries once to enrol at each server. Returns the present identity if that fails.
 async fn replace_if_agreed(
     config: &EnrollConfig,
     files: &IdentityFiles,
@@ -130,7 +132,7 @@ async fn replace_if_agreed(
     present
 }
 
-/// One request to each server in turn.
+/// One enrolment request to each server in turn.
 struct Round<'a> {
     config: &'a EnrollConfig,
     files: &'a IdentityFiles,
@@ -154,14 +156,14 @@ impl<'a> Round<'a> {
         files.prepare()?;
         let key = files.pending_key()?;
         let csr = match config.holder {
-            // Its token says for whom it is.
+            // An agent's token already says which holder it is for.
             Holder::Agent => create_csr(&key)?,
             holder => create_named_csr(&key, holder, &config.node)?.der().to_vec(),
         };
         Ok(Self { config, files, token, tls, key, csr })
     }
 
-    /// None when no server could be asked or could answer for now.
+    /// None if no server could be reached or could answer for now.
     async fn run(&self) -> Result<Option<AgentIdentity>, EnrollError> {
         let node = &self.config.node;
         let mut refusal = None;
@@ -202,7 +204,7 @@ impl<'a> Round<'a> {
     }
 }
 
-/// A given hash is what the operator trusts now; without one, the roots of the expired identity are still good.
+/// The operator trusts the given hash now. Without one, the roots of the expired identity are still good.
 fn enrollment_tls(
     config: &EnrollConfig,
     known: Option<&TrustBundle>,

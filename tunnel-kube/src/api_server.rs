@@ -1,4 +1,4 @@
-//! The API server as the configuration gives it at each moment.
+//! Clients of the API server, from the configuration as it is at each moment.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,11 +17,11 @@ pub struct ApiServer {
 }
 
 impl ApiServer {
-    /// Reads the configuration: that of a pod without a kubeconfig. No request is made: an API server that is away is no
-    /// error here.
+    /// Reads the configuration: the kubeconfig, or that of a pod if there is none. Makes no request, so an API server
+    /// that is down is no error here.
     ///
     /// # Errors
-    /// When the configuration is missing or wrong.
+    /// The configuration is missing or wrong.
     pub async fn open(
         kubeconfig: Option<PathBuf>,
         namespace: Option<String>,
@@ -37,15 +37,15 @@ impl ApiServer {
         }))
     }
 
-    /// Where the objects are.
+    /// Namespace of the objects.
     pub fn namespace(&self) -> &str {
         &self.namespace
     }
 
-    /// The client for the next request.
+    /// Returns the client for the next request. Reads the configuration again after a failure.
     ///
     /// # Errors
-    /// When the configuration, which is read again after a failure, is missing or wrong now.
+    /// The configuration is now missing or wrong.
     pub async fn client(&self) -> Result<Client, KubeError> {
         if let Some(client) = self.cached().clone() {
             return Ok(client);
@@ -56,8 +56,8 @@ impl ApiServer {
         Ok(client)
     }
 
-    /// After a failure the configuration is read again: the kubelet replaces its certificate, and an administrator the
-    /// CA or the address. (The client itself reads token files again once a minute.)
+    /// Makes the next call of [`Self::client`] read the configuration again: the kubelet replaces its certificate, and
+    /// an administrator the CA or the address. (The client itself reads token files again once a minute.)
     pub fn failed(&self) {
         *self.cached() = None;
     }

@@ -1,4 +1,4 @@
-//! The client of the API server.
+//! The API server's client.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -24,20 +24,21 @@ use tower::{BoxError, ServiceBuilder, service_fn};
 use tunnel_core::error::chain;
 use tunnel_core::net::lookup;
 
-/// Where the objects are when nothing says otherwise.
+/// Namespace of the objects if none is configured.
 const DEFAULT_NAMESPACE: &str = "kube-system";
 
-/// In what the clients of the two programs differ.
+/// Differences between the server's and the agent's client.
 #[derive(Clone, Copy, Debug)]
 pub struct ClientSettings {
     /// An edge's uplink may take long to connect.
     pub connect_timeout: Duration,
-    /// Longer than any request may take, and than the API server is silent on a watch: it ends one, or sends a bookmark each
-    /// minute. Only a peer that is gone without a word is silent for this long.
+    /// Maximum time without a byte from the API server. At least as long as any request may take, and longer than a
+    /// watch is silent: the API server ends a watch or sends a bookmark each minute. Only a peer that is gone without
+    /// closing is silent for this long.
     pub read_timeout: Duration,
-    /// Whether the system's roots will do for a kubeconfig without a CA. An edge may have none.
+    /// Accepts the system's roots for a kubeconfig without a CA. An edge may have none.
     pub system_roots: bool,
-    /// What to do when there is no service account and no kubeconfig.
+    /// Advice for the error when there is neither a service account nor a kubeconfig.
     pub advice: &'static str,
 }
 
@@ -58,7 +59,7 @@ impl ClientSettings {
     };
 }
 
-/// Why there is no client.
+/// Reasons why a client cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum KubeError {
     #[error(
@@ -73,14 +74,14 @@ pub enum KubeError {
     Namespace { key: &'static str, value: String },
 }
 
-/// A client, and the namespace of the objects. Without `kubeconfig` it is configured as a pod's. No request is made: an
-/// API server that is away is no error here.
+/// Returns a client and the namespace of the objects. Without `kubeconfig` the client is configured as in a pod. Makes
+/// no request, so an API server that is down is no error here.
 ///
 /// The namespace is the one given, else the pod's ($POD_NAMESPACE), else that of the kubeconfig's context or of the
 /// service account, else `kube-system`.
 ///
 /// # Errors
-/// When the configuration is missing or wrong.
+/// The configuration is missing or wrong.
 pub async fn connect(
     kubeconfig: Option<&Path>,
     namespace: Option<&str>,
@@ -90,7 +91,7 @@ pub async fn connect(
     connect_from(kubeconfig, namespace, pod, settings).await
 }
 
-/// The address at which [`connect`] reaches the API server; None when it is a name, or the configuration is wrong.
+/// The IP address at which [`connect`] reaches the API server. None if it is a name or the configuration is wrong.
 pub async fn api_server_address(kubeconfig: Option<&Path>) -> Option<IpAddr> {
     let config = match kubeconfig {
         Some(path) => from_file(path).await.ok()?.0,
@@ -131,11 +132,11 @@ async fn connect_from(
     Ok((client, namespace))
 }
 
-/// Also gives the namespace of the current context.
+/// Reads a kubeconfig. Also returns the namespace of the current context.
 async fn from_file(path: &Path) -> Result<(Config, Option<String>), KubeconfigError> {
     let mut kubeconfig = Kubeconfig::read_from(path)?;
     for cluster in kubeconfig.clusters.iter_mut().filter_map(|named| named.cluster.as_mut()) {
-        // An empty one keeps $HTTPS_PROXY out, which this client does not use.
+        // An empty URL keeps kube from taking $HTTPS_PROXY, which this client does not use.
         cluster.proxy_url.get_or_insert_default();
     }
     let namespace = kubeconfig.current_context.as_ref().and_then(|current| {
@@ -181,13 +182,13 @@ fn choose_namespace(
 fn build(mut config: Config, namespace: &str, settings: &ClientSettings) -> Result<Client, kube::Error> {
     config.connect_timeout = Some(settings.connect_timeout);
     config.read_timeout = Some(settings.read_timeout);
-    // As `ClientBuilder::try_from` makes it, but for the resolver.
+    // As in `ClientBuilder::try_from`, except for the resolver.
     let mut http = HttpConnector::new_with_resolver(service_fn(resolve));
     http.enforce_http(false);
     let mut connector = TimeoutConnector::new(config.rustls_https_connector_with_connector(http)?);
     connector.set_connect_timeout(config.connect_timeout);
     connector.set_read_timeout(config.read_timeout);
-    // Otherwise the time that a connection spent in the pool counts.
+    // Without this the time that a connection spent in the pool would count.
     connector.set_reset_reader_on_write(true);
     let service = ServiceBuilder::new()
         .layer(MapResponseLayer::new(keep_retry_after))
@@ -199,12 +200,12 @@ fn build(mut config: Config, namespace: &str, settings: &ClientSettings) -> Resu
     Ok(Client::new(service, namespace))
 }
 
-/// The addresses of the API server's name. Its port comes later.
+/// Resolves the API server's name. The port is filled in later.
 async fn resolve(name: Name) -> io::Result<std::vec::IntoIter<SocketAddr>> {
     Ok(lookup(name.as_str(), 0).await?.into_iter())
 }
 
-/// Moves the header Retry-After into the body: the client hands on nothing else of an error.
+/// Copies the Retry-After header into the body, because kube's client returns nothing but the body of an error.
 pub(crate) fn keep_retry_after<B>(response: Response<B>) -> Response<Either<B, Full<Bytes>>> {
     let seconds =
         response.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse::<u32>().ok());
@@ -239,8 +240,8 @@ fn in_cluster(error: &InClusterError) -> String {
     }
 }
 
-/// Why a request failed, in the API server's words where it answered: they name a missing permission by verb, resource
-/// and namespace.
+/// The text of a failed request's error. If the API server answered, its own message, which names a missing permission
+/// by verb, resource and namespace.
 pub fn reason(error: &kube::Error) -> String {
     match error {
         kube::Error::Api(status) if status.reason.is_empty() => {
@@ -274,7 +275,7 @@ mod tests {
         connect_from(Some(path), namespace, None, &ClientSettings::AGENT).await
     }
 
-    /// YurtTunnel does not start with such a file.
+    /// Such a kubeconfig keeps YurtTunnel from starting.
     #[tokio::test]
     async fn a_kubeconfig_may_name_a_ca_file_next_to_it() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! What `doctor` asks the API server: whether it answers, what time it is there, and what this client may do.
+//! `doctor`'s checks of the API server: that it answers, the clock, and this client's permissions.
 
 use std::time::{Duration, SystemTime};
 
@@ -16,33 +16,33 @@ use tunnel_core::text::age;
 use crate::request::request;
 
 const DEADLINE: Duration = Duration::from_secs(15);
-/// Agents' certificates are backdated by so much.
+/// Allowed clock difference. Agents' certificates are backdated by the same time.
 const SKEW: Duration = Duration::from_secs(300);
 
 /// Verbs on a resource.
 #[derive(Clone, Debug)]
 pub struct Right {
     pub group: &'static str,
-    /// With its subresource: `nodes/status`.
+    /// With the subresource, as in `nodes/status`.
     pub resource: &'static str,
     pub verbs: &'static [&'static str],
-    /// None: any.
+    /// None means any object.
     pub name: Option<String>,
     namespaced: bool,
 }
 
 impl Right {
-    /// In the whole cluster.
+    /// Permission in the whole cluster.
     pub fn everywhere(group: &'static str, resource: &'static str, verbs: &'static [&'static str]) -> Self {
         Self { group, resource, verbs, name: None, namespaced: false }
     }
 
-    /// In the namespace of the objects.
+    /// Permission in the namespace of the objects.
     pub fn here(group: &'static str, resource: &'static str, verbs: &'static [&'static str]) -> Self {
         Self { namespaced: true, ..Self::everywhere(group, resource, verbs) }
     }
 
-    /// On the object of this name only.
+    /// Limits the permission to the object of this name.
     #[must_use]
     pub fn named(self, name: &str) -> Self {
         Self { name: Some(name.to_owned()), ..self }
@@ -77,7 +77,7 @@ impl Right {
     }
 }
 
-/// Whether the API server answers, and its clock is this host's.
+/// Checks that the API server answers and that its clock agrees with this host's.
 pub async fn answers(client: &Client) -> Outcome {
     let unreachable = |reason: String| {
         let fix = "compare `kubectl get --raw /version` from this host, its routes, and a proxy or firewall on the way";
@@ -94,7 +94,7 @@ pub async fn answers(client: &Client) -> Outcome {
         return finding.into();
     }
     match answer.status() {
-        // Anonymous requests for the version may be off: it answers all the same.
+        // Anonymous requests may be refused, but the API server has answered.
         StatusCode::OK | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Outcome::fine("it answers"),
         status => unreachable(format!("/version answered {status}")),
     }
@@ -115,7 +115,7 @@ fn clock<B>(answer: &Response<B>, now: SystemTime) -> Option<Finding> {
     })
 }
 
-/// Whether this client has the rights (SelfSubjectAccessReview).
+/// Checks this client's permissions by SelfSubjectAccessReview.
 pub async fn rights(client: &Client, namespace: &str, wanted: &[Right], fix: &str) -> Outcome {
     let api = Api::<SelfSubjectAccessReview>::all(client.clone());
     let (params, mut asked, mut faults) = (PostParams::default(), 0, Vec::new());
@@ -188,7 +188,7 @@ mod tests {
         }
     }
 
-    /// An API server's reviews, which permit what this one says.
+    /// A fake API server that answers access reviews with `allows`.
     fn reviewer(allows: fn(&Value) -> bool) -> Client {
         let service = tower::service_fn(move |request: Request<Body>| async move {
             let body = request.into_body().collect().await.unwrap().to_bytes();

@@ -1,7 +1,7 @@
-//! Following objects of the API server through its outages.
+//! Follows objects of the API server through its outages.
 //!
-//! This is the list and watch of [`kube::runtime::watcher`] with two additions: it reports when a lost watch is back (for
-//! a quiet object the next event may never come), and it pauses before a watch that ended immediately is opened again.
+//! This is the list and watch of [`kube::runtime::watcher`] with two additions: it reports when a lost watch works
+//! again (a quiet object may never send another event), and it pauses before it reopens a watch that ended immediately.
 
 use std::fmt::Debug;
 use std::ops::RangeInclusive;
@@ -18,30 +18,30 @@ use tunnel_core::backoff::Backoff;
 
 use crate::client::reason;
 
-/// How much later than asked for the API server may end a watch.
+/// Time past the requested end of a watch before it counts as silent.
 const END_GRACE: Duration = Duration::from_secs(5);
 
-/// How eagerly objects are followed: a few servers want to know soon, ten thousand agents must not crowd the API server.
+/// Timing of lists and watches: a few servers need changes soon, ten thousand agents must not overload the API server.
 #[derive(Clone, Debug)]
 pub struct FollowSettings {
-    /// How long a watch runs before the API server ends it, unless the watch's configuration says. Random, so that a
-    /// fleet's watches do not end together; a watch that has become silent is noticed this soon.
+    /// Length of a watch in seconds, after which the API server ends it, unless the watch's [`Config`] gives one.
+    /// Random, so that a fleet's watches do not end together. Also the time after which a silent watch is noticed.
     pub watch_seconds: RangeInclusive<u32>,
-    /// A watch that has been open for this long, or has sent something, works. Behind a proxy that cuts streams no watch
-    /// gets there, and pauses have to keep growing.
+    /// A watch works once it has been open for this long or has sent something. Behind a proxy that cuts streams no
+    /// watch gets that far, and the pauses have to keep growing.
     pub settled: Duration,
-    /// A request that is not answered for this long is reported, and goes on.
+    /// A request without an answer for this long is reported but continues.
     pub slow: Option<Duration>,
-    /// A request that takes longer is given up.
+    /// Maximum time for a request.
     pub deadline: Duration,
-    /// The pauses after failures.
+    /// Pauses after failures.
     pub backoff: Backoff,
-    /// The longest Retry-After that is respected.
+    /// Maximum Retry-After that is respected.
     pub longest_retry_after: Duration,
-    /// After this many failed watches in a row the objects are listed again: an API server whose data was restored from a
-    /// backup does not know the version yet, and reports that like any other error.
+    /// After this many failed watches in a row the objects are listed again: an API server whose data was restored from
+    /// a backup does not know the version yet and reports that like any other error.
     pub relist_after: u32,
-    /// The time between two such lists. Where watches never work, this is how late changes are seen.
+    /// Minimum time between two such lists. Where watches never work, changes are seen this late.
     pub relist_every: Duration,
 }
 
@@ -57,9 +57,9 @@ impl FollowSettings {
         relist_every: Duration::ZERO,
     };
 
-    /// Of 10,000 agents that watch two kinds of objects, eleven watches a second end and are opened again. The API server
-    /// sends a bookmark each minute, so one that is silent for [`ClientSettings::read_timeout`] is broken, however long it
-    /// was to run.
+    /// With 10,000 agents that watch two kinds of objects, eleven watches end and are reopened each second. The API
+    /// server sends a bookmark each minute, so a watch that is silent for [`ClientSettings::read_timeout`] is broken,
+    /// whatever its length.
     ///
     /// [`ClientSettings::read_timeout`]: crate::ClientSettings::read_timeout
     pub const AGENT: Self = Self {
@@ -67,7 +67,8 @@ impl FollowSettings {
         settled: Duration::from_secs(60),
         slow: None,
         deadline: Duration::from_secs(30),
-        // All watches of a fleet are lost at once when the API server restarts: they come back over five seconds at least.
+        // All watches of a fleet are lost at once when the API server restarts. They come back over at least five
+        // seconds.
         backoff: Backoff::new(Duration::from_secs(10), Duration::from_secs(60)),
         longest_retry_after: Duration::from_secs(300),
         relist_after: 1,
@@ -75,32 +76,32 @@ impl FollowSettings {
     };
 }
 
-/// What is reported of the requests, as opposed to the objects.
+/// State of the requests, as opposed to the objects.
 #[derive(Clone, Copy, Debug)]
 pub enum Signal<'a> {
-    /// A request is not answered yet, which counts as an outage.
+    /// A request has no answer yet. This counts as an outage.
     Slow { reason: &'a str },
-    /// A request failed, or a watch was lost; another attempt follows after a pause.
+    /// A request failed or a watch was lost. Another attempt follows after a pause.
     Failed {
         reason: &'a str,
-        /// It may be no more than the end of a connection: the first failure of a watch that worked.
+        /// True for the first failure of a watch that worked: maybe only its connection has ended.
         passing: bool,
     },
-    /// A watch is open, and works.
+    /// A watch is open and works.
     Works,
 }
 
-/// The configuration for the one object of this name.
+/// Configuration to follow the one object of this name.
 pub fn named(name: &str) -> Config {
     Config::default().fields(&format!("metadata.name={name}"))
 }
 
-/// The objects, without end: after [`Event::Init`] each with [`Event::InitApply`], then [`Event::InitDone`], then the
-/// changes. An `Init` only comes when the whole list is there, so that the list is never cut short. After an outage the
-/// changes go on, or there is an `Init` again; objects that are then missing are gone.
+/// An endless stream of the objects: after [`Event::Init`] each object as [`Event::InitApply`], then
+/// [`Event::InitDone`], then the changes. `Init` is sent only once the whole list has arrived, so a list is never cut
+/// short. After an outage the changes go on, or another `Init` follows; objects that are then missing are gone.
 ///
-/// `connect` is called before each request: the configuration may have changed. `report` gets what happens to the
-/// requests.
+/// Calls `connect` before each request, because the configuration may have changed. Calls `report` with the state of
+/// the requests.
 pub fn follow<K, A, F, R>(
     connect: A,
     config: Config,
@@ -126,20 +127,20 @@ struct Follower<K, A, R> {
     report: R,
     state: State<K>,
     backoff: Backoff,
-    /// In a row.
+    /// Failures in a row.
     failures: u32,
-    /// When the objects were last listed.
+    /// Time of the last list.
     listed: Option<Instant>,
 }
 
 enum State<K> {
     Unknown,
-    /// The list is handed on; a watch follows from its version.
+    /// A list has arrived and its items are being returned. A watch follows from its version.
     Listed {
         items: std::vec::IntoIter<K>,
         version: String,
     },
-    /// All is known up to this version.
+    /// Everything is known up to this version.
     Known {
         version: String,
     },
@@ -156,10 +157,10 @@ struct Watch<K> {
     settled: bool,
 }
 
-/// Why a request or a watch failed.
+/// A failed request or watch.
 struct FollowError {
     reason: String,
-    /// The version is too old: only a list helps.
+    /// The version is too old (410 Gone): only a new list helps.
     gone: bool,
     retry_after: Option<Duration>,
 }
@@ -189,7 +190,7 @@ where
 {
     async fn next(&mut self) -> Event<K> {
         loop {
-            // A failure leaves what was known before.
+            // A failed list leaves `Unknown`. `lost` sets the state itself.
             match std::mem::replace(&mut self.state, State::Unknown) {
                 State::Unknown => match self.list().await {
                     Ok((items, version)) => {
@@ -251,7 +252,7 @@ where
                 return event;
             }
             Ok(Some(Err(error))) => error.into(),
-            // The usual end.
+            // The normal end of a watch.
             Ok(None) if watch.settled || watch.opened.elapsed() >= self.settings.settled => {
                 self.state = State::Known { version: watch.version };
                 return None;
@@ -298,7 +299,7 @@ where
             match page.metadata.continue_.filter(|token| !token.is_empty()) {
                 Some(token) => {
                     params.continue_token = Some(token);
-                    // The token knows the version.
+                    // The continue token includes the version.
                     (params.resource_version, params.version_match) = (None, None);
                 }
                 None => {
@@ -343,7 +344,7 @@ where
         }
     }
 
-    /// After a failure that leaves what is known to be known, unless the API server has forgotten it.
+    /// Handles a lost watch. The version stays known unless the API server has forgotten it.
     async fn lost(&mut self, version: String, error: FollowError) {
         let old = self.listed.is_none_or(|listed| listed.elapsed() >= self.settings.relist_every);
         let list = error.gone || (self.failures >= self.settings.relist_after && old);
@@ -355,7 +356,7 @@ where
         (self.report)(Signal::Failed { reason: &error.reason, passing });
         self.failures = self.failures.saturating_add(1);
         let retry_after = error.retry_after.unwrap_or_default().min(self.settings.longest_retry_after);
-        // Jitter on top: others got the same Retry-After.
+        // Adds jitter, because other clients got the same Retry-After.
         sleep(retry_after + self.backoff.next_delay()).await;
     }
 }

@@ -1,16 +1,16 @@
-//! Objects as the events of a watch leave them. A list counts once it is complete.
+//! Objects kept up to date from the events of a watch. A list takes effect once it is complete.
 
 use std::collections::BTreeMap;
 
 use kube::ResourceExt;
 use kube::runtime::watcher::Event;
 
-/// One object.
+/// One followed object.
 #[derive(Debug)]
 pub struct Followed<K> {
-    /// None: it does not exist, or it is not known yet.
+    /// None if it does not exist or is not known yet.
     pub object: Option<K>,
-    /// Whether it is known that it exists or not.
+    /// True once a list has shown that the object exists or does not.
     pub known: bool,
     listed: Option<K>,
 }
@@ -36,11 +36,11 @@ impl<K> Followed<K> {
     }
 }
 
-/// Several objects of one namespace, by name.
+/// Followed objects of one namespace, by name.
 #[derive(Debug)]
 pub struct FollowedSet<K> {
     pub objects: BTreeMap<String, K>,
-    /// Whether there was a complete list.
+    /// True once a complete list has arrived.
     pub known: bool,
     listed: BTreeMap<String, K>,
 }

@@ -1,4 +1,4 @@
-//! How the server's watches are doing, for metrics and `status`.
+//! Health of the server's watches, for metrics and `status`.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -25,20 +25,20 @@ struct ResourceLabel {
     resource: &'static str,
 }
 
-/// How one watch is doing.
+/// Health of one watch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WatchHealth {
-    /// What is watched, such as `nodes`.
+    /// The watched resource, such as `nodes`.
     pub resource: String,
-    /// Whether all objects are known and their changes arrive.
+    /// True while all objects are known and their changes arrive.
     pub synced: bool,
-    /// Kept when it is over.
+    /// Kept after recovery.
     pub last_error: Option<String>,
-    /// Since when it is synced, or is not.
+    /// Time of the last change of `synced`.
     pub since: Timestamp,
 }
 
-/// How each watch is doing; clones share it.
+/// Health of all watches. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Health(Arc<Inner>);
 
@@ -50,7 +50,7 @@ struct Inner {
 }
 
 impl Health {
-    /// Metrics go into `registry`, which has the prefix `postern`.
+    /// Registers the metrics in `registry`, which has the prefix `postern`.
     pub fn register(registry: &mut Registry) -> Self {
         let health = Self::default();
         registry.register(
@@ -62,13 +62,13 @@ impl Health {
         health
     }
 
-    /// One entry for each resource that is followed, ordered by name.
+    /// One entry for each followed resource, ordered by name.
     pub fn report(&self) -> Vec<WatchHealth> {
         self.watches().values().cloned().collect()
     }
 
-    /// Follows objects as [`follow`] does with [`FollowSettings::SERVER`]. Errors are counted under the name `resource`;
-    /// one line is logged when the objects are lost and one when they are back.
+    /// Follows objects as [`follow`] does with [`FollowSettings::SERVER`]. Counts errors under the name `resource`.
+    /// Logs one line when the API server is lost and one when it is back.
     pub fn follow<K>(
         &self,
         api: Api<K>,
@@ -88,7 +88,7 @@ impl Health {
     }
 }
 
-/// One watch's entry, removed when the watch is dropped.
+/// One watch's entry, removed on drop.
 struct Entry {
     health: Health,
     label: ResourceLabel,

@@ -13,14 +13,14 @@ use tunnel_core::log_once::LogOnce;
 use crate::api_server::ApiServer;
 use crate::client::{ClientSettings, KubeError};
 
-/// The file is read again at most this often: it may name a program that makes the credentials.
+/// Minimum time between two reads of the file, which may name a program that makes the credentials.
 const AGAIN: Duration = Duration::from_secs(10);
 
-/// [`connect`] for a process that runs for years: after a failure the next request goes by the file as it is then, or
-/// by what it said last if it is unusable. The kubelet, k3s and kubeadm replace certificates every year.
+/// [`connect`] for a process that runs for years. After a failure the next request uses the file as it is then, or the
+/// last usable version. The kubelet, k3s and kubeadm replace certificates every year.
 ///
 /// # Errors
-/// As of [`connect`].
+/// Those of [`connect`].
 ///
 /// [`connect`]: crate::connect
 pub async fn connect_lasting(
@@ -114,7 +114,7 @@ mod tests {
         let list = async || nodes.list(&ListParams::default()).await;
         let asked = || [&old, &new].map(|server| server.requests("list", "/api/v1/nodes"));
 
-        // While they work the file does not matter, and while it is unusable the last ones are used.
+        // The file does not matter while the credentials work. While it is unusable the last ones are used.
         std::fs::write(&path, "").unwrap();
         list().await.unwrap();
         old.inject("list", "nodes", Fault::Status(401), 1);

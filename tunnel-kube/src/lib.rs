@@ -1,5 +1,5 @@
-//! What the server and the agent share of Kubernetes: the client, following objects through outages, and requests with a
-//! deadline.
+//! Kubernetes code shared by the server and the agent: the client, following objects through outages, and requests with
+//! a deadline.
 
 mod api_server;
 mod client;
@@ -18,8 +18,8 @@ pub use health::{Health, WatchHealth};
 pub use lasting::connect_lasting;
 pub use request::{Attempts, RequestError, request};
 
-/// The field manager of writes, and the controller that Events name.
+/// Field manager of writes, and the reporting controller of Events.
 pub const FIELD_MANAGER: &str = "postern";
 
-/// The signer of agents' CertificateSigningRequests.
+/// Signer name of the agents' CertificateSigningRequests.
 pub const SIGNER: &str = "postern.internal/agent";

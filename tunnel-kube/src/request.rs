@@ -1,4 +1,4 @@
-//! Requests with a deadline, and repeated attempts at one thing.
+//! Requests with a deadline, and retries of one action.
 
 use std::fmt::Display;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use crate::client::reason;
 const FIRST_RETRY: Duration = Duration::from_millis(500);
 const LAST_RETRY: Duration = Duration::from_secs(30);
 
-/// A request that failed.
+/// A failed request.
 #[derive(Debug, thiserror::Error)]
 #[error("{action} {object}: {reason}")]
 pub struct RequestError {
-    /// Such as `reading Secret`.
+    /// For example `reading Secret`.
     pub action: &'static str,
-    /// Its name, with the namespace where that is not obvious.
+    /// Name of the object, with the namespace where that is not obvious.
     pub object: String,
     /// The text of [`reason`].
     pub reason: String,
@@ -26,7 +26,7 @@ pub struct RequestError {
 }
 
 impl RequestError {
-    /// The object has changed since it was read, or another one was created first.
+    /// True if the object has changed since it was read, or another one was created first.
     pub fn is_conflict(&self) -> bool {
         self.code == Some(409)
     }
@@ -36,10 +36,10 @@ impl RequestError {
     }
 }
 
-/// One request, given up after `deadline`.
+/// Sends one request and gives up after `deadline`.
 ///
 /// # Errors
-/// The request's, or that it took too long.
+/// The request's error, or that it took too long.
 pub async fn request<T>(
     deadline: Duration,
     action: &'static str,
@@ -57,8 +57,7 @@ pub async fn request<T>(
     Err(RequestError { action, object: object.to_owned(), reason, code })
 }
 
-/// Repeated attempts at one thing: logs an error once until it changes or is over, and spaces the attempts by 0.25 s to
-/// 30 s.
+/// Retries of one action: logs an error once until it changes or is over, and spaces the attempts by 0.25 s to 30 s.
 #[derive(Debug)]
 pub struct Attempts {
     what: &'static str,
@@ -72,7 +71,7 @@ impl Attempts {
         Self { what, errors: LogOnce::default(), backoff: Backoff::new(FIRST_RETRY, LAST_RETRY) }
     }
 
-    /// Logs a failure. Returns whether it differs from the last one.
+    /// Logs a failure. Returns true if it differs from the last one.
     pub fn report(&mut self, error: &dyn Display) -> bool {
         let new = self.errors.is_new(error);
         if new {
@@ -81,7 +80,7 @@ impl Attempts {
         new
     }
 
-    /// How long to wait after a failure.
+    /// Returns the delay before the next attempt.
     pub fn next_delay(&mut self) -> Duration {
         self.backoff.next_delay()
     }

@@ -49,7 +49,7 @@ async fn a_silent_watch_is_opened_again() {
     assert_eq!(error, "the watch has been silent for 7 s");
 }
 
-/// The API server ends a watch every so often; what happens in between is not lost.
+/// The API server ends a watch every so often. Changes in between are not lost.
 #[tokio::test]
 async fn the_usual_end_of_a_watch_is_not_an_outage() {
     let server = ApiServer::start();

@@ -13,7 +13,7 @@ use crate::status::AgentStatus;
 
 #[derive(Args, Clone, Debug)]
 pub struct ExamineFlags {
-    // Those of the agent that runs at --admin-address count instead, if one does.
+    // Flags of the agent running at --admin-address take precedence.
     #[command(flatten, next_help_heading = "The agent's flags, if it does not run")]
     run: Flags,
 }
@@ -37,7 +37,8 @@ impl Examine for ExamineFlags {
     }
 }
 
-/// A running agent's flags. Its proxy's password is not among them, but this process may have it from the same environment.
+/// The flags of a running agent. They lack the proxy's password, but this process may have the proxy from the same
+/// environment.
 fn flags_of(running: &Asked<AgentStatus>) -> Option<Flags> {
     let flags = running.as_ref().ok()?.flags.as_deref()?;
     let from_environment = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"]

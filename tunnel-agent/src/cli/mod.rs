@@ -1,4 +1,4 @@
-//! The command line: the flags, what becomes of them, and the commands.
+//! The command line: flags, configuration and commands.
 
 mod doctor;
 mod status;
@@ -12,7 +12,7 @@ pub use status::StatusCommand;
 
 use crate::config::Flags;
 
-/// The flags and commands that `-h` shows: what most people need.
+/// Flags and commands that `-h` shows: those that most people need.
 pub const SHORT_HELP: &str = "config server node-name token-file ca-hash proxy kubeconfig allow-target state-dir log-level \
                               status doctor bundle";
 

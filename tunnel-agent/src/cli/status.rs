@@ -26,7 +26,7 @@ impl StatusCommand {
     /// Prints once, or until Ctrl-C with `--watch`.
     ///
     /// # Errors
-    /// As [`Show::run`].
+    /// Those of [`Show::run`].
     pub async fn run(&self) -> Result<(), ShowError> {
         if self.connections {
             let to_text = |report: ConnectionsReport| report.to_text();

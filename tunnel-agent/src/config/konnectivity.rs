@@ -1,4 +1,4 @@
-//! The flags for konnectivity's servers.
+//! Flags for konnectivity's servers.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,9 +10,9 @@ use tunnel_core::identity::NodeName;
 
 use crate::konnectivity::KonnectivityConfig;
 
-/// konnectivity's own agent takes it for the default.
+/// Default port of konnectivity's own agent.
 const AGENT_PORT: &str = "8091";
-/// What servers know identifiers by.
+/// Kinds of identifiers that servers know.
 const KINDS: [&str; 5] = ["ipv4", "ipv6", "host", "cidr", "default-route"];
 
 #[derive(Args, Clone, Debug)]
@@ -57,7 +57,7 @@ pub(super) struct KonnectivityFlags {
 }
 
 impl KonnectivityFlags {
-    /// Whether the servers are konnectivity's.
+    /// True if the servers are konnectivity's.
     pub(super) fn names_a_server(&self) -> bool {
         self.konnectivity_server.is_some() || self.proxy_server_host.is_some()
     }
@@ -66,7 +66,7 @@ impl KonnectivityFlags {
         self.konnectivity_identifiers.is_some()
     }
 
-    /// None: the servers are not konnectivity's. `of_tunnel_servers`: a given flag that is about tunnel-servers.
+    /// None if the servers are not konnectivity's. `of_tunnel_servers` is a given flag that concerns tunnel-servers.
     pub(super) fn config(
         &self,
         node: &NodeName,
@@ -133,7 +133,7 @@ fn server(given: &KonnectivityFlags) -> Result<Option<HostPort>, ConfigError> {
     parsed.map(Some).map_err(|reason: &str| ConfigError::new("--proxy-server-host", text.clone(), reason))
 }
 
-/// A flag that means something only with a server. YurtTunnel's agent has identifiers too, which are ignored.
+/// A given flag that has no effect without a server. YurtTunnel's agent has identifiers too, which are ignored.
 fn stray(given: &KonnectivityFlags) -> Option<&'static str> {
     let stray = [
         ("--konnectivity-ca", given.konnectivity_ca.is_some()),
@@ -157,7 +157,7 @@ fn identifiers(text: String) -> Result<String, ConfigError> {
     header(KEY, text)
 }
 
-/// What can be sent in a header.
+/// Accepts text that can be sent in a header.
 fn header(key: &str, text: String) -> Result<String, ConfigError> {
     if text.bytes().all(|byte| (b' '..=b'~').contains(&byte)) {
         return Ok(text);

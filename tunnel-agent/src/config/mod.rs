@@ -1,4 +1,4 @@
-//! The agent's flags, and the configuration that they yield.
+//! The agent's flags, and the configuration made from them.
 
 mod konnectivity;
 mod outbound;
@@ -28,10 +28,10 @@ use outbound::OutboundFlags;
 
 pub const DEFAULT_ADMIN_ADDRESS: &str = "127.0.0.1:10266";
 
-/// A shorter one would be traffic for nothing; with a longer one a NAT forgets the link.
+/// A shorter interval would only cause traffic. With a longer one a NAT forgets the link.
 const KEEPALIVES: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(300);
 
-/// What becomes of this agent once another one has taken over from it.
+/// Behaviour of this agent once another one has taken over from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum WhenReplaced {
     Exit,
@@ -91,7 +91,7 @@ pub struct Flags {
     ignored: Ignored,
 }
 
-/// What the servers may reach through this agent.
+/// Targets that the servers may reach through this agent.
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "What the servers may reach")]
 pub struct TargetConfig {
@@ -137,7 +137,7 @@ pub struct LinkConfig {
     pub bench: OnOff,
 }
 
-/// None: as the congestion control of both ends needs. An alias, because clap's derive gives `Option` a meaning of its own.
+/// None: as the congestion control of both ends needs. An alias, because clap's derive treats `Option` specially.
 type MaxLinks = Option<u32>;
 
 #[derive(Args, Clone, Debug)]
@@ -156,41 +156,41 @@ struct KubeFlags {
     service: Option<String>,
 }
 
-/// Complete and free of contradictions.
+/// A complete configuration without contradictions.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Where several flags, the host or files have a say, what comes of it is in the fields below.
+    /// The flags as given. The fields below hold values that depend on several flags, the host or files.
     pub given: Flags,
-    /// Without duplicates. Empty: found through the API server.
+    /// Without duplicates. Empty if found through the API server.
     pub servers: Vec<HostPort>,
-    /// None: standalone.
+    /// None when standalone.
     pub kube: Option<KubeOptions>,
-    /// The servers are konnectivity's; `servers` is empty then, and nothing is enrolled.
+    /// Set if the servers are konnectivity's. Then `servers` is empty, and nothing is enrolled.
     pub konnectivity: Option<KonnectivityConfig>,
     pub node_name: NodeName,
     pub token: Option<SecretString>,
     /// `sha256:HEX`.
     pub ca_hash: Option<String>,
-    /// The way to the servers.
+    /// Settings for connections to servers.
     pub reach: Reach,
     /// Listeners that lead to the cloud.
     pub outbound: Vec<Listen>,
     pub when_replaced: WhenReplaced,
     pub ignored: Ignored,
-    /// The flags that yield this, defaults included, without secrets.
+    /// Flags that give this configuration, defaults included, without secrets.
     pub flags: Vec<String>,
 }
 
 impl Flags {
-    /// Settles what depends on several flags. `flags` are those in effect.
+    /// Settles values that depend on several flags. `flags` are those in effect.
     ///
     /// # Errors
-    /// Flags that cannot work together, or of which one is missing: names one of them and the reason.
+    /// Flags that contradict each other, or a missing one. Names one of them and the reason.
     pub fn config(self, flags: Vec<String>) -> Result<Config, ConfigError> {
         self.config_as(is_pod(), flags)
     }
 
-    /// `pod`: whether this is one, with access to the API server.
+    /// `pod`: true for a pod, which has access to the API server.
     fn config_as(self, pod: bool, mut flags: Vec<String>) -> Result<Config, ConfigError> {
         let servers = self.servers();
         let node_name = self.enrolment.node()?;
@@ -210,12 +210,12 @@ impl Flags {
         }
         let (token, ca_hash) = self.enrolment.token(&self.state_dir, Holder::Agent)?;
         let proxy = proxy(self.proxy.as_ref(), |name| std::env::var(name).ok())?;
-        // As it is in effect, without its password.
+        // The proxy in effect, without its password.
         flags.retain(|flag| !flag.starts_with("--proxy="));
         let none = || self.proxy.as_ref().map(|_| "none".to_owned());
         let shown = proxy.as_ref().map(ToString::to_string).or_else(none);
         flags.extend(shown.map(|proxy| format!("--proxy={proxy}")));
-        // The kubelet would start it again.
+        // The kubelet would start this agent again.
         let when_replaced = if is_pod() { WhenReplaced::Wait } else { WhenReplaced::Exit };
         Ok(Config {
             servers,
@@ -243,7 +243,7 @@ impl Flags {
         servers
     }
 
-    /// A given flag that is about tunnel-servers.
+    /// A given flag that concerns tunnel-servers.
     fn of_tunnel_servers(&self) -> Option<&'static str> {
         let given = [
             ("--server", !self.server.is_empty()),
@@ -259,7 +259,7 @@ impl Flags {
 
     fn kube_options(&self, servers: &[HostPort], pod: bool) -> Result<Option<KubeOptions>, ConfigError> {
         let KubeFlags { kubeconfig, namespace, service } = self.kube.clone();
-        // As a pod too, a token says how this agent enrols.
+        // With a token, a pod too enrols without the API server.
         if kubeconfig.is_none() && !servers.is_empty() && (!pod || self.enrolment.by_token().is_some()) {
             let given = [("--namespace", namespace), ("--service", service)];
             if let Some((key, Some(value))) = given.into_iter().find(|(_, value)| value.is_some()) {
@@ -278,7 +278,7 @@ impl Flags {
         Ok(Some(KubeOptions { kubeconfig, namespace, service }))
     }
 
-    /// The flags of other systems that have no effect, some only in these circumstances.
+    /// Flags of other systems that have no effect, some of them only in these circumstances.
     fn ignored(&self) -> Ignored {
         let mut ignored = self.ignored.clone();
         let circumstances = [
@@ -287,7 +287,7 @@ impl Flags {
                 "--agent-identifiers",
                 self.konnectivity.has_identifiers() && !self.konnectivity.names_a_server(),
             ),
-            // Theirs is for the leases.
+            // konnectivity's agent uses its kubeconfig for the leases.
             ("--kubeconfig", self.kube.kubeconfig.is_some() && self.konnectivity.names_a_server()),
         ];
         ignored
@@ -297,7 +297,8 @@ impl Flags {
     }
 }
 
-/// As curl: an empty variable counts as none, and the lower-case names are others' habit.
+/// The proxy of the flag or the environment. As in curl, an empty variable counts as unset. Other programs also use the
+/// lower-case names.
 fn proxy(
     flag: Option<&SecretString>,
     environment: impl Fn(&str) -> Option<String>,
@@ -354,13 +355,13 @@ fn keepalive(value: &str) -> Result<Duration, String> {
     Err("not whole seconds from 1s to 5m".to_owned())
 }
 
-/// A name in Kubernetes, which becomes part of a selector.
+/// Parses an object's name in Kubernetes, which becomes part of a selector.
 fn object_name(value: &str) -> Result<String, String> {
     let name = value.parse::<NodeName>().map(|_| value.to_owned());
     name.map_err(|_| "not the name of an object in Kubernetes".to_owned())
 }
 
-/// Kubernetes sets it in every container.
+/// True in a container of Kubernetes, which sets the variable in each.
 fn is_pod() -> bool {
     std::env::var_os("KUBERNETES_SERVICE_HOST").is_some_and(|host| !host.is_empty())
 }

@@ -1,4 +1,4 @@
-//! The flags of the listeners that lead to the cloud.
+//! Flags of the listeners that lead to the cloud.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -25,7 +25,7 @@ pub(super) struct OutboundFlags {
     pub(super) forward: Vec<Listen>,
 }
 
-/// Who may use a listener on a loopback address that names nobody.
+/// Default clients of a listener on a loopback address.
 fn this_host() -> Vec<IpNet> {
     let v4 = IpNet::new_assert(IpAddr::V4(Ipv4Addr::new(127, 0, 0, 0)), 8);
     vec![v4, IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST))]

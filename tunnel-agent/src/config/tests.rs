@@ -1,4 +1,4 @@
-//! The command line and what becomes of it.
+//! Tests of the command line and the resulting configuration.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::reach::Reach;
 
 const HASH: &str = "sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
-/// What the program would run with; an error is what it would print.
+/// Returns the configuration that the program would run with, or the error that it would print.
 fn parsed_as(pod: bool, words: &[&str]) -> Result<Config, String> {
     let words = std::iter::once(&"tunnel-agent").chain(words);
     let (cli, flags) = parse::<Cli>(words, SHORT_HELP).map_err(|error| error.to_string())?;
@@ -26,7 +26,7 @@ pub(super) fn config(args: &[&str]) -> Result<Config, String> {
     parsed_as(false, &[&["--node-name=edge-1"], args].concat())
 }
 
-/// The configuration of the flags that are logged.
+/// The configuration given by the logged flags.
 pub(super) fn parsed_again(config: &Config) -> Config {
     parsed_as(false, &config.flags.iter().map(String::as_str).collect::<Vec<_>>()).unwrap()
 }
@@ -195,7 +195,7 @@ fn with_a_kubeconfig_servers_are_found_or_given() {
 fn a_pod_uses_the_api_server_unless_it_has_a_token() {
     let as_pod = |args: &[&str]| parsed_as(true, &[&["--node-name=edge-1"], args].concat());
     assert!(as_pod(&[]).unwrap().kube.is_some());
-    // Several masters behind public addresses: the servers are given, the certificate comes through the API server.
+    // Several masters behind public addresses: the servers are given, and the certificate comes through the API server.
     let given = as_pod(&["--server=a:1,b:1", "--namespace=n"]).unwrap();
     assert_eq!(given.servers.len(), 2);
     assert_eq!(given.kube.unwrap().namespace.as_deref(), Some("n"));
@@ -221,7 +221,7 @@ fn yurttunnels_command_line_is_accepted() {
     assert_eq!(config.ignored.0, ["--apiserver-addr", "--meta-host", "--agent-identifiers"]);
 }
 
-/// As pods, with $(NODE_NAME) and the like replaced.
+/// Command lines of pods, with $(NODE_NAME) and the like replaced.
 #[test]
 fn published_command_lines_are_accepted() {
     let published = |args: &[&str]| parsed_as(true, args).unwrap();
@@ -231,7 +231,7 @@ fn published_command_lines_are_accepted() {
         published(&["--node-name=edge-1", "--node-ip=10.8.0.7", "--tunnelserver-addr=", "--v=2"]);
     assert!(ignored(&yurttunnel).is_empty() && yurttunnel.servers.is_empty() && yurttunnel.kube.is_some());
     assert!(ignored(&published(&["--node-name=edge-1", "--node-ip=10.8.0.7", "--v=2"])).is_empty());
-    // SuperEdge's tunnel-edge, v0.2 to v0.9; $NODE_NAME is in its environment.
+    // SuperEdge's tunnel-edge, v0.2 to v0.9, which has $NODE_NAME in its environment.
     let superedge = published(&[
         "--m=edge",
         "--c=/etc/superedge/tunnel/conf/tunnel_edge.toml",

@@ -1,4 +1,4 @@
-//! Key, certificate and roots on disk.
+//! Checks the key, the certificate and the roots on disk.
 
 use std::path::Path;
 use std::time::SystemTime;
@@ -8,12 +8,12 @@ use tunnel_core::identity::{AgentIdentity, IdentityError, NodeName, TrustBundle,
 
 use crate::config::Config;
 
-/// What of the certificate has to be over before a renewal counts as overdue. The agent renews after 80 %.
+/// Percentage of the certificate's lifetime after which a renewal is overdue. The agent renews after 80 %.
 const OVERDUE_PERCENT: u32 = 90;
 const AGAIN: &str =
     "tunnel-server token create --node NAME, and start the agent once with the command that it prints";
 
-/// Returns the identity, if there is a usable one.
+/// Returns the identity if there is a usable one.
 pub(super) async fn check(checkup: &mut Checkup, config: &Config, now: SystemTime) -> Option<AgentIdentity> {
     let mut held = None;
     let dir = &config.given.state_dir;
@@ -54,7 +54,7 @@ fn not_enrolled(config: &Config) -> Outcome {
     Finding::new(&codes::NOT_ENROLLED, found, AGAIN.replace("NAME", config.node_name.as_str())).into()
 }
 
-/// Reads without changing anything; the key of a renewal that a crash cut short counts too.
+/// Reads without changing anything. Also accepts the key of a renewal that a crash interrupted.
 fn load(dir: &Path) -> Result<Option<AgentIdentity>, IdentityError> {
     let certificate = dir.join("agent.crt");
     let Some(chain) = files::read_optional(&certificate)? else { return Ok(None) };

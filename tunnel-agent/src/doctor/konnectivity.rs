@@ -1,4 +1,4 @@
-//! The way to konnectivity's servers, and whether they have this agent.
+//! Checks the connections to konnectivity's servers, and that they have this agent.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::status::AgentStatus;
 
 const CONNECT: Duration = Duration::from_secs(8);
 
-/// Returns this node's address on the way to a server that was reached directly.
+/// Returns this node's address on the connection if the server was reached directly.
 pub(super) async fn check(
     checkup: &mut Checkup,
     config: &Config,
@@ -34,7 +34,7 @@ pub(super) async fn check(
     let mut own = None;
     match made {
         Ok(tls) => {
-            // Up to the end of the handshake: with TLS 1.3 a server refuses a client's certificate only after that.
+            // Ends with the handshake. In TLS 1.3 a server refuses a client's certificate only after that.
             let reached = tokio::time::timeout(CONNECT, connect(&config.reach, &servers.server, tls)).await;
             let reached = reached
                 .unwrap_or_else(|_| Err(format!("{address}: no answer within {} s", CONNECT.as_secs())));

@@ -1,4 +1,4 @@
-//! `tunnel-agent doctor`: what is wrong with this agent, its node and the way to the servers.
+//! `tunnel-agent doctor`: finds faults of this agent, its node and the connections to the servers.
 
 mod identity;
 mod konnectivity;
@@ -19,7 +19,7 @@ use crate::config::Config;
 use crate::kube::KubeOptions;
 use crate::status::AgentStatus;
 
-/// Examines the agent with this configuration. `running` is its own answer, or why there is none.
+/// Examines the agent with this configuration. `running` is the agent's own answer, or the reason why there is none.
 pub async fn examine(config: &Config, running: &Asked<AgentStatus>) -> Report {
     let now = SystemTime::now();
     let mut checkup = Checkup::default();
@@ -77,7 +77,7 @@ async fn cluster(checkup: &mut Checkup, kube: &KubeOptions, config: &Config) {
         .await;
 }
 
-/// `node`: the one whose ranges of pods are read.
+/// Permissions that the agent needs. `node` is the Node whose pod ranges are read.
 fn wanted(service: &str, node: Option<&NodeName>) -> Vec<Right> {
     let mut wanted = vec![
         Right::everywhere("certificates.k8s.io", "certificatesigningrequests", &["create", "get"]),

@@ -1,4 +1,4 @@
-//! The kubelet, which most connections are for.
+//! Checks the kubelet, the target of most connections.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -13,9 +13,9 @@ use crate::config::Config;
 const KUBELET: u16 = 10250;
 const DEADLINE: Duration = Duration::from_secs(5);
 
-/// `own` is this node's address on the way to the servers.
+/// `own` is this node's address on the connection to a server.
 pub(super) async fn check(checkup: &mut Checkup, config: &Config, own: Option<IpAddr>) {
-    // Like the agent, which connects to its own host for what it has on no interface.
+    // Like the agent, which connects to this host's own address if the given one is on no interface.
     let here = |given: &IpAddr| {
         interface_addresses().is_ok_and(|listed| listed.iter().any(|entry| entry.address == *given))
     };

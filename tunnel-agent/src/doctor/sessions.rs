@@ -1,4 +1,4 @@
-//! The running agent's sessions.
+//! Checks the running agent's sessions.
 
 use tunnel_core::doctor::{Finding, Outcome, codes};
 use tunnel_core::text::age;
@@ -6,16 +6,16 @@ use tunnel_core::text::age;
 use crate::session::LinkPhase;
 use crate::status::AgentStatus;
 
-/// How [`crate::session`] begins the text of a session that a server refuses.
+/// Texts with which [`crate::session`] begins the error of a session that a server refuses.
 const REFUSED: [&str; 3] = [
     "the server refused this session",
     "the server takes no session under this certificate",
     "another agent of this node has taken over",
 ];
 
-/// What it says of one that a proxy cuts again and again.
+/// Part of its error for links that a proxy cuts again and again.
 const CUT: &str = "closes links that are idle";
-/// For so many seconds that says something about now: a link that is in use is not cut.
+/// Seconds for which that error counts as current. A link in use is not cut.
 const CUT_LATELY: u64 = 600;
 
 pub(super) fn judge(status: &AgentStatus) -> Outcome {
@@ -23,7 +23,7 @@ pub(super) fn judge(status: &AgentStatus) -> Outcome {
     for link in &status.servers {
         let Some(error) = link.last_error.as_deref() else { continue };
         if error.contains(CUT) && link.last_error_s.is_some_and(|seconds| seconds < CUT_LATELY) {
-            // It comes back by itself, until the next cut.
+            // The link comes back by itself until the next cut.
             let found = format!("{}: {error}", link.address);
             let fix = "raise the proxy's timeout for tunnels without traffic to a minute or more (`Timeout` of tinyproxy, \
                        `read_timeout` of squid)";

@@ -1,4 +1,4 @@
-//! The way to the servers: names, proxy, connection, TLS and packets' size.
+//! Checks the connections to the servers: names, proxy, TCP, TLS and packet size.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -21,10 +21,10 @@ use crate::status::AgentStatus;
 
 const CONNECT: Duration = Duration::from_secs(8);
 const HANDSHAKE: Duration = Duration::from_secs(8);
-/// Every path carries packets of this size and its headers (RFC 791 section 3.1: 576).
+/// TCP segment size of a packet that every host accepts: 576 bytes with headers (RFC 791 section 3.1).
 const SMALL_SEGMENT: u32 = 536;
 
-/// Returns this node's address on the way to a server that was reached directly.
+/// Returns this node's address on the connection to a server that was reached directly.
 pub(super) async fn check(
     checkup: &mut Checkup,
     config: &Config,
@@ -57,7 +57,7 @@ pub(super) async fn check(
         (None, None) => None,
     };
     let (mut faults, mut own, mut fine) = (Vec::new(), None, Vec::new());
-    // A name that does not resolve has been told; the others are tried all the same.
+    // A name that does not resolve has been reported already. The other servers are still tried.
     for server in &servers {
         match reach(config, server, &mut own).await {
             Ok(presented) => {
@@ -81,7 +81,8 @@ pub(super) async fn check(
     own
 }
 
-/// What the server presents. None: its name does not resolve, which another check tells.
+/// Returns the certificates that the server presents. `Err(None)` if its name does not resolve, which another check
+/// reports.
 async fn reach(
     config: &Config,
     server: &str,
@@ -136,7 +137,7 @@ fn not_reached(server: &str, error: &io::Error) -> Finding {
     }
 }
 
-/// The connection is there, and no answer to a ClientHello comes: with small packets too?
+/// Handles a handshake without an answer on an open connection: tries again with small packets.
 async fn silent(server: &str, proxy: Option<&str>) -> Finding {
     let found =
         format!("{server}: connected, and no answer in the handshake within {} s", HANDSHAKE.as_secs());
@@ -161,7 +162,7 @@ async fn connect_small(server: &str) -> io::Result<TcpStream> {
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for address in addresses(server).await? {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-        // Also asks the other end for no larger ones.
+        // Also makes the peer send no larger segments.
         SockRef::from(&socket).set_tcp_mss(SMALL_SEGMENT)?;
         match socket.connect(address).await {
             Ok(stream) => return Ok(stream),

@@ -1,14 +1,14 @@
-//! How to attach to konnectivity's servers.
+//! Settings for konnectivity's servers.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use tunnel_core::config::HostPort;
 
-/// How to attach to konnectivity's servers.
+/// Settings for konnectivity's servers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KonnectivityConfig {
-    /// Leads to all of them.
+    /// Address that leads to all servers.
     pub server: HostPort,
     pub ca: PathBuf,
     /// Certificate and key.
@@ -19,8 +19,8 @@ pub struct KonnectivityConfig {
     pub identifiers: Option<String>,
     /// Offered before `h2`.
     pub alpn: Vec<String>,
-    /// Between attempts to find one more server, at first.
+    /// Initial interval of attempts to find one more server.
     pub sync_interval: Duration,
-    /// The same, at most.
+    /// Maximum interval of such attempts.
     pub sync_interval_cap: Duration,
 }

@@ -1,4 +1,4 @@
-//! Dials what a server asks for, within this agent's policy, and carries the connection.
+//! Dials targets for a server, within this agent's policy, and relays the connections.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -17,17 +17,17 @@ use super::shared::{Busy, Held, Shared};
 use crate::dial::{DEFAULT_DEADLINE, DialError, DialRequest};
 use crate::places::Place;
 
-/// An address of several gets no less of the time that is left, as with Go's dialler.
+/// Minimum time for one of several addresses while any is left, as in Go's dialler.
 const SHORTEST_SHARE: Duration = Duration::from_secs(2);
 
-/// For one server's stream.
+/// The dialler of one server's stream.
 pub(super) struct ForServer {
     pub(super) shared: Arc<Shared>,
     pub(super) busy: Arc<Busy>,
     pub(super) server_id: String,
 }
 
-/// A connection that is up.
+/// An open connection.
 pub(super) struct Connected {
     socket: TcpStream,
     target: SocketAddr,
@@ -35,7 +35,7 @@ pub(super) struct Connected {
     _held: Held,
 }
 
-/// Why there is none.
+/// A failed dial.
 #[derive(Debug)]
 struct Failed {
     outcome: Outcome,
@@ -110,7 +110,7 @@ impl Dial for ForServer {
 }
 
 impl ForServer {
-    /// To the first of the addresses that the policy allows and that answers.
+    /// Connects to the first address that the policy allows and that answers.
     async fn connect(&self, address: &str) -> Result<((TcpStream, Place), SocketAddr), Failed> {
         let deadline = tokio::time::Instant::now() + DEFAULT_DEADLINE;
         let named = || format!("dial tcp {}", printable(address, 100));
@@ -119,7 +119,7 @@ impl ForServer {
             Ok(targets) => targets?,
             Err(_) => return Err(timed_out()),
         };
-        // Such a server names none.
+        // A konnectivity server names none.
         let (mut failed, loopback_ports) = (None, BTreeSet::new());
         for (tried, target) in targets.iter().copied().enumerate() {
             let left = deadline.saturating_duration_since(tokio::time::Instant::now());
@@ -127,7 +127,7 @@ impl ForServer {
             let dialled = self.shared.dialler.dial(request, &loopback_ports);
             match tokio::time::timeout_at(deadline, dialled).await {
                 Ok(Ok(dialled)) => return Ok((dialled, target)),
-                // What the policy says about one address matters less than why another one did not answer.
+                // The policy's refusal of one address matters less than the failure of another one.
                 Ok(Err(DialError::Denied { .. })) if failed.is_some() => {}
                 Ok(Err(error)) => {
                     let reason = format!("{}: {error}", named());
@@ -139,7 +139,7 @@ impl ForServer {
         Err(failed.unwrap_or_else(|| unknown(address, "it has no address")))
     }
 
-    /// This node's own name is known here, whatever a name server says; others are looked up.
+    /// Resolves the address. This node's own name gives its own address without a lookup.
     async fn targets(&self, address: &str) -> Result<Vec<SocketAddr>, Failed> {
         let HostPort { host, port } = address.parse::<HostPort>().map_err(|reason: &str| Failed {
             outcome: Outcome::Protocol,
@@ -155,13 +155,13 @@ impl ForServer {
                 return Ok(vec![SocketAddr::new(*first, port)]);
             }
         }
-        // Within the dial's deadline. Never closed.
+        // Counts against the dial's deadline. The semaphore is never closed.
         let _turn = self.shared.lookups.acquire().await;
         lookup(host, port).await.map_err(|error| unknown(address, &error.to_string()))
     }
 }
 
-/// One of these addresses' share of the time that is left: one that does not answer must leave some to the others.
+/// Time for one of the remaining addresses. One that does not answer must leave some to the others.
 fn share(left: Duration, addresses: usize) -> Duration {
     let even = left / u32::try_from(addresses).unwrap_or(u32::MAX).max(1);
     even.max(SHORTEST_SHARE.min(left))
@@ -172,7 +172,7 @@ fn unknown(address: &str, why: &str) -> Failed {
     Failed { outcome: Outcome::Unreachable, reason }
 }
 
-/// A carried connection, for the metrics.
+/// Counts a relayed connection in the metrics.
 struct Counted<'a>(&'a Shared);
 
 impl<'a> Counted<'a> {

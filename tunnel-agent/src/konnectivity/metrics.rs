@@ -1,4 +1,4 @@
-//! The metrics that konnectivity's agent has too, by its own names and in its words: dashboards and alerts go on.
+//! Metrics of konnectivity's own agent, with the same names and help texts, so that dashboards and alerts keep working.
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;

@@ -1,7 +1,7 @@
-//! The agent at servers of Kubernetes' apiserver-network-proxy (konnectivity), as its own `proxy-agent` would be.
+//! The agent for servers of Kubernetes' apiserver-network-proxy (konnectivity). Replaces its `proxy-agent`.
 //!
-//! One stream of packets with each server, all of them reached through one address (`set.rs`). What a server asks for is dialled as
-//! for a tunnel-server, within the same policy (`dial.rs`).
+//! There is one stream of packets with each server. All servers are reached through one address (`set.rs`). Targets are
+//! dialled as for a tunnel-server, within the same policy (`dial.rs`).
 
 mod config;
 mod dial;

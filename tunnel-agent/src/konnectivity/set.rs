@@ -1,5 +1,5 @@
-//! The streams with all servers. They share one address, so that each attempt leads to any of them: the agent tries until it has
-//! found as many as they say that there are.
+//! The streams with all servers. They share one address, so an attempt may reach any of them. The agent tries until it
+//! has found as many as they report.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,13 +17,13 @@ use super::shared::{Busy, Shared};
 use super::status::{KonnectivityServer, KonnectivityStatus};
 use super::stream::Stream;
 
-/// How often to look for more servers than there were said to be: the number may have grown, and nobody says so.
+/// Interval of looking for more servers than were reported. The number may have grown without notice.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
-/// Streams at most, those that are left included, whatever servers say: each may hold memory.
+/// Maximum number of streams, including those being left, whatever servers report: each may hold memory.
 const MOST: usize = 32;
-/// What `/readyz` shows without a server.
+/// Text of `/readyz` without a server.
 const PENDING: &str = "a konnectivity server";
-/// A stream that has lasted so long was a success.
+/// A stream that has lasted this long was a success.
 const LASTING: Duration = Duration::from_secs(10);
 
 /// The streams with all servers.
@@ -38,7 +38,7 @@ pub(crate) struct Set {
 struct State {
     server_count: Option<usize>,
     last_error: Option<(String, Instant)>,
-    /// While there is no server: konnectivity's own agent is not ready then either, whatever was before.
+    /// Set while there is no server. konnectivity's own agent is not ready then either, even after it was.
     unready: Option<ReadyGuard>,
 }
 
@@ -50,26 +50,26 @@ struct Attached {
     leave: CancellationToken,
 }
 
-/// What became of an attempt.
+/// Result of an attempt.
 #[derive(Debug, PartialEq, Eq)]
 enum Found {
     New,
-    /// A server that this agent is attached to, or one too many.
+    /// A server that this agent is already attached to, or one too many.
     Known,
 }
 
 impl Set {
-    /// `readiness` follows whether there is a server.
+    /// Sets `readiness` while there is a server.
     pub(crate) fn new(shared: Arc<Shared>, readiness: Readiness) -> Arc<Self> {
         let state = State { unready: Some(readiness.pending(PENDING)), ..State::default() };
         Arc::new(Self { shared, readiness, attached: Arc::default(), state: Mutex::new(state) })
     }
 
-    /// Keeps the streams until the drain, and then until what they carry has ended.
+    /// Keeps the streams until the drain, and then until their connections have ended.
     pub(crate) async fn run(self: Arc<Self>) {
         let config = &self.shared.config;
         let mut backoff = Backoff::new(config.sync_interval, config.sync_interval_cap);
-        // While attempts lead to known servers.
+        // Used while attempts lead to known servers.
         let mut search = backoff.clone();
         let mut streams = JoinSet::new();
         let mut failing = LogOnce::default();
@@ -79,7 +79,7 @@ impl Set {
                 biased;
                 () = self.shared.draining.cancelled() => break,
                 Some(ended) = streams.join_next() => {
-                    // One that has panicked counts as one that has failed at once.
+                    // A stream that has panicked counts as one that failed at once.
                     self.count();
                     if let Some(lasted) = ended.unwrap_or(Some(Duration::ZERO)) {
                         if lasted >= LASTING {
@@ -142,8 +142,8 @@ impl Set {
         }
     }
 
-    /// Runs a stream that was opened; its task returns how long one with a new server has lasted. One with a server that this agent
-    /// has already ends by itself, once what it has been sent meanwhile has ended.
+    /// Runs an opened stream. Its task returns how long a stream with a new server lasted. A stream with a server that
+    /// this agent already has ends by itself, once the connections that it got meanwhile have ended.
     fn take(self: &Arc<Self>, stream: Stream, streams: &mut JoinSet<Option<Duration>>) -> Found {
         let attached = self.attached.all();
         if attached.len() >= MOST {
@@ -157,7 +157,7 @@ impl Set {
         if known {
             leave.cancel();
         }
-        // Newer than what another one has said before.
+        // Newer than the number that another server has reported.
         self.state.lock().server_count = Some(stream.server_count);
         self.shared.own_metrics.server_count.set(i64::try_from(stream.server_count).unwrap_or(i64::MAX));
         let entry = Attached {
@@ -166,7 +166,7 @@ impl Set {
             busy: busy.clone(),
             leave: leave.clone(),
         };
-        // Goes with the stream, however that ends.
+        // Removed with the stream, however that ends.
         let listed = self.attached.enter(entry);
         self.count();
         if found == Found::New {
@@ -206,18 +206,18 @@ impl Set {
         self.state.lock().last_error = Some((format!("{server_id}: {reason}"), Instant::now()));
     }
 
-    /// Whether there is a stream with as many servers as there are, or may be.
+    /// True if this agent has streams with as many servers as there are, or as it may have.
     fn is_complete(&self) -> bool {
         let attached = self.serving();
         self.state.lock().server_count.is_some_and(|count| attached > 0 && attached >= count.min(MOST))
     }
 
-    /// Servers that are not being left.
+    /// Number of servers that are not being left.
     fn serving(&self) -> usize {
         self.attached.all().iter().filter(|attached| !attached.leave.is_cancelled()).count()
     }
 
-    /// Brings the metric and the readiness up to date after a stream has begun or ended.
+    /// Updates the metric and the readiness after a stream has begun or ended.
     fn count(&self) {
         let serving = self.serving();
         self.shared.own_metrics.servers.set(i64::try_from(serving).unwrap_or(i64::MAX));

@@ -1,4 +1,4 @@
-//! What the streams with all servers share.
+//! State shared by the streams with all servers.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -17,34 +17,34 @@ use crate::dial::Dialler;
 use crate::metrics::Metrics;
 use crate::reach::Reach;
 
-/// Names that are looked up at a time. A lookup that has failed by its deadline may keep its thread longer than that.
+/// Maximum concurrent lookups of names. A lookup that has missed its deadline may still hold its thread.
 pub(crate) const LOOKUPS: usize = 128;
 
-/// What the streams with all servers share.
+/// State shared by the streams with all servers.
 pub(crate) struct Shared {
     pub(crate) config: KonnectivityConfig,
     pub(crate) reach: Reach,
     pub(crate) node: NodeName,
-    /// The node's.
+    /// Addresses of the node.
     pub(crate) addresses: Arc<ArcSwap<Vec<IpAddr>>>,
     pub(crate) dialler: Dialler,
-    /// [`LOOKUPS`]
+    /// Limited to [`LOOKUPS`].
     pub(crate) lookups: Semaphore,
-    /// The last number of a connection. A server knows connections by the agent's id and this number only, whichever stream they
-    /// came by.
+    /// Number of the last connection. A server identifies connections only by the agent's ID and this number, whichever
+    /// stream they came by.
     pub(crate) numbers: Arc<AtomicI64>,
-    /// What may wait for targets, whichever server it came from.
+    /// Bound of the bytes that wait for targets, over all servers.
     pub(crate) room: Arc<Room>,
     pub(crate) metrics: Metrics,
     pub(crate) own_metrics: KonnectivityMetrics,
-    /// Take nothing new, finish what is carried.
+    /// Accept nothing new and finish the open connections.
     pub(crate) draining: CancellationToken,
     /// End everything.
     pub(crate) forced: CancellationToken,
 }
 
 impl Shared {
-    /// What servers choose agents by: as given, or this node's name and addresses.
+    /// Identifiers by which servers choose agents: as given, or this node's name and addresses.
     pub(super) fn identifiers(&self) -> String {
         if let Some(given) = &self.config.identifiers {
             return given.clone();
@@ -58,13 +58,13 @@ impl Shared {
     }
 }
 
-/// Where connections are numbered from: not where another process with this agent's id does, which may still be attached.
+/// Start of the connection numbers. Random, because another process with this agent's ID may still be attached.
 pub(crate) fn first_number() -> Arc<AtomicI64> {
     const ROOM: i64 = 1 << 62;
     Arc::new(AtomicI64::new(rand::random_range(0..ROOM)))
 }
 
-/// What one stream has under way.
+/// Dials and connections of one stream.
 #[derive(Debug, Default)]
 pub(super) struct Busy {
     count: AtomicUsize,
@@ -86,7 +86,7 @@ impl Busy {
         Held(self.clone())
     }
 
-    /// Waits until there has been nothing for so long.
+    /// Waits until there has been none for this long.
     pub(super) async fn quiet(&self, long: Duration) {
         loop {
             let changed = self.changed.notified();
@@ -124,7 +124,7 @@ mod tests {
         let waiting = tokio::spawn(async move { other.quiet(LONG).await });
         tokio::time::sleep(LONG * 3).await;
         drop(held);
-        // Too short to be seen from time to time.
+        // Too short for a poll to see.
         tokio::time::sleep(LONG / 2).await;
         drop(busy.hold());
         waiting.await.unwrap();

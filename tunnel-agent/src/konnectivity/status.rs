@@ -1,35 +1,35 @@
-//! What `/status` says about konnectivity's servers.
+//! The part of `/status` about konnectivity's servers.
 
 use std::fmt::Write as _;
 
 use serde::{Deserialize, Serialize};
 use tunnel_core::text::{age, harmless};
 
-/// The servers, reached through one address.
+/// The servers, which are reached through one address.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KonnectivityStatus {
     /// `HOST:PORT`.
     pub server: String,
     pub agent_id: String,
     pub identifiers: String,
-    /// How many there are, as one of them has said.
+    /// Number of servers, as reported by one of them.
     pub server_count: Option<usize>,
     pub attached: Vec<KonnectivityServer>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
-    /// Seconds ago.
+    /// Seconds since the last error.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_error_s: Option<u64>,
 }
 
-/// One that this agent is attached to.
+/// A server that this agent is attached to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KonnectivityServer {
     pub server_id: String,
     pub attached_for_s: u64,
-    /// Dials under way included.
+    /// Includes pending dials.
     pub connections: usize,
-    /// It was asked to send nothing new.
+    /// True if it was asked to send nothing new.
     pub draining: bool,
 }
 

@@ -23,17 +23,17 @@ use super::dial::ForServer;
 use super::shared::{Busy, Shared};
 use super::tls::{client_config, connect};
 
-/// For the connection, TLS and the answer to the call together.
+/// Maximum time for the connection, TLS and the answer to the call together.
 const ATTACH: Duration = Duration::from_secs(20);
-/// Packets to the server that wait for it to read, of at most 32 KiB each.
+/// Maximum packets waiting for the server to read. Each has at most 32 KiB.
 const PACKETS: usize = 64;
-/// Bytes that the server may send before it has to wait for them to be taken.
+/// HTTP/2 window of the stream: bytes that the server may send before this agent has taken them.
 const STREAM_WINDOW: u32 = 1 << 20;
-/// The same of one connection, which has one stream.
+/// HTTP/2 window of the connection, which has one stream.
 const CONNECTION_WINDOW: u32 = 2 << 20;
-/// A server that answers no PING for so long has gone. It takes one in 30 s for an attack.
+/// PING interval and timeout. The server takes PINGs more often than every 30 s for an attack.
 const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(20));
-/// How long there must be nothing under way before a stream ends that is to.
+/// Time without any dial or connection before a stream that is being left ends.
 const QUIET: Duration = Duration::from_secs(1);
 
 /// All callers of a server share this one stream.
@@ -50,7 +50,7 @@ const BOUNDS: Bounds = Bounds {
 /// A stream that a server has accepted.
 pub(super) struct Stream {
     pub(super) server_id: String,
-    /// How many servers there are.
+    /// Number of servers, as reported by this one.
     pub(super) server_count: usize,
     incoming: Streaming<Packet>,
     packets: Packets,
@@ -59,10 +59,10 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    /// Attaches to whichever server the address leads to.
+    /// Attaches to one of the servers behind the address.
     ///
     /// # Errors
-    /// A file cannot be used, nobody answers, TLS fails, or the server refuses.
+    /// A file cannot be used, nothing answers, TLS fails, or the server refuses.
     pub(super) async fn open(shared: &Shared) -> Result<Self, String> {
         let opened = tokio::time::timeout(ATTACH, Self::attach(shared)).await;
         opened.unwrap_or_else(|_| Err(format!("no answer within {} s", ATTACH.as_secs())))
@@ -90,11 +90,11 @@ impl Stream {
         Ok(Self { server_id, server_count, incoming: answer.into_inner(), packets, _client: client })
     }
 
-    /// Serves the stream to its end. Once it is to `leave` the server is asked to send nothing new; it goes on while something is under
-    /// way.
+    /// Serves the stream until it ends. On `leave`, asks the server to send nothing new and goes on while dials or
+    /// connections are left.
     ///
     /// # Errors
-    /// What the stream failed with.
+    /// The stream's error.
     pub(super) async fn run(
         self,
         shared: Arc<Shared>,
@@ -112,7 +112,7 @@ impl Stream {
             () = forced.cancelled() => return Ok(()),
         }
         let left = async {
-            // A server that reads nothing is left all the same.
+            // A server that does not read is left too.
             if packets.send(Ok(Packet::drain())).await.is_ok() {
                 busy.quiet(QUIET).await;
             }
@@ -125,7 +125,7 @@ impl Stream {
     }
 }
 
-/// Shakes hands itself, so that an error says what has failed.
+/// Does the TLS handshake outside tonic, so that an error says which step failed.
 async fn channel(shared: &Shared) -> Result<Channel, String> {
     let server = &shared.config.server;
     let (stream, _) = connect(&shared.reach, server, client_config(&shared.config)?).await?;
@@ -137,7 +137,7 @@ async fn channel(shared: &Shared) -> Result<Channel, String> {
     let uri = |scheme: &str| {
         format!("{scheme}://{server}").parse::<Uri>().map_err(|error| format!("{server}: {error}"))
     };
-    // The connector has done TLS already; what stands between here and the server is to see the scheme that counts.
+    // The connector has done TLS already. Servers and proxies on the path should see the scheme `https`.
     Endpoint::from(uri("http")?)
         .origin(uri("https")?)
         .initial_stream_window_size(STREAM_WINDOW)
@@ -150,7 +150,7 @@ async fn channel(shared: &Shared) -> Result<Channel, String> {
         .map_err(|error| chain(&error))
 }
 
-/// Who this agent is.
+/// Adds the headers that identify this agent.
 fn fill(metadata: &mut MetadataMap, shared: &Shared) -> Result<(), String> {
     let value = |name: &str, text: &str| -> Result<MetadataValue<Ascii>, String> {
         MetadataValue::try_from(text).map_err(|_| format!("{name} cannot be sent: it has control characters"))
@@ -158,7 +158,7 @@ fn fill(metadata: &mut MetadataMap, shared: &Shared) -> Result<(), String> {
     metadata.insert("agentid", value("the agent's id", &shared.config.agent_id)?);
     metadata.insert("agentidentifiers", value("the agent's identifiers", &shared.identifiers())?);
     if let Some(file) = &shared.config.token_file {
-        // Read each time: the kubelet replaces it.
+        // Read each time, because the kubelet replaces the file.
         let token = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
         let mut bearer = value("the token", &format!("Bearer {}", token.trim()))?;
         bearer.set_sensitive(true);

@@ -1,4 +1,4 @@
-//! Two servers behind one address, by the generated service over real TLS, and a target of this host.
+//! Two servers behind one address, with the generated service over real TLS, and a target on this host.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -106,7 +106,7 @@ impl Attached {
     }
 }
 
-/// Runs both servers behind one port, and an echo; returns the port of the servers and that of the echo.
+/// Runs both servers behind one port, and an echo. Returns the port of the servers and that of the echo.
 async fn serve(
     dir: &std::path::Path,
     attached: mpsc::Sender<Attached>,
@@ -146,7 +146,7 @@ async fn serve(
             tokio::spawn(async move {
                 let Ok(mut agent) = acceptor.accept(socket).await else { return };
                 let mut server = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
-                // Its end is that of either.
+                // Ends when either side does.
                 let _ = tokio::io::copy_bidirectional(&mut agent, &mut server).await;
             });
         }
@@ -240,12 +240,12 @@ async fn every_server_behind_an_address_is_found_and_served() {
         "numbers are the agent's, not the stream's: {carried:?}"
     );
     assert!(readiness.is_ready());
-    // What was closed ends with its target.
+    // Closed connections end with their target.
     wait_for(&set, |status| status.attached.iter().all(|server| server.connections == 1)).await;
     let status = set.status();
     assert_eq!((status.server_count, status.attached.len()), (Some(2), 2), "{status:?}");
 
-    // The balance may lead to the other one first: that stream is left at once.
+    // The load balancer may lead to the other one first. That stream is left at once.
     drop(one);
     let mut again = next().await;
     let mut known = None;
@@ -262,7 +262,7 @@ async fn every_server_behind_an_address_is_found_and_served() {
     // A server sees a stream before the agent has its answer.
     wait_for(&set, |status| status.attached.len() == 2).await;
 
-    // What is carried goes on; the stream ends with it.
+    // Open connections go on. The stream ends with them.
     own.begin();
     assert_eq!(again.next().await.r#type(), PacketType::Drain);
     assert_eq!(two.next().await.r#type(), PacketType::Drain);
@@ -305,7 +305,7 @@ async fn why_no_server_takes_it_is_said() {
     std::fs::remove_file(dir.path().join("token")).unwrap();
     said("token: No such file").await;
     assert!(!readiness.is_ready());
-    // It is read again.
+    // The file is read again.
     std::fs::write(dir.path().join("token"), "secret").unwrap();
     timeout(PATIENCE, async {
         while !readiness.is_ready() {

@@ -17,10 +17,10 @@ use tunnel_core::link::tune_link;
 use super::config::KonnectivityConfig;
 use crate::reach::{Reach, Reached, Server, tls_hint};
 
-/// Reads the files, as they are now: they are replaced when certificates are renewed.
+/// Reads the files as they are now, because renewals of certificates replace them.
 ///
 /// # Errors
-/// Which file cannot be used, and why.
+/// The file that cannot be used, and the reason.
 pub(crate) fn client_config(config: &KonnectivityConfig) -> Result<Arc<ClientConfig>, String> {
     let mut roots = RootCertStore::empty();
     for root in certificates(&config.ca)? {
@@ -43,10 +43,10 @@ pub(crate) fn client_config(config: &KonnectivityConfig) -> Result<Arc<ClientCon
     foreign_tls(roots, client, alpn).map_err(|error| named(&error))
 }
 
-/// Connects to the server and shakes hands. Also returns the address of the proxy that leads there.
+/// Connects to the server and does the TLS handshake. Also returns the address of the proxy in use.
 ///
 /// # Errors
-/// Which of the two failed, and why.
+/// The step that failed, and the reason.
 pub(crate) async fn connect(
     reach: &Reach,
     server: &HostPort,
@@ -64,7 +64,7 @@ pub(crate) async fn connect(
     }
 }
 
-/// At least one.
+/// Reads certificates. At least one is required.
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     let pem = read(path)?;
     let parsed = CertificateDer::pem_slice_iter(&pem).collect::<Result<Vec<_>, _>>();

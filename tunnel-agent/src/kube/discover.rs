@@ -1,5 +1,5 @@
-//! Follows the servers' addresses. While the API server is away, or the objects there lead nowhere, the last addresses
-//! stay.
+//! Follows the servers' addresses. The last ones stay while the API server is unreachable or its objects name no
+//! server.
 
 use std::fmt::Debug;
 use std::path::Path;
@@ -23,25 +23,25 @@ use tunnel_kube::{ApiServer, FollowSettings, Followed, FollowedSet, Signal, foll
 
 use super::servers::{Found, of_service, of_slices};
 
-/// The label by which EndpointSlices name their Service.
+/// Label with which EndpointSlices name their Service.
 const SERVICE_LABEL: &str = "kubernetes.io/service-name";
 
-/// Finds the servers, until it is dropped.
+/// Finds the servers until it is dropped.
 pub struct Discovery {
     servers: watch::Receiver<Arc<Vec<HostPort>>>,
     trouble: Trouble,
     _task: AbortOnDropHandle<()>,
 }
 
-/// Why the servers may be out of date.
+/// Reasons why the servers may be out of date.
 #[derive(Clone, Default)]
 struct Trouble(Arc<Mutex<Troubles>>);
 
 #[derive(Default)]
 struct Troubles {
-    /// With the requests for the Service, and for its EndpointSlices.
+    /// Failures of the requests for the Service and for its EndpointSlices.
     requests: [Option<String>; 2],
-    /// With the objects themselves.
+    /// Faults of the objects themselves.
     objects: Option<String>,
     logged: LogOnce,
 }
@@ -67,7 +67,7 @@ impl Trouble {
 }
 
 impl Discovery {
-    /// Starts with the servers of the state directory's file.
+    /// Starts with the servers from the file in the state directory.
     pub fn start(api: Arc<ApiServer>, service: &str, state_dir: &Path) -> Self {
         let file = StateFile::<Vec<HostPort>>::new(state_dir.join("servers.json"));
         let known = file.load().unwrap_or_default();
@@ -82,12 +82,12 @@ impl Discovery {
         Self { servers, trouble, _task: AbortOnDropHandle::new(task) }
     }
 
-    /// The servers: none until some were found.
+    /// The servers. Empty until some were found.
     pub fn servers(&self) -> watch::Receiver<Arc<Vec<HostPort>>> {
         self.servers.clone()
     }
 
-    /// Why they may be out of date.
+    /// Reason why the servers may be out of date.
     pub fn trouble(&self) -> Option<String> {
         self.trouble.0.lock().now().cloned()
     }
@@ -99,14 +99,14 @@ fn list(servers: &[HostPort]) -> String {
 
 struct Finder {
     api: Arc<ApiServer>,
-    /// The name of the Service.
+    /// Name of the Service.
     service: String,
     file: Arc<StateFile<Vec<HostPort>>>,
     publish: watch::Sender<Arc<Vec<HostPort>>>,
     trouble: Trouble,
 }
 
-/// The objects so far.
+/// The objects known so far.
 #[derive(Default)]
 struct Seen {
     service: Followed<Service>,
@@ -114,7 +114,7 @@ struct Seen {
 }
 
 impl Seen {
-    /// The servers, or what is missing; None while not everything is known.
+    /// Returns the servers, or the fault. None while not everything is known.
     fn servers(&self) -> Option<Result<Vec<HostPort>, String>> {
         if !self.service.known {
             return None;
@@ -133,7 +133,7 @@ impl Seen {
         })
     }
 
-    /// EndpointSlices are followed only when the Service leads to them.
+    /// EndpointSlices are followed only if the Service leads to them.
     fn needs_slices(&self) -> bool {
         self.service.object.as_ref().is_some_and(|service| matches!(of_service(service), Ok(Found::Nodes(_))))
     }
@@ -150,7 +150,7 @@ impl Finder {
         let mut seen = Seen::default();
         loop {
             let needs_slices = seen.needs_slices();
-            // Neither ends.
+            // Neither stream ends.
             tokio::select! {
                 Some(event) = services.next() => seen.service.apply(event),
                 Some(event) = slices.next(), if needs_slices => seen.slices.apply(event),
@@ -174,7 +174,7 @@ impl Finder {
         }
     }
 
-    /// `requests`: where their troubles are kept.
+    /// `requests` is the index of its failures.
     fn follow<K>(&self, requests: usize, what: String, config: Config) -> impl Stream<Item = Event<K>> + Send
     where
         K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>
@@ -184,7 +184,7 @@ impl Finder {
             + Send
             + 'static,
     {
-        // A fleet that comes back asks at the same time: the API server may answer from its cache, in one page.
+        // After an outage the whole fleet asks at the same time. The API server may answer from its cache, in one page.
         let config = Config { page_size: None, ..config.any_semantic() };
         let report = move |signal: Signal<'_>| match signal {
             Signal::Failed { reason, passing } => {

@@ -1,4 +1,4 @@
-//! The ranges of this node's pods, which the servers may reach unless --allow-target says otherwise.
+//! Address ranges of this node's pods, which the servers may reach unless --allow-target says otherwise.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,15 +14,15 @@ use tunnel_core::log_once::LogOnce;
 use tunnel_core::state_file::StateFile;
 use tunnel_kube::{ApiServer, request};
 
-/// A new node gets its range within seconds, and keeps it for good; in some clusters no node gets any. So the pauses begin
-/// with the first and double up to the second, which is three requests a second for ten thousand agents.
+/// Minimum and maximum pause between reads. A new node gets its range within seconds and keeps it; in some clusters no
+/// node gets one. The maximum means three requests a second for ten thousand agents.
 const UNKNOWN: Duration = Duration::from_secs(30);
 const KNOWN: Duration = Duration::from_secs(3600);
-/// The longest pause after a failure: ranges of the last run may be wrong by now, and without any no pod is reached.
+/// Maximum pause after a failure: ranges of the last run may be wrong by now, and without any no pod is reached.
 const FAILED: Duration = Duration::from_secs(600);
 const ANSWER: Duration = Duration::from_secs(15);
 
-/// Keeps `pods` in sync with the Node. While the API server is away it stays as it is, also over a restart.
+/// Keeps `pods` in sync with the Node. While the API server is unreachable they stay as they are, also over a restart.
 pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<IpNet>>>, state_dir: PathBuf) {
     let file = StateFile::<Vec<IpNet>>::new(state_dir.join("pod-ranges.json"));
     let known = usable(file.load().unwrap_or_default());
@@ -57,7 +57,7 @@ pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<I
     }
 }
 
-/// When to read again.
+/// Pauses between reads.
 struct Pauses {
     failed: Backoff,
     unknown: Backoff,
@@ -87,7 +87,7 @@ async fn read(api: &ApiServer, node: &NodeName) -> Result<Vec<IpNet>, String> {
     found.map(|found| ranges(&found)).map_err(|error| error.to_string())
 }
 
-/// `podCIDR` repeats the first of `podCIDRs`. Entries that are no ranges are left out.
+/// Pod ranges of a Node. `podCIDR` repeats the first of `podCIDRs`. Skips invalid entries.
 fn ranges(node: &Node) -> Vec<IpNet> {
     let Some(spec) = &node.spec else { return Vec::new() };
     let listed = spec.pod_cidrs.iter().flatten().chain(&spec.pod_cidr);
@@ -96,7 +96,7 @@ fn ranges(node: &Node) -> Vec<IpNet> {
     }))
 }
 
-/// Each once, and none that holds every address: it would let the servers into the whole network of the edge.
+/// Removes duplicates and ranges of all addresses, which would give the servers access to the edge's whole network.
 fn usable(listed: impl IntoIterator<Item = IpNet>) -> Vec<IpNet> {
     let mut ranges: Vec<IpNet> = Vec::new();
     for range in listed {

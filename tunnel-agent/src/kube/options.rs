@@ -1,17 +1,17 @@
-//! How the agent reaches the API server.
+//! Options for the API server.
 
 use std::path::PathBuf;
 
-/// The Service that leads to the servers by default.
+/// Default Service that leads to the servers.
 pub const DEFAULT_SERVICE: &str = "x-tunnel-server-svc";
 
-/// How to reach the API server, and which Service to find there.
+/// The API server to use, and the Service to find there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KubeOptions {
-    /// None: the configuration that a pod has.
+    /// None: the configuration of a pod.
     pub kubeconfig: Option<PathBuf>,
     /// None: the pod's namespace, else that of the kubeconfig's context, else `kube-system`.
     pub namespace: Option<String>,
-    /// The Service that leads to the servers.
+    /// Service that leads to the servers.
     pub service: String,
 }

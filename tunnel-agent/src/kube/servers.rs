@@ -1,4 +1,4 @@
-//! Where the servers are, from the Service that leads to them: a pure function.
+//! Derives the servers' addresses from their Service. No I/O.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -7,22 +7,22 @@ use k8s_openapi::api::core::v1::{Service, ServicePort};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use tunnel_core::config::HostPort;
 
-/// The name of the agents' port in the Service.
+/// Name of the agents' port in the Service.
 const PORT: &str = "tcp";
-/// YurtTunnel's annotation: where a Service of type ClusterIP is reached from outside, `HOST:PORT` or `HOST`, or several of
-/// these with commas between them.
+/// YurtTunnel's annotation: external addresses of a Service of type ClusterIP, each `HOST:PORT` or `HOST`, separated by
+/// commas.
 const EXTERNAL_ADDRESS: &str = "x-tunnel-server-external-addr";
 
-/// Where a Service leads.
+/// Servers of a Service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// To these servers.
+    /// These servers.
     Servers(Vec<HostPort>),
-    /// To the addresses of its EndpointSlices, at this port.
+    /// The addresses of its EndpointSlices, at this port.
     Nodes(u16),
 }
 
-/// Why a Service does not lead to servers.
+/// Reasons why a Service does not lead to servers.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoServers {
     #[error("it has no port named {PORT:?}")]
@@ -39,10 +39,10 @@ pub enum NoServers {
     Type(String),
 }
 
-/// Reads a Service.
+/// Finds the servers of a Service.
 ///
 /// # Errors
-/// Names what it lacks.
+/// Names the missing part.
 pub fn of_service(service: &Service) -> Result<Found, NoServers> {
     let spec = service.spec.clone().unwrap_or_default();
     let ports = spec.ports.unwrap_or_default();
@@ -92,8 +92,8 @@ pub fn of_service(service: &Service) -> Result<Found, NoServers> {
     }
 }
 
-/// The addresses of a Service's EndpointSlices, at a node port, ready or not: a server that fails a probe for a moment is no
-/// reason to leave it. One that terminates drains, and says so itself.
+/// The addresses of a Service's EndpointSlices, at a node port, ready or not: a server that fails a probe for a moment
+/// should not be left. Terminating ones are skipped; such a server drains and says so itself.
 pub fn of_slices<'a>(slices: impl IntoIterator<Item = &'a EndpointSlice>, node_port: u16) -> Vec<HostPort> {
     let mut found = BTreeSet::new();
     for slice in slices.into_iter().filter(|slice| slice.address_type != "FQDN") {
@@ -107,7 +107,7 @@ pub fn of_slices<'a>(slices: impl IntoIterator<Item = &'a EndpointSlice>, node_p
     unsorted(found)
 }
 
-/// A Service with one port need not name it.
+/// Finds the agents' port. A Service with one port need not name it.
 fn agents_port(ports: &[ServicePort]) -> Option<&ServicePort> {
     let named = ports.iter().find(|port| port.name.as_deref() == Some(PORT));
     named.or_else(|| match ports {
@@ -116,7 +116,7 @@ fn agents_port(ports: &[ServicePort]) -> Option<&ServicePort> {
     })
 }
 
-/// None when the host is neither an address nor a DNS name. `None` is the cluster IP of a headless Service.
+/// None if the host is neither an address nor a DNS name. `None` is the cluster IP of a headless Service.
 fn host_port(host: &str, port: u16) -> Option<HostPort> {
     if port == 0 {
         return None;
@@ -128,7 +128,7 @@ fn host_port(host: &str, port: u16) -> Option<HostPort> {
     }
 }
 
-/// A server that can be ordered: an API server may list the same addresses in another order.
+/// A sortable server: the API server may list the same addresses in another order.
 fn sortable(server: HostPort) -> (String, u16) {
     (server.host, server.port)
 }

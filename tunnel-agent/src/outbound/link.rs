@@ -1,4 +1,4 @@
-//! The connection with a server over which this agent opens streams. There is one at a time, made when it is needed.
+//! The connection with a server over which this agent opens streams. There is at most one, made on demand.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -24,9 +24,9 @@ use tunnel_core::text::printable;
 use crate::reach::{Reach, Server};
 use crate::session::LinkSet;
 
-/// How long a server may take to accept a stream.
+/// Maximum time for a server to accept a stream.
 const ANSWER: Duration = Duration::from_secs(10);
-/// A link that turns out to be of no use is replaced this often for one connection.
+/// Maximum links tried for one connection.
 const ATTEMPTS: usize = 3;
 
 /// A connection with a server.
@@ -34,9 +34,9 @@ pub(super) struct Link {
     send: SendRequest<Bytes>,
     pub(super) flow: Arc<Flow>,
     pub(super) stalls: StallBound,
-    /// Cancelled when it has ended.
+    /// Cancelled when the link has ended.
     pub(super) over: CancellationToken,
-    /// Nothing new goes over it.
+    /// Cancelled when no new stream may use the link.
     used_up: CancellationToken,
 }
 
@@ -58,7 +58,7 @@ pub(super) struct Links {
 #[derive(Default)]
 struct Current {
     link: Option<Arc<Link>>,
-    /// When the last attempt to make one failed, and why.
+    /// Time and reason of the last failure to connect.
     failed: Option<(Instant, String)>,
 }
 
@@ -72,10 +72,11 @@ impl Links {
         Self { reach, identity, servers, sessions, current: Mutex::default() }
     }
 
-    /// Opens a stream, unless the client has `given_up` before there is a link. Without a target, what is carried says it.
+    /// Opens a stream, unless `given_up` is true once there is a link. Without a target, the client names it to the
+    /// server itself.
     ///
     /// # Errors
-    /// No server can be reached, or nobody wants it any more.
+    /// No server can be reached, or the client has given up.
     pub(super) async fn open(
         &self,
         target: Option<&HostPort>,
@@ -92,7 +93,7 @@ impl Links {
             match ask(&link, target).await {
                 Ok(stream) => return Ok(stream),
                 Err(error) => {
-                    // The server stops, or has gone: another one, or the next one at its address, takes over.
+                    // The server stops or has gone. Another one, or the next one at its address, takes over.
                     link.used_up.cancel();
                     last = link::reason(&error);
                 }
@@ -101,8 +102,8 @@ impl Links {
         Err(no_tunnel(last))
     }
 
-    /// The link, or a new one. Who comes while one is being made is told with all others if that fails: clients must not
-    /// wait for one attempt after the other.
+    /// Returns the current link, or makes a new one. If that fails, it fails for everyone who waits for it: clients
+    /// must not wait for one attempt after the other.
     async fn link(&self) -> Result<Arc<Link>, String> {
         let asked = Instant::now();
         let mut current = self.current.lock().await;
@@ -155,7 +156,7 @@ impl Links {
         let driven = link::drive(connection, flow.clone());
         let weak = Arc::downgrade(&link);
         let server = server.clone();
-        // It ends with the connection, which ends when the last stream and the link are dropped.
+        // The task ends with the connection, which ends when the last stream and the link are dropped.
         tokio::spawn(async move {
             let alive = async {
                 let Some(pings) = pings else { return std::future::pending().await };
@@ -178,7 +179,7 @@ impl Links {
     }
 }
 
-/// `reasons`: one for each server.
+/// `reasons` has one entry for each server.
 fn none_reached(reasons: &[String]) -> String {
     match reasons {
         [] => "no server is known yet: they are found through the API server".to_owned(),
@@ -186,7 +187,7 @@ fn none_reached(reasons: &[String]) -> String {
     }
 }
 
-/// Those that are attached first: they can be reached.
+/// Puts attached servers first, because they can be reached.
 fn in_order<'a>(servers: &'a [HostPort], attached: &BTreeSet<String>) -> Vec<&'a HostPort> {
     let (mut first, others): (Vec<_>, Vec<_>) =
         servers.iter().partition(|server| attached.contains(&server.to_string()));
@@ -211,7 +212,7 @@ async fn ask(link: &Arc<Link>, target: Option<&HostPort>) -> Result<Stream, h2::
     let used_up = link.used_up.clone();
     let answer = Box::pin(async move {
         let Ok(response) = tokio::time::timeout(ANSWER, response).await else {
-            // A NAT may have forgotten the link. What it carries is left to PING.
+            // A NAT may have forgotten the link. PING decides about its other streams.
             used_up.cancel();
             return Err(RelayError::Dial(Outcome::TimedOut, "the server did not answer".to_owned()));
         };
@@ -231,7 +232,7 @@ async fn ask(link: &Arc<Link>, target: Option<&HostPort>) -> Result<Stream, h2::
     Ok(Stream { link: link.clone(), send: stream, answer })
 }
 
-/// Where the streams go.
+/// URI of the streams.
 const EDGE_CARRY_URI: &str = "https://server/postern.tunnel.v1.Edge/Carry";
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The listeners on this node, and where they lead.
+//! Listeners on this node, and their targets.
 
 use std::io;
 use std::net::{self, SocketAddr};
@@ -10,25 +10,25 @@ use tokio::net::TcpListener;
 use tunnel_core::config::{BindError, HostPort};
 use tunnel_core::log_once::LogOnce;
 
-/// More are refused: a successor gets them all in one message.
+/// Maximum number of listeners: a successor gets them all in one message.
 pub(crate) const MOST_LISTENERS: usize = 128;
-/// Their name among the listening sockets that a successor gets.
+/// Name of these listeners among the sockets that a successor gets.
 pub(crate) const NAME: &str = "outbound";
-/// How often to try an address that another agent has.
+/// Retry interval for an address that another agent holds.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// A listener of this node, and where it leads.
+/// A listener of this node, and its target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Listen {
     pub address: SocketAddr,
-    /// None: each client says it, to the server.
+    /// None: each client names its target to the server.
     pub target: Option<HostPort>,
-    /// Who may use it.
+    /// Clients that may use it.
     pub clients: Vec<IpNet>,
 }
 
 impl Listen {
-    /// The flag that it comes from.
+    /// The flag that defines it.
     pub(crate) fn name(&self) -> &'static str {
         if self.target.is_some() { "--forward" } else { "--connect-address" }
     }
@@ -38,14 +38,14 @@ impl Listen {
     }
 }
 
-/// Listeners that are bound, and those that another agent has still: see [`listen_late`].
+/// Listeners, bound except for those whose address another agent still holds: see [`listen_late`].
 pub(crate) type BoundListeners = Vec<(Listen, Option<TcpListener>)>;
 
-/// Listens everywhere. `taken` gives the socket that the agent before has at an address. If there is one (`replaces`), and it
-/// has the address without giving the socket, it is of a version that keeps it.
+/// Binds all listeners. `taken` returns the socket that the previous agent passed for an address. An address in use is
+/// no error if there is a previous agent (`replaces`): some versions keep their sockets.
 ///
 /// # Errors
-/// An address that cannot be listened on.
+/// An address cannot be bound.
 pub(crate) async fn bind(
     listeners: &[Listen],
     replaces: bool,
@@ -74,7 +74,7 @@ pub(crate) async fn bind(
     Ok(bound)
 }
 
-/// Listens where another agent did, as soon as that is possible.
+/// Binds an address that another agent holds, as soon as possible.
 pub(crate) async fn listen_late(listen: &Listen) -> TcpListener {
     let (flag, mut failing) = (listen.flag(), LogOnce::default());
     loop {
@@ -92,7 +92,7 @@ pub(crate) async fn listen_late(listen: &Listen) -> TcpListener {
     }
 }
 
-/// The socket once more, for a successor.
+/// Duplicates the socket for a successor.
 ///
 /// # Errors
 /// Too many open files.

@@ -1,7 +1,7 @@
 //! From the edge to the cloud: listeners on this node whose connections a server makes, as far as its policy permits.
 //!
-//! The agent only carries. A workload speaks HTTP CONNECT, or another request to a proxy, with the server itself, through
-//! the tunnel; a static map names its target in the stream's head.
+//! The agent only relays. A workload speaks HTTP CONNECT, or another request to a proxy, with the server itself,
+//! through the tunnel; for a static mapping the stream's headers name the target.
 
 mod link;
 mod listen;
@@ -32,14 +32,15 @@ use link::{Links, Stream};
 pub use listen::Listen;
 pub(crate) use listen::{BoundListeners, MOST_LISTENERS, NAME, bind, copy, listen_late};
 
-/// The pause after a failed accept: errors of a single connection do not repeat, EMFILE does.
+/// Pause after a failed accept: errors of a single connection do not repeat, EMFILE does.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
-/// A client that has closed its end may wait for the answer, but has given up if it was not carried for so long.
+/// Time since accept after which a client that has closed its end, and has no link yet, counts as gone. Before that it
+/// may have half-closed and wait for the answer.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// How long a client may take to read why it gets nothing.
+/// Maximum time for a client to read the error.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// What carries the connections.
+/// Relays the connections.
 pub(crate) struct Outbound {
     shared: Arc<Shared>,
     links: Links,
@@ -47,7 +48,7 @@ pub(crate) struct Outbound {
     tasks: TaskTracker,
 }
 
-/// A connection that is carried.
+/// A relayed connection.
 #[derive(Debug, Default)]
 struct Outgoing {
     traffic: Traffic,
@@ -62,7 +63,7 @@ impl Outgoing {
 }
 
 impl Outbound {
-    /// `servers`: those that are known. The ones with a session are asked first.
+    /// `servers` are the known ones. Those with a session are tried first.
     pub(crate) fn new(
         shared: Arc<Shared>,
         sessions: Arc<LinkSet>,
@@ -74,7 +75,7 @@ impl Outbound {
         Arc::new(Self { shared, links, live: Arc::default(), tasks })
     }
 
-    /// Serves a listener until the drain, but for the time in which another agent of this node has taken over.
+    /// Serves a listener until the drain, except while another agent of this node has taken over.
     pub(crate) async fn serve(self: Arc<Self>, listen: Listen, listener: TcpListener) {
         let listen = Arc::new(listen);
         loop {
@@ -95,12 +96,12 @@ impl Outbound {
         }
     }
 
-    /// Ends each connection once it carries nothing, as [`end_quiet`] does.
+    /// Ends each connection once it is idle, as [`end_quiet`] does.
     pub(crate) async fn end_quiet(&self) {
         end_quiet(&self.live, Outgoing::carrying).await;
     }
 
-    /// The next client. Once another agent has taken over, which listens on the same socket, they are that one's.
+    /// Accepts the next client. Once another agent has taken over, it accepts the clients of the shared socket.
     async fn accept(&self, listener: &TcpListener) -> io::Result<(TcpStream, SocketAddr)> {
         loop {
             self.shared.handover.leads().await;
@@ -113,7 +114,7 @@ impl Outbound {
     }
 
     async fn carry(&self, mut socket: TcpStream, client: SocketAddr, listen: &Listen) {
-        // Armed first: whatever goes wrong, the client sees a reset.
+        // Done first, so that the client sees a reset whatever goes wrong.
         prepare_socket(&socket);
         if !permits(&listen.clients, client.ip()) {
             self.shared.metrics.outbound(Outcome::Denied);
@@ -124,7 +125,7 @@ impl Outbound {
             return tracing::debug!(%client, limit = self.shared.places.limit(), "connection refused at a bound");
         };
         let since = Instant::now();
-        // A request of a client that is gone must not be carried out once the line is back.
+        // A request of a client that is gone must not be executed once the network is back.
         let given_up = || since.elapsed() >= PATIENCE && has_closed(&socket);
         let opened = self.links.open(listen.target.as_ref(), given_up).await;
         let ended = match opened {
@@ -142,7 +143,7 @@ impl Outbound {
         tracing::debug!(address = %listen.address, %client, %outcome, error, "connection to the cloud");
     }
 
-    /// To a server this end is what a server is to an agent: the one that asks.
+    /// Relays one connection. Towards a server this end has the role of a server, because it opens the stream.
     async fn relay(&self, socket: &mut TcpStream, stream: Stream) -> Result<(), RelayError> {
         let Stream { link, mut send, answer } = stream;
         let outgoing = self.live.enter(Outgoing { flow: link.flow.clone(), ..Outgoing::default() });
@@ -170,13 +171,13 @@ fn permits(clients: &[IpNet], client: IpAddr) -> bool {
     clients.iter().any(|range| range.contains(&client))
 }
 
-/// Whether the client has closed its end, whether or not what it sent before has been read.
+/// True if the client has closed its end, even if data sent before is still unread.
 fn has_closed(socket: &TcpStream) -> bool {
     let ready = socket.ready(Interest::READABLE).now_or_never();
     matches!(ready, Some(Ok(ready)) if ready.is_read_closed())
 }
 
-/// The answer to a proxy's client while there is no server.
+/// Answers a proxy client while there is no server.
 async fn unavailable(socket: &mut TcpStream, reason: &str) {
     let body = format!("tunnel-agent: {reason}\n");
     let text = format!(
@@ -185,7 +186,7 @@ async fn unavailable(socket: &mut TcpStream, reason: &str) {
         body.len()
     );
     let answered = async {
-        // A request that is not read would turn the close into a reset, which may overtake the answer.
+        // Unread data would turn the close into a reset, which may overtake the answer.
         socket.readable().await?;
         let mut request = vec![0; 4096];
         match socket.try_read(&mut request) {

@@ -12,10 +12,10 @@ use super::serve::serve;
 use super::session_end::SessionEnd;
 use super::state::SessionState;
 
-/// How often to dial for a link. Behind a load balancer's address, another server may answer.
+/// Maximum attempts for one link. Behind a load balancer another server may answer.
 const TRIES: u32 = 8;
 
-/// Opens the link with this number as a task of `tasks`, unless it is under way or up.
+/// Opens the link with this number as a task of `tasks`, unless it already exists.
 pub(super) fn open(
     first: &Arc<SessionState>,
     number: u32,
@@ -32,7 +32,7 @@ pub(super) fn open(
             }
             end = run(&first, number, &identity).await;
         }
-        // The server goes on without it, and asks again when it needs it.
+        // The server continues without it, and asks again when it needs it.
         tracing::debug!(server = %first.server, link = number, reason = %end, "additional link ended");
         drop(place);
     });
@@ -45,7 +45,7 @@ async fn run(first: &Arc<SessionState>, number: u32, identity: &AgentIdentity) -
     };
     let connecting = connect(&first.shared, &first.again, tls);
     match first.stop.run_until_cancelled(connecting).await {
-        // It ends with the first link by itself, once what it has is sent.
+        // Needs no draining token: it ends with the first link, after its data is sent.
         Some(Ok(Connected { link, chain, flow, .. })) => {
             let state = Arc::new(SessionState::additional(first.clone(), number, chain, flow));
             serve(state, link, CancellationToken::new()).await

@@ -20,7 +20,7 @@ fn mode(headers: &HeaderMap) -> Result<Mode, Status> {
     String::from_utf8_lossy(text).parse().map_err(Status::invalid_argument)
 }
 
-/// Answers one stream, as [`super::carry::carry`] does with this agent for the target.
+/// Answers one stream like [`super::carry::carry`], with this agent as the target.
 pub(super) async fn bench(
     session: Arc<SessionState>,
     request: Request<RecvStream>,

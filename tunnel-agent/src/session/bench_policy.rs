@@ -1,4 +1,4 @@
-//! Which measurements this agent takes part in: if at all, one at a time, and only so often.
+//! Limits measurements by servers: they can be turned off, run one at a time, and may begin only so often.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,18 +8,18 @@ use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::Status;
 
-/// A server's `bench` takes three; so many may begin in a [`SPAN`].
+/// Maximum measurements that may begin in a [`SPAN`]. A server's `bench` takes three.
 const AT_MOST: usize = 12;
 const SPAN: Duration = Duration::from_secs(60);
-/// How long one waits for the end of another.
+/// Maximum wait for the end of another measurement.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Which measurements this agent takes part in.
+/// Limits measurements by servers.
 #[derive(Debug)]
 pub struct BenchPolicy {
     allowed: bool,
     one: Arc<Semaphore>,
-    /// When the last ones began.
+    /// Start times of the last measurements.
     begun: Mutex<VecDeque<Instant>>,
 }
 
@@ -32,7 +32,7 @@ impl BenchPolicy {
         if !self.allowed {
             return Err(Status::permission_denied("this agent takes part in no measurements (--bench=off)"));
         }
-        // The server may begin its next one before the end of the last one has arrived here.
+        // The server may begin its next one before this agent has seen the end of the last one.
         let permit = tokio::time::timeout(PATIENCE, self.one.clone().acquire_owned()).await;
         let Ok(Ok(permit)) = permit else {
             return Err(Status::resource_exhausted("another measurement is under way"));
@@ -62,7 +62,7 @@ mod tests {
         let (policy, now) = (BenchPolicy::new(true), Instant::now());
         let first = policy.admit(now).await.unwrap();
         assert_eq!(policy.admit(now).await.unwrap_err().code(), Code::ResourceExhausted);
-        // The next one is there before the first has ended.
+        // The next one arrives before the first has ended.
         let (second, ()) = tokio::join!(policy.admit(now), async {
             tokio::time::sleep(PATIENCE / 2).await;
             drop(first);

@@ -1,4 +1,4 @@
-//! Carrying one connection: accepts the server's Carry stream, has the target dialled, and relays between the two.
+//! Serves one connection: accepts the server's Carry stream, dials the target, and relays between the two.
 
 use std::future::{poll_fn, ready};
 use std::net::SocketAddr;
@@ -20,13 +20,13 @@ use crate::connections::Connection;
 use crate::dial::{DialError, DialRequest};
 use crate::places::Place;
 
-/// Answers one Carry stream, from the request to the end of both directions.
+/// Serves one Carry stream, from the request to the end of both directions.
 pub(super) fn carry(
     session: Arc<SessionState>,
     request: Request<RecvStream>,
     respond: SendResponse<Bytes>,
 ) -> impl Future<Output = ()> + Send {
-    // Not in the future, which would keep room for the request's headers until the end.
+    // Parsed outside the future, which would keep room for the request's headers until the end.
     let dial_request = DialRequest::from_headers(request.headers());
     relay(session, dial_request, request.into_body(), respond)
 }
@@ -40,9 +40,9 @@ async fn relay(
     let started = Instant::now();
     let connection = session.connection();
     let dialled = tokio::select! {
-        // Boxed: its memory is freed once the target is connected.
+        // Boxed, so that its memory is freed once the target is connected.
         dialled = Box::pin(dial(&session, dial_request)) => dialled,
-        // The client gave up, and so does the dial.
+        // The client gave up, so the dial is cancelled.
         _ = poll_fn(|cx| respond.poll_reset(cx)) => {
             session.shared.metrics.dialled("cancelled", started.elapsed());
             return;

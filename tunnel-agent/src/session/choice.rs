@@ -1,6 +1,6 @@
-//! With which of the servers a node has its sessions, if not with all: by rendezvous hashing. Every agent ranks the servers by
-//! a hash of its node's name and the server's address, so that a fleet spreads over them without any agreement, and only the
-//! agents of a server that comes or goes move.
+//! Chooses the servers that a node has sessions with, if not all, by rendezvous hashing. Every agent ranks the servers
+//! by a hash of its node's name and the server's address. So a fleet spreads over them without any coordination, and
+//! only the agents of a server that comes or goes move.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,17 +8,17 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 use tunnel_core::identity::NodeName;
 
-/// How long a server that is not reached, and does not say that it stops, is waited for before the next one is dialled too.
+/// Maximum wait for a server that cannot be reached and does not say that it stops, before the next one is dialled too.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How long the better servers must have had sessions before one that took the place of another is left.
+/// Time that the better servers must have had sessions before a substitute is left.
 const SETTLED: Duration = Duration::from_secs(30);
 
-/// How many servers to be attached to.
+/// Number of servers to be attached to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Spread {
     #[default]
     All,
-    /// The best of them for this node, this many.
+    /// This many of the best servers for this node.
     Best(usize),
 }
 
@@ -30,7 +30,7 @@ impl Spread {
         }
     }
 
-    /// The servers in the order in which they are to be used.
+    /// Sorts the servers by preference.
     pub(super) fn rank(self, node: &NodeName, mut servers: Vec<String>) -> Vec<String> {
         if self != Self::All {
             // The address decides between equal hashes.
@@ -49,27 +49,27 @@ impl fmt::Display for Spread {
     }
 }
 
-/// Every version of the agent has to give the same.
+/// Hash of a node and a server. Must be the same in every version of the agent.
 fn weight(node: &NodeName, server: &str) -> u64 {
-    // Neither has a NUL.
+    // Neither contains a NUL.
     let hash = Sha256::new().chain_update(node.as_str()).chain_update([0u8]).chain_update(server).finalize();
     hash.iter().take(8).fold(0, |weight, byte| weight << 8 | u64::from(*byte))
 }
 
-/// What a server is good for at present, and since when.
+/// Present usefulness of a server, with the time since it changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Use {
-    /// It has not been dialled.
+    /// Not dialled.
     Idle,
-    /// It has a session that works.
+    /// Has a working session.
     Serves(Duration),
-    /// It has none yet, or has just lost it.
+    /// Has no session yet, or has just lost it.
     Awaited(Duration),
-    /// Nothing to wait for: it is silent, stops, or is attached through another address.
+    /// Not worth waiting for: it is silent, stops, or is attached through another address.
     Passed,
 }
 
-/// How many of the ranked servers to dial, and whether those after them may be left.
+/// Returns how many of the ranked servers to dial, and whether those after them may be left.
 pub(super) fn reach(ranked: impl IntoIterator<Item = Use>, wanted: usize) -> (usize, bool) {
     let (mut counted, mut all, mut settled) = (0, 0, true);
     for server in ranked {
@@ -151,7 +151,7 @@ mod tests {
             let gone = fewer.remove(gone.index(number));
             let (with, without) = (chosen(&node, &all, links), chosen(&node, &fewer, links));
             let kept: Vec<_> = with.iter().filter(|server| **server != gone).cloned().collect();
-            // Those that are still there stay in their order; at most one takes the place of the one that is gone.
+            // Those that are still there keep their order. At most one takes the place of the one that is gone.
             prop_assert!(without.starts_with(&kept));
             prop_assert_eq!(without.len(), links.min(number - 1));
             if !with.contains(&gone) {
@@ -186,7 +186,7 @@ mod tests {
             (vec![Use::Idle; 3], 1, 1, false),
             (vec![serves, Use::Idle, Use::Idle], 1, 1, true),
             (vec![serves, serves, Use::Idle], 2, 2, true),
-            // Silent, or it stops: at once.
+            // Silent or stopping: the next one at once.
             (vec![Use::Passed, Use::Idle, Use::Idle], 1, 2, false),
             (vec![Use::Passed, serves, Use::Idle], 1, 2, true),
             (vec![serves, Use::Passed, Use::Idle], 2, 3, false),
@@ -196,7 +196,7 @@ mod tests {
             // None works: all are tried, and none is left.
             (vec![Use::Passed, Use::Awaited(LONG), Use::Passed], 1, 3, false),
             (vec![serves, Use::Passed], 2, 2, false),
-            // It is back, but not for long: its substitute stays.
+            // Back, but not for long: its substitute stays.
             (vec![Use::Serves(Duration::ZERO), serves], 1, 1, false),
             (vec![Use::Awaited(Duration::ZERO), serves], 1, 1, false),
             (vec![serves; 3], usize::MAX, 3, false),

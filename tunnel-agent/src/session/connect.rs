@@ -1,4 +1,4 @@
-//! Connecting to a server: TCP, TLS and the first HTTP/2 frames.
+//! Connects to a server: TCP, TLS and the first HTTP/2 frames.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::session_end::{SessionEnd, TCP};
 use super::shared::Shared;
 use crate::reach::{Reached, Server};
 
-/// An agent dials, but it is the server that opens streams, so that this end is HTTP/2's server.
+/// The agent dials, but the server opens the streams, so this end is the HTTP/2 server.
 pub(super) type LinkConnection = Connection<LinkIo, bytes::Bytes>;
 
 /// The certificates that a server presents, leaf first.
@@ -26,11 +26,11 @@ pub(super) struct Connected {
     pub(super) link: LinkConnection,
     pub(super) chain: Chain,
     pub(super) flow: Arc<Flow>,
-    /// Leads to the same server once more.
+    /// Leads to the same server again.
     pub(super) again: Server,
-    /// This node's address on it.
+    /// This node's address on the connection.
     pub(super) local: IpAddr,
-    /// The address of the proxy that it goes through.
+    /// Address of the proxy in use.
     pub(super) proxy: Option<String>,
 }
 
@@ -71,7 +71,7 @@ fn presented(stream: &TlsStream<TcpStream>) -> Chain {
     stream.get_ref().1.peer_certificates().unwrap_or_default().into()
 }
 
-/// Bounds a step of the start.
+/// Limits the time of a step of the start.
 pub(super) async fn within<T>(step: &'static str, work: impl Future<Output = T>) -> Result<T, SessionEnd> {
     tokio::time::timeout(HANDSHAKE_TIMEOUT, work).await.map_err(|_| SessionEnd::Slow { step })
 }

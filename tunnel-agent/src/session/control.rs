@@ -1,4 +1,4 @@
-//! The control calls that a server makes: Attach and Notify.
+//! Control calls of the server: Attach and Notify.
 
 use std::collections::BTreeSet;
 use std::future::ready;
@@ -48,7 +48,7 @@ impl Agent for AgentService {
             features: features(&session.shared),
             successor: session.shared.handover.is_successor(),
         };
-        // The queue may have something already: the machine was resumed meanwhile, or this agent drains.
+        // The queue may already hold events: the machine was resumed meanwhile, or this agent drains.
         let hello = AgentEvent { event: Some(agent_event::Event::Hello(hello)) };
         let events = stream::once(ready(Ok(hello))).chain(ReceiverStream::new(events));
         if session.link == 0 {
@@ -58,7 +58,7 @@ impl Agent for AgentService {
         session
             .phase
             .send_replace(SessionPhase::Attached { server_id: welcome.server_id, since: Instant::now() });
-        // The stream's end tells the server that this session ends on purpose.
+        // The end of the stream tells the server that this session ends on purpose.
         let stop = session.stop.clone().cancelled_owned();
         Ok(Response::new(Box::pin(events.take_until(stop))))
     }
@@ -83,12 +83,12 @@ impl Agent for AgentService {
                 SessionPhase::RefusedForNow(refused.reason)
             }
             Some(notice::Notice::Refused(refused)) => SessionPhase::Refused(refused.reason),
-            // Without a successor that this agent knows of it is a stranger, with a copy of the identity.
+            // If this agent knows of no successor, the other one is unknown and has a copy of the identity.
             Some(notice::Notice::Replaced(replaced))
                 if replaced.by_successor && self.0.shared.handover.knows_successor() =>
             {
                 self.0.release_streams();
-                // Links that stand by are told next.
+                // The server tells standby links next.
                 self.0.shared.handover.succeeded_at(&self.0.server);
                 SessionPhase::Succeeded
             }
@@ -106,7 +106,7 @@ impl Agent for AgentService {
                     return Err(Status::invalid_argument("only the first link of a session asks for others"));
                 };
                 for link in wanted.links {
-                    // A full queue: as many as there may be are asked for already.
+                    // A full queue already holds as many links as there may be.
                     let _ = asked.try_send(link);
                 }
                 return Ok(Response::new(NoticeAck {}));
@@ -118,12 +118,13 @@ impl Agent for AgentService {
     }
 }
 
-/// What is not a port is left out.
+/// Features to announce to the server.
 fn features(shared: &Shared) -> Vec<String> {
     let bbr = shared.max_links.is_none() && shared.reach.congestion().is_bbr();
     bbr.then(|| BBR_FEATURE.to_owned()).into_iter().collect()
 }
 
+/// Skips invalid ports.
 fn ports(named: &[u32]) -> BTreeSet<u16> {
     named.iter().filter_map(|port| u16::try_from(*port).ok()).collect()
 }

@@ -11,13 +11,13 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout_at};
 use tunnel_core::state_file::StateFile;
 
-/// How long the disk may take. The server waits for ten seconds, and flash that is written to by others may take longer.
+/// Maximum wait for the disk. The server waits for ten seconds, and flash that others write to may take longer.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Gives every session of this node a number higher than all before. Clones share it.
 ///
-/// Wall-clock milliseconds, or one more than the last epoch where the clock is behind: an edge node without a
-/// battery-backed clock starts in the past, and a state directory may be lost, but not both at a time.
+/// The number is the wall clock in milliseconds, or one more than the last epoch if the clock is behind: an edge node
+/// without a battery-backed clock starts in the past, and a state directory may be lost, but not both at a time.
 #[derive(Clone, Debug)]
 pub struct EpochSource(Arc<Source>);
 
@@ -26,12 +26,12 @@ struct Source {
     /// Without it only a clock that is set back before a restart does harm.
     file: Arc<StateFile<u64>>,
     last: Mutex<u64>,
-    /// One thread at most waits for the disk.
+    /// Lets at most one thread wait for the disk.
     storing: Arc<Semaphore>,
 }
 
 impl EpochSource {
-    /// Reads the last epoch. A file that cannot be used is replaced with the next: no more is lost than with a new state
+    /// Reads the last epoch. An unusable file is replaced with the next epoch: no more is lost than with a new state
     /// directory.
     pub fn open(path: PathBuf) -> Self {
         let file = StateFile::new(path);
@@ -39,10 +39,11 @@ impl EpochSource {
         Self(Arc::new(Source { file, last, storing }))
     }
 
-    /// The next epoch, on disk before it is used; a disk that is full, read-only or slow does not keep the agent away.
+    /// Returns the next epoch, which is stored before it is used. A disk that is full, read-only or slow does not stop
+    /// the agent.
     ///
     /// # Errors
-    /// The thread for it has panicked.
+    /// Its thread has panicked.
     pub async fn next(&self) -> io::Result<u64> {
         self.next_within(PATIENCE).await
     }
@@ -75,13 +76,13 @@ impl Source {
     fn choose(&self) -> u64 {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
         let mut last = self.last.lock();
-        // Another agent of this node, from which this one takes over, may have used higher ones meanwhile.
+        // Another agent of this node, from which this one takes over, may have used higher epochs meanwhile.
         *last = self.file.read().ok().flatten().unwrap_or_default().max(*last);
         *last = u64::try_from(now).unwrap_or(u64::MAX - 1).max(last.saturating_add(1));
         *last
     }
 
-    /// Stores the last one: others may have been chosen while the disk was waited for.
+    /// Stores the last epoch. Others may have been chosen while waiting for the disk.
     fn store(&self) {
         let epoch = *self.last.lock();
         self.file.write(&epoch);
@@ -92,7 +93,7 @@ impl Source {
 mod tests {
     use super::*;
 
-    /// Waits for the disk.
+    /// Chooses an epoch and waits until it is stored.
     fn next(source: &EpochSource) -> u64 {
         let epoch = source.0.choose();
         source.0.store();
@@ -107,7 +108,7 @@ mod tests {
         let source = EpochSource::open(path.clone());
         let second = next(&source);
         assert!(second > first && next(&source) > second);
-        // As if the clock had been far ahead once.
+        // As if the clock had once been far ahead.
         let ahead = u64::MAX / 2;
         std::fs::write(&path, ahead.to_string()).unwrap();
         assert_eq!(next(&EpochSource::open(path)), ahead + 1);
@@ -117,7 +118,7 @@ mod tests {
     fn two_agents_of_one_node_have_different_numbers() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("epoch");
-        // Their clock is behind.
+        // The clock is behind.
         std::fs::write(&path, (u64::MAX / 2).to_string()).unwrap();
         let (before, after) = (EpochSource::open(path.clone()), EpochSource::open(path));
         let numbers = [&before, &after, &before, &before, &after].map(next);
@@ -134,7 +135,7 @@ mod tests {
             assert!(epoch > 1_700_000_000_000, "{epoch}");
             assert_eq!(std::fs::read_to_string(&path).unwrap(), epoch.to_string());
         }
-        // Its directory cannot be made.
+        // Its directory cannot be created.
         let source = EpochSource::open(path.join("epoch"));
         let first = next(&source);
         assert!(next(&source) > first);
@@ -149,12 +150,12 @@ mod tests {
         let patient = async || source.next_within(Duration::from_secs(600)).await.unwrap();
         let first = patient().await;
         assert_eq!(stored(), first.to_string());
-        // It is being written when the patience is at its end.
+        // The write is still going on when the time is up.
         let second = source.next_within(Duration::ZERO).await.unwrap();
         assert!(second > first);
         let turn = source.0.storing.clone().acquire_owned().await.unwrap();
         assert_eq!(stored(), second.to_string());
-        // Another thread waits for the disk still.
+        // Another thread is still waiting for the disk.
         let third = source.next_within(Duration::ZERO).await.unwrap();
         assert!(third > second);
         assert_eq!(stored(), second.to_string());

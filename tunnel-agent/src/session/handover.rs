@@ -1,4 +1,4 @@
-//! What the sessions know of another agent of this node: one that takes over from this one, or one that this takes over from.
+//! State of a takeover between two agents of this node, in either direction, as far as sessions need it.
 
 use std::collections::BTreeSet;
 use std::future::pending;
@@ -9,24 +9,24 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-/// How long the news of a session that the other agent had may be under way.
+/// Maximum delay of news about a session that the other agent had.
 const NEWS: Duration = Duration::from_secs(30);
 
-/// How far another agent of this node has taken over from this one.
+/// Progress of another agent of this node that takes over from this one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Phase {
-    /// There is none.
+    /// There is no other agent.
     #[default]
     Alone,
-    /// One is taking over, and is attached at these addresses.
+    /// Another agent is taking over and is attached at these addresses.
     Passing(BTreeSet<String>),
-    /// One has taken over.
+    /// Another agent has taken over.
     Passed,
 }
 
 impl Phase {
-    /// Whether this agent keeps sessions with the server at this address. One at which it `stood_by` leads to a server that the
-    /// successor may have through another address.
+    /// True if this agent keeps sessions with the server at this address. An address at which it `stood_by` leads to a
+    /// server that the successor may have through another address.
     fn leaves_to_us(&self, server: &str, stood_by: bool) -> bool {
         match self {
             Self::Alone => true,
@@ -37,21 +37,21 @@ impl Phase {
     }
 }
 
-/// The takeovers of an agent; clones share them.
+/// The takeovers of an agent. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Handover(Arc<State>);
 
 #[derive(Debug, Default)]
 struct State {
     phase: watch::Sender<Phase>,
-    /// When the last successor died.
+    /// Time when the last successor died.
     died: Mutex<Option<Instant>>,
     successor: AtomicBool,
-    /// When this agent had taken over.
+    /// Time when this agent completed a takeover.
     succeeded: Mutex<Option<Instant>>,
 }
 
-/// Whether that was a moment ago.
+/// True if the event is recent.
 fn is_news(event: &Mutex<Option<Instant>>) -> bool {
     event.lock().is_some_and(|event| event.elapsed() < NEWS)
 }
@@ -64,7 +64,7 @@ impl Handover {
         self.0.phase.send_replace(phase);
     }
 
-    /// The addresses at which the successor is attached. Changes nothing once it has taken over.
+    /// Sets the addresses at which the successor is attached. Has no effect once it has taken over.
     pub fn set_attached(&self, servers: BTreeSet<String>) {
         self.0.phase.send_if_modified(|phase| {
             let passing = matches!(phase, Phase::Passing(_));
@@ -75,7 +75,7 @@ impl Handover {
         });
     }
 
-    /// The server at this address says that the successor is attached, maybe before the successor does.
+    /// Notes that the server at this address reports the successor as attached, perhaps before the successor does.
     pub(super) fn succeeded_at(&self, server: &str) {
         self.0.phase.send_if_modified(|phase| match phase {
             Phase::Passing(attached) => attached.insert(server.to_owned()),
@@ -83,7 +83,7 @@ impl Handover {
         });
     }
 
-    /// Whether this agent is taking over from another one: its sessions may replace those of that one.
+    /// Sets whether this agent is taking over from another one, so that its sessions may replace those of that one.
     pub fn set_successor(&self, successor: bool) {
         let was = self.0.successor.swap(successor, Ordering::Relaxed);
         if was && !successor {
@@ -91,8 +91,8 @@ impl Handover {
         }
     }
 
-    /// Also a moment after it has taken over: the other one may have attached once more at the last moment, when its link was
-    /// lost, and a server says so only now.
+    /// True while this agent takes over, and for a moment after: when its link was lost, the other one may have
+    /// attached again at the last moment, and a server reports that only now.
     pub fn is_successor(&self) -> bool {
         self.0.successor.load(Ordering::Relaxed) || is_news(&self.0.succeeded)
     }
@@ -105,13 +105,13 @@ impl Handover {
         *self.0.phase.borrow() == Phase::Passed
     }
 
-    /// Whether a server may speak of a successor: there is one, or was a moment ago.
+    /// True if a server may report a successor: there is one, or was a moment ago.
     pub(super) fn knows_successor(&self) -> bool {
         !self.is_alone() || is_news(&self.0.died)
     }
 
     async fn until(&self, reached: impl FnMut(&Phase) -> bool) {
-        // It holds the sender itself.
+        // The sender lives as long as `self`.
         if self.0.phase.subscribe().wait_for(reached).await.is_err() {
             pending::<()>().await;
         }
@@ -122,7 +122,7 @@ impl Handover {
         self.until(|phase| *phase == Phase::Alone).await;
     }
 
-    /// Waits until the server at this address, at which this agent may have `stood_by`, is its to dial.
+    /// Waits until this agent is to dial the server at this address, at which it may have `stood_by`.
     pub(super) async fn ours(&self, server: &str, stood_by: bool) {
         self.until(|phase| phase.leaves_to_us(server, stood_by)).await;
     }
@@ -132,12 +132,12 @@ impl Handover {
         self.until(|phase| *phase == Phase::Passed).await;
     }
 
-    /// Waits until there is no successor that has taken over, or it has died.
+    /// Waits until no successor has taken over, or it has died.
     pub async fn leads(&self) {
         self.until(|phase| *phase != Phase::Passed).await;
     }
 
-    /// Waits until no successor is half-way.
+    /// Waits until no takeover is in progress.
     pub async fn settled(&self) {
         self.until(|phase| !matches!(phase, Phase::Passing(_))).await;
     }

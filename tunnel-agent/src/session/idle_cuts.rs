@@ -1,19 +1,19 @@
-//! Notices a proxy that closes links on which nothing is sent for a while.
+//! Detects a proxy that closes idle links.
 
 use std::time::{Duration, Instant};
 
 use super::session_end::SessionEnd;
 
-/// How often to look whether something has arrived.
+/// Interval of checks for received bytes.
 pub(super) const LOOK: Duration = Duration::from_millis(250);
-/// A link that was cut after less was not idle.
+/// Minimum idle time. A link that was cut earlier was not idle.
 const SHORTEST: Duration = Duration::from_secs(1);
-/// How far apart two cuts by one timeout may be: some proxies count whole seconds.
+/// Maximum difference between two cuts by one timeout. Some proxies count whole seconds.
 const TOLERANCE: Duration = Duration::from_secs(1);
-/// So many in a row are no chance.
+/// Number of cuts in a row that are no coincidence.
 const ENOUGH: u32 = 3;
 
-/// Since when nothing has arrived on a link. What is sent is answered, so that this is for how long it was idle.
+/// Time since the last byte was received. All sent data is answered, so this is also the idle time of the link.
 #[derive(Debug)]
 pub(super) struct Idle {
     received: u64,
@@ -25,7 +25,7 @@ impl Idle {
         Self { received: 0, since: Instant::now() }
     }
 
-    /// `received`: bytes so far.
+    /// `received` is the number of bytes so far.
     pub(super) fn look(&mut self, received: u64) {
         if received != self.received {
             *self = Self { received, since: Instant::now() };
@@ -37,7 +37,7 @@ impl Idle {
     }
 }
 
-/// Links in a row that were cut after the same time without a byte.
+/// Successive links that were cut after the same idle time.
 #[derive(Debug, Default)]
 pub(super) struct IdleCuts {
     count: u32,
@@ -45,8 +45,8 @@ pub(super) struct IdleCuts {
 }
 
 impl IdleCuts {
-    /// How a session through `proxy` has ended, after nothing had arrived for so long: who cut it is clear only after
-    /// several. Any other end in between, such as a server that is not reached, begins anew.
+    /// Judges the end of a session through `proxy` after this idle time. The cause of the cuts is clear only after
+    /// several. Any other end in between, such as a server that cannot be reached, starts anew.
     pub(super) fn judge(&mut self, end: SessionEnd, proxy: &str, idle: Duration) -> SessionEnd {
         if !end.is_cut() || idle < SHORTEST {
             *self = Self::default();
@@ -66,7 +66,7 @@ impl IdleCuts {
 mod tests {
     use super::*;
 
-    /// Whether the proxy is named after the last of these cuts, which were idle for so many milliseconds.
+    /// True if the proxy is named after the last of these cuts. `idle` holds idle times in milliseconds.
     fn named_after(cuts: &mut IdleCuts, idle: &[u64]) -> bool {
         let judged =
             idle.iter().map(|ms| cuts.judge(SessionEnd::Closed, "proxy:3128", Duration::from_millis(*ms)));

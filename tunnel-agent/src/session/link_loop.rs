@@ -26,21 +26,21 @@ use super::successor;
 use crate::identity::Refused;
 use crate::reach::Server;
 
-/// The first pause after a failure.
+/// Minimum pause after a failure.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
-/// The longest pause between two attempts. With the jitter, a fleet of 10,000 agents comes back at about 1,300 a second.
+/// Maximum pause between two attempts. With the jitter, a fleet of 10,000 agents makes about 1,300 attempts a second.
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
-/// The longest pause while nothing answers: no server has work with that.
+/// Maximum pause while nothing answers, which causes no load on any server.
 const SILENT_PAUSE: Duration = Duration::from_millis(500);
-/// The pause after another agent took this node over: two agents with one identity must not replace each other in turns.
+/// Pause after another agent took this node over: two agents with one identity must not replace each other in turns.
 const REPLACED_PAUSE: Duration = Duration::from_secs(120);
-/// How often to retry an address that leads to a server which is attached through another one: it may lead elsewhere
-/// now. When the other link fails it is retried immediately.
+/// Retry interval for an address of a server that is attached through another address. It may lead elsewhere by now.
+/// When the other link fails it is retried immediately.
 const STANDBY_PAUSE: Duration = Duration::from_secs(60);
-/// A session that lived this long was a good one: the next failure starts with the shortest pause.
+/// A session that lasted this long was good: the next failure starts with the shortest pause.
 const GOOD_SESSION: Duration = Duration::from_secs(30);
 
-/// What a link is doing.
+/// State of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LinkPhase {
@@ -52,7 +52,7 @@ pub enum LinkPhase {
     Waiting,
 }
 
-/// The state of the session with one server, for the operator.
+/// State of the session with one server, for the operator.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LinkStatus {
     /// The address as configured.
@@ -65,24 +65,24 @@ pub struct LinkStatus {
     pub epoch: u64,
     /// Round-trip time in milliseconds.
     pub rtt_ms: Option<f64>,
-    /// TCP connections, up or under way.
+    /// Number of TCP connections, connected or connecting.
     pub links: usize,
-    /// Connections carried now.
+    /// Number of connections relayed now.
     pub connections: u32,
-    /// Of the first link: bytes a second that the path took when this agent sent something last; None before that.
+    /// Bytes a second that the path of the first link took when this agent last sent something. None before that.
     #[serde(default)]
     pub delivery_rate: Option<u64>,
-    /// Of the first link: TCP segments that this agent has sent again.
+    /// Number of TCP segments that this agent has retransmitted on the first link.
     #[serde(default)]
     pub retransmits: Option<u32>,
-    /// Of the first link: share, 0 to 1, of the last 10 to 20 s of sending in which the server's TCP receive window was
-    /// full; None before this agent sent anything, or before Linux 4.10.
+    /// Share (0 to 1) of the last 10 to 20 s of sending on the first link in which the server's TCP receive window was
+    /// full. None before this agent sent anything, or before Linux 4.10.
     #[serde(default)]
     pub window_limited: Option<f64>,
     /// The same for this agent's TCP send buffer.
     #[serde(default)]
     pub buffer_limited: Option<f64>,
-    /// Why the last session, or attempt, ended.
+    /// Reason why the last session or attempt ended.
     pub last_error: Option<String>,
     /// Seconds since then.
     #[serde(default)]
@@ -93,24 +93,25 @@ pub struct LinkStatus {
 struct Observed {
     session: Option<Arc<SessionState>>,
     waiting: bool,
-    /// How the last session, or attempt, ended, and when.
+    /// Reason and time of the end of the last session or attempt.
     last_end: Option<(String, Instant)>,
     /// Waiting because the server is attached through another address.
     standby: bool,
     /// The server stops, and no other has taken over from it.
     stops: bool,
-    /// Since when it has a session that works, or has none.
+    /// True if there is a working session, and the time of the last change.
     since: Option<(bool, Instant)>,
     refusals: CertificateRefusals,
     cuts: IdleCuts,
 }
 
-/// When this agent and the server have refused each other's certificate: the first and the last time since both were
-/// last accepted. Other failures in between do not count: a server that refuses a certificate may reset the connection
-/// before its reason arrives. Nor does the time since the last refusal: a server that is away refuses nothing.
+/// Time during which this agent and the server have refused each other's certificate: the first and the last refusal
+/// since both were last accepted. Other failures in between do not count, because a server that refuses a certificate
+/// may reset the connection before its reason arrives. Nor does the time since the last refusal, because an unreachable
+/// server refuses nothing.
 #[derive(Clone, Copy, Debug, Default)]
 struct CertificateRefusals {
-    /// The first and the last.
+    /// Times of the first and the last refusal.
     times: Option<(Instant, Instant)>,
     /// See [`Refused::EnrollAgain`].
     enroll_again: bool,
@@ -134,17 +135,17 @@ pub struct LinkLoop {
     shared: Arc<Shared>,
     server: String,
     observed: Mutex<Observed>,
-    /// The epoch of a session that a newer one has replaced. The server accepts it again only once the newer session is
+    /// Epoch of a session that a newer one has replaced. The server accepts it again only once the newer session is
     /// gone; a fresh epoch would replace that session in turn.
     yielded: Mutex<Option<u64>>,
-    /// Of the session with a server that stops, while the next one is not in use.
+    /// Token of the session with a stopping server, until the next session is in use.
     outgoing: Mutex<Option<CancellationToken>>,
     /// Cancelled when the agent drains, or when the server's address is gone.
     leaving: CancellationToken,
 }
 
 impl LinkLoop {
-    /// `server`: `host:port`.
+    /// `server` is `host:port`.
     pub fn new(shared: Arc<Shared>, server: String) -> Arc<Self> {
         let leaving = shared.draining.child_token();
         Arc::new(Self {
@@ -157,22 +158,22 @@ impl LinkLoop {
         })
     }
 
-    /// Ends the loop as if the agent drained, but for this server only: nothing new, and what is carried may finish.
+    /// Ends the loop like a drain, but for this server only: accepts nothing new, and lets open connections finish.
     pub fn leave(&self) {
         self.leaving.cancel();
     }
 
-    /// The address as configured, or as discovered.
+    /// The address as configured or discovered.
     pub fn server(&self) -> &str {
         &self.server
     }
 
-    /// Whether the loop holds back because the server is attached through another address.
+    /// True if the loop waits because the server is attached through another address.
     pub fn stands_by(&self) -> bool {
         self.observed.lock().standby
     }
 
-    /// What the server is good for now.
+    /// Present usefulness of the server.
     pub(super) fn usefulness(&self) -> Use {
         let now = Instant::now();
         let mut observed = self.observed.lock();
@@ -194,13 +195,13 @@ impl LinkLoop {
         }
     }
 
-    /// Whether this agent and the server have refused each other's certificate.
+    /// Refusals between this agent and the server, if any.
     pub fn refused(&self) -> Option<Refused> {
         self.observed.lock().refusals.strongest()
     }
 
-    /// Runs until the agent drains or the server's address is gone. A session of a draining server may outlive its turn,
-    /// while the next one is connected already.
+    /// Runs until the agent drains or the server's address is gone. A session of a draining server may continue while
+    /// the next one is already connected.
     pub async fn run(self: Arc<Self>, mut identity: watch::Receiver<Arc<AgentIdentity>>) {
         let mut resumed = self.shared.resumed.subscribe();
         let mut releases = self.shared.attached.releases();
@@ -208,7 +209,7 @@ impl LinkLoop {
         let mut backoff = Backoff::full_jitter(SHORTEST_PAUSE, LONGEST_PAUSE);
         let leftovers = TaskTracker::new();
         let mut out = LogOnce::default();
-        // The link of the next session, if it is up already.
+        // The link of the next session, if it is already connected.
         let mut successor = None;
         loop {
             tokio::select! {
@@ -216,7 +217,7 @@ impl LinkLoop {
                 () = self.leaving.cancelled() => break,
             }
             let started = Instant::now();
-            // What is given up from now on may be the server that this address leads to.
+            // A server that is released from now on may be the one at this address.
             releases.mark_unchanged();
             addresses.mark_unchanged();
             let end = tokio::select! {
@@ -232,7 +233,7 @@ impl LinkLoop {
                 self.shared.metrics.sessions_ended.inc();
                 tracing::info!(server = %self.server, "the session finishes what it carries: {end}");
                 tokio::select! {
-                    // It has died.
+                    // The successor has died.
                     () = self.shared.handover.alone() => {}
                     () = self.leaving.cancelled() => break,
                 }
@@ -244,10 +245,10 @@ impl LinkLoop {
                 backoff.reset();
             }
             let refused = matches!(end, SessionEnd::Replaced(_) | SessionEnd::Refused(_));
-            // Taken in any case: every end in a row makes the next pause longer.
+            // Called in any case: every end in a row makes the next pause longer.
             let delay = backoff.next_delay();
             let pause = match end {
-                // One that takes over has the right to the node's place, and the agent before may have dialled again.
+                // A successor has the right to the node's place, and the previous agent may have dialled again.
                 SessionEnd::Replaced(_) | SessionEnd::Refused(_) if self.shared.handover.is_successor() => {
                     delay
                 }
@@ -269,11 +270,11 @@ impl LinkLoop {
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
                 Ok(()) = releases.changed(), if standby => {}
-                // What was refused may be taken with the new one.
+                // The server may accept the new identity.
                 Ok(()) = identity.changed() => {}
-                // What failed before, or while it fell asleep, says nothing.
+                // Failures before or during the suspension mean nothing now.
                 Ok(()) = resumed.changed(), if !refused => backoff.reset(),
-                // Another network, with other name servers maybe.
+                // The node is in another network, maybe with other name servers.
                 Ok(()) = addresses.changed(), if !refused && !standby => backoff.reset(),
                 () = self.leaving.cancelled() => break,
             }
@@ -309,7 +310,7 @@ impl LinkLoop {
         observed.last_end = Some((end.to_string(), Instant::now()));
     }
 
-    /// One session. When the server drains this returns early, with the session in `leftovers`.
+    /// Runs one session. Returns early when the server drains, with the session in `leftovers`.
     async fn session(
         self: &Arc<Self>,
         identity: &mut watch::Receiver<Arc<AgentIdentity>>,
@@ -318,7 +319,7 @@ impl LinkLoop {
     ) -> SessionEnd {
         let tls = {
             if identity.has_changed().unwrap_or(false) {
-                // Those were of another certificate.
+                // Those refusals were of another certificate.
                 self.observed.lock().refusals = CertificateRefusals::default();
             }
             let identity = identity.borrow_and_update().clone();
@@ -371,7 +372,7 @@ impl LinkLoop {
                         break SessionEnd::Succeeded;
                     }
                     let earlier = self.outgoing.lock().replace(state.superseded.clone());
-                    // Two servers in a row stop: the older session has no use any more.
+                    // Two servers in a row stop, so the older session is of no use any more.
                     earlier.iter().for_each(CancellationToken::cancel);
                     break SessionEnd::Draining;
                 }
@@ -380,7 +381,7 @@ impl LinkLoop {
                     state.leave();
                     break SessionEnd::Stopping;
                 }
-                // Its sessions are with other servers than this one.
+                // The successor's sessions are with other servers than this one.
                 () = &mut passed => {
                     state.leave();
                     break SessionEnd::Succeeded;
@@ -404,7 +405,7 @@ impl LinkLoop {
         end
     }
 
-    /// Once `session` is in use, lets go of the one with the server that stops. Never ends.
+    /// Ends the session with the stopping server once `session` is in use. Never returns.
     async fn supersede(&self, session: &SessionState) {
         let mut phase = session.phase.subscribe();
         if phase.wait_for(|phase| matches!(phase, SessionPhase::Attached { .. })).await.is_ok()
@@ -415,7 +416,7 @@ impl LinkLoop {
         std::future::pending::<()>().await;
     }
 
-    /// The next session's epoch. Taken once the server is reached: it is synced to disk.
+    /// Returns the next session's epoch. Called once the server is reached, because it is synced to disk.
     async fn epoch(&self) -> std::io::Result<u64> {
         if let Some(yielded) = *self.yielded.lock()
             && !self.shared.handover.is_successor()
@@ -425,7 +426,7 @@ impl LinkLoop {
         self.shared.epochs.next().await
     }
 
-    /// Whether a server has this session in use.
+    /// True if a server has this session in use.
     pub fn attached(&self) -> bool {
         self.status().phase == LinkPhase::Attached
     }

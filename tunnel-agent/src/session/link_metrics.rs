@@ -1,4 +1,4 @@
-//! The links with each server as metrics.
+//! Metrics of the links with each server.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use prometheus_client::registry::{Registry, Unit};
 
 use super::LinkStatus;
 
-/// Registers `postern_agent_links` and `postern_agent_link_*`, by server.
+/// Registers `postern_agent_links` and `postern_agent_link_*`, labelled by server.
 pub fn register_links(registry: &mut Registry, links: impl Fn() -> Vec<LinkStatus> + Send + Sync + 'static) {
     registry.sub_registry_with_prefix("postern_agent").register_collector(Box::new(Collected(links)));
 }
@@ -22,7 +22,7 @@ impl<F> fmt::Debug for Collected<F> {
     }
 }
 
-/// A metric's value of one server, if there is one.
+/// Returns a metric's value for one server, if there is one.
 type Value = fn(&LinkStatus) -> Option<f64>;
 
 impl<F: Fn() -> Vec<LinkStatus> + Send + Sync + 'static> Collector for Collected<F> {

@@ -16,31 +16,31 @@ use super::link_loop::{LinkLoop, LinkStatus};
 use super::shared::Shared;
 use crate::identity::Refused;
 
-/// How long a server whose address is gone is still tried when no other one can be reached either.
+/// Time for which a server whose address is gone is still tried while no other one can be reached.
 const GRACE: Duration = Duration::from_secs(60);
-/// How often to check whether a server may be left.
+/// Interval of checks whether a server may be left.
 const CHECK: Duration = Duration::from_secs(1);
 
-/// An agent's links. A server whose address is gone is left only when nothing is lost by it: another server can be used,
-/// or this one has been out of reach for a while itself. With fewer sessions than servers, one with a server that took the
-/// place of another is left once it is not needed any more. Nothing else ends a session that works.
+/// An agent's links. A server whose address is gone is left only when that costs nothing: another server can be used,
+/// or this one could not be reached for a while. With fewer sessions than servers, a session with a substitute is left
+/// once it is not needed any more. Nothing else ends a working session.
 pub struct LinkSet {
     shared: Arc<Shared>,
     identity: watch::Receiver<Arc<AgentIdentity>>,
     tasks: TaskTracker,
     entries: Mutex<Vec<Entry>>,
-    /// The known servers, the one to prefer first.
+    /// The known servers, in order of preference.
     ranked: Mutex<Vec<String>>,
 }
 
 struct Entry {
     link: Arc<LinkLoop>,
-    /// Since when its address is gone.
+    /// Time at which its address was first missing, if it is now.
     gone: Option<Instant>,
 }
 
 impl LinkSet {
-    /// No links yet; each will be a task of `tasks`.
+    /// Creates a set without links. Each link will be a task of `tasks`.
     pub fn new(
         shared: Arc<Shared>,
         identity: watch::Receiver<Arc<AgentIdentity>>,
@@ -49,7 +49,7 @@ impl LinkSet {
         Arc::new(Self { shared, identity, tasks, entries: Mutex::default(), ranked: Mutex::default() })
     }
 
-    /// Connects to these servers, or to some of them, from now on. An empty list changes nothing.
+    /// Connects to these servers, or to some of them, from now on. An empty list has no effect.
     pub fn set(&self, servers: &[HostPort]) {
         if servers.is_empty() || self.shared.draining.is_cancelled() {
             return;
@@ -67,7 +67,7 @@ impl LinkSet {
         self.leave_gone();
     }
 
-    /// Connects to as many of the servers as is wanted, and to more while some of them do not serve.
+    /// Connects to the wanted number of servers, and to more while some of them do not serve.
     fn choose(&self) {
         let ranked = self.ranked.lock();
         let mut entries = self.entries.lock();
@@ -102,7 +102,7 @@ impl LinkSet {
     /// Leaves the servers that may be left.
     fn leave_gone(&self) {
         let mut entries = self.entries.lock();
-        // One that stands by leads to a server that is attached through another address, which may be the one to leave.
+        // A standby link leads to a server that is attached through another address, which may be the one to leave.
         let usable = |link: &LinkLoop| link.attached() || link.stands_by();
         let another = entries.iter().any(|entry| entry.gone.is_none() && usable(&entry.link));
         entries.retain(|entry| {
@@ -133,8 +133,8 @@ impl LinkSet {
         self.entries.lock().iter().map(|entry| entry.link.status()).collect()
     }
 
-    /// Becomes ready when the first server has attached. A later loss shows in the status and the metrics only: restarting
-    /// an agent because its servers are away would help no one.
+    /// Becomes ready when the first server has attached. A later loss shows only in the status and the metrics:
+    /// restarting an agent because its servers are unreachable would not help.
     pub async fn ready_once_attached(self: Arc<Self>, attaching: ReadyGuard) {
         let mut tick = tokio::time::interval(Duration::from_millis(100));
         while !self.attached() {
@@ -143,20 +143,20 @@ impl LinkSet {
         attaching.ready();
     }
 
-    /// The addresses of the servers that have a session in use.
+    /// Addresses of the servers that have a session in use.
     pub fn attached_at(&self) -> BTreeSet<String> {
         let entries = self.entries.lock();
         let attached = entries.iter().filter(|entry| entry.link.attached());
         attached.map(|entry| entry.link.server().to_owned()).collect()
     }
 
-    /// Whether some server has a session in use.
+    /// True if some server has a session in use.
     pub fn attached(&self) -> bool {
         self.entries.lock().iter().any(|entry| entry.link.attached())
     }
 
-    /// What some server and this agent think of each other's certificate: while one is attached only whether another
-    /// asks for another enrolment, because that one attaches a link before it refuses it.
+    /// The strongest refusal between some server and this agent. While one is attached, only [`Refused::EnrollAgain`]
+    /// counts: a server that asks for it attaches a link before it refuses it.
     pub fn refused(&self) -> Option<Refused> {
         let strongest = self.entries.lock().iter().filter_map(|entry| entry.link.refused()).max();
         strongest.filter(|refused| *refused == Refused::EnrollAgain || !self.attached())

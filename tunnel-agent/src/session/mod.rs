@@ -1,4 +1,4 @@
-//! The sessions with the servers: connect, let the server attach, serve its streams, and connect again.
+//! Sessions with the servers: connect, let the server attach, serve its streams, and connect again.
 
 mod additional;
 mod bench;

@@ -1,4 +1,4 @@
-//! Notices that this machine was suspended: CLOCK_BOOTTIME went on meanwhile, and CLOCK_MONOTONIC did not.
+//! Detects that this machine was suspended: CLOCK_BOOTTIME counts that time, and CLOCK_MONOTONIC does not.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -7,12 +7,12 @@ use std::time::Duration;
 use nix::time::{ClockId, clock_gettime};
 use tokio::sync::watch;
 
-/// How often to look.
+/// Interval of checks.
 const CHECK: Duration = Duration::from_millis(500);
-/// No server, and no NAT, forgets anything sooner.
+/// Minimum suspension that counts. No server and no NAT forgets anything sooner.
 const SHORTEST: Duration = Duration::from_secs(1);
 
-/// Counts how often this machine was resumed; clones share it.
+/// Counts resumes of this machine. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Resumed(Arc<watch::Sender<u64>>);
 
@@ -30,29 +30,29 @@ impl Resumed {
         }
     }
 
-    /// Changes whenever this machine was resumed from now on.
+    /// Changes whenever this machine is resumed from now on.
     pub(super) fn subscribe(&self) -> watch::Receiver<u64> {
         self.0.subscribe()
     }
 }
 
 struct Suspended {
-    /// Since the boot, when it was asked last.
+    /// Total suspended time since boot, as of the last call.
     before: Duration,
 }
 
 impl Suspended {
-    /// How long the machine was suspended since this was asked last, unless it is nothing.
+    /// Returns the suspended time since the last call, if it is long enough.
     fn since_then(&mut self, now: Duration) -> Option<Duration> {
-        // The clocks are read one after the other, so that the difference may also become smaller.
+        // The clocks are read one after the other, so the difference may also become smaller.
         let before = std::mem::replace(&mut self.before, now);
         now.checked_sub(before).filter(|time| *time >= SHORTEST)
     }
 }
 
-/// For how long altogether, since Linux 2.6.39.
+/// Total suspended time since boot. Needs Linux 2.6.39.
 fn suspended_since_boot() -> Duration {
-    // They fail for unknown clocks only.
+    // Reading fails only for unknown clocks.
     let read = |clock| clock_gettime(clock).map(Duration::from).unwrap_or_default();
     let running = read(ClockId::CLOCK_MONOTONIC);
     read(ClockId::CLOCK_BOOTTIME).saturating_sub(running)

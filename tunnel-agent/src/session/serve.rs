@@ -1,4 +1,4 @@
-//! One session on a connected link, until it ends.
+//! Serves one session on a connected link until it ends.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,19 +20,19 @@ use super::control::AgentService;
 use super::session_end::SessionEnd;
 use super::state::{SessionPhase, SessionState, draining};
 
-/// How long the server may take to read the last frames of a session that failed.
+/// Maximum time for the server to read the last frames of a session that failed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
-/// The same after a drain: what was carried may still wait behind a slow link.
+/// The same after a drain, when data may still wait for a slow link.
 const DRAIN_CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a session with a server that stops is kept for want of its successor.
+/// Maximum time to keep a session with a stopping server while there is no new one.
 const SUCCESSOR: Duration = Duration::from_secs(30);
-/// How long nothing must be carried for a drain to be over; on a slow link twice its round trip.
+/// Time without connections after which a drain is over. On a slow link twice its round trip.
 const QUIET: Duration = Duration::from_millis(100);
-/// Time between two reports of load.
+/// Time between two load reports.
 const LOAD_INTERVAL: Duration = Duration::from_secs(15);
 
-/// Serves one link until it ends. When the server drains, `on_draining` fires immediately, and serving goes on until
-/// nothing is carried.
+/// Serves one link until it ends. When the server drains, cancels `on_draining` immediately and serves until there are
+/// no connections left.
 pub(super) async fn serve(
     session: Arc<SessionState>,
     mut link: LinkConnection,
@@ -40,7 +40,7 @@ pub(super) async fn serve(
 ) -> SessionEnd {
     let Some(pings) = link.ping_pong() else { return SessionEnd::Closed };
     let service = AgentServer::new(AgentService(session.clone()));
-    // A task of its own: carried bytes wake this one, which must not poll everything else each time.
+    // A task of its own: relayed data wakes this one, which must not poll everything else each time.
     let mut watching = JoinSet::new();
     watching.spawn(watch(session.clone(), pings, session.phase.subscribe(), on_draining));
     let end = loop {
@@ -64,7 +64,7 @@ pub(super) async fn serve(
     };
     drop(watching);
     session.release();
-    // Everything still carried is reset; the GOAWAY says that this was on purpose.
+    // Resets all open connections. The GOAWAY says that this was on purpose.
     session.stop.cancel();
     let patience = match end {
         SessionEnd::Draining | SessionEnd::Stopping if !session.shared.forced.is_cancelled() => {
@@ -73,7 +73,7 @@ pub(super) async fn serve(
         _ => CLOSE_TIMEOUT,
     };
     if session.link == 0 {
-        // The session ends with this link, and what additional ones have still to send with it.
+        // The session ends with this link, and with it unsent data of additional ones.
         let others = async {
             let mut tick = tokio::time::interval(Duration::from_millis(20));
             while session.links() > 1 {
@@ -92,12 +92,12 @@ pub(super) async fn serve(
     end
 }
 
-/// Waits until the server has closed the link; opens nothing any more.
+/// Waits until the server has closed the link. Drops new streams.
 async fn closed(link: &mut LinkConnection) {
     while let Some(Ok(_)) = link.accept().await {}
 }
 
-/// Everything but the link that ends a session.
+/// Waits for everything except the link that ends a session.
 async fn watch(
     session: Arc<SessionState>,
     pings: PingPong,
@@ -115,7 +115,7 @@ async fn watch(
     }
 }
 
-/// Ends when the server has not attached in time.
+/// Returns when the server has not attached in time.
 async fn never_attached(session: &SessionState) -> SessionEnd {
     let mut phase = session.phase.subscribe();
     let attached = phase.wait_for(|phase| *phase != SessionPhase::Connecting);
@@ -125,7 +125,7 @@ async fn never_attached(session: &SessionState) -> SessionEnd {
     }
 }
 
-/// Ends when the server says that this session is over; passes its drain on.
+/// Returns when the server ends this session. Reports the server's drain by `on_draining`.
 async fn ended_by_server(
     session: &SessionState,
     phase: &mut Receiver<SessionPhase>,
@@ -137,7 +137,7 @@ async fn ended_by_server(
         }
         match &*phase.borrow_and_update() {
             SessionPhase::Draining | SessionPhase::Succeeded => {
-                // The server's successor may be reached through the same address, or another.
+                // The server's successor may be reached through the same address or another.
                 session.release();
                 on_draining.cancel();
             }
@@ -154,7 +154,7 @@ async fn ended_by_server(
     }
 }
 
-/// Once this agent or the server drains, waits until nothing is carried any more.
+/// Once this agent or the server drains, waits until there are no connections left.
 async fn drained(session: &SessionState, server_draining: &CancellationToken) -> SessionEnd {
     let end = tokio::select! {
         () = session.shared.draining.cancelled() => {
@@ -164,7 +164,7 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
         () = async {
             server_draining.cancelled().await;
             session.served.cancelled().await;
-            // Until then other servers may have it carry something: nobody else can.
+            // Until then other servers may forward connections through this one: no other has a session.
             let _ = tokio::time::timeout(SUCCESSOR, session.superseded.cancelled()).await;
         } => SessionEnd::Draining,
     };
@@ -181,7 +181,7 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
     end
 }
 
-/// Reports this node's addresses and load to the server as they change. Never ends by itself.
+/// Reports this node's addresses and load to the server as they change. Never returns by itself.
 async fn report(session: Arc<SessionState>) -> SessionEnd {
     let mut addresses = session.shared.addresses.clone();
     let mut tick = tokio::time::interval(LOAD_INTERVAL);
@@ -203,7 +203,7 @@ async fn report(session: Arc<SessionState>) -> SessionEnd {
         if *session.phase.borrow() == SessionPhase::Connecting {
             continue;
         }
-        // A full queue means that the server does not read its events; the next report says the same again.
+        // A full queue means that the server does not read its events. The next report repeats the state.
         let _ = session.events.try_send(Ok(AgentEvent { event: Some(event) }));
     }
 }

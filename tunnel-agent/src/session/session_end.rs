@@ -1,4 +1,4 @@
-//! How a session ended, and whether a new identity could help.
+//! Reasons for a session's end, and whether a new identity could help.
 
 use std::error::Error;
 use std::io;
@@ -10,10 +10,10 @@ use tunnel_core::log_once::LogOnce;
 
 use crate::reach::tls_hint;
 
-/// The first step of a start.
+/// First step of a start.
 pub(super) const TCP: &str = "TCP connection";
 
-/// How a session ended, or why there was none.
+/// Reason why a session ended or was never established.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SessionEnd {
     /// The name does not resolve, or nothing accepts connections there.
@@ -22,7 +22,7 @@ pub(crate) enum SessionEnd {
     /// A step of the start took too long.
     #[error("no {step} within {} s", HANDSHAKE_TIMEOUT.as_secs())]
     Slow { step: &'static str },
-    /// The server's certificate is not one of ours, or it refused ours. Through this proxy, if any.
+    /// The server's certificate is not one of ours, or the server refused ours. `proxy` is the one in use, if any.
     #[error("TLS failed: {source}{}", tls_hint(proxy.as_deref()))]
     Tls { source: io::Error, proxy: Option<String> },
     /// HTTP/2 failed.
@@ -36,7 +36,7 @@ pub(crate) enum SessionEnd {
     Overtaken,
     #[error("the server closed the connection")]
     Closed,
-    /// Again and again after the same time without a byte.
+    /// The proxy cut several links after the same idle time.
     #[error(
         "the proxy {proxy} closes links that are idle for about {:.0} s: it has to let CONNECT tunnels be idle for more \
          than {} s",
@@ -69,13 +69,13 @@ pub(crate) enum SessionEnd {
 }
 
 impl SessionEnd {
-    /// Without a proxy.
+    /// A TLS error without a proxy.
     pub(super) fn tls(error: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::Tls { source: io::Error::other(error), proxy: None }
     }
 
-    /// True if nothing answered at all, no name server either: then trying again soon is no load for any server, and finds the
-    /// line as soon as it is back. A name server that says that there is no such name has answered.
+    /// True if nothing answered at all, not even a name server. Then quick retries are no load for any server, and
+    /// notice at once when the network is back. A name server that reports an unknown name has answered.
     pub(super) fn line_is_out(&self) -> bool {
         match self {
             Self::Slow { step } => *step == TCP,
@@ -87,7 +87,7 @@ impl SessionEnd {
         }
     }
 
-    /// Whether the connection was closed or reset without a word: by the server, or by someone on the way.
+    /// True if the connection was closed or reset without a reason, by the server or by something on the path.
     pub(super) fn is_cut(&self) -> bool {
         match self {
             Self::Closed | Self::CutWhenIdle { .. } => true,
@@ -104,8 +104,8 @@ impl SessionEnd {
         }
     }
 
-    /// Whether the operator does not know it yet: a line that is out ends two attempts a second, for hours maybe. `out` is
-    /// how it did so last.
+    /// True if the operator does not know it yet. While the network is down two attempts a second fail, maybe for
+    /// hours. `out` holds the last such error.
     pub(super) fn is_news(&self, out: &mut LogOnce) -> bool {
         if self.line_is_out() {
             return out.is_new(self);
@@ -115,11 +115,11 @@ impl SessionEnd {
         true
     }
 
-    /// Whether a new identity could fix it: the server is not verified by the roots, or refuses the certificate.
+    /// True if a new identity could help: the roots do not verify the server, or it refuses the certificate.
     pub(super) fn concerns_identity(&self) -> bool {
         match self {
             Self::Tls { source, .. } => concerns_certificates(source),
-            // With TLS 1.3 the client learns only after its handshake that the server refuses its certificate.
+            // In TLS 1.3 the client learns only after its handshake that the server refuses its certificate.
             Self::Link(error) => error.get_io().is_some_and(concerns_certificates),
             Self::CertificateRefused(_) => true,
             _ => false,

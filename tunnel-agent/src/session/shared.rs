@@ -1,4 +1,4 @@
-//! What all sessions of this agent share.
+//! State shared by all sessions of this agent.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -21,45 +21,45 @@ use crate::places::Places;
 use crate::policy::Policy;
 use crate::reach::Reach;
 
-/// What all sessions of this agent share.
+/// State shared by all sessions of this agent.
 pub struct Shared {
     /// The node that the certificate names.
     pub node: NodeName,
     pub reach: Reach,
     pub epochs: EpochSource,
     pub policy: Arc<Policy>,
-    /// How many connections to carry at a time.
+    /// Limit of concurrent connections.
     pub places: Places,
     /// The node's addresses, as reported to the servers.
     pub addresses: watch::Receiver<Arc<Vec<IpAddr>>>,
     /// Takes the trust bundles that servers announce.
     pub bundles: mpsc::Sender<Announced>,
     pub attached: Attached,
-    /// Another agent of this node that takes over from this one, or from which this one does.
+    /// Takeover by or from another agent of this node.
     pub handover: Handover,
     pub resumed: Resumed,
-    /// How many servers to be attached to.
+    /// Number of servers to be attached to.
     pub spread: Spread,
-    /// TCP connections of a session at most; `None`: as the congestion control of both ends needs.
+    /// Maximum TCP connections of a session. `None`: as the congestion control of both ends needs.
     pub max_links: Option<u32>,
-    /// How long a link may be silent before the kernel asks whether it is alive.
+    /// Idle time of a link after which the kernel probes it (TCP keepalive).
     pub keepalive: Duration,
-    /// Measurements by the servers.
+    /// Limits measurements by the servers.
     pub bench: BenchPolicy,
     pub metrics: Metrics,
-    /// Take nothing new, finish what is carried.
+    /// Accept nothing new and finish the open connections.
     pub draining: CancellationToken,
     /// End everything.
     pub forced: CancellationToken,
 }
 
-/// Which servers are attached, and through which address: two addresses of one server must not replace each other's
-/// sessions in turns.
+/// The attached servers, each with the address used: two addresses of one server must not replace each other's sessions
+/// in turns.
 #[derive(Debug, Default)]
 pub struct Attached {
-    /// By server id: the configured address, and the session's epoch.
+    /// By server ID: the configured address and the session's epoch.
     servers: Mutex<HashMap<String, (String, u64)>>,
-    /// How often one was given up.
+    /// Number of released claims.
     released: watch::Sender<u64>,
 }
 
@@ -67,7 +67,7 @@ impl Attached {
     /// Claims a server for the link through `address`.
     ///
     /// # Errors
-    /// The other address through which it is attached already.
+    /// The other address through which the server is already attached.
     pub(super) fn claim(&self, server_id: &str, address: &str, epoch: u64) -> Result<(), String> {
         let mut servers = self.servers.lock();
         match servers.get(server_id) {
@@ -79,8 +79,8 @@ impl Attached {
         }
     }
 
-    /// Gives up what the session with this epoch claimed, but not the claim of its successor through the same address. One that
-    /// has claimed nothing tells nobody: links that stand by would wake each other without end.
+    /// Releases the claim of the session with this epoch, but not that of its successor through the same address.
+    /// Without a claim it notifies nobody: standby links would wake each other without end.
     pub(super) fn release(&self, epoch: u64) {
         let given_up = {
             let mut servers = self.servers.lock();
@@ -93,7 +93,7 @@ impl Attached {
         }
     }
 
-    /// Changes whenever some link gives up its server.
+    /// Changes whenever a link releases its server.
     pub(super) fn releases(&self) -> watch::Receiver<u64> {
         self.released.subscribe()
     }
@@ -113,7 +113,7 @@ mod tests {
             attached.release(epoch);
             assert!(!releases.has_changed().unwrap(), "{address} had nothing to give up");
         }
-        // The same address again, before the session before has ended.
+        // The same address again, before the previous session has ended.
         attached.claim("server", "a:1", 4).unwrap();
         attached.release(1);
         assert!(!releases.has_changed().unwrap(), "its successor has it");

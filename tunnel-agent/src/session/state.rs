@@ -1,4 +1,4 @@
-//! The state of one session.
+//! State of one session.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -28,25 +28,25 @@ pub(super) struct SessionState {
     pub(super) shared: Arc<Shared>,
     /// The server's address as configured.
     pub(super) server: Arc<str>,
-    /// Leads to the same server once more: the name may lead to several.
+    /// Leads to the same server again; the name may lead to several.
     pub(super) again: Server,
     /// This node's address on the link.
     pub(super) local: IpAddr,
     pub(super) epoch: u64,
-    /// Its number in the session, 0 for the first.
+    /// Number of the link in the session, 0 for the first.
     pub(super) link: u32,
     pub(super) common: Arc<Common>,
-    /// Ends the link, and with the first one the session.
+    /// Ends the link. On the first link, ends the session.
     pub(super) stop: CancellationToken,
     pub(super) flow: Arc<Flow>,
     /// Takes the numbers of additional links that the server asks for.
     pub(super) asked: Option<mpsc::Sender<u32>>,
     pub(super) phase: watch::Sender<SessionPhase>,
-    /// Nothing arrives on the link although it should.
+    /// Set while nothing arrives on the link although it should.
     pub(super) silent: AtomicBool,
-    /// The server serves no more: nothing new comes from it.
+    /// Cancelled when the server serves no more and sends nothing new.
     pub(super) served: CancellationToken,
-    /// A later session with the same server, or its successor, is in use.
+    /// Cancelled when a later session with the same server, or its successor, is in use.
     pub(super) superseded: CancellationToken,
     /// Read by the server once it has attached.
     pub(super) events: mpsc::Sender<EventResult>,
@@ -56,19 +56,19 @@ pub(super) struct SessionState {
     first: Option<Arc<Self>>,
 }
 
-/// What all links of a session share.
+/// State shared by all links of a session.
 pub(super) struct Common {
     pub(super) dialler: Dialler,
     pub(super) stalls: StallBound,
     pub(super) loopback_ports: ArcSwap<BTreeSet<u16>>,
     connections: AtomicU32,
-    /// The numbers of additional links that are under way or up.
+    /// Numbers of additional links that are connecting or connected.
     additional: Mutex<BTreeSet<u32>>,
 }
 
 impl Common {
-    /// Takes the number of an additional link, until it is dropped; `None` if it is taken, or none that a server may ask
-    /// for.
+    /// Reserves the number of an additional link until it is dropped. `None` if it is in use, or not one that a server
+    /// may ask for.
     pub(super) fn place(self: &Arc<Self>, number: u32) -> Option<Place> {
         let asked = (1..link::MAX_LINKS).contains(&number);
         let free = asked && self.additional.lock().insert(number);
@@ -76,7 +76,7 @@ impl Common {
     }
 }
 
-/// The number of an additional link, until it is dropped.
+/// The reserved number of an additional link. Dropping it frees it.
 pub(super) struct Place {
     common: Arc<Common>,
     number: u32,
@@ -88,7 +88,7 @@ impl Drop for Place {
     }
 }
 
-/// How far a session is, mostly by what the server has said about it.
+/// Progress of a session, mostly as the server reports it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) enum SessionPhase {
     /// Connected, not yet attached.
@@ -100,27 +100,27 @@ pub(super) enum SessionPhase {
         server_id: String,
         since: Instant,
     },
-    /// The server is attached already, through the other address.
+    /// The server is already attached through the other address.
     SameServer { through: String },
-    /// An additional link, and the server is not that of the first.
+    /// An additional link reached another server than the first link.
     OtherServer,
-    /// The server stops soon, or this agent leaves it: nothing new is opened.
+    /// The server stops soon, or this agent leaves it. Nothing new is opened.
     Draining,
     /// The server refused this session, for this reason.
     Refused(String),
-    /// The server may take the next one.
+    /// The server refused this session, but may accept the next one.
     RefusedForNow(String),
     /// The server will never accept this certificate again.
     CertificateRefused(String),
-    /// The newer session of this agent's successor took over: this one finishes what it carries.
+    /// A session of this agent's successor took over. This one finishes its connections.
     Succeeded,
-    /// A newer session of this node, from `peer`, took over; this one must not fight it.
+    /// A newer session of this node, from `peer`, took over. This one must not replace it in turn.
     Replaced { peer: String },
 }
 
 impl SessionState {
-    /// The first link, through `server`, which `again` leads to once more, from `local`. `asked` takes the numbers of those that the server
-    /// asks for.
+    /// The first link, through `server` and from `local`. `again` leads to the same server again. `asked` takes the
+    /// numbers of the links that the server asks for.
     pub(super) fn first(
         shared: Arc<Shared>,
         (server, again, local): (String, Server, IpAddr),
@@ -159,7 +159,7 @@ impl SessionState {
         }
     }
 
-    /// An additional link of the session that began with `first`, and ends with it.
+    /// An additional link of the session that began with `first`. It ends with that session.
     pub(super) fn additional(
         first: Arc<Self>,
         link: u32,
@@ -189,10 +189,10 @@ impl SessionState {
         }
     }
 
-    /// Takes the server into use: no other address leads to it, or this link belongs to the session that it has.
+    /// Claims the server: no other address leads to it, or this link belongs to the session that has it.
     ///
     /// # Errors
-    /// Why not, as the server is told.
+    /// The reason why not, as sent to the server.
     pub(super) fn claim(&self, server_id: &str) -> Result<(), String> {
         match &self.first {
             None => self.shared.attached.claim(server_id, &self.server, self.epoch).map_err(|through| {
@@ -210,14 +210,14 @@ impl SessionState {
         }
     }
 
-    /// Gives up what [`Self::claim`] claimed.
+    /// Releases the claim of [`Self::claim`].
     pub(super) fn release(&self) {
         if self.first.is_none() {
             self.shared.attached.release(self.epoch);
         }
     }
 
-    /// Counts a carried connection until the guard is dropped.
+    /// Counts a relayed connection until the guard is dropped.
     pub(super) fn connection(&self) -> ConnectionGuard {
         self.common.connections.fetch_add(1, Ordering::Relaxed);
         let active = self.shared.metrics.connections_active.clone();
@@ -225,7 +225,7 @@ impl SessionState {
         ConnectionGuard { common: self.common.clone(), active }
     }
 
-    /// Connections that the session carries, on all links.
+    /// Number of connections that the session relays, on all links.
     pub(super) fn connections(&self) -> u32 {
         self.common.connections.load(Ordering::Relaxed)
     }
@@ -235,47 +235,48 @@ impl SessionState {
         Load { connections: self.connections(), pending_dials }
     }
 
-    /// Sends the server a report that it need not have.
+    /// Sends the server an extra load report, to get traffic on the link.
     pub(super) fn report_load(&self) {
         let event = agent_event::Event::Load(self.load());
         // A full queue means that the server does not read its events.
         let _ = self.events.try_send(Ok(AgentEvent { event: Some(event) }));
     }
 
-    /// Links of the session that are up or under way.
+    /// Number of links of the session, connected or connecting.
     pub(super) fn links(&self) -> usize {
         1 + self.common.additional.lock().len()
     }
 
-    /// Passes a trust bundle on to be installed.
+    /// Hands a trust bundle over to be installed.
     pub(super) async fn announce(&self, bundle: String) {
         let (server, server_chain) = (self.server.to_string(), self.server_chain.clone());
         let _ = self.shared.bundles.send(Announced { bundle, server, server_chain }).await;
     }
 
-    /// Whether the server has ever had this session in use.
+    /// True if the server has ever had this session in use.
     pub(super) fn was_attached(&self) -> bool {
         !matches!(&*self.phase.borrow(), SessionPhase::Connecting | SessionPhase::SameServer { .. })
     }
 
-    /// Tells the server to open nothing new here, and ends the session once nothing is carried, as when the server drains.
+    /// Tells the server to open nothing new here, and ends the session once it has no connections left, as when the
+    /// server drains.
     pub(super) fn leave(&self) {
-        // A full queue means that the server does not read its events; then it learns from the end of the link.
+        // A full queue means that the server does not read its events. Then it learns from the end of the link.
         let _ = self.events.try_send(Ok(draining()));
         self.release_streams();
         self.phase.send_replace(SessionPhase::Draining);
-        // No word of the server, and no session with its successor, is waited for.
+        // Waits neither for a message of the server nor for a session with its successor.
         self.served.cancel();
         self.superseded.cancel();
     }
 
-    /// Nothing new is to be expected on this session: it may end once nothing is carried.
+    /// Expects nothing new on this session: it may end once it has no connections left.
     pub(super) fn release_streams(&self) {
         self.served.cancel();
         self.superseded.cancel();
     }
 
-    /// The receiver of `events`, for the first Attach only.
+    /// Returns the receiver of `events`, to the first Attach only.
     pub(super) fn take_event_stream(&self) -> Option<mpsc::Receiver<EventResult>> {
         self.event_stream.lock().take()
     }
@@ -285,7 +286,7 @@ pub(super) const fn draining() -> AgentEvent {
     AgentEvent { event: Some(agent_event::Event::Draining(Draining {})) }
 }
 
-/// Counts a carried connection.
+/// Counts a relayed connection.
 pub(super) struct ConnectionGuard {
     common: Arc<Common>,
     active: Gauge,

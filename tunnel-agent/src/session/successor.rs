@@ -1,4 +1,4 @@
-//! Notices a link that only looks alive, by a second connection that works, or by the address that it was made from.
+//! Detects a dead link that still looks alive, by a second connection that works or by a change of this node's address.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,21 +12,22 @@ use tunnel_core::link::Silence;
 use super::connect::{Connected, connect};
 use super::state::SessionState;
 
-/// How often to look, at least.
+/// Maximum interval of checks.
 const CHECK: Duration = Duration::from_millis(250);
-/// The least that is waited for an answer.
+/// Minimum wait for an answer.
 const ANSWER: Duration = Duration::from_millis(250);
-/// How long a link may be silent after something was sent on it twice.
+/// Maximum silence of a link on which data was sent twice.
 const RESENT: Duration = Duration::from_secs(1);
-/// How long links are checked more eagerly after this machine was resumed: it may have no network at first.
+/// Time after a resume in which links are checked more eagerly. The machine may have no network at first.
 const EAGER: Duration = Duration::from_secs(30);
-/// How long a second connection may take.
+/// Maximum time for a second connection.
 const ATTEMPT: Duration = Duration::from_secs(5);
 
-/// Waits until the session's link has not answered for a while, and another connection to the server works: a NAT has
-/// forgotten the link. While the line is out neither works, and the link is kept: it goes on when the line is back. If this
-/// node has lost the address that the link was made from, only a connection that works is waited for. After this machine was
-/// suspended, what is sent at once has to be acknowledged: the server has given the link up long ago, or a NAT.
+/// Waits until the session's link has not answered for a while and another connection to the server works: a NAT has
+/// forgotten the link. While the network is down neither works, and the link is kept: it goes on when the network is
+/// back. If this node has lost the local address of the link, waits only for a connection that works. After this
+/// machine was suspended, data is sent at once and has to be acknowledged: the server or a NAT may have given the link
+/// up long ago.
 pub(super) async fn find(
     session: &SessionState,
     identity: &watch::Receiver<Arc<AgentIdentity>>,
@@ -75,11 +76,11 @@ pub(super) async fn find(
             continue;
         }
         for last in [false, true] {
-            // The line may just have come back, and the link with it. What is sent now is answered at once, but not before
-            // what was lost has been sent again.
+            // The network, and the link with it, may just have come back. Data sent now is answered at once, but only
+            // after lost data has been retransmitted.
             session.report_load();
             let until = match silence.unacknowledged {
-                // The second connection took no time: the line has been there since its start.
+                // The second connection took no time: the network has been there since its start.
                 Some(sent) if start.elapsed() < answer => start + sent.pause + answer,
                 Some(sent) => Instant::now() + sent.pause + answer,
                 None => Instant::now() + answer,
@@ -89,7 +90,7 @@ pub(super) async fn find(
             if silence.is_none_or(|silence| silence.lasts < limit) {
                 break;
             }
-            // It may have gone again since: then the link has to be waited for as before.
+            // The network may have gone again since. Then the link has to be waited for as before.
             start = Instant::now();
             let Some(connected) = another(session, identity).await else { break };
             if last || start.elapsed() < answer {
@@ -99,8 +100,8 @@ pub(super) async fn find(
     }
 }
 
-/// Another connection to the session's server, if it works. The certificate and the roots are those of now: the session may
-/// have lasted longer than those that it began with.
+/// Opens another connection to the session's server, if that works. Uses the current certificate and roots: the session
+/// may have outlasted those that it began with.
 async fn another(
     session: &SessionState,
     identity: &watch::Receiver<Arc<AgentIdentity>>,
@@ -110,12 +111,12 @@ async fn another(
     tokio::time::timeout(ATTEMPT, attempt).await.ok()?.ok()
 }
 
-/// How long an answer may take.
+/// Maximum time for an answer.
 fn answer(session: &SessionState) -> Duration {
     ANSWER.max(session.flow.rtt.last().unwrap_or_default() * 4)
 }
 
-/// How long the link may be silent. What was sent twice is a sign that comes before the kernel's question.
+/// Maximum silence of the link. A retransmission is a sign that comes before the kernel's keepalive probe.
 fn patience(silence: &Silence, keepalive: Duration, answer: Duration) -> Duration {
     let asked = keepalive + answer;
     match silence.unacknowledged {

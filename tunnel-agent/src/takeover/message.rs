@@ -1,17 +1,17 @@
-//! What the two agents say to each other.
+//! Messages between the two agents.
 
 use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-/// What the first agent has.
+/// First message of the first agent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Hello {
     /// The addresses at which it is attached.
     pub(super) attached: BTreeSet<String>,
 }
 
-/// What the second agent says.
+/// Messages of the second agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Ask {
@@ -21,7 +21,7 @@ pub(super) enum Ask {
     Finish,
 }
 
-/// The first one's answer.
+/// Answer of the first agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Answer {

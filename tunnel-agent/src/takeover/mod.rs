@@ -1,13 +1,14 @@
 //! A second agent with the same state directory on the same node takes over from the first, without a gap.
 //!
-//! The second connects to the first one's Unix socket (`tunnel_core::takeover`) and gets the admin port and the listeners that
-//! lead to the cloud, from which the first one goes on accepting. Then:
+//! The second connects to the first one's Unix socket (`tunnel_core::takeover`) and gets the admin port and the
+//! listeners that lead to the cloud, on which the first one continues to accept. Then:
 //!
-//! 1. It attaches to the servers and says in its Hello that it succeeds: the servers give it the node's place, and leave the
-//!    first one's sessions what they carry. It tells the first one where it is attached, which dials there no more.
+//! 1. It attaches to the servers, with a Hello that says that it succeeds. The servers give it the node's place, and
+//!    let the first one's sessions keep their connections. It tells the first one where it is attached, so that the
+//!    first one no longer dials there.
 //! 2. Once it is attached wherever the first one was, or no more servers come, it has taken over.
-//! 3. The first one finishes what it carries, and accepts nothing more. Then it ends; as a pod it waits to be stopped, because
-//!    the kubelet would start it again, and goes on as before should the second one die.
+//! 3. The first one finishes its connections and accepts no more. Then it ends. A pod waits to be stopped, because the
+//!    kubelet would start it again, and continues as before if the second one dies.
 
 mod message;
 mod predecessor;

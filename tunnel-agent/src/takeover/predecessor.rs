@@ -1,4 +1,4 @@
-//! The side of the second agent: takes over from the first one.
+//! Takeover, side of the second agent: takes over from the first one.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,15 +13,15 @@ use super::message::{Answer, Ask, Hello};
 use super::successor::Succession;
 use crate::session::{Handover, LinkSet};
 
-/// How long no server may have attached before those that are missing are not waited for.
+/// Time without a newly attached server after which missing ones are not waited for.
 const QUIET: Duration = Duration::from_secs(3);
-/// How often to look.
+/// Interval of checks.
 const CHECK: Duration = Duration::from_millis(20);
 
 /// The agent that runs on this node with the same state directory.
 pub(crate) type Predecessor = takeover::Predecessor<Hello>;
 
-/// Takes over from `before` once the servers have attached. Then keeps the connection open: as long as it is, that one knows
+/// Takes over from `before` once the servers have attached. Then keeps the connection open, by which `before` knows
 /// that this agent lives.
 pub(crate) async fn take_over(
     mut before: Predecessor,
@@ -49,7 +49,8 @@ pub(crate) async fn take_over(
     before.ended().await;
 }
 
-/// At how many servers this agent is attached. As long as there is none, the agent before goes on.
+/// Hands over, and returns the number of servers that this agent is attached to. While there is none, the previous
+/// agent goes on.
 async fn hand_over(before: &mut Predecessor, links: &LinkSet) -> io::Result<usize> {
     let wanted = before.own().attached.clone();
     let (mut told, mut since) = (BTreeSet::new(), Instant::now());
@@ -68,7 +69,7 @@ async fn hand_over(before: &mut Predecessor, links: &LinkSet) -> io::Result<usiz
     Ok(told.len())
 }
 
-/// Whether nothing more is to be waited for.
+/// True if there is nothing more to wait for.
 fn is_enough(wanted: &BTreeSet<String>, attached: &BTreeSet<String>, unchanged: Duration) -> bool {
     wanted.is_subset(attached) || (!attached.is_empty() && unchanged > QUIET)
 }

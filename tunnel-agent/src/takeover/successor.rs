@@ -1,4 +1,4 @@
-//! The side of the first agent: lets a second one take over, and goes on should that one die.
+//! Takeover, side of the first agent: lets a second one take over, and continues if that one dies.
 
 use std::collections::BTreeSet;
 use std::future::pending;
@@ -22,15 +22,15 @@ use super::message::{Answer, Ask, Hello};
 use crate::identity::IdentityKeeper;
 use crate::session::{Handover, LinkSet, Phase};
 
-/// How long a renewal of the certificate that is under way is waited for.
+/// Maximum wait for a renewal of the certificate that is in progress.
 const RENEWAL: Duration = Duration::from_secs(1);
-/// How often to try to make the socket where the disk is full or read-only, or to accept.
+/// Retry interval for creating the socket on a full or read-only disk, and for accepting.
 const RETRY: Duration = Duration::from_secs(10);
 
-/// Passes this agent's place on to a successor.
+/// Hands this agent's place over to a successor.
 pub(crate) struct Succession {
     socket: PathBuf,
-    /// Of the admin port and the listeners to the cloud.
+    /// Copies of the admin port and of the listeners to the cloud.
     copies: Copies,
     admin: Option<Accepting>,
     handover: Handover,
@@ -62,12 +62,12 @@ impl Succession {
         }
     }
 
-    /// There is something to pass on.
+    /// Lets successors take over from now on: this agent has the node's place.
     pub(crate) fn open(&self) {
         self.open.cancel();
     }
 
-    /// Waits until there is: this agent has the node's place.
+    /// Waits for [`Self::open`].
     pub(crate) async fn opened(&self) {
         self.open.cancelled().await;
     }
@@ -77,20 +77,20 @@ impl Succession {
         self.copies.add(name, at, socket);
     }
 
-    /// Only the first call counts.
+    /// Only the first call has an effect.
     pub(crate) fn set_running(&self, links: Arc<LinkSet>, keeper: Arc<IdentityKeeper>) {
         let _ = self.running.set((links, keeper));
     }
 
-    /// Waits for successors once this agent has something to pass on. Never ends.
+    /// Serves successors once this agent has the node's place. Never returns.
     pub(crate) async fn run(self: Arc<Self>) {
         self.opened().await;
         let _renewals = self.serve_all().await;
         pending::<()>().await;
     }
 
-    /// Ends when a successor does while this agent drains; what it returns stops renewals. By then the place, the socket
-    /// and the files may be those of the successor's own successor.
+    /// Serves successors. Returns when one ends while this agent drains. The returned guard stops renewals: by then the
+    /// place, the socket and the files may be those of the successor's own successor.
     async fn serve_all(&self) -> Option<MutexGuard<'_, ()>> {
         let mut listener = self.listen().await;
         loop {
@@ -118,7 +118,7 @@ impl Succession {
         let mut failing = LogOnce::default();
         loop {
             if let Some(directory) = self.socket.parent() {
-                // Before the first enrolment there is none; an error is the next one's, too.
+                // The directory does not exist before the first enrolment. An error here recurs in the next step.
                 let _ = create_private_directory(directory);
             }
             match Listener::bind(&self.socket) {
@@ -148,7 +148,7 @@ impl Succession {
         self.handover.set(Phase::Alone);
     }
 
-    /// Ends when the successor does.
+    /// Serves one successor. Returns when it ends.
     async fn pass<'a>(
         &'a self,
         stream: &mut UnixStream,
@@ -156,7 +156,7 @@ impl Succession {
     ) -> io::Result<()> {
         let pid = takeover::successor(stream)?;
         if let Some((_, keeper)) = self.running.get() {
-            // Both would write the same files.
+            // Both agents would write the same files.
             *renewals = tokio::time::timeout(RENEWAL, keeper.hold_pending_key()).await.ok();
         }
         let attached = self.running.get().map(|(links, _)| links.attached_at()).unwrap_or_default();
@@ -185,7 +185,7 @@ impl Succession {
         Ok(())
     }
 
-    /// Nothing is passed on any more. Removes the socket, unless a successor has its own there.
+    /// Stops handing over. Removes the socket, unless a successor has its own there.
     pub(crate) fn close(&self) {
         self.copies.close();
         self.closed.cancel();
@@ -213,7 +213,7 @@ mod tests {
             };
             let Answer::Done = second.ask(&Ask::Finish).await.unwrap();
             first.close();
-            // The second one had its own there, and has passed its place on.
+            // The second agent had its own socket there, and has handed its place over.
             let third = Listener::bind(&socket_path(state.path())).unwrap();
             drop(second);
             third

@@ -1,4 +1,4 @@
-//! A TCP connection: the name is resolved each time, and all its addresses are tried (RFC 8305).
+//! Direct TCP connections. Resolves the name each time and tries all its addresses (RFC 8305).
 
 use std::io;
 use std::net::SocketAddr;
@@ -9,13 +9,13 @@ use tokio::task::JoinSet;
 use tunnel_core::config::HostPort;
 use tunnel_core::net::lookup;
 
-/// Before the next address is tried beside those that have not answered.
+/// Delay before the next address is tried, beside those that have not answered.
 const NEXT_ADDRESS: Duration = Duration::from_millis(250);
-/// Before all are tried once more. The kernel repeats its questions ever more rarely: after an outage it would ask seconds
-/// late.
+/// Delay before all addresses are tried once more. The kernel retransmits SYNs ever more rarely: after an outage it
+/// would do so seconds late.
 const NEXT_ROUND: Duration = Duration::from_millis(1500);
 
-/// Connects to the first address that answers. Never gives up while none refuses: the caller bounds it.
+/// Connects to the first address that answers. Never gives up while none refuses: the caller sets a limit.
 ///
 /// # Errors
 /// The name does not resolve, as [`lookup`] says, or every address refuses.
@@ -38,7 +38,7 @@ async fn first_to_answer(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
             Some(ended) = attempts.join_next() => match ended.map_err(io::Error::other).flatten() {
                 Ok(stream) => return Ok(stream),
                 Err(error) if attempts.is_empty() && next.len() == 0 => return Err(error),
-                // The next one need not wait.
+                // Try the next address at once.
                 Err(_) if next.len() > 0 => pause = Duration::ZERO,
                 Err(_) => {}
             },
@@ -55,7 +55,7 @@ async fn first_to_answer(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
     }
 }
 
-/// In the resolver's order, which knows what works best here, but the two families in turns.
+/// Alternates the two address families. Otherwise keeps the resolver's order, which knows what works best here.
 fn interleaved(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
     let Some(first) = addresses.first() else { return addresses };
     let ipv6 = first.is_ipv6();
@@ -107,7 +107,7 @@ mod tests {
         (socket, address)
     }
 
-    /// Its queue is full: the kernel drops what asks for one more connection.
+    /// A listener whose queue is full, so the kernel drops further SYNs.
     async fn without_an_answer() -> (TcpListener, Vec<TcpStream>) {
         let (socket, address) = bound();
         let listener = socket.listen(1).unwrap();
@@ -122,7 +122,7 @@ mod tests {
     async fn addresses_that_do_not_answer_or_refuse_are_passed_by() {
         let (listener, _queued) = without_an_answer().await;
         let silent = listener.local_addr().unwrap();
-        // It does not listen.
+        // Bound, but not listening.
         let (_socket, refuses) = bound();
         let answers = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let answering = answers.local_addr().unwrap();

@@ -1,4 +1,4 @@
-//! TCP connections with servers: directly, or through an HTTP proxy.
+//! TCP connections to servers, direct or through an HTTP proxy.
 
 mod direct;
 mod proxy;
@@ -13,28 +13,28 @@ use tunnel_core::link::Congestion;
 
 pub use proxy::{Proxy, ProxyFault, proxy_fault};
 
-/// The way to the servers.
+/// Settings for connections to servers: the proxy and the congestion control.
 #[derive(Clone, Debug, Default)]
 pub struct Reach {
     proxy: Option<Arc<Proxy>>,
     congestion: Congestion,
 }
 
-/// A server to connect with.
+/// A server to connect to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Server {
-    /// `HOST:PORT` as configured or found: directly or through the proxy.
+    /// `HOST:PORT` as configured or found. Connected directly or through the proxy.
     Named(String),
-    /// Directly, at this address.
+    /// Connected directly at this address.
     At(SocketAddr),
 }
 
-/// A TCP connection with a server.
+/// A TCP connection to a server.
 pub struct Reached {
     pub stream: TcpStream,
-    /// Leads to the same server once more, as far as that can be known: behind a proxy its name may lead to others.
+    /// Connects to the same server again, as far as possible: behind a proxy the name may lead to other servers.
     pub server: Server,
-    /// The proxy's address.
+    /// Address of the proxy.
     pub proxy: Option<String>,
 }
 
@@ -47,7 +47,7 @@ impl Reach {
         self.proxy.as_deref()
     }
 
-    /// Whether this `HOST:PORT` is reached through the proxy.
+    /// True if this `HOST:PORT` is reached through the proxy.
     pub fn goes_through_proxy(&self, server: &str) -> bool {
         self.proxy.as_ref().is_some_and(|proxy| proxy.way_to(server).is_some())
     }
@@ -56,7 +56,7 @@ impl Reach {
         &self.congestion
     }
 
-    /// Connects. Never gives up while nothing refuses: the caller bounds it.
+    /// Connects. Never gives up while nothing refuses: the caller sets a limit.
     ///
     /// # Errors
     /// The name does not resolve, every address refuses, or the proxy does.
@@ -88,7 +88,7 @@ impl fmt::Display for Server {
     }
 }
 
-/// Follows an error of TLS that came through a proxy; empty without one.
+/// Hint to append to a TLS error of a connection through a proxy. Empty without one.
 pub fn tls_hint(proxy: Option<&str>) -> String {
     proxy.map_or_else(String::new, |proxy| {
         format!(" (through the proxy {proxy}: one that opens TLS must pass this connection on unopened)")

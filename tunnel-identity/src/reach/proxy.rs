@@ -1,4 +1,4 @@
-//! Through an HTTP proxy, by CONNECT (RFC 9110 §9.3.6).
+//! Connections through an HTTP proxy, by CONNECT (RFC 9110 §9.3.6).
 
 use std::io;
 
@@ -13,24 +13,24 @@ use tunnel_core::error::chain;
 
 use super::direct;
 
-/// Go's and curl's for http://.
+/// Go's default for http://. (curl's is 1080.)
 const DEFAULT_PORT: u16 = 80;
 
-/// An HTTP proxy, and what goes past it.
+/// An HTTP proxy and its exceptions.
 #[derive(Debug)]
 pub struct Proxy {
     matcher: Matcher,
-    /// Without user and password.
+    /// The URL without user and password, for logs.
     shown: String,
 }
 
 impl Proxy {
-    /// Of `http://[USER:PASSWORD@]HOST[:PORT]`; `except` is as in `NO_PROXY`.
+    /// Parses `http://[USER:PASSWORD@]HOST[:PORT]`. `except` has the format of `NO_PROXY`.
     ///
     /// # Errors
-    /// What is wrong with the URL, without its password.
+    /// The fault in the URL, without its password.
     pub fn parse(url: &str, except: &str) -> Result<Self, String> {
-        // curl takes one without a scheme for http.
+        // As in curl, http is the default scheme.
         let whole = if url.contains("://") { url.to_owned() } else { format!("http://{url}") };
         let form = "not http://[USER:PASSWORD@]HOST[:PORT]";
         let uri: Uri = whole.parse().map_err(|error| format!("{form}: {error}"))?;
@@ -50,7 +50,7 @@ impl Proxy {
         Ok(Self { matcher, shown: format!("http://{}", address_of(&uri).ok_or(form)?) })
     }
 
-    /// The way through it, unless the server is one that it is not for.
+    /// Returns how to connect through the proxy, or None if the server is an exception.
     pub(super) fn way_to(&self, server: &str) -> Option<Way> {
         let uri: Uri = format!("https://{server}").parse().ok()?;
         let found = self.matcher.intercept(&uri)?;
@@ -64,11 +64,11 @@ impl std::fmt::Display for Proxy {
     }
 }
 
-/// HOST:PORT.
+/// HOST:PORT of the proxy.
 fn address_of(uri: &Uri) -> Option<String> {
     let (authority, host) = (uri.authority()?.as_str(), uri.host()?);
     let port = authority.rsplit('@').next()?.strip_prefix(host)?;
-    // `Uri` takes a port that is no number for none.
+    // `Uri::port` returns None for a port that is not a number.
     let port = match port.strip_prefix(':') {
         Some(port) => port.parse().ok()?,
         None => DEFAULT_PORT,
@@ -76,7 +76,7 @@ fn address_of(uri: &Uri) -> Option<String> {
     Some(format!("{host}:{port}"))
 }
 
-/// Why there is no connection through the proxy.
+/// Errors of a connection through the proxy.
 #[derive(Debug, thiserror::Error)]
 enum ProxyError {
     #[error("proxy {proxy}: {reason}")]
@@ -91,16 +91,16 @@ enum ProxyError {
     Protocol { proxy: String, reason: String },
 }
 
-/// Which part of the way through a proxy fails.
+/// The part of a proxied connection that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProxyFault {
-    /// There is no connection with it.
+    /// The proxy cannot be reached.
     Unreachable,
-    /// It does not connect further.
+    /// The proxy refuses to connect to the server.
     Refuses,
 }
 
-/// Whether an error of a connection comes from the proxy.
+/// Returns the proxy's fault if an error of a connection comes from it.
 pub fn proxy_fault(error: &io::Error) -> Option<ProxyFault> {
     match error.get_ref()?.downcast_ref::<ProxyError>()? {
         ProxyError::Unreachable { .. } => Some(ProxyFault::Unreachable),
@@ -108,9 +108,9 @@ pub fn proxy_fault(error: &io::Error) -> Option<ProxyFault> {
     }
 }
 
-/// How to connect through a proxy.
+/// The proxy to connect through.
 pub(super) struct Way {
-    /// HOST:PORT.
+    /// HOST:PORT of the proxy.
     pub(super) address: String,
     credentials: Option<HeaderValue>,
 }
@@ -149,7 +149,7 @@ impl Way {
         let parts = upgraded
             .downcast::<TokioIo<TcpStream>>()
             .map_err(|_| protocol("the connection is not the one that was opened".to_owned()))?;
-        // In TLS it is the client that speaks first.
+        // In TLS the client speaks first.
         if !parts.read_buf.is_empty() {
             return Err(protocol("it sends bytes of its own after its answer".to_owned()));
         }
@@ -198,7 +198,7 @@ mod tests {
         assert!(Proxy::parse("http://proxy", "*").unwrap().way_to("a:1").is_none());
     }
 
-    /// One connection: the request's head, and what is answered.
+    /// A proxy for one connection. It sends `answer` and returns the head of the request.
     async fn proxy(answer: &'static str) -> (Way, tokio::task::JoinHandle<String>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -209,7 +209,7 @@ mod tests {
                 head.push(stream.read_u8().await.unwrap());
             }
             stream.write_all(answer.as_bytes()).await.unwrap();
-            // What comes through the tunnel goes back.
+            // Echoes four bytes that come through the tunnel.
             let mut rest = [0; 4];
             if stream.read_exact(&mut rest).await.is_ok() {
                 stream.write_all(&rest).await.unwrap();

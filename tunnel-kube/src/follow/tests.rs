@@ -1,4 +1,4 @@
-//! The pace of requests while lists or watches fail, on a paused clock.
+//! Rate of requests while lists or watches fail, on a paused clock.
 
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex};
@@ -32,7 +32,7 @@ fn failure(code: u16) -> Answer {
     )
 }
 
-/// A watch that sends this and then stays open as long as a watch does.
+/// A watch that sends this text and then stays open for its full length.
 fn standing(text: &str) -> Answer {
     let text = Some(text).filter(|text| !text.is_empty()).map(|text| Bytes::from(format!("{text}\n")));
     let end = Duration::from_secs((*FollowSettings::AGENT.watch_seconds.start()).into());
@@ -44,7 +44,7 @@ fn standing(text: &str) -> Answer {
 const MODIFIED: &str = r#"{"type":"MODIFIED","object":{"apiVersion":"v1","kind":"Service","metadata":{"name":"a","resourceVersion":"6"}}}"#;
 const GONE: &str = r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"too old","reason":"Expired","code":410}}"#;
 
-/// When the lists and the watches were requested.
+/// Times at which lists and watches were requested.
 #[derive(Clone, Default)]
 struct Requests(Arc<Mutex<(Vec<Instant>, Vec<Instant>)>>);
 
@@ -58,7 +58,7 @@ impl Requests {
     }
 }
 
-/// An API server whose lists always work, and whose n-th watch is what `watch` says.
+/// An API server whose lists always work, and whose n-th watch is answered by `watch(n)`.
 fn server(watch: impl Fn(usize) -> Answer + Send + 'static) -> (Client, Requests) {
     let requests = Requests::default();
     let noted = requests.clone();
@@ -77,18 +77,18 @@ fn server(watch: impl Fn(usize) -> Answer + Send + 'static) -> (Client, Requests
     (Client::new(MapResponse::new(service, keep_retry_after), "default"), requests)
 }
 
-/// What an agent got.
+/// Everything that an agent saw.
 #[derive(Default)]
 struct Seen {
-    /// Reasons, and whether they may pass.
+    /// Reasons, each with its `passing`.
     failures: Vec<(String, bool)>,
-    /// When watches turned out to work.
+    /// Times of [`Signal::Works`].
     works: Vec<Instant>,
-    /// When changes came.
+    /// Times of changes.
     changes: Vec<Instant>,
 }
 
-/// Follows for an hour of the paused clock, which only runs while nothing else does.
+/// Follows for an hour of the paused clock, which advances only while all tasks are idle.
 async fn follow_for_an_hour(client: Client) -> Seen {
     let connect = move || std::future::ready(Ok(Api::<Service>::default_namespaced(client.clone())));
     let (mut failures, mut works, mut changes) = (Vec::new(), Vec::new(), Vec::new());
@@ -123,9 +123,9 @@ async fn requests_stay_rare_where_lists_work_and_watches_fail() {
         let (client, requests) = server(watch);
         let seen = follow_for_an_hour(client).await;
         let (lists, watches) = (requests.lists().len(), requests.watches().len());
-        // Each minute one or two, after the first few.
+        // One or two a minute after the first few.
         assert!((60..=140).contains(&watches), "{reason}: {watches} watches");
-        // Changes are seen even so; and 410 leaves only a list.
+        // Lists still show changes. After 410 every attempt needs a list.
         let expected = if reason == "too old" { watches..=watches + 1 } else { 9..=14 };
         assert!(expected.contains(&lists), "{reason}: {lists} lists");
         assert!(seen.failures.iter().all(|(text, _)| text.contains(reason)), "{:?}", seen.failures);
