@@ -1,4 +1,4 @@
-//! The arm64 builds: below qemu's emulation where the machine is another one.
+//! The arm64 builds, run by qemu on machines of another architecture.
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -38,10 +38,10 @@ async fn agent_carries_checked_bytes(testbed: &Testbed) -> Result<()> {
     let sink = target_of(9101, Behaviour::Sink)?;
     carries(source.address, sink.address, "the agent").await?;
 
-    // Nothing listens there: what the agent's dial fails with reaches the client.
+    // No target listens there: the agent's dial error reaches the client.
     expect_reset((testbed.edge(1).address, 9102).into()).await?;
 
-    // With its certificate, and its own handling of a crash of its process.
+    // The agent has its certificate, and handles a crash of its process itself.
     agent.crash(&server).await?;
     agent.return_to(&server).await?;
     echo(&mut connect(echoes.address).await?, b"hello again").await?;
@@ -53,7 +53,7 @@ async fn agent_carries_checked_bytes(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The server's doors and its link: whatever needs no BPF.
+/// The server's listeners and its link: every function that needs no BPF.
 async fn server_carries_checked_bytes(testbed: &Testbed) -> Result<()> {
     is_arm64("tunnel-server")?;
     let map = |port: u16| SocketAddr::from(([127, 0, 0, 1], port));
@@ -67,14 +67,14 @@ async fn server_carries_checked_bytes(testbed: &Testbed) -> Result<()> {
     let _sink = target(testbed, 1, 9101, Behaviour::Sink)?;
     carries(map(3000), map(3001), "the server").await?;
 
-    // Its CA and what it knows of the node are on the disk.
+    // The CA and the server's record of the node are on disk.
     server.process.crash().await?;
     server.start_again().await?;
     server.wait_connected("edge-1", true, START).await?;
     carries(map(3000), map(3001), "the server").await
 }
 
-/// Bytes from `source` and to `sink`, the same at both ends.
+/// Downloads from `source` and uploads to `sink`; both ends must agree on the bytes.
 async fn carries(source: SocketAddr, sink: SocketAddr, emulated: &str) -> Result<()> {
     let begin = std::time::Instant::now();
     let got = digest(&mut connect(source).await?).await?;

@@ -36,15 +36,15 @@ pub(crate) async fn server_and_agent(testbed: &Testbed) -> Result<(Server<'_>, A
     Ok((server, agent))
 }
 
-/// A file that only processes in its mount namespace see, in place of the machine's.
+/// A file mounted over one of the machine's, visible only to processes in the mount namespace.
 pub(crate) struct Mounted {
-    /// It has that namespace.
+    /// Process that keeps the mount namespace.
     pub(crate) keeper: Process,
     file: PathBuf,
 }
 
 impl Mounted {
-    /// On edge 1, with this text over the file `over`.
+    /// Mounts a file with this text over the file `over`, on edge 1.
     pub(crate) async fn over(testbed: &Testbed, over: &Path, text: &str) -> Result<Self> {
         let name = over.file_name().context("not a file")?;
         let file = testbed.dir().join(name);
@@ -60,7 +60,7 @@ impl Mounted {
         Ok(Self { keeper, file })
     }
 
-    /// In place: it is this file that is mounted.
+    /// Written in place: this inode is the one that is mounted.
     pub(crate) fn write(&self, text: &str) -> Result<()> {
         std::fs::write(&self.file, text).with_context(|| format!("writing {}", self.file.display()))
     }
@@ -71,14 +71,16 @@ pub(crate) fn target(testbed: &Testbed, n: usize, port: u16, behaviour: Behaviou
     Target::start(&edge.ns, edge.address, port, behaviour)
 }
 
-/// A visit takes milliseconds. One that waits for a disturbance takes as long as that lasts: the agent's dial of a host
-/// that does not answer ends after 5 s, a session whose agent is silent after 12.
+/// Maximum duration of a visit, which normally takes milliseconds. One that waits for a fault takes as long as the
+/// fault lasts: the agent's dial of a host that does not answer ends after 5 s, a session whose agent is silent after
+/// 12.
 const STALL: Duration = Duration::from_secs(4);
-/// Between visits. Each takes one of the agent's ports for a minute, of the 28,000 that there are for one target.
+/// Pause between visits. Each uses one of the agent's ports for a minute, of the 28,000 available per target.
 const PACE: Duration = Duration::from_millis(3);
 
-/// Visits `address` repeatedly while `work` runs. Every visit must succeed, none may stall, also the one that is in
-/// flight when the work ends; and unless the work is short one must begin and end during it. Reports their latencies.
+/// Visits `address` repeatedly while `work` runs. Every visit must succeed and none may stall, including the one in
+/// flight when the work ends; unless the work is short, at least one must begin and end during it. Reports their
+/// latencies.
 pub(crate) async fn alongside<T>(
     what: &str,
     address: SocketAddr,
@@ -110,7 +112,7 @@ pub(crate) async fn alongside<T>(
         "no visit ended while {what} lasted ({took:.1?})"
     );
     latencies.add(visiting.await?);
-    // At least a few visits, however short the work was.
+    // At least a few visits, however short the work.
     while latencies.count() < 20 {
         latencies.add(steady().await?);
     }
@@ -122,14 +124,14 @@ pub(crate) async fn alongside<T>(
     Ok(result)
 }
 
-/// Connects, and expects a reset without data. It may arrive before connect() has returned.
+/// Connects and expects a reset without data. The reset may arrive before connect() returns.
 pub(crate) async fn expect_reset(address: SocketAddr) -> Result<()> {
     let mut stream = match client::connect(address).await {
         Ok(stream) => stream,
         Err(error) if is_reset(&error) => return Ok(()),
         Err(error) => return Err(error),
     };
-    // A socket reports its reset once: to the write, if that comes after it, and the read then sees an end of file.
+    // A socket reports its reset once: if the write gets it, the read then sees an end of file.
     if stream
         .write_all(b"GET / HTTP/1.0\r\n\r\n")
         .await
@@ -161,13 +163,13 @@ pub(crate) async fn skip(stream: &mut TcpStream, count: usize) -> Result<()> {
     Ok(())
 }
 
-/// [`hold`] for `count` connections.
+/// Opens `count` connections by [`hold`].
 pub(crate) async fn hold_many(address: SocketAddr, count: usize) -> Result<Vec<TcpStream>> {
     let mut opening = JoinSet::new();
     let mut open = Vec::new();
     for number in 0..count {
         opening.spawn(async move { hold(address, format!("connection {number}").as_bytes()).await });
-        // The target's backlog is not what is tested here.
+        // The target's backlog is not under test here.
         if opening.len() >= 100 {
             open.extend(opening.join_next().await.transpose()?.transpose()?);
         }
@@ -178,7 +180,7 @@ pub(crate) async fn hold_many(address: SocketAddr, count: usize) -> Result<Vec<T
     Ok(open)
 }
 
-/// Opens idle connections, `most` of them, until so many were refused. Returns those that carry.
+/// Opens idle connections until `most` of them work or a number of them were refused. Returns the working ones.
 pub(crate) async fn take_all(ns: &Namespace, address: SocketAddr, most: usize) -> Result<Vec<TcpStream>> {
     let (mut held, mut refused) = (Vec::new(), 0);
     while refused < 20 && held.len() < most {
@@ -195,7 +197,7 @@ pub(crate) async fn take_all(ns: &Namespace, address: SocketAddr, most: usize) -
     Ok(held)
 }
 
-/// `count` clients of the target's source that ask for `length` bytes each and read none.
+/// Starts `count` clients of the target's source that each request `length` bytes and read none.
 pub(crate) async fn stalled_readers(
     target: &load_target::Target<'_>,
     count: usize,
@@ -206,7 +208,7 @@ pub(crate) async fn stalled_readers(
         for _ in 0..50.min(count - stalled.len()) {
             stalled.push(client::connect(target.at(load_target::SOURCE)).await?);
         }
-        // The agent's bound on pending dials is not what is tested here.
+        // The agent's limit on pending dials is not under test here.
         let all = stalled.len() as u64;
         let seen = async || target.open().await;
         wait_until("the connections at the target", client::PATIENCE, seen, |n| *n >= all).await?;
@@ -217,8 +219,9 @@ pub(crate) async fn stalled_readers(
     Ok(stalled)
 }
 
-/// Waits until connections are reset at a bound on stalled receivers, and then until no more are. The grace period begins
-/// with the last byte that a receiver's kernel has taken; connections that have exceeded it are searched for at each PING.
+/// Waits until connections are reset at a limit on stalled receivers, and then until no more are. The grace period
+/// begins with the last byte that a receiver's kernel took; each PING triggers a search for connections that have
+/// exceeded it.
 pub(crate) async fn resets_settled(resets: impl AsyncFn() -> Result<f64>) -> Result<()> {
     let (span, mut last) = (2 * link::PING_INTERVAL, (Instant::now(), 0.0));
     wait_for("connections beyond the bound, and no more, to be reset", 8 * span, async || {
@@ -244,13 +247,13 @@ where
     tasks.join_all().await.into_iter().collect()
 }
 
-/// Work that only takes time.
+/// Work that only takes time, to run other traffic alongside.
 pub(crate) async fn pause(seconds: u64) -> Result<()> {
     tokio::time::sleep(Duration::from_secs(seconds)).await;
     Ok(())
 }
 
-/// Fails if the condition holds at any moment of `span`.
+/// Fails if the condition becomes true within `span`.
 pub(crate) async fn never(
     what: &str,
     span: Duration,
@@ -264,14 +267,14 @@ pub(crate) async fn never(
     Ok(())
 }
 
-/// Waits for a session of the node with this index, and returns it as the server's status has it.
+/// Waits for a session of the node with this index, and returns its entry in the server's status.
 pub(crate) async fn session_of(server: &Server<'_>, index: usize) -> Result<serde_json::Value> {
     let session = async || Ok(server.status().await?["nodes"][index]["session"].clone());
     wait_until("a session of the node", client::PATIENCE, session, serde_json::Value::is_object).await
 }
 
-/// Waits until so many sessions were refused for this reason, and no more: a server counts one once its agent has been told and
-/// its link is closed.
+/// Waits until exactly this number of sessions was refused for this reason: a server counts one once its agent has been
+/// told and its link is closed.
 pub(crate) async fn refusals_counted(server: &Server<'_>, reason: &str, count: f64) -> Result<()> {
     let refused = [("result", reason)];
     let counted = async || Ok(server.metrics().await?.sum("postern_agent_sessions_refused_total", &refused));

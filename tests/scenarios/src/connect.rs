@@ -1,4 +1,4 @@
-//! The connect door and static maps, with the programs that people use them with: curl, OpenSSH, Prometheus.
+//! The connect listener and static maps, with real client programs: curl, OpenSSH, Prometheus.
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ scenarios! {
 }
 
 const PORT: u16 = 10280;
-/// An HTTP answer as a greeting: curl takes it for the answer to its request.
+/// An HTTP answer as a greeting: curl takes it as the answer to its request.
 const ANSWER: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi";
 const SOON: Duration = Duration::from_secs(20);
 const TOKENS: &str = "alices-token,alice,1,\"ops\"\nbobs-token,bob,2\n";
@@ -70,13 +70,13 @@ fn door<'a>(testbed: &'a Testbed, policy: &str) -> Result<Builder<'a>> {
         .flag(format!("--policy={}", policy.display())))
 }
 
-/// Runs a program to its end beside this one's tasks.
+/// Runs a program to its end without blocking this program's tasks.
 async fn run(mut command: Command) -> Result<Output> {
     let what = format!("{command:?}");
     tokio::task::spawn_blocking(move || command.output()).await?.with_context(|| what)
 }
 
-/// curl on the cloud host: the status and body of what it printed, or its complaint.
+/// Runs curl on the cloud host; returns its output and error, and the status codes.
 async fn curl(testbed: &Testbed, args: &[&str]) -> Result<String> {
     let mut command = testbed.on_cloud().command(Path::new("curl"));
     command.args(["-sS", "-m", "15", "-w", " status %{http_code} connect %{http_connect}"]).args(args);
@@ -85,7 +85,7 @@ async fn curl(testbed: &Testbed, args: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// A CA of callers, and certificates that it has signed.
+/// A CA of callers, and its certificate.
 struct Callers(Issuer<'static, KeyPair>, String);
 
 impl Callers {
@@ -155,7 +155,7 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
             [&tls[..], &["--proxy-cert", &stranger, "--proxy-key", &stranger_key, "-p", first]].concat(),
             "connect 403",
         ),
-        // By token, as a password over TLS, and as a bearer token from this host.
+        // By token: as a password over TLS, and as a bearer token from this host.
         ([&tls[..], &["-U", "alice:alices-token", "-p", first]].concat(), "hi status 200 connect 200"),
         (
             vec!["-x", plain, "--proxy-header", "Proxy-Authorization: Bearer alices-token", "-p", first],
@@ -169,9 +169,9 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
             vec!["-x", plain, "--proxy-header", "Proxy-Authorization: Bearer nobodys", "-p", first],
             "connect 407",
         ),
-        // Not in the clear over the network.
+        // Not unencrypted over the network.
         (vec!["-x", &elsewhere, "-U", "alice:alices-token", "-p", first], "connect 403"),
-        // By address, without a name.
+        // By address instead of name.
         (vec!["-x", plain, "-p", "http://edge-1:9101/"], "hi status 200 connect 200"),
         (vec!["-x", plain, "http://edge-1:9101/"], reached),
         (vec!["-x", plain, "-p", &cloud_url], "hi status 200 connect 200"),
@@ -179,7 +179,7 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
         (vec!["-x", plain, "-p", first], "connect 407"),
         (vec!["-x", plain, "-p", "http://edge-1:22/"], "connect 407"),
         (vec!["-x", &elsewhere, "-p", "http://edge-1:9101/"], "connect 407"),
-        // What the way to the target says.
+        // The error of the dial to the target.
         (vec!["-x", plain, "-p", "http://edge-1:2222/"], "connect 502"),
         (vec!["-x", plain, "-p", "http://edge-9:9101/"], "connect 400"),
     ] {
@@ -203,7 +203,7 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
     Ok(())
 }
 
-/// All of a connection goes to one target: a client must not send its next request there, which may be for another.
+/// A connection belongs to one target: the client must not send its next request on it, which may be for another.
 async fn a_refused_upgrade_ends_the_connection(testbed: &Testbed) -> Result<()> {
     let server = door(testbed, POLICY)?.start().await?;
     let _agent = Agent::enrol(&server, 1).await?;
@@ -237,7 +237,7 @@ async fn a_duplicated_address_is_reached_by_name(testbed: &Testbed) -> Result<()
     }
     let seen = curl(testbed, &["-x", &proxy, &format!("http://{}:9100/", first.address)]).await?;
     ensure!(seen.contains("name the node instead"), "by address: {seen:?}");
-    // The same at the http door.
+    // The same at the http listener.
     let host = format!("Host: {}:9100", first.address);
     let seen = curl(testbed, &["http://127.0.0.1:10264/", "-H", &host]).await?;
     ensure!(seen.contains("name the node instead") && seen.contains("status 400"), "by address: {seen:?}");
@@ -280,7 +280,7 @@ async fn the_policy_follows_its_file(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Debian's sshd on edge 1, for root with a key.
+/// Starts Debian's sshd on edge 1, for root with a key.
 async fn sshd(testbed: &Testbed) -> Result<(Process, PathBuf)> {
     let dir = testbed.dir().join("ssh");
     fs::create_dir_all(&dir)?;
@@ -302,7 +302,7 @@ async fn sshd(testbed: &Testbed) -> Result<(Process, PathBuf)> {
     );
     let path = dir.join("sshd_config");
     fs::write(&path, config)?;
-    // It insists on its whole path.
+    // sshd insists on an absolute path.
     let mut command = testbed.on_edge(1).command(Path::new("/usr/sbin/sshd"));
     command.args(["-D", "-e", "-f"]).arg(&path);
     let mut sshd = Process::spawn(testbed.dir(), "sshd", command)?;
@@ -329,7 +329,7 @@ async fn ssh_through_connect(testbed: &Testbed) -> Result<()> {
     let _agent = Agent::enrol(&server, 1).await?;
     let (_sshd, key) = sshd(testbed).await?;
     let proxy = format!("ProxyCommand=nc -X connect -x 127.0.0.1:{PORT} %h %p");
-    // 4 MiB from the edge, and the exit code; then the same through a static map.
+    // 4 MiB from the edge and the exit code; then the same through a static map.
     let work = "head -c 4194304 /dev/zero | sha256sum; exit 7";
     let zeros = "bb9f8df61474d25e71fa00722318cd387396ca1736605e1248821cc0de3d3af8";
     for more in [
@@ -357,7 +357,7 @@ async fn ssh_through_connect(testbed: &Testbed) -> Result<()> {
 }
 
 async fn prometheus_scrapes_through_its_proxy_url(testbed: &Testbed) -> Result<()> {
-    // Before the server, whose redirect would take this process's connections to the edge too.
+    // Started before the server, whose redirect would otherwise take this process's connections to the edge too.
     let mut exporters = Vec::new();
     for n in [1, 2] {
         let mut exporter = prometheus::start_exporter(testbed, n)?;
@@ -374,7 +374,7 @@ async fn prometheus_scrapes_through_its_proxy_url(testbed: &Testbed) -> Result<(
         door(testbed, POLICY)?.flag(format!("--token-auth-file={}", tokens.display())).start().await?;
     let _agents = [Agent::enrol(&server, 1).await?, Agent::enrol(&server, 2).await?];
     let ca = testbed.dir().join("server/ca/ca.crt");
-    // Names, which only the server knows: no DNS record and no redirect helps here.
+    // Names that only the server knows: neither a DNS record nor the redirect helps here.
     let configuration = format!(
         "global:\n  scrape_interval: 1s\nscrape_configs:\n\
          - job_name: secure\n  proxy_url: https://alice:alices-token@{CLOUD}:{PORT}\n  tls_config: {{ca_file: {}}}\n  \
@@ -406,7 +406,7 @@ async fn prometheus_scrapes_through_its_proxy_url(testbed: &Testbed) -> Result<(
     Ok(())
 }
 
-/// Whether a visit works; a listener that is gone refuses.
+/// Reports whether a visit works; a removed listener refuses connections.
 async fn reaches(address: SocketAddr) -> bool {
     visit(address).await.is_ok()
 }
@@ -424,7 +424,7 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
     let _second = Agent::enrol(&server, 2).await?;
     let _targets = [target(testbed, 1, 9101, Behaviour::Echo)?, target(testbed, 2, 9101, Behaviour::Echo)?];
     visit(([127, 0, 0, 1], 3001).into()).await?;
-    // The allow-list: this host is not on it, the neighbour is, and its agent's own allow-list decides about the target.
+    // The allow-list has the neighbour but not this host; the agent's own allow-list decides about the target.
     expect_reset((CLOUD, 3000).into()).await?;
     let allowed = client::connect_from(&neighbour, (CLOUD, 3000).into(), SOON).await;
     let end = client::end_at_once(allowed).await.context("the neighbour's connection")?;
@@ -433,7 +433,7 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
 
     let mut held = connect(([127, 0, 0, 1], 3001)).await?;
     client::echo(&mut held, b"before").await?;
-    // One leads elsewhere now, another is new; then the first goes.
+    // One map gets another target and one is new; then the first is removed.
     let second = "maps:\n- {listen: '127.0.0.1:3001', node: edge-2, target: 9101}\n- {listen: '127.0.0.1:3002', node: edge-1, target: 9101}\n";
     write(testbed, "maps.yaml", second)?;
     let new = SocketAddr::from(([127, 0, 0, 1], 3002));
@@ -445,7 +445,7 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
         })
         .await?;
     client::echo(&mut held, b"still carried").await?;
-    // A file that is wrong, and one whose port is taken.
+    // An invalid file, and one whose port is taken.
     write(testbed, "maps.yaml", &second.replace("target: 9101", "target: ssh"))?;
     server.wait_log("\\\"ssh\\\" is not a port of the node").await?;
     let taken = Target::start(&testbed.cloud, [127, 0, 0, 1], 3003, Behaviour::Echo)?;
@@ -459,13 +459,13 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
     visit(([127, 0, 0, 1], 3001).into()).await?;
     let in_effect = [("file", "maps")];
     server.metrics().await?.expect("postern_file_in_effect", &in_effect, 0.0)?;
-    // Once the port is free the file is in effect, without another change.
+    // Once the port is free the file takes effect, without another change.
     let third = taken.address;
     drop(taken);
     let used = async || Ok(server.metrics().await?.sum("postern_file_in_effect", &in_effect));
     wait_until("the file to be in effect", SOON, used, |used| *used == 1.0).await?;
     visit(third).await?;
-    // One moves to an address that overlaps with its own, and back.
+    // One map moves to an address that overlaps its current one, and back.
     let own = "'127.0.0.1:3001', node: edge-2";
     let wide = second.replace(own, "'0.0.0.0:3001', clients: [127.0.0.0/8], node: edge-2");
     let elsewhere = SocketAddr::from(([127, 0, 0, 2], 3001));
@@ -482,7 +482,7 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The listeners of maps are passed on like all others.
+/// The listeners of maps are handed to a successor like all others.
 async fn maps_outlive_a_successor(testbed: &Testbed) -> Result<()> {
     let file = write(testbed, "maps.yaml", "maps: []\n")?;
     let policy = write(testbed, "policy.yaml", POLICY)?;
@@ -495,7 +495,7 @@ async fn maps_outlive_a_successor(testbed: &Testbed) -> Result<()> {
         .await?;
     let _agent = Agent::enrol(&server, 1).await?;
     let _target = target(testbed, 1, 9101, Behaviour::Echo)?;
-    // One that came later than the start.
+    // A map added after the start.
     write(testbed, "maps.yaml", "maps:\n- {listen: '127.0.0.1:3001', node: edge-1, target: 9101}\n")?;
     let [fixed, later] = [3000, 3001].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
     wait_until("the new map", SOON, async || Ok(reaches(later).await), |reached| *reached).await?;

@@ -1,4 +1,4 @@
-//! State directories on disks that are full or read-only.
+//! State directories on full and read-only disks.
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ scenarios! {
     an_agent_without_a_writable_disk_stays_reachable(limit = 240),
 }
 
-/// A file system in memory of its own, which only processes in its mount namespace see.
+/// A tmpfs that only processes in its mount namespace see.
 struct Disk {
     keeper: Process,
     path: PathBuf,
@@ -42,7 +42,7 @@ impl Disk {
         Ok(disk)
     }
 
-    /// A file of the disk, as this process sees it.
+    /// Returns the path of a file on the disk, as seen by this process.
     fn file(&self, name: &str) -> PathBuf {
         let relative = self.path.strip_prefix("/").unwrap_or(&self.path);
         Path::new(&format!("/proc/{}/root", self.keeper.pid())).join(relative).join(name)
@@ -78,7 +78,7 @@ async fn an_agent_without_a_writable_disk_stays_reachable(testbed: &Testbed) -> 
     let mut agent = builder.mounts_of(disk.keeper.pid()).token(server.token("edge-1")?).spawn()?;
     server.wait_connected("edge-1", true, agent::START).await?;
 
-    // A certificate of 100 s, of which 75 are over: it is renewed 5 s from now, and ends in 25.
+    // A certificate of 100 s, of which 75 have passed: it is renewed 5 s from now, and expires in 25.
     agent.crash(&server).await?;
     let key = KeyPair::from_pem(&fs::read_to_string(disk.file("agent.key"))?).context("agent.key")?;
     let begin = SystemTime::now() - Duration::from_secs(375);
@@ -95,7 +95,7 @@ async fn an_agent_without_a_writable_disk_stays_reachable(testbed: &Testbed) -> 
     })
     .await?;
     ensure!(fs::read_to_string(disk.file("agent.crt"))? == old, "the disk was not full");
-    // With the old certificate it could not attach any more.
+    // With the old certificate it could no longer attach.
     wait_for("the old certificate to expire", Duration::from_secs(60), async || {
         Ok((SystemTime::now() > end).then_some(()))
     })

@@ -1,4 +1,4 @@
-//! The documented metrics are the exposed ones.
+//! Compares the documented metrics with the exposed ones.
 use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
@@ -29,13 +29,13 @@ async fn exactly_the_exposed_metrics_are_listed(testbed: &Testbed) -> Result<()>
     Ok(())
 }
 
-/// Metrics by the name that a query uses, and their types.
+/// Returns the metrics by the name that a query uses, and their types.
 pub(crate) fn families(page: &str) -> BTreeMap<String, String> {
     let types = page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
     types.map(|(name, kind)| (name.to_owned(), kind.to_owned())).collect()
 }
 
-/// The names in the tables of a part of docs/metrics.md, without labels, and their types.
+/// Returns the names in the tables of a part of docs/metrics.md, without labels, and their types.
 pub(crate) fn listed(part: &str) -> Vec<(String, String)> {
     let rows = part.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
     let columns = rows.map(|(name, rest)| (name, rest.split('|').nth(1).unwrap_or_default().trim()));

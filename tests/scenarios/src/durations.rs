@@ -1,17 +1,18 @@
-//! How long scenarios took, for the end of a run: the slowest, and whether those with a cluster or the others took it to its end.
+//! Durations of scenarios, for the end of a run: the slowest, and whether scenarios with or without a cluster ended
+//! last.
 use std::cmp::Reverse;
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
-/// How many of the slowest are named.
+/// Number of slowest scenarios that are named.
 const NAMED: usize = 10;
 
-/// A scenario that has ended, whatever came of it.
+/// A scenario that has ended, successfully or not.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Took {
     pub(crate) name: &'static str,
     pub(crate) cluster: bool,
-    /// It had its place then.
+    /// Time at which it got its slot.
     pub(crate) from: Instant,
     pub(crate) to: Instant,
 }
@@ -22,7 +23,7 @@ impl Took {
     }
 }
 
-/// Of a run that began at `start`.
+/// Summarises a run that began at `start`.
 pub(crate) fn summary(start: Instant, mut took: Vec<Took>) -> String {
     took.sort_by_key(|one| Reverse(one.time()));
     let mut text = "the slowest scenarios:\n".to_owned();
@@ -41,7 +42,7 @@ pub(crate) fn summary(start: Instant, mut took: Vec<Took>) -> String {
     text
 }
 
-/// Minutes and seconds.
+/// Formats minutes and seconds.
 fn minutes(time: Duration) -> String {
     let seconds = time.as_secs();
     format!("{}:{:02}", seconds / 60, seconds % 60)

@@ -1,4 +1,4 @@
-//! What holds at each door that speaks HTTP, whether it has TLS or not: a scenario says how to connect there.
+//! Properties of every listener that speaks HTTP, with and without TLS: the scenario says how to connect to it.
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -11,22 +11,22 @@ use tokio::time::timeout;
 
 use crate::web::Web;
 
-/// What is uploaded, in bytes.
+/// Size of an upload in bytes.
 pub(crate) const UPLOAD: u64 = 8 << 20;
-/// How long a slow upload takes, and in how many pieces it comes.
+/// Duration of a slow upload, and its number of pieces.
 const SLOW: (Duration, u32) = (Duration::from_secs(12), 64);
 
-/// Sends bytes to the door, and reads to the end.
+/// Sends bytes to the listener, and reads to the end.
 pub(crate) async fn ask(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: &[u8]) -> Result<String> {
     send(&mut stream, request).await?;
     let mut answer = Vec::new();
     let read = timeout(PATIENCE, stream.read_to_end(&mut answer)).await;
-    // A reset may follow the answer, because the door may have unread bytes.
+    // A reset may follow the answer, because the listener may have unread bytes.
     read.context("the door neither answered nor closed")?.ok();
     Ok(String::from_utf8_lossy(&answer).into_owned())
 }
 
-/// TLS keeps what the socket does not take at once until it is flushed.
+/// The TLS stream buffers bytes that the socket does not accept at once, until it is flushed.
 async fn send(stream: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) -> Result<()> {
     stream.write_all(bytes).await?;
     stream.flush().await?;
@@ -46,19 +46,19 @@ async fn read_until(stream: &mut (impl AsyncRead + Unpin), end: &[u8]) -> Result
     Ok(String::from_utf8_lossy(&read).into_owned())
 }
 
-/// A request for another protocol: what a client of it sends.
+/// Returns a request for another protocol, as its clients send it.
 fn upgrade(path: &str, host: &str, (method, protocol): (&str, &str)) -> String {
     format!("{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: {protocol}\r\n\r\n")
 }
 
-/// `asked`: the request's method, and the protocol.
+/// Checks an upgrade. `asked`: the request's method, and the protocol.
 pub(crate) async fn an_upgrade_is_carried<S: AsyncRead + AsyncWrite + Unpin>(
     connect: impl AsyncFn() -> Result<S>,
     host: &str,
     asked: (&str, &str),
 ) -> Result<()> {
     let mut stream = connect().await?;
-    // Together with what the client already says in the other protocol, and more of it before there is an answer.
+    // Together with the client's first bytes in the other protocol, and more of them before there is an answer.
     send(&mut stream, format!("{}early ", upgrade("/echo-upgraded", host, asked)).as_bytes()).await?;
     send(&mut stream, b"and more").await?;
     let answer = read_until(&mut stream, b"\r\n\r\nearly and more").await?;
@@ -71,7 +71,7 @@ pub(crate) async fn an_upgrade_is_carried<S: AsyncRead + AsyncWrite + Unpin>(
     Ok(())
 }
 
-/// A refused one is answered whole, and what was sent ahead is not taken for a request.
+/// A refused upgrade is answered in full, and bytes sent ahead are not taken for a request.
 pub(crate) async fn a_refused_upgrade_is_answered<S: AsyncRead + AsyncWrite + Unpin>(
     connect: impl AsyncFn() -> Result<S>,
     host: &str,
@@ -92,7 +92,8 @@ async fn arrives_whole(stream: impl AsyncRead + AsyncWrite + Unpin, body: &Patte
     Ok(())
 }
 
-/// A client that waits for the 100 gets it and its upload arrives whole, unless the target refuses: then it gets only that.
+/// A client that waits for the 100 gets it and its upload arrives complete, unless the target refuses: then it gets
+/// only the refusal.
 pub(crate) async fn an_expectation_is_answered<S: AsyncRead + AsyncWrite + Unpin>(
     connect: impl AsyncFn() -> Result<S>,
     host: &str,
@@ -114,7 +115,7 @@ pub(crate) async fn an_expectation_is_answered<S: AsyncRead + AsyncWrite + Unpin
     Ok(())
 }
 
-/// Nothing cuts an upload that takes long, as YurtTunnel does after 10 s.
+/// A slow upload is not cut, unlike by YurtTunnel, which cuts it after 10 s.
 pub(crate) async fn a_slow_upload_arrives<S: AsyncRead + AsyncWrite + Unpin>(
     connect: impl AsyncFn() -> Result<S>,
     host: &str,
@@ -138,7 +139,8 @@ pub(crate) async fn a_slow_upload_arrives<S: AsyncRead + AsyncWrite + Unpin>(
     Ok(())
 }
 
-/// A client that ends its half behind its request, as `nc -N` does, gets the whole answer and a clean end, however late it comes.
+/// A client that half-closes after its request, like `nc -N`, gets the whole answer and a clean end, however late they
+/// come.
 pub(crate) async fn an_ended_half_is_answered<S: AsyncRead + AsyncWrite + Unpin>(
     connect: impl AsyncFn() -> Result<S>,
     host: &str,
@@ -156,7 +158,8 @@ pub(crate) async fn an_ended_half_is_answered<S: AsyncRead + AsyncWrite + Unpin>
     Ok(())
 }
 
-/// The target's connection ends with a caller that resets its own, before the answer and in the middle of it. `web` is a new one.
+/// The target's connection ends when a caller resets its own, before the answer and in the middle of it. `web` must be
+/// new.
 pub(crate) async fn a_reset_reaches_the_target<S: AsyncRead + AsyncWrite + Unpin>(
     connect: impl AsyncFn() -> Result<S>,
     socket: impl Fn(&S) -> &TcpStream,
@@ -184,7 +187,7 @@ pub(crate) async fn a_reset_reaches_the_target<S: AsyncRead + AsyncWrite + Unpin
     Ok(())
 }
 
-/// As many access lines of the door say that the caller left.
+/// Waits until `count` access lines of the listener say that the caller left.
 pub(crate) async fn departures_are_logged(server: &Server<'_>, door: &str, count: usize) -> Result<()> {
     let left = async || {
         let lines = server.access_log()?.into_iter().filter(|line| line.text("door") == door);

@@ -1,10 +1,10 @@
-//! What a program holds, and that it does not grow.
+//! Resources that a program holds, and the check that they do not grow.
 use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
 use postern_testbed::metrics::Metrics;
 
-/// What is resident is to be what is held: glibc's allocator keeps what was freed, for each thread (mallopt(3)).
+/// Makes resident memory match allocated memory: glibc's allocator keeps freed memory per thread (mallopt(3)).
 pub(crate) const ALLOCATOR: [(&str, &str); 4] = [
     ("MALLOC_ARENA_MAX", "1"),
     ("MALLOC_TRIM_THRESHOLD_", "65536"),
@@ -12,10 +12,10 @@ pub(crate) const ALLOCATOR: [(&str, &str); 4] = [
     ("MALLOC_MMAP_THRESHOLD_", "65536"),
 ];
 
-/// By what it is.
+/// Resources by name.
 pub(crate) type Held = BTreeMap<String, f64>;
 
-/// What a program says about itself.
+/// Returns the resources that a program reports in its metrics.
 pub(crate) fn of_process<'a>(program: &'a str, metrics: &'a Metrics) -> impl Iterator<Item = (String, f64)> {
     [
         ("memory", "process_resident_memory_bytes"),
@@ -27,8 +27,8 @@ pub(crate) fn of_process<'a>(program: &'a str, metrics: &'a Metrics) -> impl Ite
     .map(move |(what, metric)| (format!("{program}'s {what}"), metrics.sum(metric, &[])))
 }
 
-/// How much more is held; an error when it is more than 5 % and the slack for what comes and goes, which is by the end of
-/// the name.
+/// Describes the growth; fails if a resource grew by more than 5 % plus its slack for fluctuations. Slack is found by
+/// the end of the resource's name.
 pub(crate) fn growth(before: &Held, after: &Held, slack: &[(&str, f64)]) -> Result<String> {
     let mut changes = Vec::new();
     for (what, before) in before {

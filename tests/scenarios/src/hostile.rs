@@ -1,4 +1,4 @@
-//! Hostile agents and clients, alongside healthy traffic.
+//! Hostile agents and clients alongside healthy traffic.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -47,9 +47,9 @@ const ADMIN: u16 = 10265;
 const HERE: &str = "from this host";
 const OUTSIDE: &str = "from another host";
 
-/// A server's memory after an attack, compared with before it.
+/// Maximum growth of a server's memory during an attack, in bytes.
 const MEMORY: u64 = 300_000_000;
-/// How much its most may grow during one flood of frames.
+/// Maximum growth of its peak memory during one flood of frames, in bytes.
 const FLOOD_MEMORY: u64 = 20_000_000;
 
 /// Enrols an agent on edge `n` and stops it, so that its certificate can be misused.
@@ -70,7 +70,7 @@ async fn serve(
     serve_link(server, from, own, node, (epoch, 0), hostility).await
 }
 
-/// The same as an additional link of a session.
+/// As [`serve`], as an additional link of a session.
 async fn serve_link(
     server: &Server<'_>,
     from: usize,
@@ -99,10 +99,10 @@ async fn newer_session_wins_and_older_is_notified(testbed: &Testbed) -> Result<(
     let second = serve(&server, 1, &own, "edge-1", epoch + 10, Hostility::Quiet).await?;
     wait_observed("the older session to be notified", &first, |seen| seen.replaced == 1).await?;
     ensure!(server.is_connected("edge-1").await?, "the newer session is not in use");
-    // A session with an epoch in between comes too late.
+    // A session with an epoch between the two is too late.
     let late = serve(&server, 1, &own, "edge-1", epoch + 5, Hostility::Quiet).await?;
     wait_observed("the late session to be refused", &late, |seen| !seen.refused.is_empty()).await?;
-    // The end of the old ones does not end the new one.
+    // The end of the old sessions does not end the new one.
     drop((first, late));
     never("a loss of the newer session", Duration::from_secs(3), async || {
         Ok(!server.is_connected("edge-1").await?)
@@ -134,7 +134,7 @@ async fn additional_links_that_nobody_asked_for(testbed: &Testbed) -> Result<()>
         ensure!(hostile.observed(|seen| seen.carried) == 0, "it was asked to carry");
     }
     echo(&mut held, b"after").await?;
-    // Nor does the session's end let them in.
+    // The end of the session does not let them in either.
     agent.crash(&server).await?;
     let hostile = serve_link(&server, 1, &own, "edge-1", (epoch, 1), Hostility::Quiet).await?;
     wait_observed("the link to be refused", &hostile, |seen| !seen.refused.is_empty()).await?;
@@ -158,7 +158,7 @@ async fn two_real_agents_of_one_node_do_not_flap(testbed: &Testbed) -> Result<()
         Ok(attached(&server)? > EACH_ONCE || !server.is_connected("edge-1").await?)
     })
     .await?;
-    // It retries after one to two minutes and is refused for as long as the newer session lives.
+    // It retries after one to two minutes and is refused as long as the newer session lives.
     let refused = async || {
         Ok(server.metrics().await?.sum("postern_agent_sessions_refused_total", &[("result", "older")]))
     };
@@ -207,7 +207,7 @@ async fn no_certificate(testbed: &Testbed) -> Result<()> {
     let address: SocketAddr = server.agent_address().parse()?;
     let ns = &testbed.edge(1).ns;
     let roots = || tls::roots(&agent.state_dir().join("ca.crt"));
-    // In TLS 1.3 a client learns only from its first read that it is refused.
+    // In TLS 1.3 a client learns of its refusal only from its first read.
     for alpn in [b"postern/1".as_slice(), b"http/1.1", b"postern/2"] {
         let Ok(mut stream) = hostile_peer::dial(ns, address, roots()?, None, alpn).await else { continue };
         let mut bytes = Vec::new();
@@ -253,7 +253,7 @@ fn memory(server: &Server<'_>, before: u64) -> Result<()> {
     Ok(())
 }
 
-/// Whether the server ends the connection. What it does not end it ignores or answers at its own pace.
+/// Reports whether the server ends the connection. It ignores other floods, or answers at its own pace.
 fn is_ended(kind: Flood) -> bool {
     match kind {
         Flood::Resets | Flood::Continuations | Flood::EmptyData | Flood::LargeHeaders | Flood::Promises => {
@@ -309,7 +309,7 @@ async fn flood_in_a_carried_connection(testbed: &Testbed) -> Result<()> {
     let before = server.process.resident_bytes()?;
     let mut readers = Vec::new();
     for _ in 0..20 {
-        // These read nothing: the windows must stop what the flooder sends.
+        // These clients read nothing: flow control must stop the flooder.
         readers.push(connect((testbed.edge(2).ip(), 9100)).await?);
     }
     wait_observed("20 Carry calls", &flooder, |seen| seen.carried == 20).await?;
@@ -346,7 +346,7 @@ async fn target_outside_the_policy(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// What became of a connection that sent garbage.
+/// Outcome of a connection that sent garbage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Heard {
     /// No connection.
@@ -354,11 +354,11 @@ enum Heard {
     Answer,
     /// Closed or reset without an answer.
     End,
-    /// Neither for as long as this waits.
+    /// Neither of them within the time limit.
     Nothing,
 }
 
-/// Sends garbage of one kind and reads the answer.
+/// Sends one kind of garbage and reads the answer.
 async fn send_garbage(mut stream: tokio::net::TcpStream, port: u16, kind: usize) -> Heard {
     let mut bytes = vec![0; 8192];
     rand::rng().fill_bytes(&mut bytes);
@@ -376,7 +376,7 @@ async fn send_garbage(mut stream: tokio::net::TcpStream, port: u16, kind: usize)
         stream.write_all(&bytes).await?;
         stream.read_to_end(&mut answer).await
     };
-    // These wait for the rest of a handshake; at the others nothing may stay open.
+    // These ports wait for the rest of a handshake; on the others no connection may stay open.
     let limit = if matches!(port, AGENTS | HTTPS) { Duration::from_secs(2) } else { client::PATIENCE };
     let ended = tokio::time::timeout(limit, talk).await.is_ok();
     match ended {
@@ -386,7 +386,7 @@ async fn send_garbage(mut stream: tokio::net::TcpStream, port: u16, kind: usize)
     }
 }
 
-/// How many connections to a port ended how, from this host or from another one.
+/// Number of connections by port, source (this host or another one) and outcome.
 type Tally = BTreeMap<(u16, &'static str, Heard), usize>;
 
 async fn garbage_on_every_port(testbed: &Testbed) -> Result<()> {
@@ -427,7 +427,7 @@ async fn garbage_on_every_port(testbed: &Testbed) -> Result<()> {
                             let sent = send_garbage(stream, port, kind);
                             drop(senders.spawn(async move { (port, from, sent.await) }));
                         }
-                        // The reset of a door that has taken it may come before connect() has returned.
+                        // The reset of a listener that has accepted it may arrive before connect() returns.
                         Err(error) if error.kind() == ErrorKind::ConnectionReset => {
                             note((port, from, Heard::End));
                         }
@@ -473,7 +473,7 @@ async fn garbage_on_every_port(testbed: &Testbed) -> Result<()> {
             "port {port} is not served to other hosts: {tally:?}"
         );
     }
-    // What was answered is counted as turned away; at the http door what follows a refused request is counted too.
+    // Answered connections count as refused callers; at the http listener, bytes after a refused request count too.
     let (http, https) =
         (taken(HTTP, HERE), seen(HTTPS, HERE, Heard::Answer) + seen(HTTPS, OUTSIDE, Heard::Answer));
     let counted = async || {

@@ -21,37 +21,37 @@ const UNKNOWN: u8 = 0xfa;
 
 const END_HEADERS: u8 = 4;
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Bytes that are written at a time, at least.
+/// Minimum number of bytes per write.
 const BATCH: usize = 100_000;
 
-/// Which end of HTTP/2 the flooder is.
+/// The flooder's role in HTTP/2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
     /// An agent on its link: the server makes the requests.
     Answering,
-    /// A stranger at the server's enrolment.
+    /// An unauthenticated client of the server's enrolment.
     Asking,
 }
 
-/// What is sent without end.
+/// Frames that are sent without end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Flood {
-    /// Each asks for an acknowledgement, which is not read.
+    /// Each requires an acknowledgement, which the flooder does not read.
     Settings,
-    /// The same.
+    /// As above.
     Pings,
-    /// Of the one stream that the server has opened; or each of a stream that was opened just before (CVE-2023-44487).
+    /// On the one stream that the server has opened; or each on a stream opened just before (CVE-2023-44487).
     Resets,
     WindowUpdates,
-    /// Of one header block that does not end (CVE-2024-27316).
+    /// Of one header block that never ends (CVE-2024-27316).
     Continuations,
-    /// Of one stream (CVE-2019-9518).
+    /// On one stream (CVE-2019-9518).
     EmptyData,
     Priorities,
     /// Header lists of 64 KiB.
     LargeHeaders,
     Promises,
-    /// A type that RFC 9113 does not have: to be ignored.
+    /// A frame type unknown to RFC 9113, to be ignored.
     Unknown,
 }
 
@@ -69,7 +69,7 @@ impl Flood {
         Self::Unknown,
     ];
 
-    /// What comes before the flood itself, on stream 1.
+    /// Returns the frames before the flood itself, on stream 1.
     fn beginning(self, role: Role) -> Vec<u8> {
         match self {
             Self::Continuations => frame(HEADERS, 0, 1, &head(role)),
@@ -78,7 +78,7 @@ impl Flood {
         }
     }
 
-    /// The next frame, or frames. `stream` is one that was not used before.
+    /// Returns the next frame or frames. `stream` is one that was not used before.
     fn next(self, role: Role, stream: u32) -> Vec<u8> {
         let of_stream = if role == Role::Asking { stream } else { 1 };
         match self {
@@ -106,13 +106,14 @@ impl Flood {
     }
 }
 
-/// A frame (section 4.1).
+/// Returns a frame (section 4.1).
 fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len()).unwrap_or(u32::MAX).to_be_bytes();
     [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
 }
 
-/// The header block of a plain request or answer (RFC 7541: the static table, and literals that are not indexed).
+/// Returns the header block of a plain request or answer (RFC 7541: the static table, and literals that are not
+/// indexed).
 fn head(role: Role) -> Vec<u8> {
     match role {
         // :status 200, content-type
@@ -130,12 +131,13 @@ fn head(role: Role) -> Vec<u8> {
     }
 }
 
-/// A literal field that is not indexed (RFC 7541 section 6.2.2).
+/// Returns a literal field that is not indexed (RFC 7541 section 6.2.2).
 fn field(name: &[u8], value: &[u8]) -> Vec<u8> {
     [&[0][..], &string(name), &string(value)].concat()
 }
 
-/// A string that is not Huffman-coded (RFC 7541 section 5.2); its length is an integer with a prefix of seven bits.
+/// Returns a string without Huffman coding (RFC 7541 section 5.2); its length is an integer with a prefix of seven
+/// bits.
 fn string(text: &[u8]) -> Vec<u8> {
     let mut encoded = Vec::new();
     let mut length = text.len();
@@ -153,12 +155,12 @@ fn string(text: &[u8]) -> Vec<u8> {
     [encoded, text.to_vec()].concat()
 }
 
-/// How a flood went.
+/// Result of a flood.
 #[derive(Debug)]
 pub(crate) struct Flooded {
-    /// Bytes that the connection took.
+    /// Number of bytes that the connection accepted.
     pub(crate) written: u64,
-    /// Whether the server closed the connection.
+    /// True if the server closed the connection.
     pub(crate) ended: bool,
 }
 

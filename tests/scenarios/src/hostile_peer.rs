@@ -47,7 +47,7 @@ impl Credentials {
         self.dial_for(ns, server, b"postern/1").await
     }
 
-    /// The same for another protocol.
+    /// As [`Self::dial`], for another protocol.
     pub(crate) async fn dial_for(
         &self,
         ns: &Namespace,
@@ -70,7 +70,7 @@ pub(crate) async fn dial(
     tls::handshake(stream, SERVER_NAME, roots, identity, Some(alpn)).await
 }
 
-/// How the agent misbehaves.
+/// The agent's misbehaviour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Behaviour {
     /// Sends Hello and then nothing.
@@ -82,7 +82,7 @@ pub(crate) enum Behaviour {
     FloodsCarry,
 }
 
-/// What the server sent.
+/// Messages that the server sent.
 #[derive(Debug, Default)]
 pub(crate) struct Observed {
     pub(crate) attached: usize,

@@ -1,4 +1,4 @@
-//! The http door: a request's Host names the node.
+//! The http listener: a request's Host names the node.
 use std::net::SocketAddr;
 
 use anyhow::{Context as _, Result, ensure};
@@ -32,7 +32,7 @@ scenarios! {
 
 const PORT: u16 = 9100;
 const HOST: &str = "edge-1:9100";
-/// What follows an ambiguous request.
+/// A request after an ambiguous one.
 const SMUGGLED: &str = "GET /smuggled HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
 const DOOR: &str = "http://127.0.0.1:10264";
 
@@ -40,7 +40,7 @@ fn door() -> SocketAddr {
     ([127, 0, 0, 1], 10264).into()
 }
 
-/// Sends bytes to the door, and reads to the end.
+/// Sends bytes to the listener, and reads to the end.
 async fn ask(request: &[u8]) -> Result<String> {
     front::ask(connect(door()).await?, request).await
 }
@@ -66,17 +66,17 @@ async fn host_names_the_node(testbed: &Testbed) -> Result<()> {
         let answer = curl(testbed, &args).await?;
         answer.expect(200, "GET /metrics?x=1 HTTP/1.1").with_context(|| format!("{headers:?}"))?;
         answer.expect(200, &format!("\nhost: {host}\n")).with_context(|| format!("{headers:?}"))?;
-        // Nothing is added, nothing but this door's own headers is taken away.
+        // Nothing is added, and only this listener's own headers are removed.
         answer.expect(200, "authorization: Bearer theirs")?;
         ensure!(!answer.body.contains("x-tunnel-proxy"), "{answer:?}");
         ensure!(on.connections() == before + 1, "{headers:?} went elsewhere");
     }
-    // As a proxy's clients ask.
+    // As a client of a proxy sends it.
     let answer = curl(testbed, &["--proxy", DOOR, "http://edge-2:9100/metrics"]).await?;
     answer.expect(200, "\nhost: edge-2:9100\n")?;
     let line = server.wait_access("of the http door", |line| line.text("door") == "http").await?;
     ensure!(line.text("outcome") == "ok", "access line {line:?}");
-    // What callers and nodes call things makes no time series.
+    // Names chosen by callers and nodes create no time series.
     let (status, metrics) = server.get("/metrics").await?;
     ensure!(status == 200 && metrics.contains("door=\"http\""), "/metrics answered {status}: {metrics}");
     for name in ["metrics?x", "edge-1", "edge-2", &edge.to_string()] {
@@ -109,7 +109,7 @@ async fn failures_have_their_own_status(testbed: &Testbed) -> Result<()> {
         let answer = curl(testbed, &args).await?;
         answer.expect(status, reason).with_context(|| format!("{host} {more}"))?;
         ensure!(answer.body.starts_with("tunnel-server: "), "a line for a person: {answer:?}");
-        // The same for a client of Kubernetes.
+        // The same for a Kubernetes client.
         args.extend(["-H", "Accept: application/json"]);
         let answer = curl(testbed, &args).await?;
         let object: serde_json::Value = serde_json::from_str(&answer.body)?;
@@ -134,7 +134,7 @@ async fn connections_are_kept(testbed: &Testbed) -> Result<()> {
     let (server, _agent) = server_and_agent(testbed).await?;
     let _other = Agent::enrol(&server, 2).await?;
     let (first, second) = (Web::start(testbed, 1, PORT)?, Web::start(testbed, 2, PORT)?);
-    // One connection to the door, and each request goes where its own Host says.
+    // Each request on one connection goes to the node in its own Host.
     let mut stream = connect(door()).await?;
     for host in ["edge-1", "edge-2", "edge-1", "edge-9"] {
         stream.write_all(format!("GET / HTTP/1.1\r\nHost: {host}:9100\r\n\r\n").as_bytes()).await?;
@@ -150,7 +150,7 @@ async fn connections_are_kept(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// An answer with a length, from a connection that stays open.
+/// Reads an answer with a length from a connection that stays open.
 async fn read_answer(stream: &mut TcpStream) -> Result<String> {
     let mut answer = Vec::new();
     let reading = async {
@@ -191,7 +191,7 @@ async fn bodies_of_any_length_pass(testbed: &Testbed) -> Result<()> {
     let url = format!("{DOOR}/large");
     let answer = curl(testbed, &[&url, "-H", host]).await?;
     ensure!(answer.status == 200 && answer.body.len() == 32 << 20, "{} bytes of 32 MiB", answer.body.len());
-    // Trailers: asked for by TE, and announced.
+    // Trailers, requested by TE and announced.
     let asked =
         "GET /trailers HTTP/1.1\r\nHost: edge-1:9100\r\nTE: trailers\r\nConnection: close, TE\r\n\r\n";
     let answer = ask(asked.as_bytes()).await?;
@@ -226,8 +226,8 @@ async fn a_callers_end_reaches_the_target(testbed: &Testbed) -> Result<()> {
     front::departures_are_logged(&server, "http", 2).await
 }
 
-/// The cases of request smuggling: however a proxy in front of the door reads them, the target gets one request, whose end
-/// it sees where the door does.
+/// Request smuggling: however a proxy in front of the listener reads a request, the target gets one request and sees
+/// its end at the same place as the listener.
 async fn ambiguous_requests_reach_nobody_twice(testbed: &Testbed) -> Result<()> {
     let (_server, _agent) = server_and_agent(testbed).await?;
     let web = Web::start(testbed, 1, PORT)?;
@@ -264,8 +264,8 @@ async fn ambiguous_requests_reach_nobody_twice(testbed: &Testbed) -> Result<()> 
             "{request:?}: {answer:?}"
         );
     }
-    // Both a coding and a length: the coding counts, the length is not passed on, and the connection ends (RFC 9112 section
-    // 6.3), so that what follows is nobody's request.
+    // Both a coding and a length: the coding counts, the length is not forwarded, and the connection ends (RFC 9112
+    // section 6.3), so that the bytes after it are not taken for a request.
     for both in [
         "Content-Length: 6\r\nTransfer-Encoding: chunked",
         "Transfer-Encoding: chunked\r\nContent-Length: 6",
@@ -284,7 +284,7 @@ async fn ambiguous_requests_reach_nobody_twice(testbed: &Testbed) -> Result<()> 
         ensure!(told.contains("connection: close"), "{both:?} left the connection open: {answer:?}");
         ensure!(!told.contains("/smuggled"), "{both:?}: {answer:?}");
     }
-    // What a sender calls a matter of this connection does not take away what says where the message ends.
+    // A sender cannot remove the headers that delimit the message by listing them in Connection.
     let request = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: content-length, host, close\r\nContent-Length: 3\r\n\r\nabc";
     let answer = ask(request.as_bytes()).await?;
     ensure!(answer.contains("body=3") && answer.contains("host: edge-1:9100"), "{answer:?}");
@@ -301,7 +301,7 @@ async fn an_answer_that_breaks_off_is_not_whole(testbed: &Testbed) -> Result<()>
     while !answer.ends_with(b"half") {
         ensure!(stream.read_buf(&mut answer).await? > 0, "closed after {answer:?}");
     }
-    // The tunnel is lost in the middle of it.
+    // The tunnel is lost in the middle of the answer.
     drop(agent);
     let end = client::end_of(&mut stream, server::START).await?;
     ensure!(end == client::End::Reset, "half an answer ended with {end:?}");
@@ -315,7 +315,7 @@ async fn a_request_that_comes_with_a_successor_is_answered(testbed: &Testbed) ->
     let _web = Web::start(testbed, 1, PORT)?;
     let request = b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
     let mut silent = connect(door()).await?;
-    // Connections are accepted in their order.
+    // Connections are accepted in order.
     let mut other = connect(door()).await?;
     other.write_all(request).await?;
     read_answer(&mut other).await?;
@@ -324,17 +324,17 @@ async fn a_request_that_comes_with_a_successor_is_answered(testbed: &Testbed) ->
     silent.write_all(request).await?;
     let answer = read_answer(&mut silent).await?;
     ensure!(answer.starts_with("HTTP/1.1 200 "), "the first request was answered {answer:?}");
-    // One that had its turn is closed.
+    // A connection that has had a request is closed.
     let end = client::end_of(&mut other, client::PATIENCE).await?;
     ensure!(end == client::End::Eof(0), "an idle connection ended with {end:?}");
     Ok(())
 }
 
-/// Nodes with the most unusual values that Kubernetes lets them have.
+/// Nodes with the most unusual values that Kubernetes permits.
 async fn unusual_nodes_take_nothing_from_the_others(testbed: &Testbed) -> Result<()> {
     let mut inventory = Inventory::of(testbed)?;
     let (edge, other) = (testbed.edge(1).address, testbed.edge(2).address);
-    // Its usual address is the last one, and is written as one of IPv6.
+    // Its usual address is the last one, written as an IPv4-mapped IPv6 address.
     let addresses = ["169.254.9.9", "fe80::9", &format!("::FFFF:{edge}")]
         .map(|address| json!({ "type": "InternalIP", "address": address }));
     inventory.nodes[1]["status"]["addresses"] = json!(addresses);
@@ -344,7 +344,7 @@ async fn unusual_nodes_take_nothing_from_the_others(testbed: &Testbed) -> Result
     let mut everything = node(&"x".repeat(253), true, &odd, &["0.0.0.0/0", "::/0", "10.70.0.9/32"]);
     everything["status"]["daemonEndpoints"]["kubeletEndpoint"]["Port"] = json!(65535);
     inventory.nodes.push(everything);
-    // Called like another's address, and with an address that is another's name.
+    // Named like another node's address, and with an address that is another node's name.
     inventory.nodes.push(node(&other.to_string(), true, &[[192, 168, 77, 7].into()], &[]));
     inventory.write()?;
     let server = Builder::new(testbed).start().await?;
@@ -367,7 +367,7 @@ async fn unusual_nodes_take_nothing_from_the_others(testbed: &Testbed) -> Result
         curl(testbed, &[&format!("http://{address}:{PORT}/")]).await?.expect(200, "")?;
         ensure!(web.connections() == before + 1, "{address} led elsewhere");
     }
-    // Addresses of this host stay here.
+    // Addresses of this host stay local.
     for address in ["127.0.0.1".parse()?, CLOUD] {
         let here = Target::start(&testbed.cloud, address, 9104, Behaviour::Echo)?;
         client::echo(&mut connect(here.address).await?, b"here").await?;

@@ -1,4 +1,4 @@
-//! The https door: TLS passthrough by server name.
+//! The https listener: TLS passthrough by server name.
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,7 +42,8 @@ fn provider() -> Arc<rustls::crypto::CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-/// A ClientHello for `name`. rustls sends no IP address as a name, so `name` overwrites one of the same length.
+/// Returns a ClientHello for `name`. rustls sends no IP address as a server name, so `name` overwrites one of the same
+/// length.
 pub(crate) fn client_hello(name: &str) -> Result<Vec<u8>> {
     let stand_in = "x".repeat(name.len());
     let config = rustls::ClientConfig::builder_with_provider(provider())
@@ -61,7 +62,7 @@ pub(crate) fn client_hello(name: &str) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The door's whole answer to bytes that it refuses.
+/// Returns the listener's whole answer to bytes that it refuses.
 async fn answer(bytes: &[u8]) -> Result<Vec<u8>> {
     let mut stream = connect(door()).await?;
     stream.write_all(bytes).await?;
@@ -189,7 +190,7 @@ async fn unknown_names_get_an_alert(testbed: &Testbed) -> Result<()> {
     turned_away(&server, 4.0).await
 }
 
-/// The door counts a client after it has answered.
+/// Waits until the listener has counted a client, which it does after answering.
 async fn turned_away(server: &server::Server<'_>, clients: f64) -> Result<()> {
     let count =
         async || Ok(server.metrics().await?.sum("postern_callers_refused_total", &[("door", "https")]));
@@ -214,7 +215,7 @@ async fn plaintext_is_refused(testbed: &Testbed) -> Result<()> {
     }
     server.wait_log("not TLS").await?;
     turned_away(&server, 5.0).await?;
-    // A silent client is closed after a while, and delays no other client meanwhile.
+    // A silent client is closed after a timeout, and delays no other client meanwhile.
     let mut silent = connect(door()).await?;
     let on_edge = target(testbed, 1, KUBELET, Behaviour::Echo)?;
     let hello = client_hello("edge-1")?;
@@ -256,7 +257,7 @@ async fn further_ports_lead_to_other_ports_of_nodes(testbed: &Testbed) -> Result
     ensure!((on_edge.connections(), kubelet.connections()) == (1, 1), "both went to one port");
     let destination = on_edge.address.to_string();
     server.wait_access("of the further port", |line| line.text("destination") == destination).await?;
-    // A successor has it too.
+    // A successor has the listener too.
     let _second = server.take_over().await?;
     through(further).await?;
     ensure!(on_edge.connections() == 2, "{} connections", on_edge.connections());

@@ -1,4 +1,5 @@
-//! The https door for callers that address the server itself, without a cluster: a certificate is what they show.
+//! The https listener for callers that address the server itself, without a cluster: callers authenticate by
+//! certificate.
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
 use postern_testbed::server::{Builder, Server};
@@ -25,10 +26,10 @@ scenarios! {
 
 const KUBELET: u16 = 10250;
 const DOOR: &str = "https://10.70.0.1:10263";
-/// By which callers address the two targets of [`started`].
+/// Host headers of the two targets of [`started`].
 const HOSTS: [&str; 2] = ["edge-1:10250", "edge-1:9100"];
 
-/// The CAs of a run: callers', and nodes'.
+/// The CAs of a run: the callers' and the nodes'.
 struct Cas {
     callers: Authority,
     nodes: Authority,
@@ -50,7 +51,7 @@ impl Cas {
     }
 }
 
-/// curl with a caller's certificate, and the server's verified.
+/// Runs curl with a caller's certificate; the server's certificate is verified.
 async fn call(testbed: &Testbed, cas: &Cas, args: &[&str]) -> Result<Answer> {
     let (certificate, key) = cas.callers.client("prometheus")?;
     let own = testbed.dir().join("server/ca/ca.crt");
@@ -58,7 +59,7 @@ async fn call(testbed: &Testbed, cas: &Cas, args: &[&str]) -> Result<Answer> {
     curl(testbed, &[&["--cacert", &own, "--cert", &certificate, "--key", &key][..], args].concat()).await
 }
 
-/// A connection with a caller's certificate, on which the server's is verified.
+/// Connects with a caller's certificate; the server's certificate is verified.
 async fn connect(testbed: &Testbed, cas: &Cas) -> Result<TlsStream<TcpStream>> {
     connect_to(10263, testbed, cas).await
 }
@@ -71,7 +72,7 @@ async fn connect_to(port: u16, testbed: &Testbed, cas: &Cas) -> Result<TlsStream
     tls::handshake(stream, &CLOUD.to_string(), roots, Some(&identity), None).await
 }
 
-/// A server, and an agent on edge 1 with the targets of [`HOSTS`]: one that speaks TLS, and one that does not.
+/// Starts a server, and an agent on edge 1 with the targets of [`HOSTS`]: one with TLS, and one without.
 async fn started(testbed: &Testbed) -> Result<(Cas, Server<'_>, Agent<'_>, [Web; 2])> {
     let cas = Cas::new(testbed)?;
     let server = cas.server(testbed)?.start().await?;
@@ -87,7 +88,7 @@ async fn callers_reach_nodes_with_the_servers_certificate(testbed: &Testbed) -> 
     let server = cas.server(testbed)?.start().await?;
     let _agent = Agent::enrol(&server, 1).await?;
     let edge = testbed.edge(1).address;
-    // A kubelet's certificate has its node's address, or its name.
+    // A kubelet's certificate has its node's address or name.
     let names = [SanType::IpAddress(edge.into())];
     let kubelet = Web::with_tls(testbed, 1, KUBELET, &cas.nodes, &names)?;
     let metrics = Web::start(testbed, 1, 9100)?;
@@ -98,12 +99,12 @@ async fn callers_reach_nodes_with_the_servers_certificate(testbed: &Testbed) -> 
     }
     let named = ["-H", "X-Tunnel-Proxy-Host: edge-1", "-H", "Host: x:10250"];
     call(testbed, &cas, &[&[DOOR][..], &named].concat()).await?.expect(200, "client=certificate")?;
-    // A port that is plain is spoken to as such.
+    // A port without TLS is dialled without TLS.
     call(testbed, &cas, &[DOOR, "-H", "Host: edge-1:9100"]).await?.expect(200, "HTTP/1.1 client=")?;
     ensure!(kubelet.connections() == 3 && metrics.connections() == 1, "connections at the edge");
     let line = server.wait_access("of a caller", |line| line.text("door") == "https").await?;
     ensure!(line.text("caller") == "prometheus" && line.text("node") == "edge-1", "access line {line:?}");
-    // By the name of a node it is the kubelet's own TLS.
+    // With a node's name as the server name, the client's TLS ends at the kubelet.
     let to = "edge-1:10250:10.70.0.1:10263";
     let answer = curl(testbed, &["--connect-to", to, "--insecure", "https://edge-1:10250/pods"]).await?;
     answer.expect(200, "client=none").context("passed through by SNI")?;
@@ -121,7 +122,7 @@ async fn http_2_reaches_nodes(testbed: &Testbed) -> Result<()> {
     answer.expect(200, "HTTP/2.0 client=certificate")?;
     let answer = call(testbed, &cas, &["--http2", DOOR, "-H", "Host: edge-1:9100"]).await?;
     answer.expect(200, "HTTP/1.1 client=").context("to a target that speaks HTTP/1.1 only")?;
-    // A body without a length, which only its chunks can tell such a target.
+    // A body without a length, which an HTTP/1.1 target can only get in chunks.
     let unsized_get = ["--http2", "-X", "GET", "--data-binary", "seven b", "-H", "Content-Length:"];
     let answer =
         call(testbed, &cas, &[&unsized_get[..], &[DOOR, "-H", "Host: edge-1:9100"]].concat()).await?;
@@ -148,10 +149,10 @@ async fn nobody_without_a_certificate(testbed: &Testbed) -> Result<()> {
     let answer = curl(testbed, &[&asked[..], &["-H", "Authorization: Bearer secret"]].concat()).await?;
     answer.expect(401, "without a cluster there is nobody who knows bearer tokens")?;
     ensure!(!answer.body.contains("secret"), "{answer:?}");
-    // Not even which nodes there are.
+    // An unauthenticated caller does not even learn the nodes' names.
     let answer = curl(testbed, &["--cacert", &own, DOOR, "-H", "Host: edge-9:9100"]).await?;
     answer.expect(401, "a client certificate")?;
-    // A stranger's certificate.
+    // A certificate of a foreign CA.
     let (certificate, key) = cas.nodes.client("stranger")?;
     let (certificate, key) = (shown(&certificate), shown(&key));
     let answer = curl(testbed, &[&asked[..], &["--cert", &certificate, "--key", &key]].concat()).await?;
@@ -159,7 +160,7 @@ async fn nobody_without_a_certificate(testbed: &Testbed) -> Result<()> {
     ensure!(web.connections() == 0, "a stranger reached the edge");
     let log = server.process.output()?;
     ensure!(!log.contains("secret"), "a token is in the log");
-    // Without TLS of its own: only the names of nodes and of the server itself are known.
+    // An unknown server name: the listener knows only the names of nodes and of the server itself.
     let answer =
         curl(testbed, &["--insecure", "--connect-to", "edge-9:443:10.70.0.1:10263", "https://edge-9/"])
             .await?;
@@ -193,11 +194,11 @@ async fn certificates_are_reloaded(testbed: &Testbed) -> Result<()> {
     let _kubelet = Web::with_tls(testbed, 1, KUBELET, &later, &names)?;
     let asked = [DOOR, "-H", "Host: edge-1:10250"];
     call(testbed, &cas, &asked).await?.expect(502, "TLS to edge-1 at")?;
-    // Broken meanwhile: the last ones stay.
+    // A file that becomes invalid: its last good content stays in effect.
     let file = cas.nodes.file();
     std::fs::write(&file, "broken")?;
     server.wait_log("its last good content stays in effect").await?;
-    // Both at once: the kubelet takes certificates of the same CA only.
+    // Both change together: the kubelet accepts only certificates of the same CA.
     later.client("postern-kubelet-client")?;
     std::fs::copy(later.file(), &file)?;
     server.wait_log("the file's new content is in effect").await?;
@@ -237,7 +238,7 @@ async fn an_expected_upload_arrives(testbed: &Testbed) -> Result<()> {
 async fn a_slow_upload_arrives(testbed: &Testbed) -> Result<()> {
     let (cas, _server, _agent, _targets) = started(testbed).await?;
     let connect = async || connect(testbed, &cas).await;
-    // Both at once, since they take long.
+    // Concurrently, since both take long.
     let [one, other] = HOSTS;
     tokio::try_join!(
         front::a_slow_upload_arrives(&connect, one),
@@ -257,7 +258,7 @@ async fn a_callers_end_reaches_the_target(testbed: &Testbed) -> Result<()> {
     front::departures_are_logged(&server, "https", 4).await
 }
 
-/// Over TLS the end is a close_notify, and the end of the file behind it.
+/// Over TLS the end is a close_notify followed by the end of file.
 async fn an_ended_half_is_answered_at_every_listener(testbed: &Testbed) -> Result<()> {
     const METRIC: &str = "postern_build_info{";
     let cas = Cas::new(testbed)?;

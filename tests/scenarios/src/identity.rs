@@ -1,4 +1,4 @@
-//! Enrolment tokens, certificates, renewal, rotation of the CA.
+//! Enrolment tokens, certificates, renewal and rotation of the CA.
 use std::fs;
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -38,7 +38,7 @@ async fn enrols_once_and_keeps_its_key(testbed: &Testbed) -> Result<()> {
     let server = server(testbed).await?;
     let token = server.token("edge-1")?;
     ensure!(token.node == "edge-1" && token.ca_hash.starts_with("sha256:"), "{token:?}");
-    // The printed command names everything: server, node, token and hash.
+    // The printed command has everything: server, node, token and hash.
     for part in ["tunnel-agent", &server.agent_address(), "edge-1", &token.token, &token.ca_hash] {
         ensure!(token.command.contains(part), "{part:?} is not in the printed command {:?}", token.command);
     }
@@ -52,7 +52,7 @@ async fn enrols_once_and_keeps_its_key(testbed: &Testbed) -> Result<()> {
     agent.crash(&server).await?;
     agent.return_to(&server).await?;
     ensure!(fs::read(&key)? == before, "a restart made another key");
-    // Neither the key nor the means to dump it.
+    // Neither the key nor a means to dump it is shown.
     let line = String::from_utf8(before)?.lines().nth(1).context("a line of the key")?.to_owned();
     let shown = [
         server.get("/status").await?.1,
@@ -70,7 +70,7 @@ async fn enrols_once_and_keeps_its_key(testbed: &Testbed) -> Result<()> {
         let values: Vec<_> = core.split_whitespace().skip(4).take(2).collect();
         ensure!(values == ["0", "0"], "process {pid} may dump its keys: {core:?}");
     }
-    // The secret is neither in a log nor in the server's files.
+    // The secret is in no log and none of the server's files.
     let (_, secret) = secret.split_once('.').context("ID.SECRET")?;
     let found = testbed
         .on_cloud()
@@ -86,7 +86,7 @@ async fn enrols_once_and_keeps_its_key(testbed: &Testbed) -> Result<()> {
 async fn printed_command_works_unchanged(testbed: &Testbed) -> Result<()> {
     let server = server(testbed).await?;
     let token = server.token("edge-1")?;
-    // Word for word, but with a state folder of this run.
+    // The printed command unchanged, except for a state folder of this run.
     let (name, arguments) = token.command.split_once(' ').context("a command with arguments")?;
     let mut command = testbed.on_edge(1).command(&program(name)?);
     command.args(arguments.split_whitespace());
@@ -104,7 +104,7 @@ async fn printed_command_works_unchanged(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Starts an agent with a token that must not work, and expects the reason in its log or the server's.
+/// Starts an agent with a token that must not work, and expects the reason in its log or in the server's.
 async fn refused<'a>(server: &Server<'a>, builder: Builder<'a>, reason: &str) -> Result<()> {
     let mut agent = builder.spawn()?;
     wait_for(&format!("the agent's log to contain {reason:?}"), agent::START, async || {
@@ -183,7 +183,7 @@ async fn token_from_a_file(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Puts another certificate of the agent's own key into its state folder.
+/// Puts another certificate for the agent's own key into its state folder.
 fn replace_certificate(testbed: &Testbed, agent: &Agent<'_>, valid: Range<SystemTime>) -> Result<String> {
     let authority = Authority::open(&testbed.dir().join("server"))?;
     let key =
@@ -197,7 +197,7 @@ async fn renewal_drops_no_connection(testbed: &Testbed) -> Result<()> {
     let (server, mut agent) = server_and_agent(testbed).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     agent.crash(&server).await?;
-    // Certificates begin 300 s before they are issued; of this one's 100 s, 75 are over: 80 % is 5 s away.
+    // Certificates begin 300 s before they are issued; of this one's 100 s, 75 have passed: 80 % is 5 s away.
     let now = SystemTime::now();
     let old =
         replace_certificate(testbed, &agent, now - Duration::from_secs(375)..now + Duration::from_secs(25))?;
@@ -207,12 +207,12 @@ async fn renewal_drops_no_connection(testbed: &Testbed) -> Result<()> {
     let stored = async || Ok(fs::read_to_string(&file)?);
     wait_until("a renewed certificate on disk", Duration::from_secs(30), stored, |now| *now != old).await?;
     echo(&mut held, b"across the renewal").await?;
-    // The old certificate expires, without effect.
+    // The old certificate expires without effect.
     never("a break after the old certificate expired", Duration::from_secs(25), async || {
         Ok(!server.is_connected("edge-1").await? || echo(&mut held, b"still").await.is_err())
     })
     .await?;
-    // The connection that proves the session's link dead is made with the new one.
+    // The connection that proves the session's link dead uses the new certificate.
     testbed.forget_mappings()?;
     wait_for("a new connection", Duration::from_secs(60), async || Ok(visit(on_edge.address).await.ok()))
         .await?;
@@ -296,14 +296,14 @@ async fn rotating_the_ca_loses_no_agent(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Dials as the agent that the credentials were copied from, with a session number that nothing exceeds.
+/// Dials as the agent whose credentials were copied, with the highest session number.
 async fn copy_of(server: &Server<'_>, credentials: &Credentials) -> Result<HostileAgent> {
     let address: SocketAddr = server.agent_address().parse()?;
     let stream = credentials.dial(&server.testbed().edge(1).ns, address).await?;
     Ok(HostileAgent::serve(stream, "edge-1", (u64::MAX - 1, 0), Hostility::Quiet))
 }
 
-/// Waits until the server has refused the copy's session for this reason, and has ended it.
+/// Waits until the server has refused the copy's session for this reason and has ended it.
 async fn shut_out(copy: &HostileAgent, reason: &str) -> Result<()> {
     wait_for(&format!("the copy to be refused: {reason}"), client::PATIENCE, async || {
         Ok(copy.observed(|seen| seen.refused.iter().any(|refusal| refusal.contains(reason))).then_some(()))
@@ -325,7 +325,7 @@ async fn copied_identity_is_shut_out(testbed: &Testbed) -> Result<()> {
     let credentials = Credentials::of_agent(&real.state_dir())?;
     real.crash(&server).await?;
 
-    // A number that no clock explains does not keep the node's own agent out.
+    // A session number that no clock can give does not lock out the node's own agent.
     let copy = copy_of(&server, &credentials).await?;
     server.wait_connected("edge-1", true, client::PATIENCE).await?;
     real.start_again()?;

@@ -1,4 +1,4 @@
-//! What strangers, greedy clients and bursts cannot take from the others.
+//! Limits that protect other clients from unauthenticated clients, greedy clients and bursts.
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -42,18 +42,18 @@ scenarios! {
 }
 
 const SOURCES: u8 = 20;
-/// Open files of a server that is to reach its bounds.
+/// Open files of a server that is to reach its limits.
 const FEW_FILES: u32 = 2_000;
 
-/// What a stranger does with its connections.
+/// Behaviour of an unauthenticated client on its connections.
 #[derive(Clone)]
 enum Stranger {
     Silent,
-    /// Shakes hands for an enrolment, and asks nothing.
+    /// Makes a TLS handshake for an enrolment, and sends no request.
     Idle(RootCertStore),
 }
 
-/// Strangers who open connections as fast as they can, and another whenever one is closed.
+/// Unauthenticated clients that open connections as fast as they can, and a new one whenever one is closed.
 struct Flood {
     stop: Arc<AtomicBool>,
     opened: Arc<AtomicU64>,
@@ -85,7 +85,7 @@ impl Flood {
         Ok(Self { stop, opened, thread: Some(thread) })
     }
 
-    /// Waits until so many connections were opened.
+    /// Waits until this number of connections was opened.
     async fn wait_opened(&self, count: u64) -> Result<()> {
         let opened = async || Ok(self.opened.load(Ordering::Relaxed));
         wait_until("the strangers' connections", Duration::from_secs(60), opened, |opened| *opened >= count)
@@ -110,7 +110,7 @@ fn sources() -> impl Iterator<Item = Ipv4Addr> {
     (0..SOURCES).map(|number| Ipv4Addr::new(10, 70, 0, 100 + number))
 }
 
-/// A machine with all the sources' addresses.
+/// Adds a machine with the addresses of all sources.
 fn strangers_host(testbed: &Testbed) -> Result<Namespace> {
     let ns = testbed.add_neighbour()?;
     for source in sources() {
@@ -139,20 +139,20 @@ async fn be_strange(source: Ipv4Addr, server: SocketAddr, stranger: Stranger, op
                     let mut stream =
                         tls::handshake(stream, SERVER_NAME, roots.clone(), None, Some(b"h2")).await?;
                     opened.fetch_add(1, Ordering::Relaxed);
-                    // The server's own settings come first.
+                    // The server's HTTP/2 settings arrive first.
                     while stream.read(&mut byte).await? > 0 {}
                 }
             }
             anyhow::Ok(())
         };
         if attempt.await.is_err() {
-            // Refused: again, but without a busy loop.
+            // Refused: try again, but without a busy loop.
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
 }
 
-/// Renews with an agent's credentials, as an agent does: one attempt.
+/// Renews the certificate with an agent's credentials as an agent does, in one attempt.
 async fn renew(testbed: &Testbed, own: &Credentials) -> Result<()> {
     let stream = own.dial_for(&testbed.edge(1).ns, agent_port(), b"h2").await?;
     let mut stream = Some(TokioIo::new(stream));
@@ -171,8 +171,8 @@ fn agent_port() -> SocketAddr {
     (CLOUD, 10262).into()
 }
 
-/// While strangers do their worst: an agent comes back, one enrols, one renews, and a restarted server, which knows
-/// nobody, gets its agents back.
+/// During a flood of unauthenticated clients an agent comes back, one enrols, one renews, and a restarted server, which
+/// has no sessions, gets its agents back.
 async fn nobody_is_locked_out(
     testbed: &Testbed,
     mut server: Server<'_>,
@@ -205,7 +205,8 @@ async fn nobody_is_locked_out(
     flood.stop()
 }
 
-/// Waits until the strangers have what they can get: many were sent away since the server's start, by either of its bounds.
+/// Waits until the flood has reached its limit: many connections were evicted or refused since the server's start, by
+/// either limit.
 async fn wait_full(server: &Server<'_>, flood: &Flood) -> Result<()> {
     flood.wait_opened(flood.opened.load(Ordering::Relaxed) + 500).await?;
     let sent_away = async || {
@@ -235,7 +236,7 @@ async fn idle_enrolments_of_twenty_sources_lock_nobody_out(testbed: &Testbed) ->
     nobody_is_locked_out(testbed, server, agent, flood).await
 }
 
-/// As by IPv4, where its packets come from the nodes' tokens.
+/// Like by IPv4, where this host's packets have the nodes' virtual addresses as their source.
 async fn this_host_is_another_source_at_each_node_by_ipv6(testbed: &Testbed) -> Result<()> {
     let server = Builder::new(testbed).open_files(FEW_FILES).start().await?;
     let _agents = [Agent::enrol(&server, 1).await?, Agent::enrol(&server, 2).await?];
@@ -249,7 +250,7 @@ async fn this_host_is_another_source_at_each_node_by_ipv6(testbed: &Testbed) -> 
     figure(&format!(
         "of {FEW_FILES} open files this host got {first} at one node, then {second} at the other"
     ));
-    // A third, and a third of what that leaves.
+    // A third of the files, and then a third of the rest.
     ensure!(first >= 100 && second >= first / 2, "{first} connections to edge-1, {second} to edge-2");
     let over = server.metrics().await?.sum("postern_connections_over_limit_total", &[("reason", "source")]);
     ensure!(over >= 20.0, "{over} connections were refused for their source");
@@ -263,7 +264,7 @@ async fn greedy_clients_leave_open_files_to_the_others(testbed: &Testbed) -> Res
     let on_first = target(testbed, 1, 9100, Behaviour::Echo)?;
     let on_second = target(testbed, 2, 9100, Behaviour::Echo)?;
     let by_pod = take_all(&pod, on_first.address, FEW_FILES as usize).await?;
-    // This process, whose packets come from the token of the node.
+    // This process, whose packets have the node's virtual address as their source.
     let by_host = take_all(&testbed.cloud, on_first.address, FEW_FILES as usize).await?;
     figure(&format!(
         "of {FEW_FILES} open files a pod got {}, this host then {}",
@@ -295,12 +296,12 @@ async fn greedy_clients_leave_open_files_to_the_others(testbed: &Testbed) -> Res
         ensure!(refused >= 1.0, "no connection was refused for its {reason}");
     }
     ensure!(!server.process.output()?.contains("cannot accept"), "the open files were used up");
-    // What is held still works, and what is given back can be used again.
+    // Held connections still work, and released ones make room for new ones.
     for mut stream in by_pod {
         echo(&mut stream, b"still mine").await?;
     }
     drop(by_host);
-    // Once the server has seen their ends.
+    // Waits until the server has seen their ends.
     let visited = async || visit(on_first.address).await;
     wait_until("a place among those given back", client::PATIENCE, visited, |_| true).await?;
     Ok(())
@@ -322,7 +323,7 @@ async fn strangers_at_the_egress_port_leave_the_http_door(testbed: &Testbed) -> 
     the_http_door_answers_beside_strangers(testbed, &server, 8132, "egress").await
 }
 
-/// While strangers have all that another door gives them.
+/// Checks the http listener while unauthenticated clients hold all that another listener gives them.
 async fn the_http_door_answers_beside_strangers(
     testbed: &Testbed,
     server: &Server<'_>,
@@ -377,7 +378,7 @@ async fn black_holed_dials_leave_turns_to_others(testbed: &Testbed) -> Result<()
     let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
     let holed = at_once(COUNT, || expect_reset(hole));
     let reached = async {
-        // What the agent refuses or gives up counts when it ends: the hole's first dials, after five seconds.
+        // Dials count when they end: the first ones to the black hole after five seconds.
         let ended = async || {
             let metrics = agent.metrics().await?;
             Ok(metrics.sum("postern_agent_dials_total", &[("outcome", "timed_out")]))
@@ -390,7 +391,7 @@ async fn black_holed_dials_leave_turns_to_others(testbed: &Testbed) -> Result<()
         Ok(())
     })
     .await?;
-    // Those that had no turn in time count as busy, the others as timed out.
+    // Dials that did not start in time count as busy, the others as timed out.
     let metrics = agent.metrics().await?;
     let ended = |outcome| metrics.sum("postern_agent_dials_total", &[("outcome", outcome)]);
     #[expect(clippy::cast_precision_loss, reason = "1500 fits")]

@@ -37,7 +37,7 @@ scenarios! {
 const BULK: u64 = 200_000_000;
 
 fn rate(bytes: u64, start: Instant) -> String {
-    // Megabytes fit a f64 exactly.
+    // Numbers of bytes below 2^53 are exact in an f64.
     #[expect(clippy::cast_precision_loss, reason = "for printing")]
     let megabytes = bytes as f64 / 1e6;
     format!("{megabytes:.0} MB at {:.0} MB/s", megabytes / start.elapsed().as_secs_f64())
@@ -100,7 +100,7 @@ async fn healthy_traffic_with_a_stalled_reader(testbed: &Testbed) -> Result<()> 
     let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
     let mut stalled = connect(source.address).await?;
     alongside("a stalled reader", healthy.address, pause(3)).await?;
-    // Once it reads again, everything arrives.
+    // Once it reads again, all bytes arrive.
     let got = digest(&mut stalled).await?;
     ensure!(
         got == (length, pattern_digest(5, length)),
@@ -186,20 +186,21 @@ async fn hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<()> {
         "stalled readers took {} MB of the server",
         megabytes(server_now - before)
     );
-    // One of them reads again and gets everything.
+    // One of them reads again and gets all its bytes.
     let mut first = stalled.swap_remove(0);
     let got = digest(&mut first).await?;
     ensure!(got == (20_000_000, pattern_digest(4, 20_000_000)), "{} bytes after the stall", got.0);
     Ok(())
 }
 
-/// More than the bound allows: those blocked longest are reset and logged as such, and no other connection is affected.
+/// More stalled data than the limit allows: the connections blocked longest are reset and logged as such, and no other
+/// connection is affected.
 async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<()> {
     const COUNT: usize = 500;
-    // More than a window and what the kernel takes.
+    // More than a window plus the kernel's buffers.
     const LENGTH: usize = 3_000_000;
-    // The server's bound for each node, in receivers that hold a whole window, the most that one can. The least that a
-    // blocked one holds is half of it: h2 announces what was taken only when it is the other half.
+    // The server's limit for each node, in receivers that each hold a whole window, the maximum for one. A blocked one
+    // holds at least half of it: h2 announces consumed data only once it is the other half.
     const LEFT: usize = link::SERVER_STALL_BYTES / link::STREAM_WINDOW as usize;
     let (server, _agent) = server_and_agent(testbed).await?;
     // In a process of its own: it fills 500 windows within the grace period.
@@ -225,7 +226,7 @@ async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<(
 
     let held = server.process.peak_resident_bytes()?.saturating_sub(before);
     figure(&format!("500 stalled readers held {} MB of the server at most", held / 1_000_000));
-    // During the grace period it is twice the bound.
+    // During the grace period the limit is doubled.
     let worst = 2 * link::SERVER_STALL_BYTES as u64;
     ensure!(held < worst, "stalled readers held {held} bytes of the server, {worst} at most are documented");
 
@@ -241,14 +242,14 @@ async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<(
         let client = stream.local_addr()?.to_string();
         let was_reset = early.contains(&client);
         if !was_reset {
-            // The target ends when nothing more is asked for. It fails if the client was reset meanwhile.
+            // The target ends once no more bytes are requested. This fails if the client was reset meanwhile.
             stream.shutdown().await.ok();
         }
         let end = end_of(&mut stream, client::PATIENCE).await.with_context(|| client.clone())?;
         match end {
             End::Reset if was_reset => {}
             End::Eof(LENGTH) if !was_reset => {}
-            // One that reads again is blocked now and then, and the sum is at the bound.
+            // A receiver that reads again is still blocked now and then, and the sum is at the limit.
             End::Reset => drop(late.insert(client)),
             End::Eof(_) => anyhow::bail!("{client} ended with {end:?}, reset before: {was_reset}"),
         }
@@ -260,7 +261,7 @@ async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<(
     .await
 }
 
-/// Round trips on an open connection while `work` runs; every one must be answered. Reports their times.
+/// Makes round trips on an open connection while `work` runs; every one must be answered. Reports their times.
 async fn trips_alongside<T>(
     what: &str,
     stream: &mut TcpStream,
@@ -294,7 +295,7 @@ async fn targets_that_never_read(testbed: &Testbed) -> Result<()> {
     let mut stuck = Vec::new();
     for _ in 0..30 {
         let mut stream = connect(never_reads.address).await?;
-        // Until nothing more is taken for half a second, 64 MB at most.
+        // Until no more is accepted for half a second, 64 MB at most.
         for _ in 0..256 {
             let write = tokio::time::timeout(Duration::from_millis(500), stream.write_all(&chunk)).await;
             if write.is_err() {

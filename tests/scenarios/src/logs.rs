@@ -1,4 +1,4 @@
-//! Standard error that nobody reads, that is closed, or that fails: no tunnel waits for it.
+//! Standard error that is not read, is closed, or fails: no tunnel waits for it.
 use std::fs::OpenOptions;
 use std::io::{self, BufRead as _, BufReader};
 use std::time::{Duration, Instant};
@@ -19,9 +19,9 @@ scenarios! {
     standard_error_fails,
 }
 
-/// One page, the least that a pipe can hold.
+/// One page, the minimum capacity of a pipe.
 const PIPE: i32 = 4096;
-/// A visit takes milliseconds; those that wait for a log line take forever.
+/// A visit takes milliseconds; one that waits for a log line never ends.
 const LIMIT: Duration = Duration::from_secs(120);
 
 fn small_pipe() -> Result<(io::PipeReader, io::PipeWriter)> {
@@ -69,7 +69,7 @@ async fn nobody_reads_standard_error(testbed: &Testbed) -> Result<()> {
     });
     ensure!(tokio::time::timeout(LIMIT, line).await.context("no line about lost lines")??, "the log ended");
     visit(on_edge.address).await?;
-    // The agent's pipe is full to the end; the server's has no reader any more.
+    // The agent's pipe is full until the end; the server's has no reader any more.
     let status = agent.process.stop().await?;
     ensure!(status.success(), "the agent ended with {status}");
     let status = server.process.stop().await?;

@@ -1,4 +1,4 @@
-//! Names of servers, and name servers as edges have them.
+//! Names of servers, with name servers as found at edges.
 use std::net::Ipv6Addr;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -24,11 +24,11 @@ const SERVFAIL: Answer = Answer::Code(2);
 const NXDOMAIN: Answer = Answer::Code(3);
 const REFUSED: Answer = Answer::Code(5);
 const NODATA: Answer = Answer::Code(0);
-/// Below what a resolver waits for an answer that does not come, which an agent need not wait for.
+/// Shorter than the resolver's timeout, for which an agent need not wait.
 const ATTACHED: Duration = Duration::from_secs(20);
 
 async fn resolver(testbed: &Testbed) -> Result<Mounted> {
-    // One attempt: the resolver does not make up for what this server drops.
+    // One attempt: a resolver's retry does not hide a response that this server drops.
     let text = "nameserver 127.0.0.1\noptions timeout:30 attempts:1\n";
     Mounted::over(testbed, Path::new("/etc/resolv.conf"), text).await
 }
@@ -37,7 +37,7 @@ async fn one_kind_of_address_is_enough(testbed: &Testbed) -> Result<()> {
     attaches_by(testbed, Ok).await
 }
 
-/// The builds that are released: without glibc, whose resolver is more lenient.
+/// The released builds: without glibc, whose resolver is more lenient.
 async fn one_kind_of_address_is_enough_with_musl(testbed: &Testbed) -> Result<()> {
     attaches_by(testbed, agent::Builder::arm64).await
 }
@@ -68,8 +68,8 @@ fn tail(agent: &Agent<'_>) -> String {
     log.lines().rev().take(3).collect::<Vec<_>>().join(" | ")
 }
 
-/// Nobody answers for a line that is out, which is asked about twice a second; a name server that says no is not asked more than
-/// a server that refuses. With another network the name may exist.
+/// A line that is down gives no answers, and is asked about twice a second; a name server that answers negatively is
+/// not asked more often than a server that refuses. On another network the name may exist.
 async fn a_name_that_does_not_exist_is_asked_for_ever_less(testbed: &Testbed) -> Result<()> {
     let edge = testbed.edge(1);
     let names = NameServer::start(&edge.ns, Answers::v4(CLOUD, NODATA))?;
@@ -81,7 +81,7 @@ async fn a_name_that_does_not_exist_is_asked_for_ever_less(testbed: &Testbed) ->
     agent.crash(&server).await?;
     names.set(Answers { a: NODATA, aaaa: NXDOMAIN });
     agent.start_again()?;
-    // The jitter is full: a pause this long comes sooner or later, unless half a second is the most.
+    // With full jitter a pause this long occurs sooner or later, unless the maximum were half a second.
     let pause = pause_of_at_least(&agent, Duration::from_secs(7)).await?;
     let begin = Instant::now();
     names.set(Answers::v4(CLOUD, NXDOMAIN));
@@ -92,7 +92,7 @@ async fn a_name_that_does_not_exist_is_asked_for_ever_less(testbed: &Testbed) ->
     Ok(())
 }
 
-/// The first pause of the agent's last run that is as long as that, once it has begun.
+/// Waits for the first pause of at least this length that the agent logs from now on.
 async fn pause_of_at_least(agent: &Agent<'_>, least: Duration) -> Result<Duration> {
     let before = agent.process.output()?.lines().count();
     wait_for("a long pause between two attempts", Duration::from_secs(150), async || {

@@ -1,4 +1,4 @@
-//! The scenarios by subject, and the program that runs them: `[--quick] [FILTER] [--list]` and what libtest takes.
+//! The scenarios by subject, and the program that runs them: `[--quick] [FILTER] [--list]` and the options of libtest.
 //!
 //! A module declares its scenarios with `scenarios!`, and is listed in `all`.
 #![forbid(unsafe_code)]

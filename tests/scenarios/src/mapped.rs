@@ -1,4 +1,4 @@
-//! A static map on edge 1 that leads its workloads to an echo in the cloud.
+//! A static map on edge 1 from its workloads to an echo in the cloud.
 use std::fs;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -22,7 +22,7 @@ rules:
     ports: [9300]
 ";
 
-/// A server that lets workloads on the edge reach the echo, and the echo.
+/// Starts a server that lets workloads on the edge reach the echo, and the echo.
 pub(crate) async fn server(testbed: &Testbed) -> Result<(Server<'_>, Target)> {
     let policy = testbed.dir().join("policy.yaml");
     fs::write(&policy, POLICY).with_context(|| format!("writing {}", policy.display()))?;
@@ -30,7 +30,7 @@ pub(crate) async fn server(testbed: &Testbed) -> Result<(Server<'_>, Target)> {
     Ok((server, Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::Echo)?))
 }
 
-/// As a workload on the edge, connects through the map, echoes, and leaves the connection open.
+/// Connects through the map like a workload on the edge, echoes, and returns the open connection.
 pub(crate) async fn hold_mapped(testbed: &Testbed) -> Result<TcpStream> {
     let map = SocketAddr::from(([127, 0, 0, 1], 9090));
     let mut stream = client::connect_from(&testbed.edge(1).ns, map, client::PATIENCE)
@@ -40,7 +40,7 @@ pub(crate) async fn hold_mapped(testbed: &Testbed) -> Result<TcpStream> {
     Ok(stream)
 }
 
-/// The same, and closes the connection.
+/// As [`hold_mapped`], and closes the connection.
 pub(crate) async fn visit_mapped(testbed: &Testbed) -> Result<()> {
     let mut stream = hold_mapped(testbed).await?;
     stream.shutdown().await.context("closing")?;
@@ -49,7 +49,7 @@ pub(crate) async fn visit_mapped(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Workloads on the edge use the map again and again while `work` runs; none may fail.
+/// Uses the map repeatedly, like workloads on the edge, while `work` runs; no use may fail.
 pub(crate) async fn alongside_map<T>(testbed: &Testbed, work: impl Future<Output = Result<T>>) -> Result<T> {
     let mut work = std::pin::pin!(work);
     let mut visits = 0;
@@ -65,7 +65,7 @@ pub(crate) async fn alongside_map<T>(testbed: &Testbed, work: impl Future<Output
             visited = &mut visit => visited.with_context(|| format!("after {visits} visits"))?,
         }
         visits += 1;
-        // Each takes one of the server's ports for a minute.
+        // Each one uses one of the server's ports for a minute.
         tokio::time::sleep(Duration::from_millis(3)).await;
     }
 }

@@ -1,4 +1,4 @@
-//! Floods under the memory limit of a container: they end with resets and counters, never with an OOM kill.
+//! Floods under the memory limit of a container: they cause resets and are counted, but never an OOM kill.
 use std::net::SocketAddr;
 use std::path::Path;
 
@@ -34,10 +34,11 @@ scenarios! {
 
 const SERVER: u64 = 256 << 20;
 const AGENT: u64 = 64 << 20;
-/// Bytes of one connection that nobody reads: more than a window and what the kernel takes.
+/// Number of bytes of one unread connection: more than a window plus the kernel's buffers.
 const LENGTH: usize = 3_000_000;
 
-/// A sixth of the limit may be held for those who do not read; the metric shows what the program has read from its cgroup.
+/// Expects a limit on unread data of a sixth of the memory limit; the metric shows the value that the program derived
+/// from its cgroup.
 fn expect_budget(metrics: &Metrics, limit: &MemoryLimit) -> Result<()> {
     #[expect(clippy::cast_precision_loss, reason = "megabytes fit")]
     let sixth = (limit.bytes() / 6) as f64;
@@ -45,15 +46,15 @@ fn expect_budget(metrics: &Metrics, limit: &MemoryLimit) -> Result<()> {
     metrics.expect("postern_stalled_bytes", &[], 0.0)
 }
 
-/// Where a shipped DaemonSet mounts the host's cgroups.
+/// Returns the path at which a shipped DaemonSet mounts the host's cgroups.
 fn mount_of_cgroups(manifest: &str) -> Result<&Path> {
     let lines = manifest.lines().skip_while(|line| line.trim() != "- name: cgroup");
     let path = lines.map(str::trim).find_map(|line| line.strip_prefix("mountPath: "));
     path.map(Path::new).context("the manifest has no mount of the volume cgroup")
 }
 
-/// Both programs find their limits in a cgroup namespace of their own: beside the host's hierarchies where the manifests mount
-/// them, and below these where they cover the pod's own.
+/// Both programs find their limits in a cgroup namespace of their own: with the host's hierarchies beside the pod's
+/// own, as in the manifests, and with the host's mounted over the pod's own.
 async fn a_pods_limits_are_found(testbed: &Testbed) -> Result<()> {
     const SERVER_MANIFEST: &str = include_str!("../../../deploy/base/server-daemonset.yaml");
     const REDIRECTOR_MANIFEST: &str =
@@ -61,7 +62,7 @@ async fn a_pods_limits_are_found(testbed: &Testbed) -> Result<()> {
     let shipped = mount_of_cgroups(SERVER_MANIFEST)?;
     ensure!(shipped == mount_of_cgroups(REDIRECTOR_MANIFEST)?, "server and redirector differ");
     let covering = Path::new("/sys/fs/cgroup");
-    // Nothing is to be made outside of the run's folder.
+    // Nothing may be created outside of the run's folder.
     let beside = testbed.dir().join("pod").join(shipped.strip_prefix("/")?);
     let beside = if shipped.starts_with(covering) { shipped } else { &beside };
     for (name, hosts) in [("beside", beside), ("covered", covering)] {
@@ -84,7 +85,7 @@ async fn a_pods_limits_are_found(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The limits that the program has found, and the files that have them.
+/// Expects the limits that the program has found, and the files that contain them.
 fn expect_limits(metrics: &Metrics, limit: &MemoryLimit) -> Result<()> {
     expect_budget(metrics, limit)?;
     #[expect(clippy::cast_precision_loss, reason = "megabytes fit")]
@@ -97,7 +98,7 @@ fn expect_limits(metrics: &Metrics, limit: &MemoryLimit) -> Result<()> {
     }
 }
 
-/// That what is held comes to the bound: not far below it and, after the grace, not above.
+/// Waits until the unread data is near its limit: not far below it and, after the grace period, not above it.
 async fn expect_held(metrics: impl AsyncFn() -> Result<Metrics>) -> Result<()> {
     let ratio = async || {
         let metrics = metrics().await?;
@@ -130,8 +131,8 @@ async fn stalled_at(server: &Server<'_>) -> Result<f64> {
     Ok(server.metrics().await?.sum("postern_connections_total", &[("outcome", "stalled")]))
 }
 
-/// The flood is within the server's bound for one node and not within its memory. The link that holds most pays, and the
-/// other node's readers keep what they have.
+/// The flood is within the server's limit for one node, but not within its memory. The link with the most unread data
+/// is reset, and the other node's readers keep theirs.
 async fn stalled_readers_of_two_nodes(testbed: &Testbed) -> Result<()> {
     const GREEDY: usize = 400;
     const MODEST: usize = 10;
@@ -169,7 +170,7 @@ async fn stalled_readers_of_two_nodes(testbed: &Testbed) -> Result<()> {
     }
     drop(flood);
     for mut stream in kept {
-        // The target ends when nothing more is asked for.
+        // The target ends once no more bytes are requested.
         stream.shutdown().await.context("asking for the end")?;
         let end = end_of(&mut stream, client::PATIENCE).await?;
         ensure!(end == End::Eof(LENGTH), "one within the bound ended with {end:?}");
@@ -196,8 +197,7 @@ async fn send_until_reset(mut stream: TcpStream) -> Result<()> {
     Ok(())
 }
 
-/// What the agent may hold is less than what is sent to targets that never read, beside as many connections as a busy node
-/// has.
+/// More data is sent to targets that never read than the agent may hold, beside as many connections as a busy node has.
 async fn targets_that_never_read_beside_two_thousand_connections(testbed: &Testbed) -> Result<()> {
     /// One source may have 814 of what the agent accepts, and less beside others.
     const SOURCES: u8 = 10;
@@ -240,7 +240,7 @@ async fn targets_that_never_read_beside_two_thousand_connections(testbed: &Testb
     for stream in &mut open {
         echo(stream, b"still there").await.context("one of the connections beside them")?;
     }
-    // Each reset reached its client, and the server says why.
+    // Each reset reached its client, and the server logs the reason.
     let resets = metrics.sum("postern_agent_connections_total", &[("outcome", "stalled")]);
     figure(&format!("{resets} of {STUCK} were reset"));
     let logged = async || stalled_at(&server).await;
@@ -260,8 +260,8 @@ async fn targets_that_never_read_beside_two_thousand_connections(testbed: &Testb
     Ok(())
 }
 
-/// Each of them may have a window under way, which is far more than the agent may use: what waits in front of its link is
-/// bounded for all of them.
+/// Each download may have a window in flight, which adds up to far more than the agent's memory: the data queued for
+/// its link is limited for all of them together.
 async fn downloads_that_nobody_reads_from_a_small_agent(testbed: &Testbed) -> Result<()> {
     const UNREAD: u32 = 240;
     let limit = testbed.limit_on_edge("tunnel-agent", AGENT)?;
@@ -291,8 +291,8 @@ async fn downloads_that_nobody_reads_from_a_small_agent(testbed: &Testbed) -> Re
     expect_alive(&mut agent.process, &limit)
 }
 
-/// Heads that strangers begin and never end, at the plain and at the https door: they hold a part of the memory, and what one
-/// source holds is not in the way of others.
+/// Incomplete request heads of unauthenticated clients at the plain and the https listener: they use a limited part of
+/// the memory, and those of one source do not block other sources.
 async fn heads_that_strangers_never_end(testbed: &Testbed) -> Result<()> {
     const STRANGERS: usize = 5_000;
     const PLAIN: u16 = 10268;
@@ -312,7 +312,7 @@ async fn heads_that_strangers_never_end(testbed: &Testbed) -> Result<()> {
     let held = alongside("heads that never end", healthy.address, async {
         let mut held = Vec::new();
         for (port, head) in doors.iter().cycle().take(STRANGERS) {
-            // Who finds no place is reset, maybe before it knows that it is connected.
+            // A client over the limit is reset, possibly before its connect() has returned.
             let Ok(mut stream) = connect((CLOUD, *port)).await else { continue };
             if stream.write_all(head).await.is_ok() {
                 held.push(stream);
@@ -339,7 +339,7 @@ async fn heads_that_strangers_never_end(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Says in the report how much of the limit each of these connections has taken.
+/// Reports the memory that each of these connections has used.
 fn cost(limit: &MemoryLimit, before: u64, connections: usize) -> Result<()> {
     let taken = limit.charged()?.saturating_sub(before);
     let each = taken / connections.max(1) as u64;
@@ -350,11 +350,11 @@ fn cost(limit: &MemoryLimit, before: u64, connections: usize) -> Result<()> {
     Ok(())
 }
 
-/// One source gets a third of what an agent has memory for, and the agent refuses what is more than that memory, which only several
-/// servers can bring it to; its other connections, and other nodes, have theirs.
+/// One source gets a third of the connections that an agent has memory for, and the agent refuses those beyond its
+/// memory, which takes several servers; its other connections, and other nodes, are not affected.
 async fn idle_connections_to_a_small_agent(testbed: &Testbed) -> Result<()> {
     const MOST: usize = 6_000;
-    // For 1,820 connections: a server with 20,000 open files lets one source have more.
+    // Memory for 1,820 connections: a server with 20,000 open files lets one source have more.
     let limit = testbed.limit_on_edge("tunnel-agent", 48 << 20)?;
     let pod = testbed.add_pod()?;
     let server = server::Builder::new(testbed).flag("--drain-timeout=3m").start().await?;
@@ -388,19 +388,19 @@ async fn idle_connections_to_a_small_agent(testbed: &Testbed) -> Result<()> {
     }
     expect_alive(&mut agent.process, &limit)?;
     drop(held);
-    // Once both ends have seen their ends.
+    // Waits until both ends have seen their ends.
     let visited = async || visit(on_first.address).await;
     wait_until("a place among those given back", client::PATIENCE, visited, |_| true).await?;
     Ok(())
 }
 
-/// Servers that have taken over one after the other, and what clients hold through them.
+/// Servers that took over one after the other, and the connections that clients hold through them.
 struct Filled<'a> {
     servers: [Server<'a>; 2],
     held: Vec<TcpStream>,
 }
 
-/// To each server a node's connections of other servers are unknown: two successors bring its agent to its own bound.
+/// A server does not know a node's connections through other servers: two successors bring the agent to its own limit.
 async fn fill_by_successors<'a>(
     first: &Server<'a>,
     from: &Namespace,
@@ -414,7 +414,7 @@ async fn fill_by_successors<'a>(
     Ok(Filled { servers: [second, third], held })
 }
 
-/// That clients were refused for the agent's bound, and not for an error.
+/// Expects that clients were refused for the agent's limit, and not for an error.
 async fn expect_busy_agent(server: &Server<'_>, agent: &Agent<'_>) -> Result<()> {
     server
         .wait_access("of a refused client", |line| {
@@ -439,13 +439,13 @@ async fn idle_connections_to_an_agent_with_few_files(testbed: &Testbed) -> Resul
     held.extend(more.held);
     ensure!(held.len() == FILES as usize * 3 / 4, "the agent has taken {} connections", held.len());
     expect_busy_agent(&more.servers[1], &agent).await?;
-    // It has files for what else it does.
+    // The agent has files left for its other work.
     ensure!(agent.get("/readyz").await?.0 == 200, "the agent is not ready");
     Ok(())
 }
 
-/// More idle connections than the server has memory for, from four addresses of pods and from this host, where there are open files
-/// for more: the newest are refused, and another client reaches another node.
+/// More idle connections than the server has memory for, from three pod addresses and from this host, where there are
+/// open files for more: the newest are refused, and another client reaches another node.
 async fn idle_connections_of_several_sources(testbed: &Testbed) -> Result<()> {
     const SERVER: u64 = 128 << 20;
     const MOST: usize = 6_000;
@@ -487,7 +487,7 @@ async fn idle_connections_of_several_sources(testbed: &Testbed) -> Result<()> {
     expect_alive(&mut server.process, &limit)
 }
 
-/// Has a pod's connections come from another address.
+/// Makes a pod's connections come from another address.
 fn another_source(pod: &Namespace, number: u8) -> Result<()> {
     pod.ip(&format!("addr add 10.71.0.{number}/24 dev eth0"))?;
     pod.ip(&format!("route replace default via 10.71.0.1 src 10.71.0.{number}"))

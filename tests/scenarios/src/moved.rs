@@ -26,13 +26,13 @@ const EXPORTER: u16 = 9100;
 const LOCAL: u16 = 9101;
 const SHELL: u16 = 9102;
 const SILENT: u16 = 9103;
-/// How long an agent may take to come back at its new address.
+/// Time limit for an agent to come back at its new address.
 const BACK: Duration = Duration::from_secs(30);
 
-/// How long what is held may last.
+/// Time limit for held connections to end.
 const ENDS: Duration = Duration::from_secs(10);
 
-/// The greeting of the target at an address.
+/// Returns the greeting of the target at an address.
 async fn greeting(address: SocketAddr) -> Result<String> {
     let mut stream = client::connect(address).await?;
     let mut said = [0; 8];
@@ -41,12 +41,13 @@ async fn greeting(address: SocketAddr) -> Result<String> {
     Ok(String::from_utf8_lossy(&said[..length]).into_owned())
 }
 
-/// As DHCP does: the edge gets another address, and its router takes the one before, in place of another machine of the LAN.
+/// Simulates DHCP: the edge gets another address, and its router takes the previous one, in the role of another machine
+/// of the LAN.
 async fn the_next_holder_of_a_nodes_address_is_never_dialled(testbed: &Testbed) -> Result<()> {
     const NEXT: Ipv4Addr = Ipv4Addr::new(192, 168, 50, 7);
     let edge = testbed.edge(1);
     let server = server(testbed).await?;
-    // As the Downward API says it when the container starts.
+    // As the Downward API reports it when the container starts.
     let node_ip = format!("--node-ip={}", edge.address);
     let agent = Agent::enrol_with(&server, 1, &[&node_ip]).await?;
     let kubelet = Target::start(&edge.ns, Ipv4Addr::UNSPECIFIED, KUBELET, Behaviour::HelloFirst("edge-1"))?;
@@ -54,7 +55,7 @@ async fn the_next_holder_of_a_nodes_address_is_never_dialled(testbed: &Testbed) 
     let old = |port| SocketAddr::new(edge.address.into(), port);
     ensure!(greeting(old(KUBELET)).await? == "edge-1");
 
-    // Otherwise the next address goes with the first.
+    // Otherwise the next address is deleted with the first.
     edge.ns.write("/proc/sys/net/ipv4/conf/eth0/promote_secondaries", "1")?;
     edge.ns.ip(&format!("addr add {NEXT}/24 dev eth0"))?;
     edge.ns.ip(&format!("addr del {}/24 dev eth0", edge.address))?;
@@ -65,7 +66,7 @@ async fn the_next_holder_of_a_nodes_address_is_never_dialled(testbed: &Testbed) 
         .map(|port| Target::start(&testbed.router, edge.address, port, Behaviour::HelloFirst("neighbour")))
         .collect::<Result<_>>()?;
 
-    // The Node is not updated yet: the node itself answers, where it listens for others.
+    // The Node is not updated yet: the node answers itself, on ports where it listens on more than the loopback.
     let answers = async || greeting(old(KUBELET)).await;
     wait_until("the kubelet to answer at the Node's address", BACK, answers, |said| said == "edge-1").await?;
     ensure!(kubelet.connections() >= 2, "the kubelet has seen {} connections", kubelet.connections());
@@ -79,11 +80,11 @@ async fn the_next_holder_of_a_nodes_address_is_never_dialled(testbed: &Testbed) 
     }
     ensure!(local.connections() == 0, "what listens on the loopback only was reached");
 
-    // The Node is updated: its address before is not its own any more.
+    // The Node is updated: the previous address is no longer its own.
     let mut nodes = Inventory::of(testbed)?;
     nodes.nodes[1] = inventory::node(&edge.name, true, &[NEXT.into()], &[]);
     nodes.write()?;
-    // Before the server knows it, a connect to it leads nowhere.
+    // Until the server knows the address, a connect to it is not answered.
     let updated = async || {
         let attempt = greeting(SocketAddr::new(NEXT.into(), KUBELET));
         tokio::time::timeout(Duration::from_secs(1), attempt).await.context("no connection")?
@@ -105,8 +106,8 @@ async fn the_next_holder_of_a_nodes_address_is_never_dialled(testbed: &Testbed) 
     agent.metrics().await?.expect("postern_agent_dials_total", &[("outcome", "denied")], 1.0)
 }
 
-/// Two addresses of edge 1 beside the one that its agent's link comes from: one passes to edge 2, and edge 1 keeps it on its
-/// interface; the other one is lost.
+/// Two addresses of edge 1 besides the one that its agent's link uses: one moves to edge 2, although edge 1 keeps it on
+/// its interface; the other one is lost.
 async fn held_connections_end_when_their_address_moves(testbed: &Testbed) -> Result<()> {
     const PASSES: Ipv4Addr = Ipv4Addr::new(192, 168, 50, 8);
     const LOST: Ipv4Addr = Ipv4Addr::new(192, 168, 50, 9);
@@ -153,7 +154,7 @@ async fn held_connections_end_when_their_address_moves(testbed: &Testbed) -> Res
     client::echo(&mut stays, b"still there").await
 }
 
-/// Waits for the connection's reset and its line.
+/// Waits for the connection's reset and its access line.
 async fn ended(server: &Server<'_>, held: &mut TcpStream, target: SocketAddr, why: &str) -> Result<()> {
     let end = client::end_of(held, ENDS).await.with_context(|| format!("held to {target}"))?;
     ensure!(end == client::End::Reset, "the connection to {target} ended with {end:?}");

@@ -1,23 +1,23 @@
-//! What scenarios need and `cargo xtask test` builds while others run.
+//! Builds that scenarios need and that `cargo xtask test` makes while other scenarios run.
 use std::fs::{self, File};
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-/// The folder that gets a file for each kind of scenarios once what they need is built; without it all is built.
+/// Folder in which a file appears for each kind of scenarios once its builds are ready; if unset, everything is built.
 const VARIABLE: &str = "POSTERN_NEEDS";
-/// Begins a file about something that failed.
+/// Prefix of a file about a failed build.
 const FAILED: &str = "failed: ";
-/// In there, locked by the process that builds.
+/// File in the folder that is locked by the building process.
 const RUNNING: &str = "running";
 
-/// Waits until what scenarios of this kind need is built. Returns the variables that say where it is.
+/// Waits until the builds for scenarios of this kind are ready. Returns the variables with their paths.
 pub(crate) fn wait(kind: &str) -> Result<Vec<(String, String)>> {
     let Some(folder) = std::env::var_os(VARIABLE) else { return Ok(Vec::new()) };
     let (file, running) = (Path::new(&folder).join(kind), Path::new(&folder).join(RUNNING));
     loop {
-        // Asked before the file is: it may be the last that is built.
+        // Checked before the file is read, which may be the last that is built.
         let ended = has_ended(&running)?;
         if let Some(variables) = read(&file)? {
             return Ok(variables);
@@ -29,11 +29,11 @@ pub(crate) fn wait(kind: &str) -> Result<Vec<(String, String)>> {
 
 fn has_ended(running: &Path) -> Result<bool> {
     let file = File::open(running).with_context(|| format!("opening {}", running.display()))?;
-    // The lock is given back at once.
+    // The lock is released at once.
     Ok(file.try_lock_shared().is_ok())
 }
 
-/// None: it is not built yet.
+/// Reads the file; None: it is not built yet.
 fn read(file: &Path) -> Result<Option<Vec<(String, String)>>> {
     let text = match fs::read_to_string(file) {
         Ok(text) => text,

@@ -1,4 +1,4 @@
-//! What an operator sees: flags, exit codes, admin pages, status.
+//! An operator's view: flags, exit codes, admin pages, status.
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -83,7 +83,7 @@ async fn expect_64(testbed: &Testbed, name: &str, flags: &[&str], expected: &[&s
     let mut command = testbed.on_cloud().command(&program(name)?);
     command.args(flags);
     let log = format!("{name}-misconfigured");
-    // Measured before the start: it may log everything a moment later.
+    // Measured before the start: all of the log may be there a moment later.
     let before = std::fs::metadata(log_file(testbed.dir(), &log)).map_or(0, |log| log.len() as usize);
     let mut process = Process::spawn(testbed.dir(), &log, command)?;
     let status =
@@ -98,7 +98,7 @@ async fn expect_64(testbed: &Testbed, name: &str, flags: &[&str], expected: &[&s
 }
 
 async fn impossible_redirect_is_an_error(testbed: &Testbed) -> Result<()> {
-    // A folder that is not a cgroup: an impossible redirect is an error and does not turn itself off.
+    // A folder that is not a cgroup: an impossible redirect is an error, and is not silently turned off.
     let inventory = format!("--inventory={}", Inventory::of(testbed)?.path().display());
     let state = format!("--state-dir={}", testbed.dir().join("server").display());
     let cgroup = format!("--redirect-cgroup={}", testbed.dir().display());
@@ -159,7 +159,7 @@ async fn status_and_admin_pages(testbed: &Testbed) -> Result<()> {
     let (level, _) = client::http(admin().await?, "PUT", "/debug/flags/v", "loud").await?;
     ensure!(level == 400, "an invalid level was answered {level}");
 
-    // Labels are bounded: none is an address or a node's name.
+    // Labels have few values: none is an address or a node's name.
     let metrics = server_.metrics().await?;
     ensure!(!metrics.samples.is_empty(), "no metrics");
     for sample in &metrics.samples {
@@ -180,14 +180,14 @@ async fn status_and_admin_pages(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The row of a target's connection in an answer of `/connections`.
+/// Returns the row of a target's connection in an answer of `/connections`.
 fn row<'a>(report: &'a Value, target: &Target) -> Option<&'a Value> {
     let address = target.address.to_string();
     let is_its = |row: &&Value| row["destination"] == address || row["target"] == address;
     report["connections"].as_array()?.iter().find(is_its)
 }
 
-/// Whether this receiver of the target's connection has taken nothing for a second.
+/// Reports whether this receiver of the target's connection has taken nothing for a second.
 fn is_blocked(report: &Value, target: &Target, receiver: &str) -> bool {
     let time = row(report, target).and_then(|row| row[receiver].as_u64());
     time.is_some_and(|time| time >= 1000)
@@ -198,7 +198,7 @@ fn json((status, body): (u16, String)) -> Result<Value> {
     serde_json::from_str(&body).with_context(|| format!("not JSON: {body}"))
 }
 
-/// Writes until that fails.
+/// Writes until a write fails.
 async fn fill(stream: &mut TcpStream) -> Result<()> {
     let block = vec![0; 64 << 10];
     loop {
@@ -206,7 +206,7 @@ async fn fill(stream: &mut TcpStream) -> Result<()> {
     }
 }
 
-/// Bytes that nobody reads for a while.
+/// Number of bytes that stay unread for a while.
 const UNREAD: u64 = 64_000_000;
 
 async fn connections_show_what_waits(testbed: &Testbed) -> Result<()> {
@@ -235,7 +235,7 @@ async fn connections_show_what_waits(testbed: &Testbed) -> Result<()> {
         ended = fill(&mut writer) => return ended,
     };
     let unread = row(&report, &source).context("the reader's row")?;
-    // The node has sent until it had to wait for the window.
+    // The node has sent until it was blocked by the window.
     let (held, left) = (unread["held_for_client"].as_u64(), unread["window_left"].as_u64());
     ensure!(held >= Some(512 << 10), "held for a client that does not read: {unread}");
     ensure!(left.is_some_and(|left| left <= 512 << 10), "left of its window: {unread}");
@@ -264,7 +264,7 @@ async fn connections_show_what_waits(testbed: &Testbed) -> Result<()> {
     let none: Value = serde_json::from_slice(&none.stdout).context("status --connections -o json")?;
     ensure!(none["connections"].as_array().is_some_and(Vec::is_empty), "of a node that has none: {none}");
 
-    // Once it is read, nothing waits, and what has ended is not shown.
+    // Once it is read, nothing waits, and an ended connection is not shown.
     let got = digest(&mut reader).await?;
     ensure!(got == (UNREAD, pattern_digest(5, UNREAD)), "{} bytes came, changed or incomplete", got.0);
     drop(reader);
@@ -289,7 +289,7 @@ async fn port_already_in_use(testbed: &Testbed) -> Result<()> {
     let said = second.output()?;
     ensure!(status.code() == Some(1), "the second server ended with {status}: {said}");
     ensure!(said.contains("1026"), "the port in use is not named: {said}");
-    // Its failure does not affect the first.
+    // Its failure does not affect the first server.
     ensure!(first.process.ended()?.is_none(), "the first server ended");
     visit(on_edge.address).await?;
     Ok(())

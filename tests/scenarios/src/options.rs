@@ -1,4 +1,4 @@
-//! Kernels and sandboxes that lack socket options: strace makes each setsockopt(2) fail.
+//! Kernels and sandboxes without certain socket options: strace makes each setsockopt(2) fail.
 use anyhow::{Result, ensure};
 use postern_testbed::process::Process;
 use postern_testbed::target::Behaviour;
@@ -12,7 +12,7 @@ scenarios! {
     connections_do_without_them,
 }
 
-/// Its own output is not mixed with the program's.
+/// Keeps strace's output apart from the program's.
 const STRACE: [&str; 7] = [
     "strace",
     "-f",
@@ -25,7 +25,7 @@ const STRACE: [&str; 7] = [
 
 async fn connections_do_without_them(testbed: &Testbed) -> Result<()> {
     let server = server(testbed).await?;
-    // Once it listens: without SO_REUSEADDR it would not.
+    // Only after it listens: without SO_REUSEADDR it would not.
     let mut command = testbed.on_cloud().command(STRACE[0].as_ref());
     command.args(&STRACE[1..]).args(["-p", &server.process.pid().to_string()]);
     let strace = Process::spawn(testbed.dir(), "strace", command)?;
@@ -33,7 +33,7 @@ async fn connections_do_without_them(testbed: &Testbed) -> Result<()> {
         Ok(strace.output()?.contains("attached").then_some(()))
     })
     .await?;
-    // Without an admin port it listens nowhere.
+    // Without an admin port it has no listener.
     let builder = agent::Builder::new(&server, 1).flag("--admin-address=127.0.0.1:0");
     let agent = builder.below(STRACE)?.enrol(&server).await?;
 

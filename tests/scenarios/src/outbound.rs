@@ -54,7 +54,7 @@ rules:
     ports: ["*"]
 "#;
 
-/// The connect door on an edge's loopback, as a workload there has it.
+/// Sends a request to the connect listener on an edge's loopback, like a workload there.
 async fn ask(ns: &Namespace, request: &str) -> Result<(TcpStream, String)> {
     let mut stream = client::connect_from(ns, (([127, 0, 0, 1]), PROXY).into(), SOON).await?;
     stream.write_all(request.as_bytes()).await?;
@@ -119,7 +119,7 @@ async fn workloads_reach_what_their_node_may(testbed: &Testbed) -> Result<()> {
     let mut mapped = client::connect_from(one, local, SOON).await?;
     client::echo(&mut mapped, b"through a map").await?;
 
-    // What no rule permits, and what is not there.
+    // Targets that no rule permits, and targets that do not exist.
     for (ns, to, status) in [
         (one, "edge-2:22", "403"),
         (one, "10.70.0.1:22", "403"),
@@ -175,7 +175,7 @@ async fn workloads_reach_what_their_node_may(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// On the server's host its loopback and the redirect's tokens lead to edge nodes.
+/// On the server's host, its loopback and the redirect's virtual addresses lead to edge nodes.
 async fn a_range_opens_no_edge_node_however_wide_it_is(testbed: &Testbed) -> Result<()> {
     let server = server(testbed, ANYWHERE)?.start().await?;
     let _agent = edge(&server, 1).await?;
@@ -203,7 +203,7 @@ async fn workloads_find_the_next_server(testbed: &Testbed) -> Result<()> {
     let local = SocketAddr::from(([127, 0, 0, 1], MAP));
     let mut held = client::connect_from(one, local, SOON).await?;
     client::echo(&mut held, b"before").await?;
-    // One that takes over on the same host, while a connection lasts.
+    // A successor on the same host takes over during a connection.
     let _second = first.take_over().await?;
     let reached = async || {
         let mut stream = client::connect_from(one, local, SOON).await?;
@@ -217,7 +217,7 @@ async fn workloads_find_the_next_server(testbed: &Testbed) -> Result<()> {
 /// Keeps new connections of edge 1 from the servers.
 const NO_SYN: &str = "OUTPUT -p tcp --dport 10262 --syn -j DROP";
 
-/// Clients of the map that send something and close at once.
+/// Opens clients of the map that send something and close at once.
 async fn impatient(ns: &Namespace, count: usize) -> Result<()> {
     for _ in 0..count {
         let mut client = client::connect_from(ns, ([127, 0, 0, 1], MAP).into(), SOON).await?;
@@ -235,7 +235,7 @@ async fn wait_outbound(agent: &Agent<'_>, outcome: &str, count: f64) -> Result<(
 }
 
 async fn who_waits_for_a_server_is_told_with_all_others(testbed: &Testbed) -> Result<()> {
-    // An attempt takes ten seconds.
+    // One attempt takes ten seconds.
     const AN_ATTEMPT: Duration = Duration::from_secs(25);
     let server = server(testbed, POLICY)?.start().await?;
     let agent = edge(&server, 1).await?;
@@ -263,7 +263,7 @@ async fn who_has_given_up_is_not_carried_later(testbed: &Testbed) -> Result<()> 
     one.iptables(&format!("-I {NO_SYN}"))?;
     impatient(one, 5).await?;
     let mut patient = client::connect_from(one, ([127, 0, 0, 1], MAP).into(), SOON).await?;
-    // Longer than a client that has closed may wait, shorter than an attempt.
+    // Longer than a closed client may wait, shorter than an attempt.
     tokio::time::sleep(Duration::from_secs(4)).await;
     one.iptables(&format!("-D {NO_SYN}"))?;
     client::echo(&mut patient, b"still here").await.context("after a short outage")?;
@@ -285,7 +285,7 @@ async fn a_link_that_a_nat_has_forgotten_is_used_once(testbed: &Testbed) -> Resu
     lost.write_all(b"lost").await?;
     let end = client::end_of(&mut lost, SOON).await.context("on the link that was forgotten")?;
     ensure!(end == client::End::Reset, "on the link that was forgotten: {end:?}");
-    // Sooner than PING gives that link up.
+    // Sooner than PING would give that link up.
     let mut next = client::connect_from(one, local, SOON).await?;
     client::echo(&mut next, b"after").await.context("on the next link")
 }

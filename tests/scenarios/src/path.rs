@@ -83,7 +83,7 @@ async fn by_edge_address_ipv6(testbed: &Testbed) -> Result<()> {
     ensure!(stream.peer_addr()? == on_edge.address, "getpeername shows {}", stream.peer_addr()?);
     echo(&mut stream, b"by IPv6").await?;
     drop(stream);
-    // The IPv4 address through an IPv6 socket.
+    // An IPv4 address through an IPv6 socket.
     let v4 = target(testbed, 1, 10255, Behaviour::Echo)?;
     let mapped = SocketAddr::new(edge.address.to_ipv6_mapped().into(), 10255);
     let mut stream = connect(mapped).await?;
@@ -96,7 +96,7 @@ async fn by_edge_address_ipv6(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The agent enrols, attaches and is reached by IPv6; its router passes no IPv4 on.
+/// The agent enrols, attaches and is reached by IPv6; its router drops IPv4.
 async fn without_ipv4(testbed: &Testbed) -> Result<()> {
     let edge = testbed.edge(1);
     testbed.router.iptables(&format!("-I FORWARD -i {} -j DROP", edge.router_port))?;
@@ -139,7 +139,7 @@ async fn cloud_addresses_stay_direct(testbed: &Testbed) -> Result<()> {
         visit(direct.address).await.with_context(|| format!("direct to {}", direct.address))?;
         ensure!(direct.connections() == 1, "{} saw {} connections", direct.address, direct.connections());
     }
-    // A port that is not tunnelled is direct, so the router drops it.
+    // A port that is not tunnelled is dialled directly, so the router drops the packets.
     let error = client::connect_error((testbed.edge(1).address, 9999), Duration::from_secs(1)).await?;
     ensure!(error.kind() == std::io::ErrorKind::TimedOut, "port 9999 is not tunnelled, yet: {error}");
     ensure!(
@@ -157,7 +157,7 @@ async fn half_close_both_ways(testbed: &Testbed) -> Result<()> {
 
 pub(crate) async fn half_closes(testbed: &Testbed) -> Result<()> {
     let length = 2_000_000;
-    // The client ends first; the answer follows.
+    // The client half-closes first; the answer follows.
     let sink = target(testbed, 1, 9100, Behaviour::Sink)?;
     let mut stream = connect(sink.address).await?;
     client::Pattern::new(1, length).write_to(&mut stream).await?;
@@ -167,7 +167,7 @@ pub(crate) async fn half_closes(testbed: &Testbed) -> Result<()> {
         answer == format!("{length} {}", pattern_digest(1, length)),
         "the sink got something else: {answer}"
     );
-    // The target ends first; the client goes on sending.
+    // The target half-closes first; the client goes on sending.
     let ends_first = target(testbed, 1, 9101, Behaviour::EndsFirst("goodbye"))?;
     let mut stream = connect(ends_first.address).await?;
     let greeting = client::text(&mut stream, "the target did not end").await?;
@@ -221,7 +221,7 @@ async fn resets_travel_both_ways(testbed: &Testbed) -> Result<()> {
 }
 
 pub(crate) async fn resets(testbed: &Testbed, server: &Server<'_>) -> Result<()> {
-    // From the target to the client.
+    // A reset from the target to the client.
     let resets = target(testbed, 1, 9103, Behaviour::Resets)?;
     let mut stream = connect(resets.address).await?;
     stream.write_all(b"x").await?;
@@ -230,7 +230,7 @@ pub(crate) async fn resets(testbed: &Testbed, server: &Server<'_>) -> Result<()>
     server
         .wait_access("target's reset", of_connection("edge-1", &resets.address.to_string(), "target_reset"))
         .await?;
-    // From the client to the target.
+    // A reset from the client to the target.
     let on_edge = target(testbed, 1, 9104, Behaviour::Echo)?;
     let mut stream = connect(on_edge.address).await?;
     echo(&mut stream, b"up to here").await?;
@@ -257,7 +257,7 @@ async fn pod_is_redirected_and_neighbour_is_refused(testbed: &Testbed) -> Result
     );
     echo(&mut from_pod, b"from a pod").await?;
 
-    // The pod's connection arrives at the host with the node's token as its destination.
+    // The pod's connection arrives at the host with the node's virtual address as its destination.
     let sockets = testbed.cloud.output("ss", "-Htn state established")?;
     let is_token = |address: &SocketAddr| matches!(address.ip(), IpAddr::V4(v4) if v4.octets()[0] == 198);
     let token = sockets.split_whitespace().filter_map(|word| word.parse().ok()).find(is_token);

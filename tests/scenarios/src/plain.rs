@@ -1,4 +1,4 @@
-//! The plain door: HTTP by a node's name for clients in the cloud.
+//! The plain listener: HTTP by a node's name for clients in the cloud.
 use anyhow::{Result, ensure};
 use postern_testbed::Testbed;
 use postern_testbed::agent::Agent;
@@ -18,7 +18,7 @@ async fn listed_clients_reach_nodes_by_name(testbed: &Testbed) -> Result<()> {
     let server = builder.flag("--plain-clients=10.70.0.0/24").start().await?;
     let _agent = Agent::enrol(&server, 1).await?;
     let (web, other) = (Web::start(testbed, 1, PORT)?, Web::start(testbed, 1, 9101)?);
-    // As the internal Service does it: the node's name leads to the door, whatever the port.
+    // As through the internal Service: the node's name leads to the listener, whatever the port.
     let to = "edge-1:9100:10.70.0.1:10268";
     let answer = curl(testbed, &["--connect-to", to, "http://edge-1:9100/metrics"]).await?;
     answer.expect(200, "host: edge-1:9100")?;

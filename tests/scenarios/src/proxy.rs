@@ -1,4 +1,4 @@
-//! Agents that get out only through an HTTP proxy: tinyproxy, on the router.
+//! Agents whose only way out is an HTTP proxy: tinyproxy, on the router.
 use std::fs;
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,15 +29,15 @@ scenarios! {
 }
 
 const PORT: u16 = 3128;
-/// How long some links that are cut after 3 s each, and the pauses between them, may take.
+/// Time limit for several links that are cut after 3 s each, and the pauses between them.
 const NAMES: Duration = Duration::from_secs(45);
 
-/// The proxy's address as edge 1 has it, with what may stand before.
+/// Returns the proxy's address for edge 1, with this prefix for the user.
 fn url(user: &str) -> String {
     format!("http://{user}192.168.50.1:{PORT}")
 }
 
-/// Nothing but the proxy leads out.
+/// Leaves only the proxy as a way out.
 fn close_direct_way(testbed: &Testbed) -> Result<()> {
     testbed.router.iptables(&format!("-I FORWARD -i edge+ -d {CLOUD} -p tcp -j DROP"))
 }
@@ -51,7 +51,7 @@ fn start(testbed: &Testbed, directives: &str) -> Result<Process> {
     Process::spawn(testbed.dir(), "tinyproxy", command)
 }
 
-/// An agent that enrols and then waits for its tunnel.
+/// Makes a builder for an agent that enrols through this proxy.
 fn builder<'a>(server: &Server<'a>, proxy: &str) -> Result<Builder<'a>> {
     Ok(Builder::new(server, 1).token(server.token("edge-1")?).env("HTTPS_PROXY", proxy))
 }
@@ -73,7 +73,7 @@ async fn an_agent_gets_out_through_a_proxy(testbed: &Testbed) -> Result<()> {
     let echo = target(testbed, 1, 9100, Behaviour::Echo)?;
     client::visit(echo.address).await?;
 
-    // The proxy starts anew.
+    // The proxy restarts.
     proxy.crash().await?;
     agent.wait_log("session ended").await?;
     let _proxy = start(testbed, "BasicAuth user secret")?;
@@ -84,18 +84,19 @@ async fn an_agent_gets_out_through_a_proxy(testbed: &Testbed) -> Result<()> {
 async fn a_proxy_that_ends_idle_tunnels(testbed: &Testbed) -> Result<()> {
     close_direct_way(testbed)?;
     let server = server(testbed).await?;
-    // Seconds, less than from one PING to the next.
+    // In seconds, shorter than the interval between PINGs.
     let _proxy = start(testbed, "Timeout 3")?;
     let agent = builder(&server, &url(""))?.spawn()?;
     server.wait_connected("edge-1", true, agent::START).await?;
     let echo = target(testbed, 1, 9100, Behaviour::Echo)?;
     agent.wait_log("session ended").await?;
     wait_until("a visit", agent::START, async || client::visit(echo.address).await, |_| true).await?;
-    // The next session may have replaced one whose end the server had not seen yet: then it is said of a later one.
+    // The next session may have replaced one whose end the server had not seen yet; then a later end has the reason.
     let end = async || Ok(server.status().await?["nodes"][0]["last_end"].to_string());
     let closed = "link lost: the peer closed the connection";
     wait_until("the end as the server has it", NAMES, end, |end| end.contains(closed)).await?;
-    // After several that were cut alike it is clear who does it. Each time the agent waits a little longer before it comes back.
+    // After several links were cut after the same time, the agent names the proxy. It waits a little longer before each
+    // return.
     let says = "the proxy 192.168.50.1:3128 closes links that are idle for about ";
     let log = async || agent.process.output();
     wait_until("the agent to name the proxy", NAMES, log, |log| log.contains(says)).await?;
@@ -110,7 +111,7 @@ async fn a_proxy_that_ends_idle_tunnels(testbed: &Testbed) -> Result<()> {
 
 async fn servers_in_no_proxy_are_dialled_directly(testbed: &Testbed) -> Result<()> {
     let server = server(testbed).await?;
-    // No proxy is there.
+    // No proxy runs at that address.
     let agent = builder(&server, &url(""))?.env("NO_PROXY", "10.70.0.0/16").spawn()?;
     server.wait_connected("edge-1", true, agent::START).await?;
     drop(agent);
@@ -121,7 +122,7 @@ async fn servers_in_no_proxy_are_dialled_directly(testbed: &Testbed) -> Result<(
     agent.wait_log("proxy 192.168.50.1:3128: Connection refused").await
 }
 
-/// Answers each CONNECT and then speaks TLS itself, with a certificate of its own.
+/// Answers each CONNECT and then terminates TLS itself, with its own certificate.
 async fn open_tls(router: &Namespace) -> Result<()> {
     let key = rcgen::generate_simple_self_signed(vec!["tunnel-server.postern.internal".to_owned()])?;
     let private = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.signing_key.serialize_der()));

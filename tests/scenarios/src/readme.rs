@@ -1,4 +1,4 @@
-//! The README's installation without Kubernetes, run as it is written.
+//! Runs the README's installation without Kubernetes as it is written.
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ pub(crate) const README: &str = include_str!("../../../README.md");
 const TITLE: &str = "Use it without Kubernetes";
 const PAGE: &str = "HTTP/1.1 200 OK\r\nContent-Length: 17\r\nConnection: close\r\n\r\nnode_load1 0.25\n\n";
 
-/// `cargo build` is what made this test's programs.
+/// `cargo build` is not run: it has made this test's programs already.
 async fn it_works_without_kubernetes(testbed: &Testbed) -> Result<()> {
     let commands = commands(README, TITLE)?;
     let lines: Vec<&str> = commands.lines().collect();
@@ -42,7 +42,7 @@ async fn it_works_without_kubernetes(testbed: &Testbed) -> Result<()> {
     ensure!(!output.status.success() || !said(&output).contains("1 of 1"), "the agent is there already");
     let mut shown = wait_for("a token", server::START, async || {
         let output = run(token)?;
-        // Before the server has started, the server's address is not known yet.
+        // Until the server has started, its address is not known.
         Ok((output.status.success() && !said(&output).contains("SERVER:10262")).then(|| said(&output)))
     })
     .await?;
@@ -60,7 +60,7 @@ async fn it_works_without_kubernetes(testbed: &Testbed) -> Result<()> {
     is_shown(TITLE, &shown)
 }
 
-/// Every line of the section's outputs was printed; `…` stands for what differs each time.
+/// Fails unless every line of the section's outputs was printed; `…` stands for parts that differ each time.
 pub(crate) fn is_shown(title: &str, shown: &str) -> Result<()> {
     let outputs = blocks(README).into_iter().filter(|block| block.section == title && !block.is_commands());
     let expected: Vec<&str> = outputs.flat_map(|block| block.text.lines()).map(str::trim).collect();
@@ -78,7 +78,7 @@ pub(crate) fn is_shown(title: &str, shown: &str) -> Result<()> {
     Ok(())
 }
 
-/// A clone in which the programs are built. A test keeps their state, and the redirect, to itself: wrappers add the flags.
+/// Makes a clone with built programs. Wrappers add flags that keep their state, and the redirect, within the test.
 fn folder(testbed: &Testbed) -> Result<PathBuf> {
     let dir = fs::canonicalize(testbed.dir()).context("the run's folder")?.join("clone");
     let built = dir.join("target/release");

@@ -26,8 +26,8 @@ scenarios! {
     cilium_without_socket_load_balancing(cilium),
 }
 
-/// Cilium's own code, of a version that detaches whatever is attached to the root of the cgroups and has no datapath as long as that
-/// fails; before the server starts, while it runs, and while none does.
+/// Cilium's own code, of a version that detaches all programs attached to the root cgroup and has no datapath as long
+/// as that fails; before the server starts, while it runs, and while no server runs.
 async fn cilium_without_socket_load_balancing(testbed: &Testbed) -> Result<()> {
     cilium_starts(testbed)?;
     let mut server = Builder::new(testbed).start().await?;
@@ -38,7 +38,7 @@ async fn cilium_without_socket_load_balancing(testbed: &Testbed) -> Result<()> {
     for round in 1..=3 {
         cilium_starts(testbed)?;
         let start = std::time::Instant::now();
-        // Not by a redirect that the round before has left: the repairs are counted.
+        // The repairs are counted, because connects might still be redirected by programs of the previous round.
         let repairs = async || Ok(server.metrics().await?.sum("postern_redirect_mended_total", &[]));
         wait_until("the repair", NOTICED, repairs, |repairs| *repairs >= f64::from(round)).await?;
         wait_until("redirected connects", NOTICED, visited, |_| true).await?;
@@ -52,7 +52,7 @@ async fn cilium_without_socket_load_balancing(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// With the cloud's cgroup as the root.
+/// Runs Cilium's start with the cloud's cgroup as the root.
 fn cilium_starts(testbed: &Testbed) -> Result<()> {
     let program = cilium_without_socket_lb()?;
     let root = testbed.dir().join("cilium");
@@ -66,7 +66,7 @@ fn cilium_starts(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Far less than the 30 s between two verifications.
+/// Far below the 30 s between two verifications.
 const NOTICED: Duration = Duration::from_secs(10);
 
 async fn lost_route_is_restored(testbed: &Testbed) -> Result<()> {
@@ -82,7 +82,7 @@ async fn lost_route_is_restored(testbed: &Testbed) -> Result<()> {
     visit(on_edge.address).await?;
     let repairs = async || Ok(server.metrics().await?.sum("postern_redirect_mended_total", &[]));
     wait_until("the repair to be counted", NOTICED, repairs, |repairs| *repairs >= 1.0).await?;
-    // The verification after the repair went through the door like any other connection.
+    // The verification after the repair went through the listener like any other connection.
     let verified = server.metrics().await?.sum("postern_redirect_verified", &[]);
     ensure!(verified == 1.0, "the redirect counts as broken after its repair");
     let status = server.status().await?;
@@ -90,7 +90,8 @@ async fn lost_route_is_restored(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// An address in the range, as a proxy with "fake IP" has it, a route to it, and a rule that is asked before the token route.
+/// Conflicts with the range: an address in it, as of a proxy with "fake IP", a route to it, and a rule with priority
+/// over the virtual addresses' route.
 async fn a_range_that_others_use_is_refused(testbed: &Testbed) -> Result<()> {
     let refused = async |user: &str| {
         let mut server = Builder::new(testbed).spawn()?;
@@ -113,21 +114,21 @@ async fn a_range_that_others_use_is_refused(testbed: &Testbed) -> Result<()> {
     ip("route add 198.19.4.0/24 dev meta0 proto static")?;
     refused("the route 198.19.4.0/24 by the interface meta0 in the table main").await?;
     ip("route del 198.19.4.0/24")?;
-    // The table `local` can be moved only by adding its rule again.
+    // The rule of the table `local` can be moved only by adding it again.
     ip("route add default dev meta0 table 77")?;
     ip("rule add priority 20 lookup local")?;
     ip("rule add priority 10 lookup 77")?;
     ip("rule del priority 0")?;
     refused("the route default by the interface meta0 in the table 77").await?;
     ip("rule del priority 10")?;
-    // A wider route, and a rule behind the `local` table's, take nothing.
+    // A wider route, or a rule after that of the table `local`, does not conflict.
     ip("route add 198.0.0.0/8 dev meta0")?;
     let server = Builder::new(testbed).start().await?;
     ip("route add 198.19.4.0/24 dev meta0")?;
     server.wait_log("the route 198.19.4.0/24 by the interface meta0").await
 }
 
-/// What Calico has in the filter table while kube-proxy works with IPVS: a local process's packet whose mark has bits of
+/// Calico's rules in the filter table when kube-proxy uses IPVS: a local process's packet whose mark has bits of
 /// Calico's is looked up as an endpoint's, and dropped if there is no such endpoint.
 const CALICO: [&str; 5] = [
     "-N cali-from-endpoint-mark",
@@ -145,13 +146,13 @@ async fn rules_about_marks_of_others_do_not_meet_it(testbed: &Testbed) -> Result
     let (server, _agent) = server_and_agent(testbed).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     visit(on_edge.address).await?;
-    // A client of the host itself is logged under the token, its packets' source.
+    // A client on the host itself is logged by its packets' source, the virtual address.
     let line = server.wait_access("of the visit", |line| line.text("outcome") == "ok").await?;
     ensure!(line.text("client").starts_with("198.18."), "the client in {line:?}");
     Ok(())
 }
 
-/// Each has one of the edges, and gives it the first token of its range.
+/// Each installation has one of the edges, and gives it the first virtual address of its range.
 async fn two_installations_on_one_host(testbed: &Testbed) -> Result<()> {
     const OTHERS: &str = "another.yaml";
     let mut theirs = Inventory::in_file(testbed, OTHERS)?;
@@ -188,7 +189,7 @@ async fn two_installations_on_one_host(testbed: &Testbed) -> Result<()> {
         visit(target.address).await?;
         server.wait_access(node, |line| line.text("node") == node && line.text("outcome") == "ok").await?;
     }
-    // Each removes what is its own, and its successor is no stranger.
+    // Each removes only its own objects, and recognises its own successor.
     let second = second.take_over().await?;
     visit(on_second.address).await?;
     let status = first.process.stop().await?;
@@ -200,13 +201,13 @@ async fn two_installations_on_one_host(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// A token is an address that any process on the host may dial.
+/// Any process on the host may dial a virtual address.
 async fn token_opens_only_tunnelled_ports(testbed: &Testbed) -> Result<()> {
     let (server, _agent) = server_and_agent(testbed).await?;
     let tunnelled = target(testbed, 1, 10250, Behaviour::Echo)?;
     let other = target(testbed, 1, 2222, Behaviour::Echo)?;
     let stream = connect(tunnelled.address).await?;
-    // A packet to a `local` route without a preferred source has its destination, the token, as its source.
+    // A packet to a `local` route without a preferred source has its destination, the virtual address, as its source.
     let token = stream.local_addr()?.ip();
     visit((token, 10250).into()).await?;
     let end = end_at_once(TcpStream::connect((token, other.address.port())).await).await?;
@@ -214,8 +215,8 @@ async fn token_opens_only_tunnelled_ports(testbed: &Testbed) -> Result<()> {
     server.wait_log("is not tunnelled").await
 }
 
-/// Calico, Cilium and clouds give pods addresses that are not in `spec.podCIDRs`. (Without the flag such a client is refused:
-/// `path::pod_is_redirected_and_neighbour_is_refused`.)
+/// Calico, Cilium and clouds give pods addresses outside of `spec.podCIDRs`. (Without the flag such a client is
+/// refused: `path::pod_is_redirected_and_neighbour_is_refused`.)
 async fn clients_of_ranges_that_no_node_names(testbed: &Testbed) -> Result<()> {
     let mut inventory = Inventory::of(testbed)?;
     inventory.nodes[0]["spec"]["podCIDRs"] = json!([]);

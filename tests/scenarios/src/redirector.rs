@@ -1,4 +1,4 @@
-//! A host that only redirects: the servers are elsewhere, and so are the agents' sessions.
+//! A host that only redirects: the servers and the agents' sessions are elsewhere.
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -20,10 +20,10 @@ scenarios! {
     a_redirectors_certificate_is_good_for_nothing_else,
 }
 
-/// How soon a change at the server takes effect at the redirector.
+/// Time limit for a change at the server to take effect at the redirector.
 const TOLD: Duration = Duration::from_secs(10);
 
-/// The server and its agent are elsewhere; the redirector is on the cloud host.
+/// A redirector on the cloud host; the server and its agent are elsewhere.
 struct Fleet<'a> {
     server: Server<'a>,
     redirector: Server<'a>,
@@ -61,7 +61,7 @@ impl<'a> Fleet<'a> {
         Ok(fleet)
     }
 
-    /// Until the redirector knows that the server has the node, or no more.
+    /// Waits until the redirector knows that the server has the node, or no longer has it.
     async fn wait_told(&self, has: bool) -> Result<()> {
         let what =
             format!("the redirector to know that the server {} the node", if has { "has" } else { "lost" });
@@ -101,7 +101,7 @@ async fn a_redirector_has_connections_passed_on(testbed: &Testbed) -> Result<()>
     fleet.redirector.metrics().await?.expect("postern_role", &[("role", "redirector")], 1.0)?;
     fleet.server.metrics().await?.expect("postern_role", &[("role", "server")], 1.0)?;
 
-    // The server dies: connects fail at once. It comes back, and its agent with it.
+    // The server dies: connects fail at once. It comes back, and so does its agent.
     fleet.server.process.crash().await?;
     fleet.wait_told(false).await?;
     expect_unreachable((testbed.edge(1).address, 9100)).await?;
@@ -110,7 +110,7 @@ async fn a_redirector_has_connections_passed_on(testbed: &Testbed) -> Result<()>
     fleet.wait_told(true).await?;
     visit(on_edge.address).await?;
 
-    // A redirector is upgraded as a server is: nobody notices.
+    // A redirector is upgraded like a server: no connection fails.
     let taken_over = fleet.redirector.take_over();
     let second = alongside("a second redirector", on_edge.address, taken_over).await?;
     ensure!(second.status().await?["role"] == "redirector", "the second redirector is another thing");
@@ -129,7 +129,7 @@ async fn a_redirectors_certificate_is_good_for_nothing_else(testbed: &Testbed) -
     let read = read.context("not closed")?;
     ensure!(read.is_err() || bytes.is_empty(), "the server talked to a redirector as to an agent: {bytes:?}");
     fleet.server.wait_log("an agent's link needs").await?;
-    // Revoked, it is not served any more.
+    // A revoked redirector is no longer served.
     fleet.server.run(&["agent", "revoke", "cloud-1"])?;
     fleet.wait_told(false).await?;
     expect_unreachable((testbed.edge(1).address, 9100)).await

@@ -1,4 +1,4 @@
-//! Connections to a node whose agent is attached to another server only.
+//! Connections to a node whose agent is attached only to another server.
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
@@ -33,19 +33,20 @@ scenarios! {
     a_successor_waits_for_what_the_other_servers_have(limit = 180),
 }
 
-/// How soon a change at one server takes effect at the other.
+/// Time limit for a change at one server to take effect at the other.
 const TOLD: Duration = Duration::from_secs(10);
 
-/// The same for one that hears nothing any more, and for its return: PING's time at most, and pauses between attempts.
+/// Time limit for noticing a peer that hears nothing any more, and its return: PING's time plus pauses between
+/// attempts.
 const SILENT: Duration = Duration::from_secs(45);
 
-/// How long one that is asked for a node may take to answer before another is asked, at least.
+/// Minimum time for which a server waits for a peer's answer before it asks another one.
 const UNANSWERED: Duration = Duration::from_secs(1);
 
-/// How long a server may take to end once another one has taken over.
+/// Time limit for a server to end once another one has taken over.
 const ENDS: Duration = Duration::from_secs(20);
 
-/// The first one redirects, and has no agent; the second one has all.
+/// Two servers: the first one redirects and has no agent; the second one has the agent.
 struct Pair<'a> {
     first: Server<'a>,
     second: Server<'a>,
@@ -57,14 +58,14 @@ impl<'a> Pair<'a> {
         Self::join(Self::first(testbed).await?, neighbour).await
     }
 
-    /// The first one, which dials the second one in vain until there is one.
+    /// Starts the first server, whose dials of the second one fail until that exists.
     async fn first(testbed: &'a Testbed) -> Result<Server<'a>> {
         Builder::new(testbed).flag(format!("--peers={NEIGHBOUR}:10262")).start().await
     }
 
     async fn join(first: Server<'a>, neighbour: &'a Namespace) -> Result<Self> {
         let second = Builder::on_neighbour(&first, neighbour)?;
-        // Its own address may be among them.
+        // The list may include its own address.
         let second = second.flag(format!("--peers={CLOUD}:10262,{NEIGHBOUR}:10262")).start().await?;
         let agent = Agent::enrol(&second, 1).await?;
         let pair = Self { first, second, agent };
@@ -76,7 +77,7 @@ impl<'a> Pair<'a> {
         [&self.first, &self.second]
     }
 
-    /// Until the first server knows that the second has the node, or no more.
+    /// Waits until the first server knows that the second has the node, or no longer has it.
     async fn wait_told(&self, has: bool) -> Result<()> {
         self.wait_told_within(TOLD, has).await
     }
@@ -93,7 +94,7 @@ impl<'a> Pair<'a> {
     }
 }
 
-/// The servers that have the node, as this one knows them.
+/// Returns the servers that have the node, as known to this one.
 async fn holders(server: &Server<'_>) -> Result<Vec<String>> {
     let status = server.status().await?;
     let via = status["nodes"][0]["via"].as_array().with_context(|| format!("no list `via` in {status}"))?;
@@ -116,7 +117,7 @@ async fn every_end_is_passed_on(testbed: &Testbed) -> Result<()> {
         ensure!(!line.text("via").is_empty(), "not by the other server: {line:?}");
         let same =
             |other: &AccessLine| other.text("client") == line.text("client") && other.text("door") == "peer";
-        // Each server writes its line by itself, and either may be the first.
+        // Each server writes its own line, in either order.
         let what = format!("the second server's of {line:?}");
         let other = pair.second.wait_access(&what, same).await?;
         ensure!(other.text("outcome") == line.text("outcome"), "{line:?}, and at the other server {other:?}");
@@ -127,7 +128,7 @@ async fn every_end_is_passed_on(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The agent gives up in the time that the first server gave it, and both say so.
+/// The agent gives up within the time that the first server allowed, and both log it.
 async fn a_dial_times_out_behind_another_server(testbed: &Testbed) -> Result<()> {
     let neighbour = testbed.add_neighbour()?;
     let pair = Pair::start(testbed, &neighbour).await?;
@@ -142,7 +143,7 @@ async fn a_dial_times_out_behind_another_server(testbed: &Testbed) -> Result<()>
     ensure!(line.text("door") == "redirect" && !line.text("via").is_empty(), "at the first server: {line:?}");
     let line = pair.second.wait_access("timed out", timed_out).await?;
     ensure!(line.text("door") == "peer", "at the second server: {line:?}");
-    // Not a server that lost patience with the agent.
+    // The agent gave up itself: no server lost patience with it.
     let metrics = async || pair.agent.metrics().await;
     wait_until("the agent to have given up", client::PATIENCE, metrics, |metrics| {
         metrics.sum("postern_agent_dials_total", &[("outcome", "timed_out")]) == 1.0
@@ -171,10 +172,10 @@ async fn bytes_are_passed_on_beside_stalled_readers(testbed: &Testbed) -> Result
     for (server, before) in pair.servers().into_iter().zip(before) {
         let after = server.process.resident_bytes()?;
         figure(&format!("{}: {before} bytes resident, then {after}", server.process.name()));
-        // Each of them may hold a window of each.
+        // Each server may hold one window per reader.
         ensure!(after < before + (200 << 20), "{} holds {after} bytes", server.process.name());
     }
-    // Who reads again gets every byte.
+    // A reader that resumes gets every byte.
     for mut stream in stalled {
         skip(&mut stream, BYTES).await.context("a reader that had stalled")?;
     }
@@ -210,7 +211,7 @@ async fn a_node_is_lost_and_comes_back(testbed: &Testbed) -> Result<()> {
     visit(on_edge.address).await.map(drop)
 }
 
-/// Half-open: the second server sends, and hears nothing of the first. Neither gets an error from its kernel.
+/// Half-open: the second server sends, but hears nothing of the first. Neither gets an error from its kernel.
 async fn a_server_goes_silent(testbed: &Testbed) -> Result<()> {
     let neighbour = testbed.add_neighbour()?;
     let pair = Pair::start(testbed, &neighbour).await?;
@@ -224,20 +225,21 @@ async fn a_server_goes_silent(testbed: &Testbed) -> Result<()> {
     let end = client::end_of(&mut held, SILENT).await?;
     ensure!(end == client::End::Reset, "the connection ended with {end:?}");
     expect_unreachable((testbed.edge(1).address, 9100)).await?;
-    // It has its agent all the while.
+    // The second server keeps its agent all the while.
     ensure!(pair.second.is_connected("edge-1").await?, "the second server has lost its agent");
     neighbour.iptables(&format!("-D {deaf}"))?;
     pair.wait_told_within(SILENT, true).await?;
     visit(on_edge.address).await.map(drop)
 }
 
-/// The first server has no agent; the agent is attached to the two others, and a connection was passed on to one of them.
+/// The first server has no agent; the agent is attached to the two others, and a connection was forwarded to one of
+/// them.
 struct Holders<'a> {
     first: Server<'a>,
-    /// It has carried that connection, and is asked first again.
+    /// The server that relayed that connection and will be asked first again.
     asked: Server<'a>,
     asked_at: Ipv4Addr,
-    /// The server ID of the one that is not asked.
+    /// Server ID of the other one.
     other: String,
     _other: Server<'a>,
     _agent: Agent<'a>,
@@ -262,7 +264,7 @@ impl<'a> Holders<'a> {
         let line = first.wait_access("of the first visit", |line| line.text("outcome") == "ok").await?;
         let asked = line.text("via");
         let other = ids.into_iter().find(|id| *id != asked).context("two servers with one name")?;
-        // Of two that carry as much, the same one is asked first again.
+        // With equal load, the same server is asked first again.
         let carried = async || {
             let status = first.status().await?;
             let peers = status["peers"].as_array().with_context(|| format!("no list `peers` in {status}"))?;
@@ -275,7 +277,8 @@ impl<'a> Holders<'a> {
         Ok(Self { first, asked, asked_at, other, _other, _agent: agent, on_edge })
     }
 
-    /// Waits until the first server has so many lines. The other server has carried all connections after the first `before`.
+    /// Waits until the first server has `count` lines. The other server must have relayed all connections after the
+    /// first `before`.
     async fn carried_by_other(&self, count: usize, before: usize) -> Result<()> {
         let lines = async || self.first.access_log();
         let lines = wait_until("a line of each visit", TOLD, lines, |lines| lines.len() == count).await?;
@@ -287,14 +290,14 @@ impl<'a> Holders<'a> {
     }
 }
 
-/// The one that is asked first is frozen: its kernel answers, and so the first server keeps its link. It is asked once, and then
-/// the other one.
+/// The server that is asked first is frozen: its kernel still answers, so the first server keeps its link. It is asked
+/// once, and then the other one.
 async fn a_holder_that_does_not_answer_is_passed_by(testbed: &Testbed) -> Result<()> {
     let hosts = [testbed.add_neighbour()?, testbed.add_to_cloud_lan("third", THIRD)?];
     let mut servers = Holders::start(testbed, &hosts).await?;
     let address = servers.on_edge.address;
     servers.asked.process.signal(Signal::SIGSTOP)?;
-    // The frozen one answers nothing, so whoever asks it waits for that long.
+    // The frozen one does not answer, so the first server waits for the whole time.
     let took = visit(address).await.context("while one of two does not answer")?;
     ensure!(took >= UNANSWERED, "after {took:?}: the frozen server was not asked");
     let mut later = Vec::new();
@@ -302,7 +305,7 @@ async fn a_holder_that_does_not_answer_is_passed_by(testbed: &Testbed) -> Result
         later.push(visit(address).await.context("while one of two has not answered")?);
     }
     figure(&format!("visits while the server that is asked first is frozen: {took:.1?}, then {later:.1?}"));
-    // A single one may have waited for a processor.
+    // A single visit may have waited for a processor.
     later.sort();
     ensure!(later[2] < UNANSWERED / 2, "the frozen server was asked again: {later:?}");
     servers.carried_by_other(7, 1).await?;
@@ -310,7 +313,7 @@ async fn a_holder_that_does_not_answer_is_passed_by(testbed: &Testbed) -> Result
     visit(address).await.context("once it answers again").map(drop)
 }
 
-/// The line between the agent and the one that is asked first is out, and no kernel says so.
+/// The line between the agent and the server that is asked first is down, and no kernel reports it.
 async fn a_holder_that_does_not_hear_the_agent_is_passed_by(testbed: &Testbed) -> Result<()> {
     let hosts = [testbed.add_neighbour()?, testbed.add_to_cloud_lan("third", THIRD)?];
     let servers = Holders::start(testbed, &hosts).await?;
@@ -318,7 +321,7 @@ async fn a_holder_that_does_not_hear_the_agent_is_passed_by(testbed: &Testbed) -
     for rule in [format!("FORWARD -i edge+ -d {at} -j DROP"), format!("FORWARD -o edge+ -s {at} -j DROP")] {
         testbed.router.iptables(&format!("-I {rule}"))?;
     }
-    // It takes one connection to notice.
+    // One connection has to fail before the server notices.
     ensure!(visit(address).await.is_err(), "a line that is out has carried a connection");
     let silent = |line: &AccessLine| line.text("error").contains("has been silent for");
     servers.asked.wait_access("by the silent link", silent).await?;
@@ -328,11 +331,11 @@ async fn a_holder_that_does_not_hear_the_agent_is_passed_by(testbed: &Testbed) -
     servers.carried_by_other(7, 2).await
 }
 
-/// It has the agent, and the other one has dialled it in vain for a while before it was there.
+/// The server with the agent is replaced, after the other server's dials to it had failed for a while before its start.
 async fn a_server_is_replaced(testbed: &Testbed) -> Result<()> {
     let neighbour = testbed.add_neighbour()?;
     let first = Pair::first(testbed).await?;
-    // Until its pauses between two attempts are the longest.
+    // Until the pauses between its attempts have reached their maximum.
     pause(8).await?;
     let mut pair = Pair::join(first, &neighbour).await?;
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
@@ -353,7 +356,7 @@ async fn a_server_is_replaced(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// It has no agent to wait for, and reaches the server that has one only after a while.
+/// The successor has no agent to wait for, and reaches the server that has one only after a while.
 async fn a_successor_waits_for_what_the_other_servers_have(testbed: &Testbed) -> Result<()> {
     let neighbour = testbed.add_neighbour()?;
     let pair = Pair::start(testbed, &neighbour).await?;

@@ -23,7 +23,7 @@ scenarios! {
 
 const SOON: Duration = Duration::from_secs(15);
 
-/// Where connect() to an address leads.
+/// The path that connect() to an address takes.
 #[derive(Debug, PartialEq, Eq)]
 enum Way {
     Tunnel,
@@ -36,7 +36,7 @@ async fn way_to(address: SocketAddr) -> Result<Way> {
         Ok(Ok(_)) => Ok(Way::Tunnel),
         Ok(Err(error)) if client::is_unreachable(&error) => Ok(Way::NoTunnel),
         Err(_) => Ok(Way::Direct),
-        // The agent does not dial the address yet. The reset may arrive before connect() has returned.
+        // The agent does not dial the address yet. Its reset may arrive before connect() returns.
         Ok(Err(error)) if error.kind() == std::io::ErrorKind::ConnectionReset => Ok(Way::Tunnel),
         Ok(Err(error)) => Err(error.into()),
     }
@@ -73,7 +73,7 @@ async fn nodes_come_go_and_move(testbed: &Testbed) -> Result<()> {
     let _second_agent = Agent::enrol(&server, 2).await?;
     visit(second.address).await?;
     visit(first.address).await?;
-    // It gets another address, which its host has too.
+    // It gets another address, also on its host.
     let moved = IpAddr::from([192, 168, 51, 77]);
     testbed.edge(2).ns.ip("addr add 192.168.51.77/24 dev eth0")?;
     inventory.nodes[2] = node("edge-2", true, &[moved], &[]);
@@ -87,10 +87,10 @@ async fn nodes_come_go_and_move(testbed: &Testbed) -> Result<()> {
     inventory.write()?;
     wait_way(first.address, Way::Direct).await?;
     visit(on_moved.address).await?;
-    // Its token has not been given to another node: it comes back and works.
+    // Its virtual address was not given to another node: it comes back and works.
     inventory.nodes.push(node("edge-1", true, &[testbed.edge(1).ip()], &[]));
     inventory.write()?;
-    // Its session was ended if it was away for long, and then the agent comes back after a pause.
+    // The session was ended if the node was absent for long; the agent then comes back after a pause.
     server.wait_connected("edge-1", true, Duration::from_secs(60)).await?;
     wait_way(first.address, Way::Tunnel).await?;
     visit(first.address).await?;
@@ -160,7 +160,7 @@ async fn two_nodes_with_one_address(testbed: &Testbed) -> Result<()> {
     let _first = Agent::enrol(&server, 1).await?;
     let _second = Agent::enrol(&server, 2).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    // Either could be meant: connect() fails rather than reaching the wrong site.
+    // Ambiguous: connect() fails rather than reaching the wrong site.
     expect_unreachable(on_edge.address).await?;
     expect_conflict(&server).await?;
     let logged = server

@@ -1,4 +1,4 @@
-//! Either end crashes, the link breaks, either end stops gracefully.
+//! Either end crashes, the link breaks, or either end stops gracefully.
 use std::cell::Cell;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -34,7 +34,7 @@ scenarios! {
 /// A dead link must be noticed within 30 s; the rest is slack.
 const NOTICED: Duration = Duration::from_secs(33);
 
-/// A connection that has carried nothing for so long has no question open at a drain's limit, as the server sees it.
+/// Idle time after which the server regards a connection as having no open request at a drain's limit.
 const QUIET: Duration = Duration::from_millis(100);
 
 async fn expect_reset_of(held: &mut TcpStream) -> Result<()> {
@@ -66,10 +66,11 @@ async fn agent_killed_and_started_again(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// How long an agent is expected back.
+/// Time for which the server expects an agent back.
 const RETURN: Duration = Duration::from_secs(2);
 
-/// Its link is reset, or it is killed and started again. A connect() in between is held until it has attached anew.
+/// The agent's link is reset, or the agent is killed and restarted. A connect() in between is held until it has
+/// attached again.
 async fn connects_wait_for_an_agent_that_comes_back(testbed: &Testbed) -> Result<()> {
     let (server, mut agent) = server_and_agent(testbed).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
@@ -93,7 +94,7 @@ async fn connects_wait_for_an_agent_that_comes_back(testbed: &Testbed) -> Result
         let (away, failed) = while_running(comes_back, connecting).await?;
         let lines = server.access_log()?;
         figure(&format!("a connect is held for up to {away:.1?} in round {round}"));
-        // A machine that stood still may have kept it away for longer.
+        // On a machine that stood still the agent may have been away for longer.
         if away < RETURN {
             ensure!(failed.is_empty(), "round {round}: {} connects failed: {:?}", failed.len(), failed[0]);
             let refused = lines.iter().find(|line| line.text("outcome") == "no_tunnel");
@@ -104,7 +105,7 @@ async fn connects_wait_for_an_agent_that_comes_back(testbed: &Testbed) -> Result
     Ok(())
 }
 
-/// Connects again and again until `done`; the errors of those that failed for want of a tunnel.
+/// Connects repeatedly until `done`; returns the errors of connects that failed for lack of a tunnel.
 async fn failed_connects(address: SocketAddr, done: &Cell<bool>) -> Result<Vec<std::io::Error>> {
     let mut failed = Vec::new();
     while !done.get() {
@@ -133,7 +134,8 @@ async fn server_killed_and_started_again(testbed: &Testbed) -> Result<()> {
     let mut held = hold(on_edge.address, b"before").await?;
     server.process.crash().await?;
     expect_reset_of(&mut held).await?;
-    // The eBPF programs stay: connects to edge addresses are refused at once. Cloud addresses always were direct.
+    // The eBPF programs stay attached: connects to edge addresses are refused at once. Cloud addresses are always
+    // direct.
     let error = client::connect_error(on_edge.address, Duration::from_secs(2)).await?;
     ensure!(error.kind() == std::io::ErrorKind::ConnectionRefused, "connect() without a server: {error:?}");
     visit(on_cloud.address).await?;
@@ -180,7 +182,7 @@ async fn interface_down_and_up(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Starts a download: its first bytes are read, the rest waits for the reader.
+/// Starts a download: reads the first bytes and leaves the rest.
 async fn begin_download(source: &Target) -> Result<TcpStream> {
     let mut stream = connect(source.address).await?;
     skip(&mut stream, 1_000_000).await?;
@@ -193,7 +195,7 @@ async fn finish_download(stream: &mut TcpStream) -> Result<()> {
     let (got, _) = client::digest(stream).await?;
     let left = (LENGTH - 1_000_000).checked_sub(got).context("more bytes than were sent")?;
     ensure!(left == 0, "a clean end {left} bytes early");
-    // The connection is over only when the other direction has ended too.
+    // The connection ends only when the other direction has ended too.
     stream.shutdown().await.context("closing")
 }
 
@@ -237,7 +239,7 @@ async fn drain_has_a_limit(testbed: &Testbed) -> Result<()> {
     let mut asking = hold(on_edge.address, b"asks all the time").await?;
     let start = Instant::now();
     server.process.signal(Signal::SIGTERM)?;
-    // What is asked at the limit is answered, unless this machine stood still for so long that the connection was quiet.
+    // A request at the limit is answered, unless this machine stood still for so long that the connection was quiet.
     let (mut before, mut quiet) = (start, false);
     while start.elapsed() < Duration::from_millis(2300) && !quiet {
         let asked = Instant::now();
@@ -253,7 +255,7 @@ async fn drain_has_a_limit(testbed: &Testbed) -> Result<()> {
     ensure!(took >= Duration::from_millis(1900), "reset after {took:?}, before the drain's limit");
     let status = server.process.wait_exit(Duration::from_secs(20)).await?;
     ensure!(status.code() == Some(0), "the server ended with {status}");
-    // That it was cut was said already.
+    // The failed request has shown the reset already.
     if quiet { Ok(()) } else { expect_reset_of(&mut asking).await }
 }
 
@@ -299,7 +301,7 @@ async fn server_stops_and_leaves_nothing(testbed: &Testbed) -> Result<()> {
     ensure!(after.is_empty(), "left behind: {after}");
     expect_direct(on_edge.address).await?;
 
-    // After SIGKILL a route may remain; `cleanup` removes it.
+    // A route may remain after SIGKILL; `cleanup` removes it.
     server.start_again().await?;
     server.process.crash().await?;
     let bpffs = format!("--bpffs={}", testbed.bpffs().display());

@@ -1,4 +1,4 @@
-//! The shipped roles against the API server's audit log: nothing was forbidden, and every right was used.
+//! Compares the shipped roles with the API server's audit log: nothing was forbidden, and every right was used.
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
@@ -15,9 +15,9 @@ use serde_json::Value;
 
 const DOCUMENT: &str = include_str!("../../../docs/kubernetes.md");
 const PATIENCE: Duration = Duration::from_secs(60);
-/// The ServiceAccounts whose requests are in the log.
+/// ServiceAccounts whose requests are in the log.
 const ACCOUNTS: [&str; 3] = ["tunnel-server", "tunnel-agent", "tunnel-redirector"];
-/// The components with roles, and the scenario that sees the rights used that they give to these accounts.
+/// Components with roles, each with the scenario that must use the rights given to these accounts.
 const COMPONENTS: [(&str, &str); 9] = [
     ("connect", "deploy::callers_are_asked_for"),
     ("edge-pods", "deploy::callers_are_asked_for"),
@@ -42,7 +42,7 @@ struct Right {
 }
 
 impl Right {
-    /// Whether they are for the same things, or for some that are the same.
+    /// Reports whether the two apply to the same objects, or to some of the same.
     fn overlaps(&self, other: &Self) -> bool {
         let any = |right: &Self| Self { name: String::new(), ..right.clone() };
         let names = self.name.is_empty() || other.name.is_empty() || self.name == other.name;
@@ -50,11 +50,11 @@ impl Right {
     }
 }
 
-/// What was asked of the API server.
+/// A request to the API server.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Request {
     right: Right,
-    /// Empty: all of them, or an object outside of namespaces.
+    /// Empty: all namespaces, or an object outside of namespaces.
     namespace: String,
 }
 
@@ -68,7 +68,7 @@ pub(crate) async fn of_base(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Fails if a right was never used of the components that the scenario of this name is for.
+/// Fails if a right of the components that this scenario covers was never used.
 pub(crate) async fn of_components(cluster: &Cluster<'_>, scenario: &str) -> Result<()> {
     let base = granted(&Manifests::render(&cluster.kubectl, "base").await?)?;
     let components = COMPONENTS.iter().filter(|(_, by)| *by == scenario);
@@ -84,7 +84,7 @@ pub(crate) async fn of_components(cluster: &Cluster<'_>, scenario: &str) -> Resu
     Ok(())
 }
 
-/// The files of a component that have roles, as one.
+/// Returns the files of a component that have roles, as one text.
 fn roles(component: &str) -> Result<String> {
     let folder = deploy().join("components").join(component);
     let mut texts = Vec::new();
@@ -98,15 +98,15 @@ fn roles(component: &str) -> Result<String> {
     Ok(texts.join("\n---\n"))
 }
 
-/// Waits until each of these rights was used. What `others` permit in Postern's namespace shows nothing of a right that holds in
-/// all of them.
+/// Waits until each of these rights was used. A request in Postern's namespace that `others` permit does not prove the
+/// use of a right that holds in all namespaces.
 async fn all_used(cluster: &Cluster<'_>, granted: &BTreeSet<Right>, others: &BTreeSet<Right>) -> Result<()> {
     let unseen = unseen();
     let listed = |right: &Right| {
         let is_listed = |what: &String| unseen.contains(&(right.resource.clone(), what.clone()));
         is_listed(&right.verb) || is_listed(&right.name)
     };
-    // Some take a few seconds.
+    // Some requests take a few seconds.
     let missing = wait_until(
         "every right to be used",
         PATIENCE,
@@ -129,7 +129,7 @@ async fn all_used(cluster: &Cluster<'_>, granted: &BTreeSet<Right>, others: &BTr
     missing.await.map(drop).context(never)
 }
 
-/// What the bindings give to Postern's accounts by the roles beside them.
+/// Returns the rights that the bindings give to Postern's accounts by the roles beside them.
 fn granted(manifests: &Manifests) -> Result<BTreeSet<Right>> {
     let objects = manifests.objects();
     let mut granted = BTreeSet::new();
@@ -178,11 +178,11 @@ fn rights_of(account: &str, role: &Value) -> Result<Vec<Right>> {
     Ok(rights)
 }
 
-/// The requests of the ServiceAccounts that were not forbidden, and those that were.
+/// Returns the requests of the ServiceAccounts that were permitted, and those that were forbidden.
 fn requests(log: &Path) -> Result<(BTreeSet<Request>, Vec<String>)> {
     let lines = fs::read_to_string(log).with_context(|| format!("reading {}", log.display()))?;
     let (mut requests, mut forbidden) = (BTreeSet::new(), Vec::new());
-    // The last line may be incomplete, as may be that of an API server that was killed.
+    // The last line may be incomplete, also that of an API server that was killed.
     for event in lines.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
         let user = event["user"]["username"].as_str().unwrap_or_default();
         let is_user = |account: &&str| user == format!("system:serviceaccount:{NAMESPACE}:{account}");
@@ -210,7 +210,7 @@ fn requests(log: &Path) -> Result<(BTreeSet<Request>, Vec<String>)> {
     Ok((requests, forbidden))
 }
 
-/// The rights that the document lists as unused in tests: resource, and verb or name.
+/// Returns the rights that the document lists as unused in tests: resource, and verb or name.
 pub(crate) fn unseen() -> BTreeSet<(String, String)> {
     let section =
         DOCUMENT.split("\n### ").find(|section| section.starts_with("Rights that no test sees used"));

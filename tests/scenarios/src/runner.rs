@@ -1,4 +1,4 @@
-//! Runs scenarios, each as a process of its own, and removes everything that a run made, however it ended.
+//! Runs scenarios, each in a process of its own, and removes everything that a run made, however it ended.
 use std::convert::Infallible;
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -25,10 +25,10 @@ use crate::{chaos, needs, soak};
 
 /// Limit of open files of a scenario and of the programs that it starts.
 const OPEN_FILES: u64 = 20_000;
-/// Scenarios that run at the same time: most of their time is waiting.
+/// Number of concurrent scenarios: they spend most of their time waiting.
 const CONCURRENT: usize = 2;
 
-/// When the scenario of this process is killed.
+/// Time at which the scenario of this process is killed.
 static KILLED_AT: OnceLock<Instant> = OnceLock::new();
 
 static LIVE: Mutex<Vec<Id>> = Mutex::new(Vec::new());
@@ -68,7 +68,7 @@ fn dispatch(mut args: Vec<OsString>, mut scenarios: Vec<&'static Scenario>) -> R
     }
     let mut arguments = Arguments::from_iter(args);
     SLOTS.get_or_init(|| Slots::new(arguments.test_threads.unwrap_or(CONCURRENT)));
-    // All wait for their turns.
+    // One thread per scenario; the slots limit how many run.
     arguments.test_threads = Some(scenarios.len().max(1));
     if !arguments.list {
         prepare()?;
@@ -104,20 +104,20 @@ fn prepare() -> Result<()> {
     remove_everything_on_signals()
 }
 
-/// When a scenario's process is killed; what was asked to take long needs longer.
+/// Returns a scenario's time limit, plus the requested duration of a soak or chaos run.
 fn limit(scenario: &Scenario) -> Duration {
     scenario.limit + [soak::asked(), chaos::asked()].into_iter().flatten().sum::<Duration>()
 }
 
-/// What is left of the time of this process's scenario.
+/// Returns the remaining time of this process's scenario.
 pub(crate) fn time_left() -> Duration {
     KILLED_AT.get().map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()))
 }
 
-/// The process of one scenario.
+/// Runs one scenario in this process.
 fn work(scenario: &Scenario, id: Id) -> Result<()> {
     KILLED_AT.get_or_init(|| Instant::now() + limit(scenario));
-    // Thousands of connections have two ends in this process.
+    // Both ends of thousands of connections are in this process.
     setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES).context("raising the limit of open files")?;
     let testbed = supervisor::enter_run(id, Shape { edges: scenario.edges, twin: scenario.twin })?;
     let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().context("runtime")?;
@@ -126,7 +126,7 @@ fn work(scenario: &Scenario, id: Id) -> Result<()> {
     result.inspect_err(|error| progress(&format!("FAILED  {}", in_one_line(error))))
 }
 
-/// The reason without the logs and tables that explain it: the end of a long run repeats it.
+/// Returns the reason without the logs and tables that explain it, for the end of a long run.
 fn in_one_line(error: &anyhow::Error) -> String {
     let reasons: Vec<_> = error.chain().map(ToString::to_string).collect();
     let single: Vec<_> = reasons.iter().map(String::as_str).filter(|text| !text.contains('\n')).collect();
@@ -166,7 +166,7 @@ fn supervise(scenario: &Scenario, id: &Id, variables: Vec<(String, String)>) -> 
     let mut shown = Shown { scenario: name, log: &log, at: 0, start };
     runtime()?.block_on(async {
         tokio::select! {
-            // Whether it ended or the limit came first is asked below.
+            // The code below determines whether it ended or the limit came first.
             _ = worker.wait_exit(limit(scenario)) => {}
             never = shown.follow() => match never {},
         }
@@ -198,7 +198,7 @@ fn supervise(scenario: &Scenario, id: &Id, variables: Vec<(String, String)>) -> 
     Ok(())
 }
 
-/// Keeps the logs of a failed run below the target folder, and says where.
+/// Keeps the logs of a failed run below the target folder; returns a text with the path.
 fn kept(scenario: &Scenario, id: &Id) -> String {
     let place = std::env::current_exe().ok();
     let Some(target) = place.as_deref().and_then(Path::parent).and_then(Path::parent) else {
@@ -215,7 +215,7 @@ fn runtime() -> Result<Runtime> {
     Builder::new_current_thread().enable_all().build().context("runtime")
 }
 
-/// What has been shown of a running scenario's progress.
+/// Position in a running scenario's progress output.
 struct Shown<'a> {
     scenario: &'a str,
     log: &'a Path,
@@ -231,14 +231,14 @@ impl Shown<'_> {
         }
     }
 
-    /// Shows the lines that have been written since. A log that cannot be read now is read the next time.
+    /// Prints the lines that were written since the last call. If the log cannot be read now, the next call reads them.
     fn show_new(&mut self) {
         let Ok(mut log) = File::open(self.log) else { return };
         let mut new = Vec::new();
         if log.seek(SeekFrom::Start(self.at)).is_err() || log.read_to_end(&mut new).is_err() {
             return;
         }
-        // An incomplete line is left for the next time.
+        // An incomplete line is left for the next call.
         let Some(end) = new.iter().rposition(|byte| *byte == b'\n') else { return };
         self.at += end as u64 + 1;
         for line in String::from_utf8_lossy(&new[..end]).lines() {

@@ -1,4 +1,4 @@
-//! What a scenario is, and how a subject declares its scenarios.
+//! The type of a scenario, and the macro by which a subject declares its scenarios.
 use std::pin::Pin;
 use std::time::Duration;
 
@@ -10,24 +10,23 @@ use crate::slots::Load;
 /// A running scenario.
 pub(crate) type Run<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
 
-/// One scenario.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Scenario {
     /// `CRATE::subject::function`.
     path: &'static str,
-    /// Whether `--quick` includes it.
+    /// True if `--quick` includes it.
     pub(crate) quick: bool,
-    /// Edge hosts that it needs.
+    /// Number of edge hosts that it needs.
     pub(crate) edges: u8,
-    /// What it needs that takes long to build; `cargo xtask test` reads it from `--list`.
+    /// Name of the builds that it needs; `cargo xtask test` reads it from `--list`.
     pub(crate) kind: &'static str,
-    /// Whether it starts no cluster although its kind has one.
+    /// True if it starts no cluster although its kind has one.
     clusterless: bool,
-    /// Whether it does next to nothing but wait, for long, and measures nothing that others' load could change.
+    /// True if it mostly waits, for long, and measures nothing that the load of others could change.
     waits: bool,
-    /// Whether it needs one more with the address of edge 1, in a site of its own.
+    /// True if it needs another edge with the address of edge 1, in a site of its own.
     pub(crate) twin: bool,
-    /// When its process is killed.
+    /// Time after which its process is killed.
     pub(crate) limit: Duration,
     /// The scenario itself, run inside the cloud's cgroup and namespace.
     pub(crate) run: for<'a> fn(&'a Testbed) -> Run<'a>,
@@ -48,7 +47,7 @@ impl Scenario {
         }
     }
 
-    /// `subject::function`.
+    /// Returns `subject::function`.
     pub(crate) fn name(&self) -> &'static str {
         self.path.split_once("::").map_or(self.path, |(_, name)| name)
     }
@@ -63,67 +62,67 @@ impl Scenario {
         self
     }
 
-    /// It runs on a real Kubernetes.
+    /// Marks it as running on a real Kubernetes.
     pub(crate) const fn cluster(mut self) -> Self {
         self.kind = "cluster";
         self
     }
 
-    /// It runs the images on a real Kubernetes.
+    /// Marks it as running the images on a real Kubernetes.
     pub(crate) const fn images(mut self) -> Self {
         self.kind = "images";
         self
     }
 
-    /// It runs metrics-server on a real Kubernetes.
+    /// Marks it as running metrics-server on a real Kubernetes.
     pub(crate) const fn metrics_server(mut self) -> Self {
         self.kind = "metrics-server";
         self
     }
 
-    /// It runs konnectivity's programs on a real Kubernetes.
+    /// Marks it as running konnectivity's programs on a real Kubernetes.
     pub(crate) const fn cluster_and_konnectivity(mut self) -> Self {
         self.kind = "cluster-and-konnectivity";
         self
     }
 
-    /// It needs konnectivity's programs.
+    /// Marks it as needing konnectivity's programs.
     pub(crate) const fn konnectivity(mut self) -> Self {
         self.kind = "konnectivity";
         self
     }
 
-    /// It needs Cilium's loader.
+    /// Marks it as needing Cilium's loader.
     pub(crate) const fn cilium(mut self) -> Self {
         self.kind = "cilium";
         self
     }
 
-    /// It runs the arm64 build of the agent.
+    /// Marks it as running the arm64 build of the agent.
     pub(crate) const fn arm64(mut self) -> Self {
         self.kind = "arm64";
         self
     }
 
-    /// It needs what is built for such a cluster, but starts none.
+    /// Marks it as needing the builds for such a cluster, but starting none.
     pub(crate) const fn no_cluster(mut self) -> Self {
         self.clusterless = true;
         self
     }
 
-    /// Whether it starts a real Kubernetes.
+    /// Reports whether it starts a real Kubernetes.
     pub(crate) fn has_cluster(&self) -> bool {
         !self.clusterless
             && matches!(self.kind, "cluster" | "images" | "metrics-server" | "cluster-and-konnectivity")
     }
 
-    /// It may run beside the others: see the field.
+    /// Lets it run beside others: see the field.
     pub(crate) const fn waits(mut self) -> Self {
         self.waits = true;
         self
     }
 
-    /// What it needs of the machine.
+    /// Returns its load on the machine.
     pub(crate) fn load(&self) -> Load {
         match (self.has_cluster(), self.waits) {
             (true, _) => Load::Cluster,
@@ -144,7 +143,8 @@ impl Scenario {
 }
 
 /// Declares a module's scenarios: functions `async fn(&Testbed) -> Result<()>`, each with its options (the methods of
-/// [`Scenario`]) where the defaults do not fit, as in `link_cut(edges = 2, limit = 180)`. Module and function make the name.
+/// [`Scenario`]) if the defaults do not fit, as in `link_cut(edges = 2, limit = 180)`. The name consists of module and
+/// function.
 macro_rules! scenarios {
     ($($function:ident $(($($option:ident $(= $value:literal)?),+))?),+ $(,)?) => {
         pub(crate) const SCENARIOS: &[$crate::scenario::Scenario] = &[$(

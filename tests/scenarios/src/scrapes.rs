@@ -1,4 +1,4 @@
-//! The metrics door: curl and a real Prometheus read the metrics of servers and redirectors from another host.
+//! The metrics listener: curl and a real Prometheus read the metrics of servers and redirectors from another host.
 use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -20,7 +20,7 @@ scenarios! {
 const PORT: u16 = 10269;
 const TOKENS: &str = "prometheus-token,prometheus,1\n";
 const SOON: Duration = Duration::from_secs(20);
-/// What the door answers with.
+/// A text in the listener's answer.
 const METRIC: &str = "postern_build_info{";
 
 fn tokens(testbed: &Testbed, text: &str) -> Result<PathBuf> {
@@ -37,7 +37,7 @@ fn with_door<'a>(testbed: &Testbed, builder: Builder<'a>) -> Result<Builder<'a>>
     Ok(builder.flag(port).flag(format!("--token-auth-file={}", tokens.display())))
 }
 
-/// curl at the door, the server's certificate verified.
+/// Runs curl against the listener; the server's certificate is verified.
 async fn ask(testbed: &Testbed, args: &[&str]) -> Result<Answer> {
     let ca = shown(&testbed.dir().join("server/ca/ca.crt"));
     let url = format!("https://{CLOUD}:{PORT}/metrics");
@@ -74,7 +74,7 @@ async fn callers_read_metrics_by_token_or_certificate(testbed: &Testbed) -> Resu
     let plain = curl(testbed, &[&format!("http://{CLOUD}:{PORT}/metrics")]).await?;
     ensure!(!plain.ok && plain.status == 0, "without TLS: {plain:?}");
 
-    // What an operator sees.
+    // The same from an operator's view: metrics, log and status.
     let metrics = server.metrics().await?;
     let refused = metrics.sum("postern_callers_refused_total", &[("door", "metrics")]);
     ensure!(refused >= 3.0, "{refused} callers were refused");
@@ -88,7 +88,7 @@ async fn callers_read_metrics_by_token_or_certificate(testbed: &Testbed) -> Resu
     let doors = status["doors"].as_array().context("no doors")?;
     ensure!(doors.iter().any(|door| door["name"] == "metrics"), "{status}");
 
-    // The token is taken away, and another one given.
+    // The token is replaced by another one.
     tokens(testbed, "another-token,prometheus,1\n")?;
     let other = async || ask_with(testbed, "another-token").await;
     wait_until("the new token to be known", SOON, other, |answer| answer.status == 200).await?;
@@ -99,14 +99,14 @@ async fn one_source_does_not_take_the_door(testbed: &Testbed) -> Result<()> {
     let server = with_door(testbed, Builder::new(testbed))?.start().await?;
     let mut held = Vec::new();
     for _ in 0..40 {
-        // Over the bound connect() itself may see the reset.
+        // Over the limit, connect() itself may get the reset.
         held.extend(client::connect((CLOUD, PORT)).await);
     }
     ensure!(!held.is_empty(), "no connection was taken");
     let bound = [("door", "metrics"), ("reason", "source")];
     let refused = async || Ok(server.metrics().await?.sum("postern_connections_over_limit_total", &bound));
     wait_until("connections to be refused", SOON, refused, |refused| *refused > 0.0).await?;
-    // Another source has its own share. The certificate names this host's addresses.
+    // Another source has its own share. The certificate includes this host's addresses.
     let ca = shown(&testbed.dir().join("server/ca/ca.crt"));
     let local = format!("https://127.0.0.1:{PORT}/metrics");
     let token = "Authorization: Bearer prometheus-token";
@@ -141,7 +141,7 @@ async fn a_successor_answers_at_once(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The server is on another host than Prometheus, as in a cluster; the redirector is on its own.
+/// The server is on a different host than Prometheus, as in a cluster; the redirector is on Prometheus' host.
 async fn prometheus_reads_a_server_and_a_redirector(testbed: &Testbed) -> Result<()> {
     let neighbour = testbed.add_neighbour()?;
     let server = with_door(testbed, Builder::alone_on_neighbour(testbed, &neighbour))?.start().await?;
@@ -156,7 +156,7 @@ async fn prometheus_reads_a_server_and_a_redirector(testbed: &Testbed) -> Result
         .start()
         .await?;
     let ca = testbed.dir().join("neighbour/ca/ca.crt");
-    // Nobody has signed the redirector's certificate, which names its node.
+    // The redirector's certificate names its node and is signed by no CA.
     let url = format!("https://{CLOUD}:{PORT}/metrics");
     let verified = curl(testbed, &["--cacert", &shown(&ca), &url]).await?;
     ensure!(!verified.ok && verified.status == 0, "the redirector's certificate was verified: {verified:?}");

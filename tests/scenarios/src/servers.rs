@@ -1,4 +1,4 @@
-//! One agent and two servers, or one that is found by its name.
+//! One agent with two servers, or with one that it finds by name.
 use std::cell::Cell;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
@@ -28,12 +28,12 @@ scenarios! {
     a_name_is_resolved_anew_and_all_its_addresses_are_tried,
 }
 
-/// How long servers may take to notice that they do not reach each other, or do again.
+/// Time limit for servers to notice that they cannot reach each other, or can again.
 const APART: Duration = Duration::from_secs(45);
-/// How long an agent keeps a session that it does not need any more.
+/// Time limit for an agent to drop a session that it no longer needs.
 const SETTLED: Duration = Duration::from_secs(30);
 
-/// A connection through the https door of the second server.
+/// Opens a connection through the https listener of the second server.
 pub(crate) async fn through_second(neighbour: &Namespace) -> Result<TcpStream> {
     let door = SocketAddr::new(NEIGHBOUR.into(), 10263);
     let mut stream =
@@ -60,13 +60,13 @@ async fn one_of_two_is_killed(testbed: &Testbed) -> Result<()> {
         server.metrics().await?.expect("postern_connections_active", &[("door", door)], 1.0)?;
     }
 
-    // Connections through the second one notice nothing.
+    // Connections through the second server are not affected.
     let killed = Cell::new(false);
     let kill = async {
         first.process.crash().await?;
         let end = end_of(&mut by_first, client::PATIENCE).await?;
         ensure!(end == client::End::Reset, "the connection through the killed server ended with {end:?}");
-        // More than a retry of the agent takes.
+        // Longer than the agent's retry interval.
         pause(5).await?;
         killed.set(true);
         anyhow::Ok(())
@@ -94,7 +94,7 @@ async fn one_of_two_is_killed(testbed: &Testbed) -> Result<()> {
     .await
 }
 
-/// How many servers this one is linked with.
+/// Returns the number of servers linked with this one.
 async fn peers(server: &Server<'_>) -> Result<usize> {
     let status = server.status().await?;
     Ok(status["peers"].as_array().with_context(|| format!("no list `peers` in {status}"))?.len())
@@ -108,7 +108,7 @@ async fn wait_peers(servers: [&Server<'_>; 2], count: usize) -> Result<()> {
     Ok(())
 }
 
-/// The agent reaches both: nothing is lost by it.
+/// The agent reaches both: no connection is lost.
 async fn two_that_do_not_reach_each_other(testbed: &Testbed) -> Result<()> {
     let (to_first, to_second) = (format!("{CLOUD}:10262"), format!("{NEIGHBOUR}:10262"));
     let neighbour = testbed.add_neighbour()?;
@@ -145,13 +145,14 @@ async fn two_that_do_not_reach_each_other(testbed: &Testbed) -> Result<()> {
     agent.metrics().await?.expect("postern_agent_sessions_started_total", &[], 2.0)
 }
 
-/// An agent with one session has another one while its server is silent, and comes back without a new session.
+/// An agent limited to one session opens another while its server is silent, and returns to the first without a new
+/// session.
 async fn a_silent_one_is_passed_by(testbed: &Testbed) -> Result<()> {
     let neighbour = testbed.add_neighbour()?;
     let first = Builder::new(testbed).flag(format!("--peers={NEIGHBOUR}:10262")).start().await?;
     let second = Builder::on_neighbour(&first, &neighbour)?;
     let second = second.flag(format!("--peers={CLOUD}:10262")).start().await?;
-    // By the hash of the node's name and the addresses, the second one is the better for edge-1.
+    // By the hash of the node's name and the addresses, edge-1 prefers the second server.
     let both = format!("--server={}", first.agent_address());
     let agent = Agent::enrol_with(&second, 1, &[&both, "--max-servers=1"]).await?;
     ensure!(!first.is_connected("edge-1").await?, "the agent has a second session");
@@ -169,7 +170,8 @@ async fn a_silent_one_is_passed_by(testbed: &Testbed) -> Result<()> {
     alongside("the session that was silent", on_edge.address, pause(1)).await
 }
 
-/// Both have the agent. The line between it and the first one is out for a while, and no kernel says so.
+/// The agent is attached to both. The line between it and the first server is down for a while, and no kernel reports
+/// it.
 async fn one_that_does_not_hear_its_agent_passes_connections_on(testbed: &Testbed) -> Result<()> {
     let (to_first, to_second) = (format!("{CLOUD}:10262"), format!("{NEIGHBOUR}:10262"));
     let neighbour = testbed.add_neighbour()?;
@@ -187,7 +189,7 @@ async fn one_that_does_not_hear_its_agent_passes_connections_on(testbed: &Testbe
     let rules =
         [format!("FORWARD -i edge+ -d {CLOUD} -j DROP"), format!("FORWARD -o edge+ -s {CLOUD} -j DROP")];
     rules.iter().try_for_each(|rule| testbed.router.iptables(&format!("-I {rule}")))?;
-    // It takes one connection to notice.
+    // One connection has to fail before the server notices.
     ensure!(visit(on_edge.address).await.is_err(), "a line that is out has carried a connection");
     first
         .wait_access("by the silent link", |line| line.text("error").contains("has been silent for"))
@@ -211,7 +213,7 @@ async fn one_that_does_not_hear_its_agent_passes_connections_on(testbed: &Testbe
     .await
 }
 
-/// Its peer was told that it stops, and has dialled its address again.
+/// The peer was told that the server stops, and has dialled its address again.
 async fn one_whose_successor_died_is_linked_once(testbed: &Testbed) -> Result<()> {
     let neighbour = testbed.add_neighbour()?;
     let first = Builder::new(testbed).flag(format!("--peers={NEIGHBOUR}:10262")).start().await?;
@@ -219,7 +221,7 @@ async fn one_whose_successor_died_is_linked_once(testbed: &Testbed) -> Result<()
     let second = second.flag(format!("--peers={CLOUD}:10262")).start().await?;
     let mut agent = Agent::enrol(&first, 1).await?;
     wait_peers([&first, &second], 1).await?;
-    // The successor waits for it.
+    // The successor waits for the agent.
     agent.process.signal(Signal::SIGSTOP)?;
     let mut successor = first.successor()?;
     first.wait_log("another server takes over").await?;
@@ -237,7 +239,7 @@ async fn one_whose_successor_died_is_linked_once(testbed: &Testbed) -> Result<()
 
 const NAME: &str = "tunnel.postern.test";
 
-/// A hosts file.
+/// Returns the content of a hosts file.
 fn hosts(addresses: &[Ipv4Addr]) -> String {
     addresses.iter().map(|address| format!("{address} {NAME}\n")).collect()
 }
@@ -255,7 +257,7 @@ async fn a_name_is_resolved_anew_and_all_its_addresses_are_tried(testbed: &Testb
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
     visit(on_edge.address).await?;
 
-    // The server comes back somewhere else, and the name follows.
+    // The server comes back at another address, and the name follows.
     server.process.crash().await?;
     testbed.router.iptables(&format!("-I FORWARD -i edge+ -d {CLOUD} -p tcp -j DROP"))?;
     testbed.cloud.ip(&format!("addr add {later}/24 dev eth0"))?;

@@ -1,20 +1,20 @@
-//! Which scenarios run at the same time: one with a cluster at most, as two would take each other's processor time and time out,
-//! beside it others, whose time is mostly waiting, and one of those that do next to nothing but wait.
+//! Schedules scenarios: at most one with a cluster, as two would compete for the processor and time out; beside it
+//! others, which mostly wait; and one of those that hardly use the machine at all.
 use std::collections::BTreeSet;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// What a scenario needs of the machine.
+/// A scenario's load on the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Load {
-    /// A cluster.
+    /// Runs a cluster.
     Cluster,
-    /// Some processor time.
+    /// Uses some processor time.
     Other,
-    /// Next to nothing.
+    /// Hardly uses any.
     Waits,
 }
 
-/// The places of those that run.
+/// Slots of the running scenarios.
 pub(crate) struct Slots {
     state: Mutex<State>,
     changed: Condvar,
@@ -22,21 +22,21 @@ pub(crate) struct Slots {
 
 #[derive(Debug)]
 struct State {
-    /// How many run at the same time.
+    /// Maximum number of concurrent scenarios.
     places: usize,
-    /// A scenario with a cluster runs.
+    /// True while a scenario with a cluster runs.
     cluster: bool,
-    /// Others that run.
+    /// Number of other scenarios that run.
     others: usize,
-    /// One that waits runs beside them.
+    /// True while one that mostly waits runs beside them.
     idler: bool,
-    /// Those whose turn has not come, by their place in the list.
+    /// Scenarios that wait for a slot, by their place in the list.
     waiting_clusters: BTreeSet<usize>,
     waiting_others: BTreeSet<usize>,
     waiting_idlers: BTreeSet<usize>,
 }
 
-/// A scenario that may run, until it is dropped.
+/// Slot of a running scenario, released when dropped.
 pub(crate) struct Slot<'a> {
     slots: &'a Slots,
     load: Load,
@@ -56,7 +56,7 @@ impl Slots {
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// Waits for the turn of the scenario at this place of the list.
+    /// Waits for a slot for the scenario at this place of the list.
     pub(crate) fn enter(&self, place: usize, load: Load) -> Slot<'_> {
         let mut state = self.lock();
         let load = state.counted(load);
@@ -76,7 +76,7 @@ impl Slots {
 }
 
 impl State {
-    /// Who asked for a single place wants one after the other.
+    /// With a single slot, scenarios run strictly one after the other.
     fn counted(&self, load: Load) -> Load {
         if load == Load::Waits && self.places == 1 { Load::Other } else { load }
     }
@@ -93,7 +93,7 @@ impl State {
         self.waiting(load).insert(place);
     }
 
-    /// One place is for clusters as long as there are any: they follow one another from beginning to end.
+    /// One slot is reserved for clusters while there are any: they follow one another without a gap.
     fn admits(&self, place: usize, load: Load) -> bool {
         match load {
             Load::Cluster => {

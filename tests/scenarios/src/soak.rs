@@ -1,5 +1,5 @@
-//! Mixed load with faults, round after round: what both programs hold at the end is what they held after a minute.
-//! `cargo xtask soak` runs it for hours.
+//! Mixed load with faults, round after round: both programs hold no more at the end than after a minute. `cargo xtask
+//! soak` runs it for hours.
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,18 +25,18 @@ scenarios! {
     what_is_held_does_not_grow(edges = 2, limit = 300),
 }
 
-/// How long to go on, in seconds; `cargo xtask soak` sets it. The runner adds it to the scenario's limit.
+/// Duration in seconds; `cargo xtask soak` sets it. The runner adds it to the scenario's limit.
 pub(crate) const SECONDS: &str = "POSTERN_SOAK_SECONDS";
 const DEFAULT: Duration = Duration::from_secs(60);
-/// What is held at the end is compared with what was held after this, or after half the time if that is shorter.
+/// Time of the first measurement, with which the end is compared; half of the duration if that is shorter.
 const WARM: Duration = Duration::from_secs(60);
 const ROUND: Duration = Duration::from_secs(6);
-/// What comes and goes: the allocator's pages, threads for blocking calls, a connection of the admin port and its task,
-/// and up to seven additional links of each agent with their tasks: on a machine that is full a path seems long.
+/// Slack for fluctuating resources: the allocator's pages, threads for blocking calls, a connection of the admin port
+/// and its task, and up to seven additional links of each agent with their tasks: on a busy machine a path seems long.
 const SLACK: [(&str, f64); 4] = [("memory", 2e6), ("sockets", 16.0), ("tasks", 48.0), ("threads", 4.0)];
 const LENGTH: u64 = 4_000_000;
 
-/// How long the soak was asked to take.
+/// Returns the requested duration of the soak.
 pub(crate) fn asked() -> Option<Duration> {
     std::env::var(SECONDS).ok()?.parse().ok().map(Duration::from_secs)
 }
@@ -89,7 +89,7 @@ async fn held(server: &Server<'_>, agent: &Agent<'_>) -> Result<Held> {
     Ok(held)
 }
 
-/// On the steady edge, except the last.
+/// The targets, all on the steady edge except the last.
 struct Targets {
     echo: Target,
     source: Target,
@@ -110,7 +110,7 @@ impl Targets {
     }
 }
 
-/// Load while something breaks. Returns how many connections were served as they should be.
+/// Runs load while a fault occurs. Returns the number of connections that were served correctly.
 async fn round(
     testbed: &Testbed,
     server: &Server<'_>,
@@ -169,9 +169,9 @@ enum Client {
     Visit,
     Download,
     Upload,
-    /// The target resets, or refuses.
+    /// The target resets or refuses.
     Reset,
-    /// The client goes away in the middle.
+    /// The client leaves in the middle.
     Leave,
 }
 
@@ -197,14 +197,14 @@ impl Client {
             Self::Leave => {
                 let mut stream = connect(address).await?;
                 crate::common::skip(&mut stream, 100_000).await?;
-                // Unread bytes make the close a reset.
+                // Unread bytes turn the close into a reset.
                 Ok(())
             }
         }
     }
 }
 
-/// Makes one thing fail, another each time, and restores it.
+/// Causes one fault, a different one each time, and ends it.
 async fn shake(testbed: &Testbed, server: &Server<'_>, other: &mut Agent<'_>, number: usize) -> Result<()> {
     match number % 5 {
         0 => {

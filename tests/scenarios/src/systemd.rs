@@ -1,4 +1,4 @@
-//! The systemd units of deploy/systemd, and the flags in them. `tests/units` starts them, in a virtual machine.
+//! The systemd units of deploy/systemd, and the flags in them. `tests/units` starts them in a virtual machine.
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
@@ -18,7 +18,7 @@ async fn units_are_valid(testbed: &Testbed) -> Result<()> {
         let (text, environment) = (shipped(&unit)?, shipped(&format!("{name}.env"))?);
         let binary = process::program(&program)?;
 
-        // systemd looks for the program where it is installed.
+        // The unit has the installed path of the program, which systemd-analyze would look for.
         let installed = format!("/usr/local/bin/{program}");
         ensure!(text.matches(&installed).count() == 1, "{unit} does not start {installed}");
         let path = testbed.dir().join(&unit);
@@ -28,7 +28,7 @@ async fn units_are_valid(testbed: &Testbed) -> Result<()> {
         verify.args(["verify", "--man=no", "--recursive-errors=no"]).arg(&path);
         let output = verify.output().context("running systemd-analyze")?;
         let said = String::from_utf8_lossy(&output.stderr);
-        // It takes unknown settings for a warning, and warns of the machine's own units too.
+        // Unknown settings are only warnings, and the machine's own units cause some too.
         let ours: Vec<_> = said.lines().filter(|line| line.contains("postern-")).collect();
         ensure!(output.status.success() && ours.is_empty(), "systemd-analyze verify {unit}: {said}");
 
@@ -45,7 +45,7 @@ async fn units_are_valid(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// What systemd-analyze does not tell: that two settings for one path are one, the stricter.
+/// Not detected by systemd-analyze: of two settings for one path, the stricter one applies.
 async fn what_a_unit_may_write_is_writable(_testbed: &Testbed) -> Result<()> {
     for (unit, expected) in
         [("postern-server@.service", Some("/sys/fs/bpf")), ("postern-agent@.service", None)]
@@ -58,7 +58,7 @@ async fn what_a_unit_may_write_is_writable(_testbed: &Testbed) -> Result<()> {
         );
         let undone: Vec<_> = writable.iter().filter(|path| read_only.contains(path)).collect();
         ensure!(undone.is_empty(), "{unit}: {undone:?} is read-only too");
-        // It has /sys and folders below it, /sys/fs/bpf among them, as read-only paths of its own.
+        // It makes /sys and folders below it read-only, including /sys/fs/bpf.
         let tunables = words(&text, "ProtectKernelTunables") == ["yes"];
         let below_sys = writable.iter().any(|path| Path::new(path).starts_with("/sys"));
         ensure!(!(tunables && below_sys), "{unit}: ProtectKernelTunables=yes undoes {writable:?}");
@@ -68,7 +68,7 @@ async fn what_a_unit_may_write_is_writable(_testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// What a unit gives a setting, without the marks of paths that need not exist.
+/// Returns the words of a unit's setting, without the marks of paths that need not exist.
 fn words<'a>(unit: &'a str, setting: &str) -> Vec<&'a str> {
     let values = unit.lines().filter_map(|line| line.strip_prefix(setting)?.strip_prefix('='));
     values.flat_map(str::split_whitespace).map(|word| word.trim_start_matches('-')).collect()
@@ -79,7 +79,7 @@ fn shipped(name: &str) -> Result<String> {
     fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
 }
 
-/// Words that begin with two hyphens.
+/// Returns the words that begin with two hyphens.
 fn flags(text: &str) -> BTreeSet<String> {
     let is_of_flag = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     let words = text.split(|c: char| !is_of_flag(c));

@@ -1,4 +1,4 @@
-//! What the other scenarios assume about the testbed.
+//! Checks the assumptions of the other scenarios about the testbed.
 use std::time::Duration;
 
 use anyhow::{Result, ensure};

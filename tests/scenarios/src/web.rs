@@ -28,12 +28,12 @@ use tokio_stream::StreamExt as _;
 
 type Body = UnsyncBoxBody<Bytes, Infallible>;
 
-/// What curl says of a request.
+/// Result of a request by curl.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
     pub(crate) body: String,
-    /// With `--include`'s headers in front of the body if it was asked for them, and what it says with `--verbose`.
+    /// Output with the headers of `--include` before the body if requested, and the messages of `--verbose`.
     pub(crate) said: String,
     pub(crate) ok: bool,
 }
@@ -43,7 +43,7 @@ pub(crate) async fn curl(testbed: &Testbed, args: &[&str]) -> Result<Answer> {
     answered(testbed.cloud.command("curl"), args).await
 }
 
-/// The same on an edge host.
+/// As [`curl`], on an edge host.
 pub(crate) async fn curl_on_edge(testbed: &Testbed, n: usize, args: &[&str]) -> Result<Answer> {
     answered(testbed.on_edge(n).command(Path::new("curl")), args).await
 }
@@ -74,7 +74,7 @@ impl Answer {
     }
 }
 
-/// A CA, and what it signs.
+/// A CA and the certificates that it signs.
 pub(crate) struct Authority {
     issuer: Issuer<'static, KeyPair>,
     der: CertificateDer<'static>,
@@ -83,7 +83,7 @@ pub(crate) struct Authority {
 }
 
 impl Authority {
-    /// A new one, whose files go to the testbed's folder.
+    /// Creates a CA whose files are in the testbed's folder.
     pub(crate) fn new(testbed: &Testbed, name: &str) -> Result<Self> {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -100,12 +100,12 @@ impl Authority {
         Ok(ca)
     }
 
-    /// Its certificate.
+    /// Returns the path of its certificate.
     pub(crate) fn file(&self) -> PathBuf {
         self.dir.join(format!("{}.crt", self.name))
     }
 
-    /// A client's certificate and key, as files.
+    /// Issues a client certificate; returns the paths of certificate and key.
     pub(crate) fn client(&self, name: &str) -> Result<(PathBuf, PathBuf)> {
         let mut params = CertificateParams::default();
         params.distinguished_name = rcgen::DistinguishedName::new();
@@ -119,7 +119,7 @@ impl Authority {
         Ok((file("crt"), file("key")))
     }
 
-    /// TLS of a server with these names, which takes certificates of this CA.
+    /// Returns TLS for a server with these names that accepts client certificates of this CA.
     fn server(&self, names: &[SanType]) -> Result<TlsAcceptor> {
         let mut params = CertificateParams::default();
         params.subject_alt_names = names.to_vec();
@@ -144,14 +144,14 @@ impl Authority {
     }
 }
 
-/// What is told of the requests so far.
+/// Statistics of the requests so far.
 #[derive(Debug, Default)]
 struct Seen {
     connections: AtomicU64,
-    /// Requests to `/wait` and `/half` that were given up.
+    /// Number of requests to `/wait` and `/half` that were given up.
     abandoned: AtomicU64,
     waiting: AtomicU64,
-    /// Body bytes that were read.
+    /// Number of body bytes read.
     read: AtomicU64,
 }
 
@@ -163,12 +163,12 @@ pub(crate) struct Web {
 }
 
 impl Web {
-    /// On the edge host's address.
+    /// Starts a server without TLS on the edge host's address.
     pub(crate) fn start(testbed: &Testbed, n: usize, port: u16) -> Result<Self> {
         Self::listen(testbed, n, port, None)
     }
 
-    /// With TLS, and a certificate for these names.
+    /// Starts a server with TLS and a certificate for these names.
     pub(crate) fn with_tls(
         testbed: &Testbed,
         n: usize,
@@ -188,7 +188,7 @@ impl Web {
         let seen = Arc::<Seen>::default();
         let counted = seen.clone();
         let task = tokio::spawn(async move {
-            // Ends the connections with this task.
+            // Ends the connections when this task ends.
             let mut connections = tokio::task::JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
                 counted.connections.fetch_add(1, Ordering::SeqCst);
@@ -240,7 +240,7 @@ async fn serve(
         async move { Ok::<_, Infallible>(answer(request, shown, seen).await) }
     });
     let io = TokioIo::new(stream);
-    // Clients that leave are part of the tests.
+    // Errors are ignored: clients that leave are part of the tests.
     if h2 {
         let _ = http2::Builder::new(TokioExecutor::new()).serve_connection(io, service).await;
     } else {
@@ -254,7 +254,7 @@ fn text(status: StatusCode, text: impl Into<Bytes>) -> Response<Body> {
     response
 }
 
-/// Counts a request that is given up before the end of its answer.
+/// Counts, when dropped, a request that is given up before the end of its answer.
 struct Waiting(Arc<Seen>);
 
 impl Drop for Waiting {
@@ -270,7 +270,7 @@ async fn answer(mut request: Request<Incoming>, shown: &str, seen: Arc<Seen>) ->
             let _waiting = Waiting(seen);
             std::future::pending().await
         }
-        // Later than the end of a client that sends no more.
+        // Later than the end of file of a client that half-closes.
         "/late" => {
             tokio::time::sleep(Duration::from_millis(300)).await;
             text(StatusCode::OK, "late\n")
@@ -286,12 +286,12 @@ async fn answer(mut request: Request<Incoming>, shown: &str, seen: Arc<Seen>) ->
             response.headers_mut().insert(header::TRAILER, HeaderValue::from_static("x-sum"));
             response
         }
-        // An answer without an end.
+        // An answer that never ends.
         "/half" => {
             let waiting = Waiting(seen);
             let half = tokio_stream::once(Ok(Frame::data(Bytes::from_static(b"half"))));
             let rest = tokio_stream::pending::<Result<Frame<Bytes>, Infallible>>().map(move |frame| {
-                // Dropped with the answer.
+                // Dropped together with the answer.
                 let _waiting = &waiting;
                 frame
             });
@@ -334,7 +334,7 @@ async fn answer(mut request: Request<Incoming>, shown: &str, seen: Arc<Seen>) ->
             }
             response
         }
-        // What has arrived here.
+        // An echo of the request as received.
         _ => {
             let (head, body) = request.into_parts();
             let mut told = format!("{} {} {:?} client={shown}\n", head.method, head.uri, head.version);
@@ -359,7 +359,7 @@ async fn answer(mut request: Request<Incoming>, shown: &str, seen: Arc<Seen>) ->
     }
 }
 
-/// As an argument of a program.
+/// Returns the path as a program argument.
 pub(crate) fn shown(path: &Path) -> String {
     path.display().to_string()
 }

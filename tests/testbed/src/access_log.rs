@@ -1,13 +1,13 @@
-//! The access log: one JSON line per carried connection.
+//! The access log: one JSON line per relayed connection.
 use anyhow::{Context as _, Result};
 use serde_json::{Map, Value};
 
-/// One connection.
+/// One line of the log: one connection.
 #[derive(Clone, Debug)]
 pub struct AccessLine(Map<String, Value>);
 
 impl AccessLine {
-    /// A field as text; empty when it is missing.
+    /// Returns a field as text; empty if it is missing.
     pub fn text(&self, field: &str) -> String {
         match self.0.get(field) {
             Some(Value::String(text)) => text.clone(),
@@ -30,7 +30,7 @@ impl AccessLine {
     }
 }
 
-/// The access lines of a JSON log: those with a door and an outcome.
+/// Returns the access lines of a JSON log: those with a door and an outcome.
 pub fn parse(log: &str) -> Vec<AccessLine> {
     let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let maps = lines.filter_map(|mut line| match line.get_mut("fields") {

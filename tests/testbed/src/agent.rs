@@ -16,7 +16,7 @@ use crate::server::{Server, Token};
 use crate::topology::Testbed;
 use crate::wait::wait_until;
 
-/// How long an agent may take to enrol and attach.
+/// Time limit for an agent to enrol and attach.
 pub const START: Duration = Duration::from_secs(20);
 
 #[derive(Debug, Clone)]
@@ -25,7 +25,7 @@ pub struct Builder<'a> {
     edge: usize,
     node: String,
     name: String,
-    /// The name of its state folder.
+    /// Name of its state folder.
     state: String,
     server: Option<String>,
     kubeconfig: Option<PathBuf>,
@@ -33,25 +33,25 @@ pub struct Builder<'a> {
     flags: Vec<String>,
     environment: Vec<(&'static str, String)>,
     stderr: Option<Arc<OwnedFd>>,
-    /// A process whose mounts the agent sees.
+    /// ID of the process whose mount namespace the agent enters.
     mounts_of: Option<u32>,
     memory: Option<MemoryLimit>,
-    /// The program and what precedes it on the command line, if not the one of this machine.
+    /// Command line up to the program, if it is not the build for this machine.
     program: Option<Vec<PathBuf>>,
 }
 
 impl<'a> Builder<'a> {
-    /// An agent on edge `n`, named as the edge.
+    /// Makes a builder for an agent on edge `n`, named as the edge.
     pub fn new(server: &Server<'a>, edge: usize) -> Self {
         Self { server: Some(server.agent_address()), ..Self::on_edge(server.testbed(), edge) }
     }
 
-    /// An agent on edge `n` that finds its servers through the API server.
+    /// Makes a builder for an agent on edge `n` that finds its servers through the API server.
     pub fn in_cluster(testbed: &'a Testbed, edge: usize, kubeconfig: PathBuf) -> Self {
         Self { kubeconfig: Some(kubeconfig), ..Self::on_edge(testbed, edge) }
     }
 
-    /// An agent without a server: flags say where it attaches.
+    /// Makes a builder for an agent without a server of the testbed: flags give its servers.
     pub fn alone(testbed: &'a Testbed, edge: usize) -> Self {
         Self::on_edge(testbed, edge)
     }
@@ -92,7 +92,7 @@ impl<'a> Builder<'a> {
         self
     }
 
-    /// The token to enrol with; without one the agent must have its certificate already.
+    /// Sets the token to enrol with; without one the agent must have its certificate already.
     #[must_use]
     pub fn token(mut self, token: Token) -> Self {
         self.token = Some(token);
@@ -117,14 +117,14 @@ impl<'a> Builder<'a> {
         self
     }
 
-    /// Where its log goes instead of the run's folder.
+    /// Sends its log there instead of to the run's folder.
     #[must_use]
     pub fn stderr(mut self, stderr: impl Into<OwnedFd>) -> Self {
         self.stderr = Some(Arc::new(stderr.into()));
         self
     }
 
-    /// The agent sees the mounts of the process `pid`.
+    /// Starts the agent in the mount namespace of the process `pid`.
     #[must_use]
     pub fn mounts_of(mut self, pid: u32) -> Self {
         self.mounts_of = Some(pid);
@@ -137,14 +137,14 @@ impl<'a> Builder<'a> {
         self
     }
 
-    /// Another program that runs the agent: its command line, to which the agent's is added.
+    /// Sets another program that runs the agent: its command line, to which the agent's is added.
     pub fn below(mut self, line: impl IntoIterator<Item = impl Into<PathBuf>>) -> Result<Self> {
         let program = process::program("tunnel-agent")?;
         self.program = Some(line.into_iter().map(Into::into).chain([program]).collect());
         Ok(self)
     }
 
-    /// With this hard limit of open files.
+    /// Sets the hard limit of open files.
     pub fn open_files(self, limit: u32) -> Result<Self> {
         self.below(["prlimit".to_owned(), format!("--nofile={limit}:{limit}")])
     }
@@ -206,7 +206,7 @@ impl<'a> Builder<'a> {
             command.arg(format!("--token={}", token.token)).arg(format!("--ca-hash={}", token.ca_hash));
         }
         command.args(&self.flags);
-        // The machine's own proxy is not for the testbed.
+        // The machine's own proxy settings are not for the testbed.
         for name in ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"] {
             command.env_remove(name);
         }
@@ -254,7 +254,7 @@ impl<'a> Agent<'a> {
     /// Starts one more agent with the same flags, and waits until it has taken over from this one.
     pub async fn take_over(&self) -> Result<Self> {
         let log = process::log_file(self.builder.testbed.dir(), &self.successors_name());
-        // Another one may have written there.
+        // Another agent may have logged there before.
         let times = || {
             let log = std::fs::read_to_string(&log).unwrap_or_default();
             log.matches("took over from the agent before").count()
@@ -287,7 +287,7 @@ impl<'a> Agent<'a> {
         server.wait_connected(&self.builder.node, true, START).await
     }
 
-    /// An admin page: status and body.
+    /// Gets an admin page: status and body.
     pub async fn get(&self, path: &str) -> Result<(u16, String)> {
         let ns = &self.builder.testbed.edge(self.builder.edge).ns;
         let address = "127.0.0.1:10266".parse().context("the agent's admin address")?;
@@ -309,7 +309,7 @@ impl<'a> Agent<'a> {
         serde_json::from_str(&body).with_context(|| format!("/status is not JSON: {body}"))
     }
 
-    /// Waits for a text in what the present process has logged.
+    /// Waits for a text in the log of the current process; earlier processes' lines do not count.
     pub async fn wait_log(&self, text: &str) -> Result<()> {
         let what = format!("the agent's log to contain {text:?}");
         wait_until(&what, START, async || self.process.own_output(), |log| log.contains(text)).await?;

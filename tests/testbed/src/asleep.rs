@@ -1,4 +1,4 @@
-//! A machine that was suspended, as one program on it sees that: the offsets of a time namespace cannot be changed once a
+//! Simulates a machine that was suspended, for one program: the offsets of a time namespace cannot be changed once a
 //! process is in it, so the program gets another clock_gettime(2).
 use std::fs;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use crate::topology::Testbed;
 
 const SOURCE: &str = include_str!("asleep.cpp");
 
-/// The clock of the programs that get [`Self::environment`].
+/// The clock of the programs that run with [`Self::environment`].
 #[derive(Debug)]
 pub struct Asleep {
     library: PathBuf,
@@ -20,7 +20,7 @@ pub struct Asleep {
 }
 
 impl Asleep {
-    /// Compiles it.
+    /// Compiles the replacement of clock_gettime(2).
     pub fn new(testbed: &Testbed) -> Result<Self> {
         let file = |name: &str| testbed.dir().join(name);
         let (source, library) = (file("asleep.cpp"), file("asleep.so"));
@@ -31,7 +31,7 @@ impl Asleep {
         Ok(asleep)
     }
 
-    /// For the program.
+    /// Environment variables of the program.
     pub fn environment(&self) -> [(&'static str, String); 2] {
         [
             ("LD_PRELOAD", self.library.display().to_string()),
@@ -39,7 +39,7 @@ impl Asleep {
         ]
     }
 
-    /// For how long the machine has been suspended since its boot.
+    /// Sets how long the machine has been suspended since its boot.
     pub fn set(&self, time: Duration) -> Result<()> {
         let next = self.time.with_extension("next");
         fs::write(&next, time.as_secs().to_string())

@@ -30,7 +30,7 @@ impl Authority {
         Ok(Self(Issuer::from_ca_cert_pem(&certificate, key).context("the CA's certificate")?))
     }
 
-    /// Signs a certificate (PEM) for an agent of `node`, valid in that span.
+    /// Signs a certificate (PEM) for an agent of `node` with this validity.
     pub fn agent(&self, node: &str, key: &KeyPair, valid: Range<SystemTime>) -> Result<String> {
         let mut name = DistinguishedName::new();
         name.push(DnType::OrganizationName, "postern:agents");
@@ -44,7 +44,7 @@ impl Authority {
         Ok(params.signed_by(key, &self.0).context("signing")?.pem())
     }
 
-    /// Signs a certificate for a server, valid in that span.
+    /// Signs a certificate for a server with this validity.
     pub fn server(&self, key: &KeyPair, valid: Range<SystemTime>) -> Result<CertificateDer<'static>> {
         let mut params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).context("the server's name")?;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
@@ -54,7 +54,7 @@ impl Authority {
         Ok(params.signed_by(key, &self.0).context("signing")?.der().clone())
     }
 
-    /// The first root (PEM) once more, with its key, but valid in that span.
+    /// Returns the first root (PEM) with the same key but another validity.
     pub fn root(&self, valid: Range<SystemTime>) -> Result<String> {
         let mut params = CertificateParams::default();
         params.distinguished_name = DistinguishedName::new();

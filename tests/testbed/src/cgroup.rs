@@ -10,8 +10,8 @@ use nix::unistd::Pid;
 
 use crate::id::Id;
 
-/// A cgroup whose processes are in a child: in cgroup v2 only one without processes of its own can have children with a
-/// memory limit.
+/// A cgroup that keeps its processes in a child: in cgroup v2 only a cgroup without processes of its own can have
+/// children with a memory limit.
 #[derive(Debug, Clone)]
 pub struct Cgroup {
     path: PathBuf,
@@ -30,7 +30,7 @@ impl Cgroup {
         &self.path
     }
 
-    /// The file that a process's id is written to, to move it here.
+    /// Returns the file to which a process ID is written to move the process here.
     pub fn procs(&self) -> PathBuf {
         self.leaf().join(PROCS)
     }
@@ -47,16 +47,16 @@ impl Cgroup {
 
 const PROCS: &str = "cgroup.procs";
 
-/// A limit of the memory of one program, as a container has it: a cgroup of its own. The run's sweep removes it.
+/// A memory limit for one program, as a container has it: a cgroup of its own. The run's sweep removes it.
 #[derive(Debug, Clone)]
 pub struct MemoryLimit {
     path: PathBuf,
     bytes: u64,
     version: MemoryVersion,
     cpus: Option<f64>,
-    /// Its cgroup of the CPU controller, if that is another one.
+    /// Its cgroup of the CPU controller, if that is a separate one.
     cpu: Option<PathBuf>,
-    /// Where the host's cgroups are mounted in the program's own namespaces, if it has any.
+    /// Mount point of the host's cgroups if the program has namespaces of its own.
     pub(crate) pod: Option<PathBuf>,
 }
 
@@ -67,7 +67,7 @@ enum MemoryVersion {
 }
 
 impl MemoryLimit {
-    /// Makes a cgroup `name` with a limit of `bytes`, for a program that is in `parent` otherwise.
+    /// Makes a cgroup `name` with a limit of `bytes`, for a program that would otherwise be in `parent`.
     pub(crate) fn create(id: &Id, parent: &Cgroup, name: &str, bytes: u64) -> Result<Self> {
         let (path, version) = match v1_mounts()?.into_iter().find(|mount| mount.ends_with("memory")) {
             Some(mount) => (mount.join(id.to_string()).join(name), MemoryVersion::V1),
@@ -82,17 +82,17 @@ impl MemoryLimit {
         Ok(limit)
     }
 
-    /// In bytes.
+    /// Returns the limit in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The CPUs that it may use at a time, if they are limited.
+    /// Returns the number of CPUs that it may use at a time, if they are limited.
     pub fn cpus(&self) -> Option<f64> {
         self.cpus
     }
 
-    /// The same with this share of each 100 ms of CPU time, in microseconds.
+    /// Adds a CPU limit: this share of each 100 ms, in microseconds.
     pub(crate) fn with_cpu(mut self, id: &Id, name: &str, microseconds: u32) -> Result<Self> {
         self.cpus = Some(f64::from(microseconds) / 100_000.0);
         let Some(mount) = v1_mounts()?.into_iter().find(|mount| has_cpu(mount)) else {
@@ -109,19 +109,19 @@ impl MemoryLimit {
         Ok(Self { cpu: Some(path), ..self })
     }
 
-    /// The same for a program in a pod: in a cgroup namespace of its own, with what that shows at /sys/fs/cgroup, and the host's
-    /// hierarchies at `hosts`, which may be there too.
+    /// Returns the same limit for a program in a pod: in a cgroup namespace of its own, mounted at /sys/fs/cgroup, with
+    /// the host's hierarchies at `hosts`, which may be the same place.
     pub fn in_pod(&self, hosts: &Path) -> Self {
         Self { pod: Some(hosts.to_owned()), ..self.clone() }
     }
 
-    /// The files that a process's id is written to, to move it here. Has to happen before the program starts: it reads its
-    /// limit, and what it has in memory already is not counted.
+    /// Returns the files to which a process ID is written to move the process here. This must happen before the program
+    /// starts: it reads its limit, and the memory that it already has is not counted.
     pub(crate) fn procs(&self) -> impl Iterator<Item = PathBuf> {
         [Some(&self.path), self.cpu.as_ref()].into_iter().flatten().map(|path| path.join(PROCS))
     }
 
-    /// An error if `pid` is not below this limit, or if the kernel has killed a process at it.
+    /// Fails if `pid` is not below this limit, or if the kernel has OOM-killed a process there.
     pub fn expect_kept(&self, pid: u32) -> Result<()> {
         let inside = members(&self.path).with_context(|| format!("reading {}", self.path.display()))?;
         ensure!(inside == [pid], "the processes below the limit are {inside:?}, expected {pid}");
@@ -135,13 +135,13 @@ impl MemoryLimit {
         Ok(())
     }
 
-    /// The memory that is charged to it now, in bytes, the page cache included.
+    /// Returns the memory charged to it now, in bytes, page cache included.
     pub fn charged(&self) -> Result<u64> {
         let file = self.of_version("memory.usage_in_bytes", "memory.current");
         self.read(file)?.trim().parse().with_context(|| format!("reading {file}"))
     }
 
-    /// The most memory that was charged to it, in bytes, the page cache included.
+    /// Returns the most memory ever charged to it, in bytes, page cache included.
     pub fn peak(&self) -> Result<u64> {
         let file = self.of_version("memory.max_usage_in_bytes", "memory.peak");
         self.read(file)?.trim().parse().with_context(|| format!("reading {file}"))
@@ -162,7 +162,7 @@ impl MemoryLimit {
     }
 }
 
-/// True if a mount of version 1 has the CPU controller: its name lists its controllers.
+/// True if a v1 mount has the CPU controller: its name lists its controllers.
 fn has_cpu(mount: &Path) -> bool {
     let name = mount.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     name.split(',').any(|controller| controller == "cpu")
@@ -191,7 +191,7 @@ fn delegate(parent: &Path, controller: &str) -> Result<()> {
     Ok(())
 }
 
-/// Where the cgroup v2 hierarchy is mounted; on hybrid hosts that is not /sys/fs/cgroup.
+/// Returns the mount point of the cgroup v2 hierarchy; on hybrid hosts that is not /sys/fs/cgroup.
 pub fn unified_mount() -> Result<PathBuf> {
     let mounts = fs::read_to_string("/proc/mounts").context("reading /proc/mounts")?;
     for line in mounts.lines() {
@@ -203,7 +203,7 @@ pub fn unified_mount() -> Result<PathBuf> {
     bail!("no cgroup2 mount in /proc/mounts: mount one with `mount -t cgroup2 none /sys/fs/cgroup/unified`")
 }
 
-/// The mounted cgroup v1 hierarchies; none on a host with cgroup v2 alone.
+/// Returns the mounted cgroup v1 hierarchies; none on a host with cgroup v2 only.
 pub fn v1_mounts() -> Result<Vec<PathBuf>> {
     let mounts = fs::read_to_string("/proc/mounts").context("reading /proc/mounts")?;
     let of_line = |line: &str| {
@@ -214,11 +214,11 @@ pub fn v1_mounts() -> Result<Vec<PathBuf>> {
     Ok(mounts.lines().filter_map(of_line).collect())
 }
 
-/// Makes `parent`/`name` in every v1 hierarchy and returns the path, for a kubelet to put its pods in. On hybrid hosts a
-/// pod's processes are moved in both.
+/// Makes `parent`/`name` in every v1 hierarchy and returns the path, for a kubelet to put its pods in. On hybrid hosts
+/// a pod's processes are moved in both versions.
 pub fn create_for_kubelet(parent: &Cgroup, name: &str) -> Result<String> {
     let mounts = v1_mounts()?;
-    // With v2 alone a kubelet delegates controllers from a cgroup that must then have no processes of its own.
+    // With v2 only, a kubelet delegates controllers from a cgroup that must then have no processes of its own.
     ensure!(
         !mounts.is_empty(),
         "this host has cgroup v2 alone; the test cluster needs v1 controllers too (a hybrid host)"
@@ -232,7 +232,7 @@ pub fn create_for_kubelet(parent: &Cgroup, name: &str) -> Result<String> {
     Ok(format!("/{}", path.display()))
 }
 
-/// The cgroup v2 folder that this process is in.
+/// Returns the cgroup v2 folder of this process.
 pub fn of_this_process(mount: &Path) -> Result<PathBuf> {
     let text = fs::read_to_string("/proc/self/cgroup").context("reading /proc/self/cgroup")?;
     let path = text
@@ -253,7 +253,7 @@ fn members(path: &Path) -> io::Result<Vec<u32>> {
     Ok(text.lines().filter_map(|line| line.parse().ok()).collect())
 }
 
-/// Kills everything in the cgroup and its children, then removes them; it may be gone already.
+/// Kills all processes in the cgroup and its children, then removes them; it may be gone already.
 pub fn destroy(path: &Path) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(10);
     let entries = match fs::read_dir(path) {
@@ -271,7 +271,7 @@ pub fn destroy(path: &Path) -> Result<()> {
         for pid in members(path).unwrap_or_default() {
             let pid = Pid::from_raw(i32::try_from(pid).unwrap_or(i32::MAX));
             if pid != nix::unistd::getpid() {
-                // It may be dead already.
+                // The process may be dead already.
                 kill(pid, Signal::SIGKILL).ok();
             }
         }

@@ -1,4 +1,4 @@
-//! A client on the cloud host: connects, exchanges bytes, checks how a connection ended; and HTTP for the admin pages.
+//! A client on the cloud host: connects, exchanges bytes, checks how a connection ended; also HTTP for the admin pages.
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Mutex, PoisonError};
@@ -18,22 +18,22 @@ use tokio::time::timeout;
 use crate::netns::Namespace;
 use crate::wait::wait_until;
 
-/// How long one step of a client may take before the scenario fails.
+/// Time limit for one step of a client before the scenario fails.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// How long the kernel's routes may lag behind a session's start; milliseconds in practice.
+/// Maximum delay of the kernel's routes behind a session's start; milliseconds in practice.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// When the routes have caught up with what the test last saw begin.
+/// End of the time in which routes may still lag behind the last session start that the test saw.
 static SETTLED: Mutex<Option<Instant>> = Mutex::new(None);
 
-/// A session has just been seen to begin, here or at another server: for a second a connect() may still find no route.
+/// Notes that a session has just begun, here or at another server: for a second a connect() may still find no route.
 pub fn session_began() {
     *SETTLED.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now() + SETTLE);
 }
 
-/// Connects, with a deadline. EHOSTUNREACH is retried only right after a session has begun: at any other time it is a
-/// route that was lost.
+/// Connects, with a deadline. EHOSTUNREACH is retried only right after a session has begun: at any other time it means
+/// a lost route.
 pub async fn connect(address: impl Into<SocketAddr>) -> Result<TcpStream> {
     let address = address.into();
     let settled = SETTLED.lock().unwrap_or_else(PoisonError::into_inner).unwrap_or_else(Instant::now);
@@ -48,24 +48,24 @@ pub async fn connect(address: impl Into<SocketAddr>) -> Result<TcpStream> {
     }
 }
 
-/// One connect(); taking too long is an error of kind TimedOut.
+/// Makes one connect(); exceeding `limit` is an error of kind TimedOut.
 pub async fn attempt(address: SocketAddr, limit: Duration) -> io::Result<TcpStream> {
     timeout(limit, TcpStream::connect(address)).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
 }
 
-/// Whether connect() failed because the node has no tunnel.
+/// Reports whether connect() failed because the node has no tunnel.
 pub fn is_unreachable(error: &io::Error) -> bool {
     error.raw_os_error() == Some(nix::libc::EHOSTUNREACH)
 }
 
 pub async fn connect_from(ns: &Namespace, address: SocketAddr, limit: Duration) -> io::Result<TcpStream> {
-    // A socket stays in the namespace that it was made in.
+    // A socket stays in the namespace in which it was made.
     let made = || Ok(if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() });
     let socket = ns.run(made).map_err(io::Error::other)??;
     timeout(limit, socket.connect(address)).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
 }
 
-/// The error of a connect() that must not succeed; TimedOut when there was no answer.
+/// Returns the error of a connect() that must not succeed; TimedOut if there was no answer.
 pub async fn connect_error(address: impl Into<SocketAddr>, limit: Duration) -> Result<io::Error> {
     let address = address.into();
     match attempt(address, limit).await {
@@ -74,8 +74,8 @@ pub async fn connect_error(address: impl Into<SocketAddr>, limit: Duration) -> R
     }
 }
 
-/// Fails unless connect() itself fails with EHOSTUNREACH; routes lag behind a session's end. Without the redirect there is no
-/// answer: the router drops what would go past it.
+/// Fails unless connect() fails with EHOSTUNREACH, after a wait for the routes, which lag behind a session's end.
+/// Without the redirect there would be no answer: the router drops packets that bypass it.
 pub async fn expect_unreachable(address: impl Into<SocketAddr>) -> Result<()> {
     let address = address.into();
     let connected = async || Ok(attempt(address, PATIENCE).await);
@@ -97,14 +97,14 @@ pub async fn echo(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), text: &[u8
     .with_context(|| format!("no echo within {PATIENCE:?}"))?
 }
 
-/// Connects, echoes, and leaves the connection open.
+/// Connects, echoes, and returns the open connection.
 pub async fn hold(address: SocketAddr, text: &[u8]) -> Result<TcpStream> {
     let mut stream = connect(address).await?;
     echo(&mut stream, text).await?;
     Ok(stream)
 }
 
-/// Connects, echoes once, closes; returns the time it took.
+/// Connects, echoes once and closes; returns the time taken.
 pub async fn visit(address: SocketAddr) -> Result<Duration> {
     let start = Instant::now();
     let mut stream = hold(address, b"0123456789abcdef").await?;
@@ -118,10 +118,10 @@ pub async fn visit(address: SocketAddr) -> Result<Duration> {
     Ok(start.elapsed())
 }
 
-/// How a connection ended for its reader.
+/// The way a connection ended for its reader.
 #[derive(Debug, PartialEq, Eq, Clone, Copy)]
 pub enum End {
-    /// A clean end of file, after that many bytes.
+    /// A clean end of file after this many bytes.
     Eof(usize),
     Reset,
 }
@@ -144,7 +144,7 @@ pub async fn end_of(stream: &mut TcpStream, limit: Duration) -> Result<End> {
     .with_context(|| format!("the connection did not end within {limit:?}"))?
 }
 
-/// How a connection that is to end at once did: its reset may come before connect() has returned.
+/// Returns the end of a connection that is to end at once: its reset may arrive before connect() returns.
 pub async fn end_at_once(connected: io::Result<TcpStream>) -> Result<End> {
     match connected {
         Ok(mut stream) => end_of(&mut stream, PATIENCE).await,
@@ -171,14 +171,14 @@ pub async fn digest(stream: &mut (impl AsyncRead + Unpin)) -> Result<(u64, Strin
     }
 }
 
-/// Reads text to a clean end; `missing` is what to say when the end does not come.
+/// Reads text to a clean end; `missing` is the error message if the end does not come.
 pub async fn text(stream: &mut (impl AsyncRead + Unpin), missing: &'static str) -> Result<String> {
     let mut text = String::new();
     timeout(PATIENCE, stream.read_to_string(&mut text)).await.context(missing)??;
     Ok(text)
 }
 
-/// Bytes determined by a seed, which do not repeat.
+/// Non-repeating bytes determined by a seed.
 #[derive(Debug)]
 pub struct Pattern {
     rng: StdRng,
@@ -191,7 +191,7 @@ impl Pattern {
         Self { rng: StdRng::seed_from_u64(seed), left: length, hash: Sha256::new() }
     }
 
-    /// The next chunk; None at the end.
+    /// Returns the next chunk; None at the end.
     pub fn chunk<'a>(&mut self, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
         let n = usize::try_from(self.left).unwrap_or(usize::MAX).min(buffer.len());
         if n == 0 {
@@ -214,7 +214,7 @@ impl Pattern {
         Ok(())
     }
 
-    /// SHA-256 of the bytes so far.
+    /// Returns the SHA-256 of the bytes so far.
     pub fn digest(&self) -> String {
         hex(&self.hash.clone().finalize())
     }
@@ -231,7 +231,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// One HTTP/1.1 request on a fresh connection: status and body.
+/// Makes one HTTP/1.1 request on a fresh connection: status and body.
 pub async fn http(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     method: &str,

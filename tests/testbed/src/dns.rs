@@ -1,4 +1,4 @@
-//! A name server that answers for one kind of address as a test tells it to.
+//! A name server that answers per address family as a test tells it to.
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,13 +12,13 @@ const HEADER: usize = 12;
 const TYPE_A: u16 = 1;
 const TYPE_AAAA: u16 = 28;
 
-/// The answer to every question of one kind.
+/// The answer to every question for one address family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
     Address(IpAddr),
     /// A response code of RFC 1035 and no record; 0 is NODATA.
     Code(u8),
-    /// None.
+    /// No answer.
     Dropped,
 }
 
@@ -38,7 +38,7 @@ impl Answers {
     }
 }
 
-/// It answers until it is dropped.
+/// A running name server. Dropping it stops it.
 #[derive(Debug)]
 pub struct NameServer {
     answers: Arc<Mutex<Answers>>,
@@ -46,7 +46,7 @@ pub struct NameServer {
 }
 
 impl NameServer {
-    /// At 127.0.0.1 of the namespace: `nameserver 127.0.0.1` in its resolv.conf.
+    /// Starts it at 127.0.0.1 of the namespace, for `nameserver 127.0.0.1` in its resolv.conf.
     pub fn start(ns: &Namespace, answers: Answers) -> Result<Self> {
         let at = SocketAddr::from((Ipv4Addr::LOCALHOST, 53));
         let socket =
@@ -74,13 +74,13 @@ async fn serve(socket: UdpSocket, answers: Arc<Mutex<Answers>>) {
     while let Ok((length, client)) = socket.recv_from(&mut query).await {
         let answers = *answers.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(response) = response(&query[..length], answers) {
-            // A client that has gone asks again.
+            // If sending fails, the client has gone or asks again.
             let _ = socket.send_to(&response, client).await;
         }
     }
 }
 
-/// RFC 1035 section 4.1; None: no answer.
+/// Makes a response (RFC 1035 section 4.1); None: no answer.
 fn response(query: &[u8], answers: Answers) -> Option<Vec<u8>> {
     let mut end = HEADER;
     while *query.get(end)? != 0 {
@@ -99,11 +99,11 @@ fn response(query: &[u8], answers: Answers) -> Option<Vec<u8>> {
         Answer::Address(address) => (0, Some(address)),
     };
     let mut response = query[..2].to_vec();
-    // A response with recursion, one question, and an answer or none.
+    // Header: a response with recursion, one question, and at most one answer.
     response.extend([0x81, 0x80 | code, 0, 1, 0, u8::from(address.is_some()), 0, 0, 0, 0]);
     response.extend(question);
     if let Some(address) = address {
-        // The question's name and kind, class IN, no time to live.
+        // Answer: the question's name and type, class IN, TTL 0.
         response.extend([0xc0, HEADER as u8]);
         response.extend(kind.to_be_bytes());
         response.extend([0, 1, 0, 0, 0, 0]);

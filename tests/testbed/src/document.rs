@@ -1,24 +1,24 @@
-//! The fenced blocks of a document, for tests that run its commands as they are.
+//! Fenced code blocks of a document, for tests that run its commands unchanged.
 use anyhow::{Context as _, Result, ensure};
 
-/// A fenced block of a document.
+/// A fenced code block of a document.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Block<'a> {
-    /// The title of its section.
+    /// Title of its section.
     pub section: &'a str,
-    /// What stands behind the fence; empty: nothing does.
+    /// Info string after the opening fence; may be empty.
     pub language: &'a str,
     pub text: &'a str,
 }
 
 impl Block<'_> {
-    /// Whether it is to be run as it is.
+    /// Reports whether the block is to be run unchanged.
     pub fn is_commands(&self) -> bool {
         self.language == "sh"
     }
 }
 
-/// The blocks of a document, in its order.
+/// Returns the blocks of a document in order.
 pub fn blocks(document: &str) -> Vec<Block<'_>> {
     let mut blocks = Vec::new();
     for section in document.split("\n## ") {
@@ -34,7 +34,7 @@ pub fn blocks(document: &str) -> Vec<Block<'_>> {
     blocks
 }
 
-/// The commands of the section whose title begins with `title`.
+/// Returns the commands of the section whose title begins with `title`.
 pub fn commands(document: &str, title: &str) -> Result<String> {
     let blocks = blocks(document);
     let section = blocks.iter().map(|block| block.section).find(|section| section.starts_with(title));

@@ -1,5 +1,5 @@
-//! Unique names. Every namespace, cgroup and folder of a run begins with the run's [`Id`], which contains the process
-//! id of the run's owner, so that leftovers of dead runs can be told from live ones.
+//! Unique names. The name of every namespace, cgroup and folder of a run begins with the run's [`Id`], which contains
+//! the process ID of the run's owner, so that leftovers of dead runs can be told from live ones.
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -7,10 +7,10 @@ use std::str::FromStr;
 use anyhow::{Context as _, Result, ensure};
 use rand::Rng as _;
 
-/// The programs that own runs.
+/// Names of the programs that own runs.
 const OWNERS: [&str; 3] = ["scenarios", "bench", "demo"];
 
-/// What a run is for. Tests never remove a demo, nor the demo a test.
+/// Purpose of a run. Tests never remove a demo, nor a demo the tests' runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A scenario, or a benchmark.
@@ -41,17 +41,17 @@ impl Id {
         self.kind
     }
 
-    /// Whether the process that owns this run still lives.
+    /// Reports whether the process that owns this run is still alive.
     pub fn owner_is_alive(&self) -> bool {
         let cmdline = std::fs::read(Path::new("/proc").join(self.owner.to_string()).join("cmdline"));
-        // A process id may be reused by something else.
+        // A process ID may have been reused by another program.
         cmdline.is_ok_and(|line| {
             let program = line.split(|byte| *byte == 0).next().unwrap_or_default();
             OWNERS.iter().any(|owner| program.ends_with(owner.as_bytes()))
         })
     }
 
-    /// The id that begins `name`, if it is one of ours.
+    /// Parses the ID at the start of `name`, if it is one of ours.
     pub fn of_name(name: &str) -> Option<Self> {
         let mut parts = name.splitn(5, '-');
         let id = [parts.next()?, parts.next()?, parts.next()?, parts.next()?].join("-");
@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn only_our_programs_own_runs() {
-        // This test's process is alive, but none of OWNERS.
+        // This test's process is alive, but is none of OWNERS.
         assert!(!Id::new(Kind::Test).owner_is_alive());
     }
 }

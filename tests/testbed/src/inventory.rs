@@ -1,4 +1,4 @@
-//! The inventory file of a run: a NodeList as `kubectl get nodes -o json` prints it (JSON is YAML too).
+//! Inventory file of a run: a NodeList as `kubectl get nodes -o json` prints it (JSON is YAML too).
 use std::fs;
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ pub fn node(name: &str, edge: bool, addresses: &[IpAddr], pod_cidrs: &[&str]) ->
     })
 }
 
-/// The file of the servers' nodes in the run's folder.
+/// Name of the inventory file in the run's folder.
 pub const FILE: &str = "nodes.yaml";
 
 /// The nodes of a run and the file that lists them.
@@ -41,7 +41,7 @@ pub struct Inventory {
 }
 
 impl Inventory {
-    /// As [`Inventory::of`], in a file of this name.
+    /// As [`Inventory::of`], with this file name.
     pub fn in_file(testbed: &Testbed, name: &str) -> Result<Self> {
         let inventory = Self { path: testbed.dir().join(name), ..Self::of(testbed)? };
         inventory.write()?;
@@ -63,13 +63,13 @@ impl Inventory {
         &self.path
     }
 
-    /// Replaces the file as an editor does: a new file renamed over the old one.
+    /// Replaces the file as an editor does: writes a new file and renames it over the old one.
     pub fn write(&self) -> Result<()> {
         let list = json!({ "apiVersion": "v1", "kind": "List", "items": self.nodes });
         self.write_raw(&serde_json::to_string_pretty(&list).context("writing the inventory as JSON")?)
     }
 
-    /// Replaces the file with any text.
+    /// Replaces the file's content with any text.
     pub fn write_raw(&self, text: &str) -> Result<()> {
         let new = self.path.with_extension("new");
         fs::write(&new, text).with_context(|| format!("writing {}", new.display()))?;

@@ -1,5 +1,5 @@
-//! What the end-to-end tests run on: network namespaces and cgroups wired into a cloud host and edges behind NAT, the
-//! real programs in them, and a real Kubernetes on top ([`cluster`]).
+//! The environment of the end-to-end tests: network namespaces and cgroups wired into a cloud host and edges behind
+//! NAT, the real programs in them, and a real Kubernetes on top ([`cluster`]).
 //!
 //! A run is a process of its own ([`supervisor`]) that builds a [`Testbed`], moves itself into the cloud's cgroup and
 //! network namespace, and only then starts its runtime. So a plain `TcpStream::connect` in a scenario is exactly the

@@ -1,5 +1,5 @@
-//! A target for heavy load, in a process of its own: echo, source and sink. It sends nothing before its client has,
-//! because konnectivity loses what a target sends first.
+//! A target for heavy load in a process of its own: echo, source and sink. It sends nothing before its client has,
+//! because konnectivity loses the first bytes of a target that sends first.
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -15,32 +15,32 @@ use crate::wait::{wait_for, wait_until};
 
 /// Sends back what it reads.
 pub const ECHO: u16 = 9100;
-/// Reads a count of eight bytes, sends as many.
+/// Reads a count of eight bytes, then sends that many bytes.
 pub const SOURCE: u16 = 9101;
-/// Reads a count of eight bytes and as many bytes, then sends the count back.
+/// Reads a count of eight bytes and that many bytes, then sends the count back.
 pub const SINK: u16 = 9102;
 /// A black hole: the edge's firewall drops every packet.
 pub const HOLE: u16 = 9105;
-/// Sends the number of open connections; not reached through a tunnel.
+/// Sends the number of open connections; not tunnelled.
 const CONTROL: u16 = 9109;
-/// Every port that load goes to.
+/// Ports that load goes to.
 pub const CARRIED: [u16; 4] = [ECHO, SOURCE, SINK, HOLE];
 
 const CHUNK: usize = 256 * 1024;
-/// The kernel's own bound; a smaller one would limit the benchmark's 2,000 held connections.
+/// The kernel's own limit; a smaller one would limit the benchmark's 2,000 held connections.
 const BACKLOG: u32 = 4096;
 
-/// Open connections of the load.
+/// Number of open load connections.
 static OPEN: AtomicU64 = AtomicU64::new(0);
-/// Bytes that the sink has got.
+/// Number of bytes received by the sink.
 static RECEIVED: AtomicU64 = AtomicU64::new(0);
 
-/// The argument with which a program becomes the target.
+/// Argument with which a program becomes the target.
 pub const ARGUMENT: &str = "--target";
 
-/// The target's process: serves until killed.
+/// Runs the target: serves until killed.
 pub fn run() -> Result<()> {
-    // Every address of the edge, a whole fleet's included.
+    // All addresses of the edge, including those of a whole fleet.
     let address = IpAddr::from(Ipv4Addr::UNSPECIFIED);
     tunnel_core::lifecycle::raise_open_files();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
@@ -61,7 +61,7 @@ fn listen(address: IpAddr, port: u16) -> Result<TcpListener> {
 async fn accept_all(listener: TcpListener, port: u16) -> Result<()> {
     loop {
         let Ok((stream, _)) = listener.accept().await else {
-            // Out of descriptors: wait for some to be closed.
+            // Out of descriptors: wait until some are closed.
             tokio::time::sleep(Duration::from_millis(10)).await;
             continue;
         };
@@ -126,14 +126,14 @@ async fn serve(mut stream: TcpStream, port: u16) -> Result<()> {
     Ok(())
 }
 
-/// Reads to the client's end.
+/// Reads to the end of the client's stream.
 async fn wait_for_end(stream: &mut TcpStream) -> Result<()> {
     while stream.read(&mut [0; 16]).await? > 0 {}
     Ok(())
 }
 
 async fn echo(mut stream: TcpStream) -> Result<()> {
-    // An idle connection allocates nothing: thousands are held.
+    // A small buffer: thousands of idle connections are held.
     let mut small = [0; 256];
     let mut large = Vec::new();
     loop {
@@ -149,7 +149,7 @@ async fn echo(mut stream: TcpStream) -> Result<()> {
     }
 }
 
-/// The process, running on an edge.
+/// The target's process, running on an edge.
 #[derive(Debug)]
 pub struct Target<'a> {
     testbed: &'a Testbed,
@@ -174,17 +174,17 @@ impl<'a> Target<'a> {
         self.process.pid()
     }
 
-    /// Where clients reach one of its ports.
+    /// Returns the address at which clients reach one of its ports.
     pub fn at(&self, port: u16) -> SocketAddr {
         SocketAddr::new(self.testbed.edge(self.edge).ip(), port)
     }
 
-    /// Connections of the load that are open at the target.
+    /// Returns the number of load connections open at the target.
     pub async fn open(&self) -> Result<u64> {
         Ok(self.counts().await?.0)
     }
 
-    /// Bytes that its sink has got so far.
+    /// Returns the number of bytes received by its sink so far.
     pub async fn received(&self) -> Result<u64> {
         Ok(self.counts().await?.1)
     }

@@ -1,13 +1,13 @@
-//! The logs of a run: each program's own, below `logs` in the run's folder.
+//! The logs of a run: one per program, below `logs` in the run's folder.
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-/// Lines of each log that a failure shows.
+/// Number of lines of each log that a failure shows.
 const LINES_SHOWN: usize = 60;
 
-/// The end of every log, the scenario's own last.
+/// Returns the end of every log, the scenario's own last.
 pub fn ends(dir: &Path) -> String {
     let mut text = String::new();
     for (name, whole) in all(dir) {
@@ -22,17 +22,17 @@ pub fn ends(dir: &Path) -> String {
     text
 }
 
-/// Lines that tell of a panic, each with its log's name.
+/// Returns lines that report a panic, each with its log's name.
 pub fn panics(dir: &Path) -> Vec<String> {
     lines(dir, |line| line.contains("panicked at"))
 }
 
-/// Lines of Postern's programs at level ERROR, each with its log's name.
+/// Returns lines of Postern's programs at level ERROR, each with its log's name.
 pub fn errors(dir: &Path) -> Vec<String> {
     lines(dir, |line| line.contains(r#""level":"ERROR""#) || line.contains(" ERROR tunnel_"))
 }
 
-/// Copies the logs of a failed run to `to`, in place of those of an earlier one.
+/// Copies the logs of a failed run to `to`, replacing those of an earlier run.
 pub fn keep(dir: &Path, to: &Path) -> Result<()> {
     // It may not exist.
     fs::remove_dir_all(to).ok();

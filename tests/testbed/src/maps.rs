@@ -1,4 +1,4 @@
-//! The BPF maps of a running program: what they hold, read from the kernel and not from what the program says.
+//! The BPF maps of a running program: their contents, read from the kernel and not as reported by the program.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::ErrorKind;
@@ -10,7 +10,7 @@ use aya::maps::lpm_trie::Key;
 use aya::maps::{LpmTrie, Map, MapData, MapError, MapInfo};
 use tunnel_abi::{DOWN, Mapping, ROUTE_ENTRIES, V4, V6, names};
 
-/// The number of entries of each of its tries, by the map's name.
+/// Returns the number of entries of each of its LPM tries, by the map's name.
 pub fn entries(pid: u32) -> Result<BTreeMap<String, usize>> {
     let mut counted = BTreeMap::new();
     for id in ids(pid)? {
@@ -22,7 +22,7 @@ pub fn entries(pid: u32) -> Result<BTreeMap<String, usize>> {
             names::EXCLUDED_V6 | names::CLIENTS_V6 => count::<V6, u32>(data),
             names::ROUTES_V4 | names::ORIGINS_V4 => count::<V4, Mapping<V4>>(data),
             names::ROUTES_V6 | names::ORIGINS_V6 => count::<V6, Mapping<V6>>(data),
-            // An array has as many as it was made with.
+            // An array always has its full number of entries.
             _ => continue,
         };
         *counted.entry(name.clone()).or_insert(0) +=
@@ -31,7 +31,7 @@ pub fn entries(pid: u32) -> Result<BTreeMap<String, usize>> {
     Ok(counted)
 }
 
-/// Fills the map of its IPv4 routes, with such of addresses that nobody has, until there is no room left.
+/// Fills the map of its IPv4 routes with unused addresses until the map is full.
 pub fn fill_routes(pid: u32) -> Result<()> {
     for id in ids(pid)? {
         let info = MapInfo::from_id(id).with_context(|| format!("the BPF map {id}"))?;
@@ -62,12 +62,12 @@ fn count<K: Pod, V: Pod>(data: MapData) -> Result<usize> {
     trie.keys().try_fold(0, |count, key| Ok(key.map(|_| count + 1)?))
 }
 
-/// The maps of which the process has a descriptor.
+/// Returns the IDs of the maps to which the process has a descriptor.
 fn ids(pid: u32) -> Result<BTreeSet<u32>> {
     let folder = format!("/proc/{pid}/fdinfo");
     let mut ids = BTreeSet::new();
     for entry in fs::read_dir(&folder).with_context(|| format!("reading {folder}"))? {
-        // A descriptor that was closed meanwhile.
+        // The descriptor may have been closed meanwhile.
         let Ok(text) = fs::read_to_string(entry?.path()) else { continue };
         let id = text.lines().find_map(|line| line.strip_prefix("map_id:"));
         ids.extend(id.and_then(|id| id.trim().parse::<u32>().ok()));

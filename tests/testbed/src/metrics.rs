@@ -1,4 +1,4 @@
-//! Reading metrics in the text format of Prometheus and OpenMetrics.
+//! Parser of metrics in the text format of Prometheus and OpenMetrics.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -12,16 +12,16 @@ pub struct Sample {
     pub value: f64,
 }
 
-/// A /metrics page.
+/// A parsed /metrics page.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
     pub samples: Vec<Sample>,
-    /// Names of the `# TYPE` lines: a family without a series has nothing else.
+    /// Names in the `# TYPE` lines: a family without a series has no other line.
     families: BTreeSet<String>,
 }
 
 impl Metrics {
-    /// Reads a page; an unreadable line is an error that shows it.
+    /// Parses a page; the error shows the invalid line.
     pub fn parse(page: &str) -> Result<Self> {
         let lines = page.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
         let samples = lines.map(|line| sample(line).with_context(|| format!("metrics line {line:?}")));
@@ -32,19 +32,19 @@ impl Metrics {
         })
     }
 
-    /// The sum of a metric over all series with these labels; 0 when there are none.
+    /// Returns the sum of a metric over all series with these labels; 0 if there are none.
     ///
     /// # Panics
-    /// The page has no such metric: a test that asks for a name which nobody exposes would pass with 0.
+    /// If the page has no such metric: a test that asks for a misspelt name would pass with 0.
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
         assert!(self.has(name), "there is no metric {name}, only {:?}", self.families);
         self.matching(name, labels).map(|sample| sample.value).sum()
     }
 
-    /// An error that shows the metric's series unless their sum is `expected`.
+    /// Fails with the metric's series in the error unless their sum is `expected`.
     pub fn expect(&self, name: &str, labels: &[(&str, &str)], expected: f64) -> Result<()> {
         let sum = self.sum(name, labels);
-        // Counters and gauges of whole numbers: exact below 2^53.
+        // Whole numbers: exact below 2^53.
         if sum == expected {
             return Ok(());
         }
@@ -53,7 +53,8 @@ impl Metrics {
         bail!("{name}{labels:?} is {sum}, expected {expected}:\n{}", series.join("\n"))
     }
 
-    /// Whether the page has the metric, with or without a series. Of a histogram it has `_bucket`, `_sum` and `_count`.
+    /// Reports whether the page has the metric, with or without a series. A histogram is present as `_bucket`, `_sum`
+    /// and `_count`.
     pub fn has(&self, name: &str) -> bool {
         let family = ["_bucket", "_sum", "_count"].iter().find_map(|part| name.strip_suffix(part));
         [Some(name), family].into_iter().flatten().any(|name| self.families.contains(name))

@@ -1,5 +1,5 @@
-//! Network namespaces, made with `ip netns add` and entered with setns or `nsenter --net`. (`ip netns exec` is no
-//! use here: it mounts /sys anew and so hides the cgroup hierarchy.)
+//! Network namespaces, made with `ip netns add` and entered with setns or `nsenter --net`. (`ip netns exec` does not
+//! work here: it mounts /sys anew, which hides the cgroup hierarchy.)
 use std::fs::File;
 use std::path::PathBuf;
 use std::process::Command;
@@ -15,7 +15,7 @@ pub struct Namespace {
 }
 
 impl Namespace {
-    /// Makes `ID-ROLE` with its loopback up.
+    /// Makes the namespace `ID-ROLE` with its loopback up.
     pub fn create(id: &Id, role: &str) -> Result<Self> {
         let ns = Self { name: format!("{id}-{role}") };
         run(Command::new("ip").args(["netns", "add", &ns.name]))?;
@@ -23,12 +23,12 @@ impl Namespace {
         Ok(ns)
     }
 
-    /// Its name below /run/netns.
+    /// Returns its name below /run/netns.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The file that stands for it.
+    /// Returns its file below /run/netns.
     pub fn path(&self) -> PathBuf {
         PathBuf::from("/run/netns").join(&self.name)
     }
@@ -39,22 +39,22 @@ impl Namespace {
         command
     }
 
-    /// Runs `ip ARGS` inside.
+    /// Runs `ip ARGS` inside the namespace.
     pub fn ip(&self, args: &str) -> Result<()> {
         run(Command::new("ip").args(["-n", &self.name]).args(args.split_whitespace()))
     }
 
-    /// Runs `iptables ARGS` inside.
+    /// Runs `iptables ARGS` inside the namespace.
     pub fn iptables(&self, args: &str) -> Result<()> {
         run(self.command("iptables").arg("-w").args(args.split_whitespace()))
     }
 
-    /// Runs `ip6tables ARGS` inside.
+    /// Runs `ip6tables ARGS` inside the namespace.
     pub fn ip6tables(&self, args: &str) -> Result<()> {
         run(self.command("ip6tables").arg("-w").args(args.split_whitespace()))
     }
 
-    /// What a command prints on standard output inside.
+    /// Runs a command inside the namespace and returns its standard output.
     pub fn output(&self, program: &str, args: &str) -> Result<String> {
         let mut command = self.command(program);
         command.args(args.split_whitespace());
@@ -65,18 +65,18 @@ impl Namespace {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// Writes a file below /proc/sys/net, which stands for the writer's own namespace.
+    /// Writes a file below /proc/sys/net; that path refers to the writer's own namespace.
     pub fn write(&self, path: &str, value: &str) -> Result<()> {
         run(self.command("sh").args(["-c", r#"printf %s "$1" > "$0""#, path, value]))
     }
 
-    /// Moves the calling thread in.
+    /// Moves the calling thread into the namespace.
     pub fn enter(&self) -> Result<()> {
         let file = File::open(self.path()).with_context(|| format!("opening {}", self.path().display()))?;
         setns(file, CloneFlags::CLONE_NEWNET).with_context(|| format!("entering namespace {}", self.name))
     }
 
-    /// Runs `work` on a thread of its own inside. What it makes (sockets) may be used from everywhere afterwards:
+    /// Runs `work` on a new thread inside the namespace. Sockets that it makes may be used from everywhere afterwards:
     /// a socket belongs to the namespace in which it was made.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
         std::thread::scope(|scope| {
@@ -89,7 +89,7 @@ impl Namespace {
     }
 }
 
-/// Runs a command to its end; an error carries its standard error.
+/// Runs a command to its end; the error contains its standard error.
 pub fn run(command: &mut Command) -> Result<()> {
     let output = command.output().with_context(|| format!("running {command:?}"))?;
     if output.status.success() {

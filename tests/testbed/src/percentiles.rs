@@ -1,7 +1,7 @@
 //! Durations of single operations and their percentiles.
 use std::time::Duration;
 
-/// Durations, in any order.
+/// Durations in any order.
 #[derive(Clone, Debug, Default)]
 pub struct Times(pub Vec<Duration>);
 
@@ -14,7 +14,7 @@ impl Times {
         self.0.len()
     }
 
-    /// The duration that this share (0 to 1) of all did not exceed; None when there are none.
+    /// Returns the duration that this share (0 to 1) of all did not exceed; None if there are none.
     pub fn percentile(&mut self, share: f64) -> Option<Duration> {
         self.0.sort_unstable();
         #[expect(
@@ -27,7 +27,7 @@ impl Times {
         self.0.get(at).copied()
     }
 
-    /// `p50 …, p99 …, worst …`.
+    /// Formats `p50 …, p99 …, worst …`.
     pub fn summary(&mut self) -> String {
         let [p50, p99, worst] = [0.5, 0.99, 1.0].map(|share| self.percentile(share).unwrap_or_default());
         format!("p50 {p50:?}, p99 {p99:?}, worst {worst:?}")

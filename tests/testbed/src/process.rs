@@ -1,4 +1,4 @@
-//! Processes of a run: in a namespace and cgroup, in a process group of their own, with their output in a file.
+//! Processes of a run: in a namespace and cgroup, each in its own process group, with their output in a file.
 use std::fs::{self, OpenOptions};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt as _;
@@ -23,8 +23,8 @@ pub struct Placement<'a> {
 
 impl Placement<'_> {
     pub fn command(&self, program: &Path) -> Command {
-        // POSIX shells have no slices of "$@": `shift` does it. Most hosts start programs with 1,024 open files, and so
-        // do we, whatever the scenario's own limit is.
+        // POSIX shells have no slices of "$@", so `shift` is used. Most hosts start programs with a limit of 1,024 open
+        // files, and so does this, regardless of the scenario's own limit.
         let mut command = Command::new("sh");
         command
             .args([
@@ -38,7 +38,7 @@ impl Placement<'_> {
         command
     }
 
-    /// The same below a memory limit, if there is one.
+    /// As [`Self::command`], below a memory limit if there is one.
     pub fn command_below(&self, limit: Option<&MemoryLimit>, program: &Path) -> Command {
         let Some(limit) = limit else { return self.command(program) };
         let mut command = self.command(Path::new("sh"));
@@ -52,7 +52,8 @@ impl Placement<'_> {
     }
 }
 
-/// Mounts what the cgroup namespace shows where programs look for it, as containerd does, and the host's cgroups at `$1`.
+/// Mounts the cgroup namespace's view at the path where programs look for it, as containerd does, and the host's
+/// cgroups at `$1`.
 const POD: &str = r#"set -e
 mkdir -p "$1"
 mount -t tmpfs none /mnt
@@ -80,9 +81,9 @@ exec "$@"
 pub struct Process {
     name: String,
     child: Child,
-    /// None: it writes to this program's own output.
+    /// None: the output goes to this program's own output.
     log: Option<PathBuf>,
-    /// Where its part of the log begins: one that was started again appends.
+    /// Offset of this process's part of the log: a restarted program appends.
     begins: usize,
     ended: Option<ExitStatus>,
 }
@@ -101,7 +102,7 @@ impl Process {
         Self::start(name, command, Some(log))
     }
 
-    /// Starts `command` with its standard error in `stderr`, such as a pipe.
+    /// Starts `command` with `stderr`, such as a pipe, as its standard error.
     pub fn spawn_with_stderr(name: &str, mut command: Command, stderr: &OwnedFd) -> Result<Self> {
         let stderr = stderr.try_clone().context("duplicating the descriptor")?;
         command.stdout(Stdio::null()).stderr(stderr);
@@ -121,22 +122,22 @@ impl Process {
         Ok(Self { name: name.to_owned(), child, log, begins, ended: None })
     }
 
-    /// Its name in messages and of its log.
+    /// Returns its name in messages and of its log.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its process id (sh and nsenter replace themselves, so this is the program's own).
+    /// Returns its process ID (sh and nsenter exec the program, so this is the program's own).
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// The whole log, also of processes of this name that ran before.
+    /// Returns the whole log, including that of earlier processes of this name.
     pub fn output(&self) -> Result<String> {
         self.output_from(0)
     }
 
-    /// What this process has written.
+    /// Returns the output of this process only.
     pub fn own_output(&self) -> Result<String> {
         self.output_from(self.begins)
     }
@@ -160,13 +161,13 @@ impl Process {
         kill(self.raw_pid(), signal).with_context(|| format!("sending {signal} to {}", self.name))
     }
 
-    /// SIGKILL, as a crash.
+    /// Sends SIGKILL, as in a crash.
     pub async fn crash(&mut self) -> Result<()> {
         self.signal(Signal::SIGKILL)?;
         self.wait_exit(Duration::from_secs(10)).await.map(drop)
     }
 
-    /// SIGTERM; returns the exit status.
+    /// Sends SIGTERM and returns the exit status.
     pub async fn stop(&mut self) -> Result<ExitStatus> {
         self.signal(Signal::SIGTERM)?;
         self.wait_exit(Duration::from_secs(45)).await
@@ -177,7 +178,7 @@ impl Process {
         wait_for(&format!("{name} to exit"), limit, async || self.ended()).await
     }
 
-    /// Kills its process group with SIGKILL and waits for the end.
+    /// Sends SIGKILL to its process group and waits for its end.
     pub fn kill_group(&mut self) {
         if self.ended.is_none() {
             // It may be gone already.
@@ -186,17 +187,17 @@ impl Process {
         }
     }
 
-    /// Resident memory in bytes (VmRSS).
+    /// Returns resident memory in bytes (VmRSS).
     pub fn resident_bytes(&self) -> Result<u64> {
         status_field(self.pid(), "VmRSS:").map(|kib| kib * 1024)
     }
 
-    /// Resident memory in bytes that is no file's, counted page by page: kernels let VmRSS be wrong by some hundred KiB.
+    /// Returns resident anonymous memory in bytes, counted page by page: VmRSS may be wrong by some hundred KiB.
     pub fn anonymous_bytes(&self) -> Result<u64> {
         field(self.pid(), "smaps_rollup", "Anonymous:").map(|kib| kib * 1024)
     }
 
-    /// The most memory that it has had resident.
+    /// Returns the peak resident memory (VmHWM) in bytes.
     pub fn peak_resident_bytes(&self) -> Result<u64> {
         status_field(self.pid(), "VmHWM:").map(|kib| kib * 1024)
     }
@@ -212,7 +213,7 @@ impl Drop for Process {
     }
 }
 
-/// Where a process of a run writes its output.
+/// Returns the log file of a process of a run.
 pub fn log_file(dir: &Path, name: &str) -> PathBuf {
     dir.join("logs").join(format!("{name}.log"))
 }
@@ -225,7 +226,7 @@ fn status_field(pid: u32, name: &str) -> Result<u64> {
     field(pid, "status", name)
 }
 
-/// The number of a line of /proc/PID/FILE.
+/// Returns the number in a line of /proc/PID/FILE.
 fn field(pid: u32, file: &str, name: &str) -> Result<u64> {
     let path = format!("/proc/{pid}/{file}");
     let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
@@ -235,7 +236,7 @@ fn field(pid: u32, file: &str, name: &str) -> Result<u64> {
     number.parse().with_context(|| format!("{name} {line:?}"))
 }
 
-/// A program built into the same folder as this one.
+/// Returns the path of a program built into the same folder as this one.
 pub fn program(name: &str) -> Result<PathBuf> {
     let this = std::env::current_exe().context("where this program is")?;
     let dir = this.parent().context("this program has no folder")?;
@@ -248,7 +249,8 @@ pub fn program(name: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// The arm64 build of a program as a command line: on another machine qemu runs it. `cargo xtask test` builds it.
+/// Returns the arm64 build of a program as a command line: on other machines qemu runs it. `cargo xtask test` builds
+/// it.
 pub fn arm64_program(name: &str) -> Result<Vec<PathBuf>> {
     let this = std::env::current_exe().context("where this program is")?;
     let target = this.parent().and_then(Path::parent).context("this program is in no target folder")?;

@@ -1,4 +1,4 @@
-//! Debian's Prometheus and node exporter, and Prometheus' HTTP API.
+//! Debian's Prometheus and node exporter, and the client of Prometheus' HTTP API.
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::topology::Testbed;
 use crate::wait::wait_until;
 
 const API: ([u8; 4], u16) = ([127, 0, 0, 1], 9090);
-/// How long scraped samples may take until a query finds them.
+/// Time limit until a query finds scraped samples.
 const STORED: Duration = Duration::from_secs(20);
 
 /// Starts Debian's Prometheus on the cloud host. It has no kubernetes_sd.
@@ -29,13 +29,13 @@ pub fn start_as(testbed: &Testbed, mut command: Command, configuration: &str) ->
     command
         .arg(format!("--config.file={}", config.display()))
         .arg(format!("--storage.tsdb.path={}", testbed.dir().join("prometheus").display()))
-        // How often it takes up targets that were found: 5 s by default, after up to 5 s until they are.
+        // Interval at which it applies discovered targets: 5 s by default, on top of up to 5 s for discovering them.
         .arg("--scrape.discovery-reload-interval=1s")
         .arg("--web.listen-address=127.0.0.1:9090");
     Process::spawn(testbed.dir(), "prometheus", command)
 }
 
-/// Starts a node exporter on edge `n`, with a host name of its own (UTS namespace) that identifies its samples.
+/// Starts a node exporter on edge `n`, with its own host name (UTS namespace), which identifies its samples.
 pub fn start_exporter(testbed: &Testbed, n: usize) -> Result<Process> {
     let edge = testbed.edge(n);
     let mut command = testbed.on_edge(n).command(Path::new("unshare"));
@@ -59,13 +59,13 @@ pub struct Series {
 }
 
 impl Series {
-    /// A label's value; empty when there is none.
+    /// Returns a label's value; empty if there is none.
     pub fn label(&self, name: &str) -> &str {
         self.labels[name].as_str().unwrap_or("")
     }
 
     pub fn number(&self) -> f64 {
-        // Prometheus writes numbers that f64 reads, NaN and +Inf included.
+        // f64 parses all numbers that Prometheus writes, including NaN and +Inf.
         self.value.parse().unwrap_or(f64::NAN)
     }
 }
@@ -80,13 +80,13 @@ pub async fn query(expression: &str) -> Result<Vec<Series>> {
     Ok(series.collect())
 }
 
-/// The same, once there are any: a target counts as up a moment before a query finds its samples.
+/// Waits until a query has samples: a target counts as up a moment before a query finds its samples.
 pub async fn samples(expression: &str) -> Result<Vec<Series>> {
     let query = async || query(expression).await;
     wait_until(&format!("samples of {expression}"), STORED, query, |series| !series.is_empty()).await
 }
 
-/// What Prometheus scrapes.
+/// A target that Prometheus scrapes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ScrapeTarget {
     pub job: String,
@@ -95,7 +95,7 @@ pub struct ScrapeTarget {
     pub health: String,
 }
 
-/// The targets of all jobs.
+/// Returns the targets of all jobs.
 pub async fn targets() -> Result<Vec<ScrapeTarget>> {
     let answer = get("/api/v1/targets?state=active").await?;
     let active = answer["data"]["activeTargets"].as_array();

@@ -1,15 +1,15 @@
-//! What a running scenario reports on standard output, and how the runner recognises it.
+//! Lines that a running scenario prints on standard output for the runner.
 
-/// Begins a line with a measured value, shown even when the scenario passes.
+/// Prefix of a line with a measured value, shown even if the scenario passes.
 pub const FIGURE: &str = "figure: ";
-/// Begins a line that is shown while the scenario runs.
+/// Prefix of a line that is shown while the scenario runs.
 pub const PROGRESS: &str = "progress: ";
 
 pub fn figure(text: &str) {
     println!("{FIGURE}{text}");
 }
 
-/// Reports how far a long scenario is.
+/// Reports the progress of a long scenario.
 pub fn progress(text: &str) {
     println!("{PROGRESS}{text}");
 }

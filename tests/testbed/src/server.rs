@@ -22,12 +22,12 @@ use crate::process::{self, Placement, Process};
 use crate::topology::{CLOUD, CloudHost, NEIGHBOUR, Testbed};
 use crate::wait::{wait_for, wait_until};
 
-/// How long a server may take until /readyz answers 200.
+/// Time limit until /readyz of a server answers 200.
 pub const START: Duration = Duration::from_secs(20);
-/// The ports that the redirect of a testbed serves.
+/// Ports that a testbed's redirect serves.
 pub const PORTS: &str = "10250,10255,9100,9101,9102,9103,9104,9105";
 
-/// What `tunnel-server token create -o json` prints.
+/// Output of `tunnel-server token create -o json`.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Token {
     /// ID and secret, `ID.SECRET`.
@@ -35,7 +35,7 @@ pub struct Token {
     /// Hash of the CA, `sha256:HEX`.
     pub ca_hash: String,
     pub node: String,
-    /// When it expires (RFC 3339).
+    /// Expiry time (RFC 3339).
     pub expires: String,
     /// The agent's whole command line.
     pub command: String,
@@ -48,42 +48,42 @@ pub struct Builder<'a> {
     environment: Vec<(&'static str, String)>,
     ports: Option<String>,
     name: String,
-    /// Reads the nodes from an API server instead of a file.
+    /// Kubeconfig for reading the nodes from an API server instead of a file.
     kubeconfig: Option<PathBuf>,
     stderr: Option<Arc<OwnedFd>>,
-    /// Its hard limit of open files, if not this process's.
+    /// Hard limit of open files, if it differs from this process's.
     open_files: Option<u32>,
     memory: Option<MemoryLimit>,
-    /// As in the shipped manifests.
+    /// Set to drop CAP_SYS_ADMIN, as in the shipped manifests.
     without_sys_admin: bool,
-    /// Its command line, if it is not the build for this machine.
+    /// Command line of the program, if it is not the build for this machine.
     program: Option<Vec<PathBuf>>,
     host: Host<'a>,
 }
 
-/// Where a server runs.
+/// The host on which a server runs.
 #[derive(Debug, Clone, Copy)]
 struct Host<'a> {
     ns: &'a Namespace,
     cgroup: &'a Cgroup,
     address: Ipv4Addr,
-    /// The name of its state folder.
+    /// Name of its state folder.
     state: &'static str,
-    /// The file with its nodes.
+    /// Name of its inventory file.
     inventory: &'static str,
     agent_port: u16,
     admin_port: u16,
 }
 
 impl<'a> Host<'a> {
-    /// With the default ports.
+    /// Makes a host with the default ports.
     const fn new(ns: &'a Namespace, cgroup: &'a Cgroup, address: Ipv4Addr, state: &'static str) -> Self {
         Self { ns, cgroup, address, state, inventory: inventory::FILE, agent_port: 10262, admin_port: 10265 }
     }
 }
 
 impl<'a> Builder<'a> {
-    /// A server of this testbed with the flags that every scenario needs.
+    /// Makes a builder for a server of this testbed with the flags that every scenario needs.
     pub fn new(testbed: &'a Testbed) -> Self {
         let (name, ports) = ("tunnel-server".to_owned(), Some(PORTS.to_owned()));
         let host = Host::new(&testbed.cloud, &testbed.cloud_cgroup, CLOUD, "server");
@@ -103,13 +103,13 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// One more server with the same CA on [`Testbed::add_neighbour`], without a redirect.
+    /// Makes a builder for another server with the same CA on [`Testbed::add_neighbour`], without a redirect.
     pub fn on_neighbour(first: &Server<'a>, neighbour: &'a Namespace) -> Result<Self> {
         Self::on_host(first, neighbour, NEIGHBOUR, "neighbour")
     }
 
-    /// One more server with the same CA on [`Testbed::add_to_cloud_lan`], without a redirect. `state` names its state folder
-    /// and its log.
+    /// Makes a builder for another server with the same CA on [`Testbed::add_to_cloud_lan`], without a redirect.
+    /// `state` names its state folder and its log.
     pub fn on_host(
         first: &Server<'a>,
         ns: &'a Namespace,
@@ -121,7 +121,7 @@ impl<'a> Builder<'a> {
         Ok(Self::alone_on(testbed, Host::new(ns, &testbed.cloud_cgroup, address, state)))
     }
 
-    /// As [`Builder::on_host`], with a redirect there, which serves the processes of that host.
+    /// As [`Builder::on_host`], with a redirect for the processes of that host.
     pub fn with_redirect_on(first: &Server<'a>, host: &'a CloudHost, state: &'static str) -> Result<Self> {
         let testbed = first.testbed();
         copy_ca(testbed, state)?;
@@ -130,7 +130,7 @@ impl<'a> Builder<'a> {
         Ok(Self { host, name, ..Self::new(testbed) })
     }
 
-    /// As [`Builder::on_host`], but the folder of the CA itself is the first server's, as where it is rotated.
+    /// As [`Builder::on_host`], but shares the first server's CA folder, so that a rotation applies to both.
     pub fn sharing_ca(
         first: &Server<'a>,
         ns: &'a Namespace,
@@ -144,14 +144,14 @@ impl<'a> Builder<'a> {
         Ok(Self::alone_on(testbed, Host::new(ns, &testbed.cloud_cgroup, address, state)))
     }
 
-    /// A server on [`Testbed::add_neighbour`] with a CA of its own, without a redirect.
+    /// Makes a builder for a server on [`Testbed::add_neighbour`] with its own CA, without a redirect.
     pub fn alone_on_neighbour(testbed: &'a Testbed, neighbour: &'a Namespace) -> Self {
         let cgroup = &testbed.cloud_cgroup;
         Self::alone_on(testbed, Host::new(neighbour, cgroup, NEIGHBOUR, "neighbour"))
     }
 
-    /// A server of another installation beside the first one on its host, with state and ports of its own. Its nodes are in
-    /// `inventory`, of [`Inventory::in_file`].
+    /// Makes a builder for a server of another installation on the first one's host, with its own state and ports. Its
+    /// nodes are in `inventory`, of [`Inventory::in_file`].
     pub fn of_another_installation(testbed: &'a Testbed, inventory: &'static str) -> Self {
         let (agent_port, admin_port) = (11262, 11265);
         let builder = Self::new(testbed);
@@ -168,18 +168,19 @@ impl<'a> Builder<'a> {
         Self { host, name, ports: None, ..Self::new(testbed) }.flag("--redirect=off")
     }
 
-    /// The arm64 build, without a redirect: an emulator of a processor has no bpf(2).
+    /// Makes a builder for the arm64 build, without a redirect: processor emulation has no bpf(2).
     pub fn arm64(testbed: &'a Testbed) -> Result<Self> {
         let program = Some(process::arm64_program("tunnel-server")?);
         Ok(Self { ports: None, program, ..Self::new(testbed) }.flag("--redirect=off"))
     }
 
-    /// A server of a cluster; its ports are those of the cluster's ConfigMap.
+    /// Makes a builder for a server of a cluster; its ports are those of the cluster's ConfigMap.
     pub fn in_cluster(testbed: &'a Testbed, kubeconfig: PathBuf) -> Self {
         Self { ports: None, kubeconfig: Some(kubeconfig), ..Self::new(testbed) }
     }
 
-    /// The same on another host, with a redirect there; `state` names its state folder and its log.
+    /// As [`Builder::in_cluster`], on another host and with a redirect there; `state` names its state folder and its
+    /// log.
     pub fn in_cluster_on(
         testbed: &'a Testbed,
         host: &'a CloudHost,
@@ -209,14 +210,14 @@ impl<'a> Builder<'a> {
         self
     }
 
-    /// Where its log goes instead of the run's folder.
+    /// Sends its log there instead of to the run's folder.
     #[must_use]
     pub fn stderr(mut self, stderr: impl Into<OwnedFd>) -> Self {
         self.stderr = Some(Arc::new(stderr.into()));
         self
     }
 
-    /// Sets its limit of open files, soft and hard.
+    /// Sets its soft and hard limits of open files.
     #[must_use]
     pub fn open_files(mut self, limit: u32) -> Self {
         self.open_files = Some(limit);
@@ -229,7 +230,7 @@ impl<'a> Builder<'a> {
         self
     }
 
-    /// It has no CAP_SYS_ADMIN, without which the names of other programs in the kernel cannot be read.
+    /// Drops CAP_SYS_ADMIN, without which the names of other programs in the kernel cannot be read.
     #[must_use]
     pub fn without_sys_admin(mut self) -> Self {
         self.without_sys_admin = true;
@@ -277,7 +278,7 @@ impl<'a> Builder<'a> {
         let (first, rest) = line.split_first().context("an empty command line")?;
         let host = Placement { ns: self.host.ns, cgroup: self.host.cgroup };
         let mut command = host.command_below(self.memory.as_ref(), first);
-        // The command `redirector`, if there is one, stands before all flags.
+        // The command `redirector`, if given, precedes all flags.
         let (commands, flags): (Vec<_>, Vec<_>) = self.flags.iter().partition(|flag| !flag.starts_with('-'));
         command.args(rest).args(commands);
         match &self.kubeconfig {
@@ -298,7 +299,7 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// Gives the server with this state folder the CA of the first one.
+/// Copies the first server's CA to the server with this state folder.
 fn copy_ca(testbed: &Testbed, state: &str) -> Result<()> {
     let (from, to) = (testbed.dir().join("server/ca"), testbed.dir().join(state).join("ca"));
     fs::create_dir_all(&to).with_context(|| format!("creating {}", to.display()))?;
@@ -356,7 +357,7 @@ impl<'a> Server<'a> {
         .await
     }
 
-    /// An admin page: status and body.
+    /// Gets an admin page: status and body.
     pub async fn get(&self, path: &str) -> Result<(u16, String)> {
         let Host { ns, admin_port, .. } = self.builder.host;
         let admin = SocketAddr::from((Ipv4Addr::LOCALHOST, admin_port));
@@ -378,7 +379,7 @@ impl<'a> Server<'a> {
         serde_json::from_str(&body).with_context(|| format!("/status is not JSON: {body}"))
     }
 
-    /// Whether /status shows a live tunnel to `node`; an error when it does not know the node.
+    /// Reports whether /status shows a live tunnel to `node`; an error if it does not list the node.
     pub async fn is_connected(&self, node: &str) -> Result<bool> {
         let status = self.status().await?;
         let nodes =
@@ -388,7 +389,7 @@ impl<'a> Server<'a> {
         entry["connected"].as_bool().with_context(|| format!("no flag `connected` in {entry}"))
     }
 
-    /// Waits until `node` has a live tunnel, or none.
+    /// Waits until `node` has a live tunnel, or has none.
     pub async fn wait_connected(&self, node: &str, connected: bool, limit: Duration) -> Result<()> {
         let what = format!("{node} to be {}", if connected { "connected" } else { "disconnected" });
         wait_until(&what, limit, async || self.is_connected(node).await, |seen| *seen == connected).await?;
@@ -402,7 +403,7 @@ impl<'a> Server<'a> {
         Ok(access_log::parse(&self.process.output()?))
     }
 
-    /// Waits for an access line that `accept` takes; the error shows the last lines.
+    /// Waits for an access line for which `accept` returns true; the error shows the last lines.
     pub async fn wait_access(&self, what: &str, accept: impl Fn(&AccessLine) -> bool) -> Result<AccessLine> {
         let lines = wait_until(
             &format!("an access line: {what}"),
@@ -422,7 +423,7 @@ impl<'a> Server<'a> {
         lines.0.context("an accepted line")
     }
 
-    /// Waits for a text in what the present process has logged.
+    /// Waits for a text in the log of the current process; earlier processes' lines do not count.
     pub async fn wait_log(&self, text: &str) -> Result<()> {
         wait_for(&format!("the server's log to contain {text:?}"), Duration::from_secs(15), async || {
             Ok(self.process.own_output()?.contains(text).then_some(()))
@@ -430,7 +431,7 @@ impl<'a> Server<'a> {
         .await
     }
 
-    /// An enrolment token for a node, from `tunnel-server token create`.
+    /// Creates an enrolment token for a node by `tunnel-server token create`.
     pub fn token(&self, node: &str) -> Result<Token> {
         self.token_with(node, &[])
     }
@@ -456,7 +457,7 @@ impl<'a> Server<'a> {
         Ok(stdout)
     }
 
-    /// The address that agents dial.
+    /// Returns the address that agents dial.
     pub fn agent_address(&self) -> String {
         format!("{}:{}", self.builder.host.address, self.builder.host.agent_port)
     }

@@ -1,5 +1,5 @@
-//! A run works in a process of its own: this program, started again as a worker. Its supervisor waits for it, bounds it in
-//! time, and removes everything it made, however it ended.
+//! Supervises a run, which works in a process of its own: this program, started again as a worker. The supervisor waits
+//! for it, enforces its time limit, and removes everything it made, however it ended.
 use std::ffi::OsStr;
 use std::fs;
 use std::process::{Command, ExitCode, ExitStatus};
@@ -25,14 +25,14 @@ pub fn ensure_root(who: &str) -> Result<()> {
     Ok(())
 }
 
-/// This program again, with these arguments.
+/// Returns a command that runs this program again with these arguments.
 pub fn this_program<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Result<Command> {
     let mut command = Command::new(std::env::current_exe().context("where this program is")?);
     command.args(args);
     Ok(command)
 }
 
-/// What a worker does first: dies with its supervisor, builds the testbed and moves onto the cloud host. No thread may
+/// Sets up a worker: ties its life to its supervisor's, builds the testbed and moves onto the cloud host. No thread may
 /// run yet.
 pub fn enter_run(id: Id, shape: Shape) -> Result<Testbed> {
     nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).context("asking to die with the supervisor")?;
@@ -58,8 +58,8 @@ enum End {
     TooLong,
 }
 
-/// Runs `command` as the worker of run `id`, with this program's own output, and removes everything afterwards; a run
-/// that succeeds stays up if `keep` says so.
+/// Runs `command` as the worker of run `id`, with this program's own output, and removes everything afterwards; with
+/// `keep`, a run that succeeds stays up.
 pub fn supervise(what: &str, id: &Id, command: Command, limit: Duration, keep: bool) -> Result<ExitCode> {
     // xtask blocks SIGINT while it waits for this program, and a signal mask is inherited.
     SigSet::all().thread_swap_mask(SigmaskHow::SIG_UNBLOCK).context("unblocking signals")?;
@@ -92,7 +92,7 @@ pub fn supervise(what: &str, id: &Id, command: Command, limit: Duration, keep: b
 }
 
 async fn wait(what: &str, command: Command, limit: Duration) -> Result<End> {
-    // In a process group of its own: Ctrl-C reaches only this process, which then removes everything in order.
+    // In a process group of its own: Ctrl-C reaches only this process, which then cleans up in order.
     let mut worker = Process::spawn_inheriting(what, command)?;
     tokio::select! {
         exit = worker.wait_exit(limit) => match worker.ended()? {

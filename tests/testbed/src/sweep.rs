@@ -1,4 +1,4 @@
-//! Removing what a run made, found by the run's name alone: that works from any process, and after `kill -9`.
+//! Removes the remains of a run, found by the run's name alone: that works from any process, and after `kill -9`.
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,16 +13,16 @@ use crate::{cgroup, netns};
 
 const NETNS: &str = "/run/netns";
 
-/// Marks the folder of a demo that is kept up on purpose.
+/// Name of the marker file in the folder of a demo that is kept up on purpose.
 pub const KEPT: &str = "KEPT";
 
-/// Where a run has its BPF file system.
+/// Returns the mount point of a run's BPF file system.
 pub(crate) fn bpffs(id: &Id) -> PathBuf {
     id.dir().join("bpf")
 }
 
-/// Kills the run's processes, removes its cgroups and its namespaces (and with them all links, routes, rules and
-/// mounts). Every process of a run, a container's included, is in its v2 cgroup.
+/// Kills the run's processes and removes its cgroups and namespaces (and with them all links, routes, rules and
+/// mounts). Every process of a run, including a container's, is in its v2 cgroup.
 pub fn namespaces_and_cgroups(id: &Id) -> Result<()> {
     cgroup::destroy(&cgroup::unified_mount()?.join(id.to_string()))?;
     for group in v1_groups(id)? {
@@ -35,13 +35,13 @@ pub fn namespaces_and_cgroups(id: &Id) -> Result<()> {
     }
     let bpffs = bpffs(id);
     match umount2(&bpffs, MntFlags::MNT_DETACH) {
-        // It is not mounted, or not even there.
+        // It is not mounted, or does not exist.
         Ok(()) | Err(Errno::EINVAL | Errno::ENOENT) => Ok(()),
         Err(error) => Err(error).with_context(|| format!("unmounting {}", bpffs.display())),
     }
 }
 
-/// Removes everything: [`namespaces_and_cgroups`] and the run's folder.
+/// Removes all remains of a run: [`namespaces_and_cgroups`] and the run's folder.
 pub fn remove(id: &Id) -> Result<()> {
     namespaces_and_cgroups(id)?;
     match fs::remove_dir_all(id.dir()) {
@@ -52,7 +52,7 @@ pub fn remove(id: &Id) -> Result<()> {
     }
 }
 
-/// What is left of a run, apart from its folder; a clean end leaves nothing.
+/// Lists the remains of a run, apart from its folder; a clean end leaves none.
 pub fn leftovers(id: &Id) -> Result<Vec<String>> {
     let mut found = Vec::new();
     let group = cgroup::unified_mount()?.join(id.to_string());
@@ -68,7 +68,7 @@ pub fn leftovers(id: &Id) -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// Every run of this kind that left something and whose owner is dead; includes demos that are kept up.
+/// Returns every run of this kind with remains and a dead owner; includes demos that are kept up.
 pub fn dead_runs(kind: Kind) -> Result<Vec<Id>> {
     let mount = cgroup::unified_mount()?;
     let mut runs = BTreeSet::new();
@@ -85,7 +85,7 @@ pub fn dead_runs(kind: Kind) -> Result<Vec<Id>> {
     runs.iter().map(|name| name.parse()).collect()
 }
 
-/// Whether this run is to stay up (`demo --keep`).
+/// Reports whether this run is to stay up (`demo --keep`).
 pub fn is_kept(id: &Id) -> bool {
     id.dir().join(KEPT).exists()
 }
@@ -97,7 +97,7 @@ fn v1_groups(id: &Id) -> Result<Vec<PathBuf>> {
 }
 
 fn names_in(dir: &Path) -> Vec<String> {
-    // A folder that does not exist (no namespace was ever made) holds nothing.
+    // The folder does not exist: no namespace was ever made.
     let Ok(entries) = fs::read_dir(dir) else { return Vec::new() };
     entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect()
 }

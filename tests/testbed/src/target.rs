@@ -13,20 +13,20 @@ use tokio::task::{AbortHandle, JoinSet};
 use crate::client::{self, Pattern};
 use crate::netns::Namespace;
 
-/// What a target does with a connection.
+/// Behaviour of a target on each connection.
 #[derive(Clone, Copy, Debug)]
 pub enum Behaviour {
-    /// Sends back what it reads, and ends after the client.
+    /// Sends back all bytes that it reads, and ends after the client.
     Echo,
-    /// Reads to the end, then answers `COUNT SHA256`.
+    /// Reads to the end, then sends `COUNT SHA256`.
     Sink,
-    /// Sends [`Pattern`] of that seed and length, then ends.
+    /// Sends a [`Pattern`] of this seed and length, then ends.
     Source(u64, u64),
     /// Sends a greeting first, then echoes.
     HelloFirst(&'static str),
-    /// Sends a greeting and ends its own sending, then reads to the client's end.
+    /// Sends a greeting and shuts down its sending side, then reads to the client's end.
     EndsFirst(&'static str),
-    /// Reads the head of an HTTP request, sends this, and ends.
+    /// Reads the head of an HTTP request, sends this answer, and ends.
     Answers(&'static str),
     NeverReads,
     /// Waits, then echoes.
@@ -43,7 +43,7 @@ struct Seen {
     digest: std::sync::Mutex<Option<(u64, String)>>,
 }
 
-/// A running target; dropping it closes its connections, and leaves its port to the next one.
+/// A running target; dropping it closes its connections and frees its port.
 #[derive(Debug)]
 pub struct Target {
     pub address: SocketAddr,
@@ -72,7 +72,7 @@ impl Target {
         Ok(Self { address, listener, seen, task })
     }
 
-    /// Connections accepted so far.
+    /// Returns the number of connections accepted so far.
     pub fn connections(&self) -> u64 {
         self.seen.connections.load(Ordering::SeqCst)
     }
@@ -81,12 +81,13 @@ impl Target {
         self.seen.open.load(Ordering::SeqCst)
     }
 
-    /// Connections that the client reset.
+    /// Returns the number of connections that the client reset.
     pub fn resets(&self) -> u64 {
         self.seen.resets.load(Ordering::SeqCst)
     }
 
-    /// What the last [`Behaviour::EndsFirst`] or [`Behaviour::Sink`] connection read: count and SHA-256.
+    /// Returns count and SHA-256 of the bytes that the last [`Behaviour::EndsFirst`] or [`Behaviour::Sink`] connection
+    /// read.
     pub fn digest(&self) -> Option<(u64, String)> {
         self.seen.digest.lock().ok()?.clone()
     }
@@ -95,7 +96,7 @@ impl Target {
 impl Drop for Target {
     fn drop(&mut self) {
         self.task.abort();
-        // The runtime drops the task some time later, and only then its copy.
+        // The runtime drops the task, and with it the task's copy of the listener, some time later.
         let _ = SockRef::from(&self.listener).shutdown(Shutdown::Both);
     }
 }

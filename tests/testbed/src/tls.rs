@@ -1,4 +1,4 @@
-//! A TLS client whose certificates are files.
+//! A TLS client with certificates from files.
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ impl Identity {
     }
 }
 
-/// Reads the roots to trust (PEM).
+/// Reads the trusted roots (PEM).
 pub fn roots(path: &Path) -> Result<RootCertStore> {
     let mut roots = RootCertStore::empty();
     for root in certificates(path)? {
@@ -40,7 +40,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
     found.with_context(|| format!("certificates in {}", path.display()))
 }
 
-/// Shakes hands on an open connection; the server's certificate must be for `name`.
+/// Makes a TLS handshake on an open connection; the server's certificate must be valid for `name`.
 pub async fn handshake(
     stream: TcpStream,
     name: &str,

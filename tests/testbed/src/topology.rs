@@ -36,28 +36,28 @@ pub const POD_CIDR: &str = "10.71.0.0/24";
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     pub edges: u8,
-    /// Whether there is one more with edge 1's addresses, in a site of its own behind its own NAT.
+    /// Adds another edge with edge 1's addresses, in a site of its own behind its own NAT.
     pub twin: bool,
 }
 
 #[derive(Debug)]
 pub struct Edge {
-    /// The node's name, `edge-N`.
+    /// Node name, `edge-N`.
     pub name: String,
-    /// Its IPv4 address on its LAN.
+    /// IPv4 address on its LAN.
     pub address: Ipv4Addr,
-    /// Its IPv6 address on its LAN.
+    /// IPv6 address on its LAN.
     pub address_v6: Ipv6Addr,
-    /// The router's interface towards it.
+    /// The router's interface to it.
     pub router_port: String,
     pub ns: Namespace,
 }
 
-/// One more machine of the cloud.
+/// Another machine of the cloud.
 #[derive(Debug, Clone)]
 pub struct CloudHost {
     pub ns: Namespace,
-    /// Of everything on it: what its own redirect is attached to.
+    /// Cgroup of everything on it; its own redirect is attached there.
     pub cgroup: Cgroup,
     pub address: Ipv4Addr,
 }
@@ -71,9 +71,9 @@ pub struct Testbed {
     /// The router between cloud and edges.
     pub router: Namespace,
     edges: Vec<Edge>,
-    /// Cgroup of everything on the cloud host: what the redirect is attached to.
+    /// Cgroup of everything on the cloud host; the redirect is attached there.
     pub cloud_cgroup: Cgroup,
-    /// Cgroup of everything else. Never the cloud's: the redirect must not see an agent's own connections.
+    /// Cgroup of everything else. Separate from the cloud's: the redirect must not see an agent's own connections.
     pub edge_cgroup: Cgroup,
     home_cgroup: PathBuf,
     dir: PathBuf,
@@ -92,7 +92,7 @@ impl Testbed {
         let mount = cgroup::unified_mount()?;
         let home_cgroup = cgroup::of_this_process(&mount)?;
         let parent = Cgroup::create(mount.join(id.to_string()))?;
-        // As its node is called in a cluster.
+        // Named like its node in a cluster.
         let cloud_cgroup = Cgroup::create(parent.path().join("cloud-1"))?;
         let edge_cgroup = Cgroup::create(parent.path().join("edge"))?;
         let mut testbed = Self {
@@ -117,22 +117,22 @@ impl Testbed {
         Ok(testbed)
     }
 
-    /// The unique name of this run.
+    /// Returns the unique name of this run.
     pub fn id(&self) -> &Id {
         &self.id
     }
 
-    /// Folder for state, logs and files of this run.
+    /// Returns the folder for state, logs and files of this run.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The BPF file system of this run.
+    /// Returns the BPF file system of this run.
     pub fn bpffs(&self) -> PathBuf {
         sweep::bpffs(&self.id)
     }
 
-    /// Edge number `n`, counted from 1 as in its name.
+    /// Returns edge number `n`, counted from 1 as in its name.
     pub fn edge(&self, n: usize) -> &Edge {
         &self.edges[n - 1]
     }
@@ -141,27 +141,27 @@ impl Testbed {
         &self.edges
     }
 
-    /// The placement of a process on the cloud host.
+    /// Returns the placement of a process on the cloud host.
     pub fn on_cloud(&self) -> Placement<'_> {
         Placement { ns: &self.cloud, cgroup: &self.cloud_cgroup }
     }
 
-    /// The placement of a process on edge `n`.
+    /// Returns the placement of a process on edge `n`.
     pub fn on_edge(&self, n: usize) -> Placement<'_> {
         Placement { ns: &self.edge(n).ns, cgroup: &self.edge_cgroup }
     }
 
-    /// A memory limit for one program on the cloud host.
+    /// Makes a memory limit for one program on the cloud host.
     pub fn limit_on_cloud(&self, name: &str, bytes: u64) -> Result<MemoryLimit> {
         MemoryLimit::create(&self.id, &self.cloud_cgroup, name, bytes)
     }
 
-    /// The same with this share of each 100 ms of CPU time, in microseconds.
+    /// As [`Self::limit_on_cloud`], with a CPU limit: this share of each 100 ms, in microseconds.
     pub fn limits_on_cloud(&self, name: &str, bytes: u64, microseconds: u32) -> Result<MemoryLimit> {
         self.limit_on_cloud(name, bytes)?.with_cpu(&self.id, name, microseconds)
     }
 
-    /// A memory limit for one program on an edge.
+    /// Makes a memory limit for one program on an edge.
     pub fn limit_on_edge(&self, name: &str, bytes: u64) -> Result<MemoryLimit> {
         MemoryLimit::create(&self.id, &self.edge_cgroup, name, bytes)
     }
@@ -207,7 +207,7 @@ impl Testbed {
         ns.ip(&format!("route add default via {ROUTER}"))
     }
 
-    /// Adds edge `number` behind a router, with the addresses of edge `like`.
+    /// Adds edge `number` behind a router, with the addresses that edge `like` has.
     fn wire_edge(&mut self, number: u8, like: u8, router: &Namespace) -> Result<()> {
         let name = format!("edge-{number}");
         let ns = Namespace::create(&self.id, &name)?;
@@ -244,14 +244,14 @@ impl Testbed {
         Ok(ns)
     }
 
-    /// The same, with a cgroup of its own.
+    /// As [`Self::add_to_cloud_lan`], with a cgroup of its own.
     pub fn add_cloud_host(&self, name: &str, address: Ipv4Addr) -> Result<CloudHost> {
         let parent = self.cloud_cgroup.path().parent().context("the cloud's cgroup has no parent")?;
         let cgroup = Cgroup::create(parent.join(name))?;
         Ok(CloudHost { ns: self.add_to_cloud_lan(name, address)?, cgroup, address })
     }
 
-    /// Adds a pod to the cloud host, at [`POD`], reached by a veth pair as a CNI plugin would make it.
+    /// Adds a pod to the cloud host, at [`POD`], connected by a veth pair as by a CNI plugin.
     pub fn add_pod(&self) -> Result<Namespace> {
         let ns = Namespace::create(&self.id, "pod")?;
         ns.ip(&format!("link add eth0 type veth peer name pod0 netns {}", self.cloud.name()))?;
@@ -263,7 +263,7 @@ impl Testbed {
         Ok(ns)
     }
 
-    /// Puts a wide-area path between edge `n` and its router, in place of their cable. IPv4 only.
+    /// Replaces the cable between edge `n` and its router with a wide-area path. IPv4 only.
     pub fn wan(&self, n: usize, path: wan::Path) -> Result<Wan> {
         let edge = self.edge(n);
         let (port, network) = (&edge.router_port, edge.address.octets()[2]);
@@ -297,11 +297,11 @@ impl Testbed {
         Ok(())
     }
 
-    /// Makes the NAT forget all mappings, silently: packets of known connections are dropped from then on.
+    /// Makes the NAT forget all mappings silently: packets of known connections are dropped from then on.
     pub fn forget_mappings(&self) -> Result<()> {
-        // Otherwise a packet in the middle of a connection makes a new mapping.
+        // Otherwise a mid-connection packet creates a new mapping.
         self.router.write("/proc/sys/net/netfilter/nf_conntrack_tcp_loose", "0")?;
-        // Before all other rules, and for what is addressed to the router itself: its kernel would answer with resets.
+        // Ahead of all other rules, also for packets to the router itself: its kernel would answer with resets.
         for chain in ["FORWARD", "INPUT"] {
             self.router.iptables(&format!("-I {chain} -p tcp -m conntrack --ctstate INVALID -j DROP"))?;
             self.router.iptables(&format!(
@@ -311,15 +311,15 @@ impl Testbed {
         self.router.output("conntrack", "-F").map(drop)
     }
 
-    /// Makes edge `n` drop every packet for TCP `port`: a black hole for dials.
+    /// Makes edge `n` drop every packet to TCP `port`: a black hole for dials.
     pub fn black_hole(&self, n: usize, port: u16) -> Result<()> {
         self.edge(n).ns.iptables(&format!("-A INPUT -p tcp --dport {port} -j DROP"))
     }
 }
 
-/// Lets the edges dial out and no one dial in.
+/// Lets the edges dial out and rejects dials in.
 fn filter_and_masquerade(router: &Namespace) -> Result<()> {
-    // IPv6 as sites have it: no NAT.
+    // IPv6 without NAT, as in real sites.
     router.ip6tables("-P FORWARD DROP")?;
     router.ip6tables("-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT")?;
     router.ip6tables("-A FORWARD -i edge+ -o cloud0 -j ACCEPT")?;
@@ -327,7 +327,7 @@ fn filter_and_masquerade(router: &Namespace) -> Result<()> {
     router.iptables("-P FORWARD DROP")?;
     router.iptables("-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT")?;
     router.iptables("-A FORWARD -i edge+ -o cloud0 -j ACCEPT")?;
-    // The cloud's own LAN: kernels with br_netfilter send even bridged frames through FORWARD.
+    // Traffic within the cloud's LAN: kernels with br_netfilter send bridged frames through FORWARD too.
     router.iptables("-A FORWARD -i cloud0 -o cloud0 -j ACCEPT")?;
     router.iptables("-t nat -A POSTROUTING -s 192.168.0.0/16 -o cloud0 -j MASQUERADE")
 }
@@ -340,7 +340,7 @@ impl Edge {
 
 impl Drop for Testbed {
     fn drop(&mut self) {
-        // This process is in the cloud's cgroup itself and must leave before that can be emptied.
+        // This process is in the cloud's cgroup itself and must leave before the cgroup can be emptied.
         if let Err(error) = cgroup::move_to(&self.home_cgroup, std::process::id()) {
             eprintln!("testbed: {error:#}");
         }

@@ -1,5 +1,5 @@
-//! Clients that connect at a steady rate, in a process of their own on each host: a redirect sees the connections of its own
-//! host's processes only.
+//! Clients that connect at a steady rate, in one process per host: a redirect sees only connections of its own host's
+//! processes.
 use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::str::FromStr;
@@ -18,30 +18,30 @@ use crate::process::{Placement, Process};
 use crate::topology::Testbed;
 use crate::wait::wait_for;
 
-/// The argument with which a program becomes the clients of one host; ADDRESS, RATE and LEAST follow.
+/// Argument with which a program becomes the clients of one host; ADDRESS, RATE and LEAST follow.
 pub const ARGUMENT: &str = "--visit";
-/// Visits under way at a time: a machine that is too busy for the rate makes fewer.
+/// Maximum number of concurrent visits: a machine too busy for the rate makes fewer.
 const AT_ONCE: usize = 64;
-/// Said once a first visit was one.
+/// Line printed after the first successful visit.
 const BEGUN: &str = "the first visit was one";
-/// How long that may take.
+/// Time limit for the first successful visit.
 const BEGINS: Duration = Duration::from_secs(60);
-/// How long the visits that are left may take.
+/// Time limit for the remaining visits.
 const ENDS: Duration = Duration::from_secs(120);
-/// How often to look whether a process has failed.
+/// Interval of the check for failed processes.
 const CHECK: Duration = Duration::from_millis(100);
 
-/// What the clients of one host have done, none of them in vain.
+/// Result of one host's clients, none of which failed.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Visits {
     pub count: usize,
     pub seconds: f64,
-    /// How long they took.
+    /// Summary of their durations.
     pub times: String,
 }
 
-/// The process of one host's clients: `args` are ADDRESS, RATE (visits a second) and LEAST. Ends with SIGTERM and at least so
-/// many visits, or with the first one that fails.
+/// Runs one host's clients: `args` are ADDRESS, RATE (visits a second) and LEAST. Ends after SIGTERM and at least LEAST
+/// visits, or with the first failed visit.
 pub fn run(args: &[OsString]) -> Result<()> {
     fn value<T: FromStr>(args: &[OsString], at: usize) -> Result<T> {
         let text = args.get(at).and_then(|text| text.to_str());
@@ -93,8 +93,8 @@ pub struct Visitors {
 }
 
 impl Visitors {
-    /// Starts this program on each of the hosts as clients of `address`, which together connect `rate` times a second, and each
-    /// `least` times in the end; waits until they reach it.
+    /// Starts this program on each of the hosts as clients of `address`, which together connect `rate` times a second,
+    /// and each at least `least` times in all; waits until they reach it.
     pub async fn start(
         testbed: &Testbed,
         hosts: &[(&str, Placement<'_>)],
@@ -119,10 +119,10 @@ impl Visitors {
         Ok(visitors)
     }
 
-    /// Has them connect while `work` runs, and says for each host what they have done.
+    /// Lets them connect while `work` runs, and returns the result of each host.
     ///
     /// # Errors
-    /// The work's, or a visit that failed.
+    /// The error of `work`, or a failed visit.
     pub async fn alongside<T>(mut self, work: impl Future<Output = Result<T>>) -> Result<(T, Vec<Visits>)> {
         let done = tokio::select! {
             done = work => done?,

@@ -1,14 +1,14 @@
-//! Waiting for a condition, with a deadline: polls, and never sleeps longer than the condition needs.
+//! Waits for a condition with a deadline: polls, and never sleeps longer than the condition needs.
 use std::cell::Cell;
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
-/// Between two checks of a condition.
+/// Interval between two checks of a condition.
 const PERIOD: Duration = Duration::from_millis(20);
 
-/// Waits until `condition` yields something. An error ends the wait immediately.
+/// Waits until `condition` returns a value. An error ends the wait immediately.
 pub async fn wait_for<T>(
     what: &str,
     limit: Duration,
@@ -26,7 +26,8 @@ pub async fn wait_for<T>(
     }
 }
 
-/// Waits until `observe` yields something that `accept` takes. Errors are retried; the final one shows what was seen last.
+/// Waits until `observe` returns a value that `accept` accepts. Errors are retried; the final error shows the last
+/// observation.
 pub async fn wait_until<T: Debug>(
     what: &str,
     limit: Duration,
@@ -45,10 +46,10 @@ pub async fn wait_until<T: Debug>(
     accepted.with_context(|| format!("last seen: {last:?}"))
 }
 
-/// Runs `work`, and meanwhile `other`, which sees when that has ended and then ends too.
+/// Runs `work` and `other` concurrently; `other` is told when `work` has ended, and then ends too.
 ///
 /// # Errors
-/// That of the first which fails; the other one is dropped.
+/// The error of the one that fails first; the other one is dropped.
 pub async fn while_running<T, U>(
     work: impl Future<Output = Result<T>>,
     other: impl AsyncFnOnce(&Cell<bool>) -> Result<U>,

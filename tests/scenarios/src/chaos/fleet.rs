@@ -1,4 +1,4 @@
-//! Three servers that know each other and four agents behind NAT; what goes wrong with them, and that all of it works again.
+//! Three servers that know each other and four agents behind NAT, the faults put into them, and their recovery.
 use std::collections::BTreeSet;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
@@ -24,15 +24,15 @@ use crate::held::{ALLOCATOR, Held, of_process};
 
 pub(super) const SERVERS: usize = 3;
 pub(super) const EDGES: usize = 4;
-/// How soon everything works again once nothing is wrong any more. A link that says nothing is given up after 22 s, and the
-/// next is tried up to ten seconds later; a server that waits for agents which do not come takes over after ten.
+/// Time limit for recovery after the last fault has ended. A silent link is given up after 22 s, and the next attempt
+/// follows up to ten seconds later; a server that waits for missing agents takes over after ten.
 const WORKS: Duration = Duration::from_secs(75);
-/// Between two starts of what ends by itself (`RestartSec=`).
+/// Pause before a program that ended by itself is started again (`RestartSec=`).
 const RESTART: Duration = Duration::from_secs(1);
-/// How long a program that was told to end may take.
+/// Time limit for a program to end after its stop signal.
 const ENDS: Duration = Duration::from_secs(30);
 
-/// How many of the servers each agent has a session with; edge 2 knows the second server only.
+/// Number of servers with which each agent has a session; edge 2 knows only the second server.
 const SESSIONS: [usize; EDGES] = [3, 1, 1, 2];
 
 pub(super) struct Fleet<'a> {
@@ -40,19 +40,19 @@ pub(super) struct Fleet<'a> {
     hosts: [(&'a Namespace, Ipv4Addr); SERVERS],
     servers: Vec<Server<'a>>,
     agents: Vec<Agent<'a>>,
-    /// Those that others take over from.
+    /// Programs that successors are taking over from.
     replaced: Vec<Replaced<'a>>,
-    /// What is meant to be dead now.
+    /// Names of the programs that are meant to be dead now.
     down: BTreeSet<String>,
-    /// Servers that were started since all was whole. What is done to one may come before it can end as it should: it has no
-    /// handler of signals yet, or cannot have its ports.
+    /// Servers started since the last time without faults. A fault may hit one before it can end properly: it may have
+    /// no signal handlers yet, or fail to bind its ports.
     young: BTreeSet<usize>,
     nodes: Nodes,
     rotation: Rotation,
     clients: Vec<Client>,
-    /// How often a program that had ended by itself was started again, as an init system does.
+    /// Number of restarts of programs that had ended by themselves, as by an init system.
     pub(super) restarts: usize,
-    /// Not again before.
+    /// Earliest time of the next restart.
     next_restart: Instant,
 }
 
@@ -75,7 +75,7 @@ impl Replaced<'_> {
 }
 
 impl<'a> Fleet<'a> {
-    /// Starts everything. The hosts are those of the second and the third server.
+    /// Starts everything. `others` are the hosts of the second and the third server.
     pub(super) async fn start(testbed: &'a Testbed, others: [&'a Namespace; SERVERS - 1]) -> Result<Self> {
         let hosts = [(&testbed.cloud, CLOUD), (others[0], NEIGHBOUR), (others[1], THIRD)];
         let all = hosts.map(|(_, address)| format!("{address}:10262")).join(",");
@@ -224,8 +224,8 @@ impl<'a> Fleet<'a> {
         there.iptables(&format!("{change} INPUT -s {near} -j DROP"))
     }
 
-    /// Starts what has ended by itself, as an init system does: a server that has passed everything on to a successor which
-    /// died then, and one that could not have the ports of one that was about to end.
+    /// Restarts programs that ended by themselves, as an init system does: a server that had handed over to a successor
+    /// that then died, and one that could not bind ports that its predecessor still held.
     pub(super) fn supervise(&mut self) -> Result<()> {
         let restarts = self.restarts;
         if Instant::now() >= self.next_restart {
@@ -258,7 +258,7 @@ impl<'a> Fleet<'a> {
         Ok(())
     }
 
-    /// Those that have ended, as they should.
+    /// Drops replaced programs that have ended properly.
     fn forget_replaced(&mut self) -> Result<()> {
         let mut left = Vec::new();
         for mut replaced in self.replaced.drain(..) {
@@ -275,7 +275,7 @@ impl<'a> Fleet<'a> {
         Ok(())
     }
 
-    /// Waits until nothing is wrong any more; how long it took.
+    /// Waits until everything works again; returns the time taken.
     pub(super) async fn works(&mut self, wrong: &Wrong) -> Result<Duration> {
         let begin = Instant::now();
         let state = async || {
@@ -296,7 +296,7 @@ impl<'a> Fleet<'a> {
         Ok(begin.elapsed())
     }
 
-    /// What is not yet as it should be.
+    /// Describes everything that does not work yet.
     async fn state(&mut self) -> Result<String> {
         let mut sessions = [0; EDGES];
         for (at, server) in self.servers.iter().enumerate() {
@@ -321,7 +321,7 @@ impl<'a> Fleet<'a> {
             }
         }
         for (at, (have, want)) in sessions.iter().zip(SESSIONS).enumerate() {
-            // One more until its substitute is left.
+            // One session more until the agent leaves the substitute.
             if have < &want {
                 return Ok(format!("{} has {have} of {want} sessions", agent_name(at)));
             }
@@ -335,7 +335,7 @@ impl<'a> Fleet<'a> {
         Ok(if replaced.is_empty() { String::new() } else { format!("{replaced:?} were replaced, and go on") })
     }
 
-    /// What is held by all of it, once nothing is carried.
+    /// Returns the resources held by all programs once no connection is open.
     pub(super) async fn held(&self) -> Result<Held> {
         let idle = async || {
             let mut open = 0.0;
@@ -373,7 +373,7 @@ fn agent_name(at: usize) -> String {
     format!("agent {}", at + 1)
 }
 
-/// One that has ended meanwhile is as dead.
+/// If it has ended meanwhile, it is just as dead.
 async fn kill(process: &mut Process) -> Result<()> {
     match process.ended()? {
         None => process.crash().await,

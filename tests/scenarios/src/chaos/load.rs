@@ -1,4 +1,4 @@
-//! Clients of every edge by every way, again and again, until they are told to stop.
+//! Clients of every edge by every way, which connect again and again until they are stopped.
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use tokio::time::{sleep, timeout};
 use super::stream::{Load, Patience, Wrong, exchange};
 use crate::https::{KUBELET, client_hello};
 
-/// Between two connections of a client.
+/// Pause between two connections of a client.
 const PACE: Duration = Duration::from_millis(25);
 
-/// Where the edges are now.
+/// Current addresses of the edges.
 #[derive(Debug)]
 pub(super) struct Addresses(Vec<AtomicU32>);
 
@@ -37,14 +37,14 @@ impl Addresses {
     }
 }
 
-/// A way to an edge.
+/// A way to reach an edge.
 #[derive(Clone, Debug)]
 pub(super) enum Way {
-    /// By the redirect of the cloud host, to the edge's current IPv4 address.
+    /// Through the redirect of the cloud host, to the edge's current IPv4 address.
     Redirect(Arc<Addresses>),
-    /// The same to an IPv6 address.
+    /// Through the redirect, to an IPv6 address.
     RedirectV6(IpAddr),
-    /// By the https door of a server, from its own host.
+    /// Through the https listener of a server, from the server's own host.
     Door(Namespace, Ipv4Addr),
 }
 
@@ -58,7 +58,7 @@ impl fmt::Display for Way {
     }
 }
 
-/// A client's edge, and its way there.
+/// A client's edge, and its way to reach it.
 #[derive(Clone, Debug)]
 pub(super) struct Client {
     pub(super) edge: usize,
@@ -127,7 +127,8 @@ impl Clients {
         Self { stop, tasks, served: all }
     }
 
-    /// Ends them; how many connections were whole, how many failed, and by which ways none was whole.
+    /// Stops them; returns the number of complete connections, the number of failed ones, and the ways by which none
+    /// was complete.
     pub(super) async fn stop(mut self) -> Result<(u64, u64, Vec<String>)> {
         self.stop.store(true, Ordering::Relaxed);
         while let Some(ended) = self.tasks.join_next().await {

@@ -1,6 +1,6 @@
-//! Everything goes wrong, in an order that a seed determines, under load: what is carried is right or fails, and once nothing
-//! is wrong any more every edge is reached by every way, and no program holds more than at the start.
-//! `cargo xtask chaos` runs it for minutes, and for several seeds.
+//! Random faults under load, in an order determined by a seed: relayed bytes are correct or the connection fails, and
+//! after the faults every edge is reached by every way, and no program holds more resources than at the start. `cargo
+//! xtask chaos` runs it for minutes, and for several seeds.
 mod fleet;
 mod load;
 mod nodes;
@@ -26,17 +26,18 @@ scenarios! {
     nothing_is_wrong_after_everything_went_wrong(edges = 4, limit = 420),
 }
 
-/// How long to go on at least, in seconds; `cargo xtask chaos` sets it. The runner adds it to the scenario's limit.
+/// Minimum duration in seconds; `cargo xtask chaos` sets it. The runner adds it to the scenario's limit.
 const SECONDS: &str = "POSTERN_CHAOS_SECONDS";
-/// The sequence of events.
+/// Seed of the sequence of faults.
 const SEED: &str = "POSTERN_CHAOS_SEED";
-/// How long the load lasts before what is held is measured.
+/// Duration of the load before resources are measured.
 const CALM: Duration = Duration::from_secs(5);
-/// What comes and goes: the allocator's pages, threads for blocking calls, a connection of the admin port and its task, and up
-/// to seven additional links of each session with their tasks, for on a machine that is full a path seems long.
+/// Slack for fluctuating resources: the allocator's pages, threads for blocking calls, a connection of the admin port
+/// and its task, and up to seven additional links of each session with their tasks, because on a busy machine a path
+/// seems long.
 const SLACK: [(&str, f64); 4] = [("memory", 4e6), ("sockets", 32.0), ("tasks", 96.0), ("threads", 8.0)];
 
-/// How long it was asked to take.
+/// Returns the requested duration.
 pub(crate) fn asked() -> Option<Duration> {
     std::env::var(SECONDS).ok()?.parse().ok().map(Duration::from_secs)
 }
@@ -91,7 +92,7 @@ async fn go_wrong(testbed: &Testbed, seed: u64, length: Duration) -> Result<()> 
     Ok(())
 }
 
-/// What is held after a time of load in which nothing is wrong: no connection may fail.
+/// Returns the resources held after a time of load without faults, in which no connection may fail.
 async fn calm(fleet: &Fleet<'_>, wrong: &Wrong) -> Result<crate::held::Held> {
     let clients = Clients::start(fleet.clients(), Patience::LONG, wrong);
     tokio::time::sleep(CALM).await;

@@ -1,4 +1,4 @@
-//! The inventory while labels, addresses and nodes come and go.
+//! The inventory during changes of labels, addresses and nodes.
 use std::collections::BTreeSet;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
@@ -15,13 +15,13 @@ pub(super) struct Nodes {
     now: Wrongs,
 }
 
-/// What is wrong with the nodes now.
+/// Current faults of the nodes.
 #[derive(Debug, Default)]
 pub(super) struct Wrongs {
     pub(super) unlabelled: BTreeSet<usize>,
-    /// Edges whose address another node names too.
+    /// Edges whose address another node has too.
     pub(super) impostors: BTreeSet<usize>,
-    /// Whether there are two hundred more.
+    /// True while two hundred additional nodes exist.
     pub(super) crowd: bool,
 }
 
@@ -39,7 +39,7 @@ impl Nodes {
         self.write(testbed)
     }
 
-    /// Gives an edge another address, and then its node.
+    /// Changes the address of an edge, and then of its node.
     pub(super) fn move_edge(&mut self, testbed: &Testbed, at: usize) -> Result<()> {
         let (old, ns) = (self.addresses.get(at), &testbed.edge(at + 1).ns);
         let [a, b, network, last] = old.octets();

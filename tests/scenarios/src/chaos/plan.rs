@@ -1,4 +1,4 @@
-//! What goes wrong, and when: drawn from a seed, so that the same seed is the same sequence.
+//! The plan of faults, drawn from a seed: the same seed gives the same sequence.
 use std::fmt;
 use std::time::Duration;
 
@@ -6,22 +6,22 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom as _;
 use rand::{Rng as _, SeedableRng as _};
 
-/// Faults that last at the same time, at most.
+/// Maximum number of faults at the same time.
 const AT_ONCE: usize = 3;
-/// Between two steps, in milliseconds; one in ten is longer.
+/// Pause between two steps in milliseconds; one in ten is longer.
 const PAUSE: std::ops::Range<u64> = 100..1_200;
 const LONG_PAUSE: std::ops::Range<u64> = 1_200..8_000;
-/// Steps of a round. At its end nothing is wrong any more.
+/// Steps of a round. After the last one there is no fault any more.
 const STEPS: usize = 10;
-/// After so many rounds each kind of fault has begun.
+/// Number of rounds after which each kind of fault has begun.
 pub(super) const ALL: usize = 3;
-/// Kinds of faults.
+/// Number of kinds of faults.
 const KINDS: usize = 16;
 
-/// Servers and edges are counted from 0.
+/// A fault. Servers and edges are counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fault {
-    // These last.
+    // Faults that last.
     ServerKilled(usize),
     ServerStopped(usize),
     ServerFrozen(usize),
@@ -29,15 +29,15 @@ pub(super) enum Fault {
     AgentKilled(usize),
     AgentFrozen(usize),
     LinkCut(usize),
-    /// The node loses its label.
+    /// The node has lost its label.
     Unlabelled(usize),
-    /// Another node names its address.
+    /// Another node has its address.
     Impostor(usize),
-    /// Two hundred nodes come.
+    /// Two hundred additional nodes exist.
     Crowd,
-    // These happen.
+    // Momentary faults.
     ServerUpgraded(usize),
-    /// After so many milliseconds.
+    /// The successor dies after this number of milliseconds.
     SuccessorDies(usize, u64),
     AgentUpgraded(usize),
     AddressChanged(usize),
@@ -46,7 +46,7 @@ pub(super) enum Fault {
     CaRotated,
 }
 
-/// What two faults cannot have at the same time.
+/// A part of the system that two simultaneous faults cannot share.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Part {
     Server(usize),
@@ -102,7 +102,7 @@ pub(super) enum Change {
     Ends(Fault),
 }
 
-/// One step: a pause, and what changes then.
+/// One step: a pause, followed by changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Step {
     pub(super) pause: Duration,
@@ -120,13 +120,13 @@ impl fmt::Display for Step {
     }
 }
 
-/// Rounds of faults without end.
+/// An endless sequence of rounds of faults.
 #[derive(Debug)]
 pub(super) struct Plan {
     rng: StdRng,
     servers: usize,
     edges: usize,
-    /// The kinds that are next. Each comes before any comes again, unless it has to wait for what lasts.
+    /// The next kinds. Each kind comes once before any is repeated, unless a lasting fault delays it.
     next: Vec<usize>,
 }
 
@@ -135,7 +135,7 @@ impl Plan {
         Self { rng: StdRng::seed_from_u64(seed), servers, edges, next: Vec::new() }
     }
 
-    /// The next round: everything that begins in it ends in it.
+    /// Returns the next round: all faults that begin in it end in it.
     pub(super) fn round(&mut self) -> Vec<Step> {
         let (mut steps, mut active) = (Vec::new(), Vec::<Fault>::new());
         while steps.len() < STEPS || !active.is_empty() {

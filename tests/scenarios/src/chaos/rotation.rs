@@ -1,4 +1,4 @@
-//! Rotations of the CA, as docs/operations.md has them: each step once the one before has come to every agent.
+//! Rotations of the CA as in docs/operations.md: each step follows once the previous one has reached every agent.
 use std::fs;
 
 use anyhow::{Context as _, Result};
@@ -10,12 +10,12 @@ pub(super) enum Rotation {
     #[default]
     Done,
     Introduced,
-    /// With the agents' certificates of before.
+    /// With the agents' certificates from before the activation.
     Activated(Vec<String>),
 }
 
 impl Rotation {
-    /// The next step, if its time has come.
+    /// Takes the next step if it is due.
     pub(super) fn step(&mut self, server: &Server<'_>, agents: &[Agent<'_>]) -> Result<()> {
         let read = |file: &str| -> Result<Vec<String>> {
             let files = agents.iter().map(|agent| fs::read_to_string(agent.state_dir().join(file)));
@@ -35,7 +35,7 @@ impl Rotation {
             }
             Self::Activated(before) => {
                 if read("agent.crt")?.iter().zip(before).all(|(now, before)| now != before) {
-                    // This server does not know of the certificates that the others have issued.
+                    // This server does not know the certificates that the others have issued.
                     server.run(&["ca", "retire", "--force"])?;
                     *self = Self::Done;
                 }

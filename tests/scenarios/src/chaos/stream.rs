@@ -1,8 +1,8 @@
-//! Connections whose every byte is known to both ends, in both directions, and whose target says which node it is on.
+//! Connections whose bytes are known to both ends, in both directions, and whose target says on which node it is.
 //!
-//! The client sends `P`, the node that it means, a seed and both lengths; then its bytes, and half-closes. The target answers
-//! with its own node and its bytes, and once it has all of the client's, with `.`. Whatever happens on the way, an end may see a
-//! connection fail, but never other bytes, and never a clean end before the last one.
+//! The client sends `P`, the intended node, a seed and both lengths, then its bytes, and half-closes. The target
+//! answers with its own node and its bytes, and after the last byte of the client, with `.`. Whatever happens on the
+//! way, an end may see a connection fail, but never other bytes, and never a clean end before the last one.
 use std::net::{Ipv6Addr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -17,32 +17,32 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-/// How long a client waits before it gives up.
+/// A client's timeouts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Patience {
-    /// For the connection.
+    /// Timeout of the connect.
     pub(super) connect: Duration,
-    /// For the other end.
+    /// Timeout while the other end sends nothing.
     pub(super) stall: Duration,
 }
 
 impl Patience {
-    /// While something is wrong: what is stuck is soon tried again.
+    /// During faults: a stuck connection is soon retried.
     pub(super) const SHORT: Self = Self { connect: Duration::from_secs(3), stall: Duration::from_secs(4) };
-    /// While nothing is, but a packet may be lost: a SYN is sent again after one second and after three.
+    /// Without faults, but with possible packet loss: a SYN is sent again after one second and after three.
     pub(super) const LONG: Self = Self { connect: PATIENCE, stall: PATIENCE };
 }
 
-/// How long a target waits: no client has more patience.
+/// Timeout of a target; no client has a longer one.
 const STALL: Duration = Patience::LONG.stall;
-/// First byte of a TLS handshake record, and the length of its header (RFC 8446 section 5.1).
+/// First byte of a TLS handshake record (RFC 8446 section 5.1); the length of its header follows below.
 const HANDSHAKE: u8 = 22;
 const RECORD_HEADER: usize = 5;
-/// First byte of a TLS alert record: how the https door says that it has no connection.
+/// First byte of a TLS alert record, with which the https listener refuses a connection.
 const ALERT: u8 = 21;
 const DONE: u8 = b'.';
 
-/// What must never be, as it was seen.
+/// Violations seen: events that must never happen.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Wrong(Arc<Mutex<Vec<String>>>);
 
@@ -51,7 +51,7 @@ impl Wrong {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(what);
     }
 
-    /// Fails if there was anything.
+    /// Fails if there was any violation.
     pub(super) fn expect_none(&self) -> Result<()> {
         let seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         ensure!(seen.is_empty(), "{} wrong connections: {}", seen.len(), seen.join("; "));
@@ -59,7 +59,7 @@ impl Wrong {
     }
 }
 
-/// Why an end gave up.
+/// Reason for which an end gave up.
 enum Failure {
     /// The connection failed.
     Lost,
@@ -78,13 +78,13 @@ impl From<tokio::time::error::Elapsed> for Failure {
     }
 }
 
-/// What a connection carries.
+/// The payload of a connection.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Load {
     seed: u64,
     up: u64,
     down: u64,
-    /// Between two chunks of the client.
+    /// Pause between two chunks of the client.
     pause: Duration,
 }
 
@@ -93,7 +93,7 @@ impl Load {
         Self { seed: rand::random(), up: 16, down: 16, pause: Duration::ZERO }
     }
 
-    /// Mostly small, sometimes large, sometimes long.
+    /// Draws a load: mostly small, sometimes large, sometimes long.
     pub(super) fn any() -> Self {
         let mut rng = rand::rng();
         let mut size = |most: u64| rng.random_range(1..=most);
@@ -109,7 +109,7 @@ impl Load {
     }
 }
 
-/// The byte at each place depends on the seed and the place only (splitmix64).
+/// Fills the buffer. The byte at each offset depends only on the seed and the offset (splitmix64).
 fn fill(seed: u64, from: u64, buffer: &mut [u8]) {
     let mut word = [0; 8];
     let mut known = None;
@@ -146,7 +146,7 @@ async fn send(
     Ok(())
 }
 
-/// Reads exactly so much; a clean end before is wrong.
+/// Reads exactly this number of bytes; an earlier clean end is a violation.
 async fn receive(
     stream: &mut (impl AsyncRead + Unpin),
     seed: u64,
@@ -192,12 +192,12 @@ async fn expect_end(stream: &mut (impl AsyncRead + Unpin), stall: Duration) -> R
     }
 }
 
-/// The seed of what the target sends.
+/// Returns the seed of the target's bytes.
 fn answer(seed: u64) -> u64 {
     seed ^ u64::MAX
 }
 
-/// Exchanges `load` with edge `node` over a connection that was just made. `first` goes before everything else.
+/// Exchanges `load` with edge `node` over a connection that was just made. `first` is sent ahead of everything else.
 pub(super) async fn exchange(
     mut stream: TcpStream,
     node: u8,
@@ -249,7 +249,7 @@ pub(super) async fn exchange(
     }
 }
 
-/// The targets of every edge, at every address of the edge.
+/// The targets of every edge, on all addresses of the edge.
 pub(super) struct Targets {
     _tasks: JoinSet<()>,
 }
@@ -287,7 +287,7 @@ async fn accept_all(listener: TcpListener, node: u8, wrong: Wrong) {
 
 async fn serve(mut stream: TcpStream, node: u8) -> Result<(), Failure> {
     stream.set_nodelay(true)?;
-    // Abandoned by a failure, it is reset.
+    // A connection abandoned after a failure is reset.
     SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
     let mut kind = timeout(STALL, stream.read_u8()).await??;
     if kind == HANDSHAKE {

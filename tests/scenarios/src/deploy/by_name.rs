@@ -1,5 +1,6 @@
-//! `http://NODE:PORT` from a pod of the cloud, by what an installation makes for it: the DNS record, the internal Service's port,
-//! the plain door. The test cluster has no DNS server: the record goes into the pod's hosts file, which is the format that it has.
+//! `http://NODE:PORT` from a pod of the cloud, by the objects of an installation: the DNS record, the internal
+//! Service's port, the plain listener. The test cluster has no DNS server: the record goes into the pod's hosts file,
+//! which has the same format.
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::cluster::pods::{self, IDLE, shell};
 use postern_testbed::cluster::postern::NAMESPACE;
@@ -15,13 +16,14 @@ const DOOR: u16 = 10268;
 const PORT: u16 = 9100;
 const POD: &str = "by-name";
 
-/// What the servers need for it.
+/// Returns the patch of the servers for this.
 pub(super) fn patch() -> Value {
     let flags = [format!("--plain-port={DOOR}"), format!("--plain-clients={POD_CIDR}")];
     patches::of("tunnel-server", &json!(flags.map(|flag| patches::argument(&flag))))
 }
 
-/// `reader` is the token of who may read nodes' metrics, `scraper` that of who may do nothing with nodes.
+/// Checks by-name access. `reader` is the token of an account that may read nodes' metrics, `scraper` that of one
+/// without rights on nodes.
 pub(super) async fn check(cluster: &Cluster<'_>, reader: &str, scraper: &str) -> Result<()> {
     let lists = format!("/api/v1/namespaces/{NAMESPACE}/configmaps/tunnel-server-cfg");
     let change = json!({ "data": { "http-proxy-ports": PORT.to_string() } });
@@ -32,7 +34,7 @@ pub(super) async fn check(cluster: &Cluster<'_>, reader: &str, scraper: &str) ->
     from_the_host(cluster, reader, scraper).await
 }
 
-/// The address that the servers' DNS record gives the node's name.
+/// Returns the address of the node's name in the servers' DNS record.
 async fn record(cluster: &Cluster<'_>) -> Result<String> {
     let path = format!("/api/v1/namespaces/{NAMESPACE}/configmaps/tunnel-nodes");
     let ending = format!("\t{EDGE_NODE}");
@@ -45,7 +47,7 @@ async fn record(cluster: &Cluster<'_>) -> Result<String> {
     of_node(&records).context("the record is gone")
 }
 
-/// The internal Service's address, once a port of it leads to the door.
+/// Returns the internal Service's address, once one of its ports leads to the listener.
 async fn service(cluster: &Cluster<'_>) -> Result<String> {
     let path = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-internal-svc");
     let leads = |service: &Value| {
@@ -61,7 +63,7 @@ async fn from_a_pod(cluster: &Cluster<'_>, address: &str) -> Result<()> {
     pod["spec"]["hostAliases"] = json!([{ "ip": address, "hostnames": [EDGE_NODE] }]);
     pods::run(&cluster.api, &[pod]).await?;
     let url = format!("http://{EDGE_NODE}:{PORT}/metrics");
-    // kube-proxy follows the Service a moment later, until when nobody answers.
+    // kube-proxy follows the Service a moment later; until then the address does not answer.
     let ask = ["exec", POD, "--", "timeout", "5", "wget", "-q", "-O-", &url];
     let page = wait_for("the page by the node's name", PATIENCE, async || {
         let output = cluster.kubectl.output(&ask).await?;
@@ -73,7 +75,7 @@ async fn from_a_pod(cluster: &Cluster<'_>, address: &str) -> Result<()> {
     Ok(())
 }
 
-/// The host itself is not in the pods' range: it needs a token, of somebody who may read the node's metrics.
+/// The host itself is outside of the pods' range: it needs the token of an account that may read the node's metrics.
 async fn from_the_host(cluster: &Cluster<'_>, reader: &str, scraper: &str) -> Result<()> {
     let url = format!("http://{CLOUD}:{DOOR}/metrics");
     let host = format!("Host: {EDGE_NODE}:{PORT}");

@@ -1,4 +1,4 @@
-//! The doors that ask the API server who a caller is, with the shipped components, rights and images.
+//! The listeners that ask the API server to authenticate a caller, with the shipped components, rights and images.
 use anyhow::{Result, ensure};
 use postern_testbed::cluster::pki::Pair;
 use postern_testbed::cluster::postern::NAMESPACE;
@@ -13,9 +13,9 @@ use super::{DOCUMENT, PATIENCE, by_name, connect, follow, on_cluster, overlay_wi
 use crate::rights;
 use crate::web::{Answer, Authority, Web, curl};
 
-/// What may be done at kubelets, for the account that may.
+/// Resources of kubelets that the reader account may access.
 const READER: &str = "nodes/proxy,nodes/metrics,nodes/log";
-/// Subresources of nodes, each with a kubelet's path that needs it and a part of its answer.
+/// Subresources of nodes, each with a kubelet's path that requires it and a part of its answer.
 const SUBRESOURCES: [(&str, &str, &str); 4] = [
     ("proxy", "/containerLogs/default/talker/main?tailLines=1", "line "),
     ("metrics", "/metrics/resource", "node_cpu_usage_seconds_total"),
@@ -31,7 +31,7 @@ async fn asked_for(cluster: &Cluster<'_>) -> Result<()> {
     let (kubectl, testbed) = (&cluster.kubectl, cluster.testbed);
     let metrics = Web::start(testbed, 1, 9100)?;
     install(cluster).await?;
-    // The commands of the guide: Postern's CA in postern-ca.crt, and the servers' certificate for kubelets.
+    // The guide's commands: Postern's CA in postern-ca.crt, and the servers' certificate for kubelets.
     follow::section(cluster, DOCUMENT, CALLERS, &[]).await?;
     for account in ["scraper", "reader"] {
         kubectl.run(&["create", "serviceaccount", account]).await?;
@@ -64,12 +64,12 @@ async fn install(cluster: &Cluster<'_>) -> Result<()> {
     ready(&cluster.kubectl, "tunnel-agent", 1).await
 }
 
-/// A path at the https door.
+/// Returns the URL of a path at the https listener.
 fn https(path: &str) -> String {
     format!("https://{CLOUD}:10263{path}")
 }
 
-/// By the https door: kubelets' paths, for whom the cluster's rules for nodes permit it.
+/// Through the https listener: kubelets' paths, for accounts with the cluster's rights on nodes.
 async fn kubelets(cluster: &Cluster<'_>, reader: &str, scraper: &str) -> Result<()> {
     let testbed = cluster.testbed;
     let ask = async |path: &str, host: Option<&str>, token: &str| {
@@ -93,7 +93,7 @@ async fn kubelets(cluster: &Cluster<'_>, reader: &str, scraper: &str) -> Result<
         .await?
         .expect(403, "system:serviceaccount:default:scraper")?;
     ask("/metrics/resource", Some(&edge), "nonsense").await?.expect(401, "")?;
-    // Which pods there are, and where, is for those who may do this to all nodes.
+    // The names and places of pods are shown only to accounts with this right on all nodes.
     let refused = ask(logs, None, scraper).await?;
     refused.expect(403, "system:serviceaccount:default:scraper cannot get nodes/proxy of")?;
     let of_servers = "--selector=app.kubernetes.io/name=tunnel-server";
@@ -114,14 +114,14 @@ async fn kubelets(cluster: &Cluster<'_>, reader: &str, scraper: &str) -> Result<
     Ok(())
 }
 
-/// The same by certificates of the cluster's CA, for four callers who may get one subresource each, and nothing else.
+/// The same with certificates of the cluster's CA, for four callers with the right to one subresource each.
 async fn by_certificate(cluster: &Cluster<'_>) -> Result<()> {
     let testbed = cluster.testbed;
     let (mut rights, mut callers) = (Vec::new(), Vec::new());
     for (subresource, ..) in SUBRESOURCES {
         let (name, user) = (format!("only-{subresource}"), format!("caller-of-{subresource}"));
         callers.push(cluster.pki.client(&name, &user, &[name.as_str()])?);
-        // Half of them have it by their common name, half by their organisation.
+        // Half of them have the right by their common name, half by their organisation.
         let by_name = matches!(subresource, "proxy" | "stats");
         let (kind, subject) = if by_name { ("User", &user) } else { ("Group", &name) };
         rights.push(json!({
@@ -145,7 +145,7 @@ async fn by_certificate(cluster: &Cluster<'_>) -> Result<()> {
         curl(testbed, &[&args[..], more].concat()).await
     };
     for ((subresource, path, part), caller) in SUBRESOURCES.into_iter().zip(&callers) {
-        // The API server decides by a right a moment after it was given.
+        // The API server applies a new right a moment later.
         let answered = async || ask(caller, path, &[]).await;
         wait_until(&format!("nodes/{subresource} by certificate"), PATIENCE, answered, |answer: &Answer| {
             answer.status == 200 && answer.body.contains(part)

@@ -19,7 +19,7 @@ use super::{
     text,
 };
 
-/// Longer than helm's own `--timeout`, so that helm says what it waits for.
+/// Longer than helm's own `--timeout`, so that helm reports the reason.
 const LIMIT: Duration = Duration::from_secs(150);
 
 pub(super) async fn chart_is_installed_upgraded_and_removed(testbed: &Testbed) -> Result<()> {
@@ -55,7 +55,7 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
     guides("helm upgrade", &[]).await?;
     service_port(cluster).await?;
 
-    // What `kubectl edit` has set stays.
+    // Values set by `kubectl edit` stay.
     let edited = json!({ "data": { "localhost-proxy-ports": "10266" } }).to_string();
     let patch = ["patch", "configmap", "tunnel-server-cfg", "--namespace", NAMESPACE, "--patch", &edited];
     kubectl.run(&patch).await?;
@@ -78,7 +78,7 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
     let node = format!("/api/v1/nodes/{EDGE_NODE}");
     let up = |node: &serde_json::Value| postern_testbed::cluster::api::is_true(node, "PosternTunnel");
     cluster.api.wait("the condition that was asked for", &node, PATIENCE, up).await?;
-    // Again, which must change nothing: the server's own ports of the internal Service stay.
+    // A second upgrade must change nothing: the server's own ports of the internal Service stay.
     helm(cluster, &[&upgrade[..], &change].concat()).await?;
     service_has_port(cluster).await?;
     progress("the chart is upgraded");
@@ -97,7 +97,7 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The node port that was asked for.
+/// The Service has the configured node port.
 async fn service_port(cluster: &Cluster<'_>) -> Result<()> {
     let service = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-svc");
     let service = cluster.api.get(&service).await?;
@@ -105,7 +105,7 @@ async fn service_port(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// No object of the manifests is left, and no pod.
+/// Fails if an object of the manifests or a pod is left.
 pub(super) async fn nothing_is_left(cluster: &Cluster<'_>) -> Result<()> {
     let kinds = "daemonsets,pods,services,configmaps,serviceaccounts,roles,rolebindings,clusterroles,clusterrolebindings";
     let selector = "--selector=app.kubernetes.io/part-of=postern";

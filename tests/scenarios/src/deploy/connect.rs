@@ -1,5 +1,5 @@
-//! The connect doors: the servers', for callers with a token, and an agent's, for workloads of its node. Services are reached by
-//! name, wherever their endpoints are.
+//! The connect listeners: the servers', for callers with a token, and an agent's, for workloads of its node. Services
+//! are reached by name, wherever their endpoints are.
 use std::net::Ipv4Addr;
 
 use anyhow::{Result, ensure};
@@ -28,12 +28,12 @@ rules:
   to:
   - {service: inside.default, ports: [80]}
 ";
-/// On the edge node's loopback.
+/// Agent's connect listener on the edge node's loopback.
 const AGENT: &str = "127.0.0.1:10281";
-/// What the Service in the cloud says.
+/// Answer of the Service in the cloud.
 const INSIDE: &str = "HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\nfrom the cloud\n";
 
-/// The policy, and the agents' door.
+/// Returns the policy and the patch for the agents' connect listener.
 pub(super) fn patches() -> Vec<Value> {
     let policy = json!({
         "apiVersion": "v1",
@@ -45,7 +45,7 @@ pub(super) fn patches() -> Vec<Value> {
     vec![json!({ "patch": policy.to_string() }), patches::of("tunnel-agent", &door)]
 }
 
-/// The tokens are those of two accounts of which the policy knows one.
+/// Checks the connect listeners. The tokens belong to two accounts, of which only one is in the policy.
 pub(super) async fn check(cluster: &Cluster<'_>, scraper: &str, reader: &str) -> Result<()> {
     let _inside = Target::start(&cluster.testbed.cloud, CLOUD, 8080, Behaviour::Answers(INSIDE))?;
     services(cluster).await?;
@@ -53,7 +53,7 @@ pub(super) async fn check(cluster: &Cluster<'_>, scraper: &str, reader: &str) ->
     from_the_edge(cluster).await
 }
 
-/// One with an endpoint on the cloud host, one on the edge host, and one of a pod at the edge.
+/// Makes Services: one with an endpoint on the cloud host, one on the edge host, and one of a pod at the edge.
 async fn services(cluster: &Cluster<'_>) -> Result<()> {
     let of_pods = json!({
         "apiVersion": "v1", "kind": "Service", "metadata": { "name": "web" },
@@ -70,7 +70,7 @@ async fn services(cluster: &Cluster<'_>) -> Result<()> {
     cluster.api.wait("the endpoint of the Service of pods", slices, PATIENCE, ready).await.map(drop)
 }
 
-/// A Service without a selector, whose endpoint is a program on a host.
+/// Returns a Service without a selector whose endpoint is a program on a host.
 fn with_endpoint(name: &str, address: Ipv4Addr, port: u16) -> [Value; 2] {
     let service = json!({
         "apiVersion": "v1", "kind": "Service", "metadata": { "name": name },
@@ -101,13 +101,13 @@ async fn from_the_cloud(cluster: &Cluster<'_>, scraper: &str, reader: &str) -> R
     }
     ask("http://inside.default/", scraper).await?.expect(200, "from the cloud")?;
     ask("http://exporter.default/metrics", scraper).await?.expect(200, "GET /metrics")?;
-    // The agent learns its node's range of pods on its own.
+    // The agent learns its node's pod CIDR by itself.
     let page = async || ask("http://web.default/index.html", scraper).await;
     let hello = |answer: &Answer| answer.status == 200 && answer.body.contains("hello from an edge pod");
     wait_until("an edge pod by its Service", PATIENCE, page, hello).await.map(drop)
 }
 
-/// What a workload on the edge node reaches is what the policy permits its node.
+/// A workload on the edge node reaches only the targets that the policy permits its node.
 async fn from_the_edge(cluster: &Cluster<'_>) -> Result<()> {
     let proxy = format!("http://{AGENT}");
     let ask = async |url: &str| {

@@ -1,4 +1,4 @@
-//! A document's commands, run as they are.
+//! Runs a document's commands unchanged.
 use std::fs;
 use std::path::Path;
 use std::process::Stdio;
@@ -12,11 +12,11 @@ pub(super) use postern_testbed::document::{blocks, commands};
 use postern_testbed::report::progress;
 use tokio::process::Command;
 
-/// How long the commands of one section may take.
+/// Time limit for the commands of one section.
 const SECTION: Duration = Duration::from_secs(150);
 
-/// Runs the commands of a section ([`commands`]) in the run's folder, with kubectl and helm on PATH. `replaced`: what a test
-/// has to set differently.
+/// Runs the commands of a section ([`commands`]) in the run's folder, with kubectl and helm on PATH. `replaced`: texts
+/// that a test has to change.
 pub(super) async fn section(
     cluster: &Cluster<'_>,
     document: &str,
@@ -26,7 +26,7 @@ pub(super) async fn section(
     run(cluster, title, &commands(document, title)?, replaced).await
 }
 
-/// The same with those lines of the section that begin with `command`.
+/// As [`section`], for lines of the section that begin with `command`.
 pub(super) async fn lines(
     cluster: &Cluster<'_>,
     document: &str,
@@ -40,7 +40,7 @@ pub(super) async fn lines(
     run(cluster, title, &lines.join("\n"), replaced).await
 }
 
-/// The same with these commands.
+/// As [`section`], with these commands.
 pub(super) async fn run(
     cluster: &Cluster<'_>,
     title: &str,
@@ -76,7 +76,7 @@ pub(super) async fn on_host(
     commands: &str,
 ) -> Result<String> {
     let folder = fs::canonicalize(cluster.testbed.dir()).context("the run's folder")?;
-    // Entering the machine's mount namespace forgets the folder.
+    // Entering the machine's mount namespace resets the working directory.
     let script = "cd \"$1\"; eval \"$2\"";
     let mut command = cluster.host(node)?.command(Path::new("sh"));
     command.args(["-eux", "-c", script, "sh"]).arg(folder).arg(commands);

@@ -17,7 +17,7 @@ use super::chart::nothing_is_left;
 use super::{DOCUMENT, NAMESPACE, PATIENCE, PROGRAMS, archive, explained, follow, logs, overlay, text};
 use crate::common::target;
 
-/// The sections with commands, and the scenario that runs all of them.
+/// Sections with commands, each with the scenario that runs all of them.
 const RUN: [(&str, &str); 11] = [
     ("1. Label the edge nodes", HERE),
     (IMAGES, HERE),
@@ -45,7 +45,7 @@ pub(super) async fn the_guide_is_followed(testbed: &Testbed) -> Result<()> {
 }
 
 async fn followed(cluster: &Cluster<'_>) -> Result<()> {
-    // The testbed's nodes are labelled from the start.
+    // The testbed's nodes have their labels from the start.
     cluster.kubectl.run(&["label", "node", EDGE_NODE, "node-role.kubernetes.io/edge-"]).await?;
     // Shortens the API server's own timeout of 30 s.
     let args = ["logs", "talker", "--tail=1", "--request-timeout=3s"];
@@ -63,7 +63,7 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
 
     follow("1. Label the edge nodes", &[]).await?;
     images(cluster).await?;
-    // Above the guide's overlay there is one of the test's. There is no registry here.
+    // The test's overlay is on top of the guide's. There is no registry here.
     let tests = [("-k my-postern", "-k overlay")];
     follow("3. Apply", &[&tests[..], &[("registry.example.org", "localhost")]].concat()).await?;
     let shown = follow("4. Check", &[]).await?;
@@ -76,7 +76,7 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
     follow("Which ports are tunnelled", &[]).await?;
     let address = exporter.address;
     wait_for("the port to be redirected", PATIENCE, async || Ok(visit(address).await.ok())).await?;
-    // At the end: the agent of a node that was shut out enrols again within minutes.
+    // At the end: the agent of a revoked node enrols again only after minutes.
     let said = follow("Certificates", &[]).await?;
     ensure!(said.contains("its certificates may be in use until"), "`ca status` says:\n{said}");
     follow("Removing", &tests).await?;
@@ -95,8 +95,8 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The run's folder becomes what the guide expects: it has `deploy`, and the images' archives. A test must not redirect the whole
-/// machine: its overlay says so, above the one that the guide writes.
+/// Prepares the run's folder as the guide expects it: with `deploy` and the images' archives. A test must not redirect
+/// the whole machine, so it has its own overlay on top of the guide's.
 fn folder(testbed: &Testbed) -> Result<()> {
     let dir = link_deploy(testbed)?;
     for (program, _) in PROGRAMS {
@@ -107,7 +107,7 @@ fn folder(testbed: &Testbed) -> Result<()> {
     overlay(testbed, text(&mine)?).map(drop)
 }
 
-/// Gives the run's folder, which it returns, the folder that the guide's commands name.
+/// Links `deploy`, which the guide's commands name, into the run's folder, and returns that folder.
 pub(super) fn link_deploy(testbed: &Testbed) -> Result<PathBuf> {
     let dir = fs::canonicalize(testbed.dir()).context("the run's folder")?;
     link(&fs::canonicalize(deploy()).context("deploy/")?, &dir.join("deploy"))?;
@@ -118,7 +118,7 @@ fn link(existing: &Path, new: &Path) -> Result<()> {
     symlink(existing, new).with_context(|| format!("linking {} to {}", new.display(), existing.display()))
 }
 
-/// Each block of the section is for the hosts of one program.
+/// Runs each block of the section on the hosts of its program.
 async fn images(cluster: &Cluster<'_>) -> Result<()> {
     let blocks = follow::blocks(DOCUMENT).into_iter();
     let blocks: Vec<_> = blocks.filter(|block| block.section == IMAGES && block.is_commands()).collect();
@@ -137,7 +137,7 @@ mod tests {
     use super::*;
     use crate::deploy::SCENARIOS;
 
-    /// The other blocks, by how they begin, and why no test runs them as they are.
+    /// The other blocks by their beginning, each with the reason why no test runs it unchanged.
     const NOT_RUN: [(&str, &str); 6] = [
         (
             "cargo xtask image",
@@ -179,7 +179,7 @@ mod tests {
             assert!(follow::commands(DOCUMENT, title).is_ok(), "{title}");
             assert!(SCENARIOS.iter().any(|one| one.name() == scenario), "{title}: {scenario}");
         }
-        // Blocks in lists would not be found.
+        // The parser would not find blocks in lists.
         assert!(
             !DOCUMENT
                 .lines()

@@ -21,7 +21,7 @@ const RANGES: &str = "10.0.0.0/16,10.244.0.0/16,10.96.0.0/12";
 const SERVER: &str = "konnectivity-server";
 const AGENT: &str = "konnectivity-agent";
 const AUDIENCE: &str = "system:konnectivity-server";
-/// For the pods with konnectivity's programs, which have nothing to finish.
+/// Grace period of the pods with konnectivity's programs, which have nothing to finish.
 const GRACE: u32 = 2;
 
 pub(super) async fn migration_from_konnectivity(testbed: &Testbed) -> Result<()> {
@@ -51,7 +51,7 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
     carried_by_postern(kubectl).await?;
     section(cluster, "4. Check").await?;
 
-    // No server that has the socket is left after it.
+    // No Postern server that owns the socket is left afterwards.
     changing_servers(cluster, "Going back").await?;
     proxy_server_runs(cluster).await?;
     works(kubectl).await.context("through konnectivity again")?;
@@ -71,7 +71,7 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
     works(kubectl).await.context("without konnectivity")
 }
 
-/// Stands for the master's /etc/kubernetes: all hosts of the testbed have the machine's own.
+/// Stand-in for the master's /etc/kubernetes: all hosts of the testbed share the machine's own.
 fn etc(testbed: &Testbed) -> PathBuf {
     testbed.dir().join("etc")
 }
@@ -80,12 +80,12 @@ fn socket(testbed: &Testbed) -> PathBuf {
     etc(testbed).join(SERVER).join(format!("{SERVER}.socket"))
 }
 
-/// The API server's object of the static pod.
+/// Returns the name of the static pod's mirror in the API server.
 fn mirror() -> String {
     format!("{SERVER}-{CLOUD_NODE}")
 }
 
-/// Runs the commands of a section, with the folders and address ranges of this cluster.
+/// Runs the commands of a section with the folders and address ranges of this cluster.
 async fn section(cluster: &Cluster<'_>, title: &str) -> Result<()> {
     let (manifests, etc) = (cluster.host(CLOUD_NODE)?.manifests(), etc(cluster.testbed));
     let direct = format!("{CLOUD}/32,{POD_CIDR}");
@@ -100,7 +100,7 @@ async fn section(cluster: &Cluster<'_>, title: &str) -> Result<()> {
     follow::section(cluster, DOCUMENT, title, &replaced).await.map(drop)
 }
 
-/// The same for a section that replaces the servers' pods; waits until those before are gone.
+/// As [`section`], for one that replaces the servers' pods; waits until the old ones are gone.
 async fn changing_servers(cluster: &Cluster<'_>, title: &str) -> Result<()> {
     let before = running(&cluster.kubectl, "tunnel-server").await?;
     section(cluster, title).await?;
@@ -109,7 +109,7 @@ async fn changing_servers(cluster: &Cluster<'_>, title: &str) -> Result<()> {
     wait_until("the servers before to be gone", PATIENCE, now, new).await.map(drop)
 }
 
-/// Commands run in pods of both nodes, and their logs are read.
+/// Runs commands in pods of both nodes and reads their logs.
 async fn works(kubectl: &Kubectl) -> Result<()> {
     for pod in ["talker", "cloud-talker"] {
         wait_for(&format!("kubectl exec in {pod}"), PATIENCE, async || {
@@ -123,7 +123,7 @@ async fn works(kubectl: &Kubectl) -> Result<()> {
     Ok(())
 }
 
-/// The servers' log has a connection of kube-apiserver with the edge.
+/// Waits until the servers' log shows a connection from kube-apiserver to the edge.
 async fn carried_by_postern(kubectl: &Kubectl) -> Result<()> {
     let selector = "--selector=app.kubernetes.io/name=tunnel-server";
     let log = async || kubectl.run(&["logs", "--namespace", NAMESPACE, selector, "--tail=-1"]).await;
@@ -133,8 +133,9 @@ async fn carried_by_postern(kubectl: &Kubectl) -> Result<()> {
     wait_until("a connection of the egress door", PATIENCE, log, carried).await.map(drop)
 }
 
-/// konnectivity as the Kubernetes documentation sets it up: proxy-server is a static pod of the master, proxy-agent a DaemonSet
-/// that shows tokens. Every agent names its own address and is used for that only, because those behind NAT reach nothing else.
+/// Sets up konnectivity as the Kubernetes documentation does: proxy-server is a static pod of the master, proxy-agent a
+/// DaemonSet that presents tokens. Every agent names its own address and is used for that only, because agents behind
+/// NAT reach nothing else.
 async fn konnectivity(cluster: &Cluster<'_>) -> Result<()> {
     let (testbed, pki) = (cluster.testbed, &cluster.pki);
     pki.server(SERVER, SERVER, &[CLOUD.to_string()])?;
@@ -185,7 +186,7 @@ async fn konnectivity(cluster: &Cluster<'_>) -> Result<()> {
     ]});
     cluster.kubectl.run_with_input(&["create", "--filename=-"], objects.to_string().as_bytes()).await?;
 
-    // The kubelet may read what is in its folder before it is whole.
+    // The kubelet may read a file in its folder before it is complete.
     let manifest = etc(testbed).join(format!("{SERVER}.yaml"));
     fs::write(&manifest, server.to_string()).with_context(|| format!("writing {}", manifest.display()))?;
     let place = cluster.host(CLOUD_NODE)?.manifests().join(format!("{SERVER}.yaml"));
@@ -201,7 +202,7 @@ async fn proxy_server_runs(cluster: &Cluster<'_>) -> Result<()> {
     cluster.api.wait("proxy-server to run", &path, PATIENCE, ready).await.map(drop)
 }
 
-/// The DaemonSet of konnectivity's agents, on every node.
+/// Returns the DaemonSet of konnectivity's agents, on every node.
 fn agents() -> Result<Value> {
     const TOKEN: &str = "konnectivity-agent-token";
     let arguments = [
@@ -236,7 +237,7 @@ fn agents() -> Result<Value> {
     }))
 }
 
-/// A pod of a program of konnectivity, which comes from its host as these folders do.
+/// Returns a pod spec of a konnectivity program, which comes from its host, as do these folders.
 fn spec(program: &str, arguments: &[String], folders: &[&Path]) -> Result<Value> {
     let program = peers::konnectivity(program)?;
     let of_program = program.parent().context("the program is in no folder")?;

@@ -1,5 +1,5 @@
-//! The servers' metrics as the shipped component opens them: for whom the cluster's rules permit it, and the shipped Prometheus; and
-//! a redirector on a host that is not a master, for a Prometheus there.
+//! The servers' metrics as the shipped component exposes them, for accounts with the right to read them and for the
+//! shipped Prometheus; and a redirector on a host that is not a master, for a Prometheus there.
 use std::fs;
 use std::path::PathBuf;
 
@@ -40,7 +40,7 @@ async fn read(cluster: &Cluster<'_>, worker: &CloudHost) -> Result<()> {
     ready(kubectl, "tunnel-server", 1).await?;
     ready(kubectl, "tunnel-agent", 1).await?;
     ready(kubectl, "tunnel-redirector", 1).await?;
-    // Nothing else leads from there through the edge's NAT.
+    // The worker has no other way through the edge's NAT.
     let url = format!("http://{}:10255/healthz", testbed.edge(1).address);
     let kubelet = async || fetch(worker, &url);
     let reached = wait_until("the worker to reach the edge", PATIENCE, kubelet, |answer| answer == "ok");
@@ -54,7 +54,7 @@ async fn read(cluster: &Cluster<'_>, worker: &CloudHost) -> Result<()> {
     };
     let with_token =
         async |token: &str| ask(&["--header", &format!("Authorization: Bearer {}", token.trim())]).await;
-    // The reader is the one to which the guide gives the right.
+    // The reader is the account to which the guide gives the right.
     kubectl.run(&["create", "namespace", "monitoring"]).await?;
     kubectl.run(&["create", "serviceaccount", "prometheus", "--namespace=monitoring"]).await?;
     kubectl.run(&["create", "serviceaccount", "stranger"]).await?;
@@ -62,7 +62,7 @@ async fn read(cluster: &Cluster<'_>, worker: &CloudHost) -> Result<()> {
     let reader = kubectl.run(&["create", "token", "prometheus", "--namespace=monitoring"]).await?;
     let stranger = kubectl.run(&["create", "token", "stranger"]).await?;
 
-    // The authoriser may hear of the binding a moment later, and a no is remembered for 5 s.
+    // The authoriser may learn of the binding a moment later, and a denial is cached for 5 s.
     let answered = async || with_token(&reader).await;
     let answer =
         wait_until("the reader to be let in", PATIENCE, answered, |answer: &Answer| answer.status != 403);
@@ -79,7 +79,7 @@ async fn read(cluster: &Cluster<'_>, worker: &CloudHost) -> Result<()> {
     {
         let pair = cluster.pki.client(user, user, groups)?;
         let (certificate, key) = (text(&pair.certificate)?, text(&pair.key)?);
-        // The server may not have read that CA yet, and then asks for no certificate.
+        // The server may not have read that CA yet; until then it requests no certificate.
         let answered = async || ask(&["--cert", certificate, "--key", key]).await;
         let known = |answer: &Answer| answer.status != 401;
         let answer = wait_until("the certificate to be asked for", PATIENCE, answered, known).await?;
@@ -101,7 +101,7 @@ async fn read(cluster: &Cluster<'_>, worker: &CloudHost) -> Result<()> {
     ensure!(role.label("role") == "server" && !role.label("node").is_empty(), "{role:?}");
     progress("the shipped Prometheus finds the pod by its label and reads its metrics");
 
-    // What it shows redirectors, which it cannot verify: a token that reads metrics, and nothing else.
+    // Prometheus' credential for redirectors, whose certificates it cannot verify: a token that can only read metrics.
     let account = "prometheus-postern-metrics";
     let answered = async || with_token(&secret(cluster, account, "token").await?).await;
     let read = wait_until("the Secret's token to read metrics", PATIENCE, answered, |answer: &Answer| {
@@ -133,11 +133,11 @@ async fn read(cluster: &Cluster<'_>, worker: &CloudHost) -> Result<()> {
     Ok(())
 }
 
-/// What doctor, in the server's pod, says of the rights that the door needs.
+/// Returns doctor's result, in the server's pod, for the rights that the listener needs.
 async fn checked(cluster: &Cluster<'_>) -> Result<Value> {
     let command = ["/tunnel-server", "doctor", "-o", "json"];
     let server = ["exec", "--namespace", NAMESPACE, "daemonset/tunnel-server", "--"];
-    // Its exit code tells of the other checks too.
+    // The exit code covers other checks too.
     let output = cluster.kubectl.output(&[&server[..], &command].concat()).await?;
     let report: Value = serde_json::from_slice(&output.stdout).with_context(|| said(&output))?;
     let mut checks = report["checks"].as_array().into_iter().flatten();
@@ -145,7 +145,7 @@ async fn checked(cluster: &Cluster<'_>) -> Result<Value> {
     check.cloned().with_context(|| format!("doctor does not check them: {report:#}"))
 }
 
-/// Postern's CA, by the command of docs/kubernetes.md.
+/// Fetches Postern's CA with the command of docs/kubernetes.md.
 async fn authority(cluster: &Cluster<'_>) -> Result<PathBuf> {
     let path = cluster.testbed.dir().join("postern-ca.crt");
     let pem = secret(cluster, "tunnel-server-ca", "ca.crt").await?;

@@ -9,7 +9,7 @@ use super::{NAMESPACE, PATIENCE, follow, logs, on_cluster, overlay, service_has_
 
 const DOCUMENT: &str = include_str!("../../../../docs/migrating-from-yurttunnel.md");
 const OVERLAY: &str = "deploy/overlays/openyurt-migration";
-/// The sections that apply it.
+/// Sections that apply the manifests.
 const APPLYING: [&str; 2] = ["2. Bring", "4. Start"];
 
 pub(super) async fn migration_from_yurttunnel_and_back(testbed: &Testbed) -> Result<()> {
@@ -40,7 +40,7 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
     logs(&cluster.kubectl).await
 }
 
-/// Runs the commands of a section as they are.
+/// Runs the commands of a section unchanged.
 async fn section(cluster: &Cluster<'_>, title: &str) -> Result<()> {
     let overlay = overlay(cluster.testbed, "overlays/openyurt-migration")?;
     let overlay = text(&overlay)?;
@@ -48,8 +48,8 @@ async fn section(cluster: &Cluster<'_>, title: &str) -> Result<()> {
     follow::section(cluster, DOCUMENT, title, replaced).await.map(drop)
 }
 
-/// YurtTunnel's objects, with stand-ins for its programs that only occupy the port: the takeover of its objects is what
-/// is tested.
+/// Creates YurtTunnel's objects, with stand-ins for its programs that only occupy the port: the takeover of its objects
+/// is under test.
 async fn yurttunnel(cluster: &Cluster<'_>) -> Result<()> {
     for (node, value) in [(CLOUD_NODE, "false"), (EDGE_NODE, "true")] {
         let labels = json!({ "metadata": { "labels": { "openyurt.io/is-edge-worker": value } } });
@@ -94,12 +94,12 @@ async fn yurttunnel(cluster: &Cluster<'_>) -> Result<()> {
         workload("Deployment", "yurt-tunnel-server", CLOUD_NODE, "exec httpd -f -p 10262 -h /www"),
         workload("DaemonSet", "yurt-tunnel-agent", EDGE_NODE, "exec sleep 2147483647"),
     ]});
-    // `create`, as yurtadm did: without a record of what was applied, which is harder to take over.
+    // `create`, as yurtadm did: without the last-applied annotation, which makes the takeover harder.
     cluster.kubectl.run_with_input(&["create", "--filename=-"], objects.to_string().as_bytes()).await?;
     runs_again(cluster).await
 }
 
-/// YurtTunnel's pods run, and its Service leads to them.
+/// Waits until YurtTunnel's pods run and its Service leads to them.
 async fn runs_again(cluster: &Cluster<'_>) -> Result<()> {
     for workload in ["deployment/yurt-tunnel-server", "daemonset/yurt-tunnel-agent"] {
         let args = ["rollout", "status", workload, "--namespace", NAMESPACE, "--timeout=50s"];
@@ -119,7 +119,7 @@ async fn runs_again(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Cluster IP and node port of the Services.
+/// Returns cluster IP and node port of the Services.
 async fn addresses(cluster: &Cluster<'_>) -> Result<[String; 3]> {
     let service = |name: &str| format!("/api/v1/namespaces/{NAMESPACE}/services/{name}");
     let agents = cluster.api.get(&service("x-tunnel-server-svc")).await?;
@@ -128,7 +128,7 @@ async fn addresses(cluster: &Cluster<'_>) -> Result<[String; 3]> {
     Ok([ip(&agents), ip(&internal), agents["spec"]["ports"][0]["nodePort"].to_string()])
 }
 
-/// The port lists are unchanged and in effect, and the DNS records are Postern's.
+/// Fails unless the port lists are unchanged and in effect, and the DNS records are Postern's.
 async fn taken_over(cluster: &Cluster<'_>, internal: &str) -> Result<()> {
     let configmap = |name: &str| format!("/api/v1/namespaces/{NAMESPACE}/configmaps/{name}");
     let lists = cluster.api.get(&configmap("yurt-tunnel-server-cfg")).await?;

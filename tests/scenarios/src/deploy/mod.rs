@@ -100,12 +100,12 @@ async fn manifests_run_unchanged(testbed: &Testbed) -> Result<()> {
         cluster.kubectl.run(&["apply", "--dry-run=server", "-k", text(&path)?]).await?;
     }
     for component in components()? {
-        // Its kinds are the Prometheus operator's.
+        // Its kinds belong to the Prometheus operator.
         if component == "prometheus-operator" {
             continue;
         }
         let path = testbed.dir().join("component");
-        // It is for what another one adds.
+        // It extends another component.
         let others: &[&str] = if component == "everywhere-metrics" { &["everywhere"] } else { &[] };
         write_overlay(&path, "base", &[others, &[component.as_str()]].concat(), &json!([]))?;
         let applied = cluster.kubectl.run(&["apply", "--dry-run=server", "-k", text(&path)?]).await;
@@ -117,13 +117,13 @@ async fn manifests_run_unchanged(testbed: &Testbed) -> Result<()> {
     explained(&cluster, installed).await
 }
 
-/// The names below deploy/components.
+/// Returns the names below deploy/components.
 fn components() -> Result<Vec<String>> {
     let entries = fs::read_dir(deploy().join("components")).context("deploy/components")?;
     entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
 }
 
-/// Imports into each host the image that it runs.
+/// Imports into each host the image of the program that runs there.
 async fn import(cluster: &mut Cluster<'_>) -> Result<()> {
     for (program, node) in PROGRAMS {
         let archive = archive(program)?;
@@ -149,19 +149,19 @@ async fn installed(cluster: &Cluster<'_>) -> Result<()> {
     rights::of_base(cluster).await
 }
 
-/// On the one node that it is for.
+/// Waits until the rollout is complete on its only node.
 async fn rolled_out(kubectl: &Kubectl, daemon_set: &str) -> Result<()> {
     ready(kubectl, daemon_set, 1).await
 }
 
 async fn ready(kubectl: &Kubectl, daemon_set: &str, nodes: u32) -> Result<()> {
     let name = format!("daemonset/{daemon_set}");
-    // A rolling update takes them one after the other, and each old pod finishes what it carries.
+    // A rolling update replaces them one after the other, and each old pod finishes its connections.
     let patience = 90 * nodes;
     let status = kubectl.within(Duration::from_secs(u64::from(patience) + 10));
     let timeout = format!("--timeout={patience}s");
     status.run(&["rollout", "status", &name, "--namespace", NAMESPACE, &timeout]).await?;
-    // A controller that has not heard of a node's label has no pods yet, and calls the rollout complete.
+    // A controller that has not seen a node's label yet has no pods, and reports the rollout as complete.
     let args = ["get", &name, "--namespace", NAMESPACE, "--output=jsonpath={.status.numberReady}"];
     let (ready, wanted) = (async || kubectl.run(&args).await, nodes.to_string());
     wait_until(&format!("{name} to be ready on {nodes} nodes"), PATIENCE, ready, |now| *now == wanted)
@@ -169,7 +169,7 @@ async fn ready(kubectl: &Kubectl, daemon_set: &str, nodes: u32) -> Result<()> {
         .map(drop)
 }
 
-/// `kubectl logs` of a pod of the edge node, which is behind NAT.
+/// Reads `kubectl logs` of a pod of the edge node, which is behind NAT.
 async fn logs(kubectl: &Kubectl) -> Result<()> {
     wait_for("kubectl logs of the edge's pod", PATIENCE, async || {
         let output = kubectl.output(&["logs", "talker", "--tail=1"]).await?;
@@ -179,9 +179,10 @@ async fn logs(kubectl: &Kubectl) -> Result<()> {
     .await
 }
 
-/// The image has neither iptables nor nft: doctor finds the port by trying it, and says how others read the rules for it.
+/// The image has neither iptables nor nft: doctor finds the port by trying it, and says how other tools show the rules
+/// for it.
 async fn rules_of_the_host(cluster: &Cluster<'_>) -> Result<()> {
-    // A part of the token range that nothing uses here, self-tests included.
+    // A part of the virtual address range that is unused here, also by self-tests.
     let rule = "OUTPUT -d 198.19.255.0/24 -p tcp --dport 10255 -j REDIRECT --to-ports 9";
     let host = &cluster.testbed.cloud;
     let pod = ["exec", "--namespace", NAMESPACE, "daemonset/tunnel-server", "--"];
@@ -205,7 +206,8 @@ async fn rules_of_the_host(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Ports in the ConfigMap become ports of the internal Service; an invalid one becomes an Event, which counts repetitions.
+/// Ports in the ConfigMap become ports of the internal Service; an invalid one becomes an Event, which counts
+/// repetitions.
 async fn ports(cluster: &Cluster<'_>) -> Result<()> {
     let configmap = format!("/api/v1/namespaces/{NAMESPACE}/configmaps/tunnel-server-cfg");
     let change = json!({ "data": {
@@ -238,7 +240,7 @@ async fn ports(cluster: &Cluster<'_>) -> Result<()> {
     agents_metrics(cluster).await
 }
 
-/// The agent's admin port, which the ConfigMap names: metrics for the cloud, the rest for the node only.
+/// The agent's admin port, which is in the ConfigMap: metrics for the cloud, the rest only for the node.
 async fn agents_metrics(cluster: &Cluster<'_>) -> Result<()> {
     let edge = cluster.testbed.edge(1);
     let tunnelled = async |method: &str, path: &str| {
@@ -261,7 +263,7 @@ async fn agents_metrics(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the internal Service has port 9443. One of those without TLS would need the plain door.
+/// Waits until the internal Service has port 9443. A port without TLS would need the plain listener.
 async fn service_has_port(cluster: &Cluster<'_>) -> Result<()> {
     let service = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-internal-svc");
     let has_port = |service: &Value| {
@@ -271,7 +273,7 @@ async fn service_has_port(cluster: &Cluster<'_>) -> Result<()> {
     cluster.api.wait("the internal Service's port", &service, PATIENCE, has_port).await.map(drop)
 }
 
-/// The CA is rotated from within a server's pod, as documented.
+/// Rotates the CA from within a server's pod, as documented.
 async fn rotation(kubectl: &Kubectl) -> Result<()> {
     let ca = async |step: &str| {
         let server = ["exec", "--namespace", NAMESPACE, "daemonset/tunnel-server", "--"];
@@ -290,7 +292,8 @@ async fn rotation(kubectl: &Kubectl) -> Result<()> {
     Ok(())
 }
 
-/// New pods of each DaemonSet, first because another overlay is applied: the tunnel comes back without a new certificate.
+/// Replaces the pods of each DaemonSet, first by applying another overlay: the tunnel comes back without a new
+/// certificate.
 async fn restarts(cluster: &Cluster<'_>) -> Result<()> {
     let kubectl = &cluster.kubectl;
     let label = json!({ "metadata": { "labels": { "superedge.io/edge-node": "enable" } } });
@@ -301,13 +304,13 @@ async fn restarts(cluster: &Cluster<'_>) -> Result<()> {
     }
     logs(kubectl).await.context("after another overlay was applied")?;
     offline::agents_are_updated(cluster).await?;
-    // The guide's other way to the API server.
+    // The guide's other way of finding the API server.
     let cloud = CLOUD.to_string();
     follow::section(cluster, DOCUMENT, guide::FINDING_SERVERS, &[("api.example.org", cloud.as_str())])
         .await?;
     rolled_out(kubectl, "tunnel-agent").await?;
     logs(kubectl).await.context("after the agent was given the API server's address")?;
-    // A port of the ConfigMap.
+    // A port in the ConfigMap.
     let exporter = target(cluster.testbed, 1, 9100, Behaviour::Echo)?;
     for (program, _) in PROGRAMS {
         update(cluster, program, exporter.address).await.with_context(|| format!("updating {program}"))?;
@@ -319,7 +322,7 @@ async fn restarts(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A new agent that is given its servers, enrols through the API server.
+/// A new agent with fixed server addresses enrols through the API server.
 async fn given_servers(cluster: &Cluster<'_>) -> Result<()> {
     let kubectl = &cluster.kubectl;
     let service = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-svc");
@@ -345,14 +348,14 @@ async fn given_servers(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A rolling update of the servers, or of the agents, which nobody notices who connects to `address`.
+/// Makes a rolling update of the servers or of the agents, during which every connect to `address` works.
 async fn update(cluster: &Cluster<'_>, program: &str, address: SocketAddr) -> Result<()> {
     wait_for("the port to be redirected", PATIENCE, async || Ok(visit(address).await.ok())).await?;
     alongside("a rolling update", address, restart(cluster, program, 1)).await
 }
 
-/// A rolling update of a program's pods on so many nodes, beside kubectl, which may not fail; nor may what it has followed since
-/// before the update, until a new pod is ready.
+/// Makes a rolling update of a program's pods on this number of nodes, during which kubectl may not fail; nor may a
+/// `kubectl logs -f` from before the update, until a new pod is ready.
 async fn restart(cluster: &Cluster<'_>, program: &str, nodes: u32) -> Result<()> {
     let kubectl = &cluster.kubectl;
     let before = running(kubectl, program).await?;
@@ -387,13 +390,13 @@ async fn restart(cluster: &Cluster<'_>, program: &str, nodes: u32) -> Result<()>
     };
     tokio::try_join!(update, ask, follow)?;
     figure(&format!("kubectl logs and exec {} times during a rolling update", asked.get()));
-    // One that has handed over may still finish what it carries.
+    // A pod that has handed over may still finish its connections.
     let now = async || running(kubectl, program).await;
     let new = |now: &Vec<String>| !now.is_empty() && now.iter().all(|pod| !before.contains(pod));
     wait_until("every pod to be a new one", PATIENCE, now, new).await.map(drop)
 }
 
-/// Whether one of a program's pods is ready that is not among those `before`.
+/// Reports whether one of a program's pods that is not among `before` is ready.
 async fn new_is_ready(kubectl: &Kubectl, program: &str, before: &[String]) -> Result<bool> {
     let selector = format!("--selector=app.kubernetes.io/name={program}");
     let pods = kubectl.run(&["get", "pods", "--namespace", NAMESPACE, &selector, "--output=json"]).await?;
@@ -405,7 +408,7 @@ async fn new_is_ready(kubectl: &Kubectl, program: &str, before: &[String]) -> Re
     Ok(pods["items"].as_array().into_iter().flatten().filter(new).any(|pod| is_true(pod, "Ready")))
 }
 
-/// A program's pods, as `pod/NAME`.
+/// Returns a program's pods, as `pod/NAME`.
 async fn running(kubectl: &Kubectl, program: &str) -> Result<Vec<String>> {
     let selector = format!("--selector=app.kubernetes.io/name={program}");
     let running = "--field-selector=status.phase=Running";
@@ -414,7 +417,7 @@ async fn running(kubectl: &Kubectl, program: &str) -> Result<Vec<String>> {
     Ok(names.lines().map(str::to_owned).collect())
 }
 
-/// Has a cluster with the images and a pod that talks; explains what failed.
+/// Runs `run` on a cluster with the images and a pod that prints lines; explains a failure.
 async fn on_cluster(testbed: &Testbed, run: impl AsyncFnOnce(&Cluster<'_>) -> Result<()>) -> Result<()> {
     let mut cluster = Cluster::start(testbed).await?;
     import(&mut cluster).await?;
@@ -422,7 +425,7 @@ async fn on_cluster(testbed: &Testbed, run: impl AsyncFnOnce(&Cluster<'_>) -> Re
     explained(&cluster, run).await
 }
 
-/// What fails says in which state the installation is.
+/// Adds the state of the installation to an error.
 async fn explained(cluster: &Cluster<'_>, run: impl AsyncFnOnce(&Cluster<'_>) -> Result<()>) -> Result<()> {
     match run(cluster).await {
         Ok(()) => Ok(()),
@@ -430,7 +433,7 @@ async fn explained(cluster: &Cluster<'_>, run: impl AsyncFnOnce(&Cluster<'_>) ->
     }
 }
 
-/// The state of an installation that does not work.
+/// Describes the state of an installation that does not work.
 async fn explanation(kubectl: &Kubectl) -> String {
     let mut text = String::new();
     for args in [
@@ -448,7 +451,7 @@ async fn explanation(kubectl: &Kubectl) -> String {
     text
 }
 
-/// The image that `cargo xtask image` wrote to the target folder.
+/// Returns the image that `cargo xtask image` wrote to the target folder.
 fn archive(program: &str) -> Result<PathBuf> {
     let own = std::env::current_exe().context("where this program is")?;
     let target = own.parent().and_then(Path::parent).context("this program is in no target folder")?;

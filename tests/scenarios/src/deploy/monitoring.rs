@@ -1,4 +1,4 @@
-//! The alerts and the dashboard: when alerts fire, and that what both ask exists.
+//! The alerts and the dashboard: alerts fire when they should, and the metrics in both exist.
 use std::collections::BTreeSet;
 use std::fs;
 
@@ -16,9 +16,9 @@ use super::text;
 use crate::common::{server_and_agent, target};
 use crate::docs::families;
 
-/// What a panel asks that only a server in a cluster exposes.
+/// Metrics in panels that only a server in a cluster exposes.
 const IN_A_CLUSTER: [&str; 2] = ["postern_kube_errors_total", "postern_kube_watch_synced"];
-/// Labels that come with the scrape.
+/// Labels that the scrape adds.
 const SCRAPED: [&str; 3] = ["job", "instance", "node"];
 
 /// Every alert fires when it should, and not when it should not; every query of the dashboard can be parsed.
@@ -37,7 +37,7 @@ pub(super) async fn alerts_fire_and_stay_silent(testbed: &Testbed) -> Result<()>
     promtool(&["check", "rules", text(&file)?]).await
 }
 
-/// Each panel asks for metrics of the program that it is about, narrowed and grouped by labels that they have.
+/// Each panel queries metrics of its own program, filtered and grouped by labels that they have.
 pub(super) async fn panels_ask_for_what_programs_expose(testbed: &Testbed) -> Result<()> {
     let (server, agent) = server_and_agent(testbed).await?;
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
@@ -58,7 +58,7 @@ pub(super) async fn panels_ask_for_what_programs_expose(testbed: &Testbed) -> Re
                 missing.insert(name);
                 continue;
             }
-            // Some have no series before something fails.
+            // Some have no series before a failure.
             let Some(one) = series.iter().find(|one| one.name == name) else { continue };
             for label in labels.iter().map(String::as_str).chain(grouped_by(&query)) {
                 let known = SCRAPED.contains(&label) || one.labels.contains_key(label);
@@ -87,19 +87,19 @@ fn dashboard() -> Result<Value> {
     serde_json::from_str(&text).context("dashboard.json")
 }
 
-/// What the panels ask.
+/// Returns the queries of the panels.
 fn queries(dashboard: &Value) -> Vec<String> {
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let targets = list(&dashboard["panels"]).into_iter().flat_map(|panel| list(&panel["targets"]));
     targets.filter_map(|target| target["expr"].as_str().map(str::to_owned)).collect()
 }
 
-/// A query with values for Grafana's variables.
+/// Returns a query with values for Grafana's variables.
 fn filled(query: &str) -> String {
     query.replace("$__rate_interval", "5m").replace("$instance", ".*").replace("$node", ".*")
 }
 
-/// Names such as postern_tunnels in a query, each with the labels that it is narrowed by.
+/// Returns the names such as postern_tunnels in a query, each with the labels in its selector.
 fn metrics_in(query: &str) -> Vec<(String, Vec<String>)> {
     let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
     let mut found = Vec::new();
@@ -115,7 +115,7 @@ fn metrics_in(query: &str) -> Vec<(String, Vec<String>)> {
     found
 }
 
-/// The labels that a query's result is grouped by.
+/// Returns the labels by which a query's result is grouped.
 fn grouped_by(query: &str) -> impl Iterator<Item = &str> {
     let groups = query.split("by (").skip(1).filter_map(|rest| rest.split(')').next());
     groups.flat_map(|labels| labels.split(',').map(str::trim))
@@ -136,7 +136,7 @@ mod tests {
         serde_saphyr::from_str(&read(name)).unwrap()
     }
 
-    /// Metrics with their labels as docs/metrics.md has them.
+    /// Returns the metrics in docs/metrics.md with their labels.
     fn documented() -> BTreeMap<String, BTreeSet<String>> {
         let rows = METRICS.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
         rows.map(|(name, _)| {

@@ -1,4 +1,4 @@
-//! Agents are updated where their nodes are online, whichever other node is not.
+//! Agents on online nodes are updated, even if other nodes are offline.
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -9,15 +9,15 @@ use serde_json::{Value, json};
 
 use super::{DOCUMENT, NAMESPACE, PATIENCE, follow, logs, running};
 
-/// An edge node that no kubelet has ever spoken for.
+/// An edge node for which no kubelet has ever reported.
 const OFFLINE: &str = "edge-offline";
-/// How long one rolling update may take.
+/// Time limit of one rolling update.
 const UPDATED: Duration = Duration::from_secs(90);
 
-/// With the overlay for SuperEdge's labels.
+/// Checks the update, with the overlay for SuperEdge's labels.
 pub(super) async fn agents_are_updated(cluster: &Cluster<'_>) -> Result<()> {
     let kubectl = &cluster.kubectl;
-    // With room for pods, so that the scheduler gives it its agent, which stays pending.
+    // With room for pods, so that the scheduler assigns its agent, which stays pending.
     let room = json!({ "cpu": "1", "memory": "1Gi", "pods": "10" });
     let node = json!({
         "apiVersion": "v1",
@@ -36,13 +36,13 @@ pub(super) async fn agents_are_updated(cluster: &Cluster<'_>) -> Result<()> {
 
     let before = running(kubectl, "tunnel-agent").await?;
     kubectl.run(&["rollout", "restart", "daemonset/tunnel-agent", "--namespace", NAMESPACE]).await?;
-    // The old one is removed once the new one is available.
+    // The old pod is removed once the new one is available.
     let now = async || running(kubectl, "tunnel-agent").await;
     let updated = |now: &Vec<String>| now.len() == 1 && !before.contains(&now[0]);
     wait_until("the agent of the node that is online to be a new one", UPDATED, now, updated).await?;
     logs(kubectl).await.context("after an update beside a node that is offline")?;
 
-    // As docs/kubernetes.md says: it ends, with an error, and the numbers tell why.
+    // As docs/kubernetes.md says: the command ends with an error, and the numbers show the reason.
     let said = kubectl.fails(&rollout_status()?.iter().map(String::as_str).collect::<Vec<_>>()).await?;
     ensure!(said.contains("rollout to finish: 1 ") && said.contains("timed out"), "rollout status: {said}");
     let counted = |set: &Value| {
@@ -55,7 +55,7 @@ pub(super) async fn agents_are_updated(cluster: &Cluster<'_>) -> Result<()> {
     cluster.api.delete(&format!("/api/v1/nodes/{OFFLINE}")).await?;
     let of_node = format!("--field-selector=spec.nodeName={OFFLINE}");
     let delete = ["delete", "pods", "--namespace", NAMESPACE, &of_node, "--force", "--grace-period=0"];
-    // A controller that has not heard of the node's end makes another pod for it.
+    // A controller that has not seen the node's deletion makes another pod for it.
     wait_for("the node to be forgotten", PATIENCE, async || {
         kubectl.run(&delete).await?;
         let set = cluster.api.get(&daemon_set).await?;
@@ -64,7 +64,7 @@ pub(super) async fn agents_are_updated(cluster: &Cluster<'_>) -> Result<()> {
     .await
 }
 
-/// The documented command for the agents, with less patience.
+/// Returns the documented command for the agents, with a shorter timeout.
 fn rollout_status() -> Result<Vec<String>> {
     let commands = follow::commands(DOCUMENT, "3. Apply")?;
     let command = commands.lines().find(|line| line.contains("rollout status daemonset/tunnel-agent"));

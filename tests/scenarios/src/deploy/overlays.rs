@@ -1,4 +1,4 @@
-//! What Kustomize makes of folders and components together, without a cluster.
+//! Kustomize's output for combinations of folders and components, without a cluster.
 use std::fs;
 
 use anyhow::{Context as _, Result, ensure};
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::render::{Objects, kustomize};
 use super::{components, text};
 
-/// What `deploy/FOLDER` with these components renders.
+/// Renders `deploy/FOLDER` with these components.
 async fn rendered(testbed: &Testbed, folder: &str, components: &[&str]) -> Result<Objects> {
     let overlay = testbed.dir().join("rendered");
     write_overlay(&overlay, folder, components, &json!([]))?;
@@ -21,7 +21,7 @@ fn object<'a>(objects: &'a Objects, kind: &str, name: &str) -> Result<&'a Value>
     object.with_context(|| format!("there is no {kind} {name}"))
 }
 
-/// AppArmor's profile for containers goes by the path in the container, and denies writing below /sys.
+/// AppArmor's profile for containers matches the path in the container, and denies writes below /sys.
 pub(super) async fn programs_can_be_pinned(testbed: &Testbed) -> Result<()> {
     let objects = rendered(testbed, "base", &["everywhere"]).await?;
     for name in ["tunnel-server", "tunnel-redirector"] {
@@ -45,7 +45,7 @@ pub(super) async fn programs_can_be_pinned(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Distributions label their masters differently. Each master gets a server and no redirector, a worker the other way round.
+/// Distributions label their masters differently. Each master gets a server and no redirector, a worker the opposite.
 pub(super) async fn masters_of_every_distribution_get_a_server(testbed: &Testbed) -> Result<()> {
     const MASTERS: [(&str, &[(&str, &str)]); 7] = [
         ("kubeadm, kOps, Talos", &[("node-role.kubernetes.io/control-plane", "")]),
@@ -103,7 +103,7 @@ fn selects(terms: &Value, labels: &[(&str, &str)]) -> Result<bool> {
     Ok(false)
 }
 
-/// What servers need of their hosts, redirectors need of theirs.
+/// Redirectors have the same requirements of their hosts as servers.
 pub(super) async fn redirectors_get_what_servers_get(testbed: &Testbed) -> Result<()> {
     let security = |objects: &Objects, name: &str| -> Result<Value> {
         let pod = &object(objects, "DaemonSet", name)?["spec"]["template"]["spec"];
@@ -134,7 +134,7 @@ pub(super) async fn redirectors_get_what_servers_get(testbed: &Testbed) -> Resul
     Ok(())
 }
 
-/// The API server refuses a Service of type ClusterIP that has them.
+/// The API server rejects a Service of type ClusterIP with node ports.
 pub(super) async fn public_addresses_leave_no_node_port(testbed: &Testbed) -> Result<()> {
     let folders = [
         "base",
@@ -154,12 +154,13 @@ pub(super) async fn public_addresses_leave_no_node_port(testbed: &Testbed) -> Re
     Ok(())
 }
 
-/// An overlay that sets the namespace, and one above it that adds a component: nothing is moved.
+/// Renders an overlay that sets the namespace, and one on top that adds a component: every object must be in that
+/// namespace.
 pub(super) async fn components_go_where_the_servers_are(testbed: &Testbed) -> Result<()> {
     const PLACE: &str = "somewhere";
     for component in components()? {
         let lower = testbed.dir().join("lower");
-        // It is for what another one adds.
+        // It extends another component.
         let others: &[&str] = if component == "everywhere-metrics" { &["everywhere"] } else { &[] };
         write_overlay(&lower, "base", others, &json!([]))?;
         let file = lower.join("kustomization.yaml");

@@ -1,4 +1,4 @@
-//! Overlays of deploy/, as an administrator would write them, and what they patch.
+//! Overlays of deploy/ as an administrator would write them, and their patches.
 use std::fs;
 use std::path::PathBuf;
 
@@ -9,13 +9,13 @@ use serde_json::{Value, json};
 
 use super::text;
 
-/// An overlay of `folder`, as an administrator would write it, that only sets the cgroup and the BPF file system: a test must
-/// not redirect the whole machine.
+/// Writes an overlay of `folder`, as an administrator would, that only sets the cgroup and the BPF file system: a test
+/// must not redirect the whole machine.
 pub(super) fn overlay(testbed: &Testbed, folder: &str) -> Result<PathBuf> {
     overlay_with(testbed, folder, &[], Vec::new())
 }
 
-/// The same with components, and what an administrator patches.
+/// As [`overlay`], with components and patches.
 pub(super) fn overlay_with(
     testbed: &Testbed,
     folder: &str,
@@ -25,7 +25,7 @@ pub(super) fn overlay_with(
     overlay_in(testbed, folder, components, &testbed.cloud_cgroup.path().display().to_string(), patches)
 }
 
-/// The same with this cgroup.
+/// As [`overlay_with`], with this cgroup.
 pub(super) fn overlay_in(
     testbed: &Testbed,
     folder: &str,
@@ -44,24 +44,24 @@ pub(super) fn redirects(daemon_set: &str, testbed: &Testbed, cgroup: &str) -> Re
     let bpffs = testbed.bpffs();
     let patch = json!([
         argument(&redirect_cgroup(cgroup)?),
-        // This host may have none.
+        // This host may have none of its own.
         { "op": "replace", "path": "/spec/template/spec/volumes/2/hostPath/path", "value": text(&bpffs)? },
     ]);
     Ok(of(daemon_set, &patch))
 }
 
-/// The flag for this cgroup of the host, as the pods see it.
+/// Returns the flag for this cgroup of the host, as seen from the pods.
 pub(super) fn redirect_cgroup(cgroup: &str) -> Result<String> {
     let below = cgroup.strip_prefix("/sys/fs/cgroup").context("the pods mount /sys/fs/cgroup only")?;
     Ok(format!("--redirect-cgroup=/host/cgroup{below}"))
 }
 
-/// A patch of a DaemonSet, in Kustomize's form.
+/// Returns a patch of a DaemonSet in Kustomize's form.
 pub(super) fn of(daemon_set: &str, patch: &Value) -> Value {
     json!({ "target": { "kind": "DaemonSet", "name": daemon_set }, "patch": patch.to_string() })
 }
 
-/// One more argument of the program.
+/// Returns a patch operation that adds an argument of the program.
 pub(super) fn argument(flag: &str) -> Value {
     json!({ "op": "add", "path": "/spec/template/spec/containers/0/args/-", "value": flag })
 }

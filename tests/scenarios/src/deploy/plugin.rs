@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::process::Command;
 
-/// What a command of the plugin did.
+/// Result of a command of the plugin.
 #[derive(Debug)]
 struct Said {
     code: i32,
@@ -49,7 +49,7 @@ async fn postern(kubectl: &Kubectl, args: &[&str]) -> Result<Said> {
     Ok(Said { code, out: text(&output.stdout), errors: text(&output.stderr) })
 }
 
-/// Every command, on a cluster with so many servers and an agent on the edge node.
+/// Runs every command on a cluster with this number of servers and an agent on the edge node.
 pub(super) async fn every_command(kubectl: &Kubectl, servers: usize) -> Result<()> {
     let said = postern(kubectl, &["status"]).await?;
     let table = said.ends_with(0)?;
@@ -116,7 +116,7 @@ pub(super) async fn every_command(kubectl: &Kubectl, servers: usize) -> Result<(
     Ok(())
 }
 
-/// The status page of a server, on a port of this host.
+/// Opens the status page of a server on a port of this host.
 async fn page(kubectl: &Kubectl) -> Result<()> {
     let free = TcpListener::bind("127.0.0.1:0").await?;
     let address = free.local_addr()?;
@@ -131,12 +131,12 @@ async fn page(kubectl: &Kubectl) -> Result<()> {
     forward.kill().await.context("ending kubectl port-forward")
 }
 
-/// The part of an enrolment token that is secret.
+/// The secret part of an enrolment token.
 const SECRET: &str = "0a1b2c3d4e5f6g7h8i9j0k1l2m";
 
-/// One archive of all pods, and no secret in it.
+/// Checks that one archive has all pods and no secret.
 async fn bundle(kubectl: &Kubectl, servers: usize) -> Result<()> {
-    // What somebody was careless with, where `kubectl get events` shows it.
+    // A leaked secret where `kubectl get events` shows it.
     let event = json!({
         "apiVersion": "v1",
         "kind": "Event",
@@ -188,7 +188,7 @@ async fn bundle(kubectl: &Kubectl, servers: usize) -> Result<()> {
     Ok(())
 }
 
-/// The lines of the CA's keys, in PEM.
+/// Returns the lines of the CA's keys, in PEM.
 async fn keys_of_the_ca(kubectl: &Kubectl) -> Result<Vec<String>> {
     let get = ["get", "secret", "tunnel-server-ca", "--namespace", NAMESPACE, "--output=json"];
     let secret: Value = serde_json::from_str(&kubectl.run(&get).await?)?;
@@ -211,7 +211,7 @@ async fn unpack(file: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The texts of all files below a folder, each behind its name.
+/// Returns the texts of all files below a folder, each after its name.
 fn texts(dir: &Path) -> Result<String> {
     let mut all = String::new();
     for entry in fs::read_dir(dir)? {

@@ -1,4 +1,4 @@
-//! The README's installation in Kubernetes, run as it is written.
+//! Runs the README's installation in Kubernetes as it is written.
 use std::fs;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -18,9 +18,9 @@ pub(super) async fn the_readme_is_followed(testbed: &Testbed) -> Result<()> {
     explained(&cluster, followed).await
 }
 
-/// xtask has made the images already; `ssh` is a command on the machine that it names.
+/// Follows the README. xtask has made the images already; `ssh` is a command that runs on the named machine.
 async fn followed(cluster: &Cluster<'_>) -> Result<()> {
-    // The testbed's nodes are labelled from the start.
+    // The testbed's nodes have their labels from the start.
     cluster.kubectl.run(&["label", "node", EDGE_NODE, "node-role.kubernetes.io/edge-"]).await?;
     let commands = commands(README, TITLE)?;
     let lines: Vec<&str> = commands.lines().collect();
@@ -40,7 +40,7 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
         let command = command.with_context(|| format!("{line:?} is not for {host}"))?;
         follow::on_host(cluster, node, TITLE, command).await?;
     }
-    // A test must not redirect the whole machine: its overlay of the README's one says so.
+    // A test must not redirect the whole machine: its overlay on top of the README's one limits the redirect.
     let folder = "overlays/nodeport";
     overlay(cluster.testbed, folder)?;
     let shown = follow::run(

@@ -1,4 +1,4 @@
-//! The chart against the Kustomize folders: what it renders, without a cluster.
+//! The chart compared with the Kustomize folders: rendered output, without a cluster.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,14 +15,14 @@ use tokio::process::Command;
 
 use super::text;
 
-/// The values' effects, and what is refused.
+/// Values with their effects, and values that are refused.
 const VALUES: &str = include_str!("chart-values.txt");
 const REFUSED: &str = include_str!("chart-refused.txt");
 
 /// Objects by kind and name.
 pub(super) type Objects = BTreeMap<(String, String), Value>;
 
-/// A folder or a component of deploy/, and the values of the chart with which it renders the same.
+/// A folder or component of deploy/, and the chart's values that render the same objects.
 const SAME: [(&str, &[&str], &[&str]); 23] = [
     ("base", &[], &[]),
     ("overlays/nodeport", &[], &["--set=service.nodePort=31008"]),
@@ -69,7 +69,7 @@ const SAME: [(&str, &[&str], &[&str]); 23] = [
         &["prometheus-operator"],
         &[
             "--set=monitoring.rules=true,monitoring.podMonitor=true",
-            // What the component leaves to the administrator.
+            // The component leaves these to the administrator.
             "--set=tunnelledPorts.loopback={10266},server.createConfigMap=false",
         ],
     ),
@@ -136,13 +136,13 @@ async fn every_value_changes_what_it_should() -> Result<()> {
     Ok(())
 }
 
-/// The columns of a table's rows.
+/// Returns the columns of each row of a table.
 fn rows(table: &str) -> impl Iterator<Item = Vec<&str>> {
     let lines = table.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
     lines.map(|line| line.split(" | ").collect())
 }
 
-/// The arguments of helm.
+/// Returns the arguments of helm.
 fn set(settings: &str) -> Vec<String> {
     let flag = |setting: &str| match setting.strip_prefix("string:") {
         Some(text) => format!("--set-string={text}"),
@@ -151,7 +151,7 @@ fn set(settings: &str) -> Vec<String> {
     settings.split("; ").map(flag).collect()
 }
 
-/// A JSON pointer; `/` alone is the object itself.
+/// Expands a place to a JSON pointer; `/` alone is the object itself.
 fn pointer_of(place: &str) -> String {
     const LONG: [(&str, &str); 3] = [
         ("$container", "/spec/template/spec/containers/0"),
@@ -162,7 +162,7 @@ fn pointer_of(place: &str) -> String {
     found.unwrap_or_else(|| place.to_owned()).trim_end_matches('/').to_owned()
 }
 
-/// The paths of values that are no maps; empty maps count.
+/// Collects the paths of values that are not maps; an empty map counts as a value.
 fn leaves(value: &Value, path: &str, found: &mut Vec<String>) {
     match value.as_object() {
         Some(map) if !map.is_empty() => {
@@ -188,7 +188,7 @@ fn same(expected: &Objects, rendered: &Objects) -> Result<()> {
     Ok(())
 }
 
-/// The first place where two values differ.
+/// Finds the first place where two values differ.
 fn difference(expected: &Value, found: &Value, path: &str) -> Option<String> {
     match (expected, found) {
         (Value::Object(one), Value::Object(other)) => {
@@ -212,7 +212,7 @@ pub(super) fn chart() -> PathBuf {
 }
 
 fn template_args(values: &[impl AsRef<str>]) -> Result<Vec<String>> {
-    // Built without a linker flag, helm takes the cluster for an old one when it asks none.
+    // A helm built without a certain linker flag assumes an old cluster if it does not ask one.
     let chart = chart();
     let fixed = ["template", "postern", text(&chart)?, "--namespace", NAMESPACE, "--kube-version=1.34.0"];
     let folder = deploy().join("helm");

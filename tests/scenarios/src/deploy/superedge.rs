@@ -18,7 +18,7 @@ use crate::web::{Answer, curl};
 const DOCUMENT: &str = include_str!("../../../../docs/migrating-from-superedge.md");
 /// SuperEdge's namespace.
 const SUPEREDGE: &str = "edge-system";
-/// Where the map listens, and of its target on the loopback of the edge.
+/// Port of the map, and of its target on the edge's loopback.
 const MAP: u16 = 8022;
 const TOML: &str = r#"
 [mode]
@@ -44,7 +44,7 @@ const TOML: &str = r#"
                 "10250" = "127.0.0.1:10250"
                 "9100" = "127.0.0.1:9100"
 "#;
-/// What tunnel-cloud writes: its pod's address for each node that it has.
+/// A record as tunnel-cloud writes it: its pod's address for each of its nodes.
 const RECORD: &str = "10.71.0.99    edge-1";
 const COREFILE: &str = ".:53 {\n    hosts /etc/edge/hosts {\n        reload 300ms\n        fallthrough\n    }\n    forward . /etc/resolv.conf\n}\n";
 
@@ -80,7 +80,7 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
     }
     taken_over(cluster).await?;
     section(cluster, "6. Remove").await?;
-    // Kubernetes makes these two in every namespace.
+    // Kubernetes creates these two in every namespace.
     let kinds = "deployment,daemonset,service,configmap,secret,serviceaccount,rolebinding";
     let left = kubectl.run(&["get", kinds, "--namespace", SUPEREDGE, "--output=name"]).await?;
     let left: Vec<&str> = left
@@ -99,8 +99,8 @@ async fn section(cluster: &Cluster<'_>, title: &str) -> Result<()> {
     follow::section(cluster, DOCUMENT, title, &replaced).await.map(drop)
 }
 
-/// SuperEdge's objects, by the names of its manifests. Stand-ins that do nothing have the names of its programs, which the
-/// module proxy does not have, and of CoreDNS: what is taken over is what they leave in the cluster.
+/// Creates SuperEdge's objects under the names of its manifests. Stand-ins that do nothing replace its programs, which
+/// the module proxy does not have, and CoreDNS: the takeover of their objects in the cluster is under test.
 async fn superedge(cluster: &Cluster<'_>) -> Result<()> {
     let label = json!({ "metadata": { "labels": { "superedge.io/edge-node": "enable" } } });
     cluster.api.patch(&format!("/api/v1/nodes/{EDGE_NODE}"), &label).await?;
@@ -150,7 +150,7 @@ async fn superedge(cluster: &Cluster<'_>) -> Result<()> {
     runs(&cluster.kubectl).await
 }
 
-/// A stand-in, with the names of edge nodes where CoreDNS reads them.
+/// Returns a stand-in workload, with the edge nodes' names where CoreDNS would read them.
 fn workload(kind: &str, name: &str, label: &str, node: &str) -> Value {
     json!({ "apiVersion": "apps/v1", "kind": kind, "metadata": { "name": name, "namespace": SUPEREDGE }, "spec": {
         "selector": { "matchLabels": { label: name } },
@@ -177,13 +177,13 @@ async fn runs(kubectl: &Kubectl) -> Result<()> {
     Ok(())
 }
 
-/// The file that tunnel-coredns answers from.
+/// Returns the file from which tunnel-coredns answers.
 async fn served(kubectl: &Kubectl) -> Result<String> {
     let server = ["exec", "deployment/tunnel-coredns", "--namespace", SUPEREDGE];
     kubectl.run(&[&server[..], &["--", "cat", "/etc/edge/hosts"]].concat()).await
 }
 
-/// The edge is reached by its address, by its name as SuperEdge's DNS gives it, and through the map.
+/// Checks that the edge is reached by its address, by its name in SuperEdge's DNS, and through the map.
 async fn taken_over(cluster: &Cluster<'_>) -> Result<()> {
     let kubectl = &cluster.kubectl;
     logs(kubectl).await?;
@@ -199,7 +199,7 @@ async fn taken_over(cluster: &Cluster<'_>) -> Result<()> {
     wait_for("the map", PATIENCE, async || Ok(visit(map).await.ok())).await.map(drop)
 }
 
-/// A pod's log from the kubelet at the node's name, as kube-apiserver asks for it where SuperEdge has set it up.
+/// Reads a pod's log from the kubelet by the node's name, like a kube-apiserver that SuperEdge has set up.
 async fn by_name(cluster: &Cluster<'_>, address: &str) -> Result<()> {
     let pki = &cluster.pki;
     let (ca, certificate) = (pki.file("ca.crt"), pki.file("kube-apiserver-kubelet-client.crt"));

@@ -1,10 +1,10 @@
-//! The documents agree with the manifests.
+//! Checks that the documents agree with the manifests.
 use std::fs;
 
 use super::{DOCUMENT, PROGRAMS, deploy};
 use crate::rights::unseen;
 
-/// The manifests with roles, in the document's order.
+/// Manifests with roles, in the document's order.
 const ROLES: [&str; 11] = [
     "base/server-rbac.yaml",
     "components/node-condition/rbac.yaml",
@@ -19,14 +19,14 @@ const ROLES: [&str; 11] = [
     "components/everywhere-metrics/rbac.yaml",
 ];
 
-/// Group, resources or the path of a nonResourceURL, names, verbs and reason, as the columns of the table.
+/// Group, resources or the path of a nonResourceURL, names, verbs and reason: the columns of the table.
 type Row = [String; 5];
 
 fn columns(text: &str) -> Vec<String> {
     serde_json::from_str::<Vec<String>>(text.trim()).unwrap_or_else(|error| panic!("{text}: {error}"))
 }
 
-/// The rules of a manifest, by role, in the only format that ours use.
+/// Parses the rules of a manifest, by role, in the only format that ours use.
 fn rules(manifest: &str) -> Vec<(String, Vec<Row>)> {
     let mut roles = Vec::new();
     for object in manifest.split("\n---\n").filter(|object| object.contains("\nrules:\n")) {
@@ -60,7 +60,7 @@ fn rules(manifest: &str) -> Vec<(String, Vec<Row>)> {
     roles
 }
 
-/// The tables below headings that name a role.
+/// Parses the tables below headings that name a role.
 fn tables() -> Vec<(String, Vec<Row>)> {
     let sections = DOCUMENT.split("\n#### ").skip(1);
     let table = |section: &str| {

@@ -1,4 +1,4 @@
-//! The shipped manifests and images on two masters: a rolling update of the servers, which nobody notices.
+//! The shipped manifests and images on two masters: a rolling update of the servers without a failed connection.
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::client::visit;
 use postern_testbed::cluster::kubectl::Kubectl;
@@ -18,13 +18,13 @@ use super::{PATIENCE, archive, explained, logs, patches, plugin, ready, restart,
 use crate::common::target;
 
 const SECOND: &str = "cloud-2";
-/// An echo on the edge, beside the node exporter.
+/// Port of an echo on the edge, beside the node exporter.
 const ECHO: u16 = 9102;
-/// New connections a second, over both masters.
+/// New connections per second, over both masters.
 const RATE: u32 = 200;
-/// Connections of each master's clients, however slow the machine is.
+/// Minimum number of connections of each master's clients, however slow the machine.
 const LEAST: usize = 500;
-/// Prometheus' jobs, and the seconds between two scrapes of each.
+/// Number of Prometheus jobs, and the scrape interval of each in seconds.
 const JOBS: u32 = 5;
 
 pub(super) async fn two_masters_are_updated(testbed: &Testbed) -> Result<()> {
@@ -42,7 +42,7 @@ pub(super) async fn two_masters_are_updated(testbed: &Testbed) -> Result<()> {
 
 async fn updated(cluster: &Cluster<'_>, second: &CloudHost) -> Result<()> {
     let (kubectl, testbed) = (&cluster.kubectl, cluster.testbed);
-    // Before the redirect, which would take this process's connections too.
+    // Started before the redirect, which would otherwise take this process's connections too.
     let echo = target(testbed, 1, ECHO, Behaviour::Echo)?;
     let _exporter = prometheus::start_exporter(testbed, 1)?;
     install(cluster).await?;
@@ -77,15 +77,15 @@ async fn updated(cluster: &Cluster<'_>, second: &CloudHost) -> Result<()> {
     Ok(())
 }
 
-/// Prometheus' configuration: one scrape a second. It gives up after its interval, and a busy machine may need more than a second
-/// for one: so several jobs take turns.
+/// Returns a configuration for one scrape a second. A scrape's timeout is its interval, and a busy machine may need
+/// more than a second for one, so several jobs take turns.
 fn scraped_each_second(address: &str) -> String {
     let jobs = (0..JOBS)
         .map(|job| format!("- job_name: edge-{job}\n  static_configs: [{{targets: ['{address}']}}]\n"));
     format!("global: {{scrape_interval: {JOBS}s}}\nscrape_configs:\n{}", jobs.collect::<String>())
 }
 
-/// The base, on hosts that share one machine: each has a cgroup and a folder of the BPF file system of its own.
+/// Installs the base on hosts that share one machine: each has its own cgroup and folder in the BPF file system.
 async fn install(cluster: &Cluster<'_>) -> Result<()> {
     let (kubectl, testbed) = (&cluster.kubectl, cluster.testbed);
     let cgroups = testbed.cloud_cgroup.path().parent().context("the cloud's cgroup has no parent")?;
@@ -102,14 +102,14 @@ async fn install(cluster: &Cluster<'_>) -> Result<()> {
     ready(kubectl, "tunnel-agent", 1).await
 }
 
-/// Each of the two servers has a session with the edge node.
+/// Waits until each of the two servers has a session with the edge node.
 async fn both_have_the_edge(kubectl: &Kubectl) -> Result<()> {
     let sessions = async || {
         let mut sessions = Vec::new();
         for pod in running(kubectl, "tunnel-server").await? {
             let status =
                 ["exec", "--namespace", NAMESPACE, &pod, "--", "/tunnel-server", "status", "--output=json"];
-            // A pod that is ending may be gone meanwhile.
+            // A terminating pod may be gone meanwhile.
             let Ok(status) = kubectl.run(&status).await else { continue };
             let status: serde_json::Value = serde_json::from_str(&status)?;
             sessions.push(status["nodes"].as_array().is_some_and(|nodes| {

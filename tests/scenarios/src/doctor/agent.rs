@@ -35,7 +35,7 @@ scenarios! {
 
 const DAY: Duration = Duration::from_secs(86_400);
 
-/// `tunnel-agent doctor` on edge 1.
+/// Returns the command `tunnel-agent doctor` on edge 1.
 pub(crate) fn command(testbed: &Testbed, args: &[&str]) -> Result<Command> {
     let mut command = testbed.on_edge(1).command(&program("tunnel-agent")?);
     for name in ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"] {
@@ -49,13 +49,13 @@ async fn doctor(testbed: &Testbed, args: &[&str]) -> Result<Said> {
     run(command(testbed, args)?).await
 }
 
-/// The doctor of an agent that has enrolled and does not run, for this server.
+/// Runs the doctor of an agent that has enrolled but does not run, for this server.
 async fn towards(agent: &Agent<'_>, testbed: &Testbed, server: &str) -> Result<Said> {
     let state = format!("--state-dir={}", agent.state_dir().display());
     doctor(testbed, &[&state, "--node-name=edge-1", &format!("--server={server}")]).await
 }
 
-/// An agent that has enrolled and was stopped.
+/// Returns an agent that has enrolled and was stopped.
 async fn enrolled<'a>(server: &Server<'a>) -> Result<Agent<'a>> {
     let mut agent = Agent::enrol(server, 1).await?;
     agent.process.stop().await?;
@@ -89,7 +89,7 @@ async fn a_healthy_agent_is_fine(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// A listener of the cloud host, where this process is.
+/// Opens a listener on the cloud host, where this process is.
 async fn listener() -> Result<(TcpListener, String)> {
     let listener = TcpListener::bind((CLOUD, 0)).await?;
     let address = listener.local_addr()?.to_string();
@@ -126,7 +126,7 @@ async fn what_answers_instead_of_a_server_is_told(testbed: &Testbed) -> Result<(
         said.expect(impostor.code, impostor.found)?;
     }
 
-    // Another installation.
+    // A server of another installation.
     let neighbour = testbed.add_neighbour()?;
     let other = Builder::alone_on_neighbour(testbed, &neighbour).start().await?;
     towards(&agent, testbed, &other.agent_address())
@@ -134,7 +134,7 @@ async fn what_answers_instead_of_a_server_is_told(testbed: &Testbed) -> Result<(
         .expect("ca-mismatch", &format!("{NEIGHBOUR}:10262"))
 }
 
-/// Speaks first, and no TLS.
+/// Answers with a greeting that is not TLS.
 async fn greet(listener: TcpListener) -> Result<()> {
     loop {
         let (mut stream, _) = listener.accept().await?;
@@ -142,7 +142,7 @@ async fn greet(listener: TcpListener) -> Result<()> {
     }
 }
 
-/// What answers in TLS instead of a server, and what the doctor has to say of it.
+/// A TLS endpoint in place of a server, and the doctor's expected finding.
 struct Impostor {
     chain: Vec<CertificateDer<'static>>,
     key: KeyPair,
@@ -159,13 +159,13 @@ fn impostors(state: &Path) -> Result<[Impostor; 3]> {
     params.distinguished_name.push(rcgen::DnType::OrganizationName, "Inspection Ltd");
     let inspection = params.self_signed(&inspector)?.der().clone();
 
-    // It has the name and shows the root, which has not signed it.
+    // It has the server's name and presents the real root, which has not signed it.
     let forger = KeyPair::generate()?;
     let mut params = CertificateParams::new(vec![SERVER_NAME.to_owned()])?;
     params.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ServerAuth];
     let forged = params.self_signed(&forger)?.der().clone();
 
-    // As of a server whose clock is ahead of this node's by three days.
+    // As from a server whose clock is three days ahead of this node's.
     let ahead = KeyPair::generate()?;
     let now = SystemTime::now();
     let early = Authority::open(state)?.server(&ahead, now + 2 * DAY..now + 33 * DAY)?;
@@ -191,7 +191,7 @@ fn impostors(state: &Path) -> Result<[Impostor; 3]> {
     ])
 }
 
-/// Speaks TLS with these certificates.
+/// Accepts TLS connections with these certificates.
 async fn present(listener: TcpListener, chain: Vec<CertificateDer<'static>>, key: KeyPair) -> Result<()> {
     let config =
         rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
@@ -209,7 +209,7 @@ async fn present(listener: TcpListener, chain: Vec<CertificateDer<'static>>, key
 async fn large_packets_that_are_lost_are_found(testbed: &Testbed) -> Result<()> {
     let server = server(testbed).await?;
     let agent = enrolled(&server).await?;
-    // The site's line takes less than its ends believe, and no ICMP message says so.
+    // The site's line has a smaller MTU than its ends, and ICMP messages are dropped.
     testbed.router.ip(&format!("link set dev {} mtu 700", testbed.edge(1).router_port))?;
     testbed.router.iptables("-I OUTPUT -p icmp -j DROP")?;
     let said = towards(&agent, testbed, &server.agent_address()).await?;
@@ -257,7 +257,8 @@ async fn an_identity_that_is_of_no_use_is_found(testbed: &Testbed) -> Result<()>
     readable.expect("key-readable-by-others", "mode 0640")?;
     mode(0o600)?;
 
-    // Of 30 days, as the CA issues them: over since yesterday, almost over, and as when this node's clock is behind.
+    // Validity of 30 days, as the CA issues: expired yesterday, about to expire, and not yet valid because this node's
+    // clock is behind.
     let authority = Authority::open(&testbed.dir().join("server"))?;
     let key = KeyPair::from_pem(&fs::read_to_string(dir.join("agent.key"))?).context("agent.key")?;
     let now = SystemTime::now();

@@ -12,10 +12,10 @@ scenarios! {
     an_agent_that_takes_no_part_says_so(quick),
 }
 
-/// Milliseconds, of the path below.
+/// Round-trip time of the path below, in milliseconds.
 const ROUND_TRIP: f64 = 40.0;
 
-/// `tunnel-server bench` on the cloud host: exit code, standard output and error.
+/// Runs `tunnel-server bench` on the cloud host: exit code, standard output and error.
 async fn bench(testbed: &Testbed, args: &[&str]) -> Result<(i32, String, String)> {
     let mut command = testbed.on_cloud().command(&program("tunnel-server")?);
     command.arg("bench").args(args);
@@ -42,14 +42,14 @@ async fn the_way_to_an_agent_is_measured(testbed: &Testbed) -> Result<()> {
             "{report:#}"
         );
     }
-    // What the path limits: so many bytes were really on their way.
+    // The kernel has measured a delivery rate: bytes were really sent over the link.
     let session = &server.status().await?["nodes"][0]["session"];
     let carried = session["links"][0]["delivery_rate"].as_u64();
     ensure!(carried.is_some_and(|rate| rate > 0), "{session}");
     figure(&format!("bench over {ROUND_TRIP} ms: {out}").replace('\n', " "));
     let (code, out, error) = bench(testbed, &["edge-1"]).await?;
     ensure!(code == 0 && out.contains("round trip") && out.contains("limited by"), "{out}{error}");
-    // No more than so many in a minute.
+    // The number of runs per minute is limited.
     let mut refused = String::new();
     for _ in 0..3 {
         let (code, _, error) = bench(testbed, &["edge-1"]).await?;

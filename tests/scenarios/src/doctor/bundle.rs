@@ -30,7 +30,7 @@ async fn bundles_have_all_but_the_secrets(testbed: &Testbed) -> Result<()> {
     secrets.extend(keys(&agent.state_dir())?);
     ensure!(secrets.len() > 6, "{} secrets", secrets.len());
 
-    // Somebody's own log, which has what it should not.
+    // A log that contains secrets.
     let careless = testbed.dir().join("careless.log");
     let key = fs::read_to_string(agent.state_dir().join("agent.key"))?;
     fs::write(&careless, format!("first line\nstarted with {}\n{key}last line\n", token.token))?;
@@ -64,7 +64,7 @@ fn still_runs(mut agent: Agent<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The lines of every private key below a directory.
+/// Returns the lines of every private key below a directory.
 fn keys(dir: &Path) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir).with_context(|| format!("reading {}", dir.display()))? {
@@ -79,7 +79,7 @@ fn keys(dir: &Path) -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// Writes a bundle, and returns all its parts.
+/// Writes a bundle and returns all its parts.
 async fn bundle(testbed: &Testbed, name: &str, command: &mut Command) -> Result<String> {
     let file = testbed.dir().join(format!("{name}.tar.gz"));
     command.arg(format!("--file={}", file.display()));
@@ -89,7 +89,7 @@ async fn bundle(testbed: &Testbed, name: &str, command: &mut Command) -> Result<
     unpacked(testbed, name, &said)
 }
 
-/// All parts of the bundle NAME.tar.gz, whose command has said this.
+/// Returns all parts of the bundle NAME.tar.gz; `said` is the output of its command.
 fn unpacked(testbed: &Testbed, name: &str, said: &str) -> Result<String> {
     let (file, dir) = (testbed.dir().join(format!("{name}.tar.gz")), testbed.dir().join(name));
     fs::create_dir(&dir)?;

@@ -1,11 +1,11 @@
-//! Which test puts in which fault, so that no code is without one. A fault is real: in a file, in the kernel, on the way, in
-//! the cluster.
+//! Lists the test that puts in each fault, so that every code has one. A fault is real: in a file, in the kernel, on
+//! the path, in the cluster.
 use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Result, ensure};
 
-/// The codes that a scenario has to find: without them it fails, whatever else it finds.
+/// Codes that a scenario must find: it fails if one is missing, even if everything else passes.
 pub(crate) const BY_SCENARIO: &[(&str, &[&str])] = &[
     (
         "doctor::firewall::rules_of_other_programs_are_named",
@@ -79,16 +79,16 @@ pub(crate) const BY_SCENARIO: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// Those that a kernel test of tunnel-server's puts in (tunnel-server/tests/redirect_kernel).
+/// Codes whose fault a kernel test of tunnel-server puts in (tunnel-server/tests/redirect_kernel).
 #[cfg(test)]
 const BY_KERNEL_TEST: &[(&str, &str)] = &[
     ("failures::foreign_exclusive_program", "foreign-exclusive-program"),
     ("failures::foreign_sk_lookup_program", "foreign-sk-lookup"),
-    // On a kernel that is, as by `cargo xtask test --kernel 5.10`; on others it expects the contrary.
+    // On an old kernel, as by `cargo xtask test --kernel 5.10`; on others the test expects the opposite.
     ("failures::connects_that_do_not_fail_are_told", "kernel-old"),
 ];
 
-/// Those that no scenario puts in, and why.
+/// Codes whose fault no scenario puts in, each with the reason.
 #[cfg(test)]
 const BY_NONE: &[(&str, &str)] = &[
     ("no-programs", "it takes a server that was built without them"),
@@ -101,12 +101,12 @@ fn lock() -> MutexGuard<'static, BTreeSet<&'static str>> {
     FOUND.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The scenario of this process has demanded and found a code.
+/// Notes that this process's scenario has expected and found a code.
 pub(super) fn found(code: &'static str) {
     lock().insert(code);
 }
 
-/// An error if the scenario, which has passed, has not found all that is listed for it.
+/// Fails if the scenario, which has passed, has not found all codes listed for it.
 pub(crate) fn all_found(scenario: &str) -> Result<()> {
     let found = lock();
     let listed = BY_SCENARIO.iter().filter(|(name, _)| *name == scenario).flat_map(|(_, codes)| *codes);

@@ -1,4 +1,5 @@
-//! Firewall rules of others in the way of redirected connections: `tunnel-server doctor` tries the way, and names the rule.
+//! Foreign firewall rules in the way of redirected connections: `tunnel-server doctor` tries the path, and names the
+//! rule.
 
 use std::fs;
 use std::net::{Ipv4Addr, UdpSocket};
@@ -28,11 +29,11 @@ scenarios! {
     a_policy_that_drops_tokens,
 }
 
-/// How long a client waits for what is dropped.
+/// Timeout of a client whose packets are dropped.
 const DROPPED: Duration = Duration::from_secs(2);
 const MOMENT: Duration = Duration::from_secs(20);
 
-/// The command that mends it.
+/// Returns the command that fixes the finding.
 fn fix<'a>(said: &'a Said, code: &str) -> Result<&'a str> {
     let finding = findings(&said.report).find(|finding| finding["code"] == code);
     finding
@@ -53,7 +54,7 @@ async fn rules_of_other_programs_are_named(testbed: &Testbed) -> Result<()> {
         ensure!(said.exit == 2, "{:#}", said.report);
         anyhow::Ok(())
     };
-    // YurtTunnel's, as it writes them.
+    // Rules as YurtTunnel writes them.
     rules(&[
         "-t nat -N TUNNEL-PORT",
         "-t nat -N TUNNEL-PORT-10250",
@@ -63,14 +64,14 @@ async fn rules_of_other_programs_are_named(testbed: &Testbed) -> Result<()> {
         "-t nat -A TUNNEL-PORT-10250 -p tcp -j DNAT --to-destination 10.70.0.1:10263",
     ])?;
     named(&[("yurttunnel-rules", "chain TUNNEL-PORT-10250, takes port 10250")]).await?;
-    // CloudCore's.
+    // CloudCore's rules.
     rules(&[
         "-t nat -F TUNNEL-PORT-10250",
         "-t nat -F TUNNEL-PORT",
         "-t nat -A TUNNEL-PORT -p tcp --dport 9100 -j DNAT --to-destination 10.70.0.1:10003",
     ])?;
     named(&[("kubeedge-rules", "takes port 9100")]).await?;
-    // A NodePort of kube-proxy's, and hostPorts.
+    // A NodePort of kube-proxy, and hostPorts.
     rules(&[
         "-t nat -F TUNNEL-PORT",
         "-t nat -N KUBE-NODEPORTS",
@@ -83,7 +84,7 @@ async fn rules_of_other_programs_are_named(testbed: &Testbed) -> Result<()> {
         "-t nat -A CNI-HOSTPORT-DNAT -p udp --dport 9104 -j DNAT --to-destination 10.71.0.9",
     ])?;
     named(&[("kube-proxy-rules", "takes port 10255"), ("foreign-rules", "takes port 9101,9102: ")]).await?;
-    // Without tools the ports are found; what the tools have printed elsewhere has the rules.
+    // Without the tools the ports are found; a file with the tools' output has the rules.
     let said = without_tools(testbed, &[]).await?;
     said.expect("foreign-rules", "port 9101,9102,10255 of the tokens")?;
     let saved = testbed.dir().join("rules");
@@ -91,7 +92,7 @@ async fn rules_of_other_programs_are_named(testbed: &Testbed) -> Result<()> {
     let from_file = format!("--rules={}", saved.display());
     let said = without_tools(testbed, &[&from_file]).await?;
     said.expect("kube-proxy-rules", "takes port 10255")?;
-    // Rules that are for chains of pods alone: only a connection from a pod meets them.
+    // Rules in chains for pods only: only a connection from a pod meets them.
     rules(&["-t nat -F OUTPUT", "-t nat -A PREROUTING -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT"])?;
     let said = doctor(testbed, &[]).await?;
     said.expect("foreign-rules", "takes port 9101,9102: ")?;
@@ -104,7 +105,8 @@ async fn rules_of_other_programs_are_named(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// kube-proxy's of its mode nftables, a firewall, and what else nft can say. None of it is for 9104 and 9105.
+/// Rules of kube-proxy in nftables mode, of a firewall, and other forms of nft's syntax. None of them matches 9104 and
+/// 9105.
 const NATIVE: &str = r#"
 table ip kube-proxy {
     set not-nodeports { type ipv4_addr; flags interval; elements = { 10.0.0.0/8, 172.16.0.5-172.16.0.9 } }
@@ -158,7 +160,7 @@ async fn native_rules(testbed: &Testbed) -> Result<()> {
     testbed.cloud.output("nft", "add rule inet filter input tcp dport 10262 accept")?;
     testbed.cloud.output("nft", "delete table ip kube-proxy")?;
     let said = doctor(testbed, &[]).await?;
-    // As a shell would run it.
+    // Run as a shell would.
     let command = fix(&said, "pods-filtered")?.strip_prefix("nft ").context("not nft's")?;
     testbed.cloud.output("nft", command)?;
     fine_again(testbed).await?;
@@ -171,7 +173,7 @@ async fn a_port_that_another_program_takes_is_found(testbed: &Testbed) -> Result
         .cloud
         .iptables("-t nat -A OUTPUT -p tcp -d 198.18.0.0/15 --dport 9200 -j REDIRECT --to-ports 9")?;
     doctor(testbed, &[]).await?.expect("foreign-rules", "takes port 9200")?;
-    // Each verification takes the next port.
+    // Each self-test takes the next port.
     let degraded = async || Ok(server.status().await?["redirect"]["state"] == "degraded");
     wait_until("the self-test of the port to fail", Duration::from_secs(100), degraded, |degraded| *degraded)
         .await?;
@@ -207,7 +209,7 @@ async fn closed_listeners_are_found(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// As ufw and firewalld do: this host's own connections pass, and its pods' do not.
+/// Like ufw and firewalld: connections of this host pass, those of its pods do not.
 async fn pods_that_input_drops(testbed: &Testbed) -> Result<()> {
     let pod = testbed.add_pod()?;
     let (_server, _agent) = server_and_agent(testbed).await?;
@@ -238,7 +240,7 @@ async fn pods_that_input_drops(testbed: &Testbed) -> Result<()> {
     connect_from(&pod, on_edge.address, MOMENT).await.context("after the fix")?;
     fine_again(testbed).await?;
     ensure!(!links(testbed)?.contains("doctor"), "a cable is left: {}", links(testbed)?);
-    // Without the right to make a namespace it says so, and how it can be tried.
+    // Without the right to make a namespace doctor reports that, and another way to try the path.
     let mut command = testbed.on_cloud().command(Path::new("setpriv"));
     command.args(["--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]).arg(program("tunnel-server")?);
     command.args(["doctor", "-o", "json"]);
@@ -253,7 +255,7 @@ fn links(testbed: &Testbed) -> Result<String> {
     Ok(testbed.cloud.output("ip", "-o link")? + &testbed.cloud.output("ip", "route")?)
 }
 
-/// A doctor that is killed leaves neither its cable nor its route.
+/// A doctor that is killed leaves neither its veth pair nor its route.
 async fn killed_while_it_tries(testbed: &Testbed) -> Result<()> {
     let mut command = testbed.on_cloud().command(&program("tunnel-server")?);
     let mut child =
@@ -267,7 +269,8 @@ async fn killed_while_it_tries(testbed: &Testbed) -> Result<()> {
     wait_until("nothing to be left", MOMENT, left, |left| !left.contains("doctor")).await.map(drop)
 }
 
-/// A pod of an edge node has every port; a hostPort of this host has its port of every local address, tokens included.
+/// A pod of an edge node may use any port; a hostPort of this host takes its port on every local address, virtual
+/// addresses included.
 async fn rules_for_local_addresses_take_pods_ports(testbed: &Testbed) -> Result<()> {
     let pod = testbed.add_pod()?;
     let _ingress = Target::start(&pod, POD, 80, Behaviour::Echo)?;
@@ -289,7 +292,7 @@ async fn rules_for_local_addresses_take_pods_ports(testbed: &Testbed) -> Result<
     said.expect_only(&["pod-port-taken"])?;
     said.expect("pod-port-taken", "chain CNI-HOSTPORT-DNAT, takes port 80: ")?;
     ensure!(said.exit == 1, "{:#}", said.report);
-    // Each command stands between backticks.
+    // Each command is between backticks.
     for command in fix(&said, "pod-port-taken")?.split('`').filter_map(|part| part.strip_prefix("iptables "))
     {
         testbed.cloud.iptables(command)?;
@@ -297,7 +300,7 @@ async fn rules_for_local_addresses_take_pods_ports(testbed: &Testbed) -> Result<
     doctor(testbed, &[]).await?.expect_only(&[])
 }
 
-/// The kernel bounds the connections that it tracks in each namespace.
+/// The kernel limits the number of tracked connections per namespace.
 async fn a_full_conntrack_table(testbed: &Testbed) -> Result<()> {
     let _server = Builder::new(testbed).start().await?;
     testbed.cloud.iptables("-A OUTPUT -m conntrack --ctstate INVALID -j DROP")?;
@@ -311,7 +314,7 @@ async fn a_full_conntrack_table(testbed: &Testbed) -> Result<()> {
     for sent in 0..max + 1_000 {
         let (host, port) = (2 + sent / 60_000, 1 + sent % 60_000);
         let to = Ipv4Addr::new(127, 0, (host / 250) as u8, (host % 250) as u8);
-        // Nobody listens there.
+        // No socket is bound to these ports.
         let _ = socket.send_to(&[], (to, port as u16));
     }
     let count = number("count")?;
@@ -322,7 +325,7 @@ async fn a_full_conntrack_table(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// A NetworkPolicy meets the token at the pod's interface, and permits the edge node's address.
+/// A NetworkPolicy sees the virtual address at the pod's interface, but permits only the edge node's address.
 async fn a_policy_that_drops_tokens(testbed: &Testbed) -> Result<()> {
     let pod = testbed.add_pod()?;
     let (server, _agent) = server_and_agent(testbed).await?;

@@ -1,4 +1,4 @@
-//! `doctor` and `test` of the real programs: each fault is put in, and has to be found under its code (`faults.rs`).
+//! `doctor` and `test` of the real programs: each fault is put in and must be found under its code (`faults.rs`).
 
 pub(crate) mod agent;
 pub(crate) mod bench;
@@ -13,7 +13,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
-/// What `doctor -o json` said.
+/// Output of `doctor -o json`.
 #[derive(Debug)]
 pub(crate) struct Said {
     report: Value,
@@ -62,7 +62,7 @@ impl Said {
         found
     }
 
-    /// Whether it has this code; what it found is to contain `text`.
+    /// Fails unless the report has this code and its text contains `text`.
     pub(crate) fn expect(&self, code: &'static str, text: &str) -> Result<()> {
         let found = |finding: &&Value| finding["found"].as_str().is_some_and(|found| found.contains(text));
         let mut of_code = findings(&self.report).filter(|finding| finding["code"] == code);

@@ -21,14 +21,14 @@ scenarios! {
     without_the_redirect_the_doors_are_used,
 }
 
-/// `tunnel-server test` on the cloud host.
+/// Runs `tunnel-server test` on the cloud host.
 async fn test(testbed: &Testbed, args: &[&str]) -> Result<Said> {
     let mut command = testbed.on_cloud().command(&program("tunnel-server")?);
     command.args(["test", "-o", "json"]).args(args);
     run(command).await
 }
 
-/// A kubelet of edge 1 with a certificate for `name`, which answers with `status`.
+/// Starts a kubelet of edge 1 with a certificate for `name`, which answers with `status`.
 async fn kubelet(testbed: &Testbed, name: &str, status: &'static str) -> Result<tokio::task::JoinHandle<()>> {
     let key = rcgen::KeyPair::generate()?;
     let certificate = rcgen::CertificateParams::new(vec![name.to_owned()])?.self_signed(&key)?;
@@ -74,9 +74,9 @@ async fn the_way_to_a_node_is_tested(testbed: &Testbed) -> Result<()> {
 
     let mut agent = Agent::enrol(&server, 1).await?;
     let echo = target(testbed, 1, 9100, Behaviour::Echo)?;
-    // The kernel's routes follow the session a moment later, and the command asks once.
+    // The kernel's routes follow the session a moment later, and the command tries only once.
     visit(echo.address).await?;
-    // What is not refused within half a second and two round trips counts as open.
+    // A port that does not refuse within half a second plus two round trips counts as open.
     let tested = async || test(testbed, &["edge-1", "--port=9100,9101"]).await;
     let refused = |said: &Said| said.has("port-not-reached");
     let said = wait_until("the closed port to be found", agent::START, tested, refused).await?;
@@ -102,7 +102,7 @@ async fn the_way_to_a_node_is_tested(testbed: &Testbed) -> Result<()> {
             None => said.expect_only(&[])?,
             Some(found) => said.expect("kubelet-unexpected", found)?,
         }
-        // Its listener is closed then.
+        // Its listener is closed after this.
         kubelet.abort();
         ensure!(kubelet.await.is_err_and(|error| error.is_cancelled()), "the kubelet ended");
     }

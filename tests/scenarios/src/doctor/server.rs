@@ -26,21 +26,21 @@ scenarios! {
     a_pod_without_a_memory_limit_is_told(quick),
 }
 
-/// `tunnel-server doctor` on the cloud host.
+/// Runs `tunnel-server doctor` on the cloud host.
 pub(super) async fn doctor(testbed: &Testbed, args: &[&str]) -> Result<Said> {
     let mut command = testbed.on_cloud().command(&program("tunnel-server")?);
     command.args(["doctor", "-o", "json"]).args(args);
     run(command).await
 }
 
-/// The same without the programs that show rules, as in the image.
+/// As [`doctor`], without the programs that show rules, as in the image.
 pub(super) async fn without_tools(testbed: &Testbed, args: &[&str]) -> Result<Said> {
     let mut command = testbed.on_cloud().command(Path::new("env"));
     command.arg("PATH=/nowhere").arg(program("tunnel-server")?).args(["doctor", "-o", "json"]).args(args);
     run(command).await
 }
 
-/// The flags of a server that does not run.
+/// Returns the flags of a server that does not run.
 fn flags(testbed: &Testbed) -> Vec<String> {
     vec![
         format!("--inventory={}", testbed.dir().join("nodes.yaml").display()),
@@ -64,7 +64,7 @@ async fn without_server(testbed: &Testbed, more: &[&str]) -> Result<Said> {
 
 async fn a_healthy_server_is_fine(testbed: &Testbed) -> Result<()> {
     let server = Builder::new(testbed).start().await?;
-    // The server says its own flags: its state directory is not the default one.
+    // The running server reports its own flags: its state directory is not the default one.
     let said = doctor(testbed, &[]).await?;
     said.expect_only(&[])?;
     ensure!(said.exit == 0, "{:#}", said.report);
@@ -99,7 +99,7 @@ async fn a_healthy_server_is_fine(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Waits until nothing is found. The self-test may have met the rules, and is repeated within 30 s.
+/// Waits until there are no findings. The self-test may have met the rules, and is repeated only within 30 s.
 pub(super) async fn fine_again(testbed: &Testbed) -> Result<()> {
     let said = async || Ok([doctor(testbed, &[]).await?, without_tools(testbed, &[]).await?]);
     let fine = |said: &[Said; 2]| said.iter().all(|said| said.codes().is_empty());
@@ -108,20 +108,20 @@ pub(super) async fn fine_again(testbed: &Testbed) -> Result<()> {
 
 async fn what_others_take_from_the_kernel_is_found(testbed: &Testbed) -> Result<()> {
     let server = Builder::new(testbed).start().await?;
-    // The server restores one that is lost at once, but not one that another has taken.
+    // The server restores a lost route at once, but not one that another program has taken.
     testbed.cloud.ip("route replace unreachable 198.18.0.0/15 table local")?;
     let said = doctor(testbed, &[]).await?;
     said.expect("token-route-missing", "no route `local 198.18.0.0/15 dev lo`")?;
     said.expect("token-range-used", "the route 198.18.0.0/15 in the table local")?;
     server.wait_log("a token range is in use").await?;
     testbed.cloud.ip("route del unreachable 198.18.0.0/15 table local")?;
-    // No room for a node that comes now.
+    // No room for a further node.
     maps::fill_routes(server.process.pid())?;
     let mut inventory = Inventory::of(testbed)?;
     inventory.nodes.push(node("edge-7", true, &["192.168.57.2".parse()?], &[]));
     inventory.write()?;
     let said = async || doctor(testbed, &[]).await;
-    // The doctor asks whether the server is ready before it asks about the maps, which may fail in between.
+    // The doctor asks whether the server is ready before it asks about the maps; the maps may become stale in between.
     let stale = |said: &Said| said.has("maps-not-current") && said.has("not-ready");
     let said = wait_until("the full map to be found", agent::START, said, stale).await?;
     said.expect("maps-not-current", "ROUTES_V4")?;
@@ -139,7 +139,7 @@ async fn a_failed_self_test_is_found(testbed: &Testbed) -> Result<()> {
 }
 
 async fn programs_that_are_not_pinned_are_found(testbed: &Testbed) -> Result<()> {
-    // As it is in a unit or container that may not write there.
+    // As in a unit or container without write access there.
     let bpffs = testbed.bpffs();
     let read_only = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY;
     mount(None::<&str>, &bpffs, None::<&str>, read_only, None::<&str>)
@@ -198,7 +198,7 @@ async fn damaged_files_are_found(testbed: &Testbed) -> Result<()> {
     let refused = async || Ok(!server.status().await?["inventory"]["last_error"].is_null());
     wait_until("the file to be refused", agent::START, refused, |refused| *refused).await?;
     doctor(testbed, &[]).await?.expect("inventory-unusable", "items")?;
-    // Ten years after it was made, less a month.
+    // Ten years after its creation, less a month.
     let (now, month) = (SystemTime::now(), Duration::from_secs(30 * 86_400));
     let root = Authority::open(&state)?.root(now - 120 * month..now + month)?;
     fs::write(state.join("ca/ca.crt"), root)?;
@@ -225,12 +225,12 @@ async fn a_host_that_cannot_redirect_is_found(testbed: &Testbed) -> Result<()> {
     let mut command = testbed.on_cloud().command(&program("tunnel-server")?);
     command.args(["doctor", "-o", "json", "--redirect=off"]).arg(kubeconfig);
     run(command).await?.expect("api-server-unreachable", "--kubeconfig=")?;
-    // Its capabilities are those of a user namespace, as in a rootless container.
+    // With the capabilities of a user namespace only, as in a rootless container.
     let mut command = testbed.on_cloud().command(Path::new("unshare"));
     command.args(["--user", "--map-root-user"]).arg(program("tunnel-server")?);
     command.args(["doctor", "-o", "json"]).args(flags(testbed));
     run(command).await?.expect("kernel-lacks-feature", "EPERM at loading a program")?;
-    // Without its capabilities.
+    // Without the required capabilities.
     let mut command = testbed.on_cloud().command(Path::new("setpriv"));
     command.args(["--bounding-set=-all", "--inh-caps=-all"]).arg(program("tunnel-server")?);
     command.args(["doctor", "-o", "json"]).args(flags(testbed));
@@ -240,7 +240,7 @@ async fn a_host_that_cannot_redirect_is_found(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Outside of a pod it is nothing to warn of.
+/// Outside of a pod a missing memory limit causes no warning.
 async fn a_pod_without_a_memory_limit_is_told(testbed: &Testbed) -> Result<()> {
     let unlimited = testbed.limit_on_cloud("unlimited", i64::MAX.unsigned_abs())?;
     let server =

@@ -1,4 +1,4 @@
-//! Callers of the egress door: HTTP CONNECT, and konnectivity's packets over gRPC.
+//! Callers of the egress listener: HTTP CONNECT, and konnectivity's packets over gRPC.
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -18,10 +18,10 @@ use tunnel_core::konnectivity::packet::Payload;
 use tunnel_core::konnectivity::proxy_service_client::ProxyServiceClient;
 use tunnel_core::konnectivity::{Packet, PacketType};
 
-/// The answer to a CONNECT that has worked.
+/// Answer to a successful CONNECT.
 pub(super) const CONNECTED: &str = "HTTP/1.1 200 Connection Established\r\n\r\n";
 
-/// Sends a CONNECT, and returns the answer; a refusal has a body.
+/// Sends a CONNECT and returns the answer; a refusal has a body.
 pub(crate) async fn ask<S: AsyncRead + AsyncWrite + Unpin>(
     mut stream: S,
     target: &str,
@@ -30,7 +30,7 @@ pub(crate) async fn ask<S: AsyncRead + AsyncWrite + Unpin>(
     stream.write_all(request.as_bytes()).await.context("sending the CONNECT")?;
     let reading = async {
         let mut answer = Vec::new();
-        // A target that speaks first is not a part of it.
+        // The bytes of a target that speaks first are not part of the answer.
         while !answer.ends_with(b"\r\n\r\n") {
             match stream.read_u8().await {
                 Ok(byte) => answer.push(byte),
@@ -47,7 +47,7 @@ pub(crate) async fn ask<S: AsyncRead + AsyncWrite + Unpin>(
     Ok((stream, String::from_utf8_lossy(&answer).into_owned()))
 }
 
-/// A connection through the Unix socket.
+/// Opens a connection through the Unix socket.
 pub(super) async fn connect(socket: &Path, target: &str) -> Result<UnixStream> {
     let stream = UnixStream::connect(socket).await.context("connecting to the socket")?;
     let (stream, answer) = ask(stream, target).await?;
@@ -55,15 +55,15 @@ pub(super) async fn connect(socket: &Path, target: &str) -> Result<UnixStream> {
     Ok(stream)
 }
 
-/// A stream of packets on a connection of its own.
+/// A stream of packets on its own connection.
 pub(super) struct Caller {
     packets: mpsc::Sender<Packet>,
-    /// The call until it is answered, which konnectivity's server does with its first packet.
+    /// The call until it is answered; konnectivity's server answers with its first packet.
     call: JoinSet<Result<Response<Streaming<Packet>>, Status>>,
     answers: Option<Streaming<Packet>>,
 }
 
-/// Numbers of dials, which clients choose at random.
+/// Dial numbers, which clients choose at random.
 static RANDOM: AtomicI64 = AtomicI64::new(1000);
 
 pub(super) fn random() -> i64 {
@@ -80,7 +80,7 @@ pub(super) async fn channel(socket: &Path) -> Result<Channel> {
     channel.context("connecting to the socket")
 }
 
-/// A channel on a connection that is open.
+/// Returns a channel on an open connection.
 pub(crate) async fn over(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static) -> Result<Channel> {
     let mut stream = Some(stream);
     let connector = tower::service_fn(move |_| {
@@ -96,7 +96,7 @@ impl Caller {
         Ok(Self::on(channel(socket).await?))
     }
 
-    /// One whose connection can be ended as the end of its program does.
+    /// Opens a stream whose connection can be cut, as by the end of its program.
     pub(super) async fn to_be_killed(socket: &Path) -> Result<(Self, std::os::unix::net::UnixStream)> {
         let stream = std::os::unix::net::UnixStream::connect(socket).context("connecting to the socket")?;
         stream.set_nonblocking(true)?;
@@ -113,7 +113,7 @@ impl Caller {
         Self { packets, call, answers: None }
     }
 
-    /// Sends beside whoever reads the answers.
+    /// Returns a sender that works concurrently with reading the answers.
     pub(super) fn sender(&self) -> mpsc::Sender<Packet> {
         self.packets.clone()
     }
@@ -137,7 +137,7 @@ impl Caller {
         next.context("the stream failed")?.context("the door has ended the stream")
     }
 
-    /// Dials, and returns the connection's number or why there is none.
+    /// Dials; returns the connection's number, or the error in the answer.
     pub(super) async fn dial(&mut self, target: &str) -> Result<Result<i64, String>> {
         let random = random();
         self.send(Packet::dial_request(target.to_owned(), random)).await?;
@@ -149,7 +149,7 @@ impl Caller {
         Ok(if answer.error.is_empty() { Ok(answer.connect_id) } else { Err(answer.error) })
     }
 
-    /// Dials what is to be there.
+    /// Dials a target that must be reachable.
     pub(super) async fn connected(&mut self, target: &str) -> Result<i64> {
         self.dial(target).await?.map_err(|error| anyhow::anyhow!("the dial of {target} failed: {error}"))
     }
@@ -158,7 +158,7 @@ impl Caller {
         self.send(Packet::data(connect_id, data.to_vec().into())).await
     }
 
-    /// The next piece of data of that connection.
+    /// Returns the next piece of data of that connection.
     pub(super) async fn expect_data(&mut self, connect_id: i64) -> Result<Vec<u8>> {
         let packet = self.next().await?;
         match packet.payload {
@@ -177,7 +177,7 @@ impl Caller {
         Ok(())
     }
 
-    /// The next CLOSE_RSP: the connection's number and the error.
+    /// Returns the next CLOSE_RSP: the connection's number and the error.
     pub(super) async fn closed(&mut self) -> Result<(i64, String)> {
         let packet = self.next().await?;
         match (packet.r#type(), packet.payload) {

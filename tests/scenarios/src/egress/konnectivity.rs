@@ -1,4 +1,4 @@
-//! The programs of konnectivity itself.
+//! konnectivity's own programs.
 use std::path::Path;
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ use super::client::{ask, connect};
 use super::{ECHO, server_and_agent, socket};
 use crate::common::target;
 
-/// An answer to every request, so that its connection ends with it.
+/// Answer to every request; its connection ends with it.
 pub(super) const PAGE: &str =
     "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 15\r\n\r\nfrom an edge 1\n";
 
@@ -38,7 +38,7 @@ pub(super) async fn konnectivitys_own_client_gets_its_page(testbed: &Testbed) ->
     Ok(())
 }
 
-/// Has konnectivity's test client fetch the page through a socket.
+/// Fetches the page through a socket with konnectivity's test client.
 pub(super) async fn page_by_its_client(socket: &Path, mode: &str, host: &str, page: &Target) -> Result<()> {
     let before = page.connections();
     let output = Command::new(peers::konnectivity("proxy-test-client")?)
@@ -59,10 +59,10 @@ pub(super) async fn page_by_its_client(socket: &Path, mode: &str, host: &str, pa
 }
 
 const AGENT_PORT: u16 = 8091;
-/// How long a step may take beside one that stalls the others for 2 s, however busy the machine is.
+/// Time limit for a step beside a connection that stalls the others for 2 s, on a busy machine.
 pub(super) const BESIDE: Duration = Duration::from_secs(10);
 
-/// konnectivity's agent on edge 1. `state`: where a tunnel-agent has the certificate that it shows, if any.
+/// Starts konnectivity's agent on edge 1. `state`: folder of a tunnel-agent whose certificate it presents, if any.
 fn proxy_agent(testbed: &Testbed, name: &str, state: &Path, certificate: bool) -> Result<Process> {
     let host = testbed.on_edge(1);
     let mut command = host.command(&peers::konnectivity("proxy-agent")?);
@@ -70,7 +70,7 @@ fn proxy_agent(testbed: &Testbed, name: &str, state: &Path, certificate: bool) -
     command
         .args(["--logtostderr=true", "--v=2", "--sync-interval=200ms", "--sync-interval-cap=1s"])
         .args([format!("--proxy-server-host={CLOUD}"), format!("--proxy-server-port={AGENT_PORT}")])
-        // What it claims to be is not what it is.
+        // A false identifier: the certificate is not edge-2's.
         .args([format!("--agent-id={name}"), "--agent-identifiers=host=edge-2".to_owned()])
         .arg(file("ca-cert", "ca.crt"));
     if certificate {
@@ -79,7 +79,7 @@ fn proxy_agent(testbed: &Testbed, name: &str, state: &Path, certificate: bool) -
     Process::spawn(testbed.dir(), name, command)
 }
 
-/// Both ways at once through an echo.
+/// Sends and receives at the same time through an echo.
 pub(super) async fn back_and_forth(mut stream: UnixStream, seed: u64, length: u64) -> Result<()> {
     let (read, mut write) = stream.split();
     let mut pattern = Pattern::new(seed, length);
@@ -90,7 +90,7 @@ pub(super) async fn back_and_forth(mut stream: UnixStream, seed: u64, length: u6
     Ok(())
 }
 
-/// konnectivity's own agent attaches, and its node is reached as any other.
+/// konnectivity's own agent attaches, and its node is reached like any other.
 pub(super) async fn konnectivitys_own_agent_attaches(testbed: &Testbed) -> Result<()> {
     let socket = socket(testbed);
     let server = postern_testbed::server::Builder::new(testbed)
@@ -98,7 +98,7 @@ pub(super) async fn konnectivitys_own_agent_attaches(testbed: &Testbed) -> Resul
         .flag(format!("--konnectivity-agent-port={AGENT_PORT}"))
         .start()
         .await?;
-    // For the certificate of the node.
+    // Obtains the certificate of the node.
     let mut enrolled = Agent::enrol(&server, 1).await?;
     let state = enrolled.state_dir();
     let turned_away = proxy_agent(testbed, "proxy-agent-too-early", &state, true)?;
@@ -134,7 +134,7 @@ async fn carries(testbed: &Testbed, server: &Server<'_>, socket: &Path, echoes: 
     let source = target(testbed, 1, 9102, Behaviour::Source(7, 20_000_000))?;
     let greeter = target(testbed, 1, 9104, Behaviour::HelloFirst("220 first\r\n"))?;
     testbed.black_hole(1, 9103)?;
-    // Through the redirect, and by name through the egress door.
+    // Through the redirect, and by name through the egress listener.
     echo(&mut client::connect(echoes.address).await?, b"redirected").await?;
     back_and_forth(connect(socket, &format!("edge-1:{ECHO}")).await?, 3, 20_000_000).await?;
     let got = digest(&mut connect(socket, &source.address.to_string()).await?).await?;
@@ -148,7 +148,7 @@ async fn carries(testbed: &Testbed, server: &Server<'_>, socket: &Path, echoes: 
     for (asked, status, reason) in [
         ("edge-1:9101", 502, "connection refused"),
         ("edge-1:9103", 504, "i/o timeout"),
-        // The identifier that the agent sends.
+        // The false identifier that the agent sends.
         ("edge-2:9100", 503, "no tunnel to node edge-2"),
     ] {
         let (_, answer) = ask(UnixStream::connect(socket).await?, asked).await?;
@@ -164,7 +164,7 @@ async fn carries(testbed: &Testbed, server: &Server<'_>, socket: &Path, echoes: 
     Ok(())
 }
 
-/// One client that does not read has the others wait for 2 s, and is cut off.
+/// One client that does not read makes the others wait for 2 s, and is cut off.
 async fn stalls_nobody(testbed: &Testbed, server: &Server<'_>, socket: &Path) -> Result<()> {
     let source = target(testbed, 1, 9105, Behaviour::Source(1, 1 << 30))?;
     let mut held = connect(socket, &format!("edge-1:{ECHO}")).await?;

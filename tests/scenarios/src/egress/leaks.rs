@@ -1,4 +1,4 @@
-//! Ten thousand dials and more, of every outcome, and what is left of them.
+//! Ten thousand dials and more, of every outcome, and the resources left afterwards.
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -24,19 +24,19 @@ use crate::common::target;
 use crate::held::ALLOCATOR;
 
 const AT_ONCE: usize = 20;
-/// Kinds of dials.
+/// Number of kinds of dials.
 const KINDS: usize = 11;
-/// Dials that take seconds: the first of each round, so that the others go on beside them.
+/// Number of dials that take seconds: the first of each round, so that the others run beside them.
 const FEW: usize = 6;
-/// The first dials: what is allocated once is not what is looked for.
+/// Number of initial dials, which exclude one-time allocations from the measurement.
 const WARM_UP: usize = 2_000;
-/// Those of each round after them. What is bounded is full after five of them, what leaks grows in each.
+/// Number of dials in each later round. Bounded structures are full after five rounds; leaks grow in every one.
 const ROUND: usize = 4_000;
 const ROUNDS: usize = 8;
-/// How much memory a round may need: 64 bytes for each dial.
+/// Maximum growth of memory per round: 64 bytes per dial.
 const GROWTH: u64 = 256 << 10;
 
-/// One dial of a kind.
+/// Makes one dial of a kind.
 async fn dial(socket: &Path, kind: usize) -> Result<()> {
     match kind % KINDS {
         0 => echo(&mut connect(socket, "edge-1:9100").await?, b"one").await,
@@ -46,7 +46,7 @@ async fn dial(socket: &Path, kind: usize) -> Result<()> {
             caller.echo(connect_id, b"one").await?;
             caller.close(connect_id).await
         }
-        // Left open.
+        // Connection left open.
         2 => {
             let mut caller = Caller::open(socket).await?;
             let connect_id = caller.connected("edge-1:9100").await?;
@@ -61,7 +61,7 @@ async fn dial(socket: &Path, kind: usize) -> Result<()> {
             let number = random();
             caller.send(Packet::dial_request("edge-1:9103".to_owned(), number)).await?;
             caller.send(Packet::close_dial(number)).await?;
-            // It is taken in order, so the dial is over when this is answered.
+            // Packets are processed in order, so the dial is over when this one is answered.
             let connect_id = caller.connected("edge-1:9100").await?;
             caller.close(connect_id).await
         }
@@ -80,7 +80,7 @@ async fn dial(socket: &Path, kind: usize) -> Result<()> {
             let mut stream = connect(socket, "edge-1:9102").await?;
             postern_testbed::client::digest(&mut stream).await.map(drop)
         }
-        // By the agent's policy, and by the door's.
+        // Refused by the agent's policy, and by the egress listener's.
         _ => {
             refused(socket, "edge-1:9105", "may not be dialled here").await?;
             refused(socket, &format!("{CLOUD}:10262"), "--egress-direct does not allow").await
@@ -96,7 +96,7 @@ async fn refused(socket: &Path, asked: &str, reason: &str) -> Result<()> {
     Ok(())
 }
 
-/// The answer to a dial that fails late, by gRPC or by CONNECT.
+/// Returns the answer to a dial that fails late, by gRPC or by CONNECT.
 async fn failure([grpc, http]: [&Path; 2], asked: &str, number: usize) -> Result<String> {
     if number.is_multiple_of(2) {
         return Ok(Caller::open(grpc).await?.dial(asked).await?.err().unwrap_or_default());
@@ -114,7 +114,7 @@ async fn timed_out(sockets: [&Path; 2], number: usize) -> Result<()> {
     Ok(())
 }
 
-/// Dials that are under way when the tunnel of edge 2 is lost.
+/// Loses the tunnel of edge 2 while dials are in flight.
 async fn lost(server: &Server<'_>, agent: &mut Agent<'_>, socket: &Path) -> Result<()> {
     agent.return_to(server).await?;
     let mut under_way = JoinSet::new();
@@ -132,8 +132,8 @@ async fn lost(server: &Server<'_>, agent: &mut Agent<'_>, socket: &Path) -> Resu
     Ok(())
 }
 
-/// One dial of a kind through konnectivity's servers, the first of which serves gRPC and the second CONNECT. What its own races lose
-/// is not asked for: by CONNECT no target speaks first.
+/// Makes one dial of a kind through konnectivity's servers; the first serves gRPC, the second CONNECT. Cases that their
+/// own races break are left out: by CONNECT no target speaks first.
 async fn dial_at_konnectivity(sockets: &[PathBuf; 2], kind: usize) -> Result<()> {
     let [grpc, http] = sockets;
     match kind % KINDS {
@@ -180,7 +180,7 @@ async fn dials<D: Future<Output = Result<()>> + Send + 'static>(
     Ok(())
 }
 
-/// Connections, tasks and open files of a program.
+/// Returns the numbers of connections, tasks and open files of a program.
 fn left(process: &Process, metrics: &Metrics, open: &str) -> Result<(u64, u64, u64)> {
     let open = metrics.sum(open, &[]);
     let tasks = metrics.sum("postern_tasks", &[]);
@@ -188,7 +188,7 @@ fn left(process: &Process, metrics: &Metrics, open: &str) -> Result<(u64, u64, u
     Ok((open as u64, tasks as u64, files as u64))
 }
 
-/// Dials, and compares what is left of the program with what it had. `first` comes before the dials of each round.
+/// Dials, then compares the program's resources with those before. `first` runs before the dials of each round.
 async fn nothing_is_left<D: Future<Output = Result<()>> + Send + 'static>(
     process: &Process,
     left: impl AsyncFn() -> Result<(u64, u64, u64)>,
@@ -218,7 +218,7 @@ async fn nothing_is_left<D: Future<Output = Result<()>> + Send + 'static>(
     Ok(())
 }
 
-/// Whatever becomes of a dial; one port never answers.
+/// Starts targets for every outcome of a dial; one port never answers.
 fn targets(testbed: &Testbed) -> Result<[Target; 3]> {
     testbed.black_hole(1, 9103)?;
     Ok([

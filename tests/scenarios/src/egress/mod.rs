@@ -1,4 +1,4 @@
-//! The egress door: what kube-apiserver's EgressSelector calls.
+//! The egress listener, which kube-apiserver's EgressSelector calls.
 pub(crate) mod client;
 mod konnectivity;
 mod leaks;
@@ -90,7 +90,7 @@ async fn both_protocols_reach_edges(testbed: &Testbed) -> Result<()> {
     let line = server.wait_access("of the egress door", |line| line.text("door") == "egress").await?;
     ensure!(line.text("node") == "edge-1" && line.text("caller").contains("uid=0"), "access line {line:?}");
 
-    // Both directions in bulk, and a half-close.
+    // Bulk data in both directions, and a half-close.
     let mut up = connect(&socket, &sink.address.to_string()).await?;
     let mut pattern = Pattern::new(3, 20_000_000);
     pattern.write_to(&mut up).await?;
@@ -189,7 +189,7 @@ async fn failures_say_why(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// kube-apiserver gives up a connection when one read returns more than the head.
+/// kube-apiserver drops a connection if one read returns more than the head.
 async fn no_byte_overtakes_the_200(testbed: &Testbed) -> Result<()> {
     const GREETING: &str = "220 a server that speaks first\r\n";
     let (_server, _agent) = server_and_agent(testbed).await?;
@@ -200,7 +200,7 @@ async fn no_byte_overtakes_the_200(testbed: &Testbed) -> Result<()> {
         let request = format!("CONNECT {address} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
         stream.write_all(request.as_bytes()).await?;
         if round % 5 == 0 {
-            // Late enough for the greeting to be there as well.
+            // Late enough for the greeting to have arrived as well.
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         let mut read = vec![0; 4096];
@@ -216,7 +216,7 @@ async fn no_byte_overtakes_the_200(testbed: &Testbed) -> Result<()> {
     }
     for round in 0..200 {
         let mut caller = Caller::open(&socket).await?;
-        // The first packet is the answer, or this fails.
+        // Fails unless the first packet is the answer.
         let connect_id = caller.connected(&address).await.with_context(|| format!("round {round}"))?;
         let greeting = caller.expect_data(connect_id).await?;
         ensure!(greeting == GREETING.as_bytes(), "round {round}: {greeting:?}");
@@ -243,19 +243,19 @@ async fn packets_are_answered_as_konnectivity_answers_them(testbed: &Testbed) ->
     );
     caller.send(Packet::close_request(99)).await?;
     ensure!(caller.closed().await? == (99, "Unknown connectID".to_owned()), "closing an unknown connection");
-    // Ignored, as there.
+    // Ignored, as by konnectivity's server.
     caller.data(0, b"nobody's").await?;
     caller.send(Packet::close_response(one, String::new())).await?;
     caller.send(Packet::default()).await?;
     caller.echo(one, b"both").await?;
     caller.echo(two, b"work").await?;
-    // A dial that is closed is not answered, and the others go on.
+    // A closed dial is not answered, and the others go on.
     let given_up = random();
     caller.send(Packet::dial_request("edge-1:9103".to_owned(), given_up)).await?;
     caller.send(Packet::close_dial(given_up)).await?;
     caller.send(Packet::close_dial(given_up)).await?;
     caller.echo(two, b"still").await?;
-    // One that is closed when it is up already ends.
+    // A dial closed after it was answered ends its connection.
     let late = random();
     caller.send(Packet::dial_request(address.clone(), late)).await?;
     let Some(Payload::DialResponse(answer)) = caller.next().await?.payload else {
@@ -283,7 +283,7 @@ async fn packets_are_answered_as_konnectivity_answers_them(testbed: &Testbed) ->
     ensure!(closed == reset && error.contains("reset"), "a reset was told as {error:?}");
     caller.close(one).await?;
     caller.echo(two, b"alone").await?;
-    // What a caller leaves behind ends with it.
+    // A caller's remaining connections end with it.
     drop(caller);
     wait_until(
         "the last connection to end",
@@ -295,7 +295,7 @@ async fn packets_are_answered_as_konnectivity_answers_them(testbed: &Testbed) ->
     .map(drop)
 }
 
-/// CLOSE_REQ and the end of the call come right behind the data.
+/// CLOSE_REQ and the end of the call arrive right after the data.
 async fn a_closed_connections_last_bytes_arrive(testbed: &Testbed) -> Result<()> {
     const LENGTH: u64 = 100_000;
     let (_server, _agent) = server_and_agent(testbed).await?;
@@ -335,7 +335,7 @@ async fn stalled_callers_and_targets_stall_nobody(testbed: &Testbed) -> Result<(
     let deaf = target(testbed, 1, 9102, Behaviour::NeverReads)?;
     let socket = socket(testbed);
     let address = echo.address.to_string();
-    // Callers that do not read, each on a connection of its own.
+    // Callers that do not read, each on its own connection.
     let mut stalled = Vec::new();
     for _ in 0..10 {
         stalled.push(connect(&socket, &source.address.to_string()).await?);
@@ -372,7 +372,7 @@ async fn stalled_callers_and_targets_stall_nobody(testbed: &Testbed) -> Result<(
     for _ in 0..50 {
         visit(&socket, &address).await.context("beside callers and targets that do not read")?;
     }
-    // Of several on one stream, and several streams on one connection, only the stalled one pays.
+    // With several connections on one stream, and several streams on one connection, only the stalled one is ended.
     let shared = channel(&socket).await?;
     let mut stuck = Caller::on(shared.clone());
     stuck.connected(&source.address.to_string()).await?;
@@ -395,13 +395,13 @@ async fn stalled_callers_and_targets_stall_nobody(testbed: &Testbed) -> Result<(
     ensure!(close.connect_id == bad && close.error.contains("1 MiB"), "closed with {close:?}");
     let memory = server.process.resident_bytes()?;
     ensure!(memory < 256 << 20, "the server holds {} MiB", memory >> 20);
-    // A program that dies: this one's client would wait until its last packets are taken.
+    // As if the program died: without this, its client would wait until its last packets are sent.
     killed.shutdown(std::net::Shutdown::Both)?;
     drop((stalled, callers, waiting, stuck, several));
     writers.abort_all();
     let active =
         async || Ok(server.metrics().await?.sum("postern_connections_active", &[("door", "egress")]));
-    // Those whose targets have not taken everything linger.
+    // Connections whose targets have not taken everything linger.
     wait_until("the stalled connections to end", Duration::from_secs(100), active, |active| *active == 0.0)
         .await
         .map(drop)

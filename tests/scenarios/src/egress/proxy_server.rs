@@ -1,4 +1,4 @@
-//! The agent at konnectivity's own proxy-server.
+//! The agent as a client of konnectivity's own proxy-server.
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -26,13 +26,13 @@ use super::konnectivity::{BESIDE, PAGE, back_and_forth, page_by_its_client};
 use crate::common::target;
 use crate::held::ALLOCATOR;
 
-/// Where all servers are reached.
+/// Port at which all servers are reached.
 const SHARED: u16 = 8090;
-/// Two of them: gRPC, and HTTP CONNECT.
+/// Agent ports of the two servers: gRPC, and HTTP CONNECT.
 const PORTS: [u16; 2] = [8091, 8191];
 const MODES: [&str; 2] = ["grpc", "http-connect"];
 
-/// Files of a CA, and of what it has signed.
+/// Files of a CA, and of the certificates that it has signed.
 struct Certificates(PathBuf);
 
 impl Certificates {
@@ -66,7 +66,7 @@ fn socket(testbed: &Testbed, number: usize) -> PathBuf {
     testbed.dir().join(format!("proxy-server-{number}.sock"))
 }
 
-/// One of two.
+/// Starts one of the two servers.
 async fn proxy_server(testbed: &Testbed, certificates: &Certificates, number: usize) -> Result<Process> {
     let mut command = testbed.on_cloud().command(&peers::konnectivity("proxy-server")?);
     let (port, socket) = (PORTS[number], socket(testbed, number));
@@ -85,7 +85,7 @@ async fn proxy_server(testbed: &Testbed, certificates: &Certificates, number: us
     Ok(process)
 }
 
-/// What a load balancer does: connections to one address lead to each of the servers in turn.
+/// Acts as a load balancer: connections to one address go to each of the servers in turn.
 async fn balance() -> Result<JoinSet<()>> {
     let listener = TcpListener::bind((CLOUD, SHARED)).await.context("listening for agents")?;
     let mut balance = JoinSet::new();
@@ -94,7 +94,7 @@ async fn balance() -> Result<JoinSet<()>> {
         while let (Ok((mut agent, _)), Some(port)) = (listener.accept().await, ports.next()) {
             tokio::spawn(async move {
                 if let Ok(mut server) = TcpStream::connect((CLOUD, *port)).await {
-                    // Its end is that of either.
+                    // Ends when either side ends.
                     let _ = tokio::io::copy_bidirectional(&mut agent, &mut server).await;
                 }
             });
@@ -112,7 +112,7 @@ async fn wait_attached(agent: &Agent<'_>, count: usize) -> Result<Value> {
 /// Both servers behind one address.
 pub(super) struct Servers {
     certificates: Certificates,
-    /// gRPC, and HTTP CONNECT.
+    /// Sockets for gRPC and for HTTP CONNECT.
     pub(super) sockets: [PathBuf; 2],
     grpc: Process,
     http: Process,
@@ -130,7 +130,7 @@ pub(super) async fn proxy_servers(testbed: &Testbed) -> Result<Servers> {
     })
 }
 
-/// On edge 1, and attached to both.
+/// Starts an agent on edge 1 and waits until it is attached to both.
 pub(super) async fn agent_at_both<'a>(testbed: &'a Testbed, servers: &Servers) -> Result<Agent<'a>> {
     let certificates = &servers.certificates;
     let agent = Builder::alone(testbed, 1)
@@ -142,7 +142,7 @@ pub(super) async fn agent_at_both<'a>(testbed: &'a Testbed, servers: &Servers) -
         .flag(certificates.flag("agent-key", "agent.key"))
         .flag("--sync-interval=200ms")
         .flag("--sync-interval-cap=1s")
-        // No name server is reached from there, and a lookup is to end before its dial does.
+        // No name server is reachable from there, and a lookup must end before its dial times out.
         .env("RES_OPTIONS", "timeout:1 attempts:1")
         .spawn()?;
     wait_attached(&agent, 2).await?;
@@ -168,12 +168,12 @@ pub(super) async fn the_agent_attaches_to_konnectivitys_servers(testbed: &Testbe
     carries(testbed, &sockets, echoes.address).await?;
     stalls_nobody(testbed, &sockets[0], echoes.address).await?;
 
-    // A server starts again: the other one goes on, and the agent finds it.
+    // One server restarts: the other one goes on, and the agent finds the restarted one.
     servers.grpc.crash().await?;
     wait_attached(&agent, 1).await?;
     expect_ready(&agent, 200).await?;
     echo(&mut connect(&sockets[1], &echoes.address.to_string()).await?, b"through the other").await?;
-    // With neither of them it is not ready, as konnectivity's own.
+    // Without any server it is not ready, like konnectivity's own agent.
     servers.http.crash().await?;
     wait_attached(&agent, 0).await?;
     expect_ready(&agent, 503).await?;
@@ -185,7 +185,7 @@ pub(super) async fn the_agent_attaches_to_konnectivitys_servers(testbed: &Testbe
     let connect_id = caller.connected(&echoes.address.to_string()).await?;
     caller.echo(connect_id, b"after a restart").await?;
 
-    // What is carried goes on while it drains, and its end is that of the agent.
+    // Connections go on while it drains, and end when the agent ends.
     let mut held = connect(&sockets[1], &echoes.address.to_string()).await?;
     agent.process.signal(Signal::SIGTERM)?;
     agent.wait_log("draining; a second signal ends immediately").await?;
@@ -195,7 +195,7 @@ pub(super) async fn the_agent_attaches_to_konnectivitys_servers(testbed: &Testbe
     let ended = agent.process.wait_exit(Duration::from_secs(20)).await?;
     ensure!(ended.success(), "the agent ended with {ended}");
     agent.wait_log("left a konnectivity server").await?;
-    // The target runs here, and sees their ends after the agent's exit.
+    // The target runs in this process, and sees the ends after the agent's exit.
     let left = async || Ok(echoes.open());
     wait_until("the target's connections to end", PATIENCE, left, |open| *open == 0).await.map(drop)
 }
@@ -203,7 +203,7 @@ pub(super) async fn the_agent_attaches_to_konnectivitys_servers(testbed: &Testbe
 async fn carries(testbed: &Testbed, sockets: &[PathBuf; 2], echoes: SocketAddr) -> Result<()> {
     testbed.black_hole(1, 9103)?;
     back_and_forth(connect(&sockets[1], &echoes.to_string()).await?, 3, 20_000_000).await?;
-    // Its own name is known to the agent.
+    // The agent resolves its own name.
     echo(&mut connect(&sockets[1], &format!("edge-1:{ECHO}")).await?, b"by name").await?;
     let mut caller = Caller::open(&sockets[0]).await?;
     let connect_id = caller.connected(&echoes.to_string()).await?;
@@ -224,7 +224,7 @@ async fn carries(testbed: &Testbed, sockets: &[PathBuf; 2], echoes: SocketAddr) 
     for (asked, status, reason) in [
         (format!("{edge}:9101"), 502, "connection refused"),
         (format!("{edge}:9103"), 504, "i/o timeout"),
-        // Not this node's, and no --allow-target allows it.
+        // Not an address of this node, and no --allow-target permits it.
         (format!("{CLOUD}:{SHARED}"), 502, "may not be dialled here"),
         ("no-such-host.invalid:1".to_owned(), 502, "no such host"),
     ] {
@@ -239,7 +239,7 @@ async fn carries(testbed: &Testbed, sockets: &[PathBuf; 2], echoes: SocketAddr) 
     Ok(())
 }
 
-/// A target that does not read has the others wait for 2 s at most, and loses its connection.
+/// A target that does not read makes the others wait for 2 s at most, and loses its connection.
 async fn stalls_nobody(testbed: &Testbed, socket: &Path, echoes: SocketAddr) -> Result<()> {
     let stalled = target(testbed, 1, 9106, Behaviour::NeverReads)?;
     let mut held = Caller::open(socket).await?;
@@ -254,7 +254,7 @@ async fn stalls_nobody(testbed: &Testbed, socket: &Path, echoes: SocketAddr) -> 
     beside?;
     cut?;
     held.echo(healthy, b"after it").await?;
-    // Nor does it keep others from connecting while it has the agent's only connection.
+    // It also does not keep others from connecting while it has the agent's only connection.
     held.close(healthy).await?;
     flood_until_it_is_cut(socket, stalled.address).await?;
     let mut next = Caller::open(socket).await?;
@@ -267,7 +267,7 @@ async fn flood_until_it_is_cut(socket: &Path, stalled: SocketAddr) -> Result<()>
     let connect_id = flood.connected(&stalled.to_string()).await?;
     let (mut flooding, sender) = (JoinSet::new(), flood.sender());
     flooding.spawn(async move {
-        // Until it is dropped: the server goes on to take what is for a closed connection.
+        // Sends until it is dropped: the server keeps accepting data for a closed connection.
         while sender.send(Packet::data(connect_id, vec![0_u8; 32 << 10].into())).await.is_ok() {}
     });
     let cut = flood.closed().await;

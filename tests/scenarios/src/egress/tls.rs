@@ -1,4 +1,4 @@
-//! The egress door's port: mutual TLS.
+//! The egress listener's port: mutual TLS.
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -43,7 +43,7 @@ impl Authority {
         fs::write(path, self.0.pem()).with_context(|| format!("writing {}", path.display()))
     }
 
-    /// A caller's certificate.
+    /// Issues a caller's certificate.
     fn caller(&self, name: &str) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)> {
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, name);
@@ -59,7 +59,7 @@ fn client_ca(testbed: &Testbed) -> PathBuf {
     testbed.dir().join("callers.crt")
 }
 
-/// A caller's connection. As kube-apiserver does it: the server's CA is known, and its address is the name.
+/// Opens a caller's connection like kube-apiserver: it knows the server's CA, and uses the address as the server name.
 async fn shake_hands(
     testbed: &Testbed,
     caller: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
@@ -80,7 +80,7 @@ async fn shake_hands(
     Ok(TlsConnector::from(Arc::new(config)).connect(name, socket).await?)
 }
 
-/// What becomes of a CONNECT with this certificate; an error when the server does not let it in.
+/// Makes a CONNECT with this certificate; fails if the server rejects it.
 async fn visit(
     testbed: &Testbed,
     caller: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
@@ -145,9 +145,9 @@ pub(super) async fn certificates_follow_their_files(testbed: &Testbed) -> Result
     Ok(())
 }
 
-/// For the server a connection is over as soon as its kernel has the last bytes.
+/// To the server a connection is over as soon as its kernel has the last bytes.
 pub(super) async fn what_a_caller_reads_late_arrives(testbed: &Testbed) -> Result<()> {
-    // More than the caller's kernel takes, and not more than the server's.
+    // More than the caller's kernel accepts, but not more than the server's.
     const LENGTH: u64 = 250_000;
     let callers = Authority::new()?;
     callers.write(&client_ca(testbed))?;

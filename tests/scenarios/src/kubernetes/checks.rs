@@ -1,4 +1,4 @@
-//! A list of checks on one cluster: each runs, whether or not others fail.
+//! A list of checks on one cluster: each runs, even if others fail.
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
@@ -6,14 +6,14 @@ use postern_testbed::report::progress;
 
 use crate::runner::time_left;
 
-/// Runs only checks whose name contains one of these (comma-separated).
+/// Selects the checks whose name contains one of these strings (comma-separated).
 const ONLY: &str = "POSTERN_CHECKS";
-/// Left at the end of the scenario's time for the summary, and for what is removed.
+/// Time reserved at the end of the scenario for the summary and the removal of its resources.
 const RESERVE: Duration = Duration::from_secs(10);
-/// How long one check may take by default.
+/// Default time limit of one check.
 const LIMIT: Duration = Duration::from_secs(90);
 
-/// Runs checks one after the other and collects failures.
+/// Runs checks one after the other and collects their failures.
 #[derive(Debug, Default)]
 pub(super) struct Checks {
     only: Vec<String>,
@@ -33,7 +33,7 @@ impl Checks {
         self.run_within(LIMIT, name, check).await;
     }
 
-    /// Runs a check that may take longer.
+    /// Runs a check with its own time limit.
     pub(super) async fn run_within(
         &mut self,
         limit: Duration,
@@ -45,7 +45,7 @@ impl Checks {
             return;
         }
         let start = Instant::now();
-        // Killed with the whole scenario, a check would take the summary with it.
+        // If the whole scenario were killed during a check, there would be no summary.
         let limit = limit.min(time_left().saturating_sub(RESERVE));
         let result = match tokio::time::timeout(limit, check).await {
             Ok(result) => result.map_err(|error| format!("{error:#}")),
@@ -64,7 +64,7 @@ impl Checks {
         }
     }
 
-    /// An error that names every check that failed.
+    /// Returns an error that names every failed check, if any.
     pub(super) fn finish(self) -> Result<()> {
         if self.left_out > 0 {
             progress(&format!("{ONLY} left out {} checks", self.left_out));

@@ -17,21 +17,21 @@ use super::checks::Checks;
 use super::following::Following;
 
 const PATIENCE: Duration = Duration::from_secs(20);
-/// How much is copied.
+/// Megabytes copied.
 pub(super) const MEGABYTES: u64 = 200;
 
-/// The pods that these checks need.
+/// Returns the pods that these checks need.
 pub(super) fn pods(node: &str) -> Vec<serde_json::Value> {
     let answer = "while read line; do echo got $line; done";
     vec![shell("talker", node, TALK), shell("idle", node, IDLE), with_stdin(shell("listener", node, answer))]
 }
 
-/// Everything.
+/// Runs all checks.
 pub(super) async fn run(checks: &mut Checks, cluster: &Cluster<'_>) {
     run_copying(checks, cluster, MEGABYTES).await;
 }
 
-/// The same with so much to copy.
+/// Runs all checks, copying this number of megabytes.
 pub(super) async fn run_copying(checks: &mut Checks, cluster: &Cluster<'_>, megabytes: u64) {
     interactive(checks, cluster).await;
     for transport in [Transport::WebSocket, Transport::Spdy] {
@@ -42,7 +42,7 @@ pub(super) async fn run_copying(checks: &mut Checks, cluster: &Cluster<'_>, mega
     }
 }
 
-/// Everything but the copies.
+/// Runs all checks except the copies.
 async fn interactive(checks: &mut Checks, cluster: &Cluster<'_>) {
     checks.run("logs", logs(&cluster.kubectl)).await;
     checks.run("logs -f shows lines as they come", follow(&cluster.kubectl)).await;
@@ -87,7 +87,7 @@ pub(super) async fn exec(kubectl: &Kubectl) -> Result<()> {
 }
 
 async fn resize(kubectl: &Kubectl) -> Result<()> {
-    // Typed into the shell, so that it starts when the shell has; as exec's command it would race with the first size.
+    // Typed into the shell, so that it starts after the shell; as exec's command it would race with the first size.
     let command = kubectl.command_at_terminal(&["exec", "-it", "idle", "--", "sh"]);
     let mut terminal = Terminal::start(command, 24, 80)?;
     terminal.write("while true; do stty size; sleep 0.1; done\n")?;

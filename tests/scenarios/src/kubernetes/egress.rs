@@ -1,4 +1,4 @@
-//! kube-apiserver reaches nodes and pods through the egress door by its EgressSelector, with nothing redirected.
+//! kube-apiserver reaches nodes and pods through the egress listener by its EgressSelector, with nothing redirected.
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use crate::rights;
 
 const PORT: u16 = 8131;
 
-/// The ways that kube-apiserver knows.
+/// The connection types of kube-apiserver's EgressSelector.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Kind {
     GrpcOverUnix,
@@ -72,7 +72,7 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
     let agent = postern::agent(&cluster, &server, &manifests, 1).await?;
     let mut webhook = None;
     for kind in [Kind::GrpcOverUnix, Kind::ConnectOverUnix, Kind::ConnectOverTls] {
-        // Services lead to their endpoints, as some are on edge nodes.
+        // Services resolve to their endpoints, as some of those are on edge nodes.
         select(testbed, &mut cluster, kind, &["--enable-aggregator-routing=true"]).await?;
         let name = |what: &str| format!("{kind:?}: {what}");
         checks.run(&name("an edge's logs go through the door"), through_the_door(&cluster, &server)).await;
@@ -82,7 +82,7 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
             None => webhook.insert(Webhook::start(&cluster).await?),
         };
         checks.run(&name("an admission webhook on an edge node"), admission(&cluster, webhook)).await;
-        // Most of the suite's time goes into its copies.
+        // The copies take most of the suite's time.
         let megabytes = if matches!(kind, Kind::GrpcOverUnix) { commands::MEGABYTES } else { 50 };
         commands::run_copying(&mut checks, &cluster, megabytes).await;
         forward::run(&mut checks, &cluster).await;
@@ -102,7 +102,7 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
     checks.finish()
 }
 
-/// Starts the API server with this way to nodes, pods and Services, and further flags.
+/// Restarts the API server with this connection type for nodes, pods and Services, and additional flags.
 pub(super) async fn select(
     testbed: &Testbed,
     cluster: &mut Cluster<'_>,
@@ -124,8 +124,8 @@ pub(super) async fn admission(cluster: &Cluster<'_>, webhook: &Webhook) -> Resul
     let before = webhook.asked();
     let object = |name: &str| json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": name, "labels": { "webhook": "" } } });
     let path = "/api/v1/namespaces/default/configmaps";
-    // The API server learns of the webhook a moment after it was made, and of its Service and the endpoint by other watches,
-    // perhaps a moment after that.
+    // The API server learns of the webhook a moment after its creation, and of its Service and endpoint by other
+    // watches, perhaps a moment later.
     let refused = async || match cluster.api.create(path, &object(FORBIDDEN)).await {
         Ok(_) => {
             cluster.api.delete(&format!("{path}/{FORBIDDEN}")).await.map(|()| "it was not asked".to_owned())
@@ -149,14 +149,14 @@ async fn cloud(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
     wait_more(server, "", before).await
 }
 
-/// Waits until more of [`connections`] have ended than before.
+/// Waits until more [`connections`] have ended than before.
 async fn wait_more(server: &Server<'_>, node: &str, before: usize) -> Result<()> {
     let what = format!("more than {before} connections of the egress door to {node:?}");
     let count = async || connections(server, node);
     wait_until(&what, Duration::from_secs(10), count, |now| *now > before).await.map(drop)
 }
 
-/// Connections of the egress door to this node that have ended; none: those that the server has dialled itself.
+/// Counts the egress listener's ended connections to this node; connections that the server dialled itself have none.
 fn connections(server: &Server<'_>, node: &str) -> Result<usize> {
     let lines = server.access_log()?;
     Ok(lines.iter().filter(|line| line.text("door") == "egress" && line.text("node") == node).count())

@@ -1,4 +1,4 @@
-//! Failures on a node, or between it and the cloud, during `kubectl logs -f`.
+//! Failures on a node or between it and the cloud during `kubectl logs -f`.
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -16,7 +16,7 @@ use super::checks::Checks;
 use super::following::Following;
 
 const PATIENCE: Duration = Duration::from_secs(30);
-/// A dead link is noticed by pings, a lost address by the agent's next attempt.
+/// Time limit for recovery: a dead link is noticed by PING, a lost address by the agent's next attempt.
 const LINK: Duration = Duration::from_secs(60);
 
 pub(super) async fn failures(testbed: &Testbed) -> Result<()> {
@@ -44,7 +44,7 @@ pub(super) async fn failures(testbed: &Testbed) -> Result<()> {
 async fn link_away(cluster: &Cluster<'_>) -> Result<()> {
     let mut following = Following::start(&cluster.kubectl).await?;
     cluster.testbed.cut_link(1)?;
-    // The outage itself.
+    // Duration of the outage itself.
     tokio::time::sleep(Duration::from_secs(3)).await;
     cluster.testbed.restore_link(1)?;
     following.next(60).await
@@ -97,7 +97,8 @@ async fn certificate_rotates(cluster: &Cluster<'_>) -> Result<()> {
     let address = cluster.testbed.edge(1).address;
     let presented = async || {
         let stream = connect((address, 10250)).await?;
-        // By name: without one in the handshake this kubelet keeps presenting the certificate that it started with.
+        // With the node's name: without a server name in the handshake this kubelet keeps presenting the certificate
+        // that it started with.
         tls::certificate(&tls::handshake(stream, EDGE_NODE, &cluster.pki, None).await?)
     };
     let old = presented().await?;
@@ -110,7 +111,7 @@ async fn certificate_rotates(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The machine gets another address: its links end, and its kubelet registers again.
+/// Gives the machine another address: its links end, and its kubelet registers again.
 async fn node_moves(cluster: &mut Cluster<'_>, server: &Server<'_>) -> Result<()> {
     let ns = cluster.testbed.edge(1).ns.clone();
     let old = cluster.testbed.edge(1).address;
@@ -125,14 +126,14 @@ async fn node_moves(cluster: &mut Cluster<'_>, server: &Server<'_>) -> Result<()
     cluster.label_node(EDGE_NODE).await?;
     cluster.wait_ready(EDGE_NODE).await?;
     pods::run(&cluster.api, &[shell("after-the-move", EDGE_NODE, TALK)]).await?;
-    // Until the old session is found dead, the server has a tunnel that leads nowhere.
+    // Until the old session is found dead, connections to its tunnel fail.
     logs_of(cluster, "after-the-move").await?;
     server.wait_connected(EDGE_NODE, true, PATIENCE).await?;
     // The old address is unused now and does not answer.
     let error = connect_error((old, 10250), Duration::from_secs(2)).await?;
     ensure!(error.kind() == std::io::ErrorKind::TimedOut, "the old address: {error}");
-    // The Node is younger than the agent's certificate. A few seconds after it was made the server refuses the session for that, and
-    // the agent enrols again.
+    // The Node object is younger than the agent's certificate. A few seconds after its creation the server refuses the
+    // session for that reason, and the agent enrols again.
     wait_for("the new address to lead to the node", PATIENCE, async || {
         let Ok(stream) = connect((new, 10250)).await else { return Ok(None) };
         Ok(tls::handshake(stream, &new.to_string(), &cluster.pki, None).await.ok().map(drop))

@@ -25,7 +25,7 @@ impl Following {
         Ok(following)
     }
 
-    /// Reads consecutive lines.
+    /// Reads `count` consecutive lines.
     pub(crate) async fn next(&mut self, count: usize) -> Result<()> {
         for _ in 0..count {
             let line = timeout(PATIENCE, self.lines.next_line()).await.context("no line arrived")??;
@@ -38,8 +38,8 @@ impl Following {
         Ok(())
     }
 
-    /// Waits until kubectl exits. The API server ends its answer cleanly even when the kubelet's breaks off (for exec too),
-    /// so the exit code shows nothing, with a tunnel or without.
+    /// Waits until kubectl exits. The API server ends its answer cleanly even if the kubelet's is cut off (for exec
+    /// too), so the exit code shows nothing, with or without a tunnel.
     pub(super) async fn expect_end(mut self) -> Result<()> {
         let drain = async {
             while self.lines.next_line().await?.is_some() {}

@@ -1,4 +1,4 @@
-//! port-forward: many concurrent connections, large answers, and a server that ends its sending first.
+//! port-forward: many concurrent connections, large answers, and a server that half-closes first.
 use std::net::SocketAddr;
 
 use anyhow::{Context as _, Result, ensure};
@@ -18,15 +18,15 @@ use super::checks::Checks;
 const CONNECTIONS: usize = 50;
 const POD: &str = "forwarder";
 const LOOPBACK: [u8; 4] = [127, 0, 0, 1];
-/// Bytes from the server that ends first.
+/// Number of bytes from the server that ends first.
 const LENGTH: u64 = 8 << 20;
 
-/// A pod with the node's network: what listens on the node's loopback answers for it.
+/// Returns a pod with the node's network: servers on the node's loopback answer for it.
 pub(super) fn pods(node: &str) -> Vec<serde_json::Value> {
     vec![on_host_network(shell(POD, node, IDLE))]
 }
 
-/// Everything.
+/// Runs all checks.
 pub(super) async fn run(checks: &mut Checks, cluster: &Cluster<'_>) {
     for transport in [Transport::WebSocket, Transport::Spdy] {
         let kubectl = cluster.kubectl.over(transport);
@@ -67,7 +67,7 @@ async fn ends_first(cluster: &Cluster<'_>, kubectl: &Kubectl) -> Result<()> {
     let source = Behaviour::Source(9, LENGTH);
     let target = Target::start(&cluster.testbed.edge(1).ns, LOOPBACK, 0, source)?;
     let (_kubectl, address) = forward(kubectl, target.address.port()).await?;
-    // At the same time: containerd waits a second for the client's end before it ends each.
+    // Concurrently: containerd waits a second for the client's end before it ends each connection.
     let mut answers = JoinSet::new();
     for _ in 0..3 {
         answers.spawn(async move {
@@ -91,7 +91,7 @@ async fn forward(kubectl: &Kubectl, port: u16) -> Result<(Child, SocketAddr)> {
     let mut lines = BufReader::new(child.stdout.take().context("no output")?).lines();
     let line = timeout(PATIENCE, lines.next_line()).await.context("port-forward printed nothing")??;
     let line = line.context("port-forward ended")?;
-    // Forwarding from 127.0.0.1:40123 -> 8080
+    // Example: Forwarding from 127.0.0.1:40123 -> 8080
     let address = line.split_whitespace().nth(2).with_context(|| format!("it printed {line:?}"))?;
     let address = address.parse().with_context(|| format!("it printed {line:?}"))?;
     // It prints a line for every connection, and a full pipe would block it.

@@ -1,4 +1,4 @@
-//! Postern as its manifests install it, with nothing else in the cluster changed.
+//! Postern as its manifests install it, with nothing else changed in the cluster.
 use anyhow::{Context as _, Result};
 use postern_testbed::Testbed;
 use postern_testbed::cluster::{Cluster, EDGE_NODE, pods, postern};
@@ -29,13 +29,13 @@ pub(super) async fn in_cluster(testbed: &Testbed) -> Result<()> {
     missing_rights(&cluster).await.context("doctor of a server that lacks rights")
 }
 
-/// The doctor of a server with the account of the agents.
+/// Runs the doctor of a server with the agents' ServiceAccount.
 async fn missing_rights(cluster: &Cluster<'_>) -> Result<()> {
     let create = ["create", "token", "tunnel-agent", "--namespace", postern::NAMESPACE];
     let token = cluster.kubectl.run(&create).await?;
     let kubeconfig = cluster.pki.kubeconfig_with_token("agents-account", &cluster.server, token.trim())?;
     let mut command = cluster.testbed.on_cloud().command(&program("tunnel-server")?);
-    // The one that runs would say its own flags.
+    // No running server at this admin address: it would report its own flags.
     command.args(["doctor", "-o", "json", "--redirect=off", "--admin-address=127.0.0.1:1"]);
     command.arg(format!("--state-dir={}", cluster.testbed.dir().join("agents-account").display()));
     command.arg(format!("--kubeconfig={}", kubeconfig.display()));

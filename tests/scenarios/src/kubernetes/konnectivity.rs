@@ -1,4 +1,4 @@
-//! An agent of konnectivity that shows the token of its pod: the real API server says which node that is.
+//! A konnectivity agent that presents the token of its pod: the real API server determines its node.
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -28,19 +28,19 @@ use tunnel_core::konnectivity::packet::Payload;
 use super::commands;
 use crate::egress::client::{ask, over};
 
-/// As in the component.
+/// The component's port.
 const PORT: u16 = 8132;
 pub(super) const ACCOUNT: &str = "default/konnectivity-agent";
 const NAME: &str = "konnectivity-agent";
 const AUDIENCE: &str = "system:konnectivity-server";
 
-/// A stream that was let in.
+/// An accepted stream.
 struct Attached {
     packets: mpsc::Sender<Packet>,
     answers: Streaming<Packet>,
 }
 
-/// Makes the ServiceAccount, and a pod of it on the edge.
+/// Creates the ServiceAccount, and a pod with it on the edge.
 pub(super) async fn prepare(cluster: &Cluster<'_>) -> Result<()> {
     let account = json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": NAME } });
     cluster.api.create("/api/v1/namespaces/default/serviceaccounts", &account).await?;
@@ -91,7 +91,7 @@ async fn call(testbed: &Testbed, token: Option<&str>) -> Result<Result<Attached,
     Ok(Ok(Attached { packets, answers: response.into_inner() }))
 }
 
-/// While the node has a tunnel-agent.
+/// The call is refused while the node has a tunnel-agent.
 pub(super) async fn refused_beside_a_tunnel_agent(testbed: &Testbed, cluster: &Cluster<'_>) -> Result<()> {
     let token = token(cluster, AUDIENCE, true).await?;
     let status = call(testbed, Some(&token)).await?.err().context("it was let in")?;
@@ -102,7 +102,7 @@ pub(super) async fn refused_beside_a_tunnel_agent(testbed: &Testbed, cluster: &C
     Ok(())
 }
 
-/// Once it has none.
+/// The call is accepted once the node has no tunnel-agent.
 pub(super) async fn attaches_by_its_token(
     testbed: &Testbed,
     cluster: &Cluster<'_>,
@@ -140,7 +140,7 @@ pub(super) async fn attaches_by_its_token(
     server.wait_connected(EDGE_NODE, false, PATIENCE).await
 }
 
-/// konnectivity's own program with that token, and nothing else that says which node it is for: kube-apiserver reaches the node
+/// Runs konnectivity's own program with that token, which alone determines its node: kube-apiserver reaches the node
 /// through it.
 pub(super) async fn its_own_program_carries(
     testbed: &Testbed,

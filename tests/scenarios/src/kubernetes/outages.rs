@@ -1,4 +1,5 @@
-//! The API server is down, or another holder has the Lease: tunnels and routes stay, and nothing has to be restarted.
+//! Outages: the API server is down, or another holder has the Lease. Tunnels and routes stay, and nothing has to be
+//! restarted.
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -19,7 +20,7 @@ use super::checks::Checks;
 use crate::common::never;
 
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Watches back off for up to 10 s.
+/// Time limit until the API server is in use again: watches back off for up to 10 s.
 const BACK: Duration = Duration::from_secs(60);
 
 pub(super) async fn outages(testbed: &Testbed) -> Result<()> {
@@ -89,13 +90,13 @@ async fn api_down(cluster: &mut Cluster<'_>, server: &mut Server<'_>, agent: &mu
     .await?;
     let status = server.get("/readyz").await?;
     ensure!(status.0 == 200, "/readyz while the API server is down: {status:?}");
-    // A restarted agent attaches without the API server too.
+    // An agent that restarts attaches without the API server too.
     agent.process.crash().await?;
     server.wait_connected(EDGE_NODE, false, PATIENCE).await?;
     agent.start_again()?;
     server.wait_connected(EDGE_NODE, true, PATIENCE).await?;
     kubelet(cluster).await.context("through the new agent's tunnel")?;
-    // So does a restarted server, with the nodes and ports that it knew.
+    // So does a server that restarts, with the nodes and ports that it knew.
     server.process.stop().await?;
     server.start_again().await?;
     server.wait_connected(EDGE_NODE, true, PATIENCE).await?;
@@ -133,7 +134,8 @@ async fn api_down(cluster: &mut Cluster<'_>, server: &mut Server<'_>, agent: &mu
 async fn lease_lost(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
     let path = format!("/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/tunnel-server");
     let records = format!("/api/v1/namespaces/{NAMESPACE}/configmaps/tunnel-nodes");
-    // Of an edge node: an earlier check has made it a cloud node for a while, which may not have been written back yet.
+    // The record of an edge node: an earlier check made it a cloud node for a while, and the record may not have been
+    // rewritten yet.
     let service = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-internal-svc");
     let service = cluster.api.get(&service).await?;
     let record = format!("{}\t{EDGE_NODE}", service["spec"]["clusterIP"].as_str().context("clusterIP")?);
@@ -141,8 +143,8 @@ async fn lease_lost(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
         records["data"]["tunnel-nodes"].as_str().is_some_and(|text| text.lines().any(|line| line == record))
     };
     let before = cluster.api.wait("the DNS records", &records, PATIENCE, is_written).await?;
-    // An earlier check has restarted the server while the API server was away, so that the Lease may still be its
-    // predecessor's.
+    // An earlier check restarted the server during an outage of the API server, so its predecessor may still hold the
+    // Lease.
     let holder = server.status().await?["server_id"].clone();
     ensure!(holder.is_string(), "status does not name the server: {holder}");
     let holds = |lease: &Value| lease["spec"]["holderIdentity"] == holder;
@@ -176,7 +178,7 @@ async fn lease_lost(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The current time in the API's format (microseconds).
+/// Returns the current time in the API's format (microseconds).
 fn rfc3339_now() -> Result<String> {
     let output = std::process::Command::new("date").args(["-u", "+%Y-%m-%dT%H:%M:%S.%6NZ"]).output();
     Ok(String::from_utf8(output.context("running date")?.stdout)?.trim().to_owned())

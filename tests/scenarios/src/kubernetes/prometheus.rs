@@ -34,7 +34,7 @@ async fn scrapes(cluster: &Cluster<'_>) -> Result<()> {
             let its = found.iter().any(|target| target.job == job && target.url == url);
             ensure!(its, "{job} of {name} is not scraped at {url}: {found:?}");
         }
-        // The samples are the node's own.
+        // The samples come from the node itself.
         let uname = samples(&format!("node_uname_info{{node=\"{name}\"}}")).await?;
         let uname = uname.first().context("no node_uname_info")?;
         ensure!(uname.label("nodename") == name, "{name} was answered by {:?}", uname.label("nodename"));

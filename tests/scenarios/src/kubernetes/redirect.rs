@@ -1,4 +1,4 @@
-//! Which connections are redirected and which are not.
+//! Checks which connections are redirected and which are not.
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -10,12 +10,12 @@ use serde_json::Value;
 
 use super::checks::Checks;
 
-/// Pods on the cloud's node.
+/// Returns pods on the cloud's node.
 pub(super) fn pods() -> Vec<Value> {
     vec![shell("cloud-talker", CLOUD_NODE, TALK), shell("cloud-idle", CLOUD_NODE, IDLE)]
 }
 
-/// Before Postern runs. `--request-timeout` shortens the API server's own timeout.
+/// Checks failures before Postern runs. `--request-timeout` shortens the API server's own timeout.
 pub(super) async fn nothing_works_yet(cluster: &Cluster<'_>) -> Result<()> {
     let error = cluster.kubectl.fails(&["logs", "talker", "--request-timeout=3s"]).await?;
     ensure!(
@@ -54,7 +54,7 @@ async fn cloud_is_direct(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<(
         excluded_then >= excluded + 5.0,
         "5 connects to the cloud's node, excluded {excluded} -> {excluded_then}"
     );
-    // The API server connects to the edge's kubelet now and then.
+    // The API server also connects to the edge's kubelet by itself now and then.
     ensure!(
         redirected_then < redirected + 5.0,
         "redirected {redirected} -> {redirected_then} by 5 connects to the cloud"

@@ -1,4 +1,4 @@
-//! A cloud host that is not a master, with a redirector as the overlay `everywhere` runs it.
+//! A cloud host that is not a master, with a redirector as in the overlay `everywhere`.
 use std::path::Path;
 use std::time::Duration;
 
@@ -57,7 +57,7 @@ pub(super) async fn redirector(testbed: &Testbed) -> Result<()> {
     checks.finish()
 }
 
-/// As its DaemonSet starts it, with a token of its ServiceAccount that is bound to a pod of the host.
+/// Starts it as its DaemonSet does, with a token of its ServiceAccount that is bound to a pod of the host.
 pub(super) async fn start<'a>(
     cluster: &Cluster<'a>,
     manifests: &Manifests,
@@ -80,7 +80,7 @@ pub(super) async fn start<'a>(
     arguments.fold(builder, Builder::flag).flag(format!("--node-name={WORKER}")).start().await
 }
 
-/// What a program on the host gets.
+/// Fetches a URL from a program on the host.
 pub(crate) fn fetch(host: &CloudHost, url: &str) -> Result<String> {
     let place = Placement { ns: &host.ns, cgroup: &host.cgroup };
     let mut command = place.command(Path::new("curl"));
@@ -108,7 +108,7 @@ async fn reached(
     kubelet: &str,
 ) -> Result<()> {
     let url = format!("{kubelet}/healthz");
-    // It is ready once it is linked to a server, and learns then which nodes that one has.
+    // It is ready once linked to a server, and only then learns that server's nodes.
     let fetched = async || fetch(worker, &url);
     wait_until("the kubelet to answer a program", SCRAPED, fetched, |answer| answer == "ok").await?;
     let of_redirector = |line: &postern_testbed::access_log::AccessLine| {
@@ -122,7 +122,7 @@ async fn reached(
     Ok(())
 }
 
-/// From another host, and with the rights of the component.
+/// Reads its metrics from another host, with the rights of the component.
 async fn metrics(cluster: &Cluster<'_>) -> Result<()> {
     let kubectl = &cluster.kubectl;
     for account in ["reader", "stranger"] {
@@ -136,7 +136,7 @@ async fn metrics(cluster: &Cluster<'_>) -> Result<()> {
         let header = format!("Authorization: Bearer {}", token.trim());
         curl(cluster.testbed, &["--insecure", "--header", &header, &url]).await
     };
-    // The authoriser may hear of the binding a moment later, and a no is remembered for 5 s.
+    // The authoriser may learn of the binding a moment later, and a denial is cached for 5 s.
     let reader = async || ask("reader").await;
     let may_read = |answer: &Answer| answer.status != 403;
     let answer = wait_until("the reader to be let in", SCRAPED, reader, may_read).await?;
@@ -145,7 +145,7 @@ async fn metrics(cluster: &Cluster<'_>) -> Result<()> {
     ask("stranger").await?.expect(403, refused)
 }
 
-/// A real one, which knows the node's own address.
+/// Runs a real Prometheus there, with the node's own address as its target.
 async fn scraped(testbed: &Testbed, worker: &CloudHost) -> Result<()> {
     let target = format!("{}:10255", testbed.edge(1).address);
     let configuration = json!({

@@ -1,5 +1,5 @@
-//! kube-apiserver asks the egress door for Services by their cluster IPs, as it does by default, and their endpoints are on an
-//! edge node: an admission webhook, and an aggregated API server, the real metrics-server.
+//! kube-apiserver asks the egress listener for Services by their cluster IPs, its default, with endpoints on an edge
+//! node: an admission webhook, and an aggregated API server (the real metrics-server).
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -57,7 +57,7 @@ pub(super) async fn aggregated_at_the_edge(testbed: &Testbed) -> Result<()> {
     checks.finish()
 }
 
-/// Postern with the egress door, which may dial the cloud's node and pods, but no Service.
+/// Starts Postern with an egress listener that may dial the cloud's node and pods, but no Service.
 async fn postern<'a>(testbed: &Testbed, cluster: &Cluster<'a>) -> Result<(Server<'a>, Agent<'a>)> {
     let manifests = postern::install_with(cluster, "base", &["egress-services"]).await?;
     let server = postern::server(cluster, &manifests)
@@ -118,7 +118,7 @@ async fn without_endpoints(testbed: &Testbed, cluster: &Cluster<'_>) -> Result<(
     Ok(())
 }
 
-/// A CONNECT through the door, and its answer.
+/// Makes a CONNECT through the listener; returns the stream and the answer.
 async fn connect(testbed: &Testbed, target: &str) -> Result<(UnixStream, String)> {
     let stream = UnixStream::connect(socket(testbed)).await.context("connecting to the socket")?;
     ask(stream, target).await
@@ -129,7 +129,7 @@ async fn cluster_ip(cluster: &Cluster<'_>, service: &str) -> Result<String> {
     Ok(service["spec"]["clusterIP"].as_str().context("a Service without an address")?.to_owned())
 }
 
-/// metrics-server asks the kubelets of both nodes, and kube-apiserver asks it.
+/// Checks `kubectl top`: metrics-server asks the kubelets of both nodes, and kube-apiserver asks it.
 async fn top(cluster: &Cluster<'_>) -> Result<()> {
     measured(cluster, NODES, &[CLOUD_NODE, EDGE_NODE], &[]).await?;
     let printed = cluster.kubectl.run(&["top", "nodes", "--no-headers"]).await?;

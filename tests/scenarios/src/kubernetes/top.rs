@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::checks::Checks;
 use super::redirector::{self, WORKER};
 
-/// A node's figures are there after two rounds of metrics-server and two of the kubelet, of ten seconds each.
+/// Time limit for a node's figures: they need two rounds of metrics-server and two of the kubelet, of ten seconds each.
 const MEASURED: Duration = Duration::from_secs(60);
 pub(super) const NODES: &str = "/apis/metrics.k8s.io/v1beta1/nodes";
 const PODS: &str = "/apis/metrics.k8s.io/v1beta1/namespaces/default/pods";
@@ -47,7 +47,7 @@ pub(super) async fn top(testbed: &Testbed) -> Result<()> {
     checks.finish()
 }
 
-/// The cloud's nodes and pods have figures, the edge's have not.
+/// The cloud's nodes and pods have figures, the edge's have none.
 async fn unknown(cluster: &Cluster<'_>) -> Result<()> {
     measured(cluster, NODES, &[CLOUD_NODE, WORKER], &[EDGE_NODE]).await?;
     measured(cluster, PODS, &["worker-talker"], &["talker"]).await?;
@@ -85,7 +85,8 @@ async fn shown(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the list of metrics-server has these and not those. It answers cheaply, and kubectl shows the same.
+/// Waits until metrics-server's list has the names `with` and none of `without`. The list is cheap, and kubectl shows
+/// the same.
 pub(super) async fn measured(
     cluster: &Cluster<'_>,
     list: &str,
@@ -106,13 +107,13 @@ pub(super) async fn measured(
     wait_until(&what, MEASURED, names, fits).await.map(drop)
 }
 
-/// The words of `kubectl top` about `name`.
+/// Returns the words of the line of `kubectl top` about `name`.
 fn line<'a>(printed: &'a str, name: &str) -> Result<Vec<&'a str>> {
     let mut lines = printed.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     lines.find(|words| words.first() == Some(&name)).with_context(|| format!("no {name} in {printed:?}"))
 }
 
-/// The word at this place is a quantity above zero, such as 12m or 345Mi.
+/// Fails unless the word at this place is a quantity above zero, such as 12m or 345Mi.
 pub(super) fn positive(printed: &str, name: &str, place: usize) -> Result<()> {
     let words = line(printed, name)?;
     let quantity = words.get(place).copied().unwrap_or_default();

@@ -1,5 +1,5 @@
-//! Two masters, each with an API server (of one etcd) and a tunnel-server, and an edge behind NAT: first behind one address, so
-//! that the agent has a session with one of them only, then attached to both.
+//! Two masters, each with an API server (sharing one etcd) and a tunnel-server, and an edge behind NAT: first behind
+//! one address, so that the agent has a session with only one of them, then attached to both.
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -29,24 +29,24 @@ use crate::common::{alongside, hold, target};
 const CONDITION: &str = "PosternTunnel";
 /// The second master.
 const SECOND: &str = "cloud-2";
-/// How soon servers and agents notice that a path is dead, or works again.
+/// Time limit for servers and agents to notice that a path is dead, or works again.
 const NOTICED: Duration = Duration::from_secs(45);
-/// How soon a server has the API server back: watches back off for up to 10 s.
+/// Time limit for a server to reconnect to the API server: watches back off for up to 10 s.
 const BACK: Duration = Duration::from_secs(60);
-/// How long what is to go on is watched while something is wrong.
+/// Duration for which unaffected traffic is watched during a fault.
 const WATCHED: Duration = Duration::from_secs(8);
-/// A server that stops waits for what it carries for 10 s.
+/// Time limit for a server to stop; it waits for its connections for 10 s.
 const STOPS: Duration = Duration::from_secs(30);
-/// A Lease of a dead server ends after 15 s.
+/// Time limit for a new leader: the Lease of a dead server ends after 15 s.
 const LEADS: Duration = Duration::from_secs(40);
 
 struct Masters<'a> {
     cluster: Cluster<'a>,
     second: &'a CloudHost,
-    /// Of the second master; the first one's belongs to the cluster.
+    /// API server of the second master; the first one's belongs to the cluster.
     apiserver: Process,
     servers: [Server<'a>; 2],
-    /// With the API server of each.
+    /// kubectl for the API server of each master.
     kubectl: [Kubectl; 2],
 }
 
@@ -60,7 +60,7 @@ pub(super) async fn two_masters(testbed: &Testbed) -> Result<()> {
     let masters = [(CLOUD, CLOUD_NODE), (NEIGHBOUR, SECOND)];
     let manifests = postern::install_for(&cluster, "overlays/loadbalancer", &[], &masters).await?;
     let service = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-svc/status");
-    // A proxy's address: kube-proxy leaves it alone.
+    // With ipMode Proxy kube-proxy does not handle this address.
     let ingress =
         json!({ "status": { "loadBalancer": { "ingress": [{ "ip": ROUTER, "ipMode": "Proxy" }] } } });
     cluster.api.patch(&service, &ingress).await.context("the load balancer's address")?;
@@ -96,11 +96,11 @@ impl<'a> Masters<'a> {
         Ok(())
     }
 
-    /// The server that has the agent's session.
+    /// Returns the servers with which the agent has a session.
     async fn attached(&self) -> Result<Vec<usize>> {
         let mut attached = Vec::new();
         for (at, server) in self.servers.iter().enumerate() {
-            // One that is dead has none.
+            // A dead server has none.
             if server.is_connected(EDGE_NODE).await.unwrap_or(false) {
                 attached.push(at);
             }
@@ -114,7 +114,8 @@ impl<'a> Masters<'a> {
         wait_until(&what, NOTICED, attached, |now| now == wanted).await.map(drop)
     }
 
-    /// An agent that knows the load balancer's address only: every command of the other master is passed on.
+    /// Starts an agent that knows only the load balancer's address: every connection of the other master's commands is
+    /// forwarded between the servers.
     async fn behind_one_address(&mut self, checks: &mut Checks, manifests: &Manifests) -> Result<Agent<'a>> {
         let agent = postern::agent_builder(&self.cluster, manifests, 1)?.spawn()?;
         let attached = async || self.attached().await;
@@ -122,7 +123,7 @@ impl<'a> Masters<'a> {
             wait_until("a session by the balancer", agent::START, attached, |now| now.len() == 1).await?[0];
         let far = 1 - near;
         self.cluster.kubectl = self.kubectl[far].clone();
-        // Most of the suite's time goes into its copies, and each byte passes two servers here.
+        // The copies take most of the suite's time, and each byte passes through two servers here.
         commands::run_copying(checks, &self.cluster, 50).await;
         forward::run(checks, &self.cluster).await;
         views::run(checks, &self.cluster).await;
@@ -145,13 +146,13 @@ impl<'a> Masters<'a> {
         Ok(())
     }
 
-    /// The one without the session starts while no API server answers it. Its own dials are what it passes on by, so that it
-    /// has to know the other one from before.
+    /// The server without the session starts while no API server answers it. It can forward only to servers that it
+    /// dials itself, so it has to know the other one from before.
     async fn unaided(&mut self, near: usize) -> Result<()> {
         let far = 1 - near;
         self.servers[far].process.crash().await?;
         let host = [&self.cluster.testbed.cloud, &self.second.ns][far].clone();
-        // For its new connections only: the host's kubelet keeps the one that it has.
+        // Only for new connections: the host's kubelet keeps its existing one.
         let rule = format!("OUTPUT -d {ROUTER} -p tcp --dport 6443 --syn -j REJECT --reject-with tcp-reset");
         host.iptables(&format!("-I {rule}"))?;
         let meanwhile = self.passes_on_unaided(near).await;
@@ -187,7 +188,7 @@ impl<'a> Masters<'a> {
         Ok(())
     }
 
-    /// The agent comes to the other one by the same address.
+    /// The agent attaches to the other server through the same address.
     async fn dies(&mut self, near: usize) -> Result<()> {
         self.servers[near].process.crash().await?;
         let start = Instant::now();
@@ -218,7 +219,8 @@ impl<'a> Masters<'a> {
         Ok(())
     }
 
-    /// Since when the edge node has a tunnel, and how often the end of one was reported, both as the cluster says it.
+    /// Returns the time since which the edge node has a tunnel and the number of reported tunnel ends, both from the
+    /// cluster.
     async fn said(&self) -> Result<(Value, u64)> {
         let path = format!("/api/v1/nodes/{EDGE_NODE}");
         let node =
@@ -232,7 +234,7 @@ impl<'a> Masters<'a> {
         Ok((since.context("no condition")?, events.iter().filter(of_tunnel).map(times).sum()))
     }
 
-    /// Its API server and its tunnel-server: the other master's go on.
+    /// Kills the first master's API server and tunnel-server: the other master's go on.
     async fn killed(&mut self) -> Result<()> {
         let said = self.said().await?;
         let mut following = Following::start(&self.kubectl[1]).await?;
@@ -254,9 +256,10 @@ impl<'a> Masters<'a> {
         Ok(())
     }
 
-    /// A rolling update as pods do it: nobody notices, and who is taken over from goes on should its successor die.
+    /// Replaces a server by a rolling update as pods do it: no connection fails, and if the successor dies, the
+    /// replaced server goes on.
     async fn replaced(&mut self) -> Result<()> {
-        // The only one that may write to the cluster.
+        // This leaves one server that may write to the cluster.
         self.servers[1].process.crash().await?;
         let first = id(&self.servers[0]).await?;
         self.wait_leads(&first).await?;
@@ -280,16 +283,16 @@ impl<'a> Masters<'a> {
         following.next(15).await.context("what the first one carries")
     }
 
-    /// As by `kubectl rollout undo`: who waits to be stopped gets everything back, and nobody notices.
+    /// As by `kubectl rollout undo`: a server that waits to be stopped gets everything back, and no connection fails.
     async fn undone(&mut self) -> Result<()> {
-        // No other way leads to the edge.
+        // This leaves no other path to the edge.
         self.servers[1].process.crash().await?;
         ports_are_followed(&self.cluster, "9101").await?;
         let edge = target(self.cluster.testbed, 1, 9101, Behaviour::Echo)?;
         let (server, kubectl) = (&self.servers[0], &self.kubectl[0]);
         let first = id(server).await?;
         let mut second = server.successor()?;
-        // Not by their logs: those of the ones before are in them, too.
+        // Not by their logs, which contain their predecessors' lines too.
         let taken = async || Ok(id(server).await? != first && server.get("/readyz").await?.0 == 200);
         wait_until("the second server to take over", NOTICED, taken, |taken| *taken).await?;
         let mut held = hold(edge.address, b"before").await?;
@@ -317,7 +320,7 @@ impl<'a> Masters<'a> {
         self.cluster.api.wait(&format!("{id} to hold the Lease"), &path, LEADS, holds).await.map(drop)
     }
 
-    /// What the first master's clients open is passed on meanwhile.
+    /// Cuts the first master off from the agent: its clients' connections are forwarded meanwhile.
     async fn apart_from_the_agent(&mut self) -> Result<()> {
         let router = self.cluster.testbed.router.clone();
         let rules = [
@@ -338,13 +341,13 @@ impl<'a> Masters<'a> {
         figure(&format!("a session that is cut off ends after {:.1?}", start.elapsed()));
         let before = self.servers[0].access_log()?.len();
         goes_on(&[&self.kubectl[0], &self.kubectl[1]], WATCHED).await?;
-        // A line is written when its connection has ended, for which kubectl does not wait.
+        // The line is written when the connection has ended, and kubectl does not wait for that.
         let lines = async || Ok(self.servers[0].access_log()?.split_off(before));
         let passed_on = |lines: &Vec<AccessLine>| lines.iter().any(|line| !line.text("via").is_empty());
         wait_until("a connection that was passed on", NOTICED, lines, passed_on).await.map(drop)
     }
 
-    /// Each serves its own session.
+    /// Cuts the servers off from each other: each serves its own session.
     async fn apart(&mut self) -> Result<()> {
         let hosts = [(&self.cluster.testbed.cloud, NEIGHBOUR), (&self.second.ns, CLOUD)];
         let change = |change: &str| {
@@ -368,13 +371,13 @@ impl<'a> Masters<'a> {
     }
 }
 
-/// logs and exec, once.
+/// Runs logs and exec once.
 async fn works(kubectl: &Kubectl) -> Result<()> {
     commands::logs(kubectl).await?;
     commands::exec(kubectl).await
 }
 
-/// Opens connections, one after the other, none of which may fail.
+/// Runs commands one after the other, each on a new connection, none of which may fail.
 async fn goes_on(all: &[&Kubectl], span: Duration) -> Result<()> {
     let (end, mut count) = (Instant::now() + span, 0);
     while count == 0 || Instant::now() < end {

@@ -1,5 +1,5 @@
-//! Two nodes in two sites have the same address, as factory-made edge boxes do: each is reached by name, and the address
-//! leads to the older node, or is refused when both were created in one second.
+//! Two nodes in two sites with the same address, as factory-made edge boxes have: each is reached by name, and the
+//! address leads to the older node, or is refused if both were created in the same second.
 use std::cmp::Ordering;
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use tokio::net::TcpStream;
 
 use super::checks::Checks;
 
-/// The second site's node: the same address as [`EDGE_NODE`]'s.
+/// Node of the second site, with the same address as [`EDGE_NODE`].
 const TWIN: &str = "edge-2";
 const HTTPS_DOOR: ([u8; 4], u16) = ([127, 0, 0, 1], 10263);
 
@@ -64,9 +64,9 @@ async fn by_name(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// None when both were created in one second.
+/// Returns the older node; None if both were created in the same second.
 async fn older(cluster: &Cluster<'_>) -> Result<Option<&'static str>> {
-    // Times of one form: they sort as texts.
+    // Times in one format sort as text.
     let created = async |node: &str| -> Result<String> {
         let node = cluster.api.get(&format!("/api/v1/nodes/{node}")).await?;
         Ok(node["metadata"]["creationTimestamp"].as_str().context("the Node's creationTimestamp")?.to_owned())
@@ -103,7 +103,7 @@ async fn one_left(cluster: &mut Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The certificate at the address, verified as the node's.
+/// Returns the certificate presented at the address, verified as the node's.
 async fn presented(cluster: &Cluster<'_>, node: &str) -> Result<Vec<u8>> {
     let address = (cluster.testbed.edge(1).address, 10250);
     let stream = tokio::time::timeout(Duration::from_secs(1), TcpStream::connect(address)).await??;

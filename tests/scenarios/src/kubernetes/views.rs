@@ -1,4 +1,4 @@
-//! What clients get from kubelets and pods through the API server: statistics, metrics, node logs, proxies.
+//! Views of kubelets and pods through the API server: statistics, metrics, node logs, proxies.
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -54,7 +54,7 @@ async fn node_logs(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The API server dials the pod itself; `--edge-pod-routes` redirects that.
+/// The API server dials the pod itself; `--edge-pod-routes` redirects that connection.
 async fn pod_proxy(cluster: &Cluster<'_>) -> Result<()> {
     expect_page(cluster, "/api/v1/namespaces/default/pods/web:80/proxy/index.html").await
 }
@@ -67,14 +67,14 @@ async fn service_proxy(cluster: &Cluster<'_>) -> Result<()> {
         "spec": { "selector": { "app": "web" }, "ports": [{ "port": 8080, "targetPort": 80 }] },
     });
     let services = "/api/v1/namespaces/default/services";
-    // It may have been made for another way to the node.
+    // An earlier connection type may have created it.
     if cluster.api.find(&format!("{services}/web")).await?.is_none() {
         cluster.api.create(services, &service).await?;
     }
     let slices = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices?labelSelector=kubernetes.io/service-name%3Dweb";
     let ready = |list: &Value| list["items"][0]["endpoints"][0]["conditions"]["ready"] == true;
     cluster.api.wait("the Service's endpoint", slices, Duration::from_secs(20), ready).await?;
-    // The API server's proxy goes by the Service's Endpoints, which another controller writes.
+    // The API server's proxy uses the Service's Endpoints, which another controller writes.
     let path = "/api/v1/namespaces/default/services/web:8080/proxy/index.html";
     let page = async || expect_page(cluster, path).await;
     wait_until("the page by the Service", Duration::from_secs(20), page, |()| true).await

@@ -1,4 +1,4 @@
-//! Chromium without a screen, led over its DevTools protocol on two pipes
+//! Headless Chromium, controlled over its DevTools protocol on two pipes
 //! (<https://chromedevtools.github.io/devtools-protocol/>).
 use std::fs;
 use std::path::Path;
@@ -26,12 +26,12 @@ pub(super) struct Browser {
     answers: BufReader<pipe::Receiver>,
     session: Option<String>,
     last: u64,
-    /// Exceptions of scripts, and what the page's policy has forbidden.
+    /// Exceptions of scripts, and violations of the page's security policy.
     pub(super) faults: Vec<String>,
 }
 
 impl Browser {
-    /// Starts one on the cloud host.
+    /// Starts a browser on the cloud host.
     pub(super) async fn start(testbed: &Testbed) -> Result<Self> {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let name = format!("chromium-{}", STARTED.fetch_add(1, Ordering::Relaxed));
@@ -41,7 +41,7 @@ impl Browser {
         for path in [&commands, &answers] {
             mkfifo(path, Mode::S_IRWXU).with_context(|| format!("making {}", path.display()))?;
         }
-        // Both ends: neither open then waits for the other program.
+        // Opened for reading and writing, so that no open waits for the other program.
         let mut open = pipe::OpenOptions::new();
         open.read_write(true);
         let (sender, receiver) = (open.open_sender(&commands)?, open.open_receiver(&answers)?);
@@ -50,7 +50,7 @@ impl Browser {
             .args(["-c", r#"in="$1" out="$2"; shift 2; exec "$@" 3<"$in" 4>"$out""#, "sh"])
             .args([&commands, &answers])
             .arg("chromium")
-            // It runs as root, and needs neither a screen nor anything of the Internet.
+            // It runs as root, without a screen and without Internet access.
             .args([
                 "--headless",
                 "--no-sandbox",
@@ -124,7 +124,7 @@ impl Browser {
         Ok(())
     }
 
-    /// The value of an expression, or of what it promises.
+    /// Evaluates an expression, and awaits it if it is a promise.
     pub(super) async fn value(&mut self, expression: &str) -> Result<Value> {
         let params = json!({"expression": expression, "returnByValue": true, "awaitPromise": true});
         let answer = self.command("Runtime.evaluate", params).await?;
@@ -132,13 +132,13 @@ impl Browser {
         Ok(answer["result"]["value"].clone())
     }
 
-    /// The text of the first element that fits a selector, as it is seen.
+    /// Returns the visible text of the first element that matches a selector.
     pub(super) async fn text(&mut self, selector: &str) -> Result<String> {
         let text = self.value(&format!("document.querySelector({selector:?})?.innerText ?? ''")).await?;
         Ok(text.as_str().unwrap_or_default().to_owned())
     }
 
-    /// Waits until that text contains `part`.
+    /// Waits until the element's text contains `part`.
     pub(super) async fn shows(&mut self, selector: &str, part: &str) -> Result<()> {
         let what = format!("{part:?} in {selector}");
         wait_until(&what, PATIENCE, async || self.text(selector).await, |text| text.contains(part))
@@ -152,7 +152,7 @@ impl Browser {
         wait_until(expression, PATIENCE, seen, |value| *value == true).await.map(drop)
     }
 
-    /// Presses a key, as `KeyboardEvent.key` calls it.
+    /// Presses a key, named as in `KeyboardEvent.key`.
     pub(super) async fn press(&mut self, key: &str) -> Result<()> {
         let (code, text) = match key {
             "Enter" => (13, "\r"),
@@ -175,7 +175,7 @@ impl Browser {
         Ok(())
     }
 
-    /// Writes where the focus is.
+    /// Types into the focused element.
     pub(super) async fn write(&mut self, text: &str) -> Result<()> {
         self.command("Input.insertText", json!({"text": text})).await.map(drop)
     }
@@ -194,14 +194,14 @@ impl Browser {
         Ok(())
     }
 
-    /// What the person prefers.
+    /// Sets the preferred colour scheme.
     pub(super) async fn dark(&mut self, dark: bool) -> Result<()> {
         let value = if dark { "dark" } else { "light" };
         let feature = json!({"name": "prefers-color-scheme", "value": value});
         self.command("Emulation.setEmulatedMedia", json!({"features": [feature]})).await.map(drop)
     }
 
-    /// A picture of the whole page as PNG.
+    /// Returns a screenshot of the whole page as PNG.
     pub(super) async fn picture(&mut self) -> Result<Vec<u8>> {
         let size = "({x: 0, y: 0, scale: 1, width: document.documentElement.clientWidth, \
             height: document.documentElement.scrollHeight})";

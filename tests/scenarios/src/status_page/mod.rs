@@ -26,10 +26,10 @@ scenarios! {
 }
 
 const PAGE: &str = "http://127.0.0.1:10265/";
-/// Where the pictures of the documentation go, if they are wanted.
+/// Folder for the pictures of the documentation, if set.
 const PICTURES: &str = "POSTERN_PICTURES";
 
-/// The browser shows the status.
+/// Opens the page in a browser and waits until it shows the status.
 async fn opened(testbed: &Testbed, fragment: &str) -> Result<Browser> {
     let mut browser = Browser::start(testbed).await?;
     browser.open(&format!("{PAGE}{fragment}")).await?;
@@ -37,7 +37,7 @@ async fn opened(testbed: &Testbed, fragment: &str) -> Result<Browser> {
     Ok(browser)
 }
 
-/// Cells of a node's row.
+/// Returns the cells of a node's row.
 async fn row(browser: &mut Browser, node: &str) -> Result<String> {
     browser.text(&format!("#rows tr[data-node={node}]")).await
 }
@@ -62,7 +62,7 @@ async fn it_shows_what_runs(testbed: &Testbed) -> Result<()> {
     ensure!(cells.contains("connected") && cells.contains("192.168.50.2"), "{cells}");
     let cells = row(&mut browser, "edge-2").await?;
     ensure!(cells.contains("away") && cells.contains("ago: "), "{cells}");
-    // What needs attention comes first.
+    // Nodes that need attention come first.
     let first = browser.value("document.querySelector('#rows tr').dataset.node").await?;
     ensure!(first == "edge-2", "{first}");
     browser.shows("#doors", "redirect").await?;
@@ -70,14 +70,14 @@ async fn it_shows_what_runs(testbed: &Testbed) -> Result<()> {
     browser.shows("#failures", "target: 1 since the start").await?;
     browser.shows("#failures", "connection refused by 192.168.50.2:9101").await?;
 
-    // What flows now.
+    // Current throughput.
     let stream = client::connect((testbed.edge(1).ip(), 9102)).await?;
     let reading = tokio::spawn(drain(stream));
     let flowing = async || browser.text("#rows tr[data-node=edge-1] td:nth-child(9)").await;
     wait_until("a throughput", client::PATIENCE, flowing, |text| text.contains("MB/s")).await?;
     reading.abort();
 
-    // Its links.
+    // The node's links.
     browser.click("#rows tr[data-node=edge-1]").await?;
     browser.shows("#detail-name", "edge-1").await?;
     browser.shows("#detail-links", "Window of a stream").await?;
@@ -99,7 +99,7 @@ async fn it_shows_what_runs(testbed: &Testbed) -> Result<()> {
     }
     ensure!(browser.faults.is_empty(), "{:?}", browser.faults);
 
-    // It says when nobody answers any more.
+    // The page says when the server no longer answers.
     server.process.crash().await?;
     browser.shows("#state", "what is shown is old").await
 }
@@ -117,7 +117,7 @@ async fn it_is_used_with_the_keyboard(testbed: &Testbed) -> Result<()> {
     browser.write("EDGE-1 192.168").await?;
     browser.shows("#count", "1 of 2 nodes").await?;
     browser.until("location.hash === '#q=EDGE-1+192.168'").await?;
-    // From the search to the table, and into the node.
+    // The keyboard leads from the search to the table, and into the node.
     browser.press("Enter").await?;
     browser.until("document.activeElement.id === 'scroll'").await?;
     browser
@@ -129,7 +129,7 @@ async fn it_is_used_with_the_keyboard(testbed: &Testbed) -> Result<()> {
     browser.until("document.querySelector('#detail').hidden").await?;
     browser.until("document.activeElement.id === 'scroll'").await?;
 
-    // A view can be passed on.
+    // A view can be shared by its URL.
     let mut other = opened(testbed, "ui/#show=away&sort=-name&node=edge-2").await?;
     other.shows("#count", "1 of 2 nodes").await?;
     other.shows("#detail-facts", "away").await?;
@@ -163,7 +163,7 @@ async fn a_conflict_is_shown_while_there_is_one(testbed: &Testbed) -> Result<()>
     Ok(())
 }
 
-/// The reason why a file is not in effect has what was in it.
+/// The reason why a file is not in effect contains text from that file.
 async fn what_comes_from_elsewhere_is_text(testbed: &Testbed) -> Result<()> {
     let server = server(testbed).await?;
     let inventory = Inventory::of(testbed)?;
@@ -177,7 +177,7 @@ async fn what_comes_from_elsewhere_is_text(testbed: &Testbed) -> Result<()> {
     ensure!(browser.value("document.images.length").await? == 0, "an image was made");
     ensure!(browser.value("window.hostile ?? 0").await? == 0, "a script ran");
 
-    // And what got in nevertheless would not run, nor be seen elsewhere.
+    // Even markup that got in could neither run scripts nor load anything from elsewhere.
     browser
         .value("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.hostile=1\">')")
         .await?;
@@ -204,7 +204,8 @@ async fn ten_thousand_nodes_stay_quick(testbed: &Testbed) -> Result<()> {
     let rows = browser.value("document.querySelectorAll('#rows tr').length").await?;
     ensure!(rows.as_u64().is_some_and(|rows| rows < 100), "{rows} rows were made");
 
-    // From a letter to what is drawn. Of each text the best of five: the others may have waited for a processor.
+    // Time from a letter to the drawn result. The best of five for each text: the others may have waited for a
+    // processor.
     let search = "(() => { const box = document.querySelector('#search'); \
         const texts = ['s', 'si', 'site-0999', 'site-09999', '10.128.39.15', '']; \
         const best = texts.map(() => Infinity); \
@@ -232,7 +233,7 @@ async fn ten_thousand_nodes_stay_quick(testbed: &Testbed) -> Result<()> {
         )
         .await?;
 
-    // The last one, by key.
+    // The End key selects the last node.
     browser.value("document.querySelector('#scroll').focus()").await?;
     browser.press("End").await?;
     browser

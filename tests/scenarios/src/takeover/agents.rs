@@ -39,7 +39,7 @@ pub(super) async fn an_agent_is_replaced(testbed: &Testbed) -> Result<()> {
         let replacing = async {
             let second = agent.take_over().await?;
             figure(&format!("turn {turn}: took over after {:.1?}", started.elapsed()));
-            // What the first one carries goes on.
+            // Connections of the first agent go on.
             echo(&mut held, b"after").await.context("on the connection held")?;
             let (got, _) = client::digest(&mut download).await?;
             ensure!(got + 1_000_000 == length, "a download of {got} bytes");
@@ -72,7 +72,7 @@ pub(super) async fn an_agent_is_replaced(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// How many connections each session of edge 1 carries whose agent leaves, the oldest first.
+/// Returns the number of connections of each session of edge 1 whose agent is leaving, the oldest first.
 async fn leaving(server: &Server<'_>) -> Result<Vec<u64>> {
     let status = server.status().await?;
     let sessions = status["nodes"][0]["leaving"].as_array();
@@ -87,7 +87,7 @@ async fn wait_leaving(server: &Server<'_>, connections: &[u64]) -> Result<()> {
     server.metrics().await?.expect("postern_agent_sessions_leaving", &[], connections.len() as f64)
 }
 
-/// As during a long `kubectl logs -f`: each agent finishes what it carries, however often the next one is replaced.
+/// As during a long `kubectl logs -f`: each agent finishes its connections, however often the next one is replaced.
 pub(super) async fn agents_are_replaced_while_earlier_ones_drain(testbed: &Testbed) -> Result<()> {
     let server = server(testbed).await?;
     let mut agents = vec![Agent::enrol_with(&server, 1, &["--drain-timeout=2m"]).await?];
@@ -111,7 +111,7 @@ pub(super) async fn agents_are_replaced_while_earlier_ones_drain(testbed: &Testb
     ensure!(status.code() == Some(0), "the second agent ended with {status}");
     wait_leaving(&server, &[1, 1]).await?;
 
-    // The next one takes over from the last, and not from the first, whose successor has ended.
+    // The next agent takes over from the last one, and not from the first, whose successor has ended.
     let mut fourth = agents.pop().context("the fourth agent")?;
     let mut fifth = alongside("one more replacement", on_edge.address, fourth.take_over()).await?;
     let status = fourth.process.wait_exit(ENDS).await?;
@@ -133,7 +133,7 @@ pub(super) async fn agents_are_replaced_while_earlier_ones_drain(testbed: &Testb
     Ok(())
 }
 
-/// It had taken over: a third one starts at once, whatever the first one still carries.
+/// The successor had taken over: a third agent starts at once, whatever connections the first one still has.
 pub(super) async fn an_agents_successor_dies_while_the_first_one_drains(testbed: &Testbed) -> Result<()> {
     let server = server(testbed).await?;
     let mut first = Agent::enrol_with(&server, 1, &["--drain-timeout=2m"]).await?;
@@ -155,7 +155,7 @@ pub(super) async fn an_agents_successor_dies(testbed: &Testbed) -> Result<()> {
     visit_mapped(testbed).await?;
     let epoch = session_of(&server, 0).await?["epoch"].clone();
 
-    // Half-way: it reaches no server.
+    // Half-way: the successor reaches no server.
     let edge = &testbed.edge(1).ns;
     let syn = "OUTPUT -p tcp --dport 10262 --syn -j DROP";
     edge.iptables(&format!("-I {syn}"))?;
@@ -174,7 +174,7 @@ pub(super) async fn an_agents_successor_dies(testbed: &Testbed) -> Result<()> {
     ensure!(session_of(&server, 0).await?["epoch"] == epoch, "the session is another one");
     ensure!(agent.get("/readyz").await?.0 == 200, "the first agent has lost its admin port");
 
-    // It has taken over, and the first one waits to be stopped.
+    // The second agent has taken over, and the first one waits to be stopped.
     let mut second = alongside("a takeover", on_edge.address, agent.take_over()).await?;
     echo(&mut held, b"after").await.context("on the connection held")?;
     ensure!(agent.process.ended()?.is_none(), "the first agent ended by itself");
@@ -189,7 +189,7 @@ pub(super) async fn an_agents_successor_dies(testbed: &Testbed) -> Result<()> {
     visit(on_edge.address).await?;
     visit_mapped(testbed).await.context("after the second agent's death")?;
 
-    // The next one is taken.
+    // The next successor is accepted.
     let third = alongside("another takeover", on_edge.address, agent.take_over()).await?;
     drop(held);
     alongside("the first agent's end", on_edge.address, async {

@@ -1,4 +1,4 @@
-//! The end of a program that was taken over from.
+//! The end of a program that a successor has replaced.
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -7,10 +7,10 @@ use postern_testbed::client::{echo, visit};
 use postern_testbed::process::Process;
 use tokio::net::TcpStream;
 
-/// How long a program may take to end once it has nothing to carry.
+/// Time limit for a program to end once it has no connections.
 pub(super) const ENDS: Duration = Duration::from_secs(20);
 
-/// The first one has carried what it had, and ends with it; the third one goes on.
+/// Waits until the first program has ended along with its last connection; the third one goes on.
 pub(super) async fn finishes(first: &mut Process, mut held: TcpStream, on_edge: SocketAddr) -> Result<()> {
     ensure!(first.ended()?.is_none(), "the first one ended with a connection open");
     echo(&mut held, b"after").await.context("on the connection held")?;

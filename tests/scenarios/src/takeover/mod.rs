@@ -1,4 +1,4 @@
-//! A second server, or agent, of the same host takes over from the first; and what a killed one leaves.
+//! A second server or agent on the same host takes over from the first; and the remains of a killed server.
 mod agents;
 mod ends;
 mod pair;
@@ -43,7 +43,7 @@ scenarios! {
     killed_and_gone(limit = 180),
 }
 
-/// How long what a server that died has pinned may stay: it is dead after three seconds without a sign of life.
+/// Time limit for removing the pins of a dead server: it counts as dead after three seconds without a sign of life.
 const REMOVED: Duration = Duration::from_secs(10);
 
 async fn agents<'a>(server: &Server<'a>, count: usize) -> Result<Vec<Agent<'a>>> {
@@ -77,7 +77,7 @@ async fn nobody_notices(testbed: &Testbed) -> Result<()> {
             alongside("a takeover, at the other", on_other.address, async {
                 let second = first.take_over().await?;
                 figure(&format!("turn {turn}: took over after {:.1?}", started.elapsed()));
-                // What the first one carries goes on.
+                // Connections of the first server go on.
                 echo(&mut held, b"after").await.context("on the connection held")?;
                 let (got, _) = client::digest(&mut download).await?;
                 ensure!(got + 1_000_000 == length, "a download of {got} bytes");
@@ -112,19 +112,19 @@ async fn nobody_notices(testbed: &Testbed) -> Result<()> {
     nothing_is_left(testbed)
 }
 
-/// The folders of pins.
+/// Returns the folders of pins.
 fn pinned(testbed: &Testbed) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(testbed.bpffs().join("postern")).into_iter().flatten().flatten();
     entries.map(|entry| entry.path()).collect()
 }
 
-/// Until only one server has pins.
+/// Waits until only one server has pins.
 async fn wait_pinned_by_one(testbed: &Testbed) -> Result<()> {
     let what = "the pins of a server that died to be removed";
     wait_until(what, REMOVED, async || Ok(pinned(testbed)), |pinned| pinned.len() == 1).await.map(drop)
 }
 
-/// Neither pins nor routes.
+/// Fails if pins or IPv4 routes are left.
 fn nothing_is_left(testbed: &Testbed) -> Result<()> {
     let left = pinned(testbed);
     ensure!(left.is_empty(), "pins are left: {left:?}");
@@ -139,7 +139,7 @@ async fn a_successor_that_dies_is_replaced(testbed: &Testbed) -> Result<()> {
     let before = server_id(&first).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let mut held = hold(on_edge.address, b"before").await?;
-    // It does not come to the second server, which waits for it.
+    // This agent does not attach to the second server, which waits for it.
     agents[1].process.signal(Signal::SIGSTOP)?;
     let mut second = first.successor()?;
     first.wait_log("another server takes over").await?;
@@ -155,13 +155,13 @@ async fn a_successor_that_dies_is_replaced(testbed: &Testbed) -> Result<()> {
     echo(&mut held, b"after").await.context("on the connection held")?;
     visit(on_edge.address).await?;
     wait_pinned_by_one(testbed).await?;
-    // The next one is taken.
+    // The next successor is accepted.
     let second = alongside("a takeover", on_edge.address, first.take_over()).await?;
     ensure!(server_id(&second).await? != before, "the first server still answers");
     echo(&mut held, b"still").await.context("on the connection held")
 }
 
-/// It had taken over: a third one starts at once, whatever the first one still carries.
+/// The successor had taken over: a third server starts at once, whatever connections the first one still has.
 async fn a_successor_dies_while_the_first_one_drains(testbed: &Testbed) -> Result<()> {
     let mut first = Builder::new(testbed).flag("--drain-timeout=2m").start().await?;
     let _agents = agents(&first, 1).await?;
@@ -175,13 +175,13 @@ async fn a_successor_dies_while_the_first_one_drains(testbed: &Testbed) -> Resul
     finishes(&mut first.process, held, on_edge.address).await
 }
 
-/// Its successor goes on, and removes what it had pinned.
+/// The successor goes on, and removes the dead server's pins.
 async fn a_server_that_dies_as_it_passes_on_leaves_nothing(testbed: &Testbed) -> Result<()> {
     let mut first = server(testbed).await?;
     let mut agents = agents(&first, 2).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     visit(on_edge.address).await?;
-    // It does not come to the second server, which waits for it.
+    // This agent does not attach to the second server, which waits for it.
     agents[1].process.signal(Signal::SIGSTOP)?;
     let mut second = first.successor()?;
     first.wait_log("another server takes over").await?;
@@ -218,7 +218,8 @@ async fn a_server_that_is_told_to_stop_waits_for_its_successor(testbed: &Testbed
     second.wait_connected("edge-2", true, agent::START).await
 }
 
-/// Its drain is shorter than its successor's wait for an agent; and it does not know the other's programs by their names.
+/// The first server's drain timeout is shorter than its successor's wait for an agent, and it cannot read the names of
+/// the other's programs.
 async fn a_server_that_waits_no_longer_leaves_the_redirect(testbed: &Testbed) -> Result<()> {
     let first = Builder::new(testbed).flag("--drain-timeout=2s").without_sys_admin();
     let mut first = first.start().await?;
@@ -241,7 +242,7 @@ async fn a_server_that_waits_no_longer_leaves_the_redirect(testbed: &Testbed) ->
     second.wait_connected("edge-2", true, agent::START).await
 }
 
-/// Until the agent has begun so many sessions.
+/// Waits until the agent has begun this number of sessions.
 async fn wait_sessions(agent: &Agent<'_>, count: f64) -> Result<()> {
     let begun = async || Ok(agent.metrics().await?.sum("postern_agent_sessions_started_total", &[]));
     let what = format!("{} to begin {count} sessions", agent.process.name());
@@ -256,9 +257,9 @@ async fn expect_refused(address: SocketAddr) -> Result<Duration> {
     Ok(start.elapsed())
 }
 
-/// The token, with the port, of a connection to the target that is redirected now.
+/// Returns the virtual address and port of a redirected connection to the target.
 pub(crate) fn tokens(testbed: &Testbed, target: &Target) -> Result<String> {
-    // The local address of the server's end of a redirected connection is its token.
+    // The local address of the server's end of a redirected connection is the virtual address.
     let sockets = testbed.cloud.output("ss", "-Htn state established")?;
     let port = format!(":{}", target.address.port());
     let token = sockets
@@ -301,7 +302,7 @@ async fn killed_and_gone(testbed: &Testbed) -> Result<()> {
     server.process.crash().await?;
     expect_refused(on_edge.address).await?;
     let killed = Instant::now();
-    // Without a server the address is direct again, which is nowhere.
+    // Without a server connects to the address are direct, and get no answer.
     let direct = async || {
         let error = connect_error(on_edge.address, Duration::from_millis(500)).await?;
         Ok(error.kind())

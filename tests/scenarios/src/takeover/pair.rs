@@ -1,4 +1,5 @@
-//! Two servers with a redirect each and their agent, replaced one after the other under the load of a cluster's rolling update.
+//! Two servers with a redirect each and their agent, replaced one after the other under the load of a cluster's rolling
+//! update.
 use std::cell::Cell;
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -23,15 +24,15 @@ use crate::common::{hold, target};
 use crate::https::KUBELET;
 use crate::servers::through_second;
 
-/// New connections a second, over both hosts.
+/// New connections per second, over both hosts.
 const RATE: u32 = 200;
-/// Connections of each host's clients, however slow the machine is.
+/// Minimum number of connections of each host's clients, however slow the machine.
 const LEAST: usize = 500;
-/// Longer than any of the long connections lasts.
+/// Longer than any of the long connections.
 const DRAIN: &str = "--drain-timeout=2m";
-/// Between two lines of a long connection.
+/// Pause between two lines of a long connection.
 const LINE: Duration = Duration::from_millis(20);
-/// Lines that follow once the other program has taken over.
+/// Number of lines after the other program has taken over.
 const LINES_AFTER: u32 = 50;
 
 pub(super) async fn a_pair_and_its_agent_are_replaced_under_load(testbed: &Testbed) -> Result<()> {
@@ -74,12 +75,12 @@ pub(super) async fn a_pair_and_its_agent_are_replaced_under_load(testbed: &Testb
     nothing_is_left(testbed)
 }
 
-/// Its own address is among its peers'.
+/// Adds the list of peers, which includes the server's own address.
 fn paired(builder: Builder<'_>) -> Builder<'_> {
     builder.flag(format!("--peers={CLOUD}:10262,{NEIGHBOUR}:10262")).flag(DRAIN)
 }
 
-/// The next one takes over, `stream` goes on to its own end, and the first one ends with it.
+/// Replaces a server: the new one takes over, `stream` goes on to its own end, and the old one ends with it.
 async fn replace_server<'a>(mut old: Server<'a>, stream: TcpStream) -> Result<Server<'a>> {
     let replacing = async {
         let new = old.take_over().await?;
@@ -104,7 +105,8 @@ async fn replace_agent<'a>(mut old: Agent<'a>, streams: [TcpStream; 2]) -> Resul
     Ok(new)
 }
 
-/// Lines on one connection while `work` runs and a second longer, as of `kubectl logs -f`; each comes back, and then the end.
+/// Sends lines on one connection while `work` runs and a second longer, as in `kubectl logs -f`; each must come back,
+/// followed by the end.
 async fn follow<T>(mut stream: TcpStream, work: impl Future<Output = Result<T>>) -> Result<T> {
     let lines = async |done: &Cell<bool>| {
         let (mut count, mut after) = (0, 0);
@@ -130,7 +132,7 @@ fn ended(what: &str, status: ExitStatus) -> Result<()> {
     Ok(())
 }
 
-/// What a server carried has ended as its ends wanted.
+/// Fails unless all of the server's connections ended with outcome `ok`.
 fn all_were_whole(server: &Server<'_>) -> Result<()> {
     let lines = server.access_log()?;
     ensure!(!lines.is_empty(), "{} carried nothing", server.process.name());

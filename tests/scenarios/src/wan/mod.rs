@@ -1,4 +1,4 @@
-//! Links over a wide-area path: delay, little bandwidth, loss, outages, a NAT that forgets.
+//! Links over a wide-area path: delay, low bandwidth, loss, outages, a NAT that forgets.
 mod silent;
 
 use std::net::SocketAddr;
@@ -45,7 +45,7 @@ scenarios! {
     the_edge_was_asleep,
 }
 
-/// How long something may take on a slow path; the scenario's own limit is far above.
+/// Time limit for a step on a slow path; the scenario's own limit is far above.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn mbit(bytes: u64, took: Duration) -> f64 {
@@ -90,7 +90,7 @@ async fn a_lossy_path_changes_no_byte(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// A 64-byte message each 50 ms, like a user's typing.
+/// Sends a 64-byte message every 50 ms, like a user's typing.
 async fn keystrokes(stream: &mut TcpStream, count: usize) -> Result<Times> {
     let mut times = Times::default();
     let mut clock = tokio::time::interval(Duration::from_millis(50));
@@ -122,7 +122,7 @@ async fn keystrokes_beside_a_download_on_a_slow_line(testbed: &Testbed) -> Resul
     Ok(())
 }
 
-/// The connections on each link of the only node.
+/// Returns the number of connections on each link of the only node.
 async fn on_each_link(server: &Server<'_>) -> Result<Vec<u64>> {
     let session = session_of(server, 0).await?;
     let links = session["links"].as_array().with_context(|| format!("no links in {session}"))?;
@@ -135,7 +135,7 @@ async fn wait_links(server: &Server<'_>, expected: &[u64]) -> Result<()> {
     Ok(())
 }
 
-/// By default; where one end sends by something else, each connection has a link of its own.
+/// The default; if one end uses another congestion control, each connection has a link of its own.
 async fn two_links_are_enough_for_bbr(testbed: &Testbed) -> Result<()> {
     let _wan = testbed.wan(1, Path::new(40, 100))?;
     let server = common::server(testbed).await?;
@@ -159,7 +159,7 @@ async fn two_links_are_enough_for_bbr(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Connections to a shell, each on a link of its own; the node has a spare one after each.
+/// Opens connections to a shell, each on its own link; after each one the node has a spare link.
 async fn hold_on_links_of_their_own(
     server: &Server<'_>,
     shell: SocketAddr,
@@ -175,7 +175,7 @@ async fn hold_on_links_of_their_own(
     Ok(held)
 }
 
-/// One address in front of two servers, which get connections in turns.
+/// A load balancer in front of two servers, which get connections in turn.
 async fn links_through_a_load_balancer_lead_to_one_server(testbed: &Testbed) -> Result<()> {
     let _wan = testbed.wan(1, Path::new(40, 100))?;
     let first = common::server(testbed).await?;
@@ -198,7 +198,7 @@ async fn links_through_a_load_balancer_lead_to_one_server(testbed: &Testbed) -> 
     agent.process.stop().await?;
     agent.start_again_at(balancer)?;
     first.wait_connected("edge-1", true, START).await?;
-    // The kernel knows only the way to the load balancer.
+    // The kernel measures only the path to the load balancer.
     let far = |rtt: &Option<f64>| rtt.is_some_and(|rtt| rtt > 30.0);
     let rtt = async || Ok(session_of(&first, 0).await?["rtt_ms"].as_f64());
     wait_until("the round-trip time to the agent", PATIENCE, rtt, far).await?;
@@ -212,7 +212,7 @@ async fn links_through_a_load_balancer_lead_to_one_server(testbed: &Testbed) -> 
     Ok(())
 }
 
-/// Links are asked for while the first connections are under way.
+/// Links are requested while the first connections are in progress.
 async fn sixteen_at_once_after_each_start(testbed: &Testbed) -> Result<()> {
     const STARTS: usize = 40;
     let _wan = testbed.wan(1, Path::new(50, 100))?;
@@ -248,9 +248,9 @@ async fn a_busy_node_has_more_links(testbed: &Testbed) -> Result<()> {
         "the agent counts others: {:?}",
         agent.status().await
     );
-    // A transfer on its own link, and then what shares one.
+    // A transfer on its own link, followed by connections that share links.
     download(source.address, 3, 20_000_000).await?;
-    // The server carries it until the node's end of it has come too.
+    // The server keeps the connection until the node's end of it has arrived too.
     wait_links(&server, &[1, 1, 1, 1, 1, 1, 1, 0]).await?;
     held.push(hold(shell.address, b"login").await?);
     held.push(hold(shell.address, b"login").await?);
@@ -268,7 +268,7 @@ async fn a_busy_node_has_more_links(testbed: &Testbed) -> Result<()> {
         (0.04..1.0).contains(&rtt) && rate > 0.0,
         "the median of 40 ms is {rtt} s, {rate} bytes a second"
     );
-    // One link fails: its connections are reset, and no others.
+    // One link fails: only its connections are reset.
     let session = session_of(&server, 0).await?;
     let (first, others) = ports_of_links(testbed, &session)?;
     ensure!(others.len() == 7, "{} links of the agent besides the first", others.len());
@@ -287,7 +287,7 @@ async fn a_busy_node_has_more_links(testbed: &Testbed) -> Result<()> {
     }
     ensure!((1..=2).contains(&lost), "{lost} of {} connections ended with one link", held.len());
     ensure!(session_of(&server, 0).await?["epoch"] == session["epoch"], "the session is another one");
-    // The first one's end is that of the session.
+    // The end of the first link ends the session.
     testbed.edge(1).ns.output("ss", &format!("-K -t sport = :{first}"))?;
     wait_until(
         "another session",
@@ -302,7 +302,7 @@ async fn a_busy_node_has_more_links(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The agent's ports of the session's first link and of the others.
+/// Returns the agent's ports of the session's first link and of the others.
 fn ports_of_links(testbed: &Testbed, session: &serde_json::Value) -> Result<(String, Vec<String>)> {
     let peers = testbed.edge(1).ns.output("ss", "-H -t -n -o state established dport = :10262")?;
     let first = session["peer"].as_str().and_then(|peer| peer.rsplit(':').next()).context("no peer")?;
@@ -310,7 +310,7 @@ fn ports_of_links(testbed: &Testbed, session: &serde_json::Value) -> Result<(Str
     Ok((first.to_owned(), ports.filter(|port| port != first).collect()))
 }
 
-/// A NAT forgets an additional link without connections: for each new one it would be the link with the least load.
+/// A NAT forgets an additional link without connections, which would be the least loaded link for each new connection.
 async fn a_silent_link_attracts_no_connections(testbed: &Testbed) -> Result<()> {
     let _wan = testbed.wan(1, Path::new(40, 100))?;
     let server = common::server(testbed).await?;
@@ -323,7 +323,7 @@ async fn a_silent_link_attracts_no_connections(testbed: &Testbed) -> Result<()> 
     for rule in [format!("OUTPUT -p tcp --sport {other}"), format!("INPUT -p tcp --dport {other}")] {
         testbed.edge(1).ns.iptables(&format!("-I {rule} -j DROP"))?;
     }
-    // It takes one connection to notice.
+    // One connection has to fail before the server notices.
     ensure!(client::visit(shell.address).await.is_err(), "a silent link has carried a connection");
     server
         .wait_access("by the silent link", |line| line.text("error").contains("has been silent for"))
@@ -338,7 +338,7 @@ async fn a_silent_link_attracts_no_connections(testbed: &Testbed) -> Result<()> 
 
 async fn a_small_receive_window_is_named(testbed: &Testbed) -> Result<()> {
     let _wan = testbed.wan(1, Path::new(100, 100))?;
-    // A tenth of the path's bandwidth × delay.
+    // A tenth of the path's bandwidth-delay product.
     testbed.edge(1).ns.write("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 131072")?;
     // BBR would pace itself to what the window allows.
     let server = Builder::new(testbed).flag("--congestion-control=reno").start().await?;
@@ -357,7 +357,7 @@ async fn a_small_receive_window_is_named(testbed: &Testbed) -> Result<()> {
     let text = server::run(testbed, &["status"])?.stdout;
     let text = String::from_utf8_lossy(&text);
     ensure!(text.contains(" window "), "the table does not name the window: {text}");
-    // The other direction has room.
+    // The other direction is not limited.
     let other = agent.status().await?["servers"][0]["window_limited"].as_f64().unwrap_or_default();
     ensure!(other < 0.5, "the agent was limited by the server's window for {other} of the time");
     Ok(())
@@ -370,10 +370,10 @@ async fn an_agent_that_stops_sends_what_it_has(testbed: &Testbed) -> Result<()> 
     let source = target(testbed, 1, 9100, Behaviour::Source(3, 3_000_000))?;
     let held = hold(shell.address, b"login").await?;
     wait_links(&server, &[1, 0]).await?;
-    // On an additional link, which is behind the agent when that has read everything.
+    // On an additional link, to which the agent still has data to send after reading everything.
     let downloading = tokio::spawn(async move {
         let mut stream = connect(source.address).await?;
-        // The client has nothing more to say, so the agent has done its part once it has read everything.
+        // The client half-closes, so the agent's work is done once it has read everything.
         stream.shutdown().await?;
         digest(&mut stream).await
     });
@@ -388,12 +388,12 @@ async fn an_agent_that_stops_sends_what_it_has(testbed: &Testbed) -> Result<()> 
     Ok(())
 }
 
-/// The local port in a line of `ss -t -n`.
+/// Returns the local port in a line of `ss -t -n`.
 fn local_port(line: &str) -> Option<&str> {
     line.split_whitespace().nth(2)?.rsplit(':').next()
 }
 
-/// When the node's session began, as the server reports it.
+/// Returns the number of sessions that agents have begun, as the server counts them.
 async fn session(server: &Server<'_>) -> Result<f64> {
     let metrics = server.metrics().await?;
     Ok(metrics.sum("postern_agent_handshakes_total", &[("result", "attached")]))
@@ -411,13 +411,13 @@ async fn a_full_line_of_100_kbit_keeps_its_link(testbed: &Testbed) -> Result<()>
     a_full_line_keeps_its_link(testbed, 100_000, 3).await
 }
 
-/// `late`: how many connections' dials may not be answered within eight seconds; all of them would mean a line that is not
-/// shared.
+/// `late`: maximum number of connections whose dials are not answered within eight seconds; if all were late, the line
+/// would not be shared.
 async fn a_full_line_keeps_its_link(testbed: &Testbed, up: u64, late: usize) -> Result<()> {
     let path = Path::asymmetric(60, 1_000_000, up);
     let wan = testbed.wan(1, path)?;
     let (server, _agent) = server_and_agent(testbed).await?;
-    // A dead link would be noticed within 22 s.
+    // Longer than the 22 s after which a dead link is noticed.
     let end = Instant::now() + Duration::from_secs(35);
     let (carried, plain) = tokio::join!(
         connections_beside_a_download(testbed, &server, end, late),
@@ -433,7 +433,7 @@ async fn a_full_line_keeps_its_link(testbed: &Testbed, up: u64, late: usize) -> 
     Ok(())
 }
 
-/// Times until new connections to edge 1 have their echo, and how many were not answered.
+/// Returns the times until new connections to edge 1 got their echo, and the number that got none.
 async fn connections_beside_a_download(
     testbed: &Testbed,
     server: &Server<'_>,
@@ -463,8 +463,8 @@ async fn connections_beside_a_download(
     Ok((times, failed))
 }
 
-/// The same on a line of its own, of edge 2, which dials the cloud host itself: a handshake and an echo cross the full
-/// direction as often.
+/// The same without a tunnel, on a separate line of edge 2, which dials the cloud host: a handshake and an echo cross
+/// the full direction equally often.
 async fn plain_connections_beside_an_upload(testbed: &Testbed, path: Path, end: Instant) -> Result<Times> {
     let _wan = testbed.wan(2, path)?;
     let edge = &testbed.edge(2).ns;

@@ -1,4 +1,4 @@
-//! Lines that are out, NATs that forget, addresses that change, edges that sleep.
+//! Lines that are down, NATs that forget, addresses that change, edges that sleep.
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
@@ -51,11 +51,11 @@ pub(super) async fn a_long_outage_ends_at_once(testbed: &Testbed) -> Result<()> 
     client::visit(shell.address).await?;
     wan.set_out(true);
     let out = Instant::now();
-    // While the link still looks alive, clients are told soon.
+    // While the link still looks alive, clients soon get an error.
     let error = client::visit(shell.address).await.err().context("a visit over a line that is out")?;
     figure(&format!("a new connection fails after {:.1?}: {error:#}", out.elapsed()));
     server.wait_access("the silent link", |line| line.text("error").contains("has been silent for")).await?;
-    // Longer than a dead link needs to be noticed.
+    // Longer than it takes to notice a dead link.
     server.wait_connected("edge-1", false, PATIENCE).await?;
     tokio::time::sleep(Duration::from_secs(30).saturating_sub(out.elapsed())).await;
     wan.set_out(false);
@@ -65,7 +65,7 @@ pub(super) async fn a_long_outage_ends_at_once(testbed: &Testbed) -> Result<()> 
     Ok(())
 }
 
-/// Waits for a connection that works.
+/// Waits until a connection works.
 async fn usable(address: SocketAddr, after: &str) -> Result<()> {
     let start = Instant::now();
     wait_for("a new connection", PATIENCE, async || {
@@ -84,7 +84,7 @@ pub(super) async fn nat_forgets_the_link(testbed: &Testbed) -> Result<()> {
     client::visit(shell.address).await?;
     testbed.forget_mappings()?;
     usable(shell.address, "the NAT forgot the link").await?;
-    // Not after the PING's time.
+    // Without waiting for PING's timeout.
     let log = agent.process.output()?;
     ensure!(
         log.contains("it is silent, and another connection to the server works"),
@@ -101,7 +101,7 @@ pub(super) async fn the_edge_gets_another_address(testbed: &Testbed) -> Result<(
     let mut nodes = Inventory::of(testbed)?;
     nodes.nodes[1] = inventory::node(&edge.name, true, &[edge.ip(), NEXT.into()], &[]);
     nodes.write()?;
-    // Otherwise the second address goes with the first.
+    // Otherwise the second address is deleted with the first.
     edge.ns.write("/proc/sys/net/ipv4/conf/eth0/promote_secondaries", "1")?;
     edge.ns.ip(&format!("addr add {NEXT}/24 dev eth0"))?;
     let shell = Target::start(&edge.ns, NEXT, 9102, Behaviour::Echo)?;

@@ -1,4 +1,4 @@
-//! The cluster's API, as the administrator: plain paths and JSON.
+//! The cluster's API, as its administrator: plain paths and JSON.
 use std::path::Path;
 use std::time::Duration;
 
@@ -27,19 +27,19 @@ impl Api {
         Ok(Self { client: kube::Client::try_from(config).context("making a client")? })
     }
 
-    /// A GET; the body as text.
+    /// Gets a path; the body as text.
     pub async fn text(&self, path: &str) -> Result<String> {
         let request = Request::get(path).body(Vec::new()).context("building the request")?;
         self.client.request_text(request).await.with_context(|| format!("GET {path}"))
     }
 
-    /// An object or list.
+    /// Gets an object or list.
     pub async fn get(&self, path: &str) -> Result<Value> {
         let request = Request::get(path).body(Vec::new()).context("building the request")?;
         self.client.request(request).await.with_context(|| format!("GET {path}"))
     }
 
-    /// An object, unless it does not exist.
+    /// Gets an object; None if it does not exist.
     pub async fn find(&self, path: &str) -> Result<Option<Value>> {
         let request = Request::get(path).body(Vec::new()).context("building the request")?;
         match self.client.request(request).await {
@@ -57,7 +57,7 @@ impl Api {
         self.send(Method::PUT, path, "application/json", object).await
     }
 
-    /// Changes some fields (merge patch).
+    /// Changes fields by a merge patch.
     pub async fn patch(&self, path: &str, change: &Value) -> Result<Value> {
         self.send(Method::PATCH, path, "application/merge-patch+json", change).await
     }
@@ -82,7 +82,7 @@ impl Api {
         self.client.request(request).await.context(what)
     }
 
-    /// Waits until an object exists and `accept` takes it.
+    /// Waits until an object exists and `accept` returns true for it.
     pub async fn wait(
         &self,
         what: &str,
@@ -113,12 +113,12 @@ impl Api {
     }
 }
 
-/// Whether an object's condition of that type is True.
+/// Reports whether an object's condition of that type is True.
 pub fn is_true(object: &Value, condition: &str) -> bool {
     self::condition(object, condition).is_some_and(|found| found["status"] == "True")
 }
 
-/// An object's condition of that type.
+/// Returns an object's condition of that type.
 pub fn condition<'a>(object: &'a Value, kind: &str) -> Option<&'a Value> {
     object["status"]["conditions"].as_array()?.iter().find(|condition| condition["type"] == kind)
 }

@@ -1,4 +1,4 @@
-//! One address for two masters: a real HAProxy on the router, as a cloud's load balancer is.
+//! One address for two masters: a real HAProxy on the router, in the role of a cloud's load balancer.
 use std::fs;
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result};
 use crate::process::{Placement, Process};
 use crate::topology::{CLOUD, NEIGHBOUR, ROUTER, Testbed};
 
-/// Starts it for the API servers (6443) and the tunnel servers' agent ports (10262).
+/// Starts HAProxy for the API servers (6443) and the tunnel servers' agent ports (10262).
 pub(super) fn start(testbed: &Testbed) -> Result<Process> {
     let mut text = String::from(
         "global

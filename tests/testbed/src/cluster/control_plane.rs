@@ -1,5 +1,5 @@
-//! etcd, kube-apiserver, kube-controller-manager and kube-scheduler on the cloud host, with the flags of any cluster:
-//! nothing here is configured for a tunnel, and the API server verifies kubelets' certificates.
+//! etcd, kube-apiserver, kube-controller-manager and kube-scheduler on the cloud host, with the usual flags: nothing
+//! here is configured for a tunnel, and the API server verifies kubelets' certificates.
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,11 +21,11 @@ const START: Duration = Duration::from_secs(60);
 /// A machine with an API server.
 #[derive(Clone, Copy, Debug)]
 pub struct Master<'a> {
-    /// Of its log and files.
+    /// Name of its log and files.
     pub name: &'a str,
     pub address: Ipv4Addr,
     pub place: Placement<'a>,
-    /// Further flags.
+    /// Additional flags.
     pub flags: &'a [String],
 }
 
@@ -34,7 +34,7 @@ pub struct ControlPlane {
     _etcd: Process,
     apiserver: Process,
     others: Vec<Process>,
-    /// Further flags of the API server.
+    /// Additional flags of the API server.
     flags: Vec<String>,
 }
 
@@ -69,8 +69,8 @@ impl ControlPlane {
             .arg(format!("--cluster-signing-cert-file={}", pki.file("ca.crt").display()))
             .arg(format!("--cluster-signing-key-file={}", pki.file("ca.key").display()))
             .args(["--use-service-account-credentials", "--leader-elect=false"])
-            // Each controller asks for an account at the start: by default, 20 requests a second, that takes most of the
-            // time until a new cluster is ready.
+            // Each controller requests a ServiceAccount at its start: at the default of 20 requests a second, that
+            // takes most of the time until a new cluster is ready.
             .args(["--kube-api-qps=200", "--kube-api-burst=400"]);
         let mut scheduler = testbed.on_cloud().command(&peers::kubernetes("kube-scheduler")?);
         scheduler
@@ -81,7 +81,7 @@ impl ControlPlane {
         Ok(())
     }
 
-    /// The flags about kubelets that the API server runs with.
+    /// Returns the API server's flags that concern kubelets.
     pub fn kubelet_flags(&self) -> Result<Vec<String>> {
         let file = format!("/proc/{}/cmdline", self.apiserver.pid());
         let text = std::fs::read(&file).with_context(|| format!("reading {file}"))?;
@@ -89,7 +89,7 @@ impl ControlPlane {
         Ok(text.split('\0').filter(|word| word.starts_with("--kubelet-")).map(str::to_owned).collect())
     }
 
-    /// Further flags of the API server, from its next start on.
+    /// Sets additional flags of the API server for its next start.
     pub fn set_flags(&mut self, flags: Vec<String>) {
         self.flags = flags;
     }
@@ -111,7 +111,7 @@ fn first(testbed: &Testbed) -> Master<'_> {
     Master { name: "kube-apiserver", address: CLOUD, place: testbed.on_cloud(), flags: &[] }
 }
 
-/// For the API servers of all masters.
+/// URL of etcd for the API servers of all masters.
 fn etcd_url() -> String {
     format!("http://{CLOUD}:2379")
 }
@@ -187,7 +187,8 @@ fn aggregation(pki: &Pki) -> Vec<String> {
     ]
 }
 
-/// The API server's log of every request of Postern's service accounts, with its outcome: one JSON object a line.
+/// Returns the path of the API server's log of every request by Postern's service accounts, with its outcome: one JSON
+/// object per line.
 pub fn audit_log(testbed: &Testbed) -> PathBuf {
     testbed.dir().join("audit.log")
 }

@@ -1,9 +1,9 @@
-//! Endpoints of Services without a selector, whose programs are no pods.
+//! EndpointSlices of Services without a selector, whose programs are not pods.
 use std::net::IpAddr;
 
 use serde_json::{Value, json};
 
-/// The one of this Service, for its port of this name.
+/// Returns the EndpointSlice of this Service, for its port of this name.
 pub fn slice(service: &str, port_name: &str, address: IpAddr, port: u16) -> Value {
     json!({
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",

@@ -22,13 +22,13 @@ use crate::wait::{wait_for, wait_until};
 
 const START: Duration = Duration::from_secs(60);
 
-/// A machine and what identifies it.
+/// A machine and its identity.
 #[derive(Debug, Clone)]
 pub struct Spec {
     pub name: String,
-    /// Its address on its LAN.
+    /// Address on its LAN.
     pub address: Ipv4Addr,
-    /// The addresses of its pods, a /24.
+    /// Addresses of its pods, a /24.
     pub pod_cidr: String,
     pub ns: Namespace,
     pub cgroup: cgroup::Cgroup,
@@ -41,7 +41,7 @@ pub struct Host {
     pub kubeconfig: PathBuf,
     dir: PathBuf,
     pods_cgroup: String,
-    /// Keeps the mount and UTS namespace alive.
+    /// Keeps the mount and UTS namespaces alive.
     holder: Process,
     containerd: Process,
     kubelet: Option<Process>,
@@ -49,7 +49,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// Makes the machine and starts its containerd, without waiting for that.
+    /// Makes the machine and starts its containerd, without waiting for it.
     pub async fn create(testbed: &Testbed, spec: Spec, pki: &Pki, api: &str) -> Result<Self> {
         let name = spec.name.clone();
         let dir = testbed.dir().join("hosts").join(&name);
@@ -78,18 +78,18 @@ impl Host {
         Ok(Self { spec, kubeconfig, dir, pods_cgroup, holder, containerd, kubelet: None, proxy: None })
     }
 
-    /// Where its kubelet finds static pods, as /etc/kubernetes/manifests of kubeadm's nodes.
+    /// Returns the folder of its kubelet's static pods, like /etc/kubernetes/manifests of kubeadm's nodes.
     pub fn manifests(&self) -> PathBuf {
         self.dir.join("manifests")
     }
 
-    /// A command on this machine, with its files.
+    /// Returns a command that runs on this machine, with its files.
     pub fn command(&self, program: &Path) -> Command {
         let placement = Placement { ns: &self.spec.ns, cgroup: &self.spec.cgroup };
         inside(placement, &self.holder, program)
     }
 
-    /// Waits for containerd and gives it an image.
+    /// Waits for containerd and imports an image into it.
     pub async fn import(&mut self, archive: &Path) -> Result<()> {
         wait_for("containerd's socket", START, async || {
             if let Some(status) = self.containerd.ended()? {
@@ -127,7 +127,7 @@ impl Host {
         Ok(())
     }
 
-    /// Starts kube-proxy, which makes Services work in this network namespace, without waiting for it.
+    /// Starts kube-proxy, which makes Services work in this network namespace; does not wait for it.
     pub fn start_proxy(&mut self, testbed: &Testbed, kubeconfig: &Path) -> Result<()> {
         let name = &self.spec.name;
         let mut command = self.command(&peers::kubernetes("kube-proxy")?);
@@ -135,7 +135,7 @@ impl Host {
             .arg(format!("--kubeconfig={}", kubeconfig.display()))
             .arg(format!("--hostname-override={name}"))
             .args(["--proxy-mode=iptables", "--nodeport-addresses=primary"])
-            // Limits of the whole machine, not of this namespace: left as they are.
+            // These limits are the whole machine's, not this namespace's: left as they are.
             .args(["--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0s"])
             .args(["--conntrack-tcp-timeout-close-wait=0s", "--metrics-bind-address=127.0.0.1:10249"]);
         self.proxy = Some(Process::spawn(testbed.dir(), &format!("kube-proxy-{name}"), command)?);
@@ -158,14 +158,14 @@ impl Host {
         Ok(())
     }
 
-    /// Gives the machine another address; the next kubelet uses it and a certificate for it.
+    /// Gives the machine another address; the next kubelet uses it, with a certificate for it.
     pub fn set_address(&mut self, address: Ipv4Addr, pki: &Pki) -> Result<()> {
         self.spec.address = address;
         serving_certificate(pki, &self.spec)?;
         Ok(())
     }
 
-    /// Signs the kubelet a new serving certificate, which it loads by itself.
+    /// Signs a new serving certificate, which the kubelet loads by itself.
     pub fn rotate_certificate(&self, pki: &Pki) -> Result<Pair> {
         serving_certificate(pki, &self.spec)
     }
@@ -212,7 +212,7 @@ fn serving_certificate(pki: &Pki, spec: &Spec) -> Result<Pair> {
 }
 
 /// Makes a host's mounts and keeps its namespaces alive until killed. A kubelet writes kernel settings of the whole
-/// machine; here it finds files of this host in their place that already hold its values, and the machine keeps its own.
+/// machine; here files of this host that already hold its values are mounted over them, so the machine keeps its own.
 const HOLD: &str = r#"
 set -e
 hostname "$1"
@@ -260,7 +260,7 @@ fn inside(placement: Placement<'_>, holder: &Process, program: &Path) -> Command
     command
 }
 
-/// Everything but these few lines is containerd's default.
+/// Returns containerd's configuration: its defaults except for these few lines.
 fn containerd_configuration(dir: &Path) -> String {
     format!(
         r#"version = 2

@@ -8,15 +8,15 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
-/// How long a command may take by default.
+/// Default time limit of a command.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// How kubectl carries exec, attach and port-forward.
+/// The protocol that kubectl uses for exec, attach and port-forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
-    /// The default of kubectl 1.34.
+    /// Default of kubectl 1.34.
     WebSocket,
-    /// The default of older versions.
+    /// Default of older versions.
     Spdy,
 }
 
@@ -49,12 +49,12 @@ impl Kubectl {
         (&self.program, &self.kubeconfig)
     }
 
-    /// The command, not started. It dies with its handle.
+    /// Returns the command, not started. It dies with its handle.
     pub fn command(&self, args: &[&str]) -> Command {
         self.prepare(Command::new(&self.program), args)
     }
 
-    /// The command at a terminal of its own: `stdin` and so on must be the terminal.
+    /// Returns the command for a terminal of its own: `stdin` and so on must be the terminal.
     pub fn command_at_terminal(&self, args: &[&str]) -> Command {
         let mut command = Command::new("setsid");
         command.arg("--ctty").arg(&self.program);
@@ -131,7 +131,7 @@ impl Kubectl {
     }
 }
 
-/// Both outputs of a command.
+/// Returns both outputs of a command.
 pub fn said(output: &Output) -> String {
     let both = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).trim().to_owned());
     both.join("\n").trim().to_owned()

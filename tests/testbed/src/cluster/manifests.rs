@@ -24,7 +24,7 @@ impl Manifests {
         Self::parse(kubectl, &text).await
     }
 
-    /// Reads YAML, without asking the API server.
+    /// Parses YAML, without asking the API server.
     pub async fn parse(kubectl: &Kubectl, text: &str) -> Result<Self> {
         let args = ["create", "--dry-run=client", "--output=json", "--filename=-"];
         let documents = kubectl.run_with_input(&args, text.as_bytes()).await?;
@@ -43,7 +43,7 @@ impl Manifests {
             .with_context(|| format!("the manifests have no {kind} {name}"))
     }
 
-    /// The arguments of a DaemonSet's container.
+    /// Returns the arguments of a DaemonSet's container.
     pub fn arguments(&self, daemon_set: &str) -> Result<Vec<String>> {
         let container = &self.object("DaemonSet", daemon_set)?["spec"]["template"]["spec"]["containers"][0];
         ensure!(
@@ -57,7 +57,7 @@ impl Manifests {
         arguments.iter().map(text).collect()
     }
 
-    /// Applies the objects that `accept` takes.
+    /// Applies the objects for which `accept` returns true.
     pub async fn apply(&self, kubectl: &Kubectl, accept: impl Fn(&Value) -> bool) -> Result<()> {
         let objects: Vec<&Value> = self.0.iter().filter(|object| accept(object)).collect();
         let list = json!({ "apiVersion": "v1", "kind": "List", "items": objects });
@@ -66,17 +66,17 @@ impl Manifests {
     }
 }
 
-/// The folder with the manifests.
+/// Returns the folder of the manifests.
 pub fn deploy() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy")
 }
 
-/// Writes an overlay of `deploy/FOLDER` into `dir`, as an administrator would: with `components`, names below
-/// deploy/components, and `patches` in Kustomize's form.
+/// Writes an overlay of `deploy/FOLDER` into `dir`, as an administrator would: with `components` (names below
+/// deploy/components) and `patches` in Kustomize's form.
 pub fn write_overlay(dir: &Path, folder: &str, components: &[&str], patches: &Value) -> Result<()> {
     fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
     let dir = fs::canonicalize(dir).with_context(|| dir.display().to_string())?;
-    // Kustomize takes no absolute paths.
+    // Kustomize does not accept absolute paths.
     let up = "../".repeat(dir.components().count() - 1);
     let relative = |path: PathBuf| -> Result<String> {
         let path = fs::canonicalize(&path).with_context(|| path.display().to_string())?;

@@ -1,5 +1,5 @@
-//! The real metrics-server as a process of a host: with the objects, rights and arguments of its own manifests, but with its
-//! Service's endpoint written by hand, as the controllers know pods only.
+//! The real metrics-server as a process of a host, with the objects, rights and arguments of its own manifests. Its
+//! Service's endpoint is written by hand: the controllers make endpoints of pods only.
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
@@ -11,7 +11,7 @@ use super::running::Cluster;
 use super::{endpoints, peers};
 use crate::process::{Process, log_file};
 
-/// Its own manifests' 10250 is the kubelet's on a host.
+/// Not 10250 as in its own manifests: on a host that is the kubelet's port.
 const PORT: u16 = 4443;
 const OBJECTS: &str = include_str!("metrics-server.yaml");
 const AVAILABLE: Duration = Duration::from_secs(60);
@@ -21,8 +21,8 @@ pub async fn install(cluster: &Cluster<'_>) -> Result<()> {
     cluster.kubectl.run_with_input(&["apply", "--filename=-"], OBJECTS.as_bytes()).await.map(drop)
 }
 
-/// Starts it on this node's host, makes it the one that the API server asks, and waits until it answers. It verifies the
-/// kubelets' certificates.
+/// Starts it on this node's host, makes it the Service's endpoint for the API server, and waits until it answers. It
+/// verifies the kubelets' certificates.
 pub async fn start(cluster: &Cluster<'_>, node: &str) -> Result<Process> {
     let host = cluster.host(node)?;
     let token = ["create", "token", "metrics-server", "--namespace", NAMESPACE];
@@ -36,7 +36,7 @@ pub async fn start(cluster: &Cluster<'_>, node: &str) -> Result<Process> {
         .arg(format!("--secure-port={PORT}"))
         .args(["--kubelet-preferred-address-types=InternalIP,ExternalIP,Hostname"])
         .arg("--kubelet-use-node-status-port")
-        // Its least; theirs is 15s.
+        // Its minimum; its manifests have 15s.
         .args(["--metric-resolution=10s", "--kubelet-request-timeout=5s"])
         .arg(format!("--kubeconfig={kubeconfig}"))
         .arg(format!("--authentication-kubeconfig={kubeconfig}"))

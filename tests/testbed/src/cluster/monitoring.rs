@@ -1,4 +1,4 @@
-//! Prometheus in the cluster, as it is shipped: kubernetes_sd, the kubelets' certificates verified.
+//! Prometheus in the cluster with the shipped configuration: kubernetes_sd, the kubelets' certificates verified.
 use std::path::Path;
 use std::process::Stdio;
 
@@ -16,11 +16,11 @@ use crate::prometheus;
 
 /// The shipped configuration.
 const CONFIGURATION: &str = include_str!("../../../../deploy/prometheus/prometheus.yml");
-/// The shipped alerts, which it names.
+/// The shipped alerts, which the configuration refers to.
 const ALERTS: &str = include_str!("../../../../deploy/prometheus/alerts.yml");
-/// Where that has Postern's CA.
+/// Path of Postern's CA in that configuration.
 const AUTHORITY: &str = "/etc/postern/ca.crt";
-/// The same metrics of a server that is a process of the cloud host, and so no pod that Prometheus would find.
+/// A job for the same metrics of a server that is a process of the cloud host, which kubernetes_sd does not find.
 const PROCESS: &str = "
   - job_name: tunnel-server-process
     static_configs:
@@ -29,13 +29,14 @@ const PROCESS: &str = "
 ";
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/prometheus");
 
-/// Node exporters on every host and Prometheus on the cloud host, with the shipped configuration and rights. The server is a process.
+/// Starts node exporters on every host and Prometheus on the cloud host, with the shipped configuration and rights. The
+/// server is a process.
 pub async fn start(cluster: &Cluster<'_>) -> Result<Vec<Process>> {
     let configuration = format!("{CONFIGURATION}{PROCESS}");
     start_with(cluster, &configuration, &cluster.pki.file("ca.crt")).await
 }
 
-/// The same where the servers are pods. `authority`: Postern's CA.
+/// As [`start`], for servers that are pods. `authority`: Postern's CA.
 pub async fn start_for_pods(cluster: &Cluster<'_>, authority: &Path) -> Result<Vec<Process>> {
     start_with(cluster, CONFIGURATION, authority).await
 }
@@ -43,7 +44,7 @@ pub async fn start_for_pods(cluster: &Cluster<'_>, authority: &Path) -> Result<V
 async fn start_with(cluster: &Cluster<'_>, configuration: &str, authority: &Path) -> Result<Vec<Process>> {
     let mut running = start_exporters(cluster)?;
     cluster.kubectl.run(&["apply", "-k", FOLDER]).await?;
-    // As the configuration's comments say.
+    // As the comments in the configuration say.
     let ports =
         json!({ "data": { "http-proxy-ports": "9100", "localhost-proxy-ports": "10266" } }).to_string();
     let patch = ["patch", "configmap", "tunnel-server-cfg", "--namespace", NAMESPACE, "--patch", &ports];
@@ -57,13 +58,14 @@ async fn start_with(cluster: &Cluster<'_>, configuration: &str, authority: &Path
         .replace("scrape_timeout: 10s", "scrape_timeout: 2s");
     std::fs::write(cluster.testbed.dir().join("alerts.yml"), ALERTS).context("writing the alerts")?;
     let mut command = host.command(&peers::prometheus()?);
-    // As a pod has them.
+    // As in a pod.
     command.env("KUBERNETES_SERVICE_HOST", KUBERNETES_SERVICE).env("KUBERNETES_SERVICE_PORT", "443");
     running.push(prometheus::start_as(cluster.testbed, command, &often)?);
     Ok(running)
 }
 
-/// A token of its ServiceAccount and the cluster's CA where a pod has them; /run is the host's own.
+/// Puts a token of its ServiceAccount and the cluster's CA at the paths that they have in a pod; /run is the host's
+/// own.
 async fn give_credentials(cluster: &Cluster<'_>, host: &Host) -> Result<()> {
     let token = ["create", "token", "prometheus-postern", "--namespace", NAMESPACE];
     let token = cluster.kubectl.run(&token).await?;
@@ -80,7 +82,7 @@ async fn give_credentials(cluster: &Cluster<'_>, host: &Host) -> Result<()> {
     Ok(())
 }
 
-/// A node exporter on every host.
+/// Starts a node exporter on every host.
 fn start_exporters(cluster: &Cluster<'_>) -> Result<Vec<Process>> {
     let start = |host: &Host| {
         let mut command = host.command(Path::new("prometheus-node-exporter"));

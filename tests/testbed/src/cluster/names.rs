@@ -1,10 +1,10 @@
 //! Names and addresses of every test cluster.
 
-/// Addresses of Services.
+/// Address range of Services.
 pub(super) const SERVICE_CIDR: &str = "10.96.0.0/16";
-/// The Service `kubernetes`.
+/// Cluster IP of the Service `kubernetes`.
 pub(super) const KUBERNETES_SERVICE: &str = "10.96.0.1";
-/// The node on the cloud host.
+/// Node on the cloud host.
 pub const CLOUD_NODE: &str = "cloud-1";
-/// The node on edge 1.
+/// Node on edge 1.
 pub const EDGE_NODE: &str = "edge-1";

@@ -3,32 +3,33 @@ use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, ensure};
 
-/// A program of Kubernetes.
+/// Path of a Kubernetes program.
 pub fn kubernetes(name: &str) -> Result<PathBuf> {
     program("kubernetes", name)
 }
 
-/// Prometheus with kubernetes_sd, which Debian's lacks.
+/// Path of a Prometheus with kubernetes_sd, which Debian's lacks.
 pub fn prometheus() -> Result<PathBuf> {
     program("prometheus", "prometheus")
 }
 
-/// Helm.
+/// Path of Helm.
 pub fn helm() -> Result<PathBuf> {
     program("helm", "helm")
 }
 
-/// What `kubectl top` asks.
+/// Path of metrics-server, which `kubectl top` needs.
 pub fn metrics_server() -> Result<PathBuf> {
     program("metrics-server", "metrics-server")
 }
 
-/// A program of konnectivity.
+/// Path of a konnectivity program.
 pub fn konnectivity(name: &str) -> Result<PathBuf> {
     program("konnectivity", name)
 }
 
-/// Does what Cilium does at its start without socket load balancing, to the cgroup that is mounted where it is told.
+/// Path of a program that does to a cgroup what Cilium does at its start without socket load balancing; its argument is
+/// the mounted cgroup.
 pub fn cilium_without_socket_lb() -> Result<PathBuf> {
     program("cilium", "cilium-without-socket-lb")
 }

@@ -1,5 +1,5 @@
-//! The cluster's certificates and kubeconfigs, as kubeadm lays them out: one CA signs what the API server, the
-//! kubelets and the administrator present to each other.
+//! The cluster's certificates and kubeconfigs, in kubeadm's layout: one CA signs the certificates that the API server,
+//! the kubelets and the administrator present to each other.
 use std::fs;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -10,14 +10,14 @@ use rcgen::{
     KeyPair, KeyUsagePurpose, SanType,
 };
 
-/// The user that an API server is for aggregated ones.
+/// The user as which an API server calls aggregated API servers.
 pub const FRONT_PROXY: &str = "front-proxy-client";
 
 /// A certificate and its key, as files.
 #[derive(Debug, Clone)]
 pub struct Pair {
     pub certificate: PathBuf,
-    /// The key, PEM (PKCS#8).
+    /// Key in PEM (PKCS#8).
     pub key: PathBuf,
 }
 
@@ -29,10 +29,11 @@ pub struct Pki {
 }
 
 impl Pki {
-    /// Makes the CA, the key that signs service account tokens, and what API servers show aggregated ones (`front-proxy-…`).
+    /// Makes the CA, the key that signs service account tokens, and the API servers' credentials for aggregated API
+    /// servers (`front-proxy-…`).
     pub fn create(dir: PathBuf) -> Result<Self> {
         fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
-        // A CA of its own: who has a certificate of it speaks for any user.
+        // A separate CA: a holder of one of its certificates may act as any user.
         let front_proxy =
             Self { issuer: authority(&dir, "front-proxy-ca", "front-proxy-ca")?, dir: dir.clone() };
         front_proxy.client(FRONT_PROXY, FRONT_PROXY, &[])?;
@@ -42,13 +43,13 @@ impl Pki {
         Ok(Self { issuer: authority(&dir, "ca", "kubernetes")?, dir })
     }
 
-    /// A file of the folder: `ca.crt`, `ca.key`, `front-proxy-ca.crt`, `front-proxy-client.crt`, `front-proxy-client.key`,
-    /// `service-account.key`, `service-account.pub`.
+    /// Returns the path of a file in the folder: `ca.crt`, `ca.key`, `front-proxy-ca.crt`, `front-proxy-client.crt`,
+    /// `front-proxy-client.key`, `service-account.key`, `service-account.pub`.
     pub fn file(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
 
-    /// A client's certificate: the user is the CN, its groups are the Os.
+    /// Issues a client certificate: the user is the CN, the groups are the Os.
     pub fn client(&self, name: &str, user: &str, groups: &[&str]) -> Result<Pair> {
         let mut params = CertificateParams::default();
         params.distinguished_name = subject(user, groups);
@@ -56,7 +57,7 @@ impl Pki {
         self.sign(name, params)
     }
 
-    /// A server's certificate. Names that are addresses become IP SANs.
+    /// Issues a server certificate. Names that are addresses become IP SANs.
     pub fn server(&self, name: &str, common_name: &str, names: &[String]) -> Result<Pair> {
         let mut params = CertificateParams::default();
         params.distinguished_name = subject(common_name, &[]);
@@ -72,7 +73,7 @@ impl Pki {
         self.sign(name, params)
     }
 
-    /// A kubeconfig whose user is that pair; it refers to files.
+    /// Writes a kubeconfig whose user is that pair; it refers to files.
     pub fn kubeconfig(&self, name: &str, server: &str, user: &Pair) -> Result<PathBuf> {
         let user = format!(
             "client-certificate: {}\n    client-key: {}",
@@ -82,7 +83,7 @@ impl Pki {
         self.kubeconfig_of(name, server, &user)
     }
 
-    /// A kubeconfig whose user has a bearer token.
+    /// Writes a kubeconfig whose user has a bearer token.
     pub fn kubeconfig_with_token(&self, name: &str, server: &str, token: &str) -> Result<PathBuf> {
         self.kubeconfig_of(name, server, &format!("token: {token}"))
     }
@@ -115,7 +116,7 @@ contexts:
         Ok(path)
     }
 
-    /// Overwrites existing files of `name`: that is how a certificate is rotated.
+    /// Signs a certificate. Overwrites existing files of `name`, which is how a certificate is rotated.
     fn sign(&self, name: &str, mut params: CertificateParams) -> Result<Pair> {
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         let key = KeyPair::generate().with_context(|| format!("making the key of {name}"))?;
@@ -128,7 +129,7 @@ contexts:
     }
 }
 
-/// Makes a CA, as `NAME.crt` and `NAME.key` in `dir`.
+/// Makes a CA as `NAME.crt` and `NAME.key` in `dir`.
 fn authority(dir: &Path, name: &str, common_name: &str) -> Result<Issuer<'static, KeyPair>> {
     let key = KeyPair::generate().with_context(|| format!("making the key of {name}"))?;
     let mut params = CertificateParams::default();

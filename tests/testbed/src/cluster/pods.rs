@@ -1,4 +1,4 @@
-//! Pods of the test image, put on a node by name.
+//! Pods of the test image, assigned to a node by name.
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
@@ -14,7 +14,7 @@ pub const IDLE: &str = "trap 'exit 0' TERM; while true; do sleep 1000 & wait $!;
 /// Prints numbered lines until killed.
 pub const TALK: &str = "n=0; while true; do n=$((n+1)); echo line $n; sleep 0.1; done";
 
-/// A pod that runs a shell script on `node`.
+/// Returns a pod that runs a shell script on `node`.
 pub fn shell(name: &str, node: &str, script: &str) -> Value {
     json!({
         "apiVersion": "v1",
@@ -34,13 +34,13 @@ pub fn shell(name: &str, node: &str, script: &str) -> Value {
     })
 }
 
-/// The same with the node's own network.
+/// Gives the pod the node's network.
 pub fn on_host_network(mut pod: Value) -> Value {
     pod["spec"]["hostNetwork"] = json!(true);
     pod
 }
 
-/// The same with a standard input that `kubectl attach` reaches.
+/// Gives the container a standard input that `kubectl attach` reaches.
 pub fn with_stdin(mut pod: Value) -> Value {
     pod["spec"]["containers"][0]["stdin"] = json!(true);
     pod

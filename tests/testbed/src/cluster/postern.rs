@@ -1,5 +1,5 @@
-//! Postern in the cluster: the shipped objects and rights; the programs as processes of their hosts, with the arguments
-//! that their DaemonSets give them.
+//! Postern in the cluster: the shipped objects and rights, with the programs as processes of their hosts and the
+//! arguments of their DaemonSets.
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
@@ -13,10 +13,10 @@ use crate::agent::{self, Agent};
 use crate::server::{Builder, Server};
 use crate::topology::{CLOUD, CloudHost};
 
-/// The namespace of all objects in the manifests.
+/// Namespace of all objects in the manifests.
 pub const NAMESPACE: &str = "kube-system";
 
-/// What is on request, and what processes of the hosts need: the agents have their kubelets' credentials.
+/// Optional components, and one that the agents need as processes: they have their kubelets' credentials.
 const COMPONENTS: [&str; 3] = ["node-condition", "edge-pods", "kubelet-rights"];
 
 /// Applies the manifests of `deploy/FOLDER` with [`COMPONENTS`] except the DaemonSets, and publishes the server's address.
@@ -24,12 +24,12 @@ pub async fn install(cluster: &Cluster<'_>, folder: &str) -> Result<Manifests> {
     install_with(cluster, folder, &[]).await
 }
 
-/// The same with more components.
+/// As [`install`], with more components.
 pub async fn install_with(cluster: &Cluster<'_>, folder: &str, components: &[&str]) -> Result<Manifests> {
     install_for(cluster, folder, components, &[(CLOUD, CLOUD_NODE)]).await
 }
 
-/// The same with the addresses and nodes of several servers.
+/// As [`install`], with the addresses and nodes of several servers.
 pub async fn install_for(
     cluster: &Cluster<'_>,
     folder: &str,
@@ -40,7 +40,7 @@ pub async fn install_for(
     write_overlay(&dir, folder, &[&COMPONENTS[..], components].concat(), &json!([]))?;
     let manifests = Manifests::render_at(&cluster.kubectl, &dir).await?;
     manifests.apply(&cluster.kubectl, |object| object["kind"] != "DaemonSet").await?;
-    // The controllers make slices of pods only, and these servers are processes.
+    // The controllers make EndpointSlices of pods only, and these servers are processes.
     let endpoint = |(address, node): &(Ipv4Addr, &str)| json!({ "addresses": [address.to_string()], "conditions": { "ready": true }, "nodeName": node });
     let endpoints: Vec<_> = servers.iter().map(endpoint).collect();
     for (service, port, number) in
@@ -66,13 +66,13 @@ pub async fn install_for(
     Ok(manifests)
 }
 
-/// The server with the arguments of its DaemonSet and a token of its ServiceAccount.
+/// Makes a builder for the server with the arguments of its DaemonSet and a token of its ServiceAccount.
 pub async fn server<'a>(cluster: &Cluster<'a>, manifests: &Manifests) -> Result<Builder<'a>> {
     let builder = Builder::in_cluster(cluster.testbed, credentials(cluster).await?);
     Ok(manifests.arguments("tunnel-server")?.into_iter().fold(builder, Builder::flag))
 }
 
-/// The same on another host. `state` names its state folder and its log.
+/// As [`server`], on another host. `state` names its state folder and its log.
 pub async fn server_on<'a>(
     cluster: &Cluster<'a>,
     manifests: &Manifests,
@@ -103,7 +103,7 @@ pub async fn agent<'a>(
     Ok(agent)
 }
 
-/// The agent of edge `n` with its kubelet's kubeconfig.
+/// Makes a builder for the agent of edge `n` with its kubelet's kubeconfig.
 pub fn agent_builder<'a>(
     cluster: &Cluster<'a>,
     manifests: &Manifests,

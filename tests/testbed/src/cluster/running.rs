@@ -1,4 +1,4 @@
-//! A running cluster, from the first process to every node being ready.
+//! A running cluster, from its first process until every node is ready.
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ const NODE_READY: Duration = Duration::from_secs(90);
 /// A running cluster. Dropping it kills every process; the testbed removes the rest.
 pub struct Cluster<'a> {
     pub testbed: &'a Testbed,
-    /// Its API, as the administrator.
+    /// The API, as the administrator.
     pub api: Api,
     /// kubectl, as the administrator.
     pub kubectl: Kubectl,
@@ -33,7 +33,7 @@ pub struct Cluster<'a> {
     pub hosts: Vec<Host>,
     pub image: PathBuf,
     pub server: String,
-    /// In front of the API servers and tunnel servers of several masters.
+    /// Load balancer in front of the API servers and tunnel servers of several masters.
     _balancer: Option<Process>,
 }
 
@@ -43,7 +43,8 @@ impl<'a> Cluster<'a> {
         Self::start_saying(testbed, progress).await
     }
 
-    /// As [`Cluster::start`], with a balancer for several masters at [`ROUTER`], through which everybody reaches the API.
+    /// As [`Cluster::start`], with a load balancer for several masters at [`ROUTER`], through which every client
+    /// reaches the API.
     pub async fn start_balanced(testbed: &'a Testbed) -> Result<Self> {
         let balancer = balancer::start(testbed)?;
         let cluster = Self::start_at(testbed, format!("https://{ROUTER}:6443"), progress).await?;
@@ -101,7 +102,7 @@ impl<'a> Cluster<'a> {
                 |_| true,
             )
             .await?;
-        // A scenario may use them at once.
+        // A scenario may use Services at once.
         for host in &cluster.hosts {
             host.wait_services().await?;
         }
@@ -109,13 +110,13 @@ impl<'a> Cluster<'a> {
         Ok(cluster)
     }
 
-    /// Sets what the administrator sets once per node: its role and its pod CIDR.
+    /// Sets the labels and fields that an administrator sets once per node: its role and its pod CIDR.
     pub async fn label_node(&self, node: &str) -> Result<()> {
         let role = if node == CLOUD_NODE { "control-plane" } else { "edge" };
         self.label_node_as(node, role).await
     }
 
-    /// The same with this role.
+    /// As [`Self::label_node`], with this role.
     pub async fn label_node_as(&self, node: &str, role: &str) -> Result<()> {
         let pod_cidr = &self.host(node)?.spec.pod_cidr;
         let path = format!("/api/v1/nodes/{node}");
@@ -157,7 +158,7 @@ impl<'a> Cluster<'a> {
         Ok(process)
     }
 
-    /// kubectl, as the administrator, with the API server at this address.
+    /// Returns kubectl, as the administrator, for the API server at this address.
     pub fn kubectl_at(&self, address: Ipv4Addr) -> Result<Kubectl> {
         let name = format!("admin-{address}");
         let admin = self.pki.client(&name, "kubernetes-admin", &["system:masters"])?;
@@ -180,7 +181,7 @@ impl<'a> Cluster<'a> {
         self.hosts.iter_mut().find(|host| host.spec.name == node).with_context(|| format!("no host {node}"))
     }
 
-    /// Starts a kubelet that was killed.
+    /// Starts a kubelet again after it was killed.
     pub fn start_kubelet(&mut self, node: &str) -> Result<()> {
         let host = self.hosts.iter_mut().find(|host| host.spec.name == node);
         host.with_context(|| format!("no host {node}"))?.start_kubelet(self.testbed, &self.pki)
@@ -192,8 +193,8 @@ impl<'a> Cluster<'a> {
         host.with_context(|| format!("no host {node}"))?.set_address(address, &self.pki)
     }
 
-    /// Starts the API server with this way to nodes, pods and Services (an EgressSelectorConfiguration's `connection`), and
-    /// further flags.
+    /// Restarts the API server with this `connection` of an EgressSelectorConfiguration for nodes, pods and Services,
+    /// and additional flags.
     pub async fn select_egress(&mut self, connection: &Value, more: &[&str]) -> Result<()> {
         let file = self.testbed.dir().join("egress-selector.json");
         let configuration = json!({

@@ -1,4 +1,4 @@
-//! A terminal for `kubectl exec -it`, with its output and its size.
+//! A terminal for `kubectl exec -it`: its output and its size.
 use std::fs::File;
 use std::io::Read as _;
 use std::os::fd::OwnedFd;
@@ -21,7 +21,7 @@ pub struct Terminal {
 }
 
 impl Terminal {
-    /// Starts a command at a terminal of that many rows and columns.
+    /// Starts a command at a terminal of this size.
     pub fn start(mut command: Command, rows: u16, columns: u16) -> Result<Self> {
         let controller = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)
             .context("opening a terminal")?;
@@ -34,7 +34,7 @@ impl Terminal {
             || File::options().read(true).write(true).open(&path).context("opening the terminal's other end");
         command.stdin(end()?).stdout(end()?).stderr(end()?);
         let child = command.spawn().context("starting a program at a terminal")?;
-        // The command holds copies of the other end: until they are gone the terminal never ends.
+        // The command holds copies of the other end; the terminal does not end while they exist.
         drop(command);
         let mut reader = File::from(controller.try_clone().context("duplicating the terminal")?);
         let (sender, shown) = channel();
@@ -50,7 +50,7 @@ impl Terminal {
         Ok(Self { controller, shown, text: String::new(), child })
     }
 
-    /// Changes its size, as resizing its window does.
+    /// Changes its size, as resizing a window does.
     pub fn resize(&self, rows: u16, columns: u16) -> Result<()> {
         resize(&self.controller, rows, columns)
     }
@@ -60,7 +60,7 @@ impl Terminal {
         Ok(())
     }
 
-    /// Waits until it shows `wanted`, and discards everything up to there.
+    /// Waits until it shows `wanted`, and discards the output up to there.
     pub async fn wait_for(&mut self, wanted: &str, limit: Duration) -> Result<()> {
         let found = wait_for(&format!("the terminal to show {wanted:?}"), limit, async || {
             while let Ok(bytes) = self.shown.try_recv() {

@@ -7,7 +7,8 @@ use super::pki::{Pair, Pki};
 use crate::client;
 use crate::tls::{self, Identity};
 
-/// Shakes hands on an open connection; the kubelet's certificate must be signed by the CA and be for `name`.
+/// Makes a TLS handshake on an open connection; the kubelet's certificate must be signed by the CA and valid for
+/// `name`.
 pub async fn handshake(
     stream: TcpStream,
     name: &str,
@@ -18,13 +19,13 @@ pub async fn handshake(
     tls::handshake(stream, name, tls::roots(&pki.file("ca.crt"))?, user.as_ref(), None).await
 }
 
-/// The certificate that the peer presented.
+/// Returns the certificate that the peer presented.
 pub fn certificate(stream: &TlsStream<TcpStream>) -> Result<Vec<u8>> {
     let chain = stream.get_ref().1.peer_certificates().context("no certificate was presented")?;
     Ok(chain.first().context("an empty chain")?.to_vec())
 }
 
-/// GET over TLS: the body of a 200.
+/// Makes a GET request over TLS; returns the body of a 200.
 pub async fn get(stream: TlsStream<TcpStream>, path: &str) -> Result<String> {
     let (status, body) = client::http(stream, "GET", path, "").await?;
     ensure!(status == 200, "{path} answered {status}: {body}");

@@ -1,4 +1,4 @@
-//! A validating admission webhook on an edge host, which allows every object but those with the name `forbidden`.
+//! A validating admission webhook on an edge host that allows every object except those named `forbidden`.
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,11 +23,11 @@ use tokio_rustls::TlsAcceptor;
 use super::{Cluster, endpoints};
 
 const PORT: u16 = 9443;
-/// The name of an object that is refused.
+/// Name of the object that is refused.
 pub const FORBIDDEN: &str = "forbidden";
 const DEFAULT: &str = "/api/v1/namespaces/default";
 
-/// A webhook that runs. Dropping it stops it.
+/// A running webhook. Dropping it stops it.
 #[derive(Debug)]
 pub struct Webhook {
     asked: Arc<AtomicU64>,
@@ -35,8 +35,8 @@ pub struct Webhook {
 }
 
 impl Webhook {
-    /// Starts it on edge 1, with a Service whose endpoint is the node, and has it asked about every new ConfigMap with the
-    /// label `webhook`.
+    /// Starts it on edge 1, with a Service whose endpoint is the node, and registers it for every new ConfigMap with
+    /// the label `webhook`.
     pub async fn start(cluster: &Cluster<'_>) -> Result<Self> {
         let edge = cluster.testbed.edge(1);
         let address = SocketAddr::from((edge.address, PORT));
@@ -59,7 +59,7 @@ impl Webhook {
         Ok(Self { asked, task })
     }
 
-    /// Reviews that it was asked for.
+    /// Returns the number of reviews that it was asked for.
     pub fn asked(&self) -> u64 {
         self.asked.load(Ordering::SeqCst)
     }

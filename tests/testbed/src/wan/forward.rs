@@ -1,4 +1,4 @@
-//! The thread that moves one way's packets.
+//! The thread that forwards packets in one direction.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,17 +11,17 @@ use tun_rs::SyncDevice;
 
 use super::line::Line;
 
-/// Packets read before those that have arrived are delivered.
+/// Maximum number of packets read before due packets are delivered.
 const BATCH: usize = 64;
-/// While packets come and go the thread looks only this often: to wake for each of them takes more of a CPU than to forward it.
-/// A packet on a line that was idle is not delayed by it, as long as it is under way for longer.
+/// Polling interval while packets flow: a wakeup per packet costs more CPU than forwarding it. A packet on an idle line
+/// is not delayed by it if the line's delay is longer.
 const GATHERED: Duration = Duration::from_micros(500);
-/// The longest wait: then the thread checks whether to stop.
+/// Longest wait before the thread checks whether to stop.
 const LONGEST_WAIT: Duration = Duration::from_millis(50);
 /// Larger than any MTU.
 const LARGEST_PACKET: usize = 1 << 16;
 
-/// The thread of one way. Dropping this ends it.
+/// The thread of one direction. Dropping this ends it.
 #[derive(Debug)]
 pub(super) struct Forwarder {
     line: Arc<Mutex<Line>>,
@@ -60,7 +60,8 @@ fn lock(line: &Mutex<Line>) -> MutexGuard<'_, Line> {
 }
 
 fn run(line: &Mutex<Line>, from: &SyncDevice, to: &SyncDevice, stop: &AtomicBool) {
-    // The default slack of 50 µs would be a part of every delay. Without it delays are a little longer: no reason to stop.
+    // The default slack of 50 µs would be part of every delay. If this fails, delays are a little longer: no reason to
+    // stop.
     let _ = nix::sys::prctl::set_timerslack(1);
     let start = Instant::now();
     let mut buffer = vec![0; LARGEST_PACKET];
@@ -70,7 +71,7 @@ fn run(line: &Mutex<Line>, from: &SyncDevice, to: &SyncDevice, stop: &AtomicBool
             let mut line = lock(line);
             let mut read = 0;
             while read < BATCH {
-                // A device whose namespace is being removed reads no more: then there is nothing to forward.
+                // Reading fails while the namespace is being removed: there is nothing left to forward.
                 let Ok(n) = from.recv(&mut buffer) else { break };
                 line.offer(start.elapsed(), &buffer[..n]);
                 read += 1;
@@ -93,7 +94,7 @@ fn run(line: &Mutex<Line>, from: &SyncDevice, to: &SyncDevice, stop: &AtomicBool
         }
         let wait = next.map_or(LONGEST_WAIT, |next| next.saturating_sub(start.elapsed()).min(LONGEST_WAIT));
         let wait = Timespec { tv_sec: 0, tv_nsec: wait.subsec_nanos().into() };
-        // Interrupted or not: the loop checks again.
+        // Timeout and interruption are the same: the loop checks again.
         let _ = poll(&mut [PollFd::new(from, PollFlags::IN)], Some(&wait));
     }
 }

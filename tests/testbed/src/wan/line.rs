@@ -1,4 +1,4 @@
-//! One way of a path: what happens to each packet, and when.
+//! One direction of a path: decides for each packet whether and when it is delivered.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -8,26 +8,26 @@ use rand::{Rng as _, SeedableRng as _};
 
 use super::{Counts, Loss, Path};
 
-/// The smallest buffer: that of a cheap modem.
+/// The smallest buffer, that of a cheap modem.
 const SMALLEST_BUFFER: f64 = 20.0 * 1500.0;
 
-/// One way. Times are since any fixed moment.
+/// One direction. Times are relative to any fixed moment.
 #[derive(Debug)]
 pub(super) struct Line {
     delay: Duration,
     /// Bit/s.
     rate: u64,
-    /// Bytes that may wait for the line.
+    /// Maximum number of bytes queued for the line.
     buffer: f64,
     loss: Loss,
     reordered: f64,
     out: bool,
     random: StdRng,
-    /// Whether Gilbert's model is in its bad state.
+    /// True if Gilbert's model is in its bad state.
     burst: bool,
-    /// When the line has sent all that it has accepted.
+    /// Time at which the line has sent all packets that it has accepted.
     free_at: Duration,
-    /// By the time of arrival.
+    /// Packets in flight, sorted by time of arrival.
     under_way: VecDeque<(Duration, Vec<u8>)>,
     counts: Counts,
 }
@@ -52,7 +52,7 @@ impl Line {
     }
 
     pub(super) fn set(&mut self, path: &Path, rate: u64) {
-        // A rate of zero would divide by zero: an outage is what is meant.
+        // A rate of zero would divide by zero; an outage is set with `set_out`.
         self.rate = rate.max(1);
         self.delay = path.rtt / 2;
         self.buffer = (path.buffer * path.rtt.as_secs_f64() * self.rate as f64 / 8.0).max(SMALLEST_BUFFER);
@@ -60,7 +60,7 @@ impl Line {
         self.reordered = path.reordered;
     }
 
-    /// Loses everything, also what is under way, until it is called with false.
+    /// Begins or ends an outage: every packet is lost, including those in flight.
     pub(super) fn set_out(&mut self, out: bool) {
         self.out = out;
         if out {
@@ -73,9 +73,9 @@ impl Line {
         self.counts
     }
 
-    /// A packet enters at `now`.
+    /// Accepts or drops a packet that enters at `now`.
     pub(super) fn offer(&mut self, now: Duration, packet: &[u8]) {
-        // Drawn for every packet, so that one's fate does not depend on when others came.
+        // Drawn for every packet, so that the fate of one does not depend on the arrival times of others.
         let lost = self.loses();
         let late = self.reordered > 0.0 && self.random.random_bool(self.reordered);
         if self.out || lost {
@@ -97,14 +97,14 @@ impl Line {
         self.under_way.insert(place, (arrives, packet.to_vec()));
     }
 
-    /// The next packet that has arrived by `now`.
+    /// Takes the next packet that has arrived by `now`.
     pub(super) fn take(&mut self, now: Duration) -> Option<Vec<u8>> {
         let (_, packet) = self.under_way.pop_front_if(|(at, _)| *at <= now)?;
         self.counts.delivered += 1;
         Some(packet)
     }
 
-    /// When the next packet arrives.
+    /// Returns the arrival time of the next packet.
     pub(super) fn next(&self) -> Option<Duration> {
         self.under_way.front().map(|(at, _)| *at)
     }
@@ -114,8 +114,8 @@ impl Line {
             Loss::None => false,
             Loss::Random(rate) => self.random.random_bool(rate),
             Loss::Bursts { rate, length } => {
-                // In the bad state every packet is lost. Leaving it with 1/length and entering it so that `rate` of all
-                // packets meet it in the long run.
+                // In the bad state every packet is lost. Its leave probability is 1/length; its entry probability is
+                // chosen so that `rate` of all packets meet the bad state in the long run.
                 let leave = 1.0 / length.max(1.0);
                 let change = if self.burst { leave } else { (leave * rate / (1.0 - rate)).min(1.0) };
                 self.burst ^= self.random.random_bool(change);
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn a_packet_takes_its_time_on_the_line_and_half_a_round_trip() {
-        // 10,000 bit at 1 Mbit/s: 10 ms each.
+        // 10,000 bits at 1 Mbit/s: 10 ms each.
         let mut line = line(&Path::new(100, 1));
         line.offer(ms(0), &PACKET);
         line.offer(ms(0), &PACKET);
