@@ -1,4 +1,4 @@
-//! The first bytes that a client sends to the https door.
+//! The first bytes that a client sends to the https listener.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,4 +1,4 @@
-//! Requests to a door that speaks HTTP, as far as its own code and hyper go: what a target gets is what the client sent, in as many
+//! Requests to an HTTP listener, as far as its own code and hyper go: a target gets what the client sent, in as many
 //! requests, whatever the bytes are.
 #![no_main]
 
@@ -65,7 +65,7 @@ async fn pass_on(request: Request<Incoming>, sent: &Seen, arrived: &Seen) -> Res
         let (mut sender, connection) =
             hyper::client::conn::http1::handshake(TokioIo::new(near)).await.ok()?;
         let driver = tokio::spawn(connection);
-        // As the door's: the length is what the body says.
+        // As in the listener: the body decides the length.
         head.headers.remove(hyper::header::CONTENT_LENGTH);
         let answer = sender.send_request(Request::from_parts(head, Full::new(body.clone()))).await.ok();
         drop(sender);

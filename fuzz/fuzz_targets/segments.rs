@@ -7,7 +7,7 @@ use prost::Message as _;
 use tunnel_core::carry::{Deframer, FrameError, header};
 use tunnel_core::proto::Segment;
 
-/// The data that the chunks carry, and how they ended.
+/// The data that the chunks carry, and the result at their end.
 fn deframe<'a>(chunks: impl Iterator<Item = &'a [u8]>) -> (Vec<u8>, Result<(), FrameError>) {
     let (mut deframer, mut data) = (Deframer::default(), Vec::new());
     for chunk in chunks {
@@ -44,7 +44,7 @@ fuzz_target!(|input: &[u8]| {
     let pieces = deframe(bytes.chunks(usize::from(size) + 1));
     assert_eq!((&whole, &end), (&pieces.0, &pieces.1), "the result depends on how the bytes are split");
     if end.is_ok() && bytes.len() < 1 << 16 {
-        // Where a message repeats its field, protobuf keeps the last, and the deframer all of them.
+        // If a message repeats its field, protobuf keeps the last, and the deframer all of them.
         let decoded = model(bytes).expect("protobuf accepts what the deframer accepts");
         assert!(decoded.len() <= whole.len());
     }

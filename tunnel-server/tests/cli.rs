@@ -1,4 +1,4 @@
-//! The program's exit codes and what it prints.
+//! The program's exit codes and output.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;

@@ -44,7 +44,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// As command-line arguments.
+    /// The same options as command-line arguments.
     fn arguments(&self) -> Vec<String> {
         let mut arguments = Vec::new();
         for name in &self.only {
@@ -72,7 +72,8 @@ impl Options {
     }
 }
 
-/// Every kind of line of every peer for a moment, with the programs that tests use as well: for tests. A whole run has `built` them.
+/// Measures every kind of line of every peer briefly, with the debug build that tests use as well.
+/// `built`: a whole run has built it already.
 pub(crate) fn smoke(built: bool) -> Result<ExitCode> {
     let options = Options { smoke: true, all_peers: true, ..Options::default() };
     install(&options)?;
@@ -82,12 +83,12 @@ pub(crate) fn smoke(built: bool) -> Result<ExitCode> {
     measure(&options, &Commit::read())
 }
 
-/// A part of the report: everything on one machine, and wide-area paths.
+/// Parts of the report: measurements on one machine, and over wide-area paths.
 const PARTS: [&str; 2] = ["host", "wan"];
-/// What a recorded figure is the median of.
+/// Minimum number of rounds of a recorded run; each figure is the median of its rounds.
 const RECORDED_ROUNDS: u32 = 5;
 
-/// The parts to record; an error when the run would not measure one as a whole.
+/// Returns the parts to record; fails when the run would not measure one as a whole.
 fn recorded(options: &Options, commit: &Commit) -> Result<Vec<&'static str>> {
     if !options.record {
         return Ok(Vec::new());
@@ -124,10 +125,10 @@ fn recorded(options: &Options, commit: &Commit) -> Result<Vec<&'static str>> {
     Ok(parts)
 }
 
-/// What is measured.
+/// The commit that is measured.
 struct Commit {
     name: String,
-    /// The tree has changes that are not in it.
+    /// True if the tree has changes that are not in it.
     changed: bool,
 }
 
@@ -173,7 +174,7 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
 
 fn install(options: &Options) -> Result<()> {
     packages::install(&[packages::TESTBED, packages::NAT])?;
-    // What cannot be installed is named in the tables, and everything else is measured.
+    // A peer that cannot be installed is named in the tables, and everything else is measured.
     match packages::install(&[packages::BENCH]) {
         Err(error) if options.all_peers => return Err(error),
         Err(error) => println!("{error:#}"),
@@ -187,7 +188,7 @@ fn build_all(options: &Options) -> Result<()> {
     build_as(if options.smoke { "dev" } else { "release" }, &[PROGRAMS, &["postern-bench"]].concat())
 }
 
-/// What was measured of the commit before a run was interrupted.
+/// Folder of the values that interrupted runs of this commit have left.
 fn kept(commit: &Commit) -> Result<PathBuf> {
     Ok(target_dir()?.join("bench-kept").join(&commit.name))
 }
@@ -248,7 +249,7 @@ fn haproxy() -> Result<PathBuf> {
     Ok("haproxy".into())
 }
 
-/// Installs it where cargo's other tools are.
+/// Path of rathole, which is installed beside cargo's other tools if it is missing.
 pub(crate) fn rathole() -> Result<PathBuf> {
     let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cargo")));
@@ -256,7 +257,7 @@ pub(crate) fn rathole() -> Result<PathBuf> {
     if !succeeds(program(&path).arg("--version")) {
         println!("rathole is missing: installing it with `cargo install rathole`, which takes some minutes");
         let mut install = cargo();
-        // Its own lock file does not compile with today's compilers. Built outside of the project's folder.
+        // Without --locked: its lock file does not compile with today's compilers. Built outside the project's folder.
         install.args(["install", "rathole", "--version", RATHOLE_VERSION]).env_remove("CARGO_TARGET_DIR");
         run(install.current_dir("/"))?;
     }

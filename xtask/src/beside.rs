@@ -1,8 +1,8 @@
-//! What is built beside the scenarios of a whole run, at idle priority: most of their time they wait, so that the CPUs have
-//! time for it. A scenario that needs it waits until it is there.
+//! Builds what scenarios need beside a whole run, at idle priority: scenarios mostly wait, so that the CPUs have time for it.
+//! A scenario that needs a build waits until it is done.
 //!
-//! A process of its own builds one after the other. Its folder gets a file for each: the variables that tell scenarios where it is,
-//! or what went wrong; the fuzz targets and the mutation tests, which run there too, leave their result.
+//! A separate process builds one after the other. For each it leaves a file in its folder: the variables that tell
+//! scenarios where the result is, or the error. The fuzz targets and the mutation tests run there too and leave their result.
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -19,13 +19,13 @@ use crate::needs::Need;
 use crate::tally::minutes;
 use crate::{fuzz, mutants, packages};
 
-/// Names the folder to scenarios.
+/// Environment variable that names the folder to scenarios.
 const VARIABLE: &str = "POSTERN_NEEDS";
-/// Begins a file about something that failed.
+/// Prefix of a file about a failure.
 const FAILED: &str = "failed: ";
-/// How long each fuzz target runs, in what the scenarios leave of the CPUs.
+/// Seconds that each fuzz target runs, on the CPU time that the scenarios leave.
 const FUZZ_SECONDS: u32 = 15;
-/// Locked as long as the process runs: scenarios would wait in vain for one that has crashed.
+/// File that is locked while the process runs, so that scenarios do not wait for one that has crashed.
 const RUNNING: &str = "running";
 
 /// The process that builds. Dropping this ends it.
@@ -56,9 +56,9 @@ impl Beside {
             log.display()
         );
         let mut command = program("setsid");
-        // The nice value changes nothing more, but lets /proc/stat tell its time from that of others.
+        // The nice value changes nothing more, but /proc/stat counts the time of nice processes separately.
         command.args(["nice", "-n", "19", "chrt", "--idle", "0"]);
-        // By its process: cargo may have replaced the file since.
+        // Through /proc: cargo may have replaced the file since.
         command.arg(format!("/proc/{}/exe", std::process::id()));
         command.arg("beside").arg(&folder);
         command.stdout(output.try_clone().context("the log")?).stderr(output);
@@ -73,16 +73,16 @@ impl Beside {
         Ok(started)
     }
 
-    /// Scenarios wait for what they need.
+    /// Passes the folder to scenarios, which then wait for what they need.
     pub(crate) fn tell(&self, scenarios: &mut Command) {
         scenarios.env(VARIABLE, &self.folder);
     }
 
-    /// Waits until this was made, or could not be.
+    /// Waits until `need` has been built, or has failed.
     pub(crate) fn wait(&mut self, need: Need) -> Result<()> {
         let file = self.folder.join(need.name());
         loop {
-            // Asked before the file is: it may be the last that is made.
+            // Checked before the file: the process may end right after it has written that.
             let ended = self.child.try_wait().context("waiting for what is built beside the scenarios")?;
             if file.exists() {
                 return Ok(());
@@ -92,7 +92,7 @@ impl Beside {
         }
     }
 
-    /// Waits for the end of all, and returns what each took.
+    /// Waits until everything is done, and returns the time that each took.
     pub(crate) fn finish(&mut self) -> Result<String> {
         let status = self.child.wait().context("waiting for what is built beside the scenarios")?;
         let log = fs::read_to_string(self.folder.join("log")).unwrap_or_default();
@@ -104,7 +104,7 @@ impl Beside {
         Ok(log.lines().filter_map(|line| line.strip_prefix(TOOK)).collect::<Vec<_>>().join(", "))
     }
 
-    /// What the test of this name gave, which ran there.
+    /// Result of the test of this name, which ran there.
     pub(crate) fn result(&self, name: &str) -> Result<()> {
         result(&self.folder, name)
     }
@@ -116,16 +116,16 @@ impl Drop for Beside {
             if let Ok(pid) = i32::try_from(self.child.id()) {
                 end_group(Pid::from_raw(pid));
             }
-            // It has been killed: how it ended tells nothing.
+            // It has been killed: its status means nothing.
             let _ = self.child.wait();
         }
     }
 }
 
-/// Begins a line of the log that says what something took.
+/// Prefix of the log lines with the time that something took.
 const TOOK: &str = "took: ";
 
-/// The process.
+/// Entry point of the process that builds.
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     let folder = &options.folder;
     let running = File::create(folder.join("running.tmp")).context("creating the lock")?;
@@ -142,7 +142,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
             Ok(variables.into_iter().map(line).collect())
         })?;
     }
-    // Each has one thread.
+    // Two at a time: each has one thread.
     for pair in fuzz::targets()?.chunks(2) {
         thread::scope(|scope| {
             let runs: Vec<_> =
@@ -171,7 +171,7 @@ fn fuzzed(folder: &Path, target: &str) -> Result<()> {
     })
 }
 
-/// What [`made`] has left.
+/// Reads the result that [`made`] has left.
 fn result(folder: &Path, name: &str) -> Result<()> {
     let path = folder.join(name);
     let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
@@ -181,7 +181,7 @@ fn result(folder: &Path, name: &str) -> Result<()> {
     }
 }
 
-/// Leaves what `make` returns, or why it failed, in the file of this name: wholly or not at all.
+/// Writes what `make` returns, or its error, to the file of this name: wholly or not at all.
 fn made(folder: &Path, name: &str, make: impl FnOnce() -> Result<String>) -> Result<()> {
     let start = Instant::now();
     println!("=== {name}");
@@ -199,7 +199,7 @@ fn made(folder: &Path, name: &str, make: impl FnOnce() -> Result<String>) -> Res
     Ok(())
 }
 
-/// Ends this process and all that it has started when the one that has started it is gone: its session gets no Ctrl-C.
+/// Ends this process and all that it has started once its parent is gone: its session gets no Ctrl-C.
 fn follow_parent() {
     let parent = getppid();
     thread::spawn(move || {
@@ -211,7 +211,7 @@ fn follow_parent() {
 }
 
 fn end_group(group: Pid) {
-    // One that has ended by itself is as well.
+    // The group may have ended by itself.
     let _ = killpg(group, Signal::SIGTERM);
 }
 

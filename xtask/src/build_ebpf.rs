@@ -56,7 +56,7 @@ impl Toolchain {
         if !matches!(self, Self::Active) {
             command.env_remove("RUSTUP_TOOLCHAIN");
         }
-        // What cargo set for xtask itself, or the user for host builds, must not reach a BPF build.
+        // Settings of cargo for xtask itself, or of the user for host builds, must not reach a BPF build.
         for name in [
             "RUSTFLAGS",
             "CARGO_ENCODED_RUSTFLAGS",
@@ -162,7 +162,7 @@ fn ensure_linker() -> Result<()> {
     eprintln!("build-ebpf: bpf-linker is missing: running `{install}` (takes a few minutes)");
     let mut command = Toolchain::Active.command("cargo");
     command.args(["install", "bpf-linker", "--version", BPF_LINKER_VERSION, "--locked"]);
-    // A host build of its own: nothing of this workspace's settings.
+    // A separate host build, without this workspace's settings.
     command.env_remove("RUSTC_BOOTSTRAP").env_remove("CARGO_TARGET_DIR").current_dir("/");
     let status = command.status().context("cannot run cargo install")?;
     if !status.success() {
@@ -185,10 +185,10 @@ pub(crate) fn clippy() -> Result<()> {
     Ok(())
 }
 
-/// Of the machine that the programs will run on, which is this one.
+/// BPF target with the byte order of the machine that the programs will run on, which is this one.
 const TRIPLE: &str = if cfg!(target_endian = "big") { "bpfeb-unknown-none" } else { "bpfel-unknown-none" };
 
-/// A target directory of its own: the host's builds and these never wait for each other's lock.
+/// A separate target directory: the host's builds and these never wait for each other's lock.
 fn build_dir(target_dir: &Path) -> PathBuf {
     target_dir.join("bpf").join("build")
 }
@@ -217,7 +217,7 @@ fn cargo(toolchain: &Toolchain, subcommand: &str, workspace: &Path, target_dir: 
     Ok(command)
 }
 
-/// Compiles; returns what cargo left.
+/// Compiles the programs and returns the path of the object.
 fn build(toolchain: &Toolchain, workspace: &Path, target_dir: &Path) -> Result<PathBuf> {
     let status = cargo(toolchain, "build", workspace, target_dir)?
         .status()

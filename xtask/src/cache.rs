@@ -1,4 +1,4 @@
-//! What is downloaded or built once for every clone on this machine, in `~/.cache/postern`.
+//! Downloads and builds that every clone on this machine shares, in `~/.cache/postern`.
 use std::env;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use sha2::{Digest as _, Sha256};
 
-/// The folder of `parts` below `area`, filled by `fill` when it is not there. It is there wholly or not at all: `fill` writes to
-/// a temporary one. Other processes wait meanwhile.
+/// Returns the folder of `parts` below `area`, and has `fill` make it if it does not exist. It is complete or absent:
+/// `fill` writes to a temporary folder. Other processes wait meanwhile.
 pub(crate) fn once(
     area: &str,
     name: &str,
@@ -43,7 +43,7 @@ fn folder() -> Result<PathBuf> {
     Ok(base.join("postern"))
 }
 
-/// Held until the file is closed, at the latest when the process ends.
+/// Locks a file until it is closed, at the latest when the process ends.
 pub(crate) fn lock(path: &Path) -> Result<File> {
     let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
     if file.try_lock().is_err() {

@@ -1,8 +1,8 @@
 //! Import circles between the modules of a crate.
 //!
 //! At every level of the module tree, the children of a module (each with everything below it) and the module's own file
-//! must import one another without a circle. A module's own file may declare and re-export its children: that is what it
-//! is for, and counts as no import. Tests are left out.
+//! must import one another without a circle. A module's own file may declare and re-export its children, which does not
+//! count as an import. Tests are left out.
 //!
 //! `cargo modules dependencies --acyclic` counts every child that uses its parent as a circle, since its graph has the edge
 //! from a parent to its child; `cargo cycles` does not follow `super::`.
@@ -18,14 +18,14 @@ use quote::ToTokens as _;
 use syn::{Attribute, Item, ItemUse, Meta, UseTree, Visibility};
 
 type ModulePath = Vec<String>;
-/// Who imports whom at one level, and the modules by which they do.
+/// Imports at one level: importer and imported, and the modules that do it.
 type Imports = BTreeMap<(String, String), BTreeSet<String>>;
 
-/// What a module's file says of other modules.
+/// References of a module's file to other modules.
 #[derive(Default)]
 struct Module {
     children: BTreeSet<String>,
-    /// Names that `use` brings, and the paths that they stand for.
+    /// Names that `use` brings into scope, and their paths.
     names: BTreeMap<String, Vec<String>>,
     /// Paths that the code uses: private imports, and paths in expressions, types and macros.
     paths: BTreeSet<Vec<String>>,
@@ -62,7 +62,7 @@ impl Modules {
         self.read_items(&parsed.items, folder, path)
     }
 
-    /// `folder` is where the files of child modules are.
+    /// `folder` has the files of child modules.
     fn read_items(&mut self, items: &[Item], folder: &Path, path: ModulePath) -> Result<()> {
         let mut module = Module::default();
         for item in items {
@@ -90,7 +90,7 @@ impl Modules {
         Ok(())
     }
 
-    /// The module that `path`, as written in `from`, leads into. None: it is of another crate.
+    /// Resolves `path`, as written in `from`, to a module; None if it belongs to another crate.
     fn resolve(&self, from: &[String], path: &[String], depth: usize) -> Option<ModulePath> {
         let mut at = from.to_vec();
         for (position, name) in path.iter().enumerate() {

@@ -11,13 +11,13 @@ use serde_json::Value;
 
 /// The project's root folder.
 pub(crate) fn root() -> PathBuf {
-    // As cargo says now: with a target directory that several checkouts share, this program may be another one's build.
+    // From the environment: where several checkouts share a target directory, another one may have built this program.
     let xtask = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
     xtask.parent().map(PathBuf::from).unwrap_or(xtask)
 }
 
-/// A program that `cargo build` made.
+/// Path of a program that `cargo build` made.
 pub(crate) fn built(name: &str) -> Result<PathBuf> {
     Ok(target_dir()?.join("debug").join(name))
 }
@@ -59,7 +59,7 @@ pub(crate) fn default_packages() -> Result<Vec<Package>> {
     Ok(packages)
 }
 
-/// The folder of every package of the workspace, by name.
+/// Folders of all packages of the workspace, by name.
 pub(crate) fn member_folders() -> Result<BTreeMap<String, PathBuf>> {
     let metadata = metadata()?;
     let packages = metadata["packages"].as_array().context("cargo metadata names no packages")?;
@@ -76,7 +76,7 @@ pub(crate) fn member_folders() -> Result<BTreeMap<String, PathBuf>> {
         .collect()
 }
 
-/// Where cargo puts what it builds, whatever CARGO_TARGET_DIR and configuration files say.
+/// Cargo's target directory, as CARGO_TARGET_DIR and configuration files set it.
 pub(crate) fn target_dir() -> Result<PathBuf> {
     let metadata = metadata()?;
     let dir = metadata["target_directory"].as_str().context("cargo metadata names no target_directory")?;
@@ -98,8 +98,8 @@ pub(crate) fn program(name: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// The cargo that runs this xtask. What it has set for xtask alone is removed: ring's build script watches some of it, and
-/// would rebuild ring, and most of the tree with it, whenever `cargo build` and `cargo xtask` alternate.
+/// The cargo that runs this xtask, without the variables that it has set for xtask alone: ring's build script watches
+/// some, and would rebuild ring, and most of the tree with it, whenever `cargo build` and `cargo xtask` alternate.
 pub(crate) fn cargo() -> Command {
     let mut command = program(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     let own = |name: &str| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_");
@@ -109,7 +109,7 @@ pub(crate) fn cargo() -> Command {
     command
 }
 
-/// Shows the command, runs it to its end; anything but success is an error.
+/// Prints the command and runs it to its end; fails unless it succeeds.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     eprintln!("+ {}", shown(command));
     let status = command.status().with_context(|| format!("starting {}", shown(command)))?;
@@ -128,7 +128,7 @@ pub(crate) fn run_in_foreground(command: &mut Command) -> Result<ExitCode> {
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
-/// Runs `work` to its end whatever of these signals comes: it takes effect afterwards. What `work` starts inherits that.
+/// Runs `work` with these signals blocked: they take effect afterwards. Processes that `work` starts inherit the mask.
 pub(crate) fn holding_back<T>(signals: &[Signal], work: impl FnOnce() -> Result<T>) -> Result<T> {
     let mask: SigSet = signals.iter().copied().collect();
     let previous = mask.thread_swap_mask(SigmaskHow::SIG_BLOCK).context("blocking signals")?;
@@ -137,7 +137,7 @@ pub(crate) fn holding_back<T>(signals: &[Signal], work: impl FnOnce() -> Result<
     result
 }
 
-/// Runs a program to its end and returns what it prints; anything but success is an error.
+/// Runs a program to its end and returns its output; fails unless it succeeds.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("starting {}", shown(command)))?;
     let errors = String::from_utf8_lossy(&output.stderr);
@@ -145,18 +145,18 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
     String::from_utf8(output.stdout).with_context(|| format!("what `{}` prints", shown(command)))
 }
 
-/// Where a program is, as the shell finds it.
+/// Path of a program, as the shell finds it.
 pub(crate) fn which(name: &str) -> Result<PathBuf> {
     let path = output(program("sh").args(["-c", &format!("command -v {name}")]))?;
     Ok(PathBuf::from(path.trim()))
 }
 
-/// Whether the command can be started and succeeds. Prints nothing.
+/// Reports whether the command can be started and succeeds. Prints nothing.
 pub(crate) fn succeeds(command: &mut Command) -> bool {
     command.output().is_ok_and(|output| output.status.success())
 }
 
-/// The end of a long output, for an error: what went wrong is there.
+/// The last lines of a long output, for an error: the cause is there.
 pub(crate) fn end_of(output: &str) -> String {
     let lines: Vec<&str> = output.lines().collect();
     lines[lines.len().saturating_sub(60)..].join("\n")
@@ -172,7 +172,8 @@ pub(crate) fn shown(command: &Command) -> String {
     text
 }
 
-/// Installs a cargo subcommand when it is missing, and prints that it does. It is built outside the project's target folder.
+/// Installs a cargo subcommand if it is missing, and prints that. Cargo builds it in a temporary folder, unless
+/// CARGO_TARGET_DIR is set.
 pub(crate) fn need_cargo_tool(name: &str, version: &str) -> Result<()> {
     let subcommand = name.trim_start_matches("cargo-");
     if succeeds(cargo().args([subcommand, "--version"])) {
@@ -182,7 +183,7 @@ pub(crate) fn need_cargo_tool(name: &str, version: &str) -> Result<()> {
     run(cargo().args(["install", name, "--version", version, "--locked"]))
 }
 
-/// Whether this process runs as root.
+/// Reports whether this process runs as root.
 pub(crate) fn is_root() -> bool {
     nix::unistd::Uid::effective().is_root()
 }

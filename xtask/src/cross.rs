@@ -1,4 +1,4 @@
-//! Static binaries for amd64 and arm64 from either, and nothing of the machine that built them in the binaries.
+//! Builds static binaries for amd64 and arm64 on either, without a trace of the building machine in them.
 //!
 //! cargo-zigbuild has zig compile the C of some crates and link: one tool for both architectures, with the same libc everywhere.
 use std::env;
@@ -47,7 +47,7 @@ pub(crate) enum Profile {
     Release,
 }
 
-/// mimalloc has the time when it was compiled. Not SOURCE_DATE_EPOCH, of which zig's cache knows nothing.
+/// mimalloc embeds the time of its compilation. SOURCE_DATE_EPOCH does not help: zig's cache ignores it.
 const WITHOUT_TIME: [&str; 3] = ["-Wno-builtin-macro-redefined", r#"-D__DATE__="""#, r#"-D__TIME__="""#];
 
 /// Builds these packages for `arch`, and returns the folder with their binaries.
@@ -56,7 +56,7 @@ pub(crate) fn build(arch: Arch, profile: Profile, names: &[&str]) -> Result<Path
     let tools = tools()?;
     let target_dir = target_dir()?;
     let mut compile = program(tools.join("bin/cargo-zigbuild"));
-    // What cargo has set for xtask alone: see `command::cargo`.
+    // Variables that cargo has set for xtask alone: see `command::cargo`.
     for (name, value) in cargo().get_envs() {
         if value.is_none() {
             compile.env_remove(name);
@@ -66,7 +66,7 @@ pub(crate) fn build(arch: Arch, profile: Profile, names: &[&str]) -> Result<Path
     compile.args(["zigbuild", "--locked", "--target", arch.target()]);
     compile.args(names.iter().flat_map(|name| ["-p", name]));
     compile.args((profile == Profile::Release).then_some("--release"));
-    // zig's linker takes "without debug information", as the profile says, for "without symbols" (`keeps_symbols`): `strip_debug`.
+    // Told to strip debug information, as the profile says, zig's linker strips symbols too: `strip_debug` does it instead.
     compile.env("CARGO_PROFILE_RELEASE_STRIP", "none");
     let places = places(&target_dir)?;
     let variable = arch.target().replace('-', "_");
@@ -92,12 +92,12 @@ pub(crate) fn build(arch: Arch, profile: Profile, names: &[&str]) -> Result<Path
     Ok(folder)
 }
 
-/// Where the binaries are.
+/// Folder of the binaries without debug information.
 pub(crate) fn folder(arch: Arch, profile: Profile) -> Result<PathBuf> {
     Ok(made(arch, profile)?.join("without-debug"))
 }
 
-/// Where cargo puts them.
+/// Folder of the binaries as cargo builds them.
 fn made(arch: Arch, profile: Profile) -> Result<PathBuf> {
     let name = match profile {
         Profile::Dev => "debug",
@@ -106,12 +106,12 @@ fn made(arch: Arch, profile: Profile) -> Result<PathBuf> {
     Ok(target_dir()?.join(arch.target()).join(name))
 }
 
-/// The folders of this machine that a compiler would name in panic messages and debug information, and what is named instead.
-/// Of two that match the later one counts.
+/// Folders of this machine that a compiler would name in panic messages and debug information, and their replacements.
+/// Of two that match, the later one counts.
 fn places(target_dir: &Path) -> Result<Vec<(PathBuf, String)>> {
     let home = env::var_os("CARGO_HOME").filter(|home| !home.is_empty()).map(PathBuf::from);
     let home = home.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cargo")));
-    // As where rust-src is not installed.
+    // The path that Rust's own library has where rust-src is not installed.
     let sources = format!("/rustc/{}", rustc_says("commit-hash")?);
     Ok(vec![
         (root(), "/postern".to_owned()),
@@ -121,8 +121,8 @@ fn places(target_dir: &Path) -> Result<Vec<(PathBuf, String)>> {
     ])
 }
 
-/// A program without debug information, that of Rust's own library above all: a sixth of what an edge node has to download. By the
-/// objcopy that comes with rustc, for every architecture.
+/// Copies a program without debug information, most of which is of Rust's own library: a sixth of what an edge node has to
+/// download. Uses the objcopy that comes with rustc, for every architecture.
 fn strip_debug(from: &Path, to: &Path) -> Result<()> {
     let sysroot = sysroot()?;
     let tool = sysroot.join("lib/rustlib").join(rustc_says("host")?).join("bin/rust-objcopy");
@@ -132,7 +132,7 @@ fn strip_debug(from: &Path, to: &Path) -> Result<()> {
         tool.display()
     );
     let mut objcopy = program(&tool);
-    // Its LLVM is rustc's, which it does not find by itself.
+    // It uses rustc's LLVM, and does not find it by itself.
     objcopy.env("LD_LIBRARY_PATH", sysroot.join("lib"));
     run(objcopy.arg("--strip-debug").arg(from).arg(to))
 }
@@ -141,7 +141,7 @@ fn sysroot() -> Result<PathBuf> {
     printed("rustc", &["--print", "sysroot"]).map(PathBuf::from)
 }
 
-/// A field of what rustc says of itself.
+/// A field of `rustc --version --verbose`.
 fn rustc_says(field: &str) -> Result<String> {
     let version = printed("rustc", &["--version", "--verbose"])?;
     let value = version.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(": "));
@@ -154,7 +154,7 @@ fn printed(name: &str, args: &[&str]) -> Result<String> {
     Ok(String::from_utf8(output.stdout).with_context(|| format!("{name}'s output"))?.trim().to_owned())
 }
 
-/// Another machine, or another folder, makes the same bytes only if the binary names none of this one's.
+/// Fails if the binary names a folder of this machine: a build on another machine, or in another folder, would differ.
 fn names_no_folder(binary: &Path, bytes: &[u8], places: &[(PathBuf, String)]) -> Result<()> {
     for (place, _) in places {
         let place = format!("{}/", place.display());
@@ -167,13 +167,13 @@ fn names_no_folder(binary: &Path, bytes: &[u8], places: &[(PathBuf, String)]) ->
     Ok(())
 }
 
-/// Nor may it name the time at which something was compiled, as C programs do (`__TIME__`).
+/// Fails if the binary contains a time of compilation, as C programs do (`__TIME__`).
 fn names_no_time(binary: &Path, bytes: &[u8]) -> Result<()> {
     let is_time = |text: &&[u8]| {
         let mut places = text.iter().enumerate();
         places.all(|(at, byte)| if at % 3 == 2 { *byte == b':' } else { byte.is_ascii_digit() })
     };
-    // The time of an example of a format.
+    // Examples of time formats have 00:00:00.
     let time = bytes.windows(8).filter(is_time).find(|time| *time != b"00:00:00");
     ensure!(
         time.is_none(),
@@ -184,9 +184,9 @@ fn names_no_time(binary: &Path, bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Profilers and backtraces name functions by them.
+/// Fails if the binary has no symbols, by which profilers and backtraces name functions.
 fn keeps_symbols(binary: &Path, bytes: &[u8]) -> Result<()> {
-    // In two parts: a test looks at this program, where one would be found.
+    // In two parts, because a test searches this program, which would contain the whole name.
     let section = ["\0.sym", "tab\0"].concat();
     ensure!(
         contains(bytes, section.as_bytes()),

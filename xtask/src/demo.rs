@@ -7,9 +7,9 @@ use anyhow::{Result, ensure};
 use crate::command::{build_as, built, is_root, program, run_in_foreground, target_dir};
 use crate::{build_ebpf, packages, peers};
 
-/// What the demo, scenarios and the benchmark run.
+/// Packages of the programs that the demo, scenarios and the benchmark run.
 pub(crate) const PROGRAMS: &[&str] = &["tunnel-server", "tunnel-agent"];
-/// What Cargo.toml has for who wants to see it work: nothing is optimised. It is also the name of the folder.
+/// Profile in Cargo.toml for a first look at Postern: nothing is optimised. It is also the name of the folder.
 const PROFILE: &str = "demo";
 
 #[derive(clap::Args)]
@@ -25,12 +25,12 @@ pub(crate) struct Options {
     remove: bool,
 }
 
-/// Installs what one of the two demos runs of Debian's.
+/// Installs the Debian packages that one of the two demos needs.
 pub(crate) fn install(kubernetes: bool) -> Result<()> {
     packages::install(&[packages::TESTBED, if kubernetes { packages::CLUSTER } else { packages::DEMO }])
 }
 
-/// Runs one of the two demos with the programs that tests run, which are built already.
+/// Runs one of the two demos with the programs that tests run, which have been built.
 pub(crate) fn run_demo_program(kubernetes: bool) -> Result<ExitCode> {
     run_program(&built("demo")?, kubernetes, &[])
 }
@@ -44,11 +44,11 @@ fn run_program(demo: &Path, kubernetes: bool, arguments: &[&str]) -> Result<Exit
     run_in_foreground(&mut command)
 }
 
-/// What a demo does, in order; the last is the demo itself.
+/// Steps of a demo, in order; the last is the demo itself.
 const STEPS: [&str; 4] =
     ["Debian's packages", "the eBPF programs", "tunnel-server, tunnel-agent and the demo", "the demo"];
 
-/// Says which step begins and what is left. The first time, compiling takes minutes.
+/// Prints the step that begins and those that follow. The first time, compiling takes minutes.
 fn begin(step: usize) {
     println!("{}", announced(step));
 }
@@ -76,7 +76,7 @@ pub(crate) fn run_demo(options: &Options) -> Result<ExitCode> {
     begin(2);
     build_ebpf::run()?;
     begin(3);
-    // At once: built one after the other, packages have other features, and libraries are compiled twice.
+    // In one command: built one after the other, packages have other features, and libraries are compiled twice.
     build_as(PROFILE, &[PROGRAMS, &["postern-demo"]].concat())?;
     begin(4);
     run_program(&demo, options.kubernetes, if options.keep { &["--keep"] } else { &[] })

@@ -13,8 +13,8 @@ pub(crate) const OBJECT: &str = "tunnel-ebpf.o";
 /// Name of the fingerprint's file inside [`object_dir`].
 pub(crate) const FINGERPRINT: &str = "tunnel-ebpf.sources";
 
-/// Where the object lives below cargo's target directory. A directory of its own, because the build
-/// script watches it.
+/// The object's directory below cargo's target directory: a separate one, because the build script
+/// watches it.
 pub(crate) fn object_dir(target_dir: &Path) -> PathBuf {
     target_dir.join("bpf").join("object")
 }

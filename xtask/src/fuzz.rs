@@ -24,7 +24,7 @@ pub(crate) struct Options {
     minimise: bool,
 }
 
-/// The inputs that were found so far, checked in as one file: they are some two thousand.
+/// Inputs found so far, about two thousand, checked in as one file.
 const CORPUS: &str = "fuzz/corpus.tar.gz";
 
 pub(crate) fn run_all(options: &Options) -> Result<ExitCode> {
@@ -50,7 +50,7 @@ pub(crate) fn run_all(options: &Options) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The targets, by their files.
+/// Names of the targets, from their files.
 pub(crate) fn targets() -> Result<Vec<String>> {
     let dir = root().join("fuzz/fuzz_targets");
     let entries = fs::read_dir(&dir).with_context(|| format!("reading {}", dir.display()))?;
@@ -70,7 +70,7 @@ pub(crate) fn prepare() -> Result<()> {
     run(cargo_fuzz("build")?.args(["--sanitizer", "none"]))
 }
 
-/// Replaces the checked-in inputs.
+/// Replaces the checked-in inputs with the fewest that reach the same code.
 fn minimise(targets: &[String]) -> Result<()> {
     let dir = tempfile::tempdir().context("a folder for the inputs")?;
     for target in targets {
@@ -79,7 +79,7 @@ fn minimise(targets: &[String]) -> Result<()> {
         let mut merge = cargo_fuzz("run")?;
         merge.args(["--sanitizer", "none", target]).arg(&kept);
         merge.args(["corpus", "seeds"].map(|from| root().join("fuzz").join(from).join(target)));
-        // How often a branch is taken is not worth an input here.
+        // Inputs that only change how often a branch is taken are not kept.
         run(merge.args(["--", "-merge=1", "-use_counters=0", "-max_len=4096"]))?;
     }
     let mut pack = Command::new("tar");
@@ -96,13 +96,13 @@ fn minimise(targets: &[String]) -> Result<()> {
     run(pack.arg("--file").arg(root().join(CORPUS)).arg("--directory").arg(dir.path()).arg("corpus"))
 }
 
-/// Its name among the tests.
+/// Name of a target among the tests.
 pub(crate) fn name_of(target: &str) -> String {
     format!("fuzz::{target}")
 }
 
-/// Runs one target from its checked-in seeds; what it finds stays in fuzz/artifacts. Quietly: its output is only shown
-/// when it finds something, and others may have the CPUs for seconds.
+/// Runs one target from its checked-in seeds; failing inputs stay in fuzz/artifacts. `quietly`: shows its output only
+/// if it fails, and gives an input more time, because others may have the CPUs for seconds.
 pub(crate) fn run_target(target: &str, seconds: u32, quietly: bool) -> Result<()> {
     // New inputs go to the first folder, which is not checked in.
     let corpus = root().join("fuzz/corpus").join(target);
@@ -131,10 +131,10 @@ pub(crate) fn run_target(target: &str, seconds: u32, quietly: bool) -> Result<()
     Ok(())
 }
 
-/// The parsers are safe Rust (`forbid(unsafe_code)`), so the targets run without a sanitizer: panics, endless loops
-/// and memory use are what they can do wrong.
+/// `cargo fuzz SUBCOMMAND`. The parsers are safe Rust (`forbid(unsafe_code)`), so the targets run without a sanitizer:
+/// panics, endless loops and memory use are all they can do wrong.
 fn cargo_fuzz(subcommand: &str) -> Result<Command> {
-    // A folder of its own: the flags differ from those of other builds.
+    // A separate folder: the flags differ from those of other builds.
     let target_dir = target_dir()?.join("fuzz");
     // The toolchain that builds everything else, with nightly options allowed: a separately installed nightly may be
     // older or newer and compile something else.

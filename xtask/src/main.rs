@@ -34,7 +34,7 @@ use clap::{Parser, Subcommand};
 
 use crate::tally::Tally;
 
-/// How long CI may take on two cores: with nothing built before, and with everything but this workspace.
+/// Bounds of CI's time on two cores, in minutes: with nothing built before, and with everything but this workspace.
 const CI_BOUND: &str = "75 cold, 40 warm";
 
 /// Builds, shows and tests Postern.

@@ -19,7 +19,7 @@ pub(crate) struct Group {
     target: &'static str,
     tests: &'static [&'static str],
     files: &'static [&'static str],
-    /// Few and fast enough for CI.
+    /// True if they are few and fast enough for CI.
     quick: bool,
 }
 
@@ -74,7 +74,7 @@ const GROUPS: [Group; 6] = [
         name: "route",
         package: "tunnel-server",
         target: "--lib",
-        // Not those with as many nodes as there may be: they take long, and others test the same.
+        // Without the tests of the maximum number of nodes: they take long, and others test the same.
         tests: &["route::", "--skip=among_100_000", "--skip=what_fits_into_the_kernel"],
         files: &[
             "tunnel-server/src/route/claims.rs",
@@ -121,7 +121,7 @@ pub(crate) fn run_all(options: &Options) -> Result<ExitCode> {
     Ok(if complete { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// What CI runs, by name.
+/// Groups that CI runs, by name.
 pub(crate) fn quick() -> impl Iterator<Item = (String, &'static Group)> {
     GROUPS.iter().filter(|group| group.quick).map(|group| (format!("mutants::{}", group.name), group))
 }
@@ -137,13 +137,13 @@ pub(crate) fn prepare() -> Result<()> {
     mirror(&root(), &source()?, &skipped)
 }
 
-/// Where the changes are made. It stays, with what is built of it: cargo-mutants' own copies have another path each time,
+/// Folder in which the changes are made. It is kept with its build: cargo-mutants' own copies have a new path each time,
 /// for which everything of the workspace is built again and kept.
 fn source() -> Result<PathBuf> {
     Ok(build_dir()?.join("source"))
 }
 
-/// The profile differs from those of other builds, so nothing in there is of use to them.
+/// A separate target directory: the profile differs from those of other builds, which could use nothing in there.
 fn build_dir() -> Result<PathBuf> {
     Ok(target_dir()?.join("mutation"))
 }
@@ -158,10 +158,10 @@ fn test(group: &Group, files: &[&str], quietly: bool) -> Result<()> {
     command.env("CARGO_TARGET_DIR", build_dir()?);
     // The decisions need no BPF object.
     command.env("POSTERN_WITHOUT_BPF", "1");
-    // A failure is enough, the smallest input of it takes long; and each run has the same inputs.
+    // A failure is enough, and finding its smallest input takes long; every run has the same inputs.
     command.env("PROPTEST_MAX_SHRINK_ITERS", "0").env("PROPTEST_DISABLE_FAILURE_PERSISTENCE", "1");
     command.env("PROPTEST_CASES", "64").env("PROPTEST_RNG_SEED", "1");
-    // For the tests of one change. On a busy machine they may take several times as long as else.
+    // Seconds for the tests of one change. On a busy machine they may take several times as long as usual.
     command.env("CARGO_MUTANTS_MINIMUM_TEST_TIMEOUT", "60");
     command.args(["mutants", "--in-place", "--profile=mutants", "--dir"]).arg(source()?);
     command.arg("--output").arg(&output);
@@ -184,7 +184,7 @@ fn test(group: &Group, files: &[&str], quietly: bool) -> Result<()> {
     judge(group.name, &results)
 }
 
-/// Prints the counts. Changes that no test has noticed are an error.
+/// Prints the counts; fails if no test has noticed one of the changes.
 fn judge(name: &str, results: &Path) -> Result<()> {
     let read = |name: &str| {
         let path = results.join(name);
@@ -209,7 +209,7 @@ fn judge(name: &str, results: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Makes `to` a copy of `from`. What is the same stays untouched, so that cargo sees no change.
+/// Makes `to` a copy of `from`. Files that are the same stay untouched, so that cargo sees no change.
 fn mirror(from: &Path, to: &Path, skipped: &[PathBuf]) -> Result<()> {
     fs::create_dir_all(to).with_context(|| format!("creating {}", to.display()))?;
     let mut kept = Vec::new();

@@ -1,4 +1,4 @@
-//! What scenarios need besides the two programs, and takes long to build.
+//! Builds that take long and that scenarios need besides the two programs.
 use std::ffi::OsString;
 use std::process::Command;
 
@@ -8,12 +8,12 @@ use crate::cross::{Arch, Profile};
 use crate::image::{self, Image};
 use crate::{bench, fuzz, packages, peers};
 
-/// A kind of scenarios, as `scenarios --list` has it, and what else can be built before its turn.
+/// A kind of scenario, as in `scenarios --list`, or another build that can be made before its turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Need {
     /// The programs of a Kubernetes cluster.
     Cluster,
-    /// The images for this machine, and what deploys them.
+    /// The images for this machine, and the programs that deploy them.
     Images,
     MetricsServer,
     /// A peer of the benchmark.
@@ -30,7 +30,7 @@ pub(crate) enum Need {
 }
 
 impl Need {
-    /// In the order in which they are built: what the fewest scenarios wait for comes last.
+    /// All, in build order: those that the fewest scenarios wait for come last.
     pub(crate) const ALL: [Self; 9] = [
         Self::Cluster,
         Self::Konnectivity,
@@ -57,7 +57,7 @@ impl Need {
         }
     }
 
-    /// For people.
+    /// Name for messages.
     pub(crate) fn title(self) -> &'static str {
         match self {
             Self::Cluster => "the programs of the test cluster",
@@ -72,7 +72,7 @@ impl Need {
         }
     }
 
-    /// A scenario of this kind runs on a cluster.
+    /// True if scenarios of this kind run on a cluster.
     fn has_cluster(self) -> bool {
         matches!(self, Self::Cluster | Self::Images | Self::MetricsServer | Self::ClusterAndKonnectivity)
     }

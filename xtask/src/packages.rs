@@ -12,17 +12,17 @@ pub(crate) struct Need {
     package: &'static str,
 }
 
-/// What the testbed is made with.
+/// Programs that set up the testbed.
 pub(crate) const TESTBED: &[Need] = &[
     Need { program: "ip", package: "iproute2" },
     Need { program: "iptables", package: "iptables" },
     Need { program: "nsenter", package: "util-linux" },
 ];
 
-/// What makes the testbed's NAT forget its mappings.
+/// Program that makes the testbed's NAT forget its mappings.
 pub(crate) const NAT: &[Need] = &[Need { program: "conntrack", package: "conntrack" }];
 
-/// What scenarios run besides; which of them runs what, their kinds do not tell.
+/// Programs that scenarios run besides; their kinds do not tell which of them runs which.
 pub(crate) const SCENARIOS: &[Need] = &[
     Need { program: "tinyproxy", package: "tinyproxy-bin" },
     Need { program: "g++", package: "g++" },
@@ -39,26 +39,26 @@ pub(crate) const SCENARIOS: &[Need] = &[
     Need { program: "chromium", package: "chromium" },
 ];
 
-/// What fuzz targets are compiled with.
+/// Compiler of the fuzz targets.
 pub(crate) const FUZZ: &[Need] = &[Need { program: "g++", package: "g++" }];
 
-/// What the demo shows.
+/// Programs that the demo shows.
 pub(crate) const DEMO: &[Need] = &[
     Need { program: "prometheus", package: "prometheus" },
     Need { program: "prometheus-node-exporter", package: "prometheus-node-exporter" },
 ];
 
-/// The peers of the benchmark that Debian has, and what counts system calls there.
+/// The peers of the benchmark that Debian has, and the program that counts system calls there.
 pub(crate) const BENCH: &[Need] =
     &[Need { program: "haproxy", package: "haproxy" }, Need { program: "perf", package: "linux-perf" }];
 
-/// What zig and cargo-zigbuild come with.
+/// Installer of zig and cargo-zigbuild.
 pub(crate) const PIP: &[Need] = &[Need { program: "pip3", package: "python3-pip" }];
 
-/// What runs the arm64 programs on amd64.
+/// Emulator that runs the arm64 programs on amd64.
 pub(crate) const QEMU_USER: &[Need] = &[Need { program: "qemu-aarch64-static", package: "qemu-user-static" }];
 
-/// What other kernels are booted with, and what is in the machine. Nothing of systemd is started outside of it.
+/// Programs that boot other kernels, and those in the machine. Nothing of systemd is started outside of it.
 pub(crate) const VIRTUAL_MACHINE: &[Need] = &[
     Need { program: "qemu-system-x86_64", package: "qemu-system-x86" },
     Need { program: "busybox", package: "busybox-static" },
@@ -69,7 +69,7 @@ pub(crate) const VIRTUAL_MACHINE: &[Need] = &[
     Need { program: "journalctl", package: "systemd" },
 ];
 
-/// What the test cluster is made of besides the peers.
+/// Programs of the test cluster besides the peers.
 pub(crate) const CLUSTER: &[Need] = &[
     Need { program: "etcd", package: "etcd-server" },
     Need { program: "containerd", package: "containerd" },
@@ -109,19 +109,19 @@ pub(crate) fn install(needs: &[&[Need]]) -> Result<()> {
     Ok(())
 }
 
-/// The packages of these lists, for people.
+/// Names of the packages in these lists, for messages.
 pub(crate) fn names(needs: &[&[Need]]) -> String {
     packages(needs.iter().copied().flatten()).join(", ")
 }
 
-/// Each once.
+/// Packages of these programs, each once.
 fn packages<'a>(needs: impl Iterator<Item = &'a Need>) -> Vec<&'static str> {
     let names: BTreeSet<&'static str> = needs.map(|need| need.package).collect();
     names.into_iter().collect()
 }
 
 fn apt_get(args: &[&str]) -> Result<()> {
-    // It inherits what this process holds back, and is to end by Ctrl-C all the same. Not every env has the option.
+    // It inherits this process's blocked signals, but Ctrl-C has to end it. Not every env has the option.
     let unblock = "--default-signal=INT,TERM";
     let can_unblock = succeeds(program("env").args([unblock, "true"]));
     let mut command = program(if can_unblock { "env" } else { "apt-get" });

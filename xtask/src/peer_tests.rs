@@ -1,7 +1,8 @@
 //! `cargo xtask peers test`: konnectivity's own integration tests, from its Go module, with Postern's agent in place of theirs.
 //! docs/parity.md says which pass; this fails where that is not true.
 //!
-//! The tests run in namespaces of their own: they dial a black hole, look up a name that nobody has, and may leave agents behind.
+//! The tests run in namespaces of their own: they dial a black hole, look up a name that does not exist, and may
+//! leave agents behind.
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader};
@@ -14,17 +15,17 @@ use crate::command::{build, built, is_root, program, root, shown, target_dir};
 use crate::tally::Tally;
 use crate::{cache, peers};
 
-/// In `cargo xtask test`.
+/// Name of the step in `cargo xtask test`.
 pub(crate) const NAME: &str = "peers::konnectivity";
 const MODULE: &str = "konnectivity-tests";
 const PACKAGE: &str = "sigs.k8s.io/apiserver-network-proxy/tests";
 /// The part of docs/parity.md with the table.
 const HEADING: &str = "## konnectivity's own tests";
-/// For all of them; they take a minute and a half, most of which is the time that one of them waits for in any case.
+/// Time limit for all of them; they take a minute and a half, most of which one of them waits in any case.
 const LIMIT: &str = "20m";
-/// How often one whose result is a matter of chance may fail.
+/// Maximum number of runs of a test whose result is a matter of chance.
 const ATTEMPTS: usize = 10;
-/// Makes the namespace's loopback, and a route to their black hole on which nobody answers.
+/// Sets up the namespace's loopback, and a route to the tests' black hole, on which nothing answers.
 const NETWORK: &str = r#"ip link set lo up && ip route add 198.18.0.254/32 dev lo && exec "$0" "$@""#;
 
 // Its group would have the name of the flattened one.
@@ -59,23 +60,23 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     }
 }
 
-/// All of them.
+/// Runs all tests.
 pub(crate) fn run_all(show: Show) -> Result<Report> {
     test(None, show)
 }
 
-/// What is shown while they run.
+/// Output while the tests run.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Show {
     Progress,
-    /// Another step shows its own meanwhile.
+    /// Another step prints its own output meanwhile.
     Nothing,
 }
 
-/// What became of the tests.
+/// Results of the tests.
 pub(crate) struct Report {
     results: Results,
-    /// What the table says wrongly.
+    /// Errors in the table, a line each.
     wrong: Vec<String>,
 }
 
@@ -89,7 +90,7 @@ impl Report {
         }
     }
 
-    /// Shows it, and counts each as a test of its own.
+    /// Prints the report, and counts each test separately.
     pub(crate) fn count(&self, tally: &mut Tally) {
         self.print();
         let named = |name: &str| self.wrong.iter().any(|line| line.split(' ').next() == Some(name));
@@ -100,12 +101,12 @@ impl Report {
     }
 }
 
-/// What the table says of a test, or what became of it.
+/// Result of a test, expected or actual.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     Passes,
     Fails,
-    /// Only of the table: either, as chance will have it.
+    /// Only in the table: it passes or fails by chance.
     Races,
 }
 
@@ -129,7 +130,7 @@ impl Verdict {
 }
 
 type Verdicts = BTreeMap<String, Verdict>;
-/// With what a test has said.
+/// Results, each with the test's output.
 type Results = BTreeMap<String, (Verdict, String)>;
 
 fn test(filter: Option<&str>, show: Show) -> Result<Report> {
@@ -176,7 +177,7 @@ fn build_tests() -> Result<PathBuf> {
     Ok(folder.join("tests"))
 }
 
-/// Their own output, and that of the agents.
+/// Log of the tests' output, and that of the agents.
 fn log() -> Result<PathBuf> {
     Ok(target_dir()?.join("peer-tests/konnectivity.log"))
 }
@@ -230,7 +231,7 @@ fn run_tests(tests: &Path, filter: Option<&str>, show: Show) -> Result<Results> 
     Ok(results)
 }
 
-/// A program in namespaces of its own, whose processes and network go with it.
+/// Command of a program in namespaces of its own, with which its processes and network end.
 fn in_namespace(name: &Path) -> Command {
     let mut command = program("unshare");
     if !is_root() {
@@ -241,7 +242,7 @@ fn in_namespace(name: &Path) -> Command {
     command
 }
 
-/// What a line says of a whole test; those of its parts are indented.
+/// Result of a whole test in a line of output; the lines of its parts are indented.
 fn result(line: &str) -> Option<(String, Verdict)> {
     let (verdict, rest) = line.strip_prefix("--- ")?.split_once(": ")?;
     let verdict = match verdict {
@@ -252,7 +253,7 @@ fn result(line: &str) -> Option<(String, Verdict)> {
     Some((rest.split(' ').next()?.to_owned(), verdict))
 }
 
-/// The rows `| test | verdict | why |` of the table.
+/// Parses the rows `| test | verdict | why |` of the table.
 fn table(page: &str) -> Result<Verdicts> {
     let (_, part) = page.split_once(HEADING).with_context(|| format!("docs/parity.md has no {HEADING:?}"))?;
     let part = part.split("\n## ").next().unwrap_or(part);
@@ -272,7 +273,7 @@ fn table(page: &str) -> Result<Verdicts> {
     Ok(verdicts)
 }
 
-/// What the table says wrongly. `all`: whether every test was run.
+/// Returns the errors in the table. `all`: true if every test was run.
 fn compare(expected: &Verdicts, results: &Results, all: bool) -> Vec<String> {
     let mut wrong = Vec::new();
     for (name, (result, said)) in results {

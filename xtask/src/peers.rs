@@ -1,4 +1,5 @@
-//! `cargo xtask peers`: the real Kubernetes, Prometheus, metrics-server, konnectivity, Helm and Cilium's loader, built from Go modules once and kept outside of any clone.
+//! `cargo xtask peers`: the real Kubernetes, Prometheus, metrics-server, konnectivity, Helm and Cilium's loader, built
+//! from Go modules once and kept outside of any clone.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode};
@@ -10,7 +11,7 @@ use clap::ValueEnum;
 use crate::cache;
 use crate::command::{program, root, shown};
 
-/// How often a long build reports that it is still running.
+/// Interval at which a long build reports that it is still running.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(15);
 
 #[derive(clap::Args)]
@@ -20,7 +21,7 @@ pub(crate) struct Options {
     only: Option<Peer>,
 }
 
-/// What is built together, from one Go module below tests/peers.
+/// Programs that are built together, from one Go module below tests/peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Peer {
     Kubernetes,
@@ -81,7 +82,7 @@ impl Peer {
         root().join("tests/peers").join(self.name())
     }
 
-    /// Without the version's flags Kubernetes calls itself v0.0.0.
+    /// Flags of Go's linker. Without those of the version, Kubernetes calls itself v0.0.0.
     fn ldflags(self, go_mod: &str) -> Result<String> {
         if self != Self::Kubernetes {
             return Ok("-s -w".to_owned());
@@ -116,7 +117,7 @@ pub(crate) fn for_cluster(command: &mut Command) -> Result<()> {
 /// Builds what the tests of deploy/ need besides, and tells the scenarios where it is.
 pub(crate) fn for_deploy(command: &mut Command) -> Result<()> {
     command.env("POSTERN_PEERS_HELM", build(Peer::Helm)?);
-    // For the migration from it.
+    // For the migration from konnectivity.
     for_konnectivity(command)
 }
 
@@ -138,7 +139,7 @@ pub(crate) fn for_cilium(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// The folder with the programs, built first when it is not there.
+/// Folder of the programs, which are built first if it does not exist.
 pub(crate) fn build(peer: Peer) -> Result<PathBuf> {
     let module = peer.module();
     let read = |name: &str| {
@@ -195,14 +196,14 @@ fn watch(mut child: Child, what: &str) -> Result<()> {
     }
 }
 
-/// A Go that is new enough for this module below tests/peers, and what it calls itself.
+/// Finds a Go that is new enough for this module below tests/peers; returns its path and version.
 pub(crate) fn need_go(module: &str, go_mod: &str) -> Result<(PathBuf, String)> {
     let least = word_after(go_mod, "go ")?;
     let install = format!(
         "install Go {least} or newer (tests/peers/{module}/go.mod says so; Debian's package is golang-go, from backports where the release's own is older) and put it on PATH"
     );
     let folder = root().join("tests/peers").join(module);
-    // Where Go's own archive puts it: not on the PATH of every shell.
+    // Go's own archive puts it into the second, which is not on the PATH of every shell.
     let places = [PathBuf::from("go"), PathBuf::from("/usr/local/go/bin/go")];
     let found = places.iter().find_map(|go| {
         let output = program(go).current_dir(&folder).args(["env", "GOVERSION"]).output().ok()?;
@@ -221,7 +222,7 @@ fn numbers(version: &str) -> Vec<u32> {
     version.split('.').map_while(|part| part.parse().ok()).collect()
 }
 
-/// The rest of the line that begins so.
+/// Rest of the line that begins with `prefix`.
 fn word_after<'a>(go_mod: &'a str, prefix: &str) -> Result<&'a str> {
     let found = go_mod.lines().find_map(|line| line.strip_prefix(prefix));
     found.map(str::trim).with_context(|| format!("no line {prefix:?} in go.mod"))

@@ -87,7 +87,7 @@ fn manifests(out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The Helm chart. helm packs the present time with every file, so it is packed a second time with the commit's.
+/// The Helm chart. helm stores the current time with every file, so it is packed a second time with the commit's.
 fn chart(out: &Path, epoch: u64) -> Result<()> {
     let helm = peers::build(Peer::Helm)?.join("helm");
     let chart = root().join("deploy/helm/postern");
@@ -104,11 +104,11 @@ fn chart(out: &Path, epoch: u64) -> Result<()> {
         .arg("--directory")
         .arg(&contents))?;
     pack(epoch, &contents, &out.join(&name), &["postern"])?;
-    // What was packed anew is a chart.
+    // Checks that the new archive is a chart.
     run(program(&helm).args(["show", "chart"]).arg(out.join(&name)))
 }
 
-/// The same bytes from the same files.
+/// Packs files reproducibly: the same files give the same bytes.
 fn pack(epoch: u64, folder: &Path, archive: &Path, files: &[&str]) -> Result<()> {
     let pack = "epoch=$1 folder=$2 archive=$3; shift 3; \
                 tar --create --sort=name --format=ustar --mtime=\"@$epoch\" --owner=0 --group=0 --numeric-owner \
@@ -141,7 +141,7 @@ fn packages_in(folder: &Path) -> Result<PathBuf> {
     found.context("helm package wrote no .tgz")
 }
 
-/// As `sha256sum --check` reads it.
+/// Checksums of the files in a folder, in the format of `sha256sum --check`.
 fn checksums(folder: &Path) -> Result<String> {
     let entries = fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
     let mut sums = BTreeMap::new();
@@ -158,7 +158,7 @@ fn checksums(folder: &Path) -> Result<String> {
     Ok(text)
 }
 
-/// From the commits' subjects, `AREA: WHAT`, oldest first.
+/// Release notes from the commits' subjects, `AREA: WHAT`, oldest first.
 fn notes(log: &str, commit: &str, since: Option<&str>) -> String {
     const OTHER: &str = "other";
     let mut areas: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
@@ -175,7 +175,7 @@ fn notes(log: &str, commit: &str, since: Option<&str>) -> String {
     text += "\n`sha256sum --check SHA256SUMS` checks the files; docs/releases.md says how their signatures are checked.\n";
     let other = areas.remove(OTHER);
     for (area, changes) in areas.into_iter().chain(other.map(|changes| (OTHER, changes))) {
-        // As above.
+        // Writing to a String cannot fail.
         write!(text, "\n## {area}\n\n").ok();
         for change in changes {
             writeln!(text, "* {change}").ok();

@@ -1,4 +1,4 @@
-//! What the binaries are made of, as CycloneDX, by cargo-cyclonedx from Cargo's own metadata.
+//! SBOMs of the binaries in CycloneDX, made by cargo-cyclonedx from Cargo's own metadata.
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
@@ -36,7 +36,7 @@ pub(crate) fn of(names: &[&str], arch: Arch, source: &Source) -> Result<BTreeMap
     Ok(found)
 }
 
-/// Files that are removed at the end.
+/// Files that are removed on drop.
 struct Written(Vec<PathBuf>);
 
 impl Drop for Written {

@@ -14,13 +14,13 @@ use crate::command::holding_back;
 
 /// Debian asks this program whether a service may start; 101 means no (invoke-rc.d).
 const POLICY: &str = "/usr/sbin/policy-rc.d";
-/// The comment tells it from what others write there, which is often these lines without it.
+/// The comment distinguishes it from others' policies, which are often these lines without it.
 const OURS: &str = "#!/bin/sh\n# Of Postern's cargo xtask, while it installs packages.\nexit 101\n";
-/// Where systemd has what is enabled. Debian's packages make links there themselves where no systemd runs.
+/// Folder of systemd's enabled units. Debian's packages make links there themselves where no systemd runs.
 const ENABLED: &str = "/etc/systemd/system";
 const LOCK: &str = "/run/postern-packages.lock";
 
-/// Runs what installs packages. What ends this process, such as Ctrl-C, does so when everything is as it should be again.
+/// Runs `install`. Signals that end this process, such as Ctrl-C, do so once everything has been restored.
 pub(crate) fn without_services(install: impl FnOnce() -> Result<()>) -> Result<()> {
     // One run must not remove the policy of another.
     let _lock = cache::lock(Path::new(LOCK))?;
@@ -30,9 +30,9 @@ pub(crate) fn without_services(install: impl FnOnce() -> Result<()>) -> Result<(
     })
 }
 
-/// While it lives, installing a package starts no service; then it disables those that were enabled meanwhile.
+/// While it exists, installing a package starts no service; on drop it disables those that were enabled meanwhile.
 struct NoServices {
-    /// The user has no policy that is to stay.
+    /// True unless the user has a policy, which has to stay.
     ours: bool,
     enabled: BTreeSet<PathBuf>,
 }
@@ -45,7 +45,7 @@ impl NoServices {
             Err(error) if error.kind() == ErrorKind::NotFound => true,
             Err(error) => return Err(error).with_context(|| format!("reading {POLICY}")),
         };
-        // Made before the file: what fails from here on removes it.
+        // Made before the file, so that a failure from here on removes that.
         let put = Self { ours, enabled };
         if ours {
             fs::write(POLICY, OURS).with_context(|| format!("writing {POLICY}"))?;
@@ -80,7 +80,7 @@ impl Drop for NoServices {
     }
 }
 
-/// Whether a policy is one that a killed run has left.
+/// Reports whether a policy is one that a killed run has left.
 fn is_ours(text: &[u8]) -> bool {
     text == OURS.as_bytes()
 }
@@ -96,7 +96,7 @@ fn enabled(folder: &Path) -> Result<BTreeSet<PathBuf>> {
     Ok(links)
 }
 
-/// None of a folder that does not exist, as where there is no systemd.
+/// Paths in a folder; none if it does not exist, as where there is no systemd.
 fn paths_in(folder: &Path) -> Result<Vec<PathBuf>> {
     let reading = || format!("reading {}", folder.display());
     let entries = match fs::read_dir(folder) {
@@ -110,7 +110,7 @@ fn extension(path: &Path) -> Option<&str> {
     path.extension().and_then(OsStr::to_str)
 }
 
-/// Disables the services that are enabled now and were not `before`, and what starts services; names them.
+/// Disables services, sockets and timers that are enabled now and were not `before`; returns their names.
 fn disable_new(folder: &Path, before: &BTreeSet<PathBuf>) -> Result<BTreeSet<String>> {
     let mut units = BTreeSet::new();
     for link in new_units(before, &enabled(folder)?) {

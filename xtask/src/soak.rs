@@ -61,7 +61,7 @@ pub(crate) fn run_chaos(options: &ChaosOptions) -> Result<ExitCode> {
     Ok(ExitCode::FAILURE)
 }
 
-/// Builds what the scenario needs; the command that runs it.
+/// Builds what the scenario needs, and returns the command that runs it.
 fn scenario(what: &str, name: &str) -> Result<Command> {
     ensure!(is_root(), "needs root, as `cargo xtask test` does: run `sudo -E cargo xtask {what}`");
     packages::install(&[packages::TESTBED, packages::NAT])?;

@@ -1,4 +1,4 @@
-//! The commit that is built: what labels, times and notes are made from.
+//! The commit that is built, from which labels, times and notes are made.
 use std::process::Stdio;
 
 use anyhow::{Context as _, Result, ensure};
@@ -6,9 +6,9 @@ use anyhow::{Context as _, Result, ensure};
 use crate::command::program;
 
 pub(crate) struct Source {
-    /// The commit's hash, with `-dirty` behind it when files differ from it. None: this is no clone.
+    /// The commit's hash, with `-dirty` behind it when files differ from it. None if this is no clone.
     pub(crate) revision: Option<String>,
-    /// When it was committed, as RFC 3339 and in seconds since 1970: a build of the same commit has the same time.
+    /// Time of the commit, as RFC 3339 and in seconds since 1970: a build of the same commit has the same time.
     pub(crate) created: String,
     pub(crate) epoch: u64,
 }
@@ -27,7 +27,7 @@ impl Source {
         Ok(Self { revision: Some(format!("{commit}{dirty}")), created, epoch })
     }
 
-    /// An error unless the files are those of a commit.
+    /// Fails unless the files are those of a commit.
     pub(crate) fn ensure_committed(&self) -> Result<()> {
         let revision = self.revision.as_deref().unwrap_or_default();
         ensure!(!revision.is_empty(), "this is no git clone: there is no commit to name");
@@ -36,7 +36,7 @@ impl Source {
     }
 }
 
-/// What git prints, or None when it fails.
+/// Output of git, or None when it fails.
 pub(crate) fn git(args: &[&str]) -> Option<String> {
     let mut command = program("git");
     let output = command.env("TZ", "UTC").args(args).stderr(Stdio::null()).output().ok()?;

@@ -1,4 +1,4 @@
-//! What has passed and failed so far, and where the time went.
+//! Counts of passed and failed tests, and the time of each step.
 use std::fs;
 use std::io::{BufRead as _, BufReader};
 use std::process::{Command, Stdio};
@@ -14,13 +14,13 @@ pub(crate) struct Tally {
     pub(crate) failed: u64,
     failures: Vec<String>,
     start: Moment,
-    /// Steps in the order of their start, and when each began.
+    /// Steps in the order of their start, and the start of each.
     steps: Vec<(String, Moment)>,
-    /// How long all may take, for people.
+    /// Bound of the whole run's time, as text; it is printed, not enforced.
     bound: Option<&'static str>,
 }
 
-/// How many test programs are named as the slowest.
+/// Number of test programs that are listed as the slowest.
 const SLOWEST: usize = 10;
 
 impl Tally {
@@ -29,7 +29,7 @@ impl Tally {
         Self { passed: 0, failed: 0, failures, start: Moment::now(), steps, bound: None }
     }
 
-    /// One that names a bound beside the time of all.
+    /// A tally that prints a bound beside the total time.
     pub(crate) fn bounded(bound: &'static str) -> Self {
         Self { bound: Some(bound), ..Self::new() }
     }
@@ -94,7 +94,7 @@ impl Tally {
             let line = String::from_utf8_lossy(&line);
             println!("{line}");
             if let Some((name, reason)) = failed_check(&line) {
-                // Counted with its scenario; without this, the end of a long log would not say which it was.
+                // Counted with its scenario; without this, the end of a long log would not name it.
                 self.failures.push(format!("{name}: {reason}"));
             } else if is_passed_check(&line) {
                 self.passed += 1;
@@ -133,7 +133,7 @@ impl Tally {
     }
 }
 
-/// A point in time, and what the CPUs have done by then where /proc/stat tells.
+/// A point in time, and the CPUs' counters by then if /proc/stat has them.
 #[derive(Clone, Copy, Debug)]
 struct Moment {
     at: Instant,
@@ -146,7 +146,7 @@ impl Moment {
         Self { at: Instant::now(), ticks: stat.as_deref().and_then(Ticks::parse) }
     }
 
-    /// The time between the two, and the CPUs' part of it.
+    /// Formats the time between the two, and the share of the CPUs that was in use.
     fn until(&self, end: &Self) -> String {
         let used = self.ticks.zip(end.ticks).and_then(|(from, to)| from.used_until(&to));
         let used = used.map(|(all, low)| format!("{all:>3} %  {low:>3} %")).unwrap_or_default();
@@ -154,17 +154,17 @@ impl Moment {
     }
 }
 
-/// What all CPUs together have done since the machine started.
+/// Time of all CPUs together since the machine started, in ticks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Ticks {
     all: u64,
     used: u64,
-    /// Used by programs with a nice value above 0, but not what the kernel did for them.
+    /// Used by programs with a nice value above 0, without the kernel's work for them.
     low: u64,
 }
 
 impl Ticks {
-    /// Of the text of /proc/stat (proc_stat(5)).
+    /// Parses the text of /proc/stat (proc_stat(5)).
     fn parse(stat: &str) -> Option<Self> {
         let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
         let numbers = line.split_whitespace().map(|number| number.parse().ok());
@@ -175,7 +175,7 @@ impl Ticks {
         Some(Self { all: used + idle + waiting + stolen, used, low })
     }
 
-    /// Percentages of all CPUs' time; nothing where no time has passed.
+    /// Percentages of all CPUs' time, in use and at low priority; None if no time has passed.
     fn used_until(&self, end: &Self) -> Option<(u64, u64)> {
         let all = end.all.saturating_sub(self.all);
         let percent = |from: u64, to: u64| (to.saturating_sub(from) * 100).checked_div(all);
@@ -183,24 +183,24 @@ impl Ticks {
     }
 }
 
-/// Minutes and seconds.
+/// Formats a time as minutes and seconds.
 pub(crate) fn minutes(time: Duration) -> String {
     let seconds = time.as_secs();
     format!("{}:{:02}", seconds / 60, seconds % 60)
 }
 
-/// The scenario and the text of a line that tells a scenario's progress.
+/// Scenario and text of a line about a scenario's progress.
 fn progress(line: &str) -> Option<(&str, &str)> {
     let (_, rest) = line.strip_prefix("  [")?.split_once(" s] ")?;
     rest.split_once(": ")
 }
 
-/// Whether the line reports one of the checks that a scenario of a cluster makes.
+/// Reports whether the line is about a passed check of a cluster's scenario.
 fn is_passed_check(line: &str) -> bool {
     progress(line).is_some_and(|(_, text)| text.starts_with("ok      "))
 }
 
-/// The scenario that failed and why, or which of its checks failed and why.
+/// The scenario that has failed, or of which a check has failed, and the reason.
 fn failed_check(line: &str) -> Option<(&str, &str)> {
     let (scenario, text) = progress(line)?;
     Some((scenario, text.strip_prefix("FAILED  ")?))
@@ -218,7 +218,7 @@ struct ResultLine {
     ignored: u64,
 }
 
-/// How long a test program took, of the line with its results.
+/// Seconds that a test program took, from the line with its results.
 fn seconds(line: &str) -> Option<f64> {
     line.trim().rsplit_once("finished in ")?.1.strip_suffix('s')?.parse().ok()
 }

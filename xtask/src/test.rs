@@ -1,5 +1,5 @@
-//! `cargo xtask test`: every test there is, counted; with a filter, only what the filter needs is built,
-//! and of Debian's packages only what the kinds of its tests need is installed.
+//! `cargo xtask test`: runs and counts every test; with a filter, builds only what the filter needs, and
+//! installs only the Debian packages that the kinds of its tests need.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -16,9 +16,9 @@ use crate::peer_tests::Show;
 use crate::tally::Tally;
 use crate::{bench, build_ebpf, demo, fuzz, mutants, packages, peer_tests};
 
-/// How long each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
+/// Seconds that each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
-/// How many unit tests run at the same time: most of those that take long are waiting for programs that they have started.
+/// Number of unit tests that run at the same time: most of those that take long wait for programs that they have started.
 const TEST_THREADS: (&str, &str) = ("RUST_TEST_THREADS", "12");
 
 fn why_root() -> String {
@@ -100,7 +100,7 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
         build(PROGRAMS)?;
     }
     run_units(options, &packages, &mut tally)?;
-    // Afterwards no step compiles: what is built beside them holds cargo's locks.
+    // From here on no step compiles: the builds beside the scenarios hold cargo's locks.
     let mut beside = if options.runs_everything() { Some(Beside::start()?) } else { None };
     run_scenarios(options, &scenarios, beside.as_ref(), &mut tally)?;
     run_programs_and_peer_tests(options, &programs, beside.as_mut(), &mut tally);
@@ -121,14 +121,14 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
     Ok(if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// At once: built one by one, packages have other features, and the libraries are compiled several times.
+/// Builds in one command: built one by one, packages have other features, and libraries are compiled several times.
 fn build_everything(tally: &mut Tally) -> Result<()> {
     tally.heading("building everything");
     build_ebpf::run()?;
     run(cargo().args(["build", "--all-targets"]))
 }
 
-/// The packages that may have a test of such a name: their sources contain every part of it.
+/// Packages that may have a test of such a name: their sources contain every part of it.
 fn tested_packages(options: &Options) -> Result<Vec<String>> {
     let parts: Vec<&str> = options.filter.iter().flat_map(|filter| filter.split("::")).collect();
     let mut found = Vec::new();
@@ -162,7 +162,7 @@ fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// What `--quick` does not run.
+/// Describes the tests that `--quick` leaves out.
 fn left_out(quick: &Scenarios) -> Result<String> {
     let all = Scenarios::list(&Options::default())?;
     let tests: Vec<_> = default_packages()?
@@ -179,7 +179,7 @@ fn left_out(quick: &Scenarios) -> Result<String> {
     ))
 }
 
-/// Without one among its packages `cargo test --lib` is an error.
+/// Reports whether one of the packages has a library: without any, `cargo test --lib` fails.
 fn any_library(packages: &[String]) -> Result<bool> {
     let library = |package: &Package| package.folder.join("src/lib.rs").exists();
     Ok(default_packages()?.iter().any(|package| packages.contains(&package.name) && library(package)))
@@ -220,7 +220,7 @@ fn run_units(options: &Options, packages: &[String], tally: &mut Tally) -> Resul
 #[derive(Default)]
 struct Scenarios {
     names: Vec<String>,
-    /// What some of them need.
+    /// Builds that some of them need.
     needs: Vec<Need>,
 }
 
@@ -233,7 +233,7 @@ impl Scenarios {
         Ok(Self::parse(&String::from_utf8_lossy(&output.stdout)))
     }
 
-    /// Lines such as `[cluster] kubernetes::in_cluster: test`.
+    /// Parses lines such as `[cluster] kubernetes::in_cluster: test`.
     fn parse(list: &str) -> Self {
         let mut scenarios = Self::default();
         for line in list.lines().filter_map(|line| line.strip_suffix(": test")) {
@@ -276,12 +276,12 @@ fn run_scenarios(
     Ok(())
 }
 
-/// Its argument: whether everything is built.
+/// The argument is true if everything has been built.
 type Run = fn(bool) -> Result<ExitCode>;
 
 const SMOKE: &str = "bench::smoke";
 
-/// Programs that end with success or without. Of the benchmark only whether every line still gets a value.
+/// Programs that are tests by their exit codes. The benchmark's only checks that every line still gets a value.
 fn whole_programs(options: &Options) -> Vec<(&'static str, Run)> {
     let programs: [(&str, Run); 3] = [
         ("demo", |built| run_demo(built, false)),
@@ -307,7 +307,7 @@ fn run_programs(
 ) {
     for (name, run) in programs {
         tally.heading(name);
-        // The benchmark would install it at the same time.
+        // The benchmark would install rathole at the same time.
         let waited = match &mut beside {
             Some(beside) if *name == SMOKE => beside.wait(Need::Rathole),
             _ => Ok(()),
@@ -320,7 +320,7 @@ fn run_programs(
     }
 }
 
-/// The peer's tests use hardly any of the CPUs: in a whole run they wait while the programs run.
+/// Runs both, in a whole run at the same time: the peer's tests mostly wait, and use hardly any of the CPUs.
 fn run_programs_and_peer_tests(
     options: &Options,
     programs: &[(&str, Run)],
@@ -380,7 +380,7 @@ fn run_fuzz(options: &Options, beside: Option<&Beside>, tally: &mut Tally) -> Re
         }
         return Ok(());
     }
-    // Each has one thread.
+    // Two at a time: each has one thread.
     for pair in chosen.chunks(2) {
         let run = |target| fuzz::run_target(target, FUZZ_SECONDS, true);
         let results: Vec<_> = thread::scope(|scope| {
@@ -435,7 +435,7 @@ mod tests {
         assert_eq!(some.needs, [Need::Cluster, Need::Arm64]);
     }
 
-    /// rustdoc would compile each library once more to find none.
+    /// Doctests are off: rustdoc would compile each library once more to find none.
     #[test]
     fn libraries_have_no_examples_that_nobody_runs() {
         for package in default_packages().unwrap() {

@@ -4,7 +4,7 @@ use std::time::Duration;
 use anyhow::Result;
 use tokio::net::{TcpListener, TcpStream};
 
-/// Has every connection carried by a task of its own.
+/// Accepts connections, and carries each in a task of its own.
 pub(crate) async fn each<F>(listener: TcpListener, mut carry: impl FnMut(TcpStream) -> F)
 where
     F: Future<Output = Result<()>> + Send + 'static,

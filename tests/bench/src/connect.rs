@@ -1,5 +1,5 @@
-//! What a redirect costs a client: connect() alone, by the number of nodes. The connection always ends at a listener of
-//! the same host, as with every redirect, and is not accepted meanwhile.
+//! Cost of a redirect for a client: connect() alone, by the number of nodes. The connection always ends at a listener
+//! of the same host, as with every redirect, and is not accepted meanwhile.
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -33,9 +33,9 @@ use crate::record::Record;
 const LOCAL_PORT: u16 = 9190;
 /// Connections of one batch: fewer than any listener's backlog.
 const BATCH: usize = 64;
-/// The kernel's upper bound.
+/// The kernel's upper bound of a backlog.
 const BACKLOG: i32 = 4096;
-/// How long new nodes may take until connect() knows them.
+/// Maximum wait until connect() knows new nodes.
 const IN_EFFECT: Duration = Duration::from_secs(60);
 
 /// A listener that accepts only between batches.
@@ -82,7 +82,7 @@ fn batch(address: SocketAddr) -> Result<Times> {
     Ok(times)
 }
 
-/// The empty host: the same for any number of nodes.
+/// Measures the empty host, which is the same for any number of nodes.
 pub(crate) async fn direct(running: &Running<'_>, effort: &Effort, record: &mut Record) -> Result<()> {
     let local = Local::open(CLOUD)?;
     let p50 = micros(&mut local.batches(local.address, effort)?, 0.5)?;
@@ -95,7 +95,7 @@ pub(crate) async fn direct(running: &Running<'_>, effort: &Effort, record: &mut 
     Ok(())
 }
 
-/// Rules in the nat table of a separate host, because connection tracking stays in a namespace once enabled.
+/// Measures rules in the nat table of a separate host, because connection tracking stays in a namespace once enabled.
 pub(crate) fn iptables(
     host: &Namespace,
     testbed: &Testbed,
@@ -123,7 +123,7 @@ pub(crate) fn iptables(
     host.iptables("-t nat -F OUTPUT")
 }
 
-/// One rule for each node, that of `node` the last.
+/// Installs one rule for each node, that of `node` the last.
 fn rules(host: &Namespace, nodes: usize, node: Ipv4Addr, to: &SocketAddr) -> Result<()> {
     let mut text = "*nat\n:OUTPUT ACCEPT [0:0]\n".to_owned();
     let others = (0..nodes - 1).map(fleet::address);
@@ -144,7 +144,7 @@ fn rules(host: &Namespace, nodes: usize, node: Ipv4Addr, to: &SocketAddr) -> Res
     Ok(())
 }
 
-/// Postern with that many edge nodes in its inventory, of which one has an agent.
+/// Measures Postern with that many edge nodes in its inventory, of which one has an agent.
 pub(crate) async fn postern(
     running: &Running<'_>,
     testbed: &Testbed,

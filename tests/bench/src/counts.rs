@@ -21,7 +21,7 @@ use crate::peers::Running;
 use crate::record::Record;
 use crate::usage::{self, Part};
 
-/// How long perf may take for one step.
+/// Maximum time for perf in one step.
 const PERF: Duration = Duration::from_secs(10);
 /// The tracepoint at the start of every system call.
 const EVENT: &str = "raw_syscalls:sys_enter";
@@ -93,7 +93,7 @@ struct Perf {
 }
 
 impl Perf {
-    /// Starts it; it counts once this returns.
+    /// Starts perf, which counts once this returns.
     async fn start(testbed: &Testbed, parts: &[Part]) -> Result<Self> {
         let installed =
             Command::new("perf").arg("--version").output().is_ok_and(|output| output.status.success());
@@ -136,7 +136,7 @@ impl Perf {
         }
     }
 
-    /// The end of its output, which is long.
+    /// The last line of perf's output, which is long.
     fn last_line(&self) -> String {
         let output = self.process.output().unwrap_or_default();
         let line = output.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("no output");
@@ -157,7 +157,7 @@ fn count(file: &Path) -> Result<u64> {
     count_in(&text).with_context(|| format!("no count in perf's output {text:?}"))
 }
 
-/// `COUNT,UNIT,EVENT,…`, below comments.
+/// Parses `COUNT,UNIT,EVENT,…`, below comments.
 fn count_in(text: &str) -> Option<u64> {
     text.lines().find(|line| line.contains(EVENT))?.split(',').next()?.parse().ok()
 }

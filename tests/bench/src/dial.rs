@@ -14,10 +14,10 @@ use tokio::time::timeout;
 
 use crate::grpc::{STREAM_WINDOW, Tunnelled};
 
-/// How long one step may take; after that it counts as unanswered.
+/// Maximum time of one step; after that it counts as unanswered.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 
-/// How to reach a peer's far end.
+/// The way to a peer's far end.
 #[derive(Clone, Debug)]
 pub(crate) enum Dialer {
     /// A TCP connection to the same port of this address.
@@ -75,7 +75,7 @@ impl Dialer {
     }
 }
 
-/// The request that kube-apiserver sends. Nothing may follow the answer before the client has sent.
+/// Sends the request of kube-apiserver. Nothing may follow the answer before the client has sent.
 async fn http_connect(stream: &mut UnixStream, target: SocketAddr) -> Result<()> {
     let request = format!("CONNECT {target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
     stream.write_all(request.as_bytes()).await.context("sending CONNECT")?;
@@ -107,7 +107,7 @@ pub(crate) enum Stream {
 }
 
 impl Stream {
-    /// A TCP connection ends with a reset then, and not after what it has buffered.
+    /// Makes a TCP connection end with a reset, instead of after its buffered data.
     pub(crate) fn reset_at_end(&self) -> Result<()> {
         match self {
             Self::Tcp(stream) => SockRef::from(stream).set_linger(Some(Duration::ZERO)).context("SO_LINGER"),

@@ -15,18 +15,18 @@ use crate::line::Peer;
 use crate::load::{self, Effort};
 use crate::record::Record;
 
-/// How long a black-holed dial may take before the next one.
+/// Maximum time of a black-holed dial before the next one.
 const HOLE_PATIENCE: Duration = Duration::from_secs(10);
-/// How long windows and socket buffers of a stalled reader take to fill; milliseconds in practice.
+/// Time for windows and socket buffers of a stalled reader to fill; milliseconds in practice.
 const FILLS: Duration = Duration::from_millis(300);
 /// The number of readers in `stalled-500`.
 const MANY: usize = 500;
-/// What each of them requests beyond what its own end buffers: more than any peer's window, and less than would exhaust
-/// the kernel's memory for sockets, which would slow every connection.
+/// Bytes that each of them requests beyond those that its own end buffers: more than any peer's window, and less than
+/// would exhaust the kernel's memory for sockets, which would slow every connection.
 const MANY_BYTES: u64 = 2_000_000;
-/// How long opening them may take: some peers hang after a few.
+/// Maximum time to open them: some peers hang after a few.
 const MANY_OPEN: Duration = Duration::from_secs(5);
-/// How long the disturbance may take until it is in effect.
+/// Maximum wait until the disturbance is in effect.
 const IN_EFFECT: Duration = Duration::from_secs(15);
 /// Measuring ends after so many unanswered operations.
 const ENOUGH_FAILED: usize = 3;
@@ -45,7 +45,7 @@ pub(crate) async fn measure(dialer: &Dialer, what: &str, effort: &Effort) -> Res
     Ok([(format!("beside-{what}-trip"), trips), (format!("beside-{what}-visit"), visits)])
 }
 
-/// Times of the other connections' operations, and why some were not answered.
+/// Times of the other connections' operations, and the errors of those that were not answered.
 #[derive(Debug)]
 pub(crate) struct Others {
     times: Times,
@@ -100,12 +100,12 @@ impl Others {
 pub(crate) struct Disturbance {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<Result<()>>>,
-    /// What could not be set up.
+    /// Part of it that could not be set up.
     remark: Option<String>,
 }
 
 impl Disturbance {
-    /// Starts it and waits until it is in effect. Many stalled readers have that long to fill what is between.
+    /// Starts it and waits until it is in effect. `fill`: time for many stalled readers to fill the buffers in between.
     pub(crate) async fn start(dialer: &Dialer, what: &str, fill: Duration) -> Result<Self> {
         let (stop, stopped) = oneshot::channel();
         let (in_effect, waiting) = oneshot::channel();
@@ -125,7 +125,7 @@ impl Disturbance {
                 disturbance.remark = remark;
                 Ok(disturbance)
             }
-            // Joining the thread shows why it ended early.
+            // Joining the thread returns its error.
             Ok(Err(_)) => disturbance.stop().and(Err(anyhow!("the disturbance ended early"))),
             Err(_) => disturbance.stop().and(Err(anyhow!("the disturbance did not start"))),
         }
@@ -209,7 +209,7 @@ async fn asked(dialer: &Dialer, bytes: u64) -> Result<Stream> {
     Ok(stream)
 }
 
-/// As many of [`MANY`] as can be opened, and why not more.
+/// Opens as many of [`MANY`] as possible; returns them, and the reason if there are fewer.
 async fn many_stalled(dialer: &Dialer) -> (Vec<Stream>, Option<String>) {
     let mut open = Vec::new();
     let bytes = MANY_BYTES + dialer.taken_unread();
@@ -228,7 +228,7 @@ async fn many_stalled(dialer: &Dialer) -> (Vec<Stream>, Option<String>) {
     (open, Some(remark))
 }
 
-/// Uploads without an end, of connections that are reset at the end: what they have buffered would take its time.
+/// Endless uploads, over connections that are reset at the end: sending their buffered data would take long.
 async fn uploads(dialer: &Dialer, count: usize, report: impl FnOnce()) -> Result<()> {
     let mut tasks = JoinSet::new();
     for _ in 0..count {
@@ -245,7 +245,7 @@ async fn uploads(dialer: &Dialer, count: usize, report: impl FnOnce()) -> Result
     Err(anyhow!("an endless upload ended"))
 }
 
-/// Downloads that are read from the start: one that is not would be a stalled reader.
+/// Endless downloads that are read from the start: one that is not would be a stalled reader.
 async fn downloads(dialer: &Dialer, count: usize, report: impl FnOnce()) -> Result<()> {
     let mut tasks = JoinSet::new();
     let mut begun = Vec::new();

@@ -65,7 +65,7 @@ pub(crate) struct Fleet<'a> {
     pub(crate) count: usize,
     /// The servers' addresses.
     pub(crate) servers: &'a [String],
-    /// How many agents a second lose their session, one after the other, and come back at once.
+    /// Number of agents a second that lose their session, one after the other, and come back at once.
     pub(crate) flaps: u32,
 }
 
@@ -106,7 +106,7 @@ impl Agent {
         });
     }
 
-    /// Its only link ends as when a process is killed.
+    /// Ends its only link as when a process is killed, and attaches again.
     async fn flap(&mut self) {
         self.tasks.shutdown().await;
         self.attach();

@@ -14,7 +14,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixStream;
 use tokio::task::AbortHandle;
 
-/// What one packet carries at most: the buffer of Go's io.Copy, with which kube-apiserver writes.
+/// Maximum data of one packet: the buffer of Go's io.Copy, with which kube-apiserver writes.
 const PACKET: usize = 32 * 1024;
 /// Room for the other fields of a packet and gRPC's header.
 const OVERHEAD: usize = 64;

@@ -1,9 +1,9 @@
-//! What is measured (lines), for whom (peers), in groups.
+//! The measurements (lines), the programs that are measured (peers), and groups of lines.
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Postern, and what it is compared with.
+/// Postern, and its alternatives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Peer {
@@ -50,7 +50,7 @@ impl Peer {
         Self::PosternPassedOn,
     ];
 
-    /// Those that carry connections between the two hosts.
+    /// Peers that carry connections between the two hosts.
     pub(crate) const CARRIERS: [Self; 9] = [
         Self::Direct,
         Self::Haproxy,
@@ -63,7 +63,7 @@ impl Peer {
         Self::PosternPassedOn,
     ];
 
-    /// Those that are measured over wide-area paths.
+    /// Peers that are measured over wide-area paths.
     pub(crate) const FAR: [Self; 9] = [
         Self::Direct,
         Self::Haproxy,
@@ -82,10 +82,10 @@ impl Peer {
     /// konnectivity's two modes.
     pub(crate) const KONNECTIVITY: [Self; 2] = [Self::KonnectivityGrpc, Self::KonnectivityHttp];
 
-    /// Those that change the cost of connect(), and the empty host.
+    /// Peers that change the cost of connect(), and the empty host.
     pub(crate) const REDIRECTORS: [Self; 3] = [Self::Direct, Self::Iptables, Self::Postern];
 
-    /// As `--only` takes it.
+    /// Name for `--only`.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Direct => "direct",
@@ -165,16 +165,16 @@ impl Group {
         Self::Wan,
     ];
 
-    /// Those of one carrier, in the order in which they are measured.
+    /// Groups of one carrier, in the order in which they are measured.
     pub(crate) const CARRIED: [Self; 6] =
         [Self::Held, Self::Connections, Self::RoundTrips, Self::Bulk, Self::Counts, Self::Beside];
 
-    /// Whether it is measured without a wide-area path.
+    /// True if it is measured without a wide-area path.
     pub(crate) fn is_on_host(self) -> bool {
         self != Self::Wan
     }
 
-    /// As `--only` takes it.
+    /// Name for `--only`.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Held => "held",
@@ -204,7 +204,7 @@ impl Group {
         }
     }
 
-    /// Whether its values are so far apart that plots need a logarithmic axis.
+    /// True if its values are so far apart that plots need a logarithmic axis.
     pub(crate) fn logarithmic(self) -> bool {
         matches!(self, Self::RoundTrips | Self::Beside | Self::Wan)
     }
@@ -220,7 +220,7 @@ impl Group {
     }
 }
 
-/// Whether higher or lower values are better.
+/// Direction in which values are better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Better {
@@ -232,7 +232,7 @@ pub(crate) enum Better {
 }
 
 impl Better {
-    /// After the unit.
+    /// Arrow behind the unit.
     pub(crate) fn arrow(self) -> &'static str {
         match self {
             Self::Higher => " ↑",
@@ -253,7 +253,6 @@ pub(crate) struct Line {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) section: Option<&'static str>,
     pub(crate) unit: &'static str,
-    /// Whether higher or lower values are better.
     pub(crate) better: Better,
 }
 
@@ -267,7 +266,7 @@ impl Line {
         Self { id: id.to_owned(), group, title: title.to_owned(), section: None, unit, better }
     }
 
-    /// In a table of its own.
+    /// Puts the line into a section.
     pub(crate) fn in_section(self, section: &'static str) -> Self {
         Self { section: Some(section), ..self }
     }

@@ -12,10 +12,10 @@ use tokio::time::timeout;
 
 use crate::dial::{Dialer, PATIENCE, Stream};
 
-/// How much is done for one line.
+/// Amount of work for one line.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Effort {
-    /// How long a line is measured.
+    /// Time for which a line is measured.
     pub(crate) span: Duration,
     /// Connections that a line opens at most, one after the other.
     pub(crate) connections: usize,
@@ -25,11 +25,11 @@ pub(crate) struct Effort {
     pub(crate) first_bytes: u64,
     /// Bytes that a transfer moves at most.
     pub(crate) bytes: u64,
-    /// How long held connections stay idle before memory is measured.
+    /// Time that held connections stay idle before memory is measured.
     pub(crate) idle: Duration,
     /// Batches of connect() that are timed.
     pub(crate) batches: usize,
-    /// How long windows and socket buffers of many stalled readers of a slow peer have to fill.
+    /// Time for windows and socket buffers of many stalled readers of a slow peer to fill.
     pub(crate) fill: Duration,
 }
 
@@ -62,9 +62,9 @@ impl Effort {
 #[derive(Debug)]
 pub(crate) struct Visits {
     pub(crate) count: u64,
-    /// How long all took.
+    /// Time of all together.
     pub(crate) elapsed: Duration,
-    /// How long each took.
+    /// Time of each.
     pub(crate) times: Times,
 }
 
@@ -94,7 +94,7 @@ pub(crate) async fn visit(dialer: &Dialer) -> Result<Duration> {
     Ok(start.elapsed())
 }
 
-/// The same over a path that may lose packets again and again: it may take `patience`.
+/// The same over a path that may lose packets repeatedly: it may take `patience`.
 pub(crate) async fn visit_within(dialer: &Dialer, patience: Duration) -> Result<Duration> {
     let start = Instant::now();
     let visit = async {
@@ -193,7 +193,7 @@ impl Transfer {
     }
 }
 
-/// How many bytes take about the time of a line.
+/// Number of bytes that take about the time of a line.
 pub(crate) async fn bytes_for(dialer: &Dialer, way: Way, effort: &Effort) -> Result<u64> {
     let first = bulk(dialer, way, 1, effort.first_bytes).await.context("warming up")?;
     let bytes = first.rate() * 1e6 * effort.span.as_secs_f64();
@@ -207,7 +207,7 @@ pub(crate) async fn bulk(dialer: &Dialer, way: Way, streams: usize, bytes: u64) 
     moved(open, way, bytes, PATIENCE, &Arc::default()).await
 }
 
-/// The same, but cut after `limit`: what has arrived until then counts.
+/// The same, but cut after `limit`: bytes that have arrived until then count.
 pub(crate) async fn bulk_within(
     dialer: &Dialer,
     way: Way,
@@ -244,7 +244,7 @@ async fn open(dialer: &Dialer, way: Way, streams: usize) -> Result<Vec<Stream>> 
     Ok(open)
 }
 
-/// `downloaded` grows by what arrives here. No stream may stand still for longer than `patience`.
+/// Moves the bytes; `downloaded` counts those that arrive here. No stream may stall for longer than `patience`.
 async fn moved(
     open: Vec<Stream>,
     way: Way,

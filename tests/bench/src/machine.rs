@@ -17,14 +17,14 @@ pub(crate) struct Machine {
     /// In GB.
     pub(crate) memory: f64,
     pub(crate) kernel: String,
-    /// TCP's congestion control, and that of paths that are called loss-based.
+    /// TCP's congestion control, and the one of paths that are called loss-based.
     pub(crate) congestion: String,
     pub(crate) loss_based: Option<&'static str>,
     /// Load average of the last minute at the start of the run.
     pub(crate) load_at_start: String,
     /// The same at its end.
     pub(crate) load_at_end: String,
-    /// What ran, and which version of it.
+    /// Programs that ran, and their versions.
     pub(crate) versions: Vec<(String, String)>,
 }
 

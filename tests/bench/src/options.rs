@@ -10,35 +10,35 @@ use crate::wan::{PLACES, Place};
 
 /// Rounds of a full run: a median of five has two on either side.
 const ROUNDS: usize = 5;
-/// As a group: everything that is measured without a wide-area path.
+/// Name of the group of everything that is measured without a wide-area path.
 pub(crate) const HOST: &str = "host";
-/// Wide-area paths at the same time, as far as the CPUs suffice for them.
+/// Wide-area paths that are measured at the same time, as far as the CPUs suffice for them.
 const AT_ONCE: usize = 8;
 
 /// Parsed arguments of the program `bench`; `cargo xtask bench` gives them.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
-    /// How often every peer is measured.
+    /// Number of times that every peer is measured.
     pub(crate) rounds: usize,
-    /// Only check that it works.
+    /// True to only check that it works.
     pub(crate) smoke: bool,
     /// Seed of the order of peers.
     pub(crate) seed: u64,
     pub(crate) out: PathBuf,
     pub(crate) command: String,
-    /// What was measured, as git names it.
+    /// The commit that was measured, as git names it.
     pub(crate) commit: String,
-    /// Fail when a peer is not installed or gives no value.
+    /// True to fail when a peer is not installed or gives no value.
     pub(crate) all_peers: bool,
-    /// How many wide-area paths are measured at the same time, at most.
+    /// Maximum number of wide-area paths that are measured at the same time.
     pub(crate) at_once: usize,
-    /// Measure only this place, or everything that is not a wide-area path.
+    /// The only place that is measured; None for everything that is not a wide-area path.
     pub(crate) place: Option<&'static Place>,
-    /// The wide-area paths that are measured; none: all.
+    /// The wide-area paths that are measured; all if there are none.
     paths: Vec<&'static Place>,
-    /// Where the values of wide-area paths stay, for a run that goes on after it was interrupted.
+    /// Folder that keeps the values of wide-area paths, for a run that goes on after it was interrupted.
     pub(crate) keep: Option<PathBuf>,
-    /// Where a worker leaves its values.
+    /// File in which a worker leaves its values.
     pub(crate) values: PathBuf,
     pub(crate) programs: Programs,
     groups: Vec<Group>,
@@ -46,7 +46,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Reads the arguments; errors name what there is.
+    /// Reads the arguments; errors list the choices.
     pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Self> {
         let mut options = Self {
             rounds: 0,
@@ -125,7 +125,7 @@ impl Options {
         Ok(())
     }
 
-    /// A path that is named asks for wide-area paths and nothing else, unless a group is named too.
+    /// True if a group is measured. A named path asks for wide-area paths alone, unless a group is named too.
     pub(crate) fn wants_group(&self, group: Group) -> bool {
         if self.groups.is_empty() && !self.paths.is_empty() {
             return group == Group::Wan;

@@ -17,7 +17,7 @@ pub(crate) struct Cell {
     /// Some values are lower bounds, because waiting ended there.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) bounded: bool,
-    /// Why values are missing, or what limits their meaning.
+    /// Reasons why values are missing, or limits of their meaning.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub(crate) reasons: BTreeSet<String>,
     /// The errors of the rounds that gave no value.
@@ -39,7 +39,7 @@ impl Cell {
         self.values.len() + self.failures.len()
     }
 
-    /// Without a reason why, a missing value is a gap.
+    /// True if there is neither a value nor a failure nor a reason: a gap.
     fn is_empty(&self) -> bool {
         self.rounds() == 0 && self.reasons.is_empty()
     }
@@ -77,7 +77,7 @@ impl Record {
         cell.reasons.insert(reason);
     }
 
-    /// Records why there is no value, or what limits its meaning.
+    /// Records the reason why there is no value, or a limit of its meaning.
     pub(crate) fn missing(&mut self, line: &str, peer: Peer, reason: &str) {
         self.cell_mut(line, peer).reasons.insert(reason.to_owned());
     }
@@ -87,7 +87,7 @@ impl Record {
         self.cell_mut(line, peer).failures.push(error.to_owned());
     }
 
-    /// The same reason for every line of a group that has nothing yet.
+    /// Records the same reason for every line of a group that has nothing yet.
     pub(crate) fn group_missing(&mut self, group: Group, peer: Peer, reason: &str) {
         for line in catalogue::lines(group) {
             if self.cell(&line.id, peer).is_none_or(Cell::is_empty) {
@@ -96,7 +96,7 @@ impl Record {
         }
     }
 
-    /// The same error for each of these lines that has nothing in this round yet.
+    /// Records the same error for each of these lines that has nothing in this round yet.
     pub(crate) fn lines_failed<'a>(
         &mut self,
         lines: impl IntoIterator<Item = &'a Line>,
@@ -129,7 +129,8 @@ impl Record {
         Some(self.cell(line, peer)?.summary()?.median)
     }
 
-    /// The first peer's median over the best of the others'; None when one is missing, zero or only a bound.
+    /// The first peer's median over the best of the others', without those that are missing, zero or only a bound. None
+    /// when the first is missing or only a bound, or no other is left.
     pub(crate) fn ratio(&self, line: &str, peer: Peer, to: &[Peer], better: Better) -> Option<f64> {
         let exact = |peer| self.cell(line, peer).filter(|cell| !cell.bounded)?.summary();
         let others = to.iter().filter_map(|peer| Some(exact(*peer)?.median)).filter(|median| *median > 0.0);

@@ -20,7 +20,7 @@ use crate::usage::Share;
 use crate::wan::Place;
 use crate::{connect, counts, disturbance, scale, usage, wan};
 
-/// How long the connections of one line may take to close before the next begins.
+/// Maximum time for the connections of one line to close before the next begins.
 const SETTLE: Duration = Duration::from_secs(5);
 /// The longest that one group of one peer may take.
 const GROUP_LIMIT: Duration = Duration::from_secs(180);
@@ -71,7 +71,7 @@ impl<'a> Bench<'a> {
         Ok(Self { testbed, options, effort, certificates, targets, neighbour, record })
     }
 
-    /// All rounds of everything but wide-area paths, then scale.
+    /// Runs all rounds of everything but wide-area paths, then scale.
     pub(crate) async fn run(&mut self) {
         let mut order = StdRng::seed_from_u64(self.options.seed);
         let start = Instant::now();
@@ -99,7 +99,7 @@ impl<'a> Bench<'a> {
         self.record.add(all);
     }
 
-    /// Every peer over this path, once.
+    /// Measures every peer over this path, once.
     pub(crate) async fn wide_area(&mut self, place: &Place) -> Result<()> {
         let paths = wan::Paths::install(self.testbed, place, self.options.smoke)?;
         let mut peers: Vec<Peer> =
@@ -161,12 +161,12 @@ impl<'a> Bench<'a> {
             .with_context(|| format!("starting {peer}"))
     }
 
-    /// Why the peer's programs are not installed, if they are not.
+    /// Reason why the peer's programs are not installed; None if they are.
     fn not_installed(&self, peer: Peer) -> Option<String> {
         self.options.programs.path(peers::needs(peer)?).err()
     }
 
-    /// Whether the peer's programs are installed; records why not.
+    /// Reports whether the peer's programs are installed; records the reason if not.
     fn installed(&mut self, peer: Peer, groups: &[Group]) -> bool {
         let Some(reason) = self.not_installed(peer) else { return true };
         println!("  left out: {reason}");
@@ -252,7 +252,7 @@ impl<'a> Bench<'a> {
         Ok([Share::start(std::process::id())?, Share::start(self.target(on.edge).pid())?])
     }
 
-    /// Of the load generator and of the target, each of which has one thread.
+    /// Records the CPU use of the load generator and of the target, each of which has one thread.
     fn note_shares(&mut self, line: &str, peer: Peer, shares: &[Share; 2]) -> Result<()> {
         for (share, of) in shares.iter().zip(["load", "target"]) {
             self.record.value(&format!("{line}-{of}"), peer, share.percent()?);
@@ -260,7 +260,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// CPU seconds since `before`, for each of `units`.
+    /// Records the CPU seconds since `before`, for each of `units`.
     fn cpu(&mut self, line: &str, peer: Peer, on: &Running<'_>, before: f64, units: f64) -> Result<()> {
         if on.parts.is_empty() {
             self.record.missing(line, peer, "it has no programs");
@@ -311,7 +311,7 @@ impl<'a> Bench<'a> {
             if let Err(error) = &measured
                 && peer != Peer::Postern
             {
-                // It may not have recovered from the last disturbance: this line is about the next one.
+                // It may not have recovered from the last disturbance, and this line is about the next one.
                 let reason = format!("measured at the second attempt, the first failed: {error:#}");
                 measured = self.beside_one(what, peer, running).await;
                 if measured.is_ok() {

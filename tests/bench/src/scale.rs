@@ -23,18 +23,18 @@ use crate::{connect, fleet, peers, scale_fleet};
 const HELD: usize = 30_000;
 /// Dials a second across all agents.
 const DIALS: usize = 1_000;
-/// How long all agents may take to attach.
+/// Maximum time for all agents to attach.
 const ATTACH: Duration = Duration::from_secs(180);
-/// How long 100,000 nodes may take to be read and put into the maps.
+/// Maximum time for 100,000 nodes to be read and put into the maps.
 const READ: Duration = Duration::from_secs(180);
 
 /// The fraction that is measured: a smoke run does a fiftieth.
 #[derive(Clone, Copy)]
 pub(crate) struct Size {
     divisor: usize,
-    /// How long idle agents are watched: more than one period of their pings.
+    /// Time for which idle agents are watched: more than one period of their pings.
     pub(crate) idle: Duration,
-    /// How long dials are paced.
+    /// Time for which dials are paced.
     dials: Duration,
 }
 
@@ -149,7 +149,7 @@ async fn of_agents(testbed: &Testbed, nominal: usize, size: Size, record: &mut R
     Ok(())
 }
 
-/// Connections to node after node at a fixed pace, whether or not earlier ones are through.
+/// Connects to node after node at a fixed pace, whether or not earlier connections are through.
 async fn dials(agents: usize, size: Size, record: &mut Record) -> Result<()> {
     let mut visits = tokio::task::JoinSet::new();
     let start = Instant::now();
@@ -253,7 +253,7 @@ async fn held(
     let server = running.server().context("Postern without a server")?;
     let (mut own, _) = connect::postern_connects(running, testbed, server, effort).await?;
     record.value("scale-held-connect-empty", Peer::Postern, micros(&mut own, 0.5)?);
-    // The redirect has 11 of 32 open files, and one source a third of those, less what connects beside them.
+    // The redirect has 11 of 32 open files, and one source a third of those; 200 are left for the connects beside them.
     let limit = open_files()?;
     let count = size.part(HELD).min((limit / 32 * 11 / 3).saturating_sub(200));
     if count < size.part(HELD) {

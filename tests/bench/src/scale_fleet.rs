@@ -19,15 +19,15 @@ use crate::usage::{self, Part, Side};
 
 /// Agents that are attached while some of them flap.
 const FLAPPING: usize = 100;
-/// How many a second.
+/// Number of flaps a second.
 const FLAPS: u32 = 10;
 /// The hosts of the other servers.
 const SECOND: Ipv4Addr = Ipv4Addr::new(10, 70, 0, 4);
 const THIRD: Ipv4Addr = Ipv4Addr::new(10, 70, 0, 5);
-/// How long a fleet may take to attach.
+/// Maximum time for a fleet to attach.
 const ATTACH: Duration = Duration::from_secs(300);
 
-/// What a few agents that flap cost among many nodes.
+/// Measures the cost of a few agents that flap among many nodes.
 pub(crate) async fn of_flaps(testbed: &Testbed, size: Size, record: &mut Record) -> Result<()> {
     fleet::write_inventory(testbed, size.part(ROUTES[ROUTES.len() - 1]))?;
     let mut server = peers::postern::server_builder(testbed).start().await?;
@@ -52,7 +52,7 @@ pub(crate) async fn of_flaps(testbed: &Testbed, size: Size, record: &mut Record)
     Ok(())
 }
 
-/// Many agents with one session each over three servers, one of which is killed.
+/// Measures many agents with one session each over three servers, one of which is killed.
 pub(crate) async fn of_lost_server(testbed: &Testbed, size: Size, record: &mut Record) -> Result<()> {
     let count = size.part(AGENTS[AGENTS.len() - 1]);
     let limit = open_files()?;
@@ -83,7 +83,7 @@ pub(crate) async fn of_lost_server(testbed: &Testbed, size: Size, record: &mut R
     Ok(())
 }
 
-/// Waits until the servers have as many sessions as there are agents; gives the most that one has, over its share.
+/// Waits until the servers have as many sessions as there are agents; returns the most that one has, over its share.
 async fn wait_attached(servers: &[&Server<'_>], count: usize) -> Result<f64> {
     let expected = as_f64(count as u64);
     let each = async || {

@@ -72,7 +72,7 @@ impl Share {
         Ok(Self { pid, since: Instant::now(), seconds: cpu_seconds_of(pid)? })
     }
 
-    /// Of one CPU.
+    /// Percentage of one CPU.
     pub(crate) fn percent(&self) -> Result<f64> {
         Ok(100.0 * (cpu_seconds_of(self.pid)? - self.seconds) / self.since.elapsed().as_secs_f64())
     }
@@ -143,7 +143,7 @@ mod tests {
         assert!(cpu_seconds(&[part]).unwrap() >= 0.0);
     }
 
-    /// Of a child: here threads of other tests end, and what they have counted goes with them.
+    /// Measures a child: in this process threads of other tests end, and their counts go with them.
     #[test]
     fn waiting_is_a_voluntary_switch() {
         let mut cat =

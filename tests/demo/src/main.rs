@@ -17,7 +17,7 @@ use postern_testbed::{Shape, Testbed, supervisor, sweep};
 
 /// The longest run; the demos take about a minute.
 const LIMIT: Duration = Duration::from_secs(300);
-/// How many times slower than usual Prometheus may be: set where the processor is emulated.
+/// Variable with the factor by which Prometheus may be slower than usual: set where the processor is emulated.
 const PACE: &str = "POSTERN_DEMO_PACE";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +26,7 @@ enum Demo {
     Kubernetes,
 }
 
-/// The flag that selects the second.
+/// Flag that selects the second.
 const KUBERNETES: &str = "--kubernetes";
 
 /// `--kubernetes`, `--keep`, or `--remove`; `--run ID` and `--run-and-keep ID` are for the worker.

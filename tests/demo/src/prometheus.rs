@@ -61,7 +61,7 @@ fn indented(text: &str) {
     }
 }
 
-/// `pace`: seconds between scrapes, and how many times longer than usual to wait for them.
+/// `pace`: seconds between scrapes, and the factor by which waits for them are longer than usual.
 pub(super) async fn run(testbed: &Testbed, pace: u32) -> Result<Running<'_>> {
     step(1, "a cloud host, a router with NAT, two edge hosts, each a network namespace");
     indented(&format!(
@@ -127,7 +127,7 @@ pub(super) async fn run(testbed: &Testbed, pace: u32) -> Result<Running<'_>> {
     Ok(Running { server, agents, others })
 }
 
-/// How a connect to a node that has no agent ends.
+/// Connects to a node that has no agent; returns the result.
 async fn without_agent(address: SocketAddr) -> Result<&'static str> {
     let connected = client::attempt(address, client::PATIENCE).await;
     if connected.as_ref().is_err_and(client::is_unreachable) {

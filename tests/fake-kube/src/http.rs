@@ -214,7 +214,7 @@ fn object(
                 } else {
                     merge(&mut next, &body, content_type.starts_with("application/strategic"));
                 }
-                // Each of the two ways changes its own half.
+                // An update of the object leaves the status alone, and one of the status everything else.
                 if subresource {
                     let status = next["status"].take();
                     next = known.as_ref().clone();
@@ -307,7 +307,7 @@ impl Filter {
     }
 }
 
-/// The two forms that are used here.
+/// Parses the two forms that are used here.
 fn label_selector(text: &str) -> Option<(String, Vec<String>)> {
     if let Some((key, values)) = text.split_once(" in (") {
         let values = values.strip_suffix(')')?.split(',').map(|value| value.trim().to_owned());
@@ -351,7 +351,7 @@ fn watch(
             Bytes::from(format!("{{\"type\":\"BOOKMARK\",\"object\":{object}}}\n"))
         };
         loop {
-            // Before the changes: a change that was made after an order is not sent before it.
+            // Orders first: a change that was made after an order is not sent before it.
             let (number, order) = *orders.borrow_and_update();
             if number != seen {
                 seen = number;

@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 
 use store::{Collection, Store};
 
-/// What happens to a request instead of its answer, or before it.
+/// A fault that a request meets instead of its answer, or before it.
 #[derive(Clone, Debug)]
 pub enum Fault {
     /// A Status with this code.
@@ -50,7 +50,7 @@ struct Rule {
     times: usize,
 }
 
-/// What is done to the watches that are open now.
+/// Order to the watches that are open now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Order {
     #[default]
@@ -65,11 +65,11 @@ enum Order {
     Freeze,
 }
 
-/// What the answer to a created object is, from the object.
+/// Makes the answer to a created object from the object.
 pub(crate) type Review = Arc<dyn Fn(&Value) -> Value + Send + Sync>;
 
 pub(crate) struct Shared {
-    /// By resource: objects that are questions, answered and not kept.
+    /// By resource, for objects that are questions: they are answered and not kept.
     reviews: Mutex<BTreeMap<String, Review>>,
     store: Mutex<Store>,
     /// The store's version; watches wait for it.
@@ -163,7 +163,7 @@ impl ApiServer {
 
     // The objects, without a request.
 
-    /// Answers what is created of this resource, such as `tokenreviews`, with what `answer` makes of it.
+    /// Answers created objects of this resource, such as `tokenreviews`, with the result of `answer`.
     pub fn review(&self, resource: &str, answer: impl Fn(&Value) -> Value + Send + Sync + 'static) {
         self.shared.reviews.lock().unwrap().insert(resource.to_owned(), Arc::new(answer));
     }
@@ -209,7 +209,7 @@ impl ApiServer {
 
     // Faults.
 
-    /// Connections are refused, those that are open are reset, until `up`.
+    /// Refuses connections, and ends those that are open, until `up`.
     pub fn down(&self) {
         self.command(Command::Down);
     }
@@ -224,7 +224,7 @@ impl ApiServer {
         self.shared.rules.lock().unwrap().push(Rule { verb, resource, fault, times });
     }
 
-    /// Whether every injected fault was used.
+    /// Reports whether every injected fault was used.
     pub fn faults_are_spent(&self) -> bool {
         self.shared.rules.lock().unwrap().is_empty()
     }
@@ -233,22 +233,22 @@ impl ApiServer {
         self.shared.rules.lock().unwrap().clear();
     }
 
-    /// The watches that are open break in the middle of a line.
+    /// Breaks the watches that are open in the middle of a line.
     pub fn cut_watches(&self) {
         self.order(Order::Cut);
     }
 
-    /// The watches that are open end well.
+    /// Ends the watches that are open cleanly.
     pub fn end_watches(&self) {
         self.order(Order::End);
     }
 
-    /// The watches that are open get an ERROR event with code 410 and end.
+    /// Sends the watches that are open an ERROR event with code 410, and ends them.
     pub fn expire_watches(&self) {
         self.order(Order::Gone);
     }
 
-    /// The watches that are open send nothing more and stay open; later ones work.
+    /// Freezes the watches that are open: they send nothing more and stay open. Later ones work.
     pub fn freeze_watches(&self) {
         self.order(Order::Freeze);
     }
@@ -352,7 +352,7 @@ async fn run(
     }
 }
 
-/// Waits until `condition` gives something.
+/// Waits until `condition` returns something.
 ///
 /// # Panics
 /// With `what` after two minutes; nothing here takes more than half a minute on an idle machine.

@@ -1,11 +1,11 @@
-//! Patches, and which field manager owns what was applied.
+//! Patches, and the field managers that own applied fields.
 
 use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-/// What was applied: by object (its uid) and field manager, the value of each field. A manager owns a field as long as
-/// the field has the value that the manager applied.
+/// Applied values of fields, by object (its uid) and field manager. A manager owns a field as long as the field has the
+/// value that the manager applied.
 #[derive(Default)]
 pub(crate) struct Applied(BTreeMap<(String, String), BTreeMap<String, Value>>);
 
@@ -30,8 +30,8 @@ fn key(manager: &str, object: &Value) -> (String, String) {
     (object["metadata"]["uid"].as_str().unwrap_or_default().to_owned(), manager.to_owned())
 }
 
-/// The fields that an apply sets, as JSON pointers: objects are entered, lists are one field. What identifies the
-/// object has no owner.
+/// The fields that an apply sets, as JSON pointers: objects are entered, lists are one field. Fields that identify the
+/// object have no owner.
 fn fields(body: &Value) -> BTreeMap<String, Value> {
     fn enter(path: &str, value: &Value, fields: &mut BTreeMap<String, Value>) {
         match value {
@@ -54,7 +54,7 @@ fn fields(body: &Value) -> BTreeMap<String, Value> {
     all
 }
 
-/// RFC 7396, and with `strategic` the part of the strategic merge that is used here: conditions are merged by type.
+/// Merges by RFC 7396, and with `strategic` by the part of the strategic merge that is used here: conditions by type.
 pub(crate) fn merge(target: &mut Value, patch: &Value, strategic: bool) {
     let Value::Object(patch) = patch else {
         *target = patch.clone();

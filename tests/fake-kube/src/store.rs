@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::patch::Applied;
 
-/// Older changes are forgotten, as an API server forgets them.
+/// Number of changes that are kept: older ones are forgotten, as an API server forgets them.
 const HISTORY: usize = 5000;
 
 /// Objects of one kind, in one namespace or in all.
@@ -15,7 +15,7 @@ const HISTORY: usize = 5000;
 pub(crate) struct Collection {
     /// Such as `/api/v1` or `/apis/apps/v1`.
     pub(crate) group: String,
-    /// None: all, or a kind without namespaces.
+    /// None for all, or for a kind without namespaces.
     pub(crate) namespace: Option<String>,
     pub(crate) resource: String,
 }
@@ -27,7 +27,7 @@ impl Collection {
         rest.is_empty().then_some(collection)
     }
 
-    /// Also gives what follows: a name, and a subresource.
+    /// Also returns the rest: a name, and a subresource.
     pub(crate) fn split(path: &str) -> Option<(Self, Vec<&str>)> {
         let mut parts: VecDeque<&str> = path.trim_matches('/').split('/').collect();
         let group = match parts.pop_front()? {
@@ -93,9 +93,9 @@ impl Key {
 pub(crate) struct Change {
     pub(crate) version: u64,
     pub(crate) key: Key,
-    /// None: it was created now.
+    /// None if the change created it.
     pub(crate) before: Option<Arc<Value>>,
-    /// As it is now, or as it was last.
+    /// The object after the change; if that deleted it, its last state.
     pub(crate) object: Arc<Value>,
     pub(crate) deleted: bool,
 }
@@ -123,7 +123,7 @@ impl Store {
         self.objects.iter().filter(|(key, _)| collection.holds(key))
     }
 
-    /// Creates or replaces. What does not change has no new version.
+    /// Creates or replaces an object, which gets a new version unless it is the same.
     pub(crate) fn put(&mut self, collection: &Collection, mut object: Value) -> Value {
         let name = object["metadata"]["name"].as_str().expect("metadata.name").to_owned();
         let key = collection.key(&name);

@@ -1,4 +1,4 @@
-//! Enrolling, what is refused, what is on disk, and renewing.
+//! Enrolment, its refusals, its files, and renewal.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -166,7 +166,7 @@ async fn an_ended_certificate_needs_a_token_again() {
     })
     .await;
     let without = EnrollConfig { token: None, ..config.clone() };
-    // It may be this node's clock that is wrong.
+    // It is kept: this node's clock may be wrong.
     assert_eq!(enroll(&without).await.unwrap().chain, identity.chain);
     assert!(log().contains("tunnel-server token create --node edge-1"));
     // The used token is bound to the first key, and the hash is not needed again.
@@ -246,7 +246,7 @@ async fn guessing_is_slowed_down() {
     let mut honest = crate::harness::client(&server.address, tls).await;
     honest.renew(RenewRequest { csr: create_csr(&PrivateKey::generate().unwrap()).unwrap() }).await.unwrap();
     assert_eq!(server.metrics.enrollments("renew", "issued"), 1);
-    // The limit was not lifted by that: there are only as many more as the time since then allows.
+    // That has not lifted the limit: it only allows as many more as the time since then is worth.
     let mut more = 0;
     while guess(format!("abcdef.{}", "0".repeat(26))).await != Err(Code::ResourceExhausted) {
         more += 1;

@@ -75,16 +75,16 @@ fn log_buffer() -> &'static Mutex<Vec<u8>> {
 
 pub(crate) struct TestServer {
     pub(crate) revocations: watch::Sender<Arc<Revocations>>,
-    /// None: the inventory is not known.
+    /// None if the inventory is not known.
     pub(crate) nodes: watch::Sender<Option<Arc<KnownNodes>>>,
     pub(crate) directory: tempfile::TempDir,
     pub(crate) ca: Ca,
     pub(crate) certificate: ServerCertificate,
     pub(crate) metrics: PkiMetrics,
     pub(crate) address: String,
-    /// How many of the next answers are lost on their way.
+    /// Number of next answers that are lost on their way.
     pub(crate) lose_answers: Arc<AtomicUsize>,
-    /// Why handshakes failed.
+    /// Errors of failed handshakes.
     pub(crate) refused: Arc<Mutex<Vec<String>>>,
     accept: tokio::task::JoinHandle<()>,
 }
@@ -104,7 +104,7 @@ impl TestServer {
         Self::build(lifetimes, true).await
     }
 
-    /// `tokens`: whether tokens enrol.
+    /// `tokens`: true if tokens enrol.
     pub(crate) async fn build(lifetimes: Lifetimes, tokens: bool) -> Self {
         let _ = log_buffer();
         let directory = tempfile::tempdir().unwrap();
@@ -168,7 +168,7 @@ impl TestServer {
         self.ca.state().unwrap().hash().to_owned()
     }
 
-    /// What an agent is configured with; its state is under the server's temporary directory.
+    /// An agent's configuration; its state is under the server's temporary directory.
     pub(crate) fn agent(&self, name: &str, state: &str, token: Option<&str>) -> EnrollConfig {
         EnrollConfig {
             servers: vec![self.address.clone()],

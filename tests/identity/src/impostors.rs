@@ -68,7 +68,7 @@ async fn impostor(chain: Vec<CertificateDer<'static>>, key: PrivateKeyDer<'stati
     Impostor { address, failed, heard }
 }
 
-/// The agent keeps trying (the right server may come back) but sends the impostor nothing.
+/// Checks that the agent keeps trying (the right server may come back) but sends the impostor nothing.
 async fn assert_never_trusted(server: &TestServer, impostor: &Impostor) {
     let mut config = server.agent("edge-1", "victim", Some(&server.token("edge-1")));
     config.servers = vec![impostor.address.clone()];
@@ -125,7 +125,7 @@ async fn an_agent_that_poses_as_the_server_is_refused() {
     assert!(Session::open(&impostor.address, &victim).await.is_err());
 }
 
-/// TLS settings of a client with a certificate that need not be an agent's; the server is not verified by shape.
+/// TLS settings of a client with a certificate that need not be an agent's; they do not check the server's shape.
 fn client_with(server: &TestServer, chain: Vec<CertificateDer<'static>>, key: &KeyPair) -> Arc<ClientConfig> {
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13])

@@ -34,7 +34,7 @@ use crate::harness::node;
 
 const CSRS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 
-/// The way from an agent to the API server.
+/// An agent's client of the API server.
 async fn agent_api(api: &ApiServer) -> Arc<AgentApi> {
     AgentApi::open(Some(api.kubeconfig()), None, ClientSettings::AGENT).await.unwrap()
 }
@@ -43,7 +43,7 @@ async fn kube_client(api: &ApiServer) -> kube::Client {
     tunnel_kube::connect(Some(&api.kubeconfig()), None, &ClientSettings::SERVER).await.unwrap().0
 }
 
-/// Quick enough to watch.
+/// Short enough for a test.
 const PACE: Pace = Pace {
     refused: Duration::from_millis(200),
     patience: Duration::from_millis(500),
@@ -58,7 +58,7 @@ async fn enrolment(api: &ApiServer, name: &str, state: &str) -> (Arc<CsrEnrolmen
     (Arc::new(enrolment), state_dir)
 }
 
-/// What the links of edge-1 share.
+/// State that the links of edge-1 share.
 fn shared(state_dir: &Path) -> (Arc<Shared>, mpsc::Receiver<Announced>) {
     shared_with(state_dir, Spread::All)
 }
@@ -87,8 +87,8 @@ fn shared_with(state_dir: &Path, spread: Spread) -> (Arc<Shared>, mpsc::Receiver
     (Arc::new(shared), announced)
 }
 
-/// The server's signer. It leads only between [`Signer::answer`]'s two halves: before, the test says who asked, which a
-/// real API server notes by itself.
+/// The server's signer. It leads only in the second half of [`Signer::answer`]: in the first, the test sets the
+/// requester, which a real API server does itself.
 struct Signer {
     lead: watch::Sender<bool>,
     context: KubeContext,
@@ -132,7 +132,7 @@ impl Signer {
         self.answer_as(api, of_node).await
     }
 
-    /// The same; `note` says who made the request.
+    /// The same; `note` sets the requester.
     async fn answer_as(&self, api: &ApiServer, note: impl FnOnce(&mut Value)) -> Value {
         let request = eventually("a request", || open(api)).await;
         let name = request["metadata"]["name"].as_str().unwrap();

@@ -1,4 +1,4 @@
-//! A redirector's certificate: how it is enrolled for, and what it is good for.
+//! A redirector's certificate: its enrolment, and its uses.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,7 +33,7 @@ async fn enrolled(server: &TestServer) -> AgentIdentity {
     identity
 }
 
-/// What a server tells a client that asks which nodes it has.
+/// Asks a server for the nodes that it has.
 async fn watch(port: &Port, identity: &AgentIdentity) -> Result<tonic::Streaming<Holdings>, tonic::Status> {
     let tls = agent_tls(identity, ALPN_PEER).unwrap();
     let mut stream = Some(TokioIo::new(connect(&port.address, tls).await.unwrap()));
@@ -53,19 +53,19 @@ async fn nothing_but_passing_on() {
     assert_eq!((identity.holder, identity.node.as_str()), (Holder::Redirector, "cloud-2"));
     let port = Port::of(&server, "server-a").await;
 
-    // No agent.
+    // It is no agent.
     let mut link = connect(&port.address, agent_tls(&identity, ALPN_TUNNEL).unwrap()).await.unwrap();
     let mut bytes = Vec::new();
     let read = tokio::time::timeout(DEADLINE, link.read_to_end(&mut bytes)).await.expect("it is closed");
     assert!(read.is_err() || bytes.is_empty(), "the server began a session: {bytes:?}");
-    // No server.
+    // It is no server.
     assert!(identity.bundle.verify_server(&identity.chain).is_err());
-    // What it is for. It has no CA, and is told the roots.
+    // It may ask a server for its nodes. It has no CA, and gets the roots.
     let mut told = watch(&port, &identity).await.unwrap();
     let first = told.message().await.unwrap().unwrap();
     assert_eq!(first.server_id, "server-a");
     assert_eq!(TrustBundle::from_pem(&first.trust_bundle).unwrap(), identity.bundle);
-    // Agents are not told.
+    // Agents may not.
     let (_, agent) = server.enrolled("edge-1").await;
     assert!(watch(&port, &agent).await.is_err());
 

@@ -1,4 +1,4 @@
-//! What the kernel lets the process of a unit do: what systemd has made of the unit's settings.
+//! Rights of a unit's process as the kernel has them: the effect of the unit's settings.
 use std::fs;
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 /// CAP_NET_ADMIN, CAP_PERFMON and CAP_BPF by their numbers (capabilities(7)).
 pub(crate) const OF_REDIRECT: u64 = 1 << 12 | 1 << 38 | 1 << 39;
 
-/// Written by nobody, whoever the unit is for.
+/// Paths that no unit may write.
 const READ_ONLY: [&str; 8] = [
     "/",
     "/etc/postern",
@@ -52,7 +52,7 @@ fn value<'a>(status: &'a str, field: &str) -> Result<&'a str> {
     line.map(str::trim).with_context(|| format!("no {field} in the status of a process"))
 }
 
-/// By the mount that covers `path`: of several at one point that is the last one.
+/// True if the mount that covers `path` is writable: of several at one point that is the last one.
 fn is_writable(mountinfo: &str, path: &str) -> bool {
     let mounts = mountinfo.lines().filter_map(|line| {
         let mut fields = line.split(' ').skip(4);

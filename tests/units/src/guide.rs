@@ -1,4 +1,4 @@
-//! docs/operations.md, "With systemd", followed.
+//! Follows docs/operations.md, "With systemd".
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
@@ -12,16 +12,16 @@ use crate::unit::output;
 
 const DOCUMENT: &str = include_str!("../../../docs/operations.md");
 const SECTION: &str = "With systemd";
-/// Where the commands are run, as beside what was downloaded.
+/// Folder in which the commands are run, as beside the downloaded files.
 const FOLDER: &str = "/root/download";
-/// What is in deploy/systemd.
+/// Files in deploy/systemd.
 const SHIPPED: [(&str, &str); 4] = [
     ("server.env", include_str!("../../../deploy/systemd/server.env")),
     ("agent.env", include_str!("../../../deploy/systemd/agent.env")),
     ("postern-server@.service", include_str!("../../../deploy/systemd/postern-server@.service")),
     ("postern-agent@.service", include_str!("../../../deploy/systemd/postern-agent@.service")),
 ];
-/// What only a server needs when it is removed.
+/// Beginning of the command that only a server needs when it is removed.
 const CLEANUP: &str = "tunnel-server cleanup";
 
 /// The section's blocks, which are for the server; "the same with `agent`" is for the agent.
@@ -36,7 +36,7 @@ pub(crate) struct Guide {
 pub(crate) struct Host<'a> {
     /// `server` or `agent`.
     pub(crate) program: &'static str,
-    /// A shell there.
+    /// Makes a shell there.
     pub(crate) shell: &'a dyn Fn() -> Command,
 }
 

@@ -1,4 +1,4 @@
-//! The machine as a cloud host, and an edge in a network namespace that answers nobody who comes from outside.
+//! The machine as a cloud host, and an edge in a network namespace that accepts no connection from outside.
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ pub(crate) const EDGE: Ipv4Addr = Ipv4Addr::new(192, 168, 50, 2);
 pub(crate) const NODE: &str = "edge-1";
 const ADMIN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 10265);
 
-/// Makes the edge. A connect that goes to its address past the tunnel has no answer.
+/// Makes the edge. A connect to its address that bypasses the tunnel has no answer.
 pub(crate) fn wire() -> Result<Namespace> {
     let edge = Namespace::create(&Id::new(Kind::Test), "edge")?;
     for args in [
@@ -42,14 +42,14 @@ pub(crate) fn wire() -> Result<Namespace> {
     Ok(edge)
 }
 
-/// The file that server.env names.
+/// Writes the inventory that server.env names.
 pub(crate) fn write_inventory() -> Result<()> {
     let nodes = [node("cloud-1", false, &[CLOUD.into()], &[]), node(NODE, true, &[EDGE.into()], &[])];
     let list = json!({ "apiVersion": "v1", "kind": "List", "items": nodes });
     fs::write("/etc/postern/nodes.yaml", list.to_string()).context("writing the inventory")
 }
 
-/// Until the server's /readyz answers 200.
+/// Waits until the server's /readyz answers 200.
 pub(crate) async fn wait_ready() -> Result<()> {
     let ready = async || {
         let Ok(stream) = client::attempt(ADMIN, PATIENCE).await else { return Ok(None) };
@@ -59,13 +59,13 @@ pub(crate) async fn wait_ready() -> Result<()> {
     wait_for("/readyz of the server to answer 200", LONG, ready).await
 }
 
-/// The folders of pins.
+/// Folders of pins.
 pub(crate) fn pins() -> Vec<PathBuf> {
     let entries = fs::read_dir("/sys/fs/bpf/postern").into_iter().flatten().flatten();
     entries.map(|entry| entry.path()).collect()
 }
 
-/// Neither pins nor routes.
+/// Fails if pins or routes are left.
 pub(crate) fn nothing_is_left() -> Result<()> {
     let left = pins();
     ensure!(left.is_empty(), "pins are left: {left:?}");

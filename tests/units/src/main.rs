@@ -28,13 +28,13 @@ use tokio::time::timeout;
 use guide::{Guide, Host, edit_flags};
 use unit::{LONG, expect_state, main_pid, property, systemctl, wait_logged, wait_state};
 
-/// How long all may take.
+/// Maximum time of the whole test.
 const LIMIT: Duration = Duration::from_secs(720);
-/// Set where the machine is the test's own.
+/// Environment variable that is set where the machine is the test's own.
 const WHOLE_MACHINE: &str = "POSTERN_UNITS_WHOLE_MACHINE";
-/// Between visits: each takes one of the agent's ports for a minute.
+/// Pause between visits: each takes one of the agent's ports for a minute.
 const PACE: Duration = Duration::from_millis(20);
-/// Longer than a connection is held here, however slow the machine is.
+/// Edit of the drain timeout in the flags: longer than a connection is held here, however slow the machine is.
 const DRAIN: (&str, &str) = ("--drain-timeout 30s", "--drain-timeout 2m");
 
 const SERVER: [&str; 2] = ["postern-server@a", "postern-server@b"];
@@ -67,7 +67,7 @@ fn run() -> Result<()> {
     })
 }
 
-/// Prints what systemd and the programs have to say.
+/// Prints the state of the units and the end of the journal.
 fn explain() {
     let [a, b] = SERVER;
     let [c, d] = AGENT;
@@ -121,7 +121,7 @@ async fn tested() -> Result<()> {
     host::nothing_is_left()
 }
 
-/// With the flags of deploy/systemd: the redirect is attached to the root of the machine's cgroups.
+/// Starts it with the flags of deploy/systemd: the redirect is attached to the root of the machine's cgroups.
 async fn server_as_installed(guide: &Guide, host: &Host<'_>) -> Result<()> {
     step("the server starts");
     guide.install(host, &[DRAIN]).await?;
@@ -148,8 +148,8 @@ async fn server_as_installed(guide: &Guide, host: &Host<'_>) -> Result<()> {
     host::wait_ready().await
 }
 
-/// Nobody is attached: the connect has failed, or is reset where the kernel cannot fail it. It has not gone past the
-/// redirect, where nobody answers.
+/// Fails if a connect bypasses the redirect: nothing answers there. No agent is attached, so that the connect has to
+/// fail, or to be reset where the kernel cannot fail it.
 async fn not_direct(address: SocketAddr) -> Result<()> {
     match client::attempt(address, PATIENCE).await {
         Ok(mut stream) => {
@@ -161,7 +161,7 @@ async fn not_direct(address: SocketAddr) -> Result<()> {
     Ok(())
 }
 
-/// On the edge: its own network namespace, and no slice that is redirected.
+/// Starts it on the edge: in the edge's network namespace, and in no slice that is redirected.
 async fn agent_as_installed(guide: &Guide, host: &Host<'_>, edge: &Namespace) -> Result<()> {
     step("the agent starts");
     let dropins = Path::new("/etc/systemd/system/postern-agent@.service.d");
@@ -193,7 +193,7 @@ async fn wait_visit(address: SocketAddr) -> Result<()> {
     wait_for("a visit that succeeds", LONG, async || Ok(visit(address).await.ok())).await.map(drop)
 }
 
-/// Either way.
+/// Checks bytes in both directions.
 async fn checked_bytes(edge: &Namespace) -> Result<()> {
     let length = 3_000_000;
     let source = Target::start(edge, host::EDGE, 10255, Behaviour::Source(7, length))?;
@@ -212,7 +212,7 @@ async fn checked_bytes(edge: &Namespace) -> Result<()> {
     Ok(())
 }
 
-/// systemd starts it again; until then no connect goes past it.
+/// Kills the server: systemd starts it again, and until then no connect bypasses it.
 async fn killed_and_back(address: SocketAddr) -> Result<()> {
     step("the server is killed");
     systemctl(&["kill", "--signal=KILL", SERVER[0]]).await?;
@@ -227,7 +227,7 @@ async fn killed_and_back(address: SocketAddr) -> Result<()> {
     wait_visit(address).await
 }
 
-/// The second instance takes over under load; the first one carries on what it has, and ends with it.
+/// The second instance takes over under load; the first one keeps its connections, and ends with them.
 async fn upgraded(
     guide: &Guide,
     host: &Host<'_>,
@@ -253,7 +253,7 @@ async fn upgraded(
     expect_enabled(second, true)
 }
 
-/// Visits one after the other while `work` runs, none of them in vain; how many.
+/// Makes visits one after the other while `work` runs; returns their number, or an error if one fails.
 async fn visited(address: SocketAddr, work: impl Future<Output = Result<()>>) -> Result<u32> {
     let visits = async |done: &Cell<bool>| {
         let mut count = 0;
@@ -268,7 +268,7 @@ async fn visited(address: SocketAddr, work: impl Future<Output = Result<()>>) ->
     Ok(count)
 }
 
-/// Whether the unit starts with the machine.
+/// Checks if the unit starts with the machine.
 fn expect_enabled(unit: &str, expected: bool) -> Result<()> {
     let link = Path::new("/etc/systemd/system/multi-user.target.wants").join(format!("{unit}.service"));
     ensure!(

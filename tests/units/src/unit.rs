@@ -1,4 +1,4 @@
-//! systemd's units, and what their programs have logged.
+//! systemd's units, and the logs of their programs.
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -7,12 +7,12 @@ use postern_testbed::wait::wait_until;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-/// How long systemd and the programs may take for a step, where the processor is emulated too.
+/// Maximum time of systemd and the programs for a step, where the processor is emulated too.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
-/// How long one command may take: systemd waits 75 s for a program that does not stop.
+/// Maximum time of one command: systemd waits 75 s for a program that does not stop.
 const COMMAND: Duration = Duration::from_secs(150);
 
-/// Runs a command to its end; returns what it printed.
+/// Runs a command to its end; returns its output.
 pub(crate) async fn output(mut command: Command) -> Result<String> {
     command.stdin(Stdio::null()).kill_on_drop(true);
     let shown = format!("{:?}", command.as_std());
@@ -49,7 +49,7 @@ pub(crate) async fn wait_state(unit: &str, expected: &str) -> Result<()> {
     wait_until(&what, LONG, state, |state| state == expected).await.map(drop)
 }
 
-/// Until the unit's part of the journal contains this.
+/// Waits until the unit's part of the journal contains this.
 pub(crate) async fn wait_logged(unit: &str, text: &str) -> Result<()> {
     let what = format!("the journal of {unit} to contain {text:?}");
     let journal = async || {

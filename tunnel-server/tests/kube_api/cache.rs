@@ -1,4 +1,4 @@
-//! What the cluster last said, for a start while the API server is away.
+//! The cluster's last known state, for a start while the API server is away.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
@@ -28,11 +28,11 @@ struct Following {
     router: Arc<Router>,
     age: Age,
     readiness: Readiness,
-    /// What the API server says of Service addresses.
+    /// Ranges of Service addresses from the API server.
     ranges: watch::Sender<Vec<IpNet>>,
     /// The ports of the ConfigMap.
     ports: watch::Sender<Arc<Settings>>,
-    /// Those in effect.
+    /// The settings in effect.
     settings: watch::Receiver<Arc<Settings>>,
     tasks: TaskTracker,
     stop: DropGuard,
@@ -85,7 +85,7 @@ impl Following {
     }
 }
 
-/// The router has the nodes a moment before anything else knows that they are there.
+/// Waits until the nodes are in the file: the router has them a moment earlier.
 async fn until_saved(file: &Path) {
     eventually("the nodes to be in the file", || file.exists().then_some(())).await;
 }
@@ -126,7 +126,7 @@ async fn the_nodes_last_known_are_used_until_the_api_server_answers() {
 
     api.down();
     let second = Following::start(&api, state.path()).await;
-    // A Service's address stays one.
+    // The file has the ranges of Service addresses too.
     second.until_routed(&["192.168.50.2/32"]).await;
     eventually("the start to be done", || second.readiness.is_ready().then_some(())).await;
     assert_eq!(**second.settings.borrow(), settings);
@@ -146,7 +146,7 @@ async fn the_nodes_last_known_are_used_until_the_api_server_answers() {
     assert_eq!(content["settings"]["tunnelled"], json!([9100]));
 }
 
-/// As of an API server that takes long to list many nodes, and had no ServiceCIDRs before it was upgraded.
+/// As with an API server that takes long to list many nodes, and had no ServiceCIDRs before it was upgraded.
 #[tokio::test]
 async fn ranges_that_the_api_server_has_said_are_not_those_of_the_file() {
     let api = ApiServer::start();
@@ -166,7 +166,7 @@ async fn ranges_that_the_api_server_has_said_are_not_those_of_the_file() {
     second.stop().await;
 }
 
-/// As one with an empty store.
+/// As with an API server whose store is empty.
 #[tokio::test]
 async fn an_api_server_without_nodes_takes_none_from_a_server_that_starts() {
     let api = ApiServer::start();
@@ -193,7 +193,7 @@ async fn an_api_server_without_nodes_takes_none_from_a_server_that_starts() {
             following.until_routed(&routed).await;
             api.up();
         }
-        // Of the list.
+        // The list has come once there is a watch.
         eventually("a watch", || (api.requests("watch", NODES) > watches).then_some(())).await;
         following.until_routed(&routed).await;
         eventually("the start to be done", || following.readiness.is_ready().then_some(())).await;

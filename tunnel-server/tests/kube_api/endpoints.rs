@@ -1,4 +1,4 @@
-//! Where Services' endpoints are.
+//! Addresses of Services' endpoints.
 
 use postern_fake_kube::ApiServer;
 use serde_json::json;

@@ -26,14 +26,14 @@ pub(crate) async fn client(server: &ApiServer) -> kube::Client {
     options(server).connect().await.unwrap().0
 }
 
-/// What the test decides of a server's view.
+/// The inputs of a server's view, which the test sets.
 pub(crate) struct Inputs {
     pub(crate) leader: watch::Sender<bool>,
     pub(crate) inventory: watch::Sender<Arc<Inventory>>,
     pub(crate) settings: watch::Sender<Arc<Settings>>,
 }
 
-/// How a server sees the cluster.
+/// A server's view of the cluster.
 pub(crate) async fn context(api: &ApiServer, leads: bool) -> (KubeContext, Inputs) {
     let (leader, leads) = watch::channel(leads);
     let (inventory, nodes) = watch::channel(Arc::default());
@@ -118,7 +118,7 @@ pub(crate) fn inventory(edge: &[&str], cloud: &[&str]) -> Arc<Inventory> {
     Arc::new(edge.chain(cloud).collect::<Inventory>())
 }
 
-/// Without any node.
+/// A router without nodes.
 pub(crate) fn router() -> Router {
     let config = RouterConfig::new(
         "198.18.0.0/15".parse().unwrap(),

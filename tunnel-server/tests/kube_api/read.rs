@@ -1,4 +1,4 @@
-//! What the server reads from the cluster.
+//! Objects that the server reads from the cluster.
 
 mod authority;
 mod configmap;

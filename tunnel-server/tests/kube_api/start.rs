@@ -73,7 +73,7 @@ async fn dns_records_are_written_only_where_they_are_on() {
         let node =
             json!({"metadata": {"name": "edge-1", "labels": labels}, "status": {"addresses": addresses}});
         api.put(NODES, node);
-        // A port that whoever leads takes away.
+        // A port that the leader removes.
         let https = json!({"name": "https", "port": 10250, "protocol": "TCP", "targetPort": 10263});
         let stale = json!({"name": "dnat-9100", "port": 9100, "protocol": "TCP", "targetPort": 10264});
         let spec = json!({"clusterIP": "10.96.0.9", "ports": [https, stale]});
@@ -87,7 +87,7 @@ async fn dns_records_are_written_only_where_they_are_on() {
             })
             .await;
         }
-        // Nothing that would write them runs either: they could only be late.
+        // The task that writes them does not run either: without this, they might only be late.
         let runs = health.report().iter().any(|watch| watch.resource == "configmaps/dns-records");
         assert_eq!((runs, api.writes(RECORDS) > 0), (on, on), "{:?}", api.all_requests());
     }

@@ -1,4 +1,4 @@
-//! What the server writes to the cluster.
+//! Objects that the server writes to the cluster.
 
 mod csr;
 mod dns;

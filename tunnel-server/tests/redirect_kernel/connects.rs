@@ -37,7 +37,8 @@ fn tcp(domain: Domain) -> Socket {
     Socket::new(domain, Type::STREAM, None).unwrap()
 }
 
-/// The connection arrived at that edge's token, and the client's socket names the edge's own address as its peer.
+/// Checks that the connection arrived at that edge's virtual address, and that the client's socket names the edge's own
+/// address as its peer.
 #[track_caller]
 fn arrived(stream: &TcpStream, asked: SocketAddr, token: &str) {
     // The greeting first: with data in the SYN the socket has no peer until it is answered.
@@ -52,7 +53,8 @@ fn redirected() {
             arrived(&TcpStream::connect(at(edge, port)).unwrap(), at(edge, port), token);
         }
     }
-    // A host's own client has the token as its source, which accept() shows as getpeername() does; the server takes that back.
+    // A host's own client has the virtual address as its source. accept() shows the edge's, as getpeername() does; the
+    // server takes that back.
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().client.ip(), address(EDGE.0));
     assert_eq!(world.counter("connect4/redirected"), 6, "five connects and the self-test");
     assert_eq!(world.counter("lookup4/steered"), 6);

@@ -1,4 +1,4 @@
-//! What makes a start fail, and the messages.
+//! Causes of a failed start, and the messages.
 
 use std::fs::{self, File};
 use std::net::TcpStream;
@@ -68,7 +68,7 @@ fn foreign() {
     drop(program);
 }
 
-/// The program itself, in a process of its own.
+/// Checks that the program finds this when it runs as a doctor, in a process of its own.
 #[track_caller]
 fn doctor_finds(code: &str) {
     let found = doctor();
@@ -89,7 +89,7 @@ fn foreign_in_parent() {
     drop(program);
 }
 
-/// It is listed beside ours, which is not.
+/// A foreign program is listed, and ours beside it is not.
 fn foreign_lookup() {
     let world = World::start(&desired(&[EDGE]));
     assert_eq!(foreign_lookups().unwrap(), Vec::<String>::new());
@@ -100,7 +100,7 @@ fn foreign_lookup() {
     drop((link, world));
 }
 
-/// Whether a connect to a node without a tunnel fails here, as it does from Linux 6.1 on.
+/// The doctor tells if a connect to a node without a tunnel does not fail here, as it does from Linux 6.1 on.
 fn old_kernel() {
     let mut wanted = desired(&[]);
     route(&mut wanted, EDGE.0, EDGE.1, false);
@@ -117,7 +117,7 @@ fn old_kernel() {
     drop(world);
 }
 
-/// As for a doctor in the shipped pod: it says that it does not know whose they are.
+/// As for a doctor in the shipped pod, which reports that it cannot tell the owners.
 fn unnamed_lookups() {
     let world = World::start(&desired(&[EDGE]));
     let link = raw::attach_lookup(&File::open("/proc/thread-self/ns/net").unwrap());
@@ -165,8 +165,8 @@ fn namespace_root() {
     umount2(seen.path(), MntFlags::MNT_DETACH).unwrap();
 }
 
-/// As in a container that has the host's hierarchy at another place than its own cgroup: what leads to its own through one of
-/// them says nothing of the other.
+/// As in a container that has the host's hierarchy at another place than its own cgroup: the path to its own through one of
+/// them does not lead to it through the other.
 fn hierarchy_beside_own() {
     let seen = tempfile::tempdir().unwrap();
     unshare(CloneFlags::CLONE_NEWCGROUP).unwrap();
@@ -193,7 +193,7 @@ fn outside() {
     }
     message_has(&error, &["cgroup.procs"]);
 
-    // Where that is not visible beforehand, the self-test fails.
+    // If that is not visible beforehand, the self-test fails.
     let mount_point = cgroup_mount();
     let hidden = tempfile::tempdir().unwrap();
     mount(Some(&inner), hidden.path(), None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
@@ -216,7 +216,7 @@ fn capabilities() {
     message_has(&error, &["run as root", "AmbientCapabilities="]);
 }
 
-/// As in the shipped pod.
+/// The capabilities of the shipped pod.
 pub(crate) const DOCUMENTED: CapabilitySet =
     CapabilitySet::BPF.union(CapabilitySet::PERFMON).union(CapabilitySet::NET_ADMIN);
 
@@ -235,7 +235,7 @@ fn documented_capabilities_beside_another() {
     drop(older);
 }
 
-/// Older ones do (6.1): the verifier is stricter with programs of those without.
+/// Older kernels need it (6.1): their verifier is stricter with programs of processes without it.
 fn without_perfmon() {
     redirects_with(CapabilitySet::BPF | CapabilitySet::NET_ADMIN);
 }

@@ -16,13 +16,13 @@ use nix::sys::signal::Signal;
 
 use crate::Case;
 
-/// Names the case that a child process runs.
+/// Environment variable that names the case that a child process runs.
 pub(crate) const CASE: &str = "POSTERN_KERNEL_CASE";
-/// Names the role of a helper process.
+/// Environment variable that names the role of a helper process.
 pub(crate) const ROLE: &str = "POSTERN_KERNEL_ROLE";
-/// The child cgroup of a case.
+/// Environment variable with the child cgroup of a case.
 pub(crate) const CGROUP: &str = "POSTERN_KERNEL_CGROUP";
-/// Set where the machine is the test's own: programs may be attached to the root of its cgroups.
+/// Variable that is set where the machine is the test's own: programs may be attached to the root of its cgroups.
 pub(crate) const WHOLE_MACHINE: &str = "POSTERN_KERNEL_WHOLE_MACHINE";
 
 const PREFIX: &str = "postern-redirect-test-";

@@ -95,7 +95,7 @@ fn killed() {
     let mut byte = [0];
     let error = std::io::Read::read(&mut &held, &mut byte);
     assert!(error.is_err() || error.unwrap() == 0, "the held connection ended");
-    // Nothing listens behind a token.
+    // Nothing listens at a virtual address.
     fails(at(EDGE.1, PORT), libc::ECONNREFUSED);
     assert_eq!(token_routes().len(), 2, "the token routes stay: {:?}", token_routes());
 
@@ -165,7 +165,7 @@ fn replaced_under_load() {
     assert_eq!((programs(), token_routes().len()), ((0, 0), 0));
 }
 
-/// By a server whose successor ends. The tokens' route may have gone with that one.
+/// A server whose successor ends takes the redirect back. The virtual addresses' route may have gone with that one.
 fn taken_back() {
     let world = World::start(&desired(&[EDGE]));
     let runtime = runtime();
@@ -181,7 +181,7 @@ fn taken_back() {
     drop((world, next));
 }
 
-/// One that has asked for the wanted state writes it before a newer state can be written.
+/// A change that has asked for the wanted state writes it before a newer state can be written.
 fn late_change() {
     let world = World::start(&desired(&[]));
     let wanted = Mutex::new(desired(&[EDGE]));
@@ -194,7 +194,7 @@ fn late_change() {
             let late = || {
                 let state = current();
                 has_asked.send(()).unwrap();
-                // As long as a newer one could be written meanwhile.
+                // Long enough for a newer one to be written meanwhile.
                 let _ = written.recv_timeout(Duration::from_millis(500));
                 state
             };
@@ -224,7 +224,7 @@ fn lost_route() {
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
 }
 
-/// As many as a router of the Internet's routes may see change.
+/// As many changes as a router with the Internet's routes may see.
 fn route_changes() {
     runtime().block_on(async {
         let ranges = [config().token_range.into(), config().token_range_v6.into()];
@@ -306,8 +306,8 @@ fn beside_others() {
     let after = raw::attach_balancer(&cgroup(), edge("10.96.0.2"), edge(EDGE_B.0));
     assert_eq!(programs(), (3, 2));
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
-    // Programs run in the order in which they were attached: what the first one chose is redirected, what the last one did
-    // goes direct.
+    // Programs run in the order in which they were attached: the first one's choice is redirected, the last one's goes
+    // direct.
     assert_eq!(ask(at(service, PORT)).unwrap().local, at(EDGE.1, PORT));
     fails(at("10.96.0.2", PORT), libc::ENETUNREACH);
     runtime().block_on(world.redirect.verify()).unwrap();
@@ -327,10 +327,10 @@ fn beside_a_taker() {
     runtime().block_on(world.redirect.verify()).unwrap();
     assert!(world.counter("lookup4/replaced") >= tested + 2);
     assert_eq!(world.counter("lookup4/steered"), 0);
-    // What is no token's stays its own.
+    // Connections to other addresses stay its own.
     let other = TcpStream::connect(at("127.0.0.1", 1)).unwrap();
     assert_eq!(taker.accept().unwrap().0.local_addr().unwrap(), at("127.0.0.1", 1));
-    // What an older server has chosen stays that one's.
+    // A connection that an older server has chosen stays that server's.
     let next = World::start(&desired(&[EDGE]));
     let accepted = world.accepted();
     ask(at(EDGE.0, PORT)).unwrap();

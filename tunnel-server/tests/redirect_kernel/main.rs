@@ -21,7 +21,7 @@ mod support;
 
 use std::process::ExitCode;
 
-/// A case: its name and what it does inside its own cgroup and network namespace.
+/// A case: its name, and the function that runs inside its own cgroup and network namespace.
 type Case = (&'static str, fn());
 
 fn cases() -> Vec<Case> {

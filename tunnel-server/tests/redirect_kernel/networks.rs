@@ -1,4 +1,4 @@
-//! Which networks may use the redirect, and which addresses it does not touch.
+//! Networks that may use the redirect, and addresses that it does not touch.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ fn pod_and_neighbour() {
     let greeting = parse(&greeting).unwrap();
     assert_eq!((greeting.local, greeting.client.ip()), (at(EDGE.1, PORT), address("10.244.1.5")));
 
-    // The neighbour routes the range to this host and connects to a token directly.
+    // The neighbour routes the range to this host and connects to a virtual address directly.
     let refused = format!("err {}", libc::ECONNREFUSED);
     let error = neighbour.connect(None, "198.18.0.7:10250").unwrap_err();
     assert!(error.starts_with(&refused), "{error}");
@@ -57,7 +57,7 @@ fn spoofed_source() {
     let mut neighbour = Peer::spawn();
     neighbour.link("lan0", "10.1.0.1/24", "10.1.0.2/24");
     neighbour.ip("addr add 198.18.0.9/32 dev eth0");
-    // Even where the host would accept such a packet at all.
+    // Even if the host would accept such a packet at all.
     crate::support::sysctl("net.ipv4.conf.all.accept_local", "1");
     crate::support::sysctl("net.ipv4.conf.lan0.accept_local", "1");
     crate::support::sysctl("net.ipv4.conf.all.rp_filter", "0");
@@ -166,7 +166,7 @@ fn own_address_live() {
     runtime.block_on(watching).unwrap();
 }
 
-/// Whether this connection reached `listener`: a connection on loopback is in its queue as soon as connect() returns.
+/// Reports whether this connection reached `listener`: one on loopback is in its queue as soon as connect() returns.
 fn eventually_accepted(listener: &TcpListener, stream: &std::net::TcpStream) -> bool {
     let client = stream.local_addr().unwrap();
     std::iter::from_fn(|| listener.accept().ok()).any(|(_, peer)| peer == client)
@@ -188,7 +188,7 @@ fn empty_slot() {
 }
 
 fn address_reused() {
-    // 10.8.0.7 leaves with its node; another node takes the address and gets another token.
+    // 10.8.0.7 leaves with its node; another node takes the address and gets another virtual address.
     let world = World::start(&desired(&[EDGE]));
     let old = std::net::TcpStream::connect(at(EDGE.0, PORT)).unwrap();
     assert_eq!(crate::support::greeting(&old).unwrap().local, at(EDGE.1, PORT));
@@ -196,8 +196,8 @@ fn address_reused() {
     route(&mut reused, EDGE.0, "198.18.4.4", true);
     world.redirect.apply(|| reused.clone().into()).unwrap();
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at("198.18.4.4", PORT));
-    // The departed node's token has no origin any more: getpeername() on an old connection returns the token.
+    // The departed node's virtual address has no origin any more: getpeername() on an old connection returns it.
     assert_eq!(old.peer_addr().unwrap(), at(EDGE.1, PORT));
-    // A connection that still goes to the departed node's token arrives with that token.
+    // A connection that still goes to the departed node's virtual address arrives with that.
     assert_eq!(ask(at(EDGE.1, PORT)).unwrap().local, at(EDGE.1, PORT));
 }

@@ -1,4 +1,4 @@
-//! Beside those who detach, replace or exclude the programs of others, and beside processes that pose as a server.
+//! Processes that detach, replace or exclude the programs of others, and processes that pose as a server.
 
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::{SocketAddr, UnixListener};
@@ -56,7 +56,7 @@ impl Watched {
         Self { world, cancel, _runtime: runtime, _folders: folders }
     }
 
-    /// Until it has restored so often, and redirects.
+    /// Waits until it has restored so often, and redirects.
     fn restored(&self, times: u64) {
         eventually("the programs are attached again", || self.world.redirect.health().restored >= times);
         assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
@@ -68,7 +68,7 @@ impl Watched {
     }
 }
 
-/// As by Cilium without socket load balancing, before and while the redirect runs: it takes an error for its own failure.
+/// Detaches as Cilium without socket load balancing does, before and while the redirect runs: Cilium fails on an error.
 fn detached() {
     raw::detach_all(&cgroup()).unwrap();
     let watched = Watched::start();
@@ -98,12 +98,12 @@ fn replaced() {
     drop(other);
 }
 
-/// Nobody can be beside it: the server says so, and does not detach it when it stops either.
+/// No program can be beside it: the server names it, and does not detach it when it stops either.
 fn excluded() {
     let watched = Watched::start();
     raw::detach_all(&cgroup()).unwrap();
     let exclusive = loop {
-        // Until it comes before the programs are back.
+        // Again until it is attached before our programs are back.
         match raw::attach_exclusively(&cgroup()) {
             Ok(program) => break program,
             Err(error) => assert_eq!(error.raw_os_error(), Some(libc::EPERM), "{error}"),
@@ -133,7 +133,7 @@ fn linked() {
     drop((before, after));
 }
 
-/// By `cleanup`, which does not know the cgroup; what others have there stays.
+/// `cleanup` detaches them, which does not know the cgroup; the programs of others there stay.
 fn left_elsewhere() {
     let (given, _folders) = pinned();
     let child = crate::harness::own_cgroup().join("child");
@@ -157,7 +157,7 @@ fn left_elsewhere() {
     drop(other);
 }
 
-/// Names of sockets are free for all, so the kernel is asked who listens there.
+/// Any process may take a socket's name, so the server asks the kernel for the process that listens there.
 fn squatted() {
     let squat = || {
         let name = format!("postern,198.18.0.0/15,fd9e:706f:7374:6572::/64,1-2,{}", std::process::id());

@@ -24,14 +24,14 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// In a namespace that has only loopback.
+    /// Spawns a peer in a namespace that has only loopback.
     pub(crate) fn spawn() -> Self {
         let mut peer = spawn_role("peer");
         assert_eq!(peer.line(), "ready");
         peer
     }
 
-    /// A server process with one edge node, [`EDGE`], in the case's own namespace.
+    /// Spawns a server process with one edge node, [`EDGE`], in the case's own namespace.
     pub(crate) fn spawn_server() -> Self {
         let mut peer = spawn_role("server");
         assert_eq!(peer.line(), "ready");
@@ -46,7 +46,7 @@ impl Peer {
         peer
     }
 
-    /// Opens `count` connections to [`EDGE`] and holds them; returns how long each connect() took.
+    /// Opens `count` connections to [`EDGE`] and holds them; returns the time of each connect().
     pub(crate) fn spawn_holder(count: usize) -> (Self, Vec<Duration>) {
         let mut peer = spawn_role(&format!("holder {count}"));
         let times = peer.line();
@@ -55,7 +55,7 @@ impl Peer {
         (peer, times)
     }
 
-    /// SIGKILL.
+    /// Ends it with SIGKILL.
     pub(crate) fn kill(mut self) {
         self.child.kill().expect("kill");
         self.child.wait().expect("wait");
@@ -137,7 +137,7 @@ fn spawn_with(role: &str, stdin: Stdio) -> Peer {
     Peer { child, stdin, stdout }
 }
 
-/// The helper's side.
+/// Entry point of a helper process.
 pub(crate) fn run_role(role: &str) -> ExitCode {
     set_pdeathsig(Signal::SIGKILL).expect("prctl");
     let words: Vec<&str> = role.split(' ').collect();
@@ -164,7 +164,7 @@ pub(crate) fn run_role(role: &str) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// As many descriptors as this process may have.
+/// Raises this process's limit of descriptors as far as it may; returns the limit.
 pub(crate) fn raise_descriptor_limit() -> usize {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).expect("getrlimit");
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).expect("setrlimit");

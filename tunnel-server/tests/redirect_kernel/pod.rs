@@ -1,5 +1,5 @@
-//! From a pod as the shipped DaemonSet makes it, at the root of the machine's cgroups: in a virtual machine only, because the
-//! connects of all its processes are redirected meanwhile.
+//! Redirects from a pod as the shipped DaemonSet makes it, at the root of the machine's cgroups: in a virtual machine
+//! only, because the connects of all its processes are redirected meanwhile.
 
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -21,7 +21,7 @@ pub(crate) const CASES: &[Case] = &[
 ];
 
 const MANIFEST: &str = include_str!("../../../deploy/base/server-daemonset.yaml");
-/// Of the pod, in bytes, and in thousandths of a CPU.
+/// Limits of the pod, in bytes, and in thousandths of a CPU.
 const MEMORY: u64 = 256 << 20;
 const CPU: u64 = 1500;
 
@@ -66,7 +66,7 @@ fn enter_pod() -> (PathBuf, PathBuf) {
     (pod, host)
 }
 
-/// What the program finds, and that it finds it in this directory.
+/// Checks the limits that the program finds, and that it finds them in this directory.
 fn expect_limits(own: &Path) {
     let Limits { memory, cpu } = Limits::of_process();
     assert_eq!(*memory, Limit { amount: MEMORY, from: own.join("memory.max") });
@@ -74,14 +74,14 @@ fn expect_limits(own: &Path) {
     assert!(cpu.amount <= CPU && (usable < 2 || cpu.from == own.join("cpu.max")), "{cpu:?}");
 }
 
-/// Where the manifest has the host's hierarchy.
+/// Mount point of the host's hierarchy in the manifest.
 fn shipped_mount() -> PathBuf {
     let lines = MANIFEST.lines().map(str::trim).skip_while(|line| *line != "- name: cgroup");
     PathBuf::from(lines.filter_map(|line| line.strip_prefix("mountPath: ")).next().unwrap())
 }
 
-/// A cgroup namespace, with what it shows mounted where programs look for it, and at `hosts` the volume: the host's whole
-/// hierarchy, read-only. Returns where the pod's own is mounted.
+/// Enters a cgroup namespace, and mounts its view where programs look for it, and at `hosts` the volume: the host's whole
+/// hierarchy, read-only. Returns the mount point of the pod's own.
 fn as_containerd_mounts(hosts: &Path) -> PathBuf {
     let (root, aside) = (cgroup_mount(), tempfile::tempdir().unwrap());
     let bind =

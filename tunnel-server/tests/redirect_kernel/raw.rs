@@ -89,7 +89,7 @@ pub(crate) fn fork<T>(open: impl FnOnce() -> T) -> Pid {
     }
 }
 
-/// What balances the load of Services at connect(), as Cilium does: beside other programs, and `service` becomes `backend`.
+/// Attaches a load balancer of Services at connect(), as Cilium's: beside other programs, and `service` becomes `backend`.
 pub(crate) fn attach_balancer(cgroup: &File, service: Ipv4Addr, backend: Ipv4Addr) -> OwnedFd {
     let fd = load_balancer("cil_sock4", service, backend);
     let attach = [cgroup.as_raw_fd() as u32, fd.as_raw_fd() as u32, CONNECT4, BPF_F_ALLOW_MULTI];
@@ -126,12 +126,12 @@ pub(crate) fn replace(cgroup: &File, id: u32) -> OwnedFd {
     fd
 }
 
-/// A lookup of another owner in a network namespace, which leaves all to the next; it ends with the descriptor.
+/// Attaches another owner's lookup to a network namespace, which leaves all to the next; it ends with the descriptor.
 pub(crate) fn attach_lookup(netns: &File) -> OwnedFd {
     link_lookup(netns, "cil_lookup", &PASS)
 }
 
-/// One that gives everything to a listener of its own, unless that was given away already.
+/// Attaches one that gives everything to a listener of its own, unless that was given away already.
 pub(crate) fn attach_taker(netns: &File, listener: &TcpListener) -> OwnedFd {
     let map = owned(bpf(BPF_MAP_CREATE, &[BPF_MAP_TYPE_SOCKMAP, 4, 4, 1]).expect("map"));
     let (key, value) = (0_u32, listener.as_raw_fd() as u32);
@@ -166,12 +166,12 @@ fn link_lookup(netns: &File, name: &str, program: &[u64]) -> OwnedFd {
     owned(bpf(BPF_LINK_CREATE, &create).expect("link"))
 }
 
-/// How many programs are attached to a hook of a cgroup or network namespace.
+/// Number of programs that are attached to a hook of a cgroup or network namespace.
 pub(crate) fn attached(target: &File, hook: u32) -> usize {
     programs(target, hook).len()
 }
 
-/// Detaches every program from the hooks of a cgroup that have to do with connects, whoever attached it: Cilium 1.14 to 1.18 do
+/// Detaches every program from the hooks of a cgroup that concern connects, whatever its owner: Cilium 1.14 to 1.18 do
 /// so at the root of the cgroups when they start without socket load balancing.
 pub(crate) fn detach_all(cgroup: &File) -> io::Result<()> {
     for hook in [CONNECT4, CONNECT6, GETPEERNAME4, GETPEERNAME6] {

@@ -129,7 +129,7 @@ fn nth(n: u32) -> Ipv4Addr {
     Ipv4Addr::from(0x0b00_0000 + n)
 }
 
-/// How many addresses of the inventory are counted under this kind.
+/// Number of addresses of the inventory that are counted under this kind.
 fn counted(registry: &Registry, kind: &str) -> usize {
     let mut text = String::new();
     prometheus_client::encoding::text::encode(&mut text, registry).unwrap();
@@ -149,22 +149,22 @@ fn too_many() {
     let left_out = 140_001 - MAX_ROUTES;
     assert_eq!(counted(&registry, "no_room"), left_out);
     assert_eq!(router.snapshot().conflicts().len(), left_out, "and status lists them");
-    // Both ends of those that fit.
+    // The first and the last of those that fit.
     for n in [0, u32::try_from(MAX_ROUTES).unwrap() - 1] {
         let token = router.desired().route(IpAddr::V4(nth(n)).into()).unwrap().token;
         assert_eq!(ask((nth(n), PORT).into()).unwrap().local, (token, PORT).into());
     }
-    // An agent that leaves, at once and alone.
+    // An agent that leaves costs one write.
     router.set_live(&"edge-7".parse().unwrap(), Holder::This, false);
     assert_eq!(world.redirect.apply(|| router.desired()).unwrap(), Applied { writes: 1, deletes: 0 });
-    // One that has gone makes room for one that waits, which is written first.
+    // A node that has gone makes room for one that waits, which is written first.
     router.set_inventory((0..140_001).filter(|n| *n != 7).map(node).collect());
     assert_eq!(world.redirect.apply(|| router.desired()).unwrap(), Applied { writes: 2, deletes: 2 });
     let next = nth(u32::try_from(MAX_ROUTES).unwrap());
     let token = router.desired().route(IpAddr::V4(next).into()).unwrap().token;
     assert_eq!(ask((next, PORT).into()).unwrap().local, (token, PORT).into());
 
-    // Exclusions that do not fit change nothing: no route has them. Nor do others in their place.
+    // Exclusions that do not fit change nothing, because no route has them. Nor do others in their place.
     for first in [0x0c00_0000_u32, 0x0d00_0000] {
         let mut state = router.desired();
         let table = Arc::make_mut(&mut state.table);
@@ -197,7 +197,7 @@ fn too_few_tokens() {
         let token = desired.route(IpAddr::V4(nth(n)).into()).unwrap().token;
         assert_eq!(ask((nth(n), PORT).into()).unwrap().local, (token, PORT).into());
     }
-    // Who has no token is not reached by another way, where the kernel can say so.
+    // A node without a virtual address is not reached by another way, where the kernel can fail a connect.
     if world.redirect.fails_at_connect() {
         let without = (0..1000).find(|n| !with.contains(n)).unwrap();
         TcpStream::connect((nth(without), PORT)).unwrap_err();
@@ -235,7 +235,7 @@ fn many_connections() {
     }
 }
 
-/// Established connections whose remote end is the edge's token: the clients' ends.
+/// Established connections whose remote end is the edge's virtual address: the clients' ends.
 fn established() -> usize {
     const ESTABLISHED: &str = "01";
     let token: Ipv4Addr = EDGE.1.parse().unwrap();

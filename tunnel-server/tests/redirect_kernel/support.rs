@@ -1,4 +1,4 @@
-//! Shared by the cases: the door behind the redirect, clients, and small tools.
+//! Shared by the cases: the listeners behind the redirect, clients, and small tools.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
@@ -15,19 +15,19 @@ use socket2::{Domain, SockRef, Socket, Type};
 use tunnel_server::redirect::{Redirect, RedirectConfig};
 use tunnel_server::route::{Desired, Route, RouteTarget, Table};
 
-/// An edge node: its address, its token.
+/// An edge node: its address, its virtual address.
 pub(crate) type Edge = (&'static str, &'static str);
 pub(crate) const EDGE: Edge = ("10.8.0.7", "198.18.0.7");
 pub(crate) const EDGE_B: Edge = ("10.8.0.8", "198.18.0.8");
 pub(crate) const EDGE_V6: Edge = ("2001:db8:7::7", "fd9e:706f:7374:6572::7");
 pub(crate) const PORT: u16 = 10250;
 
-/// Attached to the case's own cgroup.
+/// A configuration that attaches to the case's own cgroup.
 pub(crate) fn config() -> RedirectConfig {
     RedirectConfig { cgroup: Some(crate::harness::own_cgroup()), ..RedirectConfig::default() }
 }
 
-/// What the kernel should hold, each route up or down by itself.
+/// State that the kernel should have, each route up or down by itself.
 #[derive(Clone, Default)]
 pub(crate) struct State {
     pub(crate) ports: BTreeSet<u16>,
@@ -40,7 +40,7 @@ impl From<State> for Desired {
     fn from(state: State) -> Self {
         let State { ports, excluded, clients, routes } = state;
         let up = routes.values().map(|target| target.up).collect();
-        // A node for each.
+        // A node for each route.
         let node = |(n, net): (usize, &IpNet)| (format!("edge-{n:07}").parse().expect("a name"), vec![*net]);
         let nodes = routes.keys().enumerate().map(node).collect();
         let routes = routes.into_iter().enumerate().map(|(n, (net, RouteTarget { token, any_port, .. }))| {
@@ -113,14 +113,14 @@ impl Door {
     }
 }
 
-/// Sends a client the address where it arrived and its own.
+/// Sends a client the address at which it arrived, and its own.
 pub(crate) fn greet(stream: &mut TcpStream, peer: SocketAddr) {
     let greeting = format!("{} {peer}\n", stream.local_addr().expect("local"));
     // A self-test may have closed its connection already.
     drop(stream.write_all(greeting.as_bytes()));
 }
 
-/// A running door; dropping it ends the threads.
+/// A [`Door`] that serves; dropping it ends the threads.
 pub(crate) struct Serving {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
@@ -169,7 +169,7 @@ impl World {
         Self { redirect: Arc::new(redirect), _door: door, serving }
     }
 
-    /// Connections that the door has accepted and greeted.
+    /// Number of connections that the door has accepted and greeted.
     pub(crate) fn accepted(&self) -> usize {
         self.serving.accepted.load(Ordering::SeqCst)
     }
@@ -184,7 +184,7 @@ pub(crate) fn counter(redirect: &Redirect, name: &str) -> u64 {
     counters.iter().find(|(known, _)| *known == name).expect("a known counter").1
 }
 
-/// What the door sent: the address that it accepted on, and the client's.
+/// Greeting of the door: the address that it accepted on, and the client's.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Greeting {
     pub(crate) local: SocketAddr,
@@ -208,7 +208,7 @@ pub(crate) fn ask(to: SocketAddr) -> io::Result<Greeting> {
     greeting(&TcpStream::connect_timeout(&to, Duration::from_secs(5))?)
 }
 
-/// Connecting fails with this errno.
+/// Checks that connecting fails with this errno.
 #[track_caller]
 pub(crate) fn fails(to: SocketAddr, errno: i32) {
     let begun = Instant::now();
@@ -244,7 +244,7 @@ pub(crate) fn ip(arguments: &str) -> String {
     run("ip", arguments)
 }
 
-/// The codes of what `tunnel-server doctor` finds on the case's host, where no server runs.
+/// Codes of the findings of `tunnel-server doctor` on the case's host, on which no server runs.
 pub(crate) fn doctor() -> Vec<String> {
     // In the virtual machine of another kernel it lies beside this program.
     let beside = std::env::current_exe().expect("this program").with_file_name("tunnel-server");
@@ -264,7 +264,7 @@ pub(crate) fn doctor() -> Vec<String> {
     findings.map(|finding| finding["code"].as_str().expect("a code").to_owned()).collect()
 }
 
-/// Token routes of this namespace.
+/// Routes of the virtual addresses in this namespace.
 pub(crate) fn token_routes() -> Vec<String> {
     let v4 = ip("-4 route show table local");
     let v6 = ip("-6 route show table local");

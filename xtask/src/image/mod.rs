@@ -39,7 +39,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// The same build, as flags.
+    /// Flags of the same build.
     fn flags(&self) -> Vec<String> {
         fn flag(name: &str, value: &impl ValueEnum) -> Option<String> {
             Some(format!("--{name}={}", value.to_possible_value()?.get_name()))
@@ -75,7 +75,7 @@ impl Image {
         root().join("deploy/images").join(name)
     }
 
-    /// As the manifests name it. `localhost` is not a registry: the archive is imported, not pulled.
+    /// The reference in the manifests. `localhost` is not a registry: the archive is imported, not pulled.
     fn reference(self) -> String {
         format!("localhost/postern/{}:{VERSION}", self.name())
     }
@@ -131,7 +131,7 @@ pub(crate) fn build(profile: Profile, wanted: &[Wanted<'_>]) -> Result<Vec<PathB
     fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
     let write = |name: String, bytes: &[u8]| {
         let (path, partial) = (out.join(&name), out.join(format!("{name}.tmp")));
-        // A scenario may be importing the one before.
+        // Renamed into place: a scenario may be importing the previous one.
         let written = fs::write(&partial, bytes).and_then(|()| fs::rename(&partial, &path));
         written.with_context(|| format!("writing {}", path.display()))?;
         anyhow::Ok(path)
@@ -174,7 +174,7 @@ fn files(recipe: &Recipe, context: &Path) -> Result<BTreeMap<String, Vec<u8>>> {
     Ok(files)
 }
 
-/// Both architectures are little-endian: one object with the eBPF programs is for both.
+/// Fails unless the server contains the eBPF object. Both architectures are little-endian, so one object is for both.
 fn embeds(files: &BTreeMap<String, Vec<u8>>, object: &Path) -> Result<()> {
     let object_bytes = fs::read(object).with_context(|| format!("reading {}", object.display()))?;
     ensure!(!object_bytes.is_empty(), "{} is empty", object.display());

@@ -1,5 +1,5 @@
 //! An OCI archive: `oci-layout`, `index.json` and blobs. It names one index, with an image for each architecture, and refers each
-//! image's SBOM to it. A pure function of what goes into it: no times, no owners, sorted.
+//! image's SBOM to it. A pure function of its inputs: no times, no owners, sorted.
 use std::collections::BTreeMap;
 use std::io::Write as _;
 
@@ -9,11 +9,11 @@ use sha2::{Digest as _, Sha256};
 
 const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 const INDEX: &str = "application/vnd.oci.image.index.v1+json";
-/// What goes into the place of a configuration where there is none.
+/// Media type of the configuration of an artifact that has none.
 const EMPTY: &str = "application/vnd.oci.empty.v1+json";
 const SBOM: &str = "application/vnd.cyclonedx+json";
 
-/// What all architectures share.
+/// Properties that all architectures share.
 pub(super) struct Common {
     pub(super) reference: String,
     pub(super) user: String,
@@ -103,7 +103,7 @@ fn image(layout: &mut Layout, common: &Common, platform: &Platform) -> Result<Va
     for (path, bytes) in &platform.files {
         layer.add(path, 0o755, bytes)?;
     }
-    // Not compressed: whoever pushes it does that, and containerd imports it as it is.
+    // Not compressed: tools that push it do that, and containerd imports it as it is.
     let layer = layout.add("application/vnd.oci.image.layer.v1.tar", layer.finish()?);
     let configuration = json!({
         "created": common.created,

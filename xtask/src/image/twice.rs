@@ -1,4 +1,4 @@
-//! Whether another build of the same commit, in another folder, makes the same bytes.
+//! Checks that another build of the same commit, in another folder, makes the same bytes.
 use std::env;
 use std::fs;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ pub(super) fn check(flags: &[String], archives: &[PathBuf]) -> Result<()> {
     let folder = tempfile::tempdir().context("a folder for the second build")?;
     let (clone, target) = (folder.path().join("clone"), folder.path().join("target"));
     run(program("git").args(["clone", "--quiet", "--shared"]).arg(root()).arg(&clone))?;
-    // This program again, for the other clone: see `command::root`.
+    // Runs this program for the other clone: see `command::root`.
     let mut again = program(env::current_exe().context("where this program is")?);
     again.current_dir(&clone).env("CARGO_MANIFEST_DIR", clone.join("xtask")).env("CARGO_TARGET_DIR", &target);
     again.arg("image").args(flags);

@@ -1,4 +1,4 @@
-//! Kernels of Debian's archive: downloaded with apt, whatever release this machine has, and unpacked, not installed.
+//! Kernels of Debian's archive: downloaded with apt on any release, and unpacked, not installed.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,11 +9,11 @@ use clap::ValueEnum;
 use crate::cache;
 use crate::command::{output, program, run};
 
-/// Debian's package that depends on a release's present kernel for clouds.
+/// Debian's package that depends on a release's current kernel for clouds.
 const CURRENT: &str = "linux-image-cloud-amd64";
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
-/// Kernels for clouds, of Debian's archive. Others cannot be had as packages that boot anywhere.
+/// Kernels for clouds in Debian's archive. Others are not available as packages that boot anywhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Kernel {
     /// Debian 11.
@@ -58,7 +58,7 @@ impl Kernel {
     }
 }
 
-/// From the cache; what is there is not updated, remove it for that.
+/// Returns a kernel from the cache, which is never updated: remove it for a newer one.
 pub(super) fn unpacked(kernel: Kernel) -> Result<Unpacked> {
     let (archive, release) = kernel.source();
     let folder = cache::once("kernels", kernel.name(), &[archive, release], |folder| {
@@ -90,7 +90,7 @@ fn download(folder: &Path, archive: &str, release: &str) -> Result<()> {
     fs::write(apt.0.join("sources.list"), source).context("writing sources.list")?;
     run(apt.command("apt-get").args(["update", "--quiet"]))?;
     let packages = apt.packages(CURRENT)?;
-    // It puts the files into the present folder.
+    // apt-get puts the files into the current folder.
     run(apt.command("apt-get").current_dir(folder).args(["download", "--quiet"]).args(&packages))?;
     fs::remove_dir_all(&apt.0).context("removing apt's lists")?;
     for entry in fs::read_dir(folder).context("what was downloaded")?.flatten() {
@@ -103,7 +103,7 @@ fn download(folder: &Path, archive: &str, release: &str) -> Result<()> {
     found(folder).map(drop)
 }
 
-/// apt with lists and sources of its own: this machine's are neither asked nor changed.
+/// apt with separate lists and sources: this machine's are neither read nor changed.
 struct Apt(PathBuf);
 
 impl Apt {
@@ -115,7 +115,7 @@ impl Apt {
             ("Dir::Etc::SourceList", self.0.join("sources.list")),
             ("Dir::Etc::SourceParts", "/dev/null".into()),
             ("APT::Sandbox::User", "root".into()),
-            // Descriptions for software centres are most of what would be downloaded.
+            // Descriptions for software centres would be most of the download.
             ("Acquire::IndexTargets::deb::DEP-11::DefaultEnabled", "false".into()),
         ] {
             command.arg("-o").arg(format!("{option}={}", value.display()));

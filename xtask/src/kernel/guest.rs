@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use super::debian::Unpacked;
 use crate::command::{output, program, run, which};
 
-/// What tests and demo run.
+/// Programs that tests and demo run.
 const TOOLS: &[&str] = &[
     "sh",
     "busybox",
@@ -28,9 +28,9 @@ const TOOLS: &[&str] = &[
     "umount",
     "unshare",
 ];
-/// Where iptables has its extensions.
+/// Folder of iptables' extensions.
 const EXTENSIONS: &str = "/usr/lib/x86_64-linux-gnu/xtables";
-/// A machine that hangs is ended after this many seconds.
+/// Seconds after which a machine that hangs is ended.
 const LIMIT: &str = "900";
 
 pub(super) struct Guest<'a> {
@@ -75,14 +75,14 @@ impl<'a> Guest<'a> {
         self.dir.path().join("root")
     }
 
-    /// A program of ours, without its debug information, as `/postern/NAME`.
+    /// Adds a program of ours, without its debug information, as `/postern/NAME`.
     pub(super) fn add_program(&self, name: &str, path: &Path) -> Result<()> {
         let to = self.root().join("postern").join(name);
         run(program("strip").arg("--strip-debug").arg("-o").arg(&to).arg(path))?;
         self.add_libraries(path)
     }
 
-    /// A file of this machine, at its own path, and the libraries that it needs.
+    /// Adds a file of this machine, at its own path, and the libraries that it needs.
     pub(super) fn add_tool(&self, path: &Path) -> Result<()> {
         let real = fs::canonicalize(path).with_context(|| format!("finding {}", path.display()))?;
         self.copy(&real, &real)?;
@@ -97,7 +97,7 @@ impl<'a> Guest<'a> {
     }
 
     fn add_libraries(&self, path: &Path) -> Result<()> {
-        // It fails for a static program, which needs none.
+        // ldd fails for a static program, which needs none.
         let listed = program("ldd").arg(path).output().context("starting ldd")?;
         let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
         for library in libraries(&listed) {
@@ -106,19 +106,19 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
-    /// A file of this machine at its own path, and nothing else.
+    /// Adds a file of this machine at its own path, and nothing else.
     pub(super) fn add_file(&self, path: &str) -> Result<()> {
         self.copy(Path::new(path), Path::new(path))
     }
 
-    /// A file with this text.
+    /// Adds a file with this text.
     pub(super) fn write(&self, path: &str, text: &str) -> Result<()> {
         let path = self.inside(Path::new(path))?;
         create(path.parent().context("a file has a folder")?)?;
         write(&path, text)
     }
 
-    /// A program of text, such as an init.
+    /// Adds a script, such as an init.
     pub(super) fn write_script(&self, path: &str, text: &str) -> Result<()> {
         self.write(path, text)?;
         let path = self.inside(Path::new(path))?;
@@ -151,7 +151,7 @@ impl<'a> Guest<'a> {
         Ok(self.root().join(below))
     }
 
-    /// The initramfs of all that was added.
+    /// Packs everything that was added into the initramfs.
     pub(super) fn pack(&self) -> Result<()> {
         let pack = "cd \"$1\" && find . -print0 | cpio --null --create --format=newc --quiet > \"$2\"";
         output(program("sh").args(["-c", pack, "sh"]).arg(self.root()).arg(self.initramfs())).map(drop)
@@ -161,7 +161,7 @@ impl<'a> Guest<'a> {
         self.dir.path().join("initramfs")
     }
 
-    /// A machine that runs this init, which ends it; and the file where that says how each case ended.
+    /// Returns the command of a machine that runs this init, which ends it, and the file with the result of each case.
     pub(super) fn machine(&self, init: &str, emulated: bool) -> Result<(Command, PathBuf)> {
         let results = self.dir.path().join(format!("results-of-{init}"));
         write(&results, "")?;
@@ -208,7 +208,7 @@ uname -a
     script + "poweroff -f\n"
 }
 
-/// The files in what ldd prints.
+/// Files in ldd's output.
 fn libraries(listed: &str) -> Vec<PathBuf> {
     let words = listed.split_whitespace().filter(|word| word.starts_with('/'));
     words.map(|word| PathBuf::from(word.trim_end_matches(':'))).collect()

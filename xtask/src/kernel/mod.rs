@@ -1,8 +1,8 @@
 //! `cargo xtask test --kernel NAME`: the kernel tests of the redirect, the demo and the systemd units on another kernel, in
 //! virtual machines.
 //!
-//! A machine has no disk and no network: all it needs is in its initramfs. What it prints is what is counted; how each case
-//! ended it writes to a second serial port, so that a kernel that crashes is no success.
+//! A machine has no disk and no network: everything is in its initramfs. Results of tests are counted from its output; the
+//! exit code of each case goes to a second serial port, so that a kernel that crashes is no success.
 use std::fs;
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -22,10 +22,10 @@ mod systemd;
 pub(crate) use debian::Kernel;
 use guest::Guest;
 
-/// What `cargo xtask test` runs: that of Debian 12, whose verifier is stricter than later ones.
+/// The kernel that `cargo xtask test` runs: Debian 12's, whose verifier is stricter than later ones.
 pub(crate) const IN_EVERY_RUN: Kernel = Kernel::V6_1;
 
-/// Cases that ask for what a kernel does not have yet, and what that is.
+/// Cases that need a feature of later kernels, and that feature.
 const LATER: &[(&str, &str)] = &[
     ("connects::failed_then_retried_on_one_socket", "failing a connect: bpf_set_retval, 6.1"),
     ("connects::ipv6", "failing a connect: bpf_set_retval, 6.1"),
@@ -43,22 +43,22 @@ const LATER: &[(&str, &str)] = &[
 fn left_out(kernel: Kernel) -> &'static [(&'static str, &'static str)] {
     match kernel {
         Kernel::V5_10 => LATER,
-        // The last one.
+        // Only the last one.
         Kernel::V6_1 | Kernel::V6_12 => &LATER[LATER.len() - 1..],
         Kernel::Backports => &[],
     }
 }
 
-/// What runs in the machine: a name, and a command for its shell. Emulated processors are some twenty times slower, and the cases
-/// that measure leave their deadlines.
+/// Commands that run in the machine, by name. Emulated processors are some twenty times slower, so that the cases that measure
+/// would miss their deadlines: they are skipped.
 fn cases(kernel: Kernel, emulated: bool) -> Vec<(&'static str, String)> {
     let skipped = left_out(kernel).iter().map(|(case, _)| *case).chain(emulated.then_some("scale::"));
     let skip: String = skipped.map(|case| format!(" --skip {case}")).collect();
-    // Linux 5.10 charges maps and programs to a limit that only some of the tests' programs may raise.
+    // Linux 5.10 charges maps and programs to RLIMIT_MEMLOCK, which only some of the tests' programs may raise.
     let tests = format!("ulimit -l unlimited; ./redirect_kernel --color=never{skip}");
     vec![
         ("redirect", tests.clone()),
-        // As in a node of kind: the container's cgroup namespace shows a subtree as the whole hierarchy. (Only the real root has no
+        // As in a node of kind, whose cgroup namespace shows a subtree as the whole hierarchy. (Only the real root has no
         // cgroup.type.)
         (
             "nested cgroup",
@@ -68,7 +68,7 @@ fn cases(kernel: Kernel, emulated: bool) -> Vec<(&'static str, String)> {
                  test -e /sys/fs/cgroup/cgroup.type && {{ {tests} connects::; }}'"
             ),
         ),
-        // By itself: it attaches to the root of the machine's cgroups.
+        // Run alone: it attaches to the root of the machine's cgroups.
         (
             "pod",
             "ulimit -l unlimited; POSTERN_KERNEL_WHOLE_MACHINE=1 ./redirect_kernel --color=never pod::"
@@ -78,7 +78,7 @@ fn cases(kernel: Kernel, emulated: bool) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// Boots the kernel with what has been built, and counts what its tests say.
+/// Boots the kernel with the programs that have been built, and counts the results of its tests.
 pub(crate) fn run(kernel: Kernel, tally: &mut Tally) -> Result<()> {
     packages::install(&[packages::TESTBED, packages::DEMO, packages::VIRTUAL_MACHINE])?;
     let tests = kernel_tests()?;
@@ -102,7 +102,7 @@ pub(crate) fn run(kernel: Kernel, tally: &mut Tally) -> Result<()> {
     systemd::add(&guest)?;
     guest.pack()?;
     let names: Vec<_> = cases.iter().map(|(name, _)| *name).collect();
-    // A machine of its own for systemd, which has to be its first process: no case leaves anything to another there.
+    // systemd has to be the first process, and gets a machine of its own: no case leaves anything for another there.
     for (init, names) in [("init", names.as_slice()), (systemd::INIT, &[systemd::CASE][..])] {
         let (mut machine, results) = guest.machine(init, emulated)?;
         tally.count(&mut machine)?;
@@ -114,7 +114,7 @@ pub(crate) fn run(kernel: Kernel, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-/// Lines such as `redirect=0`.
+/// Reads a case's result from lines such as `redirect=0`.
 fn succeeded(results: &str, name: &str) -> Result<()> {
     let line = results.lines().find_map(|line| line.trim().strip_prefix(name)?.strip_prefix('='));
     match line {
@@ -124,15 +124,16 @@ fn succeeded(results: &str, name: &str) -> Result<()> {
     }
 }
 
-/// A processor may be without it though /dev/kvm is there, as in some virtual machines: only kernels made for those boot there.
+/// Reports whether KVM can be used. /dev/kvm may exist although the processor cannot virtualise, as in some virtual machines:
+/// only kernels made for those boot there.
 fn has_virtualisation() -> bool {
     let processor = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let can = processor.split_whitespace().any(|flag| flag == "vmx" || flag == "svm");
     can && fs::OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok()
 }
 
-/// The compiled kernel tests. Of the whole workspace, as it was built: else their libraries have other features, and are compiled
-/// again.
+/// Path of the compiled kernel tests. Cargo is asked for the whole workspace, as it was built: otherwise their libraries have
+/// other features, and are compiled again.
 fn kernel_tests() -> Result<PathBuf> {
     let mut command = cargo();
     command.args(["test", "--no-run", "--message-format=json-render-diagnostics"]);
@@ -142,7 +143,7 @@ fn kernel_tests() -> Result<PathBuf> {
         .context("cargo test did not say where redirect_kernel is")
 }
 
-/// Of cargo's messages, one a line.
+/// Finds a program in cargo's messages, one a line.
 fn executable(messages: &str, name: &str) -> Option<PathBuf> {
     let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let mut artifacts = messages.filter(|message| message["target"]["name"] == name);

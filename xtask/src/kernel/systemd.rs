@@ -1,5 +1,5 @@
-//! A machine whose first process is systemd, for the units of deploy/systemd. It has this machine's systemd and, of Debian's
-//! units, those that every boot has; nothing of it is started on this machine itself.
+//! A machine whose first process is systemd, for the units of deploy/systemd. It has this machine's systemd and the Debian
+//! units that every boot has; none of them is started on this machine itself.
 use std::fs;
 use std::path::Path;
 
@@ -14,10 +14,10 @@ pub(super) const CASE: &str = "systemd";
 /// The program that tests the units: `tests/units`.
 pub(super) const PROGRAM: &str = "units";
 
-/// Of this machine's systemd.
+/// Folder of this machine's systemd.
 const FOLDER: &str = "/lib/systemd";
 const SYSTEMD: &[&str] = &["systemd", "systemd-journald"];
-/// What releases after 252 start services with.
+/// Program that starts services in releases after 252.
 const EXECUTOR: &str = "systemd-executor";
 /// `install`, because busybox has none.
 const TOOLS: &[&str] = &["install", "journalctl", "systemctl"];
@@ -46,8 +46,8 @@ const WANTED: &[(&str, &str)] = &[
     ("sockets.target", "systemd-journald-dev-log.socket"),
 ];
 
-/// systemd calls pivot_root(2) for each service with mounts of its own, and the root of an initramfs refuses that: a mount of
-/// it takes its place.
+/// systemd calls pivot_root(2) for each service with mounts of its own, which fails on the root of an initramfs: a bind mount
+/// takes its place.
 const INIT_SCRIPT: &str = "\
 #!/bin/sh
 /bin/busybox --install -s /usr/bin 2>/dev/null
@@ -57,7 +57,7 @@ cd /sysroot
 exec /bin/busybox chroot . /lib/systemd/systemd
 ";
 
-/// The test says how it ended, and the machine ends with it. A first process that crashes ends it too.
+/// The test reports its exit status, and the machine ends with it. A crash of the first process ends it too.
 const MANAGER: &str = "[Manager]\nCrashReboot=yes\n";
 const SERVICE: &str = "\
 [Unit]
@@ -77,7 +77,7 @@ LimitMEMLOCK=infinity
 ";
 const TEST: &str = "postern-test.service";
 
-/// Puts systemd and the test's service into the machine. The programs are there.
+/// Puts systemd and the test's service into the machine, which has the programs already.
 pub(super) fn add(guest: &Guest<'_>) -> Result<()> {
     let folder = Path::new(FOLDER);
     for name in SYSTEMD {
@@ -114,7 +114,7 @@ mod tests {
     #[test]
     fn the_service_runs_the_program_and_says_how_its_case_ended() {
         assert!(SERVICE.contains(&format!("\nExecStart=/postern/{PROGRAM}\n")));
-        // systemd makes one dollar of two, and the shell has the variable.
+        // systemd turns `$$` into `$`, and the shell expands the variable.
         assert!(SERVICE.contains(&format!("echo {CASE}=$$EXIT_STATUS > /dev/ttyS1")));
     }
 

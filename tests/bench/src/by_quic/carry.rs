@@ -10,7 +10,7 @@ use tunnel_core::link;
 
 const BROKEN: VarInt = VarInt::from_u32(1);
 
-/// Both ways, until both have ended or one has failed, which then is a reset on both sides.
+/// Copies both ways, until both have ended or one has failed, which then resets both sides.
 pub(super) async fn carry(socket: TcpStream, mut send: SendStream, mut receive: RecvStream) -> Result<()> {
     let (mut read, mut write) = socket.into_split();
     let carried = tokio::try_join!(outward(&mut read, &mut send), inward(&mut receive, &mut write));

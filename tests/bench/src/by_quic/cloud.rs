@@ -39,7 +39,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
         tasks.spawn(accept_links(endpoint, links));
         for port in CARRIED {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await.context("listening")?;
-            // What it accepts inherits this.
+            // Accepted sockets inherit this.
             prepare_socket(&listener);
             let link = link.clone();
             tasks.spawn(accept::each(listener, move |socket| serve(link.clone(), socket, port)));
@@ -63,7 +63,7 @@ fn tls(certificate: &Path, key: &Path) -> Result<ServerConfig> {
     Ok(ServerConfig::with_crypto(Arc::new(config)))
 }
 
-/// The newest link is the one that is used.
+/// Accepts links, of which the newest is used.
 async fn accept_links(endpoint: Endpoint, links: watch::Sender<Option<Connection>>) {
     while let Some(incoming) = endpoint.accept().await {
         match incoming.await {

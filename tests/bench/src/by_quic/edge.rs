@@ -1,4 +1,4 @@
-//! The edge's end: dials the cloud, again whenever the link ends, and a target for each stream.
+//! The edge's end: dials the cloud, redials whenever the link ends, and dials a target for each stream.
 use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
@@ -17,7 +17,7 @@ use tunnel_core::carry::prepare_socket;
 use super::carry::carry;
 use super::{ALPN, endpoint, provider, transport};
 
-/// Between two attempts to dial.
+/// Pause between two attempts to dial.
 const PAUSE: Duration = Duration::from_millis(200);
 
 /// The process `--quic-edge CLOUD CA TARGET CONGESTION`: serves until killed.

@@ -14,12 +14,12 @@ use quinn::{Endpoint, EndpointConfig, ServerConfig, TokioRuntime, TransportConfi
 use rustls::crypto::{CryptoProvider, ring};
 use socket2::SockRef;
 
-/// What streams may have in flight: the largest that Postern's windows grow to.
+/// Flow-control window of a stream: the largest that Postern's windows grow to.
 const STREAM_WINDOW: u32 = 16 << 20;
-/// As long as Postern's patience with a link that only looks alive.
+/// Idle timeout of the link: the same as Postern's for a link that only looks alive.
 const IDLE: Duration = Duration::from_secs(20);
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
-/// What is asked of the kernel, which grants no more than `net.core.rmem_max` and `wmem_max`.
+/// Size requested of the kernel, which grants no more than `net.core.rmem_max` and `wmem_max`.
 const SOCKET_BUFFER: usize = 4 << 20;
 const ALPN: &[u8] = b"bench";
 
@@ -48,7 +48,7 @@ fn transport(congestion: &str) -> Result<Arc<TransportConfig>> {
     Ok(Arc::new(transport))
 }
 
-/// A UDP socket with an endpoint on it; it listens if there is a configuration for that.
+/// Opens an endpoint on a UDP socket; it listens if there is a configuration for that.
 fn endpoint(address: SocketAddr, server: Option<ServerConfig>) -> Result<Endpoint> {
     let socket = UdpSocket::bind(address).with_context(|| format!("binding {address}"))?;
     let buffers = SockRef::from(&socket);

@@ -21,7 +21,7 @@ pub(super) fn provider() -> CryptoProvider {
     CryptoProvider { cipher_suites, ..ring::default_provider() }
 }
 
-/// The two directions of a socket that is tuned, and armed to close with a reset.
+/// Splits a socket that is tuned, and armed to close with a reset, into its two directions.
 pub(super) fn directions(socket: TcpStream) -> (Outward, OwnedWriteHalf) {
     let (socket, write) = socket.into_split();
     (Outward { socket, size: SMALL_READ }, write)
@@ -55,7 +55,7 @@ impl Stream for Outward {
     }
 }
 
-/// Stream to socket, until the stream's end has been passed on as a half-close.
+/// Stream to socket, until the stream's end has been forwarded as a half-close.
 pub(super) async fn inward(segments: &mut Streaming<Segment>, socket: &mut OwnedWriteHalf) -> Result<()> {
     while let Some(segment) = segments.message().await? {
         socket.write_all(&segment.data).await?;

@@ -33,9 +33,9 @@ use tunnel_core::proto::agent_client::AgentClient;
 use super::carry::{Outward, directions, inward, provider};
 use crate::accept;
 
-/// How long the other end may take to listen.
+/// Maximum wait until the other end listens.
 const START: Duration = Duration::from_secs(20);
-/// Postern's own, for a dial at the edge.
+/// Postern's own deadline of a dial at the edge.
 const DIAL_DEADLINE: Duration = Duration::from_secs(5);
 
 /// The process `--tonic-cloud EDGE CA`: serves until killed.
@@ -52,7 +52,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
         let mut doors = JoinSet::new();
         for port in CARRIED {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await.context("listening")?;
-            // What it accepts inherits this.
+            // Accepted sockets inherit this.
             prepare_socket(&listener);
             let (client, target) = (client.clone(), SocketAddr::new(edge.ip(), port));
             doors.spawn(accept::each(listener, move |socket| carry(client.clone(), socket, target)));
@@ -139,7 +139,7 @@ async fn carry(mut client: AgentClient<Channel>, socket: TcpStream, target: Sock
     carried
 }
 
-/// A request body of tonic cannot fail: a client's reset is an end until the answer shows it.
+/// A request body of tonic cannot fail: a client's reset looks like its end, until the answer shows the error.
 struct Asked(Outward);
 
 impl Stream for Asked {

@@ -11,7 +11,7 @@ use super::tls::Certificates;
 use crate::dial::Dialer;
 use crate::usage::Side;
 
-/// What kube-apiserver speaks to the proxy.
+/// Protocol between kube-apiserver and the proxy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Frontend {
     /// `ProxyService` over gRPC.

@@ -10,7 +10,7 @@ use super::running::{BEHIND_NAT, Keep, Running};
 use crate::dial::Dialer;
 use crate::usage::{Part, Side};
 
-/// The load's ports, and otherwise the defaults, except that connections open at the end of a round are cut.
+/// A server with the load's ports and otherwise the defaults, except that it cuts connections open after a round.
 pub(crate) fn server_builder(testbed: &Testbed) -> Builder<'_> {
     let ports = CARRIED.map(|port| port.to_string()).join(",");
     Builder::new(testbed).ports(&ports).flag("--drain-timeout=1s")
@@ -22,7 +22,7 @@ pub(crate) async fn start(testbed: &Testbed) -> Result<Running<'_>> {
     with_agent(testbed, vec![server]).await
 }
 
-/// The agent is at the server on `neighbour`: the one that redirects passes every connection on to it.
+/// Attaches the agent to the server on `neighbour`: the one that redirects forwards every connection to it.
 pub(crate) async fn start_passed_on<'a>(
     testbed: &'a Testbed,
     neighbour: &'a Namespace,
@@ -32,7 +32,7 @@ pub(crate) async fn start_passed_on<'a>(
     with_agent(testbed, vec![first, second]).await
 }
 
-/// An agent at the last of the servers.
+/// Attaches an agent to the last of the servers.
 async fn with_agent<'a>(testbed: &'a Testbed, servers: Vec<Server<'a>>) -> Result<Running<'a>> {
     let server = servers.last().context("no server")?;
     let agent = agent::Builder::new(server, BEHIND_NAT);

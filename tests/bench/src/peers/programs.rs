@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result};
 
 use crate::line::Peer;
 
-/// The paths of the peers' programs, or why they are missing.
+/// Paths of the peers' programs, or the reasons why they are missing.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Programs(BTreeMap<String, Result<PathBuf, String>>);
 

@@ -13,18 +13,18 @@ use crate::line::Peer;
 use crate::load;
 use crate::usage::{Part, Side};
 
-/// How long a peer may take until its first connection works.
+/// Maximum wait until a peer's first connection works.
 const START: Duration = Duration::from_secs(30);
 /// The edge behind NAT.
 pub(crate) const BEHIND_NAT: usize = 1;
 /// The edge that the cloud can dial.
 pub(crate) const OPEN: usize = 2;
-/// Where a client on the cloud host reaches peers that listen there.
+/// Address at which a client on the cloud host reaches peers that listen there.
 pub(crate) const LOOPBACK: Ipv4Addr = Ipv4Addr::LOCALHOST;
 
 #[derive(Debug)]
 pub(crate) struct Running<'a> {
-    /// The way through it.
+    /// Dials through it.
     pub(crate) dialer: Dialer,
     pub(crate) parts: Vec<Part>,
     /// The edge that it leads to.
@@ -35,7 +35,7 @@ pub(crate) struct Running<'a> {
 #[derive(Debug)]
 pub(super) enum Keep<'a> {
     Processes(Vec<(Side, Process)>),
-    /// The server that redirects first.
+    /// The servers, the one that redirects first, and the agent.
     Postern(Box<(Vec<Server<'a>>, Agent<'a>)>),
 }
 

@@ -9,15 +9,15 @@ use rcgen::{BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose
 /// Files in PEM.
 #[derive(Clone, Debug)]
 pub(crate) struct Certificates {
-    /// The CA of all.
+    /// The CA of all certificates.
     pub(crate) ca: PathBuf,
-    /// Of the end that is dialled.
+    /// Certificate of the end that is dialled.
     pub(crate) server: PathBuf,
     /// Its key.
     pub(crate) server_key: PathBuf,
     /// Chain and key of the end that is dialled, in one file as HAProxy wants them.
     pub(crate) server_both: PathBuf,
-    /// Of the end that dials.
+    /// Certificate of the end that dials.
     pub(crate) client: PathBuf,
     /// Its key.
     pub(crate) client_key: PathBuf,

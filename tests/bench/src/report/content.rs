@@ -1,10 +1,10 @@
-//! What a report contains.
+//! Content of a report.
 use crate::line::{Group, Line, Peer};
 use crate::machine::Machine;
 use crate::options::Options;
 use crate::record::Record;
 
-/// What Postern is compared with on every line; of several the one that is better on that line.
+/// Peers that Postern is compared with on every line; of several the one that is better on that line.
 pub(super) const COMPARED: [(&[Peer], &str); 7] = [
     (&Peer::KONNECTIVITY, "konnectivity"),
     (&[Peer::Rathole], "rathole"),
@@ -35,9 +35,9 @@ impl Table {
     }
 }
 
-/// Everything that a report says.
+/// Everything in a report.
 pub(super) struct Report<'a> {
-    /// Of its files.
+    /// Name of its files.
     pub(super) name: &'static str,
     pub(super) title: &'static str,
     pub(super) options: &'a Options,

@@ -64,7 +64,7 @@ fn head(text: &mut String, report: &Report<'_>) -> std::fmt::Result {
 
 fn render_table(text: &mut String, record: &Record, table: &Table) -> std::fmt::Result {
     writeln!(text, "\n## {}", table.group.title())?;
-    // Others are no lines of this table at all.
+    // A table has no ratio to peers that its group does not measure.
     let measured = |peers: &[Peer]| peers.iter().any(|peer| table.group.peers().contains(peer));
     let compared: Vec<_> = COMPARED.into_iter().filter(|(to, _)| measured(to)).collect();
     let mut reasons = Reasons::default();

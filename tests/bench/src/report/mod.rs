@@ -1,4 +1,4 @@
-//! The report of a run as JSON, Markdown and SVG plots, and whether it is complete.
+//! Writes the report of a run as JSON, Markdown and SVG plots, and checks that it is complete.
 mod content;
 mod markdown;
 mod plot;
@@ -77,13 +77,13 @@ fn ensure_complete(report: &Report<'_>) -> Result<()> {
     ensure_measured(report)
 }
 
-/// Every peer has to have some value in each table.
+/// Fails unless every peer has some value in each table.
 fn ensure_all_peers(report: &Report<'_>) -> Result<()> {
     let mut without = Vec::new();
     for table in &report.tables {
         for peer in &table.peers {
             let mut cells = table.lines.iter().filter_map(|line| report.record.cell(&line.id, *peer));
-            // Held and counted are programs, of which a plain connection has none.
+            // These groups measure programs, of which a plain connection has none.
             let has_none = *peer == Peer::Direct && matches!(table.group, Group::Held | Group::Counts);
             if !has_none && cells.all(|cell| cell.values.is_empty()) {
                 without.push(format!("{peer} in {}", table.group.name()));
@@ -94,7 +94,7 @@ fn ensure_all_peers(report: &Report<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A reason excuses a missing peer, but not a failed measurement of Postern, in whichever round.
+/// Fails if a measurement of Postern failed in any round. A reason excuses a missing peer, but not that.
 fn ensure_measured(report: &Report<'_>) -> Result<()> {
     let lines = report.tables.iter().filter(|table| table.peers.contains(&Peer::Postern));
     let cells = lines.flat_map(|table| &table.lines).filter_map(|line| {

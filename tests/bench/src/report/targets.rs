@@ -10,11 +10,11 @@ use crate::record::Record;
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Target {
-    /// What it requires.
+    /// The requirement.
     pub(super) asks: String,
     /// The measured value; None when a value is missing.
     pub(super) measured: Option<f64>,
-    /// Of several lines the one that the measured value is of.
+    /// The line of the measured value, where there are several.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) line: Option<String>,
     pub(super) met: Option<bool>,
@@ -35,7 +35,7 @@ impl Bound {
     }
 }
 
-/// Those of one part of the report.
+/// Targets of one part of the report.
 pub(super) fn check(record: &Record, part: &str, options: &Options) -> Vec<Target> {
     if part == HOST { on_host(record) } else { wan::check(record, &options.places().collect::<Vec<_>>()) }
 }

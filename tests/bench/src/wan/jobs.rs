@@ -20,7 +20,7 @@ use crate::line::Peer;
 use crate::options::Options;
 use crate::record::Record;
 
-/// Bits a second that jobs move together at most, unless one alone moves more: the CPUs have to stay free enough for all.
+/// Maximum bits a second of all jobs together, unless one alone moves more: the CPUs have to stay free enough for all.
 const MOST_LOAD: u64 = 500_000_000;
 /// The longest that one job may take.
 const LIMIT: Duration = Duration::from_secs(1800);
@@ -30,16 +30,16 @@ struct Job {
     place: &'static Place,
 }
 
-/// What the jobs have given so far.
+/// The jobs, and their values so far.
 struct Progress<'a> {
     options: &'a Options,
     args: &'a [OsString],
-    /// Where jobs leave their values.
+    /// Folder in which jobs leave their values.
     folder: &'a Path,
     start: Instant,
     jobs: usize,
     state: Mutex<State>,
-    /// A job has ended.
+    /// Signalled when a job has ended.
     ended: Condvar,
 }
 
@@ -49,7 +49,7 @@ struct State {
     running: Vec<u64>,
     record: Record,
     done: usize,
-    /// A job was interrupted.
+    /// Exit code of a job that was interrupted.
     interrupted: Option<ExitCode>,
 }
 
@@ -136,7 +136,7 @@ impl Progress<'_> {
                 Ok(Err(code)) => state.interrupted = Some(code),
                 Err(error) => {
                     println!("  {title}: {error:#}");
-                    // After it come logs.
+                    // Logs follow the first line.
                     let error = format!("{error:#}").lines().next().unwrap_or_default().to_owned();
                     for peer in Peer::FAR.into_iter().filter(|peer| self.options.wants_peer(*peer)) {
                         for line in place.lines() {
@@ -155,7 +155,7 @@ impl Progress<'_> {
         if values.exists() {
             return Record::load(&values).map(Ok);
         }
-        // Another order of the peers in each.
+        // Each job has another order of the peers.
         let number = PLACES.iter().position(|other| other.id == place.id).unwrap_or_default();
         let seed = self.options.seed.wrapping_add((round * PLACES.len() + number) as u64);
         let mut command = supervisor::this_program(["--run", &id.to_string()])?;

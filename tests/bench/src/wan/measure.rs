@@ -1,4 +1,4 @@
-//! What a peer does over a path.
+//! Measurements of a peer over a path.
 use std::fs;
 use std::time::{Duration, Instant};
 
@@ -20,28 +20,28 @@ use crate::peers::{self, BEHIND_NAT, Running};
 use crate::record::Record;
 use crate::usage;
 
-/// How long a message or a visit may take: through some peers seconds, beside a download on a slow line.
+/// Maximum time of a message or a visit: through some peers seconds, beside a download on a slow line.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// A transfer is cut when it takes so many times as long as a full line would.
 const SLOWEST: u32 = 2;
 /// Added to that: round trips until the line is full.
 const STARTING: u32 = 10;
-/// How long transfers may take to close.
+/// Maximum time for transfers to close.
 const SETTLE: Duration = Duration::from_secs(30);
-/// How long recovery is waited for.
+/// Maximum wait for a recovery.
 const RECOVERS: Duration = Duration::from_secs(60);
 
-/// How long and how much.
+/// Durations and counts of the measurements.
 #[derive(Clone, Copy)]
 struct Span {
-    /// Of a transfer, were the line full.
+    /// Duration of a transfer if the line is full.
     bulk: Duration,
     /// Messages of 64 bytes, one each 50 ms.
     keys: usize,
     visits: usize,
-    /// The part of an outage.
+    /// Fraction of an outage's length.
     outage: f64,
-    /// How long a peer other than Postern may take to recover.
+    /// Maximum wait for the recovery of a peer other than Postern.
     recovers: Duration,
 }
 
@@ -133,7 +133,7 @@ impl<'a> Paths<'a> {
         record.value(&line("key-p50"), peer, millis(&mut alone, 0.5)?);
         self.transfers(peer, on, target, record).await?;
         for what in ["down-1", "down-4", "up-1", "up-4"] {
-            // Only stalled readers have something to fill.
+            // Only stalled readers have buffers to fill.
             let beside = Disturbance::start(&on.dialer, what, Duration::ZERO).await?;
             // The first ones see the line fill.
             keystrokes(&on.dialer, self.span.keys / 2).await?;
@@ -158,7 +158,7 @@ impl<'a> Paths<'a> {
         Ok(())
     }
 
-    /// One and eight streams each way.
+    /// Measures one and eight streams each way.
     async fn transfers(
         &self,
         peer: Peer,
@@ -166,7 +166,7 @@ impl<'a> Paths<'a> {
         target: &Target<'_>,
         record: &mut Record,
     ) -> Result<()> {
-        // What is downloaded comes from the edge.
+        // Downloads come from the edge.
         for (way, name, rate) in
             [(Way::Down, "down", self.place.path.up), (Way::Up, "up", self.place.path.down)]
         {
@@ -221,7 +221,7 @@ async fn keystrokes(dialer: &Dialer, count: usize) -> Result<Times> {
     Ok(times)
 }
 
-/// Someone who types over an open connection, and someone who opens a new one each second.
+/// A user who types over an open connection, and one who opens a new connection each second.
 struct Users {
     dialer: Dialer,
     tasks: JoinSet<()>,
@@ -229,7 +229,7 @@ struct Users {
 
 impl Users {
     async fn start(dialer: &Dialer) -> Result<Self> {
-        // Until the outage there was traffic.
+        // Traffic before the outage.
         keystrokes(dialer, 2).await?;
         let mut tasks = JoinSet::new();
         let typing = dialer.clone();
@@ -250,7 +250,7 @@ impl Users {
         Ok(Self { dialer: dialer.clone(), tasks })
     }
 
-    /// How long from now until a new connection works, tried ten times a second.
+    /// Waits until a new connection works, tried ten times a second; returns the time from now.
     async fn recover(mut self, within: Duration) -> Option<Duration> {
         let start = Instant::now();
         let mut clock = interval(Duration::from_millis(100));
@@ -288,7 +288,7 @@ impl Busy {
     }
 
     /// user, nice, system, idle, iowait, irq, softirq, steal: proc_stat(5).
-    /// What is nice only takes CPUs that nothing else wants.
+    /// Nice processes only take CPUs that nothing else wants.
     fn parse(text: &str) -> Option<Self> {
         let fields = text.lines().next()?.strip_prefix("cpu ")?.split_whitespace();
         let fields: Vec<u64> = fields.take(8).map(str::parse).collect::<Result<_, _>>().ok()?;
@@ -297,7 +297,7 @@ impl Busy {
         Some(Self { used: all - nice - idle - iowait - stolen, stolen, all })
     }
 
-    /// What is in use and what is taken, in percent.
+    /// Percentages of the CPUs in use and taken.
     fn shares_since(&self) -> Result<(f64, f64)> {
         let now = Self::now()?;
         let all = as_f64((now.all - self.all).max(1));

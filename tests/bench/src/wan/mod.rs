@@ -1,4 +1,4 @@
-//! Wide-area paths: which there are, and what is measured over each.
+//! Wide-area paths, and the measurements over each.
 mod jobs;
 mod measure;
 
@@ -12,20 +12,20 @@ use crate::line::{Group, Line, Peer};
 pub(crate) use jobs::run_all;
 pub(crate) use measure::Paths;
 
-/// What is measured on a path.
+/// The measurement on a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum What {
     /// Transfers, connections and keystrokes: [`MEASURES`].
     Load,
-    /// How soon it works again after the line was out for so long.
+    /// Time until it works again after the line was out for so long.
     Outage(Duration),
     /// The same after the NAT has forgotten its mappings and gives new ones.
     NewMapping,
-    /// What the forwarder itself can carry, by a plain connection: the first [`TRANSFERS`] of [`MEASURES`].
+    /// Capacity of the forwarder itself, by a plain connection: the first [`TRANSFERS`] of [`MEASURES`].
     Forwarder,
 }
 
-/// A path, and what is measured there.
+/// A path, and the measurement on it.
 #[derive(Clone, Debug)]
 pub(crate) struct Place {
     pub(crate) id: &'static str,
@@ -51,7 +51,7 @@ impl Place {
         self
     }
 
-    /// What measuring it costs the CPUs: bits a second that the forwarder, both ends and the load move.
+    /// Cost of measuring it in bits a second, which the forwarder, both ends and the load move.
     fn load(&self) -> u64 {
         match self.what {
             What::Load | What::Forwarder => self.path.down.max(self.path.up),
@@ -79,7 +79,7 @@ impl Place {
             .collect()
     }
 
-    /// Why this peer is not measured here, if it is not.
+    /// Reason why this peer is not measured here; None if it is.
     pub(crate) fn leaves_out(&self, peer: Peer, smoke: bool) -> Option<&'static str> {
         if self.what == What::Forwarder && peer != Peer::Direct {
             return Some("the line is about the forwarder alone");
@@ -87,8 +87,8 @@ impl Place {
         (smoke && !self.in_smoke(peer)).then_some("in a smoke run it is measured over another path")
     }
 
-    /// A smoke run has Postern over every path, and each other peer over one of each kind: all of them over each would take
-    /// too long. Transfers are over fast lines without loss, where every peer works and none is slow.
+    /// True if a smoke run has this peer here: Postern over every path, and each other peer over one of each kind: all
+    /// of them over each would take too long. Transfers are over fast lines without loss, where every peer works and none is slow.
     fn in_smoke(&self, peer: Peer) -> bool {
         let places: &[&str] = match self.what {
             What::Load => &["50ms-100m", "50ms-100m-loss-based", "100ms-200m"],
@@ -112,7 +112,7 @@ pub(crate) fn loss_based() -> Option<&'static str> {
     ["cubic", "reno"].into_iter().find(|name| allowed.split_whitespace().any(|allowed| allowed == *name))
 }
 
-/// Where recovery is measured.
+/// Path on which recovery is measured.
 const RECOVERY: Path = Path::new(50, 100);
 const RECOVERY_TITLE: &str = "50 ms, 100 Mbit/s: until a new connection works again";
 
@@ -120,7 +120,7 @@ const fn outage(seconds: u64) -> What {
     What::Outage(Duration::from_secs(seconds))
 }
 
-/// All, the buffers of each one bandwidth × delay.
+/// All places; the buffers of each hold one bandwidth × delay.
 pub(crate) const PLACES: [Place; 18] = [
     // A rate that no forwarder reaches.
     place("forwarder", "The forwarder itself: 2 ms, no limit", Path::new(2, 100_000))
@@ -158,7 +158,7 @@ pub(crate) const PLACES: [Place; 18] = [
         .measures(What::NewMapping),
 ];
 
-/// What is measured under load: id, title and unit.
+/// Measurements under load: id, title and unit.
 pub(crate) const MEASURES: [(&str, &str, &str); 18] = [
     ("down-1", "download, one stream", "Mbit/s"),
     ("down-8", "download, 8 streams", "Mbit/s"),
@@ -179,7 +179,7 @@ pub(crate) const MEASURES: [(&str, &str, &str); 18] = [
     ("busy", "CPUs of the machine in use meanwhile", "%"),
     ("stolen", "CPUs that the machine's own host took from it meanwhile", "%"),
 ];
-/// The first ones are transfers.
+/// Number of transfers, which are the first measures.
 const TRANSFERS: usize = 4;
 /// The measure of recovery.
 const USABLE: &str = "usable";

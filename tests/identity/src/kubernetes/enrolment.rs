@@ -36,7 +36,7 @@ fn ask(enrolment: &Arc<CsrEnrolment>) -> tokio::task::JoinHandle<Result<AgentIde
     tokio::spawn(async move { enrolment.ensure_identity().await })
 }
 
-/// Its pod's token says on which node it runs, as an agent's does.
+/// Its pod's token names the node on which it runs, as an agent's does.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_redirector_enrols_by_csr() {
     let (api, server) = (ApiServer::start(), TestServer::start().await);
@@ -63,7 +63,7 @@ async fn a_redirector_enrols_by_csr() {
     assert!(state_dir.join("redirector.crt").exists());
 }
 
-/// What the API server has been asked to sign, without who asked.
+/// The request that the API server has been asked to sign, without the requester.
 fn asked(request: &Value) -> &str {
     request["spec"]["request"].as_str().unwrap()
 }
@@ -264,7 +264,7 @@ async fn an_agent_that_no_server_accepts_enrols_again() {
     shared.forced.cancel();
 }
 
-/// As a renewal does: a full disk is no reason to stay away.
+/// As with a renewal, a full disk is no reason to stay away.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agent_enrols_again_without_a_writable_directory() {
     let (api, server) = (ApiServer::start(), TestServer::start().await);

@@ -12,7 +12,7 @@ use super::servers::Port;
 use super::shared_with;
 use crate::harness::TestServer;
 
-/// Which of them has the agent's session, if it is one.
+/// Index of the server that has the agent's session; None unless exactly one has it.
 fn holder(ports: &[Option<Port>]) -> Option<usize> {
     let mut holders = (0..ports.len()).filter(|n| ports[*n].as_ref().is_some_and(Port::has_edge_1));
     holders.next().filter(|_| holders.next().is_none())

@@ -1,4 +1,4 @@
-//! What a fleet of agents asks of the API server.
+//! Requests of a fleet of agents to the API server.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -81,7 +81,7 @@ async fn an_agent_costs_two_lists_two_watches_and_one_read_and_an_outage_two_wat
     .await;
     assert_eq!(requests(&api), (2 * AGENTS, 2 * AGENTS, AGENTS));
 
-    // A server that comes is told to all of them by their watches.
+    // The watches tell all of them of a new server.
     api.edit(SLICES, "a", |slice| slice["endpoints"][0]["addresses"] = json!(["127.0.0.2"]));
     let knows =
         |agent: &Agent| agent.discovery.servers().borrow().iter().any(|server| server.host == "127.0.0.2");

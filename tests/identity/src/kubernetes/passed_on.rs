@@ -1,4 +1,4 @@
-//! Connections that one server asks another for: they go no further than that one, and outlive a link that is used up.
+//! Connections that one server forwards to another: they are not forwarded again, and outlive a link that is used up.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use super::servers::Port;
 use super::shared;
 use crate::harness::{self, TestServer, channel, node};
 
-/// Why a server does not carry a connection to edge-1 that another one asks it for.
+/// Status with which a server refuses a connection to edge-1 that another one asks it for.
 async fn refusal(server: &TestServer, port: &Port) -> Status {
     let request = wanted(stream::pending::<Segment>(), "192.0.2.1:10250".parse().unwrap());
     client(server, port).await.carry(request).await.expect_err("it is refused")
@@ -58,7 +58,7 @@ async fn it_is_not_passed_on_again() {
     // The one with the session asks the agent, whose policy does not allow the target.
     let status = refusal(&server, &near).await;
     assert_eq!(status.code(), Code::PermissionDenied, "{status}");
-    // The other one could pass it on to that, as it does for its own clients.
+    // The other one could forward it to the first, as it does for its own clients.
     let status = refusal(&server, &far).await;
     assert_eq!(status.code(), Code::FailedPrecondition, "{status}");
     assert!(status.message().contains("no agent of edge-1 is attached to this server"), "{status}");

@@ -48,7 +48,7 @@ pub(crate) struct Port {
     pub(crate) revocations: watch::Sender<Arc<Revocations>>,
     pub(super) standing: Standing,
     stop: CancellationToken,
-    /// A session ends with what it follows.
+    /// The sessions follow it, and end with it.
     _followed: watch::Sender<Arc<TrustBundle>>,
     pub(super) settings: watch::Sender<Arc<Settings>>,
 }
@@ -65,7 +65,7 @@ impl Port {
         Self::with_links_of(MOST_STREAMS, server, id).await
     }
 
-    /// One whose links open so many streams before others take their places.
+    /// A server whose links open so many streams before others take their places.
     pub(super) async fn with_links_of(most_streams: u32, server: &TestServer, id: &str) -> Self {
         let mut registry = Registry::default();
         let metrics = tunnel_server::metrics::Metrics::new(&mut registry);
@@ -132,8 +132,8 @@ impl Port {
         }
     }
 
-    /// Has it follow what another server of this installation has. The task ends once this port is dropped, and is to be waited
-    /// for: the threads of the port must not be left to one of themselves.
+    /// Follows the nodes of another server of this installation. The task ends once this port is dropped, and the caller has to
+    /// wait for it: the last owner of the port's threads must not be one of them.
     pub(super) fn follow(&self, server: &TestServer, other: &Self) -> JoinHandle<()> {
         let context = PeerContext {
             server_id: self.id.clone(),
@@ -231,7 +231,7 @@ async fn an_agent_moves_to_the_servers_of_the_service() {
     let api = ApiServer::start();
     let (server, identity, state_dir) = agent(&api).await;
     let (a, b) = (Port::of(&server, "server-a").await, Port::of(&server, "server-b").await);
-    // No Service yet: the agent waits, and reports for what.
+    // No Service yet: the agent waits, and reports the reason.
     let agent = Agent::start(&api, &server, &identity, &state_dir).await;
     let trouble = eventually("it says what is missing", || agent.discovery.trouble()).await;
     assert!(trouble.contains("Service kube-system/x-tunnel-server-svc: there is none"), "{trouble}");
@@ -380,7 +380,7 @@ async fn a_node_port_leads_to_every_server_that_stays() {
     eventually("both again", || (addresses(&agent) == both).then_some(())).await;
 }
 
-/// What the default policy allows is known after a restart while the API server is down.
+/// The ranges of the default policy are known after a restart while the API server is down.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_ranges_of_the_nodes_pods_survive_a_restart_without_the_api_server() {
     const NODES: &str = "/api/v1/nodes";

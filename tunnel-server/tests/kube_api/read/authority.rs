@@ -217,7 +217,7 @@ async fn a_copy_that_could_not_be_written_is_written_later() {
     tokio::spawn(follow(first.clone(), full.clone()));
     tokio::spawn(follow(second.clone(), other));
     eventually("both watch", || (server.open_watches(SECRETS) == 2).then_some(())).await;
-    // As a full disk, but for root too.
+    // Like a full disk, but it stops root too.
     let lock = full.join("lock");
     std::fs::remove_file(&lock).unwrap();
     std::fs::create_dir(&lock).unwrap();
@@ -230,7 +230,7 @@ async fn a_copy_that_could_not_be_written_is_written_later() {
     second.stop.cancel();
 }
 
-/// The election ends with the drain, and what follows the Secret with the stop.
+/// The election ends with the drain, and the task that follows the Secret with the stop.
 #[tokio::test]
 async fn while_a_server_drains_a_secret_that_is_gone_costs_nothing() {
     let server = ApiServer::start();
@@ -247,7 +247,7 @@ async fn while_a_server_drains_a_secret_that_is_gone_costs_nothing() {
     });
     eventually("it watches", || (server.open_watches(SECRETS) == 1).then_some(())).await;
     drop(inputs.leader);
-    // Between the list that says so and the watch after it there is a second.
+    // There is a second between the list that shows it and the watch after that.
     server.inject("watch", "secrets", Fault::Delay(Duration::from_secs(1)), usize::MAX);
     let lists = server.requests("list", SECRETS);
     server.down();
@@ -264,7 +264,7 @@ async fn while_a_server_drains_a_secret_that_is_gone_costs_nothing() {
     assert_eq!(hash(&Ca::open(&state_dir(&server, "server"), Lifetimes::default()).unwrap()), first);
 }
 
-/// The real program against the Secret. Returns what it printed, or its error.
+/// Runs the real program against the Secret. Returns its output, or its error.
 fn run(server: &ApiServer, args: &[&str]) -> Result<String, String> {
     let output = Command::new(env!("CARGO_BIN_EXE_tunnel-server"))
         .arg("ca")

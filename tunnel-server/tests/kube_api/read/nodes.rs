@@ -66,7 +66,7 @@ impl Following {
         Self { published, health, registry, _stop: stop.drop_guard() }
     }
 
-    /// Waits for an inventory in which `wanted` holds. Returns how long after `since` it was published.
+    /// Waits for an inventory in which `wanted` holds. Returns the time from `since` until it was published.
     async fn until(&self, what: &str, since: Instant, wanted: impl Fn(&Inventory) -> bool) -> Duration {
         let at = eventually(what, || {
             let published = self.published.lock().unwrap();
@@ -84,7 +84,7 @@ impl Following {
         assert_eq!(self.count(), before + 1, "{what}");
     }
 
-    /// Inventories so far.
+    /// Number of inventories so far.
     fn count(&self) -> usize {
         self.published.lock().unwrap().len()
     }
@@ -93,7 +93,7 @@ impl Following {
         self.published.lock().unwrap().iter().for_each(|(_, inventory)| check(inventory));
     }
 
-    /// None: not started yet.
+    /// None if it has not started yet.
     fn watch(&self) -> Option<WatchHealth> {
         self.health.report().into_iter().find(|watch| watch.resource == "nodes")
     }
@@ -132,7 +132,7 @@ fn truth(server: &ApiServer) -> Inventory {
     let items = server.list(NODES);
     let list = json!({"kind": "List", "items": items});
     let truth = tunnel_server::inventory::parse(&list.to_string(), &Selector::default()).unwrap();
-    // A file says nothing of it.
+    // A file does not have it.
     let created = |node: &InventoryNode| {
         let item = items.iter().find(|item| item["metadata"]["name"] == node.name.as_str()).unwrap();
         Some(time(item["metadata"]["creationTimestamp"].as_str().unwrap()))
@@ -288,7 +288,7 @@ async fn nodes_that_vanish_all_at_once_stay() {
     server.put(NODES, node("edge-3", "10.8.0.3", true));
     following.until("the new node", Instant::now(), |inventory| find(inventory, "edge-3").is_some()).await;
     following.each(|i| assert!(has(i, "edge-1", "10.8.0.1") && has(i, "edge-2", "10.8.0.2"), "{i:?}"));
-    // A list with nodes is true again.
+    // A list with nodes is trusted again.
     server.down();
     server.put(NODES, node("edge-4", "10.8.0.4", true));
     server.compact();
@@ -297,7 +297,7 @@ async fn nodes_that_vanish_all_at_once_stay() {
     following.until("what the list has", Instant::now(), listed).await;
 }
 
-/// As the kubelet of edge-1 with its credentials: it may change its own Node.
+/// Acts as the kubelet of edge-1 with its credentials: it may change its own Node.
 #[tokio::test]
 async fn a_node_that_names_50_000_addresses_changes_nobody_elses_routes() {
     let server = ApiServer::start();

@@ -17,7 +17,7 @@ fn range(name: &str, cidrs: &[&str]) -> Value {
     json!({"metadata": {"name": name}, "spec": {"cidrs": cidrs}})
 }
 
-/// An edge node that says that it has these addresses.
+/// An edge node that claims these addresses.
 fn claims(addresses: &[&str]) -> Inventory {
     let mut nodes = (*inventory(&["edge-1"], &[])).clone();
     let node = (**nodes.get("edge-1").unwrap()).clone();

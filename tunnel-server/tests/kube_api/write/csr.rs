@@ -1,4 +1,4 @@
-//! CertificateSigningRequests: who gets a certificate, and who answers.
+//! CertificateSigningRequests: the requesters that get a certificate, and the server that answers.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};

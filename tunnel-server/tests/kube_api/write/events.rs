@@ -1,4 +1,4 @@
-//! Events: where they are found, how repetitions are counted, and how many may be published.
+//! Events: the place where they are found, the count of repetitions, and the limit of their number.
 
 use std::time::Instant;
 

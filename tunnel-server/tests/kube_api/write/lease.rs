@@ -32,7 +32,7 @@ fn lease(api: &ApiServer) -> Option<Value> {
     Some(api.get(LEASES, LEASE)?["spec"].take())
 }
 
-/// A lease takes 15 s to end and 10 s to be given up.
+/// Waits until the server leads, or no longer does. A lease takes 15 s to end and 10 s to be given up.
 async fn becomes(leader: &mut watch::Receiver<bool>, leads: bool) {
     tokio::time::timeout(Duration::from_secs(60), leader.wait_for(|now| *now == leads))
         .await
@@ -133,7 +133,7 @@ async fn a_lease_of_another_server_is_taken_when_it_ends() {
 
 #[tokio::test]
 async fn a_holder_is_judged_by_what_it_renews_and_not_by_its_clock() {
-    // Of the one that is behind the Lease seems to have ended, of the other one it would never end.
+    // By a clock that is behind, the Lease seems to have ended; by one that is ahead, it would never end.
     tokio::join!(judge_a_clock_that_is_off_by(-1), judge_a_clock_that_is_off_by(1));
 }
 

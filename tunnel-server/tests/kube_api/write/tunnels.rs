@@ -17,7 +17,7 @@ use crate::fixture::{self, Fixture};
 const NODES: &str = "/api/v1/nodes";
 const EVENTS: &str = "/apis/events.k8s.io/v1/namespaces/default/events";
 
-/// The sessions, which the test decides.
+/// The sessions, which the test sets.
 #[derive(Clone)]
 struct Sessions {
     live: Arc<Mutex<Vec<NodeName>>>,
@@ -35,7 +35,7 @@ impl Sessions {
         Self::of((fixture.context.clone(), fixture.events.clone()), live, condition)
     }
 
-    /// Those of one of several servers.
+    /// The sessions of one of several servers.
     fn of((context, events): (KubeContext, Events), live: &[&str], condition: bool) -> Self {
         let elsewhere = Arc::default();
         let sessions = Self { live: Arc::default(), elsewhere, changed: watch::Sender::new(0) };
@@ -54,7 +54,7 @@ impl Sessions {
         self.replace(&self.live, live);
     }
 
-    /// The nodes of other servers.
+    /// Sets the nodes of other servers.
     fn set_elsewhere(&self, live: &[&str]) {
         self.replace(&self.elsewhere, live);
     }
@@ -98,7 +98,7 @@ async fn a_tunnel_to_any_server_is_one_and_to_go_from_one_to_another_is_no_event
     eventually("an Event", || fixture.notes("default", "TunnelUp", "edge-1").pop()).await;
     assert!(fixture.notes("default", "TunnelUp", "edge-2").is_empty(), "the other server had it before");
 
-    // One goes to the other server, and the other one nowhere.
+    // edge-1 goes to the other server, and edge-2 nowhere.
     sessions.set_elsewhere(&["edge-1", "edge-2"]);
     sessions.set(&[]);
     sessions.set_elsewhere(&["edge-1"]);
@@ -219,7 +219,7 @@ async fn only_the_leader_writes() {
         inventory.send_replace(fixture::inventory(&["edge-1", "edge-2"], &[]));
     }
     sessions.set_elsewhere(&["edge-1"]);
-    // From then on it knows what this one had.
+    // From then on the leader knows the sessions of this server that came before.
     eventually("an Event", || fixture.notes("default", "TunnelUp", "edge-1").pop()).await;
     sessions.set(&["edge-2"]);
     leading.set_elsewhere(&["edge-2"]);
@@ -235,7 +235,7 @@ async fn only_the_leader_writes() {
     assert_eq!(reporters, ["server-b"; 3]);
     assert_eq!(fixture.api.requests("list", NODES), 1, "{:?}", fixture.api.all_requests());
 
-    // The other one leads. What it saw end just now it may report once more: nobody may have.
+    // The other server leads. It may report once more what it saw end just now: perhaps no server has reported it.
     inputs.leader.send_replace(false);
     fixture.inputs.leader.send_replace(true);
     eventually("the list of conditions", || (fixture.api.requests("list", NODES) > 1).then_some(())).await;
@@ -261,7 +261,7 @@ async fn agents_that_flap_cost_no_writes() {
             names.iter().enumerate().filter(|(at, _)| *at != n / 2 % 20).map(|(_, name)| *name).collect();
         sessions.set(if n % 2 == 0 { &without } else { &names });
     }
-    // A node without a condition shows that what came before it has been handled.
+    // A node without a condition shows that the changes before it have been handled.
     fixture.api.put(NODES, node("edge-new", None));
     let more: Vec<_> = names.iter().copied().chain(["edge-new"]).collect();
     sessions.set(&more);

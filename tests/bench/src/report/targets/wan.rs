@@ -125,7 +125,7 @@ mod tests {
         assert_eq!((lossy.measured, lossy.met), (Some(0.9), Some(false)));
         assert_eq!(lossy.line.as_deref(), Some("wan-50ms-100m-1-up-1"));
         assert_eq!(of("no loss: one stream, over direct").met, None);
-        // Of what was not to be measured nothing is missing.
+        // Places that the run was not to measure are not missing.
         record.value("wan-lte-down-1", Peer::Postern, 97.0);
         record.value("wan-lte-down-1", Peer::Direct, 100.0);
         record.value("wan-lte-up-1", Peer::Postern, 98.0);

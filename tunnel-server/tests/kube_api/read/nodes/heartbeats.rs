@@ -19,7 +19,7 @@ use super::NODES;
 
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// How much is measured: nodes, and how long.
+/// Number of nodes, and duration of the measurement.
 const fn scale() -> (usize, Duration) {
     if cfg!(debug_assertions) { (500, Duration::from_secs(3)) } else { (5000, Duration::from_secs(10)) }
 }
