@@ -1,4 +1,4 @@
-//! Accepting connections in spite of temporary errors, such as a full table of file descriptors.
+//! Accepts connections despite temporary errors, such as a full file descriptor table.
 
 use std::future::pending;
 use std::net::SocketAddr;
@@ -8,10 +8,11 @@ use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-/// How long to wait when the process or the host is out of resources for another connection.
+/// Pause before the next attempt when the process or the host is out of resources.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Whether listeners accept. What comes while they do not waits in them, or is accepted by another process that has them.
+/// Tells listeners whether to accept. While they do not, connections wait in them, or are accepted by another process
+/// that has the same listeners.
 #[derive(Clone, Debug)]
 pub struct Gate(Arc<watch::Sender<bool>>);
 
@@ -26,7 +27,7 @@ impl Gate {
 
     /// Waits until it is open.
     pub async fn opened(&self) {
-        // It holds the sender itself.
+        // This never fails, because the gate holds the sender.
         let _ = self.0.subscribe().wait_for(|open| *open).await;
     }
 
@@ -54,7 +55,7 @@ pub struct Gated {
 }
 
 impl Gated {
-    /// The next connection. Errors are logged, and do not end the wait.
+    /// Returns the next connection. Errors are logged, and do not end the wait.
     pub async fn accept(&mut self, door: &'static str) -> (TcpStream, SocketAddr) {
         loop {
             if self.open.wait_for(|open| *open).await.is_err() {
@@ -84,7 +85,7 @@ async fn accept(listener: &TcpListener, door: &'static str) -> (TcpStream, Socke
     }
 }
 
-/// Errors that belong to the connection that was about to be accepted, not to the listener (accept(2)).
+/// True for an error of the connection that was about to be accepted, not of the listener (accept(2)).
 fn is_of_one_connection(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted, TimedOut};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted | TimedOut)

@@ -1,4 +1,4 @@
-//! Answers that stay true for a while.
+//! A cache of answers that stay valid for a limited time.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// More are not kept: callers choose what is asked.
+/// Maximum number of entries, because callers choose the keys.
 const MOST: usize = 4096;
 
-/// Answers by what was asked, each until its time is up.
+/// Answers by key, each with its time of expiry.
 #[derive(Debug)]
 pub(crate) struct AnswerCache<K, V>(Mutex<HashMap<K, (V, Instant)>>);
 
@@ -45,7 +45,8 @@ impl<K: Eq + Hash, V: Clone> AnswerCache<K, V> {
     }
 }
 
-/// Answers that are a yes or a no. They are kept apart: whoever has many a no cannot have a yes forgotten.
+/// Caches positive and negative answers separately, so that a caller with many negative ones cannot evict positive
+/// ones.
 #[derive(Debug)]
 pub(crate) struct VerdictCache<K, T, E> {
     yes: AnswerCache<K, T>,

@@ -1,4 +1,4 @@
-//! What this process shows to others: a server's certificate, or a redirector's.
+//! The certificate of this process: a server's or a redirector's.
 
 use std::sync::Arc;
 
@@ -12,15 +12,15 @@ use crate::pki::{Revocations, ServerCertificate};
 use crate::redirector::Redirector;
 use crate::reloaded::FileMetrics;
 
-/// What this process shows to others.
+/// The certificate of this process.
 pub(crate) enum Authority {
-    /// The CA is its own, or its fleet's.
+    /// With a CA of its own, or its fleet's.
     Server(Arc<ServerCertificate>, watch::Sender<Arc<Revocations>>),
     Redirector(Redirector),
 }
 
 impl Authority {
-    /// None: the egress door has no port.
+    /// Returns `None` if the egress listener has no port.
     pub(crate) fn egress_tls(
         &self,
         config: &Config,

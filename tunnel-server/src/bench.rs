@@ -1,4 +1,4 @@
-//! `tunnel-server bench`: measures the way to an agent, over the links of its session.
+//! `tunnel-server bench`: measures the way to an agent over the links of its session.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -14,29 +14,29 @@ use tunnel_core::carry::{Pipe, RelayError, Traffic, TunnelStream, pipe};
 
 use crate::session::{On, Session, Sessions, ask};
 
-/// How often a small message goes to the agent and back.
+/// Number of small messages that go to the agent and back.
 const ECHOES: usize = 20;
-/// All of them; on a slow line fewer have to do.
+/// Maximum time for all of them; on a slow line there are fewer.
 const ECHO_TIME: Duration = Duration::from_secs(3);
 const MESSAGE: usize = 64;
-/// There is none: the agent itself answers.
+/// Placeholder: there is no target, the agent itself answers.
 const NO_TARGET: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
 
-/// What was measured. Its field names are an interface.
+/// Results of a measurement. The field names are an interface.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BenchReport {
     pub node: String,
-    /// Round trips through the tunnel of 64 bytes, in milliseconds.
+    /// Round-trip times of 64-byte messages through the tunnel, in milliseconds.
     pub rtt_ms: Vec<f64>,
-    /// Payload, MB (10^6 bytes) a second.
+    /// Payload, in MB (10^6 bytes) per second.
     pub to_node_mb_s: f64,
     pub from_node_mb_s: f64,
-    /// Bytes that were sent for that.
+    /// Bytes transferred for the measurement.
     pub to_node_bytes: u64,
     pub from_node_bytes: u64,
 }
 
-/// What the admin endpoint calls. One at a time: two would measure each other.
+/// Returns the function for the admin endpoint. It runs one measurement at a time: two would affect each other.
 pub fn endpoint(sessions: Arc<Sessions>) -> Arc<Bench> {
     let one = Arc::new(Semaphore::new(1));
     Arc::new(move |node: String| -> BenchAnswer {
@@ -67,7 +67,7 @@ async fn measure(session: &Arc<Session>) -> Result<BenchReport, String> {
     Ok(BenchReport { node, rtt_ms, to_node_mb_s, from_node_mb_s, to_node_bytes, from_node_bytes })
 }
 
-/// A stream that leads to the agent, carried on the thread of a link as a door's are.
+/// Opens a stream to the agent, relayed on a link's thread as a client's is.
 async fn begin(session: &Arc<Session>, mode: Mode) -> Result<TunnelStream, String> {
     let (link, session) = (session.links.take(), session.clone());
     let header = (http::HeaderName::from_static(MODE_HEADER), HeaderValue::from_static(mode.as_str()));
@@ -90,7 +90,7 @@ async fn begin(session: &Arc<Session>, mode: Mode) -> Result<TunnelStream, Strin
 async fn echo(mut stream: TunnelStream) -> std::io::Result<Vec<f64>> {
     let (started, mut times) = (Instant::now(), Vec::new());
     let mut message = [7; MESSAGE];
-    // The first one also opens the stream.
+    // The first round also opens the stream, and does not count.
     for round in 0..=ECHOES {
         let begun = Instant::now();
         stream.write_all(&message).await?;
@@ -110,7 +110,7 @@ async fn to_node(mut stream: TunnelStream) -> std::io::Result<(f64, u64)> {
     let started = Instant::now();
     let sent = send(&mut stream).await?;
     stream.shutdown().await?;
-    // The agent says it once it has all.
+    // The agent sends this once it has received everything.
     let arrived = stream.read_u64().await?;
     if arrived != sent {
         return Err(std::io::Error::other(format!("{sent} bytes were sent, and {arrived} arrived")));

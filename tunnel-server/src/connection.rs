@@ -1,4 +1,4 @@
-//! What is known of a connection while it is carried: for its line in the access log, and for whoever looks meanwhile.
+//! State of a connection while it is relayed: for its access log line, and for the status.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,32 +9,32 @@ use tunnel_core::carry::{Abort, Carrying, Traffic};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::Flow;
 
-/// A connection from when its node is known.
+/// A connection from the moment its node is known.
 #[derive(Debug)]
 pub(crate) struct Connection {
     pub(crate) door: &'static str,
     pub(crate) client: SocketAddr,
-    /// None: this server dials the target itself.
+    /// `None` if this server dials the target itself.
     pub(crate) node: Option<NodeName>,
     pub(crate) target: SocketAddr,
-    /// The target's address was the node's, or a pod's on it, when the connection began.
+    /// True if the target's address was the node's, or a pod's on it, when the connection began.
     pub(crate) of_node: bool,
     pub(crate) started: Instant,
-    /// The other server, of a connection that one passes on to another.
+    /// The other server, for a connection that one server forwards to another.
     pub(crate) via: OnceLock<Box<str>>,
-    /// Who has shown who it is, at a door that asks for that.
+    /// The caller, at a listener that authenticates.
     pub(crate) caller: OnceLock<Box<str>>,
-    /// Since bytes may pass; the target may still be dialled.
+    /// Set once bytes may pass; the target may still be being dialled.
     pub(crate) carried: OnceLock<Carried>,
     answered: AtomicBool,
 }
 
-/// The bytes, and the link that they are carried on.
+/// The bytes, and the link that relays them.
 #[derive(Debug)]
 pub(crate) struct Carried {
     pub(crate) traffic: Arc<Traffic>,
     pub(crate) abort: Arc<Abort>,
-    /// Its number, and its path; None: it leads to the target itself.
+    /// The link's number, and its network path; `None` if this server has dialled the target itself.
     pub(crate) link: Option<(u32, Arc<Flow>)>,
 }
 
@@ -59,17 +59,17 @@ impl Connection {
         }
     }
 
-    /// Whether the target's address is the node's, or a pod's on it.
+    /// Sets whether the target's address is the node's, or a pod's on it.
     pub(crate) fn with_of_node(self, of_node: bool) -> Self {
         Self { of_node, ..self }
     }
 
-    /// The agent has answered the dial.
+    /// Called when the agent has answered the dial.
     pub(crate) fn answered(&self) {
         self.answered.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the target is still being dialled.
+    /// True while the target is being dialled.
     pub(crate) fn is_dialling(&self) -> bool {
         match self.node {
             Some(_) => !self.answered.load(Ordering::Relaxed),
@@ -77,14 +77,14 @@ impl Connection {
         }
     }
 
-    /// None before bytes may pass.
+    /// Returns `None` before bytes may pass.
     pub(crate) fn carrying(&self) -> Option<Carrying<'_>> {
         let Carried { traffic, abort, link } = self.carried.get()?;
         let rtt = link.as_ref().and_then(|(_, flow)| flow.rtt.last());
         Some(Carrying { traffic, abort, rtt })
     }
 
-    /// Bytes to the node, and from it.
+    /// Returns the number of bytes to the node, and from it.
     pub(crate) fn bytes(&self) -> (u64, u64) {
         let traffic = self.carried.get().map(|carried| &carried.traffic);
         traffic.map_or((0, 0), |traffic| (traffic.from_socket(), traffic.to_socket()))

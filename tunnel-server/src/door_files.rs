@@ -1,5 +1,5 @@
-//! The files of the doors that are not the redirect: policy, callers' roots and tokens, static maps. Each is read at the
-//! start, where a mistake ends it, and followed after that, where the last good content stays in effect.
+//! Files of the listeners other than the redirect's: policy, callers' roots and tokens, static maps. Each is read at
+//! start, which fails if the file is wrong, and followed from then on, with the last good content in effect.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub(crate) struct DoorFiles {
 
 impl DoorFiles {
     /// # Errors
-    /// A file that cannot be used, or maps that exclude each other.
+    /// A file cannot be used, or two maps exclude each other.
     pub(crate) fn open(config: &Config, metrics: &FileMetrics) -> Result<Self, ConfigError> {
         let roots = config.process.client_ca_file.as_deref();
         let tokens = config.process.token_auth_file.as_deref();
@@ -45,13 +45,13 @@ impl DoorFiles {
         Ok(files)
     }
 
-    /// All maps: those of the flags, and those of the file.
+    /// Returns all maps: those from flags and those from the file.
     pub(crate) fn maps(&self, fixed: &[Map]) -> Vec<Map> {
         let of_file = self.maps.as_ref().map_or(&[][..], |(_, maps)| maps);
         [fixed, of_file].concat()
     }
 
-    /// Lets callers show certificates that the roots of the file have signed; false: there is no file.
+    /// Lets callers show certificates that the roots in the file have signed. Returns false if there is no file.
     pub(crate) fn accept_roots(
         &mut self,
         tls: &Arc<CallerTls>,
@@ -69,7 +69,7 @@ impl DoorFiles {
         true
     }
 
-    /// Who asks callers, and decides about them; follows policy and tokens.
+    /// Returns the part that authenticates callers and decides about them. Follows the policy and the tokens.
     pub(crate) fn reception(
         &mut self,
         context: DoorContext,

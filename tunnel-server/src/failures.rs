@@ -1,4 +1,4 @@
-//! The connections that failed last, for the status.
+//! The most recent failed connections, for the status.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
@@ -8,29 +8,29 @@ use parking_lot::Mutex;
 use tunnel_core::identity::NodeName;
 use tunnel_core::outcome::{Hop, Outcome};
 
-/// So many are kept of each hop: those that one has many of do not push out the others.
+/// Number of failures kept for each hop, so that frequent ones of one hop do not displace the others.
 pub(crate) const KEPT: usize = 20;
-/// A reason may hold what a client or a target has sent.
+/// Maximum length of a reason, which may contain data from a client or a target.
 const LONGEST_DETAIL: usize = 300;
 
-/// A connection that did not end well.
+/// A connection that failed.
 #[derive(Clone, Debug)]
 pub(crate) struct Failure {
     pub(crate) at: Instant,
     pub(crate) door: &'static str,
     pub(crate) client: SocketAddr,
-    /// None: this server dialled the target itself.
+    /// `None` if this server dialled the target itself.
     pub(crate) node: Option<NodeName>,
     pub(crate) destination: SocketAddr,
     pub(crate) outcome: Outcome,
     pub(crate) detail: String,
 }
 
-/// Of one hop since the start.
+/// Failures of one hop since the start.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct AtHop {
     pub(crate) count: u64,
-    /// The newest first.
+    /// Newest first.
     pub(crate) recent: VecDeque<Failure>,
 }
 
@@ -39,7 +39,7 @@ pub(crate) struct AtHop {
 pub(crate) struct Failures(Mutex<BTreeMap<Hop, AtHop>>);
 
 impl Failures {
-    /// Remembers the connection if it failed.
+    /// Keeps the connection if it failed.
     pub(crate) fn add(&self, mut failure: Failure) {
         let Some(hop) = failure.outcome.hop() else { return };
         if let Some((end, _)) = failure.detail.char_indices().nth(LONGEST_DETAIL) {

@@ -1,4 +1,4 @@
-//! The cloud side of the tunnel: redirect, doors, routes, sessions and identity.
+//! The cloud side of the tunnel: redirect, listeners, routes, sessions and identity.
 #![deny(unsafe_code)]
 
 pub mod accept;

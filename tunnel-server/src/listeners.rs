@@ -1,4 +1,4 @@
-//! The sockets through which connections come in.
+//! The sockets that accept connections.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -19,18 +19,18 @@ use crate::redirect::{self, Redirect, RedirectConfig, RedirectError};
 use crate::status::AGENTS;
 use crate::takeover::Predecessor;
 
-/// Listeners besides those of maps and of further ports of the https door: the two of the redirect, those for agents and
-/// for konnectivity's agents, the admin port, and one each of https, http, plain, connect and metrics door and of the egress
-/// door's port and path.
+/// Number of listeners besides those of maps and of further ports of the https listener: two of the redirect, one each
+/// for agents, konnectivity's agents and the admin port, one each for https, http, plain, connect and metrics, and the
+/// port and the path of egress.
 const OTHERS: usize = 12;
 // A successor gets all of them at once.
 const _: () = assert!(MOST_MAPS + MOST_SECURE_PORTS + OTHERS <= MOST_SOCKETS);
 
-/// A listener that is None is switched off.
+/// The listeners; `None` for one that is switched off.
 pub(crate) struct Listeners {
     pub(crate) agents: Option<TcpListener>,
     pub(crate) https: Option<TcpListener>,
-    /// Further ones of the https door, each with the port of nodes that it leads to.
+    /// Further https listeners, each with the port of nodes that it leads to.
     pub(crate) secure: Vec<(u16, TcpListener)>,
     pub(crate) http: Option<TcpListener>,
     pub(crate) plain: Option<TcpListener>,
@@ -39,14 +39,14 @@ pub(crate) struct Listeners {
     pub(crate) connect: Option<TcpListener>,
     pub(crate) konnectivity: Option<TcpListener>,
     pub(crate) metrics: Option<TcpListener>,
-    /// Those of static maps.
+    /// Listeners of static maps.
     pub(crate) maps: Vec<(Map, TcpListener)>,
-    /// For IPv4 and IPv6; none without the redirect.
+    /// One for IPv4 and one for IPv6; empty without the redirect.
     pub(crate) redirected: Vec<TcpListener>,
 }
 
 impl Listeners {
-    /// Binds all but those of the redirect; takes those that `before` has at the same address.
+    /// Binds all listeners except the redirect's. Takes those that `before` has at the same address.
     pub(crate) async fn bind(
         config: &Config,
         maps: Vec<Map>,
@@ -109,12 +109,12 @@ impl Listeners {
         Ok(redirect)
     }
 
-    /// The door and the address of each.
+    /// Returns the name and the address of each.
     pub(crate) fn addresses(&self) -> io::Result<Vec<(&'static str, SocketAddr)>> {
         self.all().map(|(door, listener)| Ok((door, listener.local_addr()?))).collect()
     }
 
-    /// Each once more, for another process.
+    /// Returns a copy of each, for another process.
     pub(crate) fn copies(&self) -> io::Result<Vec<(String, SocketAddr, OwnedFd)>> {
         let copy = |(door, listener): (&'static str, &TcpListener)| {
             Ok((door.to_owned(), listener.local_addr()?, listener.as_fd().try_clone_to_owned()?))
@@ -144,7 +144,7 @@ impl Listeners {
     }
 }
 
-/// The Unix socket of the egress door: that of `before` if it has the same path.
+/// Returns the Unix socket of the egress listener: that of `before` if it has the same path.
 async fn egress_socket(
     config: &EgressConfig,
     before: &mut Option<Predecessor>,
@@ -166,7 +166,7 @@ async fn bind(
     before: &mut Option<Predecessor>,
 ) -> Result<Option<TcpListener>, BindError> {
     let Some(address) = address else { return Ok(None) };
-    // A port that the kernel picks is another one each time.
+    // With port 0, the kernel picks another one each time, so this takes none of `before`.
     let taken = before.as_mut().and_then(|before| before.listener(door, |at| at == address));
     let listener = match taken {
         Some(taken) => TcpListener::from_std(taken),

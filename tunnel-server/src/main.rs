@@ -11,7 +11,7 @@ use tunnel_server::app;
 use tunnel_server::cli::{Cli, Command, SHORT_HELP, redact};
 use tunnel_server::config::Config;
 
-/// musl's own allocator maps and unmaps every large buffer: bulk transfers then take twice the CPU time.
+/// musl's own allocator maps and unmaps every large buffer, which doubles the CPU time of bulk transfers.
 #[cfg(target_env = "musl")]
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;

@@ -17,7 +17,7 @@ use crate::admission::Full;
 use crate::connection::Connection;
 use crate::failures::{AtHop, Failure, Failures};
 
-/// Metrics by labels: their names and values.
+/// Metrics by labels, which are name and value.
 type By<const LABELS: usize, M> = Family<[(&'static str, &'static str); LABELS], M>;
 
 /// Handles to the metrics; clones share them.
@@ -88,7 +88,7 @@ impl Metrics {
         registry.register("tunnels", "Agents attached now", m.tunnels);
         let help = "Sessions of agents that have left or were replaced, which finish what they carry";
         registry.register("agent_sessions_leaving", help, m.sessions_leaving);
-        // Series start at zero, so that rates work from the first event on.
+        // Series start at zero, so that rates work from the first event.
         for result in [
             "attached",
             "additional",
@@ -113,7 +113,7 @@ impl Metrics {
         metrics
     }
 
-    /// Starts a door's series at zero.
+    /// Starts the series of a listener at zero.
     pub fn door(&self, door: &'static str) {
         for outcome in Outcome::ALL {
             let _ = self.connections.get_or_create(&[("door", door), ("outcome", outcome.as_str())]);
@@ -135,23 +135,23 @@ impl Metrics {
         self.connection_seconds.observe(took.as_secs_f64());
     }
 
-    /// As [`Metrics::closed`], for a connection that was carried nowhere: how long it lasted says nothing.
+    /// Like [`Metrics::closed`], for a connection that was not relayed: its duration means nothing.
     pub(crate) fn answered(&self, door: &'static str) {
         self.active.get_or_create(&[("door", door)]).dec();
         self.connections.get_or_create(&[("door", door), ("outcome", Outcome::Ok.as_str())]).inc();
     }
 
-    /// Shows the connection until what this returns is dropped.
+    /// Lists the connection until the returned value is dropped.
     pub(crate) fn live(&self, connection: Connection) -> Present<Connection> {
         self.live.enter(connection)
     }
 
-    /// Those that are there now.
+    /// Returns the current connections.
     pub(crate) fn connections(&self) -> Vec<Arc<Connection>> {
         self.live.all()
     }
 
-    /// Ends each of them as soon as it carries nothing.
+    /// Ends each connection as soon as it carries nothing.
     pub(crate) async fn end_quiet(&self) {
         end_quiet(&self.live, Connection::carrying).await;
     }

@@ -1,7 +1,7 @@
-//! Ends connections whose address has passed to another node.
+//! Ends connections whose target address has passed to another node.
 //!
-//! A client such as kube-apiserver keeps its connection to an address for the next request, which would reach the node that had
-//! the address before.
+//! A client such as kube-apiserver keeps its connection to an address for the next request, which would otherwise reach
+//! the node that had the address before.
 
 use std::sync::Arc;
 
@@ -12,13 +12,14 @@ use crate::connection::Connection;
 use crate::metrics::Metrics;
 use crate::route::{Router, Snapshot};
 
-/// Ends them until `stop`. An address that no other node has yet ends nothing: it may come back to its node.
+/// Ends such connections until `stop`. An address that no other node has yet ends nothing: it may come back to its
+/// node.
 pub(crate) async fn end_moved(router: Arc<Router>, metrics: Metrics, stop: CancellationToken) {
     let mut changed = router.changed();
     let mut before = router.snapshot();
     while let Some(Ok(())) = stop.run_until_cancelled(changed.changed()).await {
         let now = router.snapshot();
-        // Most changes are of sessions that come and go.
+        // Most changes are sessions that come and go.
         if !Arc::ptr_eq(&now, &before) && now.holders_differ(&before) {
             for connection in metrics.connections().iter().filter(|connection| has_moved(connection, &now)) {
                 if let Some(carried) = connection.carried.get() {
@@ -31,7 +32,8 @@ pub(crate) async fn end_moved(router: Arc<Router>, metrics: Metrics, stop: Cance
     }
 }
 
-/// A target that its node did not have at the beginning either was meant to be dialled there, by a client that named both.
+/// True if the target's address was its node's, and is another node's now. A target that its node did not have at the
+/// beginning was meant to be dialled there, by a client that named both.
 fn has_moved(connection: &Connection, now: &Snapshot) -> bool {
     let (Some(node), address) = (&connection.node, connection.target.ip()) else { return false };
     connection.of_node && !now.has(node, address) && now.holder(address).is_some_and(|holder| holder != *node)
@@ -44,7 +46,7 @@ mod tests {
     use super::*;
     use crate::inventory::{Inventory, InventoryNode};
 
-    /// Nodes with their addresses.
+    /// Sets nodes with these addresses.
     fn routes(router: &Router, nodes: &[(&str, &[&str])]) -> Arc<Snapshot> {
         let node = |(name, addresses): &(&str, &[&str])| InventoryNode {
             edge: true,

@@ -1,8 +1,8 @@
-//! The status page, which is in the program.
+//! The status page, which is part of the binary.
 
 use tunnel_core::admin::Page;
 
-/// Its files, below the admin port's address.
+/// The page's files, by path on the admin port.
 pub(crate) const PAGES: &[Page] = &[
     Page { path: "/ui/", content_type: "text/html; charset=utf-8", body: include_str!("page/index.html") },
     Page {
@@ -21,7 +21,7 @@ pub(crate) const PAGES: &[Page] = &[
 mod tests {
     use super::*;
 
-    /// What it shows comes from nodes and clients.
+    /// The page shows data that comes from nodes and clients.
     #[test]
     fn nothing_is_written_as_markup_or_run_as_a_script() {
         let script = PAGES[1].body;
@@ -39,7 +39,7 @@ mod tests {
         }
     }
 
-    /// Its Content-Security-Policy forbids them.
+    /// The page's Content-Security-Policy forbids them.
     #[test]
     fn the_page_has_no_inline_script_or_style_and_nothing_of_elsewhere() {
         let page = PAGES[0].body;

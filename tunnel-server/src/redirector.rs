@@ -1,5 +1,5 @@
-//! What a redirector has in place of a CA: a certificate that it enrols for as an agent does, and the roots that the servers
-//! tell it.
+//! The redirector's counterpart of a CA: a certificate for which it enrols as an agent does, and the roots that the
+//! servers announce.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -26,12 +26,12 @@ use tunnel_kube::{ApiServer, ClientSettings};
 use crate::config::{Config, NodeSource, RedirectorConfig};
 use crate::peers::{Peers, RedirectorLinks, Refusals};
 
-/// Trust bundles that may wait to be installed.
+/// Maximum number of trust bundles that wait to be installed.
 const BUNDLES: usize = 16;
-/// How often to look whether a server has been linked.
+/// Interval at which to check for a linked server.
 const CHECK: Duration = Duration::from_millis(100);
 
-/// A redirector's metrics, which a server does not have.
+/// Registers a redirector's metrics, which a server does not have.
 pub(crate) fn register(config: &Config, registry: &mut Registry) -> IdentityMetrics {
     match config.redirector {
         Some(_) => IdentityMetrics::register(registry, Holder::Redirector),
@@ -39,20 +39,21 @@ pub(crate) fn register(config: &Config, registry: &mut Registry) -> IdentityMetr
     }
 }
 
-/// A redirector that has its certificate.
+/// A redirector with its certificate.
 pub(crate) struct Redirector {
     keeper: Arc<IdentityKeeper>,
-    /// In a cluster.
+    /// Set in a cluster.
     enrolment: Option<Arc<CsrEnrolment>>,
     tls: Arc<ArcSwap<ClientConfig>>,
     reach: Reach,
 }
 
 impl Redirector {
-    /// The identity of the state directory, or a new one; this may wait for servers, and in a cluster for the API server.
+    /// Loads the identity from the state directory, or enrols for a new one; that may wait for servers, and in a
+    /// cluster for the API server.
     ///
     /// # Errors
-    /// What only the operator can fix: files, the kubeconfig, or a refused token.
+    /// Only the operator can fix these: files, the kubeconfig, or a refused token.
     pub(crate) async fn enrol(
         config: &Config,
         redirector: &RedirectorConfig,
@@ -89,12 +90,12 @@ impl Redirector {
         Ok(Self { keeper, enrolment, tls: Arc::new(ArcSwap::from(tls)), reach })
     }
 
-    /// The TLS settings with which servers are dialled, kept current.
+    /// Returns the TLS settings for dialling servers, which are kept current.
     pub(crate) fn tls(&self) -> Arc<ArcSwap<ClientConfig>> {
         self.tls.clone()
     }
 
-    /// Keeps the certificate valid until the stop. `addresses`: the servers.
+    /// Keeps the certificate valid until `stop`. `addresses`: the servers.
     pub(crate) fn start(
         self,
         addresses: watch::Receiver<Arc<BTreeSet<HostPort>>>,
@@ -128,7 +129,7 @@ impl Redirector {
 /// Uses each new certificate, and new roots, for the links that are made from then on.
 async fn follow_identity(keeper: &IdentityKeeper, tls: &ArcSwap<ClientConfig>) {
     let mut identities = keeper.subscribe();
-    // The sender is the keeper's.
+    // This never fails, because the keeper has the sender.
     while identities.changed().await.is_ok() {
         let identity = identities.borrow_and_update().clone();
         match agent_tls(&identity, ALPN_PEER) {
@@ -138,7 +139,7 @@ async fn follow_identity(keeper: &IdentityKeeper, tls: &ArcSwap<ClientConfig>) {
     }
 }
 
-/// Renews at the servers known at each moment. Until some are known the earlier ones stay.
+/// Renews at the current servers. While none are known, the earlier ones stay.
 async fn follow_servers(keeper: &IdentityKeeper, mut addresses: watch::Receiver<Arc<BTreeSet<HostPort>>>) {
     loop {
         let servers: Vec<_> = addresses.borrow_and_update().iter().map(ToString::to_string).collect();
@@ -151,7 +152,7 @@ async fn follow_servers(keeper: &IdentityKeeper, mut addresses: watch::Receiver<
     }
 }
 
-/// Is ready once a server has been linked: no connection can be passed on before.
+/// Reports readiness once a server is linked: no connection can be forwarded before.
 pub(crate) async fn ready_once_linked(peers: Arc<Peers>, pending: ReadyGuard, stop: CancellationToken) {
     let linked = async {
         while peers.all().is_empty() {

@@ -1,4 +1,4 @@
-//! What this process is: a server, or a redirector.
+//! The role of this process: server or redirector.
 
 use std::fmt;
 
@@ -7,13 +7,13 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use serde::{Deserialize, Serialize};
 
-/// What this process is.
+/// The role of this process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
     #[default]
     Server,
-    /// It redirects, and has servers pass connections on.
+    /// Redirects connections, and has servers forward them.
     Redirector,
 }
 

@@ -1,6 +1,6 @@
-//! The name by which one server tells itself from others.
+//! The name by which servers tell each other apart.
 
-/// The host's name and a random number, which differs between two servers on one host.
+/// Returns the host's name and a random number, which differs between two servers on one host.
 pub(crate) fn server_id() -> String {
     let host = nix::unistd::gethostname()
         .map_or_else(|_| "server".into(), |name| name.to_string_lossy().into_owned());

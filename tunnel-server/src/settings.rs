@@ -1,4 +1,4 @@
-//! Ports that a cluster configures while the server runs.
+//! Ports that are configured in a cluster while the server runs.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 pub struct Settings {
     /// TCP ports that are tunnelled in addition to --redirect-ports.
     pub tunnelled: BTreeSet<u16>,
-    /// Those that the agent dials on its node's loopback.
+    /// Ports that the agent dials on its node's loopback.
     pub loopback: BTreeSet<u16>,
-    /// Ports of the internal Service, and the door that each leads to.
+    /// Ports of the internal Service, and the listener that each leads to.
     pub internal: BTreeMap<u16, InternalDoor>,
 }
 
-/// A door that the internal Service leads to.
+/// A listener that the internal Service leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum InternalDoor {
@@ -23,14 +23,14 @@ pub enum InternalDoor {
     Http,
 }
 
-/// The ports of the two doors; 0: the door is off, and no port of the internal Service leads there.
+/// The listeners' ports; 0 if the listener is off, so that no port of the internal Service leads there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Doors {
     pub https: u16,
-    /// By ports of nodes, further ports of the https door, which lead there instead of to the kubelet.
+    /// Further ports of the https listener, by the nodes' port that they lead to instead of the kubelet's.
     pub secure: BTreeMap<u16, u16>,
-    /// The plain door.
+    /// The port of the plain listener.
     pub http: u16,
-    /// What the pairs of the ConfigMap's lists name: the http door's port, as in YurtTunnel's lists.
+    /// The port for the pairs in the ConfigMap's lists: the http listener's, as in YurtTunnel's lists.
     pub pairs: u16,
 }

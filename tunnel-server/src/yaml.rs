@@ -1,25 +1,25 @@
-//! YAML files with errors that say where: the line, and the path of the value.
+//! Reads YAML files; errors name the line and the path of the value.
 
 use std::cell::RefCell;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 
-/// Deeper nesting is refused.
+/// Maximum nesting depth.
 pub(crate) const MAX_DEPTH: usize = 64;
 
 thread_local! {
-    /// The path of the value that could not be read: serde's errors cannot carry it, and the library drives the
-    /// deserializer, document by document.
+    /// The path of the value that could not be read. serde's errors cannot hold it, and the library drives the
+    /// deserializer document by document.
     static PATH: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
-/// What could not be read, and where.
+/// An error with its place in the file.
 #[derive(Debug)]
 pub(crate) struct Located {
-    /// From 1.
+    /// Counted from 1.
     pub(crate) line: Option<u64>,
-    /// Such as `items[3].metadata.name`; empty for the whole.
+    /// Such as `items[3].metadata.name`; empty for the whole document.
     pub(crate) key: String,
     pub(crate) reason: String,
 }
@@ -46,12 +46,12 @@ pub(crate) fn begin() {
     PATH.take();
 }
 
-/// Where the last value that this thread read is wrong.
+/// Returns the place of the error in the last value that this thread read.
 pub(crate) fn locate(error: &serde_saphyr::Error) -> Located {
     let error = error.without_snippet();
     let location = error.location();
     let mut reason = error.to_string();
-    // The location has a field of its own.
+    // Removed, because the location has a field of its own.
     if let Some(at) = reason.find(" at line ") {
         reason.truncate(at);
     } else if let Some((head, rest)) = reason.split_once(": ")

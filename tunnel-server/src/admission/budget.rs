@@ -1,24 +1,25 @@
-//! The process's open files, or as many as it has memory for, divided into parts that guarantee each user of them its own; and what
-//! strangers may have of its memory.
+//! Divides the process's open files, or the number its memory allows, into parts, so that each kind of use is
+//! guaranteed its own. Also bounds the memory that unauthenticated connections may use.
 
 use tunnel_core::memory::connections;
 
-/// More handshakes at a time would only wait for each other's signatures.
+/// More concurrent handshakes would only wait for each other's signatures.
 const MOST_HANDSHAKES: u32 = 4096;
-/// Scrapers keep one connection each. They come out of what is left for the server itself.
+/// Scrapers keep one connection each. They are counted in the part that is left for the server itself.
 const MOST_SCRAPES: u32 = 32;
 /// An enrolment takes tens of milliseconds.
 const MOST_ENROLMENTS: u32 = 1024;
-/// Bytes that a newcomer may make the server hold: a head of 64 KiB, TLS, and what serves them.
+/// Bytes that one unauthenticated connection may make the server hold: a head of 64 KiB, TLS, and the state that serves
+/// it.
 const NEWCOMER: u64 = 96 << 10;
-/// However little memory there is.
+/// Minimum, however little memory there is.
 const LEAST_NEWCOMERS: u32 = 64;
 const LEAST_FILES: u32 = 1024;
 
-/// How many connections of a kind may be open at a time. Each takes one open file of the process.
+/// Maximum number of concurrent connections of each kind. Each takes one open file of the process.
 ///
-/// What is left, a quarter, is for the first links of attached agents, and for what the server opens itself: the
-/// admin endpoints and the metrics door, the inventory, the self-test, the BPF maps.
+/// The remaining quarter is for the first links of attached agents, and for what the server opens itself: the admin
+/// endpoints and the metrics listener, the inventory, the self-test, the BPF maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
     pub redirect: u32,
@@ -26,29 +27,30 @@ pub struct Budget {
     pub http: u32,
     pub plain: u32,
     pub egress: u32,
-    /// With TLS one takes three files.
+    /// A connection with TLS takes three files.
     pub connect: u32,
-    /// Of all static maps together.
+    /// All static maps together.
     pub maps: u32,
     pub metrics: u32,
-    /// Handshakes on the agent port from sources where no agent has attached yet.
+    /// Handshakes on the agent port from sources from which no agent has attached yet.
     pub strangers: u32,
-    /// The same from sources where one has.
+    /// Handshakes from sources from which an agent has attached before.
     pub known: u32,
     /// Connections that have shown a certificate: links until they are attached, and renewals.
     pub certified: u32,
     /// Connections for an enrolment, which need no certificate.
     pub enrolments: u32,
-    /// Links of busy nodes beyond their first.
+    /// Links of busy nodes beyond the first one.
     pub additional: u32,
-    /// Connections to the https and the plain door, and requests there, of which is not known yet who sends them or to which
-    /// node. They are bounded by memory, and their files are the door's.
+    /// Connections to the https and plain listeners, and requests there, whose sender or node is not known yet. They
+    /// are bounded by memory; their files are counted by the listener.
     pub newcomers: u32,
 }
 
 impl Budget {
-    /// Divides `open_files`, or as many as half of `memory`, in bytes, is enough for; and takes a sixth of it for newcomers. The doors
-    /// have 37/64 of them, so that idle connections at all doors take three tenths of the memory.
+    /// Divides `open_files`, or the number of connections that fit in half of `memory` (bytes) if that is lower. Takes
+    /// a sixth of `memory` for unauthenticated connections. The listeners get 37/64 of the files, so that idle
+    /// connections on all of them take three tenths of the memory.
     pub fn of(open_files: u32, memory: u64) -> Self {
         let files = open_files.min(connections(memory / 2).max(LEAST_FILES));
         let part = |share: u32, of: u32| (files / of).saturating_mul(share);
@@ -88,7 +90,7 @@ mod tests {
     #[test]
     fn connections_are_bounded_by_memory_as_well_as_by_files() {
         let redirect = |open_files, memory| Budget::of(open_files, memory).redirect;
-        // LimitNOFILE=infinity is that many on most hosts, and more on others.
+        // LimitNOFILE=infinity gives the first value on most hosts, and higher ones on others.
         for open_files in [1_048_576, 1_073_741_816, u32::MAX] {
             assert_eq!(redirect(open_files, 2 << 30), 40_040);
             assert_eq!(redirect(open_files, 128 << 20), 2_497);

@@ -10,7 +10,8 @@ pub use budget::Budget;
 pub(crate) use places::{Place, Places};
 pub(crate) use shares::{Full, Share, Shares};
 
-/// What counts as one source: an IPv4 address, or a /64, from which an IPv6 host chooses its addresses freely.
+/// Returns the key by which connections count as one source: an IPv4 address, or the /64 of an IPv6 address, within
+/// which an IPv6 host chooses its addresses freely.
 pub(crate) fn source_key(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         // The /64 of ::1 is not loopback.

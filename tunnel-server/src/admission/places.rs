@@ -1,8 +1,9 @@
-//! Places for connections that have proved nothing yet: when they are taken, whoever holds the most gives one up.
+//! Places for unauthenticated connections. When all are taken, the source with the most gives one up.
 //!
-//! A limit that only refuses is a lock-out: strangers who connect and stay silent would hold every place until a
-//! timeout, and take it again. Here a newcomer always gets in at the expense of the source with the most places, so that
-//! a source keeps its fair share whatever the others do. Refused is only who has a fair share already, all of it in use.
+//! A limit that only refuses locks others out: clients that connect and stay silent would hold every place until a
+//! timeout, and then take it again. Here a new connection gets in at the expense of the source with the most places, so
+//! each source keeps its fair share whatever the others do. A source is refused only if it has its fair share already,
+//! with all of it in use.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -12,21 +13,21 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
 
-/// A silent connection that is older makes room for another one of its own source. Younger ones may have spoken
-/// without having been read yet, as when all agents of a site come back at once.
+/// A silent connection older than this makes room for another one of its own source. A younger one may have sent
+/// something that has not been read yet, as when all agents of a site come back at once.
 const SILENT: Duration = Duration::from_secs(1);
-/// The same for one that has spoken: a handshake takes a few round trips.
+/// The same for a connection that has sent something: a handshake takes a few round trips.
 const STUCK: Duration = Duration::from_secs(3);
 const OVERDUE: [Duration; 2] = [SILENT, STUCK];
 
-/// A number of places, shared by sources of type `K`.
+/// A fixed number of places, shared by sources of type `K`.
 #[derive(Debug)]
 pub(crate) struct Places<K: Ord> {
     limit: u32,
-    /// Evicted connections that may still hold their sockets.
+    /// Maximum number of evicted connections that may still hold their sockets.
     limit_leaving: u32,
     per_source: u32,
-    /// How old a silent connection, and one that has spoken, is that makes room for one of another source with as many.
+    /// Age from which a silent connection, and one that has sent something, makes room for another source with as many.
     overdue: [Duration; 2],
     state: Arc<Mutex<State<K>>>,
 }
@@ -37,7 +38,7 @@ struct State<K: Ord> {
     taken: u32,
     leaving: u32,
     sources: HashMap<K, Source>,
-    /// The last is the source that gives up a place: the one with the most, and among equals the one that came first.
+    /// The last entry is the source that gives up a place: the one with the most places; among equals, the oldest.
     ranking: BTreeSet<(u32, Reverse<u64>, K)>,
 }
 
@@ -56,8 +57,8 @@ struct Holder {
 }
 
 impl<K: Ord + Hash + Clone> Places<K> {
-    /// For at most `sockets` connections, including those that have been evicted but are not closed yet; `per_source`
-    /// of one source.
+    /// Creates places for at most `sockets` connections, including evicted ones that are not closed yet, and at most
+    /// `per_source` of one source.
     pub(crate) fn new(sockets: u32, per_source: u32) -> Self {
         let limit_leaving = (sockets / 4).max(1);
         let state =
@@ -71,13 +72,13 @@ impl<K: Ord + Hash + Clone> Places<K> {
         }
     }
 
-    /// Sources that nobody can have many of: connections end by themselves within this time, and none of them has to make
-    /// room before for a source with as many. If it had to, many that come at once would go on replacing each other.
+    /// For sources that cannot have many connections each: a connection ends by itself within `time`, and does not make
+    /// room before that for a source with as many. Otherwise many that arrive at once would keep replacing each other.
     pub(crate) fn undisturbed_for(self, time: Duration) -> Self {
         Self { overdue: [time; 2], ..self }
     }
 
-    /// A place for a connection from `source`; None if there is none that this source may have.
+    /// Takes a place for a connection from `source`. Returns `None` if this source may not have one.
     pub(crate) fn admit(&self, source: K, now: Instant) -> Option<Place<K>> {
         let mut state = lock(&self.state);
         let own = state.count(&source);
@@ -102,7 +103,7 @@ impl<K: Ord + Hash + Clone> State<K> {
         self.sources.get(source).map_or(0, Source::count)
     }
 
-    /// Changes a source's places and keeps the ranking.
+    /// Changes a source's places and updates the ranking.
     fn change<T>(&mut self, source: &K, change: impl FnOnce(&mut Source) -> T) -> T {
         let since = self.next;
         let places = self.sources.entry(source.clone()).or_insert_with(|| Source {
@@ -125,11 +126,12 @@ impl<K: Ord + Hash + Clone> State<K> {
         changed
     }
 
-    /// Takes a place from the source with the most for one of `source`; false if it would not be fairer afterwards.
+    /// Takes a place from the source with the most for one of `source`. Returns false if that would not be fairer.
     fn make_room(&mut self, source: &K, per_source: u32, overdue: [Duration; 2], now: Instant) -> bool {
         let own = self.count(source);
         let Some((most, _, top)) = self.ranking.last().cloned() else { return false };
-        // Who has more gives way whatever it does: else it would only have to renew its connections all the time.
+        // A source with more always gives way; otherwise it could keep its places by renewing its connections all the
+        // time.
         let fairer = own < per_source && most > own + 1;
         let from = if fairer || own == 0 { top } else { source.clone() };
         let overdue = match (fairer, from == *source) {
@@ -151,7 +153,7 @@ impl Source {
         u32::try_from(self.silent.len() + self.speaking.len()).unwrap_or(u32::MAX)
     }
 
-    /// `overdue`: how old a silent one, and one that has spoken, has to be.
+    /// `overdue`: minimum age of a silent connection, and of one that has sent something.
     fn take_oldest(&mut self, now: Instant, overdue: [Duration; 2]) -> Option<CancellationToken> {
         for (holders, overdue) in [&mut self.silent, &mut self.speaking].into_iter().zip(overdue) {
             if let Some(oldest) = holders.first_entry()
@@ -164,7 +166,7 @@ impl Source {
     }
 }
 
-/// A connection's place; dropping it frees it.
+/// Place of a connection; dropping it frees the place.
 #[derive(Debug)]
 pub(crate) struct Place<K: Ord + Hash + Clone> {
     state: Arc<Mutex<State<K>>>,
@@ -174,7 +176,7 @@ pub(crate) struct Place<K: Ord + Hash + Clone> {
 }
 
 impl<K: Ord + Hash + Clone> Place<K> {
-    /// The connection has sent something: silent ones go before it.
+    /// Called when the connection has sent something: silent ones are evicted before it.
     pub(crate) fn spoke(&self) {
         lock(&self.state).change(&self.source, |places| {
             if let Some(holder) = places.silent.remove(&self.number) {
@@ -183,7 +185,7 @@ impl<K: Ord + Hash + Clone> Place<K> {
         });
     }
 
-    /// Ends when the place was given to another connection: this one has to be closed.
+    /// Completes when the place has been given to another connection; this one has to be closed then.
     pub(crate) fn evicted(&self) -> WaitForCancellationFuture<'_> {
         self.evicted.cancelled()
     }
@@ -197,7 +199,7 @@ impl<K: Ord + Hash + Clone> Place<K> {
 impl<K: Ord + Hash + Clone> Drop for Place<K> {
     fn drop(&mut self) {
         let mut state = lock(&self.state);
-        // Under the lock: nobody evicts it meanwhile.
+        // The lock is held, so it cannot be evicted meanwhile.
         if self.evicted.is_cancelled() {
             state.leaving -= 1;
             return;
@@ -230,7 +232,7 @@ mod tests {
         let (places, now) = (Places::new(1024, u32::MAX), Instant::now());
         let mut held = Vec::new();
         for round in 0..2_000u32 {
-            // As fast as can be: none of them ever gets old enough to be overdue.
+            // As fast as possible: no connection gets old enough to be overdue.
             held.extend(places.admit(round % 16, now));
             held.retain(|place| !place.is_evicted());
         }
@@ -249,7 +251,7 @@ mod tests {
         assert_eq!((first.len(), live(&first)), (300, 300));
         first.iter().for_each(Place::spoke);
         assert!(places.admit("site", now + SILENT).is_none());
-        // Those that are stuck make room.
+        // Stuck connections make room.
         assert!(places.admit("site", now + LATER).is_some());
         assert_eq!(live(&first), 299);
     }
@@ -262,7 +264,7 @@ mod tests {
         assert!(places.admit(1_000, now + 2 * STUCK).is_none(), "the others are about to end");
         assert_eq!(live(&first), 300);
         assert!(places.admit(1_000, now + LATER + SILENT).is_some());
-        // One with more gives way at once, and silent ones of a source to its own others.
+        // A source with more gives way at once, and its silent connections give way to its own new ones.
         let places = Places::new(4, 3).undisturbed_for(LATER);
         let held: Vec<_> = (0..3).map(|_| places.admit(0, now).unwrap()).collect();
         let other = places.admit(1, now).unwrap();
@@ -294,8 +296,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever happens, the counts are those of a naive model, the sockets stay within the bound, and no source
-        /// loses its place to one that would then have more.
+        /// After any sequence of steps, the counts match a naive model, the sockets stay within the bound, and no
+        /// source loses its place to one that would then have more.
         #[test]
         fn places_are_fair(
             sockets in 1u32..40,

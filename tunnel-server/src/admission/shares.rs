@@ -1,9 +1,10 @@
-//! A door's part of the open files, shared by sources and nodes; and what one agent accepts, shared by sources.
+//! A listener's part of the open files, shared by sources and nodes; also the connections that one agent accepts,
+//! shared by sources.
 //!
-//! A node may have as many connections as places are free, a source half as many: a node that all want gets half of the
-//! door, a source that wants everything a third, two of them a quarter each, and something is left for whoever comes next
-//! (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). No share has to be configured. A source gets less
-//! than a node, so that it cannot take all that a node may have.
+//! A node may have as many connections as there are free places, a source half as many. So a node that everybody wants
+//! gets half of the listener's places, one greedy source gets a third, two get a quarter each, and some are left for
+//! the next one (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). No share has to be configured. A source
+//! gets less than a node, so that it cannot take all that a node may have.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -18,7 +19,7 @@ use super::source_key;
 pub(crate) struct Shares {
     limit: u32,
     counts: Arc<Mutex<Counts>>,
-    /// Those of newcomers; None: they have no bound of their own here.
+    /// Places of unauthenticated connections; `None` if they have no separate bound here.
     newcomers: Option<Arc<Shares>>,
 }
 
@@ -29,7 +30,7 @@ struct Counts {
     nodes: HashMap<NodeName, u32>,
 }
 
-/// Why a connection gets no place.
+/// Reason for which a connection gets no place.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Full {
     #[error(
@@ -53,7 +54,7 @@ pub(crate) enum Full {
 }
 
 impl Full {
-    /// The value of the metric's label `reason`.
+    /// Value of the metric's label `reason`.
     pub(crate) const fn label(&self) -> &'static str {
         match self {
             Self::Door { .. } => "door",
@@ -68,12 +69,12 @@ impl Full {
 }
 
 impl Shares {
-    /// Of `limit` connections at a time.
+    /// Allows `limit` connections at a time.
     pub(crate) fn new(limit: u32) -> Self {
         Self { limit, counts: Arc::default(), newcomers: None }
     }
 
-    /// The same for connections that hold a place among `newcomers` too, as long as nothing is known of them.
+    /// Makes a connection also hold a place among `newcomers` until its sender is known.
     pub(crate) fn with_newcomers(self, newcomers: &Arc<Shares>) -> Self {
         Self { newcomers: Some(newcomers.clone()), ..self }
     }
@@ -83,28 +84,29 @@ impl Shares {
         self.admit_as(source_key(source))
     }
 
-    /// The same for what counts as one source, such as this host at one node's token.
+    /// Takes a place for a source key, such as this host at one node's virtual address.
     pub(crate) fn admit_as(&self, source: IpAddr) -> Result<Share, Full> {
         let limit = self.limit;
-        // All local clients look alike: where they name the node themselves, only its share bounds them.
+        // All local clients look alike. Where they name the node themselves, only the node's share bounds them.
         self.take(source, source.is_loopback()).map_err(|(open, free)| match free {
             0 => Full::Door { limit },
             _ => Full::Source { source_key: source, open, free, limit },
         })
     }
 
-    /// Of as many as an agent accepts, which may change.
+    /// Returns the same shares with the limit that an agent accepts now, which may change.
     pub(crate) fn within(&self, limit: u32) -> Self {
         Self { limit, ..self.clone() }
     }
 
-    /// Takes a place where these are an agent's, of which all local clients together have one source's part.
+    /// Takes one of an agent's places, where all local clients together count as one source.
     pub(crate) fn admit_at_agent(&self, source: IpAddr) -> Result<Share, Full> {
         let limit = self.limit;
         self.take(source, false).map_err(|(open, free)| Full::Agent { source_key: source, open, free, limit })
     }
 
-    /// Refused is who has half as many as are free. Returns then how many it has, and how many are free.
+    /// Refuses a source that has half as many connections as there are free places. The error holds its number of
+    /// connections and the number of free places.
     fn take(&self, source: IpAddr, unbounded: bool) -> Result<Share, (u32, u32)> {
         let mut counts = lock(&self.counts);
         let free = self.limit.saturating_sub(counts.total);
@@ -117,14 +119,15 @@ impl Shares {
         Ok(Share { shares: self.clone(), source, node: None, agent: None, newcomer: None })
     }
 
-    /// Takes a place for a connection from `source` of which nothing is known yet, up to [`Share::known`].
+    /// Takes a place for an unauthenticated connection from `source`, which counts as such until [`Share::known`].
     pub(crate) fn admit_newcomer(&self, source: IpAddr) -> Result<Share, Full> {
         let mut place = self.admit(source)?;
         place.newcomer = self.newcomer(source)?.map(Box::new);
         Ok(place)
     }
 
-    /// Takes a place among newcomers only, for one more request on a connection that has its place.
+    /// Takes only a place among unauthenticated ones, for another request on a connection that already has its own
+    /// place.
     pub(crate) fn newcomer(&self, source: IpAddr) -> Result<Option<Share>, Full> {
         let Some(newcomers) = &self.newcomers else { return Ok(None) };
         let full = |_| Full::Newcomers { source_key: source_key(source), limit: newcomers.limit };
@@ -143,17 +146,18 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// Who sends what, and to which node, is known: this is no newcomer any more.
+    /// Called when the sender and the node are known: the connection no longer counts as unauthenticated.
     pub(crate) fn known(&mut self) {
         self.newcomer = None;
     }
 
-    /// Counts the connection as one of `node` too, and takes a place of its agent's if that is attached to this server.
+    /// Counts the connection as one of `node` too, and takes one of its agent's places if the agent is attached to this
+    /// server.
     pub(crate) fn reaches(&mut self, node: &NodeName, agent: Option<Shares>) -> Result<(), Full> {
         self.agent = agent.map(|places| places.admit_at_agent(self.source).map(Box::new)).transpose()?;
         let limit = self.shares.limit;
         let mut counts = lock(&self.shares.counts);
-        // Its own place is taken already, and counts as free here: else the last one could not be used.
+        // Its own place is taken already and counts as free here; otherwise the last one could not be used.
         let free = limit.saturating_sub(counts.total) + 1;
         let open = counts.nodes.get(node).copied().unwrap_or(0);
         if open >= free {
@@ -272,7 +276,7 @@ mod tests {
             let full = reach(&doors[0], local).unwrap_err();
             assert_eq!(full, Full::Agent { source_key: local, open: 20, free: 40, limit: 60 });
             assert!(reach(&doors[0], source(2)).is_ok());
-            // An agent that accepts less than before.
+            // The agent accepts less than before.
             assert!(places.within(10).admit_at_agent(source(3)).is_err());
         }
         assert!(lock(&places.counts).total == 0 && lock(&doors[0].counts).total == 0);
@@ -288,7 +292,7 @@ mod tests {
         assert_eq!(full, Full::Newcomers { source_key: source(1), limit: 10 });
         assert_eq!(lock(&doors[1].counts).total, 0, "who is refused keeps no place");
         assert!(doors[1].newcomer(source(1)).is_err() && doors[1].newcomer(source(2)).unwrap().is_some());
-        // Who is known has its place at the door, and others come.
+        // A known source keeps its place at the listener, and others can come.
         held.iter_mut().for_each(Share::known);
         assert_eq!((lock(&newcomers.counts).total, lock(&doors[0].counts).total), (0, 4));
         assert!(doors[0].admit_newcomer(source(1)).is_ok());
@@ -307,7 +311,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes and goes: never more than the limit, and no greedy source can take the last place.
+        /// Whatever comes and goes, the limit holds, and no greedy source can take the last place.
         #[test]
         fn shares_are_bounded(limit in 0u32..50, steps in prop::collection::vec((0u8..5, 0u8..6, 0u8..6), 0..300)) {
             let shares = Shares::new(limit);

@@ -1,6 +1,6 @@
-//! What a request asks for, in the words of the cluster's authoriser: a verb on a subresource of a Node.
+//! The access that a request needs, in terms of the cluster's authoriser: a verb on a subresource of a Node.
 //!
-//! The mapping is the kubelet's (pkg/kubelet/server/auth.go), so that a caller may do through a door exactly what it may do at
+//! The mapping is the kubelet's (pkg/kubelet/server/auth.go), so that a caller may do here exactly what it may do at
 //! the kubelet.
 
 use http::Method;
@@ -12,10 +12,10 @@ pub struct Access {
     pub subresource: &'static str,
 }
 
-/// What covers everything that has no subresource of its own.
+/// The subresource of every path that has none of its own.
 const PROXY: &str = "proxy";
 
-/// The kubelet's paths, each with everything below it.
+/// The kubelet's paths and their subresources. Each includes all paths below it.
 const PATHS: &[(&str, &str)] = &[
     ("/stats", "stats"),
     ("/metrics", "metrics"),
@@ -23,8 +23,9 @@ const PATHS: &[(&str, &str)] = &[
     ("/spec", "spec"),
     ("/checkpoint", "checkpoint"),
 ];
-/// Paths of which kubelets since 1.33 ask this first, and `proxy` only if it is not allowed. Of the last two some ask for this alone;
-/// to whoever may `proxy`, which is more, they tell nothing new.
+/// Paths for which kubelets since 1.33 ask for this subresource first, and for `proxy` if it is not allowed. For the
+/// last two, some kubelets ask for this subresource alone; a caller with `proxy`, which is more, learns nothing new
+/// from them.
 const FINE: &[(&str, &str)] = &[
     ("/healthz", "healthz"),
     ("/configz", "configz"),
@@ -34,7 +35,7 @@ const FINE: &[(&str, &str)] = &[
     ("/flagz", "configz"),
 ];
 
-/// What a request to a kubelet asks for: any of these will do. `path` is decoded, and can be read in one way only.
+/// Returns the accesses for a request to a kubelet; any one of them is enough. `path` is decoded and unambiguous.
 pub fn kubelet_accesses(method: &Method, path: &str) -> Vec<Access> {
     let verb = verb(method);
     let of = |table: &[(&str, &'static str)]| {
@@ -48,14 +49,15 @@ pub fn kubelet_accesses(method: &Method, path: &str) -> Vec<Access> {
     subresources.into_iter().map(|subresource| Access { verb, subresource }).collect()
 }
 
-/// What a request to another port of a node asks for: its metrics, or anything. Paths mean nothing else there.
+/// Returns the accesses for a request to another port of a node: metrics, or anything. Other paths have no meaning
+/// there.
 pub fn other_accesses(method: &Method, path: &str) -> Vec<Access> {
     let subresources: &[&'static str] =
         if is_below(path, "/metrics") { &["metrics", PROXY] } else { &[PROXY] };
     subresources.iter().map(|subresource| Access { verb: verb(method), subresource }).collect()
 }
 
-/// The kubelet knows no others: an empty verb is allowed to those only who may do everything.
+/// The kubelet knows no other verbs: an empty one is allowed only to callers that may do everything.
 fn verb(method: &Method) -> &'static str {
     match *method {
         Method::GET => "get",
@@ -79,7 +81,7 @@ mod tests {
         kubelet_accesses(method, path).into_iter().map(|access| (access.verb, access.subresource)).collect()
     }
 
-    /// The table of the Kubernetes documentation, "Kubelet authentication/authorization".
+    /// The table in the Kubernetes documentation, "Kubelet authentication/authorization".
     #[test]
     fn paths_and_verbs_are_mapped_as_the_kubelet_does() {
         for (path, subresource) in [

@@ -2,13 +2,13 @@
 
 use http::{HeaderMap, header};
 
-/// Longer than any token of a ServiceAccount.
+/// Longer than any ServiceAccount token.
 const MOST: usize = 16 << 10;
 
-/// The token in the header Authorization; `None` when there is no such header.
+/// Returns the token of the Authorization header; `None` if there is no such header.
 ///
 /// # Errors
-/// There is a header, and it is not one bearer token.
+/// The header is not exactly one bearer token.
 pub fn bearer_token(headers: &HeaderMap) -> Result<Option<&str>, String> {
     let mut values = headers.get_all(header::AUTHORIZATION).iter();
     let value = match (values.next(), values.next()) {
@@ -16,7 +16,7 @@ pub fn bearer_token(headers: &HeaderMap) -> Result<Option<&str>, String> {
         (Some(value), None) => value,
         _ => return Err("more than one header Authorization".to_owned()),
     };
-    // Its content is never shown.
+    // The value never appears in an error: it is secret.
     let value = value.to_str().map_err(|_| "the header Authorization is not text".to_owned())?;
     let (scheme, token) = value.trim().split_once(' ').unwrap_or((value, ""));
     let token = token.trim();

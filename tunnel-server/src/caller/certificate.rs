@@ -1,4 +1,5 @@
-//! From a client certificate, which TLS has verified, to the caller that it names, as kube-apiserver and the kubelet do it.
+//! Maps a client certificate, which TLS has verified, to the caller that it names, as kube-apiserver and the kubelet
+//! do.
 
 use rustls_pki_types::CertificateDer;
 use x509_parser::prelude::{FromDer as _, X509Certificate};
@@ -6,10 +7,10 @@ use x509_parser::x509::AttributeTypeAndValue;
 
 use super::identity::{AUTHENTICATED, Caller};
 
-/// The common name is the user, the organisations are the groups.
+/// Returns the caller: the common name is the user, the organisations are the groups.
 ///
 /// # Errors
-/// The certificate has no common name, or several, or one that is not text.
+/// The certificate has no common name, several, or one that is not text.
 pub fn caller_of_certificate(certificate: &CertificateDer<'_>) -> Result<Caller, String> {
     let (_, parsed) =
         X509Certificate::from_der(certificate).map_err(|error| format!("the client certificate: {error}"))?;

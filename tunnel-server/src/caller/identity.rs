@@ -5,17 +5,17 @@ use std::fmt;
 
 use tunnel_core::text::printable;
 
-/// The group which every authenticated caller is in.
+/// The group of every authenticated caller.
 pub(super) const AUTHENTICATED: &str = "system:authenticated";
 
-/// Who sends a request.
+/// The sender of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Caller {
     pub name: String,
     pub groups: Vec<String>,
-    /// Of tokens only.
+    /// Set for tokens only.
     pub uid: Option<String>,
-    /// What the authenticator says besides, for the authoriser.
+    /// Further attributes from the authenticator, for the authoriser.
     pub extra: BTreeMap<String, Vec<String>>,
 }
 
@@ -25,23 +25,23 @@ impl Caller {
     }
 }
 
-/// The name, for logs.
+/// Writes the name, for logs.
 impl fmt::Display for Caller {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&printable(&self.name, 200))
     }
 }
 
-/// Why a caller gets nothing.
+/// Reason for which a caller is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// Nobody knows who it is.
+    /// The caller's identity is not known.
     #[error("{0}")]
     Unauthenticated(String),
-    /// It is known, and may not.
+    /// The caller is known, but not allowed.
     #[error("{0}")]
     Forbidden(String),
-    /// Nobody can tell now.
+    /// The question cannot be answered now.
     #[error("{0}")]
     Unavailable(String),
 }

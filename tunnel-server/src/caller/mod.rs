@@ -1,7 +1,7 @@
-//! Who a caller of a door is: by the client certificate of its TLS connection, or by its token, which a file or the cluster knows.
-//! And what it may do by the cluster's rules for access to nodes, as the kubelet itself asks them.
+//! Identifies callers, by the client certificate of the TLS connection or by a token that a file or the cluster knows.
+//! Also decides what they may do, by the cluster's rules for access to nodes, as the kubelet asks for them.
 //!
-//! Nothing here knows a door, so that every door which authenticates can use it.
+//! Nothing here depends on a listener, so every listener that authenticates can use it.
 
 mod access;
 mod bearer;

@@ -1,4 +1,5 @@
-//! Limits the questions to the API server that are open at a time: those of strangers and those of known callers, each shared fairly.
+//! Limits concurrent requests to the API server: those for unauthenticated and those for known callers, each shared
+//! fairly.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -9,19 +10,19 @@ use tunnel_core::fair::{FairShare, Turn};
 use super::identity::{Caller, Refusal};
 use crate::admission::source_key;
 
-/// Questions of strangers, and as many of those who are known, that may be open at a time.
+/// Maximum number of concurrent requests for unauthenticated callers, and the same number for known ones.
 const AT_A_TIME: usize = 32;
-/// Questions of either that may wait. Each holds its request's memory.
+/// Maximum number of waiting requests of either kind. Each holds its client request's memory.
 const MOST_WAITING: usize = 2048;
-/// How long one waits for its turn.
+/// Maximum wait for a turn.
 const PATIENCE: Duration = Duration::from_secs(4);
 
-/// For whom a question is asked.
+/// The caller for which a question is asked.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Asker {
-    /// Somebody at this address: who it is, is not known yet or not asked.
+    /// A client at this address whose identity is not known yet, or not needed.
     Stranger(IpAddr),
-    /// A caller, by its name.
+    /// A caller, by name.
     Known(String),
 }
 
@@ -34,7 +35,7 @@ impl Asker {
     }
 }
 
-/// Who may ask the API server now.
+/// Turns to ask the API server.
 #[derive(Debug)]
 pub(crate) struct Questions {
     of_strangers: FairShare<Asker>,
@@ -49,10 +50,10 @@ impl Default for Questions {
 }
 
 impl Questions {
-    /// Waits for leave to ask one question; dropping it gives it back.
+    /// Waits for a turn to ask one question; dropping it returns the turn.
     ///
     /// # Errors
-    /// It does not come, because the API server is slow or too much is asked.
+    /// No turn comes in time, because the API server is slow or there are too many questions.
     pub(crate) async fn turn(&self, asker: Asker) -> Result<Turn<Asker>, Refusal> {
         let share = match &asker {
             Asker::Stranger(_) => &self.of_strangers,
@@ -90,7 +91,7 @@ mod tests {
         matches!(turn, Err(Refusal::Unavailable(reason)) if reason.contains(why))
     }
 
-    // The clock is paused: waiting takes no time, and what has to wait for nobody is there at once.
+    // The clock is paused: waiting takes no time, and a turn that need not wait comes at once.
 
     #[tokio::test(start_paused = true)]
     async fn who_has_many_waits_for_its_own() {

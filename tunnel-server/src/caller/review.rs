@@ -1,4 +1,4 @@
-//! The questions that only the API server answers: whose token is this, and may it do that. Answers are kept briefly.
+//! Asks the API server who owns a token and what a caller may do. Answers are cached briefly.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,17 +21,17 @@ use super::identity::{Caller, Refusal};
 use super::questions::{Asker, Questions};
 use crate::answer_cache::VerdictCache;
 
-/// How long a yes is remembered, which is also how long a deleted token or a withdrawn right still works here.
+/// Time for which a positive answer is cached. A deleted token or a withdrawn right still works here that long.
 const YES: Duration = Duration::from_secs(30);
-/// How long a no is remembered: a right that was just given is looked for again soon.
+/// Time for which a negative answer is cached: a right that was just granted is asked for again soon.
 const NO: Duration = Duration::from_secs(5);
 const DEADLINE: Duration = Duration::from_secs(4);
 
-/// What a caller wants to do.
+/// An action that a caller wants to perform.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Right {
     Node(Access, NodeName),
-    /// The same of any node.
+    /// The same action on every node.
     AllNodes(Access),
     /// GET of a path of this server itself.
     Path(&'static str),
@@ -40,9 +40,9 @@ enum Right {
 /// Asks the API server about callers.
 pub struct Reviewer {
     client: kube::Client,
-    /// Whom the tokens must be for, if not the API server.
+    /// Required audience of tokens, if it is not the API server.
     audience: Option<String>,
-    /// By the token's hash: tokens themselves are not kept.
+    /// Keyed by the token's hash: tokens themselves are not kept.
     tokens: VerdictCache<[u8; 32], Caller, String>,
     rights: VerdictCache<(Caller, Right), (), String>,
     questions: Arc<Questions>,
@@ -59,27 +59,27 @@ impl Reviewer {
         }
     }
 
-    /// Takes tokens for this audience only.
+    /// Accepts tokens for this audience only.
     pub(crate) fn for_audience(self, audience: &str) -> Self {
         Self { audience: Some(audience.to_owned()), ..self }
     }
 
-    /// The turns at the API server, for who asks it other questions of the same callers.
+    /// Returns the turns at the API server, for code that asks it other questions about the same callers.
     pub(crate) fn questions(&self) -> Arc<Questions> {
         self.questions.clone()
     }
 
-    /// Whose token this is (TokenReview). It was shown by somebody at the address `source`.
+    /// Returns the owner of the token (TokenReview). A client at the address `source` has shown it.
     ///
     /// # Errors
-    /// Nobody's, or the API server does not say.
+    /// The token has no owner, or the API server does not answer.
     pub async fn caller_of_token(&self, token: &str, source: IpAddr) -> Result<Caller, Refusal> {
         let key: [u8; 32] = Sha256::digest(token).into();
         if let Some(known) = self.tokens.get(&key) {
             return known.map_err(Refusal::Unauthenticated);
         }
         let _turn = self.questions.turn(Asker::new(None, source)).await?;
-        // While this one waited another may have asked.
+        // Another request may have asked while this one waited.
         let answer = match self.tokens.get(&key) {
             Some(known) => known,
             None => {
@@ -100,7 +100,7 @@ impl Reviewer {
             ..TokenReview::default()
         };
         let status = self.ask(review).await?.status.unwrap_or_default();
-        // An authenticator that knows no audiences names none.
+        // An authenticator that does not support audiences returns none.
         let for_us = |audience| status.audiences.iter().flatten().any(|one| one == audience);
         if status.authenticated == Some(true) && !self.audience.as_ref().is_none_or(for_us) {
             return Ok(Err(format!("the token is not for {}", self.audience.as_deref().unwrap_or_default())));
@@ -120,19 +120,19 @@ impl Reviewer {
         }
     }
 
-    /// Whether the caller may do one of these to the node (SubjectAccessReview). They are asked in turn.
+    /// Checks that the caller may do one of these to the node (SubjectAccessReview). They are asked in turn.
     ///
     /// # Errors
-    /// It may do none of them, or the API server does not say.
+    /// The caller may do none of them, or the API server does not answer.
     pub async fn allow(&self, caller: &Caller, accesses: &[Access], node: &NodeName) -> Result<(), Refusal> {
         self.allow_any(caller, accesses, |access| Right::Node(access, node.clone())).await
     }
 
-    /// Whether the caller may do one of these to the node of a pod. None: the pod has none here, which only those are told who may
-    /// do it to all nodes; to others all pods look alike.
+    /// Checks that the caller may do one of these to the node of a pod. With `None`, the pod has no edge node; only
+    /// callers that may do it to all nodes are told so. To others all pods look alike.
     ///
     /// # Errors
-    /// It may do none of them, or the API server does not say.
+    /// The caller may do none of them, or the API server does not answer.
     pub async fn allow_at_pod(
         &self,
         caller: &Caller,
@@ -172,10 +172,10 @@ impl Reviewer {
         Err(Refusal::Forbidden(reasons.join("; ")))
     }
 
-    /// Whether the caller may GET this path, a nonResourceURL (SubjectAccessReview).
+    /// Checks that the caller may GET this path, a nonResourceURL (SubjectAccessReview).
     ///
     /// # Errors
-    /// It may not, or the API server does not say.
+    /// The caller may not, or the API server does not answer.
     pub async fn allow_path(&self, caller: &Caller, path: &'static str) -> Result<(), Refusal> {
         self.has(caller, Right::Path(path)).await?.map_err(Refusal::Forbidden)
     }
@@ -186,7 +186,7 @@ impl Reviewer {
             return Ok(known);
         }
         let _turn = self.questions.turn(Asker::Known(caller.name.clone())).await?;
-        // While this one waited another may have asked.
+        // Another request may have asked while this one waited.
         if let Some(known) = self.rights.get(&key) {
             return Ok(known);
         }
@@ -231,13 +231,13 @@ impl Reviewer {
     }
 }
 
-/// As in "get nodes/metrics".
+/// Formats the access as in "get nodes/metrics".
 fn in_words(Access { verb, subresource }: &Access) -> String {
     let verb = if verb.is_empty() { "use this method on" } else { *verb };
     format!("{verb} nodes/{subresource}")
 }
 
-/// The question about a node, or without a name about all, without the caller.
+/// Returns the question about a node, or about all nodes if there is no name, without the caller.
 fn of_nodes(access: &Access, node: Option<&NodeName>) -> SubjectAccessReviewSpec {
     SubjectAccessReviewSpec {
         resource_attributes: Some(ResourceAttributes {
@@ -254,7 +254,7 @@ fn of_nodes(access: &Access, node: Option<&NodeName>) -> SubjectAccessReviewSpec
 }
 
 impl Right {
-    /// The question about it, without the caller.
+    /// Returns the question about this right, without the caller.
     fn asked(&self) -> SubjectAccessReviewSpec {
         match self {
             Self::Node(access, node) => of_nodes(access, Some(node)),
@@ -270,7 +270,7 @@ impl Right {
     }
 }
 
-/// As in "cannot get nodes/metrics of edge-1".
+/// Formats the right as in "cannot get nodes/metrics of edge-1".
 impl fmt::Display for Right {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -383,7 +383,7 @@ mod tests {
         assert_eq!(server.requests("create", RIGHTS), asked, "a yes is remembered");
     }
 
-    /// Else whoever has a token could find out which pods there are, and where.
+    /// Otherwise anybody with a token could find out which pods exist, and on which nodes.
     #[tokio::test(flavor = "multi_thread")]
     async fn who_may_not_learns_nothing_of_pods() {
         let (server, reviewer) = reviewer().await;
@@ -436,7 +436,7 @@ mod tests {
         assert!(matches!(reviewer.allow_path(&nobody, "/metrics").await, Err(Refusal::Forbidden(_))));
     }
 
-    /// Whoever asks meanwhile is not let in, and those who are known are.
+    /// New callers are not let in meanwhile, and known ones are.
     #[tokio::test(flavor = "multi_thread")]
     async fn while_the_api_server_is_away_nobody_new_is_let_in() {
         let (server, reviewer) = reviewer().await;
@@ -453,7 +453,7 @@ mod tests {
         assert_eq!(reviewer.allow(&caller, &metrics, &node("edge-1")).await, Ok(()));
     }
 
-    /// The API server takes its time, and a stranger shows tokens as fast as it can.
+    /// The API server is slow, and an unauthenticated client shows tokens as fast as it can.
     #[tokio::test(flavor = "multi_thread")]
     async fn a_strangers_tokens_do_not_keep_others_waiting() {
         const JUNK: usize = 200;
@@ -470,7 +470,7 @@ mod tests {
         let other = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 2));
         let caller = reviewer.caller_of_token("good", other).await.unwrap();
         assert_eq!(caller.name, "prometheus");
-        // Not those that were there before it: the stranger's go on, a few at a time.
+        // Questions that were there before it are not counted: the junk tokens are still asked for, a few at a time.
         assert!(asked() < JUNK / 2, "{} questions came before", asked());
         junk.shutdown().await;
     }

@@ -1,4 +1,4 @@
-//! The certificates that sign callers' certificates in a cluster: those that kube-apiserver itself accepts.
+//! Roots of callers' certificates in a cluster: those that kube-apiserver itself accepts.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,16 +12,16 @@ use tunnel_kube::request;
 
 use super::tls::CallerTls;
 
-/// Where kube-apiserver publishes its --client-ca-file (for aggregated API servers).
+/// ConfigMap in which kube-apiserver publishes its --client-ca-file (for aggregated API servers).
 pub(crate) const ROOTS_NAMESPACE: &str = "kube-system";
 pub(crate) const ROOTS_CONFIGMAP: &str = "extension-apiserver-authentication";
 const KEY: &str = "client-ca-file";
-/// How often the ConfigMap is looked at again, and how soon after a failure.
+/// Interval at which the ConfigMap is read again, normally and after a failure.
 const EVERY: Duration = Duration::from_secs(300);
 const AGAIN: Duration = Duration::from_secs(10);
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// Keeps the roots that a [`CallerTls`] accepts current.
+/// Keeps the roots that a [`CallerTls`] accepts up to date.
 pub struct ClientRoots {
     client: kube::Client,
     tls: Arc<CallerTls>,
@@ -34,7 +34,7 @@ impl ClientRoots {
         Self { client, tls, known: None, failing: LogOnce::default() }
     }
 
-    /// Follows the ConfigMap until the stop. Roots that cannot be read leave the last ones in effect.
+    /// Follows the ConfigMap until `stop`. If the roots cannot be read, the last ones stay in effect.
     pub async fn follow(mut self, stop: CancellationToken) {
         loop {
             let pause = match self.refresh().await {

@@ -1,4 +1,4 @@
-//! The TLS side of the doors for callers: this process's own certificate, and optional certificates of callers.
+//! TLS of the listeners for callers: this process's own certificate, and optional certificates of callers.
 
 use std::sync::Arc;
 
@@ -15,24 +15,25 @@ use tunnel_core::identity::{
 const HTTP_1: &[u8] = b"http/1.1";
 const HTTP_2: &[u8] = b"h2";
 
-/// It shows this process's certificate as that is now.
+/// Server TLS settings, which always use this process's current certificate.
 pub struct CallerTls {
     certificate: Arc<dyn ResolvesServerCert>,
-    /// The same where it is a server's, and so has names.
+    /// The same certificate if it is a server's, which has names.
     own: Option<Arc<ServerTls>>,
     config: ArcSwap<ServerConfig>,
 }
 
 impl CallerTls {
-    /// Without any roots: certificates of callers are not asked for.
+    /// Creates settings without any roots: callers are not asked for certificates.
     ///
     /// # Errors
-    /// rustls does not take the settings.
+    /// rustls rejects the settings.
     pub fn new(own: Arc<ServerTls>) -> Result<Self, IdentityError> {
         Self::with(own.clone(), Some(own))
     }
 
-    /// The same with a new certificate for this name that nobody has signed, for a process whose own is a client's.
+    /// Creates settings with a new self-signed certificate for this name, for a process whose own certificate is a
+    /// client's.
     ///
     /// # Errors
     /// `name` cannot be in a certificate.
@@ -57,29 +58,29 @@ impl CallerTls {
         Ok(Self { certificate, own, config: ArcSwap::from_pointee(config) })
     }
 
-    /// From now on a caller may show a certificate that one of these has signed.
+    /// Lets callers show a certificate that one of these roots has signed, from now on.
     ///
     /// # Errors
-    /// rustls does not take them; those before stay.
+    /// rustls rejects the roots; the earlier ones stay.
     pub fn accept_roots(&self, roots: &TrustBundle) -> Result<(), IdentityError> {
         let verifier = caller_verifier(roots.root_store(), false)?;
         self.config.store(Arc::new(config(&self.certificate, verifier)?));
         Ok(())
     }
 
-    /// For HTTP/2 and HTTP/1.1, with the present settings; take a new one for each connection.
+    /// Returns an acceptor for HTTP/2 and HTTP/1.1 with the current settings; take a new one for each connection.
     pub fn acceptor(&self) -> TlsAcceptor {
         TlsAcceptor::from(self.config.load_full())
     }
 
-    /// The same for HTTP/1.1 only.
+    /// Returns an acceptor for HTTP/1.1 only.
     pub fn acceptor_of_http_1(&self) -> TlsAcceptor {
         let mut config = ServerConfig::clone(&self.config.load());
         config.alpn_protocols = vec![HTTP_1.to_vec()];
         TlsAcceptor::from(Arc::new(config))
     }
 
-    /// Whether the server's certificate is valid for this name or address.
+    /// True if the server's certificate is valid for this name or address.
     pub fn is_own_name(&self, name: &str) -> bool {
         self.own.as_ref().is_some_and(|own| own.names(name))
     }

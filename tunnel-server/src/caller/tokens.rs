@@ -1,5 +1,5 @@
-//! Tokens of a file, as kube-apiserver's `--token-auth-file` has them: `TOKEN,USER,UID[,"GROUP,GROUP"]` on each line. And
-//! whose a token is, by the file or by the cluster.
+//! Tokens of a file in the format of kube-apiserver's `--token-auth-file`: `TOKEN,USER,UID[,"GROUP,GROUP"]` on each
+//! line. Also looks up the owner of a token, in the file or in the cluster.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -11,15 +11,15 @@ use sha2::{Digest as _, Sha256};
 use super::identity::{AUTHENTICATED, Caller, Refusal};
 use super::review::Reviewer;
 
-/// Shorter ones can be guessed.
+/// Minimum length of a token: shorter ones can be guessed.
 const LEAST: usize = 6;
 
-/// Whose token each is, by its hash: the tokens themselves are not kept.
+/// Owners of tokens, by the token's hash: the tokens themselves are not kept.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tokens(HashMap<[u8; 32], Caller>);
 
 impl Tokens {
-    /// Reads the text of a token file. Empty lines and those that begin with `#` are skipped.
+    /// Parses the text of a token file. Skips empty lines and those that begin with `#`.
     ///
     /// # Errors
     /// Names the line and the reason, never the token.
@@ -61,16 +61,16 @@ impl Tokens {
         Ok(Self(tokens))
     }
 
-    /// Tokens are compared by their hashes, so the time that it takes tells nothing about them.
+    /// Compares tokens by their hashes, so that the time it takes reveals nothing about them.
     fn caller(&self, token: &str) -> Option<&Caller> {
         self.0.get::<[u8; 32]>(&Sha256::digest(token.as_bytes()).into())
     }
 }
 
-/// Knows whose a token is.
+/// Looks up the owners of tokens.
 pub(crate) struct Authenticator {
     tokens: ArcSwap<Tokens>,
-    /// None without a cluster.
+    /// `None` without a cluster.
     reviewer: Option<Arc<Reviewer>>,
 }
 
@@ -83,10 +83,10 @@ impl Authenticator {
         self.tokens.store(tokens.into());
     }
 
-    /// Whose token this is. It was shown by somebody at the address `source`.
+    /// Returns the owner of the token. A client at the address `source` has shown it.
     ///
     /// # Errors
-    /// Nobody's, or the API server does not say.
+    /// The token has no owner, or the API server does not answer.
     pub(crate) async fn caller_of_token(&self, token: &str, source: IpAddr) -> Result<Caller, Refusal> {
         if let Some(caller) = self.tokens.load().caller(token) {
             return Ok(caller.clone());

@@ -23,8 +23,8 @@ use crate::session::Link;
 /// The `tracing` target of the access log's events.
 const ACCESS: &str = "tunnel_server::access";
 
-/// A connection from when its node is known. Dropping it without [`AccessLogGuard::end`], as when its task is cancelled
-/// or panics, records that too.
+/// A connection from the moment its node is known. Dropping it without [`AccessLogGuard::end`], as when its task is
+/// cancelled or panics, also records it.
 pub(crate) struct AccessLogGuard {
     connection: Present<Connection>,
     outcome: Outcome,
@@ -49,7 +49,7 @@ impl AccessLogGuard {
         record
     }
 
-    /// Of a connection to a target that is not an edge node's.
+    /// Starts the record of a connection whose target is not on an edge node.
     pub(crate) fn direct(
         door: &'static str,
         client: SocketAddr,
@@ -79,35 +79,35 @@ impl AccessLogGuard {
         }
     }
 
-    /// Another server has the node, or the client.
+    /// Notes the other server that has the node, or the client.
     pub(crate) fn via(&self, server_id: &str) {
-        // It is only one other server.
+        // There is only one other server.
         let _ = self.connection.via.set(server_id.into());
     }
 
-    /// How it ended if it is dropped.
+    /// Sets the outcome to record if this is dropped.
     pub(crate) fn presume(&mut self, outcome: Outcome) {
         self.outcome = outcome;
     }
 
-    /// Who it is for.
+    /// Notes the caller.
     pub(crate) fn called_by(&self, caller: &dyn Display) {
-        // A door asks only once.
+        // A listener identifies the caller only once.
         let _ = self.connection.caller.set(caller.to_string().into());
     }
 
-    /// When the connection has to end.
+    /// Cancelled when the connection has to end.
     pub(crate) fn forced(&self) -> &CancellationToken {
         self.in_flight.shutdown().forced_token()
     }
 
-    /// Keeps the connection's place until its end.
+    /// Keeps the connection's place until it ends.
     pub(crate) fn hold(&mut self, place: Share) {
         self.place = Some(Box::new(place));
     }
 
-    /// The same, unless there is none. `node`: where it leads, with the places of its agent if that is attached to
-    /// this server; None: to no edge node.
+    /// Keeps the connection's place, or fails if it was refused. `node`: the edge node, and its agent's places if that
+    /// is attached to this server; `None` for a target that is not on an edge node.
     pub(crate) fn admit(
         &mut self,
         place: Result<Share, Full>,
@@ -115,7 +115,7 @@ impl AccessLogGuard {
     ) -> Result<(), Failed> {
         let admitted = place.and_then(|mut place| {
             let reached = node.map_or(Ok(()), |(node, agent)| place.reaches(node, agent));
-            // Kept even if it was refused: the client still gets the reason.
+            // Kept even if it was refused: the client still has to get the reason.
             self.hold(place);
             reached
         });
@@ -125,12 +125,12 @@ impl AccessLogGuard {
         })
     }
 
-    /// Why the connection ends when its link's [`crate::session::Link::over`] is cancelled.
+    /// Outcome of a connection whose link's [`crate::session::Link::over`] is cancelled.
     pub(crate) fn why_over(&self) -> Outcome {
         if self.in_flight.shutdown().is_forced() { Outcome::Shutdown } else { Outcome::TunnelLost }
     }
 
-    /// Carries to the end. Once the link is over, that is aborted.
+    /// Relays until the end, and aborts that once the link is over.
     #[expect(clippy::manual_async_fn, reason = "an async fn's future has room for each argument twice")]
     pub(crate) fn until_over<T>(
         &self,
@@ -155,9 +155,9 @@ impl AccessLogGuard {
         self.metrics.dialled(took);
     }
 
-    /// Counts the connection's bytes, and adds them to those of the session, or of the other server, and of all
-    /// connections. `link`: what carries it, unless this server has dialled the target itself. What is returned first ends it
-    /// from outside.
+    /// Starts counting the connection's bytes, also in the totals of the session or of the other server, and of all
+    /// connections. `link`: the link that relays it; `None` if this server has dialled the target itself. The [`Abort`]
+    /// that it returns ends the connection from outside.
     pub(crate) fn carrying(&self, link: Option<&Link>, carried: &Totals) -> (Arc<Abort>, Arc<Traffic>) {
         let begin = || Carried {
             traffic: Arc::new(Traffic::part_of(vec![carried.clone(), self.metrics.carried.clone()])),
@@ -181,10 +181,10 @@ impl AccessLogGuard {
     }
 }
 
-/// Counts a connection that was refused at a bound.
+/// Counts a connection that was refused at a limit.
 pub(super) fn over_limit(metrics: &Metrics, door: &'static str, client: SocketAddr, full: &Full) {
     metrics.over_limit(door, full);
-    // Not louder: there are as many of these as the client likes. The metric tells the operator.
+    // At debug level, because clients can cause any number of these. The operator sees the metric.
     tracing::debug!(door, %client, %full, "connection refused at a bound");
 }
 

@@ -1,4 +1,4 @@
-//! Answers in HTTP/1.1 to a client whose connection fails before anything was carried.
+//! HTTP/1.1 answers to a client whose connection fails before anything was relayed.
 
 use http::StatusCode;
 use tokio::net::TcpStream;
@@ -6,7 +6,7 @@ use tunnel_core::outcome::Outcome;
 
 use super::preface;
 
-/// The status for a failure of the way to the target.
+/// Returns the status for a failure on the way to the target.
 pub(super) fn status_of(outcome: Outcome) -> StatusCode {
     match outcome {
         Outcome::NoTunnel | Outcome::Busy | Outcome::Shutdown => StatusCode::SERVICE_UNAVAILABLE,
@@ -16,7 +16,7 @@ pub(super) fn status_of(outcome: Outcome) -> StatusCode {
     }
 }
 
-/// Answers, and closes the connection. `more` are lines of the head.
+/// Answers and closes the connection. `more` holds further header lines.
 pub(super) async fn refuse(socket: &mut TcpStream, status: StatusCode, more: &str, reason: &str) {
     let body = format!("tunnel-server: {reason}\n");
     let answer = format!(

@@ -1,27 +1,27 @@
-//! Finds the server name in a TLS ClientHello (RFC 8446 §4.1.2, RFC 6066 §3), as TLS passthrough needs it: nothing is
-//! answered, and an address is accepted as name.
+//! Finds the server name in a TLS ClientHello (RFC 8446 §4.1.2, RFC 6066 §3) for TLS passthrough: it answers nothing,
+//! and accepts an address as the name.
 
-/// The longest ClientHello accepted, in bytes on the wire.
+/// Maximum length of a ClientHello, in bytes on the wire.
 pub const MAX_HELLO: usize = 16 << 10;
-/// The most TLS records that it may be split into; clients send one.
+/// Maximum number of TLS records that it may be split into; clients send one.
 const MAX_RECORDS: usize = 32;
 
 const RECORD_HEADER: usize = 5;
 const HANDSHAKE: u8 = 22;
-/// Largest plaintext record (RFC 8446 §5.1).
+/// Maximum length of a record's plaintext (RFC 8446 §5.1).
 const MAX_RECORD: usize = 1 << 14;
 const HANDSHAKE_HEADER: usize = 4;
 const CLIENT_HELLO: u8 = 1;
 const EXTENSION_SERVER_NAME: u16 = 0;
 const NAME_TYPE_HOST: u8 = 0;
-/// The longest host name (RFC 1035 §3.1, in text).
+/// Maximum length of a host name (RFC 1035 §3.1, in text).
 const MAX_NAME: usize = 255;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Parsed {
     /// The beginning of a ClientHello.
     Incomplete,
-    /// A whole ClientHello, and the server name in it as the client sent it.
+    /// A whole ClientHello, with the server name as the client sent it.
     Hello(Option<String>),
 }
 
@@ -38,7 +38,7 @@ pub enum HelloError {
 }
 
 impl HelloError {
-    /// The TLS alert to answer with (RFC 8446 §6).
+    /// Returns the TLS alert to answer with (RFC 8446 §6).
     pub const fn alert(self) -> u8 {
         match self {
             Self::NotTls | Self::NotHello => 10,
@@ -48,7 +48,7 @@ impl HelloError {
     }
 }
 
-/// Reads the ClientHello at the beginning of `bytes`, which may be split into several records.
+/// Parses the ClientHello at the beginning of `bytes`, which may be split into several records.
 ///
 /// # Errors
 /// The bytes are not the beginning of a ClientHello.
@@ -56,7 +56,7 @@ pub fn parse_client_hello(bytes: &[u8]) -> Result<Parsed, HelloError> {
     let mut message = Vec::new();
     let mut rest = bytes;
     for _ in 0..MAX_RECORDS {
-        // Decided from the first byte on: an HTTP client does not have to wait for a timeout.
+        // Decides from the first byte on, so that an HTTP client does not have to wait for a timeout.
         match rest {
             [] => return Ok(Parsed::Incomplete),
             [HANDSHAKE] => return Ok(Parsed::Incomplete),
@@ -83,7 +83,7 @@ pub fn parse_client_hello(bytes: &[u8]) -> Result<Parsed, HelloError> {
     Err(HelloError::Malformed("too many records"))
 }
 
-/// The body of the ClientHello. None: it is not whole yet.
+/// Returns the body of the ClientHello; `None` if it is not complete yet.
 fn whole_message(message: &[u8]) -> Result<Option<&[u8]>, HelloError> {
     if message.first().is_some_and(|kind| *kind != CLIENT_HELLO) {
         return Err(HelloError::NotHello);
@@ -167,7 +167,7 @@ mod tests {
     use rustls::pki_types::ServerName;
     use std::sync::Arc;
 
-    /// The ClientHello of rustls.
+    /// Returns a ClientHello of rustls.
     fn hello(name: &str) -> Vec<u8> {
         let config =
             rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
@@ -182,7 +182,7 @@ mod tests {
         bytes
     }
 
-    /// The same message in records of at most `size` bytes.
+    /// Splits the message into records of at most `size` bytes.
     fn in_records(hello: &[u8], size: usize) -> Vec<u8> {
         hello[RECORD_HEADER..]
             .chunks(size)

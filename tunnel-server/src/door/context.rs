@@ -1,4 +1,4 @@
-//! What doors work with.
+//! State and types that all listeners use.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::route::Router;
 use crate::runtime::Runtime;
 use crate::session::Sessions;
 
-/// What all doors work with.
+/// State that all listeners share.
 #[derive(Clone)]
 pub struct DoorContext {
     pub router: Arc<Router>,
@@ -55,29 +55,29 @@ impl DoorContext {
     }
 }
 
-/// What a client wants to reach.
+/// The destination that a client asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenRequest {
     /// The node whose agent dials.
     pub node: NodeName,
-    /// What it dials.
+    /// The address that the agent dials.
     pub target: SocketAddr,
-    /// What was read from the client already: it is carried first.
+    /// Bytes that were read from the client already; they are relayed first.
     pub prefix: Bytes,
-    /// What the client is sent once the target is connected, before anything of the target's.
+    /// Bytes to send to the client once the target is connected, before the target's own.
     pub greeting: Bytes,
-    /// Who the client has shown to be, and the rule that permits this, for the log.
+    /// The authenticated caller and the rule that permits the connection, for the log.
     pub caller: Option<Box<str>>,
 }
 
 impl OpenRequest {
-    /// For a client that is not asked who it is.
+    /// Creates a request of a client that need not authenticate.
     pub fn new(node: NodeName, target: SocketAddr, prefix: Bytes) -> Self {
         Self { node, target, prefix, greeting: Bytes::new(), caller: None }
     }
 }
 
-/// Why a client gets no connection, or lost it.
+/// Reason for which a client gets no connection, or lost it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Failed {
     pub(crate) outcome: Outcome,
@@ -89,22 +89,21 @@ impl Failed {
         Self { outcome: error.outcome(Side::Server), reason: error.to_string() }
     }
 
-    /// The reason with the words by which programs written in Go tell errors apart.
+    /// Returns the reason with the words by which Go programs tell errors apart.
     pub(crate) fn in_words_of_go(self) -> String {
         in_words_of_go(self.outcome, self.reason)
     }
 }
 
-/// Why a connection is not carried: it is closed, or will be reset.
+/// Reason for which a connection is not relayed: it is closed, or will be reset.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// The redirect's own connection to itself: not logged.
     #[error("a self-test of the redirect")]
     SelfTest,
-    /// What the client asked for is not served.
+    /// The client's request is not served.
     #[error("{0}")]
     Client(String),
-    /// The client's socket failed.
     #[error("{0}")]
     Socket(#[from] std::io::Error),
 }

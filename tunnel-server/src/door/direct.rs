@@ -1,4 +1,4 @@
-//! Connections that this server makes itself: to targets that are not an edge node's.
+//! Connections that this server dials itself, to targets that are not on edge nodes.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -15,17 +15,18 @@ use tunnel_core::outcome::Outcome;
 use super::access_log::AccessLogGuard;
 use super::context::Failed;
 
-/// How long this server tries to connect, as agents do.
+/// Maximum time to connect, the same as agents'.
 pub(super) const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Names that are looked up at a time. Two threads wait for each, for half a minute where no name server answers, and other work
-/// needs such threads too: the redirect's programs take this process for dead if its sign of life waits behind callers' names.
+/// Limits concurrent name lookups. Two threads wait for each, for half a minute if no name server answers, and other
+/// work needs such threads too: the redirect's BPF programs take this process for dead if its heartbeat waits behind
+/// callers' lookups.
 static LOOKUPS: Semaphore = Semaphore::const_new(64);
 
-/// The addresses of a host, as this host's resolver says.
+/// Returns the addresses of a host from this host's resolver.
 ///
 /// # Errors
-/// It is not known, or not within the time for a dial ([`io::ErrorKind::TimedOut`]).
+/// The host is unknown, or was not resolved within the time for a dial ([`io::ErrorKind::TimedOut`]).
 pub(super) async fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     resolve_in_turn(host, port, &LOOKUPS).await
 }
@@ -35,7 +36,7 @@ async fn resolve_in_turn(host: &str, port: u16, turns: &'static Semaphore) -> io
         return Ok(vec![SocketAddr::new(address, port)]);
     }
     let looked_up = async move {
-        // Until the resolver has answered, whoever still waits for that.
+        // Held until the resolver answers, even if nobody waits for that any more.
         let turn = Arc::new(turns.acquire().await.map_err(io::Error::other)?);
         lookup_holding(host, port, &turn).await
     };
@@ -46,7 +47,7 @@ async fn resolve_in_turn(host: &str, port: u16, turns: &'static Semaphore) -> io
 /// Connects to a target.
 ///
 /// # Errors
-/// How it failed.
+/// The dial failed or timed out; the error holds the outcome.
 pub(super) async fn connect(target: SocketAddr) -> Result<TcpStream, Failed> {
     let failed = |outcome, why: &dyn std::fmt::Display| Failed {
         outcome,
@@ -66,8 +67,8 @@ pub(super) async fn connect(target: SocketAddr) -> Result<TcpStream, Failed> {
     }
 }
 
-/// Carries the connection until both directions have ended, `gone` ends, or the server stops. The target is reset unless all has
-/// gone well.
+/// Relays until both directions have ended, `gone` completes, or the server stops. Resets the target unless everything
+/// went well.
 pub(super) async fn carry(
     mut socket: TcpStream,
     record: &AccessLogGuard,

@@ -1,4 +1,4 @@
-//! A table: each kind of host at each listener.
+//! A table of each kind of host at each listener.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -19,13 +19,13 @@ use crate::route::{Resolved, Router, RouterConfig, split_host};
 
 const PORT: u16 = 10250;
 
-/// A caller that may reach every node and every address, and no Service.
+/// Lets a caller reach every node and every address, and no Service.
 const POLICY: &str = "rules:\n- name: all\n  from: [{clients: [0.0.0.0/0]}]\n  to:\n  \
     - {nodes: edge, addresses: [0.0.0.0/0, '::/0'], ports: ['*']}\n  \
     - {addresses: [0.0.0.0/0, '::/0'], ports: ['*']}\n";
 
-/// Nodes that are called like addresses, of each other and of others; two with one address; pods within the range that is
-/// redirected, and outside of it.
+/// Nodes named like addresses, of each other and of others; two with one address; pods inside and outside the range
+/// that is redirected.
 fn router() -> Arc<Router> {
     let node = |name: &str, addresses: &[&str]| InventoryNode {
         edge: true,
@@ -74,7 +74,7 @@ fn at_sni(host: &str, router: &Router) -> String {
     of_request(Https { front: None, port: None }.request(Some(host), router))
 }
 
-/// None: no map can name it.
+/// Returns `None` if no map can name the host.
 fn at_map(host: &str, router: &Router) -> Option<String> {
     let map = Map {
         listen: ([127, 0, 0, 1], 1).into(),
@@ -105,7 +105,7 @@ async fn at_connect(host: &str, router: &Arc<Router>) -> String {
 async fn each_kind_of_host_at_each_listener() {
     const NO: &str = "refused";
     let router = router();
-    // What leads to a node leads there everywhere.
+    // Hosts that lead to the same node at every listener.
     for (host, expected) in [
         ("edge-1", "edge-1 10.8.0.1:10250"),
         ("EDGE-1.", "edge-1 10.8.0.1:10250"),
@@ -114,13 +114,13 @@ async fn each_kind_of_host_at_each_listener() {
         ("[FD00:8:0::1]", "edge-1 [fd00:8::1]:10250"),
         ("[::ffff:10.8.0.9]", "10.8.0.7 10.8.0.9:10250"),
         ("[10.8.0.9]", "10.8.0.7 10.8.0.9:10250"),
-        // An address is an address before it is a name.
+        // A host is parsed as an address before it is looked up as a name.
         ("10.8.0.9", "10.8.0.7 10.8.0.9:10250"),
         ("10.8.0.9.", "10.8.0.7 10.8.0.9:10250"),
         ("10.8.0.7", "10.8.0.9 10.8.0.7:10250"),
-        // Not how an address is written.
+        // Not a valid address.
         ("010.8.0.9", "010.8.0.9 10.8.0.8:10250"),
-        // An address that two nodes have, by name.
+        // By name, although two nodes have the address.
         ("twin-1", "twin-1 10.8.0.66:10250"),
     ] {
         assert_eq!(at_http(host, &router).await, expected, "http: {host}");
@@ -129,20 +129,21 @@ async fn each_kind_of_host_at_each_listener() {
         assert_eq!(at_connect(host, &router).await, expected, "connect: {host}");
         assert_eq!(leads_at_egress(host, PORT, &router), expected, "egress: {host}");
     }
-    // The rest, at the http and the plain door and maps, at the https door's SNI, the connect door and workloads', and egress.
+    // All others: at the http and plain listeners and maps, at the https listener's SNI, at the connect listener and
+    // for workloads, and at egress.
     for (host, http, sni, connect, egress) in [
         // A pod, which has no kubelet, in a range that is redirected, and in one that is not.
         ("10.244.2.7", "edge-2 10.244.2.7:10250", NO, "edge-2 10.244.2.7:10250", "edge-2 10.244.2.7:10250"),
         ("10.99.3.7", NO, NO, "direct 10.99.3.7:10250", "direct 10.99.3.7:10250"),
         ("web.shop", NO, NO, "denied", "direct web.shop:10250"),
         ("web.shop.svc.cluster.local", NO, NO, "denied", "direct web.shop.svc.cluster.local:10250"),
-        // Loopback, also where a node is called like that; a token; somebody else's address.
+        // Loopback, also where a node has that name; a virtual address; an address that belongs to no node.
         ("127.0.0.1", NO, NO, "denied", NO),
         ("[::ffff:127.0.0.1]", NO, NO, "denied", NO),
         ("[::]", NO, NO, "denied", NO),
         ("198.18.0.1", NO, NO, "denied", NO),
         ("10.9.9.9", NO, NO, "direct 10.9.9.9:10250", "direct 10.9.9.9:10250"),
-        // The name of a node, and nobody's address.
+        // The name of a node, but no node's address.
         ("10.8.0.5", NO, NO, "direct 10.8.0.5:10250", "direct 10.8.0.5:10250"),
         ("10.8.0.66", NO, NO, NO, NO),
         ("nowhere", NO, NO, NO, NO),

@@ -1,4 +1,4 @@
-//! The doors whose connections `front/` serves from their first byte.
+//! Listeners whose connections `front/` serves from the first byte.
 
 use std::sync::Arc;
 
@@ -10,11 +10,11 @@ use super::front::Front;
 use super::open::{Door, Opened};
 use crate::route::Router;
 
-/// On loopback, without authentication. Each request's Host names its node; nothing is added to it.
+/// HTTP on loopback, without authentication. Each request's Host names its node; nothing is added to the request.
 pub(crate) struct Http(pub(crate) Arc<Front>);
 
-/// HTTP by a node's name for clients in the cloud, to which the internal Service leads. Clients in the configured ranges may use
-/// it, others with a token.
+/// HTTP by a node's name for clients in the cloud, which come through the internal Service. Clients in the configured
+/// ranges may use it, others with a token.
 pub(crate) struct Plain(pub(crate) Arc<Front>);
 
 /// `/metrics` with TLS.

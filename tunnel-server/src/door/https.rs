@@ -1,6 +1,6 @@
-//! The https door. A ClientHello whose SNI names a node is passed through: every byte goes to the kubelet as it came, and the
-//! kubelet decides. One that names this server, or nobody, as for a URL with an address, has its TLS ended here, if that is
-//! switched on: then each request names its node. Any other name gets an alert. Further ports of the door lead to other ports of
+//! The https listener. A ClientHello whose SNI names a node is passed through: the kubelet gets every byte unchanged,
+//! and decides. One that names this server, or no server, as for a URL with an address, has its TLS ended here if that
+//! is enabled; then each request names its node. Any other name gets an alert. Further ports lead to other ports of
 //! nodes than the kubelet's.
 
 use std::net::SocketAddr;
@@ -16,22 +16,22 @@ use super::open::{Door, Opened};
 use super::preface::{PrefaceError, answer, read_preface, timed_out};
 use crate::route::{Resolved, Router};
 
-/// A TLS alert (RFC 8446 §6) without its description: record header, fatal.
+/// A fatal TLS alert (RFC 8446 §6) without its description.
 const ALERT: [u8; 6] = [21, 3, 3, 0, 2, 2];
 const UNRECOGNIZED_NAME: u8 = 112;
 
 pub(crate) struct Https {
-    /// Ends the TLS of those who address this server; None: nobody's.
+    /// Ends the TLS of clients that address this server; `None` to end nobody's.
     pub(crate) front: Option<Arc<Front>>,
-    /// The port of nodes that a name leads to; None: the kubelet's.
+    /// Port of the nodes that a name leads to; `None` for the kubelet's.
     pub(crate) port: Option<u16>,
 }
 
 impl Https {
-    /// Resolves the name of a ClientHello.
+    /// Resolves the name in a ClientHello.
     ///
     /// # Errors
-    /// It is no edge node's. A pod has no kubelet.
+    /// The name is not an edge node's. A pod has no kubelet.
     pub(super) fn request(&self, name: Option<&str>, router: &Router) -> Result<OpenRequest, String> {
         let name = name.ok_or("the ClientHello names no server: send the node's name as SNI")?;
         match router.resolve(name) {
@@ -46,7 +46,7 @@ impl Https {
         }
     }
 
-    /// Whether a client that names no node wants this server.
+    /// Returns the front end if a client that names no node addresses this server.
     fn is_meant(&self, name: Option<&str>) -> Option<&Arc<Front>> {
         let front = self.front.as_ref()?;
         let own = name.is_none_or(|name| front.tls.as_ref().is_some_and(|tls| tls.is_own_name(name)));

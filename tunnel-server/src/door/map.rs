@@ -1,4 +1,4 @@
-//! Static maps: each listener leads to one target on one node, for the clients that it names.
+//! Static maps: each listener leads to one target on one node, for the clients that it permits.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,9 +21,9 @@ use crate::admission::Shares;
 use crate::maps::{Map, Target, check, overlap};
 use crate::route::{Resolved, Router};
 
-/// The door's name.
+/// The name of all maps' listeners in logs and metrics.
 pub(crate) const MAP: &str = "map";
-/// As [`TcpListener::bind`] has it.
+/// The same as in [`TcpListener::bind`].
 const BACKLOG: u32 = 128;
 
 struct Mapped(Arc<ArcSwap<Map>>);
@@ -45,10 +45,10 @@ impl Door for Mapped {
 /// Resolves the node of a map.
 ///
 /// # Errors
-/// It leads nowhere at present.
+/// The map leads nowhere at present.
 pub(super) fn request(map: &Map, router: &Router) -> Result<OpenRequest, String> {
     let (node, target) = match (map.target, router.resolve(map.node.as_str())) {
-        // A node without an address has a tunnel too.
+        // A node without an address can have a tunnel too.
         (
             Target::Address(target),
             Resolved::WithoutAddress(_) | Resolved::Service { .. } | Resolved::Unknown(_),
@@ -71,13 +71,13 @@ pub(super) fn request(map: &Map, router: &Router) -> Result<OpenRequest, String>
 /// A map whose listener is open.
 struct Open {
     map: Arc<ArcSwap<Map>>,
-    /// Ends the accepting; what is carried goes on.
+    /// Ends the accepting; connections are relayed to their end.
     closed: CancellationToken,
 }
 
 /// The maps in effect.
 pub(crate) struct Maps {
-    /// Those of the flags.
+    /// Maps from flags.
     fixed: Vec<Map>,
     open: Mutex<HashMap<SocketAddr, Open>>,
     gate: Gate,
@@ -98,17 +98,17 @@ impl Maps {
         Self { fixed, open: Mutex::default(), gate, context, shares, sockets }
     }
 
-    /// Serves maps whose listeners are bound; a successor can have them already.
+    /// Serves maps whose listeners are bound; a successor can get them already.
     pub(crate) fn start(&self, bound: Vec<(Map, TcpListener)>) {
         for (map, listener) in bound {
             self.serve(map, listener);
         }
     }
 
-    /// Replaces the maps of the file. Connections through one that goes are carried to their end.
+    /// Replaces the maps from the file. Connections of a removed map are relayed to their end.
     ///
     /// # Errors
-    /// One cannot be listened on: which, where and why. Nothing has changed then.
+    /// One map cannot be listened on; the error names it, its address and the reason. Nothing has changed then.
     pub(crate) async fn replace(&self, of_file: Vec<Map>) -> Result<(), String> {
         let wanted = [self.fixed.as_slice(), &of_file].concat();
         check(&wanted)?;
@@ -116,9 +116,10 @@ impl Maps {
         let (stays, gone): (Vec<_>, Vec<_>) =
             known.into_iter().partition(|listen| wanted.iter().any(|map| map.listen == *listen));
         let takes_a_place = |map: &Map| gone.iter().any(|old| overlap(*old, map.listen));
-        // Those of the flags are open from the start.
+        // Maps from flags are open from the start.
         let new = of_file.iter().enumerate().filter(|(_, map)| !stays.contains(&map.listen));
-        // What takes the place of another gets connections from then on, so nothing must fail any more.
+        // A listener that replaces another one gets connections as soon as it is bound, so these come last, when
+        // nothing else can fail.
         let (last, first): (Vec<_>, Vec<_>) = new.partition(|(_, map)| takes_a_place(map));
         let mut bound = Vec::new();
         for (index, map) in first.into_iter().chain(last) {
@@ -148,10 +149,12 @@ impl Maps {
         Ok(())
     }
 
-    /// Listens, and gives the listener once more for a successor. `gone` are those that close if all goes well.
+    /// Listens, and returns the listener and a copy for a successor. `gone`: the listeners that close if everything
+    /// succeeds.
     async fn bind(&self, listen: SocketAddr, gone: &[SocketAddr]) -> io::Result<(TcpListener, OwnedFd)> {
         let listener = match TcpListener::bind(listen).await {
-            // While the gate is closed another server of this host has the maps, and may have put its own in their place.
+            // While the gate is closed, another server of this host has the maps, and may have replaced them by its
+            // own.
             Err(error) if error.kind() == io::ErrorKind::AddrInUse && self.gate.is_open() => {
                 let in_the_way = gone.iter().filter(|old| overlap(**old, listen));
                 let in_the_way: Vec<_> = in_the_way.filter_map(|old| self.sockets.get(MAP, *old)).collect();
@@ -173,7 +176,7 @@ impl Maps {
             self.shares.clone(),
         );
         let until = closed.clone();
-        // It ends with the drain, like every door.
+        // Accepting ends with the drain, as for every listener.
         self.context.drain.spawn(until.run_until_cancelled_owned(accepting));
         self.lock().insert(listen, Open { map, closed });
     }
@@ -183,8 +186,8 @@ impl Maps {
     }
 }
 
-/// Listens although `others`, listeners at other addresses that overlap with this one, are open: none has to be given up before.
-/// The kernel permits it while all of them agree (SO_REUSEPORT), which they do only for this moment.
+/// Listens while `others`, listeners on overlapping addresses, are still open, so that none has to be closed first. The
+/// kernel permits it if all of them set SO_REUSEPORT, which they do only for this moment.
 fn bind_beside(listen: SocketAddr, others: &[OwnedFd]) -> io::Result<TcpListener> {
     let agree = |agree| others.iter().try_for_each(|other| SockRef::from(other).set_reuse_port(agree));
     let socket = if listen.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
@@ -216,7 +219,7 @@ mod tests {
         }
     }
 
-    /// Whether something listens there. What it accepts is reset, maybe before connect() has returned.
+    /// True if something listens there. An accepted connection is reset, maybe before connect() has returned.
     async fn listens(at: SocketAddr) -> bool {
         let connected = TcpStream::connect(at).await;
         !connected.is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
@@ -242,7 +245,7 @@ mod tests {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
 
-        // Somebody else is in the way too: nothing changes.
+        // A foreign listener is in the way too: nothing changes.
         let foreign = TcpListener::bind(elsewhere).await.unwrap();
         let refused = maps.replace(vec![map(everywhere)]).await.unwrap_err();
         let says = format!("maps[0].listen: cannot listen on {everywhere}: address in use: ");

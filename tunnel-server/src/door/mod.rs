@@ -1,7 +1,7 @@
-//! The doors: where connections come in, and how each finds its node.
+//! Listeners for clients, and the ways in which each finds the node of a connection.
 //!
-//! A door is one file behind the trait [`Door`]: it reads from an accepted connection which node and target it is for.
-//! Everything after that (the session, the bytes, the access log, the metrics) is the same for all. A door may also hand a
+//! Each is one file behind the trait [`Door`], which reads from an accepted connection its node and target. Everything
+//! after that (the session, the bytes, the access log, the metrics) is the same for all. A [`Door`] may also hand a
 //! connection to `front/`, which speaks HTTP with the client and with the targets of its requests.
 
 mod access_log;
@@ -54,7 +54,7 @@ use access_log::over_limit;
 use context::Failed;
 use way::Way;
 
-/// Serves a door until the drain starts. `shares` bounds its connections, for as long as they last.
+/// Serves a listener until the drain starts. `shares` bounds its connections, for as long as they last.
 pub(crate) async fn serve<D: Door>(door: D, mut listener: Gated, context: DoorContext, shares: Shares) {
     let door = Arc::new(door);
     context.metrics.door(D::NAME);
@@ -69,7 +69,7 @@ pub(crate) async fn serve<D: Door>(door: D, mut listener: Gated, context: DoorCo
             Err(full) => {
                 over_limit(&context.metrics, D::NAME, client, &full);
                 context.metrics.turned_away(D::NAME);
-                // A reset: an end of file would look like an answer.
+                // A reset: the client could take an end of file for an answer.
                 reset_on_drop(&socket);
                 continue;
             }
@@ -78,7 +78,7 @@ pub(crate) async fn serve<D: Door>(door: D, mut listener: Gated, context: DoorCo
     }
 }
 
-/// One connection, from where it was accepted to its end.
+/// Handles one accepted connection until it ends.
 pub(crate) async fn receive<D: Door>(
     door: Arc<D>,
     mut socket: TcpStream,
@@ -88,20 +88,20 @@ pub(crate) async fn receive<D: Door>(
     mut place: Option<Share>,
 ) {
     let client = door.client(&socket, accepted, &context.router);
-    // Armed here, once for every accepted connection: whatever goes wrong, the client sees a reset, not an end of file.
+    // Armed here, once for every accepted connection: after any failure the client sees a reset, not an end of file.
     prepare_socket(&socket);
     let request = match door.open(&mut socket, &context.router).await {
         Ok(Opened::Carried(request)) => request,
         Ok(Opened::Ended) => return,
         Ok(Opened::Served { front, prefix }) => {
-            // Boxed: carried connections would hold its memory.
+            // Boxed: otherwise relayed connections would hold its memory too.
             let served = Box::pin(front.serve(socket, prefix, client, &context, &shares, place));
             if let Err(error) = served.await {
                 turned_away::<D>(&context, client, &error);
             }
             return;
         }
-        // A reset could overtake the end of the self-test's connect().
+        // A reset could arrive before the self-test's connect() has returned.
         Err(OpenError::SelfTest) => return end_on_drop(&socket),
         Err(error) => return turned_away::<D>(&context, client, &error),
     };
@@ -117,7 +117,7 @@ pub(crate) async fn receive<D: Door>(
             return record.finish(&Err(failed));
         }
     };
-    // From the accepting thread to the one that owns the link; both directions are relayed there.
+    // Moves from the accepting thread to the one that owns the link, which relays both directions.
     let worker = way.link().worker.clone();
     match socket.into_std() {
         Ok(socket) => {
@@ -145,7 +145,7 @@ fn carry<D: Door>(
             Err(error) => return record.end(Outcome::ClientReset, &error),
         };
         let (abort, traffic) = record.carrying(Some(way.link()), way.carried());
-        // Whether the client knows that its target is connected.
+        // True once the client has been told that its target is connected.
         let mut told = false;
         let ended = {
             let over = way.link().over.clone();
@@ -157,7 +157,7 @@ fn carry<D: Door>(
                 let answer = if request.greeting.is_empty() {
                     Either::Left(answer)
                 } else {
-                    // Nothing of the target's may come before it.
+                    // Nothing from the target may come before the greeting.
                     let stream = Box::pin(greeted(&mut socket, &abort, answer, &request.greeting)).await?;
                     told = true;
                     Either::Right(std::future::ready(Ok(stream)))
@@ -185,7 +185,7 @@ fn carry<D: Door>(
     }
 }
 
-/// Waits until the target is connected, and tells the client.
+/// Waits until the target is connected, and sends the greeting to the client.
 async fn greeted(
     socket: &mut TcpStream,
     abort: &Arc<Abort>,
@@ -196,7 +196,7 @@ async fn greeted(
         biased;
         (outcome, reason) = abort.triggered() => return Err(RelayError::Aborted(outcome, reason)),
         stream = answer => stream?,
-        // A client that has gone is not worth a dial.
+        // The target need not be dialled for a client that has gone.
         lost = lost(socket) => return Err(RelayError::Socket(lost)),
     };
     socket.write_all(greeting).await.map_err(RelayError::Socket)?;
@@ -211,8 +211,8 @@ pub(crate) mod tests {
         size_of::<F>()
     }
 
-    /// Every connection holds this much until its end. Moving a future into another one doubles its memory, which shows
-    /// here. Measured: 2,688 bytes, 3,000 through the https door.
+    /// Every connection holds this much memory until it ends. Moving a future into another one doubles it, which this
+    /// test detects. Measured: 2,688 bytes, 3,000 through the https listener.
     #[test]
     fn the_future_of_a_connection_stays_small() {
         let sizes = [size_of_future(carry::<Redirected>), size_of_future(carry::<Https>)];

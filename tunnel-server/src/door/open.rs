@@ -1,4 +1,4 @@
-//! What a door is.
+//! The trait of listeners.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -12,46 +12,46 @@ use super::front::Front;
 use crate::admission::source_key;
 use crate::route::Router;
 
-/// A way in: finds out for each accepted connection which node it is for.
+/// A kind of listener, which finds the node of each accepted connection.
 pub(crate) trait Door: Send + Sync + 'static {
-    /// The door's name in logs and metrics.
+    /// The listener's name in logs and metrics.
     const NAME: &'static str;
-    /// Whether `open` waits for the client, who then needs a place first.
+    /// True if `open` waits for the client, which then needs a place first.
     const READS: bool = true;
 
-    /// The client's address as logs and bounds have it; `accepted` is what accept(2) returned.
+    /// Returns the client's address for logs and limits; `accepted` is what accept(2) returned.
     fn client(&self, _socket: &TcpStream, accepted: SocketAddr, _router: &Router) -> SocketAddr {
         accepted
     }
 
-    /// Which source a connection counts as.
+    /// Returns the source that a connection counts as.
     fn source(_socket: &TcpStream, client: IpAddr, _router: &Router) -> IpAddr {
         source_key(client)
     }
 
-    /// Finds out what the client wants to reach.
+    /// Finds the destination that the client wants to reach.
     fn open(
         &self,
         socket: &mut TcpStream,
         router: &Router,
     ) -> impl Future<Output = Result<Opened, OpenError>> + Send;
 
-    /// Tells a client that has not been sent anything yet why its connection fails, if the door's protocol can.
+    /// Tells a client that has not been sent anything yet why its connection fails, if the protocol allows it.
     fn failed(_socket: &mut TcpStream, _outcome: Outcome, _detail: &str) -> impl Future<Output = ()> + Send {
         async {}
     }
 }
 
-/// What a door makes of a connection.
+/// Result of [`Door::open`].
 pub(crate) enum Opened {
-    /// It is carried to one node, byte by byte.
+    /// The connection is relayed to one node, byte by byte.
     Carried(OpenRequest),
-    /// This server answers it, and each request names its own node.
+    /// This server answers the client, and each request names its own node.
     Served {
         front: Arc<Front>,
-        /// What was read from the client already.
+        /// Bytes that were already read from the client.
         prefix: Bytes,
     },
-    /// The door has carried it itself, to its end.
+    /// [`Door::open`] has already relayed the connection to its end.
     Ended,
 }

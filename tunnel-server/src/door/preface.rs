@@ -1,4 +1,4 @@
-//! Reading what a client sends first, and answering a client that is turned away.
+//! Reads the first bytes of a client, and answers a client that is turned away.
 
 use std::time::Duration;
 
@@ -8,19 +8,19 @@ use tokio::net::TcpStream;
 
 use super::context::OpenError;
 
-/// How long a client may take to send what names the node.
+/// Maximum time in which a client has to send its first bytes, which name the node.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a client that is turned away may take to read why.
+/// Maximum time in which a client that is turned away has to read the reason.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub(super) enum PrefaceError<E> {
     Invalid(E),
     TimedOut,
-    /// The socket failed, or was closed before.
+    /// The socket failed or was closed.
     Lost(OpenError),
 }
 
-/// Reads into `read` until `parse` returns something. `what` names it for error messages.
+/// Reads into `read` until `parse` returns a value. `what` names it in errors.
 pub(super) async fn read_preface<T, E>(
     socket: &mut (impl AsyncRead + Unpin),
     read: &mut BytesMut,
@@ -42,18 +42,18 @@ pub(super) async fn read_preface<T, E>(
     tokio::time::timeout(READ_TIMEOUT, reading).await.unwrap_or(Err(PrefaceError::TimedOut))
 }
 
-/// The reason for [`PrefaceError::TimedOut`].
+/// Message for [`PrefaceError::TimedOut`].
 pub(super) fn timed_out(what: &str) -> String {
     format!("no whole {what} within {} s", READ_TIMEOUT.as_secs())
 }
 
-/// Sends the last `message` to a client, and gives it time to read it before the socket is reset.
+/// Sends a last `message` to a client, and gives it time to read it before the socket is reset.
 pub(super) async fn answer(socket: &mut TcpStream, message: &[u8]) {
     let answering = async {
         socket.write_all(message).await?;
         socket.shutdown().await?;
-        // Unread bytes would turn the close into a reset, which may overtake the answer. The buffer is on the heap: inside
-        // the future it would cost every connection its memory.
+        // With unread bytes the close would become a reset, which may overtake the answer. The buffer is on the heap:
+        // inside the future it would take memory of every connection.
         let mut rest = vec![0; 4096];
         while socket.read(&mut rest).await? > 0 {}
         std::io::Result::Ok(())

@@ -1,4 +1,5 @@
-//! The redirect's door: the accepted socket's own address is the token, and its port the port that the client dialled.
+//! The redirect's listener: the accepted socket's own address is the virtual address, and its port is the port that the
+//! client dialled.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -21,8 +22,8 @@ impl Door for Redirected {
     const NAME: &'static str = "redirect";
     const READS: bool = false;
 
-    /// A process of this host has its token as its source, and accept(2) shows that as getpeername(2) does: as the address that
-    /// the token stands for.
+    /// Maps the source address of this host's own processes back to the virtual address. That is their source, but
+    /// accept(2), like getpeername(2), returns the node's address that it stands for.
     fn client(&self, socket: &TcpStream, accepted: SocketAddr, router: &Router) -> SocketAddr {
         let Ok(local) = socket.local_addr() else { return accepted };
         let token = local.ip().to_canonical();
@@ -34,8 +35,9 @@ impl Door for Redirected {
         }
     }
 
-    /// This host's own processes are as many sources as there are nodes. Their IPv4 connections come from the token itself: a `local`
-    /// route without a preferred source takes the destination. Those of IPv6 come from an address of this host.
+    /// Counts this host's own processes as one source for each node. Their IPv4 connections come from the virtual
+    /// address itself, because a `local` route without a preferred source uses the destination. Their IPv6 connections
+    /// come from an address of this host.
     fn source(socket: &TcpStream, client: IpAddr, router: &Router) -> IpAddr {
         match socket.local_addr().ok().filter(|_| router.is_own(client)) {
             Some(token) => token.ip().to_canonical(),
@@ -54,7 +56,8 @@ impl Door for Redirected {
                 "{token} is not the token of a node: the node has left, or never existed"
             ))
         })?;
-        // The hook at connect() rewrites only to these ports: on any other, the client has dialled the token itself.
+        // The hook at connect() rewrites only to these ports: on any other, the client has dialled the virtual address
+        // itself.
         if !node.pod && !router.tunnels(local.port()) {
             return Err(OpenError::Client(format!("port {} of {token} is not tunnelled", local.port())));
         }

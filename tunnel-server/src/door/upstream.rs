@@ -1,5 +1,5 @@
-//! The one way to open a connection: it takes its place, finds the way to its node, has the agent dial, and relays. What comes
-//! of it is in the access log's line, which each of these steps is given.
+//! Opens a connection: takes its place, finds the way to its node, lets the agent dial, and relays. Each step notes its
+//! result in the access log's record.
 //!
 //! The redirected path takes these steps one by one, in `mod.rs`: its sockets are relayed while the agent still dials.
 
@@ -23,7 +23,7 @@ use crate::admission::{Full, Share};
 pub(super) enum Upstream {
     /// Boxed: it is much larger than a socket.
     Edge(Box<Stream>),
-    /// This server has dialled it.
+    /// A connection that this server has dialled.
     Direct(TcpStream),
 }
 
@@ -52,7 +52,7 @@ pub(super) async fn way(
 }
 
 impl Stream {
-    /// Has the node's agent dial the target.
+    /// Lets the node's agent dial the target.
     pub(super) async fn open(
         context: &DoorContext,
         request: &OpenRequest,
@@ -76,7 +76,8 @@ impl Stream {
         Ok(Self { way, send, stream })
     }
 
-    /// Makes it something to read and write here. It is carried on the thread that owns the link.
+    /// Turns the stream into one that can be read and written here. The bytes are relayed on the thread that owns the
+    /// link.
     pub(super) fn into_pipe(self, record: &AccessLogGuard) -> TunnelStream {
         let Self { way, mut send, stream } = self;
         let (abort, traffic) = record.carrying(Some(way.link()), way.carried());
@@ -144,7 +145,7 @@ impl Upstream {
         direct::connect(target).await.map(Self::Direct)
     }
 
-    /// Carries the connection until both directions have ended, or `gone` ends: then it is reset.
+    /// Relays until both directions have ended. Resets the connection when `gone` completes.
     pub(super) async fn carry(
         self,
         record: &AccessLogGuard,

@@ -1,4 +1,4 @@
-//! What carries a connection to its node: the agent's session here, or another server that has one.
+//! The way to a connection's node: the agent's session on this server, or another server that has one.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -12,15 +12,15 @@ use crate::session::{Asked, Link, On, Session, Taken};
 
 pub(super) enum Way {
     Session(Arc<Session>, Taken),
-    /// Boxed: most connections have the other one.
+    /// Boxed: most connections use a session of this server.
     Peer(Box<OnPeer>),
 }
 
 impl Way {
-    /// Chooses one, and waits for it while the node's agent is expected back.
+    /// Chooses a way, and waits for one while the node's agent is expected back.
     ///
     /// # Errors
-    /// Why there is none.
+    /// There is no way; the error says why.
     pub(super) async fn find(
         context: &DoorContext,
         request: &OpenRequest,
@@ -34,7 +34,7 @@ impl Way {
             };
             let look_again = match context.router.awaited(node) {
                 Some(awaited) => tokio::time::timeout(RETURN, awaited.cancelled()).await.is_ok(),
-                // It may have returned meanwhile.
+                // The agent may have returned meanwhile.
                 None => context.sessions.get(node).is_some(),
             };
             if look_again {
@@ -48,11 +48,11 @@ impl Way {
         }
     }
 
-    /// Other servers are asked one after the other if this one has no session, or one that is silent. What no other server
-    /// carries is left to the silent one, or to another server's: its line may be back.
+    /// Asks the other servers one after the other if this one has no session, or a silent one. If no other server has a
+    /// live one, uses the silent session here, or one on another server: its network connection may be back.
     ///
     /// # Errors
-    /// Why the other servers carry nothing.
+    /// No server has a session; the error holds the other servers' reasons.
     async fn choose(
         context: &DoorContext,
         request: &OpenRequest,
@@ -87,7 +87,7 @@ impl Way {
         Self::Session(session.clone(), session.links.take())
     }
 
-    /// The server that has the node, if it is another one.
+    /// Returns the ID of the server that has the node, if it is another one.
     pub(super) fn server_id(&self) -> Option<&str> {
         match self {
             Self::Session(..) => None,
@@ -112,7 +112,7 @@ impl Way {
     /// Asks for the connection, unless that is done.
     ///
     /// # Errors
-    /// Nothing can be carried on the link any more, or no more than there is.
+    /// The link has failed, or has as many streams as the other end accepts.
     pub(super) async fn ask(&mut self, target: SocketAddr) -> Result<Asked, RelayError> {
         match self {
             Self::Session(session, link) => session.ask(link, target).await,
@@ -120,7 +120,7 @@ impl Way {
         }
     }
 
-    /// What carrying needs.
+    /// Returns the parts that relaying needs.
     pub(super) fn on(&self) -> On<'_> {
         match self {
             Self::Session(session, link) => On { link, to: session.node.as_str(), stalls: &session.stalls },

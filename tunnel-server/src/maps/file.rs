@@ -1,4 +1,4 @@
-//! The text of a file of maps.
+//! Parses a file of maps.
 
 use serde::Deserialize;
 use tunnel_core::identity::NodeName;

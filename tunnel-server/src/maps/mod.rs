@@ -1,4 +1,4 @@
-//! Static maps: listeners, each of which leads to one target on one node. They come from flags and from a file.
+//! Static maps: listeners that each lead to one target on one node. They come from flags and from a file.
 
 mod file;
 mod parse;
@@ -11,23 +11,23 @@ use tunnel_core::identity::NodeName;
 pub(crate) use file::parse_file;
 pub(crate) use parse::parse_flag;
 
-/// More listeners are refused: a successor gets them all in one message.
+/// Maximum number of listeners: a successor gets all of them in one message.
 pub(crate) const MOST: usize = 128;
 
-/// A listener, and where it leads.
+/// A listener, and its target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Map {
     pub listen: SocketAddr,
     pub node: NodeName,
     pub target: Target,
-    /// Who may use it.
+    /// Clients that may connect.
     pub clients: Vec<IpNet>,
 }
 
-/// What a map leads to on its node.
+/// Target of a map on its node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// A port of the node itself, at whatever address it has.
+    /// A port of the node itself, at any of its addresses.
     Port(u16),
     Address(SocketAddr),
 }
@@ -39,16 +39,16 @@ impl Map {
     }
 }
 
-/// Whether the kernel lets only one of the two be listened on at a time.
+/// True if the two have the same port, and the same address or a wildcard: the kernel may then refuse one of them.
 pub(crate) fn overlap(one: SocketAddr, other: SocketAddr) -> bool {
     let host = one.ip() == other.ip() || one.ip().is_unspecified() || other.ip().is_unspecified();
     host && one.port() == other.port()
 }
 
-/// Checks that all can be listened on at the same time.
+/// Checks that all maps can be listened on at the same time.
 ///
 /// # Errors
-/// Names the two that cannot, or their number.
+/// Names the two maps that cannot, or says that there are too many.
 pub(crate) fn check(maps: &[Map]) -> Result<(), String> {
     if maps.len() > MOST {
         return Err(format!("{} maps; at most {MOST} are possible", maps.len()));

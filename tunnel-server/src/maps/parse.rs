@@ -1,4 +1,4 @@
-//! `LISTEN=NODE/TARGET[,CIDR…]`.
+//! Parses `LISTEN=NODE/TARGET[,CIDR…]`.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -10,7 +10,7 @@ use tunnel_core::identity::NodeName;
 
 use super::{Map, Target};
 
-/// Who may use a listener on a loopback address that names nobody.
+/// Clients of a map on a loopback address that names none.
 fn this_host() -> Vec<IpNet> {
     let v4 = IpNet::new_assert(IpAddr::V4(Ipv4Addr::new(127, 0, 0, 0)), 8);
     vec![v4, IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST))]
@@ -18,7 +18,7 @@ fn this_host() -> Vec<IpNet> {
 
 impl Map {
     /// # Errors
-    /// A listener that others reach names nobody.
+    /// The map names no clients, and its listener can be reached from other hosts.
     pub(super) fn new(
         listen: SocketAddr,
         node: NodeName,
@@ -38,10 +38,10 @@ impl Map {
     }
 }
 
-/// Reads the value of `--map`.
+/// Parses the value of `--map`.
 ///
 /// # Errors
-/// Which part is wrong.
+/// Names the invalid part.
 pub(crate) fn parse_flag(text: &str) -> Result<Map, String> {
     const FORM: &str = "not LISTEN=NODE/TARGET, such as 127.0.0.1:2222=edge-7/22 or 0.0.0.0:2222=edge-7/127.0.0.1:22,10.0.0.0/8";
     let (listen, rest) = text.split_once('=').ok_or(FORM)?;
@@ -62,7 +62,7 @@ pub(crate) fn parse_flag(text: &str) -> Result<Map, String> {
     )
 }
 
-/// Where a map listens: an address and a port, never one that the kernel picks.
+/// Parses the address of a listener. Its port is never 0, for which the kernel would pick one.
 pub(super) fn parse_listen(text: &str) -> Result<SocketAddr, String> {
     let listen = text.trim().parse::<SocketAddr>().ok().filter(|listen| listen.port() != 0);
     listen.ok_or_else(|| format!("{text:?} is not ADDRESS:PORT to listen on, such as 127.0.0.1:2222"))
@@ -98,7 +98,7 @@ impl fmt::Display for Target {
     }
 }
 
-/// As [`parse_flag`] reads it.
+/// Writes the format that [`parse_flag`] reads.
 impl fmt::Display for Map {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}={}/{}", self.listen, self.node, self.target)?;

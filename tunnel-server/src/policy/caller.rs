@@ -1,4 +1,4 @@
-//! Who asks for a connection.
+//! Callers and destinations, as the rules see them.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -8,15 +8,15 @@ use tunnel_core::identity::NodeName;
 use crate::caller::Caller;
 use crate::inventory::InventoryNode;
 
-/// As whom a caller has shown itself.
+/// Identity that a caller has shown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Identity {
-    /// It has shown nothing.
+    /// No identity.
     #[default]
     None,
-    /// By its certificate: the common name and the organisations.
+    /// From its certificate: the common name and the organisations.
     Certificate(Caller),
-    /// By its token.
+    /// From its token.
     Token(Caller),
     /// A workload on an edge node, whose agent has the node's certificate.
     Node(NodeName),
@@ -33,17 +33,17 @@ impl fmt::Display for Identity {
     }
 }
 
-/// A caller as rules see it.
+/// A caller as the rules see it.
 #[derive(Clone, Copy, Debug)]
 pub struct Origin<'a> {
     pub identity: &'a Identity,
-    /// Where it connects from; of a workload on an edge node its agent's address.
+    /// Address from which it connects; for a workload on an edge node, its agent's.
     pub client: IpAddr,
-    /// The node of [`Identity::Node`], where the inventory has it.
+    /// The node of [`Identity::Node`], if the inventory has it.
     pub node: Option<&'a InventoryNode>,
 }
 
-/// What a caller wants to reach.
+/// Destination that a caller wants to reach.
 #[derive(Clone, Copy, Debug)]
 pub enum Destination<'a> {
     /// An address on an edge node, or of a pod there.

@@ -1,4 +1,4 @@
-//! The text of a policy file.
+//! Parses a policy file.
 
 use ipnet::IpNet;
 use serde::de::{Error as _, Visitor};
@@ -23,7 +23,7 @@ pub(super) struct RuleEntry {
     pub(super) to: Vec<What>,
 }
 
-/// All fields that are there must match.
+/// All fields that are present must match.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default, rename_all = "camelCase")]
 pub(super) struct Who {
@@ -58,7 +58,7 @@ impl<'de> Deserialize<'de> for Nodes {
     }
 }
 
-/// `NAMESPACE/NAME`, as the user that its tokens name.
+/// `NAMESPACE/NAME`, stored as the user in its tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ServiceAccount(pub(super) String);
 
@@ -74,7 +74,7 @@ impl<'de> Deserialize<'de> for ServiceAccount {
     }
 }
 
-/// `NAME.NAMESPACE`, in lower case.
+/// `NAME.NAMESPACE`, stored in lower case.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ServiceName(pub(super) String);
 
@@ -124,7 +124,7 @@ impl<'de> Deserialize<'de> for Ports {
 
             fn visit_seq<A: serde::de::SeqAccess<'de>>(self, mut list: A) -> Result<String, A::Error> {
                 let mut entries = Vec::new();
-                // A number is text here too.
+                // Numbers are converted to text.
                 while let Some(entry) = list.next_element::<Entry>()? {
                     entries.push(entry.0);
                 }

@@ -1,5 +1,5 @@
-//! Who may reach what through the doors that ask: rules of a file, each of which permits something. What no rule permits
-//! is denied.
+//! The policy: callers and the destinations that they may reach through the listeners that authenticate. Each rule of
+//! the file permits something; everything else is denied.
 
 mod caller;
 mod file;
@@ -16,7 +16,7 @@ use tunnel_core::net::may_dial;
 use crate::inventory::{InventoryNode, Selector};
 use crate::yaml;
 
-/// The rules in effect; none by default, which denies everything.
+/// The rules in effect. The default has none and denies everything.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policy {
     rules: Vec<Rule>,
@@ -36,13 +36,13 @@ struct Target {
     ports: PortSet,
 }
 
-/// What is wrong with a rule, and where: `rules[1].to[0]`.
+/// Formats an error with its place in the file, such as `rules[1].to[0]`.
 fn wrong(rule: usize, list: &str, entry: usize, reason: &str) -> String {
     format!("rules[{rule}].{list}[{entry}]: {reason}")
 }
 
 impl Policy {
-    /// Reads the text of a policy file.
+    /// Parses a policy file.
     ///
     /// # Errors
     /// Names the place and the reason.
@@ -85,7 +85,7 @@ impl Policy {
         self.rules.is_empty()
     }
 
-    /// The name of the first rule that permits it.
+    /// Returns the name of the first rule that permits the connection.
     pub fn permits(&self, caller: Origin<'_>, to: Destination<'_>, port: u16) -> Option<&str> {
         let permits = |rule: &&Rule| {
             rule.to.iter().any(|target| target.covers(to, port))
@@ -94,7 +94,7 @@ impl Policy {
         self.rules.iter().find(permits).map(|rule| rule.name.as_str())
     }
 
-    /// Whether any rule lets this caller through to anything: a caller that none knows needs not be told more.
+    /// True if any rule permits this caller anything. A caller that no rule matches does not get detailed errors.
     pub fn knows(&self, caller: Origin<'_>) -> bool {
         self.rules.iter().any(|rule| rule.from.iter().any(|from| from.is(caller)))
     }
@@ -133,7 +133,7 @@ impl Who {
         let node = self.node.is_some() || self.nodes.is_some();
         in_ranges
             && match caller.identity {
-                // A workload on an edge node comes from its agent's address, which says nothing about it.
+                // A workload on an edge node comes from its agent's address, which does not identify it.
                 Identity::Node(name) => {
                     node && self.node.as_ref().is_none_or(|wanted| wanted == name)
                         && self
@@ -188,7 +188,8 @@ impl Target {
                     }
             }
             Destination::Service(name) => wanted.service.as_ref().is_some_and(|wanted| wanted.0 == name),
-            // A range in the cloud opens no edge, however wide it is: doors on this host's loopback lead to all of them.
+            // A range in the cloud never opens edge nodes, however wide it is. Listeners on this host's loopback lead to
+            // all of them, so only a loopback range opens that.
             Destination::Cloud { address } => {
                 !on_nodes && wanted.addresses.as_ref().is_some_and(|ranges| may_dial(&ranges.0, address))
             }
@@ -298,9 +299,9 @@ rules:
             (&scraper, "1.2.3.4", &berlin, "10.244.8.9", 1, None),
             (&nobody, "192.168.1.9", &berlin, own, 8080, Some("local")),
             (&nobody, "192.168.2.9", &berlin, own, 8080, None),
-            // Who has shown a name does not lose what its address may.
+            // A caller that has shown a name keeps the permissions of its address.
             (&alice, "192.168.1.9", &berlin, own, 8080, Some("local")),
-            // A token's user is no certificate's name.
+            // A token's user does not match a certificate's name.
             (&token("alice", &["ops"]), "10.1.2.3", &berlin, own, 22, None),
             (
                 &certificate("system:serviceaccount:monitoring:prometheus", &["scrapers"]),
@@ -347,10 +348,10 @@ rules:
         assert_eq!(ask(&berlin, "1.1.1.1", named("other.monitoring"), 9090), None);
         assert_eq!(ask(&berlin, "1.1.1.1", cloud(api), 443).as_deref(), Some("from the edge"));
         assert_eq!(ask(&rome, "1.1.1.1", cloud(api), 443), None);
-        // An edge address in the range is an edge's.
+        // An address in the range that is on an edge node belongs to that node.
         let edge = Destination::Edge { node: &rome, address: api };
         assert_eq!(ask(&berlin, "1.1.1.1", edge, 443), None);
-        // Where an agent connects from says nothing about the workload.
+        // The address from which an agent connects does not identify the workload.
         let own = Destination::Edge { node: &berlin, address: "10.8.0.7".parse().unwrap() };
         assert_eq!(ask(&rome, "192.168.1.9", own, 8080), None);
     }

@@ -1,4 +1,4 @@
-//! Reports changes of files, through any symlinks.
+//! Reports changes of files, including through symlinks.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -8,13 +8,13 @@ use notify::{EventKind, RecommendedWatcher, RecursiveMode, Watcher};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-/// A writer that does not rename needs a moment between its first and its last event.
+/// Time without events after which a writer is considered done: one that does not rename causes several events.
 const QUIET: Duration = Duration::from_millis(100);
-/// Events do not delay a reading for longer.
+/// Maximum time for which events delay reading.
 const LONGEST_WAIT: Duration = Duration::from_secs(2);
 
-/// Watches the directories whose entries decide what a path means: a rename into place and a ConfigMap's swap of its
-/// `..data` link are events of a directory, not of the file.
+/// Watches the directories whose entries determine the file at a path. A rename into place and a ConfigMap's swap of
+/// its `..data` link are events of a directory, not of the file.
 pub(crate) struct FileWatch {
     watcher: Option<RecommendedWatcher>,
     events: mpsc::Receiver<()>,
@@ -22,16 +22,16 @@ pub(crate) struct FileWatch {
 }
 
 impl FileWatch {
-    /// `what` is named when there can be no events.
+    /// `what` names the files in the warning that there are no events.
     pub(crate) fn new(what: &'static str) -> Self {
-        // One place is enough: an event only means that something changed.
+        // A capacity of one is enough: an event only means that something changed.
         let (wake, events) = mpsc::channel(1);
         let handler = move |event: notify::Result<notify::Event>| {
-            // Our own reading is an access too, and must not cause another one.
+            // Reading the file here is an access too, and must not cause another read.
             let read_only = matches!(&event, Ok(event) if matches!(event.kind, EventKind::Access(kind)
                 if !matches!(kind, notify::event::AccessKind::Close(notify::event::AccessMode::Write))));
             if !read_only {
-                // When the channel is full, a reading is due anyway.
+                // If the channel is full, a read is due anyway.
                 let _ = wake.try_send(());
             }
         };
@@ -41,7 +41,7 @@ impl FileWatch {
         Self { watcher, events, directories: BTreeSet::new() }
     }
 
-    /// None when there can be no events.
+    /// Returns `None` if there can be no events.
     pub(crate) async fn event(&mut self) -> Option<()> {
         self.events.recv().await
     }
@@ -49,11 +49,11 @@ impl FileWatch {
     /// Waits until the writer seems to be done.
     pub(crate) async fn settle(&mut self) {
         let quiet = async { while let Ok(Some(())) = timeout(QUIET, self.events.recv()).await {} };
-        // Either way it is time to read.
+        // After a timeout too, it is time to read.
         let _ = timeout(LONGEST_WAIT, quiet).await;
     }
 
-    /// Watches the directories that decide what these paths mean now. Errors are not fatal: the poll remains.
+    /// Watches the directories that determine the files at these paths now. Errors are not fatal: polling continues.
     pub(crate) fn follow<'a>(&mut self, paths: impl IntoIterator<Item = &'a Path>) {
         let Some(watcher) = &mut self.watcher else { return };
         let wanted: BTreeSet<_> = paths.into_iter().flat_map(directories).collect();
@@ -77,9 +77,9 @@ impl FileWatch {
     }
 }
 
-/// The directory of the path, of what it links to, and so on.
+/// Returns the directory of the path, and that of each symlink's target in turn.
 fn directories(path: &Path) -> BTreeSet<PathBuf> {
-    /// As many links as Linux itself follows (path_resolution(7)).
+    /// The same limit as in Linux (path_resolution(7)).
     const MAX_LINKS: usize = 40;
     let mut directories = BTreeSet::new();
     let mut current = path.to_owned();
@@ -88,7 +88,7 @@ fn directories(path: &Path) -> BTreeSet<PathBuf> {
             current.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         directories.insert(parent.to_owned());
         // Kubernetes: nodes.yaml -> ..data/nodes.yaml, and ..data -> ..2024_01_01. The link that is swapped may be the
-        // parent, so it is followed too.
+        // parent directory, so that is followed too.
         if let Ok(target) = std::fs::read_link(parent) {
             let above = parent.parent().unwrap_or(Path::new("/"));
             directories.insert(above.to_owned());

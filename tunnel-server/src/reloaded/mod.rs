@@ -1,4 +1,4 @@
-//! Files that are read at the start and whenever they change. The last good content stays in effect.
+//! Files that are read at start and whenever they change. The last good content stays in effect.
 
 mod file_watch;
 
@@ -20,12 +20,13 @@ use tunnel_core::config::ConfigError;
 
 pub(crate) use file_watch::FileWatch;
 
-/// The files are also looked at this often: network file systems have no events, and watches are a limited resource.
+/// Interval at which the files are also polled: network file systems have no events, and watches are a limited
+/// resource.
 const POLL: Duration = Duration::from_secs(10);
-/// Larger files are refused, unless another limit is given.
+/// Maximum size of a file, unless another limit is given.
 const MAX_BYTES: u64 = 4 << 20;
 
-/// The metrics of the followed files.
+/// Metrics of the followed files.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct FileMetrics {
     reloads: Family<[(&'static str, &'static str); 2], Counter>,
@@ -44,7 +45,7 @@ impl FileMetrics {
     }
 
     fn count(&self, file: &'static str, loaded: bool) {
-        // Both series start at once, so that rates work from the first event on.
+        // Both series start at once, so that rates work from the first event.
         for (outcome, happened) in [("loaded", loaded), ("refused", !loaded)] {
             let counter = self.reloads.get_or_create(&[("file", file), ("outcome", outcome)]);
             counter.inc_by(happened.into());
@@ -53,7 +54,7 @@ impl FileMetrics {
     }
 }
 
-/// A file, and the flag that gives its path.
+/// A file, and the flag that names it.
 #[derive(Clone, Debug)]
 pub(crate) struct NamedFile {
     key: &'static str,
@@ -67,25 +68,25 @@ impl NamedFile {
         Self { key, path: path.to_owned(), most_bytes: MAX_BYTES, optional: false }
     }
 
-    /// It may be larger, or has to be smaller, than other files.
+    /// Sets a maximum size other than the default.
     pub(crate) fn at_most(self, most_bytes: u64) -> Self {
         Self { most_bytes, ..self }
     }
 
-    /// It may be missing.
+    /// Allows the file to be missing.
     pub(crate) fn optional(self) -> Self {
         Self { optional: true, ..self }
     }
 
-    /// An error that names flag and file.
+    /// Returns an error that names the flag and the file.
     pub(crate) fn error(&self, reason: impl Into<String>) -> ConfigError {
         ConfigError::new(self.key, self.path.display().to_string(), reason)
     }
 
-    /// None: it is optional, and missing.
+    /// Returns the text; `None` if the file is optional and missing.
     ///
     /// # Errors
-    /// Why it cannot be read.
+    /// The file cannot be read.
     pub(crate) fn read(&self) -> Result<Option<String>, ConfigError> {
         match read_at_most(&self.path, self.most_bytes) {
             Ok(text) => Ok(Some(text)),
@@ -94,25 +95,26 @@ impl NamedFile {
         }
     }
 
-    /// Differs after most changes of the file, without reading it: device, inode, size and time of the change.
+    /// Returns a value that differs after most changes of the file, without reading it: device, inode, size and change
+    /// time.
     fn fingerprint(&self) -> Option<(u64, u64, u64, (i64, i64))> {
         let found = fs::metadata(&self.path).ok()?;
         Some((found.dev(), found.ino(), found.size(), (found.ctime(), found.ctime_nsec())))
     }
 }
 
-/// The texts of files, in their order; None for an optional one that is missing.
+/// The texts of files, in order; `None` for an optional one that is missing.
 pub(crate) type Texts = [Option<String>];
 
-/// Makes something of the texts, or says why not.
+/// Parses the texts of files.
 type Parse<T> = Arc<dyn Fn(&Texts) -> Result<T, ConfigError> + Send + Sync>;
 
-/// The reason for which the present content of files is not in effect; clones share it.
+/// The reason why the current content of files is not in effect; clones share it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Problem(Arc<Mutex<Option<ConfigError>>>);
 
 impl Problem {
-    /// None: it is in effect.
+    /// Returns `None` if the content is in effect.
     pub(crate) fn get(&self) -> Option<ConfigError> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -122,27 +124,27 @@ impl Problem {
     }
 }
 
-/// One file, or several that mean something together, whose first content was good.
+/// One file, or several that belong together, whose first content was good.
 pub(crate) struct ReloadedFile<T> {
     what: &'static str,
     files: Vec<NamedFile>,
     parse: Parse<T>,
     metrics: FileMetrics,
-    /// The outcome of the last reading.
+    /// Result of the last read.
     last: Result<Content, ConfigError>,
     problem: Problem,
-    /// The last content, though good in itself, is not in effect. It is tried again: what was in its way may go.
+    /// Set when the last content was good but could not be applied. It is tried again, since the obstacle may go away.
     unapplied: bool,
 }
 
-/// The digest of the files' texts.
+/// Digest of the files' texts.
 type Content = [u8; 32];
 
 impl<T: Send + 'static> ReloadedFile<T> {
     /// Reads files for the first time. `what` names them in the log and in metrics.
     ///
     /// # Errors
-    /// Why they cannot be used: there is no last good content yet.
+    /// The files cannot be used, and there is no earlier content.
     pub(crate) fn open(
         what: &'static str,
         files: Vec<NamedFile>,
@@ -157,10 +159,10 @@ impl<T: Send + 'static> ReloadedFile<T> {
         Ok((Self { what, files, parse, metrics, last, problem, unapplied: false }, content))
     }
 
-    /// [`Self::open`] of one file.
+    /// Calls [`Self::open`] for one file.
     ///
     /// # Errors
-    /// Why it cannot be used.
+    /// The file cannot be used.
     pub(crate) fn open_one(
         what: &'static str,
         file: NamedFile,
@@ -175,13 +177,13 @@ impl<T: Send + 'static> ReloadedFile<T> {
         Self::open(what, vec![file], parse, metrics)
     }
 
-    /// For a status.
+    /// Returns a handle for the status.
     pub(crate) fn problem(&self) -> Problem {
         self.problem.clone()
     }
 
-    /// Reads again whenever a file changes, until `stop`, and passes good content on to `apply`, which may still refuse it, and
-    /// is then asked again at every poll.
+    /// Reads again whenever a file changes, until `stop`. Passes good content to `apply`, which may still reject it,
+    /// and then gets it again at every poll.
     pub(crate) async fn run<F>(mut self, apply: impl Fn(T) -> F, stop: CancellationToken)
     where
         F: Future<Output = Result<(), String>>,
@@ -189,10 +191,11 @@ impl<T: Send + 'static> ReloadedFile<T> {
         let mut watch = FileWatch::new(self.what);
         let mut seen = None;
         loop {
-            // Before the reading, so that a later change is an event; each time, since symlinks may point elsewhere now.
+            // Before reading, so that a later change causes an event; each time, because symlinks may have changed.
             watch.follow(self.files.iter().map(|file| file.path.as_path()));
             let found: Vec<_> = self.files.iter().map(NamedFile::fingerprint).collect();
-            // The reading may have failed and not the file, as when there are too many open files.
+            // With a problem, reads again even if no file has changed: reading itself may have failed, as with too many
+            // open files.
             if seen.as_ref() != Some(&found) || self.problem.get().is_some() {
                 self.reload(&apply).await;
             }
@@ -201,7 +204,7 @@ impl<T: Send + 'static> ReloadedFile<T> {
                 () = stop.cancelled() => return,
                 Some(()) = watch.event() => {
                     watch.settle().await;
-                    // A change of the same size within one tick of the clock has the same fingerprint: read it anyway.
+                    // A change of the same size within one clock tick does not change the fingerprint, so read anyway.
                     seen = None;
                 }
                 () = tokio::time::sleep(POLL) => {}
@@ -212,7 +215,7 @@ impl<T: Send + 'static> ReloadedFile<T> {
     async fn reload<F: Future<Output = Result<(), String>>>(&mut self, apply: &impl Fn(T) -> F) {
         let (files, parse) = (self.files.clone(), self.parse.clone());
         let (last, retry) = (self.last.clone(), self.unapplied);
-        // A network file system may let it wait, and a large file takes seconds to parse.
+        // A network file system may block, and a large file takes seconds to parse.
         let read = tokio::task::spawn_blocking(move || {
             let texts = read_all(&files);
             let found = texts.as_ref().map(|texts| digest(texts)).map_err(Clone::clone);
@@ -244,7 +247,7 @@ impl<T: Send + 'static> ReloadedFile<T> {
         let before = self.problem.get();
         self.problem.set(loaded.as_ref().err().cloned());
         if again && before.is_some() && before.as_ref() == loaded.as_ref().err() {
-            // It was said and counted.
+            // Already logged and counted.
             return;
         }
         self.metrics.count(self.what, loaded.is_ok());
@@ -257,7 +260,7 @@ impl<T: Send + 'static> ReloadedFile<T> {
         }
     }
 
-    /// Of the whole.
+    /// Returns an error of all files together.
     fn error(&self, reason: String) -> ConfigError {
         match self.files.first() {
             Some(file) => file.error(reason),
@@ -267,7 +270,7 @@ impl<T: Send + 'static> ReloadedFile<T> {
 }
 
 /// # Errors
-/// Why one cannot be read.
+/// A file cannot be read.
 pub(crate) fn read_all(files: &[NamedFile]) -> Result<Vec<Option<String>>, ConfigError> {
     files.iter().map(NamedFile::read).collect()
 }
@@ -275,17 +278,17 @@ pub(crate) fn read_all(files: &[NamedFile]) -> Result<Vec<Option<String>>, Confi
 fn digest(texts: &Texts) -> Content {
     let mut digest = Sha256::new();
     for text in texts {
-        // Of a missing one no length is.
+        // No text has the length that stands for a missing one.
         digest.update(text.as_ref().map_or(u64::MAX, |text| text.len() as u64).to_be_bytes());
         digest.update(text.as_deref().unwrap_or_default());
     }
     digest.finalize().into()
 }
 
-/// The text of a file.
+/// Reads the text of a file.
 ///
 /// # Errors
-/// Why it cannot be read.
+/// The file cannot be read.
 pub(crate) fn read(path: &Path) -> Result<String, String> {
     read_at_most(path, MAX_BYTES).map_err(|error| error.to_string())
 }
@@ -296,7 +299,7 @@ fn read_at_most(path: &Path, most_bytes: u64) -> io::Result<String> {
         false => Err(io::Error::other("it is not a regular file")),
     };
     regular(fs::metadata(path)?)?;
-    // Opening must not block on what was put there meanwhile, as it does on a FIFO.
+    // Opening must not block on a file that was put there meanwhile, such as a FIFO.
     let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
     regular(file.metadata()?)?;
     let mut text = String::new();
@@ -406,7 +409,7 @@ mod tests {
         }
         assert_eq!(*applied.lock().unwrap(), [2; 5]);
         assert_eq!(metrics.in_effect.get_or_create(&[("file", "test")]).get(), 1);
-        // What is wrong in itself stays so.
+        // Content that cannot be parsed is not tried again.
         std::fs::write(&path, "x").unwrap();
         for _ in 0..2 {
             file.reload(&apply).await;

@@ -1,4 +1,4 @@
-//! What a caller reaches: the destination that a host and a port mean, if the policy permits it.
+//! Resolves the host and port that a caller asks for, if the policy permits it to reach them.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -14,14 +14,14 @@ use crate::kube::{Endpoint, ServiceEndpoints};
 use crate::policy::{Destination, Identity, Origin, Policy};
 use crate::route::{NodeAddress, Resolved, Router};
 
-/// Where the endpoints of Services are found.
+/// Source of the endpoints of Services.
 pub(crate) enum Services {
     Cluster(ServiceEndpoints),
     /// The resolver of this host; without Kubernetes.
     Resolver,
 }
 
-/// Decides what callers reach.
+/// Decides which destinations callers may reach.
 pub(crate) struct Gatekeeper {
     pub(crate) authenticator: Arc<Authenticator>,
     pub(crate) services: Services,
@@ -29,30 +29,31 @@ pub(crate) struct Gatekeeper {
     pub(crate) router: Arc<Router>,
 }
 
-/// What is dialled, and by whom.
+/// A permitted destination, and the side that dials it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Reached {
     /// The node's agent dials it.
     Edge { node: NodeName, target: SocketAddr },
-    /// This server does.
+    /// This server dials it.
     Cloud(SocketAddr),
 }
 
-/// Why a caller reaches nothing.
+/// Reason for which a caller reaches nothing.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Denied {
     Policy,
-    /// It is not clear what is meant, or it is nothing that there is.
+    /// The host is ambiguous, or unknown.
     Unclear(String),
     /// A Service whose endpoints are not known.
     Unavailable(String),
 }
 
 impl Gatekeeper {
-    /// What a caller reaches at this host and port, and the name of the rule that permits it.
+    /// Returns the destination that this host and port stand for, and the name of the rule that permits it.
     ///
     /// # Errors
-    /// Why it reaches nothing. Whom the policy does not know learns nothing about names and addresses.
+    /// The caller may not reach it, or there is no such destination. A caller that no rule matches learns nothing about
+    /// names and addresses.
     pub(crate) async fn reach(
         &self,
         identity: &Identity,
@@ -103,8 +104,8 @@ impl Gatekeeper {
         Reached::Edge { node: found.node, target }
     }
 
-    /// One endpoint of a Service. This server's loopback, where whoever comes is trusted, is open by a range of a rule only: what
-    /// a name stands for is not the rules' to say.
+    /// Picks one endpoint of a Service. Skips this server's loopback, where listeners trust every client: only a rule's
+    /// address range may open it, since a rule does not control the addresses behind a name.
     async fn endpoint(&self, name: &str, namespace: &str, port: u16) -> Result<Reached, Denied> {
         let endpoints = self.endpoints(name, namespace, port).await.map_err(Denied::Unavailable)?;
         let resolve = |endpoint: &Endpoint| {

@@ -1,4 +1,4 @@
-//! What a client of the connect door asks for.
+//! Parses the request of a client of the connect listener.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -10,17 +10,17 @@ use tunnel_core::text::printable;
 use crate::door::front::{target_head, wanted_upgrade};
 use crate::route::split_host;
 
-/// The most bytes of a request's head.
+/// Maximum length of a request's head, in bytes.
 const MAX_HEAD: usize = 64 << 10;
 const MAX_HEADERS: usize = 128;
-/// The port of an `http://` URL without one.
+/// Port of an `http://` URL that names none.
 const HTTP: u16 = 80;
 
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Asked {
     pub(super) host: String,
     pub(super) port: u16,
-    /// Bytes of the head.
+    /// Length of the head, in bytes.
     pub(super) length: usize,
     /// The token, or the password, of Proxy-Authorization.
     pub(super) token: Option<String>,
@@ -29,20 +29,20 @@ pub(super) struct Asked {
 
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Nothing was read: a static map says it.
+    /// Nothing was read: the target is a static map's.
     Map,
-    /// CONNECT.
     Tunnel,
-    /// A request with an absolute URL, and the head that the target gets.
+    /// A request with an absolute URL; holds the head for the target.
     Request(Bytes),
 }
 
-/// None: the head is not whole yet.
+/// Parses a request. Returns `None` if the head is not complete yet.
 ///
 /// # Errors
-/// Not a request to a proxy.
+/// It is not a request to a proxy.
 pub(super) fn parse(read: &[u8]) -> Result<Option<Asked>, String> {
-    // Parsing what is not whole yet takes time each time; what comes in pieces that small is no client of ours.
+    // Parses an incomplete head again after each read. That is slow only for heads in tiny pieces, which real clients
+    // do not send.
     let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut request = httparse::Request::new(&mut headers);
     let length = match request.parse(read) {
@@ -51,7 +51,7 @@ pub(super) fn parse(read: &[u8]) -> Result<Option<Asked>, String> {
         Ok(_) => return Err(format!("the head of the request is larger than {MAX_HEAD} bytes")),
         Err(error) => return Err(format!("not an HTTP/1.1 request: {error}")),
     };
-    // A complete request has all three of them.
+    // A complete request has all three.
     let (Some(method), Some(target), Some(version)) = (request.method, request.path, request.version) else {
         return Err("not an HTTP/1.1 request".to_owned());
     };
@@ -80,10 +80,10 @@ pub(super) fn parse(read: &[u8]) -> Result<Option<Asked>, String> {
     (head.uri, head.headers) = (uri, fields);
     let upgrade = wanted_upgrade(&head.headers);
     target_head(&mut head, authority.as_str(), upgrade.as_ref())?;
-    // The body goes on as it comes.
+    // The body is forwarded as it comes.
     head.headers.extend(coding.map(|coding| (header::TRANSFER_ENCODING, coding)));
-    // All that the client sends on this connection goes to this target, so its next request, with its credentials, must not. After
-    // an upgrade there is none; the target may refuse it.
+    // Everything that the client sends on this connection goes to this target, so it must not send another request,
+    // with its credentials, on it. After an upgrade there is none; the target may refuse the upgrade.
     let connection = if upgrade.is_some() { "Upgrade, close" } else { "close" };
     head.headers.insert(header::CONNECTION, HeaderValue::from_static(connection));
     let mut text = format!("{method} {} HTTP/1.{version}\r\n", head.uri).into_bytes();
@@ -94,7 +94,7 @@ pub(super) fn parse(read: &[u8]) -> Result<Option<Asked>, String> {
     Ok(Some(Asked { host, port, length, token, kind: Kind::Request(text.into()) }))
 }
 
-/// Checks that every recipient agrees where the request ends (RFC 9112 section 6). The coding of the body, if it has one.
+/// Checks that every recipient agrees where the request ends (RFC 9112 section 6). Returns the transfer coding, if any.
 fn framing(fields: &HeaderMap, version: u8) -> Result<Option<&HeaderValue>, String> {
     let single = |name: HeaderName| {
         let mut values = fields.get_all(&name).iter();
@@ -112,7 +112,7 @@ fn framing(fields: &HeaderMap, version: u8) -> Result<Option<&HeaderValue>, Stri
         (Some(_), Some(_)) => Err("both Transfer-Encoding and Content-Length".to_owned()),
         (Some(length), None) if !number(length) => Err("Content-Length is not a number".to_owned()),
         (None, Some(_)) if version == 0 => Err("Transfer-Encoding in a request of HTTP/1.0".to_owned()),
-        // Others are allowed before it, and no client uses them.
+        // Other codings may come before it, but no client uses them.
         (None, Some(coding)) if !coding.as_bytes().eq_ignore_ascii_case(b"chunked") => {
             Err("Transfer-Encoding is not chunked".to_owned())
         }
@@ -120,14 +120,14 @@ fn framing(fields: &HeaderMap, version: u8) -> Result<Option<&HeaderValue>, Stri
     }
 }
 
-/// A bearer token, or the password of Basic credentials; their user, if the password is empty.
+/// Returns a bearer token, or the password of Basic credentials, or their user if the password is empty.
 fn token(fields: &HeaderMap) -> Result<Option<String>, String> {
     let mut found = fields.get_all(header::PROXY_AUTHORIZATION).iter();
     let Some(field) = found.next() else { return Ok(None) };
     if found.next().is_some() {
         return Err("more than one Proxy-Authorization".to_owned());
     }
-    // What is wrong is said without the value, which is secret.
+    // The error leaves out the value, which is secret.
     let wrong = || "Proxy-Authorization is neither a Bearer token nor Basic credentials".to_owned();
     let text = field.to_str().map_err(|_| wrong())?.trim();
     let (scheme, value) = text.split_once(' ').ok_or_else(wrong)?;

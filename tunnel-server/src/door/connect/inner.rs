@@ -1,7 +1,7 @@
-//! TLS in front of what carries plain sockets: a pair of sockets on the loopback interface, one of which has the TLS.
+//! Puts TLS in front of code that relays plain sockets: a pair of loopback sockets, one of which has the TLS side.
 //!
-//! Carrying goes by a socket's own backpressure, half-close and reset. Through the pair a client with TLS has all three,
-//! with the bounds that they come with, at the cost of one more copy.
+//! Relaying depends on a socket's own backpressure, half-close and reset. The pair gives a TLS client all three, and
+//! the limits that come with them, at the cost of one more copy.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -10,16 +10,16 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::server::TlsStream;
 use tunnel_core::carry::end_on_drop;
 
-/// Bytes that are copied at a time, each way: a TLS record.
+/// Bytes copied at a time in each direction: one TLS record.
 const BUFFER: usize = 16 << 10;
 
-/// Two sockets that are connected with each other.
+/// Returns two sockets that are connected to each other.
 pub(crate) async fn pair() -> io::Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).await?;
     let one = TcpStream::connect(listener.local_addr()?).await?;
     let own = one.local_addr()?;
     loop {
-        // Anybody on this host may connect there first.
+        // Any process of this host may connect first.
         let (other, peer) = listener.accept().await?;
         if peer == own {
             return Ok((one, other));
@@ -27,7 +27,7 @@ pub(crate) async fn pair() -> io::Result<(TcpStream, TcpStream)> {
     }
 }
 
-/// Relays until both directions have ended. Whatever breaks one side resets the other: both are armed for that.
+/// Relays until both directions have ended. An error on either side resets the other: both are armed for that.
 pub(super) async fn relay(mut tls: TlsStream<TcpStream>, mut inner: TcpStream) {
     match tokio::io::copy_bidirectional_with_sizes(&mut tls, &mut inner, BUFFER, BUFFER).await {
         Ok(_) => {

@@ -1,10 +1,11 @@
-//! The connect door: an HTTP proxy whose callers are asked who they are, and may reach what the policy permits.
+//! The connect listener: an HTTP proxy whose callers authenticate, and may reach what the policy permits.
 //!
-//! `CONNECT node:port`, `address:port` or `service.namespace:port` opens a connection; a request with an absolute `http://`
-//! URL, which is how clients ask a proxy for plain HTTP, is carried as at the http door. The port takes both TLS and plain
-//! HTTP: a client's first byte tells them apart. Who shows a token does so over TLS, or from this host.
+//! `CONNECT node:port`, `address:port` or `service.namespace:port` opens a connection. A request with an absolute
+//! `http://` URL, which is how clients ask a proxy for plain HTTP, is relayed as at the http listener. The port takes
+//! both TLS and plain HTTP, and tells them apart by a client's first byte. A client may show a token only over TLS, or
+//! from this host.
 //!
-//! Workloads on edge nodes ask for the same through their agent.
+//! Workloads on edge nodes use the same protocol through their agent.
 
 mod gatekeeper;
 mod head;
@@ -35,9 +36,9 @@ use crate::caller::{CallerTls, caller_of_certificate};
 use crate::policy::Identity;
 use crate::route::Router;
 
-/// How long a client may take for its part of the TLS handshake.
+/// Maximum time for a client's part of the TLS handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
-/// The first byte of TLS: the record type "handshake".
+/// First byte of a TLS connection: the record type "handshake".
 const TLS: u8 = 22;
 
 pub(crate) struct Connect {
@@ -62,8 +63,8 @@ impl Door for Connect {
 }
 
 impl Connect {
-    /// Takes TLS off, if there is any: the client's bytes then come from another socket. The identity is that of its
-    /// certificate; None without TLS.
+    /// Ends the client's TLS, if there is any, and replaces `socket` by one that carries the plaintext. Returns the
+    /// identity in its certificate; `None` without TLS.
     async fn opened(&self, socket: &mut TcpStream) -> Result<Option<Identity>, OpenError> {
         let mut first = [0];
         let peeked = timeout(HANDSHAKE, socket.peek(&mut first)).await;

@@ -1,4 +1,4 @@
-//! What callers ask for, whether they may, and the beginning of it.
+//! Reads callers' requests, checks whether they are permitted, and starts their connections.
 
 use std::io::Cursor;
 use std::net::SocketAddr;
@@ -23,20 +23,20 @@ use crate::door::open::Opened;
 use crate::door::preface::{PrefaceError, read_preface, timed_out};
 use crate::policy::Identity;
 
-/// What a client of CONNECT gets once its target is connected.
+/// Answer to CONNECT once the target is connected.
 const ESTABLISHED: &[u8] = b"HTTP/1.1 200 Connection established\r\n\r\n";
-/// What a client that has shown nobody may show (RFC 9110 section 15.5.8).
+/// Challenges for a client without credentials (RFC 9110 section 15.5.8).
 const CHALLENGE: &str = "Proxy-Authenticate: Basic realm=\"postern\", charset=\"UTF-8\"\r\n\
     Proxy-Authenticate: Bearer realm=\"postern\"\r\n";
 
-/// Asks callers who they are, and carries what the policy permits them.
+/// Authenticates callers, and relays what the policy permits.
 #[derive(Clone)]
 pub(crate) struct Reception {
     pub(crate) gatekeeper: Arc<Gatekeeper>,
     pub(crate) context: DoorContext,
 }
 
-/// Why a client gets nothing, and how it is told.
+/// Reason for refusing a client, and the status that it gets.
 pub(super) struct Refused {
     status: StatusCode,
     pub(super) reason: String,
@@ -49,7 +49,8 @@ impl Refused {
 }
 
 impl Reception {
-    /// Reads what a client asks for, and begins it or says why not. `secure`: nobody else sees what it sends.
+    /// Reads a client's request, and starts the connection or answers with the reason for refusing it. `secure`: nobody
+    /// else can read what it sends.
     pub(super) async fn receive(
         &self,
         door: &'static str,
@@ -77,7 +78,7 @@ impl Reception {
         Err(OpenError::Client(refused.reason))
     }
 
-    /// What the client reaches, and what the log says of it.
+    /// Returns the permitted destination, and the caller's description for the log.
     pub(super) async fn decide(
         &self,
         asked: &Asked,
@@ -86,7 +87,7 @@ impl Reception {
         secure: bool,
     ) -> Result<(Reached, Box<str>), Refused> {
         let identity = match &asked.token {
-            // A workload is its node, whatever it shows.
+            // A workload is identified by its node, whatever token it shows.
             Some(_) if matches!(shown, Identity::Node(_)) => shown,
             Some(_) if !secure => {
                 let reason = "a token or password is taken over TLS only: use this proxy as https://, and renew \
@@ -124,7 +125,7 @@ impl Reception {
         }
     }
 
-    /// Hands a connection to an edge node on; carries one that stays in the cloud.
+    /// Returns a connection to an edge node for relaying; relays one that stays in the cloud itself.
     pub(super) async fn begin(
         &self,
         (door, client, caller): (&'static str, SocketAddr, Box<str>),

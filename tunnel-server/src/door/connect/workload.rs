@@ -1,4 +1,5 @@
-//! Connections of workloads on edge nodes, which come through their node's agent: to the cloud, or to another edge node.
+//! Connections of workloads on edge nodes, which come through their node's agent and lead to the cloud or to another
+//! edge node.
 
 use std::net::SocketAddr;
 
@@ -14,14 +15,14 @@ use crate::door::open::{Door, Opened};
 use crate::policy::Identity;
 use crate::route::{Router, split_host};
 
-/// The door's name.
+/// The listener's name in logs and metrics.
 pub(crate) const EDGE: &str = "edge";
 
-/// A workload that speaks with a proxy.
+/// A workload that speaks to a proxy.
 pub(crate) struct Workload {
     pub(crate) reception: Reception,
     pub(crate) node: NodeName,
-    /// Where the node's agent connects from.
+    /// Address from which the node's agent connects.
     pub(crate) agent: SocketAddr,
 }
 
@@ -38,7 +39,7 @@ impl Door for Workload {
     }
 }
 
-/// One whose agent's static map says the target: `HOST:PORT`.
+/// A workload whose target, `HOST:PORT`, comes from its agent's static map.
 pub(crate) struct WorkloadMap {
     pub(crate) workload: Workload,
     pub(crate) target: String,

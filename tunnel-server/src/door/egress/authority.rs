@@ -1,10 +1,10 @@
-//! Takes what callers name as the server out of their HTTP/2 requests.
+//! Overwrites the `:authority` of callers' HTTP/2 requests.
 //!
-//! At a Unix socket programs written in Go send the socket's path as `:authority`, with `%2F` for each slash. That is no
-//! authority (RFC 3986 section 3.2), and h2 refuses the request; nobody here needs it. So the value of that field is
-//! overwritten, byte by byte in place, as header blocks (RFC 7541) pass. Its length stays, so that frames stay as they are;
-//! read as plain text instead of Huffman's code it can only be shorter than the caller's, whose table of fields then has
-//! dropped an entry before ours does.
+//! On a Unix socket, Go programs send the socket's path as `:authority`, with `%2F` for each slash. That is not a valid
+//! authority (RFC 3986 section 3.2), so h2 refuses the request, and nothing here needs the value. So it is overwritten
+//! in place, byte by byte, as header blocks (RFC 7541) pass. Its length stays the same, so frames stay as they are.
+//! Read as plain text instead of Huffman code, it can only be shorter than the caller's value; then the caller's
+//! dynamic table evicts an entry before ours does.
 
 use std::io;
 use std::pin::Pin;
@@ -12,17 +12,17 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, ReadBuf};
 
-/// How every HTTP/2 connection begins (RFC 9113 section 3.4).
+/// Connection preface of HTTP/2 (RFC 9113 section 3.4).
 pub(super) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const FRAME_HEADER: usize = 9;
 const HEADERS: u8 = 1;
 const CONTINUATION: u8 = 9;
 const PADDED: u8 = 0x8;
 const PRIORITY: u8 = 0x20;
-/// Of the fields that both ends know, the first.
+/// Index of `:authority` in the static table.
 const AUTHORITY: u8 = 1;
 
-/// A caller's bytes, from the beginning of its connection on.
+/// A caller's bytes, from the beginning of its connection.
 #[derive(Debug)]
 pub(super) struct Masked<R> {
     inner: R,
@@ -45,16 +45,16 @@ impl<R: AsyncRead + Unpin> AsyncRead for Masked<R> {
     }
 }
 
-/// Where in a frame the next byte is.
+/// Position of the next byte in a frame.
 #[derive(Clone, Copy, Debug)]
 enum At {
-    /// That many bytes are of no interest, among them the connection's first.
+    /// Before this number of bytes to skip, such as the connection preface.
     Skipped(usize),
-    /// In a frame's own header.
+    /// In a frame's header.
     Header { bytes: [u8; FRAME_HEADER], have: usize },
     /// At the length of the padding.
     PadLength { left: usize, priority: bool },
-    /// In a header block, of which `block` bytes are left in this frame, and padding behind it.
+    /// In a header block with `block` bytes left in this frame, followed by padding.
     Block { block: usize, padding: usize },
 }
 
@@ -141,36 +141,36 @@ impl Frames {
     }
 }
 
-/// What a number is for.
+/// Meaning of an integer.
 #[derive(Clone, Copy, Debug)]
 enum Number {
-    /// An index, or a size: the field ends with it.
+    /// An index or a table size: the field ends with it.
     Last,
-    /// The index of a name, which is not the authority's.
+    /// The index of a name other than `:authority` in the static table.
     Name,
-    /// The length of a text.
+    /// The length of a string.
     Length(Text),
 }
 
-/// Which text of a field.
+/// A string of a field.
 #[derive(Clone, Copy, Debug)]
 enum Text {
     Name,
     Value { masked: bool },
 }
 
-/// Where in a header block the next byte is.
+/// Position of the next byte in a header block.
 #[derive(Clone, Copy, Debug)]
 enum Fields {
     /// At a field's first byte.
     First,
-    /// In a number that is longer than its prefix.
+    /// In an integer that is longer than its prefix.
     Number {
         value: usize,
         shift: u32,
         of: Number,
     },
-    /// At the first byte of a text's length.
+    /// At the first byte of a string's length.
     Length(Text),
     Text {
         left: usize,
@@ -192,7 +192,7 @@ impl Fields {
             }
             Self::Length(of) => {
                 if matches!(of, Text::Value { masked: true }) {
-                    // Not Huffman's code any more.
+                    // The value is not Huffman-coded any more.
                     *byte &= 0x7f;
                 }
                 Self::number(*byte, 0x7f, Number::Length(of))
@@ -252,17 +252,17 @@ mod tests {
         [&length[1..], &[kind, flags, 0, 0, 0, 1], payload].concat()
     }
 
-    /// Fields around an authority with this value (Huffman's code or not).
+    /// Returns a block of fields around an authority with this value, Huffman-coded or not.
     fn block(huffman: bool, value: &[u8]) -> Vec<u8> {
         let length = u8::try_from(value.len()).unwrap();
         assert!(length < 0x7f);
         let first = if huffman { 0x80 | length } else { length };
         [
-            // An update of the table's size, :method POST, :scheme http, :path with a value.
+            // A table size update, :method POST, :scheme http, :path with a value.
             &[0x3f, 0xe1, 0x1f, 0x83, 0x86, 0x44, 2, b'/', 0x41][..],
             &[0x41, first],
             value,
-            // A new name of 200 bytes, and a value of none; a name by a long index.
+            // A new name of 200 bytes with an empty value, and a name with a long index.
             &[0x40, 0x7f, 73],
             &[0x41; 200],
             &[0, 0x0f, 0x2f, 1, 0x41],

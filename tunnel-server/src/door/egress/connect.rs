@@ -16,23 +16,23 @@ use super::halves::{Over, Writer, closed, hung_up};
 use crate::door::answer::status_of;
 use crate::door::preface::{PrefaceError, read_preface, timed_out};
 
-/// The longest head that is read, in bytes.
+/// Maximum length of a request's head, in bytes.
 const LONGEST_HEAD: usize = 16 << 10;
 const MOST_HEADERS: usize = 64;
-/// Bytes that are read from a caller before the connection is up.
+/// Maximum number of bytes read from a caller before the connection is up.
 const EARLY: usize = 64 << 10;
 const HEAD: &str = "CONNECT request";
-/// How often to ask whether a caller that sends no more is still there, while its target is dialled.
+/// Interval at which to check that a caller that sends no more is still there, while its target is dialled.
 const CHECK: Duration = Duration::from_millis(50);
 
-/// What a head asks for, and its length.
+/// Target of a request, and the length of its head.
 #[derive(Debug, PartialEq, Eq)]
 struct Asked {
     target: String,
     length: usize,
 }
 
-/// Parses a head; None: it is not whole yet.
+/// Parses a head. Returns `None` if it is not complete yet.
 fn parse(read: &[u8]) -> Result<Option<Asked>, (StatusCode, String)> {
     let bad = |reason: String| (StatusCode::BAD_REQUEST, reason);
     let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
@@ -50,7 +50,7 @@ fn parse(read: &[u8]) -> Result<Option<Asked>, (StatusCode, String)> {
         let reason = format!("{} is not served here: use CONNECT HOST:PORT", printable(method, 20));
         return Err((StatusCode::METHOD_NOT_ALLOWED, reason));
     }
-    // Whoever frames a body means something else by CONNECT (RFC 9110 section 9.3.6).
+    // A client that frames a body means something else by CONNECT (RFC 9110 section 9.3.6).
     let framed = request.headers.iter().any(|header| {
         header.name.eq_ignore_ascii_case("transfer-encoding")
             || (header.name.eq_ignore_ascii_case("content-length") && header.value != b"0")
@@ -92,7 +92,7 @@ pub(super) async fn serve(
             closed(&watched).await;
         }
     };
-    // What became of it is in the access log; there is nobody to tell.
+    // The access log has the result; the client cannot be told.
     match connected.run(&mut read, &mut write, gone).await {
         Ok(()) => Over::Ended,
         Err(failed) if failed.outcome == Outcome::TargetReset => Over::BrokenOff,
@@ -100,8 +100,8 @@ pub(super) async fn serve(
     }
 }
 
-/// Reads what a caller sends although nothing has been answered yet, and ends when it has gone. One that has only ended its half
-/// still waits for the answer.
+/// Reads what a caller sends before it gets an answer, and completes when it has gone. A caller that has only closed
+/// its half still waits for the answer.
 async fn until_gone(read: &mut (impl AsyncRead + Unpin), early: &mut BytesMut, watched: &OwnedFd) {
     while early.len() < EARLY {
         early.reserve(2048);
@@ -114,7 +114,7 @@ async fn until_gone(read: &mut (impl AsyncRead + Unpin), early: &mut BytesMut, w
     std::future::pending::<()>().await;
 }
 
-/// Answers with an error. The reason is in the status line too: that is all that kube-apiserver shows.
+/// Answers with an error. The reason is also in the status line, which is all that kube-apiserver shows.
 async fn refuse(write: &mut impl Writer, status: StatusCode, reason: &str) -> Over {
     let body = format!("tunnel-server: {reason}\n");
     let answer = format!(

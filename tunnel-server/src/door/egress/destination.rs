@@ -1,4 +1,4 @@
-//! What a caller wants to reach: an edge node's address, or something that is none and that this server may dial itself.
+//! Resolves a caller's destination: an address on an edge node, or one that this server may dial itself.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -11,24 +11,24 @@ use crate::door::context::OpenRequest;
 use crate::kube::Endpoint;
 use crate::route::{NodeAddress, Resolved, Router, split_host};
 
-/// Where a connection goes.
+/// Destination of a connection.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Destination {
     /// Through the tunnel of an edge node.
     Edge(OpenRequest),
-    /// Dialled by this server: an address that may be, or a name that has to be resolved first.
+    /// Dialled by this server: an address that it may dial, or a name that has to be resolved first.
     Direct(String, u16),
 }
 
-/// What a destination means.
+/// Result of resolving a destination.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Meant {
     Known(Destination),
-    /// Nothing on an edge node: it may be a Service's, or one that this server may dial.
+    /// An address that is not on an edge node: it may be a Service's, or one that this server may dial.
     Elsewhere(SocketAddr),
 }
 
-/// Addresses that are not edge nodes', and that this server dials itself.
+/// Address ranges that this server may dial itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Direct(pub(super) Vec<IpNet>);
 
@@ -37,16 +37,16 @@ impl Direct {
         may_dial(&self.0, address)
     }
 
-    /// None: this server may not dial it.
+    /// Returns `None` if this server may not dial the address.
     pub(super) fn destination(&self, address: SocketAddr) -> Option<Destination> {
         self.allows(address.ip()).then(|| Destination::Direct(address.ip().to_string(), address.port()))
     }
 }
 
-/// Finds out where `HOST:PORT` leads.
+/// Resolves `HOST:PORT`.
 ///
 /// # Errors
-/// It is none, or a name that is neither an edge node's nor one that this server may look up.
+/// The text is not a host and a port, or the name is neither an edge node's nor one that this server may look up.
 pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Meant, String> {
     let (host, Some(port)) = split_host(text)? else {
         return Err(format!("{:?} is not a host and a port", printable(text, 100)));
@@ -68,7 +68,7 @@ pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Meant
     }
 }
 
-/// Finds the way to an endpoint of a Service; None: it is out of reach.
+/// Resolves an endpoint of a Service. Returns `None` if it cannot be reached.
 pub(super) fn of_endpoint(endpoint: &Endpoint, router: &Router, direct: &Direct) -> Option<Destination> {
     let address = endpoint.address;
     match router.resolve_endpoint(address.ip(), endpoint.node.as_deref()) {
@@ -93,7 +93,7 @@ pub(super) fn not_allowed(address: IpAddr) -> String {
 pub(super) mod tests {
     use super::*;
 
-    /// The destination of a host if this server may dial everything.
+    /// Returns the destination of a host if this server may dial everything.
     pub(in crate::door) fn leads_at_egress(host: &str, port: u16, router: &Router) -> String {
         let anything = Direct(vec!["0.0.0.0/0".parse().unwrap(), "::/0".parse().unwrap()]);
         let found = find(&format!("{host}:{port}"), router, &anything).map(|meant| match meant {

@@ -1,4 +1,4 @@
-//! Dials what a caller asks for, and carries the connection.
+//! Dials the targets that callers ask for, and relays the connections.
 
 use std::net::SocketAddr;
 use std::pin::pin;
@@ -18,35 +18,35 @@ use crate::door::direct;
 use crate::door::upstream::{Stream, Upstream};
 use crate::kube::Endpoint;
 
-/// The door's name in logs and metrics.
+/// The listener's name in logs and metrics.
 pub(crate) const NAME: &str = "egress";
 
-/// Who asks.
+/// The client that asks for a connection.
 #[derive(Clone, Debug)]
 pub(super) struct Caller {
-    /// A Unix socket has no address: then it is that of the loopback, port 0.
+    /// Loopback, port 0, for a client of the Unix socket, which has no address.
     pub(super) address: SocketAddr,
-    /// From its certificate, or what the kernel says about its process.
+    /// From its certificate, or its process's credentials from the kernel.
     pub(super) name: Arc<str>,
 }
 
-/// What dialling needs.
+/// State for dialling.
 #[derive(Clone)]
 pub(super) struct Dialler {
     pub(super) context: DoorContext,
     pub(super) shares: Shares,
     pub(super) direct: Direct,
-    /// None: cluster IPs mean nothing to this door.
+    /// `None` if cluster IPs are not resolved to Services here.
     pub(super) services: Option<Arc<ClusterServices>>,
 }
 
-/// Endpoints of a Service that one caller is led to, at most, where none can be reached.
+/// Maximum number of a Service's endpoints to try for one caller.
 const TRIED: usize = 3;
 
-/// Where a connection can go.
+/// Possible destinations of a connection.
 enum Choice {
     One(Destination),
-    /// To one of the Service's endpoints, those that are not out of reach, in the order in which they are tried.
+    /// The endpoints of a Service that can be reached, in the order in which they are tried, and all endpoints.
     Service(Wanted, Vec<(SocketAddr, Destination)>, Arc<[Endpoint]>),
 }
 
@@ -57,7 +57,8 @@ pub(super) struct Connected {
 }
 
 impl Dialler {
-    /// Connects to `HOST:PORT`. Ends early, and is recorded as the caller's doing, when `gone` ends.
+    /// Connects to `HOST:PORT`. Fails early when `gone` completes; once the target is known, that is recorded as a
+    /// reset by the client.
     pub(super) async fn dial(
         &self,
         address: &str,
@@ -108,7 +109,7 @@ impl Dialler {
                     found.shuffle(&mut rand::rng());
                     found.truncate(TRIED);
                     match direct {
-                        // kube-proxy leads there, or nothing does.
+                        // kube-proxy leads to an endpoint, or nothing does.
                         Some(direct) if found.is_empty() => return Ok(Choice::One(direct)),
                         None if found.is_empty() => return Err(wanted.out_of_reach(first)),
                         _ => return Ok(Choice::Service(wanted, found, endpoints)),
@@ -125,7 +126,7 @@ impl Dialler {
         direct.map(Choice::One).ok_or_else(|| denied(not_allowed(address.ip())))
     }
 
-    /// None: it is out of reach.
+    /// Returns `None` if the endpoint cannot be reached.
     fn endpoint(&self, endpoint: &Endpoint) -> Option<Destination> {
         of_endpoint(endpoint, &self.context.router, &self.direct)
     }
@@ -191,7 +192,7 @@ impl Dialler {
         Connected::of(record, opened)
     }
 
-    /// The first address of the host that this server may dial.
+    /// Returns the first address of the host that this server may dial.
     async fn look_up(&self, host: &str, port: u16) -> Result<SocketAddr, Failed> {
         let denied = |reason| Failed { outcome: Outcome::Denied, reason };
         let shown = printable(host, 100);
@@ -226,7 +227,7 @@ impl Connected {
         }
     }
 
-    /// Carries the connection until both directions have ended, or `gone` ends: then it is reset.
+    /// Relays until both directions have ended. Resets the connection when `gone` completes.
     pub(super) async fn run(
         self,
         read: &mut (impl AsyncRead + Unpin),

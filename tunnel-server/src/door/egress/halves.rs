@@ -1,4 +1,4 @@
-//! A caller's connection in two halves, whatever it is made of.
+//! A caller's connection in two halves, for each kind of socket.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
@@ -16,36 +16,36 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
 use tokio_rustls::server::TlsStream;
 
-/// How often to ask the kernel whether a caller has closed its socket, for which it has no event that would not get in the
+/// Interval at which to ask the kernel whether a caller has closed its socket. Its only event for that would get in the
 /// way of writing.
 const CHECK: Duration = Duration::from_secs(5);
-/// How long a target may go on after its caller has closed, as the kernel gives it for sockets (`tcp_fin_timeout`).
+/// Time for which a target may go on after its caller has closed, as the kernel allows for sockets (`tcp_fin_timeout`).
 pub(super) const LINGER: Duration = Duration::from_secs(60);
-/// How long to hold back what comes behind a piece that was sent alone, at most: a caller that takes the descriptor out of the
-/// message, which no HTTP client does, may keep it.
+/// Maximum time to hold back data behind a piece that was sent alone: a caller that takes the descriptor out of the
+/// message, which no HTTP client does, may keep it open.
 const HOLD_BACK: Duration = Duration::from_secs(5);
 
-/// How a caller's connection is over.
+/// End of a caller's connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Over {
-    /// Its end was said, behind everything else.
+    /// Its end was sent after everything else.
     Ended,
-    /// The target broke it off: what it had sent is still the caller's.
+    /// The target broke it off; the caller still gets what the target had sent.
     BrokenOff,
-    /// Nobody waits for the rest of it, or there is a gap in it.
+    /// The caller does not wait for the rest, or some of it is missing.
     Lost,
 }
 
 /// The half that is written to.
 pub(super) trait Writer: AsyncWrite + Unpin + Send + 'static {
-    /// Sends what the caller is to read by itself: what is written later never comes out of the same read.
+    /// Sends bytes that the caller reads by themselves: no read returns them together with later bytes.
     fn send_alone(&mut self, head: &[u8]) -> impl Future<Output = io::Result<()>> + Send;
 }
 
-/// That of a Unix socket.
+/// The half of a Unix socket.
 pub(super) struct UnixWriter {
     half: OwnedWriteHalf,
-    /// Ends once the caller has read what was sent alone.
+    /// Completes once the caller has read what was sent alone.
     unread: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
 }
 
@@ -60,12 +60,13 @@ impl UnixWriter {
 }
 
 impl Writer for UnixWriter {
-    /// Sends it with a descriptor: a stream's read ends behind a message that carries one (`unix_stream_read_generic`), however
-    /// late the reader comes to it, and closes a descriptor that it has no room for. No event and no count of unread bytes
-    /// (SIOCOUTQ) would do: both change while a read that may still take more is under way.
+    /// Sends the bytes with a descriptor. A stream's read ends after a message that carries one
+    /// (`unix_stream_read_generic`), however late the reader is, and the kernel closes a descriptor for which the
+    /// reader has no room. No event and no count of unread bytes (SIOCOUTQ) would do: both change while a read that may
+    /// still take more is in progress.
     ///
-    /// Programs that wait for edges of readiness take a short read for the end of what is there. They need another edge, so what
-    /// comes later is held back until the read is over: the descriptor is a pipe's, which then ends.
+    /// Programs that wait for edge-triggered readiness take a short read for the end of the data. They need another
+    /// edge, so later data is held back until the read is over: the descriptor is that of a pipe, which then ends.
     async fn send_alone(&mut self, head: &[u8]) -> io::Result<()> {
         let (read, write) = io::pipe()?;
         let read = pipe::Receiver::from_owned_fd(read.into())?;
@@ -73,14 +74,14 @@ impl Writer for UnixWriter {
         let sent = socket.async_io(Interest::WRITABLE, || send_with(socket, head, write.as_fd())).await?;
         self.half.write_all(&head[sent..]).await?;
         self.unread = Some(Box::pin(async move {
-            // An error of the pipe holds nothing back.
+            // After an error of the pipe nothing is held back.
             let _ = timeout(HOLD_BACK, read.readable()).await;
         }));
         Ok(())
     }
 }
 
-/// Sends bytes, and a descriptor with them.
+/// Sends bytes together with a descriptor.
 fn send_with(socket: impl AsFd, bytes: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -120,7 +121,7 @@ impl AsyncWrite for UnixWriter {
 }
 
 impl Writer for WriteHalf<TlsStream<TcpStream>> {
-    /// A record of its own: readers return what one record holds.
+    /// Flushes, so that the bytes are a record of their own: readers return the content of one record.
     async fn send_alone(&mut self, head: &[u8]) -> io::Result<()> {
         self.write_all(head).await?;
         self.flush().await
@@ -136,27 +137,27 @@ fn is_closed(socket: &OwnedFd) -> bool {
     }
 }
 
-/// Ends once a caller has closed its socket, or lost it, for so long that its target has had time to end too.
+/// Completes when a caller has closed or lost its socket, after a time in which its target can end too.
 pub(super) async fn closed(socket: &OwnedFd) {
     hung_up(socket, CHECK).await;
     tokio::time::sleep(LINGER).await;
 }
 
-/// Ends soon after a caller has closed its socket, or lost it.
+/// Completes soon after a caller has closed or lost its socket.
 pub(super) async fn hung_up(socket: &OwnedFd, check: Duration) {
     while !is_closed(socket) {
         tokio::time::sleep(check).await;
     }
 }
 
-/// The halves, and a descriptor to watch the socket by.
+/// Returns the halves, and a descriptor for watching the socket.
 pub(super) fn of_unix(socket: UnixStream) -> io::Result<(OwnedReadHalf, UnixWriter, Arc<OwnedFd>)> {
     let watched = Arc::new(socket.as_fd().try_clone_to_owned()?);
     let (read, half) = socket.into_split();
     Ok((read, UnixWriter { half, unread: None }, watched))
 }
 
-/// The same of TLS.
+/// Does the same for TLS.
 pub(super) fn of_tls(
     stream: TlsStream<TcpStream>,
 ) -> io::Result<(impl AsyncRead + Unpin + Send + 'static, WriteHalf<TlsStream<TcpStream>>, Arc<OwnedFd>)> {

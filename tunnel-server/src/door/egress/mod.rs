@@ -1,7 +1,7 @@
-//! The egress door: kube-apiserver's EgressSelector. It speaks konnectivity's ProxyService (gRPC) and HTTP CONNECT, told
-//! apart by the first bytes, on a Unix socket and, with mutual TLS, on a port.
+//! The egress listener, for kube-apiserver's EgressSelector. It speaks konnectivity's ProxyService (gRPC) and HTTP
+//! CONNECT, which it tells apart by the first bytes, on a Unix socket and, with mutual TLS, on a port.
 //!
-//! A connection is served on one of the data path's threads. What it asks for is dialled through the tunnel of the node that
+//! A connection is served on one of the data path's threads. Its target is dialled through the tunnel of the node that
 //! has the address, or by this server itself where that is allowed.
 
 mod authority;
@@ -50,28 +50,28 @@ pub(crate) use services::ClusterServices;
 pub(crate) use tls::EgressTls;
 pub(crate) use unix::Socket;
 
-/// How long a TLS handshake may take.
+/// Maximum time for a TLS handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
-/// Reads the files of its configuration, so that a server does not start without them.
+/// Reads the configured files, so that a server does not start without them.
 ///
 /// # Errors
-/// Which of them cannot be used, and why.
+/// A file cannot be used; the error names it and the reason.
 pub(crate) fn check_files(config: &EgressConfig) -> Result<(), ConfigError> {
     config.tls.as_ref().map_or(Ok(()), tls::check)
 }
 
-/// The door, for both of its listeners.
+/// The egress service, for both of its listeners.
 #[derive(Clone)]
 pub(crate) struct Egress {
     dialler: Arc<Dialler>,
-    /// Places of the port's connections, from before anybody knows who they are.
+    /// Places of the port's connections, taken before the client is authenticated.
     callers: Shares,
     workers: Arc<Workers>,
 }
 
 impl Egress {
-    /// `places`: of what is dialled, and as many of the port's connections.
+    /// `places`: maximum number of dialled connections, and of the port's connections.
     pub(crate) fn new(
         context: DoorContext,
         places: u32,
@@ -85,8 +85,8 @@ impl Egress {
         Self { dialler, callers: Shares::new(places), workers }
     }
 
-    /// Serves the Unix socket until the drain starts. Once `gate` is open the path leads to it. While it is closed a successor
-    /// has the same socket, and the file stays for it.
+    /// Serves the Unix socket until the drain starts. Once `gate` is open, the path leads to this socket. While the
+    /// gate is closed, a successor has the same socket, and the file stays for it.
     pub(crate) async fn serve_unix(self, mut socket: Socket, gate: Gate) {
         let draining = self.dialler.context.drain.shutdown().draining_token();
         while draining.run_until_cancelled(gate.opened()).await.is_some() {
@@ -126,7 +126,7 @@ impl Egress {
                 Err(full) => {
                     over_limit(&context.metrics, NAME, client, &full);
                     context.metrics.turned_away(NAME);
-                    // A reset: an end of file would look like an answer.
+                    // A reset: the client could take an end of file for an answer.
                     reset_on_drop(&socket);
                     continue;
                 }
@@ -186,13 +186,13 @@ async fn receive_tls(
     let (read, write, watched) = halves::of_tls(stream).map_err(|error| error.to_string())?;
     let shutdown = dialler.context.drain.shutdown().clone();
     let over = serve(dialler, caller, read, write, watched.clone()).await;
-    // A reset otherwise: programs written in Go take an end of file between two records for the end of what was sent, although
-    // TLS did not say so.
+    // Otherwise the socket is reset: Go programs take an end of file between two records for the end of the data,
+    // although TLS has not signalled it.
     if over == Over::Ended {
         end_on_drop(&watched);
     }
     if over != Over::Lost {
-        // A reset discards what was not sent, and so does a close where the caller has sent something that was not read.
+        // A reset discards unsent data, and so does a close if the caller has sent something that was not read.
         tokio::select! {
             () = flushed(&watched) => {}
             () = shutdown.forced() => {}
@@ -201,7 +201,7 @@ async fn receive_tls(
     Ok(())
 }
 
-/// Serves one connection, whichever protocol it speaks.
+/// Serves one connection of either protocol.
 async fn serve(
     dialler: Arc<Dialler>,
     caller: Caller,
@@ -223,7 +223,7 @@ async fn serve(
     }
 }
 
-/// None: not enough has been read.
+/// Returns `None` if more bytes are needed.
 fn is_http2(read: &[u8]) -> Option<bool> {
     let same = read.iter().zip(PREFACE).take_while(|(one, other)| one == other).count();
     if same < read.len() && same < PREFACE.len() {

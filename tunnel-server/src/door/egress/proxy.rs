@@ -1,4 +1,4 @@
-//! gRPC: konnectivity's ProxyService.
+//! konnectivity's ProxyService, over gRPC.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -19,17 +19,17 @@ use super::dial::{Caller, Dialler};
 use super::halves::Over;
 use super::stream::{Asked, BOUNDS};
 
-/// Packets to a caller that wait for it to read, of at most 32 KiB each.
+/// Maximum number of packets, of at most 32 KiB each, that wait for a caller to read.
 const PACKETS: usize = 16;
 /// Bytes that a caller may send on one stream before it has to wait for them to be taken.
 const STREAM_WINDOW: u32 = 1 << 20;
-/// The same of one connection: more than its streams may have, so that none waits for another.
+/// The same for a connection: more than its streams may use, so that none waits for another.
 const CONNECTION_WINDOW: u32 = 1 << 30;
-/// Streams of one connection at a time.
+/// Maximum number of concurrent streams of one connection.
 const MOST_STREAMS: u32 = 1000;
-/// Bytes of a stream that wait to be sent.
+/// Maximum number of bytes of a stream that wait to be sent.
 const SEND_BUFFER: usize = 256 << 10;
-/// A caller that answers no PING for so long has gone.
+/// Interval of PINGs, and the time after which a caller that has not answered one is gone.
 const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(20));
 
 struct Proxy {
@@ -47,7 +47,7 @@ impl ProxyService for Proxy {
     ) -> Result<Response<Self::ProxyStream>, Status> {
         let (packets, answer) = mpsc::channel(PACKETS);
         let asked = Asked { dialler: self.dialler.clone(), caller: self.caller.clone() };
-        // The door's shares bound how many connections there are, and each of them is bounded.
+        // The listener's shares bound the number of connections, and each connection is bounded.
         let room = Arc::new(Room::new(usize::MAX));
         let connections = Connections::new(Arc::new(asked), BOUNDS, room, Arc::default(), packets);
         tokio::spawn(connections.serve(request.into_inner()));
@@ -55,7 +55,7 @@ impl ProxyService for Proxy {
     }
 }
 
-/// Serves one HTTP/2 connection to its end. A drain lets its streams finish.
+/// Serves one HTTP/2 connection until it ends. A drain lets its streams finish.
 pub(super) async fn serve(
     dialler: Arc<Dialler>,
     caller: Caller,

@@ -1,4 +1,4 @@
-//! Services: a cluster IP stands for the endpoints behind it, of which some are on edge nodes. kube-proxy on this server's host
+//! Services: a cluster IP stands for its endpoints, some of which are on edge nodes. kube-proxy on this server's host
 //! would lead to them too, but not through a tunnel.
 
 use std::net::{IpAddr, SocketAddr};
@@ -14,19 +14,19 @@ use crate::door::context::Failed;
 use crate::kube::read::cluster_ips::{ClusterIps, ClusterService};
 use crate::kube::{Endpoint, ServiceEndpoints};
 
-/// How long endpoints are taken to be as they were.
+/// Time for which endpoints are used without asking again.
 const FRESH: Duration = Duration::from_secs(5);
-/// The same where there are none: whoever waits for one should not wait longer.
+/// The same for a Service without endpoints, so that clients that wait for one do not wait longer.
 const FRESH_NONE: Duration = Duration::from_secs(1);
-/// How long what the API server last said is used while it does not answer.
+/// Time for which the API server's last answer is used while it does not answer.
 const KEPT: Duration = Duration::from_secs(600);
-/// Endpoints of a Service that are remembered; more share no load that matters.
+/// Maximum number of endpoints kept of one Service; more would not spread the load noticeably better.
 const MOST: usize = 64;
 
-/// A Service's port: its name, its address, its number.
+/// A Service's port: its name, address and port number.
 type Key = (Box<str>, SocketAddr);
 
-/// The Services of the cluster, and where they lead.
+/// The Services of the cluster, and their endpoints.
 pub(crate) struct ClusterServices {
     services: watch::Receiver<ClusterIps>,
     endpoints: ServiceEndpoints,
@@ -36,7 +36,7 @@ pub(crate) struct ClusterServices {
 #[derive(Clone)]
 struct Answer {
     endpoints: Arc<[Endpoint]>,
-    /// None: nobody could be reached there, so it is to be asked again.
+    /// `None` if none of the endpoints could be reached, so that they are asked for again.
     asked: Option<Instant>,
 }
 
@@ -47,7 +47,7 @@ impl Answer {
     }
 }
 
-/// A Service that somebody wants to reach.
+/// A Service that a caller wants to reach.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Wanted {
     /// `NAME.NAMESPACE`.
@@ -92,8 +92,9 @@ impl ClusterServices {
         self.services.borrow().known
     }
 
-    /// The Service with this address, and its ready endpoints of the same address family, with those that are `reached` before
-    /// others. None: it is no Service's. `asks`: the API server may be asked about an address that is not known.
+    /// Returns the Service with this address, and its ready endpoints of the same address family, preferring those that
+    /// are `reached`. Returns `None` if the address is not a Service's. `asks`: the API server may be asked about an
+    /// unknown address.
     pub(super) async fn find(
         &self,
         address: SocketAddr,
@@ -129,8 +130,8 @@ impl ClusterServices {
         Ok(Some((wanted, endpoints)))
     }
 
-    /// The Service that has an address which was nobody's when the API server last said something: that may be a while ago,
-    /// right after it has started anew.
+    /// Asks for the Service that has an address which was not a Service's in the last update from the API server: that
+    /// may be old, for example just after the API server has restarted.
     async fn ask(&self, address: IpAddr) -> Result<Option<Arc<ClusterService>>, Failed> {
         match self.endpoints.service_at(address).await {
             Ok(found) => Ok(found),
@@ -145,14 +146,14 @@ impl ClusterServices {
         }
     }
 
-    /// None of these could be reached: they are asked for again.
+    /// Marks the endpoints as unreachable, so that they are asked for again.
     pub(super) fn doubt(&self, wanted: &Wanted, endpoints: Arc<[Endpoint]>) {
         let answer = Answer { endpoints, asked: None };
         self.answers.put((wanted.name.clone(), wanted.address), answer, KEPT);
     }
 }
 
-/// What is remembered of a Service's endpoints: any [`MOST`] that are reached; if none is, one that can be named.
+/// Selects the endpoints to keep: any [`MOST`] that are reached, or one that an error can name if none is.
 fn some_of(endpoints: Vec<Endpoint>, family: IpAddr, reached: impl Fn(&Endpoint) -> bool) -> Arc<[Endpoint]> {
     let same = endpoints.into_iter().filter(|endpoint| endpoint.address.is_ipv4() == family.is_ipv4());
     let (mut some, mut others): (Vec<_>, Vec<_>) = same.partition(reached);

@@ -1,4 +1,4 @@
-//! What a stream of packets with a caller dials, and how much may wait for its targets.
+//! Dials the connections of one packet stream, and bounds the data that waits for their targets.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,9 +9,10 @@ use super::dial::{Caller, Connected, Dialler};
 use super::halves::LINGER;
 use crate::door::context::Failed;
 
-/// A stream with one connection, which is all that kube-apiserver has, waits for its target as long as that takes.
+/// Bounds of a stream. One with a single connection, as all of kube-apiserver's are, waits for its target as long as
+/// necessary.
 pub(super) const BOUNDS: Bounds = Bounds {
-    // The door's shares bound them.
+    // The listener's shares bound them.
     connections: usize::MAX,
     one: 1 << 20,
     patience: Duration::ZERO,
@@ -21,7 +22,7 @@ pub(super) const BOUNDS: Bounds = Bounds {
     early: "backend not initialized",
 };
 
-/// Dials what one caller asks for.
+/// Dials for one caller.
 pub(super) struct Asked {
     pub(super) dialler: Arc<Dialler>,
     pub(super) caller: Caller,

@@ -1,4 +1,4 @@
-//! Streams of packets, by a real client over the Unix socket, to a target that this server dials itself.
+//! Packet streams from a real client over the Unix socket, to a target that this server dials itself.
 
 mod services;
 
@@ -24,7 +24,7 @@ use crate::accept::Gate;
 use crate::metrics::Metrics;
 
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Callers that wait for a banner.
+/// Number of callers that wait for a banner.
 const ROUNDS: usize = 400;
 
 struct Door {
@@ -117,7 +117,7 @@ impl Client {
     }
 }
 
-/// A listener, and its address.
+/// Returns a listener and its address.
 async fn target() -> (TcpListener, String) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -140,11 +140,11 @@ async fn data_passes_both_ways_until_either_end_closes() {
     first.write_all(b"pong").await.unwrap();
     let Payload::Data(data) = client.next().await else { panic!("no data") };
     assert_eq!((data.connect_id, &data.data[..]), (1, &b"pong"[..]));
-    // The target ends: there is no half-close.
+    // The target closes: there is no half-close.
     first.shutdown().await.unwrap();
     assert_eq!(client.closed().await, (1, String::new()));
     assert_eq!(first.read(&mut read).await.unwrap(), 0);
-    // The client does; what it has sent arrives.
+    // The client closes; the data that it has sent arrives.
     client.send(Packet::data(2, Bytes::from(vec![1; 500_000]))).await;
     client.send(Packet::close_request(2)).await;
     assert_eq!(client.closed().await, (2, String::new()));
@@ -190,7 +190,7 @@ async fn of_several_connections_only_the_stalled_one_is_closed() {
     let mut client = Client::open(&door.path()).await;
     let stalled = client.dial(&address, 1).await.unwrap();
     let (_deaf, _) = listener.accept().await.unwrap();
-    // Alone, it has its caller wait.
+    // A stalled connection that is alone makes its caller wait.
     let piece = Bytes::from(vec![1; 1 << 20]);
     let fill = async {
         loop {
@@ -213,7 +213,7 @@ async fn of_several_connections_only_the_stalled_one_is_closed() {
     assert!(closed == stalled && error.contains("1 MiB"), "{closed} ended with {error:?}");
 }
 
-/// Takes time from the other threads until it is dropped.
+/// Keeps all CPUs busy until it is dropped.
 struct Busy(Arc<std::sync::atomic::AtomicBool>);
 
 impl Busy {
@@ -233,7 +233,7 @@ impl Drop for Busy {
     }
 }
 
-/// However busy the machine is, to a caller that waits for edges of readiness.
+/// Checks this on a busy machine too, and with a caller that waits for edge-triggered readiness.
 #[tokio::test]
 async fn a_banner_comes_behind_the_answer() {
     const ANSWER: &[u8] = b"HTTP/1.1 200 Connection Established\r\n\r\n";
@@ -243,7 +243,7 @@ async fn a_banner_comes_behind_the_answer() {
         loop {
             let (mut socket, _) = listener.accept().await.unwrap();
             socket.write_all(b"banner").await.unwrap();
-            // Whoever greets waits for the other side.
+            // A server that sends a banner waits for the other side.
             tokio::spawn(async move { socket.read(&mut [0; 1]).await });
         }
     });
@@ -253,17 +253,17 @@ async fn a_banner_comes_behind_the_answer() {
         let request = format!("CONNECT {address} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
         stream.write_all(request.as_bytes()).await.unwrap();
         if round % 4 == 0 {
-            // Late enough for both to be there.
+            // Late enough for both to have arrived.
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
         if round % 4 == 1 {
-            // An event of the server's socket that is none of reading.
+            // Causes an event of the server's socket that is not a read event.
             timeout(PATIENCE, stream.readable()).await.expect("an answer").unwrap();
             stream.shutdown().await.unwrap();
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
         if round % 4 == 2 {
-            // It sends no more, and waits for the answer.
+            // The client sends no more, and waits for the answer.
             stream.shutdown().await.unwrap();
         }
         let mut read = vec![0; 4096];

@@ -1,4 +1,4 @@
-//! TLS of the egress door: which callers are let in, and this server's certificate. Both follow their files.
+//! TLS of the egress listener: permitted callers, and this server's certificate. Both follow their files.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,13 +17,13 @@ use x509_parser::prelude::{FromDer as _, X509Certificate};
 use crate::config::EgressTlsConfig;
 use crate::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts, read_all};
 
-/// Whether the files can be used.
+/// Checks that the files can be used.
 pub(super) fn check(config: &EgressTlsConfig) -> Result<(), ConfigError> {
     let none = Arc::new(ResolvesServerCertUsingSni::new());
     server_config(config, &read_all(&files(config))?, none).map(drop)
 }
 
-/// The settings, and the files that they follow.
+/// TLS settings, and the files that they follow.
 pub(crate) struct EgressTls {
     file: ReloadedFile<ServerConfig>,
     current: Arc<ArcSwap<ServerConfig>>,
@@ -31,7 +31,7 @@ pub(crate) struct EgressTls {
 
 impl EgressTls {
     /// # Errors
-    /// A file cannot be read, or holds nothing that can be used.
+    /// A file cannot be read, or its content cannot be used.
     pub(crate) fn new(
         config: EgressTlsConfig,
         own: Arc<ServerTls>,
@@ -61,7 +61,7 @@ pub(super) fn acceptor(current: &ArcSwap<ServerConfig>) -> TlsAcceptor {
     TlsAcceptor::from(current.load_full())
 }
 
-/// The CA, and certificate and key if they are given.
+/// Returns the CA file, and the certificate and key files if they are given.
 fn files(config: &EgressTlsConfig) -> Vec<NamedFile> {
     let mut files = vec![NamedFile::new("--egress-client-ca", &config.client_ca)];
     if let Some((certificate, key)) = &config.certificate {
@@ -111,7 +111,7 @@ fn server_config(
     caller_config(shown, verifier, &[b"h2", b"http/1.1"]).map_err(|error| bad_ca(error.to_string()))
 }
 
-/// A certificate's common name; empty if it has none.
+/// Returns a certificate's common name; empty if it has none.
 pub(super) fn common_name(certificate: &CertificateDer<'_>) -> String {
     X509Certificate::from_der(certificate)
         .ok()

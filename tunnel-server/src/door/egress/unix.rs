@@ -1,5 +1,5 @@
-//! The Unix socket of the egress door. A server that takes over from another one gets the listening socket itself; one that
-//! starts anew puts its own at the path once it is ready.
+//! The Unix socket of the egress listener. A server that takes over from another one gets the listening socket itself;
+//! one that starts without a predecessor puts its own at the path once it is ready.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -9,19 +9,19 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, bail};
 use tokio::net::{UnixListener, UnixStream};
 
-/// A socket that listens, and is found at its path from [`Socket::place`] on.
+/// A listening socket, which is at its path from [`Socket::place`] on.
 #[derive(Debug)]
 pub(crate) struct Socket {
     pub(super) listener: UnixListener,
     path: PathBuf,
-    /// Where it is until then; none: it came from the server before, and is at its path.
+    /// Its path until then; `None` if it came from the predecessor and is at its final path.
     aside: Option<PathBuf>,
-    /// Its file's device and inode.
+    /// Device and inode of its file.
     file: (u64, u64),
 }
 
 impl Socket {
-    /// Takes the one that the server before listens on. None: it is not found at the path any more.
+    /// Takes the predecessor's listening socket. Returns `None` if it is not at the path any more.
     ///
     /// # Errors
     /// Its permissions cannot be set.
@@ -41,11 +41,11 @@ impl Socket {
         Ok(Some(Self { listener, path: path.to_owned(), aside: None, file }))
     }
 
-    /// Listens, with these permissions of the file. `taking_over`: another server of this host has the path, and hands
-    /// over.
+    /// Listens on a socket with these file permissions. `taking_over`: another server of this host has the path, and
+    /// hands it over.
     ///
     /// # Errors
-    /// Something else is there, or somebody listens there, or the directory cannot be written.
+    /// Another file is at the path, another process listens there, or the directory cannot be written.
     pub(crate) async fn bind(path: &Path, mode: u32, taking_over: bool) -> anyhow::Result<Self> {
         let shown = path.display();
         match std::fs::symlink_metadata(path) {
@@ -59,7 +59,7 @@ impl Socket {
             }
             _ => {}
         }
-        // One folder, so that it can be mounted where kube-apiserver runs; more would be a mistyped path.
+        // Creates one directory, which can be mounted where kube-apiserver runs; more would be a mistyped path.
         if let Some(folder) = path.parent() {
             let _ = std::fs::create_dir(folder);
         }
@@ -67,7 +67,7 @@ impl Socket {
         aside.push(format!(".{}", std::process::id()));
         let aside = PathBuf::from(aside);
         let bound = || -> io::Result<_> {
-            // Of an earlier process with this number.
+            // Left by an earlier process with the same number.
             let _ = std::fs::remove_file(&aside);
             let listener = UnixListener::bind(&aside)?;
             std::fs::set_permissions(&aside, std::fs::Permissions::from_mode(mode))?;
@@ -83,24 +83,25 @@ impl Socket {
         Ok(Self { listener, path: path.to_owned(), aside: Some(aside), file })
     }
 
-    /// Its name for a successor.
+    /// Name of the socket for a successor.
     pub(crate) fn name(path: &Path) -> String {
         format!("egress-socket {}", path.display())
     }
 
-    /// Its name, and itself once more, for a successor.
+    /// Returns the name and a copy of the socket for a successor.
     pub(crate) fn copy(&self) -> io::Result<(String, OwnedFd)> {
         Ok((Self::name(&self.path), self.listener.as_fd().try_clone_to_owned()?))
     }
 
-    /// Puts it at its path, in place of whatever socket was there.
+    /// Moves the socket to its path, replacing any other socket there.
     pub(crate) fn place(&mut self) -> anyhow::Result<()> {
         let Some(aside) = self.aside.take() else { return Ok(()) };
         std::fs::rename(&aside, &self.path)
             .with_context(|| format!("--egress-socket={}: cannot be put there", self.path.display()))
     }
 
-    /// Removes its file, unless it is another one's by now. What would be left refuses connections, as a missing file does.
+    /// Removes its file, unless another socket has replaced it. A remaining file would refuse connections, as a missing
+    /// one does.
     pub(super) fn remove(self) {
         if file(&self.path).is_ok_and(|found| found == self.file) {
             let _ = std::fs::remove_file(&self.path);

@@ -1,4 +1,4 @@
-//! Answers of this server itself: why a request does not reach its node.
+//! This server's own answers, for requests that do not reach their node.
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
@@ -11,12 +11,12 @@ use crate::caller::Refusal;
 use crate::door::answer::status_of;
 use crate::door::context::Failed;
 
-/// Why a request is answered here.
+/// Reason for which this server answers a request itself.
 #[derive(Clone, Debug)]
 pub(super) struct Failure {
     pub(super) status: StatusCode,
     pub(super) reason: String,
-    /// As the access log calls it, where a node was known.
+    /// The access log's outcome, if the node was known.
     pub(super) outcome: Outcome,
 }
 
@@ -34,7 +34,7 @@ impl Failure {
         Self::new(StatusCode::BAD_REQUEST, reason)
     }
 
-    /// Of the tunnel or the target.
+    /// A failure of the tunnel or the target.
     pub(super) fn of_outcome(outcome: Outcome, reason: impl Into<String>) -> Self {
         Self { status: status_of(outcome), reason: reason.into(), outcome }
     }
@@ -57,15 +57,15 @@ impl From<Refusal> for Failure {
     }
 }
 
-/// Who reads the answer.
+/// Recipient of the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reader {
-    /// kubectl, or another client of Kubernetes: it reads a Status.
+    /// kubectl or another Kubernetes client, which reads a Status.
     Kubernetes,
     Person,
 }
 
-/// Who reads the answers to such a request. `kubelet_path`: it is one of the kubelet's for pods.
+/// Returns the kind of recipient. `kubelet_path`: the path is one of the kubelet's for pods.
 pub(super) fn reader(headers: &HeaderMap, kubelet_path: bool) -> Reader {
     let text =
         |name| headers.get(name).and_then(|value: &HeaderValue| value.to_str().ok()).unwrap_or_default();
@@ -79,7 +79,7 @@ pub(super) fn reader(headers: &HeaderMap, kubelet_path: bool) -> Reader {
     if kubelet_path || of_kubernetes || wants_json { Reader::Kubernetes } else { Reader::Person }
 }
 
-/// The answer.
+/// Builds the answer.
 pub(super) fn response(failure: &Failure, reader: Reader) -> Response<Body> {
     let Failure { status, reason, .. } = failure;
     let (kind, text) = match reader {
@@ -108,7 +108,7 @@ pub(super) fn response(failure: &Failure, reader: Reader) -> Response<Body> {
     response
 }
 
-/// The words of Kubernetes (metav1.StatusReason).
+/// Returns the reason in terms of Kubernetes (metav1.StatusReason).
 fn kubernetes_reason(status: StatusCode) -> &'static str {
     match status {
         StatusCode::BAD_REQUEST => "BadRequest",

@@ -1,4 +1,4 @@
-//! The connection to a target: TLS where it speaks that, and HTTP.
+//! The connection to a target: HTTP, over TLS if the target speaks it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +22,7 @@ use super::kinds::MAX_HEAD;
 
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
-/// A connection to a target that carries one request.
+/// A connection to a target for one request.
 pub(super) struct Backend {
     sender: Sender,
     pub(super) connection: AbortOnDropHandle<()>,
@@ -33,13 +33,13 @@ enum Sender {
     Http2(http2::SendRequest<RequestBody>),
 }
 
-/// TLS to a target, and the name that it is told.
+/// TLS settings for a target, and the server name to send.
 pub(super) struct Tls {
     pub(super) config: Arc<ClientConfig>,
     pub(super) name: ServerName<'static>,
 }
 
-/// Speaks TLS, if it is wanted, and HTTP on `stream`. `to` names the target for errors.
+/// Speaks HTTP on `stream`, over TLS if `tls` is given. `to` names the target in errors.
 ///
 /// # Errors
 /// The target's certificate is not its node's, or it does not speak these protocols.
@@ -101,7 +101,7 @@ impl Backend {
         matches!(self.sender, Sender::Http2(_))
     }
 
-    /// Sends the only request, and waits for the head of its answer.
+    /// Sends the only request, and waits for the head of the answer.
     pub(super) async fn send(
         self,
         request: Request<RequestBody>,

@@ -14,11 +14,11 @@ use super::socket::Faults;
 use crate::door::access_log::AccessLogGuard;
 
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
-/// Of an answer, to the client.
+/// The body of an answer to the client.
 pub(super) type Body = UnsyncBoxBody<Bytes, BoxError>;
 
-/// What belongs to a request until it is over: its line in the access log, and its connection to the target. Dropping it before
-/// that resets that connection.
+/// State of a request until it is over: its access log line, and its connection to the target. Dropping it earlier
+/// resets that connection.
 pub(super) struct Exchange {
     pub(super) record: AccessLogGuard,
     pub(super) pipe: PipeStatus,
@@ -27,14 +27,14 @@ pub(super) struct Exchange {
 }
 
 impl Exchange {
-    /// The whole answer has been passed on: the connection to the target ends by itself.
+    /// Called when the whole answer has been forwarded: the connection to the target ends by itself.
     pub(super) fn complete(self) {
         let Self { record, connection, .. } = self;
         connection.detach();
         record.end(Outcome::Ok, &"");
     }
 
-    /// The target, or what leads there, broke off.
+    /// Called when the target, or the way to it, broke off.
     pub(super) fn broken(self, error: &dyn std::fmt::Display) {
         let Self { record, pipe, faults, .. } = self;
         faults.report();
@@ -46,7 +46,7 @@ impl Exchange {
         }
     }
 
-    /// An upgraded connection broke, at either end.
+    /// Called when an upgraded connection broke at either end.
     pub(super) fn severed(self, error: &dyn std::fmt::Display) {
         match self.pipe.failure() {
             Some((outcome, _)) if outcome != Outcome::ClientReset => self.broken(error),
@@ -57,7 +57,7 @@ impl Exchange {
         }
     }
 
-    /// The client has gone.
+    /// Called when the client has gone.
     pub(super) fn abandoned(self) {
         let Self { record, pipe, .. } = self;
         match pipe.failure() {

@@ -1,4 +1,4 @@
-//! What a request is for: which node, and what there.
+//! Parses the destination of a request: the node, and the target there.
 
 use std::net::SocketAddr;
 
@@ -12,29 +12,29 @@ use crate::route::split_host;
 pub(super) const PROXY_HOST: &str = "x-tunnel-proxy-host";
 /// Header with the target, instead of the node's own address and Host's port.
 pub(super) const PROXY_DEST: &str = "x-tunnel-proxy-dest";
-/// The kubelet's paths that name a pod behind them.
+/// The kubelet's paths that are followed by a pod.
 const POD_PATHS: &[&str] = &["exec", "attach", "portForward", "containerLogs"];
 
-/// What a request says about its destination.
+/// The destination that a request asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wanted {
-    /// Of the request line or `:authority`, else of Host.
+    /// From the request line or `:authority`, otherwise from Host.
     pub host: String,
     pub port: Option<u16>,
-    /// Of the header that replaces Host.
+    /// From the header that replaces Host.
     pub named: Option<String>,
-    /// Of the header that replaces the node's own address.
+    /// From the header that replaces the node's own address.
     pub dest: Option<SocketAddr>,
-    /// Namespace and name in a kubelet's path.
+    /// Namespace and name of the pod in a kubelet's path.
     pub pod: Option<(String, String)>,
-    /// As the target will read it, or why it could be read as another one.
+    /// The path as the target will read it; an error if it is ambiguous.
     pub path: Result<String, String>,
 }
 
-/// Reads the head of a request. Nothing is looked up.
+/// Parses the head of a request, without looking anything up.
 ///
 /// # Errors
-/// What is wrong in the request.
+/// The head is malformed; the error says how.
 pub fn parse_destination(head: &Parts) -> Result<Wanted, String> {
     let bare = head.uri.scheme().is_none() && head.uri.authority().is_some();
     if bare && head.method != Method::CONNECT {
@@ -71,7 +71,7 @@ pub fn parse_destination(head: &Parts) -> Result<Wanted, String> {
     Ok(Wanted { host: host.to_owned(), port, named, dest, pod, path })
 }
 
-/// The only value of a header.
+/// Returns the only value of a header.
 fn single(headers: &HeaderMap, name: &str) -> Result<Option<String>, String> {
     let mut values = headers.get_all(name).iter();
     match (values.next(), values.next()) {
@@ -84,8 +84,8 @@ fn single(headers: &HeaderMap, name: &str) -> Result<Option<String>, String> {
     }
 }
 
-/// The path as the target will read it. One that could be read as another is refused, because the caller's rights are looked up
-/// by it.
+/// Decodes the path as the target will read it. Refuses an ambiguous path, because the caller's rights are looked up by
+/// it.
 fn decoded(path: &str) -> Result<String, String> {
     let wrong = |reason: &str| format!("the path {:?} {reason}", printable(path, 100));
     let (mut bytes, mut rest) = (Vec::with_capacity(path.len()), path.as_bytes());

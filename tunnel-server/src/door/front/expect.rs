@@ -1,5 +1,5 @@
-//! `Expect: 100-continue` (RFC 9110 section 10.1.1): the client's body is asked for once the target asks for it, so that a
-//! target which refuses the request gets, and the client sends, nothing of it.
+//! `Expect: 100-continue` (RFC 9110 section 10.1.1): this server asks for the client's body once the target asks for
+//! it. If the target refuses the request, the client sends nothing of the body, and the target gets nothing.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -11,10 +11,10 @@ use tokio::sync::oneshot;
 
 use super::body::BoxError;
 
-/// How long a target may take that does not know the expectation.
+/// Maximum wait for a target that does not know the expectation.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// A request's body. hyper answers the client's expectation when it is read first.
+/// The body of a request. hyper answers the client's expectation when the body is first read.
 pub(super) struct RequestBody {
     body: Incoming,
     gate: Option<Gate>,
@@ -26,12 +26,12 @@ struct Gate {
 }
 
 impl RequestBody {
-    /// That is sent at once.
+    /// Creates a body that is sent at once.
     pub(super) fn at_once(body: Incoming) -> Self {
         Self { body, gate: None }
     }
 
-    /// That waits until the sender is used, or a moment.
+    /// Creates a body that waits until the sender is used, or for a short time.
     pub(super) fn expected(body: Incoming) -> (Self, oneshot::Sender<()>) {
         let (open, opened) = oneshot::channel();
         let gate = Gate { opened: Some(opened), patience: Box::pin(tokio::time::sleep(PATIENCE)) };
@@ -50,7 +50,7 @@ impl Body for RequestBody {
         if let Some(gate) = &mut self.gate {
             let asked = match gate.opened.as_mut().map(|opened| Pin::new(opened).poll(cx)) {
                 Some(Poll::Ready(Ok(()))) => true,
-                // Without a sender there will be no sign: only the time counts then.
+                // Without a sender there will be no signal, and only the time counts.
                 Some(Poll::Ready(Err(_))) => {
                     gate.opened = None;
                     false

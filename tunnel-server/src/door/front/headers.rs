@@ -1,4 +1,4 @@
-//! Which headers are passed on. Those that concern one connection only (RFC 9110 section 7.6.1) are not.
+//! Selects the headers to forward. Those that concern one connection only (RFC 9110 section 7.6.1) are left out.
 
 use http::header::{self, HeaderName};
 use http::request::Parts;
@@ -8,17 +8,18 @@ use http::{HeaderMap, HeaderValue, Version};
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 const HTTP2_SETTINGS: HeaderName = HeaderName::from_static("http2-settings");
-/// What the names of the headers to this door begin with.
+/// Prefix of the headers that are meant for this server.
 const OWN: &str = "x-tunnel-proxy-";
 
-/// The protocols that the client wants instead of HTTP/1.1, if any. Clients offer h2c by default, and it is never taken.
+/// Returns the protocols that the client wants instead of HTTP/1.1, if any. Clients offer h2c by default; it is never
+/// accepted.
 pub(crate) fn wanted_upgrade(headers: &HeaderMap) -> Option<HeaderValue> {
     let upgrade = headers.get(header::UPGRADE)?;
     let named = listed(headers, &header::CONNECTION).any(|name| name.eq_ignore_ascii_case("upgrade"));
     (named && !upgrade.as_bytes().eq_ignore_ascii_case(b"h2c")).then(|| upgrade.clone())
 }
 
-/// The bytes of a head, about.
+/// Returns the approximate number of bytes of a head.
 pub(super) fn size(head: &Parts) -> usize {
     let uri = head.uri.path_and_query().map_or(0, |path| path.as_str().len());
     head.headers
@@ -26,10 +27,10 @@ pub(super) fn size(head: &Parts) -> usize {
         .fold(uri, |sum, (name, value)| sum + name.as_str().len() + value.len() + ": \r\n".len())
 }
 
-/// Makes the head that a target of HTTP/1.1 gets.
+/// Rewrites the head for an HTTP/1.1 target.
 ///
 /// # Errors
-/// `host` cannot be a Host, or the request's target cannot be passed on.
+/// `host` is not a valid Host, or the request's target cannot be forwarded.
 pub fn target_head(head: &mut Parts, host: &str, upgrade: Option<&HeaderValue>) -> Result<(), String> {
     for_target(&mut head.headers);
     let host = HeaderValue::try_from(host).map_err(|_| "Host is not text")?;
@@ -44,7 +45,7 @@ pub fn target_head(head: &mut Parts, host: &str, upgrade: Option<&HeaderValue>) 
     Ok(())
 }
 
-/// The same for a target of HTTP/2.
+/// Rewrites the head for an HTTP/2 target.
 pub(super) fn target_head_2(head: &mut Parts, host: &str) -> Result<(), String> {
     for_target(&mut head.headers);
     head.headers.remove(header::HOST);
@@ -57,13 +58,13 @@ pub(super) fn target_head_2(head: &mut Parts, host: &str) -> Result<(), String> 
 
 const NOT_PASSED: &str = "the request's target cannot be passed on";
 
-/// Never empty: `Uri` would write nothing for a path that is, as before a fragment.
+/// Returns a path that is never empty: `Uri` would write nothing for an empty path, such as one before a fragment.
 fn path_of(head: &Parts) -> PathAndQuery {
     let path = head.uri.path_and_query().filter(|path| path.as_str() != "/");
     path.cloned().unwrap_or(PathAndQuery::from_static("/"))
 }
 
-/// Removes what is for this door only. Trailers are passed on, so their announcements are too.
+/// Removes headers that are only for this server. Trailers are forwarded, so their announcements are too.
 fn for_target(headers: &mut HeaderMap) {
     let trailers = listed(headers, &header::TE).any(|coding| coding.eq_ignore_ascii_case("trailers"));
     hop_by_hop(headers);
@@ -71,16 +72,16 @@ fn for_target(headers: &mut HeaderMap) {
     for name in own {
         headers.remove(name);
     }
-    // That of the caller to this server.
+    // The caller's credentials for this server.
     headers.remove(header::PROXY_AUTHORIZATION);
     if trailers {
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
     }
 }
 
-/// Removes what concerns one connection only.
+/// Removes headers that concern one connection only.
 pub(super) fn hop_by_hop(headers: &mut HeaderMap) {
-    // Names of headers that every message needs, or that decide where it ends, are not for a sender to take away.
+    // A sender must not remove headers that every message needs, or that decide where it ends.
     let named: Vec<HeaderName> = listed(headers, &header::CONNECTION)
         .filter_map(|name| name.parse().ok())
         .filter(|name| ![header::HOST, header::CONTENT_LENGTH, header::AUTHORIZATION].contains(name))
@@ -99,7 +100,7 @@ pub(super) fn hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
-/// The members of a list that may be spread over several headers.
+/// Returns the members of a list that may be spread over several headers.
 fn listed<'a>(headers: &'a HeaderMap, name: &HeaderName) -> impl Iterator<Item = &'a str> {
     let values = headers.get_all(name).into_iter().filter_map(|value| value.to_str().ok());
     values.flat_map(|value| value.split(',')).map(str::trim).filter(|value| !value.is_empty())
@@ -152,7 +153,7 @@ mod tests {
         assert_eq!(headers, map(&[("trailer", "x-sum"), ("accept", "*/*"), ("te", "trailers")]));
     }
 
-    /// A sender that names Host in Connection would have it removed by a careless proxy.
+    /// A careless proxy would remove Host if a sender names it in Connection.
     #[test]
     fn a_sender_cannot_remove_what_others_rely_on() {
         let mut headers = map(&[

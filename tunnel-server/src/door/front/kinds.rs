@@ -1,4 +1,4 @@
-//! What a door that speaks HTTP is made of.
+//! Parts of a listener that speaks HTTP.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,39 +11,40 @@ use super::target_tls::TargetTls;
 use crate::admission::Share;
 use crate::caller::{Caller, CallerTls, Reviewer};
 
-/// The most bytes of a request's head.
+/// Maximum length of a request's head, in bytes.
 pub(super) const MAX_HEAD: usize = 64 << 10;
 
-/// Who may use a door.
+/// Clients that may use a listener.
 pub(crate) enum Admission {
-    /// Whoever reaches it: it listens on loopback.
+    /// Every client that reaches it: it listens on loopback.
     Everyone,
-    /// Callers that the cluster's rules allow, or, without a cluster, whoever has a certificate.
+    /// Callers that the cluster's rules allow, or, without a cluster, every caller with a certificate.
     Callers(Option<Arc<Reviewer>>),
-    /// Clients in these ranges, to these ports (none: every tunnelled one); others as callers with a token.
+    /// Clients in these ranges, to these ports (every tunnelled port if there are none); other clients as callers with
+    /// a token.
     Listed { clients: Vec<IpNet>, ports: Vec<u16>, reviewer: Option<Arc<Reviewer>> },
 }
 
-/// A door that speaks HTTP.
+/// A listener that speaks HTTP.
 pub(crate) struct Front {
     pub(crate) door: &'static str,
     pub(crate) admission: Admission,
-    /// The TLS that it ends; None: it is plain HTTP.
+    /// TLS with clients; `None` for plain HTTP.
     pub(crate) tls: Option<Arc<CallerTls>>,
-    /// TLS to targets; None: they are plain too.
+    /// TLS with targets; `None` if they are plain HTTP too.
     pub(crate) targets: Option<Arc<TargetTls>>,
-    /// Finds pods' nodes; None: paths with a pod mean nothing.
+    /// Looks up pods' nodes; `None` if paths with a pod have no meaning.
     pub(crate) pods: Option<Arc<Pods>>,
-    /// What it answers itself; None: its requests are for edge nodes.
+    /// The page that it answers with; `None` if its requests are for edge nodes.
     pub(crate) metrics: Option<MetricsPage>,
 }
 
-/// Who is at the other end of a connection.
+/// The other end of a connection.
 pub(super) struct Peer {
     pub(super) client: SocketAddr,
-    /// By its certificate.
+    /// From its certificate.
     pub(super) caller: Option<Caller>,
-    /// The connection's place, if its door has given it one.
+    /// The connection's place, if it has one.
     place: Mutex<Option<Share>>,
 }
 
@@ -52,7 +53,7 @@ impl Peer {
         Self { client, caller, place: Mutex::new(place) }
     }
 
-    /// A request of its was admitted: it is no newcomer any more.
+    /// Called when one of its requests was admitted: it no longer counts as unauthenticated.
     pub(super) fn admitted(&self) {
         if let Some(place) = &mut *self.place.lock().unwrap_or_else(PoisonError::into_inner) {
             place.known();

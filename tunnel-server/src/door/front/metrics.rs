@@ -1,5 +1,5 @@
-//! `/metrics` for other hosts, for callers who show who they are. The admin port answers the same on loopback, where nobody is
-//! asked.
+//! `/metrics` for other hosts, for authenticated callers. The admin port answers the same on loopback, without
+//! authentication.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -16,21 +16,21 @@ use super::body::Body;
 use crate::accept::Gate;
 use crate::caller::{Authenticator, Caller, Refusal, Reviewer, bearer_token};
 
-/// What a caller may get, by the cluster's rules.
+/// Path that the cluster's rules must allow the caller to read.
 const PATH: &str = "/metrics";
 
 /// Answers scrapers.
 pub(crate) struct MetricsPage {
     pub(crate) registry: Arc<Registry>,
     pub(crate) authenticator: Arc<Authenticator>,
-    /// Knows who may read; None without a cluster: whoever is known.
+    /// Checks that a caller may read; `None` without a cluster, when every authenticated caller may.
     pub(crate) reviewer: Option<Arc<Reviewer>>,
-    /// That of its door, which closes when a successor has taken over.
+    /// The listener's gate, which closes when a successor has taken over.
     pub(crate) gate: Gate,
 }
 
 impl MetricsPage {
-    /// `shown`: by the caller's certificate.
+    /// `shown`: the caller in the client certificate.
     pub(super) async fn answer(
         &self,
         head: &Parts,
@@ -45,7 +45,7 @@ impl MetricsPage {
         }
         self.admit(head, shown, client).await?;
         let (registry, headers) = (self.registry.clone(), head.headers.clone());
-        // It takes milliseconds, in which no other door should wait.
+        // Encoding takes milliseconds, in which other listeners should not wait.
         let encoded = tokio::task::spawn_blocking(move || exposition(&registry, &headers)).await;
         let failed = |error: &dyn std::fmt::Display| {
             Failure::new(StatusCode::INTERNAL_SERVER_ERROR, format!("failed to encode the metrics: {error}"))
@@ -58,7 +58,7 @@ impl MetricsPage {
         Ok(answer)
     }
 
-    /// Checks that the caller may read. A certificate says more than a token beside it, as at the https door.
+    /// Checks that the caller may read. A certificate takes precedence over a token, as at the https listener.
     async fn admit(&self, head: &Parts, shown: Option<&Caller>, client: IpAddr) -> Result<(), Refusal> {
         let caller = match (shown, bearer_token(&head.headers).map_err(Refusal::Unauthenticated)?) {
             (Some(caller), _) => caller.clone(),
@@ -100,7 +100,7 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(10);
 
-    /// A door whose certificate, and those of its callers, are of one CA.
+    /// A listener whose certificate, and those of its callers, are from one CA.
     struct Site {
         front: Arc<Front>,
         context: DoorContext,
@@ -144,7 +144,7 @@ mod tests {
             Self { front: Arc::new(front), context, gate, issuer, root }
         }
 
-        /// A client's connection, which shows a certificate of the CA or none.
+        /// Connects as a client that shows a certificate from the CA, or none.
         async fn connect(&self, certified: bool) -> TlsStream<TcpStream> {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let socket = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
@@ -170,7 +170,7 @@ mod tests {
             TlsConnector::from(Arc::new(config)).connect(name, socket).await.unwrap()
         }
 
-        /// The answer to one request.
+        /// Returns the answer to one request.
         async fn ask(&self, certified: bool, line: &str, header: &str) -> String {
             let mut stream = self.connect(certified).await;
             let request = format!("{line} HTTP/1.1\r\nHost: localhost\r\n{header}Connection: close\r\n\r\n");

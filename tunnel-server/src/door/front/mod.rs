@@ -1,8 +1,8 @@
-//! The doors that speak HTTP themselves: each request names its own node, and gets a connection of its own there.
+//! Listeners that speak HTTP themselves: each request names its own node, and gets its own connection there.
 //!
-//! hyper reads and writes both sides, so that where a message ends is decided once, and written anew for the target. What only
-//! concerns one connection (RFC 9110 section 7.6.1) is not passed on, whoever named it. An upgraded connection is carried as
-//! bytes.
+//! hyper reads and writes both sides, so the end of a message is determined once and written anew for the target.
+//! Headers that concern one connection only (RFC 9110 section 7.6.1) are never forwarded, whoever named them. An
+//! upgraded connection is relayed as bytes.
 
 mod answer;
 mod backend;

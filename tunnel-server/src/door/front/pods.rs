@@ -1,4 +1,4 @@
-//! Which node a pod runs on, as the API server says.
+//! Looks up the node on which a pod runs, at the API server.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,13 +13,14 @@ use super::answer::Failure;
 use crate::answer_cache::VerdictCache;
 use crate::caller::{Asker, Questions};
 
-/// How long an answer is kept, also that there is none. A pod never moves; one of the same name may run elsewhere.
+/// Time for which an answer is cached, also a negative one. A pod never moves, but another one of the same name may run
+/// elsewhere.
 const KEPT: Duration = Duration::from_secs(5);
 const DEADLINE: Duration = Duration::from_secs(4);
-/// Longer names than Kubernetes allows are not asked for.
+/// Maximum length of a name in Kubernetes; longer ones are not asked for.
 const LONGEST: usize = 253;
 
-/// Finds pods' nodes.
+/// Looks up pods' nodes.
 pub(crate) struct Pods {
     client: kube::Client,
     questions: Arc<Questions>,
@@ -31,11 +32,11 @@ impl Pods {
         Self { client, questions, known: VerdictCache::new(KEPT, KEPT) }
     }
 
-    /// The name of the pod's node, or why there is none: there is no such pod, or it runs nowhere yet. Which pods there are is not
-    /// for every caller to know.
+    /// Returns the name of the pod's node, or the reason why it has none: the pod does not exist, or is not scheduled
+    /// yet. Not every caller may know which pods exist.
     ///
     /// # Errors
-    /// It is not the name of a pod, or the API server does not say.
+    /// The name cannot be a pod's, or the API server does not answer.
     pub(super) async fn node_of(
         &self,
         asker: Asker,
@@ -54,7 +55,7 @@ impl Pods {
             return Ok(known);
         }
         let _turn = self.questions.turn(asker).await?;
-        // While this one waited another may have asked.
+        // Another request may have asked while this one waited.
         if let Some(known) = self.known.get(&key) {
             return Ok(known);
         }
@@ -76,7 +77,7 @@ impl Pods {
     }
 }
 
-/// What may be a part of a URL of the API server.
+/// True if the name may be part of a URL of the API server.
 fn is_name(name: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || matches!(byte, b'-' | b'.');
     !name.is_empty() && name.len() <= LONGEST && name.bytes().all(plain) && !name.starts_with('.')

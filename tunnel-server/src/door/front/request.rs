@@ -1,4 +1,4 @@
-//! One request, from its head to the head of its answer.
+//! Handles one request, from its head to the head of its answer.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -32,7 +32,7 @@ use crate::route::NodeAddress;
 
 const TOO_LARGE: &str = "the request's head is larger than 64 KiB";
 
-/// What the requests of a connection share.
+/// State that the requests of a connection share.
 pub(super) struct Served {
     pub(super) front: Arc<Front>,
     pub(super) peer: Peer,
@@ -41,17 +41,17 @@ pub(super) struct Served {
     pub(super) shares: Shares,
 }
 
-/// Where a request goes.
+/// Destination of a request.
 struct Destination {
     node: NodeAddress,
     target: SocketAddr,
-    /// What the target is told instead of the Host that it was asked by.
+    /// Host for the target, instead of the one in the request.
     host: Option<String>,
-    /// The target's certificate is the node's.
+    /// True if the target's certificate is the node's.
     on_node: bool,
 }
 
-/// Answers a request: with the target's answer, or with the reason why there is none.
+/// Answers a request with the target's answer, or with the reason why there is none.
 pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> Response<Body> {
     let kubelet_path = ["/exec/", "/attach/", "/portForward/", "/containerLogs/"]
         .iter()
@@ -70,8 +70,8 @@ pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> 
         Ok(response) => response,
         Err(failure) => {
             let mut response = answer::response(&failure, reader);
-            // After a malformed request the connection's framing cannot be trusted. A caller that may not read the metrics holds no
-            // place.
+            // After a malformed request the connection's framing cannot be trusted. A caller that may not read the
+            // metrics must not keep its place.
             let wrong = [StatusCode::BAD_REQUEST, StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE];
             if http1 && (wrong.contains(&failure.status) || served.front.metrics.is_some()) {
                 response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
@@ -91,7 +91,7 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
     let (mut head, body) = request.into_parts();
     let admitted = async {
         if headers::size(&head) > MAX_HEAD {
-            // hyper's bound is on what it has to buffer: a head that comes in one piece may be longer.
+            // hyper limits the bytes that it has to buffer: a head that arrives in one piece may be longer.
             return Err(Failure::new(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, TOO_LARGE));
         }
         let wanted = parse_destination(&head).map_err(Failure::bad_request)?;
@@ -107,7 +107,7 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
     let asked = OpenRequest::new(destination.node.node.clone(), destination.target, Bytes::new());
     let (client_address, context) = (served.peer.client, &served.context);
     let mut record = AccessLogGuard::new(served.front.door, client_address, &asked, context);
-    // hyper drops this when the client leaves.
+    // hyper drops this future when the client leaves.
     record.presume(Outcome::ClientReset);
     if let Some(caller) = &caller {
         record.called_by(caller);
@@ -131,7 +131,7 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
     if let Err(reason) = served.rewrite(&mut head, caller.as_ref(), &destination, wants.as_ref(), h2) {
         return Err(failed(record, Failure::bad_request(reason)));
     }
-    // Unless the head says that a GET or HEAD has a body, hyper sends none whose length is unknown.
+    // hyper sends no body of unknown length with a GET or HEAD, unless the head says that there is one.
     if !h2 && !body.is_end_stream() && !head.headers.contains_key(header::CONTENT_LENGTH) {
         head.headers.insert(header::TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
     }
@@ -171,7 +171,7 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
         }
         (None, client) => {
             if client.is_some() {
-                // What the client sent ahead in the other protocol must not be read as its next request.
+                // Data that the client sent ahead in the other protocol must not be read as its next request.
                 head.headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
             }
             Ok(Response::from_parts(head, AnswerBody::new(body, exchange).boxed_unsync()))
@@ -188,7 +188,7 @@ fn empty() -> Body {
     http_body_util::Empty::new().map_err(|never| match never {}).boxed_unsync()
 }
 
-/// With an expectation the body waits for the target's 100.
+/// With an expectation, the body waits for the target's 100.
 fn with_expectation(head: Parts, body: Incoming) -> Request<RequestBody> {
     let expects = head.headers.get(header::EXPECT);
     let expects = expects.is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"100-continue"));
@@ -220,7 +220,7 @@ impl Served {
         Failure::of_outcome(Outcome::Busy, full.to_string())
     }
 
-    /// Who sends the request, if this door wants to know.
+    /// Returns the sender of the request, if this listener authenticates.
     async fn caller(&self, headers: &HeaderMap) -> Result<Option<Caller>, Failure> {
         match &self.front.admission {
             Admission::Everyone => Ok(None),
@@ -271,7 +271,7 @@ impl Served {
         }
     }
 
-    /// The node, and what its agent dials, if the caller may send this there.
+    /// Resolves the node and the agent's target, if the caller may send this request there.
     async fn destination(
         &self,
         caller: Option<&Caller>,
@@ -293,8 +293,8 @@ impl Served {
         }
     }
 
-    /// The kubelet of the pod's node. Whether there is such a pod, and where, is known here before the caller's rights are, and told
-    /// to those only who have them.
+    /// Resolves to the kubelet of the pod's node. The pod and its node are looked up before the caller's rights are
+    /// checked, but only callers with these rights are told about them.
     async fn at_pod(
         &self,
         pods: &Pods,
@@ -333,7 +333,7 @@ impl Served {
             }
         };
         let port = wanted.dest.map_or(target.port(), |dest| dest.port());
-        // As at the redirect: only the ports that the operator named.
+        // Only the ports that the operator named, as at the redirect.
         if !router.tunnels(port) {
             return Err(Failure::bad_request(format!(
                 "port {port} is not tunnelled: name it in --redirect-ports or the ConfigMap"
@@ -346,7 +346,7 @@ impl Served {
         Ok(Destination { node, target, host, on_node })
     }
 
-    /// Whether the caller may send this.
+    /// Checks that the caller may send this request.
     async fn admit(
         &self,
         caller: Option<&Caller>,
@@ -357,14 +357,15 @@ impl Served {
         let port = destination.target.port();
         let Some((caller, reviewer)) = self.judge(caller, port)? else { return Ok(()) };
         let path = wanted.path.as_ref().map_err(Failure::bad_request)?;
-        // Without a cluster its certificate is all that there is to know.
+        // Without a cluster, the certificate is all that is known of the caller.
         let Some(reviewer) = reviewer else { return Ok(()) };
         let of_kubelet = destination.on_node && port == destination.node.kubelet_port;
         let accesses = if of_kubelet { kubelet_accesses(method, path) } else { other_accesses(method, path) };
         Ok(reviewer.allow(caller, &accesses, &destination.node.node).await?)
     }
 
-    /// Whose rights decide, and who knows them. None: whoever may use the door may use this port.
+    /// Returns the caller whose rights have to be checked, and the reviewer to ask. Returns `None` if every client that
+    /// may use the listener may use this port.
     fn judge<'a>(
         &'a self,
         caller: Option<&'a Caller>,
@@ -386,7 +387,7 @@ impl Served {
         }
     }
 
-    /// How to speak to the target.
+    /// Returns the TLS settings for the target; `None` for plain HTTP.
     fn tls(&self, destination: &Destination, h2: bool) -> Result<Option<Tls>, Failure> {
         let Some(targets) = &self.front.targets else { return Ok(None) };
         if targets.is_plain(destination.target.port()) {
@@ -409,7 +410,7 @@ impl Served {
         Ok(Some(Tls { config, name }))
     }
 
-    /// Makes the head that the target gets.
+    /// Rewrites the head for the target.
     fn rewrite(
         &self,
         head: &mut Parts,
@@ -421,7 +422,7 @@ impl Served {
         let authority = head.uri.authority().map(ToString::to_string);
         let asked = head.headers.get(header::HOST).and_then(|host| host.to_str().ok().map(ToOwned::to_owned));
         let host = destination.host.clone().or(authority).or(asked).unwrap_or_default();
-        // It says who the caller is to this server, and is not the node's to see.
+        // The token authenticates the caller to this server; the node must not see it.
         if caller.is_some() && self.peer.caller.is_none() {
             head.headers.remove(header::AUTHORIZATION);
         }
@@ -429,7 +430,7 @@ impl Served {
     }
 }
 
-/// A host and a port as Host has them.
+/// Formats a host and a port as in a Host header.
 fn host_of(name: &str, port: u16) -> String {
     if name.contains(':') { format!("[{name}]:{port}") } else { format!("{name}:{port}") }
 }
@@ -438,7 +439,7 @@ fn host_of(name: &str, port: u16) -> String {
 pub(super) mod tests {
     use super::*;
 
-    /// The node and the target of a request with this Host at a door for everyone.
+    /// Returns the node and the target of a request with this Host at a listener for everyone.
     pub(in crate::door) async fn reached_over_http(
         host: &str,
         router: Arc<crate::route::Router>,

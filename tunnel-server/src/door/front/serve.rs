@@ -1,4 +1,4 @@
-//! Serves a client's connection, with TLS where the door ends that.
+//! Serves a client's connection, ending its TLS if the listener does that.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -26,20 +26,20 @@ use crate::door::context::{DoorContext, OpenError};
 use crate::door::first_request::FirstRequest;
 use crate::metrics::Metrics;
 
-/// How long a client may take for a handshake.
+/// Maximum time for a client's handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
-/// How long a connection may wait for a whole head, also for the first line of the next request.
+/// Maximum wait for a whole head, including the idle time before the next request. For HTTP/2, interval of PINGs.
 ///
-/// Longer than Prometheus' usual 30 s from scrape to scrape.
+/// Longer than Prometheus' usual 30 s between scrapes.
 const IDLE: Duration = Duration::from_secs(45);
-/// More requests at a time wait on their connection.
+/// Maximum number of concurrent requests of a connection; further ones wait.
 const MAX_STREAMS: u32 = 128;
 
 impl Front {
     /// Serves a connection until it ends. `prefix` was already read from it; `place` is its own.
     ///
     /// # Errors
-    /// Why it was given up before a request came.
+    /// The connection was given up before a request came; the error says why.
     pub(crate) async fn serve(
         self: &Arc<Self>,
         socket: TcpStream,
@@ -62,7 +62,7 @@ impl Front {
         let Some(tls) = &self.tls else {
             return http(socket, false, &watched, served(None)).await;
         };
-        // A connection that ends with its first refusal is one of HTTP/1.1.
+        // With HTTP/1.1 only, a connection can end with its first refusal.
         let acceptor = if self.metrics.is_some() { tls.acceptor_of_http_1() } else { tls.acceptor() };
         let accepted = tokio::time::timeout(HANDSHAKE, acceptor.accept(socket)).await;
         let stream = match accepted {
@@ -132,7 +132,7 @@ where
         }
     };
     match ended {
-        // What clients do all the time: they leave, or leave idle connections open.
+        // Normal for clients: they leave, or leave idle connections open.
         Err(error) if error.is_parse() => Err(OpenError::Client(format!("not an HTTP request: {error}"))),
         Err(error) => {
             let error = tunnel_core::error::chain(&error);
@@ -143,7 +143,7 @@ where
     }
 }
 
-/// Ends when another server answers scrapers from now on. Other doors' connections go on until the drain.
+/// Completes when another server answers scrapers from now on. Connections of other listeners go on until the drain.
 async fn handed_over(page: Option<&MetricsPage>) {
     match page {
         Some(page) => page.gate.closed().await,
@@ -151,7 +151,7 @@ async fn handed_over(page: Option<&MetricsPage>) {
     }
 }
 
-/// A connection, counted until it is dropped.
+/// A connection that is counted until it is dropped.
 struct Counted(&'static str, Metrics);
 
 impl Counted {
@@ -167,11 +167,12 @@ impl Drop for Counted {
     }
 }
 
-/// Answers HTTP/1.1 until the client has gone, or `over` has ended and what was asked until then is answered.
+/// Answers HTTP/1.1 requests until the client has gone, or until `over` has completed and the requests up to then are
+/// answered.
 ///
-/// A client may end its half behind its request and wait for the answer (RFC 9112 section 9.6). hyper then reads nothing while it
-/// answers, so a reset has to be noticed by the caller. The kernel of a client that has closed its socket resets what is still
-/// sent to it: an answer, or after a minute a keepalive probe.
+/// A client may close its half after its request and wait for the answer (RFC 9112 section 9.6). hyper reads nothing
+/// while it answers, so the caller of this function has to detect a reset. The kernel of a client that has closed its
+/// socket resets the connection when it receives more: an answer, or after a minute a keepalive probe.
 async fn http_1<S, F>(
     stream: S,
     over: impl Future<Output = ()>,
@@ -207,8 +208,8 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(10);
 
-    /// A client's end of a connection whose requests are answered when they are `due`; the tokens tell that one has come, and that
-    /// it is over.
+    /// Returns a client's end of a connection whose requests are answered after `due`. The tokens are cancelled when a
+    /// request has come, and when it is over.
     async fn served(due: Duration) -> (TcpStream, CancellationToken, CancellationToken) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();

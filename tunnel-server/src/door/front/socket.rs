@@ -1,4 +1,4 @@
-//! A client's socket with what was already read from it.
+//! A client's socket, with bytes that were already read from it.
 
 use std::io;
 use std::net::Shutdown;
@@ -13,8 +13,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tunnel_core::carry::{end_on_drop, reset_on_drop};
 
-/// Tells a client's socket that an answer was cut off: then it closes with a reset, because the end of a file could be taken
-/// for the answer's end.
+/// Tells a client's socket that an answer was cut off. It then closes with a reset, because the client could take an
+/// end of file for the end of the answer.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Faults(Arc<AtomicBool>);
 
@@ -26,16 +26,16 @@ impl Faults {
 
 #[derive(Debug)]
 pub(super) struct PrefixedSocket {
-    /// Shared with who waits for its failure.
+    /// Shared with the task that waits for the socket to fail.
     socket: Arc<TcpStream>,
     prefix: Bytes,
     faults: Faults,
 }
 
 impl PrefixedSocket {
-    /// Of a socket that its door has prepared.
+    /// `socket` has been prepared by its listener.
     pub(super) fn new(socket: Arc<TcpStream>, prefix: Bytes, faults: Faults) -> Self {
-        // A connection between two requests ends as others do.
+        // A connection between two requests ends with an end of file.
         end_on_drop(&*socket);
         Self { socket, prefix, faults }
     }

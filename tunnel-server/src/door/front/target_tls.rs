@@ -1,7 +1,8 @@
-//! TLS to targets: verified against the cluster's CA and the node's name or addresses, with a certificate that is this server's
-//! own.
+//! TLS to targets: verified against the cluster's CA and the node's name or addresses, with this server's own client
+//! certificate.
 //!
-//! A certificate and not a token: whoever has taken over one edge node could use a token that it is shown at every other.
+//! A certificate rather than a token: an attacker who controls one edge node could use the token that it receives at
+//! every other node.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -24,32 +25,32 @@ use crate::config::TargetConfig;
 use crate::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts};
 use crate::settings::{InternalDoor, Settings};
 
-/// The files with the certificates, as they were read.
+/// The certificate files, with the content that was read.
 pub(crate) struct TargetFiles {
     plain_ports: BTreeSet<u16>,
-    /// None: none is given.
+    /// `None` if no files are given.
     file: Option<ReloadedFile<Material>>,
     material: Material,
 }
 
-/// How targets are spoken to.
+/// TLS settings for targets.
 pub(crate) struct TargetTls {
     plain_ports: BTreeSet<u16>,
     material: ArcSwap<Material>,
     settings: watch::Receiver<Arc<Settings>>,
 }
 
-/// What the files hold.
+/// Content of the files.
 #[derive(Default)]
 struct Material {
-    /// None: there is no CA.
+    /// `None` without a CA.
     verifier: Option<Arc<WebPkiServerVerifier>>,
     certificate: Option<Arc<SingleCertAndKey>>,
 }
 
 impl TargetFiles {
     /// # Errors
-    /// One that was given cannot be used.
+    /// A given file cannot be used.
     pub(crate) fn read(config: &TargetConfig, metrics: &FileMetrics) -> Result<Self, ConfigError> {
         let named = |key, path: &Option<PathBuf>| path.as_deref().map(|path| NamedFile::new(key, path));
         let given = [
@@ -89,16 +90,16 @@ impl TargetTls {
         tls
     }
 
-    /// Whether this port of nodes is plain HTTP.
+    /// True if this port of nodes is plain HTTP.
     pub(super) fn is_plain(&self, port: u16) -> bool {
         self.plain_ports.contains(&port)
             || self.settings.borrow().internal.get(&port) == Some(&InternalDoor::Http)
     }
 
-    /// For a target whose certificate has to be valid for one of these names.
+    /// Returns the settings for a target whose certificate has to be valid for one of these names.
     ///
     /// # Errors
-    /// Why there can be no TLS.
+    /// TLS is impossible, for example without a CA.
     pub(super) fn config(
         &self,
         names: Vec<ServerName<'static>>,
@@ -119,7 +120,7 @@ impl TargetTls {
             Some(certificate) => builder.with_client_cert_resolver(certificate.clone()),
             None => builder.with_no_client_auth(),
         };
-        // Each connection shows the present certificate, and is checked against the present CA.
+        // Every connection has to show the current certificate, and to be checked against the current CA.
         config.resumption = Resumption::disabled();
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
         if h2 {
@@ -134,7 +135,7 @@ fn provider() -> Arc<rustls::crypto::CryptoProvider> {
 }
 
 impl Material {
-    /// Of the CA, the certificate and its key; `texts` are those of the files that are given.
+    /// Parses the CA, the certificate and its key. `texts` holds the texts of the files that are given.
     fn parse(given: &[Option<NamedFile>; 3], texts: &Texts) -> Result<Self, ConfigError> {
         let mut texts = texts.iter();
         let [ca, chain, key] = given.each_ref().map(|file| {
@@ -181,7 +182,8 @@ fn certified(chain: &str, key: &str) -> Result<Arc<SingleCertAndKey>, String> {
     }
 }
 
-/// A certificate is the node's if it is valid for any of its names and addresses: kubelets' differ in what they have.
+/// Accepts a certificate that is valid for any of the node's names and addresses: kubelets' certificates differ in
+/// which they have.
 fn of_any(
     names: &[ServerName<'_>],
     verifier: &WebPkiServerVerifier,

@@ -1,4 +1,4 @@
-//! Connections that have become something else than HTTP: SPDY or WebSocket of `kubectl exec`, for example.
+//! Connections that were upgraded from HTTP to another protocol, such as SPDY or WebSocket for `kubectl exec`.
 
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
@@ -7,11 +7,11 @@ use tunnel_core::error::chain;
 
 use super::body::Exchange;
 
-/// Bytes that are copied at a time, each way.
+/// Bytes copied at a time in each direction.
 const BUFFER: usize = 16 << 10;
 
-/// Carries bytes both ways until both ends have ended. What either end sent before the other had switched comes first: hyper
-/// keeps it.
+/// Relays bytes both ways until both ends have ended. Bytes that one end sent before the other had switched come first:
+/// hyper keeps them.
 pub(super) async fn carry(client: OnUpgrade, target: OnUpgrade, exchange: Exchange) {
     let target = match target.await {
         Ok(target) => target,
@@ -21,7 +21,7 @@ pub(super) async fn carry(client: OnUpgrade, target: OnUpgrade, exchange: Exchan
     let (mut client, mut target) = (TokioIo::new(client), TokioIo::new(target));
     match copy_bidirectional_with_sizes(&mut client, &mut target, BUFFER, BUFFER).await {
         Ok(_) => exchange.complete(),
-        // Whose end it was is not known from the error. The pipe knows if it was the target's.
+        // The error does not tell which end it was. The pipe knows if it was the target's.
         Err(error) => exchange.severed(&error),
     }
 }

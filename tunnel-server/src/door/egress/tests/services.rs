@@ -1,4 +1,4 @@
-//! Services of a fake API server, with endpoints that are this host's.
+//! Services of a fake API server, whose endpoints are on this host.
 
 use postern_fake_kube::{ApiServer, Fault, eventually};
 use serde_json::{Value, json};
@@ -13,7 +13,7 @@ use crate::kube::{KubeOptions, ObjectNames, ServiceEndpoints};
 const SERVICES: &str = "/api/v1/namespaces/shop/services";
 const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/shop/endpointslices";
 
-/// The door, which follows the Services until the guard is dropped.
+/// Starts the listener, which follows the Services until the guard is dropped.
 async fn open(api: &ApiServer) -> (Door, DropGuard) {
     let names = ObjectNames::default();
     let options = KubeOptions { kubeconfig: Some(api.kubeconfig()), namespace: None, names };
@@ -31,7 +31,7 @@ fn service(api: &ApiServer, address: &str) {
     api.put(SERVICES, json!({"metadata": {"name": "hook", "namespace": "shop"}, "spec": spec}));
 }
 
-/// Ready ones, at the port of this address.
+/// Sets the ready endpoints, with this port.
 fn endpoints(api: &ApiServer, addresses: &[&str], port: u16) {
     let endpoints: Vec<Value> = addresses
         .iter()
@@ -51,7 +51,7 @@ async fn a_cluster_ip_leads_to_a_ready_endpoint() {
     let (listener, address) = target().await;
     let port = address.parse::<SocketAddr>().unwrap().port();
     service(&api, "10.96.0.9");
-    // Nobody listens at the other one: that is tried in vain half of the time.
+    // Nothing listens on the second one, so half of the first attempts fail.
     endpoints(&api, &["127.0.0.1", "127.0.0.7"], port);
     let (door, _follows) = open(&api).await;
     let mut client = Client::open(&door.path()).await;
@@ -89,13 +89,13 @@ async fn errors_name_the_service() {
     let error = until(&mut client, "127.0.0.7").await;
     assert!(error.contains("Service hook.shop (10.96.0.9:443): endpoint 127.0.0.7:1: "), "{error}");
     assert!(error.contains("connection refused"), "{error}");
-    // Another address, another Service.
+    // The Service has another address now.
     service(&api, "10.96.0.10");
     let error = until(&mut client, "10.96.0.9 is not").await;
     assert!(!error.contains("hook"), "{error}");
 }
 
-/// Dials until the error has this in it.
+/// Dials until the error contains `part`.
 async fn until(client: &mut Client, part: &str) -> String {
     let error = async {
         loop {
@@ -119,7 +119,7 @@ async fn a_silent_api_server_leaves_what_it_said() {
     client.dial("10.96.0.9:443", 1).await.unwrap();
     let _first = listener.accept().await.unwrap();
     drop(listener);
-    // What cannot be reached is asked for anew.
+    // Unreachable endpoints are asked for again.
     assert!(client.dial("10.96.0.9:443", 2).await.unwrap_err().contains("connection refused"));
     let listener = TcpListener::bind(&address).await.unwrap();
     api.inject("list", "endpointslices", Fault::Status(500), usize::MAX);
@@ -153,7 +153,7 @@ async fn without_a_list_nobody_waits_for_long() {
     let (door, _follows) = open(&api).await;
     let (listener, address) = target().await;
     let mut client = Client::open(&door.path()).await;
-    // An address that this server may dial needs none.
+    // An address that this server may dial needs no list.
     client.dial(&address, 1).await.unwrap();
     let _first = listener.accept().await.unwrap();
     let error = client.dial("10.96.0.9:443", 2).await.unwrap_err();
