@@ -1,4 +1,4 @@
-//! An additional link of a session, which the server has asked for. It carries connections and nothing else.
+//! An additional link of a session, requested by the server. It only carries connections.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -17,10 +17,10 @@ use super::gate::Certified;
 use super::link::{End, LinkContext, Transport, finish, notify, refused};
 use crate::session::{Link, Session, Streams};
 
-/// How often to look whether it is still of use.
+/// Interval at which an unused link is detected.
 const CHECK: Duration = Duration::from_secs(5);
 
-/// Takes the link out of use, however its task ends.
+/// Takes the link out of use when its task ends for any reason.
 struct Joined {
     session: Arc<Session>,
     link: Arc<Link>,
@@ -37,7 +37,7 @@ impl Drop for Joined {
 /// Adds a link to the session that `hello` names.
 ///
 /// # Errors
-/// Why not, as the agent is told.
+/// The reason, as sent to the agent.
 fn join(
     context: &LinkContext,
     node: &NodeName,
@@ -46,7 +46,7 @@ fn join(
     link: impl FnOnce(&Session) -> Arc<Link>,
 ) -> Result<Joined, String> {
     let session = context.sessions.get(node).filter(|session| session.epoch == hello.epoch);
-    // It led to another server, or the session has ended meanwhile.
+    // The link reached another server, or the session has ended meanwhile.
     let session = session
         .ok_or_else(|| format!("no session with number {} is attached to this server", hello.epoch))?;
     let permit = place.additional().ok_or("the nodes have as many additional links as open files allow")?;
@@ -55,7 +55,7 @@ fn join(
     Ok(Joined { session, link, _permit: permit })
 }
 
-/// Adds the link to its session, and serves it until its end.
+/// Adds the link to its session, and serves it until it ends.
 pub(super) async fn serve(
     context: &LinkContext,
     Transport { send, pings, flow }: Transport,
@@ -94,7 +94,7 @@ pub(super) async fn serve(
             },
             dead = &mut alive => return dead.into(),
             _ = tick.tick() => if session.links.part_if_idle(link) { return End::Idle },
-            // Also with the session.
+            // Also cancelled with the session.
             () = link.over.cancelled() => return End::Stopped,
             () = context.stop.cancelled() => return End::Stopped,
         }

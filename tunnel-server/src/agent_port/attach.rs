@@ -1,4 +1,4 @@
-//! An agent's link, from the end of its TLS handshake to its end: greeting, session, control messages.
+//! An agent's link, from the end of its TLS handshake to its own end: greeting, session, control messages.
 
 #[cfg(test)]
 pub(super) mod tests;
@@ -39,21 +39,21 @@ use crate::pki::Refusal;
 use crate::session::{Forgotten, Link, Links, Session, Streams};
 use crate::settings::Settings;
 
-/// The largest control message accepted from an agent, in bytes.
+/// Maximum size of a control message from an agent, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;
-/// How long to wait before an agent is told again what it did not acknowledge.
+/// Pause before an unacknowledged notice is repeated.
 const AGAIN: Duration = Duration::from_secs(1);
-/// How long the last bytes of an agent that has left may be under way on its additional links.
+/// Maximum time for the last bytes on the additional links of an agent that has left.
 const LAST_BYTES: Duration = Duration::from_secs(10);
 
-/// Whom the agent's certificate is for, and since when.
+/// Node of the agent's certificate, and the time of issue.
 #[derive(Clone, Debug)]
 pub(super) struct Presented {
     pub(super) node: NodeName,
     pub(super) issued: SystemTime,
 }
 
-/// Serves the link, whose byte stream and what is known about its path are given, until it ends, and logs why it did.
+/// Serves the link, given as byte stream and path state, until it ends, and logs the reason.
 pub(super) async fn run<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     context: Arc<LinkContext>,
     link: (S, Arc<Flow>),
@@ -72,7 +72,7 @@ pub(super) async fn run<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
         return;
     }
     match end {
-        // The agent has two addresses of this server, and is attached through the other one.
+        // The agent knows two addresses of this server, and is attached through the other one.
         End::Attach(status) if status.code() == Code::AlreadyExists => {
             tracing::debug!(%node, %peer, "second link of an attached agent: {}", printable(status.message(), 200));
         }
@@ -104,7 +104,7 @@ async fn drive<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     place: Certified,
     additional: &OnceLock<u32>,
 ) -> End {
-    // Boxed: there are as many sessions as agents, and each would hold the memory of the handshake until its end.
+    // Boxed: otherwise each session would hold the memory of the handshake until its end.
     let (transport, mut driver) = match Box::pin(open(io, flow)).await {
         Ok(opened) => opened,
         Err(end) => return end,
@@ -119,7 +119,7 @@ async fn drive<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     }
 }
 
-/// Begins HTTP/2 on the link. Its bytes move in a task of their own, so that they wake only it.
+/// Starts HTTP/2 on the link. A separate task moves the bytes, so that they wake only that task.
 async fn open<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     io: S,
     flow: Arc<Flow>,
@@ -132,7 +132,7 @@ async fn open<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     Ok((Transport { send, pings, flow }, driver))
 }
 
-/// Removes the session from the registry, however its task ends.
+/// Removes the session from the registry when its task ends for any reason.
 struct Registered<'a> {
     context: &'a LinkContext,
     session: Arc<Session>,
@@ -142,7 +142,7 @@ impl Drop for Registered<'_> {
     fn drop(&mut self) {
         let (forgotten, session) = (self.context.sessions.forget(&self.session), self.session.clone());
         match Handle::try_current() {
-            // The last bytes of additional links are still under way.
+            // The last bytes of additional links are still in flight.
             Ok(runtime) if forgotten == Forgotten::Leaving && session.links.connections() > 0 => {
                 runtime.spawn(async move {
                     let delivered = tokio::time::timeout(LAST_BYTES, idle(|| session.links.connections()));
@@ -167,7 +167,7 @@ async fn session(
     let mut client = AgentClient::with_origin(Channel::new(transport.send.clone()), origin())
         .max_decoding_message_size(MAX_MESSAGE);
     let loopback = loopback_ports(&context.settings.borrow());
-    // As the Welcome has it: what changes while the agent is greeted is told afterwards.
+    // The bundle of the Welcome; changes during the greeting are sent afterwards.
     let mut bundle = context.bundle.clone();
     let welcome = welcome(context, bundle.borrow_and_update().to_pem(), &loopback);
     // Boxed: its memory is freed once the agent has answered.
@@ -187,7 +187,7 @@ async fn session(
     if hello.link > 0 {
         let _ = additional.set(hello.link);
         let link = (&mut client, events);
-        // Boxed: most sessions are no additional links.
+        // Boxed: most links are not additional ones.
         let link = additional::serve(context, transport, link, (&node, peer), &hello, worker, place);
         return Box::pin(link).await;
     }
@@ -223,7 +223,7 @@ async fn session(
         }
     }
     let registered = Registered { context, session: session.clone() };
-    // Revoked between the judgement and the registration, when the one who ends sessions did not see this one.
+    // The node may have been revoked after the first check and before the registration, unseen by `shut_out`.
     if let Err(refusal) = context.standing.judge(&session.node, issued) {
         session.refuse(refusal);
     }
@@ -233,12 +233,13 @@ async fn session(
     let told = Told { bundle, loopback };
     let end = follow(context, &session, &flow, &mut client, &mut events, pings, told).await;
     if let Some(refusal) = session.refusal.get() {
-        // No client gets there any more while the agent is notified.
+        // Clients must not reach it while the agent is notified.
         context.sessions.unregister(&session);
         context.sessions.explain_end(&session.node, &refusal.to_string());
         return not_admitted(&mut client, refusal.clone()).await;
     }
-    // One that was closed for another reason is not to wait for minutes, as a replaced one does: its agent comes back at once.
+    // Only if there is a newer session: a replaced agent waits for minutes, but one closed for another reason must come
+    // back at once.
     let newer = context.sessions.get(&session.node).filter(|newer| newer.id != session.id);
     if matches!(end, End::Stopped) && newer.is_some() && !context.draining.is_cancelled() {
         notify(&mut client, replaced(context, &session, false)).await;
@@ -248,7 +249,7 @@ async fn session(
     end
 }
 
-/// How many links the session may have.
+/// Maximum number of links of the session.
 fn most_links(hello: &Hello, own: &Congestion) -> u32 {
     let bbr = hello.features.iter().any(|feature| feature == BBR_FEATURE) && own.is_bbr();
     if bbr { hello.max_links.min(BBR_LINKS) } else { hello.max_links }
@@ -270,9 +271,10 @@ fn replaced(context: &LinkContext, session: &Session, by_successor: bool) -> not
     notice::Notice::Replaced(Replaced { epoch: session.epoch, peer, by_successor })
 }
 
-/// Ends the older session of the same node: its agent is gone, or is a second one with the same identity. One that was told
-/// to look for another server, and has come back because that one died, finishes what it carries, and so does one whose
-/// agent has a successor. Its agent is told, and does not take a stranger for that.
+/// Ends the older session of the same node, whose agent is gone or is a second one with the same identity. The older
+/// session finishes its connections instead if its agent was told to look for another server and has come back because
+/// that one died, or if its agent has a successor. In the latter case that agent is told, so that it does not take the
+/// successor for an intruder.
 fn retire(context: &LinkContext, older: Option<Arc<Session>>, newer: &Session, successor: bool) {
     if let Some(older) = older {
         if successor || older.moving.load(Ordering::Relaxed) {
@@ -302,7 +304,7 @@ fn welcome(context: &LinkContext, trust_bundle: String, loopback_ports: &[u32]) 
     }
 }
 
-/// Greets the agent, and waits until it has said who it is.
+/// Greets the agent and waits for its Hello.
 async fn greet(
     channel: Channel,
     welcome: Welcome,
@@ -321,32 +323,32 @@ async fn greet(
     }
 }
 
-/// What the Welcome said.
+/// Values sent in the Welcome.
 struct Told {
-    /// Sees what differs from that.
+    /// Reports changes since then.
     bundle: watch::Receiver<Arc<TrustBundle>>,
     loopback: Vec<u32>,
 }
 
-/// What the agent has to know and was not told yet, or did not acknowledge, because its line was out for a moment or is slow.
+/// Notices that were not sent yet, or not acknowledged because the agent's line was down for a moment or is slow.
 #[derive(Default)]
 struct Unheard {
     roots: bool,
     ports: bool,
-    /// That this server stops, and whether it still serves.
+    /// Set if this server stops; true if it still serves.
     leaving: Option<bool>,
-    /// Until it is told, or told again. Boxed: few sessions ever have one.
+    /// Delay before the next attempt. Boxed: few sessions ever have one.
     pause: Option<Pin<Box<Sleep>>>,
 }
 
 impl Unheard {
-    /// Has the agent told that this server stops, and whether it still serves.
+    /// Schedules the notice that this server stops; `serving` is true if it still serves.
     fn tell(&mut self, serving: bool, after: Duration) {
         self.leaving = Some(serving);
         self.pause = Some(Box::pin(sleep(after)));
     }
 
-    /// To be called after each other change. What waits for its time to be told does so.
+    /// Call after any other change. A scheduled stop notice keeps its time.
     fn wait(&mut self) {
         if self.leaving.is_some() && self.pause.is_some() {
             return;
@@ -367,13 +369,13 @@ async fn follow(
     Told { mut bundle, mut loopback }: Told,
 ) -> End {
     let mut settings = context.settings.clone();
-    // They may have changed after the Welcome was sent.
+    // May have changed after the Welcome was sent.
     settings.mark_changed();
     let mut alive = std::pin::pin!(link::keep_alive(pings, flow, || session.stalls.sweep()));
     let mut wanted = session.links.wanted();
     let mut span = (Instant::now(), 0u32);
     let mut handover = context.handover.clone();
-    // It may have begun while the agent was greeted.
+    // May have begun while the agent was greeted.
     handover.mark_changed();
     let (mut draining_sent, mut succeeded) = (false, false);
     let mut unheard = Unheard::default();
@@ -428,7 +430,7 @@ async fn follow(
             // The session owns the sender.
             Ok(()) = wanted.changed(), if !draining_sent => {
                 if session.links.are_used_up() {
-                    // The agent attaches anew, and this session finishes what it carries.
+                    // The agent attaches again, and this session finishes its connections.
                     tracing::info!(node = %session.node, "the session's link is used up: its agent is to attach anew");
                     draining_sent = true;
                     unheard.tell(false, Duration::ZERO);

@@ -27,33 +27,33 @@ use crate::admission::Place;
 use crate::metrics::Metrics;
 use crate::pki::{EnrollService, PeerAddress, PeerCertificate};
 
-/// The largest message accepted, in bytes: a CSR is under 2 KiB.
+/// Maximum size of a message in bytes; a CSR is under 2 KiB.
 const MAX_MESSAGE: usize = 64 << 10;
-/// An agent asks once and closes.
+/// An agent sends one request and closes.
 const MAX_STREAMS: u32 = 1;
 /// HTTP/2 windows of a connection, in bytes.
 const WINDOW: u32 = 64 << 10;
 const MAX_HEADERS: u32 = 16 << 10;
-/// How long a connection may take to ask; an agent asks in the round trip after its handshake.
+/// Maximum time until the request; an agent sends it in the round trip after its handshake.
 const IDLE: Duration = Duration::from_secs(5);
-/// How long its request may take, from the handshake to the answer.
+/// Maximum time of a request, from the handshake to the answer.
 const LIFETIME: Duration = Duration::from_secs(30);
-/// How long a connection stays open after its answer, for the last bytes to arrive.
+/// Time that a connection stays open after its answer, for the last bytes to arrive.
 const LINGER: Duration = Duration::from_secs(5);
-/// The same for a connection that has to make room.
+/// The same for a connection that must make room.
 const SHORT_LINGER: Duration = Duration::from_millis(250);
-/// The metric's label for a connection that got its answer.
+/// Metric label of a connection that got its answer.
 const ANSWERED: &str = "answered";
-/// Connections without a place that get an error at a time; further ones are closed without one.
+/// Maximum number of connections without a place that get an error at a time; others are closed without one.
 const REFUSALS: usize = 16;
 const NO_PLACE: &str = "the server has no place for more enrolments at present; try again later";
 
-/// The Enrollment service, with its limits.
+/// The Enrollment service with its limits.
 pub fn enroll_routes(service: EnrollService) -> Routes {
     Routes::new(EnrollmentServer::new(service).max_decoding_message_size(MAX_MESSAGE)).prepare()
 }
 
-/// The service of one connection: every request carries the client's address and certificate.
+/// Wraps the service for one connection: every request carries the client's address and certificate.
 pub fn for_client(
     routes: Routes,
     peer: SocketAddr,
@@ -70,7 +70,7 @@ pub fn for_client(
 pub(super) enum EnrollPlace {
     Certified(Certified),
     Stranger(Place<std::net::IpAddr>),
-    /// There was none left; the client gets an error that says so.
+    /// No place was left; the client gets an error that says so.
     None {
         certified: bool,
     },
@@ -154,7 +154,7 @@ impl EnrollConnections {
                 progress.left()
             }
             end = progress.end() => {
-                // Without a request there is nothing to answer, and a client could draw out the exchange of GOAWAYs.
+                // Without a request there is nothing to answer, and a client could prolong the exchange of GOAWAYs.
                 if progress.asked.is_cancelled() {
                     served.as_mut().graceful_shutdown();
                     tokio::select! {
@@ -173,7 +173,7 @@ impl EnrollConnections {
     }
 }
 
-/// How far a connection has come.
+/// Stages that a connection has reached.
 struct Progress {
     place: EnrollPlace,
     asked: CancellationToken,
@@ -185,7 +185,7 @@ impl Progress {
         Self { place, asked: CancellationToken::new(), answered: CancellationToken::new() }
     }
 
-    /// Waits until the connection has to be closed, and says why: the metric's label `result`.
+    /// Waits until the connection must be closed. Returns the reason as metric label `result`.
     async fn end(&self) -> &'static str {
         let ending = async {
             if tokio::time::timeout(IDLE, self.asked.cancelled()).await.is_err() {
@@ -202,7 +202,7 @@ impl Progress {
         }
     }
 
-    /// Waits for as long as the client has to read its answer.
+    /// Waits for the time that the client has to read its answer.
     async fn linger(&self, end: &'static str) {
         if end == ANSWERED && !matches!(self.place, EnrollPlace::None { .. }) {
             let _ = tokio::time::timeout(LINGER, self.place.evicted()).await;
@@ -211,13 +211,13 @@ impl Progress {
         }
     }
 
-    /// The metric's label when the client has closed the connection.
+    /// Metric label if the client has closed the connection.
     fn left(&self) -> &'static str {
         if self.answered.is_cancelled() { ANSWERED } else { "left" }
     }
 }
 
-/// A connection's service, whose request ends when its place is taken away.
+/// A connection's service. Its request ends when the connection's place is taken away.
 #[derive(Clone)]
 struct WithPlace<S> {
     inner: S,

@@ -1,5 +1,5 @@
-//! A link over which an agent opens streams, for workloads on its node that are to reach something in the cloud or on another
-//! node. What they may reach is the policy's to say.
+//! A link over which an agent opens streams for workloads on its node, to destinations in the cloud or on another node.
+//! The policy decides which destinations they may reach.
 
 use std::future::ready;
 use std::net::SocketAddr;
@@ -25,24 +25,24 @@ use super::redirectors::Redirector as Standing;
 use crate::admission::{Share, Shares};
 use crate::door::{self, EDGE, Reception, Workload, WorkloadMap, pair};
 
-/// Longer targets are no host and port.
+/// Maximum length of a target; longer ones are not a host and port.
 const MAX_TARGET: usize = 300;
 
-/// What such links lead to.
+/// Settings of such links.
 #[derive(Clone)]
 pub struct FromEdge {
     pub(crate) reception: Reception,
-    /// Of the connections, and of the links.
+    /// Limits both the connections and the links.
     pub(crate) shares: Shares,
 }
 
-/// An agent, as its certificate shows it.
+/// An agent, as identified by its certificate.
 pub(super) struct Agent {
     pub(super) standing: Standing,
     pub(super) peer: SocketAddr,
 }
 
-/// Serves the link until it ends, or the agent may have none any more.
+/// Serves the link until it ends or the agent may no longer have one.
 pub(super) async fn serve(
     context: Arc<LinkContext>,
     from_edge: FromEdge,
@@ -71,7 +71,7 @@ pub(super) async fn serve(
             dead = &mut dead => break dead.to_string(),
             refusal = &mut refused => break refusal.to_string(),
             () = context.draining.cancelled(), if !draining => {
-                // The agent goes to another server with what is new.
+                // The agent uses another server for new streams.
                 draining = true;
                 link.graceful_shutdown();
             }
@@ -96,7 +96,7 @@ struct OnLink {
 }
 
 impl OnLink {
-    /// Makes the stream one of a pair of sockets, and the other one a door's client.
+    /// Relays the stream to one of a pair of sockets, and makes the other one a listener's client.
     async fn carry(self: Arc<Self>, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
         if request.uri().path() != EDGE_CARRY_PATH {
             return refuse(&mut respond, Code::Unimplemented, "no such method".to_owned());

@@ -1,8 +1,8 @@
-//! Who may have a connection to the agent port: a place for each stage that it passes.
+//! Limits the connections to the agent port, with a place for each stage that they pass.
 //!
-//! Until the end of its handshake a connection competes by its address, in places of its own where agents have attached
-//! before. With a certificate it competes with those of the same node only, for a link or for a renewal. Without one it
-//! can only be an enrolment, and these have places of their own.
+//! Until the end of its handshake a connection competes by its address; addresses from which agents have attached have
+//! separate places. With a certificate it competes only with those of the same node, for a link or for a renewal.
+//! Without one it can only be an enrolment, and these have separate places.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use tunnel_core::link::HANDSHAKE_TIMEOUT;
 use super::known::KnownSources;
 use crate::admission::{Budget, Place, Places, source_key};
 
-/// Connections with one node's certificate at a time that are not attached: an agent needs one for its link to each
+/// Maximum number of unattached connections with one node's certificate: an agent needs one for its link to each
 /// address of this server, and one to renew.
 const PER_NODE: u32 = 16;
 
@@ -40,21 +40,21 @@ impl Gate {
         }
     }
 
-    /// A place for a handshake.
+    /// Takes a place for a handshake.
     pub(super) fn handshake(&self, address: IpAddr) -> Option<Place<IpAddr>> {
         let (source, now) = (source_key(address), Instant::now());
         let known = self.sources.contains(source).then(|| self.known.admit(source, now)).flatten();
         known.or_else(|| self.strangers.admit(source, now))
     }
 
-    /// A place for a connection with the certificate of `node`, until it is a session.
+    /// Takes a place for a connection with the certificate of `node`, until it is a session.
     pub(super) fn certified(&self, node: &NodeName, address: IpAddr) -> Option<Certified> {
         let place = self.certified.admit(node.clone(), Instant::now())?;
         let (additional, sources) = (self.additional.clone(), self.sources.clone());
         Some(Certified { place, address, node: node.clone(), additional, sources })
     }
 
-    /// A place for a connection without a certificate.
+    /// Takes a place for a connection without a certificate.
     pub(super) fn enrolment(&self, address: IpAddr) -> Option<Place<IpAddr>> {
         self.enrolments.admit(source_key(address), Instant::now())
     }
@@ -70,12 +70,12 @@ pub(super) struct Certified {
 }
 
 impl Certified {
-    /// A place for an additional link of a session; `None` if there are too many of all nodes.
+    /// Takes a place for an additional link of a session; `None` if all nodes together have too many.
     pub(super) fn additional(&self) -> Option<OwnedSemaphorePermit> {
         self.additional.clone().try_acquire_owned().ok()
     }
 
-    /// Gives the place back: the connection is a session now.
+    /// Frees the place, as the connection is a session now, and remembers its source.
     pub(super) fn attached(self) {
         self.sources.remember(&self.node, self.address);
     }
@@ -126,7 +126,7 @@ mod tests {
         let newcomer = IpAddr::from([10, 0, 0, 1]);
         assert!(gate.handshake(newcomer).is_some());
         assert!(gate.enrolment(newcomer).is_some());
-        // One node's certificate cannot take the places of the others' either.
+        // Nor can one node's certificate take the places of the others.
         let copied: NodeName = "edge-1".parse().unwrap();
         let held: Vec<_> = (0..100).filter_map(|_| gate.certified(&copied, newcomer)).collect();
         assert_eq!(held.len(), PER_NODE as usize);

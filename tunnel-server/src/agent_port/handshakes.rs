@@ -1,4 +1,4 @@
-//! What the ports of agents do with a connection before it is known whose it is.
+//! Accepts connections on the agents' ports and does their handshakes, before the client is known.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -18,10 +18,10 @@ use crate::accept::Gated;
 use crate::admission::Place;
 use crate::session::Workers;
 
-/// How long a client may take to send its first byte. An agent sends it at once.
+/// Maximum wait for a client's first byte. An agent sends it at once.
 const SILENCE: Duration = Duration::from_secs(3);
 
-/// A connection without its handshake, on the worker that serves it.
+/// A connection before its handshake, on the worker that serves it.
 pub(super) struct Connection {
     pub(super) socket: std::net::TcpStream,
     pub(super) peer: SocketAddr,
@@ -32,17 +32,17 @@ pub(super) struct Connection {
 /// Accepts connections, and does their handshakes.
 #[derive(Clone)]
 pub(super) struct Handshakes {
-    /// Read at each of them.
+    /// Read at each handshake.
     pub(super) tls: Arc<ServerTls>,
     pub(super) workers: Arc<Workers>,
     pub(super) context: Arc<LinkContext>,
     pub(super) gate: Arc<Gate>,
-    /// What has been accepted.
+    /// Tasks of accepted connections.
     pub(super) links: TaskTracker,
 }
 
 impl Handshakes {
-    /// Accepts connections of `port` until the drain starts, and has each served on a worker. Counts and logs those that fail.
+    /// Accepts connections of `port` until the drain starts, and serves each on a worker. Counts and logs failures.
     pub(super) async fn accept<F>(
         &self,
         port: &'static str,
@@ -76,7 +76,7 @@ impl Handshakes {
                         Error::Failed(_) => {
                             tracing::info!(%peer, port, %error, "handshake failed on the agent port");
                         }
-                        // Strangers can have as many of these as they like.
+                        // Unauthenticated clients can cause any number of these.
                         _ => tracing::debug!(%peer, port, %error, "connection to the agent port closed"),
                     }
                 }
@@ -84,7 +84,7 @@ impl Handshakes {
         }
     }
 
-    /// The handshake of one, unless its place is needed for another.
+    /// Does the handshake of a connection, unless its place is needed for another.
     pub(super) async fn shake(
         &self,
         socket: std::net::TcpStream,
@@ -109,7 +109,7 @@ impl Handshakes {
     }
 }
 
-/// Why a connection got no further than its handshake.
+/// Reason that a connection got no further than its handshake.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
     #[error("nothing was sent within {} s", SILENCE.as_secs())]

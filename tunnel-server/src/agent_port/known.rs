@@ -1,4 +1,4 @@
-//! From where agents have attached: handshakes from there do not compete with those of strangers.
+//! Sources from which agents have attached: their handshakes do not compete with those from unknown sources.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -8,18 +8,18 @@ use tunnel_core::identity::NodeName;
 
 use crate::admission::source_key;
 
-/// Nodes that are remembered.
+/// Maximum number of remembered nodes.
 const MOST_NODES: usize = 1 << 17;
 
-/// The source of each node's last session, for as long as this process lives. One per node, so that no agent can push
-/// out the others' however many addresses it has.
+/// The source of each node's last session, for as long as this process lives. There is one per node, so that an agent
+/// with many addresses cannot push out the others.
 #[derive(Debug, Default)]
 pub(super) struct KnownSources(Mutex<Known>);
 
 #[derive(Debug, Default)]
 struct Known {
     of_node: HashMap<NodeName, IpAddr>,
-    /// How many nodes each source has.
+    /// Number of nodes of each source.
     nodes: HashMap<IpAddr, u32>,
 }
 
@@ -30,7 +30,7 @@ impl KnownSources {
         if known.of_node.get(node) == Some(&source) {
             return;
         }
-        // Any other: with so many nodes, one that competes with strangers once makes no difference.
+        // Forgets any other node: among so many, one that competes with unknown sources once makes no difference.
         if known.of_node.len() >= MOST_NODES
             && !known.of_node.contains_key(node)
             && let Some(other) = known.of_node.keys().next().cloned()

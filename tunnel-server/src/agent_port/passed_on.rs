@@ -1,5 +1,5 @@
-//! A connection that another server passes on to a node that is attached here. It goes no further: only this server's own
-//! sessions are asked.
+//! A connection that another server forwards to a node that is attached here. It is not forwarded again: only this
+//! server's own sessions are asked.
 
 use std::fmt::Display;
 use std::net::SocketAddr;
@@ -20,18 +20,18 @@ use crate::admission::{Full, source_key};
 use crate::door::{AccessLogGuard, DoorContext, OpenRequest};
 use crate::session::{Asked, Sessions, dialled};
 
-/// Its name in the access log and in metrics.
+/// Name in the access log and in metrics.
 pub(super) const DOOR: &str = "peer";
 
-/// The server that passes connections on.
+/// The server that forwards connections.
 pub(super) struct Caller {
     pub(super) server_id: String,
     pub(super) peer: SocketAddr,
-    /// Of its link.
+    /// The state of its link.
     pub(super) flow: Arc<Flow>,
 }
 
-/// What a request asks for, and for which client.
+/// The connection that a request asks for, and its client.
 fn wanted(
     headers: &HeaderMap,
     caller: &Caller,
@@ -49,14 +49,14 @@ fn wanted(
     Ok((OpenRequest::new(node, target, Bytes::new()), client))
 }
 
-/// Answers one Carry stream of another server, from the request to the end of both directions.
+/// Serves one Carry stream of another server, from the request to the end of both directions.
 pub(super) fn pass_on(
     doors: DoorContext,
     caller: Arc<Caller>,
     request: Request<RecvStream>,
     respond: SendResponse<Bytes>,
 ) -> impl Future<Output = ()> + Send {
-    // Not in the future, which would keep room for the request's headers until the end.
+    // Outside the future, which would keep room for the request's headers until the end.
     let wanted = wanted(request.headers(), &caller, &doors.sessions);
     forward(doors, caller, wanted, (request.into_body(), respond))
 }
@@ -76,7 +76,7 @@ async fn forward(
         return refuse(&mut respond, Code::FailedPrecondition, reason);
     };
     let source = match client.ip() {
-        // The other server's host, which is not this one.
+        // The client is on the other server's host, not on this one.
         local if local.is_loopback() || doors.router.is_token(local) => caller.peer.ip(),
         other => other,
     };
@@ -85,7 +85,7 @@ async fn forward(
         Err(full) => return no_place(&doors, &caller, &wanted, client, respond, &full),
     };
     let link = session.links.take();
-    // Boxed, as the answer below: its memory is freed once that is done.
+    // Boxed, like the answer below: its memory is freed once it is done.
     let asked = match Box::pin(session.ask(&link, wanted.target)).await {
         Ok(asked) => asked,
         Err(error) => return refuse(&mut respond, Code::FailedPrecondition, error.to_string()),
@@ -127,7 +127,7 @@ async fn forward(
     }
 }
 
-/// To the client, as if the agent had refused: another server has no other of its places.
+/// Answers as if the agent had refused: no other server has more places for this session.
 fn no_place(
     doors: &DoorContext,
     caller: &Caller,
@@ -164,7 +164,7 @@ mod tests {
     use super::*;
     use crate::door::tests::size_of_future;
 
-    /// Every connection that is passed on holds this much until its end. Measured: 3,496 bytes.
+    /// Every forwarded connection holds this much until its end. Measured: 3,496 bytes.
     #[test]
     fn the_future_of_a_connection_stays_small() {
         let size = size_of_future(pass_on);

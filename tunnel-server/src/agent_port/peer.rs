@@ -1,4 +1,5 @@
-//! A link that another server, or a redirector, has dialled: it is told which nodes are attached here, and passes connections for them on.
+//! A link that another server or a redirector has dialled: it is told which nodes are attached here, and forwards
+//! connections to them.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -24,10 +25,10 @@ use crate::door::DoorContext;
 use crate::pki::Refusal;
 use crate::session::Move;
 
-/// Nodes in one message.
+/// Maximum number of nodes in one message.
 const PART: usize = 1000;
 
-/// Serves the link until it ends. A redirector, which has no CA, is told the roots too.
+/// Serves the link until it ends. A redirector, which has no CA, also gets the roots.
 pub(super) async fn serve(
     context: Arc<LinkContext>,
     doors: DoorContext,
@@ -57,7 +58,7 @@ pub(super) async fn serve(
         PeerServer::new(PeerService { context: context.clone(), bundle: told, refusal: refusal.clone() });
     let refused = async {
         match (&redirector, &refusal) {
-            // It is told why first.
+            // It gets the reason first, in answer to its calls.
             (Some(_), Some(refusal)) => {
                 tokio::time::sleep(HANDSHAKE_TIMEOUT).await;
                 refusal.clone()
@@ -67,7 +68,7 @@ pub(super) async fn serve(
         }
     };
     let mut refused = std::pin::pin!(refused);
-    // A task of its own: carried bytes wake this one, which must not poll everything else each time.
+    // A separate task: relayed bytes wake this one, which must not poll everything else each time.
     let mut watching = JoinSet::new();
     let shared = flow.clone();
     watching.spawn(async move { link::keep_alive(pings, &shared, || ()).await });
@@ -99,9 +100,9 @@ pub(super) async fn serve(
 
 struct PeerService {
     context: Arc<LinkContext>,
-    /// Whether to tell the roots.
+    /// True if the roots are sent too.
     bundle: bool,
-    /// Why this client may have nothing passed on.
+    /// Set if nothing may be forwarded for this client.
     refusal: Option<Refusal>,
 }
 
@@ -123,17 +124,16 @@ impl Peer for PeerService {
     }
 
     async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::CarryStream>, Status> {
-        // `serve` takes Carry streams out before tonic sees them, unless the client may have none.
+        // `serve` handles Carry streams before tonic sees them, unless the client may have none.
         Err(Status::permission_denied("nothing is passed on for this client"))
     }
 }
 
-/// Tells which nodes are attached, until the other server or this one ends, or the other one is too slow: it asks anew
-/// then.
+/// Sends the attached nodes, until either server ends or the other one is too slow; it then asks again.
 async fn tell(context: Arc<LinkContext>, roots: bool, sender: mpsc::Sender<Result<Holdings, Status>>) {
     let mut bundle = context.bundle.clone();
     let trust_bundle = if roots { bundle.borrow_and_update().to_pem() } else { String::new() };
-    // As the first message has it: telling all that is attached may take a while.
+    // State in the first message: sending all attached nodes may take a while.
     let mut handover = context.handover.clone();
     let taken_over = *handover.borrow_and_update() != Handover::Nothing;
     let mut draining_told = taken_over || context.draining.is_cancelled();
@@ -186,7 +186,8 @@ async fn tell(context: Arc<LinkContext>, roots: bool, sender: mpsc::Sender<Resul
     }
 }
 
-/// The move and those that have come since, as one message. Of a node only the last one counts. None: some were missed.
+/// Merges the move and those that have arrived since into one message. Only the last one of a node counts. None if some
+/// were missed.
 fn gathered(first: Move, moves: &mut broadcast::Receiver<Move>) -> Option<Holdings> {
     let mut last = HashMap::from([(first.node, first.here)]);
     while last.len() < PART {

@@ -1,4 +1,4 @@
-//! Whether a redirector may have its link, at every moment.
+//! Checks continuously that a redirector may keep its link.
 
 use std::time::{Duration, SystemTime};
 
@@ -6,10 +6,10 @@ use tunnel_core::identity::NodeName;
 
 use crate::pki::{Refusal, Standing};
 
-/// How long what may be over in a moment is waited for.
+/// Wait after a refusal that may pass in a moment.
 const PASSING: Duration = Duration::from_secs(5);
 
-/// The certificate that a redirector shows.
+/// A redirector's certificate, and the state by which it is judged.
 pub(super) struct Redirector {
     pub(super) node: NodeName,
     pub(super) issued: SystemTime,
@@ -18,12 +18,12 @@ pub(super) struct Redirector {
 
 impl Redirector {
     /// # Errors
-    /// Why it is refused.
+    /// The reason of the refusal.
     pub(super) fn judge(&self) -> Result<(), Refusal> {
         self.standing.judge(&self.node, self.issued)
     }
 
-    /// Waits until it is refused.
+    /// Waits until the certificate is refused.
     pub(super) async fn refused(&self) -> Refusal {
         let mut changes = self.standing.clone();
         loop {

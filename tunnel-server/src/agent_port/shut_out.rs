@@ -1,4 +1,4 @@
-//! Ends the sessions of agents that may have none any more: their node was revoked, or has left the inventory.
+//! Ends the sessions of agents that are no longer permitted: their node was revoked, or has left the inventory.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use super::link::LinkContext;
 use crate::pki::{KnownNodes, Revocations};
 use crate::session::Session;
 
-/// How long a node may be missing: an inventory file may be replaced in two steps, and a Node created again at once.
+/// Time that a node may be missing: an inventory file may be replaced in two steps, and a Node created again at once.
 const GRACE: Duration = Duration::from_secs(5);
-/// How often all sessions are judged, and not only those of changed nodes: one may have begun just then.
+/// Interval at which all sessions are judged, not only those of changed nodes: one may have started just then.
 const SWEEP: Duration = Duration::from_secs(300);
 
 pub(super) async fn run(context: &LinkContext) {
     let mut standing = context.standing.clone();
-    // By session, when its grace is over.
+    // The node and the end of its grace period, by session.
     let mut missing: HashMap<u64, (NodeName, Instant)> = HashMap::new();
     let mut judged_by = None;
     let mut sweep = Instant::now();
@@ -55,7 +55,7 @@ pub(super) async fn run(context: &LinkContext) {
 
 type Known = (Arc<Revocations>, Option<Arc<KnownNodes>>);
 
-/// The nodes that are judged by something else now; None: all may be.
+/// The nodes whose judgement may have changed; None if all may have.
 fn changed((revoked, nodes): &Known, (revoked_now, nodes_now): &Known) -> Option<HashSet<NodeName>> {
     if !Arc::ptr_eq(revoked, revoked_now) {
         return None;

@@ -1,5 +1,5 @@
-//! Which programs are attached where, and attaching to cgroups without a link. aya has neither a query for cgroups and network
-//! namespaces nor BPF_PROG_ATTACH where the kernel has links, hence raw system calls.
+//! Queries attached programs, and attaches to cgroups without a link. aya can neither query cgroups and network
+//! namespaces nor use BPF_PROG_ATTACH on kernels that have links, hence raw system calls.
 #![expect(
     unsafe_code,
     reason = "bpf(2) has no safe wrapper for BPF_PROG_QUERY, BPF_PROG_ATTACH and BPF_PROG_DETACH"
@@ -21,10 +21,10 @@ const BPF_PROG_DETACH: libc::c_int = 9;
 const BPF_PROG_QUERY: libc::c_int = 16;
 const BPF_F_ALLOW_OVERRIDE: u32 = 1;
 const BPF_F_ALLOW_MULTI: u32 = 2;
-/// Programs that one hook can hold (the kernel's BPF_CGROUP_MAX_PROGS).
+/// Maximum number of programs at one hook (the kernel's BPF_CGROUP_MAX_PROGS).
 const MAX_PROGRAMS: usize = 64;
 
-/// A hook that the redirect attaches to, after the kernel's `enum bpf_attach_type`.
+/// A hook of the redirect, as in the kernel's `enum bpf_attach_type`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum AttachType {
     Connect4,
@@ -48,7 +48,7 @@ impl AttachType {
         }
     }
 
-    /// The name of our program there.
+    /// Name of our program at the hook.
     pub(super) fn program(self) -> &'static str {
         match self {
             Self::Connect4 => names::CONNECT4,
@@ -59,7 +59,7 @@ impl AttachType {
         }
     }
 
-    /// bpftool's name for it.
+    /// The hook's name in bpftool.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Connect4 => "connect4",
@@ -76,7 +76,7 @@ pub(super) struct Attached {
     flags: u32,
 }
 
-/// `union bpf_attr` for BPF_PROG_QUERY, padded: newer kernels write fields back beyond `prog_cnt`.
+/// `union bpf_attr` for BPF_PROG_QUERY, padded: newer kernels write fields beyond `prog_cnt`.
 #[repr(C, align(8))]
 struct QueryAttr {
     target_fd: u32,
@@ -90,7 +90,7 @@ struct QueryAttr {
 
 const _: () = assert!(size_of::<QueryAttr>() == 128);
 
-/// Programs attached to `hook` of `target`, a cgroup directory or a network namespace. Needs CAP_NET_ADMIN.
+/// Lists the programs attached to `hook` of `target`, a cgroup directory or a network namespace. Needs CAP_NET_ADMIN.
 pub(super) fn attached(target: &File, hook: AttachType) -> io::Result<Attached> {
     let mut ids = [0_u32; MAX_PROGRAMS];
     let mut attr = QueryAttr {
@@ -102,8 +102,8 @@ pub(super) fn attached(target: &File, hook: AttachType) -> io::Result<Attached> 
         prog_cnt: MAX_PROGRAMS as u32,
         rest: [0; 25],
     };
-    // SAFETY: `attr` is a live, zero-padded bpf_attr of the size passed, `prog_ids` points to `prog_cnt`
-    // live words, and the kernel writes to nothing else.
+    // SAFETY: `attr` is a live, zero-padded bpf_attr of the size passed, `prog_ids` points to `prog_cnt` live words,
+    // and the kernel writes to nothing else.
     let result =
         unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_QUERY, &raw mut attr, size_of::<QueryAttr>()) };
     if result < 0 {
@@ -113,7 +113,7 @@ pub(super) fn attached(target: &File, hook: AttachType) -> io::Result<Attached> 
     Ok(Attached { ids: ids[..count].to_vec(), flags: attr.attach_flags })
 }
 
-/// The part of `union bpf_attr` that BPF_PROG_ATTACH and BPF_PROG_DETACH read here; the kernel takes what follows for zeros.
+/// The part of `union bpf_attr` that BPF_PROG_ATTACH and BPF_PROG_DETACH read here; the kernel takes the rest as zeros.
 #[repr(C)]
 struct AttachAttr {
     target_fd: u32,
@@ -144,13 +144,14 @@ fn word(fd: RawFd) -> io::Result<u32> {
     u32::try_from(fd).map_err(|_| io::ErrorKind::InvalidInput.into())
 }
 
-/// Attaches the program behind all others that are there. The attachment lasts longer than this process, and anyone may end it by
-/// BPF_PROG_DETACH.
+/// Attaches the program after all others at the hook. The attachment outlives this process, and any process may end it
+/// with BPF_PROG_DETACH.
 pub(super) fn attach(cgroup: &File, hook: AttachType, program: BorrowedFd<'_>) -> io::Result<()> {
     call(BPF_PROG_ATTACH, cgroup, hook, program, BPF_F_ALLOW_MULTI)
 }
 
-/// Detaches the program if it is there. If it is not, and one without BPF_F_ALLOW_MULTI is, the kernel would detach that one.
+/// Detaches the program if it is attached. If it were not, the kernel would detach another one that has no
+/// BPF_F_ALLOW_MULTI.
 pub(super) fn detach(cgroup: &File, hook: AttachType, program: BorrowedFd<'_>, id: u32) -> io::Result<()> {
     if !attached(cgroup, hook)?.ids.contains(&id) {
         return Ok(());
@@ -158,12 +159,12 @@ pub(super) fn detach(cgroup: &File, hook: AttachType, program: BorrowedFd<'_>, i
     call(BPF_PROG_DETACH, cgroup, hook, program, 0)
 }
 
-/// Searches from `cgroup` upwards for a program that was attached so that ours may not be.
+/// Searches from `cgroup` upwards for a program whose attach flags exclude ours.
 pub(super) fn foreign(cgroup: &Path, hook: AttachType) -> Option<RedirectError> {
     for (depth, dir) in cgroup.ancestors().enumerate() {
-        // Above the mount point the query fails: not a cgroup.
+        // The query fails above the mount point, which is not a cgroup.
         let attached = File::open(dir).and_then(|file| attached(&file, hook)).ok()?;
-        // In the very cgroup an overridable program excludes ours as well.
+        // In this cgroup itself an overridable program excludes ours too.
         let tolerant = if depth == 0 { BPF_F_ALLOW_MULTI } else { BPF_F_ALLOW_MULTI | BPF_F_ALLOW_OVERRIDE };
         if let Some(&id) = attached.ids.first()
             && attached.flags & tolerant == 0
@@ -175,17 +176,17 @@ pub(super) fn foreign(cgroup: &Path, hook: AttachType) -> Option<RedirectError> 
     None
 }
 
-/// Name of a loaded program; None when it has none, is gone or may not be read.
+/// Name of a loaded program; None if it has none, is gone or may not be read.
 fn program_name(id: u32) -> Option<String> {
     let program = loaded_programs().filter_map(Result::ok).find(|program| program.id() == id)?;
     program.name_as_str().filter(|name| !name.is_empty()).map(str::to_owned)
 }
 
-/// The sk_lookup programs that are not a server's, with their names and ids. A single one whose name may not be read is
-/// taken for the server's.
+/// Names and ids of the sk_lookup programs that are not a Postern server's. A single one with an unreadable name is
+/// assumed to be the server's.
 ///
 /// # Errors
-/// [`io::ErrorKind::PermissionDenied`]: there are several such, of which some may be another's.
+/// [`io::ErrorKind::PermissionDenied`]: there are several with unreadable names, and some may be foreign.
 pub(super) fn foreign_lookups(netns: &File) -> io::Result<Vec<String>> {
     let ids = attached(netns, AttachType::SkLookup)?.ids;
     let mut foreign = Vec::new();
@@ -206,7 +207,7 @@ pub(super) fn foreign_lookups(netns: &File) -> io::Result<Vec<String>> {
     Ok(foreign)
 }
 
-/// Whether a program is a Postern server's; None when its name may not be read.
+/// Reports whether a program is a Postern server's; None if its name may not be read.
 fn is_server(id: u32) -> Option<bool> {
     for program in loaded_programs() {
         match program {
@@ -214,7 +215,7 @@ fn is_server(id: u32) -> Option<bool> {
                 return Some(program.name_as_str() == Some(names::SK_LOOKUP));
             }
             Ok(_) => {}
-            // Some program of this machine was unloaded meanwhile.
+            // Some program was unloaded meanwhile.
             Err(ProgramError::SyscallError(error)) if error.io_error.kind() == io::ErrorKind::NotFound => {}
             Err(_) => return None,
         }

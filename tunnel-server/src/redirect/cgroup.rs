@@ -1,4 +1,4 @@
-//! Finds the cgroup to attach to, and checks that it is the right one.
+//! Finds the cgroup to attach to, and checks it.
 
 use std::fs::{self, File};
 use std::io;
@@ -17,7 +17,7 @@ pub(super) struct Cgroup {
 }
 
 impl Cgroup {
-    /// The given one, or the host's root.
+    /// Opens the given cgroup, or the host's root.
     ///
     /// # Errors
     /// None is usable, or this process is not inside it.
@@ -48,7 +48,7 @@ impl Cgroup {
     }
 
     fn host_root(mounts: &[Mount]) -> Result<Self, RedirectError> {
-        // Only the true root lacks these files; otherwise the root of a cgroup namespace is like `/`.
+        // Only the real root lacks these files; the root of a cgroup namespace appears as `/` otherwise.
         let is_root = |mount: &&Mount| {
             !mount.point.join("cgroup.type").exists() && !mount.point.join("cgroup.events").exists()
         };
@@ -60,12 +60,12 @@ impl Cgroup {
     }
 }
 
-/// Every cgroup of version 2 that can be seen from here.
+/// Lists all cgroup v2 directories visible to this process.
 pub(super) fn all() -> Result<Vec<PathBuf>, RedirectError> {
     let mut found: Vec<PathBuf> = mounts()?.into_iter().map(|mount| mount.point).collect();
     let mut visited = 0;
     while let Some(dir) = found.get(visited) {
-        // One that has been removed meanwhile has no children.
+        // A directory removed meanwhile has no children.
         let entries = fs::read_dir(dir).into_iter().flatten().flatten();
         let children = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
         let children: Vec<_> = children.map(|entry| entry.path()).collect();
@@ -75,7 +75,7 @@ pub(super) fn all() -> Result<Vec<PathBuf>, RedirectError> {
     Ok(found)
 }
 
-/// Where version 2 is mounted.
+/// Mounts of cgroup v2.
 fn mounts() -> Result<Vec<Mount>, RedirectError> {
     let mounts = cgroup::mounts().map_err(|source| RedirectError::Io {
         what: "cannot read /proc/self/mountinfo".to_owned(),
@@ -84,8 +84,8 @@ fn mounts() -> Result<Vec<Mount>, RedirectError> {
     Ok(mounts.into_iter().filter(Mount::is_v2).collect())
 }
 
-/// Where this process's own cgroup is, in the mount of the hierarchy that `dir` lies on. None when it lies outside the
-/// namespace or that mount: then only the self-test can tell.
+/// Directory of this process's own cgroup, in the mount that contains `dir`. None if it is outside the namespace or
+/// that mount: then only the self-test can tell.
 fn own_directory(mounts: &[Mount], dir: &Path) -> Result<Option<PathBuf>, RedirectError> {
     let path = "/proc/self/cgroup";
     let text = fs::read_to_string(path)
@@ -99,13 +99,13 @@ fn own_directory(mounts: &[Mount], dir: &Path) -> Result<Option<PathBuf>, Redire
     }
 }
 
-/// The path of the cgroup `own` through the mount that `dir` lies on. A container may have its own cgroup mounted too, where
-/// nothing lies inside `dir`.
+/// Path of the cgroup `own` through the mount that contains `dir`. A container may also have its own cgroup mounted,
+/// which contains nothing inside `dir`.
 fn seen_beside(mounts: &[Mount], dir: &Path, own: &Path) -> Option<PathBuf> {
     if own.components().any(|part| part == Component::ParentDir) {
         return None;
     }
-    // Of several at one point the last one covers the others.
+    // Of several mounts at one point the last one covers the others.
     let mount = mounts
         .iter()
         .filter(|mount| dir.starts_with(&mount.point))
@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn a_cgroup_is_looked_for_on_the_mount_that_is_attached_to() {
-        // A container's own cgroup, and the host's hierarchy, as both look from within the container's namespace.
+        // A container's own cgroup, and the host's hierarchy, both as seen from the container's namespace.
         let mounts = parse_mounts(
             "\
 40 39 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup rw
@@ -134,7 +134,8 @@ mod tests {
         assert_eq!(seen("/sys/fs/cgroup", "/init"), Some("/sys/fs/cgroup/init".into()));
         assert_eq!(seen("/sys/fs/cgroup", "/../other"), None);
         assert_eq!(seen("/sys/fs/cgroups", "/init"), None);
-        // The host's mounted over it, as hostPath: /sys/fs/cgroup does, and a subtree of a host that has no namespace.
+        // The host's hierarchy mounted over it, as with hostPath: /sys/fs/cgroup, and a subtree on a host without a
+        // namespace.
         let mounts = parse_mounts(
             "\
 40 39 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup rw

@@ -1,4 +1,4 @@
-//! One write to the kernel's maps.
+//! A single write to the kernel's maps.
 
 use ipnet::IpNet;
 

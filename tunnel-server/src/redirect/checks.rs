@@ -1,4 +1,4 @@
-//! What an operator can be shown about the redirect: whether this host has all that it needs, and whether it works.
+//! Checks for operators: whether this host meets the requirements, and whether the redirect works.
 
 use std::path::PathBuf;
 
@@ -17,11 +17,11 @@ const FAILS: &str = "fails at connect()";
 #[derive(Clone, Debug)]
 pub struct Check {
     pub name: &'static str,
-    /// What was found, or what is wrong and how to fix it.
+    /// The finding, or the problem and its fix.
     pub outcome: Result<String, String>,
 }
 
-/// Checks everything that [`Redirect::start`] needs, without changing anything.
+/// Checks everything that [`Redirect::start`] needs, without side effects.
 pub fn checks(config: &RedirectConfig) -> Vec<Check> {
     host_checks(config)
         .into_iter()
@@ -29,14 +29,14 @@ pub fn checks(config: &RedirectConfig) -> Vec<Check> {
         .collect()
 }
 
-/// A check whose error is still one.
+/// A check that keeps the error's type.
 #[derive(Debug)]
 pub struct HostCheck {
     pub name: &'static str,
     pub outcome: Result<String, RedirectError>,
 }
 
-/// As [`checks`].
+/// Same as [`checks`], with typed errors.
 pub fn host_checks(config: &RedirectConfig) -> Vec<HostCheck> {
     let check = |name, outcome| HostCheck { name, outcome };
     let mut all = vec![
@@ -67,16 +67,16 @@ pub fn host_checks(config: &RedirectConfig) -> Vec<HostCheck> {
     all
 }
 
-/// Whether the finding of the check `kernel` says that connects to a node without a tunnel fail.
+/// Reports whether a result of the check `kernel` says that connects to a node without a tunnel fail at once.
 pub fn fails_at_connect(kernel: &str) -> bool {
     kernel.ends_with(FAILS)
 }
 
-/// Programs at this network namespace's sk_lookup hook that are not ours, with what is known of each.
+/// Foreign programs at this network namespace's sk_lookup hook, as text.
 ///
 /// # Errors
-/// They cannot be listed: CAP_NET_ADMIN is missing, or the kernel has no such hook. Or there are several, whose names only
-/// CAP_SYS_ADMIN may read.
+/// They cannot be listed: CAP_NET_ADMIN is missing, or the kernel has no such hook. Or there are several whose names
+/// only CAP_SYS_ADMIN may read.
 pub fn foreign_lookups() -> Result<Vec<String>, RedirectError> {
     let listed = attached::foreign_lookups(&this_netns()?);
     listed.map_err(|source| RedirectError::Io { what: "cannot list the sk_lookup programs".into(), source })
@@ -93,7 +93,7 @@ pub fn missing_token_routes(config: &RedirectConfig) -> Result<Vec<IpNet>, Redir
     Ok(missing)
 }
 
-/// Folders of pinned programs whose server is not alive.
+/// Directories of pinned programs whose server is dead.
 ///
 /// # Errors
 /// The BPF file system cannot be read.
@@ -102,7 +102,7 @@ pub fn left_behind(config: &RedirectConfig) -> Result<Vec<PathBuf>, RedirectErro
 }
 
 impl Redirect {
-    /// [`checks`], and whether the redirect works as it runs.
+    /// Runs [`checks`], and checks the running redirect too.
     pub fn checks(&self) -> Vec<Check> {
         let mut all = checks(&self.config);
         let lost = self.lock().programs.lost(&self.cgroup, &self.netns);

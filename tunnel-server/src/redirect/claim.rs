@@ -1,12 +1,13 @@
-//! Whose the token ranges of a network namespace are.
+//! Claims the token ranges of a network namespace.
 //!
-//! Two installations that gave out the same tokens would lead each other's connects to wrong nodes: a program of one rewrites to a
-//! token, and the listener of the other takes it for its own. So a process that redirects listens on an abstract Unix socket that is
-//! named after its ranges. Everybody in the network namespace can read such names, without a privilege, and the kernel
-//! removes them with the process, however that ends. Servers with the same state directory replace each other and share theirs.
+//! Two installations with the same ranges would misroute each other's connects: a program of one rewrites to a virtual
+//! address that the listener of the other takes for its own. So a process that redirects listens on an abstract Unix
+//! socket named after its ranges. Everybody in the network namespace can list such names without privileges, and the
+//! kernel removes them when the process ends for any reason. Servers with the same state directory replace each other
+//! and share their ranges.
 //!
-//! Any process may listen on such a name. One whose privileges, as the kernel tells them to who connects, are not enough to redirect
-//! is no server, and its names count for nothing.
+//! Any process may listen on such a name. If the kernel reports a listener without the privileges to redirect, it is
+//! not a server and its name is ignored.
 
 use std::fmt;
 use std::fs;
@@ -27,41 +28,42 @@ use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::preflight::may_redirect;
 
-/// How often ranges are tried that are another's. Two that start at the same moment may see each other, and let go.
+/// Maximum number of attempts at ranges that are taken. Two servers that start together may see each other and both
+/// back off.
 const ATTEMPTS: u32 = 5;
-/// The longest pause between two of them, in milliseconds; the shortest is a tenth of it.
+/// Maximum pause between attempts, in milliseconds; the minimum is a tenth of it.
 const PAUSE: u64 = 200;
-/// What the names begin with. A name has room for 107 bytes.
+/// Prefix of the names. A name has room for 107 bytes.
 const PREFIX: &str = "postern";
 
-/// Holds the ranges until it is released or dropped.
+/// Holds the ranges until released or dropped.
 #[derive(Debug)]
 pub(super) struct Claim {
     name: Name,
     socket: Option<UnixListener>,
 }
 
-/// The name of a socket, `postern,RANGE,RANGE-V6,STATE-DIRECTORY,NUMBER`; without IPv6 the second range is `-`.
+/// A socket name, `postern,RANGE,RANGE-V6,STATE-DIRECTORY,NUMBER`; the second range is `-` without IPv6.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Name {
     v4: Ipv4Net,
     v6: Option<Ipv6Net>,
-    /// Device and inode.
+    /// Device and inode of the state directory.
     state: String,
-    /// Random: several processes may have the same ranges.
+    /// Random, as several processes may have the same ranges.
     number: String,
 }
 
 impl Claim {
-    /// Takes the ranges.
+    /// Claims the ranges.
     ///
     /// # Errors
-    /// [`RedirectError::RangeTaken`]: a process with another state directory has taken one that overlaps.
+    /// [`RedirectError::RangeTaken`]: a process with another state directory has claimed one that overlaps.
     pub(super) fn take(config: &RedirectConfig, ipv6: bool) -> Result<Self, RedirectError> {
         let mut attempt = 1;
         loop {
             let claim = Self::hold(Name::new(config, ipv6)?)?;
-            // After its own is there: of two that look, one at least sees the other.
+            // Checked after its own socket exists, so that of two servers at least one sees the other.
             let Some(taken) = claim.taken()? else { return Ok(claim) };
             if attempt == ATTEMPTS {
                 return Err(taken);
@@ -85,7 +87,7 @@ impl Claim {
         conflict_of(&self.name, |other| other.state != self.name.state)
     }
 
-    /// Whether another process with the same state directory has them too, or has them after a release.
+    /// Reports whether another process with the same state directory has the ranges too. Also valid after a release.
     pub(super) fn is_shared(&self) -> Result<bool, RedirectError> {
         let same = |other: &Name| other.state == self.name.state && other.number != self.name.number;
         Ok(conflict_of(&self.name, same)?.is_some())
@@ -95,18 +97,19 @@ impl Claim {
         self.socket = None;
     }
 
-    /// Makes room for the next ones that connect to see who this is: the kernel answers them itself, for as many as may wait.
+    /// Frees the backlog for further processes that connect to identify this one; the kernel completes their connects
+    /// itself.
     pub(super) fn answer(&self) {
         while self.socket.as_ref().is_some_and(|socket| socket.accept().is_ok()) {}
     }
 }
 
-/// Who has a range that overlaps, as an error.
+/// The process with an overlapping range, as an error.
 pub(super) fn holder(config: &RedirectConfig, ipv6: bool) -> Result<Option<RedirectError>, RedirectError> {
     conflict_of(&Name::new(config, ipv6)?, |_| true)
 }
 
-/// With a server among `others` that has a range which overlaps.
+/// The conflict with a server among `others` that has an overlapping range.
 fn conflict_of(own: &Name, others: impl Fn(&Name) -> bool) -> Result<Option<RedirectError>, RedirectError> {
     let overlapping = names()?.into_iter().filter(|other| others(other) && own.overlap(other).is_some());
     for other in overlapping {
@@ -117,7 +120,7 @@ fn conflict_of(own: &Name, others: impl Fn(&Name) -> bool) -> Result<Option<Redi
     Ok(None)
 }
 
-/// The process that listens on the name, in words, if it may be a server.
+/// Describes the process that listens on the name, if it may be a server.
 fn server_at(name: &Name) -> Option<String> {
     let credentials = listener_at(name).ok()?;
     let (pid, uid) = (credentials.pid(), credentials.uid());
@@ -125,7 +128,7 @@ fn server_at(name: &Name) -> Option<String> {
         tracing::warn!(pid, uid, socket = %name, "an unprivileged process poses as a server, and is ignored");
         return None;
     }
-    // 0: it is in a PID namespace that this process does not see.
+    // pid 0: the process is in a PID namespace that is not visible here.
     if pid == 0 {
         return Some("a process of another PID namespace, as in a pod".to_owned());
     }
@@ -133,7 +136,7 @@ fn server_at(name: &Name) -> Option<String> {
     Some(format!("{}, pid {pid}", program.trim()))
 }
 
-/// Who listens on the name. Does not wait for a place in its backlog.
+/// Credentials of the process that listens on the name. Does not wait if its backlog is full.
 fn listener_at(name: &Name) -> nix::Result<UnixCredentials> {
     let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
     let asking = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
@@ -170,7 +173,7 @@ impl Name {
         Some(Self { v4: v4.parse().ok()?, v6, state: state.to_owned(), number: number.to_owned() })
     }
 
-    /// The flag of the ranges that overlap, and these: its own and the other's.
+    /// The first ranges that overlap: their flag, its own range and the other's.
     fn overlap(&self, other: &Self) -> Option<(&'static str, IpNet, IpNet)> {
         let taken = |key, own: IpNet, range: IpNet| {
             (own.contains(&range) || range.contains(&own)).then_some((key, own, range))
@@ -192,17 +195,17 @@ impl fmt::Display for Name {
     }
 }
 
-/// Those of this network namespace.
+/// Names in this network namespace.
 fn names() -> Result<Vec<Name>, RedirectError> {
     let path = "/proc/thread-self/net/unix";
-    // Programs may give their sockets names that are no text.
+    // Other programs' socket names may not be UTF-8.
     let read = fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
     let text =
         read.map_err(|source: io::Error| RedirectError::Io { what: format!("cannot read {path}"), source })?;
     Ok(listed(&text))
 }
 
-/// The names at the ends of the lines; an abstract one is shown behind an `@`.
+/// Parses the names at the line ends; abstract ones are shown with a leading `@`.
 fn listed(text: &str) -> Vec<Name> {
     text.lines().filter_map(|line| Name::parse(line.rsplit(' ').next()?.strip_prefix('@')?)).collect()
 }

@@ -1,4 +1,4 @@
-//! What does not change while the redirect runs.
+//! Settings that do not change while the redirect runs.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
@@ -9,45 +9,45 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 /// Settings of [`Redirect::start`](super::Redirect::start).
 #[derive(Clone, Debug)]
 pub struct RedirectConfig {
-    /// Cgroup v2 directory whose processes are redirected; none: the host's root, found and checked.
+    /// Cgroup v2 directory whose processes are redirected; None for the host's root, which is found and checked.
     pub cgroup: Option<PathBuf>,
-    /// Token addresses for IPv4 destinations.
+    /// Virtual addresses (tokens) for IPv4 destinations.
     pub token_range: Ipv4Net,
-    /// Token addresses for IPv6 destinations.
+    /// Virtual addresses (tokens) for IPv6 destinations.
     pub token_range_v6: Ipv6Net,
     /// Sources that may use the token range, besides this host and [`Table::clients`](crate::route::Table::clients).
     pub clients: Vec<IpNet>,
-    /// Whether a connect to a node without a tunnel fails immediately where the kernel can do that (6.1).
-    /// False behaves as an older kernel does: it is accepted, and the server must reset it.
+    /// If true, a connect to a node without a tunnel fails immediately on kernels with support (6.1). If false, it
+    /// behaves as on older kernels: it is accepted, and the server must reset it.
     pub fail_at_connect: bool,
-    /// The server's state directory. Its successor has the same one, and those with another must have other token ranges. None:
-    /// all without one have the same.
+    /// The server's state directory. Its successor has the same one; servers with another one must have other token
+    /// ranges. All servers with None count as having the same.
     pub state_dir: Option<PathBuf>,
-    /// Keeps the programs attached when this process dies; none: they vanish with it.
+    /// Keeps the programs attached if this process dies; with None they are removed with it.
     pub pins: Option<PinConfig>,
-    /// How long the programs go on without a sign of life of this process.
+    /// Time after this process's last heartbeat at which the programs stop redirecting.
     pub orphan_timeout: Duration,
 }
 
-/// Where the kernel keeps the programs of a server that dies.
+/// Location of the pinned programs of a server that dies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PinConfig {
     /// A directory of a BPF file system.
     pub dir: PathBuf,
-    /// The server's state directory: what was pinned with the same one was pinned by this server.
+    /// The server's state directory; pins with the same one belong to this server.
     pub state_dir: PathBuf,
 }
 
 /// Default of [`RedirectConfig::orphan_timeout`].
 pub const ORPHAN_TIMEOUT: Duration = Duration::from_secs(30);
-/// The lowest: a server that is busy or stopped in a debugger for a moment is not dead.
+/// Minimum: a server that is briefly busy or stopped in a debugger is not dead.
 pub const LEAST_ORPHAN_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Default for RedirectConfig {
     fn default() -> Self {
         Self {
             cgroup: None,
-            // RFC 2544's benchmarking range: never routed on the Internet.
+            // RFC 2544's benchmarking range, never routed on the Internet.
             token_range: Ipv4Net::new_assert(Ipv4Addr::new(198, 18, 0, 0), 15),
             // A ULA /64 (RFC 4193).
             token_range_v6: Ipv6Net::new_assert(

@@ -1,4 +1,4 @@
-//! What can go wrong with the redirect, each with its fix.
+//! Errors of the redirect, each with its fix.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use ipnet::IpNet;
 
-/// An error of the redirect. Every variant's text ends in what to do about it.
+/// An error of the redirect. Every variant's text ends in a fix.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RedirectError {
@@ -15,7 +15,7 @@ pub enum RedirectError {
          again, or start it with --redirect=off"
     )]
     NoObject {
-        /// What the build script found.
+        /// Reported by the build script.
         reason: &'static str,
     },
     #[error(
@@ -28,7 +28,7 @@ pub enum RedirectError {
     },
     #[error("missing capabilities: {}: run as root, or grant them (systemd: AmbientCapabilities=; Kubernetes: securityContext.capabilities.add)", missing.join(", "))]
     Capabilities {
-        /// Names, such as `CAP_BPF`.
+        /// Names such as `CAP_BPF`.
         missing: Vec<&'static str>,
     },
     #[error(
@@ -37,7 +37,7 @@ pub enum RedirectError {
     NoCgroup,
     #[error("--redirect-cgroup={}: {reason}: give a directory of a cgroup v2 hierarchy", path.display())]
     NotCgroup { path: PathBuf, reason: String },
-    /// Only a cgroup namespace's root is in sight.
+    /// Only a cgroup namespace's root is visible.
     #[error(
         "{} is the root of a cgroup namespace, not of the host: processes outside it would not be redirected. Run in \
          the host's cgroup namespace or mount the host's /sys/fs/cgroup into the container, or, if only this subtree \
@@ -45,7 +45,7 @@ pub enum RedirectError {
         path.display()
     )]
     NotRoot {
-        /// The mount point found.
+        /// The mount point that was found.
         path: PathBuf,
     },
     /// The server itself is outside the cgroup, so it cannot verify the hooks.
@@ -53,7 +53,7 @@ pub enum RedirectError {
     Outside {
         /// The cgroup to attach to.
         path: PathBuf,
-        /// The process's own.
+        /// This process's own cgroup.
         own: PathBuf,
     },
     #[error(
@@ -64,7 +64,7 @@ pub enum RedirectError {
         path.display()
     )]
     Foreign {
-        /// Such as `connect4`.
+        /// For example `connect4`.
         hook: &'static str,
         program: String,
         id: u32,
@@ -109,7 +109,7 @@ pub enum RedirectError {
         /// The flag.
         key: &'static str,
         range: IpNet,
-        /// Such as an interface's address.
+        /// For example an interface's address.
         user: String,
     },
     #[error("rtnetlink: cannot {operation}: {reason}; check CAP_NET_ADMIN and `ip route show table local`")]
@@ -133,7 +133,7 @@ pub enum RedirectError {
         key: &'static str,
         own: IpNet,
         range: IpNet,
-        /// Its process.
+        /// The process that claimed it.
         holder: String,
     },
     /// Reading the system's state failed.
@@ -141,7 +141,7 @@ pub enum RedirectError {
     Io { what: String, source: io::Error },
 }
 
-/// How the server's connection to itself through the hooks failed.
+/// Failures of the server's connection to itself through the hooks.
 #[derive(Debug, thiserror::Error)]
 pub enum SelfTestError {
     #[error(
@@ -157,7 +157,7 @@ pub enum SelfTestError {
         "a redirected connect to {token} did not reach the listener ({reason}): check the route `local <token range> dev lo`, the sk_lookup program (`bpftool net`), firewall rules for loopback, and rules that take this port (`tunnel-server doctor`)"
     )]
     NotSteered {
-        /// With the port that was asked for.
+        /// The virtual address (token), with the destination port.
         token: SocketAddr,
         reason: String,
     },
@@ -168,7 +168,7 @@ pub enum SelfTestError {
         expected: SocketAddr,
         found: String,
     },
-    /// The server is not serving, so the connect must fail, and it did not.
+    /// The server is not serving, so the connect must fail, but it did not.
     #[error("the redirect is closed, but a connect through it ended in: {0}; restart the server")]
     NotClosed(String),
 }

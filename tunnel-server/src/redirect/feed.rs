@@ -1,4 +1,4 @@
-//! Feeds changes of the routes into the kernel's maps.
+//! Writes changes of the routes to the kernel's maps.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,25 +11,25 @@ use tunnel_core::log_once::LogOnce;
 use super::Redirect;
 use crate::route::Desired;
 
-/// Changes of routes within this time are applied as one.
+/// Changes of routes within this time are applied together.
 const DEBOUNCE: Duration = Duration::from_millis(20);
-/// Pause after the kernel refused a change of its maps.
+/// Pause after the kernel rejected a change of its maps.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Brings a [`Redirect`] to what a source of routes wants.
+/// Keeps a [`Redirect`] at the desired routes of a source.
 pub struct Feeder {
     redirect: Arc<Redirect>,
     changed: watch::Receiver<u64>,
     desired: Arc<dyn Fn() -> Desired + Send + Sync>,
     failures: LogOnce,
     readiness: Readiness,
-    /// While the kernel's routes are not the current ones.
+    /// Held while the kernel's routes are out of date.
     stale: Option<ReadyGuard>,
 }
 
 impl Feeder {
-    /// While the routes cannot be applied, the server is not ready: its clients may be led to where nobody is any more.
-    /// `changed` wakes whenever `desired` may return something else.
+    /// The server is not ready while the routes cannot be applied, as clients may be sent to a node that has left.
+    /// `changed` must wake whenever `desired` may return another value.
     pub fn new(
         redirect: Arc<Redirect>,
         readiness: Readiness,
@@ -40,7 +40,7 @@ impl Feeder {
         Self { redirect, changed, desired, failures, readiness, stale: None }
     }
 
-    /// Applies the desired routes; false if that failed. [`run`](Self::run) then tries again.
+    /// Applies the desired routes; returns false on failure, and [`run`](Self::run) then retries.
     pub async fn feed(&mut self) -> bool {
         self.changed.mark_unchanged();
         let (redirect, desired) = (self.redirect.clone(), self.desired.clone());
@@ -62,7 +62,7 @@ impl Feeder {
         false
     }
 
-    /// Applies every change until stopped.
+    /// Applies every change until `stop`.
     pub async fn run(mut self, stop: CancellationToken) {
         loop {
             tokio::select! {

@@ -1,4 +1,4 @@
-//! The listeners on loopback at which redirected connections arrive.
+//! The loopback listeners that accept redirected connections.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -9,15 +9,15 @@ use tokio::net::TcpListener;
 
 use super::{Redirect, RedirectConfig, RedirectError};
 
-/// Connections that the kernel completes before they are accepted (`net.core.somaxconn` may limit it further). The
-/// clients' kernels retry those beyond it after a second.
+/// Maximum number of connections that wait to be accepted (`net.core.somaxconn` may limit it further). Clients' kernels
+/// retry the others after a second.
 const BACKLOG: i32 = 4096;
 
-/// Loads, attaches and verifies the programs, and returns the listeners that they redirect to: the given ones, else new
+/// Loads, attaches and verifies the programs, and returns the listeners that they redirect to: the given ones, or new
 /// ones.
 ///
 /// # Errors
-/// As [`Redirect::start`], or a listener cannot be made.
+/// As [`Redirect::start`], or a listener cannot be created.
 pub async fn listen(
     options: RedirectConfig,
     [v4, v6]: [Option<std::net::TcpListener>; 2],

@@ -1,4 +1,4 @@
-//! Loading the object and attaching its programs.
+//! Loads the object and attaches its programs.
 
 use std::fs::File;
 use std::io;
@@ -19,49 +19,49 @@ use super::error::RedirectError;
 use super::pins::Pins;
 use super::preflight::{Features, PERMIT, lacks_perfmon, missing_capabilities};
 
-/// The object that the build script found, or nothing.
+/// The object that the build script found; empty if none.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/tunnel-ebpf.o"));
-/// What the build script reported about it.
+/// The build script's report about it.
 const OBJECT_STATE: &str = env!("POSTERN_BPF_STATE");
 /// aya-log's level "debug"; 0 is off.
 const LOG_DEBUG: u8 = 4;
 
-/// Whether this binary carries its programs.
+/// The embedded object, or an error if this binary has none.
 pub(super) fn embedded() -> Result<&'static [u8], RedirectError> {
     if OBJECT.is_empty() { Err(RedirectError::NoObject { reason: OBJECT_STATE }) } else { Ok(OBJECT) }
 }
 
-/// One loaded program.
+/// A loaded program.
 #[derive(Clone, Debug)]
 pub struct ProgramInfo {
-    /// Where it is attached, such as `connect4`.
+    /// The hook it is attached to, such as `connect4`.
     pub hook: &'static str,
     pub id: u32,
-    /// Instructions that the verifier walked (5.16).
+    /// Number of instructions that the verifier processed (5.16).
     pub verified_instructions: Option<u32>,
-    /// Machine code, in bytes.
+    /// Size of the machine code in bytes.
     pub jited_bytes: u32,
 }
 
-/// The loaded programs. [`Self::detach`] has to be called before it is dropped.
+/// The loaded programs. Call [`Self::detach`] before dropping it.
 ///
-/// Those of cgroups are attached by BPF_PROG_ATTACH where they are to outlive this process, and not by links: Cilium 1.14 to 1.18,
-/// without socket load balancing, detaches at its start whatever is attached to the root of the cgroups, and has no datapath as
-/// long as that fails, as it does for links. What others detach is attached again within a second.
+/// Cgroup programs that must outlive this process are attached with BPF_PROG_ATTACH and not with links: at its start
+/// Cilium 1.14 to 1.18 without socket load balancing detaches everything attached to the root cgroup, and has no
+/// datapath while that fails, as it does for links. Programs that others detach are reattached within a second.
 pub(super) struct Programs {
     ebpf: Ebpf,
-    /// Where the programs are to vanish with this process.
+    /// Links of the cgroup programs, used if they end with this process.
     cgroup: [Option<FdLink>; 4],
     lookup: Option<FdLink>,
-    /// Where the programs and the lookup's link are pinned; none: they vanish with this process.
+    /// Pins of the programs and of the lookup's link; if None, they end with this process.
     pins: Option<Pins>,
 }
 
-/// Cgroup hooks in the order of attachment: peers' names first, so that no redirected client ever sees a token.
+/// Cgroup hooks in the order of attachment: getpeername first, so that no redirected client ever sees a token.
 const CGROUP_HOOKS: [AttachType; 4] =
     [AttachType::Getpeername4, AttachType::Getpeername6, AttachType::Connect4, AttachType::Connect6];
 
-/// Loads the object, not yet its programs.
+/// Loads the object, but not its programs.
 pub(super) fn open(config: &RedirectConfig, features: Features, log: bool) -> Result<Ebpf, RedirectError> {
     let object = embedded()?;
     let v4 = config.token_range.trunc();
@@ -107,8 +107,8 @@ fn errno_of(error: &(dyn std::error::Error + 'static)) -> Option<i32> {
 }
 
 impl Programs {
-    /// Loads all programs into the kernel, and pins those of cgroups: who has no pin of a dead server's program cannot detach it.
-    /// Nothing is attached yet.
+    /// Loads all programs into the kernel and pins the cgroup ones, as a dead server's program can only be detached
+    /// through a pin. Attaches nothing.
     pub(super) fn load(mut ebpf: Ebpf, pins: Option<Pins>) -> Result<Self, RedirectError> {
         for hook in CGROUP_HOOKS {
             let program = program::<CgroupSockAddr>(&mut ebpf, hook)?;
@@ -122,12 +122,13 @@ impl Programs {
         Ok(Self { ebpf, cgroup: [const { None }; 4], lookup: None, pins })
     }
 
-    /// Where what is attached is pinned.
+    /// Directory of the pins.
     pub(super) fn pinned_in(&self) -> Option<&Path> {
         self.pins.as_ref().map(Pins::dir)
     }
 
-    /// Attaches the programs that are not: the lookup first, so that no connect is sent to a token that leads nowhere.
+    /// Attaches the programs that are not attached. The lookup comes first, so that no connect is sent to an address
+    /// without a listener.
     pub(super) fn attach(&mut self, cgroup: &Cgroup, netns: &File) -> Result<(), RedirectError> {
         if !self.is_attached(AttachType::SkLookup, netns)? {
             self.let_go_of_lookup();
@@ -154,10 +155,10 @@ impl Programs {
                     .map_err(|error| attach_error(hook, &cgroup.path, &error))?;
                 continue;
             }
-            // One that somebody has detached.
+            // A link whose program somebody has detached.
             self.cgroup[slot] = None;
             let link = program
-                // The only mode that link_create accepts here; a link is always "multi" to the kernel.
+                // The only mode that link_create accepts here; to the kernel a link is always "multi".
                 .attach(&cgroup.dir, CgroupAttachMode::Single)
                 .and_then(|id| program.take_link(id))
                 .map_err(|error| attach_error(hook, &cgroup.path, &error))?;
@@ -167,7 +168,7 @@ impl Programs {
         Ok(())
     }
 
-    /// Stops redirecting new connects, and then steering. Peers' names stay until [`Self::detach`].
+    /// Stops redirecting new connects, then steering. The getpeername programs stay until [`Self::detach`].
     pub(super) fn release(&mut self, cgroup: &Cgroup) {
         self.let_go(AttachType::Connect4, cgroup);
         self.let_go(AttachType::Connect6, cgroup);
@@ -181,7 +182,7 @@ impl Programs {
         self.pins = None;
     }
 
-    /// The kernel detaches a link's program when nothing refers to the link any more.
+    /// Drops the lookup's link: the kernel detaches its program once nothing refers to the link.
     fn let_go_of_lookup(&mut self) {
         if let Some(pins) = &self.pins {
             pins.unpin_lookup();
@@ -201,7 +202,7 @@ impl Programs {
         }
     }
 
-    /// Whether the kernel still runs our program at `hook` of `target`.
+    /// Reports whether the kernel still runs our program at `hook` of `target`.
     fn is_attached(&self, hook: AttachType, target: &File) -> Result<bool, RedirectError> {
         let own = self.id(hook);
         let attached = attached::attached(target, hook).map_err(|source| RedirectError::Io {
@@ -211,7 +212,7 @@ impl Programs {
         Ok(own.is_some_and(|own| attached.ids.contains(&own)))
     }
 
-    /// Hooks that our programs are missing from.
+    /// Hooks that lack our programs.
     pub(super) fn lost(&self, cgroup: &Cgroup, netns: &File) -> Result<Vec<&'static str>, RedirectError> {
         let hooks = AttachType::CGROUP.map(|hook| (hook, &cgroup.dir)).into_iter();
         let mut lost = Vec::new();

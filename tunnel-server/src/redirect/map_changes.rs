@@ -1,4 +1,4 @@
-//! The ordered writes that lead from what the kernel's maps hold to what they should hold.
+//! Computes the ordered writes from the current contents of the kernel's maps to the desired ones.
 
 use std::collections::BTreeSet;
 
@@ -9,8 +9,8 @@ use super::map_contents::{MapContents, normalize};
 use crate::route::RouteTarget;
 
 impl MapContents {
-    /// The changes that turn `self` into `want`, in an order that leaves no window in which an excluded
-    /// address is redirected, a redirected one has no origin, or a token leads to two origins.
+    /// The changes that turn `self` into `want`. At no step is an excluded address redirected, a redirected one without
+    /// an origin, or a token mapped to two origins.
     pub(super) fn changes_to(&self, want: &Self) -> Vec<Change> {
         let mut changes = Vec::new();
         changes.extend(want.excluded.difference(&self.excluded).map(|net| Change::Exclude(*net)));
@@ -20,7 +20,7 @@ impl MapContents {
 
         let gone = self.routes.keys().filter(|net| !want.routes.contains_key(net));
         let mut unrouted: BTreeSet<IpNet> = gone.copied().collect();
-        // A token that passes from one network to another: remove the old route before the origin changes.
+        // A token moves to another network: remove the old route before the origin changes.
         unrouted.extend(self.origins.iter().filter_map(|(block, net)| {
             let passes = want.origins.get(block).is_some_and(|other| other != net);
             (passes && self.routes.contains_key(net)).then_some(*net)
@@ -41,8 +41,8 @@ impl MapContents {
         changes
     }
 
-    /// The changes after which these routes are up, or down, and everything else is as it was. It costs no more than there are
-    /// such routes.
+    /// The changes that bring these routes up or down and leave everything else alone. The cost is proportional to the
+    /// number of these routes.
     pub(super) fn changes_of(&self, flips: Vec<(IpNet, bool)>) -> Vec<Change> {
         let changed = |(net, up)| {
             let net = normalize(&net);

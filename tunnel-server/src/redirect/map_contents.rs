@@ -1,4 +1,4 @@
-//! What the kernel's maps hold, and what they should hold. Does not touch the kernel.
+//! Contents of the kernel's maps, current and desired. Makes no system calls.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -12,7 +12,7 @@ use super::error::RedirectError;
 use super::self_test_addresses::{SELF_TEST_PORT, SelfTestAddresses};
 use crate::route::{Desired, RouteTarget, reserved_tokens, reserved_tokens_v6};
 
-/// Contents of all maps that change while running.
+/// Contents of all maps that change at run time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct MapContents {
     pub(super) ports: BTreeSet<u16>,
@@ -21,24 +21,24 @@ pub(super) struct MapContents {
     pub(super) routes: BTreeMap<IpNet, RouteTarget>,
     /// Token block to the network that it stands for.
     pub(super) origins: BTreeMap<IpNet, IpNet>,
-    /// Whether there are routes that take every port; without any, the programs skip that lookup.
+    /// True if any route takes every port; otherwise the programs skip that lookup.
     pub(super) any_port: bool,
-    /// Excluded addresses for which the kernel's list has no room, and which are direct all the same: no route has them.
+    /// Number of excluded addresses without room in the kernel's list. They stay direct, as no route covers them.
     pub(super) left_out: usize,
 }
 
-/// What this host adds to every [`Desired`].
+/// This host's additions to every [`Desired`].
 pub(super) struct HostContext<'a> {
     pub(super) config: &'a RedirectConfig,
     /// This host's own addresses.
     pub(super) own: &'a BTreeSet<IpAddr>,
     pub(super) self_test: &'a SelfTestAddresses,
-    /// Without it IPv6 entries are left out.
+    /// If false, IPv6 entries are left out.
     pub(super) ipv6: bool,
 }
 
 impl MapContents {
-    /// Checks `desired` and completes it. An error changes nothing.
+    /// Checks and completes `desired`. An error changes nothing.
     pub(super) fn complete(desired: &Desired, host: &HostContext<'_>) -> Result<Self, RedirectError> {
         let mut contents = Self::default();
         (contents.excluded, contents.clients) = lists(desired, host);
@@ -83,8 +83,8 @@ impl MapContents {
         Ok(())
     }
 
-    /// Leaves out excluded addresses for which there is no room. Only those are kept that matter: this host's, ranges, and
-    /// what lies within a redirected range.
+    /// Drops excluded single addresses that do not fit. This host's own, ranges, and addresses within a redirected
+    /// range always stay.
     fn leave_out(&mut self, host: &HostContext<'_>) {
         for ipv4 in [true, false] {
             let of_family = self.excluded.iter().filter(|net| matches!(net, IpNet::V4(_)) == ipv4);
@@ -94,7 +94,7 @@ impl MapContents {
             }
             let ranges: Vec<IpNet> =
                 self.routes.iter().filter(|(_, target)| target.any_port).map(|(net, _)| *net).collect();
-            // They do not overlap, so the last one that begins before an address is the only one that may have it.
+            // The ranges do not overlap, so only the last one that starts before an address can contain it.
             let redirected = |net: &IpNet| {
                 let before = ranges.partition_point(|range| range.network() <= net.network());
                 before.checked_sub(1).is_some_and(|at| ranges[at].contains(net))
@@ -112,7 +112,7 @@ impl MapContents {
         }
     }
 
-    /// Token blocks must not overlap: a token must stand for one address only.
+    /// Rejects overlapping token blocks: a token must stand for one address only.
     fn check_origins(&self) -> Result<(), RedirectError> {
         let mut before: Option<(&IpNet, &IpNet)> = None;
         for (block, net) in &self.origins {
@@ -153,7 +153,7 @@ impl MapContents {
         Ok(())
     }
 
-    /// Applies a change that was written.
+    /// Records a change that was written.
     pub(super) fn record(&mut self, change: &Change) {
         let _ = match *change {
             Change::Exclude(net) => self.excluded.insert(net),
@@ -171,14 +171,14 @@ impl MapContents {
     }
 }
 
-/// What is excluded and who may use the tokens, with what this host adds.
+/// The excluded networks and the clients, including this host's additions.
 fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNet>, BTreeSet<IpNet>) {
     let loopback = [
         IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8)),
         IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST)),
     ];
     let ranges = token_ranges(host.config);
-    // An interface of this host may have a token as its address; as a client it would be let in from outside.
+    // An interface of this host may have a token as its address; as a client it would be admitted from outside.
     let own = || {
         let own = host.own.iter().filter(|address| !ranges.iter().any(|range| range.contains(*address)));
         own.map(|address| IpNet::from(*address)).chain(loopback)
@@ -197,7 +197,7 @@ fn token_ranges(config: &RedirectConfig) -> [IpNet; 2] {
     [IpNet::V4(config.token_range.trunc()), IpNet::V6(config.token_range_v6.trunc())]
 }
 
-/// Without host bits, and IPv4-mapped networks as IPv4: the form in which the programs search for them.
+/// Clears host bits and turns IPv4-mapped networks into IPv4, the form that the programs look up.
 pub(super) fn normalize(net: &IpNet) -> IpNet {
     let net = net.trunc();
     if let IpNet::V6(v6) = net

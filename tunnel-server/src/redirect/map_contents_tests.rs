@@ -1,4 +1,4 @@
-//! The order of map writes, step by step, and the refusals.
+//! Tests the order of map writes, step by step, and the rejections.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr};
@@ -14,7 +14,7 @@ use super::self_test_addresses::SelfTestAddresses;
 use super::{RedirectConfig, RedirectError};
 use crate::route::{Desired, Route, RouteTarget, Table, reserved_tokens, reserved_tokens_v6};
 
-/// What the kernel should hold, each route up or down by itself.
+/// Desired state of the kernel, with each route up or down on its own.
 #[derive(Clone, Debug, Default)]
 struct State {
     ports: BTreeSet<u16>,
@@ -25,7 +25,7 @@ struct State {
 
 impl State {
     fn desired(&self) -> Desired {
-        // A node for each.
+        // A node for each route.
         let node = |(n, net): (usize, &IpNet)| (format!("edge-{n:07}").parse().unwrap(), vec![*net]);
         let nodes = self.routes.keys().enumerate().map(node).collect();
         let route = |(n, (net, target)): (usize, (&IpNet, &RouteTarget))| {
@@ -77,7 +77,7 @@ fn shared_token() -> IpAddr {
     "198.18.9.9".parse().unwrap()
 }
 
-/// With routes that share a token, all of them down.
+/// Includes routes that share a token, all of them down.
 fn any_desired_with_shared() -> impl Strategy<Value = State> {
     (any_desired(), prop::collection::btree_set(20_u32..28, 0..5)).prop_map(|(mut desired, shared)| {
         for n in shared {
@@ -90,7 +90,7 @@ fn any_desired_with_shared() -> impl Strategy<Value = State> {
 
 fn any_desired() -> impl Strategy<Value = State> {
     let address = |n: u32| Ipv4Addr::from(0x0a08_0000 + n);
-    // Few addresses and few tokens, so that tokens pass from one node to another.
+    // Few addresses and few tokens, so that tokens move from one node to another.
     let routes = prop::collection::btree_map(0_u32..12, (0_u32..16, any::<bool>()), 0..12);
     let excluded = prop::collection::btree_set(0_u32..12, 0..6);
     let clients = prop::collection::btree_set(0_u32..6, 0..4);
@@ -131,7 +131,7 @@ proptest! {
             for net in have.excluded.intersection(&want.excluded) {
                 prop_assert!(now.excluded.contains(net), "{} lost its exclusion after {:?}", net, change);
             }
-            // An address that both becomes a route and is excluded is never a route alone.
+            // An address that becomes both a route and excluded is never just a route.
             for net in want.excluded.iter().filter(|net| !have.routes.contains_key(*net)) {
                 prop_assert!(!now.routes.contains_key(net) || now.excluded.contains(net), "{} after {:?}", net, change);
             }
@@ -145,7 +145,7 @@ proptest! {
         let (mut now, before) = (complete(&before).unwrap(), before.desired());
         let mut after = before.clone();
         let up = |(net, target): (IpNet, RouteTarget)| (net, target.up);
-        // What shares a token is never up.
+        // Routes that share a token are never up.
         for ((up, flip), (_, target)) in after.up.iter_mut().zip(flips).zip(before.routes()) {
             *up ^= flip && target.token != shared_token();
         }
@@ -256,20 +256,20 @@ fn exclusions_that_do_not_fit_are_left_out_unless_they_matter() {
     let pods = RouteTarget { token: "198.18.4.0".parse().unwrap(), up: true, any_port: true };
     state.routes.insert("11.1.0.0/24".parse().unwrap(), pods);
     let address = |n: u32| IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0b00_0000 + n)));
-    // The last 256 lie within the pods' range.
+    // The last 256 are within the pods' range.
     let first_pod = 0x0001_0000;
     state.excluded = (0..131_072).map(address).collect();
     assert!((first_pod..first_pod + 256).all(|n| state.excluded.contains(&address(n))));
     state.excluded.insert("12.0.0.0/8".parse().unwrap());
     let own = ["13.1.2.3".parse().unwrap()].into();
     let contents = complete_with(&state, &RedirectConfig::default(), &own).unwrap();
-    // The loopback range, this host's address and the range.
+    // The loopback range, this host's address and the /8.
     assert_eq!((contents.left_out, contents.routes.len()), (3, 4));
     for kept in ["12.0.0.0/8", "13.1.2.3/32", "127.0.0.0/8"] {
         assert!(contents.excluded.contains(&kept.parse().unwrap()), "{kept}");
     }
     assert!((first_pod..first_pod + 256).all(|n| contents.excluded.contains(&address(n))));
-    // Not a single one may be left out.
+    // None of these may be left out.
     let too_many: BTreeSet<IpAddr> =
         (0..131_073_u32).map(|n| Ipv4Addr::from(0x0e00_0000 + n).into()).collect();
     assert!(complete_with(&state, &RedirectConfig::default(), &too_many).is_err());
@@ -299,11 +299,11 @@ fn more_routes_than_the_kernel_holds_are_refused() {
         );
     }
     let error = complete_with(&desired, &config, &BTreeSet::new()).unwrap_err();
-    // One more: the self-test's own.
+    // The extra one is the self-test's.
     assert!(matches!(error, RedirectError::Full { what: "routes", wanted: 131_073, .. }), "{error}");
 }
 
-/// What is new is written before what is old is removed.
+/// New entries are written before old ones are removed.
 #[test]
 fn on_the_way_from_one_full_state_to_another_every_map_has_room() {
     let config = RedirectConfig { token_range: "20.0.0.0/8".parse().unwrap(), ..RedirectConfig::default() };
@@ -333,7 +333,7 @@ fn on_the_way_from_one_full_state_to_another_every_map_has_room() {
         assert!(now == want);
         let [routes, origins, excluded, clients] = most;
         let (has, list) = (ROUTE_ENTRIES as usize, EXCLUDED_ENTRIES as usize);
-        // Routes are replaced as well, for which one entry has to be free.
+        // Replacing a route needs a free entry too.
         assert!(routes < has && origins <= has && excluded <= list, "{most:?}");
         assert!(clients <= LIST_CAPACITY as usize, "{most:?}");
     }

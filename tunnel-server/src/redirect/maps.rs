@@ -1,4 +1,4 @@
-//! The kernel's maps: one system call per [`Change`].
+//! Writes the kernel's maps, with one system call per [`Change`].
 
 use std::net::IpAddr;
 use std::os::fd::AsRawFd;
@@ -16,7 +16,7 @@ use super::map_contents::MapContents;
 use super::pins::monotonic_nanos;
 use crate::route::RouteTarget;
 
-/// Every map that user space writes or reads.
+/// All maps that user space writes or reads.
 pub(super) struct Maps {
     excluded: Tries<u32, u32>,
     clients: Tries<u32, u32>,
@@ -24,7 +24,7 @@ pub(super) struct Maps {
     origins: Tries<Mapping<V4>, Mapping<V6>>,
     ports: Array<MapData, u64>,
     state: Array<MapData, u32>,
-    /// What `state` holds.
+    /// Current value of `state`.
     state_bits: u32,
     listener: SockMap<MapData>,
     alive: Array<MapData, u64>,
@@ -47,7 +47,7 @@ macro_rules! tries {
     };
 }
 
-/// aya keeps the errno in the source.
+/// Includes the source, which holds the errno.
 fn failed(map: &'static str) -> impl Fn(MapError) -> RedirectError {
     move |error| RedirectError::Map { map, reason: chain(&error) }
 }
@@ -68,7 +68,7 @@ impl Maps {
         })
     }
 
-    /// Writes one change; `before` is what the maps hold without it.
+    /// Writes one change; `before` is the maps' contents without it.
     pub(super) fn write(&mut self, change: &Change, before: &MapContents) -> Result<(), RedirectError> {
         match *change {
             Change::Exclude(net) => self.excluded.insert(net),
@@ -109,7 +109,7 @@ impl Maps {
         Ok(())
     }
 
-    /// Tells the programs that this process is alive.
+    /// Writes the heartbeat that tells the programs that this process is alive.
     pub(super) fn beat(&mut self) -> Result<(), RedirectError> {
         self.alive.set(0, monotonic_nanos(), 0).map_err(failed(names::ALIVE))
     }
@@ -118,7 +118,7 @@ impl Maps {
         self.listener.set(slot, socket, 0).map_err(failed(names::LISTENER))
     }
 
-    /// A counter, summed over the CPUs.
+    /// Value of a counter, summed over the CPUs.
     pub(super) fn counter(&self, index: u32) -> Result<u64, RedirectError> {
         let values = self.counters.get(&index, 0).map_err(failed(names::COUNTERS))?;
         Ok(values.iter().sum())
@@ -145,7 +145,7 @@ impl<T4: aya::Pod, T6: aya::Pod> Tries<T4, T6> {
             IpNet::V6(net) => (self.v6.remove(&key_v6(net)), self.names[1]),
         };
         match result {
-            // Already removed: by bpftool, or by an earlier attempt that failed after the deletion.
+            // Already removed, by bpftool or by an earlier attempt that failed after the deletion.
             Err(error) if is_not_found(&error) => Ok(()),
             result => result.map_err(failed(name)),
         }
@@ -162,7 +162,7 @@ impl Tries<u32, u32> {
 }
 
 impl Tries<Mapping<V4>, Mapping<V6>> {
-    /// Maps `net` to the block of the same size that begins at `base`.
+    /// Maps `net` to the block of the same size that starts at `base`.
     fn map(&mut self, net: IpNet, base: IpAddr, flags: u32) -> Result<(), RedirectError> {
         match (net, base) {
             (IpNet::V4(net), IpAddr::V4(base)) => {

@@ -11,7 +11,7 @@ use prometheus_client::metrics::gauge::ConstGauge;
 
 use super::running::Redirect;
 
-/// The data path keeps no second count.
+/// Reads the counters of the kernel; the data path keeps no others.
 #[derive(Debug)]
 pub struct RedirectMetrics(pub Arc<Redirect>);
 

@@ -1,9 +1,9 @@
-//! The eBPF redirect: loads the programs, writes their maps, verifies them and restores what gets lost.
+//! The eBPF redirect: loads the programs, writes their maps, verifies them and restores lost parts.
 //!
-//! The programs stay attached and are pinned in a BPF file system, so that connects to edge nodes fail at once while a server
-//! that has died is not back, instead of going where nobody answers. Without a sign of life for
-//! [`RedirectConfig::orphan_timeout`] the programs step aside by themselves. A server that stops leaves nothing; one that
-//! starts takes over the tokens of what it finds, and removes the rest ([`Orphans`]).
+//! The programs stay attached and are pinned in a BPF file system, so that after a server dies, connects to edge nodes
+//! fail at once instead of going to a listener that is gone. Without a heartbeat for [`RedirectConfig::orphan_timeout`]
+//! the programs stop redirecting. A server that stops removes everything; one that starts takes over the tokens that it
+//! finds and removes the rest ([`Orphans`]).
 
 mod attached;
 mod cgroup;

@@ -1,4 +1,4 @@
-//! The token routes and this host's addresses, by rtnetlink.
+//! Token routes and this host's addresses, through rtnetlink.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -17,8 +17,8 @@ use tunnel_abi::LOOPBACK_IFINDEX;
 
 use super::error::RedirectError;
 
-/// Runs `work` with a netlink connection on a thread of its own, so that it can be called inside a runtime or outside.
-/// The thread inherits the calling thread's network namespace.
+/// Runs `work` with a netlink connection on its own thread, so that it can be called inside or outside a runtime. The
+/// thread inherits the calling thread's network namespace.
 pub(super) fn blocking<T, F, W>(work: W) -> Result<T, RedirectError>
 where
     T: Send,
@@ -45,7 +45,7 @@ where
     })
 }
 
-/// `local <range> dev lo`: every address of the range belongs to this host.
+/// The route `local <range> dev lo`: every address of the range belongs to this host.
 fn message(range: IpNet) -> RouteMessage {
     match range {
         IpNet::V4(range) => {
@@ -69,17 +69,17 @@ fn local<T>(route: RouteMessageBuilder<T>, scope: RouteScope) -> RouteMessage {
         .build()
 }
 
-/// Adds the token route. False: it was there, left by a killed server, and is taken over.
+/// Adds the token route. Returns false if it was there, left by a killed server; it is taken over.
 pub(super) async fn add_route(handle: &Handle, range: IpNet) -> Result<bool, RedirectError> {
     changed(handle.route().add(message(range)).execute().await, libc::EEXIST, "add", range)
 }
 
-/// Removes the token route. False: it was not there.
+/// Removes the token route. Returns false if there was none.
 pub(super) async fn remove_route(handle: &Handle, range: IpNet) -> Result<bool, RedirectError> {
     changed(handle.route().del(message(range)).execute().await, libc::ESRCH, "remove", range)
 }
 
-/// The networks whose addresses this namespace takes for its own because of a route.
+/// Networks that this namespace treats as its own addresses because of a route.
 pub(super) async fn local_routes(handle: &Handle) -> Result<Vec<IpNet>, RedirectError> {
     let failed = |error: rtnetlink::Error| RedirectError::Netlink {
         operation: "list the routes".into(),
@@ -112,7 +112,7 @@ pub(super) fn destination(message: &RouteMessage) -> Option<IpNet> {
     })
 }
 
-/// False when the error is `needless`: there was nothing to change.
+/// Returns false if the error is `needless`: there was nothing to change.
 fn changed(
     result: Result<(), rtnetlink::Error>,
     needless: i32,
@@ -131,7 +131,7 @@ fn changed(
     }
 }
 
-/// Every address of this network namespace.
+/// All addresses of this network namespace.
 pub(super) async fn own_addresses(handle: &Handle) -> Result<BTreeSet<IpAddr>, RedirectError> {
     let failed = |error: rtnetlink::Error| RedirectError::Netlink {
         operation: "list this host's addresses".into(),
@@ -145,7 +145,7 @@ pub(super) async fn own_addresses(handle: &Handle) -> Result<BTreeSet<IpAddr>, R
     Ok(addresses)
 }
 
-/// IFA_LOCAL is this host's address; IFA_ADDRESS is the same, or a point-to-point peer's.
+/// This host's address in a message: IFA_LOCAL, else IFA_ADDRESS, which is the same or a point-to-point peer's.
 pub(super) fn own_address(message: &AddressMessage) -> Option<IpAddr> {
     let local = message.attributes.iter().find_map(|attribute| match attribute {
         AddressAttribute::Local(address) => Some(*address),

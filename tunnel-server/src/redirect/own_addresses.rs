@@ -1,4 +1,4 @@
-//! Keeps the maps in step with this host's own addresses, which are never redirected.
+//! Updates the maps with this host's own addresses, which are never redirected.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,9 +9,9 @@ use tunnel_core::net::{Ended, NetChanges};
 use super::error::RedirectError;
 use super::running::Redirect;
 
-/// The addresses are also read this often.
+/// Interval at which the addresses are reread anyway.
 const PERIOD: Duration = Duration::from_secs(30);
-/// Until a broken netlink subscription is tried again.
+/// Pause before a broken netlink subscription is renewed.
 const RETRY: Duration = Duration::from_secs(1);
 
 impl Redirect {
@@ -26,7 +26,7 @@ impl Redirect {
         }
     }
 
-    /// Subscribes, then reads all addresses on each change and every 30 s, until the subscription breaks.
+    /// Subscribes, then rereads all addresses on each change and every 30 s, until the subscription breaks.
     async fn follow_subscription(self: &Arc<Self>) -> Result<Ended, RedirectError> {
         let mut changes = NetChanges::of_addresses().map_err(|error| RedirectError::Netlink {
             operation: "subscribe to address changes".into(),

@@ -1,7 +1,7 @@
-//! Pins of the programs and of what a successor reads, in a BPF file system; and what dead servers have left there.
+//! Pins the programs, and the maps that a successor reads, in a BPF file system; and removes the pins of dead servers.
 //!
-//! Each server has a folder `postern/NETNS-DEVICE-INODE-RANDOM`: its network namespace and its state directory tell whose
-//! it is. (A name in a BPF file system has no dots.)
+//! Each server has a directory `postern/NETNS-DEVICE-INODE-RANDOM`, which identifies its network namespace and its
+//! state directory. (A name in a BPF file system has no dots.)
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
@@ -30,16 +30,16 @@ use super::config::{PinConfig, RedirectConfig};
 use super::error::RedirectError;
 use super::netns::this_netns;
 
-/// Below the BPF file system.
+/// Name below the BPF file system.
 const FOLDER: &str = "postern";
-/// In a server's folder.
+/// Name in a server's directory.
 const LOOKUP_LINK: &str = "sk_lookup";
-/// How long a process whose connection has ended may take to end.
+/// Maximum time for a process to exit after its connection has ended.
 const ENDING: Duration = Duration::from_secs(3);
-/// How often to look for that.
+/// Interval at which that is checked.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// This server's folder. Dropping it removes the folder, and with it what is still pinned there.
+/// This server's directory. Dropping it removes the directory and all pins left in it.
 #[derive(Debug)]
 pub(super) struct Pins {
     dir: PathBuf,
@@ -48,7 +48,7 @@ pub(super) struct Pins {
 }
 
 impl Pins {
-    /// Makes the folder, with the maps that a successor reads.
+    /// Creates the directory and pins the maps that a successor reads.
     ///
     /// # Errors
     /// The reason why nothing can be pinned there.
@@ -59,7 +59,7 @@ impl Pins {
         }
         let prefix = prefix(config, netns).map_err(|error| error.to_string())?;
         let dir = config.dir.join(FOLDER).join(format!("{prefix}{:016x}", rand::random::<u64>()));
-        // Nobody else is to lock it.
+        // Private, so that no other user can lock it.
         let made = DirBuilder::new().recursive(true).mode(0o700).create(&dir);
         let locked = made.and_then(|()| File::open(&dir)).and_then(|dir| dir.lock().map(|()| dir));
         let alive = locked.map_err(|error| not_made(&dir, &error))?;
@@ -71,7 +71,7 @@ impl Pins {
         Ok(pins)
     }
 
-    /// Pins a cgroup's program, by which whoever finds the pin can detach it.
+    /// Pins a cgroup's program, so that a process with the pin can detach it.
     pub(super) fn pin_program(
         &self,
         program: &mut CgroupSockAddr,
@@ -81,7 +81,7 @@ impl Pins {
         program.pin(&path).map_err(|error| RedirectError::Pin { path, reason: chain(&error) })
     }
 
-    /// Pins the lookup's link, if there is one. After an error it is detached.
+    /// Pins the lookup's link, if any. On an error the lookup is detached.
     pub(super) fn pin_lookup(&self, link: &mut Option<FdLink>) -> Result<(), RedirectError> {
         let Some(taken) = link.take() else { return Ok(()) };
         let path = self.dir.join(LOOKUP_LINK);
@@ -107,7 +107,7 @@ impl Drop for Pins {
     }
 }
 
-/// What servers with the same state directory have left when they died.
+/// Remains of dead servers with the same state directory.
 #[derive(Debug, Default)]
 pub struct Orphans {
     folders: Vec<PathBuf>,
@@ -115,21 +115,21 @@ pub struct Orphans {
 }
 
 impl Orphans {
-    /// Searches for them. `live` is the folder of a server that is still there.
+    /// Finds them. `live` is the directory of a server that is still running.
     ///
     /// # Errors
     /// The BPF file system cannot be read.
     pub fn find(config: &RedirectConfig, live: Option<&Path>) -> Result<Self, RedirectError> {
         let Some(pins) = &config.pins else { return Ok(Self::default()) };
         let mut folders = of_state(pins)?;
-        // Its container may have the file system at another path.
+        // Compares names, as the server's container may have the file system at another path.
         let live = live.and_then(Path::file_name);
         folders.retain(|folder| folder.file_name() != live);
         let mut tokens = Vec::new();
         for folder in &folders {
             match read_tokens(folder) {
                 Ok(found) => tokens.extend(found),
-                // Of another version, perhaps. Its programs go as well.
+                // Perhaps of another version. Its programs are removed as well.
                 Err(error) => {
                     tracing::warn!(folder = %folder.display(), error = chain(&error), "cannot read a dead server's tokens");
                 }
@@ -142,12 +142,13 @@ impl Orphans {
         self.folders.is_empty()
     }
 
-    /// The addresses that they redirected, and the first token of each.
+    /// The networks that they redirected, each with the first token.
     pub fn tokens(&self) -> &[(IpNet, IpAddr)] {
         &self.tokens
     }
 
-    /// Ends what they redirect. One that lives has passed its redirect on, and finishes what it carries.
+    /// Removes their redirects. Skips a server that lives: it has handed its redirect over and finishes its
+    /// connections.
     pub fn remove(self) {
         for folder in self.folders.iter().filter(|folder| !is_alive(folder)) {
             remove_of_dead(folder);
@@ -155,12 +156,12 @@ impl Orphans {
     }
 }
 
-/// The folders of other servers with the same state directory, which may die.
+/// Directories of other servers with the same state directory, which may die.
 #[derive(Debug, Default)]
 pub struct Others(Vec<PathBuf>);
 
 impl Others {
-    /// `own` is the folder of this server.
+    /// `own` is the directory of this server.
     ///
     /// # Errors
     /// The BPF file system cannot be read.
@@ -170,30 +171,30 @@ impl Others {
         Ok(Self(folders))
     }
 
-    /// Removes what those have pinned that are dead, or are about to end: a process closes its connections before its locks.
+    /// Removes the pins of servers that are dead or about to exit: a process closes its connections before its locks.
     pub async fn remove_dead(self) {
         for folder in self.0 {
             let since = Instant::now();
             while is_alive(&folder) && since.elapsed() < ENDING {
                 sleep(LOOK).await;
             }
-            // One that stopped has removed its own.
+            // A server that stopped has removed its own.
             if folder.exists() && !is_alive(&folder) {
-                // It fails only when this process ends.
+                // Fails only when this process exits.
                 let _ = spawn_blocking(move || remove_of_dead(&folder)).await;
             }
         }
     }
 }
 
-/// Removes what dead servers of this network namespace have left, and returns their folders.
+/// Removes the remains of dead servers of this network namespace, and returns their directories.
 pub(super) fn remove_dead(bpffs: &Path) -> Result<Vec<PathBuf>, RedirectError> {
     let dead = dead(bpffs)?;
     dead.iter().for_each(|folder| remove_of_dead(folder));
     Ok(dead)
 }
 
-/// The folders of dead servers of this network namespace.
+/// Directories of dead servers of this network namespace.
 pub(super) fn dead(bpffs: &Path) -> Result<Vec<PathBuf>, RedirectError> {
     let netns = this_netns()?;
     let prefix = netns_prefix(&netns)
@@ -203,19 +204,19 @@ pub(super) fn dead(bpffs: &Path) -> Result<Vec<PathBuf>, RedirectError> {
     Ok(dead)
 }
 
-/// A server has its folder locked as long as it lives.
+/// Reports whether the directory's server is alive: it holds a lock on the directory.
 fn is_alive(folder: &Path) -> bool {
     File::open(folder).is_ok_and(|dir| matches!(dir.try_lock(), Err(TryLockError::WouldBlock)))
 }
 
-/// The clock that the programs read as well.
+/// Reads the same clock as the programs.
 pub(super) fn monotonic_nanos() -> u64 {
-    // It fails for unknown clocks only, and counts from the boot.
+    // Fails for unknown clocks only; counts from boot.
     let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map(Duration::from).unwrap_or_default();
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Why this folder cannot be made, and what usually is the reason.
+/// Describes why this directory cannot be created, with the usual cause.
 fn not_made(folder: &Path, error: &io::Error) -> String {
     let usual = match error.kind() {
         io::ErrorKind::ReadOnlyFilesystem => {
@@ -240,7 +241,7 @@ fn prefix(config: &PinConfig, netns: &File) -> io::Result<String> {
     Ok(format!("{}{:x}-{:x}-", netns_prefix(netns)?, state.dev(), state.ino()))
 }
 
-/// The folders of the servers with this state directory.
+/// Directories of the servers with this state directory.
 fn of_state(config: &PinConfig) -> Result<Vec<PathBuf>, RedirectError> {
     let netns = this_netns()?;
     let prefix = prefix(config, &netns).map_err(|source| RedirectError::Io {
@@ -291,15 +292,14 @@ fn read_tokens(folder: &Path) -> Result<Vec<(IpNet, IpAddr)>, MapError> {
 
 fn remove_of_dead(folder: &Path) {
     tracing::info!(folder = %folder.display(), "removing the programs of a server that died");
-    // New connects first: while steering still works, none of them is led to where nobody listens.
+    // New connects come first: while steering still works, none goes to a listener that is gone.
     if let Err(error) = detach(folder) {
         tracing::warn!(folder = %folder.display(), %error, "failed to detach the programs of a server that died");
     }
     remove_folder(folder);
 }
 
-/// Detaches the programs that are pinned there from the cgroup that they are attached to: that of the server's own
-/// `--redirect-cgroup`, whichever that was.
+/// Detaches the programs that are pinned there from any cgroup, as the server may have had any `--redirect-cgroup`.
 fn detach(folder: &Path) -> Result<(), RedirectError> {
     let mut pinned = Vec::new();
     for hook in AttachType::CGROUP {
@@ -316,7 +316,7 @@ fn detach(folder: &Path) -> Result<(), RedirectError> {
         return Ok(());
     }
     for cgroup in cgroup::all()? {
-        // One that has just been removed has taken its attachments along.
+        // A cgroup removed meanwhile has lost its attachments too.
         let Ok(dir) = File::open(&cgroup) else { continue };
         for (hook, program, id) in &pinned {
             let detached = match program.fd() {
@@ -360,7 +360,7 @@ mod tests {
 
     use super::*;
 
-    /// The folders of two servers with this state directory, beside that of another.
+    /// The directories of two servers with this state directory, next to one of another.
     fn folders_of_two(bpffs: &TempDir, state: &TempDir) -> (PinConfig, [PathBuf; 2]) {
         let pins = PinConfig { dir: bpffs.path().into(), state_dir: state.path().into() };
         let prefix = prefix(&pins, &this_netns().unwrap()).unwrap();

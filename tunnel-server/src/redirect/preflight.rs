@@ -1,4 +1,4 @@
-//! What this host must offer, checked before anything is loaded: kernel version and features, capabilities, IPv6.
+//! Requirements of this host, checked before anything is loaded: kernel version and features, capabilities, IPv6.
 
 use std::fs;
 use std::io;
@@ -13,14 +13,14 @@ use nix::sys::utsname::uname;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 
-/// What to do when bpf(2) is refused to who has the capabilities.
+/// Advice if bpf(2) is refused despite the capabilities.
 pub(super) const PERMIT: &str = "raise RLIMIT_MEMLOCK (`ulimit -l unlimited`, systemd: LimitMEMLOCK=infinity) on kernels before \
                                  5.11; otherwise a seccomp or LSM policy forbids bpf(2), or the capabilities are those of a \
                                  user namespace only (a rootless container): allow it, or run on the host";
-/// The lowest supported kernel.
+/// Minimum supported kernel.
 const FLOOR: KernelVersion = KernelVersion::new(5, 10, 0);
 
-/// What depends on the kernel.
+/// Features that depend on the kernel.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Features {
     /// `bpf_set_retval` (6.1): fail at connect().
@@ -29,7 +29,7 @@ pub(super) struct Features {
     pub(super) ingress_ifindex: bool,
 }
 
-/// Asks the kernel what it can do; an error names what is missing.
+/// Probes the kernel's features; an error names the missing one.
 pub(super) fn probe(config: &RedirectConfig) -> Result<Features, RedirectError> {
     let lacks = |feature: &'static str| RedirectError::Kernel { release: release(), feature };
     let version = KernelVersion::current().map_err(|_| lacks("readable version"))?;
@@ -53,7 +53,7 @@ pub(super) fn probe(config: &RedirectConfig) -> Result<Features, RedirectError> 
                 let operation = format!("loading a program ({})", error.io_error);
                 return Err(RedirectError::NotPermitted { operation, fix: PERMIT });
             }
-            // When the probe itself fails otherwise, loading decides.
+            // If the probe itself fails otherwise, loading decides.
             Ok(true) | Err(_) => {}
         }
     }
@@ -65,7 +65,7 @@ pub(super) fn probe(config: &RedirectConfig) -> Result<Features, RedirectError> 
     })
 }
 
-/// Kernels before 5.11 charge programs and maps to the process's locked memory.
+/// Raises RLIMIT_MEMLOCK: kernels before 5.11 charge programs and maps to the process's locked memory.
 fn raise_memlock() {
     let modern = KernelVersion::current().is_ok_and(|version| version >= KernelVersion::new(5, 11, 0));
     let unlimited = getrlimit(Resource::RLIMIT_MEMLOCK).is_ok_and(|(soft, _)| soft == libc::RLIM_INFINITY);
@@ -79,12 +79,12 @@ fn raise_memlock() {
     }
 }
 
-/// Capabilities that are needed and not effective. CAP_SYS_ADMIN stands in for CAP_BPF.
+/// Required capabilities that are not effective. CAP_SYS_ADMIN substitutes for CAP_BPF.
 pub(super) fn missing_capabilities() -> Vec<&'static str> {
     lacking(&[("CAP_BPF", BPF | SYS_ADMIN), ("CAP_NET_ADMIN", NET_ADMIN)])
 }
 
-/// Whether the verifier treats this process's programs as strictly as those of a user without rights.
+/// True if the verifier treats this process's programs as strictly as an unprivileged user's.
 pub(super) fn lacks_perfmon() -> bool {
     !lacking(&[("CAP_PERFMON", PERFMON | SYS_ADMIN)]).is_empty()
 }
@@ -94,26 +94,26 @@ const SYS_ADMIN: u64 = 1 << 21;
 const PERFMON: u64 = 1 << 38;
 const BPF: u64 = 1 << 39;
 
-/// The names of those of which none of the bits is effective.
+/// The names of those without any effective bit.
 fn lacking(needed: &[(&'static str, u64)]) -> Vec<&'static str> {
-    // When they are unreadable, the system calls report what they lack.
+    // If they are unreadable, the system calls report what is missing.
     let Some(effective) = effective("self") else { return Vec::new() };
     needed.iter().filter(|(_, any)| effective & any == 0).map(|(name, _)| *name).collect()
 }
 
-/// Whether a process may have programs attached: root, or one that is seen to have the capabilities.
+/// Reports whether a process may have programs attached: it is root, or visibly has CAP_NET_ADMIN.
 pub(super) fn may_redirect(pid: i32, uid: u32) -> bool {
     uid == 0 || effective(&pid.to_string()).is_some_and(|effective| effective & NET_ADMIN != 0)
 }
 
-/// A process's capabilities that are in effect.
+/// A process's effective capabilities.
 fn effective(pid: &str) -> Option<u64> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let hex = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
     u64::from_str_radix(hex.trim(), 16).ok()
 }
 
-/// An error is the reason why IPv6 destinations cannot be redirected.
+/// Returns the reason if IPv6 destinations cannot be redirected.
 pub(super) fn ipv6_usable() -> Result<(), &'static str> {
     match fs::read_to_string("/proc/sys/net/ipv6/conf/lo/disable_ipv6") {
         Ok(value) if value.trim() == "0" => Ok(()),

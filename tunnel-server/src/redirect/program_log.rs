@@ -1,4 +1,4 @@
-//! The BPF programs' own log lines (aya-log), at debug level only.
+//! Log lines of the BPF programs (aya-log), at debug level only.
 #![expect(unsafe_code, reason = "registering with AsyncFd is unsafe for descriptors that may change")]
 
 use aya::Ebpf;
@@ -11,13 +11,13 @@ use super::error::RedirectError;
 /// Target of the programs' lines in the server's log.
 const TARGET: &str = "tunnel_ebpf";
 
-/// Whether the log level includes them. Decided once, before loading: without it the verifier removes the log statements,
-/// so a later change of the level has no effect on the programs.
+/// True if the log level includes them. Decided once, before loading: otherwise the verifier removes the log
+/// statements, so a later change of the level has no effect on the programs.
 pub(super) fn wanted() -> bool {
     tracing::enabled!(target: TARGET, tracing::Level::DEBUG)
 }
 
-/// Passes on to tracing; aya-log writes to the log crate.
+/// Forwards to tracing, as aya-log writes to the log crate.
 struct ToTracing;
 
 impl log::Log for ToTracing {

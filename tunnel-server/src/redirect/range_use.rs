@@ -1,5 +1,5 @@
-//! Who else uses the token ranges of this network namespace: by an address, a route, or a rule that is asked before the route
-//! that leads tokens to this host.
+//! Detects other users of the token ranges in this network namespace: an address, a route, or a rule that takes
+//! precedence over the token route.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, Ipv6Addr};
@@ -20,7 +20,7 @@ use super::error::RedirectError;
 use super::netlink::{self, destination, own_address};
 use super::running::token_ranges;
 
-/// What this network namespace has.
+/// Configuration of this network namespace.
 #[derive(Debug, Default)]
 struct Network {
     links: BTreeMap<u32, String>,
@@ -32,7 +32,7 @@ struct Network {
 /// Looks for another user of the token ranges.
 ///
 /// # Errors
-/// [`RedirectError::RangeUsed`], or they cannot be listed.
+/// [`RedirectError::RangeUsed`], or the namespace cannot be listed.
 pub(super) fn check(config: &RedirectConfig, ipv6: bool) -> Result<(), RedirectError> {
     let network = netlink::blocking(|handle| async move { read(&handle).await })?;
     for range in token_ranges(config, ipv6) {
@@ -67,7 +67,7 @@ async fn read(handle: &Handle) -> Result<Network, RedirectError> {
         network.routes.extend(routes);
     }
     for version in [IpVersion::V4, IpVersion::V6] {
-        // A kernel without policy routing has none, and answers with an error.
+        // A kernel without policy routing has no rules, and answers with an error.
         let rules: Result<Vec<_>, _> = handle.rule().get(version).execute().try_collect().await;
         network.rules.extend(rules.unwrap_or_default());
     }
@@ -75,7 +75,7 @@ async fn read(handle: &Handle) -> Result<Network, RedirectError> {
 }
 
 impl Network {
-    /// Who uses the range, in words.
+    /// Describes the user of the range, if any.
     fn user_of(&self, range: IpNet) -> Option<String> {
         self.address_in(range).or_else(|| self.route_in(range)).or_else(|| self.rule_for(range))
     }
@@ -88,7 +88,7 @@ impl Network {
         Some(format!("the address {address}/{length} of the interface {}", self.link(found.header.index)))
     }
 
-    /// A wider one, such as a default route, does not mean the range.
+    /// Ignores wider routes, such as a default route: they are not meant for the range.
     fn route_in(&self, range: IpNet) -> Option<String> {
         let foreign = |route: &&RouteMessage| {
             destination(route).is_some_and(|network| range.contains(&network)) && !is_harmless(route)
@@ -96,8 +96,8 @@ impl Network {
         self.routes.iter().find(foreign).map(|route| self.describe(route))
     }
 
-    /// Those that are asked before the table `local`, and have another route for tokens. One for marked packets, or for those of
-    /// a VRF, is not asked about the clients' packets.
+    /// Finds a rule before the table `local` that has another route for tokens. Rules for marked packets or for a VRF
+    /// do not apply to the clients' packets.
     fn rule_for(&self, range: IpNet) -> Option<String> {
         let family = if range.addr().is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
         let rules = || self.rules.iter().filter(|rule| rule.header.family == family);
@@ -150,7 +150,7 @@ impl Network {
 
 const LOCAL: u32 = libc::RT_TABLE_LOCAL as u32;
 
-/// That of a server, which one that was killed may have left; and those that the kernel derives from addresses.
+/// True for a server's route, possibly left by a killed one, and for routes that the kernel derives from addresses.
 fn is_harmless(route: &RouteMessage) -> bool {
     let loopback = |attribute: &RouteAttribute| *attribute == RouteAttribute::Oif(LOOPBACK_IFINDEX);
     let servers = route.header.kind == RouteType::Local && route.attributes.iter().any(loopback);
@@ -189,7 +189,7 @@ fn asks_a_table(rule: &RuleMessage) -> bool {
     rule.header.action == RuleAction::ToTable && !rule.attributes.iter().any(special)
 }
 
-/// Whether it is asked about some of the range's addresses as destinations.
+/// Reports whether the rule applies to some of the range's addresses as destinations.
 fn concerns(rule: &RuleMessage, range: IpNet) -> bool {
     let to = rule.attributes.iter().find_map(|attribute| match attribute {
         RuleAttribute::Destination(address) => IpNet::new(*address, rule.header.dst_len).ok(),

@@ -1,4 +1,4 @@
-//! The running redirect: writes changes of the desired state, and answers questions.
+//! The running redirect: applies changes of the desired state, and reports its own state.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -25,7 +25,7 @@ use super::program_log::ProgramLog;
 use super::self_test_addresses::SelfTestAddresses;
 use crate::route::{Desired, reserved_tokens, reserved_tokens_v6};
 
-/// What one [`Redirect::apply`] wrote.
+/// Number of entries that one [`Redirect::apply`] wrote.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Applied {
     /// Entries inserted or replaced.
@@ -36,13 +36,13 @@ pub struct Applied {
 /// State of the redirect as of its last verification.
 #[derive(Clone, Debug, Default)]
 pub struct Health {
-    /// What does not work, if anything.
+    /// The problem, if it does not work.
     pub problem: Option<String>,
-    /// Why the kernel's routes are not the current ones, if so.
+    /// The reason, if the kernel's routes are out of date.
     pub stale: Option<String>,
-    /// When it last worked.
+    /// Time at which it last worked.
     pub verified: Option<Instant>,
-    /// How often something lost had to be restored.
+    /// Number of times that something lost was restored.
     pub restored: u64,
 }
 
@@ -54,30 +54,30 @@ pub struct Redirect {
     pub(super) ipv6: bool,
     pub(super) features: Features,
     pub(super) not_pinned: Option<String>,
-    /// Told when programs are found to be missing.
+    /// Notified when programs are missing.
     pub(super) lost: Notify,
     pub(super) inner: Mutex<Inner>,
     pub(super) health: Mutex<Health>,
 }
 
-/// What changes while running.
+/// State that changes at run time.
 pub(super) struct Inner {
     pub(super) programs: Programs,
     pub(super) maps: Maps,
-    /// What `maps` hold.
+    /// Contents of `maps`.
     pub(super) contents: MapContents,
-    /// Whether they hold what follows from `desired`, `own` and `self_test_addresses`.
+    /// True if `maps` match `desired`, `own` and `self_test_addresses`.
     pub(super) current: bool,
     pub(super) desired: Desired,
     /// This host's own addresses.
     pub(super) own: BTreeSet<IpAddr>,
     pub(super) self_test_addresses: SelfTestAddresses,
-    /// Whose self-test passed last.
+    /// Port of the last self-test that passed.
     pub(super) verified_port: Option<u16>,
     pub(super) serving: bool,
     /// Another server has taken over; do not attach again.
     pub(super) released: bool,
-    /// On the token ranges.
+    /// Claim on the token ranges.
     pub(super) claim: Claim,
     pub(super) stopped: bool,
     pub(super) program_log: Option<ProgramLog>,
@@ -94,13 +94,13 @@ impl std::fmt::Debug for Redirect {
 }
 
 impl Redirect {
-    /// Brings the maps to what `desired` returns, writing only what differs. After an error the maps hold a part of the
-    /// change, the next call writes the rest; an invalid state changes nothing. `desired` is called under the lock of the maps, so
-    /// that a call that had to wait does not write a state that is older than the one before.
+    /// Brings the maps to the state that `desired` returns, writing only differences. After an error the maps hold a
+    /// part of the change, and the next call writes the rest; an invalid state changes nothing. `desired` is called
+    /// under the lock of the maps, so that a call that had to wait does not write an older state than the one before.
     ///
     /// # Errors
-    /// [`RedirectError::Route`], [`RedirectError::Full`] before anything is written; [`RedirectError::Map`]. The error is
-    /// part of [`health`](Self::health) until a call succeeds.
+    /// [`RedirectError::Route`] or [`RedirectError::Full`] before anything is written; [`RedirectError::Map`].
+    /// [`health`](Self::health) includes the error until a call succeeds.
     pub fn apply(&self, desired: impl FnOnce() -> Desired) -> Result<Applied, RedirectError> {
         let mut inner = self.lock();
         let applied = self.bring_to(&mut inner, desired);
@@ -128,7 +128,7 @@ impl Redirect {
         inner.bring_to(&want)
     }
 
-    /// Brings the maps to what follows from the desired state, this host's addresses and those of the self-test.
+    /// Brings the maps up to date with the desired state, this host's addresses and those of the self-test.
     pub(super) fn rewrite(&self, inner: &mut Inner) -> Result<Applied, RedirectError> {
         let want = MapContents::complete(&inner.desired, &self.host(inner))?;
         inner.bring_to(&want)
@@ -143,7 +143,7 @@ impl Redirect {
         }
     }
 
-    /// False makes every route count as down, in one map write.
+    /// Sets whether routes may be up; false makes every route count as down, in one map write.
     ///
     /// # Errors
     /// [`RedirectError::Map`]
@@ -157,34 +157,34 @@ impl Redirect {
         Ok(())
     }
 
-    /// Where the links are pinned.
+    /// Directory of the pins.
     pub fn pinned_in(&self) -> Option<PathBuf> {
         self.lock().programs.pinned_in().map(Path::to_path_buf)
     }
 
-    /// Why they are pinned nowhere although they were to be.
+    /// Reason that nothing is pinned although configured.
     pub fn not_pinned(&self) -> Option<&str> {
         self.not_pinned.as_deref()
     }
 
-    /// The addresses that are redirected, and the first token of each.
+    /// The redirected networks, each with its first token.
     pub fn tokens(&self) -> Vec<(IpNet, IpAddr)> {
         let inner = self.lock();
         inner.desired.table.routes.iter().map(|(net, route)| (*net, route.token)).collect()
     }
 
-    /// Whether a connect to a node without a tunnel fails immediately with EHOSTUNREACH (kernel 6.1 or newer). If not,
-    /// it is redirected, and the door must reset it.
+    /// Reports whether a connect to a node without a tunnel fails immediately with EHOSTUNREACH (kernel 6.1 or newer).
+    /// If not, it is redirected, and the listener must reset it.
     pub fn fails_at_connect(&self) -> bool {
         self.features.set_retval
     }
 
-    /// Whether IPv6 destinations are redirected.
+    /// Reports whether IPv6 destinations are redirected.
     pub fn ipv6(&self) -> bool {
         self.ipv6
     }
 
-    /// Whether `token` is reserved for self-tests, of this server or of another: drop such a connection silently.
+    /// Reports whether `token` is reserved for self-tests of this or another server; drop such connections silently.
     pub fn is_self_test(&self, token: IpAddr) -> bool {
         match token {
             IpAddr::V4(token) => reserved_tokens(self.config.token_range).contains(&token),
@@ -192,7 +192,7 @@ impl Redirect {
         }
     }
 
-    /// Counters since the start, `<hook>/<outcome>`.
+    /// Counters since the start, named `<hook>/<outcome>`.
     ///
     /// # Errors
     /// [`RedirectError::Map`]
@@ -204,7 +204,7 @@ impl Redirect {
         self.lock().programs.info()
     }
 
-    /// Cloud nodes' addresses for which the kernel's list of exclusions has no room.
+    /// Number of cloud nodes' addresses without room in the kernel's list of exclusions.
     pub fn left_out(&self) -> usize {
         self.lock().contents.left_out
     }
@@ -217,9 +217,9 @@ impl Redirect {
         change(&mut self.health.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Adds missing token routes; true when one was missing.
+    /// Adds missing token routes; returns true if one was missing.
     pub(super) fn ensure_routes(&self) -> Result<bool, RedirectError> {
-        // Held until they are there: a stop that removes them must not come in between.
+        // Locked until the routes are there: a stop that removes them must not intervene.
         let inner = self.lock();
         if inner.stopped {
             return Err(RedirectError::Stopped);
@@ -238,7 +238,7 @@ impl Redirect {
         })
     }
 
-    /// Reads this host's addresses and brings the maps up to date with them.
+    /// Rereads this host's addresses and brings the maps up to date with them.
     pub(super) fn refresh_addresses(&self) -> Result<Applied, RedirectError> {
         let own = netlink::blocking(|handle| async move { netlink::own_addresses(&handle).await })?;
         let mut inner = self.lock();
@@ -263,7 +263,7 @@ impl Redirect {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
-        // A panic elsewhere leaves the mirror at a written change: usable.
+        // A panic elsewhere leaves `contents` at the last written change, which is usable.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,6 +1,7 @@
-//! The proof that the hooks work: a real connection of this process to itself through all of them.
+//! Self-test of the hooks: a real connection of this process to itself through all of them.
 //!
-//! Each round takes the next port, as rules of other programs may take a single one; after a failure the same one again.
+//! Each round takes the next port, as other programs' rules may capture a single one; after a failure it repeats the
+//! port.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -16,7 +17,7 @@ use super::error::{RedirectError, SelfTestError};
 use super::running::Inner;
 use super::self_test_addresses::SELF_TEST_PORT;
 
-/// Loopback answers immediately; this is for a badly overloaded machine.
+/// Loopback answers immediately; this allows for a badly overloaded machine.
 const DEADLINE: Duration = Duration::from_secs(3);
 
 /// One family's part of the test.
@@ -30,7 +31,7 @@ struct Probe {
     v6: bool,
 }
 
-/// Everything that the test needs, copied out of the lock.
+/// Input of the test, copied under the lock.
 pub(super) struct SelfTest {
     pub(super) port: u16,
     probes: Vec<Probe>,
@@ -69,7 +70,7 @@ impl SelfTest {
         }
     }
 
-    /// Connects. `count` reads a counter: only our own programs change ours, not another server's.
+    /// Connects in each family. `count` reads one of our counters, which another server's programs do not change.
     pub(super) fn run(&self, count: impl Fn(u32) -> Result<u64, RedirectError>) -> Result<(), RedirectError> {
         for probe in &self.probes {
             self.connect(probe, &count)?;
@@ -114,7 +115,7 @@ impl SelfTest {
             return failed(SelfTestError::NotSteered { token: probe.token, reason });
         }
         let peer = stream.peer_addr();
-        // If the door has closed the connection already, only the counter can tell.
+        // If the listener has already closed the connection, only the counter can tell.
         let right = match &peer {
             Ok(peer) => *peer == probe.origin,
             Err(error) => error.kind() == io::ErrorKind::NotConnected,
@@ -127,7 +128,7 @@ impl SelfTest {
     }
 }
 
-/// The one after `last`, or else the first.
+/// The port after `last`, or else the first.
 fn next_port(ports: &BTreeSet<u16>, last: Option<u16>) -> u16 {
     let later = last.and_then(|last| ports.range((Bound::Excluded(last), Bound::Unbounded)).next());
     later.or_else(|| ports.first()).copied().unwrap_or(SELF_TEST_PORT)
@@ -150,7 +151,7 @@ mod tests {
             tested.extend(last);
         }
         assert_eq!(tested, [9100, 9200, 10250, 9100]);
-        // The last one is not tunnelled any more, and then none is.
+        // The last one is no longer tunnelled, and then none is.
         assert_eq!(next_port(&ports, Some(9150)), 9200);
         assert_eq!(next_port(&ports, Some(u16::MAX)), 9100);
         assert_eq!(next_port(&BTreeSet::new(), Some(9100)), SELF_TEST_PORT);

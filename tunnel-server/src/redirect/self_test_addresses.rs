@@ -1,8 +1,8 @@
 //! Addresses that the server connects to through its own hooks.
 //!
-//! The end of each token range is reserved for it. Each running server takes a random pair there: an
-//! *origin*, an address without a host, and the *token* that it is mapped to. Two servers that overlap during an
-//! upgrade therefore never take the other's redirect for their own. The door drops such connections silently.
+//! The end of each token range is reserved for them. Each running server takes a random pair there: an *origin*, which
+//! no host has, and the *token* that it is mapped to. Two servers that overlap during an upgrade therefore never
+//! mistake the other's redirect for their own. The listener drops such connections silently.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -12,10 +12,10 @@ use super::config::RedirectConfig;
 use super::error::RedirectError;
 use crate::route::{RouteTarget, reserved_tokens, reserved_tokens_v6};
 
-/// Tunnelled port used while no other is.
+/// Port used while no other is tunnelled.
 pub(super) const SELF_TEST_PORT: u16 = 10250;
 
-/// Longest prefix of an IPv4 token range: 256 addresses, of which 16 are reserved.
+/// Maximum prefix length of an IPv4 token range: 256 addresses, of which 16 are reserved.
 const LONGEST_PREFIX: u8 = 24;
 const LONGEST_PREFIX_V6: u8 = 112;
 
@@ -29,10 +29,10 @@ pub(super) struct SelfTestAddresses {
 }
 
 impl SelfTestAddresses {
-    /// A random pair of each family.
+    /// Draws a random pair of each family.
     ///
     /// # Errors
-    /// [`RedirectError::TokenRange`] when a range is too small.
+    /// [`RedirectError::TokenRange`] if a range is too small.
     pub(super) fn new(config: &RedirectConfig) -> Result<Self, RedirectError> {
         let (v4, v6) = (config.token_range, config.token_range_v6);
         if v4.prefix_len() > LONGEST_PREFIX {
@@ -58,7 +58,7 @@ impl SelfTestAddresses {
         })
     }
 
-    /// Pairs of which none was tried; there are at least eight.
+    /// Draws pairs that were not tried; there are at least eight.
     ///
     /// # Errors
     /// As [`Self::new`].

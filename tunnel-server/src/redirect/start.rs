@@ -27,15 +27,15 @@ use super::running::{Health, Inner, Redirect};
 use super::self_test_addresses::SelfTestAddresses;
 use crate::route::Desired;
 
-/// Pairs of self-test addresses that are tried: another server may have taken the same one.
+/// Maximum number of self-test pairs to try: another server may have taken the same one.
 const SELF_TEST_ATTEMPTS: usize = 4;
 
 impl Redirect {
-    /// Loads, attaches and verifies. Redirected connections arrive at the listeners with the token as local
-    /// address. Both listeners get a priority (`SO_PRIORITY`) by which other servers' programs know them.
+    /// Loads, attaches and verifies the programs. Redirected connections arrive at the listeners with the token as
+    /// local address. Both listeners get a priority (`SO_PRIORITY`) that identifies them to other servers' programs.
     ///
-    /// Blocks for tens of milliseconds. Nothing is redirected until [`apply`](Self::apply).
-    /// Without `v6`, or on a host without IPv6, IPv6 destinations are not redirected.
+    /// Blocks for tens of milliseconds. Nothing is redirected until [`apply`](Self::apply). Without `v6`, or on a host
+    /// without IPv6, IPv6 destinations are not redirected.
     ///
     /// # Errors
     /// See [`RedirectError`]; nothing is left behind.
@@ -91,7 +91,7 @@ impl Redirect {
             stopped: false,
             program_log,
         };
-        // From here on, dropping it undoes what was done.
+        // From here on, dropping `redirect` undoes everything.
         let redirect = Self {
             config,
             cgroup,
@@ -122,7 +122,7 @@ impl Redirect {
         let mut result = self.verify_now();
         for _ in 1..SELF_TEST_ATTEMPTS {
             match result {
-                // Its programs come first.
+                // The other server's programs run first.
                 Err(RedirectError::SelfTest(_)) if self.lock().claim.is_shared()? => {
                     let mut inner = self.lock();
                     tried.push(inner.self_test_addresses);
@@ -138,7 +138,7 @@ impl Redirect {
     }
 }
 
-/// Where the programs are to be pinned, or why they cannot be.
+/// Creates the pins, or returns the reason that they cannot be created.
 fn pins(config: &RedirectConfig, netns: &File, ebpf: &Ebpf) -> (Option<Pins>, Option<String>) {
     let Some(wanted) = &config.pins else { return (None, None) };
     match Pins::create(wanted, netns, ebpf) {

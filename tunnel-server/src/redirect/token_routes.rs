@@ -11,9 +11,9 @@ use super::error::RedirectError;
 use super::range_use;
 use super::running::{Redirect, token_ranges};
 
-/// Without a change the routes are looked at this often.
+/// Interval at which the routes are checked without a change.
 const PERIOD: Duration = Duration::from_secs(30);
-/// Until a broken netlink subscription is tried again.
+/// Pause before a broken netlink subscription is renewed.
 const RETRY: Duration = Duration::from_secs(1);
 
 impl Redirect {
@@ -32,7 +32,7 @@ impl Redirect {
         }
     }
 
-    /// Subscribes, then adds what is missing on each change, until the subscription breaks.
+    /// Subscribes, then adds missing routes on each change, until the subscription breaks.
     async fn keep_routes(self: &Arc<Self>, uses: &mut LogOnce) -> Result<Ended, RedirectError> {
         let ranges = token_ranges(&self.config, self.ipv6);
         let mut changes = NetChanges::of_routes(&ranges).map_err(|error| RedirectError::Netlink {

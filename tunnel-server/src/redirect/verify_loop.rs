@@ -1,5 +1,5 @@
-//! While the redirect runs: verifies it every 30 s, looks each second for programs that others have detached, and restores what
-//! got lost.
+//! Maintains the running redirect: verifies it every 30 s, checks every second for programs that others have detached,
+//! and restores lost parts.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,14 +12,14 @@ use super::error::RedirectError;
 use super::running::Redirect;
 use super::self_test::SelfTest;
 
-/// Between two verifications.
+/// Interval between verifications.
 const PERIOD: Duration = Duration::from_secs(30);
-/// Between two signs of life; `--orphan-timeout` is at least [`LEAST_ORPHAN_TIMEOUT`](super::LEAST_ORPHAN_TIMEOUT).
+/// Interval between heartbeats; `--orphan-timeout` is at least [`LEAST_ORPHAN_TIMEOUT`](super::LEAST_ORPHAN_TIMEOUT).
 const BEAT: Duration = Duration::from_secs(1);
 
 impl Redirect {
-    /// Verifies every 30 s, restores what got lost, programs within a second, follows this host's addresses, and passes on the
-    /// programs' log, until `cancel`.
+    /// Verifies every 30 s, restores lost parts (programs within a second), follows this host's addresses, and forwards
+    /// the programs' log, until `cancel`.
     pub async fn watch(self: Arc<Self>, cancel: CancellationToken) {
         let program_log = self.lock().program_log.take();
         let log = async {
@@ -39,13 +39,14 @@ impl Redirect {
         }
     }
 
-    /// Keeps the programs from taking this process for dead, and has those attached again that are not any more.
+    /// Writes the heartbeat, without which the programs treat this process as dead, and has missing programs
+    /// reattached.
     async fn beat(self: &Arc<Self>) {
         let mut ticks = tokio::time::interval(BEAT);
         let mut failing = LogOnce::default();
         loop {
             ticks.tick().await;
-            // The lock may be held for as long as a large change takes.
+            // Offloaded, as a large change may hold the lock for long.
             match self.offload(Self::beat_now).await {
                 Ok(lost) => {
                     failing.clear();
@@ -61,7 +62,7 @@ impl Redirect {
         }
     }
 
-    /// Whether a program is missing.
+    /// Writes the heartbeat. Returns true if a program is missing.
     fn beat_now(&self) -> Result<bool, RedirectError> {
         let mut inner = self.lock();
         inner.maps.beat()?;
@@ -69,7 +70,7 @@ impl Redirect {
         if inner.released || inner.stopped {
             return Ok(false);
         }
-        // That the kernel cannot be asked is the verification's to say.
+        // If the kernel cannot be queried, the verification reports it.
         Ok(inner.programs.lost(&self.cgroup, &self.netns).is_ok_and(|lost| !lost.is_empty()))
     }
 
@@ -86,10 +87,10 @@ impl Redirect {
         }
     }
 
-    /// One round of [`watch`](Self::watch): restores what is missing, then verifies. The outcome is in
+    /// One round of [`watch`](Self::watch): restores missing parts, then verifies. The outcome is in
     /// [`health`](Self::health) and in the log.
     pub async fn verify_and_restore(self: &Arc<Self>) {
-        // Restoring first: asking what is attached costs less than a self-test that must time out.
+        // Restores first: listing attached programs costs less than a self-test that must time out.
         let result = match self.offload(Self::restore_now).await {
             Ok(lost) => {
                 if !lost.is_empty() {
@@ -122,10 +123,10 @@ impl Redirect {
         }
     }
 
-    /// Connects to itself through every hook, at the next of the tunnelled ports; [`watch`](Self::watch) does so every 30 s.
+    /// Connects to itself through every hook, on the next tunnelled port; [`watch`](Self::watch) does so every 30 s.
     ///
     /// # Errors
-    /// [`RedirectError::SelfTest`] says what does not work.
+    /// [`RedirectError::SelfTest`] describes the failure.
     pub async fn verify(self: &Arc<Self>) -> Result<(), RedirectError> {
         self.offload(Self::verify_now).await
     }
@@ -147,7 +148,7 @@ impl Redirect {
         Ok(())
     }
 
-    /// Adds lost token routes and attaches lost programs again; returns the names of what was missing.
+    /// Adds lost token routes and reattaches lost programs; returns the names of those that were missing.
     fn restore_now(&self) -> Result<Vec<&'static str>, RedirectError> {
         let mut restored = Vec::new();
         if self.ensure_routes()? {

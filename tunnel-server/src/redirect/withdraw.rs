@@ -1,4 +1,4 @@
-//! Ends the redirect, and removes what a killed server leaves.
+//! Ends the redirect, and removes the remains of a killed server.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,16 +13,16 @@ use super::pins::Others;
 use super::running::{Redirect, token_ranges};
 use super::{netlink, pins, preflight};
 
-/// How long a server that goes on may take to attach its programs again.
+/// Maximum time in which a server that resumes reattaches its programs.
 const RESUMED: Duration = Duration::from_secs(1);
 
 impl Redirect {
-    /// Ends the redirect of new connects: to another server of this host if one runs, else every route
-    /// counts as down. Connections that exist stay, with their peers' names.
+    /// Ends the redirect of new connects: hands it to another server of this host if one runs, else marks every route
+    /// as down. Existing connections stay, with their peers' names.
     ///
-    /// While both run, every connect is this server's. A connect that was redirected here some microseconds before the
+    /// While both run, this server gets every connect. A connect that was redirected some microseconds before the
     /// change reaches the other server's listener; unless both gave the node the same token, that server refuses it or
-    /// takes it for the token's owner there, whose TLS name then does not match.
+    /// relays it to the token's owner there, whose TLS name then does not match.
     ///
     /// # Errors
     /// [`RedirectError::Map`], [`RedirectError::Io`]
@@ -34,7 +34,7 @@ impl Redirect {
         Ok(())
     }
 
-    /// Leaves the redirect of new connects to a successor that is attached already. Connections that exist stay, with
+    /// Leaves the redirect of new connects to a successor that is already attached. Existing connections stay, with
     /// their peers' names.
     pub fn release(&self) {
         let mut inner = self.lock();
@@ -43,7 +43,8 @@ impl Redirect {
         inner.claim.release();
     }
 
-    /// Whether another server redirects here, which is about to attach its programs if it has not done so.
+    /// Waits up to a second for another server that redirects here. Returns true if there is one; its programs may not
+    /// be attached yet.
     pub async fn finds_another(&self) -> bool {
         let since = Instant::now();
         loop {
@@ -60,7 +61,7 @@ impl Redirect {
         }
     }
 
-    /// The other servers with the same state directory that have pinned something by now.
+    /// The other servers with the same state directory that have pins by now.
     pub async fn others(self: &Arc<Self>) -> Others {
         let found = self.offload(|redirect| match &redirect.config.pins {
             Some(pins) => Others::find(pins, redirect.pinned_in().as_deref()),
@@ -72,7 +73,7 @@ impl Redirect {
         })
     }
 
-    /// Takes the redirect back after [`release`](Self::release): the successor is gone.
+    /// Takes the redirect back after [`release`](Self::release), as the successor is gone.
     ///
     /// # Errors
     /// As [`Redirect::start`].
@@ -84,7 +85,7 @@ impl Redirect {
         inner.claim = Claim::take(&self.config, self.ipv6)?;
         inner.programs.attach(&self.cgroup, &self.netns)?;
         drop(inner);
-        // The successor has removed them if it looked for other programs before these were back.
+        // The successor removed the routes if it checked for other servers before the claim was back.
         self.ensure_routes()?;
         self.verify_now()
     }
@@ -95,7 +96,7 @@ impl Redirect {
         if std::mem::replace(&mut inner.stopped, true) {
             return;
         }
-        // Those that were released are the successor's.
+        // After a release the routes belong to the successor.
         let shared = if inner.released { Ok(true) } else { inner.claim.is_shared() };
         inner.programs.detach(&self.cgroup);
         drop(inner);
@@ -126,16 +127,16 @@ impl Drop for Redirect {
     }
 }
 
-/// What [`cleanup`] removed.
+/// Result of [`cleanup`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cleaned {
-    /// Folders of pinned programs.
+    /// Removed directories of pinned programs.
     pub pins: Vec<PathBuf>,
-    /// Token ranges whose routes were there.
+    /// Token ranges whose routes were removed.
     pub routes: Vec<IpNet>,
 }
 
-/// Removes what killed servers left in this network namespace: pinned programs and token routes.
+/// Removes the remains of killed servers in this network namespace: pinned programs and token routes.
 ///
 /// # Errors
 /// [`RedirectError::RangeTaken`] while a server with these ranges runs in this network namespace.

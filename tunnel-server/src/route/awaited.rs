@@ -1,4 +1,4 @@
-//! Nodes whose agents were lost a moment ago and are expected back.
+//! Nodes whose agents were just lost and are expected back.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 use tunnel_core::identity::NodeName;
 
-/// How long an agent is expected back. One whose link was reset dials again within 250 ms.
+/// Time for which an agent is expected back. An agent whose link was reset redials within 250 ms.
 pub(crate) const RETURN: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Default)]
@@ -15,7 +15,7 @@ pub(super) struct Awaited(HashMap<NodeName, Absence>);
 #[derive(Debug)]
 struct Absence {
     until: Instant,
-    /// Cancelled when somebody has a tunnel to the node again, or nobody within the time.
+    /// Cancelled when the node has a tunnel again, or after `until`.
     over: CancellationToken,
 }
 
@@ -26,7 +26,7 @@ impl Drop for Absence {
 }
 
 impl Awaited {
-    /// The node's tunnel was lost now.
+    /// Records that the node's tunnel was lost at `now`.
     pub(super) fn add(&mut self, node: &NodeName, now: Instant) {
         self.0.insert(node.clone(), Absence { until: now + RETURN, over: CancellationToken::new() });
     }
@@ -39,17 +39,17 @@ impl Awaited {
         self.0.contains_key(node)
     }
 
-    /// What is cancelled once the node is not awaited any more; None: it is not.
+    /// A [`CancellationToken`] cancelled once the node is no longer awaited; None if it is not awaited.
     pub(super) fn over(&self, node: &NodeName) -> Option<CancellationToken> {
         self.0.get(node).map(|absence| absence.over.clone())
     }
 
-    /// Removes those that have not come back in time.
+    /// Removes and returns the nodes that have not come back in time.
     pub(super) fn expire(&mut self, now: Instant) -> Vec<NodeName> {
         self.0.extract_if(|_, absence| absence.until <= now).map(|(node, _)| node).collect()
     }
 
-    /// When the next one expires.
+    /// Time at which the next node expires.
     pub(super) fn next(&self) -> Option<Instant> {
         self.0.values().map(|absence| absence.until).min()
     }

@@ -1,4 +1,4 @@
-//! Which node had an address first: a node that names another's address later gets nothing, and takes nothing away.
+//! Remembers the first node with each address: a node that names another's address later neither gets nor blocks it.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -9,30 +9,30 @@ use tunnel_core::identity::NodeName;
 
 use crate::inventory::Inventory;
 
-/// A cloud node's address is excluded from the redirect once it has been the node's for this long: an edge node that drops
-/// its own label must not decide at once what is direct for everybody.
+/// Time after which a cloud node's address is excluded from the redirect: an edge node that drops its own label must
+/// not decide at once which addresses are direct for everybody.
 pub const CLOUD_CLAIM_DELAY: Duration = Duration::from_secs(300);
 
-/// What follows from earlier inventories.
+/// Claims from earlier inventories.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Claims {
-    /// Whether there was an inventory with nodes; before the first, no node is late.
+    /// True after the first inventory with nodes; before that, no node is late.
     pub(super) known: bool,
-    /// The edge node that has an address.
+    /// The edge node that holds an address.
     pub(super) edge: HashMap<IpAddr, NodeName>,
-    /// Cloud nodes that name an address, and when it begins to be excluded.
+    /// Cloud nodes that name an address, and the time from which it is excluded.
     cloud: HashMap<IpAddr, Vec<(NodeName, Instant)>>,
 }
 
 impl Claims {
-    /// The claims of `inventory`'s cloud nodes, which follow these; still without those of edge nodes. The first nodes' count
-    /// from `now`, later ones after the delay.
+    /// The claims of `inventory`'s cloud nodes that follow these, without those of edge nodes yet. The first
+    /// inventory's count from `now`, later ones after the delay.
     pub(super) fn followed_by(&self, inventory: &Inventory, now: Instant) -> Self {
         let mut cloud: HashMap<IpAddr, Vec<(NodeName, Instant)>> = HashMap::new();
         for node in inventory.iter().filter(|node| !node.edge) {
             for address in &node.addresses {
                 let claims = cloud.entry(*address).or_default();
-                // A node that lists an address twice is not two nodes.
+                // A node that lists an address twice counts once.
                 if claims.last().is_some_and(|(name, _)| *name == node.name) {
                     continue;
                 }
@@ -58,26 +58,26 @@ impl Claims {
         self.cloud.get(&address).into_iter().flatten().map(|(name, _)| name)
     }
 
-    /// Whether no other cloud node named the address before `node` did.
+    /// Reports whether `node` names the address and no other cloud node did so before.
     pub(super) fn was_first(&self, node: &NodeName, address: IpAddr) -> bool {
         let claims = self.cloud.get(&address).map(Vec::as_slice).unwrap_or_default();
         let first = claims.iter().map(|(_, from)| *from).min();
         claims.iter().any(|(name, from)| name == node && Some(*from) == first)
     }
 
-    /// When the next address begins to be excluded.
+    /// Time at which the next address is excluded.
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
         self.cloud.values().flatten().map(|(_, from)| *from).filter(|from| *from > now).min()
     }
 }
 
-/// [`Claims`] as a file has them.
+/// [`Claims`] as stored in a file.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StoredClaims {
     version: u32,
     edge: HashMap<IpAddr, NodeName>,
-    /// Address, node, and when the address begins to be excluded, in seconds since 1970.
+    /// Address, node, and the time from which the address is excluded, in seconds since 1970.
     cloud: Vec<(IpAddr, NodeName, u64)>,
 }
 
@@ -85,7 +85,7 @@ const VERSION: u32 = 1;
 
 impl Claims {
     /// # Errors
-    /// They are of another version.
+    /// The claims have another version.
     pub(super) fn restore(stored: StoredClaims, now: Instant, clock: SystemTime) -> Result<Self, String> {
         if stored.version != VERSION {
             return Err(format!("version {} is not {VERSION}", stored.version));
@@ -93,7 +93,7 @@ impl Claims {
         let seconds = since_1970(clock);
         let mut cloud: HashMap<IpAddr, Vec<(NodeName, Instant)>> = HashMap::new();
         for (address, node, from) in stored.cloud {
-            // A clock that was set back must not delay it further.
+            // A clock that was set back must not extend the delay.
             let delay = Duration::from_secs(from.saturating_sub(seconds)).min(CLOUD_CLAIM_DELAY);
             cloud.entry(address).or_default().push((node, now + delay));
         }

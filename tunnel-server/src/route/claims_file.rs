@@ -1,4 +1,4 @@
-//! The file that remembers, across restarts, which node had an address first.
+//! The file that remembers, across restarts, the first node with each address.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,14 +10,14 @@ use tunnel_core::state_file::StateFile;
 use super::Router;
 use super::claims::StoredClaims;
 
-/// Changes within this time are written once.
+/// Changes within this time are written together.
 const PAUSE: Duration = Duration::from_secs(2);
 
 fn file(state_dir: &Path) -> Arc<StateFile<StoredClaims>> {
     StateFile::new(state_dir.join("address-claims.json"))
 }
 
-/// Takes over the claims of an earlier run. Without them the first inventory says which node had an address first.
+/// Takes over the claims of an earlier run. Without them the first inventory decides the first node of each address.
 pub fn load_claims(router: &Router, state_dir: &Path) {
     let file = file(state_dir);
     let Some(stored) = file.load() else { return };
@@ -26,10 +26,10 @@ pub fn load_claims(router: &Router, state_dir: &Path) {
     }
 }
 
-/// Writes changes to the state directory until stopped, the last ones too.
+/// Writes changes to the state directory until `stop`, including the last ones.
 pub async fn keep_claims(router: Arc<Router>, state_dir: PathBuf, stop: CancellationToken) {
     let mut changed = router.claims_changed();
-    // An inventory may have been there before this task.
+    // The first inventory may have come before this task.
     changed.mark_changed();
     file(&state_dir).keep(changed, move || router.stored_claims(), PAUSE, stop).await;
 }

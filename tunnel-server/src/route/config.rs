@@ -1,4 +1,4 @@
-//! What the routes are made of besides the nodes.
+//! Input of the routes besides the nodes.
 
 use std::collections::{BTreeSet, HashSet};
 use std::net::IpAddr;
@@ -7,32 +7,32 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_core::identity::NodeName;
 use tunnel_core::net::{identifies_host, interface_addresses};
 
-/// What does not change while running.
+/// Settings that do not change at run time.
 #[derive(Clone, Debug)]
 pub struct RouterConfig {
     pub token_range: Ipv4Net,
     pub token_range_v6: Ipv6Net,
-    /// TCP ports that are tunnelled, whatever [`Router::set_ports`](super::Router::set_ports) adds.
+    /// TCP ports that are tunnelled in addition to those of [`Router::set_ports`](super::Router::set_ports).
     pub ports: BTreeSet<u16>,
     /// Pods of edge nodes in these ranges are redirected too, on any port.
     pub pods: Vec<IpNet>,
-    /// Which node this host is; None: found by its addresses.
+    /// Name of this host's node; if None, it is found by its addresses.
     pub host: Option<NodeName>,
-    /// Where edge nodes' addresses are; empty: anywhere.
+    /// Ranges of edge nodes' addresses; empty for any.
     pub edge_addresses: Vec<IpNet>,
     /// The API server and the Services: never an edge node's.
     pub foreign: Vec<IpNet>,
     /// Never redirected.
     pub exclude: Vec<IpNet>,
-    /// May use the redirect, as this host and its pods may.
+    /// Sources that may use the redirect, besides this host and its pods.
     pub clients: Vec<IpNet>,
-    /// This host's addresses: never an edge node's, and the cloud node that has one of them is this host, whose pods may
-    /// use the redirect. In production [`host_addresses`]. None: not known at present.
+    /// This host's addresses: never an edge node's. The cloud node that has one of them is this host, whose pods may
+    /// use the redirect. [`host_addresses`] in production. Returns None if not known at present.
     pub host_addresses: fn() -> Option<HashSet<IpAddr>>,
 }
 
 impl RouterConfig {
-    /// Nothing but these: no pods, no ranges, and this host's addresses are not known.
+    /// Only these: no pods, no ranges, and unknown addresses of this host.
     pub fn new(token_range: Ipv4Net, token_range_v6: Ipv6Net, ports: impl Into<BTreeSet<u16>>) -> Self {
         Self {
             token_range,
@@ -53,8 +53,8 @@ impl RouterConfig {
     }
 }
 
-/// The addresses of this host's interfaces that identify it: no loopback or link-local ones. None when the kernel does
-/// not list them.
+/// The addresses of this host's interfaces that identify it, without loopback and link-local ones. None if the kernel
+/// does not list them.
 pub fn host_addresses() -> Option<HashSet<IpAddr>> {
     let listed = interface_addresses().inspect_err(
         |error| tracing::warn!(%error, "cannot list this host's addresses; those known before stay in use"),

@@ -1,4 +1,4 @@
-//! What is wrong with an inventory, in words and as a metric's label.
+//! Contradictions in an inventory, as text and as a metric's label.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -6,28 +6,28 @@ use std::net::IpAddr;
 use serde::{Deserialize, Serialize};
 use tunnel_core::identity::NodeName;
 
-/// A contradiction in the inventory. Everything else is routed all the same.
+/// A contradiction in the inventory. The rest of the inventory is routed normally.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Conflict {
     pub kind: ConflictKind,
     /// None for [`ConflictKind::NoAddress`] and [`ConflictKind::TooMany`].
     pub address: Option<IpAddr>,
-    /// Sorted; the edge nodes for [`ConflictKind::CloudAndEdge`].
+    /// Sorted; for [`ConflictKind::CloudAndEdge`] the edge nodes.
     pub nodes: Vec<NodeName>,
-    /// Who keeps the address; only for [`ConflictKind::Taken`].
+    /// The node that keeps the address; only for [`ConflictKind::Taken`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub holder: Option<NodeName>,
 }
 
-/// What is wrong; also the metric's label.
+/// Kind of contradiction; also the metric's label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ConflictKind {
-    /// Several edge nodes had the address from the start: connecting to it fails, each is reachable by its name.
+    /// Several edge nodes had the address from the start: connects to it fail, each node is reachable by name.
     Ambiguous,
-    /// An edge node had the address before these nodes, and keeps it.
+    /// An edge node had the address before these nodes and keeps it.
     Taken,
-    /// A cloud node has the address too: it is never redirected.
+    /// A cloud node has the address too: it is not redirected.
     CloudAndEdge,
     /// The operator excluded the address: it is never redirected.
     Excluded,
@@ -35,20 +35,20 @@ pub enum ConflictKind {
     Unroutable,
     /// The operator did not give the address to edge nodes: it is never redirected.
     NotEdge,
-    /// The address is this host's, the API server's, a Service's or a pod's of another node: it leads to no edge node.
+    /// The address belongs to this host, the API server, a Service or another node's pod: it leads to no edge node.
     Foreign,
     /// An edge node without any address.
     NoAddress,
     /// A node with more addresses than are used.
     TooMany,
-    /// The token range, or the node's share of it, is used up: connecting to the address fails.
+    /// The token range, or the node's share of it, is used up: connects to the address fail.
     NoToken,
-    /// A range of pods that overlaps another node's or the token range, has an address of this host, the API server or a
+    /// A pod range that overlaps another node's or the token range, has an address of this host, the API server or a
     /// Service, is excluded, or lies outside the ranges that the operator gave to pods: it is not redirected.
     PodRange,
-    /// The token range has no room for a range of pods: it is not redirected.
+    /// The token range has no room for a pod range: it is not redirected.
     NoTokenBlock,
-    /// The kernel's table of routes is full: it is not redirected.
+    /// The kernel's route table is full: it is not redirected.
     NoRoom,
 }
 
@@ -100,7 +100,7 @@ impl fmt::Display for Conflict {
             write!(f, ": {holder} had it first and keeps it; use the names of the others")?;
         }
         f.write_str(match self.kind {
-            // The holder says it.
+            // The text of the holder above is enough.
             ConflictKind::Taken => "",
             ConflictKind::Ambiguous => {
                 ": several edge nodes have it; connections to it fail, use their names"

@@ -1,4 +1,4 @@
-//! What the kernel should hold.
+//! The state that the kernel should have.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -7,57 +7,56 @@ use std::sync::Arc;
 use ipnet::IpNet;
 use tunnel_core::identity::NodeName;
 
-/// How many routes of one family fit into the kernel next to that of the redirect's self-test.
+/// Maximum number of routes of one family in the kernel, which also holds that of the redirect's self-test.
 pub const MAX_ROUTES: usize = tunnel_abi::ROUTE_CAPACITY as usize - 1;
 
-/// Everything that the redirect decides by. A copy costs little: the table is shared, and a session that comes or goes
-/// changes `up` only.
+/// All input of the redirect. Cheap to clone: the table is shared, and a session that starts or ends only changes `up`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Desired {
-    /// TCP ports that are tunnelled. With none, nothing is redirected.
+    /// TCP ports that are tunnelled. If empty, nothing is redirected.
     pub ports: BTreeSet<u16>,
     pub table: Arc<Table>,
-    /// Which of [`Table::nodes`] have a tunnel.
+    /// For each of [`Table::nodes`], true if it has a tunnel.
     pub up: Vec<bool>,
 }
 
-/// What follows from the nodes, whether they have a tunnel or not.
+/// The part that follows from the nodes, independent of their tunnels.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Table {
-    /// Never redirected; wins over `routes`. This host's own addresses are added when it is applied.
+    /// Never redirected; takes precedence over `routes`. This host's own addresses are added when it is applied.
     pub excluded: BTreeSet<IpNet>,
-    /// Sources that may use the token range besides this host itself.
+    /// Sources, besides this host itself, that may use the token range.
     pub clients: BTreeSet<IpNet>,
     /// Networks that are redirected.
     pub routes: BTreeMap<IpNet, Route>,
-    /// In the order of their names, with the routes that are up while the node has a tunnel.
+    /// Ordered by name, each with the routes that are up while the node has a tunnel.
     pub nodes: Vec<(NodeName, Vec<IpNet>)>,
 }
 
 /// The route of a network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Route {
-    /// First address of the token block, which is as large as the network and of its family.
+    /// First address of the token block, which has the network's size and family.
     pub token: IpAddr,
-    /// Every port is redirected, not only [`Desired::ports`].
+    /// True if every port is redirected, not only [`Desired::ports`].
     pub any_port: bool,
-    /// The place in [`Table::nodes`] of the node that it follows; None: it is never up.
+    /// Index in [`Table::nodes`] of the node that it follows; None if it is never up.
     pub node: Option<usize>,
 }
 
-/// Where a network is redirected to at present.
+/// The current target of a network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RouteTarget {
     /// See [`Route::token`].
     pub token: IpAddr,
-    /// False: connect() fails, since no server holds a tunnel to the node.
+    /// If false, connect() fails, as no server holds a tunnel to the node.
     pub up: bool,
     /// See [`Route::any_port`].
     pub any_port: bool,
 }
 
 impl Desired {
-    /// In the order of the networks.
+    /// Ordered by network.
     pub fn routes(&self) -> impl Iterator<Item = (IpNet, RouteTarget)> {
         self.table.routes.iter().map(|(net, route)| (*net, self.target(*route)))
     }
@@ -70,7 +69,7 @@ impl Desired {
         RouteTarget { token, up: node.is_some_and(|node| self.up[node]), any_port }
     }
 
-    /// The routes that went up or down since `before`. None: something else has changed too.
+    /// The routes that went up or down since `before`; None if anything else has changed too.
     pub(crate) fn flips_since(&self, before: &Self) -> Option<Vec<(IpNet, bool)>> {
         if !Arc::ptr_eq(&self.table, &before.table) || self.ports != before.ports {
             return None;
@@ -80,7 +79,7 @@ impl Desired {
         Some(flipped.flat_map(|((_, nets), (up, _))| nets.iter().map(|net| (*net, *up))).collect())
     }
 
-    /// Whether the node has any routes, which are up now, or down.
+    /// Brings the node's routes up or down. Returns true if it has any.
     pub(super) fn set_up(&mut self, node: &NodeName, up: bool) -> bool {
         let Ok(place) = self.table.nodes.binary_search_by(|(name, _)| name.cmp(node)) else { return false };
         self.up[place] = up;

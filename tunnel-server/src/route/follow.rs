@@ -1,4 +1,4 @@
-//! Keeps a router up to date, off the threads that accept and carry: many nodes take long to compute.
+//! Keeps a router up to date outside the threads that accept and relay, as many nodes take long to compute.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,10 +10,10 @@ use tokio_util::sync::CancellationToken;
 use super::Router;
 use crate::inventory::Inventory;
 
-/// How often this host's addresses are compared with the inventory's.
+/// Interval at which this host's addresses are compared with the inventory's.
 const PERIOD: Duration = Duration::from_secs(30);
 
-/// Gives the router an inventory. Wait for it before giving the next: that keeps their order.
+/// Gives the router an inventory. Await it before giving the next one, which keeps their order.
 pub async fn update(router: Arc<Router>, inventory: Inventory) {
     blocking(move || router.set_inventory(inventory)).await;
 }
@@ -23,9 +23,9 @@ pub async fn update_services(router: Arc<Router>, ranges: Vec<IpNet>) {
     blocking(move || router.set_services(ranges)).await;
 }
 
-/// Keeps `router` up to date with this host's addresses and with the time, until stopped.
+/// Updates `router` when this host's addresses change or something becomes due, until `stop`.
 pub async fn follow(router: Arc<Router>, stop: CancellationToken) {
-    // Nobody waits for an agent longer because the routes are computed.
+    // Concurrent: a long computation of the routes does not delay `give_up`.
     tokio::join!(refresh(router.clone(), stop.clone()), give_up(router, stop));
 }
 

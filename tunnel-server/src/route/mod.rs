@@ -1,4 +1,4 @@
-//! From the inventory to routes: which address, name or token leads to which edge node.
+//! Turns the inventory into routes: the edge node behind an address, a name or a virtual address (token).
 
 mod awaited;
 mod claims;

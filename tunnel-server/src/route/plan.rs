@@ -1,4 +1,4 @@
-//! Decides what an inventory routes, by the rules and by who had an address first: a function without side effects.
+//! Computes the routes of an inventory from the rules and the earlier claims, without side effects.
 
 #[cfg(test)]
 mod tests;
@@ -13,31 +13,31 @@ use super::claims::Claims;
 use super::conflict::{Conflict, ConflictKind};
 use crate::inventory::Inventory;
 
-/// Pod ranges of cloud nodes that are wider than these prefixes keep no address from the edge nodes: no node's pods need
-/// so many, and a kubelet reports its own.
+/// Pod ranges of cloud nodes that are wider than these prefixes reserve no addresses: no node has so many pods, and a
+/// kubelet reports its own range.
 const WIDEST_CLOUD_PODS: (u8, u8) = (16, 64);
 
-/// What may be an edge node's address, besides what the cloud nodes have.
+/// Rules for edge nodes' addresses, besides the cloud nodes' claims.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rules<'a> {
-    /// Empty: any address of a host.
+    /// Empty for any address of a host.
     pub(super) edge_addresses: &'a [IpNet],
-    /// What the operator excluded: never redirected.
+    /// Ranges that the operator excluded: never redirected.
     pub(super) exclude: &'a [IpNet],
     pub(super) token_ranges: &'a [IpNet],
     /// The API server and the Services.
     pub(super) foreign: &'a [IpNet],
-    /// Where edge nodes' pods are redirected too.
+    /// Ranges in which edge nodes' pods are redirected too.
     pub(super) pods: &'a [IpNet],
     /// This host's addresses.
     pub(super) host: &'a HashSet<IpAddr>,
 }
 
-/// Which nodes an address leads to, by their places in the inventory.
+/// The node or nodes that an address leads to, by their indexes in the inventory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Holder {
     One(usize),
-    /// Ascending.
+    /// In ascending order.
     Several(Vec<usize>),
 }
 
@@ -50,27 +50,27 @@ impl Holder {
     }
 }
 
-/// What follows from an inventory. Nodes are given by their places in it.
+/// The result for an inventory. Nodes are given by their indexes in it.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
     /// The operator's ranges and the cloud nodes' addresses.
     pub(super) excluded: BTreeSet<IpNet>,
-    /// Addresses of edge nodes; clients of the name doors may use any of them.
+    /// Addresses of edge nodes; clients of the listeners that take names may use any of them.
     pub(super) holders: BTreeMap<IpAddr, Holder>,
-    /// Those of `holders` that are redirected.
+    /// The redirected ones of `holders`.
     pub(super) routed: BTreeSet<IpAddr>,
-    /// Ranges of edge nodes' pods that are redirected. They do not overlap.
+    /// Redirected ranges of edge nodes' pods. They do not overlap.
     pub(super) pods: BTreeMap<IpNet, usize>,
     pub(super) conflicts: BTreeSet<Conflict>,
-    /// What the next inventory follows.
+    /// Claims that the next inventory follows.
     pub(super) claims: Claims,
 }
 
 impl Plan {
-    /// `before` are the claims of the inventory before this one.
+    /// `before` are the claims of the previous inventory.
     pub(super) fn new(inventory: &Inventory, rules: &Rules<'_>, before: &Claims, now: Instant) -> Self {
         if inventory.is_empty() {
-            // It says nothing about who had an address first.
+            // An empty inventory does not show the first holder of any address.
             let excluded = rules.exclude.iter().copied().collect();
             return Self { excluded, claims: before.clone(), ..Self::default() };
         }
@@ -88,7 +88,7 @@ impl Plan {
             }
         }
         named.sort_unstable();
-        // A node that lists an address twice is not two nodes.
+        // A node that lists an address twice counts once.
         named.dedup();
         let pods = PodRanges::new(inventory, rules);
         for same in named.chunk_by(|(one, _), (other, _)| one == other) {
@@ -97,14 +97,14 @@ impl Plan {
         }
         let cloud = plan.claims.excluded(now).filter(|address| !plan.claims.edge.contains_key(address));
         plan.excluded = rules.exclude.iter().copied().chain(cloud.map(IpNet::from)).collect();
-        // Without ranges where pods are redirected nothing is said about any.
+        // Without ranges for redirected pods, pod ranges are not conflicts.
         if !rules.pods.is_empty() {
             plan.route_pods(inventory, rules);
         }
         plan
     }
 
-    /// Decides about an address that edge nodes name, in the order of their names.
+    /// Decides about an address that these edge nodes name, which are ordered by name.
     fn decide(
         &mut self,
         address: IpAddr,
@@ -125,7 +125,7 @@ impl Plan {
         } else if rules.host.contains(&address) || within(rules.foreign) {
             Some(ConflictKind::Foreign)
         } else if first.is_some() {
-            // What cloud nodes say takes nothing from the node that has the address.
+            // Cloud nodes' claims do not affect the node that already has the address.
             None
         } else if self.claims.cloud_nodes(address).next().is_some() {
             Some(ConflictKind::CloudAndEdge)
@@ -155,7 +155,7 @@ impl Plan {
         self.holders.insert(address, holder);
     }
 
-    /// The address is `holder`'s, and not that of others which name it too.
+    /// Records that the address is `holder`'s and not that of others that also name it.
     fn hold(&mut self, address: IpAddr, holder: usize, nodes: &[usize], inventory: &Inventory) {
         let name = inventory[holder].name.clone();
         let late = nodes.iter().filter(|node| **node != holder).map(|node| &inventory[*node].name);
@@ -168,9 +168,9 @@ impl Plan {
         self.claims.edge.insert(address, name);
     }
 
-    /// Routes the pods of edge nodes. Ranges that overlap are not routed: it cannot be known which pod was meant. Nor are
-    /// ranges outside those that the operator gave to pods, nor what is this host's, the API server's or the Services': a
-    /// kubelet can choose its own range, and must not take that over.
+    /// Routes the pods of edge nodes. Overlapping ranges are not routed, as the intended pod is unknown. Nor are ranges
+    /// outside those that the operator gave to pods, nor those of this host, the API server or the Services: a kubelet
+    /// can choose its own range, and must not take over the others.
     fn route_pods(&mut self, inventory: &Inventory, rules: &Rules<'_>) {
         let taken = rules.token_ranges.iter().chain(rules.foreign).copied();
         let taken = taken.chain(rules.host.iter().map(|address| IpNet::from(*address)));
@@ -180,17 +180,17 @@ impl Plan {
             for range in node.pod_cidrs.iter().map(IpNet::trunc) {
                 match node.edge {
                     true if within_pods(range, rules) => claims.push((range, Claim::Pods(place))),
-                    // It harms its own node only, even if it is 0.0.0.0/0.
+                    // It affects its own node only, even if it is 0.0.0.0/0.
                     true => {
                         self.conflict(ConflictKind::PodRange, Some(range.network()), inventory, &[place]);
                     }
-                    // With --edge-addresses too: those are about nodes.
+                    // Also with --edge-addresses, which is about nodes only.
                     false if is_one_nodes(range) => claims.push((range, Claim::Taken)),
                     false => {}
                 }
             }
         }
-        // In this order a range comes right after those that contain it.
+        // This order puts a range right after those that contain it.
         claims.sort_by_key(|(net, _)| (net.network(), net.prefix_len()));
         let overlapping = overlapping(&claims);
         for ((net, claim), overlaps) in claims.into_iter().zip(overlapping) {
@@ -215,25 +215,25 @@ impl Plan {
     }
 }
 
-/// What a range of addresses belongs to.
+/// The owner of a range of addresses.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Claim {
     Excluded,
-    /// Tokens, this host, the Services, or the pods of a cloud node.
+    /// Tokens, this host, the API server, the Services, or the pods of a cloud node.
     Taken,
-    /// The pods of the edge node with this place.
+    /// The pods of the edge node with this index.
     Pods(usize),
 }
 
-/// Which of these ranges overlap another one, given in the order in which a range comes right after those that contain it.
+/// Marks the ranges that overlap another one. A range must come right after those that contain it.
 fn overlapping(claims: &[(IpNet, Claim)]) -> Vec<bool> {
     let mut overlaps = vec![false; claims.len()];
-    // Those that contain the present one, the widest first, and how many of them are known to overlap.
+    // Indexes of the ranges that contain the current one, widest first, and the number of them already marked.
     let (mut around, mut known): (Vec<usize>, usize) = (Vec::new(), 0);
     for (place, (net, claim)) in claims.iter().enumerate() {
         while around.pop_if(|outer| !claims[*outer].0.contains(net)).is_some() {}
         known = known.min(around.len());
-        // An excluded part leaves the rest of a range usable: exclusion wins at connect().
+        // An excluded part leaves the rest of a range usable: exclusion takes precedence at connect().
         if *claim != Claim::Excluded && !around.is_empty() {
             around[known..].iter().for_each(|outer| overlaps[*outer] = true);
             overlaps[place] = true;
@@ -244,7 +244,7 @@ fn overlapping(claims: &[(IpNet, Claim)]) -> Vec<bool> {
     overlaps
 }
 
-/// The node that was created before the others; None when that is not known. The only one needs no age.
+/// The node that was created before all others; None if unknown. A single node needs no age.
 fn oldest(inventory: &Inventory, nodes: &[usize]) -> Option<usize> {
     if let [node] = nodes {
         return Some(*node);
@@ -260,10 +260,10 @@ fn oldest(inventory: &Inventory, nodes: &[usize]) -> Option<usize> {
     }
 }
 
-/// The ranges of pods that keep addresses from other nodes: those of edge nodes as far as they may be redirected, and those
-/// of cloud nodes, which do not count with --edge-addresses: the operator said what is the edge nodes'.
+/// Pod ranges that reserve addresses from other nodes: those of edge nodes that may be redirected, and those of cloud
+/// nodes. With --edge-addresses the latter do not count, as the operator named the edge nodes' addresses.
 struct PodRanges {
-    /// The first node that has the range.
+    /// The first node with each range.
     ranges: HashMap<IpNet, usize>,
     prefixes: BTreeSet<u8>,
 }
@@ -284,7 +284,7 @@ impl PodRanges {
         Self { ranges, prefixes }
     }
 
-    /// Whether the address is a pod's of another node than the only one that names it.
+    /// Reports whether the address is in a pod range of another node than the only one that names it.
     fn of_another(&self, address: IpAddr, nodes: &[usize]) -> bool {
         self.prefixes.iter().any(|prefix| {
             let around = IpNet::new(address, *prefix).ok().and_then(|net| self.ranges.get(&net.trunc()));
@@ -297,13 +297,13 @@ fn within_pods(range: IpNet, rules: &Rules<'_>) -> bool {
     rules.pods.iter().any(|pods| pods.contains(&range))
 }
 
-/// Whether a cloud node can have so many pods.
+/// Reports whether the range is small enough for one cloud node's pods.
 fn is_one_nodes(range: IpNet) -> bool {
     let widest = if range.addr().is_ipv4() { WIDEST_CLOUD_PODS.0 } else { WIDEST_CLOUD_PODS.1 };
     range.prefix_len() >= widest
 }
 
-/// Whether an address can be that of one host on a network that others reach.
+/// Reports whether an address can be that of one host on a network that others reach.
 pub(super) fn is_host(address: IpAddr) -> bool {
     if address.is_unspecified() || address.is_loopback() || address.is_multicast() {
         return false;

@@ -1,4 +1,4 @@
-//! From an inventory to routes, with what has to be remembered from one inventory to the next. Knows nothing of tunnels.
+//! Turns inventories into routes, with the state kept from one inventory to the next. Independent of tunnels.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::IpAddr;
@@ -18,7 +18,8 @@ use super::snapshot::{PodBlock, Snapshot};
 use super::tokens::{Lack, Owner, Tokens};
 use crate::inventory::Inventory;
 
-/// The widest range of this host's pods that may use the redirect. A Node may name 0.0.0.0/0, in which every neighbour is.
+/// Shortest prefix of this host's pod ranges that may use the redirect. A Node may name 0.0.0.0/0, which contains every
+/// neighbour.
 fn widest_clients(range: IpNet) -> u8 {
     if range.addr().is_ipv4() { 8 } else { 32 }
 }
@@ -34,21 +35,21 @@ pub(super) struct Planner {
     pub(super) host: Arc<HashSet<IpAddr>>,
     /// The API server and the Services.
     foreign: Vec<IpNet>,
-    /// Of the last plan: its routes keep their places in the kernel.
+    /// The last plan's table, whose routes keep their room in the kernel.
     table: Arc<Table>,
-    /// How many routes of each family fit into the kernel.
+    /// Maximum number of routes of each family in the kernel.
     room: usize,
     reports: Reports,
 }
 
-/// What follows from an inventory.
+/// The result for an inventory.
 #[derive(Debug)]
 pub(super) struct Planned {
     pub(super) snapshot: Arc<Snapshot>,
     pub(super) table: Arc<Table>,
-    /// When the same inventory yields something else.
+    /// Time at which the same inventory has another result.
     pub(super) due: Option<Instant>,
-    /// Whether [`Planner::claims`] are others than before.
+    /// True if [`Planner::claims`] changed.
     pub(super) claims_changed: bool,
 }
 
@@ -65,7 +66,7 @@ impl Planner {
         }
     }
 
-    /// True when the ranges are others than before.
+    /// Returns true if the ranges changed.
     pub(super) fn set_services(&mut self, config: &RouterConfig, ranges: Vec<IpNet>) -> bool {
         let foreign: Vec<IpNet> = config.foreign.iter().copied().chain(ranges).collect();
         let changed = foreign != self.foreign;
@@ -73,12 +74,12 @@ impl Planner {
         changed
     }
 
-    /// The ranges that were set last.
+    /// The ranges last set by `set_services`.
     pub(super) fn services(&self, config: &RouterConfig) -> Vec<IpNet> {
         self.foreign.get(config.foreign.len()..).unwrap_or_default().to_vec()
     }
 
-    /// Reads this host's addresses again; true when they have changed.
+    /// Rereads this host's addresses; returns true if they changed.
     pub(super) fn refresh_host(&mut self, config: &RouterConfig) -> bool {
         match (config.host_addresses)() {
             Some(addresses) if addresses != *self.host => {
@@ -127,8 +128,8 @@ impl Planner {
         Planned { snapshot: Arc::new(snapshot), table: self.table.clone(), due, claims_changed }
     }
 
-    /// Leaves out the routes for which the kernel has no room; those that are there already stay. Returns how many those are,
-    /// IPv4 first.
+    /// Leaves out the routes for which the kernel has no room, preferring to keep those already there. Returns the
+    /// number left out, IPv4 first.
     fn fit(&self, plan: &mut Plan, inventory: &Inventory) -> [usize; 2] {
         [true, false].map(|ipv4| {
             let addresses = plan.routed.iter().map(|address| (IpNet::from(*address), false));
@@ -156,7 +157,7 @@ impl Planner {
         })
     }
 
-    /// Gives the routes of the plan their tokens.
+    /// Assigns tokens to the routes of the plan.
     fn assign(&mut self, plan: &mut Plan, inventory: &Inventory, now: Instant) -> Given {
         let name = |node: &usize| inventory[*node].name.clone();
         let addresses = plan.routed.iter().map(|address| match &plan.holders[address] {
@@ -176,7 +177,7 @@ impl Planner {
                     given.tokens.insert(*token, (*node, address));
                     Some(*node)
                 }
-                // Always down: a connect that fails is better than one that reaches the wrong site.
+                // Always down: a failed connect is better than one that reaches the wrong site.
                 (Ok(_), Holder::Several(_)) | (Err(_), _) => None,
             };
             if let Err(lack) = token {
@@ -191,7 +192,7 @@ impl Planner {
             let first = range.network();
             match token {
                 Ok(token) => {
-                    // Where it is a node's address too, the pod counts.
+                    // Replaces a node's route for the same network: later entries win.
                     routes.push((range, Route { token: *token, any_port: true, node: Some(node) }));
                     if let Ok(block) = IpNet::new(*token, range.prefix_len()) {
                         given.blocks.insert(*token, (block, node, range));
@@ -208,8 +209,9 @@ impl Planner {
         given
     }
 
-    /// The pods of the node that this host is. An edge node is never this host, whatever addresses it reports: its pods
-    /// must not reach the other sites. For the same reason a node that names this host's address after another is not.
+    /// The pods of this host's node. An edge node is never this host, whatever addresses it reports: its pods must not
+    /// reach the other sites. For the same reason a node that claims this host's address after another node does not
+    /// count.
     fn pods_here<'a>(
         &'a self,
         config: &'a RouterConfig,
@@ -228,15 +230,15 @@ impl Planner {
     }
 }
 
-/// The routes of a plan with their tokens, and what the tokens stand for.
+/// The routes of a plan with their tokens, and the targets of the tokens.
 #[derive(Debug, Default)]
 struct Given {
     routes: BTreeMap<IpNet, Route>,
-    /// These and the next two: see [`Snapshot`].
+    /// See [`Snapshot`] for this and the next two.
     tokens: HashMap<IpAddr, (usize, IpAddr)>,
     blocks: BTreeMap<IpAddr, PodBlock>,
     pods: BTreeMap<IpAddr, (IpNet, usize)>,
-    /// Whether anything is without a token.
+    /// True if anything is without a token.
     lacking: bool,
     /// See [`Shortage::tokens`].
     used_up: [[usize; 2]; 2],
@@ -282,7 +284,7 @@ mod tests {
         };
         let fitted = |room: usize| {
             let mut planner = Planner { room, ..Planner::new(&config, &mut Registry::default()) };
-            // The second one is there already, and an address that leaves makes room.
+            // The second node's route is there already; an address that leaves makes room.
             let rounds = [&nodes[1..2], &nodes[..], &nodes[..2], &nodes[..]].map(|nodes| {
                 let inventory = Arc::new(Inventory::from(nodes.to_vec()));
                 let planned = planner.plan(&config, inventory, Instant::now());
@@ -294,7 +296,7 @@ mod tests {
         let all = ["10.8.0.1/32", "10.8.0.2/32", "10.8.0.3/32", "10.244.1.0/24", "fd00:8::1/128"];
         assert_eq!(fitted(4), (all.map(str::to_owned).to_vec(), [(); 4].map(|()| Vec::new())));
         let pods = left("10.244.1.0", "edge-1");
-        // The table of IPv6 routes has room. The pods get the place of the address that left, and keep it.
+        // The table of IPv6 routes has room. The pods get the room of the address that left, and keep it.
         let (routed, conflicts) = fitted(3);
         assert_eq!(routed, [all[0], all[1], all[3], all[4]]);
         assert_eq!(conflicts, [vec![], vec![pods.clone()], vec![], vec![left("10.8.0.3", "edge-3")]]);

@@ -1,4 +1,4 @@
-//! Conflicts in the log and in the metrics.
+//! Reports conflicts in the log and in the metrics.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -13,19 +13,19 @@ use super::conflict::{Conflict, ConflictKind};
 use super::desired::MAX_ROUTES;
 use crate::inventory::LogBudget;
 
-/// Conflicts that one reload may log; the rest are counted in one line. `status` lists them all.
+/// Maximum number of conflicts logged per reload; the rest is counted in one line. `status` lists them all.
 pub(super) const MAX_LOGGED: usize = 20;
 
-/// What there is too little of, IPv4 first.
+/// Number of routes and tokens that did not fit, IPv4 first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Shortage {
-    /// Routes without a place in the kernel's table.
+    /// Routes without room in the kernel's table.
     pub(super) routes: [usize; 2],
-    /// Addresses, and ranges of pods, for which the range has no token.
+    /// Addresses, and pod ranges, for which the range has no token.
     pub(super) tokens: [[usize; 2]; 2],
 }
 
-/// Reports what changed.
+/// Reports changes of conflicts and shortages.
 #[derive(Debug)]
 pub(super) struct Reports {
     counts: Family<[(&'static str, &'static str); 1], Gauge>,
@@ -55,7 +55,7 @@ impl Reports {
         let mut new = 0;
         for conflict in conflicts.difference(&before) {
             self.counts.get_or_create(&[("kind", conflict.kind.as_str())]).inc();
-            // What does not fit is told as a whole.
+            // Reported in one line by `shortage`.
             let counted = conflict.kind != ConflictKind::NoRoom;
             new += usize::from(counted);
             if counted && new <= MAX_LOGGED && self.lines.may_log(now) {
@@ -76,7 +76,7 @@ impl Reports {
         }
     }
 
-    /// Tells when there begins to be too little of something, when it has doubled, and when it is over.
+    /// Logs a shortage when it begins, when it has more than doubled, and when it is over.
     pub(super) fn shortage(&mut self, shortage: Shortage, ranges: &[IpNet; 2]) {
         let mut told = self.shortage;
         for (family, name) in ["IPv4", "IPv6"].into_iter().enumerate() {
@@ -111,7 +111,7 @@ impl Reports {
     }
 }
 
-/// `told` is what was told last.
+/// `told` is the number last logged.
 fn worth_telling(told: &mut usize, now: usize) -> bool {
     let tell = (now == 0) != (*told == 0) || now > told.saturating_mul(2);
     if tell {

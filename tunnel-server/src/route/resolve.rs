@@ -1,5 +1,5 @@
-//! Resolves hosts as clients name them. Nothing else says which node has a name, an address or a pod; each
-//! listener decides what of it is permitted.
+//! Resolves hosts as clients name them. This is the only place that maps a name, an address or a pod to a node; each
+//! listener decides which results it permits.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -10,35 +10,35 @@ use tunnel_core::text::printable;
 use super::router::Router;
 use super::snapshot::{ByAddress, NodeAddress};
 
-/// Longer hosts are no names of DNS.
+/// Maximum length of a host; longer ones are not DNS names.
 const LONGEST: usize = 255;
 
-/// The result for one host.
+/// Result of resolving a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Resolved {
     /// An edge node, by its name or one of its addresses.
     Edge(NodeAddress),
-    /// A pod on an edge node, in a range that the redirect leads there too.
+    /// A pod on an edge node, in a range that the redirect also routes.
     Pod(NodeAddress),
     /// `SERVICE.NAMESPACE`.
     Service { name: String, namespace: String },
-    /// This host, by its loopback, where the listeners trust whoever comes.
+    /// A loopback or unspecified address: this host, whose listeners trust any client there.
     Here(IpAddr),
-    /// A token, which stands for an edge node at the redirect and nowhere else.
+    /// A virtual address (token), which stands for an edge node at the redirect only.
     Token(IpAddr),
-    /// An address that is none of these.
+    /// Any other address.
     Elsewhere(IpAddr),
     /// Several edge nodes have the address.
     Ambiguous { address: IpAddr, nodes: Vec<NodeName> },
-    /// An edge node of which no address is known.
+    /// An edge node without a known address.
     WithoutAddress(NodeName),
-    /// A name that is none of these.
+    /// Any other name.
     Unknown(String),
 }
 
 impl Router {
-    /// Resolves a name or an address: in brackets or not, and with a dot behind it or not. An address is an address before it is
-    /// a name: whoever registers a Node may call it like another's address.
+    /// Resolves a name or an address, with or without brackets or a trailing dot. Addresses take precedence over names:
+    /// whoever registers a Node could name it like another node's address.
     pub fn resolve(&self, host: &str) -> Resolved {
         let bare = host.strip_suffix('.').unwrap_or(host);
         let literal = bare.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(bare);
@@ -85,7 +85,7 @@ impl Router {
         }
     }
 
-    /// Resolves an endpoint of a Service. `node`: the one that its EndpointSlice names.
+    /// Resolves an endpoint of a Service. `node` is the name in its EndpointSlice.
     pub fn resolve_endpoint(&self, address: IpAddr, node: Option<&str>) -> Resolved {
         let resolved = self.resolve_address(address);
         let Resolved::Ambiguous { address, nodes } = &resolved else { return resolved };
@@ -104,7 +104,7 @@ impl Router {
 }
 
 impl Resolved {
-    /// The edge node or the pod, for a listener that leads nowhere else.
+    /// The edge node or pod, for a listener that relays to nothing else.
     ///
     /// # Errors
     /// Names the host and the reason.
@@ -116,7 +116,7 @@ impl Resolved {
     }
 }
 
-/// Names the host, and why it is no edge node.
+/// Names the host and the reason that it is not an edge node.
 impl fmt::Display for Resolved {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -140,8 +140,8 @@ fn no_node(name: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     write!(f, "{:?} is not the name of an edge node", printable(name, 100))
 }
 
-/// Splits `HOST` or `HOST:PORT`, with an IPv6 address in brackets. Not by `http::uri::Authority`, which drops user information
-/// and takes an unusable port for none.
+/// Splits `HOST` or `HOST:PORT`, with an IPv6 address in brackets. Does not use `http::uri::Authority`, which drops
+/// user information and treats an unusable port as none.
 ///
 /// # Errors
 /// Names the text.
@@ -157,7 +157,7 @@ pub fn split_host(text: &str) -> Result<(&str, Option<u16>), String> {
             None => (text, None),
         },
     };
-    // `u16::from_str` takes a sign too.
+    // `u16::from_str` accepts a sign too.
     let number = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit()).then(|| port.parse().ok())?;
     let port = port.map(|port| number(port).filter(|port| *port != 0).ok_or_else(wrong)).transpose()?;
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:".contains(&byte);

@@ -1,8 +1,8 @@
-//! Keeps the routes when nodes, tunnels, ports or this host's addresses change.
+//! Updates the routes when nodes, tunnels, ports or this host's addresses change.
 //!
-//! A change of the nodes computes everything anew; a session that comes or goes only changes which routes are up. Readers take
-//! a [`Snapshot`] without a lock. The redirect takes [`Router::desired`] whenever [`Router::changed`] reports a change; changes
-//! in between are coalesced.
+//! A change of the nodes recomputes everything; a session that starts or ends only changes which routes are up. Readers
+//! take a [`Snapshot`] without a lock. The redirect takes [`Router::desired`] whenever [`Router::changed`] reports a
+//! change; changes in between are coalesced.
 
 #[cfg(test)]
 mod change_tests;
@@ -34,10 +34,10 @@ use super::planner::{Planned, Planner};
 use super::snapshot::Snapshot;
 use crate::inventory::Inventory;
 
-/// How many nodes are looked up under one lock: a session that comes or goes waits for no more.
+/// Maximum number of nodes looked up under one lock, so that a session that starts or ends is not blocked for longer.
 const CHUNK: usize = 512;
 
-/// The routes, kept up to date.
+/// The current routes.
 #[derive(Debug)]
 pub struct Router {
     config: RouterConfig,
@@ -45,11 +45,11 @@ pub struct Router {
     /// This host's addresses.
     host: ArcSwap<HashSet<IpAddr>>,
     ports: ArcSwap<Ports>,
-    /// Locked for moments only: a session's thread waits for it. Every change is computed before it is stored, so a panic leaves
-    /// nothing half-done.
+    /// Locked only briefly, as session threads wait for it. Every change is computed before it is stored, so a panic
+    /// leaves no partial update.
     state: Mutex<RouterState>,
-    /// Locked during a whole computation, so that an older inventory never replaces a newer one. After a panic the next one
-    /// follows from its inventory all the same.
+    /// Locked during a whole computation, so that an older inventory never replaces a newer one. The computation after
+    /// a panic starts from its own inventory.
     planner: Mutex<Planner>,
     version: watch::Sender<u64>,
     due: watch::Sender<Option<Instant>>,
@@ -57,15 +57,15 @@ pub struct Router {
     claims: watch::Sender<u64>,
 }
 
-/// What the doors need to know about a port.
+/// Port sets that the listeners look up.
 #[derive(Debug)]
 struct Ports {
     tunnelled: BTreeSet<u16>,
-    /// Those that the agent dials on its node's loopback.
+    /// Ports that the agent dials on its node's loopback.
     loopback: BTreeSet<u16>,
 }
 
-/// Who may have a tunnel to a node.
+/// The side that holds a tunnel to a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Holder {
     This,
@@ -73,7 +73,7 @@ pub enum Holder {
     Peers,
 }
 
-/// Who has a tunnel to a node.
+/// The sides that hold a tunnel to a node now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Held {
     here: bool,
@@ -88,16 +88,16 @@ impl Held {
 
 #[derive(Debug, Default)]
 struct RouterState {
-    /// Nodes without any tunnel are not in it, unless their agents are awaited.
+    /// Nodes with a tunnel, and those whose agents are awaited.
     live: HashMap<NodeName, Held>,
     awaited: Awaited,
     desired: Desired,
-    /// Nodes whose session came or went while those of a new plan are looked up.
+    /// Nodes whose session started or ended while a new plan's nodes are looked up.
     flipped: Option<HashSet<NodeName>>,
 }
 
 impl Router {
-    /// Without any node. Metrics go into `registry`, which has the prefix `postern`.
+    /// Creates a router without nodes. Metrics go into `registry`, which has the prefix `postern`.
     pub fn new(config: RouterConfig, registry: &mut Registry) -> Self {
         let desired = Desired { ports: config.ports.clone(), ..Desired::default() };
         let state = RouterState { desired, ..RouterState::default() };
@@ -119,8 +119,7 @@ impl Router {
         router
     }
 
-    /// Replaces the nodes. Tokens of those that stay are kept. It takes long when they are many: see
-    /// [`update`](super::update).
+    /// Replaces the nodes. Nodes that stay keep their tokens. Slow with many nodes: see [`update`](super::update).
     pub fn set_inventory(&self, inventory: Inventory) {
         self.set_inventory_at(inventory, Instant::now());
     }
@@ -131,8 +130,8 @@ impl Router {
         self.compute(Arc::new(inventory), &mut planner, now);
     }
 
-    /// Replaces the ranges of Service addresses that the cluster names, in addition to the configured ones: no node gets
-    /// an address in them.
+    /// Replaces the cluster's ranges of Service addresses, which add to the configured ones: no node gets an address in
+    /// them.
     pub fn set_services(&self, ranges: Vec<IpNet>) {
         let mut planner = self.planner.lock();
         if planner.set_services(&self.config, ranges) {
@@ -141,13 +140,13 @@ impl Router {
         }
     }
 
-    /// The ranges that [`set_services`](Self::set_services) set last. May wait for a computation of the routes.
+    /// The ranges last set by [`set_services`](Self::set_services). May wait for a computation of the routes.
     pub fn services(&self) -> Vec<IpNet> {
         self.planner.lock().services(&self.config)
     }
 
-    /// Computes what has changed although the inventory has not: this host's addresses, tokens that are free again,
-    /// addresses of cloud nodes that are old enough. Cheap when nothing has; call it periodically, and when it is
+    /// Recomputes the routes if something other than the inventory has changed: this host's addresses, tokens that left
+    /// quarantine, or cloud nodes' addresses whose delay is over. Cheap if nothing has; call it periodically and when
     /// [`due`](Self::due).
     pub fn refresh(&self) {
         self.refresh_at(Instant::now());
@@ -163,7 +162,7 @@ impl Router {
         }
     }
 
-    /// True when this host's addresses have changed.
+    /// Returns true if this host's addresses have changed.
     fn refresh_host(&self, planner: &mut Planner) -> bool {
         let moved = planner.refresh_host(&self.config);
         if moved {
@@ -172,12 +171,12 @@ impl Router {
         moved
     }
 
-    /// Whether it is one of this host's addresses, as they were at the last [`Self::refresh`].
+    /// Reports whether this host had the address at the last [`Self::refresh`].
     pub fn is_own(&self, address: IpAddr) -> bool {
         self.host.load().contains(&address.to_canonical())
     }
 
-    /// When [`Self::refresh`] has something to do although nothing changed; a receiver sees the latest.
+    /// Time at which [`Self::refresh`] has work to do even if nothing changes; a receiver sees the latest.
     pub fn due(&self) -> watch::Receiver<Option<Instant>> {
         self.due.subscribe()
     }
@@ -185,7 +184,7 @@ impl Router {
     fn compute(&self, inventory: Arc<Inventory>, planner: &mut Planner, now: Instant) {
         let Planned { snapshot, table, due, claims_changed } = planner.plan(&self.config, inventory, now);
         let differs = !Arc::ptr_eq(&self.state.lock().desired.table, &table);
-        // Freeing the earlier ones takes long, so nobody waits for it.
+        // Freeing the old ones is slow, so they are dropped after the state lock is released.
         let _earlier = match differs {
             true => self.replace(snapshot, table),
             false => (self.snapshot.swap(snapshot), Arc::default()),
@@ -196,7 +195,7 @@ impl Router {
         }
     }
 
-    /// Puts other routes into effect; returns those before.
+    /// Replaces the routes; returns the old ones.
     fn replace(&self, snapshot: Arc<Snapshot>, table: Arc<Table>) -> (Arc<Snapshot>, Arc<Table>) {
         self.state.lock().flipped = Some(HashSet::new());
         let mut up = Vec::with_capacity(table.nodes.len());
@@ -206,7 +205,7 @@ impl Router {
             MutexGuard::unlock_fair(state);
         }
         let mut state = self.state.lock();
-        // What the kernel redirects finds its node.
+        // The snapshot comes first: a redirected connection must find its node in it.
         let earlier = self.snapshot.swap(snapshot);
         let replaced = std::mem::replace(&mut state.desired.table, table);
         state.desired.up = up;
@@ -218,19 +217,19 @@ impl Router {
         (earlier, replaced)
     }
 
-    /// Sets whether `holder` has a tunnel to the node; its routes are up while anyone has. The cost does not depend on the
-    /// number of nodes. A node that the inventory does not have yet is remembered.
+    /// Records whether `holder` has a tunnel to the node; its routes are up while either side has one. The cost does
+    /// not depend on the number of nodes. A node that the inventory does not have yet is remembered.
     pub fn set_live(&self, node: &NodeName, holder: Holder, live: bool) {
         self.hold(node, holder, live, None);
     }
 
-    /// `holder` has lost its tunnel to the node, whose agent is expected back: the routes stay up until it has been away for
+    /// Records that `holder` lost its tunnel to the node, whose agent is expected back: the routes stay up for
     /// [`RETURN`](super::RETURN).
     pub(crate) fn lose(&self, node: &NodeName, holder: Holder) {
         self.hold(node, holder, false, Some(Instant::now()));
     }
 
-    /// `lost_at`: None if the node's agent is not expected back.
+    /// `lost_at` is None if the node's agent is not expected back.
     fn hold(&self, node: &NodeName, holder: Holder, live: bool, lost_at: Option<Instant>) {
         let mut state = self.state.lock();
         let before = state.live.get(node).copied().unwrap_or_default();
@@ -255,17 +254,17 @@ impl Router {
         }
     }
 
-    /// While the node's agent is expected back: what is cancelled once it is there, or not expected any more.
+    /// While the node's agent is expected back, a [`CancellationToken`] cancelled once it is back or given up.
     pub(crate) fn awaited(&self, node: &NodeName) -> Option<CancellationToken> {
         self.state.lock().awaited.over(node)
     }
 
-    /// When [`Self::give_up`] has something to do; a receiver sees the latest.
+    /// Time at which [`Self::give_up`] has work to do; a receiver sees the latest.
     pub(super) fn gives_up(&self) -> watch::Receiver<Option<Instant>> {
         self.gives_up.subscribe()
     }
 
-    /// Takes the routes of nodes down whose agents have not come back in time.
+    /// Takes down the routes of nodes whose agents have not come back in time.
     pub(super) fn give_up(&self, now: Instant) {
         let gone = {
             let mut state = self.state.lock();
@@ -273,7 +272,7 @@ impl Router {
             self.gives_up.send_replace(state.awaited.next());
             gone
         };
-        // Locked for each: they may be many.
+        // Locks for each node, as there may be many.
         for node in gone {
             let mut state = self.state.lock();
             let held = state.live.get(&node).copied().unwrap_or_default();
@@ -295,41 +294,43 @@ impl Router {
         }
     }
 
-    /// Whether connections to this TCP port of a node are tunnelled.
+    /// Reports whether connections to this TCP port of a node are tunnelled.
     pub fn tunnels(&self, port: u16) -> bool {
         self.ports.load().tunnelled.contains(&port)
     }
 
-    /// What the agent dials for a connection to `port` of `address`, its node's.
+    /// The target that the agent dials for a connection to `port` of its node's `address`.
     pub fn target(&self, address: IpAddr, port: u16) -> SocketAddr {
         // Programs that listen on loopback only use 127.0.0.1, whatever the node's own address family.
         let loopback = self.ports.load().loopback.contains(&port);
         SocketAddr::new(if loopback { Ipv4Addr::LOCALHOST.into() } else { address }, port)
     }
 
-    /// Whether the address is in the ranges of tokens: there it stands for an edge node, whoever connects to it on this host.
+    /// Reports whether the address is a virtual one (in a token range). It stands for an edge node for any client on
+    /// this host.
     pub fn is_token(&self, address: IpAddr) -> bool {
         let address = address.to_canonical();
         self.config.token_ranges().iter().any(|range| range.contains(&address))
     }
 
-    /// The current routes, without a lock.
+    /// Returns the current routes without taking a lock.
     pub fn snapshot(&self) -> Arc<Snapshot> {
         self.snapshot.load_full()
     }
 
-    /// What the kernel should hold. A session that comes or goes meanwhile may be in it or not; it is announced either way.
+    /// The state that the kernel should have. A session that starts or ends meanwhile may be in it or not; it is
+    /// announced either way.
     pub fn desired(&self) -> Desired {
         self.state.lock().desired.clone()
     }
 
-    /// Increases whenever [`Router::desired`] differs from before. A receiver sees many changes as one.
+    /// Increases whenever [`Router::desired`] changes. A receiver sees several changes as one.
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.version.subscribe()
     }
 
-    /// Takes over the tokens of earlier servers of this host, before the first inventory: connections that they redirected
-    /// arrive with them. Of two that contradict each other the first counts.
+    /// Takes over the tokens of earlier servers of this host, before the first inventory: connections that those
+    /// redirected arrive with them. Of two contradicting entries the first counts.
     pub fn take_over_tokens(&self, found: &[(IpNet, IpAddr)]) {
         self.planner.lock().tokens.take_over(found, Instant::now());
     }
@@ -337,20 +338,20 @@ impl Router {
     /// Takes over the claims of an earlier run, before the first inventory.
     ///
     /// # Errors
-    /// They are of another version.
+    /// The claims have another version.
     pub fn restore_claims(&self, stored: StoredClaims) -> Result<(), String> {
         self.planner.lock().claims = Claims::restore(stored, Instant::now(), SystemTime::now())?;
         Ok(())
     }
 
-    /// Which node had an address first, for [`Self::restore_claims`]; None before the first nodes. It may wait for a
+    /// The first holder of each address, for [`Self::restore_claims`]; None before the first nodes. May wait for a
     /// computation.
     pub fn stored_claims(&self) -> Option<StoredClaims> {
         let claims = self.planner.lock().claims.clone();
         claims.known.then(|| claims.store(Instant::now(), SystemTime::now()))
     }
 
-    /// Increases whenever [`Self::stored_claims`] differs from before.
+    /// Increases whenever [`Self::stored_claims`] changes.
     pub fn claims_changed(&self) -> watch::Receiver<u64> {
         self.claims.subscribe()
     }
@@ -362,7 +363,7 @@ impl Router {
 
 #[cfg(test)]
 impl Router {
-    /// One for tests that do not look at routes.
+    /// A router for tests that do not look at routes.
     pub(crate) fn without_nodes(registry: &mut Registry) -> Arc<Self> {
         let tokens = ("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap());
         Arc::new(Self::new(RouterConfig::new(tokens.0, tokens.1, [10250]), registry))
@@ -370,7 +371,8 @@ impl Router {
 }
 
 impl RouterState {
-    /// The node's routes are up if somebody has a tunnel to it, or its agent is awaited. Whether any of them has changed.
+    /// Brings the node's routes up if either side has a tunnel to it or its agent is awaited, else down. Returns true
+    /// if any of its routes changed.
     fn set_reachable(&mut self, node: &NodeName, held: Held) -> bool {
         let before = self.live.contains_key(node);
         let up = held.anywhere() || self.awaited.contains(node);

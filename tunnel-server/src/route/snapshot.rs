@@ -1,4 +1,4 @@
-//! The routes as connections read them: made as a whole, and then only read.
+//! The routes as connections read them: built as a whole, then immutable.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -17,11 +17,11 @@ pub struct NodeAddress {
     pub node: NodeName,
     pub address: IpAddr,
     pub kubelet_port: u16,
-    /// A pod's address: every port of it is tunnelled.
+    /// True for a pod's address: every port of it is tunnelled.
     pub pod: bool,
 }
 
-/// Which edge node has an address.
+/// The edge node or nodes with an address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ByAddress {
     Unique(NodeAddress),
@@ -30,24 +30,24 @@ pub enum ByAddress {
     Unknown,
 }
 
-/// A block of tokens, the node, and the range of pods that it stands for.
+/// A block of tokens, its node's index, and the pod range that the block stands for.
 pub(super) type PodBlock = (IpNet, usize, IpNet);
 
-/// Nodes are given by their places in the inventory.
+/// Nodes are given by their indexes in the inventory.
 #[derive(Debug, Default)]
 pub struct Snapshot {
     pub(super) inventory: Arc<Inventory>,
     pub(super) holders: BTreeMap<IpAddr, Holder>,
     pub(super) tokens: HashMap<IpAddr, (usize, IpAddr)>,
-    /// Blocks of tokens by their first.
+    /// Blocks of tokens by their first address.
     pub(super) blocks: BTreeMap<IpAddr, PodBlock>,
-    /// The same ranges by their first address; they do not overlap.
+    /// The pod ranges of `blocks` by their first address; they do not overlap.
     pub(super) pods: BTreeMap<IpAddr, (IpNet, usize)>,
     pub(super) conflicts: Arc<BTreeSet<Conflict>>,
 }
 
 impl Snapshot {
-    /// The address that a token stands for.
+    /// The node or pod address behind a virtual address (token).
     pub fn by_token(&self, token: IpAddr) -> Option<NodeAddress> {
         if let Some((node, address)) = self.tokens.get(&token) {
             return Some(self.node_address(&self.inventory[*node], *address));
@@ -57,14 +57,15 @@ impl Snapshot {
         Some(NodeAddress { pod: true, ..self.node_address(&self.inventory[*node], address) })
     }
 
-    /// An edge node, at the first of its addresses that others reach, or at its first. None also when it has none.
+    /// The edge node with this name, at its first address that is reachable on a network, or at its first. None also if
+    /// it has no address.
     pub fn by_name(&self, name: &str) -> Option<NodeAddress> {
         let node = self.inventory.get(name).filter(|node| node.edge)?;
         let reached = node.addresses.iter().find(|address| is_host(**address));
         Some(self.node_address(node, *reached.or(node.addresses.first())?))
     }
 
-    /// The edge node that has the address. An address that a cloud node has too is unknown.
+    /// The edge node with the address. Unknown if a cloud node has it too, unless the edge node had it first.
     pub fn by_address(&self, address: IpAddr) -> ByAddress {
         let address = address.to_canonical();
         match self.holders.get(&address) {
@@ -84,18 +85,18 @@ impl Snapshot {
         Some(NodeAddress { pod: true, ..found })
     }
 
-    /// Whether the node's inventory entry names the address, even if another node has it too.
+    /// Reports whether the node's inventory entry names the address, even if another node has it too.
     pub fn names(&self, node: &NodeName, address: IpAddr) -> bool {
         let address = address.to_canonical();
         self.inventory.get(node.as_str()).is_some_and(|node| node.addresses.contains(&address))
     }
 
-    /// Whether the address is the node's, even if another node has it too, or that of a pod on it.
+    /// Reports whether the node names the address, even if another node does too, or has a pod with it.
     pub fn has(&self, node: &NodeName, address: IpAddr) -> bool {
         self.names(node, address) || self.by_pod(address).is_some_and(|pod| pod.node == *node)
     }
 
-    /// The one edge node that has the address, or the pod with it.
+    /// The only edge node that has the address, or a pod with it.
     pub fn holder(&self, address: IpAddr) -> Option<NodeName> {
         match self.by_address(address) {
             ByAddress::Unique(found) => Some(found.node),
@@ -104,7 +105,7 @@ impl Snapshot {
         }
     }
 
-    /// Whether an address, or a range of pods, has got another node than in `before`.
+    /// Reports whether an address or a pod range has another node than in `before`.
     pub fn holders_differ(&self, before: &Self) -> bool {
         let name = |of: &Self, node: usize| of.inventory[node].name.clone();
         let same_pods = |((range, node), (before_range, before_node)): (&(IpNet, usize), &(IpNet, usize))| {
@@ -122,7 +123,7 @@ impl Snapshot {
             || !self.pods.values().zip(before.pods.values()).all(same_pods)
     }
 
-    /// The edge nodes, in the order of their names.
+    /// The edge nodes, ordered by name.
     pub fn nodes(&self) -> impl Iterator<Item = &InventoryNode> {
         self.inventory.iter().map(Arc::as_ref).filter(|node| node.edge)
     }
@@ -132,7 +133,7 @@ impl Snapshot {
         &self.inventory
     }
 
-    /// What is wrong with the inventory, sorted.
+    /// Contradictions in the inventory, sorted.
     pub fn conflicts(&self) -> &BTreeSet<Conflict> {
         &self.conflicts
     }
@@ -146,7 +147,7 @@ impl Snapshot {
     }
 }
 
-/// The address of `range` that has the host bits of `token`.
+/// Combines the network of `range` with the host bits of `token`; None if the families differ.
 fn translate(token: IpAddr, range: IpNet) -> Option<IpAddr> {
     match (token, range) {
         (IpAddr::V4(token), IpNet::V4(range)) => {

@@ -1,4 +1,4 @@
-//! Assigns token addresses to nodes and pods, and decides when a token may be reused.
+//! Assigns tokens, the virtual addresses of nodes and pods, and decides when a token may be reused.
 
 #[cfg(test)]
 mod tests;
@@ -11,37 +11,37 @@ use std::time::{Duration, Instant};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_core::identity::NodeName;
 
-/// How long the token of a departed owner stays unused: a client may still have a connection to it.
+/// Time for which the token of a departed owner stays unused: a client may still have a connection to it.
 pub const QUARANTINE: Duration = Duration::from_secs(600);
 
-/// How many tokens of addresses one node may hold, those in quarantine included: a node that names ever new addresses must
-/// not use up the range.
+/// Maximum number of address tokens of one node, including those in quarantine: a node that keeps naming new addresses
+/// must not use up the range.
 const NODE_SHARE: usize = 64;
 /// The same for blocks of pods.
 const NODE_SHARE_BLOCKS: usize = 8;
 /// The same for all contested addresses together.
 const CONTESTED_SHARE: usize = 4096;
 
-/// The last 16th of an IPv4 token range, 256 addresses at most: kept for the redirect's self-test.
+/// The last 16th of an IPv4 token range, at most 256 addresses, reserved for the redirect's self-test.
 pub fn reserved_tokens(range: Ipv4Net) -> Ipv4Net {
     let prefix_len = (range.prefix_len() + 4).clamp(24, 32);
     Ipv4Net::new(range.broadcast(), prefix_len).map_or(range, |net| net.trunc())
 }
 
-/// The last 256 addresses of an IPv6 token range, likewise.
+/// The last 16th of an IPv6 token range, at most 256 addresses, likewise.
 pub fn reserved_tokens_v6(range: Ipv6Net) -> Ipv6Net {
     let prefix_len = (range.prefix_len() + 4).clamp(120, 128);
     Ipv6Net::new(range.broadcast(), prefix_len).map_or(range, |net| net.trunc())
 }
 
-/// What a token, or a block of them, stands for.
+/// The target of a token, or of a block of them.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Owner {
-    /// A node's address. Another node with the same address has another token.
+    /// A node's address. Another node with the same address gets another token.
     Node(NodeName, IpAddr),
     /// The addresses of a node's pods.
     Pods(NodeName, IpNet),
-    /// An address that several nodes claim: its token leads nowhere. A claimant that remains gets another.
+    /// An address that several nodes claim: its token leads nowhere. If one claimant remains, it gets another token.
     Contested(IpAddr),
 }
 
@@ -53,12 +53,12 @@ impl Owner {
         }
     }
 
-    /// At any time one owner has it. Addresses come before pods.
+    /// Sort key, with addresses before pods. Only one owner has it at a time.
     fn key(&self) -> (bool, IpNet) {
         (matches!(self, Self::Pods(..)), self.net())
     }
 
-    /// Whose share of the tokens it is, and how large that share is.
+    /// The share that the owner's tokens count towards, and its limit.
     fn share(&self) -> (Share, usize) {
         match self {
             Self::Node(node, _) => (Share::Node(node.clone()), NODE_SHARE),
@@ -67,7 +67,7 @@ impl Owner {
         }
     }
 
-    /// The addresses.
+    /// The owner's addresses as a network.
     pub(super) fn net(&self) -> IpNet {
         match self {
             Self::Node(_, address) | Self::Contested(address) => IpNet::from(*address),
@@ -75,7 +75,7 @@ impl Owner {
         }
     }
 
-    /// How many addresses, and so tokens; None for more than 2^127.
+    /// Number of addresses, and so of tokens; None for more than 2^127.
     fn size(&self) -> Option<u128> {
         match self {
             Self::Node(..) | Self::Contested(_) => Some(1),
@@ -86,10 +86,10 @@ impl Owner {
     }
 }
 
-/// Why an owner gets no token.
+/// Reason that an owner gets no token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lack {
-    /// The node has as many as it may.
+    /// The node has its maximum.
     Share,
     /// The range is used up.
     Range,
@@ -102,7 +102,7 @@ enum Share {
     Contested,
 }
 
-/// Both families' tokens.
+/// Tokens of both families.
 #[derive(Debug)]
 pub(super) struct Tokens {
     v4: Pool,
@@ -110,7 +110,7 @@ pub(super) struct Tokens {
 }
 
 impl Tokens {
-    /// The ends of the ranges are reserved for the redirect's self-tests.
+    /// Reserves the ends of the ranges for the redirect's self-tests.
     pub(super) fn new(v4: Ipv4Net, v6: Ipv6Net) -> Self {
         let (reserved, reserved_v6) = (reserved_tokens(v4).network(), reserved_tokens_v6(v6).network());
         Self {
@@ -119,8 +119,9 @@ impl Tokens {
         }
     }
 
-    /// Takes over what earlier servers have assigned, before the first assignment: an address keeps its token, and the
-    /// token of an address that is gone stays unused for the quarantine. Of two that contradict each other the first counts.
+    /// Takes over the tokens that earlier servers assigned, before the first assignment: an address keeps its token,
+    /// and the token of an address that is gone stays unused for the quarantine. Of two contradicting entries the first
+    /// counts.
     pub(super) fn take_over(&mut self, found: &[(IpNet, IpAddr)], now: Instant) {
         let number = |token: IpAddr| match token {
             IpAddr::V4(token) => u128::from(u32::from(token)),
@@ -136,9 +137,9 @@ impl Tokens {
         self.v6.take_over(of(false), now);
     }
 
-    /// The token, or the first of the block, of each of these owners, which come in the order of [`Owner::key`], or why it has
-    /// none. Those that had one keep it or get it back, the others get another one in their order; what others had stays unused
-    /// for the quarantine.
+    /// Returns each owner's token, or the first of its block, or the reason that it has none. `owners` must be sorted
+    /// by [`Owner::key`]. Owners keep their tokens or get them back, others get new ones in order; tokens without an
+    /// owner stay unused for the quarantine.
     pub(super) fn assign(&mut self, owners: &[Owner], now: Instant) -> Vec<Result<IpAddr, Lack>> {
         let of = |v4: bool| owners.iter().filter(move |owner| owner.is_ipv4() == v4);
         let mut v4 = self.v4.assign(of(true), now).into_iter();
@@ -150,7 +151,7 @@ impl Tokens {
         given.collect()
     }
 
-    /// When the next token leaves its quarantine.
+    /// Time at which the next token leaves quarantine.
     pub(super) fn due(&mut self, now: Instant) -> Option<Instant> {
         [self.v4.due(), self.v6.due()].into_iter().flatten().filter(|until| *until > now).min()
     }
@@ -164,7 +165,7 @@ impl Tokens {
     }
 }
 
-/// The owner says of which family the number is; an IPv4 range's fit into 32 bits.
+/// Converts a number of the owner's family; an IPv4 range's numbers fit into 32 bits.
 fn address(owner: &Owner, number: u128) -> IpAddr {
     if owner.is_ipv4() {
         IpAddr::V4(Ipv4Addr::from(number as u32))
@@ -173,38 +174,38 @@ fn address(owner: &Owner, number: u128) -> IpAddr {
     }
 }
 
-/// What an owner that has gone had, until its quarantine ends.
+/// The number of an owner that has gone, until its quarantine ends.
 #[derive(Debug)]
 struct Departed {
     number: u128,
     since: Instant,
 }
 
-/// The numbers of one range's addresses.
+/// The tokens of one range, as numbers.
 #[derive(Debug)]
 struct Pool {
     unassigned: u128,
-    /// What was never assigned, ascending. Single tokens are taken from below, and blocks from above, so that they stay
-    /// aligned without holes between single tokens.
+    /// Never assigned numbers, ascending, followed by those of `found` that nobody claimed. Single tokens are taken
+    /// from below and blocks from above, so that blocks stay aligned without holes between single tokens.
     free: VecDeque<Range<u128>>,
-    /// Tokens of an earlier server whose owners have not come yet, and since when.
+    /// Tokens of an earlier server whose owners have not come yet, taken over at `found_since`.
     found: HashMap<IpNet, u128>,
     found_since: Option<Instant>,
-    /// In the order of their keys.
+    /// Sorted by key.
     live: Vec<(Owner, u128)>,
     departed: HashMap<Owner, Departed>,
-    /// Those in quarantine, oldest first. An entry that differs from `departed` is stale.
+    /// Owners in quarantine, oldest first. An entry that differs from `departed` is stale.
     quarantined: VecDeque<(Owner, Instant)>,
-    /// What left it, by its size, oldest first.
+    /// Numbers that left quarantine, by size, oldest first.
     reusable: HashMap<u128, VecDeque<u128>>,
-    /// How many tokens, or blocks, each has, those in quarantine included.
+    /// Number of tokens or blocks of each share, including those in quarantine.
     held: HashMap<Share, usize>,
-    /// Sizes of which there is nothing left at present.
+    /// Sizes of which nothing is left at present.
     used_up: HashSet<u128>,
 }
 
 impl Pool {
-    /// From `first` to `end`, exclusive. The first address of a range is its network's, and the second is never assigned.
+    /// Covers `first` to `end`, exclusive. The first number is the network's address, and the second is never assigned.
     fn new(first: u128, end: u128) -> Self {
         Self {
             unassigned: first + 1,
@@ -220,10 +221,10 @@ impl Pool {
         }
     }
 
-    /// See [`Tokens::take_over`]. What lies outside the range, or overlaps with what came before, is left out: the range was
-    /// another then.
+    /// See [`Tokens::take_over`]. Skips entries outside the range or overlapping earlier ones: they come from another
+    /// range.
     fn take_over(&mut self, found: Vec<(IpNet, u128)>, now: Instant) {
-        // By their first number.
+        // Start to end.
         let mut free: BTreeMap<u128, u128> =
             self.free.drain(..).map(|range| (range.start, range.end)).collect();
         for (net, number) in found {
@@ -239,7 +240,7 @@ impl Pool {
             if last < end || self.found.contains_key(&net) {
                 continue;
             }
-            // Nothing may be left on either side.
+            // Either part may be empty; empty ranges are dropped below.
             free.extend([(start, number), (end, last)]);
             self.found.insert(net, number);
         }
@@ -281,14 +282,14 @@ impl Pool {
         self.departed.insert(owner, Departed { number, since: now });
     }
 
-    /// Frees what has been in quarantine for long enough, and the tokens whose owners have not come within it.
+    /// Frees numbers whose quarantine is over, and those of `found` that nobody claimed in that time.
     fn advance(&mut self, now: Instant) {
         let over = |since: Instant| now.saturating_duration_since(since) >= QUARANTINE;
         if self.found_since.is_some_and(over) {
             self.found_since = None;
             for (net, number) in self.found.drain() {
                 let bits = u32::from(net.max_prefix_len() - net.prefix_len());
-                // It was not larger than the range when it was found.
+                // Not larger than the range, as checked when it was taken over.
                 let size = 1_u128.checked_shl(bits).unwrap_or(0);
                 self.free.push_back(number..number + size);
             }
@@ -304,7 +305,7 @@ impl Pool {
         self.used_up.clear();
     }
 
-    /// What the owner had.
+    /// The owner's earlier number, if any.
     fn restore(&mut self, owner: &Owner) -> Option<u128> {
         if let Some(departed) = self.departed.remove(owner) {
             return Some(departed.number);
@@ -342,7 +343,7 @@ impl Pool {
         oldest.into_iter().chain(self.found_since).min().map(|since| since + QUARANTINE)
     }
 
-    /// One that left its quarantine, so that nodes that come and go do not use up the range, else a fresh one.
+    /// Takes a number that left quarantine, so that nodes that come and go do not use up the range, else a fresh one.
     fn take(&mut self, size: u128) -> Option<u128> {
         let reusable = self.reusable.get_mut(&size).and_then(VecDeque::pop_front);
         reusable.or_else(|| if size == 1 { self.fresh() } else { self.fresh_block(size) })

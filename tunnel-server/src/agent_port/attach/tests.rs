@@ -1,4 +1,4 @@
-//! What an attached agent is told, and when.
+//! Tests the notices to an attached agent, and their timing.
 
 use std::collections::BTreeSet;
 use std::sync::Mutex;
@@ -23,18 +23,18 @@ use crate::pki::Standing;
 use crate::route::Router;
 use crate::session::{MOST_STREAMS, Sessions};
 
-/// By the paused clock: longer than anything that is still to come.
+/// On the paused clock, longer than any pending event.
 const LONG: Duration = Duration::from_secs(60);
 
-/// An agent's end of the link.
+/// The agent's end of the link.
 struct FakeAgent {
     welcomes: mpsc::UnboundedSender<Welcome>,
-    /// Has it answer Attach.
+    /// Lets it answer Attach.
     answer: Arc<Notify>,
     notices: mpsc::UnboundedSender<notice::Notice>,
-    /// So many of the next notices it does not acknowledge.
+    /// Number of next notices that it does not acknowledge.
     unanswered: Arc<AtomicUsize>,
-    /// Keeps the stream of its events open.
+    /// Keeps its event stream open.
     events: Mutex<Option<mpsc::Sender<Result<AgentEvent, Status>>>>,
 }
 
@@ -78,7 +78,7 @@ struct Site {
     inputs: Inputs,
 }
 
-/// What a context follows.
+/// Senders of the values that a context follows.
 pub(in crate::agent_port) struct Inputs {
     bundle: watch::Sender<Arc<TrustBundle>>,
     settings: watch::Sender<Arc<Settings>>,
@@ -116,7 +116,7 @@ impl Site {
         Self { welcomes, answer, notices, unanswered, draining, sessions, inputs }
     }
 
-    /// One whose agent is attached.
+    /// A site whose agent is attached.
     async fn attached() -> Self {
         let site = Self::start();
         let mut changed = site.sessions.changed();
@@ -223,7 +223,7 @@ async fn many_agents_are_told_of_a_successor_one_after_the_other() {
         assert!(moving(&site));
         took.push(start.elapsed());
 
-        // The successor dies before an agent was told, and the next one has everything at once.
+        // The successor dies before an agent was told, and the next one takes over everything at once.
         let mut site = Site::attached().await;
         site.inputs.handover.send_replace(Handover::Agents { over: LONG * 1_000_000 });
         tokio::task::yield_now().await;

@@ -20,7 +20,7 @@ use super::state::Agent;
 /// Serves the link until it or the agent's stream ends.
 ///
 /// # Errors
-/// What the agent is to know of the end.
+/// The status for the agent.
 pub(super) async fn serve(
     agent: Arc<Agent>,
     io: DuplexStream,

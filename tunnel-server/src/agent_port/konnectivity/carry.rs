@@ -21,17 +21,17 @@ use tunnel_core::text::printable;
 use super::connections::{Arrived, Connections, Opened};
 use super::state::Agent;
 
-/// How long an agent may take to answer a dial: its own dial takes up to 5 s.
+/// Maximum wait for an agent's answer to a dial; its own dial takes up to 5 s.
 const DIAL: Duration = Duration::from_secs(10);
-/// How long a target that sends nothing may go on after its client has ended its direction: this protocol has no half-close.
+/// Maximum silence of a target after its client has ended its direction: this protocol has no half-close.
 const LINGER: Duration = Duration::from_secs(2);
-/// What one packet carries at most.
+/// Maximum number of bytes in one packet.
 const PACKET: usize = 32 << 10;
 const GRPC_STATUS: &str = "grpc-status";
 /// ABORTED: the target has reset the connection.
 const TARGET_RESET: &str = "10";
 
-/// Why a connection has ended early.
+/// Reason that a connection ended early.
 #[derive(Debug, thiserror::Error)]
 enum Broken {
     #[error(transparent)]
@@ -42,7 +42,7 @@ enum Broken {
     Gone,
 }
 
-/// Answers one Carry stream, from the request to the end of the connection.
+/// Serves one Carry stream, from the request to the end of the connection.
 pub(super) async fn carry(agent: Arc<Agent>, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
     let connections = &agent.connections;
     let opened = match dial(connections, request.headers(), &mut respond).await {
@@ -58,7 +58,7 @@ pub(super) async fn carry(agent: Arc<Agent>, request: Request<RecvStream>, mut r
     connections.close(connect_id).await;
 }
 
-/// None: the client gave up.
+/// Dials the target. Returns None if the client gave up.
 async fn dial(
     connections: &Connections,
     headers: &HeaderMap,
@@ -70,7 +70,7 @@ async fn dial(
         .ok_or_else(|| Status::invalid_argument(format!("{TARGET_HEADER} is not an IP address and port")))?;
     let (random, answer) = connections.dial();
     let asked = async {
-        // Waits for an agent that does not read.
+        // Waits while the agent does not read.
         connections.send(Packet::dial_request(target.to_string(), random)).await?;
         match answer.await {
             Ok(Ok(opened)) => Ok(Some(opened)),
@@ -93,7 +93,7 @@ async fn dial(
     }
 }
 
-/// The status that tells a session what an agent's words do.
+/// Translates an agent's error text to a status.
 fn status_of(target: SocketAddr, error: &str) -> Status {
     let reason = format!("{target}: {}", printable(error, 300));
     if error.contains("connection refused") || error.contains("connection reset") {
@@ -119,7 +119,7 @@ async fn relay(
             biased;
             ended = &mut down => {
                 if ended.is_ok() {
-                    // What the client still sends goes nowhere, as after a close; it is told by the end of the stream.
+                    // Data that the client still sends is dropped, as after a close; the end of the stream informs it.
                     over.store(true, Ordering::Relaxed);
                     let _ = tokio::time::timeout(LINGER, up).await;
                 }
@@ -137,7 +137,8 @@ async fn relay(
     }
 }
 
-/// The client has ended its direction, and this protocol cannot say so. Its target may go on while it sends; then it is closed.
+/// Handles the end of the client's direction, which this protocol cannot express: the connection stays open while the
+/// target sends, and is then closed.
 async fn half_closed(
     connections: &Connections,
     connect_id: i64,
@@ -160,7 +161,7 @@ async fn half_closed(
     }
 }
 
-/// From the session to the agent, up to the client's end. What comes after the connection is `over` is dropped.
+/// Relays from the session to the agent, up to the client's end. Drops data once the connection is `over`.
 async fn up(
     connections: &Connections,
     connect_id: i64,
@@ -182,7 +183,7 @@ async fn up(
     Ok(())
 }
 
-/// From the agent to the session, with the target's end. Counts what was taken.
+/// Relays from the agent to the session, including the target's end. Counts the bytes taken.
 async fn down(
     arrived: &mut mpsc::UnboundedReceiver<Arrived>,
     send: &mut SendStream<Bytes>,

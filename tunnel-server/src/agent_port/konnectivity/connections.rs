@@ -1,8 +1,8 @@
-//! The dials and connections of one agent's stream, and what becomes of each packet.
+//! The dials and connections of one agent's stream, and the handling of its packets.
 //!
-//! This protocol has no flow control of a single connection. What waits for a client is bounded: beyond that the stream is not
-//! read, for a while. A client that takes nothing meanwhile loses its connection, unless it has the only one and no other is
-//! asked for: the others are not to wait for it any longer.
+//! This protocol has no flow control for a single connection. Data that waits for a client is bounded: beyond that the
+//! stream is not read for a while. A client that takes nothing in that time loses its connection, as the others must
+//! not wait longer, unless it has the only one and no other is being dialled.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,25 +16,25 @@ use tonic::Status;
 use tunnel_core::konnectivity::packet::Payload;
 use tunnel_core::konnectivity::{CloseResponse, Data, DialResponse, Packet, Packets, cost};
 
-/// Bytes of one connection that may wait for its client.
+/// Maximum number of bytes of one connection that wait for its client.
 const WAITING: u32 = 4 << 20;
-/// How long the stream is not read for one client's sake, if others use it or want to.
+/// Maximum time that one client keeps the stream from being read, if others use it or want to.
 const STALL: Duration = Duration::from_secs(2);
-/// Ends of connections that wait for the agent to read. One that lets more come is not told of them.
+/// Maximum number of connection ends that wait for the agent to read. An agent with more is not told of them.
 const MOST_CUTS: usize = 1024;
 const STALLED: &str =
     "its client took nothing of the 4 MiB that waited for it, and others use the same agent";
 
-/// What an agent has sent for a connection.
+/// Received from an agent for a connection.
 #[derive(Debug)]
 pub(super) enum Arrived {
     /// Dropping the permit makes room for more.
     Data(Bytes, OwnedSemaphorePermit),
-    /// The target has ended, or failed with this.
+    /// The target has ended, or failed with this error.
     Closed(String),
 }
 
-/// A connection that the agent has made.
+/// A connection that the agent has opened.
 #[derive(Debug)]
 pub(super) struct Opened {
     pub(super) connect_id: i64,
@@ -53,7 +53,7 @@ struct Tables {
     open: HashMap<i64, Inlet>,
 }
 
-/// One stream's dials and connections.
+/// Dials and connections of one stream.
 #[derive(Debug)]
 pub(super) struct Connections {
     tables: Mutex<Tables>,
@@ -71,17 +71,17 @@ impl Connections {
     /// Sends a packet to the agent.
     ///
     /// # Errors
-    /// Its stream has ended.
+    /// The agent's stream has ended.
     pub(super) async fn send(&self, packet: Packet) -> Result<(), Status> {
         self.packets.send(Ok(packet)).await.map_err(|_| Status::unavailable("the agent is gone"))
     }
 
-    /// Ends once the agent's stream does.
+    /// Returns once the agent's stream has ended.
     pub(super) async fn ended(&self) {
         self.packets.closed().await;
     }
 
-    /// The number of a new dial, and its answer.
+    /// Registers a new dial; returns its number and the receiver of its answer.
     pub(super) fn dial(&self) -> (i64, oneshot::Receiver<Result<Opened, String>>) {
         let (sender, answer) = oneshot::channel();
         let random = self.last_dial.fetch_add(1, Ordering::Relaxed) + 1;
@@ -89,14 +89,14 @@ impl Connections {
         (random, answer)
     }
 
-    /// Gives up a dial whose answer nobody waits for. The agent is told if it reads at present; otherwise its answer ends the
-    /// connection.
+    /// Gives up a dial whose answer nobody waits for. The agent is told if it can take a packet now; otherwise its
+    /// answer ends the connection.
     pub(super) fn give_up(&self, random: i64) {
         self.tables.lock().dials.remove(&random);
         let _ = self.packets.try_send(Ok(Packet::close_dial(random)));
     }
 
-    /// Closes a connection, unless the agent has.
+    /// Closes a connection, unless the agent already has.
     pub(super) async fn close(&self, connect_id: i64) {
         let open = self.tables.lock().open.remove(&connect_id);
         if open.is_some() {
@@ -109,7 +109,7 @@ impl Connections {
         tables.open.is_empty() && tables.dials.is_empty()
     }
 
-    /// Takes a packet of the agent's.
+    /// Handles a packet from the agent.
     pub(super) async fn take(&self, packet: Packet) {
         match packet.payload {
             Some(Payload::DialResponse(answer)) => self.dialled(answer),
@@ -131,7 +131,7 @@ impl Connections {
             }
             return;
         }
-        // Before anyone is told: the target's first bytes are right behind.
+        // Registered before anyone is told, as the target's first bytes follow immediately.
         let (sender, arrived) = mpsc::unbounded_channel();
         let room = Arc::new(Semaphore::new(WAITING as usize));
         self.tables.lock().open.insert(connect_id, Inlet { sender, room });
@@ -143,7 +143,7 @@ impl Connections {
 
     async fn data(&self, Data { connect_id, data, .. }: Data) {
         let inlet = self.tables.lock().open.get(&connect_id).cloned();
-        // What was under way when a connection was closed.
+        // Data may still arrive for a closed connection.
         let Some(inlet) = inlet.filter(|_| !data.is_empty()) else { return };
         let cost = u32::try_from(cost(&data)).unwrap_or(WAITING).min(WAITING);
         match self.room(&inlet, cost).await {
@@ -157,7 +157,7 @@ impl Connections {
         }
     }
 
-    /// None: the client takes too long, or has gone.
+    /// Waits for room. Returns None if the client takes too long or is gone.
     async fn room(&self, inlet: &Inlet, cost: u32) -> Option<OwnedSemaphorePermit> {
         loop {
             let room = inlet.room.clone().acquire_many_owned(cost);
@@ -173,7 +173,8 @@ impl Connections {
         }
     }
 
-    /// Whether more than one connection is there or asked for: the answer to a dial is behind what is not read.
+    /// Reports whether more than one connection is open or being dialled: the answer to a dial is behind the unread
+    /// data.
     fn is_shared(&self) -> bool {
         let tables = self.tables.lock();
         tables.open.len() + tables.dials.len() > 1
@@ -182,7 +183,7 @@ impl Connections {
     /// Ends a connection without waiting for the agent to take the packet.
     fn cut(&self, connect_id: i64) {
         let open = self.tables.lock().open.remove(&connect_id);
-        // An agent can answer dials that nobody made as fast as it likes, and read nothing.
+        // An agent can answer dials that nobody made at any rate, and read nothing.
         if open.is_some()
             && let Ok(cut) = self.cuts.clone().try_acquire_owned()
         {
@@ -257,7 +258,7 @@ mod tests {
         }
         assert!(connections.is_empty());
         assert_eq!(connections.cuts.available_permits(), 0);
-        // Nothing waits once it has gone.
+        // Nothing waits once the agent is gone.
         drop(sent);
         let _all = connections.cuts.acquire_many(u32::try_from(MOST_CUTS).unwrap()).await.unwrap();
     }
@@ -271,10 +272,10 @@ mod tests {
             connections.take(Packet::data(1, piece.clone())).await;
         }
         let more = || connections.take(Packet::data(1, piece.clone()));
-        // Alone, it has the agent wait.
+        // A single client makes the agent wait.
         assert!(timeout(STALL * 10, more()).await.is_err());
         let mut other = open(&connections, 2).await;
-        // One that takes a piece gets the next.
+        // A client that takes a piece gets the next one.
         assert!(matches!(stalled.arrived.recv().await, Some(Arrived::Data(..))));
         more().await;
         let started = Instant::now();
@@ -297,7 +298,7 @@ mod tests {
         for _ in 0..4 {
             connections.take(Packet::data(1, piece.clone())).await;
         }
-        // Its answer comes behind this.
+        // The answer comes after this data.
         let (random, answer) = connections.dial();
         let started = Instant::now();
         connections.take(Packet::data(1, piece)).await;
@@ -317,7 +318,7 @@ mod tests {
             take(b"").await;
             take(b"x").await;
         }
-        // What is empty is not kept, and so needs no room.
+        // Empty data is not kept, and so needs no room.
         take(b"").await;
         assert!(timeout(STALL * 10, take(b"x")).await.is_err());
     }

@@ -1,4 +1,4 @@
-//! What the calls of konnectivity's agents work with.
+//! State of the calls of konnectivity's agents.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,20 +11,20 @@ use crate::agent_port::gate::Gate;
 use crate::agent_port::link::LinkContext;
 use crate::caller::Reviewer;
 
-/// How agents without a certificate are known.
+/// Authentication of agents without a certificate, by service account tokens.
 pub(crate) struct Tokens {
-    /// None: there is no API server to ask.
+    /// None without an API server to ask.
     pub(crate) reviewer: Option<Reviewer>,
-    /// The user whose tokens are taken.
+    /// The user whose tokens are accepted.
     pub(crate) user: String,
 }
 
-/// What all of them share.
+/// State shared by all calls.
 pub(super) struct Context {
     pub(super) link: Arc<LinkContext>,
     pub(super) gate: Arc<Gate>,
     pub(super) links: TaskTracker,
     pub(super) tokens: Tokens,
-    /// The other servers: agents look for as many as there are.
+    /// The other servers: agents connect to as many servers as there are.
     pub(super) peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
 }

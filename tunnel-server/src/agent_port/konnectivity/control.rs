@@ -1,4 +1,4 @@
-//! The control calls of the session, answered for an agent that does not know them.
+//! Answers the session's control calls for an agent that does not know them.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -24,13 +24,13 @@ impl Calls for Control {
     }
 
     async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::CarryStream>, Status> {
-        // `agent` takes Carry streams out before tonic sees them.
+        // `agent` handles Carry streams before tonic sees them.
         Err(Status::internal("Carry is served without a codec"))
     }
 
     async fn notify(&self, request: Request<Notice>) -> Result<Response<NoticeAck>, Status> {
         match request.into_inner().notice {
-            // It finds another server, or this one's successor, once its stream has ended.
+            // The agent finds another server, or this one's successor, once its stream has ended.
             Some(notice::Notice::Draining(_)) => self.0.leave(),
             Some(notice::Notice::Refused(refused)) => {
                 self.0.refuse(Status::permission_denied(refused.reason));
@@ -40,7 +40,7 @@ impl Calls for Control {
                 let reason = format!("another agent of the node has attached from {}", replaced.peer);
                 self.0.refuse(Status::already_exists(reason));
             }
-            // konnectivity's agents have roots of their own, dial what they are told, and have one link.
+            // konnectivity's agents have their own roots, dial the targets they are given, and have one link.
             Some(
                 notice::Notice::TrustBundle(_)
                 | notice::Notice::LoopbackPorts(_)

@@ -1,4 +1,5 @@
-//! Which node an agent with a service account's token is on: what the API server says of the token, not what the agent does.
+//! Determines the node of an agent with a service account token, from the API server's review and not from the agent's
+//! claim.
 
 use std::net::IpAddr;
 
@@ -9,8 +10,8 @@ use tunnel_core::identity::NodeName;
 use super::context::Tokens;
 use crate::caller::{Caller, Refusal};
 
-/// The API server sets these for a token that is bound to a pod. One that is bound to a node only was made for it by whoever may
-/// create tokens, who could choose the node.
+/// The API server sets these for a token that is bound to a pod. A token bound to a node only was made by somebody who
+/// may create tokens and could choose the node.
 const NODE_NAME: &str = "authentication.kubernetes.io/node-name";
 const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
 const WANTED: &str =
@@ -19,7 +20,7 @@ const WANTED: &str =
 /// The node of the token in a call's metadata; the call came from `agent`.
 ///
 /// # Errors
-/// There is none, it is nobody's or another one's, or it names no node.
+/// There is no token, it is invalid or another user's, or it names no node.
 pub(super) async fn node_by_token(
     tokens: &Tokens,
     metadata: &MetadataMap,

@@ -1,8 +1,8 @@
-//! konnectivity's agents, on a port of their own: its AgentService, over TLS.
+//! The port of konnectivity's agents: its AgentService, over TLS.
 //!
-//! Each stream becomes the session of its node, as if a tunnel-agent had attached: an agent's end of a link runs in this
-//! process ([`agent`]), and translates what the session asks for to packets. So every door, the access log, the bounds and
-//! other servers treat these nodes as any other.
+//! Each stream becomes the session of its node, as if a tunnel-agent had attached: an agent's end of a link runs in
+//! this process ([`agent`]), and translates the session's requests to packets. So all listeners, the access log, the
+//! limits and other servers treat these nodes like any other.
 
 mod agent;
 mod carry;
@@ -38,27 +38,26 @@ use service::Service;
 
 pub(crate) use context::Tokens;
 
-/// The listener's name in logs, and for a successor.
+/// Name of the listener in logs, and for a successor.
 pub(crate) const NAME: &str = "konnectivity";
-/// How long an agent may take from its handshake to its stream.
+/// Maximum time for an agent from its handshake to its stream.
 const ATTACH: Duration = Duration::from_secs(30);
-/// How long a connection stays open after its last stream has ended, for the last bytes to arrive.
+/// Time that a connection stays open after its last stream has ended, for the last bytes to arrive.
 const LINGER: Duration = Duration::from_secs(5);
 /// An agent has one stream on a connection.
 const MOST_STREAMS: u32 = 4;
-/// Bytes that an agent may send before it has to wait for them to be taken.
+/// Bytes that an agent may send before it must wait for them to be taken.
 const STREAM_WINDOW: u32 = 1 << 20;
-/// The same of one connection.
+/// The same for one connection.
 const CONNECTION_WINDOW: u32 = 4 << 20;
 
-/// The port.
 pub(crate) struct KonnectivityPort {
     handshakes: Handshakes,
     context: Arc<Context>,
 }
 
 impl KonnectivityPort {
-    /// `peers`: the other servers.
+    /// `peers` are the other servers.
     pub(super) fn new(
         handshakes: Handshakes,
         tokens: Tokens,
@@ -117,7 +116,7 @@ impl KonnectivityPort {
                 streams.close();
                 tokio::select! {
                     ended = &mut served => ended,
-                    // It has no place any more: an agent cannot leave one connection open for each session that it had.
+                    // The connection no longer has a place: an agent must not keep one open for each earlier session.
                     () = streams.wait() => {
                         served.as_mut().graceful_shutdown();
                         tokio::time::timeout(LINGER, served).await.unwrap_or(Ok(()))

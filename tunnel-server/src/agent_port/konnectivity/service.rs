@@ -1,4 +1,4 @@
-//! AgentService: one call is one agent's stream.
+//! AgentService: each call is one agent's stream.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -26,25 +26,26 @@ use crate::agent_port::attach::{self, Presented};
 use crate::agent_port::gate::Certified;
 use crate::session::Sessions;
 
-/// What such an agent is shown as.
+/// Version shown for such an agent.
 const VERSION: &str = "konnectivity";
-/// Packets to an agent that wait for it to read, of at most 32 KiB each.
+/// Maximum number of packets that wait for an agent to read, of at most 32 KiB each.
 const PACKETS: usize = 64;
-/// Bytes between the session and the agent's end of it, each way.
+/// Size of the buffer between the session and the agent's end of it, in bytes each way.
 const PIPE: usize = 256 << 10;
-/// How long an agent's second stream waits for the end of its first: an agent closes one with a server that it has already.
+/// Maximum time that an agent's second stream waits for the end of its first: an agent closes one to a server that it
+/// already has.
 const OLDER: Duration = Duration::from_secs(5);
 
 /// The service of one connection.
 pub(super) struct Service {
     pub(super) context: Arc<Context>,
     pub(super) peer: SocketAddr,
-    /// By its certificate.
+    /// From its certificate, if it has one.
     pub(super) certified: Option<Presented>,
     pub(super) worker: Handle,
-    /// Cancelled by the first call that is let in.
+    /// Cancelled by the first accepted call.
     pub(super) attached: CancellationToken,
-    /// The calls that are let in.
+    /// The accepted calls.
     pub(super) streams: TaskTracker,
 }
 
@@ -70,7 +71,7 @@ impl AgentService for Service {
             None => {
                 let node = node_by_token(&self.context.tokens, metadata, peer.ip()).await;
                 let node = node.map_err(turned_away)?;
-                // The API server takes no token of a node that was deleted.
+                // Now: the API server accepts no token of a deleted node.
                 Presented { node, issued: SystemTime::now() }
             }
         };
@@ -121,8 +122,8 @@ impl AgentService for Service {
     }
 }
 
-/// What an agent says that does not know this protocol. Its sessions are numbered as they come, which is below any clock: a
-/// tunnel-agent replaces them however slow the clock of its node is, and none of them replaces a tunnel-agent's.
+/// The Hello for an agent that does not know this protocol. Its sessions are numbered in order, which is below any
+/// clock: a tunnel-agent replaces them however slow its node's clock is, and none of them replaces a tunnel-agent's.
 fn hello(node: &NodeName, sessions: &Sessions, successor: bool) -> Hello {
     Hello {
         node: node.to_string(),
@@ -134,7 +135,7 @@ fn hello(node: &NodeName, sessions: &Sessions, successor: bool) -> Hello {
     }
 }
 
-/// A stream that is let in.
+/// An accepted stream.
 struct Stream {
     context: Arc<Context>,
     peer: SocketAddr,
@@ -145,7 +146,7 @@ struct Stream {
 }
 
 impl Stream {
-    /// Attaches, and carries until either end has ended the session.
+    /// Attaches, and relays until either end has ended the session.
     async fn run(self, incoming: Streaming<Packet>) -> Result<(), Status> {
         let Self { context, peer, presented, place, worker, packets } = self;
         let older = context.link.sessions.get(&presented.node);
@@ -156,7 +157,7 @@ impl Stream {
                 () = packets.closed() => return Ok(()),
             }
         }
-        // The older one, which may be draining, finishes what it carries.
+        // The older session, which may be draining, finishes its connections.
         let hello = hello(&presented.node, &context.link.sessions, older.is_some());
         let (near, far) = tokio::io::duplex(PIPE);
         let link = (near, Arc::<Flow>::default());
@@ -178,7 +179,7 @@ mod tests {
         let node = "edge-1".parse().unwrap();
         let [first, second] = [false, true].map(|successor| hello(&node, &context.sessions, successor));
         assert!(second.epoch > first.epoch, "the next one of its kind replaces it");
-        // A clock that begins in 1970, a minute after its host was started.
+        // A clock that starts in 1970, a minute after its host was booted.
         assert!(second.epoch < 60_000);
     }
 }

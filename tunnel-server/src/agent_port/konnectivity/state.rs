@@ -1,4 +1,4 @@
-//! What an agent's stream and the link of its session share.
+//! State shared by an agent's stream and its session's link.
 
 use std::time::Duration;
 
@@ -11,20 +11,19 @@ use tunnel_core::proto::{AgentEvent, Hello, agent_event};
 
 use super::connections::Connections;
 
-/// How long nothing must be carried before an agent is sent to another server.
+/// Time without connections before an agent is sent to another server.
 const QUIET: Duration = Duration::from_millis(100);
-/// How long the session may take to end after that.
+/// Maximum time for the session to end after that.
 const CLOSE: Duration = Duration::from_secs(5);
 
 type Events = mpsc::Receiver<Result<AgentEvent, Status>>;
 
-/// One agent.
 #[derive(Debug)]
 pub(super) struct Agent {
     pub(super) connections: Connections,
-    /// None once the session is to end.
+    /// None once the session should end.
     events: Mutex<Option<mpsc::Sender<Result<AgentEvent, Status>>>>,
-    /// None once the session has it.
+    /// None once the session has taken it.
     event_stream: Mutex<Option<Events>>,
     leaving: CancellationToken,
     pub(super) refused: SetOnce<Status>,
@@ -44,23 +43,23 @@ impl Agent {
         }
     }
 
-    /// The events for the session.
+    /// Takes the events for the session.
     pub(super) fn take_events(&self) -> Option<Events> {
         self.event_stream.lock().take()
     }
 
-    /// Ends the session once nothing is carried.
+    /// Ends the session once it has no connections.
     pub(super) fn leave(&self) {
         self.leaving.cancel();
     }
 
-    /// Ends the agent's stream with this.
+    /// Ends the agent's stream with this status.
     pub(super) fn refuse(&self, status: Status) {
-        // The first reason is as good as the next.
+        // Only the first reason is kept.
         let _ = self.refused.set(status);
     }
 
-    /// Waits until it is to leave and nothing is carried, and has the session end.
+    /// Waits until the agent should leave and has no connections, then has the session end.
     pub(super) async fn left(&self) {
         self.leaving.cancelled().await;
         let mut tick = tokio::time::interval(QUIET / 4);
@@ -73,7 +72,7 @@ impl Agent {
         tokio::time::sleep(CLOSE).await;
     }
 
-    /// Takes the agent's packets, to the end of its stream.
+    /// Handles the agent's packets until its stream ends.
     pub(super) async fn read(&self, mut packets: Streaming<Packet>) -> Result<(), Status> {
         loop {
             let packet = tokio::select! {
@@ -82,7 +81,7 @@ impl Agent {
             };
             let Some(packet) = packet else { return Ok(()) };
             if packet.r#type() == PacketType::Drain {
-                // There is no other agent of the node to be preferred; the next one takes over.
+                // The node has no other agent to prefer; the next one takes over.
                 tracing::info!("a konnectivity agent drains: it goes on until its stream ends");
             } else {
                 self.connections.take(packet).await;

@@ -1,4 +1,4 @@
-//! What may be an edge node's address. The rest is tested through the router.
+//! Tests the rules for edge nodes' addresses. The rest is tested through the router.
 
 use super::*;
 use crate::inventory::InventoryNode;
@@ -55,7 +55,7 @@ fn pods_keep_their_addresses_from_other_nodes() {
         ..InventoryNode::without_addresses(name)
     };
     let cloud = ["10.16.0.0/16", "10.18.0.0/15", "fd00:1::/64", "fd00:2::/63"];
-    // In the order of their names.
+    // Ordered by name.
     let (one, two) = (1, 2);
     let inventory = Inventory::from(vec![
         node("cloud-1", false, &cloud),
@@ -82,7 +82,7 @@ fn pods_keep_their_addresses_from_other_nodes() {
     ] {
         assert_eq!(ranges(&[]).of_another(ip(address), nodes), of_another, "{address} for {nodes:?}");
     }
-    // The operator said which addresses are edge nodes'.
+    // The operator named the edge nodes' addresses.
     let of_another = |address: &str| ranges(&edge).of_another(ip(address), &[one]);
     assert!(!of_another("10.16.0.1") && of_another("10.244.2.5"));
 }

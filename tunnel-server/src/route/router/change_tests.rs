@@ -1,4 +1,4 @@
-//! Each change is announced, and nothing else is.
+//! Every change is announced, and nothing else.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ fn every_kind_of_change_is_announced() {
     ] {
         let version = *changed.borrow_and_update();
         router.set_inventory_at(inventory(nodes.clone()), now);
-        // A cloud node's new address is excluded a while after.
+        // A cloud node's new address is excluded after a delay.
         now += CLOUD_CLAIM_DELAY;
         router.refresh_at(now);
         assert!(*changed.borrow_and_update() > version, "{what}");
@@ -87,7 +87,7 @@ fn a_route_stays_up_while_its_nodes_agent_is_expected_back() {
     router.set_live(&edge, Holder::This, true);
     changed.mark_unchanged();
 
-    // It comes back in time, to whichever server.
+    // It comes back in time, to any server.
     router.lose(&edge, Holder::This);
     let awaited = router.awaited(&edge).unwrap();
     router.give_up(Instant::now());
@@ -98,7 +98,7 @@ fn a_route_stays_up_while_its_nodes_agent_is_expected_back() {
     router.give_up(Instant::now() + RETURN);
     assert!(up() && !changed.has_changed().unwrap() && router.gives_up().borrow().is_none());
 
-    // The nodes are computed again meanwhile, and it does not come back.
+    // The nodes are recomputed meanwhile, and it does not come back.
     router.lose(&edge, Holder::Peers);
     let awaited = router.awaited(&edge).unwrap();
     router.set_inventory(inventory(vec![node("edge-1", true, &["10.8.0.7", "10.8.0.8"])]));
@@ -112,7 +112,7 @@ fn a_route_stays_up_while_its_nodes_agent_is_expected_back() {
     router.set_live(&edge, Holder::This, false);
     assert!(!up() && router.awaited(&edge).is_none());
 
-    // It has another tunnel, and only that one's end counts.
+    // It has another tunnel, and only the end of that one counts.
     router.set_live(&edge, Holder::This, true);
     router.set_live(&edge, Holder::Peers, true);
     router.lose(&edge, Holder::This);

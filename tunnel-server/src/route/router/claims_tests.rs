@@ -1,4 +1,4 @@
-//! What one node says of itself changes nobody else's connects.
+//! A node's claims about itself do not change connects to other nodes.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
@@ -16,7 +16,7 @@ fn of_age(created: u64, node: InventoryNode) -> InventoryNode {
     InventoryNode { created: Some(at(created)), ..node }
 }
 
-/// That many seconds after 1970.
+/// The time that many seconds after 1970.
 fn at(seconds: u64) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)
 }
@@ -25,7 +25,7 @@ fn conflicts(router: &Router, kind: ConflictKind) -> Vec<Conflict> {
     router.snapshot().conflicts().iter().filter(|conflict| conflict.kind == kind).cloned().collect()
 }
 
-/// Where every address of everybody leads.
+/// Target of every redirected address.
 fn ways(router: &Router) -> BTreeMap<IpNet, (NodeName, IpAddr, bool)> {
     let snapshot = router.snapshot();
     let desired = router.desired();
@@ -48,7 +48,7 @@ fn everybody() -> Vec<InventoryNode> {
     ]
 }
 
-/// `edge-1` names more addresses than its own; gives the routes that it got by that.
+/// Adds addresses to `edge-1` that are not its own; returns the routes that it gained.
 fn hijacked(router: &Router, more: &[&str]) -> Vec<String> {
     router.set_inventory(inventory(everybody()));
     (1..=3).for_each(|n| set_live(router, &format!("edge-{n}"), true));
@@ -223,7 +223,7 @@ fn an_edge_node_that_drops_its_label_excludes_nothing_of_others() {
     router.refresh_at(ripe);
     assert_eq!(check(ripe).0, ["10.8.0.1/32", "10.70.0.99/32"], "what nobody else has, after a while");
     assert_eq!(conflicts(&router, ConflictKind::Taken).len(), 2);
-    // To and fro costs neither tokens nor log lines without end.
+    // Switching to and fro does not use up tokens or log lines.
     let token = |router: &Router| {
         router.set_inventory(inventory(everybody()));
         route(&router.desired(), "10.8.0.1").unwrap().token
@@ -262,12 +262,12 @@ fn a_node_that_names_ever_new_addresses_uses_up_its_share_only() {
     }
     assert!(seen.len() < 70, "{} tokens were used", seen.len());
     assert_eq!(conflicts(&router, ConflictKind::NoToken).len(), 16);
-    // Somebody new still gets one.
+    // A new node still gets one.
     let mut nodes = vec![node("edge-1", true, &["10.9.99.0"]), other, node("edge-3", true, &["10.8.0.3"])];
     router.set_inventory_at(inventory(nodes.clone()), start);
     assert!(ways(&router).contains_key(&net("10.8.0.3/32")));
     assert_eq!(conflicts(&router, ConflictKind::NoToken)[0].nodes, [name("edge-1")]);
-    // Its own is free again after the quarantine, without a change of the nodes.
+    // Its own is free after the quarantine, without a change of the nodes.
     let due = router.due().borrow().unwrap();
     assert!(due <= start + QUARANTINE, "{:?}", due - start);
     router.refresh_at(due);

@@ -1,4 +1,4 @@
-//! The router against a naive model that applies the rules to one address after the other.
+//! The router against a naive model that applies the rules address by address.
 
 use proptest::prelude::*;
 use std::collections::HashMap;
@@ -29,7 +29,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..30)
 }
 
-/// What the rules require of one address.
+/// Outcome that the rules require for one address.
 #[derive(Clone, Debug, PartialEq)]
 enum Expect {
     Direct,
@@ -42,7 +42,7 @@ struct Model {
     known: bool,
     nodes: Vec<InventoryNode>,
     holders: HashMap<IpAddr, NodeName>,
-    /// When the address of the cloud node is excluded.
+    /// Time from which the cloud node's address is excluded.
     cloud: HashMap<(NodeName, IpAddr), Instant>,
     expected: HashMap<IpAddr, Expect>,
 }
@@ -80,7 +80,7 @@ impl Model {
         self.known = true;
     }
 
-    /// Who has the address, and what follows. None: nobody, and it is direct.
+    /// The holder of the address, and the outcome. None if nobody has it and it is direct.
     fn decide(&self, address: IpAddr) -> Option<(NodeName, Expect)> {
         let excluded = tests::config().exclude.iter().any(|net| net.contains(&address));
         let mut edges: Vec<_> =
@@ -169,7 +169,7 @@ proptest! {
                     }
                 }
             }
-            // Excluded is exactly the operator's ranges and what cloud nodes have had for a while.
+            // Exactly the operator's ranges and the addresses that cloud nodes have had for a while are excluded.
             prop_assert_eq!(&desired.table.excluded, &model.excluded(now));
         }
     }

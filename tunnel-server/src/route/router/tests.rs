@@ -28,7 +28,7 @@ pub(super) fn config() -> RouterConfig {
 }
 
 thread_local! {
-    // Each test has a thread of its own.
+    // Each test has its own thread.
     static HOST: RefCell<Option<HashSet<IpAddr>>> = RefCell::new(Some(HashSet::from([ip("10.0.0.1")])));
 }
 
@@ -202,7 +202,7 @@ fn an_address_of_this_host_is_no_nodes() {
     assert!(route(&router.desired(), "10.97.0.9").is_some() && !router.is_own(ip("10.97.0.9")));
 }
 
-/// What a Node may say of itself although others cannot reach it there.
+/// Addresses that a Node may report although others cannot reach it there.
 #[test]
 fn unusual_addresses_lead_nowhere_and_the_usual_one_is_reached() {
     let (router, _) = router();
@@ -275,7 +275,7 @@ fn conflicts_are_resolved_and_counted() {
     assert_eq!(snapshot.by_address(ip("10.8.0.7")), ByAddress::Ambiguous(names));
     assert_eq!(snapshot.by_name("twin-b").unwrap().address, ip("10.8.0.7"), "its name is unambiguous");
     assert!(route(&desired, "10.8.0.8").unwrap().up);
-    // The cloud wins.
+    // The cloud node wins.
     assert_eq!(route(&desired, "10.0.0.2"), None);
     assert!(desired.table.excluded.contains(&net("10.0.0.2/32")));
     assert_eq!(snapshot.by_address(ip("10.0.0.2")), ByAddress::Unknown);
@@ -326,8 +326,8 @@ fn a_conflict_is_logged_once_and_again_when_it_comes_back() {
     let writer = Mutex::new(file.reopen().unwrap());
     let subscriber = tracing_subscriber::fmt().with_writer(writer).with_ansi(false).finish();
     let text = || std::fs::read_to_string(file.path()).unwrap();
-    // While there is one dispatcher only, tracing asks the subscriber of the thread that meets a call first,
-    // which may be another test's, and caches its "never".
+    // While there is only one dispatcher, tracing asks the subscriber of the first thread that reaches a call, which
+    // may be another test's, and caches its "never".
     let _second = tracing::Dispatch::new(tracing_subscriber::registry());
     tracing::subscriber::with_default(subscriber, || {
         let (router, _) = router();
@@ -352,7 +352,7 @@ fn a_conflict_is_logged_once_and_again_when_it_comes_back() {
     });
 }
 
-/// A log that is written to while a session comes.
+/// A log writer that has a session start during each write.
 struct Meanwhile {
     router: Arc<std::sync::OnceLock<Arc<Router>>>,
     done: std::sync::mpsc::Sender<bool>,
@@ -390,7 +390,7 @@ fn a_session_does_not_wait_for_a_recomputation_and_is_in_its_result() {
         set_live(&router, "d", true);
         router.set_inventory(inventory(vec![node("d", true, &["10.8.0.4"])]));
         slot.set(router.clone()).unwrap();
-        // The conflict is logged in the middle of the recomputation.
+        // The conflict is logged during the recomputation.
         let nodes = [("a", "10.8.0.7"), ("b", "10.8.0.7"), ("c", "10.8.0.3"), ("d", "10.8.0.4")];
         router.set_inventory(inventory(nodes.map(|(name, address)| node(name, true, &[address])).to_vec()));
         assert_eq!(seen.try_recv(), Ok(true), "the session waited, or nothing was logged");
@@ -419,7 +419,7 @@ fn only_real_changes_are_announced() {
     assert!(route(&router.desired(), "10.8.0.8").unwrap().up);
 }
 
-/// Edge nodes with an address and pods each, of different families: with both of one they would not fit into the kernel.
+/// Edge nodes with an address and pods of different families; all of one family would not fit into the kernel.
 fn many(count: u32) -> Inventory {
     let first = u128::from("fd00:9::".parse::<std::net::Ipv6Addr>().unwrap());
     let nodes = (0..count).map(|n| InventoryNode {
@@ -475,7 +475,7 @@ fn a_node_that_changes_among_100_000_keeps_every_token_and_no_session_waits() {
             "{count} nodes: a session waits {longest:?} at most meanwhile, {:?} on average else",
             flips / count
         );
-        // No token was assigned anew.
+        // No token was reassigned.
         let after = router.desired();
         let same = after.routes().filter(|(net, target)| {
             before.route(*net).is_some_and(|before| target.up && target.token == before.token)
@@ -512,7 +512,7 @@ fn pods_of_edge_nodes_are_reached_on_any_port() {
     assert_eq!(router.snapshot().by_token(IpAddr::from((u32::from(first) + 256).to_be_bytes())), None);
     set_live(&router, "edge-1", true);
     assert!(router.desired().route(pods).unwrap().up);
-    // The block stays as long as the node, whatever else is added.
+    // The node keeps its block when other nodes are added.
     router.set_inventory(inventory(vec![
         with_pods("edge-0", true, "10.8.0.6", "10.244.2.0/24"),
         with_pods("edge-1", true, "10.8.0.7", "10.244.3.0/24"),

@@ -1,4 +1,4 @@
-//! Tokens by example, and against what is required of all of them.
+//! Tests tokens by example, and their invariants with random input.
 
 use std::collections::HashSet;
 
@@ -14,7 +14,7 @@ fn assign(tokens: &mut Tokens, mut owners: Vec<Owner>, now: Instant) -> HashMap<
     owners.into_iter().zip(assigned).map(|(owner, token)| (owner, token.ok())).collect()
 }
 
-/// The same of one pool, in the order of the owners.
+/// Same for one pool, in the order of the owners.
 fn of_pool(pool: &mut Pool, mut owners: Vec<Owner>, now: Instant) -> Vec<(Owner, Option<u128>)> {
     owners.sort_by_key(Owner::key);
     let assigned = pool.assign(owners.iter(), now);
@@ -57,7 +57,7 @@ fn an_owner_that_returns_in_time_gets_its_token_back() {
     one(&mut pool, 2, start);
     let later = start + Duration::from_secs(599);
     assert_eq!(one(&mut pool, 1, later), first);
-    // It departs again now, so its quarantine begins again.
+    // It departs again now, so its quarantine restarts.
     one(&mut pool, 2, later);
     assert_ne!(one(&mut pool, 3, start + QUARANTINE + Duration::from_secs(1)), first);
 }
@@ -91,7 +91,7 @@ fn blocks_are_aligned_and_do_not_overlap() {
     ];
     let given = assign(&mut tokens, wanted.to_vec(), Instant::now());
     let text = |owner: &Owner| given[owner].map(|token| token.to_string());
-    // The last addresses are the redirect's own; below them they are packed, each aligned to its size.
+    // The last addresses are reserved for the redirect; below them the blocks are packed, each aligned to its size.
     assert_eq!(text(&wanted[0]).as_deref(), Some("198.18.2.0"));
     assert_eq!(text(&wanted[1]).as_deref(), Some("198.18.3.0"));
     assert_eq!(text(&wanted[2]).as_deref(), Some("198.18.1.0"));
@@ -126,7 +126,7 @@ fn what_an_earlier_server_assigned_stays() {
     // The first has left in the meantime.
     let gone = given.remove(&wanted[0]).flatten().unwrap();
     let mut found: Vec<_> = wanted[1..].iter().map(|owner| (owner.net(), given[owner].unwrap())).collect();
-    // Of another range, not aligned, of the other family, and twice.
+    // Of another range, not aligned, of the other family, and a duplicate.
     for (net, token) in [
         ("10.9.0.0/32", "198.19.0.7"),
         ("10.9.1.0/24", "198.18.1.7"),
@@ -137,7 +137,7 @@ fn what_an_earlier_server_assigned_stays() {
     }
     let mut after = tokens();
     after.take_over(&found, start);
-    // There may be nothing more, and what is there stays.
+    // Another call with nothing keeps the taken-over ones.
     after.take_over(&[], start);
     let late = wanted[4].clone();
     let others = [wanted[1..4].to_vec(), vec![owner(4), pods(4, "10.244.4.0/25")]].concat();
@@ -150,7 +150,7 @@ fn what_an_earlier_server_assigned_stays() {
     assert_eq!(assign(&mut after, with_late, start)[&late], given[&late], "it was kept for its owner");
 }
 
-/// A server that was killed has left tokens, and the one that runs now has given others.
+/// A killed server has left tokens, and the running one has assigned others.
 #[test]
 fn of_what_two_servers_assigned_the_first_counts() {
     let start = Instant::now();
@@ -162,7 +162,7 @@ fn of_what_two_servers_assigned_the_first_counts() {
         (net("10.0.0.3/32"), token("198.18.2.7")),
     ];
     let left = [
-        // Another token of an address, a token of another address, and a block that a token lies in.
+        // Another token of an address, a token of another address, and a block that contains a token.
         (net("10.0.0.1/32"), token("198.18.0.3")),
         (net("10.0.0.4/32"), token("198.18.0.4")),
         (net("10.244.5.0/24"), token("198.18.2.0")),
@@ -183,7 +183,7 @@ fn of_what_two_servers_assigned_the_first_counts() {
         assert_eq!(of(2).as_deref(), Some("198.18.0.4"));
         assert_eq!(of(3).as_deref(), Some("198.18.2.7"));
         assert_eq!(of(6).as_deref(), Some("198.18.0.3"), "nothing stands against it");
-        // The holes are filled: what was not taken over is free.
+        // The holes are filled: tokens that were not taken over are free.
         assert_eq!((of(4).as_deref(), of(7).as_deref()), (Some("198.18.0.2"), Some("198.18.0.5")));
         assert_eq!(assigned[&wanted[6]], Some(token("198.18.1.0")), "the last one that is whole");
     }
@@ -232,7 +232,7 @@ fn a_share_is_the_same_for_all_at_once_and_one_by_one() {
     };
     assert_eq!(without(assign(&mut tokens, owners.clone(), now)), [2, 2, 2]);
     assert_eq!(without(assign(&mut tokens, owners, now)), [2, 2, 2]);
-    // Those that it had count until their quarantine ends.
+    // Its earlier tokens count until their quarantine ends.
     let other = vec![Owner::Node(node, address(1 << 20))];
     let almost = now + QUARANTINE - Duration::from_millis(1);
     assert_eq!(without(assign(&mut tokens, other.clone(), now)), [1, 0, 0]);
