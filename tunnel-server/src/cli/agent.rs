@@ -1,4 +1,4 @@
-//! `tunnel-server agent`: takes agents' identities away and lets nodes in again.
+//! `tunnel-server agent`: revokes agents' identities and readmits nodes.
 
 use std::io::{self, Write};
 
@@ -27,7 +27,7 @@ pub struct AgentCommand {
     #[command(flatten)]
     cluster: ClusterArgs,
     /// Name of the ConfigMap [default: tunnel-revoked-agents].
-    // With an id of its own: clap would hand the default of the server's flag of this name down to it.
+    // With an id of its own: otherwise clap would pass the default of the server's flag of this name down to it.
     #[arg(id = "revocations", long = "revocations-configmap", value_name = "NAME", global = true)]
     configmap: Option<String>,
     #[command(subcommand)]
@@ -50,10 +50,10 @@ enum Store {
 }
 
 impl AgentCommand {
-    /// Prints to standard output.
+    /// Runs the command and prints to standard output.
     ///
     /// # Errors
-    /// The records cannot be read or written, or the node to readmit is not revoked.
+    /// If the records cannot be read or written, or the node to readmit is not revoked.
     pub async fn run(&self) -> anyhow::Result<()> {
         self.run_to(&mut io::stdout()).await
     }
@@ -101,7 +101,7 @@ impl AgentCommand {
             let why = "--state-dir belongs to no cluster";
             self.cluster.refuse("--revocations-configmap", self.configmap.as_ref(), why)?;
             let state_dir = &self.common.state_dir;
-            // A mistyped directory would revoke nothing.
+            // A mistyped directory would have no effect.
             if !state_dir.is_dir() {
                 anyhow::bail!(
                     "--state-dir: {}: no server has run there; name the server's directory",

@@ -20,7 +20,7 @@ use crate::status::{LinkStatus, StatusReport};
 
 /// Longer than the server takes at most.
 const DEADLINE: Duration = Duration::from_secs(25);
-/// What a segment of TCP carries, near enough for a share.
+/// Approximate payload of a TCP segment in bytes, precise enough for a share.
 const SEGMENT: u64 = 1400;
 
 #[derive(Args, Clone, Debug)]
@@ -37,10 +37,10 @@ pub struct BenchCommand {
 }
 
 impl BenchCommand {
-    /// Measures and prints.
+    /// Measures and prints the result.
     ///
     /// # Errors
-    /// The server does not run, has no session with the node, or the agent refuses.
+    /// If the server is not running or has no session with the node, or the agent refuses.
     pub async fn run(&self) -> anyhow::Result<()> {
         let node: NodeName = parse_with("NODE", &self.node)?;
         let address = parse_loopback_door("--admin-address", &self.admin_address)?.ok_or_else(|| {
@@ -74,7 +74,7 @@ impl BenchCommand {
 struct Measured {
     report: BenchReport,
     links: usize,
-    /// Segments that the server sent again, as far as its links are those from before.
+    /// Segments that the server has retransmitted meanwhile, on the links that exist after the measurement.
     resent: u32,
     window_limited: Option<f64>,
     buffer_limited: Option<f64>,
@@ -97,7 +97,7 @@ impl Measured {
         }
     }
 
-    /// Share of the segments to the node that had to be sent again: what was lost, or seemed so.
+    /// Share of the segments to the node that were retransmitted: those lost, or taken for lost.
     fn loss(&self) -> f64 {
         let segments = (self.report.to_node_bytes / SEGMENT).max(1);
         (f64::from(self.resent) / segments as f64).min(1.0)

@@ -1,4 +1,4 @@
-//! `tunnel-server ca`: works on the state directory, or on the Secret of a cluster.
+//! `tunnel-server ca`: works on the state directory or on the Secret of a cluster.
 
 use std::io::{self, Write};
 
@@ -32,7 +32,7 @@ pub struct CaCommand {
     #[command(flatten)]
     cluster: ClusterArgs,
     /// Name of the Secret [default: tunnel-server-ca].
-    // With an id of its own: clap would hand the default of the server's flag of this name down to it.
+    // With an id of its own: otherwise clap would pass the default of the server's flag of this name down to it.
     #[arg(id = "secret", long = "ca-secret", value_name = "NAME", global = true)]
     ca_secret: Option<String>,
     #[command(subcommand)]
@@ -61,10 +61,10 @@ enum Store {
 }
 
 impl CaCommand {
-    /// Prints to standard output.
+    /// Runs the command and prints to standard output.
     ///
     /// # Errors
-    /// The CA cannot be read or changed, or the step does not fit its state.
+    /// If the CA cannot be read or changed, or the step is not possible in its state.
     pub async fn run(&self) -> anyhow::Result<()> {
         self.run_to(&mut io::stdout()).await
     }
@@ -160,7 +160,7 @@ impl CaCommand {
         Ok(())
     }
 
-    /// `usage` says, and adds to a root's JSON, what uses the root.
+    /// Prints the roots. `usage` returns the text about a root's use, and adds it to the root's JSON.
     fn print_status(
         &self,
         out: &mut dyn Write,
@@ -183,7 +183,7 @@ impl CaCommand {
     }
 }
 
-/// A root as JSON, and as text without the end of its line.
+/// Describes a root as JSON, and as text without a line end.
 fn describe(state: &CaState, root: &Root) -> Result<(Value, String), PkiError> {
     let role = state.role(root);
     let not_after = Timestamp::try_from(root.validity()?.not_after)

@@ -10,18 +10,18 @@ use crate::redirect::{self, Cleaned, RedirectError};
 
 #[derive(Args, Clone, Debug)]
 pub struct CleanupCommand {
-    // The killed server's.
+    // Those of the killed server.
     #[command(flatten)]
     ranges: RedirectRanges,
 }
 
 impl CleanupCommand {
-    /// Removes programs and routes, and prints each.
+    /// Removes programs and routes, and prints each of them.
     ///
     /// # Errors
-    /// Missing privileges, or a server that still redirects here.
+    /// If privileges are missing, or a server still redirects here.
     pub fn run(&self) -> anyhow::Result<()> {
-        // Whose they are does not matter, only that nobody is there any more.
+        // The owner does not matter, only that it is not running any more.
         let config = self.ranges.start_config(Path::new(""));
         let Cleaned { pins, routes } = redirect::cleanup(&config).map_err(explain)?;
         if pins.is_empty() && routes.is_empty() {
@@ -37,7 +37,7 @@ impl CleanupCommand {
     }
 }
 
-/// The kernel's bare EPERM does not say what would help.
+/// Adds the fix to the kernel's bare EPERM.
 fn explain(error: RedirectError) -> anyhow::Error {
     match &error {
         RedirectError::Io { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {

@@ -1,4 +1,4 @@
-//! The cluster that a subcommand works on instead of the state directory.
+//! Flags for the cluster that a subcommand works on instead of the state directory.
 
 use std::path::PathBuf;
 
@@ -26,7 +26,7 @@ impl ClusterArgs {
         self.kubeconfig.is_some() || self.in_cluster
     }
 
-    /// Without a cluster: refuses what is only for one, which is the namespace and `flag` with its value.
+    /// Refuses flags that need a cluster: the namespace, and `flag` with its value. Called without one.
     pub(super) fn refuse(&self, flag: &str, value: Option<&String>, why: &str) -> anyhow::Result<()> {
         let given = [("--namespace", self.namespace.is_some()), (flag, value.is_some())];
         match given.into_iter().find(|(_, given)| *given) {
@@ -35,7 +35,7 @@ impl ClusterArgs {
         }
     }
 
-    /// A client, and the namespace.
+    /// Returns a client and the namespace.
     pub(super) async fn connect(&self) -> anyhow::Result<(Client, String)> {
         let (kubeconfig, namespace) = (self.kubeconfig.clone(), self.namespace.clone());
         let options = KubeOptions { kubeconfig, namespace, names: ObjectNames::default() };

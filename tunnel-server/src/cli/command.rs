@@ -16,7 +16,7 @@ use super::test_node::TestCommand;
 use super::token::TokenCommand;
 use crate::config::{Config, RedirectorFlags};
 
-/// The flags and commands that `-h` shows: what most people need.
+/// Flags and commands shown by `-h`: those that most people need.
 pub const SHORT_HELP: &str = "inventory peers kubeconfig config state-dir bind-address redirect-ports exclude log-level \
                               status doctor test token redirector";
 
@@ -32,7 +32,7 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    // Its description is that of its flags.
+    // Described by its flags' struct.
     #[command(name = "redirector")]
     Redirector(Box<RedirectorFlags>),
     /// Show the running server's nodes, tunnels, doors, redirect and inventory.

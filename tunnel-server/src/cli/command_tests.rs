@@ -1,4 +1,4 @@
-//! `tunnel-server token` and `tunnel-server ca` on a state directory.
+//! Tests of `tunnel-server token` and `tunnel-server ca` on a state directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -17,7 +17,7 @@ pub struct ExamineFlags {
     /// as in a pod; repeatable.
     #[arg(long, value_name = "FILE")]
     rules: Vec<PathBuf>,
-    // Those of the server that runs at --admin-address count instead, if one does.
+    // If a server runs at --admin-address, its flags are used instead.
     #[command(flatten, next_help_heading = "The server's flags, if it does not run")]
     run: Config,
 }

@@ -33,7 +33,7 @@ enum ImportAction {
     },
 }
 
-/// What is read of SuperEdge's file; it has more.
+/// The parts of SuperEdge's file that are read.
 #[derive(Deserialize)]
 struct Superedge {
     mode: Mode,
@@ -58,13 +58,13 @@ struct Https {
 }
 
 impl ImportCommand {
-    /// Prints to standard output.
+    /// Prints the maps to standard output.
     ///
     /// # Errors
-    /// The file cannot be used: where and why.
+    /// If the file cannot be used: with the place and the reason.
     pub fn run(&self) -> Result<(), ConfigError> {
         let ImportAction::Superedge { file, node } = &self.action;
-        // The image has nothing that could put a file into a pod.
+        // The image has no tool to copy a file into a pod.
         let text = if file.as_os_str() == "-" {
             io::read_to_string(io::stdin()).map_err(|error| error.to_string())
         } else {
@@ -77,7 +77,7 @@ impl ImportCommand {
     }
 }
 
-/// The maps as a file for `--maps`, and in comments what there is no map for.
+/// Converts the maps to a file for `--maps`, with comments about everything that cannot be a map.
 fn superedge(text: &str, node: Option<&NodeName>) -> Result<String, String> {
     let Superedge { mode: Mode { cloud } } = toml::from_str(text).map_err(|error| error.to_string())?;
     let mut out = String::new();
@@ -110,7 +110,7 @@ fn superedge(text: &str, node: Option<&NodeName>) -> Result<String, String> {
     Ok(out)
 }
 
-/// What the HTTPS ports are here, as comments: they are flags, and not maps.
+/// Writes the flags that correspond to the HTTPS ports, as comments: they are not maps.
 fn https_ports(line: &mut impl FnMut(&str), ports: &BTreeMap<String, String>) -> Result<(), String> {
     if ports.is_empty() {
         return Ok(());
@@ -127,7 +127,7 @@ fn https_ports(line: &mut impl FnMut(&str), ports: &BTreeMap<String, String>) ->
         if at.port() == DEFAULT_KUBELET_PORT {
             line(&format!("#   {own} -> {at}: the door itself (--secure-port)"));
         } else {
-            // A port of nodes has one port of the door.
+            // Each port of nodes has one port of the door.
             let own_of = *further.entry(at.port()).or_insert(own);
             line(&format!("#   {own} -> {at}: port {own_of} of the door (--secure-ports)"));
         }

@@ -41,7 +41,7 @@ pub(super) fn note(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
-/// Fails with the first error and prints the others: records that can be read are listed, but the command still fails.
+/// Fails with the first error and prints the others: readable records are listed, but the command still fails.
 pub(super) fn fail_if_any<E: Display>(errors: Vec<E>) -> Result<(), E> {
     let mut errors = errors.into_iter();
     let first = errors.next();

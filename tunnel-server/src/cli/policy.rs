@@ -24,8 +24,10 @@ enum PolicyAction {
 }
 
 impl PolicyCommand {
+    /// Checks the file and prints the number of rules.
+    ///
     /// # Errors
-    /// The file cannot be used: where and why.
+    /// If the file cannot be used: with the place and the reason.
     pub fn run(&self) -> Result<(), ConfigError> {
         let PolicyAction::Check { file } = &self.action;
         let policy = read(file).and_then(|text| Policy::parse(&text));

@@ -4,10 +4,10 @@ use std::io::{self, Read as _, Write as _};
 
 use tunnel_core::bundle::redacted;
 
-/// Prints standard input without what has the form of a secret.
+/// Prints standard input without anything that has the form of a secret.
 ///
 /// # Errors
-/// Standard input or output fails.
+/// If standard input or output fails.
 pub fn redact() -> io::Result<()> {
     let mut bytes = Vec::new();
     io::stdin().lock().read_to_end(&mut bytes)?;

@@ -15,10 +15,10 @@ pub(super) struct AskArgs {
 }
 
 impl AskArgs {
-    /// The configuration of the running server, and its state.
+    /// Returns the running server's configuration and state.
     ///
     /// # Errors
-    /// It does not run, or is too old to say its flags.
+    /// If it is not running, or is too old to report its flags.
     pub(super) async fn configured(&self) -> anyhow::Result<(Config, Running<StatusReport>)> {
         let admin_address = parse_loopback_door("--admin-address", &self.admin_address)?;
         let running = ask_at(admin_address).await.map_err(|reason| anyhow::anyhow!(reason))?;
@@ -43,7 +43,7 @@ enum RoleCommand {
     Redirector(Box<RedirectorFlags>),
 }
 
-/// A running server's configuration. Of another version's flags there may be some that this one does not know: None.
+/// Returns a running server's configuration. None if it has a flag that this version does not know.
 pub(super) fn config_of(running: &Running<StatusReport>) -> Option<Result<Config, ConfigError>> {
     let flags = running.flags.clone()?;
     let command: RunCommand = parse_flags(&flags)?;

@@ -34,10 +34,10 @@ pub struct StatusCommand {
 }
 
 impl StatusCommand {
-    /// Prints once, or until Ctrl-C with `--watch`.
+    /// Prints the status once, or until Ctrl-C with `--watch`.
     ///
     /// # Errors
-    /// As [`Show::run`], or there is no status in the file.
+    /// As [`Show::run`], or if the file has no status.
     pub async fn run(&self) -> anyhow::Result<()> {
         if let Some(from) = &self.from {
             let text = read(from).with_context(|| format!("--from={}", from.display()))?;
@@ -61,7 +61,7 @@ impl StatusCommand {
 
     fn shown(&self, text: &str) -> anyhow::Result<String> {
         if self.show.is_json() {
-            // As they are: a newer server may say more than this version knows.
+            // Unchanged: a newer server may report more than this version knows.
             return Ok(format!("{:#}\n", serde_json::Value::Array(documents(text)?)));
         }
         let reports: Vec<StatusReport> = documents(text)?;
@@ -80,7 +80,7 @@ fn read(path: &Path) -> io::Result<String> {
     std::fs::read_to_string(path)
 }
 
-/// JSON documents, one after the other.
+/// Parses concatenated JSON documents.
 fn documents<T: DeserializeOwned>(text: &str) -> anyhow::Result<Vec<T>> {
     let documents: Result<Vec<T>, _> = serde_json::Deserializer::from_str(text).into_iter().collect();
     let documents = documents.context("not what `status -o json` prints")?;

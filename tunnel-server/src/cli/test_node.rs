@@ -25,10 +25,10 @@ pub struct TestCommand {
 }
 
 impl TestCommand {
-    /// Tests and prints. Returns the exit code: 0 fine, 1 warnings, 2 broken.
+    /// Tests and prints the report. Returns the exit code: 0 fine, 1 warnings, 2 broken.
     ///
     /// # Errors
-    /// The server does not run, or standard output fails.
+    /// If the server is not running, or standard output fails.
     pub async fn run(&self) -> anyhow::Result<u8> {
         let ports: Vec<u16> = self.port.iter().copied().collect();
         let (config, running) = self.ask.configured().await?;

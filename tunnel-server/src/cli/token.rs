@@ -1,4 +1,4 @@
-//! `tunnel-server token`: works on the state directory, whether the server runs or not.
+//! `tunnel-server token`: works on the state directory, whether the server is running or not.
 
 use std::io::{self, Write};
 
@@ -58,10 +58,10 @@ fn parse_server_address(text: &str) -> Result<String, String> {
 }
 
 impl TokenCommand {
-    /// Prints to standard output.
+    /// Runs the command and prints to standard output.
     ///
     /// # Errors
-    /// The state directory cannot be used, or there is no such token.
+    /// If the state directory cannot be used, or there is no such token.
     pub fn run(&self) -> Result<(), PkiError> {
         self.run_to(&mut io::stdout().lock())
     }
@@ -72,7 +72,7 @@ impl TokenCommand {
             TokenAction::Create { node, redirector, ttl, server_address } => match (node, redirector) {
                 (_, Some(host)) => self.create(&store, (Holder::Redirector, host), *ttl, server_address, out),
                 (Some(node), None) => self.create(&store, (Holder::Agent, node), *ttl, server_address, out),
-                // One of them is required.
+                // clap requires one of them.
                 (None, None) => Ok(()),
             },
             TokenAction::List => self.list(&store, out),

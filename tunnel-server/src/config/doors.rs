@@ -95,16 +95,16 @@ pub struct ConnectConfig {
     pub maps_file: Option<PathBuf>,
 }
 
-/// More listeners are refused: a successor gets them all in one message.
+/// Maximum number of these ports: a successor receives all listeners in one message.
 pub(crate) const MOST_SECURE_PORTS: usize = 32;
 
-/// Where a pod has the cluster's CA.
+/// File with the cluster's CA in a pod.
 const POD_CA: &str = "/var/run/secrets/kubernetes.io/serviceaccount/ca.crt";
 
-/// Reads `--secure-ports`.
+/// Parses `--secure-ports`.
 ///
 /// # Errors
-/// Names the entry that is not `PORT=NODE-PORT`, or is there twice.
+/// Names the entry that is not `PORT=NODE-PORT`, or that occurs twice.
 pub fn parse_secure_ports(value: &str) -> Result<BTreeMap<u16, u16>, String> {
     let port = |text: &str| text.trim().parse::<u16>().ok().filter(|port| *port != 0);
     let mut ports = BTreeMap::new();
@@ -126,30 +126,30 @@ pub fn parse_secure_ports(value: &str) -> Result<BTreeMap<u16, u16>, String> {
     Ok(ports)
 }
 
-/// The flags of others that doors depend on.
+/// Flags of other parts on which the doors depend.
 pub(super) struct Others<'a> {
-    /// There is no cluster to ask.
+    /// True without a cluster.
     pub(super) standalone: bool,
-    /// This is no pod.
+    /// True if --kubeconfig is given, so that this is no pod.
     pub(super) kubeconfig: bool,
     pub(super) client_ca: Option<&'a PathBuf>,
-    /// Another listener than the https door takes callers' certificates.
+    /// True if another listener than the https door accepts callers' certificates.
     pub(super) takes_certificates: bool,
 }
 
 impl DoorConfig {
-    /// Where the http door listens.
+    /// Address of the http door.
     pub fn insecure_address(&self) -> Option<SocketAddr> {
         Some(SocketAddr::new(self.insecure_bind_address?, self.insecure_port?))
     }
 
-    /// Settles the defaults that depend on other flags, and refuses what cannot work together.
+    /// Sets the defaults that depend on other flags, and refuses conflicting ones.
     pub(super) fn check(&mut self, others: &Others<'_>) -> Result<(), ConfigError> {
         let without = ConfigError::without_value;
         let (secure, client_ca) = (self.secure_port.is_some(), others.client_ca.is_some());
         self.terminate_tls = match self.given_terminate_tls {
             Some(on) => on,
-            // Whom a policy restricts at one door, or who may read metrics, would reach every kubelet through the other.
+            // A caller restricted by a policy at one door, or allowed to read metrics only, would reach every kubelet.
             None if secure && client_ca && others.takes_certificates => {
                 let reason = "with --client-ca-file and --connect-port or --metrics-port say on or off: whether these \
                               certificates open the https door too";

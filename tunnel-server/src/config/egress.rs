@@ -43,24 +43,24 @@ pub struct EgressConfig {
     /// all Services and their EndpointSlices.
     #[arg(id = "egress-services", long, value_name = "on|off", default_value = "off", value_parser = value::on_off)]
     pub services: OnOff,
-    /// How callers of the port are told from strangers; None: it is off.
+    /// Authentication of the port's callers; None if the port is off.
     #[arg(skip)]
     pub tls: Option<EgressTlsConfig>,
 }
 
-/// How callers of its port are told from strangers.
+/// Authentication of the port's callers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EgressTlsConfig {
-    /// The CA that has signed the callers' certificates.
+    /// The CA that has to have signed the callers' certificates.
     pub client_ca: PathBuf,
-    /// Common names that are let in; empty: all that the CA has signed.
+    /// Allowed common names; empty for all that the CA has signed.
     pub clients: Vec<String>,
-    /// Certificate and key to show instead of this server's own.
+    /// Certificate and key to use instead of this server's own.
     pub certificate: Option<(PathBuf, PathBuf)>,
 }
 
 impl EgressConfig {
-    /// Whether the door is open and is to know the cluster's Services.
+    /// True if the door is on and has to know the cluster's Services.
     pub(crate) fn follows_services(&self) -> bool {
         self.services && (self.socket.is_some() || self.port.is_some())
     }

@@ -3,7 +3,7 @@
 use super::Config;
 use super::tests::{config, in_cluster, parsed_again};
 
-/// In a cluster, as the manifests of others are.
+/// Parses flags as in a cluster, like the manifests of the other systems.
 fn published(flags: &[&str]) -> Config {
     in_cluster(flags).unwrap()
 }
@@ -47,7 +47,7 @@ fn what_means_nothing_is_named() {
     assert!(ignored(&super::tests::config(&[]).unwrap()).is_empty());
 }
 
-/// Of its charts and of its folder config/setup, v0.4 to v1.3.
+/// From its charts and its folder config/setup, v0.4 to v1.3.
 #[test]
 fn yurttunnels_published_command_lines_are_accepted() {
     let chart = published(&[
@@ -66,7 +66,7 @@ fn yurttunnels_published_command_lines_are_accepted() {
     assert_eq!(ignored(&older), ["--server-count", "--insecure-bind-address"]);
     assert_eq!(older.doors.insecure_address(), Some("[::1]:10264".parse().unwrap()));
     assert!(ignored(&published(&["--bind-address=10.0.0.1"])).is_empty());
-    // Who does not come from there is told.
+    // Without flags of YurtTunnel it is an error.
     assert!(config(&["--insecure-bind-address=10.0.0.1"]).unwrap_err().contains("not a loopback address"));
     assert!(config(&["--insecure-bind-address=x", "--server-count=1"]).unwrap_err().contains("not an IP"));
 }
@@ -82,7 +82,7 @@ fn superedges_published_command_line_is_accepted() {
     assert_eq!(ignored(&config), ["--m", "--c", "--log-dir", "--alsologtostderr"]);
 }
 
-/// Of its folder examples, v0.36.0, and of the documentation of Kubernetes.
+/// From its folder examples, v0.36.0, and from the documentation of Kubernetes.
 #[test]
 fn konnectivitys_published_command_lines_are_accepted() {
     let examples = published(&[

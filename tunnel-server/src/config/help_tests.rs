@@ -1,4 +1,4 @@
-//! What `-h` and `--help` show.
+//! The output of `-h` and `--help`.
 
 use clap::CommandFactory;
 use tunnel_core::config::parse;
@@ -29,7 +29,7 @@ fn the_short_help_is_short() {
 #[test]
 fn help_describes_every_flag() {
     let command = Cli::command();
-    // Each has a help text, which names the units of a duration.
+    // Each flag has a help text, which names the units of a duration.
     for argument in command.get_arguments().filter(|argument| !argument.is_hide_set()) {
         let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
         assert!(help.len() > 10, "{}: {help:?}", argument.get_id());

@@ -26,7 +26,7 @@ pub struct KonnectivityConfig {
 }
 
 impl KonnectivityConfig {
-    /// The user that the ServiceAccount is.
+    /// The user name of the ServiceAccount.
     pub(crate) fn user(&self) -> String {
         format!("system:serviceaccount:{}", self.account.replace('/', ":"))
     }

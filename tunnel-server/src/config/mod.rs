@@ -1,5 +1,5 @@
-//! The server's flags, which are its configuration: each part has a clap `Args` struct of its own. What depends on several flags is
-//! settled and checked in [`Config::check`].
+//! The server's flags, which are its configuration: each part has its own clap `Args` struct. Settings that depend on
+//! several flags are checked and completed in [`Config::check`].
 
 mod doors;
 mod egress;
@@ -41,7 +41,7 @@ use doors::Others;
 
 pub const DEFAULT_ADMIN_ADDRESS: &str = "127.0.0.1:10265";
 
-/// Where the nodes and the CA come from.
+/// Source of the nodes and the CA.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(clippy::large_enum_variant, reason = "a process has one")]
 pub enum NodeSource {
@@ -81,7 +81,7 @@ pub struct Config {
     pub konnectivity: KonnectivityConfig,
     #[command(flatten)]
     pub ignored: Ignored,
-    /// None: this is a server.
+    /// Set for a redirector only.
     #[arg(skip)]
     pub redirector: Option<RedirectorConfig>,
     /// The flags that yield this configuration, defaults included, without secrets.
@@ -188,10 +188,10 @@ pub struct WritesConfig {
 }
 
 impl Config {
-    /// Settles what depends on several flags. `flags` are those in effect.
+    /// Checks and completes the settings that depend on several flags. `flags` are the flags in effect.
     ///
     /// # Errors
-    /// Flags that cannot work together, or of which one is missing: names one of them and the reason.
+    /// If flags conflict or one is missing: names one of them and the reason.
     pub fn check(mut self, flags: Vec<String>) -> Result<Self, ConfigError> {
         self.flags = flags;
         self.translate()?;
@@ -219,9 +219,9 @@ impl Config {
         }
     }
 
-    /// Flags of other systems that mean something else there.
+    /// Translates flags that have another meaning in other systems.
     fn translate(&mut self) -> Result<(), ConfigError> {
-        // YurtTunnel's manifests open the http door to everybody who reaches the node; here it stays on the loopback.
+        // YurtTunnel's manifests open the http door to everyone who reaches the node; here it stays on the loopback.
         if let Some(address) = self.doors.insecure_bind_address.filter(|address| !address.is_loopback())
             && !self.ignored.0.is_empty()
         {
@@ -229,7 +229,7 @@ impl Config {
             self.doors.insecure_bind_address = Some(loopback[usize::from(address.is_ipv6())]);
             self.ignored.0.push("--insecure-bind-address".to_owned());
         }
-        // konnectivity's --agent-service-account is that of its own agents.
+        // In konnectivity, --agent-service-account is the account of its own agents.
         if let Some(namespace) = &self.konnectivity.agent_namespace {
             let account = format!("{namespace}/{}", self.kube.names.agent_service_account);
             self.konnectivity.account = konnectivity::service_account(&account)
@@ -249,7 +249,7 @@ impl Config {
         }
     }
 
-    /// None: there is no redirect.
+    /// Configuration of the redirect; None if it is off.
     pub fn redirect_start(&self) -> Option<RedirectConfig> {
         self.redirects.then(|| self.redirect.start_config(&self.process.state_dir))
     }
@@ -258,12 +258,12 @@ impl Config {
         if self.redirector.is_some() { Role::Redirector } else { Role::Server }
     }
 
-    /// Agents enrol with tokens.
+    /// True if agents enrol with tokens.
     pub(crate) fn token_enrollment(&self) -> bool {
         self.agents.token_enrollment.unwrap_or(self.nodes.inventory.is_some())
     }
 
-    /// The addresses of all listeners but maps and the redirect's, each with its flag.
+    /// The addresses of all listeners except those of maps and the redirect, each with its flag.
     pub(crate) fn listeners(&self) -> Vec<(&'static str, SocketAddr)> {
         let at = |port: Port| port.map(|port| SocketAddr::new(self.process.bind_address, port));
         let listeners = [
@@ -311,7 +311,7 @@ fn dns_names(value: &str) -> Result<List<String>, String> {
     let names = value.split(',').map(str::trim).filter(|name| !name.is_empty());
     names
         .map(|name| {
-            // What a certificate may carry (RFC 5280 §4.2.1.6), or a wildcard in the first label.
+            // A name valid in a certificate (RFC 5280 §4.2.1.6), or a wildcard in the first label.
             let plain = name.strip_prefix("*.").unwrap_or(name);
             match rustls_pki_types::DnsName::try_from(plain) {
                 Ok(_) => Ok(name.to_ascii_lowercase()),

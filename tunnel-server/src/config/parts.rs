@@ -1,4 +1,4 @@
-//! What single parts of the server need of the configuration.
+//! Configuration of single parts of the server, derived from the flags.
 
 use std::net::IpAddr;
 
@@ -10,9 +10,9 @@ use crate::route::{RouterConfig, host_addresses};
 use crate::settings::Doors;
 
 impl Config {
-    /// `api_server` are its addresses, where they are known.
+    /// Configuration of the router. `api_server` are the API server's addresses, if known.
     pub(crate) fn router(&self, api_server: impl IntoIterator<Item = IpAddr>) -> RouterConfig {
-        // In a cluster the manifests name the node. A standalone server's environment says nothing about its file.
+        // In a cluster the manifests set the node's name. A standalone server's environment does not refer to its file.
         let host = match self.nodes.inventory {
             Some(_) => None,
             None => std::env::var("NODE_NAME").ok().and_then(|name| name.parse().ok()),
@@ -35,7 +35,7 @@ impl Config {
         }
     }
 
-    /// What the server's certificate names before a cluster adds to it.
+    /// Names in the server's certificate before a cluster adds its own.
     pub(crate) fn server_names(&self) -> ServerNames {
         ServerNames {
             dns: self.agents.cert_dns_names.clone(),
@@ -44,12 +44,12 @@ impl Config {
         }
     }
 
-    /// The ports that the internal Service leads to.
+    /// The target ports for the internal Service.
     pub(crate) fn internal_doors(&self) -> Doors {
         Doors {
             https: self.doors.secure_port.unwrap_or_default(),
             secure: self.doors.secure_ports.iter().map(|(port, of_node)| (*of_node, *port)).collect(),
-            // The http door is on loopback, where no Service leads.
+            // The http door is on the loopback address, which no Service reaches.
             http: self.doors.plain.port.unwrap_or_default(),
             pairs: self.doors.insecure_address().map_or(0, |address| address.port()),
         }

@@ -70,11 +70,11 @@ pub struct RedirectRanges {
     pub bpffs: Directory,
 }
 
-/// None: off. An alias, because clap's derive gives `Option` a meaning of its own.
+/// None for off. An alias, because clap's derive treats `Option` specially.
 type Directory = Option<PathBuf>;
 
 impl RedirectFlags {
-    /// What the redirect is started with.
+    /// Configuration to start the redirect with.
     pub fn start_config(&self, state_dir: &Path) -> RedirectConfig {
         RedirectConfig {
             cgroup: self.redirect_cgroup.clone(),
@@ -128,7 +128,7 @@ fn orphan_timeout(value: &str) -> Result<Duration, String> {
     Ok(timeout)
 }
 
-/// Ranges whose pod connections are redirected; `off` is none.
+/// Parses the ranges whose pod connections are redirected; `off` for none.
 fn edge_pod_routes(value: &str) -> Result<List<IpNet>, String> {
     match value {
         "off" => Ok(Vec::new()),

@@ -14,14 +14,14 @@ use super::{
 };
 use crate::kube::{KubeOptions, ObjectNames, object_name};
 
-/// What only a redirector needs.
+/// Settings that only a redirector has.
 #[derive(Clone, Debug)]
 pub struct RedirectorConfig {
-    /// The one that its certificate names.
+    /// The node named in its certificate.
     pub node: NodeName,
-    /// Without Kubernetes.
+    /// Enrolment token; only without Kubernetes.
     pub token: Option<SecretString>,
-    /// `sha256:HEX`.
+    /// Hash of the CA, as `sha256:HEX`.
     pub ca_hash: Option<String>,
 }
 
@@ -57,8 +57,10 @@ pub struct RedirectorFlags {
 }
 
 impl RedirectorFlags {
+    /// Converts the flags to a configuration.
+    ///
     /// # Errors
-    /// As [`Config::check`].
+    /// See [`Config::check`].
     pub fn config(self, flags: Vec<String>) -> Result<Config, ConfigError> {
         let standalone = self.nodes.inventory.is_some();
         if standalone && self.nodes.peers.is_empty() {

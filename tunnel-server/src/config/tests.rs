@@ -16,7 +16,7 @@ use crate::kube::KubeOptions;
 use crate::redirect::RedirectConfig;
 use crate::role::Role;
 
-/// What the program would run with; an error is what it would print.
+/// Parses a command line to the configuration, or to the error that would be printed.
 pub(super) fn parsed(words: &[&str]) -> Result<Config, String> {
     let words = std::iter::once(&"tunnel-server").chain(words);
     let (cli, flags) = parse::<Cli>(words, SHORT_HELP).map_err(|error| error.to_string())?;
@@ -35,7 +35,7 @@ pub(super) fn in_cluster(args: &[&str]) -> Result<Config, String> {
     parsed(args)
 }
 
-/// The configuration of the flags that are logged.
+/// Parses the flags that are logged again.
 pub(super) fn parsed_again(config: &Config) -> Config {
     parsed(&config.flags.iter().map(String::as_str).collect::<Vec<_>>()).unwrap()
 }
@@ -411,14 +411,14 @@ fn doors_that_speak_http_have_their_flags() {
     let door = all.doors.plain.clone();
     assert_eq!((door.port, door.clients.len(), door.ports), (Some(10268), 1, BTreeSet::from([9100])));
     assert_eq!(format!("{:?}", parsed_again(&all)), format!("{all:?}"));
-    // The Service leads to the plain door, and the ConfigMap's pairs name the http door.
+    // The Service leads to the plain door; the ConfigMap's pairs name the http door.
     let doors = all.internal_doors();
     assert_eq!((doors.https, doors.http, doors.pairs), (10263, 10268, 10264));
     assert_eq!(plain.internal_doors().http, 0);
     assert!(!config(&["--client-ca-file=/ca.crt", "--terminate-tls=off"]).unwrap().doors.terminate_tls);
     assert_eq!(in_cluster(&["--metrics-port=10269"]).unwrap().process.metrics_port, Some(10269));
     assert!(in_cluster(&["--terminate-tls=on", "--plain-port=10268"]).unwrap().doors.terminate_tls);
-    // Said, or nothing that would have to be.
+    // Given explicitly, or not needed.
     let both = ["--connect-port=10280", "--client-ca-file=/ca.crt"];
     assert!(config(&[&both[..], &["--terminate-tls=on"]].concat()).unwrap().doors.terminate_tls);
     assert!(!config(&[&both[..], &["--secure-port=0"]].concat()).unwrap().doors.terminate_tls);
@@ -468,7 +468,7 @@ fn a_file_has_flags_too() {
     assert_eq!((of_file.redirect.exclude.len(), of_file.connect.maps.len()), (2, 2));
     assert!(of_file.flags.contains(&"--agent-port=7".to_owned()), "{:?}", of_file.flags);
     assert_eq!(format!("{:?}", parsed_again(&of_file)), format!("{of_file:?}"));
-    // The command line wins, over lists too.
+    // The command line takes precedence, also for lists.
     let both = with(text, &["--agent-port=8", "--map=127.0.0.1:3=c/22", "--redirect"]).unwrap();
     assert_eq!((both.agents.port, both.redirects, both.connect.maps.len()), (Some(8), true, 1));
     assert_eq!(both.log.log_level, logging::Level::Debug);

@@ -1,4 +1,4 @@
-//! The API server: whether it answers, whether its clock is ours, and what it permits.
+//! Checks the API server: that it answers, that the clocks agree, and the rights that it grants.
 
 use kube::Client;
 use tunnel_core::doctor::{Checkup, Finding, Outcome, codes};
@@ -62,7 +62,7 @@ async fn judge(client: &Client, namespace: &str, names: &ObjectNames, role: Role
     rights(client, namespace, &wanted, &fix).await
 }
 
-/// Without them every caller of the metrics door is refused.
+/// Without these rights every caller of the metrics door is refused.
 async fn judge_metrics(client: &Client, namespace: &str, config: &Config) -> Outcome {
     let given = match config.role() {
         Role::Server => "add the component metrics to the overlay (in the chart server.metrics.enabled=true)",
@@ -75,7 +75,7 @@ async fn judge_metrics(client: &Client, namespace: &str, config: &Config) -> Out
     rights(client, ROOTS_NAMESPACE, &of_metrics(config.process.client_ca_file.is_none()), &fix).await
 }
 
-/// Without them no node gets its condition.
+/// Without these rights no node gets its condition.
 async fn judge_node_condition(client: &Client, namespace: &str) -> Outcome {
     let account = account(Role::Server);
     let fix = format!(
@@ -85,7 +85,7 @@ async fn judge_node_condition(client: &Client, namespace: &str) -> Outcome {
     rights(client, namespace, &of_node_condition(), &fix).await
 }
 
-/// Without them no Service's address leads anywhere.
+/// Without these rights no Service address can be reached.
 async fn judge_egress_services(client: &Client, namespace: &str) -> Outcome {
     let account = account(Role::Server);
     let fix = format!(
@@ -95,7 +95,7 @@ async fn judge_egress_services(client: &Client, namespace: &str) -> Outcome {
     rights(client, namespace, &of_egress_services(), &fix).await
 }
 
-/// Without them only konnectivity's agents with a certificate are let in.
+/// Without these rights only konnectivity agents with a certificate are accepted.
 async fn judge_konnectivity(client: &Client, namespace: &str) -> Outcome {
     let account = account(Role::Server);
     let fix = format!(
@@ -112,7 +112,7 @@ const fn account(role: Role) -> &'static str {
     }
 }
 
-/// deploy/base/server-rbac.yaml; a test compares.
+/// The rights of deploy/base/server-rbac.yaml; compared by a test.
 fn of_server(names: &ObjectNames) -> Vec<Right> {
     let all = |group, resource, verbs| Right::everywhere(group, resource, verbs);
     let here = |group, resource, verbs| Right::here(group, resource, verbs);
@@ -136,7 +136,7 @@ fn of_server(names: &ObjectNames) -> Vec<Right> {
     ]
 }
 
-/// deploy/components/everywhere/redirector-rbac.yaml.
+/// The rights of deploy/components/everywhere/redirector-rbac.yaml.
 fn of_redirector(names: &ObjectNames) -> Vec<Right> {
     vec![
         Right::everywhere("", "nodes", &["list", "watch"]),
@@ -146,8 +146,8 @@ fn of_redirector(names: &ObjectNames) -> Vec<Right> {
     ]
 }
 
-/// deploy/components/metrics/rbac.yaml, and everywhere-metrics/rbac.yaml. `published_roots`: callers' certificates are of the CA that
-/// kube-apiserver accepts.
+/// The rights of deploy/components/metrics/rbac.yaml and everywhere-metrics/rbac.yaml. `published_roots` is true if
+/// callers' certificates are of the CA that kube-apiserver accepts.
 fn of_metrics(published_roots: bool) -> Vec<Right> {
     let mut wanted = vec![
         Right::everywhere("authentication.k8s.io", "tokenreviews", &["create"]),
@@ -159,12 +159,12 @@ fn of_metrics(published_roots: bool) -> Vec<Right> {
     wanted
 }
 
-/// deploy/components/node-condition/rbac.yaml.
+/// The rights of deploy/components/node-condition/rbac.yaml.
 fn of_node_condition() -> Vec<Right> {
     vec![Right::everywhere("", "nodes/status", &["patch"])]
 }
 
-/// deploy/components/egress-services/rbac.yaml.
+/// The rights of deploy/components/egress-services/rbac.yaml.
 fn of_egress_services() -> Vec<Right> {
     vec![
         Right::everywhere("", "services", &["list", "watch"]),
@@ -172,7 +172,7 @@ fn of_egress_services() -> Vec<Right> {
     ]
 }
 
-/// deploy/components/konnectivity-agents/rbac.yaml.
+/// The rights of deploy/components/konnectivity-agents/rbac.yaml.
 fn of_konnectivity() -> Vec<Right> {
     vec![Right::everywhere("authentication.k8s.io", "tokenreviews", &["create"])]
 }
@@ -185,7 +185,7 @@ mod tests {
 
     use super::*;
 
-    /// group, resource, name, verb.
+    /// Tuples of group, resource, name and verb.
     type Flat = BTreeSet<(String, String, String, String)>;
 
     fn of_manifest(text: &str) -> Flat {

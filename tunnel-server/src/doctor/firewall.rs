@@ -1,4 +1,4 @@
-//! Whether connections get through this host's firewall: they are tried, and rules are named for those that do not.
+//! Checks that connections pass this host's firewall: tries them, and names the rules that may have taken failed ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -14,9 +14,9 @@ use crate::config::{Config, RedirectRanges};
 use crate::route::{reserved_tokens, reserved_tokens_v6};
 use crate::status::StatusReport;
 
-/// The door whose listeners tell which families are redirected.
+/// The door whose listeners show which address families are redirected.
 const REDIRECT: &str = "redirect";
-/// So many ports are tried besides those that are tunnelled, and so many named.
+/// Maximum number of ports tried besides the tunnelled ones, and of ports shown.
 const MOST_PORTS: usize = 512;
 const SHOWN: usize = 10;
 const CONNTRACK: &str = "/proc/sys/net/netfilter/nf_conntrack_";
@@ -48,7 +48,7 @@ pub(super) async fn check(
             None => (way.untried(), BTreeSet::new()),
         };
         checkup.add("rules", outcome);
-        // They are explained already.
+        // The check of the rules has explained these already.
         way.ports.retain(|port| !failed.contains(port));
         let clients = running.map_or(&[][..], |running| &running.status.redirect.clients);
         checkup.run("pods", &["running", "conntrack"], async || way.try_from_pods(clients).await).await;
@@ -58,13 +58,13 @@ pub(super) async fn check(
     checkup.add("firewall", agent_port(config, &rules));
 }
 
-/// The ports of the flags, and those that the running server has from its cluster's ConfigMap.
+/// The ports of the flags and those that the running server has from its cluster's ConfigMap.
 fn tunnelled(flags: &BTreeSet<u16>, running: Option<&Running<StatusReport>>) -> Vec<u16> {
     let running = running.into_iter().flat_map(|running| &running.status.redirect.ports);
     flags.iter().chain(running).copied().collect::<BTreeSet<u16>>().into_iter().collect()
 }
 
-/// The kernel counts connections by network namespace, and has one bound for each.
+/// Compares the number of tracked connections with its limit; the kernel has both per network namespace.
 fn conntrack() -> Outcome {
     let number = |name: &str| -> Option<u64> {
         fs::read_to_string(format!("{CONNTRACK}{name}")).ok()?.trim().parse().ok()
@@ -72,7 +72,7 @@ fn conntrack() -> Outcome {
     let (Some(count), Some(max)) = (number("count"), number("max")) else {
         return Outcome::fine("connections are not tracked");
     };
-    // Those that just end make room for a moment.
+    // Connections that end just now may have made room for a moment.
     if max > 0 && count >= max - max / 50 {
         let found = format!("nf_conntrack_count is {count}, nf_conntrack_max {max}");
         let fix = format!(
@@ -85,13 +85,14 @@ fn conntrack() -> Outcome {
     Outcome::fine(format!("{count} of {max} connections"))
 }
 
-/// What the checks of redirected connections work with.
+/// Inputs of the checks of redirected connections.
 struct Way<'a> {
     config: &'a Config,
     rules: &'a Rules,
-    /// The token ranges that the running server redirects to, each with an address at which it ends every connection.
+    /// The ranges of virtual addresses that the running server redirects to, each with an address at which it closes
+    /// every connection.
     tokens: Vec<(IpNet, IpAddr)>,
-    /// The tunnelled ones.
+    /// The tunnelled ports.
     ports: Vec<u16>,
 }
 
@@ -111,7 +112,7 @@ impl Way<'_> {
         }
     }
 
-    /// Also returns the ports that failed.
+    /// Also returns the failed ports.
     async fn try_from_host(&self) -> (Outcome, BTreeSet<u16>) {
         let (mut faults, mut ports) = (Vec::new(), BTreeSet::new());
         for (range, token) in &self.tokens {
@@ -126,7 +127,7 @@ impl Way<'_> {
         (Outcome::of(faults, fine), ports)
     }
 
-    /// The rules alone: a server that does not run cannot be reached.
+    /// Looks at the rules only: a server that is not running cannot be reached.
     fn untried(&self) -> Outcome {
         if self.rules.with.is_empty() {
             return Outcome::Skipped(self.read());
@@ -143,8 +144,8 @@ impl Way<'_> {
         Outcome::of(faults, format!("none takes the tunnelled ports; {}", self.read()))
     }
 
-    /// Findings for connections that failed, by the rule that may have taken or dropped them. Without a code, the rule's owner
-    /// decides about that and the fix.
+    /// Returns findings for failed connections, by the rule that may have taken or dropped them. Without a code, the
+    /// rule's owner determines code and fix.
     fn taken(
         &self,
         range: IpNet,
@@ -174,7 +175,7 @@ impl Way<'_> {
         by_rule.into_iter().map(finding).collect()
     }
 
-    /// Edge pods are reached at any port: those are tried that some rule sends elsewhere.
+    /// Edge pods are reached at any port, so this tries the ports that some rule sends elsewhere.
     async fn pod_ports(&self) -> Vec<Finding> {
         let mut faults = Vec::new();
         for (range, token) in self.tokens.iter().filter(|_| !self.config.redirect.edge_pod_routes.is_empty())
@@ -208,7 +209,7 @@ impl Way<'_> {
                     Ok((address, failed)) => {
                         faults.extend(self.of_pods(*range, *pods, &failed));
                         tried.push(address.to_string());
-                        // One of each family is enough.
+                        // One pod per family is enough.
                         break;
                     }
                     Err(reason) => reasons.push(reason),
@@ -228,7 +229,7 @@ impl Way<'_> {
         }
     }
 
-    /// Of connections from pods that failed.
+    /// Returns findings for failed connections from pods.
     fn of_pods(&self, range: IpNet, pods: IpNet, failed: &[Failure]) -> Vec<Finding> {
         let (taken, lost): (Vec<Failure>, Vec<Failure>) =
             failed.iter().cloned().partition(|(port, _)| !self.rules.takers(range, *port).is_empty());
@@ -247,7 +248,7 @@ impl Way<'_> {
         faults
     }
 
-    /// The command that lets pods through, in the words of whoever made the rule.
+    /// Returns the command that admits pods, for the tool that made the rule.
     fn admit(&self, suspect: &Suspect, pods: IpNet, tokens: IpNet) -> String {
         let Suspect { table, base, .. } = suspect;
         let is_ufws = |chain: &str| chain.starts_with("ufw");
@@ -279,7 +280,7 @@ fn iptables(table: &str, chain: &str, pods: IpNet, tokens: IpNet) -> String {
     format!("{tool} {table}-I {chain} -s {pods} -d {tokens} -p tcp -j ACCEPT")
 }
 
-/// Whose rule it is, if that is known, and how its owner lets go of a port.
+/// Returns the code of the rule's owner, if it is known, and the fix that frees the port.
 fn owner(suspect: &Suspect, ports: &str) -> Option<(&'static Code, String)> {
     let of_port = |name: &str| {
         name.strip_prefix("TUNNEL-PORT-").is_some_and(|port| port.bytes().all(|byte| byte.is_ascii_digit()))
@@ -306,7 +307,8 @@ fn owner(suspect: &Suspect, ports: &str) -> Option<(&'static Code, String)> {
     None
 }
 
-/// Has rules for local addresses leave the tokens alone: all of iptables', or of the table that nft has.
+/// Returns the fix that exempts the virtual addresses from rules for local addresses: from all of iptables', or from
+/// the nft table.
 fn leave_out(rules: &Rules, suspect: Option<&Suspect>, tokens: IpNet) -> String {
     let commands: Vec<String> =
         match suspect.map(|suspect| &*suspect.table).filter(|table| !is_iptables(table)) {
@@ -328,7 +330,7 @@ fn leave_out(rules: &Rules, suspect: Option<&Suspect>, tokens: IpNet) -> String 
     )
 }
 
-/// Whether it is one of the tables that iptables has, and iptables-nft keeps in nft.
+/// True for one of iptables' tables, which iptables-nft keeps in nft.
 fn is_iptables(table: &str) -> bool {
     let name = table.strip_prefix("ip ").or_else(|| table.strip_prefix("ip6 "));
     matches!(name, Some("filter" | "nat" | "mangle" | "raw" | "security"))
@@ -341,7 +343,7 @@ fn list(ports: impl Iterator<Item = u16>) -> String {
     format!("{}{more}", ports[..ports.len() - left].join(","))
 }
 
-/// Agents come from anywhere, so that their way cannot be tried from here.
+/// Checks the rules for the agent port. Agents connect from anywhere, so their path cannot be tried from here.
 fn agent_port(config: &Config, rules: &Rules) -> Outcome {
     let Some(port) = config.agents.port else {
         return Outcome::Skipped("there is no agent port".to_owned());
@@ -350,7 +352,7 @@ fn agent_port(config: &Config, rules: &Rules) -> Outcome {
         return Outcome::Skipped(rules.unread.join("; "));
     }
     let bind = config.process.bind_address;
-    // Who binds `::` is reached by IPv4 as well.
+    // A listener on `::` is reached over IPv4 as well.
     let families: &[bool] = if !bind.is_ipv6() {
         &[false]
     } else if bind.is_unspecified() {
@@ -381,7 +383,7 @@ fn agent_port(config: &Config, rules: &Rules) -> Outcome {
     }
 }
 
-/// Says in the log which rules of this host take connections to edge pods. `ipv6`: those are redirected too.
+/// Logs which rules of this host take connections to edge pods. `ipv6` is true if IPv6 connections are redirected too.
 pub(crate) async fn warn_of_taken_pod_ports(config: &Config, ipv6: bool) {
     let Ok(rules) = Rules::read(&[], &config.process.state_dir).await else { return };
     if rules.with.is_empty() {
@@ -423,7 +425,7 @@ mod tests {
             let running = Running { status, pending: None, metrics: String::new(), flags: None };
             tunnelled(&BTreeSet::from([10250, 10255]), Some(&running))
         };
-        // One of a version that does not say them.
+        // A server of a version that does not report them.
         assert_eq!(ports(&status), [10250, 10255]);
         status["redirect"]["ports"] = serde_json::json!([9200, 10250]);
         assert_eq!(ports(&status), [9200, 10250, 10255]);

@@ -1,4 +1,4 @@
-//! What the redirect needs of this host, and whether it works.
+//! Checks that this host has what the redirect needs, and that the redirect works.
 
 use tunnel_core::doctor::{Checkup, Code, Finding, Outcome, Running, codes, metric};
 
@@ -6,9 +6,9 @@ use crate::config::Config;
 use crate::redirect::{self, RedirectConfig, RedirectError};
 use crate::status::{RedirectState, StatusReport};
 
-/// Fewer lost connections may be those of a moment.
+/// Fewer lost connections may be a momentary state.
 const FEW: u64 = 10;
-/// Seconds between two self-tests of a server.
+/// Interval between two self-tests of a server, in seconds.
 const VERIFIED_EVERY: u64 = 30;
 
 pub(super) async fn check(checkup: &mut Checkup, config: &Config, running: Option<&Running<StatusReport>>) {
@@ -18,7 +18,7 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, running: Optio
         return;
     };
     for check in redirect::host_checks(options) {
-        // Without capabilities none is seen.
+        // Without capabilities other programs cannot be seen.
         let blocked = checkup.blocked(&["kernel"]).filter(|_| check.name == "other programs");
         checkup.add(check.name, blocked.map_or_else(|| judge(check.name, check.outcome), Outcome::Skipped));
     }
@@ -38,7 +38,7 @@ pub(super) fn unknown() -> Outcome {
     Outcome::Skipped("the server does not run".to_owned())
 }
 
-/// The finding that an error of the redirect stands for.
+/// Converts an error of the redirect to its finding.
 fn judge(name: &str, outcome: Result<String, RedirectError>) -> Outcome {
     let error = match outcome {
         Ok(found) if name == "kernel" && !redirect::fails_at_connect(&found) => {
@@ -46,9 +46,9 @@ fn judge(name: &str, outcome: Result<String, RedirectError>) -> Outcome {
             return Finding::new(&codes::KERNEL_OLD, found, fix).into();
         }
         Ok(found) => return Outcome::Fine(found),
-        // The doctor need not run in the server's cgroup.
+        // The doctor does not have to run in the server's cgroup.
         Err(RedirectError::Outside { path, .. }) => return Outcome::Fine(path.display().to_string()),
-        // The addresses and routes cannot be listed.
+        // The addresses and routes could not be listed.
         Err(error @ RedirectError::Netlink { .. }) => return Outcome::Skipped(error.to_string()),
         Err(error) => error,
     };
@@ -81,7 +81,7 @@ fn judge(name: &str, outcome: Result<String, RedirectError>) -> Outcome {
     Finding::new(code, error.to_string(), fix).into()
 }
 
-/// Redirected connections that another program had given to a socket of its own.
+/// Number of redirected connections that another program had given to its own socket.
 fn replaced(running: Option<&Running<StatusReport>>) -> u64 {
     let counters = running.into_iter().flat_map(|running| &running.status.redirect.counters);
     counters.filter(|(name, _)| name.ends_with("/replaced")).map(|(_, count)| count).sum()
@@ -143,8 +143,8 @@ fn self_test(running: &Running<StatusReport>) -> Outcome {
     }
 }
 
-/// What is redirected is accepted next, refused at the lookup of its socket, or lost on the way. The self-test's connections are
-/// redirected too, and not counted where they arrive.
+/// A redirected connection is then accepted, refused at the socket lookup, or lost on the way. The self-test's
+/// connections are redirected too, and not counted on arrival.
 fn arrivals(options: &RedirectConfig, running: &Running<StatusReport>) -> Outcome {
     let status = &running.status;
     let sum = |ending: &str| -> u64 {
@@ -246,13 +246,13 @@ mod tests {
             }
         };
         assert_eq!(code(Ok(&[]), 0).0, "");
-        // One that is gone.
+        // A program that is gone.
         assert_eq!(code(Ok(&[]), 3).0, "");
         let (found, text) = code(Ok(&["tubular (id 7)"]), 0);
         assert_eq!(found, "foreign-sk-lookup");
         assert!(text.ends_with("tubular (id 7)"), "{text}");
         assert!(code(Ok(&["tubular (id 7)"]), 3).1.ends_with("; 3 connections were taken back from it"));
-        // Names that may not be read say nothing, the connections do.
+        // Names that may not be read prove nothing; the connections do.
         assert_eq!(code(Err("names"), 0), ("skipped", "names: EPERM".to_owned()));
         assert_eq!(code(Err("names"), 3).0, "foreign-sk-lookup");
     }
@@ -275,7 +275,7 @@ mod tests {
                 _ => None,
             }
         };
-        // Of the self-tests' connections four belong to the start and two to each 30 s.
+        // Four of the self-tests' connections belong to the start, and two to each 30 s.
         assert_eq!(of(4, 0, 5, 0), None);
         assert_eq!(of(64, 60, 5, 0), None);
         assert_eq!(of(24, 0, 5, 0).as_deref(), Some("20"));

@@ -1,5 +1,5 @@
-//! How kube-apiserver reaches kubelets: by default it looks a node's Hostname up before it thinks of its addresses, and a
-//! lookup is nothing that the redirect sees.
+//! Checks how kube-apiserver reaches kubelets: by default it resolves a node's Hostname before it tries the node's
+//! addresses, and the redirect does not see name lookups.
 
 use std::fs;
 use std::net::IpAddr;
@@ -16,11 +16,11 @@ use tunnel_core::net::lookup;
 use crate::inventory::Selector;
 
 const DEADLINE: Duration = Duration::from_secs(10);
-/// Of the nodes so many are listed, and so many edge nodes looked at: those of a cluster are alike.
+/// Nodes listed, and edge nodes examined of them: those of a cluster are alike.
 const LISTED: u32 = 500;
 const EXAMINED: usize = 5;
 const FLAG: &str = "--kubelet-preferred-address-types";
-/// kube-apiserver's, without the flag.
+/// kube-apiserver's default without the flag.
 const DEFAULT: &str = "Hostname,InternalDNS,InternalIP,ExternalDNS,ExternalIP";
 
 pub(super) async fn check(client: &Client, edge: &Selector) -> Outcome {
@@ -52,7 +52,7 @@ pub(super) async fn check(client: &Client, edge: &Selector) -> Outcome {
     Outcome::fine("kubelets are dialled by address, or by a name that leads to it")
 }
 
-/// What is wrong with the address that kube-apiserver dials this node's kubelet at.
+/// Returns the problem with the address at which kube-apiserver dials this node's kubelet, if there is one.
 async fn unresolved(node: &Node, order: &str) -> Option<String> {
     let all = node.status.as_ref()?.addresses.as_deref()?;
     let of = |wanted: &str| all.iter().find(move |NodeAddress { type_, .. }| type_ == wanted);
@@ -84,7 +84,7 @@ async fn unresolved(node: &Node, order: &str) -> Option<String> {
     ))
 }
 
-/// What a kube-apiserver in this network namespace was started with.
+/// Returns the address order of a kube-apiserver running in this network namespace.
 fn in_processes(proc: &Path) -> Option<String> {
     let own = fs::read_link(proc.join("self/ns/net")).ok()?;
     fs::read_dir(proc).ok()?.flatten().find_map(|process| {
@@ -134,7 +134,7 @@ mod tests {
             Outcome::Skipped(reason) => format!("skipped: {reason}"),
             Outcome::Faults(faults) => format!("{}: {} {}", faults[0].code, faults[0].found, faults[0].fix),
         };
-        // RFC 6761 section 6.4: never resolves.
+        // Never resolves (RFC 6761 section 6.4).
         put("edge-1.invalid", "192.168.50.2");
         let unknown = checked().await;
         assert!(
@@ -146,7 +146,7 @@ mod tests {
             let mut command = Command::new("sh");
             command.arg0("kube-apiserver").args(["-c", "read x; :", "--secure-port=1"]).args(order);
             let process = command.stdin(Stdio::piped()).spawn().unwrap();
-            // The kernel closes what spawn() waits for before it has the new program's arguments.
+            // The pipe that spawn() waits for is closed by the kernel before the new program's arguments are set.
             let (arguments, deadline) =
                 (format!("/proc/{}/cmdline", process.id()), Instant::now() + Duration::from_secs(10));
             while fs::read(&arguments).unwrap().is_empty() {

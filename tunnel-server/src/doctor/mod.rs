@@ -1,4 +1,4 @@
-//! `tunnel-server doctor`: what is wrong with this server and its host. ARCHITECTURE.md says what it examines how.
+//! `tunnel-server doctor`: looks for faults of this server and its host. ARCHITECTURE.md describes the checks.
 
 mod cluster;
 mod firewall;
@@ -21,8 +21,8 @@ use tunnel_core::doctor::{Asked, Checkup, Outcome, Report, check_running, resolv
 use crate::config::{Config, NodeSource};
 use crate::status::StatusReport;
 
-/// Examines the server with this configuration. `running` is its own answer, or why there is none; `rules` are files with the
-/// output of iptables-save or `nft list ruleset`, to be judged instead of this host's.
+/// Examines the server with this configuration. `running` is the server's own status, or the reason why there is none;
+/// `rules` are files with the output of iptables-save or `nft list ruleset`, to be used instead of this host's rules.
 pub async fn examine(config: &Config, running: &Asked<StatusReport>, rules: &[PathBuf]) -> Report {
     let mut checkup = Checkup::default();
     let start = "start it: `systemctl start postern-server@a`, or see `kubectl -n kube-system get pods --selector app.kubernetes.io/name=tunnel-server --output wide`";

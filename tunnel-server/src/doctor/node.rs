@@ -1,4 +1,4 @@
-//! `tunnel-server test NODE`: the way to a node, station by station, as this server's host has it.
+//! `tunnel-server test NODE`: the path to a node, step by step, as seen from this server's host.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -17,14 +17,15 @@ use crate::inventory::DEFAULT_KUBELET_PORT;
 use crate::status::{NodeStatus, RedirectState, StatusReport};
 
 const CONNECT: Duration = Duration::from_secs(5);
-/// An agent may take 5 s for its dial, and the tunnel some time for the answer.
+/// An agent's dial may take up to 5 s, and the answer needs time in the tunnel.
 const ANSWER: Duration = Duration::from_secs(10);
-/// How long a connection has to stay open to count as connected, and twice the round-trip time: a refusal arrives after one.
+/// Time for which a connection must stay open to count as connected, plus twice the round-trip time: a refusal arrives
+/// after one round trip.
 const OPEN: Duration = Duration::from_millis(500);
 const HTTP_DOOR: &str = "http";
 const HTTPS_DOOR: &str = "https";
 
-/// Tests the way to `name`. `ports` are those to test; the tunnelled ones if there are none.
+/// Tests the path to `name`. Tests `ports`, or those of --redirect-ports if it is empty.
 pub async fn test(config: &Config, running: &Running<StatusReport>, name: &str, ports: &[u16]) -> Report {
     let mut checkup = Checkup::default();
     let status = &running.status;
@@ -108,10 +109,10 @@ fn judge_tunnel(node: &NodeStatus) -> Outcome {
     Finding::new(&codes::NODE_WITHOUT_TUNNEL, seen, fix).into()
 }
 
-/// How this host reaches a node's ports.
+/// The ways from this host to a node's ports.
 struct Way<'a> {
     name: &'a str,
-    /// Through the redirect.
+    /// Address for the redirect.
     address: Option<IpAddr>,
     http: Option<SocketAddr>,
     https: Option<SocketAddr>,
@@ -143,7 +144,7 @@ impl<'a> Way<'a> {
         }
     }
 
-    /// The kubelet's TLS, and that it asks for credentials.
+    /// Checks the kubelet's TLS, and that it requires credentials.
     async fn kubelet(&self, addresses: &[IpAddr]) -> Outcome {
         let (to, shown) = match (self.https, self.address) {
             (Some(door), _) => (door, format!("https door {door}")),
@@ -173,12 +174,12 @@ impl<'a> Way<'a> {
         }
     }
 
-    /// Whether a connection to a port is carried and stays open.
+    /// Checks that a connection to a port is accepted and stays open.
     async fn port(&self, port: u16) -> Result<(), Finding> {
         let reason = match self.address {
             Some(address) => match self.stays_open(SocketAddr::new(address, port)).await {
                 Ok(()) => return Ok(()),
-                // The http door says why.
+                // The http door reports the reason.
                 Err(error) => self.ask_door(port).await.err().unwrap_or_else(|| error.to_string()),
             },
             None => match self.ask_door(port).await {
@@ -198,14 +199,14 @@ impl<'a> Way<'a> {
         let timed_out = || io::Error::new(io::ErrorKind::TimedOut, "connect() has no answer");
         let mut stream =
             tokio::time::timeout(CONNECT, TcpStream::connect(to)).await.map_err(|_| timed_out())??;
-        // A dial that fails resets it; what the service says first, or nothing, is a success.
+        // A failed dial resets the connection. Data from the service, or silence, counts as success.
         match tokio::time::timeout(self.patience, stream.read_u8()).await {
             Ok(Err(error)) if error.kind() != io::ErrorKind::UnexpectedEof => Err(error),
             _ => Ok(()),
         }
     }
 
-    /// Asks the http door for the port: it tells in words why it fails.
+    /// Asks the http door for the port: it reports the reason of a failure as text.
     async fn ask_door(&self, port: u16) -> Result<(), String> {
         let Some(door) = self.http else { return Err("there is no http door that could say why".to_owned()) };
         let request = format!("GET / HTTP/1.1\r\nHost: {}:{port}\r\nConnection: close\r\n\r\n", self.name);
@@ -218,20 +219,20 @@ impl<'a> Way<'a> {
         match tokio::time::timeout(ANSWER, ask).await {
             Ok(Ok(answer)) => failure_of(&String::from_utf8_lossy(&answer)),
             Ok(Err(error)) => Err(error.to_string()),
-            // It has the request and thinks.
+            // The target has the request and is still working on it.
             Err(_) => Ok(()),
         }
     }
 }
 
-/// Why a door has answered itself.
+/// Returns the reason if the door itself has answered.
 fn failure_of(answer: &str) -> Result<(), String> {
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((answer, ""));
     let outcome = head.lines().find_map(|line| {
         let (name, value) = line.split_once(':')?;
         name.eq_ignore_ascii_case(OUTCOME_HEADER).then(|| value.trim())
     });
-    // A target that was reached, and breaks off or does not speak HTTP, is not the tunnel's concern.
+    // A target that was reached but breaks off or does not speak HTTP is not a fault of the tunnel.
     match outcome {
         None => Ok(()),
         Some(outcome) if outcome == TunnelOutcome::TargetReset.as_str() => Ok(()),
@@ -239,7 +240,7 @@ fn failure_of(answer: &str) -> Result<(), String> {
     }
 }
 
-/// What was found, or what is wrong with it.
+/// Returns the outcome, or the problem with the kubelet's answer.
 fn judge_kubelet(answer: &HttpsAnswer, name: &str, addresses: &[IpAddr]) -> Result<Outcome, String> {
     let Some(leaf) = answer.chain.first() else { return Err("it shows no certificate".to_owned()) };
     let shown = describe_certificate(leaf);

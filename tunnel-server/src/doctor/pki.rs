@@ -1,4 +1,4 @@
-//! The CA's files, and the server's certificate as an agent sees it.
+//! Checks the CA's files, and the server's certificate as an agent sees it.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -17,7 +17,7 @@ use crate::pki::{Ca, KEY_SUFFIX, Lifetimes};
 use crate::role::Role;
 
 const DEADLINE: Duration = Duration::from_secs(10);
-/// A rotation takes as long as the slowest agent stays away.
+/// A rotation takes as long as the slowest agent is away.
 const SOON: Duration = Duration::from_secs(90 * 86_400);
 
 pub(super) async fn check(checkup: &mut Checkup, config: &Config, now: SystemTime) {
@@ -50,7 +50,7 @@ fn own_address(config: &Config) -> std::net::IpAddr {
     }
 }
 
-/// The private keys below the state directory.
+/// The private keys in the state directory.
 fn keys(dir: &Path) -> Vec<PathBuf> {
     let below = |dir: &Path| std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     let is_key = |path: &PathBuf| path.to_string_lossy().ends_with(KEY_SUFFIX);
@@ -91,7 +91,7 @@ fn roots(bundle: &TrustBundle, now: SystemTime) -> Vec<Finding> {
     bundle.roots().iter().zip(bundle.hashes()).filter_map(fault).collect()
 }
 
-/// What an agent sees of this server.
+/// Checks the certificate that an agent sees.
 async fn certificate(address: SocketAddr, dir: &Path, now: SystemTime) -> Outcome {
     let server = address.to_string();
     let handshake = async { presented_chain(TcpStream::connect(address).await?, ALPN_GRPC).await };

@@ -1,7 +1,7 @@
-//! This host's firewall rules, as its tools print them: which of them may have taken or dropped a connection.
+//! This host's firewall rules, as its tools print them: finds those that may have taken or dropped a connection.
 //!
-//! They are read where a connection was tried and failed, or where none can be tried. So nothing is decided here about what all
-//! rules do together: one that may be for the connection, by its protocol, destination and port, is named.
+//! They are read after a connection was tried and failed, or if none can be tried. So their combined effect is not
+//! computed: a rule is named if it may match the connection by protocol, destination and port.
 
 mod read;
 #[cfg(test)]
@@ -14,17 +14,17 @@ use ipnet::IpNet;
 
 use text::{Action, action, is_unconditional, may_concern, ports_of, words};
 
-/// What a chain without a rule for the connection does.
+/// Text for a chain whose policy drops the connection.
 const POLICY: &str = "policy DROP";
 
-/// Where the kernel enters a chain.
+/// Point at which the kernel enters a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Hook {
-    /// Rewrites destinations, of this host's connections or of others'.
+    /// Rewrites destinations of this host's or other hosts' connections.
     Nat,
-    /// What is for this host.
+    /// Packets for this host.
     Input,
-    /// What this host sends.
+    /// Packets from this host.
     Output,
 }
 
@@ -34,7 +34,7 @@ type ChainName = (String, String);
 #[derive(Debug, Default)]
 struct Chain {
     hook: Option<Hook>,
-    /// What no rule decides is dropped.
+    /// True if packets that no rule decides are dropped.
     drops: bool,
     rules: Vec<String>,
 }
@@ -43,26 +43,26 @@ struct Chain {
 #[derive(Debug, Default)]
 pub(super) struct Rules {
     chains: BTreeMap<ChainName, Chain>,
-    /// What they were read with.
+    /// The tools or files they were read with.
     pub(super) with: Vec<String>,
-    /// Why others could not be read.
+    /// The reasons why others could not be read.
     pub(super) unread: Vec<String>,
 }
 
-/// A rule that may be for a connection.
+/// A rule that may match a connection.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Suspect {
-    /// Neither it nor a rule that leads to it asks for more than protocol, port and destination.
+    /// True if neither the rule nor the rules leading to it test more than protocol, port and destination.
     pub(super) unconditional: bool,
     pub(super) table: String,
     pub(super) chain: String,
-    /// The chain of the table that the kernel enters.
+    /// The chain of the table at which the kernel enters.
     pub(super) base: String,
     pub(super) rule: String,
 }
 
 impl Suspect {
-    /// Where it is, and what it says.
+    /// The rule with its location.
     pub(super) fn shown(&self, what: &str) -> String {
         format!("table {}, chain {}, {what}: {}", self.table, self.chain, self.rule)
     }
@@ -74,7 +74,7 @@ impl Rules {
         self.search(Hook::Nat, Some(tokens), port, Action::Rewrite)
     }
 
-    /// The ports of `tokens` that rules name and send elsewhere; of a range the first one.
+    /// Ports of `tokens` in rules that send them elsewhere; the first port of a range.
     pub(super) fn ports_taken(&self, tokens: IpNet) -> BTreeSet<u16> {
         let nat = self.chains.iter().filter(|((table, _), _)| self.nat_bases(table).next().is_some());
         let rules = nat.flat_map(|(_, chain)| &chain.rules).map(|rule| (rule, words(rule)));
@@ -85,7 +85,7 @@ impl Rules {
         taken.flat_map(|(_, words)| ports_of(&words)).collect()
     }
 
-    /// The rule, or the policy, that is the likeliest to drop a connection which comes in from elsewhere.
+    /// Returns the rule or policy that is most likely to drop a connection at `hook`.
     pub(super) fn dropper(&self, hook: Hook, to: Option<IpNet>, port: u16) -> Option<Suspect> {
         let mut found = self.search(hook, to, port, Action::Drop);
         found.extend(self.bases(hook, to).filter(|(_, chain)| chain.drops).map(|((table, base), _)| {
@@ -97,11 +97,11 @@ impl Rules {
                 rule: POLICY.to_owned(),
             }
         }));
-        // The fewer words, the fewer conditions.
+        // Fewer words mean fewer conditions.
         found.into_iter().min_by_key(|suspect| (!suspect.unconditional, suspect.rule.len()))
     }
 
-    /// What certainly keeps everybody out of this port, unless a rule may let some in.
+    /// Returns the rule that certainly closes this port to everyone, unless a rule may admit some.
     pub(super) fn closes(&self, to: Option<IpNet>, port: u16) -> Option<Suspect> {
         if !self.search(Hook::Input, to, port, Action::Accept).is_empty() {
             return None;
@@ -109,7 +109,7 @@ impl Rules {
         self.dropper(Hook::Input, to, port).filter(|suspect| suspect.unconditional)
     }
 
-    /// Calico's verdict on what pods send to their host, which no interface but a pod's own meets.
+    /// Returns Calico's rule that drops packets from pods to their host. Only packets of pods' interfaces pass it.
     pub(super) fn calicos_drop(&self) -> Option<String> {
         let chain = |(_, name): &ChainName| name == "cali-wl-to-host";
         self.chains.iter().filter(|(name, _)| chain(name)).flat_map(|(_, chain)| &chain.rules).find_map(
@@ -121,14 +121,14 @@ impl Rules {
         )
     }
 
-    /// The chains of a table in which the kernel begins to rewrite destinations.
+    /// The chains of a table at which the kernel starts to rewrite destinations.
     pub(super) fn nat_bases(&self, table: &str) -> impl Iterator<Item = &str> {
         let bases =
             self.chains.iter().filter(move |((of, _), chain)| of == table && chain.hook == Some(Hook::Nat));
         bases.map(|((_, name), _)| name.as_str())
     }
 
-    /// Whether the table has a chain of this kind.
+    /// True if the table has a chain with such a name.
     pub(super) fn has_chain(&self, table: &str, name: impl Fn(&str) -> bool) -> bool {
         self.chains.keys().any(|(other, chain)| other == table && name(chain))
     }
@@ -142,7 +142,7 @@ impl Rules {
         self.chains.iter().filter(move |(name, chain)| chain.hook == Some(hook) && of_family(&name.0))
     }
 
-    /// The rules with this action, in the chains that a connection may come through.
+    /// Finds rules with this action in the chains that a connection may pass.
     fn search(&self, hook: Hook, to: Option<IpNet>, port: u16, wanted: Action<'_>) -> Vec<Suspect> {
         let mut chains: Vec<_> =
             self.bases(hook, to).map(|(name, chain)| (&name.1, name, chain, true)).collect();

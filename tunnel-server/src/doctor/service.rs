@@ -1,4 +1,4 @@
-//! Listeners and nodes.
+//! Checks the listeners and the nodes.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
@@ -14,7 +14,7 @@ use crate::status::{InventoryStatus, StatusReport};
 const DEADLINE: Duration = Duration::from_secs(3);
 /// The doors that are reached through sk_lookup only.
 const REDIRECT: &str = "redirect";
-/// So many conflicts are shown.
+/// Maximum number of conflicts shown.
 const SHOWN: usize = 5;
 
 pub(super) async fn check_listeners(
@@ -28,7 +28,7 @@ pub(super) async fn check_listeners(
     }
 }
 
-/// The doors of the running server that do not accept.
+/// Reports the doors of the running server that do not accept connections.
 async fn silent(running: &Running<StatusReport>) -> Outcome {
     let doors: Vec<_> = running.status.doors.iter().filter(|door| door.name != REDIRECT).collect();
     let mut faults = Vec::new();
@@ -50,7 +50,7 @@ async fn silent(running: &Running<StatusReport>) -> Outcome {
     Outcome::of(faults, doors.iter().map(shown).collect::<Vec<_>>().join(", "))
 }
 
-/// An address at which this host reaches a listener.
+/// Returns an address at which this host reaches a listener.
 fn reachable(mut address: SocketAddr) -> SocketAddr {
     match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
@@ -60,7 +60,7 @@ fn reachable(mut address: SocketAddr) -> SocketAddr {
     address
 }
 
-/// The ports that a server which does not run would not get.
+/// Reports the ports that the server could not bind if it were started.
 fn taken(config: &Config) -> Outcome {
     let mut faults = Vec::new();
     for (flag, address) in config.listeners() {

@@ -1,4 +1,4 @@
-//! Connections that are tried: from this host, and from a network namespace that stands for one of its pods.
+//! Test connections: from this host, and from a network namespace that acts as one of its pods.
 
 use std::fs::File;
 use std::io;
@@ -19,21 +19,21 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 const DEADLINE: Duration = Duration::from_secs(3);
-/// So many at once.
+/// Maximum number of concurrent connections.
 const AT_ONCE: usize = 64;
-/// How long a neighbour on a bridge or cable may take to say that it has an address.
+/// Time for a neighbour on a bridge or veth pair to announce its address.
 const ARP: Duration = Duration::from_millis(500);
-/// So many addresses of a range are looked at for one that is free.
+/// Number of addresses of a range that are examined for a free one.
 const CANDIDATES: u8 = 8;
-/// The Ethernet address of the host's end of the cable.
+/// MAC address of the host's end of the veth pair.
 const HIGH: [u8; 6] = [0xfe, 0xff, 0xff, 0x50, 0x4f, 0x53];
-/// Of the pod's end of the cable.
+/// Name of the pod's end of the veth pair.
 const POD_LINK: &str = "eth0";
 
-/// A port at which a connection did not reach the server, and how it ended.
+/// A port at which a connection did not reach the server, and the result.
 pub(super) type Failure = (u16, String);
 
-/// Tries each port of `token`, an address at which the running server ends every connection at once.
+/// Tries each port of `token`, a virtual address at which the running server closes every connection at once.
 pub(super) async fn from_here(token: IpAddr, ports: &[u16]) -> Vec<Failure> {
     let tried = futures_util::stream::iter(ports.iter().copied())
         .map(async |port| Some((port, failure(SocketAddr::new(token, port)).await?)));
@@ -56,35 +56,35 @@ async fn failure(to: SocketAddr) -> Option<String> {
     }
 }
 
-/// The same from a pod with a free address of `range`, as a CNI plugin would make it. Returns that address too.
+/// Does the same from a pod with a free address of `range`, set up as a CNI plugin would. Also returns that address.
 ///
-/// The namespace has no name: it goes with the thread that is in it, also when this process is killed, and takes the cable
-/// and this host's route to the address along.
+/// The namespace has no name: it vanishes with the thread in it, also when this process is killed, together with the
+/// veth pair and this host's route to the address.
 ///
 /// # Errors
-/// Why there cannot be such a pod.
+/// The reason why there cannot be such a pod.
 pub(super) async fn from_pod(
     range: IpNet,
     token: IpAddr,
     ports: Vec<u16>,
 ) -> Result<(IpAddr, Vec<Failure>), String> {
     let (send, tried) = tokio::sync::oneshot::channel();
-    // A thread of its own: one that has left this network namespace is of no use for anything else.
+    // Uses a thread of its own: after leaving this network namespace it is of no other use.
     std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let tried = runtime
             .map_err(|error| error.to_string())
             .and_then(|runtime| runtime.block_on(Pod::attempt(range, token, &ports)));
-        // If nobody waits any more, there is nobody to tell.
+        // Fails only if nobody waits any more.
         let _ = send.send(tried);
     });
     tried.await.map_err(|_| "the thread in the pod's namespace panicked".to_owned())?
 }
 
-/// A pod, while the calling thread is in its namespace.
+/// A pod; the calling thread is in its namespace.
 struct Pod {
     host: Handle,
-    /// The host's end of the cable, there.
+    /// Index of the host's end of the veth pair, in the host's namespace.
     link: u32,
 }
 
@@ -117,7 +117,7 @@ impl Pod {
         let name = format!("doctor{}", std::process::id());
         inside.link().add(LinkVeth::new(POD_LINK, &name).build()).execute().await?;
         let (in_pod, on_host) = (link(inside, POD_LINK).await?, link(inside, &name).await?);
-        // A bridge takes the lowest address of its ports, if it has none of its own: not this one's.
+        // A bridge without an address of its own takes the lowest of its ports: this one must not be the lowest.
         let moved =
             LinkMessageBuilder::<LinkUnspec>::new().index(on_host.header.index).address(HIGH.to_vec());
         inside.link().set(moved.setns_by_fd(own.as_raw_fd()).build()).execute().await?;
@@ -138,7 +138,7 @@ impl Pod {
         inside.route().add(direct(token, whole, in_pod_index)).execute().await?;
         // As if the host were its gateway.
         let gateway = match &bridge {
-            // Its first port has changed its address.
+            // The bridge's address has changed with its first port.
             Some(bridge) => {
                 let mut links = pod.host.link().get().match_index(bridge.header.index).execute();
                 mac(&links.try_next().await?.ok_or(rtnetlink::Error::RequestFailed)?)
@@ -162,7 +162,7 @@ fn failed(what: &'static str) -> impl FnOnce(rtnetlink::Error) -> String {
     move |error| format!("failed to {what}: {error}")
 }
 
-/// With the calling thread's network namespace.
+/// Opens netlink in the calling thread's network namespace.
 fn connection() -> io::Result<Handle> {
     let (connection, handle, _) = rtnetlink::new_connection()?;
     tokio::spawn(connection);
@@ -193,7 +193,7 @@ fn mac(link: &LinkMessage) -> Vec<u8> {
     link.attributes.iter().find_map(address).unwrap_or_default()
 }
 
-/// The bridge that has `address` in the range of one of its own, as with the CNI plugin of that name.
+/// Returns the bridge whose own range has `address`, as with the CNI plugin of that name.
 async fn bridge_of(host: &Handle, address: IpAddr) -> Result<Option<LinkMessage>, rtnetlink::Error> {
     let mut addresses = host.address().get().execute();
     while let Some(message) = addresses.try_next().await? {
@@ -218,7 +218,7 @@ async fn bridge_of(host: &Handle, address: IpAddr) -> Result<Option<LinkMessage>
     Ok(None)
 }
 
-/// An address at the end of a range that neither a route nor a neighbour has.
+/// Returns an address at the end of a range that no route or neighbour has.
 async fn free_address(host: &Handle, range: IpNet) -> Result<Option<IpAddr>, rtnetlink::Error> {
     let mut candidates = last_addresses(range);
     let mut addresses = host.address().get().execute();
@@ -248,11 +248,11 @@ async fn free_address(host: &Handle, range: IpNet) -> Result<Option<IpAddr>, rtn
                 .any(|attribute| matches!(attribute, RouteAttribute::Destination(to) if has(to)))
         });
     }
-    // Whoever has one of them on a bridge or cable of this host answers its ARP.
+    // A neighbour on a bridge or veth pair of this host that has one of them answers its ARP request.
     let any = if matches!(range, IpNet::V4(_)) { "0.0.0.0:0" } else { "[::]:0" };
     if let Ok(socket) = UdpSocket::bind(any) {
         for candidate in &candidates {
-            // Port 9 discards. What has no way there is free.
+            // Port 9 is the discard port. An address without a route is free.
             let _ = socket.send_to(&[], (*candidate, 9));
         }
         tokio::time::sleep(ARP).await;
@@ -276,7 +276,8 @@ async fn free_address(host: &Handle, range: IpNet) -> Result<Option<IpAddr>, rtn
     Ok(candidates.first().copied())
 }
 
-/// The last of a range but the very last, which an IPv4 network broadcasts with. CNI plugins begin with the first.
+/// The last addresses of a range, except the very last, which is the broadcast address of an IPv4 network. CNI plugins
+/// start with the first.
 fn last_addresses(range: IpNet) -> Vec<IpAddr> {
     let candidate = |back: u8| -> Option<IpAddr> {
         let address: IpAddr = match range {

@@ -1,4 +1,4 @@
-//! The inventory file.
+//! Reads the inventory file.
 
 use std::path::Path;
 
@@ -17,21 +17,21 @@ pub struct SourceStatus {
     pub source: String,
     pub edge: usize,
     pub cloud: usize,
-    /// Why the file's present content is not in effect. In a cluster: what the server cannot follow now, which need not be
-    /// the nodes, and why.
+    /// Reason why the file's present content is not in effect. In a cluster: the resources that cannot be followed at
+    /// present, not necessarily the nodes, and the reason.
     pub last_error: Option<String>,
-    /// In a cluster: the API server has not answered since the start, and the nodes are those of the state directory, which
-    /// were current so many seconds ago.
+    /// Set in a cluster if the API server has not answered since the start: age in seconds of the nodes in effect,
+    /// which are those of the state directory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub old_s: Option<u64>,
 }
 
-/// The number of nodes in effect, as a metric.
+/// Metric of the number of nodes in effect.
 #[derive(Clone, Debug, Default)]
 pub struct NodeCount(Family<[(&'static str, &'static str); 1], Gauge>);
 
 impl NodeCount {
-    /// Goes into `registry`, which has the prefix `postern`.
+    /// Registers the metric in `registry`, which has the prefix `postern`.
     pub fn register(registry: &mut Registry) -> Self {
         let count = Self::default();
         registry.register("inventory_nodes", "Nodes in the inventory, by role", count.0.clone());
@@ -46,11 +46,11 @@ impl NodeCount {
     }
 }
 
-/// Reads the inventory file for the first time. A file without nodes takes effect only with `allow_empty`: it is more likely its
-/// writer's mistake than a cluster that vanished at once.
+/// Reads the inventory file for the first time. An empty list of nodes takes effect only with `allow_empty`: it is more
+/// likely a mistake of its writer than a cluster that vanished at once.
 ///
 /// # Errors
-/// It cannot be read or is invalid: there is no last good content yet.
+/// If it cannot be read or is invalid: there is no last good content yet.
 pub(crate) fn open(
     path: &Path,
     selector: Selector,
@@ -233,7 +233,7 @@ mod tests {
         fs::write(at("..1/nodes.yaml"), nodes(&["edge-1"])).unwrap();
         symlink("..1", at("..data")).unwrap();
         symlink("..data/nodes.yaml", at("nodes.yaml")).unwrap();
-        // The flag may name the mount through a link of its own.
+        // The flag may name the mount through another link.
         let elsewhere = tempfile::tempdir().unwrap();
         let path = elsewhere.path().join("inventory");
         symlink(at("nodes.yaml"), &path).unwrap();

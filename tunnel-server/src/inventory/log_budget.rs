@@ -1,20 +1,20 @@
-//! A bound for lines in the log that a node can cause at will: one that changes for hours must not fill it.
+//! A rate limit for log lines that a node can cause at will: a node that changes for hours must not fill the log.
 
 use std::time::{Duration, Instant};
 
-/// Lines that may come at once.
+/// Maximum burst of lines.
 const BURST: u32 = 100;
-/// One more line may come after this time.
+/// Time until one more line is allowed.
 const REFILL: Duration = Duration::from_secs(10);
 
-/// How many lines about one thing may still come.
+/// Budget of log lines about one subject.
 #[derive(Debug)]
 pub(crate) struct LogBudget {
-    /// What they are about.
+    /// Subject of the lines.
     about: &'static str,
     lines: u32,
     refilled: Option<Instant>,
-    /// Lines left out since the last one.
+    /// Lines dropped since the last one.
     left_out: usize,
 }
 
@@ -23,7 +23,7 @@ impl LogBudget {
         Self { about, lines: BURST, refilled: None, left_out: 0 }
     }
 
-    /// Whether one more line may be logged. Before it, how many were left out is.
+    /// Returns true if one more line may be logged. Logs the number of dropped lines first.
     pub(crate) fn may_log(&mut self, now: Instant) -> bool {
         let refilled = *self.refilled.get_or_insert(now);
         let periods = now.saturating_duration_since(refilled).as_secs() / REFILL.as_secs();

@@ -1,4 +1,4 @@
-//! The nodes of the cluster, and how a file lists them: a NodeList as kubectl prints it.
+//! The nodes of the cluster, and the file format that lists them: a NodeList as printed by kubectl.
 
 mod file;
 mod log_budget;

@@ -1,5 +1,5 @@
-//! The fields of a Node as Kubernetes writes them, and the inventory node that they make. The inventory file and the
-//! watch of the Nodes are both read here; they differ in what they do about a field that cannot be used.
+//! The fields of a Node as Kubernetes writes them, and the inventory node made of them. Used for the inventory file and
+//! for the watch of the Nodes, which treat unusable fields differently.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -10,22 +10,22 @@ use serde::{Deserialize, Serialize};
 use serde_saphyr::Spanned;
 use tunnel_core::identity::NodeName;
 
-/// A node as far as the tunnel is concerned.
+/// The properties of a node that the tunnel needs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InventoryNode {
     pub name: NodeName,
-    /// Reached through the tunnel; otherwise never redirected.
+    /// True if the node is reached through the tunnel; others are never redirected.
     pub edge: bool,
-    /// InternalIPs first, then ExternalIPs; IPv4 not as v4-mapped IPv6. At most [`MAX_ADDRESSES`].
+    /// InternalIPs first, then ExternalIPs; IPv4 never as v4-mapped IPv6. At most [`MAX_ADDRESSES`].
     pub addresses: Vec<IpAddr>,
-    /// How many more it names.
+    /// Number of further addresses that were left out.
     pub left_out: usize,
     pub kubelet_port: u16,
     pub pod_cidrs: Vec<IpNet>,
-    /// When the Node was created: one that is created again under the same name is another one. None where that is not
-    /// certain, as in a file.
+    /// Creation time of the Node: one created again under the same name is a different node. None if it is not certain,
+    /// as in a file.
     pub created: Option<SystemTime>,
-    /// An edge node's, where something goes by them (see [`Selector::keep_labels`](super::Selector::keep_labels)).
+    /// Labels of an edge node, if they are needed (see [`Selector::keep_labels`](super::Selector::keep_labels)).
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
 }
@@ -47,24 +47,24 @@ impl InventoryNode {
     }
 }
 
-/// The kubelet's port when a Node does not name another.
+/// The kubelet's default port.
 pub const DEFAULT_KUBELET_PORT: u16 = 10250;
 /// The kubelet's port without TLS.
 pub const READ_ONLY_KUBELET_PORT: u16 = 10255;
 
-/// A node's addresses beyond these are not used: a kubelet names as many as it likes.
+/// Maximum number of a node's addresses in use: a kubelet may report any number.
 pub const MAX_ADDRESSES: usize = 16;
-/// The same for its ranges of pods; Kubernetes allows one of each family.
+/// Maximum number of a node's pod ranges; Kubernetes allows one per family.
 const MAX_POD_CIDRS: usize = 4;
 
-/// Types of addresses, the preferred one first. Host names are not routed.
+/// Address types in use, the preferred one first. Host names are not routed.
 const ROUTED: [&str; 2] = ["InternalIP", "ExternalIP"];
 
-/// A text, and where a file has it.
+/// A text and its line in a file.
 pub trait Text {
     fn text(&self) -> &str;
 
-    /// From 1; None outside a file.
+    /// Line number from 1; None outside a file.
     fn line(&self) -> Option<u64> {
         None
     }
@@ -94,7 +94,7 @@ pub struct NodeSpec<T> {
     pod_cidrs: Option<Vec<T>>,
 }
 
-/// `P` is the type of ports: the file's are 16 bits wide, in the API any number is possible.
+/// `P` is the type of ports: 16 bits in the file, any number in the API.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeStatus<T, P> {
@@ -125,7 +125,7 @@ struct DaemonEndpoint<P> {
 pub struct InvalidField {
     pub field: NodeField,
     pub value: String,
-    /// Where a file has it.
+    /// Line in the file.
     pub line: Option<u64>,
     pub reason: &'static str,
 }
@@ -145,7 +145,7 @@ pub enum NodeField {
 }
 
 impl NodeField {
-    /// The field, or the list that it is in.
+    /// The field's key, or that of its list.
     pub fn key(self) -> &'static str {
         match self {
             Self::Address(_) => "status.addresses",
@@ -154,7 +154,7 @@ impl NodeField {
         }
     }
 
-    /// The place in the list too.
+    /// The field's path, with its index in a list.
     pub fn path(self) -> String {
         match self {
             Self::Address(index) => format!("status.addresses[{index}].address"),
@@ -165,10 +165,10 @@ impl NodeField {
     }
 }
 
-/// Reads a Node. `invalid` gets each field that cannot be used; unless it fails, the field is left out.
+/// Reads a Node. Calls `invalid` for each unusable field; unless it fails, the field is left out.
 ///
 /// # Errors
-/// Those of `invalid`.
+/// The errors of `invalid`.
 pub fn read_node<T: Text, P: Copy + Into<i64>, E>(
     name: NodeName,
     edge: bool,
@@ -195,7 +195,7 @@ pub fn read_node<T: Text, P: Copy + Into<i64>, E>(
     let endpoints = status.and_then(|status| status.daemon_endpoints.as_ref());
     let port = endpoints.and_then(|endpoints| endpoints.kubelet_endpoint.as_ref()?.port);
     let kubelet_port = match port.map_or(0, Into::into) {
-        // Kubernetes' "not known".
+        // Kubernetes uses 0 for unknown.
         0 => DEFAULT_KUBELET_PORT,
         port => match u16::try_from(port) {
             Ok(port) => port,

@@ -1,4 +1,4 @@
-//! All nodes.
+//! The list of all nodes.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -10,11 +10,11 @@ use tunnel_core::identity::NodeName;
 
 use super::InventoryNode;
 
-/// Every node, edge or cloud. A clone shares the nodes; the first change of one of the two copies the list.
+/// All nodes, edge and cloud. Clones share the nodes; changing one of them copies the list first.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(from = "Vec<InventoryNode>")]
 pub struct Inventory {
-    /// In the order of their names.
+    /// Sorted by name.
     nodes: Arc<Vec<Arc<InventoryNode>>>,
 }
 
@@ -27,7 +27,7 @@ impl Inventory {
         self.nodes.is_empty()
     }
 
-    /// In the order of their names.
+    /// Iterates in the order of names.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<InventoryNode>> {
         self.nodes.iter()
     }
@@ -36,18 +36,18 @@ impl Inventory {
         self.nodes.get(self.find(name).ok()?)
     }
 
-    /// The node's place in the order of names, or the one that it would have.
+    /// The node's index in the order of names, or the index at which it would be inserted.
     fn find(&self, name: &str) -> Result<usize, usize> {
         self.nodes.binary_search_by(|node| node.name.as_str().cmp(name))
     }
 
-    /// Numbers of edge and of cloud nodes.
+    /// Number of edge nodes and of cloud nodes.
     pub fn counts(&self) -> (usize, usize) {
         let edge = self.iter().filter(|node| node.edge).count();
         (edge, self.len() - edge)
     }
 
-    /// Adds a node, or replaces the one of its name. Whether that is a change.
+    /// Adds a node, or replaces the one of the same name. Returns true if that is a change.
     pub fn insert(&mut self, node: InventoryNode) -> bool {
         match self.find(node.name.as_str()) {
             Ok(place) if *self.nodes[place] == node => return false,
@@ -57,14 +57,14 @@ impl Inventory {
         true
     }
 
-    /// Whether the node was there.
+    /// Removes a node. Returns true if it existed.
     pub fn remove(&mut self, name: &str) -> bool {
         let Ok(place) = self.find(name) else { return false };
         Arc::make_mut(&mut self.nodes).remove(place);
         true
     }
 
-    /// The names of the nodes that came, went or differ since `before`, in their order.
+    /// Names of the nodes that were added, removed or changed since `before`, in order.
     pub fn changed_since(&self, before: &Self) -> Vec<NodeName> {
         let (mut old, mut new) = (before.iter().peekable(), self.iter().peekable());
         let mut changed = Vec::new();
@@ -84,7 +84,7 @@ impl Inventory {
     }
 }
 
-/// By its place in the order of names.
+/// By index in the order of names.
 impl Index<usize> for Inventory {
     type Output = Arc<InventoryNode>;
 

@@ -1,4 +1,4 @@
-//! The text of `kubectl get nodes -o yaml` (or json) as an inventory.
+//! Parses the output of `kubectl get nodes -o yaml` (or json) to an inventory.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -12,15 +12,15 @@ use super::node::{NodeSpec, NodeStatus, read_node};
 use super::{Inventory, InventoryNode, Selector};
 use crate::yaml::{self, Located, MAX_DEPTH, Traced, locate};
 
-/// Larger files are refused. 100,000 nodes with their conditions and without their images are some 200 MiB.
+/// Maximum size of a file. 100,000 nodes with their conditions and without their images are about 200 MiB.
 pub const MAX_BYTES: usize = 256 << 20;
 
-/// What is wrong with an inventory, and where.
+/// An error in an inventory, with its place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InventoryError {
-    /// From 1; None when it is the file as a whole.
+    /// Line number from 1; None for the file as a whole.
     pub line: Option<u64>,
-    /// Such as `items[3].metadata.name`; empty when it is the file as a whole.
+    /// Path such as `items[3].metadata.name`; empty for the file as a whole.
     pub key: String,
     pub reason: String,
 }
@@ -30,7 +30,7 @@ impl InventoryError {
         Self { line: None, key: String::new(), reason: reason.into() }
     }
 
-    /// In a size for a log: keys and values of the file may be as large as the file.
+    /// Shortens the error for the log: keys and values may be as large as the file.
     fn bounded(self) -> Self {
         let bounded = |text: &str, max: usize| {
             let short = printable(text, max);
@@ -54,11 +54,11 @@ impl fmt::Display for InventoryError {
 
 impl std::error::Error for InventoryError {}
 
-/// Reads a List of Nodes, a NodeList, a single Node, or several of these as YAML documents. JSON is YAML. Unknown
-/// keys are ignored: the format is Kubernetes', and grows.
+/// Parses a List of Nodes, a NodeList, a single Node, or several of these as YAML documents. JSON is valid YAML.
+/// Unknown keys are ignored: the format is Kubernetes' and grows.
 ///
 /// # Errors
-/// Names the line, the key and the reason. Node names must be unique.
+/// With the line, the key and the reason. Node names must be unique.
 pub fn parse(text: &str, selector: &Selector) -> Result<Inventory, InventoryError> {
     parse_unbounded(text, selector).map_err(InventoryError::bounded)
 }
@@ -88,14 +88,14 @@ fn options() -> serde_saphyr::Options {
     serde_saphyr::options! {
         with_snippet: false,
         budget: serde_saphyr::budget! {
-            // The size of the text bounds these; the defaults are for small configurations.
+            // Bounded by the size of the text; the defaults are for small configurations.
             max_events: MAX_BYTES,
             max_nodes: MAX_BYTES,
             max_documents: MAX_BYTES,
             max_total_scalar_bytes: MAX_BYTES,
             max_total_comment_bytes: MAX_BYTES,
             max_depth: MAX_DEPTH,
-            // Kubernetes prints no aliases; a few are harmless, a bomb is not.
+            // Kubernetes prints no aliases; a few are harmless, an alias bomb is not.
             max_aliases: 1000,
             max_anchors: 1000,
         },
@@ -107,7 +107,7 @@ fn structural(error: &serde_saphyr::Error) -> InventoryError {
     InventoryError { line, key, reason }
 }
 
-/// A List, a NodeList or a Node.
+/// A List, NodeList or Node.
 #[derive(Deserialize)]
 struct Document {
     kind: Spanned<String>,
@@ -119,7 +119,7 @@ struct Document {
 
 #[derive(Deserialize)]
 struct Item {
-    /// A NodeList's items need none.
+    /// Optional in a NodeList.
     kind: Option<Spanned<String>>,
     metadata: Spanned<Metadata>,
     spec: Option<NodeSpec<Spanned<String>>>,
@@ -128,16 +128,16 @@ struct Item {
 
 #[derive(Deserialize)]
 struct Metadata {
-    /// A List has none.
+    /// None in a List.
     name: Option<Spanned<String>>,
-    /// A label without a value is an empty one.
+    /// A label without a value has an empty one.
     labels: Option<BTreeMap<String, Option<String>>>,
 }
 
 struct Reader<'a> {
     selector: &'a Selector,
     nodes: Vec<InventoryNode>,
-    /// Where each name was first seen.
+    /// The place at which each name was first seen.
     seen: HashMap<NodeName, String>,
 }
 

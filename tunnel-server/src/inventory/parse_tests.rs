@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// As `kubectl get nodes -o yaml` prints it (cut).
+/// Output of `kubectl get nodes -o yaml`, shortened.
 const KUBECTL: &str = r#"apiVersion: v1
 items:
 - apiVersion: v1
@@ -248,7 +248,7 @@ proptest! {
         let _ = read(&text);
     }
 
-    /// A changed or truncated file is an error with a reason or an inventory, never a panic.
+    /// A changed or truncated file gives an inventory or an error with a reason, never a panic.
     #[test]
     fn mutations_of_a_real_file_never_panic(at in 0..KUBECTL.len(), byte in any::<u8>(), cut in any::<bool>()) {
         let mut bytes = KUBECTL.as_bytes().to_vec();

@@ -1,19 +1,19 @@
-//! Which nodes are edge nodes: a Kubernetes label selector.
+//! A Kubernetes label selector, which determines the edge nodes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::str::FromStr;
 
-/// The labels by which OpenYurt, SuperEdge and KubeEdge mark edge nodes.
+/// The labels with which OpenYurt, SuperEdge and KubeEdge mark edge nodes.
 pub const DEFAULT_EDGE_SELECTOR: &str =
     "openyurt.io/is-edge-worker=true || superedge.io/edge-node=enable || node-role.kubernetes.io/edge";
 
-/// A label selector as `kubectl get -l` takes it (`a=b`, `a!=b`, `a in (b,c)`, `a notin (b,c)`, `a`, `!a`; a comma
-/// means and), or several of these with `||` between them, one of which must match.
+/// A label selector in the syntax of `kubectl get -l` (`a=b`, `a!=b`, `a in (b,c)`, `a notin (b,c)`, `a`, `!a`; a comma
+/// means and), or several of these separated by `||`, of which one must match.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selector {
     any: Vec<Vec<Requirement>>,
-    /// Whether the labels of edge nodes are kept: they take much memory where nodes are many.
+    /// True if the labels of edge nodes are kept: with many nodes they need much memory.
     keep: bool,
 }
 
@@ -28,18 +28,18 @@ enum Test {
     Exists,
     Missing,
     In(BTreeSet<String>),
-    /// Also true when the label is missing, as in Kubernetes.
+    /// Also true if the label is missing, as in Kubernetes.
     NotIn(BTreeSet<String>),
 }
 
 impl Selector {
-    /// What else goes by labels needs those of the edge nodes.
+    /// Sets if the labels of edge nodes are kept: other parts than the selector may need them.
     #[must_use]
     pub fn keep_labels(self, keep: bool) -> Self {
         Self { keep, ..self }
     }
 
-    /// The labels that a node's inventory entry gets.
+    /// The labels for a node's inventory entry.
     pub(crate) fn kept(&self, edge: bool, labels: &BTreeMap<String, String>) -> BTreeMap<String, String> {
         if self.keep && edge { labels.clone() } else { BTreeMap::new() }
     }
@@ -113,7 +113,7 @@ fn conjunction(text: &str) -> Result<Vec<Requirement>, SelectorError> {
     split_outside_parentheses(text)?.into_iter().map(|part| requirement(part.trim())).collect()
 }
 
-/// Splits at the commas that are not in a list of values.
+/// Splits at commas outside of value lists.
 fn split_outside_parentheses(text: &str) -> Result<Vec<&str>, SelectorError> {
     let unmatched = || SelectorError::Parentheses(text.trim().to_owned());
     let (mut parts, mut start, mut inside) = (Vec::new(), 0, false);
@@ -195,7 +195,7 @@ fn label_value(text: &str) -> Result<String, SelectorError> {
     }
 }
 
-/// Letters, digits, `-`, `_` and `.`, with a letter or a digit at both ends.
+/// True for letters, digits, `-`, `_` and `.`, with a letter or digit at both ends.
 fn is_word(text: &str, longest: usize) -> bool {
     let ends = |end: Option<u8>| end.is_some_and(|byte| byte.is_ascii_alphanumeric());
     text.len() <= longest

@@ -1,8 +1,8 @@
-//! Brings into effect what the API server says: nodes, ranges of Service addresses and ports. Until it answers a start, what it
-//! said before is in effect, as far as the state directory has it.
+//! Applies the state reported by the API server: nodes, Service address ranges and ports. At a start, the state saved
+//! in the state directory is in effect until the API server answers.
 //!
-//! The state directory decides about the routes and the agents' ports only: nothing is written to the cluster by it, and no
-//! agent is refused.
+//! The saved state is used for the routes and the agents' ports only: nothing is written to the cluster because of it,
+//! and no agent is refused.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -21,15 +21,15 @@ use crate::pki::KnownNodes;
 use crate::route::{Router, update, update_services};
 use crate::settings::Settings;
 
-/// The API server may take this long before the state directory is used.
+/// Time for the API server to answer before the state directory is used.
 const GRACE: Duration = Duration::from_secs(3);
-/// A start waits this long for the ports of the ConfigMap. They matter less than the nodes: a server that may not read them
-/// serves all others.
+/// Maximum time that a start waits for the ports of the ConfigMap. They matter less than the nodes: a server that may
+/// not read them still serves all other ports.
 const PORTS_WAIT: Duration = Duration::from_secs(10);
-/// Without any change the time at which all is current is stored this often, so that after a crash it is nearly right.
+/// Interval at which the cache's timestamp is stored without any change, so that it is nearly right after a crash.
 const REFRESH: Duration = Duration::from_secs(600);
 
-/// The words of the API server; each is unknown before its first change.
+/// State reported by the API server; each part is unknown before its first change.
 #[derive(Clone)]
 pub struct Said {
     pub nodes: watch::Receiver<Arc<Inventory>>,
@@ -40,23 +40,23 @@ pub struct Said {
 pub struct Apply {
     pub said: Said,
     pub router: Arc<Router>,
-    /// Gets the ports.
+    /// Receives the ports.
     pub settings: watch::Sender<Arc<Settings>>,
-    /// Gets the API server's nodes.
+    /// Receives the nodes of the API server.
     pub known_nodes: watch::Sender<Option<Arc<KnownNodes>>>,
     pub count: NodeCount,
     pub cache: ClusterCache,
     pub age: Age,
-    /// Of the watch of the nodes.
+    /// Health of the node watch.
     pub health: Health,
-    /// Done once any nodes are known.
+    /// Released once nodes are known.
     pub nodes_known: Option<ReadyGuard>,
-    /// Done once the ports are known, or are not waited for any more.
+    /// Released once the ports are known, or the wait for them is over.
     pub ports_known: Option<ReadyGuard>,
 }
 
 impl Apply {
-    /// Until `stop`. The cache is kept meanwhile.
+    /// Runs until `stop`, and keeps the cache up to date.
     pub async fn run(mut self, stop: CancellationToken) {
         let (changed, changes) = watch::channel(0);
         let (nodes, settings, health) =
@@ -66,7 +66,7 @@ impl Apply {
         tokio::join!(keep, stop.run_until_cancelled(self.follow(changed)));
     }
 
-    /// `changed` increases with each change that the cache is to have.
+    /// Increments `changed` with each change that has to be saved in the cache.
     async fn follow(&mut self, changed: watch::Sender<u64>) {
         let (mut grace, mut patience) = (pin!(sleep(GRACE)), pin!(sleep(PORTS_WAIT)));
         let (mut grace_over, mut ranges_known, mut current) = (false, false, false);
@@ -96,7 +96,7 @@ impl Apply {
                 () = sleep(REFRESH), if current => {}
                 else => return,
             }
-            // Before the API server has said which nodes there are, the cache stays as it is.
+            // The cache stays as it is until the API server has reported the nodes.
             if current {
                 changed.send_modify(|changes| *changes += 1);
             }
@@ -125,7 +125,7 @@ impl Apply {
         let Some(content) = self.cache.load().await.filter(|content| !content.nodes.is_empty()) else {
             return;
         };
-        // A channel is closed when this server stops.
+        // An error means that the channel is closed: this server is stopping.
         let unknown = |changed: Result<bool, _>| changed.is_ok_and(|changed| !changed);
         if !unknown(self.said.nodes.has_changed()) {
             return;
@@ -133,7 +133,7 @@ impl Apply {
         if self.ports_known.is_some() && unknown(self.said.ports.has_changed()) {
             self.use_ports(Arc::new(content.settings));
         }
-        // The API server may have said which ranges there are, and not which nodes.
+        // The API server may have reported the ranges and not yet the nodes.
         if !ranges_known && unknown(self.said.ranges.has_changed()) {
             update_services(self.router.clone(), content.services).await;
         }
@@ -228,7 +228,7 @@ mod tests {
             if answers {
                 parts.nodes.send_replace(node(expected));
             }
-            // The file is written meanwhile.
+            // The cache file is written meanwhile.
             sleep(2 * GRACE).await;
             let inventory = parts.router.snapshot().inventory().clone();
             assert!(inventory.get(expected).is_some() && inventory.len() == 1, "{inventory:?}");

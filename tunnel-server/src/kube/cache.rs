@@ -1,4 +1,4 @@
-//! A copy of the cluster in the state directory, for a start while the API server is away.
+//! A copy of the cluster's state in the state directory, for starts while the API server is unavailable.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,17 +18,17 @@ use crate::inventory::Inventory;
 use crate::route::Router;
 use crate::settings::Settings;
 
-/// Of what the file holds. One of another version is not used.
+/// Version of the file's format. Files of another version are not used.
 const VERSION: u32 = 1;
-/// Changes within this time are written as one.
+/// Changes within this time are written together.
 const PERIOD: Duration = Duration::from_secs(30);
 
-/// Since when what is in effect may have changed: seconds since 1970, 0 while it is current. Clones share it.
+/// Time since which the state in effect may be outdated: seconds since 1970, 0 while current. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Age(Gauge<u64, AtomicU64>);
 
 impl Age {
-    /// Goes into `registry`, which has the prefix `postern`.
+    /// Registers the gauge in `registry`, which has the prefix `postern`.
     pub fn register(registry: &mut Registry) -> Self {
         let age = Self::default();
         let help = "When the nodes in effect were current, if they are those of the state directory because the API server \
@@ -37,12 +37,12 @@ impl Age {
         age
     }
 
-    /// None: it is current.
+    /// Age of the state in seconds; None while it is current.
     pub fn seconds(&self) -> Option<u64> {
         Some(self.0.get()).filter(|at| *at > 0).map(|at| seconds(SystemTime::now()).saturating_sub(at))
     }
 
-    /// `at`: seconds since 1970.
+    /// Sets the time, in seconds since 1970.
     pub(super) fn set(&self, at: u64) {
         self.0.set(at.max(1));
     }
@@ -56,7 +56,7 @@ impl Age {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Content {
     version: u32,
-    /// The time at which it was current, in seconds since 1970.
+    /// Time at which the state was current, in seconds since 1970.
     pub at: u64,
     pub nodes: Inventory,
     /// The ranges of Service addresses.
@@ -73,7 +73,7 @@ impl ClusterCache {
         Self(StateFile::new(state_dir.join("cluster.json")))
     }
 
-    /// None without a file that can be used; why it cannot is logged.
+    /// Loads the file. Returns None if there is none that can be used; the reason is logged.
     pub async fn load(&self) -> Option<Content> {
         let file = self.0.clone();
         let content = tokio::task::spawn_blocking(move || file.load()).await.ok().flatten()?;
@@ -85,7 +85,7 @@ impl ClusterCache {
         Some(content)
     }
 
-    /// Writes what is in effect after each change until `stop`. `nodes` are those of the API server.
+    /// Writes the state in effect after each change until `stop`. `nodes` are those of the API server.
     pub async fn keep(
         self,
         changed: watch::Receiver<u64>,
@@ -108,7 +108,7 @@ impl ClusterCache {
     }
 }
 
-/// The time at which the nodes were current: now, or when their watch was lost.
+/// Returns the time at which the nodes were current: now, or when their watch was lost.
 fn current_at(health: &Health) -> SystemTime {
     let watches = health.report();
     let lost = watches.iter().find(|watch| watch.resource == "nodes" && !watch.synced);

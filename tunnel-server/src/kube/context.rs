@@ -1,4 +1,4 @@
-//! What every part of the Kubernetes side works with.
+//! Values shared by all parts of the Kubernetes side.
 
 use std::future::pending;
 use std::path::PathBuf;
@@ -13,8 +13,8 @@ use tunnel_kube::{ClientSettings, Health, KubeError};
 use crate::inventory::Inventory;
 use crate::settings::Settings;
 
-/// How long one write may take. Together with the ten seconds after which a server that cannot renew the Lease stops
-/// writing, it ends before another server may hold the Lease.
+/// Time limit of one write. A server that cannot renew the Lease stops writing after ten seconds; with this limit its
+/// last write ends before another server may hold the Lease.
 pub(super) const WRITE_DEADLINE: Duration = Duration::from_secs(4);
 
 /// How to reach the API server, and what the objects there are called.
@@ -32,10 +32,10 @@ pub struct KubeOptions {
 }
 
 impl KubeOptions {
-    /// A client, and the namespace of the objects.
+    /// Returns a client and the namespace of the objects.
     ///
     /// # Errors
-    /// When the configuration is missing or wrong; no request is made.
+    /// If the configuration is missing or invalid; no request is made.
     pub async fn connect(&self) -> Result<(kube::Client, String), KubeError> {
         match &self.kubeconfig {
             Some(path) => {
@@ -115,25 +115,25 @@ pub(crate) fn object_name(value: &str) -> Result<String, String> {
         .to_owned())
 }
 
-/// The cluster as one server sees it.
+/// The cluster as seen by one server.
 #[derive(Clone)]
 pub struct KubeContext {
     pub client: kube::Client,
     pub namespace: Arc<str>,
     pub names: Arc<ObjectNames>,
-    /// This server's name for itself, under which it holds the Lease.
+    /// Name under which this server holds the Lease.
     pub identity: Arc<str>,
-    /// Whether this server holds the Lease.
+    /// True while this server holds the Lease.
     pub leader: watch::Receiver<bool>,
-    /// The nodes. They are not known before the first change.
+    /// The nodes; not known before the first change.
     pub inventory: watch::Receiver<Arc<Inventory>>,
-    /// The ConfigMap's ports. They are not known before the first change.
+    /// The ConfigMap's ports; not known before the first change.
     pub settings: watch::Receiver<Arc<Settings>>,
     pub health: Health,
     pub stop: CancellationToken,
 }
 
-/// Waits until the value is so; for ever if nobody can change it any more.
+/// Waits until the value is `wanted`; forever if the sender is gone.
 pub(super) async fn becomes(value: &mut watch::Receiver<bool>, wanted: bool) {
     if value.wait_for(|now| *now == wanted).await.is_err() {
         pending::<()>().await;

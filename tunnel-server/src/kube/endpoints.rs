@@ -1,4 +1,4 @@
-//! Where a Service's endpoints are, asked when a caller waits for it.
+//! Looks up the endpoints of a Service while a caller waits.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -13,14 +13,14 @@ use tunnel_kube::request;
 use super::read::SERVICE_NAME;
 use super::read::cluster_ips::{self, ClusterService};
 
-/// How long a caller waits for the API server.
+/// Time limit for the API server while a caller waits.
 const DEADLINE: Duration = Duration::from_secs(4);
 
-/// Where one endpoint of a Service's port is.
+/// Address of one endpoint of a Service's port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint {
     pub address: SocketAddr,
-    /// The node that it is on, if it is on one.
+    /// Node of the endpoint, if it has one.
     pub node: Option<Box<str>>,
 }
 
@@ -35,10 +35,10 @@ impl ServiceEndpoints {
         Self { client }
     }
 
-    /// Where the ready endpoints of a Service's port are.
+    /// Returns the ready endpoints of a Service's port.
     ///
     /// # Errors
-    /// There is no such Service or port, it has no endpoints, or the API server does not answer.
+    /// If there is no such Service or port, it has no ready endpoint, or the API server does not answer.
     pub async fn of(&self, name: &str, namespace: &str, port: u16) -> Result<Vec<Endpoint>, String> {
         let services = Api::<Service>::namespaced(self.client.clone(), namespace);
         let full_name = format!("{name}.{namespace}");
@@ -59,19 +59,19 @@ impl ServiceEndpoints {
         Ok(found)
     }
 
-    /// The Service that has this address now.
+    /// Returns the Service that has this cluster IP now.
     ///
     /// # Errors
-    /// The API server does not answer, or is too old to be asked.
+    /// If the API server does not answer, or does not support the query.
     pub async fn service_at(&self, address: IpAddr) -> Result<Option<Arc<ClusterService>>, String> {
         let found = cluster_ips::ask(&self.client, address, DEADLINE).await;
         found.map_err(|error| error.to_string())
     }
 
-    /// The ready endpoints of the TCP port that has this name, or none.
+    /// Returns the ready endpoints of the TCP port named `port`; empty if there are none.
     ///
     /// # Errors
-    /// The API server does not answer.
+    /// If the API server does not answer.
     pub async fn ready(&self, name: &str, namespace: &str, port: &str) -> Result<Vec<Endpoint>, String> {
         let slices = Api::<EndpointSlice>::namespaced(self.client.clone(), namespace);
         let of_this = ListParams::default().labels(&format!("{SERVICE_NAME}={name}"));
@@ -85,7 +85,7 @@ impl ServiceEndpoints {
             });
             let Some(port) = of_slice.and_then(|known| u16::try_from(known.port?).ok()) else { continue };
             for endpoint in slice.endpoints {
-                // Unknown counts as ready (EndpointConditions).
+                // An unknown readiness counts as ready (EndpointConditions).
                 if endpoint.conditions.and_then(|conditions| conditions.ready) == Some(false) {
                     continue;
                 }

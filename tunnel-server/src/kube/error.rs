@@ -1,4 +1,4 @@
-//! Errors about objects of the cluster, and about copies of them on disk.
+//! Errors about objects of the cluster, and about their copies on disk.
 
 use tunnel_kube::RequestError;
 
@@ -8,10 +8,10 @@ use crate::pki::PkiError;
 pub enum ClusterError {
     #[error(transparent)]
     Pki(#[from] PkiError),
-    /// Of a conflict: the object has changed since it was read, or another server made it first.
+    /// After a conflict, the object has changed since it was read, or another server created it first.
     #[error("{}{}", .0, if .0.is_conflict() { "; it was changed at the same moment: repeat the command" } else { "" })]
     Request(#[from] RequestError),
-    /// An object that is there, and cannot be used.
+    /// An object that exists and cannot be used.
     #[error("{object}: {reason}; {fix}")]
     Malformed { object: String, reason: String, fix: String },
     #[error(

@@ -1,5 +1,5 @@
-//! Objects of which only some fields are read: conditions, images, managed fields and the like are skipped while parsing,
-//! so that a heartbeat costs little.
+//! Objects of which only some fields are parsed: conditions, images, managed fields and the like are skipped, so that a
+//! heartbeat costs little.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -11,8 +11,8 @@ use kube::Resource;
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
 
-/// An object of the kind `K`. Of its metadata there are the name, the namespace, the version, the labels and the time of
-/// its creation.
+/// An object of kind `K`. Its metadata has the name, the namespace, the resource version, the labels and the creation
+/// time only.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(bound(deserialize = "Spec: Deserialize<'de>, Status: Deserialize<'de>"))]
 pub struct Partial<K, Spec, Status = IgnoredAny> {

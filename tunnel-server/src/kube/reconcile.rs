@@ -1,5 +1,5 @@
-//! The loop of everything that is brought in line with the cluster whenever one of its inputs has changed, and is tried again
-//! when that fails.
+//! The reconcile loop: brings something in line with the cluster whenever one of its inputs has changed, and retries
+//! after an error.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -12,25 +12,25 @@ use tunnel_kube::Attempts;
 
 use super::error::ClusterError;
 
-/// Something that is computed from inputs and written when it differs.
+/// Something computed from inputs, and written when it differs.
 pub(super) trait Reconcile: Send {
     type Input;
 
     fn apply(&mut self, input: Self::Input);
 
-    /// Not to be reconciled before, whatever has changed: what is large is written seldom.
+    /// Earliest time of the next reconciliation, whatever changes; used to write large objects rarely.
     fn not_before(&self) -> Option<Instant> {
         None
     }
 
-    /// Returns when to call it again without any input. When it fails that is after a delay.
+    /// Returns the time at which to call it again without any input. After an error it is called again after a delay.
     fn reconcile(
         &mut self,
         attempts: &mut Attempts,
     ) -> impl Future<Output = Result<Option<Instant>, ClusterError>> + Send;
 }
 
-/// Reconciles now and after each input, until `stop`. Inputs within `debounce` count as one.
+/// Reconciles now and after each input until `stop`. Inputs within `debounce` are handled together.
 pub(super) async fn run<R: Reconcile>(
     mut target: R,
     inputs: impl Stream<Item = R::Input> + Send,
@@ -57,7 +57,7 @@ pub(super) async fn run<R: Reconcile>(
                     due = match target.reconcile(&mut attempts).await {
                         Ok(next) => next,
                         Err(error) => {
-                            // A conflict: the watch will bring what another writer wrote.
+                            // After a conflict the watch delivers the other writer's version.
                             if !error.is_conflict() {
                                 attempts.report(&error);
                             }

@@ -1,4 +1,4 @@
-//! Which of the other servers has which node.
+//! The nodes of the other servers.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use tunnel_core::identity::NodeName;
 use super::peer::Peer;
 use crate::route::{Holder, Router};
 
-/// The other servers, and which of them has which node.
+/// The other servers and their nodes.
 pub struct Peers {
     up: RwLock<Vec<Arc<Peer>>>,
     held: RwLock<HashMap<NodeName, Vec<Arc<Peer>>>>,
@@ -19,33 +19,34 @@ pub struct Peers {
 }
 
 impl Peers {
-    /// Without any. `router` is kept up to date with which nodes they have.
+    /// Creates an empty list. Updates `router` with the nodes of the other servers.
     pub fn new(router: Arc<Router>) -> Self {
         Self { up: RwLock::default(), held: RwLock::default(), router, changed: watch::Sender::new(0) }
     }
 
-    /// Those that have the node, the best one first. One that stops soon is asked after the others, and one that has not
-    /// answered is the last: to ask it again would cost each connection the time for its answer.
+    /// Servers that have the node, the best one first. Draining ones come after the others. One that has not answered
+    /// comes last: asking it again would delay each connection by the time limit for its answer.
     pub fn holders(&self, node: &NodeName) -> Vec<Arc<Peer>> {
         let held = self.held.read();
         let mut holders = held.get(node).cloned().unwrap_or_default();
         drop(held);
-        // Cached: what they carry changes meanwhile.
+        // Cached, because the connection counts change meanwhile.
         holders.sort_by_cached_key(|peer| (peer.is_silent(), peer.is_draining(), peer.connections()));
         holders
     }
 
-    /// The nodes that any of them has.
+    /// The nodes that any other server has.
     pub fn nodes(&self) -> BTreeSet<NodeName> {
         self.held.read().keys().cloned().collect()
     }
 
-    /// Grows whenever a node is the first time, or no more, with any of them. A receiver sees many changes as one.
+    /// Incremented when a node appears at its first other server, or vanishes from its last. A receiver may see several
+    /// changes as one.
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.changed.subscribe()
     }
 
-    /// To be called under the lock, so that the router sees changes in the same order.
+    /// Must be called under the lock, so that the router sees changes in the same order.
     fn moved(&self, node: &NodeName, held: bool) {
         if held {
             self.router.set_live(node, Holder::Peers, true);
@@ -55,7 +56,7 @@ impl Peers {
         self.changed.send_modify(|changes| *changes += 1);
     }
 
-    /// Those that this server is connected with.
+    /// The servers that this one is connected to.
     pub fn all(&self) -> Vec<Arc<Peer>> {
         self.up.read().clone()
     }
@@ -64,7 +65,7 @@ impl Peers {
         self.up.write().push(peer.clone());
     }
 
-    /// Forgets a server and what it has.
+    /// Removes a server and its nodes.
     pub(super) fn part(&self, peer: &Arc<Peer>) {
         self.up.write().retain(|other| !Arc::ptr_eq(other, peer));
         let nodes = std::mem::take(&mut *peer.nodes());
@@ -91,7 +92,7 @@ impl Peers {
         }
     }
 
-    /// It has no others than these.
+    /// Removes all nodes of `peer` except these.
     pub(super) fn only(&self, peer: &Arc<Peer>, nodes: &HashSet<NodeName>) {
         let gone: Vec<_> = peer.nodes().difference(nodes).cloned().collect();
         for node in gone {

@@ -1,4 +1,4 @@
-//! The other servers as metrics.
+//! Metrics of the other servers.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use prometheus_client::registry::Registry;
 
 use super::held::Peers;
 
-/// Registers `postern_peers`; `registry` has the prefix `postern` already.
+/// Registers `postern_peers`; `registry` already has the prefix `postern`.
 pub fn register_peers(registry: &mut Registry, peers: Arc<Peers>) {
     registry.register_collector(Box::new(Collected(peers)));
 }

@@ -1,7 +1,7 @@
-//! The other servers: which nodes they have, and a link with each, over which connections are passed to them.
+//! The other servers: their nodes, and a link with each of them over which connections are forwarded.
 //!
-//! Every server dials every other one. What they tell each other may be late or lost: a server that is asked for a node
-//! that it does not have any more says so, and another one is asked.
+//! Every server dials every other one. Their information may be late or lost: a server asked for a node that it no
+//! longer has reports that, and another one is asked.
 
 mod dial;
 mod held;

@@ -21,26 +21,26 @@ use tunnel_core::text::printable;
 
 use crate::session::{Asked, Link, Links, On, Taken, ask};
 
-/// How long another server may take to say whether it has the node, and four times the round-trip time: it need not ask
-/// anyone.
+/// Time for another server to report if it has the node, plus four times the round-trip time: it does not have to ask
+/// anyone else.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// Another server that this one is connected with.
+/// Another server that this one is connected to.
 pub struct Peer {
     pub server_id: String,
     pub version: String,
-    /// Where it was dialled.
+    /// Address at which it was dialled.
     pub address: String,
     pub since: Instant,
-    /// Bytes carried, from clients to nodes and back.
+    /// Bytes forwarded, from clients to nodes and back.
     pub carried: Totals,
     pub(super) links: Links,
     pub(super) stalls: StallBound,
-    /// It stops soon.
+    /// Cancelled when it drains.
     pub(super) draining: CancellationToken,
-    /// Ends the link.
+    /// Closes the link when cancelled.
     pub(super) closed: CancellationToken,
-    /// The nodes that it says it has.
+    /// The nodes that it has, by its own account.
     nodes: Mutex<HashSet<NodeName>>,
 }
 
@@ -65,22 +65,22 @@ impl Peer {
         }
     }
 
-    /// Whether it stops soon.
+    /// True if it drains.
     pub fn is_draining(&self) -> bool {
         self.draining.is_cancelled()
     }
 
-    /// Whether it has left an ask unanswered and sent nothing since, as one that is frozen.
+    /// True if it left a request unanswered and has sent nothing since, as if it were frozen.
     pub(super) fn is_silent(&self) -> bool {
         self.links.are_silent()
     }
 
-    /// How many nodes it has.
+    /// Number of its nodes.
     pub fn node_count(&self) -> usize {
         self.nodes().len()
     }
 
-    /// Connections that it carries for this server.
+    /// Number of connections that it forwards for this server.
     pub fn connections(&self) -> u32 {
         self.links.connections()
     }
@@ -93,11 +93,11 @@ impl Peer {
         self.nodes.lock()
     }
 
-    /// Has it ask the node's agent for a connection to `target`, or not if its own way to the node is silent and
-    /// `unless_silent`. When this returns, the agent has been asked.
+    /// Requests it to ask the node's agent for a connection to `target`; with `unless_silent` only if its own path to
+    /// the node is not silent. When this returns, the agent has been asked.
     ///
     /// # Errors
-    /// Why it has not; another server may be asked.
+    /// The reason why it has not; another server may be asked.
     pub(crate) async fn ask(
         self: &Arc<Self>,
         node: &NodeName,
@@ -140,11 +140,11 @@ impl Peer {
     }
 }
 
-/// Why another server has not asked a node's agent.
+/// Reason why another server has not asked a node's agent.
 #[derive(Debug)]
 pub(crate) struct NotAsked {
     pub(crate) reason: String,
-    /// It has the node, and its own way there is silent.
+    /// True if it has the node, but its own path there is silent.
     pub(crate) silent: bool,
 }
 
@@ -163,25 +163,25 @@ fn metadata(node: &NodeName, client: SocketAddr, unless_silent: bool) -> HeaderM
         .collect()
 }
 
-/// A connection that another server passes on.
+/// A connection forwarded to another server.
 pub(crate) struct OnPeer {
     pub(crate) peer: Arc<Peer>,
     pub(crate) link: Taken,
-    /// Until it is carried.
+    /// Set until it is carried.
     asked: Option<Asked>,
 }
 
 impl OnPeer {
-    /// What was asked; only once.
+    /// Takes the request; only once.
     ///
     /// # Errors
-    /// A second time.
+    /// On the second call.
     pub(crate) fn asked(&mut self) -> Result<Asked, RelayError> {
         let again = || RelayError::Dial(Outcome::Protocol, "it is carried already".to_owned());
         self.asked.take().ok_or_else(again)
     }
 
-    /// What carrying needs.
+    /// The parameters for carrying the connection.
     pub(crate) fn on(&self) -> On<'_> {
         On { link: &self.link, to: &self.peer.server_id, stalls: &self.peer.stalls }
     }

@@ -1,11 +1,11 @@
-//! For how long servers and a redirector have refused each other's certificates.
+//! The time for which servers and a redirector have refused each other's certificates.
 
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// The first refusal and the last one since a server linked. Other failures in between do not count: a server that is away
-/// refuses nothing.
+/// The first and the last refusal since a server was last linked. Other failures in between do not count: a server that
+/// is unreachable refuses nothing.
 #[derive(Debug, Default)]
 pub struct Refusals(Mutex<Option<(Instant, Instant)>>);
 
@@ -18,7 +18,7 @@ impl Refusals {
         *self.0.lock() = None;
     }
 
-    /// From the first to the last.
+    /// Time from the first refusal to the last.
     pub fn lasts(&self) -> Option<Duration> {
         self.0.lock().map(|(first, last)| last - first)
     }

@@ -1,4 +1,4 @@
-//! The trust bundle that agents are sent.
+//! The trust bundle that is sent to agents.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use tunnel_core::identity::TrustBundle;
 
 use super::CaState;
 
-/// The trust bundle of `ca`. The receiver wakes only when the bundle differs, not on every change of the CA.
+/// Follows the trust bundle of `ca`. The receiver is notified only if the bundle differs, not on every CA change.
 pub fn follow_bundle(
     mut ca: watch::Receiver<Arc<CaState>>,
     tasks: &TaskTracker,

@@ -1,4 +1,4 @@
-//! The CA's files under the state directory, and the steps of a rotation.
+//! The CA's files in the state directory, and the steps of a rotation.
 
 use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
@@ -16,18 +16,18 @@ use super::issued::IssuedLedger;
 use super::material::{CaMaterial, KEY_SUFFIX, ROOTS, key_names};
 
 const DIRECTORY: &str = "ca";
-/// Names the Secret that the directory is a copy of.
+/// File with the name of the Secret that the directory is a copy of.
 const SOURCE: &str = "secret";
 const BACKUP: &str = "restore it from a backup; only if there is none, move the directory `ca` away: a new CA is created \
                       then, and every agent must enrol again";
 
-/// The Secret of which a state directory has a copy; None: it belongs to no cluster.
+/// The Secret of which a state directory has a copy; None if it belongs to no cluster.
 pub fn cluster_of(state_dir: &Path) -> Result<Option<String>, PkiError> {
     let secret = files::read_optional(&state_dir.join(DIRECTORY).join(SOURCE))?;
     Ok(secret.map(|secret| secret.trim().to_owned()))
 }
 
-/// The CA's files under a state directory. Every method that writes takes the lock; [`Ca::state`] reads without it,
+/// The CA's files in a state directory. Every method that writes takes the lock; [`Ca::state`] reads without it,
 /// because each change is one replacement of `ca.crt`.
 #[derive(Clone, Debug)]
 pub struct Ca {
@@ -36,10 +36,10 @@ pub struct Ca {
 }
 
 impl Ca {
-    /// The CA of a state directory; if there is none yet, creates the directory and a CA.
+    /// Opens the CA of a state directory; creates the directory and a CA if there is none.
     ///
     /// # Errors
-    /// Files that exist but are unusable: they are never overwritten.
+    /// If files exist but are unusable: they are never overwritten.
     pub fn load_or_create(state_dir: &Path, lifetimes: Lifetimes) -> Result<Self, PkiError> {
         let ca = Self { state_dir: state_dir.to_owned(), lifetimes };
         files::create_private_directory(state_dir)?;
@@ -52,7 +52,7 @@ impl Ca {
         Ok(ca)
     }
 
-    /// The CA of a state directory, which must exist.
+    /// Opens the CA of a state directory, which must exist.
     pub fn open(state_dir: &Path, lifetimes: Lifetimes) -> Result<Self, PkiError> {
         let ca = Self { state_dir: state_dir.to_owned(), lifetimes };
         if !ca.directory().exists() {
@@ -82,7 +82,7 @@ impl Ca {
         Ok(DirectoryLock::acquire(&self.state_dir, LOCK)?)
     }
 
-    /// Written under another name and moved into place: a crash leaves no half-written CA.
+    /// Writes the CA under another name and renames it: a crash leaves no half-written CA.
     fn create(&self, material: &CaMaterial) -> Result<(), PkiError> {
         let fail = |error: io::Error| PkiError::io(&self.directory(), error);
         let new = tempfile::Builder::new()
@@ -95,7 +95,7 @@ impl Ca {
         }
         files::replace(&new.path().join(ROOTS), material.roots().as_bytes(), PUBLIC_FILE)?;
         fs::rename(new.path(), self.directory()).map_err(fail)?;
-        // It was moved: nothing is left to remove under the old name.
+        // It was renamed: nothing is left to remove under the old name.
         let _ = new.keep();
         fs::File::open(&self.state_dir).and_then(|directory| directory.sync_all()).map_err(fail)
     }
@@ -106,10 +106,10 @@ impl Ca {
         files::read_optional(&path)?.ok_or_else(|| PkiError::file(&path, &"there is no such file", BACKUP))
     }
 
-    /// The directory's texts.
+    /// Reads the directory's texts.
     ///
     /// # Errors
-    /// The roots are unusable, or a file cannot be read.
+    /// If the roots are unusable, or a file cannot be read.
     pub fn material(&self) -> Result<CaMaterial, PkiError> {
         let roots = self.fingerprint()?;
         let mut keys = BTreeMap::new();
@@ -125,7 +125,7 @@ impl Ca {
         self.material()?.state(self.lifetimes).map_err(|error| self.located(error))
     }
 
-    /// Adds the file in which a text is wrong, and the fix.
+    /// Adds the path of the wrong text, and the fix.
     fn located(&self, error: PkiError) -> PkiError {
         match error {
             PkiError::Material { name, reason } => {
@@ -135,7 +135,7 @@ impl Ca {
         }
     }
 
-    /// Keys are written before the roots that need them, and removed after those roots.
+    /// Writes keys before the roots that need them, and removes keys after their roots.
     fn write(&self, material: &CaMaterial) -> Result<(), PkiError> {
         for (name, key) in material.keys() {
             let path = self.directory().join(name);
@@ -158,11 +158,11 @@ impl Ca {
         Ok(())
     }
 
-    /// Makes the directory a copy of a Secret's material; true when that changed something. A CA that has no root in
-    /// common with it is set aside, not overwritten.
+    /// Makes the directory a copy of a Secret's material; returns true if that changed anything. A CA without a common
+    /// root is moved aside, not overwritten.
     ///
     /// # Errors
-    /// The material is not a CA (then nothing is changed), or the files cannot be written.
+    /// If the material is not a CA (then nothing is changed), or the files cannot be written.
     pub fn install(
         state_dir: &Path,
         lifetimes: Lifetimes,
@@ -212,7 +212,7 @@ impl Ca {
         Ok(())
     }
 
-    /// Changes the files in one locked step; `step` also returns the hash of the root that it changes.
+    /// Changes the files in one locked step; `step` also returns the hash of the changed root.
     fn rotate(
         &self,
         step: impl FnOnce(&CaMaterial) -> Result<(CaMaterial, String), PkiError>,
@@ -232,17 +232,17 @@ impl Ca {
         Ok(hash)
     }
 
-    /// First step of a rotation: makes a new root that is trusted in addition to the one that signs. Returns its hash.
+    /// First step of a rotation: creates a new root that is trusted besides the signing one. Returns its hash.
     pub fn introduce(&self) -> Result<String, PkiError> {
         self.rotate(CaMaterial::introduce)
     }
 
-    /// Second step: the introduced root signs from now on. Returns its hash.
+    /// Second step: the introduced root starts to sign. Returns its hash.
     pub fn activate(&self) -> Result<String, PkiError> {
         self.rotate(CaMaterial::activate)
     }
 
-    /// Last step: the old root is no longer trusted, and its key is removed. Returns its hash.
+    /// Last step: removes the old root from the trusted ones, and its key. Returns its hash.
     ///
     /// # Errors
     /// [`PkiError::Rotation`] while a node holds an unexpired certificate of the old root, unless `force`: its agent would

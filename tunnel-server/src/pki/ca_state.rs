@@ -19,10 +19,10 @@ use super::error::PkiError;
 use super::token::parse_ttl;
 
 const DAY: Duration = Duration::from_secs(86_400);
-/// How far `notBefore` of roots' and servers' certificates lies before the moment of issue: clocks may differ that much. An
-/// agent's has less, [`BACKDATE`], because what was issued before a readmission is refused.
+/// Time by which `notBefore` of roots' and servers' certificates precedes the moment of issue, for clocks that differ.
+/// For agents' certificates it is shorter, [`BACKDATE`], because those issued before a readmission are refused.
 const OWN_BACKDATE: Duration = DAY;
-/// Longer than machines last: replacing a root is up to the operator.
+/// Longer than machines last: the operator decides when to replace a root.
 const ROOT_LIFE: Duration = Duration::from_secs(10 * 365 * 86_400);
 
 #[derive(Clone, Copy, Debug)]
@@ -38,8 +38,8 @@ impl Default for Lifetimes {
 }
 
 impl Lifetimes {
-    /// The defaults, overridden by `POSTERN_AGENT_CERTIFICATE_LIFE` and `POSTERN_SERVER_CERTIFICATE_LIFE` (such as `90s`),
-    /// with which a test or a drill can watch renewals.
+    /// The defaults, overridden by `POSTERN_AGENT_CERTIFICATE_LIFE` and `POSTERN_SERVER_CERTIFICATE_LIFE` (such as
+    /// `90s`), so that a test or a drill can watch renewals.
     pub fn from_environment() -> Result<Self, PkiError> {
         Self::from_lookup(|key| std::env::var(key).ok())
     }
@@ -62,23 +62,23 @@ impl Lifetimes {
     }
 }
 
-/// A root's part in a rotation.
+/// A root's role in a rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
     Issuing,
-    /// Newer than the one that signs: trusted, and to be activated.
+    /// Newer than the signing root: trusted, to be activated.
     Introduced,
-    /// Older than the one that signs: still trusted, and to be retired.
+    /// Older than the signing root: still trusted, to be retired.
     Retiring,
 }
 
 /// A root certificate and, if present, its key.
 pub struct Root {
     pub certificate: CertificateDer<'static>,
-    /// Hash of its key, as agents pin it.
+    /// Hash of its public key, as pinned by agents.
     pub hash: String,
-    /// 1 for the installation's first root; every introduction adds 1. It is the certificate's serial number.
+    /// 1 for the installation's first root, incremented by every introduction. It is the certificate's serial number.
     pub generation: u64,
     signer: Option<Issuer<'static, PrivateKey>>,
 }
@@ -94,7 +94,7 @@ impl Root {
         Ok((Self::new(certificate, Some(pair))?, key))
     }
 
-    /// `key` must be the certificate's.
+    /// `key` must belong to the certificate.
     pub(super) fn new(
         certificate: CertificateDer<'static>,
         key: Option<PrivateKey>,
@@ -136,15 +136,15 @@ impl Root {
 }
 
 pub struct IssuedCertificate {
-    /// Leaf first, as it is sent to the peer.
+    /// Leaf first, as sent to the peer.
     pub chain: Vec<CertificateDer<'static>>,
-    /// Of the leaf.
+    /// Expiry of the leaf.
     pub not_after: SystemTime,
     /// [`Root::hash`] of the root that signed it.
     pub root: String,
 }
 
-/// The CA at one moment: its roots and their keys.
+/// A snapshot of the CA: its roots and their keys.
 pub struct CaState {
     roots: Vec<Root>,
     bundle: TrustBundle,
@@ -158,18 +158,18 @@ impl CaState {
         Ok(Self { roots, bundle, lifetimes })
     }
 
-    /// The roots that are trusted, the one that signs first.
+    /// The trusted roots, the signing one first.
     pub fn bundle(&self) -> &TrustBundle {
         &self.bundle
     }
 
-    /// The hash of the root that signs, for `--ca-hash`.
+    /// The signing root's hash, for `--ca-hash`.
     pub fn hash(&self) -> &str {
         // A bundle, and so the list, has at least one root.
         self.roots.first().map_or("", |root| &root.hash)
     }
 
-    /// The roots, the one that signs first.
+    /// The roots, the signing one first.
     pub fn roots(&self) -> &[Root] {
         &self.roots
     }
@@ -189,14 +189,14 @@ impl CaState {
             .ok_or_else(|| PkiError::Sign("the key of the signing root is not here".into()))
     }
 
-    /// Signs a certificate for the node and this key: `O=postern:agents`, `CN=postern:node:<node>`, client
-    /// authentication only.
+    /// Signs a certificate for the node: `O=postern:agents`, `CN=postern:node:<node>`, client authentication only.
     pub fn issue_agent(&self, node: &NodeName, key: &CsrKey) -> Result<IssuedCertificate, PkiError> {
         self.issue_for((Holder::Agent, node), key, self.lifetimes.agent, SystemTime::UNIX_EPOCH)
     }
 
-    /// [`CaState::issue_agent`] for any holder, with a shorter lifetime than the usual one; a longer one is capped. The certificate counts
-    /// as issued after `after`, even if that is ahead of the clock by less than [`BACKDATE`]: an older one may be refused.
+    /// Does the work of [`CaState::issue_agent`] for any holder. `life` is capped at the usual lifetime. The
+    /// certificate counts as issued after `after`, even if that is ahead of the clock by less than [`BACKDATE`]: an
+    /// older one may be refused.
     pub fn issue_for(
         &self,
         (holder, node): (Holder, &NodeName),
@@ -207,7 +207,7 @@ impl CaState {
         let mut params = leaf_params(ExtendedKeyUsagePurpose::ClientAuth);
         params.distinguished_name = holder.distinguished_name(node);
         let now = SystemTime::now();
-        // A certificate's dates are whole seconds. It must be valid now by the clocks of other servers too.
+        // Dates in certificates are whole seconds. It must already be valid by the clocks of other servers.
         let issued = (after + Duration::from_secs(1)).min(now + BACKDATE * 4 / 5).max(now);
         set_validity(&mut params, issued, self.lifetimes.agent.min(life));
         self.sign(&params, &key.public_key)
@@ -215,9 +215,9 @@ impl CaState {
 
     /// Creates a key and a certificate for the server: [`SERVER_NAME`] and the given names, server authentication only.
     ///
-    /// The chain also has the signing root (a first enrolment pins it by hash), and every other root with, if its key is
-    /// present, the signing root as signed by it: an agent that was away when the signing root was introduced still
-    /// verifies the server by the root that it knows.
+    /// The chain also has the signing root (pinned by hash in a first enrolment), all other roots and, for each of them
+    /// whose key is present, the signing root cross-signed by it: an agent that was away when the signing root was
+    /// introduced still verifies the server by a root that it knows.
     pub fn issue_server(
         &self,
         dns: &[String],
@@ -250,8 +250,8 @@ impl CaState {
         Ok((issued, key))
     }
 
-    /// Creates a key and a certificate for what the server says to other servers: `O=postern:servers`,
-    /// `CN=postern:server:<id>`, client authentication only.
+    /// Creates a key and a certificate for connections to other servers: `O=postern:servers`, `CN=postern:server:<id>`,
+    /// client authentication only.
     pub fn issue_peer(&self, server_id: &str) -> Result<(IssuedCertificate, PrivateKey), PkiError> {
         let key = PrivateKey::generate()?;
         let mut params = leaf_params(ExtendedKeyUsagePurpose::ClientAuth);
@@ -276,7 +276,7 @@ impl CaState {
     }
 }
 
-/// A name that TLS clients can match: rustls checks it as agents do.
+/// Checks a name as rustls does in agents: TLS clients can match it.
 pub(super) fn dns_name(name: &str) -> Result<rcgen::string::Ia5String, PkiError> {
     let refuse = |reason: String| PkiError::Name { name: name.chars().take(260).collect(), reason };
     let plain = name.strip_prefix("*.").unwrap_or(name);
@@ -284,7 +284,7 @@ pub(super) fn dns_name(name: &str) -> Result<rcgen::string::Ia5String, PkiError>
     rcgen::string::Ia5String::try_from(name).map_err(|error| refuse(error.to_string()))
 }
 
-/// The name follows from the key, so a cross-signed twin of a root has the same name.
+/// The name is derived from the key, so a cross-signed root has the same name.
 fn ca_params(key: &PrivateKey, path_length: u8) -> CertificateParams {
     let hash = public_key_hash(&key.subject_public_key_info());
     let mut params = CertificateParams::default();
@@ -311,7 +311,7 @@ fn set_validity(params: &mut CertificateParams, issued: SystemTime, life: Durati
     params.not_after = (issued + life).into();
 }
 
-/// The same for a certificate of which nobody asks when it was issued.
+/// Sets the validity of a certificate whose time of issue does not matter.
 fn set_own_validity(params: &mut CertificateParams, life: Duration) {
     let now = SystemTime::now();
     set_validity(params, now, life);

@@ -1,4 +1,4 @@
-//! The gRPC Enrollment service: an enrolment token or a valid certificate gets a new certificate.
+//! The gRPC Enrollment service: issues a certificate for an enrolment token or a valid certificate.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -25,15 +25,15 @@ use super::standing::{Refusal, Standing};
 use super::token::Token;
 use super::token_store::{TokenRefusal, TokenStore};
 
-/// Request extension: the certificate that the agent presented in the TLS handshake, which verified it.
+/// Request extension: the certificate that the agent presented, verified in the TLS handshake.
 #[derive(Clone, Debug, Default)]
 pub struct PeerCertificate(pub Option<CertificateDer<'static>>);
 
-/// Request extension: where the connection comes from.
+/// Request extension: source address of the connection.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerAddress(pub SocketAddr);
 
-/// Signing and the files are quick; more calls at a time would only wait for each other's lock.
+/// Maximum number of concurrent calls. Signing and file access are quick; more calls would only wait for the lock.
 const CONCURRENT: usize = 4;
 
 /// The Enrollment service: issues certificates for enrolment tokens, and renews certificates. Each request needs the
@@ -43,11 +43,11 @@ pub struct EnrollService {
     inner: Arc<Inner>,
 }
 
-/// Who may have a certificate.
+/// Rules for issuing certificates.
 #[derive(Clone, Debug)]
 pub struct EnrollPolicy {
     pub standing: Standing,
-    /// Whether tokens enrol.
+    /// True if tokens are accepted.
     pub tokens: bool,
 }
 
@@ -75,7 +75,7 @@ enum EnrollError {
     Refused(#[from] Refusal),
     #[error("{0}")]
     Certificate(String),
-    /// The detail is only for the server's log: it may name files.
+    /// The detail is for the server's log only: it may name files.
     #[error("the server cannot issue certificates at present; its log says why")]
     Internal(#[from] PkiError),
     #[error("the server cannot issue certificates at present; its log says why")]
@@ -119,14 +119,14 @@ impl EnrollError {
         }
     }
 
-    /// Whether it is the agent's fault, and so counts against its address.
+    /// True for an agent's fault, which counts against its address.
     fn counts(&self) -> bool {
         !matches!(self, Self::RateLimited | Self::Internal(_) | Self::Wiring(_))
     }
 }
 
 impl EnrollService {
-    /// Signs with the CA that `ca` holds at the time of a call; reads the tokens of `state_dir` on each call.
+    /// Creates the service. It signs with the CA that `ca` has at a call, and reads the tokens on each call.
     pub fn new(
         ca: watch::Receiver<Arc<CaState>>,
         state_dir: &std::path::Path,
@@ -160,12 +160,12 @@ impl EnrollService {
         let source = address.map(|address| address.0.ip());
         let result = match source {
             None => Err(EnrollError::Wiring("the request carries no peer address")),
-            // Never refused by its address alone: a stranger behind the same NAT must not keep an agent from renewing.
+            // Not refused by its address alone: an unauthenticated client behind the same NAT must not block renewals.
             Some(_) => {
                 let inner = Arc::clone(&self.inner);
                 // The semaphore is never closed.
                 let permit = Arc::clone(&self.inner.permits).acquire_owned().await;
-                // Finished even when the agent gives up: a retry gets the same answer.
+                // Finished even if the agent gives up: a retry gets the same answer.
                 tokio::task::spawn_blocking(move || {
                     let _permit = permit;
                     work(&inner, message, certificate)
@@ -180,11 +180,11 @@ impl EnrollService {
 
 impl Inner {
     fn failures(&self) -> MutexGuard<'_, FailureLimit> {
-        // Plain numbers: a panic leaves nothing half-done.
+        // Plain numbers: a panic leaves nothing inconsistent.
         self.failures.lock()
     }
 
-    /// Counts a failure of the address, unless it has made too many recently.
+    /// Counts a failure of the address and returns true, unless it has made too many recently.
     fn may_fail(&self, source: IpAddr) -> bool {
         let (mut failures, now) = (self.failures(), Instant::now());
         let allowed = failures.allows(source, now);
@@ -194,7 +194,7 @@ impl Inner {
         allowed
     }
 
-    /// Logs and counts the outcome, and turns it into the response.
+    /// Logs and counts the outcome, and converts it to the response.
     fn finish(
         &self,
         call: &'static str,
@@ -212,7 +212,7 @@ impl Inner {
         };
         let failure = match source.filter(|_| failure.counts()) {
             Some(source) if !self.may_fail(source) => {
-                // Each refusal before the limit was logged as a warning already.
+                // The refusals before the limit were logged as warnings.
                 let outcome = failure.outcome();
                 tracing::debug!(call, source = source_text, outcome, reason = %failure, "enrolment refused: rate limited");
                 EnrollError::RateLimited
@@ -254,7 +254,7 @@ impl Inner {
     }
 
     fn enroll(&self, request: &EnrollRequest) -> Result<(NodeName, EnrollResponse), EnrollError> {
-        // The form of the request first: that answer does not depend on the token.
+        // The request's form is checked first: that answer does not depend on the token.
         let invalid = |error: IdentityError| EnrollError::Invalid(error.to_string());
         let node: NodeName = request.node.parse().map_err(invalid)?;
         let (holder, key) = Self::key(&request.csr, None, &node)?;
@@ -263,7 +263,7 @@ impl Inner {
         }
         let token: Token = request.token.parse().map_err(|_| TokenRefusal::Unknown)?;
         let standing = &self.policy.standing;
-        // Before the token is bound to a key: it may be for the time after the readmission.
+        // Checked before the token is bound to a key: it may be meant for the time after the readmission.
         standing.not_revoked(&node)?;
         self.tokens.redeem(
             &token,
@@ -303,7 +303,7 @@ impl Inner {
         self.issue(holder, node, &key)
     }
 
-    /// The key of a request, and for whom it is: it may name nobody other than the holder, if that is known, and the node.
+    /// Returns the key and the holder of a request. It may name no other node, and no other holder if one is known.
     /// Agents leave the subject empty.
     fn key(csr: &[u8], holder: Option<Holder>, node: &NodeName) -> Result<(Holder, CsrKey), EnrollError> {
         let asked =

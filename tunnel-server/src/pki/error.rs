@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 
 use tunnel_core::identity::IdentityError;
 
-/// Why an operation on the CA, a token or a certificate failed.
+/// Error of an operation on the CA, a token or a certificate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PkiError {
-    /// A certificate, a name or a file of the identity.
+    /// An error of a certificate, a name or a file.
     #[error(transparent)]
     Identity(#[from] IdentityError),
     #[error("signing a certificate: {0}")]
@@ -16,7 +16,7 @@ pub enum PkiError {
     /// A name that cannot be in the server's certificate.
     #[error("{name:?} cannot be in the server's certificate: {reason}")]
     Name { name: String, reason: String },
-    /// A step of a CA rotation that does not follow from the present state.
+    /// A rotation step that is not possible in the present state.
     #[error("{0}")]
     Rotation(String),
     #[error("not a token: want six characters, a dot and the secret, all of [a-z0-9]")]
@@ -27,7 +27,7 @@ pub enum PkiError {
     NotRevoked(String),
     #[error("{text:?}: {reason}; want for example 24h, 90m or 2d")]
     Duration { text: String, reason: String },
-    /// A text of the CA that cannot be used; [`Ca`](super::Ca) turns it into [`PkiError::File`].
+    /// An unusable text of the CA; [`Ca`](super::Ca) turns it into [`PkiError::File`].
     #[error("{name}: {reason}")]
     Material {
         /// `ca.crt`, or the name of a key.

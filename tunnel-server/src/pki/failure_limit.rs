@@ -6,26 +6,26 @@ use std::time::{Duration, Instant};
 
 use crate::admission::source_key;
 
-/// Failures that an address may make in a row.
+/// Failures allowed in a row.
 const BURST: u32 = 10;
-/// How long it takes until one more is allowed.
+/// Time until one more is allowed.
 const REFILL: Duration = Duration::from_secs(6);
-/// Bounds the memory that strangers can occupy.
+/// Bounds the memory that unauthenticated clients can occupy.
 const MAX_ADDRESSES: usize = 4096;
 
 /// Counts failed enrolments by source address, so that an attacker who guesses tokens learns nothing and cannot fill the
 /// log.
 ///
-/// Only failures count, and only failures are held back: agents behind one NAT share an address with each other and
-/// with strangers, so a good token or certificate is served whatever else comes from there.
+/// Only failures are counted and limited: agents behind one NAT share their address with unauthenticated clients, so a
+/// valid token or certificate is always served.
 #[derive(Debug, Default)]
 pub(super) struct FailureLimit {
-    /// When all failures of the address will be forgiven; an address that is not here has none.
+    /// Time at which all failures of the address expire; an address without an entry has none.
     clear_at: HashMap<IpAddr, Instant>,
 }
 
 impl FailureLimit {
-    /// Whether the address may fail once more and get the reason.
+    /// True if the address may fail once more and get the reason.
     pub(super) fn allows(&self, address: IpAddr, now: Instant) -> bool {
         let debt = self
             .clear_at

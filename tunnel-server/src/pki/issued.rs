@@ -1,4 +1,4 @@
-//! A ledger of issued certificates: one file per node, and one with `~r` behind its name for its redirector.
+//! A ledger of issued certificates: one file per node, and one named `<node>~r` for its redirector.
 
 use std::fs;
 use std::io;
@@ -23,25 +23,25 @@ pub struct Issued {
     pub not_after: Timestamp,
 }
 
-/// Which root signed each node's latest certificate, and so whether a root can be retired.
+/// The root that signed each node's latest certificate; tells if a root can be retired.
 #[derive(Clone, Debug)]
 pub struct IssuedLedger {
     directory: PathBuf,
 }
 
 impl IssuedLedger {
-    /// The ledger of a state directory; the first entry creates it.
+    /// The ledger of a state directory; created by the first entry.
     pub fn new(state_dir: &Path) -> Self {
         Self { directory: state_dir.join("issued") }
     }
 
-    /// Records a certificate; call it before the agent gets it.
+    /// Records a certificate. Must be called before the agent receives it.
     pub fn record(
         &self,
         (holder, node): (Holder, &NodeName),
         certificate: &IssuedCertificate,
     ) -> Result<(), PkiError> {
-        // A node's name is a file name: at most 253 characters of [a-z0-9.-], and never "." or "..".
+        // A node name is a valid file name: at most 253 characters of [a-z0-9.-], and never "." or "..".
         let path = match holder {
             Holder::Agent => self.directory.join(node.as_str()),
             Holder::Redirector => self.directory.join(format!("{node}~r")),
@@ -55,7 +55,7 @@ impl IssuedLedger {
         Ok(files::replace(&path, &json, PRIVATE_FILE)?)
     }
 
-    /// Every node's latest certificate, including expired ones.
+    /// Returns every node's latest certificate, including expired ones.
     pub fn entries(&self) -> Result<Vec<Issued>, PkiError> {
         let names = match fs::read_dir(&self.directory) {
             Ok(entries) => entries,
@@ -66,7 +66,7 @@ impl IssuedLedger {
         for entry in names {
             let path = entry.map_err(|error| PkiError::io(&self.directory, error))?.path();
             let hidden = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
-            // A temporary file of a write in progress; a file that vanishes was one too.
+            // A temporary file of a write in progress. So was a file that vanishes meanwhile.
             if hidden {
                 continue;
             }
@@ -84,7 +84,7 @@ impl IssuedLedger {
         Ok(found)
     }
 
-    /// The unexpired certificates of this root.
+    /// Returns the unexpired certificates of this root.
     pub fn live_of_root(&self, root: &str) -> Result<Vec<Issued>, PkiError> {
         let now = SystemTime::now();
         let mut entries = self.entries()?;

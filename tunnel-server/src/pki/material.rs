@@ -8,33 +8,33 @@ use tunnel_core::identity::{PrivateKey, TrustBundle, Zeroizing, ca_hash, pem_of_
 use super::ca_state::{CaState, Lifetimes, Role, Root, short_hash};
 use super::error::PkiError;
 
-/// Name of the text that has the roots.
+/// Name of the text with the roots.
 pub(crate) const ROOTS: &str = "ca.crt";
 pub(crate) const KEY_SUFFIX: &str = ".key";
 
-/// The CA as named texts, the form that its directory and its Secret have in common: `ca.crt` has the roots, the one
-/// that signs first, and `<16 hex>.key` the key of the root whose hash begins so.
+/// The CA as named texts, the common form of its directory and its Secret: `ca.crt` has the roots, the signing one
+/// first, and `<16 hex>.key` the key of the root whose hash starts with these digits.
 ///
-/// Each step of a rotation returns new material; storing it in one step is up to [`Ca`](super::Ca) or the Secret's writer.
+/// Each step of a rotation returns new material; [`Ca`](super::Ca) or the Secret's writer has to store it in one step.
 #[derive(Clone, PartialEq, Eq)]
 pub struct CaMaterial {
     roots: String,
     keys: BTreeMap<String, Zeroizing<String>>,
 }
 
-/// The keys are left out.
+/// Omits the keys.
 impl fmt::Debug for CaMaterial {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CaMaterial").field("keys", &self.keys.keys()).finish_non_exhaustive()
     }
 }
 
-/// The name of the text that holds the key of the root with this hash.
+/// Name of the text with the key of the root with this hash.
 pub(super) fn key_name(hash: &str) -> String {
     format!("{}{KEY_SUFFIX}", short_hash(hash))
 }
 
-/// The names of the roots' keys, whether or not they are present.
+/// Names of the roots' keys, present or not.
 pub(super) fn key_names(roots: &str) -> Result<Vec<String>, PkiError> {
     let bundle = TrustBundle::from_pem(roots).map_err(|error| PkiError::material(ROOTS, &error))?;
     Ok(bundle.hashes().iter().map(|hash| key_name(hash)).collect())
@@ -61,10 +61,10 @@ impl CaMaterial {
         &self.keys
     }
 
-    /// The CA of these texts.
+    /// Parses the texts.
     ///
     /// # Errors
-    /// [`PkiError::Material`] with the name of the text that is wrong.
+    /// [`PkiError::Material`] with the name of the invalid text.
     pub fn state(&self, lifetimes: Lifetimes) -> Result<CaState, PkiError> {
         let bundle = TrustBundle::from_pem(&self.roots).map_err(|error| PkiError::material(ROOTS, &error))?;
         let mut roots = Vec::new();
@@ -86,7 +86,7 @@ impl CaMaterial {
         CaState::new(roots, lifetimes)
     }
 
-    /// Lifetimes do not matter to a rotation.
+    /// The state with default lifetimes, which do not matter to a rotation.
     fn present(&self) -> Result<CaState, PkiError> {
         self.state(Lifetimes::default())
     }
@@ -99,7 +99,7 @@ impl CaMaterial {
         Ok(Self { roots: TrustBundle::new(certificates)?.to_pem(), keys })
     }
 
-    /// First step of a rotation: a new root that is trusted in addition to the one that signs. Also returns its hash.
+    /// First step of a rotation: adds a new root that is trusted besides the signing one. Also returns its hash.
     pub fn introduce(&self) -> Result<(Self, String), PkiError> {
         let state = self.present()?;
         if let Some(other) = state.roots().get(1) {
@@ -119,7 +119,7 @@ impl CaMaterial {
         Ok((next, root.hash))
     }
 
-    /// Second step: the introduced root signs from now on. Also returns its hash.
+    /// Second step: makes the introduced root sign. Also returns its hash.
     pub fn activate(&self) -> Result<(Self, String), PkiError> {
         let state = self.present()?;
         let introduced =
@@ -137,8 +137,7 @@ impl CaMaterial {
         Ok((self.with_roots(&order)?, introduced.hash.clone()))
     }
 
-    /// Last step: the old root is no longer trusted, and its key is removed. Also returns its hash. Does not check whether
-    /// any agent still depends on it.
+    /// Last step: removes the old root and its key. Also returns its hash. Does not check if any agent still needs it.
     pub fn retire(&self) -> Result<(Self, String), PkiError> {
         let state = self.present()?;
         let old = state.roots().iter().find(|root| state.role(root) == Role::Retiring).ok_or_else(|| {

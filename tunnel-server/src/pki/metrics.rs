@@ -5,7 +5,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-/// Metrics of the CA and of enrolment. A clone counts into the same metrics.
+/// Metrics of the CA and of enrolment. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct PkiMetrics {
     enrollments: Family<[(&'static str, &'static str); 2], Counter>,
@@ -38,7 +38,7 @@ impl PkiMetrics {
         self.enrollments.get_or_create(&[("call", call), ("outcome", outcome)]).inc();
     }
 
-    /// How often a call (`enroll`, `renew`, `csr`) had an outcome (`issued`, `unknown_token`, …).
+    /// Number of calls (`enroll`, `renew`, `csr`) with an outcome (`issued`, `unknown_token`, …).
     pub fn enrollments(&self, call: &'static str, outcome: &'static str) -> u64 {
         self.enrollments.get_or_create(&[("call", call), ("outcome", outcome)]).get()
     }

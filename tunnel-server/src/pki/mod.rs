@@ -1,30 +1,31 @@
 //! The server's side of identity without Kubernetes: the CA, the enrolment tokens, the Enrollment service, and the
 //! server's own certificate.
 //!
-//! Everything lives under the state directory, and the command line and a running server share it: a lock file
-//! orders their writes, every write is atomic, and the server follows what the command line changes.
+//! Everything is kept in the state directory, which the command line and a running server share: a lock file orders
+//! their writes, every write is atomic, and the server follows the command line's changes.
 //!
 //! | path | mode | |
 //! |---|---|---|
-//! | `ca/ca.crt` | 0644 | the roots, the one that signs first; every change takes effect by replacing this file |
-//! | `ca/<16 hex>.key` | 0600 | the key of the root whose hash begins so |
-//! | `ca/secret` | 0644 | in a cluster: the Secret that this directory is a copy of |
+//! | `ca/ca.crt` | 0644 | the roots, the signing one first; every change takes effect by replacing this file |
+//! | `ca/<16 hex>.key` | 0600 | the key of the root whose hash starts with these digits |
+//! | `ca/secret` | 0644 | in a cluster: name of the Secret that this directory is a copy of |
 //! | `tokens/<id>.json` | 0600 | an enrolment token: hash, node, dates, hash of the key that used it |
 //! | `issued/<node>` | 0600 | root and expiry of the node's latest certificate, so that no root is retired too early |
-//! | `revoked/<node>` | 0600 | a node that was revoked, and since when it is readmitted |
-//! | `server.json` | 0644 | where agents reach the running server |
-//! | `lock` | 0600 | the lock of the writers |
+//! | `revoked/<node>` | 0600 | a revoked node, and the time of its readmission |
+//! | `server.json` | 0644 | addresses at which agents reach the running server |
+//! | `lock` | 0600 | the writers' lock |
 //!
 //! # Rotating the CA
 //!
-//! 1. `tunnel-server ca introduce`: a new root is trusted in addition to the one that signs. A running server
-//!    notices it within seconds and sends it to the connected agents.
-//! 2. `tunnel-server ca activate`: the new root signs. The server's certificate is reissued; its chain also has the
-//!    new root as signed by the old one, so agents that were away and tokens that were handed out before still work. Agents that learn that the first root of the bundle did not sign their certificate renew early.
-//! 3. `tunnel-server ca retire`, once `ca status` counts no node on the old root (before, it refuses): the old root
-//!    is no longer trusted and its key is removed.
+//! 1. `tunnel-server ca introduce`: a new root is trusted besides the signing one. A running server notices it within
+//!    seconds and sends it to the connected agents.
+//! 2. `tunnel-server ca activate`: the new root signs. The server's certificate is reissued; its chain also has the new
+//!    root signed by the old one, so agents that were away and tokens handed out before still work. Agents renew early
+//!    when they learn that the first root of the bundle did not sign their certificate.
+//! 3. `tunnel-server ca retire`, once `ca status` counts no node on the old root (it refuses before): the old root is
+//!    no longer trusted and its key is removed.
 //!
-//! Open sessions continue throughout: TLS is verified when a connection is made.
+//! Open sessions continue throughout: TLS verifies certificates only when a connection is made.
 
 mod bundle;
 mod ca;

@@ -1,5 +1,5 @@
-//! What a certificate request of an agent or a redirector may hold, however it arrives: its exact subject or none, a key,
-//! and nothing else.
+//! Checks certificate requests of agents and redirectors, however they arrive: a request has its exact subject or none,
+//! a key, and nothing else.
 
 use std::fmt::Display;
 
@@ -9,12 +9,12 @@ use x509_parser::cri_attributes::ParsedCriAttribute;
 use x509_parser::prelude::FromDer;
 use x509_parser::x509::AttributeTypeAndValue;
 
-/// A request that may be signed, for a node that is allowed to have it.
+/// A request that may be signed if the node is allowed to have the certificate.
 #[derive(Debug)]
 pub(crate) struct AskedCertificate {
-    /// None: the subject is empty, and who asks is known otherwise.
+    /// None if the subject is empty; the requester is known otherwise.
     pub subject: Option<(Holder, NodeName)>,
-    /// The key, whose possession the request proves.
+    /// The key; the request proves possession of it.
     pub key: CsrKey,
 }
 
@@ -25,15 +25,16 @@ pub(crate) struct RequestDenial {
     pub message: String,
 }
 
-/// The subject that the request of a node's agent, or redirector, has.
+/// The subject in the request of a node's agent or redirector.
 pub(crate) fn subject_of(holder: Holder, node: &dyn Display) -> String {
     format!("O={} and CN={}{node}", holder.organization(), holder.common_name_prefix())
 }
 
-/// Reads a PKCS #10 request (RFC 2986, DER).
+/// Parses and checks a PKCS #10 request (RFC 2986, DER).
 ///
 /// # Errors
-/// It is malformed, proves no possession of a P-256 key, names anything but an agent or a redirector, or asks for extensions.
+/// If it is malformed, does not prove possession of a P-256 key, names anything but an agent or a redirector, or
+/// requests extensions.
 pub(crate) fn examine_request(der: &[u8]) -> Result<AskedCertificate, RequestDenial> {
     let denial = |reason, message| RequestDenial { reason, message };
     let refuse = |reason: &'static str, message: String| Err(denial(reason, message));
@@ -63,7 +64,7 @@ pub(crate) fn examine_request(der: &[u8]) -> Result<AskedCertificate, RequestDen
         let node = name.parse().map_err(|error| denial("WrongSubject", format!("the subject: {error}")))?;
         Some((holder, node))
     };
-    // Nothing of them would be granted, so asking for them is a mistake or an attempt.
+    // No attribute would be granted, so requesting one is a mistake or an attack.
     for attribute in info.iter_attributes() {
         match attribute.parsed_attribute() {
             ParsedCriAttribute::ExtensionRequest(asked) if asked.extensions.is_empty() => {}

@@ -1,8 +1,8 @@
 //! Revoked agents: one small file per node, written by the command line or copied from the cluster, and followed by the
 //! running server.
 //!
-//! A record is never removed. After a readmission it says from when on a certificate has to be issued, so that a copy
-//! of an older one stays out.
+//! A record is never removed. After a readmission it has the time after which a certificate must be issued, so that a
+//! copy of an older one stays out.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -24,41 +24,41 @@ use super::error::PkiError;
 use crate::reloaded::FileWatch;
 
 const DIRECTORY: &str = "revoked";
-/// The files are also read this often: not every file system has events.
+/// Interval at which the files are also read: not every file system has events.
 const POLL: Duration = Duration::from_secs(10);
-/// Clocks of servers may differ by this: a certificate that counts as issued within it after the readmission may be an
-/// older one. New ones are dated behind it.
+/// Maximum difference of the servers' clocks: a certificate that counts as issued within this time after the
+/// readmission may be an older one. New ones are dated after it.
 const SKEW: Duration = Duration::from_secs(60);
 
-/// What is known of a node that was revoked at least once.
+/// Record of a node that was revoked at least once.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Revocation {
     pub node: NodeName,
-    /// The last time that it was revoked. Enrolment tokens made before are void.
+    /// Time of the last revocation. Enrolment tokens created before are void.
     pub revoked: Timestamp,
-    /// None: it is revoked now.
+    /// None while it is revoked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub readmitted: Option<Timestamp>,
 }
 
 impl Revocation {
-    /// A certificate counts only if it was issued later.
+    /// Time of issue that a certificate must exceed.
     pub fn issued_after(&self) -> SystemTime {
         SystemTime::from(self.readmitted.unwrap_or(self.revoked)) + SKEW
     }
 
-    /// The order in which records were written; of two at one time, the one that revokes.
+    /// Sort key by time of writing; of two with the same time, the revocation is later.
     fn order(&self) -> (Timestamp, bool) {
         (self.readmitted.unwrap_or(self.revoked), self.readmitted.is_none())
     }
 
-    /// The record that follows `before`, which may have been written by a clock that is ahead.
+    /// Returns the record that follows `before`, which may have been written by a clock that is ahead.
     pub fn revoke(before: Option<&Self>, node: &NodeName, now: Timestamp) -> Self {
         Self { node: node.clone(), revoked: after(before, now), readmitted: None }
     }
 
-    /// None: it is not revoked.
+    /// Returns the readmitted record; None if it is not revoked.
     pub fn readmit(&self, now: Timestamp) -> Option<Self> {
         let readmitted = Some(after(Some(self), now));
         self.readmitted.is_none().then(|| Self { readmitted, ..self.clone() })
@@ -74,7 +74,7 @@ fn after(before: Option<&Revocation>, now: Timestamp) -> Timestamp {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Revocations {
     pub records: BTreeMap<NodeName, Revocation>,
-    /// Nodes whose file cannot be used: they count as revoked.
+    /// Nodes whose file is unusable: they count as revoked.
     pub damaged: BTreeSet<NodeName>,
 }
 
@@ -93,7 +93,7 @@ impl RevocationStore {
         self.state_dir.join(DIRECTORY)
     }
 
-    /// A node's name is a file name: at most 253 characters of [a-z0-9.-], and never "." or "..".
+    /// A node name is a valid file name: at most 253 characters of [a-z0-9.-], and never "." or "..".
     fn path(&self, node: &NodeName) -> PathBuf {
         self.directory().join(node.as_str())
     }
@@ -129,10 +129,10 @@ impl RevocationStore {
         Ok(files::replace(&path, &json, PRIVATE_FILE)?)
     }
 
-    /// The records, and an error for each unusable file.
+    /// Returns the records, and an error for each unusable file.
     ///
     /// # Errors
-    /// The directory cannot be read; if it does not exist there are no records.
+    /// If the directory cannot be read; if it does not exist there are no records.
     pub fn load(&self) -> Result<(Revocations, Vec<PkiError>), PkiError> {
         let directory = self.directory();
         let entries = match fs::read_dir(&directory) {
@@ -156,7 +156,7 @@ impl RevocationStore {
         Ok((known, errors))
     }
 
-    /// Revokes the node, again if it was revoked before. A damaged file is written anew.
+    /// Revokes the node, also if it is revoked already. A damaged file is replaced.
     pub fn revoke(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, PkiError> {
         let _lock = self.lock()?;
         let before = self.read(node).ok().flatten();
@@ -165,7 +165,7 @@ impl RevocationStore {
         Ok(record)
     }
 
-    /// Ends the revocation for certificates that are issued from now on.
+    /// Ends the revocation for certificates issued from now on.
     pub fn readmit(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, PkiError> {
         let _lock = self.lock()?;
         let before = self.read(node)?;
@@ -176,8 +176,8 @@ impl RevocationStore {
         Ok(record)
     }
 
-    /// Takes over the records that are newer than those here. Nothing is removed: an object that was deleted must not
-    /// let a copied identity in again.
+    /// Takes over the records that are newer than those here. Removes nothing: a deleted object must not let a copied
+    /// identity in again.
     pub fn merge(&self, records: &[Revocation]) -> Result<(), PkiError> {
         let _lock = self.lock()?;
         for record in records {
@@ -189,10 +189,10 @@ impl RevocationStore {
         Ok(())
     }
 
-    /// Reads the records at the start, and the channel that [`RevocationStore::follow`] keeps up to date.
+    /// Reads the records at the start. Returns the channel that [`RevocationStore::follow`] keeps up to date.
     ///
     /// # Errors
-    /// The directory cannot be read or made. Nobody may be let in without knowing who is revoked.
+    /// If the directory cannot be read or created. No agent may be admitted without knowing the revocations.
     pub fn open(&self) -> Result<watch::Sender<Arc<Revocations>>, PkiError> {
         files::create_private_directory(&self.state_dir)?;
         files::create_private_directory(&self.directory())?;
@@ -203,16 +203,16 @@ impl RevocationStore {
         Ok(watch::Sender::new(Arc::new(known)))
     }
 
-    /// Publishes the records whenever they change, until `stop`. What is known stays when they cannot be read.
+    /// Publishes the records whenever they change, until `stop`. If they cannot be read, the known ones stay.
     pub async fn follow(self, publish: watch::Sender<Arc<Revocations>>, stop: CancellationToken) {
         let mut watch = FileWatch::new("revocations");
         let mut logged = LogOnce::default();
         loop {
-            // Before the reading, so that a later change is an event. Any file of the directory will do.
+            // Before reading, so that a later change is an event. Any file of the directory will do.
             watch.follow([self.directory().join("_").as_path()]);
             let store = self.clone();
             let read = tokio::task::spawn_blocking(move || {
-                // `load` takes a missing directory for an empty one; here it existed before.
+                // `load` treats a missing directory as empty; here it existed before.
                 fs::metadata(store.directory()).map_err(|error| PkiError::io(&store.directory(), error))?;
                 store.load()
             });
@@ -255,7 +255,7 @@ impl RevocationStore {
 }
 
 impl Revocations {
-    /// Those that are revoked now.
+    /// The nodes that are revoked now.
     pub fn revoked(&self) -> impl Iterator<Item = &Revocation> {
         self.records.values().filter(|record| record.readmitted.is_none())
     }
@@ -339,7 +339,7 @@ mod tests {
         store.merge(std::slice::from_ref(&readmitted)).unwrap();
         store.merge(std::slice::from_ref(&revoked)).unwrap();
         assert_eq!(store.load().unwrap().0.records[&node("edge-1")], readmitted);
-        // At one time, the one that revokes.
+        // Of two with the same time, the revocation wins.
         let same = Revocation::revoke(None, &node("edge-1"), readmitted.readmitted.unwrap());
         store.merge(&[readmitted, same.clone()]).unwrap();
         assert_eq!(store.load().unwrap().0.records[&node("edge-1")], same);
@@ -366,7 +366,7 @@ mod tests {
         until("readmitted", |seen| seen.revoked().count() == 0 && seen.records.len() == 1).await;
         store.revoke(&node("edge-2"), now).unwrap();
         until("another", |seen| seen.revoked().count() == 1).await;
-        // The directory goes away; then it is back with one more.
+        // The directory vanishes and returns with one more file.
         let (here, away) = (store.directory(), store.state_dir.join("away"));
         fs::rename(&here, &away).unwrap();
         fs::write(away.join("edge-3"), "x").unwrap();

@@ -1,4 +1,4 @@
-//! The server's own certificate: issued at the start, renewed and reissued as its names or the CA change.
+//! The server's own certificate: issued at the start, renewed, and reissued when its names or the CA change.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -19,17 +19,17 @@ use super::ca_state::{CaState, IssuedCertificate, dns_name};
 use super::error::PkiError;
 use super::metrics::PkiMetrics;
 
-/// How soon a change of the CA's files or of this host's addresses is noticed.
+/// Interval of the checks for changes of the CA's files and of this host's addresses.
 const POLL: Duration = Duration::from_secs(2);
-/// A host with very many addresses (one per Service under IPVS) must not get a certificate that clients find too large.
+/// Limit for hosts with very many addresses (one per Service under IPVS): clients may refuse a larger certificate.
 const MAX_LOCAL_ADDRESSES: usize = 64;
 
-/// What the server's certificate names besides `SERVER_NAME`.
+/// Names in the server's certificate besides `SERVER_NAME`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ServerNames {
     pub dns: Vec<String>,
     pub addresses: Vec<IpAddr>,
-    /// Also this host's own addresses, as they change.
+    /// True to add this host's own addresses, and follow their changes.
     pub local_addresses: bool,
 }
 
@@ -44,23 +44,23 @@ impl ServerNames {
     }
 }
 
-/// Empty when the kernel does not list them.
+/// This host's addresses; empty if the kernel does not list them.
 fn local_addresses() -> Vec<IpAddr> {
     let listed = interface_addresses().inspect_err(
         |error| tracing::warn!(%error, "this host's addresses are not in the server's certificate"),
     );
-    // IPv6 link-local addresses mean nothing without a scope, which a certificate cannot carry.
+    // IPv6 link-local addresses mean nothing without a scope, which a certificate cannot have.
     let usable = |address: &IpAddr| !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
     let addresses = listed.unwrap_or_default().into_iter().map(|entry| entry.address);
     let addresses: BTreeSet<_> = addresses.filter(usable).collect();
     addresses.into_iter().take(MAX_LOCAL_ADDRESSES).collect()
 }
 
-/// The server's own certificate and CA, kept current: renewed at 80 % of life, and reissued when the names, the host's
-/// addresses or the CA's files change. The key never touches the disk: each start makes a new one.
+/// The server's own certificate and CA, kept current: renewed at 80 % of the lifetime, and reissued when the names, the
+/// host's addresses or the CA's files change. The key is never stored: each start generates a new one.
 pub struct ServerCertificate {
     tls: Arc<ServerTls>,
-    /// With which this server dials others.
+    /// TLS settings for connections to other servers.
     peer_tls: Arc<ArcSwap<ClientConfig>>,
     ca: watch::Receiver<Arc<CaState>>,
     names: watch::Sender<ServerNames>,
@@ -71,7 +71,7 @@ impl ServerCertificate {
     /// Issues the first certificate and starts renewing it. Needs a tokio runtime.
     ///
     /// # Errors
-    /// An unusable CA, or a name that cannot be in a certificate.
+    /// If the CA is unusable, or a name cannot be in a certificate.
     pub fn start(ca: Ca, names: ServerNames, server_id: &str, metrics: PkiMetrics) -> Result<Self, PkiError> {
         let fingerprint = ca.fingerprint()?;
         let state = Arc::new(ca.state()?);
@@ -105,20 +105,20 @@ impl ServerCertificate {
         Arc::clone(&self.tls)
     }
 
-    /// The TLS settings with which this server dials others, kept current: load them for each connection.
+    /// The TLS settings for connections to other servers, kept current: load them for each connection.
     pub fn peer_tls(&self) -> Arc<ArcSwap<ClientConfig>> {
         Arc::clone(&self.peer_tls)
     }
 
-    /// The current CA; its changes are sent to the agents.
+    /// The current CA; changes are sent to the agents.
     pub fn ca(&self) -> watch::Receiver<Arc<CaState>> {
         self.ca.clone()
     }
 
-    /// Changes the certificate's names; it is reissued in the background when they differ.
+    /// Changes the certificate's names; it is reissued in the background if they differ.
     ///
     /// # Errors
-    /// A name that cannot be in a certificate; then the present names stay.
+    /// If a name cannot be in a certificate; then the present names stay.
     pub fn set_names(&self, names: ServerNames) -> Result<(), PkiError> {
         for name in &names.dns {
             dns_name(name)?;
@@ -176,14 +176,14 @@ impl Renewal {
         }
     }
 
-    /// Reissues the certificate when anything calls for it. An error changes nothing: the last good state stays. The files
-    /// are a few kilobytes, so they are read on the runtime's thread.
+    /// Reissues the certificate if necessary. After an error the last good state stays. The files are a few kilobytes,
+    /// so they are read on the runtime's thread.
     fn refresh(&mut self) -> Result<(), PkiError> {
         let fingerprint = self.ca.fingerprint()?;
         let ca_changed = fingerprint != self.fingerprint;
         let state = if ca_changed { Arc::new(self.ca.state()?) } else { Arc::clone(&self.state.borrow()) };
         let sans = self.names.borrow_and_update().sans();
-        // Not valid yet: the clock was ahead when it was issued.
+        // It is not valid yet if the clock was ahead when it was issued.
         let current = (self.validity.not_before..self.validity.renew_at()).contains(&SystemTime::now());
         if !ca_changed && sans == self.sans && current {
             return Ok(());

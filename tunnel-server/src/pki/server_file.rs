@@ -1,4 +1,4 @@
-//! `server.json` in the state directory: where agents reach this server.
+//! `server.json` in the state directory: the addresses at which agents reach this server.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
@@ -15,10 +15,10 @@ const DOCUMENTATION_ADDRESSES: [SocketAddr; 2] = [
     SocketAddr::new(IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1)), 9),
 ];
 
-/// What a running server leaves for the command line.
+/// File written by a running server for the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerFile {
-    /// `host:port` of each address that agents can dial, the best first.
+    /// Addresses for agents as `host:port`, the best first.
     pub agent_addresses: Vec<String>,
 }
 
@@ -32,7 +32,7 @@ impl ServerFile {
         Ok(files::replace(&path, &json, PUBLIC_FILE)?)
     }
 
-    /// Reads the file; `None` when no server has run yet.
+    /// Reads the file; `None` if no server has run yet.
     pub fn read(state_dir: &Path) -> Result<Option<Self>, PkiError> {
         let path = state_dir.join(Self::NAME);
         let Some(text) = files::read_optional(&path)? else { return Ok(None) };
@@ -42,8 +42,8 @@ impl ServerFile {
     }
 }
 
-/// `host:port` of each address at which agents can dial a server that listens at `listening`: the names and addresses
-/// that the operator gave its certificate, else the source address of the default route.
+/// Returns the addresses, as `host:port`, at which agents can dial a server listening at `listening`: the names and
+/// addresses that the operator has given for its certificate, else the source address of the default route.
 pub fn agent_addresses(names: &ServerNames, listening: SocketAddr) -> Vec<String> {
     let port = listening.port();
     let dns = names.dns.iter().filter(|name| !name.starts_with('*')).map(|name| format!("{name}:{port}"));

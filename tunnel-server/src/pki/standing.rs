@@ -1,4 +1,4 @@
-//! Whether a node's agent may have sessions and certificates: the revocations and the inventory, asked at every attach,
+//! Decides if a node's agent may have sessions and certificates, by the revocations and the inventory, at every attach,
 //! enrolment and renewal.
 
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use tunnel_core::identity::NodeName;
 use super::revocations::Revocations;
 use crate::inventory::Inventory;
 
-/// The nodes of the inventory: when each was created, where that is known.
+/// The nodes of the inventory, with their creation times if known.
 pub type KnownNodes = Inventory;
 
-/// Why an agent with a valid certificate is refused.
+/// Reason to refuse an agent with a valid certificate.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     #[error("node {0} was revoked at {1:.0}; `tunnel-server agent readmit {0}` lets it enrol again")]
@@ -39,7 +39,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// For metrics.
+    /// Label for metrics.
     pub const fn label(&self) -> &'static str {
         match self {
             Self::Revoked(..) | Self::Damaged(_) => "revoked",
@@ -48,32 +48,32 @@ impl Refusal {
         }
     }
 
-    /// Whether this certificate is refused for good, and another one of the node would not be.
+    /// True if this certificate is refused for good, but another one of the node would not be.
     pub const fn wants_enrolment(&self) -> bool {
         matches!(self, Self::Superseded(..) | Self::Recreated(_))
     }
 
-    /// Whether the agent should ask again soon: its node may be about to be listed.
+    /// True if the agent should retry soon: its node may be about to be listed.
     pub const fn is_for_now(&self) -> bool {
         matches!(self, Self::Unknown(_))
     }
 
-    /// Whether it may be over in a moment: an inventory file that is replaced in two steps.
+    /// True if the refusal may be momentary: an inventory file that is replaced in two steps.
     pub const fn may_pass(&self) -> bool {
         matches!(self, Self::Recreated(_) | Self::Unknown(_))
     }
 }
 
-/// Who may have sessions and certificates, at any moment. Clones see the same.
+/// Decides at any moment which agents may have sessions and certificates. Clones share the state.
 #[derive(Clone, Debug)]
 pub struct Standing {
     revocations: watch::Receiver<Arc<Revocations>>,
-    /// None: not known yet.
+    /// None while not known.
     nodes: watch::Receiver<Option<Arc<KnownNodes>>>,
     refuse_unknown: bool,
 }
 
-/// Nothing is known, so nobody is refused.
+/// Nothing is known, so no agent is refused.
 impl Default for Standing {
     fn default() -> Self {
         Self::new(watch::channel(Arc::default()).1, watch::channel(None).1, true)
@@ -89,10 +89,10 @@ impl Standing {
         Self { revocations, nodes, refuse_unknown }
     }
 
-    /// Judges an agent by its certificate's node and moment of issue.
+    /// Judges an agent by the node and the time of issue of its certificate.
     ///
     /// # Errors
-    /// Why it is refused.
+    /// The reason for the refusal.
     pub fn judge(&self, node: &NodeName, issued: SystemTime) -> Result<(), Refusal> {
         self.not_revoked(node)?;
         if let Some(record) = self.revocations.borrow().records.get(node)
@@ -101,7 +101,7 @@ impl Standing {
             let at = record.readmitted.unwrap_or(record.revoked);
             return Err(Refusal::Superseded(node.clone(), at));
         }
-        // While the API server is away at the start nobody is locked out: the certificate itself is good.
+        // If the API server is unavailable at the start, no agent is locked out: the certificate itself is valid.
         match self.nodes.borrow().as_ref().map(|nodes| nodes.get(node.as_str())) {
             Some(None) if self.refuse_unknown => Err(Refusal::Unknown(node.clone())),
             Some(Some(known)) if known.created.is_some_and(|created| issued < created) => {
@@ -111,10 +111,10 @@ impl Standing {
         }
     }
 
-    /// Whether the node may have a new certificate.
+    /// Checks that the node may have a new certificate.
     ///
     /// # Errors
-    /// It is revoked.
+    /// If it is revoked.
     pub fn not_revoked(&self, node: &NodeName) -> Result<(), Refusal> {
         let known = self.revocations.borrow();
         if known.damaged.contains(node) {
@@ -128,26 +128,26 @@ impl Standing {
         }
     }
 
-    /// The node's tokens from this moment and earlier are void.
+    /// The node's tokens created at or before this time are void.
     pub fn tokens_void_until(&self, node: &NodeName) -> Option<Timestamp> {
         self.revocations.borrow().records.get(node).map(|record| record.revoked)
     }
 
-    /// A new certificate of the node has to count as issued after this.
+    /// A new certificate of the node must count as issued after this time.
     pub fn issue_after(&self, node: &NodeName) -> SystemTime {
         let readmitted = self.revocations.borrow().records.get(node).map(|record| record.issued_after());
         let created = self.nodes.borrow().as_ref().and_then(|nodes| nodes.get(node.as_str())?.created);
         readmitted.max(created).unwrap_or(SystemTime::UNIX_EPOCH)
     }
 
-    /// What judgements are made by.
+    /// The state that judgements are based on.
     pub(crate) fn known(&self) -> (Arc<Revocations>, Option<Arc<KnownNodes>>) {
         (self.revocations.borrow().clone(), self.nodes.borrow().clone())
     }
 
-    /// Waits until another judgement is possible.
+    /// Waits until the state changes.
     pub async fn changed(&mut self) {
-        // A closed channel brings nothing any more.
+        // A closed channel brings no more changes.
         tokio::select! {
             Ok(()) = self.revocations.changed() => {}
             Ok(()) = self.nodes.changed() => {}
@@ -172,7 +172,7 @@ mod tests {
 
     type Nodes = watch::Sender<Option<Arc<KnownNodes>>>;
 
-    /// Nodes, and when each was created.
+    /// Nodes with their creation times.
     fn nodes<const N: usize>(nodes: [(&str, Option<SystemTime>); N]) -> Option<Arc<KnownNodes>> {
         let node = |(name, created)| InventoryNode { created, ..InventoryNode::without_addresses(name) };
         Some(Arc::new(nodes.into_iter().map(node).collect()))
@@ -201,7 +201,7 @@ mod tests {
         publish(revoked.readmit(now).unwrap());
         let refusal = standing.judge(&edge, issued).unwrap_err();
         assert!(refusal.wants_enrolment(), "{refusal}");
-        // By a server whose clock is a little ahead.
+        // By a server whose clock is slightly ahead.
         assert!(standing.judge(&edge, SystemTime::from(now) + Duration::from_secs(30)).is_err());
         assert_eq!(standing.not_revoked(&edge), Ok(()));
         let next = standing.issue_after(&edge) + Duration::from_secs(1);

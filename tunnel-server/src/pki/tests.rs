@@ -1,4 +1,4 @@
-//! The CA's files and its rotation.
+//! Tests of the CA's files and its rotation.
 
 use std::fs;
 use std::net::IpAddr;
@@ -154,7 +154,7 @@ fn clocks_may_differ_by_an_hour() {
     let name = ServerName::try_from(SERVER_NAME).unwrap();
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
     let hour = Duration::from_secs(3600);
-    // Right after they were issued, by a clock that is behind, and by one that is ahead.
+    // Right after the issue, by a clock that is behind, and by one that is ahead.
     for clock in [now - hour, now, now + hour] {
         let clock = UnixTime::since_unix_epoch(clock);
         servers.verify_server_cert(&server.chain[0], &server.chain[1..], &name, &[], clock).unwrap();
@@ -162,7 +162,7 @@ fn clocks_may_differ_by_an_hour() {
     }
     let days = UnixTime::since_unix_epoch(now - 48 * hour);
     assert!(servers.verify_server_cert(&server.chain[0], &server.chain[1..], &name, &[], days).is_err());
-    // An agent's own clock does not count for its certificate. The server's does, and that of others by five minutes.
+    // An agent's own clock does not matter for its certificate. The servers' clocks may differ by five minutes.
     let agent = validity(&issue(&ca, "edge-1").chain[0]).unwrap();
     let early = SystemTime::now().duration_since(agent.not_before).unwrap();
     assert!((Duration::from_secs(290)..Duration::from_secs(310)).contains(&early), "{early:?}");

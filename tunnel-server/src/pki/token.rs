@@ -1,4 +1,4 @@
-//! The form of an enrolment token, and of a time to live.
+//! The format of an enrolment token, and of a time to live.
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,7 +19,7 @@ const ALPHABET: &[u8; 36] = b"abcdefghijklmnopqrstuvwxyz0123456789";
 /// An agent's first enrolment may have to wait for a visit to the site, but a token must not replace a certificate.
 const MAX_TTL: Duration = Duration::from_secs(366 * 86_400);
 
-/// `<id>.<secret>`: the id names the token in lists and logs, the secret is known to the operator and the agent.
+/// `<id>.<secret>`: the id names the token in lists and logs; only the operator and the agent know the secret.
 #[derive(Clone)]
 pub struct Token {
     id: String,
@@ -31,7 +31,7 @@ impl Token {
         Self { id: random_text(ID_LENGTH), secret: random_text(SECRET_LENGTH).into() }
     }
 
-    /// The part before the dot, which is no secret.
+    /// The part before the dot, which is not secret.
     pub fn id(&self) -> &str {
         &self.id
     }
@@ -41,7 +41,7 @@ impl Token {
         format!("{}.{}", self.id, self.secret.expose_secret())
     }
 
-    /// Hexadecimal SHA-256 of the secret, as it is stored. The secret is random, so it needs no salt.
+    /// Hexadecimal SHA-256 of the secret, as stored. The secret is random, so it needs no salt.
     pub fn hash(&self) -> String {
         format!("{:x}", Sha256::digest(self.secret.expose_secret()))
     }
@@ -58,7 +58,7 @@ fn random_text(length: usize) -> String {
     (0..length).map(|_| char::from(ALPHABET[random.random_range(0..ALPHABET.len())])).collect()
 }
 
-/// Whether a text has the form of a token's id, and so is a safe file name.
+/// True if a text has the form of a token id, and so is a safe file name.
 pub(super) fn is_id(text: &str) -> bool {
     text.len() == ID_LENGTH && text.bytes().all(|byte| ALPHABET.contains(&byte))
 }
@@ -80,15 +80,15 @@ impl FromStr for Token {
     }
 }
 
-/// The secret is masked.
+/// Masks the secret.
 impl fmt::Debug for Token {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.***", self.id)
     }
 }
 
-/// A time to live such as `24h`, `90m`, `2d` or ISO 8601's `PT2H`. A day has 24 hours. More than zero, at most 366
-/// days.
+/// Parses a time to live such as `24h`, `90m`, `2d` or ISO 8601's `PT2H`. A day has 24 hours. It must be more than zero
+/// and at most 366 days.
 pub fn parse_ttl(text: &str) -> Result<Duration, PkiError> {
     let refuse = |reason: String| PkiError::Duration { text: text.chars().take(100).collect(), reason };
     let span: Span = text.trim().parse().map_err(|error: jiff::Error| refuse(error.to_string()))?;

@@ -14,10 +14,10 @@ use super::LOCK;
 use super::error::PkiError;
 use super::token::{Token, is_id};
 
-/// How long an expired token is still listed.
+/// Time for which an expired token is still listed.
 const KEEP_EXPIRED: SignedDuration = SignedDuration::from_hours(7 * 24);
 
-/// A token as it is stored: everything but the secret.
+/// A token as stored: everything but the secret.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TokenRecord {
@@ -25,27 +25,27 @@ pub struct TokenRecord {
     pub id: String,
     /// Hexadecimal SHA-256 of the secret.
     pub secret_sha256: String,
-    /// The one node that may use it.
+    /// The only node that may use it.
     pub node: NodeName,
-    /// Who on it.
+    /// Its holder on the node.
     #[serde(default)]
     pub holder: Holder,
     pub created: Timestamp,
     pub expires: Timestamp,
-    /// Hash of the public key that it was used with. That key may use it again: the response may have been lost.
+    /// Hash of the public key that used it. That key may use it again, because the response may have been lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub used_by: Option<String>,
-    /// The first use.
+    /// Time of the first use.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub used_at: Option<Timestamp>,
 }
 
-/// Whether a token can be used at a given time.
+/// State of a token at a given time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TokenState {
     Valid,
-    /// Only the key that used it may use it again.
+    /// Only the key that used it may use it again, until it expires.
     Used,
     Expired,
 }
@@ -62,7 +62,7 @@ impl TokenRecord {
     }
 }
 
-/// Why a token was not accepted. All but the first are reported only to a client that knows the secret.
+/// Reason to refuse a token. All but the first are reported only to a client that knows the secret.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TokenRefusal {
     #[error("unknown token: it was never made here, was revoked, or is mistyped")]
@@ -94,7 +94,7 @@ impl TokenStore {
         self.state_dir.join("tokens")
     }
 
-    /// `id` must have the form of an id.
+    /// `id` must have the form of a token id.
     fn path(&self, id: &str) -> PathBuf {
         self.directory().join(format!("{id}.json"))
     }
@@ -159,7 +159,7 @@ impl TokenStore {
         Ok((token, record))
     }
 
-    /// All tokens, oldest first, and an error for each unusable file.
+    /// Returns all tokens, oldest first, and an error for each unusable file.
     pub fn list(&self) -> Result<(Vec<TokenRecord>, Vec<PkiError>), PkiError> {
         let directory = self.directory();
         let entries = match fs::read_dir(&directory) {
@@ -181,11 +181,11 @@ impl TokenStore {
         Ok((records, broken))
     }
 
-    /// Removes a token, by its id or by the whole token. Certificates that were issued for it stay valid.
+    /// Removes a token, given its id or the whole token. Certificates issued for it stay valid.
     pub fn revoke(&self, id_or_token: &str) -> Result<String, PkiError> {
         let id = id_or_token.split('.').next().unwrap_or_default();
         if !is_id(id) {
-            // Not shown in whole: it could be a mistyped token.
+            // Not shown in full: it could be a mistyped token.
             return Err(PkiError::NoSuchToken(id.chars().take(6).collect()));
         }
         let _lock = self.lock()?;
@@ -196,8 +196,8 @@ impl TokenStore {
         Ok(id.to_owned())
     }
 
-    /// Uses a token for a node and the key with this hash. The first use binds it to the key. Tokens that were made until
-    /// `void_until` are void, whoever used them.
+    /// Uses a token for a node and the key with this hash. The first use binds it to the key. Tokens created at or
+    /// before `void_until` are void, even for the key that used them.
     ///
     /// # Errors
     /// The outer error is the store's own; the inner one is the reason for the agent.
@@ -294,7 +294,7 @@ mod tests {
         assert_eq!(redeem(&token, "edge-1", at(3600)), Err(TokenRefusal::Expired(record.expires)));
         assert_eq!(record.state(at(3600)), TokenState::Expired);
         let guessed: Token = format!("{}.{}", token.id(), "a".repeat(26)).parse().unwrap();
-        // Without the secret neither the node nor the expiry can be learnt.
+        // Without the secret, neither the node nor the expiry can be learnt.
         assert_eq!(redeem(&guessed, "edge-2", at(3600)), Err(TokenRefusal::Unknown));
         assert_eq!(redeem(&Token::generate(), "edge-1", now), Err(TokenRefusal::Unknown));
         assert_eq!(redeem(&token, "edge-1", at(3599)), Ok(()));

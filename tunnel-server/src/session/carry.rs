@@ -15,34 +15,34 @@ use tunnel_core::text::printable;
 
 use super::link::Link;
 
-/// How long an agent may take to connect to a target.
+/// Time for an agent to connect to a target.
 const DIAL_DEADLINE: Duration = Duration::from_secs(5);
-/// How long a link may leave a dial unacknowledged, and twice its round-trip time.
+/// Time for which a link may leave a dial unacknowledged, plus twice its round-trip time.
 const SILENCE: Duration = Duration::from_millis(2500);
-/// Added to that for the way through the tunnel; then the agent counts as hung.
+/// Added to the dial deadline for the way through the tunnel; after both, the agent counts as hung.
 const DIAL_GRACE: Duration = Duration::from_secs(3);
 
-/// A connection that was asked for on a link, and has no answer yet.
+/// A connection that was requested on a link and has no answer yet.
 pub(crate) struct Asked {
     pub(crate) response: ResponseFuture,
     pub(crate) send: SendStream<Bytes>,
     pub(crate) since: Instant,
 }
 
-/// What a connection is carried on.
+/// The link and the limits for carrying a connection.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct On<'a> {
     pub(crate) link: &'a Link,
-    /// Who was asked, for errors.
+    /// The peer that was asked, for errors.
     pub(crate) to: &'a str,
-    /// The bound on what is held for clients that do not read.
+    /// Limits the bytes held for clients that do not read.
     pub(crate) stalls: &'a StallBound,
 }
 
-/// Asks on the link for a connection to `target`. `to` names who is asked, for errors.
+/// Requests a connection to `target` on the link. `to` names the peer, for errors.
 ///
 /// # Errors
-/// Nothing can be carried on the link any more, or no more than there is.
+/// If the link can carry nothing any more, or nothing more at present.
 pub(crate) async fn ask(
     link: &Link,
     to: &str,
@@ -54,7 +54,7 @@ pub(crate) async fn ask(
         .map_err(|error| RelayError::Dial(Outcome::Protocol, error.to_string()))?;
     let mut stream = link.send.clone();
     std::future::poll_fn(|cx| stream.poll_ready(cx)).await.map_err(RelayError::Link)?;
-    // Beyond the other end's limit h2 would queue the stream. One of them is the session's own.
+    // Beyond the peer's limit h2 would queue the stream. One stream is the session's own.
     let most = stream.current_max_send_streams();
     if link.connections() as usize >= most {
         return Err(RelayError::Dial(Outcome::Busy, format!("{to} accepts no more than {most} streams")));
@@ -79,7 +79,7 @@ fn carry_request(path: &str, target: SocketAddr, more: HeaderMap) -> Result<Requ
 }
 
 impl Asked {
-    /// What goes to the agent, and the wait for what comes from it. `connected` gets the duration of the agent's dial.
+    /// Returns the stream to the agent and the wait for its answer. `connected` gets the duration of the agent's dial.
     pub(crate) fn answer(
         self,
         on: On<'_>,
@@ -87,7 +87,7 @@ impl Asked {
         connected: impl FnOnce(Duration),
     ) -> (SendStream<Bytes>, impl Future<Output = Result<RecvStream, RelayError>>) {
         let Self { response, send, since } = self;
-        // Boxed: its memory is freed once the agent has connected.
+        // Boxed, so that its memory is freed once the agent has connected.
         let answer = Box::pin(async move {
             let answer = dialled(on.to, target, on.link, response).await;
             connected(since.elapsed());
@@ -97,7 +97,7 @@ impl Asked {
     }
 }
 
-/// Ends once the link has not even acknowledged for so long that its line must be out. A slow line acknowledges.
+/// Returns when the link has not even acknowledged for so long that its line must be down. A slow line acknowledges.
 async fn silent(flow: &Flow) -> Duration {
     let mut pause = SILENCE;
     loop {
@@ -111,7 +111,7 @@ async fn silent(flow: &Flow) -> Duration {
     }
 }
 
-/// Waits for the answer: headers mean connected, a status says why not. `to` names who was asked.
+/// Waits for the answer: headers mean connected, a status has the reason of a failure. `to` names the peer.
 pub(crate) async fn dialled(
     to: &str,
     target: SocketAddr,
@@ -137,7 +137,7 @@ pub(crate) async fn dialled(
     }
     match Status::from_header_map(response.headers()) {
         None => Ok(response),
-        // Even for a target that closes immediately, the agent sends headers first.
+        // The agent sends headers first, even for a target that closes immediately.
         Some(status) if status.code() == Code::Ok => {
             let reason = format!("{to} ended the stream without connecting");
             Err(RelayError::Dial(Outcome::Protocol, reason))

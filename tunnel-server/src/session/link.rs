@@ -1,4 +1,4 @@
-//! One TCP connection with an agent, or with another server.
+//! One TCP connection with an agent or with another server.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,15 +11,15 @@ use tunnel_core::link::Flow;
 
 use super::unanswered::Unanswered;
 
-/// A client can open 2^30 streams on one HTTP/2 connection; the next one would fail, and end the link with all that it carries. So
-/// it is replaced a little earlier.
+/// Streams that a link opens before it is replaced. A client can open 2^30 streams on one HTTP/2 connection; the next
+/// one would fail and end the link with everything on it, so it is replaced a little earlier.
 pub const MOST_STREAMS: u32 = (1 << 30) - (1 << 20);
 
-/// How many streams a link opens before another one takes its place.
+/// Number of streams that a link opens before it is replaced.
 #[derive(Clone, Debug)]
 pub(crate) struct Streams {
     pub(crate) most: u32,
-    /// Cancelled once it has opened them.
+    /// Cancelled when that number is reached.
     pub(crate) spent: CancellationToken,
 }
 
@@ -32,15 +32,15 @@ impl Streams {
 /// One TCP connection with an agent.
 #[derive(Debug)]
 pub struct Link {
-    /// 0 is the one that the session began with, and ends with.
+    /// 0 for the link with which the session begins and ends.
     pub number: u32,
-    /// What is known about its path.
+    /// Measurements of its path.
     pub flow: Arc<Flow>,
-    /// Cancelled when its connections have to end: with the link, with the session, or when the time of the server's
-    /// drain is up. A token of its own, because every poll of a connection's task locks it.
+    /// Cancelled when its connections have to end: with the link, with the session, or when the server's drain time is
+    /// over. A token of its own, because every poll of a connection's task locks it.
     pub(crate) over: CancellationToken,
     pub(crate) send: SendRequest<Bytes>,
-    /// The thread that owns the link. Its streams and their sockets stay there.
+    /// Runtime of the thread that owns the link. Its streams and their sockets stay on that thread.
     pub(crate) worker: Handle,
     streams: Streams,
     connections: AtomicU32,
@@ -68,39 +68,39 @@ impl Link {
         })
     }
 
-    /// Connections that it carries now.
+    /// Number of connections on it now.
     pub fn connections(&self) -> u32 {
         self.connections.load(Ordering::Relaxed)
     }
 
-    /// It has opened the stream with this number. Those of a client are odd.
+    /// Records that the stream with this number was opened. A client's stream numbers are odd.
     pub(super) fn opened(&self, stream: u32) {
         if stream / 2 >= self.streams.most {
             self.streams.spent.cancel();
         }
     }
 
-    /// Whether it has opened as many streams as it may: another one is to take its place.
+    /// True if it has opened as many streams as it may and has to be replaced.
     pub(super) fn is_spent(&self) -> bool {
         self.streams.spent.is_cancelled()
     }
 
-    /// It has left an ask unanswered: its line may be out, or the other end frozen.
+    /// Records that a request was left unanswered: the line may be down, or the other end frozen.
     pub(crate) fn note_unanswered(&self) {
         self.unanswered.add(self.flow.received());
     }
 
-    /// Whether it has left an ask unanswered and has received nothing since.
+    /// True if it left a request unanswered and has received nothing since.
     pub(crate) fn is_silent(&self) -> bool {
         self.unanswered.lasts(self.flow.received())
     }
 }
 
-/// A link that carries one connection more, until this is dropped.
+/// A link with one more connection on it until this is dropped.
 #[derive(Debug)]
 pub struct Taken {
     link: Arc<Link>,
-    /// Those of all links of the session, also of links that take no more.
+    /// Connections on all links of the session, including links that take no more.
     total: Arc<AtomicU32>,
 }
 

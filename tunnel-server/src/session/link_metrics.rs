@@ -1,4 +1,4 @@
-//! The links with agents as metrics: percentiles, since a series for each of 100,000 nodes would be a burden.
+//! Metrics of the links with agents: percentiles, because a series for each of 100,000 nodes would be too much.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use prometheus_client::registry::{Registry, Unit};
 
 use super::{Link, Sessions};
 
-/// Shares of the links that have at most the value.
+/// Shares of the links that are at or below the value.
 const QUANTILES: [(f64, &str); 5] =
     [(0.01, "0.01"), (0.1, "0.1"), (0.5, "0.5"), (0.9, "0.9"), (0.99, "0.99")];
 
@@ -39,7 +39,7 @@ impl Collector for Collected {
         let help = "Round-trip time by PING that this share of the links has at most";
         quantiles(&mut encoder, "link_rtt", help, &Unit::Seconds, rtt.collect())?;
 
-        // 0 until something was sent.
+        // The rate is 0 until something was sent.
         let rates = links.iter().map(|link| link.flow.rate()).filter(|rate| *rate > 0);
         let help = "Bytes a second, measured by TCP when the server sent something last, that this share of the links has at most";
         quantiles(
@@ -88,7 +88,7 @@ fn quantiles(
     Ok(())
 }
 
-/// The least of the sorted values that at least this share does not exceed.
+/// The smallest of the sorted values that at least this share of them does not exceed.
 fn at(sorted: &[f64], share: f64) -> Option<f64> {
     let rank = (share * sorted.len() as f64).ceil() as usize;
     sorted.get(rank.saturating_sub(1)).copied()

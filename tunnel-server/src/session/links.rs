@@ -1,5 +1,5 @@
-//! The links of one session. A second TCP connection is what keeps small messages and other transfers out of the way of
-//! a bulk transfer, and of what one lost segment holds back.
+//! The links of one session. A second TCP connection keeps small messages and other transfers from waiting behind a
+//! bulk transfer, or behind a lost segment.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,32 +11,32 @@ use tunnel_core::link::MAX_LINKS;
 
 use super::link::{Link, Taken};
 
-/// Below this round-trip time a line is short: what waits on it is gone in a moment, and fewer links send larger records.
+/// With a round-trip time below this a line is short: queues drain at once, and fewer links send larger records.
 const FAR: Duration = Duration::from_millis(3);
-/// A link that moves more bytes a second is busy with bulk transfers.
+/// A link that moves more bytes per second is busy with bulk transfers.
 const BUSY: u64 = 64 << 10;
-/// The shortest time over which that is measured.
+/// Minimum time over which the rate is measured.
 const SHORTEST_SPAN: Duration = Duration::from_millis(50);
-/// How long to wait for a link that was asked for before it is asked for again; doubled each time, up to the longest.
+/// Time to wait for a requested link before it is requested again; doubled each time up to the maximum.
 const PATIENCE: Duration = Duration::from_secs(5);
 const LONGEST_PATIENCE: Duration = Duration::from_secs(300);
-/// How long a link without connections is kept: what was busy once is soon busy again.
+/// Time for which a link without connections is kept, because it is likely to be needed again.
 const IDLE: Duration = Duration::from_secs(60);
 
-/// The number of a link was not asked for, or is in use.
+/// The number of a link was not requested, or is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("link {0} of this session was not asked for, or is up already")]
 pub struct NotWanted(u32);
 
-/// The links of one session. There is always the first one.
+/// The links of one session. The first one always exists.
 #[derive(Debug)]
 pub struct Links {
     state: Mutex<State>,
-    /// How many there should be, for the one who asks the agent.
+    /// Desired number of links, for the task that asks the agent.
     wanted: watch::Sender<u32>,
-    /// How many there may be.
+    /// Maximum number of links.
     most: u32,
-    /// Connections on all of them, and on those that take no more.
+    /// Connections on all links, including those that take no more.
     connections: Arc<AtomicU32>,
 }
 
@@ -60,9 +60,9 @@ impl State {
 #[derive(Debug)]
 struct Measured {
     link: Arc<Link>,
-    /// When, and the bytes until then.
+    /// Time of the last measurement, and the bytes moved until then.
     last: (Instant, u64),
-    /// Bytes a second.
+    /// Bytes per second.
     rate: u64,
     idle_since: Option<Instant>,
 }
@@ -83,7 +83,7 @@ impl Measured {
         }
     }
 
-    /// The least comes first. Each connection that a silent link loses would leave it with less load than the others.
+    /// Sort key, least loaded first. Silent links come last: the connections that they lose would make them look idle.
     fn load(&self) -> (bool, bool, bool, u32, u64) {
         let busy = self.rate > BUSY;
         (self.link.is_silent(), self.link.is_spent(), busy, self.link.connections(), self.rate)
@@ -91,7 +91,7 @@ impl Measured {
 }
 
 impl Links {
-    /// `most`: how many links the agent opens when it is asked.
+    /// `most` is the maximum number of links that the agent opens on request.
     pub(crate) fn new(first: Arc<Link>, most: u32) -> Self {
         let links = vec![Measured::new(first, Instant::now())];
         let state = Mutex::new(State { links, asked: None, patience: PATIENCE });
@@ -103,18 +103,18 @@ impl Links {
         }
     }
 
-    /// The link for a new connection. On a long path that is the one with the least load, and another one is asked for
-    /// when each has some.
+    /// Returns the link for a new connection. On a long path that is the least loaded one, and another link is
+    /// requested when all are in use.
     pub(crate) fn take(&self) -> Taken {
         self.take_at(Instant::now())
     }
 
     fn take_at(&self, now: Instant) -> Taken {
         let mut state = self.state.lock();
-        // There is always the first.
+        // The first link always exists.
         let first = &state.links[0].link;
         if first.is_spent() {
-            // Seen by the one who asks the agent.
+            // Seen by the task that asks the agent.
             self.wanted.send_modify(|_| ());
         }
         if self.most == 1 || first.flow.distance().is_none_or(|rtt| rtt < FAR) {
@@ -128,7 +128,7 @@ impl Links {
         taken
     }
 
-    /// Asks for as many links as there are connections, and a spare one.
+    /// Requests as many links as there are connections, and a spare one.
     fn want_more(&self, state: &mut State, now: Instant) {
         let connections: u32 = state.links.iter().map(|link| link.link.connections()).sum();
         let wanted = self.most.min(connections.saturating_add(1));
@@ -138,7 +138,7 @@ impl Links {
         }
         if let Some(asked) = state.asked {
             if now.saturating_duration_since(asked) >= state.patience {
-                // They lead elsewhere, as behind a load balancer, or nowhere.
+                // They arrive elsewhere, as behind a load balancer, or not at all.
                 state.patience = LONGEST_PATIENCE.min(state.patience * 2);
             } else if wanted <= *self.wanted.borrow() {
                 return;
@@ -148,18 +148,19 @@ impl Links {
         self.wanted.send_replace(wanted);
     }
 
-    /// Sees how many links there should be; a change is also the wish to ask again, or to replace the first one.
+    /// The desired number of links; a change is also a request to ask again, or to replace the first one.
     pub(crate) fn wanted(&self) -> watch::Receiver<u32> {
         self.wanted.subscribe()
     }
 
-    /// Whether the first one is spent: its agent is to attach anew.
+    /// True if the first link is spent: its agent has to attach again.
     pub(crate) fn are_used_up(&self) -> bool {
-        // There is always the first.
+        // The first link always exists.
         self.state.lock().links[0].link.is_spent()
     }
 
-    /// The numbers of those to ask for. Never hold what [`Self::wanted`] lends meanwhile: it is locked under the state.
+    /// Numbers of the links to request. Must not be called during a borrow of [`Self::wanted`], which is locked under
+    /// the state.
     pub(crate) fn missing(&self) -> Vec<u32> {
         let state = self.state.lock();
         let wanted = *self.wanted.borrow();
@@ -167,10 +168,10 @@ impl Links {
         free.take(wanted.saturating_sub(state.up()) as usize).collect()
     }
 
-    /// Takes a link into use.
+    /// Adds a link.
     ///
     /// # Errors
-    /// There is one with this number, or nobody asked for it.
+    /// If a link with this number exists, or none was requested.
     pub(crate) fn join(&self, link: Arc<Link>) -> Result<(), NotWanted> {
         let mut state = self.state.lock();
         let wanted = *self.wanted.borrow();
@@ -184,13 +185,13 @@ impl Links {
         Ok(())
     }
 
-    /// Takes a link out of use. The first stays: without it there is no session.
+    /// Removes a link. The first one stays: without it there is no session.
     pub(crate) fn part(&self, link: &Link) {
         self.state.lock().links.retain(|other| other.link.number == 0 || !std::ptr::eq(&*other.link, link));
     }
 
-    /// Takes a link out of use if it carries nothing and is spent, or has carried nothing for a while and is not the spare one of a
-    /// session that carries something. Whether it did.
+    /// Removes a link without connections if it is spent, or has been idle for a while and is not the spare one of a
+    /// session with connections. Returns true if it is removed.
     pub(crate) fn part_if_idle(&self, link: &Link) -> bool {
         self.part_if_idle_at(link, Instant::now())
     }
@@ -215,7 +216,7 @@ impl Links {
         }
         state.links.remove(index);
         let up = state.up();
-        // So that it may be asked for again; nobody is to ask now.
+        // So that it can be requested again, without a notification to request it now.
         self.wanted.send_if_modified(|wanted| {
             *wanted = up;
             false
@@ -223,29 +224,29 @@ impl Links {
         true
     }
 
-    /// All that are up.
+    /// All links.
     pub fn all(&self) -> Vec<Arc<Link>> {
         self.state.lock().links.iter().map(|link| link.link.clone()).collect()
     }
 
-    /// The first one's round-trip time.
+    /// Round-trip time of the first link.
     pub fn rtt(&self) -> Option<Duration> {
-        // There is always the first.
+        // The first link always exists.
         self.state.lock().links[0].link.flow.rtt.last()
     }
 
-    /// How many streams the agent accepts on a link, one for each connection and some for calls; as it has said by now.
+    /// Number of streams that the agent accepts on a link, one per connection and some for calls, as reported so far.
     pub(super) fn most_streams(&self) -> u32 {
-        // There is always the first.
+        // The first link always exists.
         u32::try_from(self.state.lock().links[0].link.send.current_max_send_streams()).unwrap_or(u32::MAX)
     }
 
-    /// Whether all of them are silent: a connection had better go another way.
+    /// True if all links are silent: a connection should take another path.
     pub(crate) fn are_silent(&self) -> bool {
         self.state.lock().links.iter().all(|link| link.link.is_silent())
     }
 
-    /// Connections on all of them, and on those that take no more.
+    /// Connections on all links, including those that take no more.
     pub fn connections(&self) -> u32 {
         self.connections.load(Ordering::Relaxed)
     }
@@ -304,7 +305,7 @@ pub(super) mod tests {
         links.join(link(1, 50 * MS).await).unwrap();
         taken.push(links.take());
         assert_eq!((*wanted.borrow(), links.missing()), (3, vec![2]));
-        // Those are under way: until they are up, connections share.
+        // They are being opened; until they are up, connections share links.
         taken.extend([links.take(), links.take()]);
         assert_eq!((*wanted.borrow(), links.missing()), (5, vec![2, 3, 4]));
         for number in [4, 2, 3] {
@@ -400,7 +401,7 @@ pub(super) mod tests {
         assert!(!links.part_if_idle_at(&links.all()[0], after(1000)), "the first");
         assert!(links.part_if_idle_at(&two, after(1000)));
         assert_eq!(links.all().len(), 1);
-        // They are asked for again.
+        // They can be requested again.
         let mut wanted = links.wanted();
         let _taken = links.take();
         assert!(wanted.has_changed().unwrap() && *wanted.borrow_and_update() == 2);

@@ -1,4 +1,4 @@
-//! The sessions with the agents: which node has one, and a stream on its link for each connection.
+//! The sessions with the agents: one per node, with a stream on a link for each connection.
 
 mod carry;
 mod link;
@@ -38,49 +38,49 @@ pub use workers::Workers;
 pub struct Session {
     /// Unique in this process.
     pub id: u64,
-    /// From the agent's certificate.
+    /// Node name in the agent's certificate.
     pub node: NodeName,
-    /// Has the addresses that the node's inventory entry names.
+    /// Knows the addresses of the node's inventory entry.
     pub(crate) router: Arc<Router>,
-    /// A newer session of the node has a higher number, and replaces this one.
+    /// Number of the session: a newer session of the node has a higher one and replaces this one.
     pub epoch: u64,
-    /// When the agent's certificate was issued.
+    /// Time of issue of the agent's certificate.
     pub issued: SystemTime,
     /// Set once the agent may no longer have a session; see [`Session::refuse`].
     pub(crate) refusal: OnceLock<Refusal>,
-    /// Its agent was told to look for another server.
+    /// Set once the agent was told to look for another server.
     pub(crate) moving: AtomicBool,
-    /// Cancelled when the session of its agent's successor has the node's place.
+    /// Cancelled when the session of the agent's successor has replaced this one.
     pub(crate) succeeded: CancellationToken,
-    /// Where the agent dials from.
+    /// Address from which the agent dials.
     pub peer: SocketAddr,
     pub since: Instant,
-    /// As the agent reports it.
+    /// Version reported by the agent.
     pub agent_version: String,
     pub links: Links,
-    /// Bounds what is held for clients that do not read.
+    /// Limits the bytes held for clients that do not read.
     pub stalls: StallBound,
-    /// What the agent accepts, shared by sources.
+    /// The agent's limit of connections, shared by sources.
     pub(crate) places: Shares,
     /// Bytes carried, from clients to the node and back.
     pub carried: Totals,
     /// Cancelled when the session has to end; see [`Session::close`].
     pub closed: CancellationToken,
-    /// Cancelled when its connections have to end: with the session, or when the time of the server's drain is up.
+    /// Cancelled when its connections have to end: with the session, or when the server's drain time is over.
     pub(crate) over: CancellationToken,
     /// Set once its first link has ended.
     pub(crate) forgotten: AtomicBool,
 }
 
 impl Session {
-    /// The connections that the agent accepts at a time, for all links together.
+    /// The limit of concurrent connections that the agent accepts, over all links.
     pub(crate) fn places(&self) -> Shares {
         self.places.within(self.links.most_streams())
     }
 
-    /// Ends the session, and tells its agent why.
+    /// Ends the session and tells its agent the reason.
     pub(crate) fn refuse(&self, refusal: Refusal) {
-        // The first reason is as good as the next.
+        // If there is a reason already, it stays.
         let _ = self.refusal.set(refusal);
         self.close();
     }
@@ -91,7 +91,7 @@ impl Session {
         self.over.cancel();
     }
 
-    /// Ends a link and its connections; the first one's end is that of the session.
+    /// Closes a link and its connections; closing the first one closes the session.
     fn close_link(&self, link: &Link) {
         if link.number == 0 {
             return self.close();
@@ -100,10 +100,10 @@ impl Session {
         link.over.cancel();
     }
 
-    /// Asks on the link for a connection to `target`, which the agent dials.
+    /// Requests a connection to `target` on the link; the agent dials it.
     ///
     /// # Errors
-    /// Nothing can be carried on the link any more, or no more than there is.
+    /// If the link can carry nothing any more, or nothing more at present.
     pub(crate) async fn ask(&self, link: &Link, target: SocketAddr) -> Result<Asked, RelayError> {
         let mut more = HeaderMap::new();
         if self.router.snapshot().names(&self.node, target.ip()) {

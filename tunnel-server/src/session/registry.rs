@@ -15,21 +15,21 @@ use crate::admission::Shares;
 use crate::metrics::Metrics;
 use crate::route::{Holder, Router};
 
-/// Moves that a follower may be behind before it has to begin anew.
+/// Number of moves that a follower may lag behind before it has to start again.
 const MOVES: usize = 1 << 12;
-/// Of how many nodes the end of the last session is remembered; beyond it the oldest is forgotten.
+/// Number of nodes for which the end of the last session is kept; beyond it the oldest is dropped.
 const REMEMBERED: usize = 1 << 17;
 
-/// Sessions of one node whose agents are leaving. With one more the oldest ends, so that an agent that leaves again and
-/// again does not pile up links.
+/// Maximum number of sessions of one node whose agents are leaving. One more ends the oldest, so that an agent that
+/// leaves again and again does not accumulate links.
 const MOST_LEAVING: usize = 4;
 
-/// Epochs are wall-clock milliseconds. One that is further ahead of this server's clock than this does not come from a
-/// clock that is right, and does not keep out one that does.
+/// Epochs are wall-clock milliseconds. An epoch further ahead of this server's clock than this does not come from a
+/// correct clock, and does not fence one that does.
 const AHEAD: Duration = Duration::from_secs(300);
 
-/// The order of epochs: whether a right clock explains it, then the number. A copied identity that claims 2^64-2 is
-/// replaced by the node's own agent; agents whose clocks are ahead alike are still told apart by their numbers.
+/// Sort key of epochs: plausible by a correct clock, then the number. A copied identity that claims 2^64-2 is replaced
+/// by the node's own agent; agents whose clocks are equally far ahead are still ordered by their numbers.
 fn rank(epoch: u64, now: SystemTime) -> (bool, u64) {
     let limit = (now + AHEAD).duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
     (u128::from(epoch) <= limit, epoch)
@@ -45,26 +45,26 @@ pub struct Fenced {
     peer: SocketAddr,
 }
 
-/// What a session was when it was forgotten.
+/// State of a session when it was forgotten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Forgotten {
-    /// Its agent had said that it leaves.
+    /// Its agent had announced that it leaves.
     Leaving,
     Lost,
 }
 
-/// A node has got its session here, or has lost it.
+/// A node's session was registered here, or removed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Move {
     pub(crate) node: NodeName,
     pub(crate) here: bool,
 }
 
-/// How a node's last session ended.
+/// The end of a node's last session.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LastEnd {
     pub at: Instant,
-    /// None for a moment, until the session's task says it.
+    /// None for a moment, until the session's task sets it.
     pub reason: Option<Arc<str>>,
 }
 
@@ -72,7 +72,7 @@ pub struct LastEnd {
 pub struct Sessions {
     live: RwLock<HashMap<NodeName, Arc<Session>>>,
     ended: Mutex<HashMap<NodeName, LastEnd>>,
-    /// Sessions whose agents are leaving: they carry what they have, but get nothing new. Each node's oldest is the first.
+    /// Sessions whose agents are leaving: they keep their connections and get no new ones. Each node's oldest is first.
     leaving: Mutex<HashMap<NodeName, VecDeque<Arc<Session>>>>,
     ids: AtomicU64,
     router: Arc<Router>,
@@ -82,7 +82,7 @@ pub struct Sessions {
 }
 
 impl Sessions {
-    /// Without sessions. `router` is kept up to date with which nodes have one.
+    /// Creates an empty registry. Updates `router` with the nodes that have a session.
     pub fn new(router: Arc<Router>, metrics: Metrics) -> Self {
         Self {
             live: RwLock::default(),
@@ -96,12 +96,12 @@ impl Sessions {
         }
     }
 
-    /// What each session asks about its node.
+    /// The router that each session asks about its node.
     pub(crate) fn router(&self) -> &Arc<Router> {
         &self.router
     }
 
-    /// A session number that is unique in this process.
+    /// Returns a session number that is unique in this process.
     pub fn next_id(&self) -> u64 {
         self.ids.fetch_add(1, Ordering::Relaxed)
     }
@@ -110,7 +110,7 @@ impl Sessions {
         self.live.read().get(node).cloned()
     }
 
-    /// What the node's agent accepts, if it is attached here.
+    /// The limit of the node's agent, if it is attached here.
     pub(crate) fn places(&self, node: &NodeName) -> Option<Shares> {
         self.get(node).map(|session| session.places())
     }
@@ -119,52 +119,52 @@ impl Sessions {
         self.live.read().values().cloned().collect()
     }
 
-    /// The live sessions, and those whose agents are leaving.
+    /// Returns the live sessions, and those whose agents are leaving.
     pub(crate) fn linked(&self) -> Vec<Arc<Session>> {
         let mut linked = self.all();
         linked.extend(self.leaving.lock().values().flatten().cloned());
         linked
     }
 
-    /// A node's live session, and those whose agents are leaving.
+    /// Returns a node's live session, and those whose agents are leaving.
     pub(crate) fn linked_of(&self, node: &NodeName) -> impl Iterator<Item = Arc<Session>> + use<> {
         self.get(node).into_iter().chain(self.leaving_of(node))
     }
 
-    /// The node's sessions whose agents are leaving, the oldest first.
+    /// Returns the node's sessions whose agents are leaving, the oldest first.
     pub(crate) fn leaving_of(&self, node: &NodeName) -> VecDeque<Arc<Session>> {
         self.leaving.lock().get(node).cloned().unwrap_or_default()
     }
 
-    /// The nodes with a live session.
+    /// Returns the nodes with a live session.
     pub fn live(&self) -> BTreeSet<NodeName> {
         self.live.read().keys().cloned().collect()
     }
 
-    /// Grows whenever a node gets or loses its session. A receiver sees many changes as one.
+    /// Incremented whenever a node gets or loses its session. A receiver may see several changes as one.
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.changed.subscribe()
     }
 
-    /// The nodes with a session, and every move from there on.
+    /// Returns the nodes with a session, and all moves from then on.
     pub(crate) fn follow(&self) -> (Vec<NodeName>, broadcast::Receiver<Move>) {
         let live = self.live.read();
         (live.keys().cloned().collect(), self.moves.subscribe())
     }
 
-    /// To be called under the lock, so that followers see changes in their order.
+    /// Must be called under the lock, so that followers see changes in order.
     fn moved(&self, node: &NodeName, here: bool) {
         self.changed.send_modify(|changes| *changes += 1);
-        // Nobody may be following.
+        // Fails if there is no follower.
         let _ = self.moves.send(Move { node: node.clone(), here });
     }
 
-    /// When and why the node's last session ended, whether or not it has another one now.
+    /// Returns the time and reason of the end of the node's last session, even if it has another one now.
     pub fn last_end(&self, node: &NodeName) -> Option<LastEnd> {
         self.ended.lock().get(node).cloned()
     }
 
-    /// Says why the node's session has ended.
+    /// Sets the reason why the node's session has ended.
     pub(crate) fn explain_end(&self, node: &NodeName, reason: &str) {
         if let Some(end) = self.ended.lock().get_mut(node) {
             end.reason.get_or_insert_with(|| reason.into());
@@ -183,10 +183,10 @@ impl Sessions {
         ended.insert(node.clone(), end);
     }
 
-    /// Makes `session` the node's live one. Returns the older one that it replaces.
+    /// Makes `session` the node's live one. Returns the older session that it replaces.
     ///
     /// # Errors
-    /// The live session has the same or a newer epoch.
+    /// If the live session has the same or a newer epoch.
     pub fn register(&self, session: Arc<Session>) -> Result<Option<Arc<Session>>, Fenced> {
         let (node, now) = (session.node.clone(), SystemTime::now());
         let mut live = self.live.write();
@@ -204,7 +204,7 @@ impl Sessions {
         Ok(older)
     }
 
-    /// Takes `session` out of use, unless another one has replaced it already. Its agent is expected back, unless it may have no
+    /// Removes `session` unless another one has already replaced it. Its agent is expected back, unless it may have no
     /// session any more.
     pub fn unregister(&self, session: &Session) {
         self.remove(session, session.refusal.get().is_none());
@@ -228,13 +228,13 @@ impl Sessions {
         self.note_end(&session.node);
     }
 
-    /// Takes the session of an agent that is leaving out of use; it finishes what it carries. `comes_back`: the agent has not said
-    /// that it stops. Of those that the node has already the oldest ends if they are too many.
+    /// Removes the session of an agent that is leaving; it finishes its connections. `comes_back` is false if the agent
+    /// has announced that it stops. If the node has too many such sessions, the oldest ends.
     pub fn leave(&self, session: &Arc<Session>, comes_back: bool) {
         self.remove(session, comes_back && session.refusal.get().is_none());
         let oldest = {
             let mut leaving = self.leaving.lock();
-            // The agent says that it leaves while its session ends, or after it was the oldest of too many.
+            // The agent may announce it while its session ends, or after it was the oldest of too many.
             if session.forgotten.load(Ordering::Relaxed) || session.closed.is_cancelled() {
                 return;
             }
@@ -297,7 +297,7 @@ mod tests {
     }
 
     impl Sessions {
-        /// The next agent of the node attaches, and the one before leaves.
+        /// The node's next agent attaches, and the previous one leaves.
         async fn replace(&self, node: &str, epoch: u64) -> Arc<Session> {
             let session = Arc::new(Session {
                 id: self.next_id(),
@@ -325,7 +325,7 @@ mod tests {
             session
         }
 
-        /// By their epochs, the live one first.
+        /// Epochs of the node's sessions, the live one first.
         fn epochs(&self, node: &str) -> Vec<u64> {
             self.linked_of(&node.parse().unwrap()).map(|session| session.epoch).collect()
         }
@@ -350,7 +350,7 @@ mod tests {
         assert_eq!(sessions.epochs("edge-1"), [5, 1, 2, 3, 4]);
         assert_eq!((sessions.counted(), sessions.linked().len()), ((2, 5), 7));
         assert!(over(&all).is_empty());
-        // Said again as its stream of events ends.
+        // Announced again as its event stream ends.
         sessions.leave(&all[0], true);
         assert_eq!((sessions.epochs("edge-1"), sessions.counted()), (vec![5, 1, 2, 3, 4], (2, 5)));
 
@@ -363,7 +363,7 @@ mod tests {
         assert_eq!(sessions.epochs("edge-1"), [6, 2, 3, 4, 5], "it has no place any more");
         assert_eq!(sessions.forget(&all[0]), Forgotten::Lost);
 
-        // In any order they end, and the others stay.
+        // They may end in any order, and the others stay.
         for (index, left) in [(2, vec![6, 2, 4, 5]), (1, vec![6, 4, 5]), (4, vec![6, 4]), (3, vec![6])] {
             assert_eq!(sessions.forget(&all[index]), Forgotten::Leaving);
             assert_eq!(sessions.epochs("edge-1"), left);
@@ -380,7 +380,7 @@ mod tests {
         let sessions = sessions();
         let first = sessions.replace("edge-1", 1).await;
         assert_eq!(sessions.forget(&first), Forgotten::Lost);
-        // The one who has replaced it is late.
+        // The session's replacement is late.
         sessions.leave(&first, true);
         assert_eq!((sessions.epochs("edge-1"), sessions.counted()), (vec![], (0, 0)));
         let second = sessions.replace("edge-1", 2).await;
@@ -417,9 +417,9 @@ mod tests {
         let newer = |than: u64, epoch: u64| rank(epoch, now) > rank(than, now);
         let (copy, agent) = (u64::MAX - 1, ms(now));
         assert!(newer(copy, agent) && !newer(agent, copy));
-        // Also an agent that lost its file and whose clock stands at 1970.
+        // Also an agent that lost its file and whose clock is at 1970.
         assert!(newer(copy, 1));
-        // Clocks differ a little, and the next session is still the newer one.
+        // Clocks differ slightly, and the next session is still newer.
         assert!(newer(ms(now + AHEAD) - 1, ms(now + AHEAD)) && newer(agent, ms(now + AHEAD / 2)));
         // A clock that is years ahead: its own sessions keep their order.
         let ahead = ms(now + Duration::from_secs(1 << 28));

@@ -1,12 +1,12 @@
-//! Asks on a link that were left unanswered.
+//! Requests on a link that were left unanswered.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// No link receives so much.
+/// No link receives this many bytes.
 const NONE: u64 = u64::MAX;
 
-/// An ask that was left unanswered. Whatever the link receives later, if only the answer to a PING, shows that the other end
-/// works.
+/// The last request that was left unanswered. Anything that the link receives later, even the answer to a PING, shows
+/// that the other end works.
 #[derive(Debug)]
 pub(super) struct Unanswered(AtomicU64);
 
@@ -17,7 +17,7 @@ impl Default for Unanswered {
 }
 
 impl Unanswered {
-    /// `received`: the bytes that the link has received so far.
+    /// `received` is the number of bytes that the link has received so far.
     pub(super) fn add(&self, received: u64) {
         self.0.store(received, Ordering::Relaxed);
     }

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 
-/// How many ready tasks are polled before the sockets are polled again; a small number keeps a busy link from starving
+/// Number of ready tasks polled before the sockets are polled again; a small number keeps a busy link from starving
 /// others.
 const EVENT_INTERVAL: u32 = 8;
 
@@ -23,7 +23,7 @@ impl Workers {
     /// Starts `count` threads.
     ///
     /// # Errors
-    /// A thread or its runtime cannot be made.
+    /// If a thread or its runtime cannot be created.
     pub fn start(count: usize) -> io::Result<Self> {
         let stop = CancellationToken::new();
         let mut workers = Self { handles: Vec::new(), next: AtomicUsize::new(0), stop, threads: Vec::new() };
@@ -47,10 +47,10 @@ impl Workers {
         &self.handles
     }
 
-    /// The thread for the next link, in turn.
+    /// Returns the thread for the next link, round-robin.
     pub fn next(&self) -> &Handle {
         let turn = self.next.fetch_add(1, Ordering::Relaxed);
-        // `start` makes at least one.
+        // `start` creates at least one.
         &self.handles[turn % self.handles.len()]
     }
 }

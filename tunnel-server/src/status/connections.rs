@@ -1,4 +1,4 @@
-//! The connections that are carried now: what `/connections` answers, and how `tunnel-server status --connections` prints it.
+//! The current connections: the answer of `/connections`, and its output by `tunnel-server status --connections`.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -14,7 +14,7 @@ use super::table::write_table;
 use crate::connection::Connection;
 use crate::metrics::Metrics;
 
-/// `#`: numbers.
+/// `#` marks numeric columns.
 const COLUMNS: &[&str] = &[
     "NODE",
     "DOOR",
@@ -34,9 +34,9 @@ const COLUMNS: &[&str] = &[
 /// The answer of `/connections`. Its field names are an interface.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConnectionsReport {
-    /// 1,000 at most: first those whose receiver has taken nothing for longest, then those that have carried most.
+    /// At most 1,000: first those whose receiver has read nothing for the longest time, then those with the most bytes.
     pub connections: Vec<ConnectionStatus>,
-    /// How many there are besides.
+    /// Number of further connections.
     pub more: usize,
 }
 
@@ -44,29 +44,29 @@ pub struct ConnectionsReport {
 pub struct ConnectionStatus {
     pub door: String,
     pub client: SocketAddr,
-    /// Who has shown who it is, at a door that asks.
+    /// Identity of the caller, at a door that authenticates callers.
     pub caller: Option<String>,
-    /// None: the server dialled the destination itself.
+    /// None if the server dialled the destination itself.
     pub node: Option<NodeName>,
     pub destination: SocketAddr,
-    /// The other server, of a connection that one passes on to another.
+    /// Id of the other server, for a connection forwarded between servers.
     pub via: Option<String>,
     pub age_s: u64,
-    /// Whether the destination is still being dialled.
+    /// True while the destination is being dialled.
     pub dialling: bool,
-    /// The number of the link with the agent, or with the server of `via`.
+    /// Number of the link with the agent, or with the server of `via`.
     pub link: Option<u32>,
     pub bytes_to_node: u64,
     pub bytes_from_node: u64,
-    /// For how long the client has taken nothing of what the node has sent, in milliseconds; None: it takes what comes.
+    /// Time for which the client has read nothing of the node's data, in milliseconds; None while it reads.
     pub client_blocked_ms: Option<u64>,
-    /// Bytes that are held for it meanwhile.
+    /// Bytes held for it meanwhile.
     pub held_for_client: usize,
     /// Bytes that the node may still send before it has to wait for the client; None without a link.
     pub window_left: Option<u64>,
-    /// For how long the node, or the path to it, has taken nothing of what the client has sent, in milliseconds.
+    /// Time for which the node, or the path to it, has taken nothing of the client's data, in milliseconds.
     pub node_blocked_ms: Option<u64>,
-    /// Bytes that were read from the client and wait meanwhile. All others wait in the kernel's buffer.
+    /// Bytes read from the client that wait meanwhile. All others wait in the kernel's buffer.
     pub held_for_node: usize,
 }
 
@@ -76,7 +76,7 @@ pub(crate) fn endpoint(metrics: Metrics) -> Arc<admin::Connections> {
 }
 
 impl ConnectionsReport {
-    /// Of one node, or of all.
+    /// Report of one node, or of all.
     fn of(mut connections: Vec<Arc<Connection>>, node: Option<&str>) -> Self {
         if let Some(node) = node {
             connections.retain(|connection| connection.node.as_ref().is_some_and(|of| of.as_str() == node));
@@ -141,7 +141,7 @@ impl ConnectionStatus {
         stalled(self.client_blocked_ms).is_some() || stalled(self.node_blocked_ms).is_some()
     }
 
-    /// The cells below [`COLUMNS`].
+    /// The cells for [`COLUMNS`].
     fn row(&self) -> Vec<String> {
         let none = || "-".to_owned();
         let text = |text: &Option<String>| text.as_deref().map_or_else(none, harmless);

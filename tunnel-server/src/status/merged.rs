@@ -12,7 +12,7 @@ use super::table::{MAX_CONFLICTS, MAX_NODES, NODE_COLUMNS, more, write_table};
 const SERVER_COLUMNS: &[&str] =
     &["SERVER", "ROLE", "STATE", "#NODES", "#CONNECTIONS", "REDIRECT", "#FAILED", "VERSION"];
 
-/// As text; `all` shows every node and conflict.
+/// Formats the reports as text; `all` shows every node and conflict.
 pub fn merged(reports: &[StatusReport], all: bool) -> String {
     let mut text = String::new();
     // Writing to a String does not fail.
@@ -62,7 +62,7 @@ fn server_row(report: &StatusReport) -> Vec<String> {
         RedirectState::On => "on",
         RedirectState::Degraded => "DEGRADED",
     };
-    // A door with two addresses is there twice, with the same count. The agents' door counts none.
+    // A door with two addresses is listed twice, with the same count. The agents' door has no count.
     let doors = report.doors.iter().filter(|door| door.accepted.is_some());
     let carried: BTreeMap<&str, u64> =
         doors.map(|door| (door.name.as_str(), door.connections_active)).collect();
@@ -96,7 +96,7 @@ fn problems(report: &StatusReport) -> Vec<String> {
     problems
 }
 
-/// Each node as the server has it that its agent is attached to, or else as the one that had it last; with that server's id.
+/// Returns each node as reported by the server that has its agent, or the one that had it last, with the server's id.
 fn nodes(reports: &[&StatusReport]) -> BTreeMap<NodeName, (String, NodeStatus)> {
     let mut nodes: BTreeMap<NodeName, (String, NodeStatus)> = BTreeMap::new();
     for report in reports {
@@ -111,7 +111,7 @@ fn nodes(reports: &[&StatusReport]) -> BTreeMap<NodeName, (String, NodeStatus)> 
     nodes
 }
 
-/// A session counts most, the newest before others; then who knows where it is, then who has seen it last.
+/// Sort key: a session first, the newest before others; then known at another server; then seen last.
 fn worth(node: &NodeStatus) -> (bool, u64, bool, std::cmp::Reverse<u64>) {
     let epoch = node.session.as_ref().map_or(0, |session| session.epoch);
     (node.connected, epoch, !node.via.is_empty(), std::cmp::Reverse(node.last_seen_s.unwrap_or(u64::MAX)))

@@ -1,4 +1,4 @@
-//! The server's status: what `/status` answers, and how `tunnel-server status` prints it.
+//! The server's status: the answer of `/status`, and its output by `tunnel-server status`.
 
 mod connections;
 mod merged;

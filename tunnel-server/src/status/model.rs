@@ -1,4 +1,4 @@
-//! The JSON document that `/status` answers with. Its field names are an interface.
+//! The JSON document returned by `/status`. Its field names are an interface.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -19,15 +19,15 @@ pub struct StatusReport {
     pub role: Role,
     pub uptime_s: u64,
     pub ready: bool,
-    /// What a start, or a stop, still waits for.
+    /// Names of the steps that a start or a stop still waits for.
     pub pending: Vec<String>,
     pub nodes: Vec<NodeStatus>,
     pub doors: Vec<DoorStatus>,
-    /// The other servers that this one is linked with.
+    /// The other servers that this one is linked to.
     #[serde(default)]
     pub peers: Vec<PeerStatus>,
     pub redirect: RedirectStatus,
-    /// Connections that failed, by hop.
+    /// Failed connections by hop.
     #[serde(default)]
     pub failures: Vec<FailuresStatus>,
     pub inventory: InventoryStatus,
@@ -37,28 +37,28 @@ pub struct StatusReport {
 pub struct NodeStatus {
     pub name: NodeName,
     pub addresses: Vec<IpAddr>,
-    /// False: an agent is attached, but the inventory has no edge node of that name.
+    /// False if an agent is attached, but the inventory has no edge node of that name.
     pub in_inventory: bool,
-    /// An agent is attached to this server.
+    /// True if an agent is attached to this server.
     pub connected: bool,
-    /// Other servers that have the node, by their ids.
+    /// Ids of other servers that have the node.
     #[serde(default)]
     pub via: Vec<String>,
-    /// Only while connected.
+    /// Set only while connected.
     pub session: Option<SessionStatus>,
-    /// Sessions of agents that have left or were replaced, which finish what they carry; the oldest first.
+    /// Sessions of agents that have left or were replaced, which finish their connections; the oldest first.
     #[serde(default)]
     pub leaving: Vec<SessionStatus>,
-    /// Seconds since the last session ended, if one has since the server started; also while there is another one.
+    /// Seconds since the last session ended, if one has since the server started; also set during another session.
     pub last_seen_s: Option<u64>,
-    /// Why it ended.
+    /// Reason why it ended.
     #[serde(default)]
     pub last_end: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SessionStatus {
-    /// Where the agent dials from.
+    /// Address from which the agent dials.
     pub peer: SocketAddr,
     pub epoch: u64,
     pub since_s: u64,
@@ -67,7 +67,7 @@ pub struct SessionStatus {
     pub agent_version: String,
     pub links: Vec<LinkStatus>,
     pub connections: u32,
-    /// Those whose receiver is not reading at present.
+    /// Connections whose receiver is not reading at present.
     pub stalled: usize,
     pub bytes_to_node: u64,
     pub bytes_from_node: u64,
@@ -76,14 +76,14 @@ pub struct SessionStatus {
 /// One TCP connection with an agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LinkStatus {
-    /// 0 is the first; others come and go with the load.
+    /// 0 for the first; others come and go with the load.
     pub number: u32,
     pub connections: u32,
     /// None before the first PING.
     pub rtt_ms: Option<f64>,
-    /// Bytes a second that the path took when the server sent something last; 0 before that.
+    /// Delivery rate in bytes per second when the server last sent something; 0 before that.
     pub delivery_rate: u64,
-    /// TCP segments that the server has sent again.
+    /// TCP segments retransmitted by the server.
     pub retransmits: u32,
     /// Share, 0 to 1, of the last 10 to 20 s of sending in which the agent's TCP receive window was full; None before the
     /// server sent anything, or before Linux 4.10.
@@ -101,16 +101,16 @@ pub struct LinkStatus {
 pub struct PeerStatus {
     pub server_id: String,
     pub version: String,
-    /// Where it was dialled.
+    /// Address at which it was dialled.
     pub address: String,
     pub since_s: u64,
     /// None before the first PING.
     pub rtt_ms: Option<f64>,
-    /// It stops soon.
+    /// True if it is about to stop.
     pub draining: bool,
-    /// How many nodes are attached to it.
+    /// Number of nodes attached to it.
     pub nodes: usize,
-    /// Connections that it carries for this server.
+    /// Connections that it forwards for this server.
     pub connections: u32,
     pub bytes_to_node: u64,
     pub bytes_from_node: u64,
@@ -129,25 +129,25 @@ pub struct DoorStatus {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RedirectStatus {
     pub state: RedirectState,
-    /// Why it is degraded.
+    /// Reason why it is degraded.
     pub reason: Option<String>,
-    /// How often a lost route or program had to be restored.
+    /// Number of times that a lost route or program had to be restored.
     pub mended: u64,
-    /// By `<hook>/<outcome>`, since the start.
+    /// Counts by `<hook>/<outcome>`, since the start.
     pub counters: BTreeMap<String, u64>,
     pub routes: usize,
     /// Routes to nodes without a session: connections to them fail immediately.
     pub routes_down: usize,
     /// Excluded ranges, not counting this host's own addresses.
     pub excluded: usize,
-    /// The tunnelled ports: of the flags, and of the cluster's ConfigMap.
+    /// The tunnelled ports: those of the flags, and those of the cluster's ConfigMap.
     #[serde(default)]
     pub ports: Vec<u16>,
-    /// Whose sources may use the tokens, besides this host itself: its pods.
+    /// Source ranges that may use the virtual addresses, besides this host itself: its pods.
     #[serde(default)]
     pub clients: Vec<IpNet>,
     pub programs: Vec<ProgramStatus>,
-    /// Why the programs are not pinned, so that they vanish with a server that is killed; None with `--bpffs=off` as well.
+    /// Reason why the programs are not pinned and would vanish with a killed server; None also with `--bpffs=off`.
     #[serde(default)]
     pub not_pinned: Option<String>,
 }
@@ -174,21 +174,21 @@ pub struct ProgramStatus {
 /// The connections that failed at one hop.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailuresStatus {
-    /// client, server, tunnel, policy or target.
+    /// One of client, server, tunnel, policy and target.
     pub hop: String,
-    /// Since the server started.
+    /// Count since the server started.
     pub count: u64,
-    /// The last ones, the newest first.
+    /// The last failures, the newest first.
     pub recent: Vec<FailureStatus>,
 }
 
-/// A connection that failed.
+/// A failed connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailureStatus {
     pub ago_s: u64,
     pub door: String,
     pub client: SocketAddr,
-    /// None: the server dialled the destination itself.
+    /// None if the server dialled the destination itself.
     pub node: Option<NodeName>,
     pub destination: SocketAddr,
     /// As in the access log.

@@ -1,4 +1,4 @@
-//! The status as text: what needs attention comes first, and 10,000 nodes still fit on a screen.
+//! The status as text: problems come first, and 10,000 nodes still fit on a screen.
 
 use std::fmt::Write as _;
 
@@ -14,7 +14,7 @@ use super::model::{
 pub(super) const MAX_NODES: usize = 50;
 /// Conflicts shown without `--all`.
 pub(super) const MAX_CONFLICTS: usize = 10;
-/// What is said of a node; `#`: numbers.
+/// Columns of the node table; `#` marks numeric ones.
 pub(super) const NODE_COLUMNS: &[&str] = &[
     "NODE",
     "STATE",
@@ -32,7 +32,7 @@ pub(super) const NODE_COLUMNS: &[&str] = &[
 ];
 
 impl StatusReport {
-    /// `all` shows every node and conflict, not only the first ones.
+    /// Formats the status; `all` shows every node and conflict, not only the first ones.
     pub fn to_text(&self, all: bool) -> String {
         let mut text = String::new();
         // Writing to a String does not fail.
@@ -122,7 +122,7 @@ impl StatusReport {
     }
 }
 
-/// Writes a table. `#` begins the name of a column of numbers.
+/// Writes a table. A column name that starts with `#` is right-aligned, for numbers.
 pub(super) fn write_table(
     out: &mut String,
     columns: &[&str],
@@ -174,7 +174,7 @@ impl RedirectStatus {
 }
 
 impl NodeStatus {
-    /// What needs attention comes first.
+    /// Sort key: problems come first.
     pub(super) fn rank(&self) -> u8 {
         match &self.session {
             None if self.via.is_empty() => 0,
@@ -185,7 +185,7 @@ impl NodeStatus {
         }
     }
 
-    /// The cells below [`NODE_COLUMNS`].
+    /// The cells for [`NODE_COLUMNS`].
     pub(super) fn row(&self) -> Vec<String> {
         let addresses = self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
         let mut state = match (&self.session, self.last_seen_s) {
@@ -196,7 +196,7 @@ impl NodeStatus {
             (None, None) => "NEVER SEEN".to_owned(),
         };
         if !self.leaving.is_empty() {
-            // Those of their connections are not in the columns.
+            // The columns do not include the connections of these sessions.
             let connections: u32 = self.leaving.iter().map(|session| session.connections).sum();
             state.push_str(&format!(", {connections} at agents that leave"));
         }
@@ -226,7 +226,7 @@ impl NodeStatus {
 }
 
 impl SessionStatus {
-    /// What holds back the link that is held back most.
+    /// Limit of the link that is limited most.
     fn limited_by(&self) -> Option<String> {
         let share = |link: &LinkStatus| {
             link.window_limited.unwrap_or_default().max(link.buffer_limited.unwrap_or_default())
@@ -418,7 +418,7 @@ mod tests {
         report.nodes[2].via = vec![EVIL.to_owned()];
         report.peers[0].server_id = EVIL.to_owned();
         report.peers[0].address = EVIL.to_owned();
-        // As the command gets it.
+        // As the command receives it.
         let report: StatusReport = serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
         let text = report.to_text(true);
         assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");

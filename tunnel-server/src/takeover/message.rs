@@ -1,4 +1,4 @@
-//! What the two servers say to each other.
+//! The messages between the two servers.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -6,39 +6,39 @@ use std::path::PathBuf;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-/// What the first server is, and what it has.
+/// Identity and state of the first server.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Hello {
     pub(super) server_id: String,
-    /// The folder of its pins.
+    /// Directory of its pins.
     pub(super) pins: Option<PathBuf>,
-    /// What it redirects, and the first token of each.
+    /// Ranges that it redirects, and the first virtual address of each.
     pub(super) tokens: Vec<(IpNet, IpAddr)>,
-    /// The nodes that the other servers have.
+    /// The nodes of the other servers.
     #[serde(default)]
     pub(super) fleet: Vec<String>,
 }
 
-/// What the second server asks for.
+/// A request of the second server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Ask {
     Agents,
     Doors,
-    /// That the first server accepts agents again; the second one is told to stop.
+    /// The first server is to accept agents again; the second one was told to stop.
     Back,
-    /// That it does everything again.
+    /// The first server is to resume everything.
     Resume,
 }
 
-/// What the first one answers.
+/// The first server's answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Answer {
     /// The nodes whose agents were told.
     Told(Vec<String>),
     Released,
-    /// The nodes whose agents are with the first server by now.
+    /// The nodes whose agents are attached to the first server by now.
     Attached(Vec<String>),
     Resumed,
 }

@@ -1,16 +1,17 @@
-//! A second server with the same state directory on the same host takes over from the first, without a gap.
+//! A second server with the same state directory on the same host takes over from the first without interruption.
 //!
-//! The second connects to the first one's Unix socket (`tunnel_core::takeover`), and gets the listening sockets: whatever
-//! waits in them is accepted by whoever accepts next, so nothing is lost. Then:
+//! The second one connects to the Unix socket of the first (`tunnel_core::takeover`) and receives the listening
+//! sockets: connections queued in them are accepted by whichever server accepts next, so none is lost. Then:
 //!
-//! 1. The second one learns the nodes, and which of them the other servers have. Then it asks for the agents: the first one
-//!    accepts none any more, and tells its own to look for its successor. They keep the link that they have until the new
-//!    one is in use.
-//! 2. Once they have come, or no more do, it asks for the doors: the first one accepts no connection any more and lets go
-//!    of the redirect, where the second one's programs are in place already, with the same tokens.
-//! 3. The first one finishes what it carries. Standalone it ends then; in a cluster it waits to be stopped, because the
-//!    kubelet would start it again, and goes on as before should the second one die.
-//! 4. A second one that is told to stop meanwhile gives everything back in the same order: the agents, then the doors.
+//! 1. The second one learns the nodes, and those of the other servers. Then it asks for the agents: the first one stops
+//!    accepting them, and tells its own to look for its successor. They keep their present link until the new one is in
+//!    use.
+//! 2. Once they have come, or no more arrive, it asks for the doors: the first one stops accepting connections and
+//!    releases the redirect, for which the second one's programs are already attached, with the same virtual addresses.
+//! 3. The first one finishes its connections. Standalone it then exits; in a cluster it waits to be stopped, because
+//!    the kubelet would restart it, and resumes its work if the second one dies.
+//! 4. If the second one is told to stop meanwhile, it gives everything back in the same order: the agents, then the
+//!    doors.
 
 mod message;
 mod pace;
@@ -24,7 +25,7 @@ pub(crate) use successor::Succession;
 
 use crate::accept::{Gate, Gated};
 
-/// What two servers of one host may have in turns.
+/// The gates of the listeners that two servers of one host use in turns.
 #[derive(Clone, Debug)]
 pub(crate) struct Gates {
     pub(crate) agents: Gate,
@@ -32,7 +33,7 @@ pub(crate) struct Gates {
 }
 
 impl Gates {
-    /// Agents are accepted; connections too if `doors`.
+    /// Opens the gate for agents, and that for connections if `doors`.
     pub(crate) fn new(doors: bool) -> Self {
         Self { agents: Gate::new(true), doors: Gate::new(doors) }
     }

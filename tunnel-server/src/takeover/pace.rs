@@ -1,21 +1,22 @@
-//! How fast agents are told to move to the other server.
+//! The rate at which agents are told to move to the other server.
 
 use std::time::Duration;
 
-/// Sessions that a server attaches each second (docs/scale.md).
+/// Sessions that a server can attach per second (docs/scale.md).
 const EACH_SECOND: u32 = 400;
-/// So few are told at once.
+/// Number of agents that are told at once.
 const FEW: usize = 400;
-/// How long agents are waited for altogether once all of them were told.
+/// Maximum total wait for agents after all of them were told.
 const LONGEST: Duration = Duration::from_secs(120);
 
-/// Over how long the agents of so many sessions are told: as many dial as the other server attaches.
+/// Time over which the agents of this many sessions are told, so that they dial as fast as the other server attaches
+/// them.
 pub(super) fn told_over(sessions: usize) -> Duration {
     let more = u32::try_from(sessions.saturating_sub(FEW)).unwrap_or(u32::MAX);
     Duration::from_secs(more.into()) / EACH_SECOND
 }
 
-/// How long so many agents are waited for.
+/// Maximum wait for this many agents.
 pub(super) fn longest(sessions: usize) -> Duration {
     told_over(sessions) + LONGEST
 }

@@ -1,4 +1,4 @@
-//! What the text of a rule says, in the words of iptables or of nft.
+//! Parses the text of a rule, in the syntax of iptables or nft.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -6,28 +6,28 @@ use std::ops::RangeInclusive;
 
 use ipnet::IpNet;
 
-/// What becomes of a packet that a rule is for.
+/// Effect of a rule on a matching packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action<'a> {
-    /// It goes elsewhere.
+    /// Sends it elsewhere.
     Rewrite,
     Accept,
     Drop,
-    /// Another chain of the table, or nft's map of verdicts (`@NAME`).
+    /// Continues in another chain of the table, or in nft's verdict map (`@NAME`).
     Chain(&'a str),
     Other,
 }
 
-/// Options of iptables that narrow a rule to protocol and port at most.
+/// iptables options that restrict a rule to protocol and port at most.
 const HARMLESS: [&str; 9] =
     ["-A", "-p", "-m", "-j", "-g", "--comment", "--dport", "--dports", "--reject-with"];
-/// Words of nft that narrow a rule further.
+/// nft words that restrict a rule further.
 const CONDITIONS: [&str; 17] = [
     "!", "!=", "saddr", "daddr", "sport", "iif", "iifname", "oif", "oifname", "ct", "limit", "flags", "mark",
     "fib", "status", "pkttype", "nfproto",
 ];
 
-/// Comments left out, and each of nft's sets in one word.
+/// Splits a rule into words, without comments, each nft set as one word.
 pub(super) fn words(rule: &str) -> Vec<String> {
     let plain: String = rule.split('"').step_by(2).collect();
     let joined = plain.replace("{ ", "").replace(" }", "").replace(", ", ",");
@@ -43,7 +43,7 @@ pub(super) fn action(words: &[String]) -> Action<'_> {
             ("-j", "ACCEPT") | ("accept", _) => return Action::Accept,
             ("-j" | "-g" | "jump" | "goto", chain) => return Action::Chain(chain),
             ("vmap", map) if map.starts_with('@') => return Action::Chain(map),
-            // `ct status dnat accept` asks whether it has been done.
+            // `ct status dnat accept` matches connections that were already rewritten.
             ("dnat" | "redirect" | "tproxy", _) if at == 0 || words[at - 1] != "status" => {
                 return Action::Rewrite;
             }
@@ -53,9 +53,9 @@ pub(super) fn action(words: &[String]) -> Action<'_> {
     Action::Other
 }
 
-/// Whether a rule may be for a new TCP connection of another host or pod. What it asks besides may or may not be so.
+/// True if a rule may match a new TCP connection of another host or pod. Other conditions are taken as possibly true.
 pub(super) fn may_concern(rule: &str, words: &[String], to: Option<IpNet>, port: Option<u16>) -> bool {
-    // A map of verdicts that stands in a rule is not taken apart.
+    // An inline verdict map is not analysed.
     if only_loopback(rule) || only_known(rule) || rule.contains(" vmap {") {
         return false;
     }
@@ -85,7 +85,7 @@ pub(super) fn may_concern(rule: &str, words: &[String], to: Option<IpNet>, port:
                 (Some(nets), Some(to)) => nets.iter().any(|net| net.contains(&to) || to.contains(net)),
                 _ => true,
             },
-            // Token addresses are this host's.
+            // Virtual addresses are local.
             "--dst-type" => value.split(',').any(|kind| kind == "LOCAL") != not,
             "type" if before == "daddr" => value.split(',').any(|kind| kind == "local") != not,
             _ => true,
@@ -93,7 +93,7 @@ pub(super) fn may_concern(rule: &str, words: &[String], to: Option<IpNet>, port:
     })
 }
 
-/// It asks for nothing but protocol and port.
+/// True if the rule tests nothing but protocol and port.
 pub(super) fn is_unconditional(words: &[String]) -> bool {
     words.iter().all(|word| {
         if word.starts_with('-') {
@@ -104,13 +104,13 @@ pub(super) fn is_unconditional(words: &[String]) -> bool {
     })
 }
 
-/// The ports that a rule names; of a range the first one.
+/// The ports named by a rule; the first one of a range.
 pub(super) fn ports_of(words: &[String]) -> BTreeSet<u16> {
     let named = words.windows(2).filter(|pair| matches!(pair[0].as_str(), "--dport" | "--dports" | "dport"));
     named.filter_map(|pair| ports("", &pair[1])).flatten().map(|range| *range.start()).collect()
 }
 
-/// None: not known from the text, such as those of a named set.
+/// None if the text does not tell the ports, as with a named set.
 fn ports(sign: &str, value: &str) -> Option<Vec<RangeInclusive<u16>>> {
     let range = |text: &str| {
         let (first, last) = text.split_once([':', '-']).unwrap_or((text, text));
@@ -138,7 +138,7 @@ fn only_loopback(rule: &str) -> bool {
     ["-i lo ", "iifname \"lo\"", "iif \"lo\"", "iif lo "].iter().any(|test| rule.contains(test))
 }
 
-/// It is for what belongs to a connection, or to none, and not for one that begins.
+/// True if the rule matches only packets of known connections, or of none, and not new ones.
 fn only_known(rule: &str) -> bool {
     let states = ["--ctstate ", "--state ", "ct state "].iter().find_map(|key| Some(rule.split_once(key)?.1));
     let Some(states) = states else { return rule.contains("ct status dnat") };
@@ -147,7 +147,7 @@ fn only_known(rule: &str) -> bool {
     !negated && !states.split(end).next().unwrap_or_default().to_lowercase().contains("new")
 }
 
-/// A rule for each element of nft's `{ KEY : VERDICT, … }`.
+/// Converts each element of nft's `{ KEY : VERDICT, … }` to a rule.
 pub(super) fn elements(list: &str) -> Vec<String> {
     let plain: String = list.split('"').step_by(2).collect();
     let list = plain.split('}').next().unwrap_or_default();

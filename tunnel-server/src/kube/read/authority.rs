@@ -1,7 +1,7 @@
-//! The CA, kept in a Secret: every server signs with it, and its files are a copy.
+//! The CA, kept in a Secret: every server signs with it and keeps a copy in files.
 //!
-//! The Secret's keys are the files of the directory `ca`: `ca.crt` and `<16 hex>.key` (see [`crate::pki`]). A Secret that
-//! is gone or broken takes nothing away: the last good copy is used, and the leader makes a Secret that is gone again.
+//! The Secret's keys are the files of the directory `ca`: `ca.crt` and `<16 hex>.key` (see [`crate::pki`]). If the
+//! Secret is deleted or broken, the last good copy stays in use, and the leader recreates a deleted Secret.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -27,20 +27,20 @@ use crate::kube::error::ClusterError;
 use crate::kube::reconcile::{self, Reconcile, changes};
 use crate::pki::{Ca, CaMaterial, CaState, KEY_SUFFIX, Lifetimes, PkiError, ROOTS};
 
-/// Annotation: when the root that signs was activated, so that `ca retire` knows how long the old one is needed.
+/// Annotation with the time at which the signing root was activated; tells `ca retire` how long the old root is needed.
 pub const ACTIVATED: &str = "postern.internal/ca-activated";
 
-/// The API server answers within this, or is away.
+/// Time limit of a request; after it the API server counts as unavailable.
 const ANSWER: Duration = Duration::from_secs(10);
 const RETRY: Duration = Duration::from_secs(2);
-/// How often to log that the start is waiting.
+/// Interval between log messages while the start waits.
 const REMIND: Duration = Duration::from_secs(60);
 
 /// A Secret whose values are wiped from memory when it is dropped.
 struct Wiped(Secret);
 
 impl Wiped {
-    /// Removes the CA.
+    /// Removes the CA's entries.
     fn clear(&mut self) {
         let known = self.0.data.get_or_insert_default();
         let gone = known.extract_if(.., |name, _| name == ROOTS || name.ends_with(KEY_SUFFIX));
@@ -76,7 +76,7 @@ impl CaSecret {
         Self { api, namespace: namespace.to_owned(), name: name.to_owned() }
     }
 
-    /// One request about the Secret.
+    /// Sends one request about the Secret.
     async fn request<T>(
         &self,
         action: &'static str,
@@ -89,7 +89,7 @@ impl CaSecret {
         Ok(self.request("reading Secret", self.api.get_opt(&self.name)).await?.map(Wiped))
     }
 
-    /// The CA in a Secret, checked.
+    /// Extracts the CA from a Secret and checks it.
     fn material(&self, Wiped(secret): &Wiped) -> Result<CaMaterial, ClusterError> {
         let malformed = |reason: String| {
             let object = format!("Secret {self}");
@@ -113,14 +113,14 @@ impl CaSecret {
         }
     }
 
-    /// Makes the Secret.
+    /// Creates the Secret.
     ///
-    /// An apply instead of a create, because it carries the name: RBAC can narrow it to this Secret. A field manager that
-    /// no other attempt has keeps it as atomic: values that another one applied are in conflict, even those of an earlier
-    /// attempt that timed out here and arrives late.
+    /// Uses apply instead of create because an apply request has the object's name, so RBAC can be limited to this
+    /// Secret. A field manager that is unique to the attempt makes it as atomic as a create: values applied by another
+    /// one conflict, even those of an earlier attempt that timed out here and arrives late.
     ///
     /// # Errors
-    /// A conflict when another server was faster with another CA.
+    /// A conflict if another server was first, with another CA.
     async fn create(&self, material: &CaMaterial) -> Result<(), ClusterError> {
         let secret = Wiped(Secret {
             metadata: ObjectMeta { name: Some(self.name.clone()), ..ObjectMeta::default() },
@@ -142,7 +142,7 @@ impl CaSecret {
         Ok(Held { secret, material, activated })
     }
 
-    /// Replaces the Secret, unless it has changed since it was read.
+    /// Replaces the Secret unless it has changed since it was read.
     async fn replace(
         &self,
         mut secret: Wiped,
@@ -160,7 +160,7 @@ impl CaSecret {
         Ok(())
     }
 
-    /// First step of a rotation. Returns the new root's hash.
+    /// First step of a rotation: adds a new root. Returns its hash.
     pub async fn introduce(&self) -> Result<String, ClusterError> {
         let held = self.read().await?;
         let (next, hash) = held.material.introduce()?;
@@ -168,7 +168,7 @@ impl CaSecret {
         Ok(hash)
     }
 
-    /// Second step: the introduced root signs. Returns its hash.
+    /// Second step: the new root starts to sign. Returns its hash.
     pub async fn activate(&self) -> Result<String, ClusterError> {
         let held = self.read().await?;
         let (next, hash) = held.material.activate()?;
@@ -176,7 +176,7 @@ impl CaSecret {
         Ok(hash)
     }
 
-    /// Last step: the old root is no longer trusted. Returns its hash.
+    /// Last step: removes the old root from the trusted ones. Returns its hash.
     ///
     /// # Errors
     /// [`PkiError::Rotation`] until every certificate of the old root has expired, unless `force`.
@@ -211,7 +211,7 @@ impl CaSecret {
 pub struct Held {
     secret: Wiped,
     material: CaMaterial,
-    /// When the root that signs was activated.
+    /// Time at which the signing root was activated.
     pub activated: Option<Timestamp>,
 }
 
@@ -220,8 +220,8 @@ impl Held {
         self.material.state(lifetimes)
     }
 
-    /// When no certificate of the old root can be valid any more. A tenth of a lifetime is for servers that learnt late
-    /// that another root signs.
+    /// The time from which no certificate of the old root can be valid. Adds a tenth of a lifetime for servers that
+    /// learn late that another root signs.
     pub fn retirable(&self, lifetimes: Lifetimes) -> Option<Timestamp> {
         let activated = SystemTime::from(self.activated?);
         Timestamp::try_from(activated + lifetimes.agent + lifetimes.agent / 10).ok()
@@ -238,13 +238,13 @@ fn write() -> PostParams {
     PostParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PostParams::default() }
 }
 
-/// The CA of the cluster, copied to the state directory. A Secret that is not there is made: of the CA in the state
-/// directory when there is one, else of a new CA.
+/// Returns the cluster's CA, copied to the state directory. Creates the Secret if it is missing: from the CA in the
+/// state directory if there is one, else with a new CA.
 ///
-/// While the API server is away, the copy in the state directory is used; without one this waits.
+/// While the API server is unavailable, uses the copy in the state directory; without a copy, waits.
 ///
 /// # Errors
-/// A Secret that is no CA, without a good copy; files that cannot be used; or `stop`.
+/// If the Secret has no valid CA and there is no good copy, if the files cannot be used, or on `stop`.
 pub async fn obtain(
     client: Client,
     namespace: &str,
@@ -259,7 +259,7 @@ pub async fn obtain(
     loop {
         let error = match material(&secret, state_dir, lifetimes).await {
             Ok(material) => return Ok(install(state_dir.to_owned(), lifetimes, material, &secret).await?.0),
-            // Another server was faster: its CA is read.
+            // Another server was first: read its CA.
             Err(error) if error.is_conflict() => continue,
             Err(ClusterError::Pki(error)) => return Err(error.into()),
             Err(error) => error,
@@ -284,7 +284,7 @@ pub async fn obtain(
     }
 }
 
-/// The Secret's CA; a Secret that is not there is made.
+/// Returns the Secret's CA; creates the Secret if it is missing.
 async fn material(
     secret: &CaSecret,
     state_dir: &Path,
@@ -293,7 +293,7 @@ async fn material(
     if let Some(present) = secret.get().await? {
         return secret.material(&present);
     }
-    // Files that cannot be read are not replaced by a new CA behind the operator's back.
+    // A CA whose files cannot be read must not be silently replaced by a new one.
     let material = match state_dir.join("ca").exists() {
         true => Ca::open(state_dir, lifetimes)?.material()?,
         false => CaMaterial::generate()?,
@@ -303,7 +303,7 @@ async fn material(
     Ok(material)
 }
 
-/// The files are synced to disk, which may take a while.
+/// Writes the files, on a blocking thread because syncing them to disk may take a while.
 async fn install(
     state_dir: PathBuf,
     lifetimes: Lifetimes,
@@ -317,7 +317,7 @@ async fn install(
         .unwrap_or_else(|stopped| Err(PkiError::Sign(format!("writing the CA was interrupted: {stopped}"))))
 }
 
-/// Keeps the copy current until the stop. The server's certificate and sessions follow the copy.
+/// Keeps the copy current until the context's stop signal. The server's certificate and sessions follow the copy.
 pub async fn follow(context: KubeContext, state_dir: PathBuf) {
     let secret = CaSecret::new(context.client.clone(), &context.namespace, &context.names.ca_secret);
     let events = context.health.follow(secret.api.clone(), named(&secret.name), "secrets");
@@ -332,23 +332,23 @@ struct Copy {
     secret: CaSecret,
     state_dir: PathBuf,
     leader: watch::Receiver<bool>,
-    /// Whether the list that is being read has the Secret.
+    /// True if the list being read has the Secret.
     listed: bool,
     due: Due,
 }
 
 enum Due {
     Nothing,
-    /// The Secret has this, and the files do not.
+    /// The Secret's CA, to be written to the files.
     Install(CaMaterial),
     /// The Secret cannot be used.
     Report(ClusterError),
-    /// The Secret is gone.
+    /// The Secret was deleted.
     Restore,
 }
 
 impl Reconcile for Copy {
-    /// None: the leader may have changed.
+    /// None if the leader may have changed.
     type Input = Option<Event<Secret>>;
 
     fn apply(&mut self, input: Self::Input) {
@@ -388,13 +388,13 @@ impl Reconcile for Copy {
                     tracing::info!(secret = %self.secret, "installed the CA of the Secret");
                 }
             }
-            // Never again once this server drains.
+            // Only the leader restores it, so not while this server drains.
             Due::Restore if !*self.leader.borrow() => return Ok(None),
             Due::Restore => {
                 let material = Ca::open(&self.state_dir, Lifetimes::default())?.material()?;
                 match self.secret.create(&material).await {
                     Ok(()) => tracing::warn!(secret = %self.secret, "made the Secret with the CA again"),
-                    // Another server, or the operator, was faster.
+                    // Another server or the operator was first.
                     Err(error) if error.is_conflict() => {}
                     Err(error) => return Err(error),
                 }

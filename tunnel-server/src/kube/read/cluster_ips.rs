@@ -1,5 +1,5 @@
-//! The Services by their cluster IPs, for the egress door: of each only what tells a connection's destination, so that a few
-//! megabytes hold the Services of the largest cluster. Where their endpoints are is asked when somebody wants to know.
+//! Services by cluster IP, for the egress door. Only the fields that identify a connection's destination are kept, so
+//! that the Services of the largest cluster fit in a few megabytes. Endpoints are looked up on demand.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -25,12 +25,12 @@ pub struct ClusterService {
     pub namespace: Box<str>,
     pub name: Box<str>,
     addresses: Box<[IpAddr]>,
-    /// Its TCP ports by number, each with the name that it has in EndpointSlices.
+    /// TCP ports by number, each with its name in EndpointSlices.
     ports: Box<[(u16, Box<str>)]>,
 }
 
 impl ClusterService {
-    /// The name of a TCP port.
+    /// Returns the name of a TCP port.
     pub fn port_name(&self, port: u16) -> Option<&str> {
         self.ports.iter().find(|(number, _)| *number == port).map(|(_, name)| &**name)
     }
@@ -39,7 +39,7 @@ impl ClusterService {
 /// The Services of a cluster.
 #[derive(Debug, Default)]
 pub struct ClusterIps {
-    /// Whether there was a complete list.
+    /// True once a complete list was read.
     pub known: bool,
     by_address: HashMap<IpAddr, Arc<ClusterService>>,
     by_name: HashMap<(Box<str>, Box<str>), Arc<ClusterService>>,
@@ -62,7 +62,7 @@ impl ClusterIps {
     fn remove(&mut self, service: &PartialService) {
         let Some(gone) = self.by_name.remove(&service.key()) else { return };
         for address in &gone.addresses {
-            // It may be another Service's by now.
+            // Another Service may have the address by now.
             if self.by_address.get(address).is_some_and(|now| Arc::ptr_eq(now, &gone)) {
                 self.by_address.remove(address);
             }
@@ -91,7 +91,7 @@ pub async fn run(
     }
 }
 
-/// Asks which Service has this address as its first. API servers can be asked since Kubernetes 1.31.
+/// Asks the API server for the Service with this address as its first cluster IP. Needs Kubernetes 1.31.
 pub async fn ask(
     client: &kube::Client,
     address: IpAddr,
@@ -128,7 +128,7 @@ impl PartialService {
         (self.namespace().into(), self.name().into())
     }
 
-    /// None: it is headless, or only a name for something else.
+    /// Returns None for a headless or ExternalName Service.
     fn cluster_service(&self) -> Option<ClusterService> {
         let spec = self.spec.as_ref()?;
         let listed = spec.cluster_ips.iter().flatten();
@@ -174,7 +174,7 @@ mod tests {
             assert_eq!(named(&services, address).as_deref(), Some("shop/hook"), "{address}");
         }
         assert_eq!(named(&services, "10.96.0.1"), None);
-        // The same name elsewhere is another Service.
+        // A Service of the same name in another namespace.
         services.put(&service("bank", "hook", &json!({"clusterIP": "10.96.0.8"})));
         services.put(&service("shop", "hook", &json!({"clusterIP": "10.96.0.9"})));
         assert_eq!(named(&services, "fd00:96::9"), None);

@@ -23,13 +23,13 @@ const HTTP: &str = "http-proxy-ports";
 const DNAT: &str = "dnat-ports-pair";
 const LOOPBACK: &str = "localhost-proxy-ports";
 
-/// Always tunnelled (--redirect-ports), and ports of the internal Service already.
+/// Always tunnelled (--redirect-ports), and already ports of the internal Service.
 const KUBELET: [u16; 2] = [DEFAULT_KUBELET_PORT, READ_ONLY_KUBELET_PORT];
 
-/// The http door's port in the pairs of a list while the door is off.
+/// Port expected as the http door's in pairs while that door is off.
 const DEFAULT_HTTP: u16 = 10264;
 
-/// An entry of a list that is left out.
+/// A list entry that is left out.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{key}: {value:?} {reason}")]
 struct SkippedEntry {
@@ -38,10 +38,10 @@ struct SkippedEntry {
     reason: String,
 }
 
-/// Reads the ConfigMap's data. Entries that cannot be used are left out; unknown keys are ignored.
+/// Parses the ConfigMap's data. Entries that cannot be used are left out; unknown keys are ignored.
 ///
-/// A list is separated by commas. Once there is a `=` in it, all of it is pairs, and the second half of each has to be
-/// the http door. A port in several lists leads to the https door before the http door.
+/// Lists are separated by commas. If a list has a `=`, all its entries must be pairs with the http door as second half.
+/// A port in several lists leads to the https door rather than the http door.
 fn parse(data: &BTreeMap<String, String>, doors: &Doors) -> (Settings, Vec<SkippedEntry>) {
     let mut skipped = Vec::new();
     let mut list = |key| {
@@ -102,9 +102,8 @@ fn port(text: &str) -> Result<u16, String> {
     number.filter(|port| *port != 0).ok_or_else(|| "is not a port; ports are 1 to 65535".to_owned())
 }
 
-/// Follows the one ConfigMap and publishes its ports, until the context's `stop`. A missing ConfigMap is an empty one.
-/// Each entry that is left out is logged, and reported in an Event of the ConfigMap, if there are any, once while it is
-/// there.
+/// Follows the ConfigMap and publishes its ports until the context's `stop`. A missing ConfigMap counts as empty. Each
+/// entry left out is logged, and reported as an Event if `events` is given, once for as long as it stays.
 pub async fn run(
     context: KubeContext,
     events: Option<Events>,
@@ -131,7 +130,7 @@ pub async fn run(
         }
         reported = skipped;
         publish.send_if_modified(|current| {
-            // The first time in any case: before ports are removed it must be certain that there are none.
+            // The first one is published even if equal: ports are removed only once it is certain that there are none.
             let changed = !std::mem::replace(&mut published, true) || **current != settings;
             if changed {
                 tracing::info!(
@@ -273,7 +272,7 @@ mod tests {
                 .to_vec()
             )
         );
-        // The rule is about the text, whatever the key, and it takes plain ports along.
+        // The rule depends on the text, not on the key, and allows plain ports.
         assert_eq!(internal(&clean(&[("http-proxy-ports", "9100=10264")])), [(9100, Http)]);
         assert_eq!(internal(&clean(&[("dnat-ports-pair", "9100")])), [(9100, Http)]);
         assert_eq!(

@@ -1,5 +1,5 @@
-//! What the server reads from the cluster: each file follows one kind of object. While the API server is silent, what it
-//! last said stays in effect.
+//! Reads from the cluster: each file follows one kind of object. While the API server does not answer, its last state
+//! stays in effect.
 
 pub mod authority;
 pub mod cluster_ips;
@@ -10,5 +10,5 @@ pub mod peers;
 pub mod revocations;
 pub mod service_ranges;
 
-/// The label by which EndpointSlices name their Service.
+/// Label of EndpointSlices with the name of their Service.
 pub(super) const SERVICE_NAME: &str = "kubernetes.io/service-name";

@@ -1,5 +1,6 @@
-//! What the server's certificate names in a cluster: both Services, however they are reached, and the servers behind
-//! them. For clients that verify the name they dialled; agents verify another one (`tunnel_core::identity::SERVER_NAME`).
+//! Names in the server's certificate in a cluster: all names and addresses of both Services, and the addresses of the
+//! servers behind them. For clients that verify the name they dialled; agents verify another one
+//! (`tunnel_core::identity::SERVER_NAME`).
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -23,14 +24,14 @@ use crate::kube::error::ClusterError;
 use crate::kube::reconcile::{self, Reconcile};
 use crate::pki::{ServerCertificate, ServerNames};
 
-/// Says where agents outside reach a Service of type ClusterIP: `host:port`, or several with commas between them.
+/// Annotation of a ClusterIP Service with its external addresses for agents: `host:port`, separated by commas.
 const EXTERNAL_ADDRESS: &str = "x-tunnel-server-external-addr";
-/// The domain of a cluster that was given none.
+/// Default cluster domain.
 const CLUSTER_DOMAIN: &str = "cluster.local";
-/// A certificate is issued for all changes within this time.
+/// Changes within this time cause one new certificate.
 const DEBOUNCE: Duration = Duration::from_millis(500);
 
-/// Keeps the names of `certificate` current until the stop: `base` and those of the cluster.
+/// Keeps the names in `certificate` current until the context's stop signal: `base` plus those of the cluster.
 pub async fn run(context: KubeContext, certificate: Arc<ServerCertificate>, base: ServerNames) {
     let KubeContext { client, namespace, names, health, stop, .. } = context.clone();
     let services = Api::<Service>::namespaced(client.clone(), &namespace);
@@ -70,12 +71,12 @@ struct Names {
     context: KubeContext,
     certificate: Arc<ServerCertificate>,
     base: ServerNames,
-    /// Those that the certificate has.
+    /// Names in the current certificate.
     current: ServerNames,
     agents: Followed<Service>,
     internal: Followed<Service>,
     slices: FollowedSet<EndpointSlice>,
-    /// Names that were left out, which was logged.
+    /// Names left out, which have been logged.
     skipped: BTreeSet<String>,
 }
 
@@ -125,7 +126,7 @@ impl Reconcile for Names {
     }
 }
 
-/// What a cluster calls the servers.
+/// Names and addresses of the servers in the cluster.
 #[derive(Debug, Default)]
 struct Found {
     dns: BTreeSet<String>,
@@ -163,8 +164,8 @@ impl Found {
     }
 
     fn slice(&mut self, slice: &EndpointSlice) {
-        // Including those that are not ready: a server that starts is named in time, and one that fails a check for a
-        // moment costs no certificate.
+        // Includes endpoints that are not ready: a starting server is named in time, and one that briefly fails a check
+        // causes no new certificate.
         for address in slice.endpoints.iter().flat_map(|endpoint| &endpoint.addresses) {
             self.host(address);
         }
@@ -182,7 +183,7 @@ impl Found {
     }
 
     fn joined(self, base: &ServerNames) -> ServerNames {
-        // In an order that does not depend on the cluster's, so that equal names are equal.
+        // Sorted, so that equal sets compare equal.
         let dns: BTreeSet<_> = base.dns.iter().cloned().chain(self.dns).collect();
         let addresses: BTreeSet<_> = base.addresses.iter().copied().chain(self.addresses).collect();
         ServerNames {
@@ -193,7 +194,7 @@ impl Found {
     }
 }
 
-/// The host of `host:port`, `address:port`, `[address]:port`, or of a host alone.
+/// Returns the host of `host:port`, `address:port`, `[address]:port`, or of a host alone.
 fn host_of(text: &str) -> &str {
     if text.parse::<IpAddr>().is_ok() {
         return text;

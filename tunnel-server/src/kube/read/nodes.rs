@@ -1,4 +1,4 @@
-//! The Nodes, as an inventory.
+//! Reads Nodes into an inventory.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -17,21 +17,21 @@ use tunnel_kube::Health;
 use crate::inventory::{Inventory, InventoryNode, LogBudget, NodeSpec, NodeStatus, Selector, read_node};
 use crate::kube::partial::Partial;
 
-/// A Node with the fields that the tunnel needs.
+/// A Node with only the fields that the tunnel needs.
 pub type SlimNode = Partial<Node, NodeSpec<String>, NodeStatus<String, i64>>;
 
-/// Changes that come this close together are published as one.
+/// Changes within this time are published together.
 const DEBOUNCE: Duration = Duration::from_millis(50);
 
-/// Fields of one Node that are named when they cannot be used; the rest is counted.
+/// Maximum number of unusable fields named per Node; the rest is counted.
 const MAX_SKIPPED: usize = 8;
 
 /// Follows the Nodes and publishes an inventory whenever a field that the tunnel needs has changed, until `stop`. An
-/// inventory always has all nodes, so the first is published when every node is known; cloud nodes are in it whether they
+/// inventory is always complete, so the first is published once every node is known; it has cloud nodes whether they
 /// are Ready or not.
 ///
-/// Unless `allow_empty`, nodes that vanish all at once stay: that is more likely a mistake of the API server. A list without
-/// any is refused, also the first one if nodes are known from before, as `last_known` says.
+/// Unless `allow_empty` is set, nodes that vanish all at once are kept, because that is more likely a mistake of the
+/// API server. An empty list is refused, even the first one if `last_known` returns nodes of an earlier run.
 ///
 /// A name, an address or a port that cannot be used is left out with a warning; the rest of its node stays.
 pub async fn run<F: Future<Output = ()> + Send, K: Future<Output = Inventory> + Send>(
@@ -49,7 +49,7 @@ pub async fn run<F: Future<Output = ()> + Send, K: Future<Output = Inventory> + 
     let mut had_nodes = false;
     loop {
         tokio::select! {
-            // Publishing goes first: events may come without a pause.
+            // Publishing first: events may come without a pause.
             biased;
             () = stop.cancelled() => return,
             () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
@@ -86,26 +86,26 @@ fn log_vanished() {
 
 struct Nodes {
     selector: Selector,
-    /// Whether a list may be without nodes.
+    /// True if a list may be empty.
     allow_empty: bool,
     inventory: Inventory,
-    /// What could not be used of which node.
+    /// Fields that could not be used, by node.
     skipped: BTreeMap<String, Vec<SkippedField>>,
-    /// A list that is not complete yet.
+    /// The list being read.
     listed: BTreeMap<String, Known>,
-    /// Whether the API server has said which nodes there are.
+    /// True once the API server has reported the nodes.
     complete: bool,
-    /// For what is skipped: a kubelet may write its Node as often as it likes.
+    /// Limits warnings about skipped fields: a kubelet may write its Node as often as it likes.
     lines: LogBudget,
 }
 
 struct Known {
-    /// None: its name cannot be used.
+    /// None if its name cannot be used.
     node: Option<InventoryNode>,
     skipped: Vec<SkippedField>,
 }
 
-/// A field of a Node that is left out.
+/// A field of a Node that was left out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct SkippedField {
     key: &'static str,
@@ -120,12 +120,12 @@ impl Nodes {
         Self { selector, allow_empty, inventory, skipped, listed, complete: false, lines }
     }
 
-    /// Whether the list must not be taken for true if there were nodes before.
+    /// True if the list is empty although it must not be; it is refused if there were nodes before.
     fn lists_none(&self) -> bool {
         !self.allow_empty && self.listed.values().all(|known| known.node.is_none())
     }
 
-    /// Whether it matters which nodes an earlier run has known.
+    /// True if the nodes known to an earlier run are needed to judge the list.
     fn needs_last_known(&self) -> bool {
         !self.complete && self.lists_none() && self.inventory.is_empty()
     }
@@ -134,7 +134,7 @@ impl Nodes {
         self.inventory.clone()
     }
 
-    /// Whether the inventory has changed.
+    /// Returns true if the inventory has changed.
     fn apply(&mut self, event: Event<SlimNode>) -> bool {
         match event {
             Event::Init => {
@@ -148,7 +148,7 @@ impl Nodes {
             }
             Event::InitDone if self.lists_none() && !self.inventory.is_empty() => {
                 log_vanished();
-                // What changes from now on is added to what is known.
+                // Later changes are added to the known nodes.
                 self.listed.clear();
                 false
             }
@@ -167,7 +167,7 @@ impl Nodes {
             }
             Event::Apply(node) => {
                 let known = self.read(&node);
-                // After a first list that was refused the first node counts, also when it was known.
+                // After a refused first list, the first node counts as a change even if it was known.
                 let first = !std::mem::replace(&mut self.complete, true);
                 self.set(node.name(), known) || first
             }
@@ -175,7 +175,7 @@ impl Nodes {
         }
     }
 
-    /// Whether the inventory has changed.
+    /// Returns true if the inventory has changed.
     fn set(&mut self, name: &str, known: Known) -> bool {
         if known.skipped.is_empty() {
             self.skipped.remove(name);
@@ -207,7 +207,7 @@ impl Nodes {
         known
     }
 
-    /// Those that the node's last version did not have already, as long as there are not too many.
+    /// Returns the fields that were not skipped in the node's last version, within the log budget.
     fn worth_logging<'a>(
         &mut self,
         name: &str,
@@ -378,7 +378,7 @@ mod tests {
             ("10.244.1.0/33", None),
             ("10.244.1.0/-1", None),
             ("10.244.1.0", None),
-            // As Kubernetes reads it.
+            // Kubernetes accepts leading zeros too.
             ("010.244.1.0/24", Some("10.244.1.0/24")),
         ] {
             let (node, skipped) = field(json!({"podCIDR": range, "podCIDRs": [range]}), json!({}));
@@ -432,7 +432,7 @@ mod tests {
         assert_eq!(names(&nodes), ["a", "b", "c"]);
         assert!(listed(&mut nodes, &[node("c", "10.0.0.3")]));
         assert_eq!(names(&nodes), ["c"], "a list with nodes is true");
-        // One by one they may go.
+        // Nodes may be removed one by one.
         assert!(nodes.apply(Event::Delete(node("c", "10.0.0.3"))));
         assert!(names(&nodes).is_empty());
 

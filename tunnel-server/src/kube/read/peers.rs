@@ -17,9 +17,9 @@ use tunnel_kube::FollowedSet;
 use super::SERVICE_NAME;
 use crate::kube::context::KubeContext;
 
-/// Keeps `peers` current until the context's `stop`: those that were `given`, and the endpoints, ready or not, since a
-/// server that fails a check for a moment still has its nodes. The state directory has them for a restart while the API
-/// server is away.
+/// Keeps `peers` current until the context's `stop`: the `given` ones plus the endpoints, ready or not, since a server
+/// that briefly fails a check still has its nodes. The endpoints are saved in the state directory for a restart while
+/// the API server is unavailable.
 pub async fn run(
     context: KubeContext,
     given: BTreeSet<HostPort>,
@@ -52,7 +52,7 @@ pub async fn run(
     }
 }
 
-/// The Service has one port.
+/// Returns the endpoints with the slice's first port: the Service has only one.
 fn endpoints(slice: &EndpointSlice) -> Vec<HostPort> {
     let mut ports = slice.ports.iter().flatten().filter_map(|port| u16::try_from(port.port?).ok());
     let Some(port) = ports.find(|port| *port > 0) else { return Vec::new() };

@@ -1,7 +1,7 @@
-//! The revoked nodes, in a ConfigMap that no node can write: an entry per node. Every server follows it and keeps a copy
-//! in its state directory, which is what decides, also while the API server is away.
+//! The revoked nodes, in a ConfigMap that no node can write: one entry per node. Every server follows it and keeps a
+//! copy in its state directory; the copy decides, also while the API server is unavailable.
 //!
-//! Nothing is taken away by a ConfigMap or an entry that is gone: it would let a copied identity in again.
+//! A deleted ConfigMap or entry readmits nobody: it would let a copied identity in again.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -25,7 +25,7 @@ use crate::pki::{PkiError, Revocation, RevocationStore};
 
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// The ConfigMap, as the command line uses it.
+/// The ConfigMap, as used by the command line.
 pub struct RevocationMap {
     api: Api<ConfigMap>,
     name: String,
@@ -43,7 +43,7 @@ impl RevocationMap {
         format!("{}/{}", self.namespace, self.name)
     }
 
-    /// One request about the ConfigMap.
+    /// Sends one request about the ConfigMap.
     async fn request<T>(
         &self,
         action: &'static str,
@@ -56,14 +56,14 @@ impl RevocationMap {
         self.request("reading ConfigMap", self.api.get_opt(&self.name)).await
     }
 
-    /// The records, and an error for each entry that cannot be used.
+    /// Returns the records, and an error for each unusable entry.
     pub async fn list(&self) -> Result<(Vec<Revocation>, Vec<ClusterError>), ClusterError> {
         let (good, bad) = entries(self.get().await?.as_ref());
         let bad = bad.into_iter().map(|(node, reason)| self.unusable(&node, reason)).collect();
         Ok((good, bad))
     }
 
-    /// Entries that cannot be used are left to [`follow`], which reports them.
+    /// Copies the records to `store`. Unusable entries are reported by [`follow`].
     pub async fn copy_to(&self, store: &RevocationStore) -> Result<(), ClusterError> {
         let (records, _) = to_copy(self.get().await?.as_ref());
         Ok(store.merge(&records)?)
@@ -100,7 +100,7 @@ impl RevocationMap {
         Ok(record)
     }
 
-    /// Only if the ConfigMap has not changed since it was read.
+    /// Writes a record, if the ConfigMap has not changed since it was read.
     async fn write(&self, present: Option<ConfigMap>, record: &Revocation) -> Result<(), ClusterError> {
         let text =
             serde_json::to_string(record).map_err(|error| self.unusable(&record.node, error.to_string()))?;
@@ -114,8 +114,8 @@ impl RevocationMap {
                 self.request("changing ConfigMap", self.api.patch(&self.name, &params, &Patch::Merge(patch)))
                     .await?;
             }
-            // An apply carries the name, so that RBAC can narrow it; with a manager of its own, another's value is a
-            // conflict.
+            // An apply request has the object's name, so RBAC can be limited to it; with a field manager of its own,
+            // values of another attempt conflict.
             None => {
                 let metadata = ObjectMeta { name: Some(self.name.clone()), ..ObjectMeta::default() };
                 let made = ConfigMap { metadata, data: Some(data), ..ConfigMap::default() };
@@ -130,7 +130,7 @@ impl RevocationMap {
 
 type Unusable = Vec<(NodeName, String)>;
 
-/// The records, and the entries that cannot be used. Keys that are no name of a node are ignored.
+/// Returns the records and the unusable entries. Keys that are not node names are ignored.
 fn entries(configmap: Option<&ConfigMap>) -> (Vec<Revocation>, Unusable) {
     let (mut good, mut bad) = (Vec::new(), Vec::new());
     let data = configmap.and_then(|configmap| configmap.data.as_ref());
@@ -145,7 +145,7 @@ fn entries(configmap: Option<&ConfigMap>) -> (Vec<Revocation>, Unusable) {
     (good, bad)
 }
 
-/// What the copy gets: an entry that cannot be used keeps its node out, unless what it said before is known there.
+/// Returns the records for the copy. An unusable entry counts as a revocation, unless the copy knows its former state.
 fn to_copy(configmap: Option<&ConfigMap>) -> (Vec<Revocation>, Unusable) {
     let (mut records, bad) = entries(configmap);
     records.extend(bad.iter().map(|(node, _)| Revocation::revoke(None, node, Timestamp::UNIX_EPOCH)));
@@ -180,7 +180,7 @@ impl Reconcile for Copy {
         }
         let (records, bad) = to_copy(self.followed.object.as_ref());
         let store = self.store.clone();
-        // The runtime is being shut down where it does not end.
+        // The task fails only if the runtime is being shut down.
         let Ok(merged) = tokio::task::spawn_blocking(move || store.merge(&records)).await else {
             return Ok(None);
         };

@@ -1,5 +1,5 @@
-//! The ranges of Service addresses: never an edge node's, whatever its kubelet says. Kubernetes has objects for them since
-//! 1.33.
+//! The ranges of Service addresses: an edge node never gets an address in them, whatever its kubelet reports.
+//! Kubernetes has objects for them since 1.33.
 
 use std::collections::BTreeSet;
 use std::pin::pin;
@@ -17,11 +17,11 @@ use tunnel_kube::{Attempts, FollowedSet, request};
 
 use crate::kube::context::KubeContext;
 
-/// How long the API server may take to say whether it has these objects.
+/// Time limit for the request that tests if the API server has these objects.
 const REQUEST: Duration = Duration::from_secs(10);
 
-/// Follows the ranges and publishes them when they have changed, until the context's `stop`. An API server that does not
-/// have them is asked once.
+/// Follows the ranges and publishes changes until the context's `stop`. An API server without such objects is asked
+/// only once.
 pub async fn run(context: KubeContext, publish: watch::Sender<Vec<IpNet>>) {
     let api = Api::<ServiceCIDR>::all(context.client.clone());
     match context.stop.run_until_cancelled(are_served(&api)).await {
@@ -63,7 +63,7 @@ async fn are_served(api: &Api<ServiceCIDR>) -> bool {
     }
 }
 
-/// What is no range is left out: the API server accepts none.
+/// Parses the ranges. Invalid ones are skipped; the API server accepts none.
 fn ranges(object: &ServiceCIDR) -> Vec<IpNet> {
     let cidrs = object.spec.iter().flat_map(|spec| spec.cidrs.iter().flatten());
     cidrs

@@ -1,4 +1,4 @@
-//! The condition `PosternTunnel` of edge nodes, written by the server that leads.
+//! The condition `PosternTunnel` of edge nodes, written by the leader.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,16 +26,16 @@ use crate::kube::reconcile::{self, Reconcile, changes};
 
 pub const CONDITION: &str = "PosternTunnel";
 
-/// At most ten writes a second.
+/// Limits the writes to ten a second.
 const PACE: Duration = Duration::from_millis(100);
-/// How often the conditions are read again: another writer may have changed them.
+/// Interval at which the conditions are read again, in case another writer changed them.
 const REREAD: Duration = Duration::from_secs(30 * 60);
-/// Nodes in one answer. With everything that kubelets report a Node has some ten kilobytes.
+/// Nodes per list page. A Node with everything that kubelets report has about ten kilobytes.
 const PAGE: u32 = 500;
-/// How long one page may take.
+/// Time limit of one page.
 const PAGE_TIME: Duration = Duration::from_secs(30);
 
-/// Keeps the conditions current while this server leads, until the stop. `changed` says when `tunnels` has.
+/// Keeps the conditions current while this server leads, until the stop signal. `changed` signals changes of `tunnels`.
 pub(super) async fn run(context: KubeContext, tunnels: Arc<Mutex<Tracker>>, changed: watch::Receiver<()>) {
     let inputs = select_all([
         changes(&context.inventory).map(|()| Input::Nodes).boxed(),
@@ -58,7 +58,7 @@ pub(super) async fn run(context: KubeContext, tunnels: Arc<Mutex<Tracker>>, chan
 
 enum Input {
     Nodes,
-    /// The tunnels, or who leads.
+    /// The tunnels or the leader.
     Other,
 }
 
@@ -66,27 +66,27 @@ struct Conditions {
     context: KubeContext,
     api: Api<ConditionNode>,
     tunnels: Arc<Mutex<Tracker>>,
-    /// The condition's status on each node that has it, as the API server has it; None: that is to be read.
+    /// Status of the condition in the API server, for each node that has one; None if it has to be read.
     present: Option<HashMap<NodeName, String>>,
     read_again: Instant,
-    /// Nodes may have to be written that are not in the queue.
+    /// True if nodes that are not in the queue may have to be written.
     changed: bool,
     queue: VecDeque<NodeName>,
     next_write: Instant,
 }
 
-/// A node's condition as it should be.
+/// Desired condition of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Want {
     Up,
-    /// Since when there is no tunnel.
+    /// No tunnel since this time.
     Down(Instant),
-    /// No edge node any more.
+    /// Not an edge node any more: no condition.
     Gone,
 }
 
 impl Want {
-    /// The condition's status; None for no condition.
+    /// Status of the condition; None for no condition.
     fn status(self) -> Option<&'static str> {
         match self {
             Self::Up => Some("True"),
@@ -102,7 +102,7 @@ impl Reconcile for Conditions {
     fn apply(&mut self, input: Input) {
         self.changed = true;
         if let (Input::Nodes, Some(present)) = (input, &mut self.present) {
-            // A node that is created again under this name is another one, without a condition.
+            // A node created again under this name is a new one, without a condition.
             let inventory = self.context.inventory.borrow();
             present.retain(|node, _| inventory.get(node.as_str()).is_some());
         }
@@ -123,7 +123,7 @@ impl Reconcile for Conditions {
             self.read_again = Instant::now() + REREAD;
             self.changed = true;
         }
-        // Changes that come meanwhile are behind those that wait.
+        // Later changes queue up behind those already waiting.
         if self.queue.is_empty() && std::mem::take(&mut self.changed) {
             self.queue = self.due();
         }
@@ -135,10 +135,10 @@ impl Reconcile for Conditions {
             self.next_write = Instant::now() + PACE;
             match self.write(&node, want).await {
                 Ok(()) => attempts.succeeded(),
-                // The node is gone, as the inventory will show.
+                // The node was deleted, as the inventory will show.
                 Err(error) if error.is_not_found() => {}
                 Err(error) => {
-                    // Behind the others: one node that cannot be written delays no other.
+                    // To the end of the queue: one node that cannot be written must not delay the others.
                     self.queue.push_back(node);
                     return Err(error.into());
                 }
@@ -149,14 +149,14 @@ impl Reconcile for Conditions {
 }
 
 impl Conditions {
-    /// The nodes that are to be written now.
+    /// Returns the nodes that have to be written now.
     fn due(&self) -> VecDeque<NodeName> {
         let inventory = self.context.inventory.borrow().clone();
         let nodes = inventory.iter().map(|node| &node.name);
         nodes.filter(|node| self.want(node).is_some()).cloned().collect()
     }
 
-    /// The condition to write for `node` now; None if it has it, or that is not known yet.
+    /// Returns the condition to write for `node`; None if it is up to date or not known yet.
     fn want(&self, node: &NodeName) -> Option<Want> {
         let present = self.present.as_ref()?.get(node).map(String::as_str);
         let is_edge = self.context.inventory.borrow().get(node.as_str())?.edge;
@@ -188,7 +188,7 @@ impl Conditions {
     }
 }
 
-/// A strategic merge: conditions are a list by type, and the kubelet's stay as they are.
+/// Builds a strategic merge patch: conditions are a list keyed by type, so the kubelet's conditions stay.
 fn patch(want: Want, server: &str) -> Value {
     let (reason, message, since) = match want {
         Want::Up => {
@@ -212,7 +212,7 @@ fn patch(want: Want, server: &str) -> Value {
     }]}})
 }
 
-/// The condition's status on every node that has it.
+/// Reads the condition's status of every node that has one.
 async fn list(api: &Api<ConditionNode>) -> Result<HashMap<NodeName, String>, RequestError> {
     let mut present = HashMap::new();
     let mut params = ListParams::default().limit(PAGE);

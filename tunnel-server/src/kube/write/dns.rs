@@ -1,4 +1,4 @@
-//! The DNS records, for CoreDNS's `hosts` plugin: edge nodes' names lead to the internal Service, all others to the node.
+//! DNS records for CoreDNS's `hosts` plugin: edge nodes' names lead to the internal Service, all others to the node.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -25,32 +25,32 @@ use crate::kube::reconcile::{self, Reconcile, changes};
 
 pub const KEY: &str = "tunnel-nodes";
 
-/// Changes within this time are written as one.
+/// Changes within this time are written together.
 const DEBOUNCE: Duration = Duration::from_millis(200);
-/// The shortest pause between two writes.
+/// Minimum pause between two writes.
 const PAUSE: Duration = Duration::from_secs(1);
-/// And the longer the records are: this many bytes a second are written at most, which etcd stores and every CoreDNS gets.
+/// Maximum average write rate, in bytes per second: etcd stores every write, and every CoreDNS receives it.
 const BYTES_A_SECOND: usize = 64 << 10;
-/// The API server takes no ConfigMap with more than a MiB of data; the keys of others get a little.
+/// Maximum size of the records. The API server limits a ConfigMap's data to 1 MiB; the rest is left for other keys.
 const MOST_BYTES: usize = 1_000_000;
-/// Names in one line, if there is not enough room for a line each.
+/// Names per line when there is no room for one line each.
 const NAMES: usize = 32;
 
-/// The text of a ConfigMap's key.
+/// Text of the ConfigMap's key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Text {
     pub text: String,
-    /// How many records it has.
+    /// Number of records in the text.
     pub records: usize,
-    /// How many have no room in it.
+    /// Number of records without room.
     pub left_out: usize,
 }
 
-/// The records, sorted, one a line: address, tab, node's name. Edge nodes have `internal`, the address of the internal
-/// Service, or no record without one; the others have their own address, or no record without one.
+/// Returns the records, sorted, one per line: address, tab, node name. Edge nodes get `internal`, the internal
+/// Service's address, the others their own address. A node without address has no record.
 ///
-/// More than [`MOST_BYTES`] have several names in a line. What does not even fit so is left out: edge nodes, the last ones
-/// in the order of their names.
+/// If they exceed [`MOST_BYTES`], several names share a line. If that is still too much, the last edge nodes in name
+/// order are left out.
 pub fn records(inventory: &Inventory, internal: Option<IpAddr>) -> Text {
     let records: Vec<(IpAddr, &NodeName)> = inventory
         .iter()
@@ -64,7 +64,7 @@ pub fn records(inventory: &Inventory, internal: Option<IpAddr>) -> Text {
         lines.sort_unstable();
         return Text { text: lines.join("\n"), records: records.len(), left_out: 0 };
     }
-    // Cloud nodes' first.
+    // Cloud nodes first.
     let mut by_address: BTreeMap<(bool, IpAddr), Vec<&NodeName>> = BTreeMap::new();
     for (address, name) in &records {
         by_address.entry((Some(*address) == internal, *address)).or_default().push(name);
@@ -73,7 +73,7 @@ pub fn records(inventory: &Inventory, internal: Option<IpAddr>) -> Text {
     'all: for ((_, address), names) in by_address {
         let address = address.to_string();
         for (n, name) in names.into_iter().enumerate() {
-            // The names ascend, so what is left out is the end.
+            // The names ascend, so the last ones are left out.
             let begin = n % NAMES == 0;
             let more = name.as_str().len() + if begin { address.len() + 2 } else { 1 };
             if text.len() + more > MOST_BYTES {
@@ -91,8 +91,8 @@ pub fn records(inventory: &Inventory, internal: Option<IpAddr>) -> Text {
     Text { text, records: written, left_out: records.len() - written }
 }
 
-/// Keeps the records current while this server leads, until the stop. Nothing is written before the nodes are known.
-/// `left_out` gets the number of records without room.
+/// Keeps the records current while this server leads, until the stop signal. Nothing is written before the nodes are
+/// known. `left_out` is set to the number of records without room.
 pub async fn run(context: KubeContext, events: Events, left_out: Gauge) {
     let KubeContext { client, namespace, names, health, stop, .. } = context.clone();
     let api = Api::namespaced(client.clone(), &namespace);
@@ -138,10 +138,10 @@ struct Records {
     configmap: Followed<ConfigMap>,
     service: Followed<Service>,
     nodes_known: bool,
-    /// When the next write may come.
+    /// Earliest time of the next write.
     not_before: Option<Instant>,
     left_out: Gauge,
-    /// How many records without room were reported last.
+    /// Last reported number of records without room.
     told: usize,
     addressing: Attempts,
 }
@@ -165,7 +165,7 @@ impl Reconcile for Records {
     async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<Option<Instant>, ClusterError> {
         let leads = *self.context.leader.borrow();
         if !(leads && self.nodes_known && self.configmap.known && self.service.known) {
-            // The server that leads says it.
+            // Only the leader reports a number.
             self.left_out.set(0);
             return Ok(None);
         }
@@ -183,7 +183,7 @@ impl Reconcile for Records {
                 "metadata": {"name": name},
                 "data": BTreeMap::from([(KEY, &wanted)]),
             }));
-            // Another writer's value of this key is replaced; its other keys stay.
+            // Another writer's value of this key is overwritten; other keys stay.
             let params = PatchParams::apply(FIELD_MANAGER).force();
             let share = Duration::from_secs_f64(wanted.len() as f64 / BYTES_A_SECOND as f64);
             self.not_before = Some(Instant::now() + share.max(PAUSE));
@@ -199,7 +199,7 @@ impl Reconcile for Records {
 }
 
 impl Records {
-    /// When there begin to be records without room, when they have doubled, and when all have room again.
+    /// Reports records without room: when the first appear, when they have doubled, and when all have room again.
     fn report_left_out(&mut self, records: usize, left_out: usize) {
         self.left_out.set(i64::try_from(left_out).unwrap_or(i64::MAX));
         if (left_out == 0) == (self.told == 0) && left_out <= 2 * self.told {
@@ -220,7 +220,7 @@ impl Records {
         self.events.publish(regarding, EventType::Warning, "RecordsLeftOut", note);
     }
 
-    /// Without the internal Service's address edge nodes have no record, which matters only if there are any.
+    /// Reports that edge nodes have no records because the internal Service has no address, if there are edge nodes.
     fn report_address(&mut self, address: Option<IpAddr>, edge_nodes: usize) {
         if address.is_some() || edge_nodes == 0 {
             self.addressing.succeeded();
@@ -241,7 +241,7 @@ impl Records {
     }
 }
 
-/// The Service's first address; None for a headless one.
+/// Returns the Service's first address; None if it is headless.
 fn cluster_ip(service: &Service) -> Option<IpAddr> {
     service.spec.as_ref()?.cluster_ip.as_ref()?.parse().ok()
 }

@@ -1,6 +1,6 @@
-//! Events in the cluster: what happened, where `kubectl describe` shows it.
+//! Events in the cluster, shown by `kubectl describe`.
 //!
-//! An Event is no state: it may be lost. Publishing one never waits, and what a burst of them may cost the API server is
+//! An Event may be lost. Publishing one never blocks, and the load that a burst of them puts on the API server is
 //! bounded.
 
 use std::collections::HashMap;
@@ -15,19 +15,19 @@ use tunnel_kube::{Attempts, FIELD_MANAGER, RequestError, request};
 
 use crate::kube::context::WRITE_DEADLINE;
 
-/// Events that may be published in a burst, and how many more a second.
+/// Maximum burst of Events, and the rate per second after it.
 const BURST: u32 = 50;
 const PER_SECOND: u32 = 5;
-/// An Event that could not be published for this long is dropped.
+/// Time after which an Event that could not be published is dropped.
 const GIVE_UP_AFTER: Duration = Duration::from_secs(120);
-/// Different notes for which repetitions are counted in one Event.
+/// Number of different notes for which repetitions are counted in one Event.
 const NOTES: usize = 64;
-/// Events that were left out are logged this often at most.
+/// Minimum interval between log messages about dropped Events.
 const REPORT_DROPPED: Duration = Duration::from_secs(60);
-/// The API server accepts no longer note, in bytes.
+/// Maximum length of a note in bytes, a limit of the API server.
 const MAX_NOTE: usize = 1024;
 
-/// Publishes Events. Clones share one queue and one bound.
+/// Publishes Events. Clones share one queue and one rate limit.
 #[derive(Clone, Debug)]
 pub struct Events {
     queue: mpsc::Sender<Queued>,
@@ -41,9 +41,10 @@ struct Queued {
 }
 
 impl Events {
-    /// Starts publishing in the name of `postern`, instance `identity`, until `stop`. Needs a tokio runtime.
+    /// Starts publishing as controller `postern`, instance `identity`, until `stop`. Needs a tokio runtime.
     pub fn start(client: kube::Client, identity: &str, stop: CancellationToken) -> Self {
-        // A burst that the bucket allows has room, so that only an API server that is away drops Events.
+        // Room for every burst that the bucket allows, so that Events are dropped only if the API server does not
+        // answer.
         let (queue, queued) = mpsc::channel(2 * BURST as usize);
         let reporter = Reporter { controller: FIELD_MANAGER.into(), instance: Some(identity.into()) };
         let publisher = Publisher { client, reporter, recorders: HashMap::new() };
@@ -53,7 +54,7 @@ impl Events {
         Self { queue, bucket: Arc::new(Mutex::new(Bucket::new(Instant::now()))) }
     }
 
-    /// Publishes an Event soon, or drops it when there are too many of them.
+    /// Queues an Event, or drops it if there are too many.
     pub fn publish(&self, regarding: ObjectReference, kind: EventType, reason: &str, mut note: String) {
         note.truncate(note.floor_char_boundary(MAX_NOTE));
         let now = Instant::now();
@@ -74,7 +75,7 @@ impl Events {
     }
 }
 
-/// A Node as `kubectl describe node` looks Events up: by its name in place of the UID, as the kubelet names it.
+/// A reference to a Node that `kubectl describe node` finds: with the name as UID, as the kubelet sets it.
 pub fn node(name: &str) -> ObjectReference {
     ObjectReference {
         api_version: Some("v1".into()),
@@ -85,7 +86,7 @@ pub fn node(name: &str) -> ObjectReference {
     }
 }
 
-/// An object of the core group that may not exist, or whose UID is not known.
+/// A reference to an object of the core group that may not exist, or whose UID is not known.
 pub fn object(kind: &str, namespace: &str, name: &str) -> ObjectReference {
     ObjectReference {
         api_version: Some("v1".into()),
@@ -96,7 +97,7 @@ pub fn object(kind: &str, namespace: &str, name: &str) -> ObjectReference {
     }
 }
 
-/// A token bucket that counts what it rejects.
+/// A token bucket that counts rejected Events.
 #[derive(Debug)]
 struct Bucket {
     tokens: f64,
@@ -121,7 +122,7 @@ impl Bucket {
         taken
     }
 
-    /// How many were left out, when it is time to report it.
+    /// Returns the number of dropped Events when it is time to report it.
     fn report(&mut self, now: Instant) -> Option<u64> {
         let due = self.reported.is_none_or(|last| now.saturating_duration_since(last) >= REPORT_DROPPED);
         (self.dropped > 0 && due).then(|| {
@@ -134,7 +135,7 @@ impl Bucket {
 struct Publisher {
     client: kube::Client,
     reporter: Reporter,
-    /// By note: a recorder counts Events that differ only in their notes as one, and would show the first one's note.
+    /// Recorders by note: a recorder counts Events that differ only in the note as one, with the first one's note.
     recorders: HashMap<Option<String>, Recorder>,
 }
 
@@ -148,7 +149,7 @@ impl Publisher {
                     break;
                 };
                 attempts.report(&error);
-                // A refusal is final; without an answer, or after "too many requests", another attempt may succeed.
+                // A refusal is final; without an answer, or after "too many requests", a retry may succeed.
                 let refused = error.code.is_some_and(|code| (400..500).contains(&code) && code != 429);
                 if refused || queued.at.elapsed() > GIVE_UP_AFTER {
                     break;
@@ -170,7 +171,7 @@ impl Publisher {
         };
         let recorder = self.recorders.entry(queued.event.note.clone()).or_insert_with(fresh);
         let published = publish(recorder).await;
-        // The Event whose repetitions were counted has been deleted: this one is the first again.
+        // The Event with the counted repetitions was deleted: start a new one.
         if published.as_ref().is_err_and(RequestError::is_not_found) {
             *recorder = fresh();
             return publish(recorder).await;

@@ -1,8 +1,8 @@
-//! Which of the servers writes: the holder of a Lease.
+//! Leader election: the holder of a Lease writes to the cluster.
 //!
-//! Only writing depends on it. A server that loses the Lease, or the API server, carries on with everything else and
-//! keeps trying. Clocks of servers are never compared: a Lease has ended when this server has seen it unchanged for as long
-//! as it is valid.
+//! Only writing depends on it. A server that loses the Lease, or the API server, continues everything else and keeps
+//! trying. Clocks of different servers are never compared: a Lease has expired when this server has seen it unchanged
+//! for its whole duration.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -20,21 +20,21 @@ use tunnel_kube::{Attempts, FIELD_MANAGER, RequestError, request};
 
 use crate::kube::context::{WRITE_DEADLINE, becomes};
 
-/// How long the Lease is valid after it was renewed, in seconds.
+/// Lease duration after a renewal, in seconds.
 const LEASE_SECONDS: i32 = 15;
-/// How often it is renewed, as by other controllers.
+/// Interval between renewals, the same as in other controllers.
 const RENEW: Duration = Duration::from_secs(2);
-/// A holder that has not renewed for so long stops writing: another one may take the Lease soon.
+/// A holder that has not renewed for this long stops writing, because another server may soon take the Lease.
 const RENEW_DEADLINE: Duration = Duration::from_secs(10);
-/// How often the Lease of another holder is checked: it may be given back before its end.
+/// Interval at which another holder's Lease is checked, because it may be released early.
 const CHECK: Duration = Duration::from_secs(3);
-/// How long giving the Lease back may delay a stop.
+/// Maximum time for releasing the Lease at a stop.
 const RELEASE: Duration = Duration::from_secs(1);
 
-/// Takes part in the election for the Lease `lease` under the name `identity` while `eligible`, until `stop`; the Lease is made
-/// if there is none. Needs a tokio runtime.
+/// Takes part in the election for the Lease `lease` as `identity` while `eligible`, until `stop`; creates the Lease if
+/// it is missing. Needs a tokio runtime.
 ///
-/// The receiver has whether this server may write. It is closed when the Lease has been given back after `stop`: see
+/// The receiver is true while this server may write. It is closed once the Lease was released after `stop`; see
 /// [`released`].
 pub fn start(
     client: kube::Client,
@@ -51,7 +51,7 @@ pub fn start(
     receiver
 }
 
-/// Waits until the Lease has been given back, which takes about a second at most after the stop.
+/// Waits until the Lease was released, about a second after the stop at most.
 pub async fn released(mut leader: watch::Receiver<bool>) {
     while leader.changed().await.is_ok() {}
 }
@@ -62,7 +62,7 @@ struct Candidate {
     identity: String,
 }
 
-/// The Lease of another server, and since when it has been like that.
+/// Another server's Lease, and the time since which it is unchanged.
 struct Seen {
     lease: LeaseSpec,
     since: Instant,
@@ -86,11 +86,11 @@ impl Candidate {
         }
     }
 
-    /// Until `over`. Then the Lease is given back.
+    /// Campaigns until `over`, then releases the Lease.
     async fn campaign(&self, leading: &watch::Sender<bool>, over: impl Future<Output = ()>) {
         let mut over = pin!(over);
         let mut attempts = Attempts::new("the election of the server that writes to the cluster");
-        // As far as this server knows.
+        // True if this server holds the Lease, as far as it knows.
         let mut holds = false;
         let mut expires: Option<Instant> = None;
         let mut seen: Option<Seen> = None;
@@ -127,7 +127,7 @@ impl Candidate {
                     next = if held { began + RENEW } else { Instant::now() + CHECK };
                 }
                 Err(error) => {
-                    // A conflict: another server was faster.
+                    // After a conflict another server was first.
                     if !error.is_conflict() {
                         attempts.report(&error);
                     }
@@ -137,8 +137,8 @@ impl Candidate {
         }
     }
 
-    /// Whether this server holds the Lease now. Every write carries the version that was read, so that of two servers
-    /// that want the Lease one gets it.
+    /// Returns true if this server holds the Lease now. Every write has the version that was read, so that only one of
+    /// two competing servers gets it.
     async fn acquire_or_renew(&self, seen: &mut Option<Seen>) -> Result<bool, RequestError> {
         let now = Timestamp::now();
         let read = self.api.get_opt(&self.lease);
@@ -196,7 +196,7 @@ impl Candidate {
                     return Ok::<_, RequestError>(());
                 }
                 match self.write(lease.metadata.resource_version, &released).await {
-                    // A renewal that was still in flight came first.
+                    // A renewal still in flight came first.
                     Err(error) if error.is_conflict() => {}
                     done => return done,
                 }
@@ -219,8 +219,8 @@ impl Candidate {
     }
 }
 
-/// Whether the holder has renewed nothing for as long as the Lease is valid. A Lease that does not say how long that is has
-/// ended.
+/// Returns true if the holder has not renewed the Lease for its whole duration. A Lease without a duration counts as
+/// expired.
 fn has_ended(lease: &LeaseSpec, seen: &mut Option<Seen>) -> bool {
     let valid = lease.lease_duration_seconds.and_then(|seconds| u64::try_from(seconds).ok()).unwrap_or(0);
     let unchanged = seen.take().filter(|seen| seen.lease == *lease);

@@ -1,4 +1,4 @@
-//! What the server writes to the cluster. Events about the ConfigMap are every server's; the rest is written by the holder of
+//! Writes to the cluster. Every server writes Events about the ConfigMap; everything else is written by the holder of
 //! the Lease, when it differs.
 
 mod condition;

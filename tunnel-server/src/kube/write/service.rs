@@ -1,8 +1,8 @@
 //! The ports of the internal Service: one for each tunnelled port of the ConfigMap, leading to a door of the servers.
 //!
-//! The list is read, changed and written with the version that was read. Server-side apply will not do: it can neither
-//! take over the target of a port that another writer named, nor remove ports that another manager made, YurtTunnel's
-//! among them.
+//! The list is read, changed and written with the version that was read. Server-side apply does not work here: it can
+//! neither take over the target of a port that another writer named, nor remove ports of another manager, such as
+//! YurtTunnel's.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -24,15 +24,15 @@ use crate::kube::error::ClusterError;
 use crate::kube::reconcile::{self, Reconcile, changes};
 use crate::settings::{Doors, InternalDoor};
 
-/// What the names of the ports made here begin with.
+/// Prefix of the names of ports created here.
 const PREFIX: &str = "dnat-";
 const TCP: &str = "TCP";
-/// Changes within this time are written as one.
+/// Changes within this time are written together.
 const DEBOUNCE: Duration = Duration::from_millis(200);
 
-/// What the Service's ports `present` become. A wanted port gets its target, and a name when it is new; TCP ports named
-/// `dnat-…` that are not wanted go; one for the kubelet's port without TLS leads to the plain door while that is on; all others
-/// stay as they are.
+/// Computes the Service's new ports from `present`. A wanted port gets its target, and a name if it is new; TCP ports
+/// named `dnat-…` that are not wanted are removed; a port for the kubelet's port without TLS leads to the plain door
+/// while that is on; all others stay as they are.
 pub fn ports(
     present: &[ServicePort],
     wanted: &BTreeMap<u16, InternalDoor>,
@@ -45,7 +45,7 @@ pub fn ports(
     };
     let target = |number, door| IntOrString::Int(i32::from(target_of(number, door)));
     let mut missing = wanted.clone();
-    // The API server refuses a target port of 0, and with it the whole list.
+    // The API server would refuse a target port of 0, and with it the whole list.
     missing.retain(|number, door| target_of(*number, *door) != 0);
     let mut ports = Vec::with_capacity(present.len() + wanted.len());
     for port in present {
@@ -54,8 +54,8 @@ pub fn ports(
             match u16::try_from(port.port).ok().and_then(|number| missing.remove_entry(&number)) {
                 Some((number, door)) => port.target_port = Some(target(number, door)),
                 None if port.name.as_deref().is_some_and(|name| name.starts_with(PREFIX)) => continue,
-                // No list of the ConfigMap has it. In YurtTunnel's Service it leads to the http door, which is on the loopback
-                // here and would refuse.
+                // It is in no list of the ConfigMap. In YurtTunnel's Service it leads to the http door, which is on the
+                // loopback address here and would refuse the connection.
                 None if port.port == i32::from(READ_ONLY_KUBELET_PORT) && doors.http != 0 => {
                     port.target_port = Some(IntOrString::Int(i32::from(doors.http)));
                 }
@@ -66,7 +66,7 @@ pub fn ports(
     }
     let mut names: BTreeSet<String> = ports.iter().filter_map(|port| port.name.clone()).collect();
     for (number, door) in missing {
-        // A UDP port, or a port with another number, may have the name.
+        // A UDP port, or a port with another number, may already have the name.
         let name = std::iter::once(format!("{PREFIX}{number}"))
             .chain((2..).map(|n| format!("{PREFIX}{number}-{n}")))
             .find(|name| !names.contains(name));
@@ -79,7 +79,7 @@ pub fn ports(
             ..ServicePort::default()
         });
     }
-    // The only port of a Service needs no name; one of several does.
+    // A Service with several ports needs names for them.
     if ports.len() > 1 {
         for port in ports.iter_mut().filter(|port| port.name.as_deref().is_none_or(str::is_empty)) {
             let protocol = port.protocol.as_deref().unwrap_or(TCP).to_ascii_lowercase();
@@ -89,7 +89,7 @@ pub fn ports(
     ports
 }
 
-/// Keeps the ports current while this server leads, until the stop. Nothing is written before the settings are known.
+/// Keeps the ports current while this server leads, until stopped. Nothing is written before the settings are known.
 pub async fn run(context: KubeContext, doors: Doors) {
     let stop = context.stop.clone();
     let api = Api::namespaced(context.client.clone(), &context.namespace);
@@ -151,7 +151,7 @@ impl Reconcile for Ports {
         let present = service.spec.as_ref().and_then(|spec| spec.ports.as_deref()).unwrap_or_default();
         let next = ports(present, &wanted, &self.doors);
         if next != present {
-            // A merge patch replaces the list; the version makes sure that it is the one that was read.
+            // A merge patch replaces the list; the version guarantees that it is the list that was read.
             let patch = Patch::Merge(json!({
                 "metadata": {"resourceVersion": service.metadata.resource_version},
                 "spec": {"ports": next},
@@ -245,7 +245,7 @@ mod tests {
         assert_eq!(after(&present, &[]), base());
     }
 
-    /// It would answer nobody.
+    /// Connections to it would not be answered.
     #[test]
     fn without_the_plain_door_no_port_leads_there() {
         let doors = Doors { http: 0, ..DOORS };

@@ -1,4 +1,4 @@
-//! The nodes that have a tunnel to any server, debounced for the Events and the condition. Pure, with the time as an argument.
+//! Nodes that have a tunnel to any server, debounced for the Events and the condition. Pure: the time is an argument.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
@@ -8,53 +8,53 @@ use tunnel_core::identity::NodeName;
 
 use crate::inventory::Inventory;
 
-/// A tunnel that is away for less than this has not ended: its agent comes back, or goes to another server.
+/// A tunnel that is away for less than this has not ended: its agent reconnects, or connects to another server.
 const AWAY: Duration = Duration::from_secs(5);
-/// Within this time of the end of a node's tunnel the next one may be a link that flaps.
+/// Within this time after the end of a node's tunnel, the link counts as possibly flapping.
 const FLAP_INTERVAL: Duration = Duration::from_secs(60);
-/// A tunnel that may be flapping counts as ended when it has been away for this long.
+/// A tunnel that may be flapping has ended when it has been away for this long.
 const FLAP_END: Duration = Duration::from_secs(10);
-/// A server that starts learns for this long which nodes the others have. Those have not got their tunnels just now.
+/// Time in which a starting server learns the nodes of the other servers. Those tunnels are not new.
 const SETTLED: Duration = Duration::from_secs(5);
-/// An agent that this server has never seen gets this long to connect: agents need a moment to find a server that has
+/// Time for an agent that this server has never seen to connect: agents need a moment to find a server that has
 /// started, or to be started on a new node.
 const CONNECT: Duration = Duration::from_secs(30);
-/// The end of a tunnel that another server should report is kept for this long: that one may have died with the tunnel, and its
-/// Lease ends 15 s later, which is seen within 3 s.
+/// Time for which the end of a tunnel that another server should report is kept: that server may have died with the
+/// tunnel. Its Lease ends 15 s later, which is noticed within 3 s.
 const HELD: Duration = Duration::from_secs(20);
 
-/// A node's tunnel came or ended.
+/// A node's tunnel came up or ended.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Change {
     pub(super) node: NodeName,
     pub(super) up: bool,
-    /// This server is to report it.
+    /// True if this server has to report it.
     pub(super) is_news: bool,
 }
 
-/// The tunnels of edge nodes. A change costs what it changes, however many nodes there are.
+/// The tunnels of edge nodes. The cost of a change does not depend on the number of nodes.
 #[derive(Debug)]
 pub(super) struct Tracker {
     started: Instant,
-    /// While this server does not lead, changes are for another one to report.
+    /// False if another server leads and reports changes.
     leads: bool,
     of: HashMap<NodeName, Tunnel>,
-    /// The times at which changed states begin to count.
+    /// Times at which changed states take effect.
     due: BTreeSet<(Instant, NodeName)>,
 }
 
 #[derive(Clone, Debug)]
 struct Tunnel {
     live: bool,
-    /// Since when it is live, or is not.
+    /// Time of the last change of `live`.
     since: Instant,
-    /// The state that counts; None: it is not known yet whether there is a tunnel.
+    /// The state in effect; None if it is not known yet whether there is a tunnel.
     counts: Option<bool>,
     ended: Option<Instant>,
 }
 
 impl Tunnel {
-    /// The time at which the present state begins to count; None if it does.
+    /// Returns the time at which the present state takes effect; None if it already has.
     fn due(&self, started: Instant, leads: bool) -> Option<Instant> {
         let held = if leads { Duration::ZERO } else { HELD };
         match (self.live, self.counts) {
@@ -71,18 +71,18 @@ impl Tunnel {
 }
 
 impl Tracker {
-    /// Of a server that starts now.
+    /// Creates the tracker of a server that starts now.
     pub(super) fn new(started: Instant) -> Self {
         Self { started, leads: false, of: HashMap::new(), due: BTreeSet::new() }
     }
 
-    /// True if the node has a tunnel, and since when that is so, as far as it counts already.
+    /// Returns the node's state in effect, true for a tunnel, and the time of its last change; None while unknown.
     pub(super) fn get(&self, node: &NodeName) -> Option<(bool, Instant)> {
         let tunnel = self.of.get(node)?;
         Some((tunnel.counts?, tunnel.since))
     }
 
-    /// The node has a tunnel now, or has none.
+    /// Records that the node has a tunnel (`live`) or has none.
     pub(super) fn observe(&mut self, now: Instant, node: &NodeName, live: bool) {
         let unknown = Tunnel { live, since: now, counts: None, ended: None };
         self.change(node, unknown, |tunnel| {
@@ -92,7 +92,7 @@ impl Tracker {
         });
     }
 
-    /// Edge nodes are expected to have a tunnel; others that have none are forgotten.
+    /// Expects a tunnel of all edge nodes, and forgets other nodes without one.
     pub(super) fn expect(&mut self, now: Instant, inventory: &Inventory) {
         let is_edge = |node: &NodeName| inventory.get(node.as_str()).is_some_and(|node| node.edge);
         for node in inventory.iter().filter(|node| node.edge) {
@@ -111,13 +111,13 @@ impl Tracker {
         }
     }
 
-    /// The time at which [`Self::take`] has something to do without any further change.
+    /// Returns the time at which [`Self::take`] has something to do without any further change.
     pub(super) fn next(&self) -> Option<Instant> {
         self.due.first().map(|(due, _)| *due)
     }
 
-    /// The states that count from now on, each once. `elsewhere` says which nodes have a tunnel to another server: of a server that has
-    /// just started these are no news.
+    /// Returns the states that take effect now, each once. `elsewhere` reports nodes with a tunnel to another server:
+    /// just after a start these are no news.
     pub(super) fn take(&mut self, now: Instant, elsewhere: impl Fn(&NodeName) -> bool) -> Vec<Change> {
         let mut changes = Vec::new();
         while let Some((_, node)) = self.due.first().filter(|(due, _)| *due <= now).cloned() {
@@ -125,7 +125,7 @@ impl Tracker {
             let Some(tunnel) = self.of.get(&node).cloned() else { continue };
             let (up, settled) = (tunnel.live, self.started + SETTLED);
             let known_before = up && tunnel.since < settled && elsewhere(&node);
-            // A node whose agent has never come has lost nothing.
+            // A node whose agent has never connected has lost nothing.
             let lost = tunnel.counts == Some(true);
             self.change(&node, tunnel, |tunnel| {
                 tunnel.counts = Some(up);
@@ -139,7 +139,7 @@ impl Tracker {
         changes
     }
 
-    /// `unknown` is what there is of a node that was not known.
+    /// Applies `change` to the node's tunnel. A node that was not known starts as `unknown`.
     fn change(&mut self, node: &NodeName, unknown: Tunnel, change: impl FnOnce(&mut Tunnel)) {
         let tunnel = self.of.entry(node.clone()).or_insert(unknown);
         if let Some(due) = tunnel.due(self.started, self.leads) {
@@ -165,7 +165,7 @@ mod tests {
         [InventoryNode { edge, ..InventoryNode::without_addresses("edge-1") }].into_iter().collect()
     }
 
-    /// A node that is up or down, second by second, and the seconds at which something was reported.
+    /// A node that is up or down, second by second, and the seconds of the reports.
     struct Reports {
         tracker: Tracker,
         elsewhere: bool,
@@ -175,7 +175,7 @@ mod tests {
     }
 
     impl Reports {
-        /// Of a server that has been running for a while.
+        /// Reports of a server that has been running for a while.
         fn new() -> Self {
             let start = Instant::now();
             Self { start, now: start, ..Self::of_start(start - SETTLED) }
@@ -274,7 +274,7 @@ mod tests {
         let mut reports = Reports::of_start(Instant::now());
         let came = reports.start + Duration::from_secs(100);
         reports.tracker.expect(came, &inventory(true));
-        // Another change of the inventory does not restart the time.
+        // Another change of the inventory does not restart the timer.
         reports.tracker.expect(came + CONNECT / 2, &inventory(true));
         reports.collect(came + CONNECT - Duration::from_secs(1));
         assert_eq!(reports.tracker.get(&edge()), None);
@@ -311,7 +311,7 @@ mod tests {
         reports.at(124, false);
         assert_eq!(reports.reported, [(124, false)]);
         reports.at(200, true);
-        // This one another server has had the time to report, and that one leads again.
+        // Another server had the time to report this one, and leads again.
         reports.tracker.set_leading(false);
         reports.at(300, false);
         reports.at(326, false);

@@ -1,4 +1,4 @@
-//! Tunnels, for the Events and the condition of their Nodes: a node has a tunnel while any server has its session.
+//! Tunnels, for the Events and the condition of Nodes: a node has a tunnel while any server has its session.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,10 +16,10 @@ use crate::kube::context::KubeContext;
 use crate::peers::Peers;
 use crate::session::Sessions;
 
-/// An agent that is replaced by another one within this time has not been away.
+/// An agent that is replaced by another one within this time was not away.
 const DEBOUNCE: Duration = Duration::from_millis(200);
 
-/// Reports the tunnels of all servers while this one leads, until the stop: as Events and, with `condition`, as the condition.
+/// Reports the tunnels of all servers while this one leads, until stopped: as Events and, if `condition`, as condition.
 pub async fn run(
     context: KubeContext,
     events: Events,
@@ -32,13 +32,13 @@ pub async fn run(
     follow(context, events, own, elsewhere, condition).await;
 }
 
-/// Nodes with tunnels, and when they change.
+/// Nodes with tunnels, and a signal for their changes.
 pub struct Tunnels<F> {
     pub changed: watch::Receiver<u64>,
     pub nodes: F,
 }
 
-/// [`run`] with these tunnels: this server's own, and those to other servers.
+/// Does the work of [`run`] with these tunnels: this server's own, and those to other servers.
 pub async fn follow(
     context: KubeContext,
     events: Events,
@@ -58,7 +58,7 @@ pub async fn follow(
     let _ = context.stop.run_until_cancelled(all).await;
 }
 
-/// Tells the tracker what happens, and publishes what counts as Events.
+/// Feeds the tracker, and publishes the changes that take effect as Events.
 async fn track(
     context: &KubeContext,
     events: Events,
@@ -99,7 +99,7 @@ async fn track(
             changed = own.changed.changed() => if changed.is_err() { return },
             changed = elsewhere.changed.changed() => if changed.is_err() { return },
             Ok(()) = leader.changed() => continue,
-            // It is read above.
+            // Read above.
             Ok(()) = inventory.changed() => inventory.mark_changed(),
             () = sleep_until(next.unwrap_or_else(Instant::now)), if next.is_some() => continue,
         }

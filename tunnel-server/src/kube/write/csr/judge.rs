@@ -1,4 +1,4 @@
-//! Whether a request is to be signed: a pure function of the object.
+//! Decides if a request is to be signed: a pure function of the object.
 
 use std::time::Duration;
 
@@ -12,22 +12,22 @@ use crate::pki::{examine_request, subject_of};
 
 const NODE_USER: &str = "system:node:";
 const NODE_GROUP: &str = "system:nodes";
-/// The API server sets it for a token that is bound to a pod: the node that the pod runs on.
+/// Set by the API server for a token bound to a pod: the node on which the pod runs.
 const NODE_NAME_EXTRA: &str = "authentication.kubernetes.io/node-name";
-/// Without it the token is bound to a Node, not to a pod that runs there: anyone who may create tokens of the
+/// Without this key the token is bound to a Node instead of a pod running there: anyone who may create tokens of the
 /// ServiceAccount could choose the node.
 const POD_NAME_EXTRA: &str = "authentication.kubernetes.io/pod-name";
 const CLIENT_AUTH: &str = "client auth";
 const DIGITAL_SIGNATURE: &str = "digital signature";
-/// A request of ours has some 500 bytes.
+/// Maximum size in bytes. Our requests have about 500.
 const MAX_REQUEST: usize = 8192;
 const MAX_MESSAGE: usize = 1000;
 
 #[derive(Debug)]
 pub(super) enum Verdict {
-    /// The requester is this node, and asks for exactly what it may have.
+    /// The requester is this node, and requests exactly what it may have.
     Approve(Approved),
-    /// It is for our signer, and must not be signed.
+    /// The request is for our signer, and must not be signed.
     Deny {
         /// The condition's reason, one word.
         reason: &'static str,
@@ -38,19 +38,19 @@ pub(super) enum Verdict {
 
 #[derive(Debug)]
 pub(super) struct Approved {
-    /// Whom of the node the requester is.
+    /// Role of the requester on the node.
     pub(super) holder: Holder,
-    /// The node, which the requester is on.
+    /// The requester's node.
     pub(super) node: NodeName,
-    /// The key, whose possession the request proves.
+    /// The key; the request proves possession of it.
     pub(super) key: CsrKey,
-    /// The longest lifetime that the requester wants.
+    /// Maximum lifetime that the requester wants.
     pub(super) life: Option<Duration>,
 }
 
 struct Denial(&'static str, String);
 
-/// The ServiceAccounts that entitle their pods to a certificate.
+/// ServiceAccounts whose pods may get a certificate.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Accounts<'a> {
     pub(super) namespace: &'a str,
@@ -59,7 +59,7 @@ pub(super) struct Accounts<'a> {
 }
 
 impl Accounts<'_> {
-    /// Whom of its node a user is that is one of them.
+    /// Returns the role of a user that is one of the ServiceAccounts.
     fn holder(&self, user: &str) -> Option<Holder> {
         let name =
             user.strip_prefix("system:serviceaccount:")?.strip_prefix(self.namespace)?.strip_prefix(':')?;
@@ -71,7 +71,6 @@ impl Accounts<'_> {
     }
 }
 
-/// Judges a request.
 pub(super) fn judge(csr: &CertificateSigningRequest, accounts: Accounts<'_>) -> Verdict {
     let spec = &csr.spec;
     if spec.signer_name != SIGNER {
@@ -79,7 +78,7 @@ pub(super) fn judge(csr: &CertificateSigningRequest, accounts: Accounts<'_>) -> 
     }
     match examine(spec, accounts) {
         Ok(approved) => Verdict::Approve(approved),
-        // Some of it is the requester's text.
+        // The message has text of the requester.
         Err(Denial(reason, message)) => Verdict::Deny { reason, message: printable(&message, MAX_MESSAGE) },
     }
 }
@@ -115,7 +114,7 @@ fn examine(spec: &CertificateSigningRequestSpec, accounts: Accounts<'_>) -> Resu
     Ok(Approved { holder, node, key: asked.key, life })
 }
 
-/// Whom of which node the requester is, as the API server has authenticated it.
+/// Returns the requester's role and node, as authenticated by the API server.
 fn requester(
     spec: &CertificateSigningRequestSpec,
     accounts: Accounts<'_>,
@@ -127,7 +126,7 @@ fn requester(
         if !groups.iter().any(|group| group == NODE_GROUP) {
             return refuse(format!("user {user:?} is not in the group {NODE_GROUP}"));
         }
-        // Whoever has a kubelet's credentials has its node, and no more.
+        // Kubelet credentials give access to the kubelet's own node only.
         (Holder::Agent, name)
     } else if let Some(holder) = accounts.holder(user) {
         let name = match spec.extra.as_ref().and_then(|extra| extra.get(NODE_NAME_EXTRA)).map(Vec::as_slice) {
@@ -173,13 +172,13 @@ fn usages(spec: &CertificateSigningRequestSpec) -> Result<(), Denial> {
     ))
 }
 
-/// The one PEM section of the request.
+/// Decodes the only PEM section of the request.
 fn der_of(pem: &[u8]) -> Result<Vec<u8>, Denial> {
     let refuse = |message: String| Err(Denial("InvalidRequest", message));
     if pem.len() > MAX_REQUEST {
         return refuse(format!("spec.request is longer than {MAX_REQUEST} bytes"));
     }
-    // Of any kind: a second section must be seen, whatever it is.
+    // Sections of any kind, so that a second one is noticed.
     let mut sections = <(SectionKind, Vec<u8>)>::pem_slice_iter(pem);
     match (sections.next(), sections.next()) {
         (Some(Ok((SectionKind::Csr, der))), None) => Ok(der),

@@ -1,4 +1,4 @@
-//! Every way in which a request can be wrong.
+//! Covers every way in which a request can be wrong.
 
 use std::collections::BTreeMap;
 
@@ -48,7 +48,7 @@ fn section(der: &[u8]) -> ByteString {
     )
 }
 
-/// What edge-1's kubelet would rightly ask for.
+/// A valid request of edge-1's kubelet.
 fn good() -> CertificateSigningRequest {
     CertificateSigningRequest {
         spec: CertificateSigningRequestSpec {
@@ -118,7 +118,7 @@ fn a_node_gets_its_own_certificate() {
     assert_eq!(approved(&short).life, Some(Duration::from_secs(600)));
 }
 
-/// A kubelet is the agent of its node at most: a redirector reaches every edge node.
+/// A kubelet may only be its node's agent: a redirector reaches every edge node.
 #[test]
 fn a_redirectors_certificate_is_for_its_service_account_only() {
     let node: NodeName = "cloud-2".parse().unwrap();
@@ -191,7 +191,7 @@ fn requesters_that_are_not_the_node() {
         Some("system:serviceaccount:kube-system"),
         Some("xsystem:node:edge-1"),
     ] {
-        // Even with the extra and the group of a real one.
+        // Even with the extra and the group of a valid requester.
         let csr = with(|spec| {
             spec.username = user.map(str::to_owned);
             spec.extra = Some(BTreeMap::from([(NODE_NAME_EXTRA.to_owned(), vec!["edge-1".to_owned()])]));
@@ -211,13 +211,13 @@ fn service_account_tokens_that_name_no_node_or_another_one() {
     assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &["edge-1", "edge-2"])]), "NotANode", "2 values");
     assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &[])]), "NotANode", "0 values");
     assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &[""])]), "NotANode", "empty");
-    // Bound to a Node: the creator of the token chose it.
+    // The token is bound to a Node: its creator chose the node.
     let unbound = with(|spec| {
         spec.username = Some(SERVICE_ACCOUNT.to_owned());
         spec.extra = Some(BTreeMap::from([(NODE_NAME_EXTRA.to_owned(), vec!["edge-1".to_owned()])]));
     });
     assert_denied(&unbound, "NotANode", "not bound to a pod: ");
-    // The names of both are the operator's to choose.
+    // Namespace and name are configurable.
     let bound = from_pod(&[(NODE_NAME_EXTRA, &["edge-1"])]);
     assert!(matches!(judge(&bound, Accounts { namespace: "postern", ..ACCOUNTS }), Verdict::Deny { .. }));
     assert!(matches!(judge(&bound, Accounts { agent: "agent", ..ACCOUNTS }), Verdict::Deny { .. }));
@@ -278,13 +278,11 @@ fn subjects_other_than_the_one() {
     assert_denied(&asking(&params(of_node("edge-2"))), "OtherNode", "would be for node edge-2");
 }
 
-/// rcgen's names hold each kind once, so a request with a second value is made by hand: the bytes of the first are
-/// renamed to the kind of the other, and the request is signed again.
+/// rcgen's names hold each kind once, so a second value gets a custom kind with the same object identifier.
 #[test]
 fn two_organisations_or_two_common_names() {
     use DnType::{CommonName, CustomDnType, OrganizationName};
-    // Object identifiers of the same length, 2.5.4.10 and 2.5.4.3, written by their numbers: rcgen takes them for
-    // another kind than its own.
+    // Object identifiers 2.5.4.10 and 2.5.4.3, given as numbers: rcgen does not recognise them as its own kinds.
     let more_organisation = CustomDnType(vec![2, 5, 4, 10]);
     let more_name = CustomDnType(vec![2, 5, 4, 3]);
     let (org, name) = ((OrganizationName, AGENT_ORGANIZATION), (CommonName, "postern:node:edge-1"));
@@ -314,7 +312,7 @@ fn requests_for_extensions() {
     let mut usage = params(of_node("edge-1"));
     usage.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ServerAuth];
     let mut custom = params(of_node("edge-1"));
-    // Basic constraints: a CA.
+    // Basic constraints with CA set.
     custom.custom_extensions =
         vec![CustomExtension::from_oid_content(&[2, 5, 29, 19], vec![0x30, 0x03, 0x01, 0x01, 0xff])];
     for params in [names, address, usage, custom] {
@@ -322,7 +320,7 @@ fn requests_for_extensions() {
     }
 }
 
-/// A request with one attribute (RFC 2986 §4.1) of this type, whose values are this DER.
+/// A request with one attribute (RFC 2986 §4.1) of type `oid`, with `values` in DER.
 fn with_attribute(oid: &'static [u64], values: &[u8]) -> CertificateSigningRequest {
     let (params, key) = (params(of_node("edge-1")), PrivateKey::generate().unwrap());
     let attributes = vec![rcgen::Attribute { oid, values: values.to_vec() }];
@@ -347,7 +345,7 @@ fn keys_that_are_weak_or_not_the_requesters() {
         let csr = with(|spec| spec.request = ByteString(request.into_bytes()));
         assert_denied(&csr, "InvalidRequest", "");
     }
-    // Whoever made the request does not have the key: the signature is another's.
+    // The signature is not of the request's key: the requester does not have it.
     let mut der =
         params(of_node("edge-1")).serialize_request(&PrivateKey::generate().unwrap()).unwrap().der().to_vec();
     *der.last_mut().unwrap() ^= 1;

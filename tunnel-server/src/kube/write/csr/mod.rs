@@ -1,19 +1,19 @@
-//! Certificates for agents and redirectors, by CertificateSigningRequest (certificates.k8s.io/v1) of the signer
-//! `postern.internal/agent`.
+//! Certificates for agents and redirectors, requested by CertificateSigningRequest (certificates.k8s.io/v1) from the
+//! signer `postern.internal/agent`.
 //!
-//! The signer, in the words of Kubernetes' documentation of signers:
-//! * trust: the certificate is followed by the roots that agents trust, the one that signs first;
-//! * subjects: exactly `O=postern:agents` and `CN=postern:node:NODE`, and the requester must be that node: the user
-//!   `system:node:NODE` in the group `system:nodes`, or the agents' ServiceAccount with a token that is bound to a pod
-//!   on that node; or exactly `O=postern:redirectors` and `CN=postern:redirector:NODE`, for the redirectors' ServiceAccount
-//!   with such a token only;
-//! * extensions: none may be asked for; usages: `client auth`, and optionally `digital signature`;
-//! * life: that of all agents' certificates; `spec.expirationSeconds` can shorten it;
-//! * a node that was revoked (`tunnel-server agent revoke`) gets none until it is readmitted;
-//! * everything else is denied with the reason. Other signers' requests are ignored.
+//! The signer, in the terms of Kubernetes' documentation of signers:
+//! * trust distribution: the certificate is followed by the roots that agents trust, the signing one first;
+//! * permitted subjects: exactly `O=postern:agents` and `CN=postern:node:NODE`, and the requester must be that node:
+//!   the user `system:node:NODE` in the group `system:nodes`, or the agents' ServiceAccount with a token bound to a pod
+//!   on that node; or exactly `O=postern:redirectors` and `CN=postern:redirector:NODE`, only for the redirectors'
+//!   ServiceAccount with such a token;
+//! * extensions: none may be requested; usages: `client auth`, and optionally `digital signature`;
+//! * lifetime: that of all agents' certificates; `spec.expirationSeconds` can shorten it;
+//! * a revoked node (`tunnel-server agent revoke`) gets no certificate until it is readmitted;
+//! * everything else is denied with the reason. Requests for other signers are ignored.
 //!
-//! Nothing is removed here: kube-controller-manager removes requests of every signer, those that are done after an hour, others
-//! after a day.
+//! Requests are not deleted here: kube-controller-manager deletes those of every signer, finished ones after an hour,
+//! others after a day.
 
 mod judge;
 
@@ -45,15 +45,15 @@ const DENIED: &str = "Denied";
 const FAILED: &str = "Failed";
 const TRUE: &str = "True";
 
-/// Requests that are worked on at a time: a fleet that enrols together must not crowd the API server.
+/// Maximum number of requests in work: a fleet that enrols at once must not overload the API server.
 const CONCURRENT: u16 = 16;
-/// Pause before a request is tried again that could not be answered.
+/// Delay before a request that could not be answered is tried again.
 const RETRY: Duration = Duration::from_secs(5);
-/// The label of enrolments by request in metrics and logs.
+/// Label of enrolments by CertificateSigningRequest in metrics and logs.
 const CALL: &str = "csr";
 
-/// Answers requests while this server leads, until the stop. Losing the lead ends work in progress; the next leader
-/// starts it over.
+/// Answers requests while this server leads, until the stop signal. Losing the lead ends work in progress; the next
+/// leader starts it again.
 pub async fn run(
     context: KubeContext,
     ca: watch::Receiver<Arc<CaState>>,
@@ -94,7 +94,7 @@ async fn work(reconciler: Arc<CsrReconciler>) {
         |csr: Arc<CertificateSigningRequest>, error, _| {
             let csr = csr.name_any();
             match error {
-                // The watch reports that the API server is away.
+                // The watch reports an unavailable API server.
                 ClusterError::Request(error) if error.code.is_none() => {
                     tracing::debug!(csr, %error, "a certificate request waits");
                 }
@@ -118,12 +118,12 @@ enum Step {
         reason: &'static str,
         message: String,
     },
-    /// It was approved by another approver, and must not be signed.
+    /// Approved by another approver, but must not be signed.
     Fail {
         reason: &'static str,
         message: String,
     },
-    /// Answered, or another signer's.
+    /// Already answered, or for another signer.
     Ignore,
 }
 
@@ -159,7 +159,7 @@ fn has_certificate(csr: &CertificateSigningRequest) -> bool {
     certificate.is_some_and(|certificate| !certificate.0.is_empty())
 }
 
-/// The request with one more condition; the API server lets none be removed.
+/// Adds a condition to the request; the API server does not allow to remove any.
 fn with_condition(
     mut csr: CertificateSigningRequest,
     condition: &str,
@@ -187,21 +187,21 @@ struct CsrReconciler {
     ca: watch::Receiver<Arc<CaState>>,
     standing: Standing,
     metrics: PkiMetrics,
-    /// By uid, those whose answer has not come back through the watch yet.
+    /// UIDs of requests whose answer has not come back through the watch yet.
     answered: Mutex<HashSet<String>>,
 }
 
 impl CsrReconciler {
-    /// Every write carries the resourceVersion of what was judged: a request that has changed is judged again.
+    /// Answers a request. Every write has the resourceVersion that was judged, so a changed request is judged again.
     async fn answer(&self, csr: CertificateSigningRequest) -> Result<Action, ClusterError> {
         let uid = csr.uid().unwrap_or_default();
         if self.answered().remove(&uid) && !is_done(&csr) {
-            // Older than our answer.
+            // This version is older than our answer.
             return Ok(Action::requeue(RETRY));
         }
         let done = self.advance(csr).await;
         match done {
-            // In both cases the watch will bring something newer.
+            // In both cases the watch will deliver a newer state.
             Err(error) if error.is_conflict() || error.is_not_found() => Ok(Action::requeue(RETRY)),
             other => other,
         }
@@ -268,7 +268,7 @@ impl CsrReconciler {
         Ok(request(WRITE_DEADLINE, action, &name, replace).await?)
     }
 
-    /// Puts the certificate into the request, and returns its life.
+    /// Puts the certificate into the request and returns its lifetime.
     fn sign(&self, csr: &mut CertificateSigningRequest, approved: &Approved) -> Result<Duration, PkiError> {
         let ca = Arc::clone(&self.ca.borrow());
         let life = approved.life.unwrap_or(Duration::MAX);

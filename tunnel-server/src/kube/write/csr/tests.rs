@@ -40,7 +40,7 @@ fn next(csr: &CertificateSigningRequest) -> Step {
 #[test]
 fn a_good_request_is_approved_then_signed() {
     assert!(matches!(next(&good()), Step::Approve(_)));
-    // Also one that another leader, or a person, approved before it could be signed.
+    // Also if another leader or a person approved it.
     let approved = with_condition(good(), APPROVED, "x", String::new());
     assert!(matches!(next(&approved), Step::Sign(_)));
     let mut signed = approved;
@@ -51,7 +51,7 @@ fn a_good_request_is_approved_then_signed() {
 #[test]
 fn a_bad_request_is_never_signed() {
     assert!(matches!(next(&bad()), Step::Deny { reason: "OtherNode", .. }));
-    // Even an approved one is marked as failed instead.
+    // An approved one is marked as failed.
     let approved = with_condition(bad(), APPROVED, "x", String::new());
     assert!(matches!(next(&approved), Step::Fail { reason: "OtherNode", .. }));
     for condition in [DENIED, FAILED] {
