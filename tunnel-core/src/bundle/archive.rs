@@ -68,8 +68,10 @@ fn write_to(out: impl Write, folder: &str, parts: &[Part]) -> io::Result<String>
         // Writing to a String never fails.
         let _ = match text {
             Ok(text) => {
-                let (tail, cut) = tail(text);
-                append(name, &redacted(tail))?;
+                // Before the cut, which may leave the end of a key without its first line.
+                let text = redacted(text);
+                let (tail, cut) = tail(&text);
+                append(name, tail)?;
                 writeln!(manifest, "{name}: {what}{}", if cut { " (its end only)" } else { "" })
             }
             Err(reason) => writeln!(manifest, "{name}: NOT THERE: {}", redacted(reason)),

@@ -35,9 +35,27 @@ pub fn redacted(text: &str) -> String {
             in_key = !ends;
             continue;
         }
+        if ends {
+            // A log whose beginning was cut off within the key.
+            while let Some(start) = last_line(&out).filter(|start| is_base64(out[*start..].trim())) {
+                out.truncate(start);
+            }
+            out += "*** a private key was here ***\n";
+            continue;
+        }
         out += &line_without_secrets(line);
     }
     out
+}
+
+/// Start of the last line.
+fn last_line(text: &str) -> Option<usize> {
+    let line = text.strip_suffix('\n').unwrap_or(text);
+    (!line.is_empty()).then(|| line.rfind('\n').map_or(0, |end| end + 1))
+}
+
+fn is_base64(text: &str) -> bool {
+    text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+/=".contains(&byte))
 }
 
 fn line_without_secrets(line: &str) -> String {
@@ -98,10 +116,10 @@ fn without_values(line: &str) -> String {
         for (at, _) in lower.match_indices(key) {
             let after = &lower[at + key.len()..];
             let quote = after.len() - after.trim_start_matches(['"', '\'', '\\']).len();
-            let Some(sign) = after[quote..].strip_prefix([':', '=']) else { continue };
-            let blank = sign.len() - sign.trim_start_matches([' ', '"', '\'', '\\']).len();
-            let from = at + key.len() + quote + 1 + blank;
-            let value = &lower[from..];
+            let named = after[quote..].trim_start_matches(' ');
+            let Some(sign) = named.strip_prefix([':', '=']) else { continue };
+            let value = sign.trim_start_matches([' ', '"', '\'', '\\']);
+            let from = lower.len() - value.len();
             // The value of a header may contain blanks: "Bearer …".
             let words = if key == "authorization" || key == "cookie" { "\r\n\"'" } else { " \t\r\n\"',}\\" };
             let end = value.find(|letter: char| words.contains(letter)).unwrap_or(value.len());
@@ -137,6 +155,13 @@ mod tests {
             ("--ca-hash=sha256:0011 --server=a:1\n", "--ca-hash=sha256:0011 --server=a:1\n"),
             (&*format!("enrolled with {token}, then\n"), "enrolled with ***, then\n"),
             (&format!("--token={token} --node=a\n"), "--token=*** --node=a\n"),
+            ("password = s3cret\n", "password = ***\n"),
+            ("\"token\" : \"s3cret\"\n", "\"token\" : \"***\"\n"),
+            (
+                "MIIEvQ+x/\nq3Fw==\n-----END PRIVATE KEY-----\nlast\n",
+                "*** a private key was here ***\nlast\n",
+            ),
+            ("a line\nq3Fw==\n-----END PRIVATE KEY-----\n", "a line\n*** a private key was here ***\n"),
             ("proxy http://user:pa%40ss@proxy:3128/ answers\n", "proxy http://***@proxy:3128/ answers\n"),
             ("https://a.example/b@c stays\n", "https://a.example/b@c stays\n"),
             ("{\"password\": \"hunter2\", \"a\": 1}\n", "{\"password\": \"***\", \"a\": 1}\n"),

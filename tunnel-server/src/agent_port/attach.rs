@@ -348,6 +348,18 @@ impl Unheard {
         self.pause = Some(Box::pin(sleep(after)));
     }
 
+    /// Schedules the notice that a successor gets this server's agents, or drops it.
+    fn hand_over(&mut self, handover: Handover) {
+        match handover {
+            Handover::Nothing => {
+                self.leaving = None;
+                self.wait();
+            }
+            Handover::Agents { over } => self.tell(true, jittered(over, 1.0)),
+            Handover::All => self.tell(false, Duration::ZERO),
+        }
+    }
+
     /// Call after any other change. A scheduled stop notice keeps its time.
     fn wait(&mut self) {
         if self.leaving.is_some() && self.pause.is_some() {
@@ -381,36 +393,19 @@ async fn follow(
     let mut unheard = Unheard::default();
     loop {
         tokio::select! {
-            event = events.message() => {
-                let event = match event {
-                    Ok(Some(event)) => event,
-                    Ok(None) => {
-                        context.sessions.leave(session, true);
-                        finish(context, session, || session.links.connections()).await;
-                        return End::Left;
+            event = events.message() => match event {
+                Ok(Some(event)) => {
+                    if let Err(end) = take(context, session, event, &mut span) {
+                        return end;
                     }
-                    Err(status) => return End::Lost(Box::new(status)),
-                };
-                if span.0.elapsed() > EVENT_SPAN {
-                    span = (Instant::now(), 0);
                 }
-                span.1 += 1;
-                if span.1 > MAX_EVENTS {
-                    return End::Flood;
+                Ok(None) => {
+                    context.sessions.leave(session, true);
+                    finish(context, session, || session.links.connections()).await;
+                    return End::Left;
                 }
-                match event.event {
-                    Some(agent_event::Event::Draining(_)) => {
-                        tracing::info!(node = %session.node, "the agent is draining");
-                        context.sessions.leave(session, false);
-                    }
-                    Some(agent_event::Event::Hello(_)) => return End::NotHello,
-                    // Informational: routes come from the inventory.
-                    Some(agent_event::Event::Addresses(addresses)) => {
-                        tracing::debug!(node = %session.node, addresses = ?addresses.addresses, "the node's addresses changed");
-                    }
-                    Some(agent_event::Event::Load(_)) | None => {}
-                }
-            }
+                Err(status) => return End::Lost(Box::new(status)),
+            },
             dead = &mut alive => return dead.into(),
             changed = bundle.changed(), if !draining_sent => {
                 if changed.is_err() { return End::Stopped }
@@ -441,17 +436,9 @@ async fn follow(
                 notify(client, notice::Notice::OpenLinks(OpenLinks { links })).await;
             }
             Ok(()) = handover.changed(), if !draining_sent => {
-                match *handover.borrow_and_update() {
-                    Handover::Nothing => {
-                        unheard.leaving = None;
-                        unheard.wait();
-                    }
-                    Handover::Agents { over } => unheard.tell(true, jittered(over, 1.0)),
-                    Handover::All => {
-                        draining_sent = true;
-                        unheard.tell(false, Duration::ZERO);
-                    }
-                }
+                let now = *handover.borrow_and_update();
+                draining_sent = now == Handover::All;
+                unheard.hand_over(now);
             }
             () = session.succeeded.cancelled(), if !succeeded => {
                 succeeded = true;
@@ -482,6 +469,35 @@ async fn follow(
             () = context.stop.cancelled() => return End::Stopped,
         }
     }
+}
+
+/// Takes an event of the agent. `span` counts the latest ones.
+fn take(
+    context: &LinkContext,
+    session: &Arc<Session>,
+    event: AgentEvent,
+    span: &mut (Instant, u32),
+) -> Result<(), End> {
+    if span.0.elapsed() > EVENT_SPAN {
+        *span = (Instant::now(), 0);
+    }
+    span.1 += 1;
+    if span.1 > MAX_EVENTS {
+        return Err(End::Flood);
+    }
+    match event.event {
+        Some(agent_event::Event::Draining(_)) => {
+            tracing::info!(node = %session.node, "the agent is draining");
+            context.sessions.leave(session, false);
+        }
+        Some(agent_event::Event::Hello(_)) => return Err(End::NotHello),
+        // Informational: routes come from the inventory.
+        Some(agent_event::Event::Addresses(addresses)) => {
+            tracing::debug!(node = %session.node, addresses = ?addresses.addresses, "the node's addresses changed");
+        }
+        Some(agent_event::Event::Load(_)) | None => {}
+    }
+    Ok(())
 }
 
 fn leaving(context: &LinkContext, serving: bool) -> notice::Notice {

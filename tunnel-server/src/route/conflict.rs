@@ -120,7 +120,8 @@ impl fmt::Display for Conflict {
             }
             ConflictKind::NoToken => {
                 ": the token range, or the node's share of it, is used up; connections to it fail until tokens of \
-                 addresses that left are free again, ten minutes later (or widen --redirect-range)"
+                 addresses that left are free again, ten minutes later (or widen --redirect-range, for IPv6 \
+                 --redirect-range-v6)"
             }
             ConflictKind::PodRange => {
                 ": the pod range that begins there overlaps another node's or the token range, has an address of this \
