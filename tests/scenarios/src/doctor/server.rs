@@ -212,7 +212,7 @@ async fn damaged_files_are_found(testbed: &Testbed) -> Result<()> {
 
 async fn a_host_that_cannot_redirect_is_found(testbed: &Testbed) -> Result<()> {
     Inventory::of(testbed)?;
-    without_server(testbed, &["--redirect-ports=x"]).await?.expect_only(&["bad-flags"])?;
+    without_server(testbed, &["--redirect-ports="]).await?.expect_only(&["bad-flags"])?;
     without_server(testbed, &["--edge-selector=nobody=has"]).await?.expect("no-edge-nodes", "none of")?;
     let cgroup = format!("--redirect-cgroup={}", testbed.dir().display());
     without_server(testbed, &[&cgroup]).await?.expect("cgroup-unusable", "not on a cgroup v2 file system")?;
