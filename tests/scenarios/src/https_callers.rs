@@ -146,7 +146,8 @@ async fn nobody_without_a_certificate(testbed: &Testbed) -> Result<()> {
     let asked = ["--cacert", &own, DOOR, "-H", "Host: edge-1:9100"];
     let answer = curl(testbed, &asked).await?;
     answer.expect(401, "a client certificate or a bearer token is needed")?;
-    let answer = curl(testbed, &[&asked[..], &["-H", "Authorization: Bearer tok-of-nobody"]].concat()).await?;
+    let answer =
+        curl(testbed, &[&asked[..], &["-H", "Authorization: Bearer tok-of-nobody"]].concat()).await?;
     answer.expect(401, "without a cluster there is nobody who knows bearer tokens")?;
     ensure!(!answer.body.contains("tok-of-nobody"), "{answer:?}");
     // An unauthenticated caller does not even learn the nodes' names.

@@ -243,7 +243,7 @@ async fn an_identity_that_is_of_no_use_is_found(testbed: &Testbed) -> Result<()>
     let none = format!("--state-dir={}", testbed.dir().join("nothing").display());
     let to = format!("--server={}", server.agent_address());
     doctor(testbed, &[&none, &to, "--node-name=edge-1"]).await?.expect("not-enrolled", "no --token")?;
-    doctor(testbed, &["--server=x"]).await?.expect_only(&["bad-flags"])?;
+    doctor(testbed, &["--server=a:1", "--pod-targets=on"]).await?.expect_only(&["bad-flags"])?;
     let agent = enrolled(&server).await?;
     let dir = agent.state_dir();
     let state = format!("--state-dir={}", dir.display());
