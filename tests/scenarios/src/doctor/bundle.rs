@@ -41,7 +41,7 @@ async fn bundles_have_all_but_the_secrets(testbed: &Testbed) -> Result<()> {
     expect(
         &parts,
         &secrets,
-        &["edge-1", "postern_tunnels 1", "--redirect-ports=9100,", "ok       self-test"],
+        &["edge-1", "postern_tunnels 1", "--redirect-ports=10250,", "ok       self-test"],
     )?;
     let mut on_node = testbed.on_edge(1).command(&program("tunnel-agent")?);
     let parts = bundle(testbed, "of-agent", on_node.arg("bundle").arg(&log)).await?;
