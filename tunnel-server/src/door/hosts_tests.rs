@@ -176,8 +176,14 @@ fn a_slice_says_which_of_several_nodes_has_the_address() {
         let unclear = resolve("10.8.0.66", node).on_edge().unwrap_err();
         assert_eq!(unclear, "10.8.0.66 is the address of twin-1, twin-2: name the node instead");
     }
-    let elsewhere = "10.9.9.9".parse().unwrap();
-    assert_eq!(resolve("10.9.9.9", Some("edge-1")), Resolved::Elsewhere(elsewhere));
+    let elsewhere = |address: &str| Resolved::Elsewhere(address.parse().unwrap());
+    assert_eq!(resolve("10.9.9.9", Some("edge-1")), elsewhere("10.9.9.9"));
+    // A pod outside of the routed ranges: its own node's only.
+    let Resolved::Pod(pod) = resolve("10.99.3.7", Some("edge-3")) else { panic!("it is edge-3's") };
+    assert_eq!((pod.node.as_str(), pod.address.to_string().as_str()), ("edge-3", "10.99.3.7"));
+    for node in [None, Some("edge-2"), Some("cloud-9")] {
+        assert_eq!(resolve("10.99.3.7", node), elsewhere("10.99.3.7"));
+    }
 }
 
 #[test]

@@ -85,16 +85,20 @@ impl Router {
         }
     }
 
-    /// Resolves an endpoint of a Service. `node` is the name in its EndpointSlice.
+    /// Resolves an endpoint of a Service. `node` is the name in its EndpointSlice: it decides between nodes with one address,
+    /// and a pod of that node is reached there without `--edge-pod-routes` too.
     pub fn resolve_endpoint(&self, address: IpAddr, node: Option<&str>) -> Resolved {
         let resolved = self.resolve_address(address);
-        let Resolved::Ambiguous { address, nodes } = &resolved else { return resolved };
-        let named = nodes.iter().find(|known| Some(known.as_str()) == node);
-        let named = named.and_then(|named| self.snapshot().by_name(named.as_str()));
-        match named {
-            Some(node) => Resolved::Edge(NodeAddress { address: *address, ..node }),
-            None => resolved,
-        }
+        let Some(node) = node else { return resolved };
+        let found = match &resolved {
+            Resolved::Ambiguous { address, nodes } if nodes.iter().any(|known| known.as_str() == node) => {
+                let named = self.snapshot().by_name(node);
+                named.map(|named| Resolved::Edge(NodeAddress { address: *address, ..named }))
+            }
+            Resolved::Elsewhere(address) => self.snapshot().pod_of(node, *address).map(Resolved::Pod),
+            _ => None,
+        };
+        found.unwrap_or(resolved)
     }
 
     /// The target that the agent dials for a connection to `port` of a node or pod.
