@@ -204,12 +204,23 @@ impl Programs {
 
     /// Reports whether the kernel still runs our program at `hook` of `target`.
     fn is_attached(&self, hook: AttachType, target: &File) -> Result<bool, RedirectError> {
-        let own = self.id(hook);
+        let attached = Self::attached(hook, target)?;
+        Ok(self.id(hook).is_some_and(|own| attached.contains(&own)))
+    }
+
+    /// Ids of all programs at `hook` of `target`.
+    fn attached(hook: AttachType, target: &File) -> Result<Vec<u32>, RedirectError> {
         let attached = attached::attached(target, hook).map_err(|source| RedirectError::Io {
             what: format!("cannot list the programs attached to {}", hook.name()),
             source,
         })?;
-        Ok(own.is_some_and(|own| attached.ids.contains(&own)))
+        Ok(attached.ids)
+    }
+
+    /// Reports whether somebody else steers connections too: a server, a dead one's program, or one of another kind.
+    pub(super) fn have_others(&self, netns: &File) -> Result<bool, RedirectError> {
+        let own = self.id(AttachType::SkLookup);
+        Ok(Self::attached(AttachType::SkLookup, netns)?.iter().any(|id| Some(*id) != own))
     }
 
     /// Hooks that lack our programs.

@@ -122,8 +122,8 @@ impl Redirect {
         let mut result = self.verify_now();
         for _ in 1..SELF_TEST_ATTEMPTS {
             match result {
-                // The other server's programs run first.
-                Err(RedirectError::SelfTest(_)) if self.lock().claim.is_shared()? => {
+                // The programs of another server run first, also of a dead one.
+                Err(RedirectError::SelfTest(_)) if self.lock().programs.have_others(&self.netns)? => {
                     let mut inner = self.lock();
                     tried.push(inner.self_test_addresses);
                     inner.self_test_addresses = SelfTestAddresses::besides(&tried, &self.config)?;

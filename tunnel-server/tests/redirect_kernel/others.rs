@@ -26,6 +26,7 @@ pub(crate) const CASES: &[Case] = &[
     ("others::one_that_excludes_all_others_is_named_and_stays", excluded),
     ("others::balancers_that_are_attached_by_links", linked),
     ("others::programs_of_a_dead_server_are_detached_wherever_they_are", left_elsewhere),
+    ("others::a_server_starts_beside_what_a_dead_one_has_left", left_here),
     ("others::unprivileged_processes_cannot_claim_the_ranges", squatted),
 ];
 
@@ -155,6 +156,22 @@ fn left_elsewhere() {
     assert_eq!(raw::programs(&child, CONNECT4).len(), 1, "the other one's");
     assert_eq!(programs(), (0, 0));
     drop(other);
+}
+
+/// The dead server's programs come first. With so few self-test addresses every eighth start takes its pair.
+fn left_here() {
+    let (given, _folders) = pinned();
+    let small = RedirectConfig { token_range: "198.18.0.0/24".parse().unwrap(), ..given };
+    let config = small.clone();
+    let server = raw::fork(move || World::with(config, &desired(&[EDGE])));
+    eventually("the server redirects", || ask(at(EDGE.0, PORT)).is_ok());
+    kill(server, Signal::SIGKILL).unwrap();
+    waitpid(server, None).unwrap();
+    for _ in 0..40 {
+        drop(World::with(small.clone(), &desired(&[])));
+    }
+    assert_eq!(raw::attached(&cgroup(), CONNECT4), 1, "what was attached stays");
+    assert_eq!(cleanup(&small).unwrap().pins.len(), 1);
 }
 
 /// Any process may take a socket's name, so the server asks the kernel for the process that listens there.
