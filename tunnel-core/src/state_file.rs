@@ -4,9 +4,10 @@ use std::fs::{self, File};
 use std::io::{self, Read as _};
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
@@ -62,7 +63,7 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
     /// Replaces the value. True if that succeeded. Blocks on the disk.
     pub fn write(&self, value: &T) -> bool {
         let written = self.try_write(value);
-        let mut failing = self.failing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut failing = self.failing.lock();
         let file = self.path.display();
         match &written {
             Ok(()) => {

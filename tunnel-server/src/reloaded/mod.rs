@@ -6,10 +6,11 @@ use std::fs::{self, OpenOptions};
 use std::io::{self, Read as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use nix::fcntl::OFlag;
+use parking_lot::Mutex;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -116,11 +117,11 @@ pub(crate) struct Problem(Arc<Mutex<Option<ConfigError>>>);
 impl Problem {
     /// Returns `None` if the content is in effect.
     pub(crate) fn get(&self) -> Option<ConfigError> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().clone()
     }
 
     fn set(&self, problem: Option<ConfigError>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = problem;
+        *self.0.lock() = problem;
     }
 }
 

@@ -1,7 +1,7 @@
 //! The condition `PosternTunnel` of edge nodes, written by the leader.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
@@ -10,6 +10,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
 use kube::Api;
 use kube::api::{ListParams, Patch, PatchParams};
+use parking_lot::Mutex;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
@@ -161,7 +162,7 @@ impl Conditions {
         let present = self.present.as_ref()?.get(node).map(String::as_str);
         let is_edge = self.context.inventory.borrow().get(node.as_str())?.edge;
         let want = if is_edge {
-            let tunnel = self.tunnels.lock().unwrap_or_else(PoisonError::into_inner).get(node);
+            let tunnel = self.tunnels.lock().get(node);
             match tunnel? {
                 (true, _) => Want::Up,
                 (false, since) => Want::Down(since),

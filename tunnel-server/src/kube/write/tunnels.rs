@@ -1,10 +1,11 @@
 //! Tunnels, for the Events and the condition of Nodes: a node has a tunnel while any server has its session.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kube::runtime::events::EventType;
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tunnel_core::identity::NodeName;
@@ -73,7 +74,7 @@ async fn track(
         let before =
             (std::mem::replace(&mut here, (own.nodes)()), std::mem::replace(&mut there, (elsewhere.nodes)()));
         let (due, next) = {
-            let mut tracker = tracker.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut tracker = tracker.lock();
             let now = Instant::now();
             tracker.set_leading(*leader.borrow_and_update());
             for node in here.symmetric_difference(&before.0).chain(there.symmetric_difference(&before.1)) {
