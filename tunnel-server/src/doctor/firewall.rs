@@ -11,7 +11,7 @@ use tunnel_core::doctor::{Checkup, Code, Finding, Outcome, Running, codes};
 use super::rules::{Hook, Rules, Suspect};
 use super::trial::{self, Failure};
 use crate::config::{Config, RedirectRanges};
-use crate::route::{reserved_tokens, reserved_tokens_v6};
+use crate::redirect::SelfTestAddresses;
 use crate::status::StatusReport;
 
 /// The door whose listeners show which address families are redirected.
@@ -98,8 +98,9 @@ struct Way<'a> {
 
 fn tokens(config: &Config, v4: bool, v6: bool) -> Vec<(IpNet, IpAddr)> {
     let (range, range_v6) = (config.redirect.ranges.redirect_range, config.redirect.ranges.redirect_range_v6);
-    let v4 = v4.then(|| (range.into(), reserved_tokens(range).network().into()));
-    let v6 = v6.then(|| (range_v6.into(), reserved_tokens_v6(range_v6).network().into()));
+    let (token, token_v6) = SelfTestAddresses::never_an_origin(range, range_v6);
+    let v4 = v4.then(|| (range.into(), token.into()));
+    let v6 = v6.then(|| (range_v6.into(), token_v6.into()));
     [v4, v6].into_iter().flatten().collect()
 }
 

@@ -48,4 +48,5 @@ pub use load::ProgramInfo;
 pub use metrics::RedirectMetrics;
 pub use pins::{Orphans, Others};
 pub use running::{Applied, Health, Redirect};
+pub(crate) use self_test_addresses::SelfTestAddresses;
 pub use withdraw::{Cleaned, cleanup};

@@ -6,7 +6,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use ipnet::IpNet;
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
 use super::config::RedirectConfig;
 use super::error::RedirectError;
@@ -21,7 +21,7 @@ const LONGEST_PREFIX_V6: u8 = 112;
 
 /// One pair per family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct SelfTestAddresses {
+pub(crate) struct SelfTestAddresses {
     pub(super) origin: Ipv4Addr,
     pub(super) token: Ipv4Addr,
     pub(super) origin_v6: Ipv6Addr,
@@ -56,6 +56,13 @@ impl SelfTestAddresses {
             origin_v6: Ipv6Addr::from(base_v6 + pair_v6),
             token_v6: Ipv6Addr::from(base_v6 + pair_v6 + 1),
         })
+    }
+
+    /// Returns an address of each family that is some server's token at most and never an origin: hooks leave connects to
+    /// it alone, also those of another network namespace, and the listener closes them.
+    pub(crate) fn never_an_origin(v4: Ipv4Net, v6: Ipv6Net) -> (Ipv4Addr, Ipv6Addr) {
+        let (base, base_v6) = (reserved_tokens(v4).network(), reserved_tokens_v6(v6).network());
+        (Ipv4Addr::from(u32::from(base) | 1), Ipv6Addr::from(u128::from(base_v6) | 1))
     }
 
     /// Draws pairs that were not tried; there are at least eight.
