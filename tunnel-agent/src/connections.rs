@@ -9,7 +9,7 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tunnel_core::admin;
-use tunnel_core::carry::{Abort, Carrying, Traffic};
+use tunnel_core::carry::{Abort, Carrying, Side, Traffic};
 use tunnel_core::connections::{blocked, first, stalled};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::Flow;
@@ -34,7 +34,8 @@ pub(crate) struct Connection {
 
 impl Connection {
     pub(crate) fn carrying(&self) -> Option<Carrying<'_>> {
-        Some(Carrying { traffic: &self.traffic, abort: &self.abort, rtt: self.link.1.rtt.last() })
+        let rtt = self.link.1.rtt.last();
+        Some(Carrying { traffic: &self.traffic, abort: &self.abort, side: Side::Agent, rtt })
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use tunnel_core::carry::{Abort, Carrying, Traffic};
+use tunnel_core::carry::{Abort, Carrying, Side, Traffic};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::Flow;
 
@@ -81,7 +81,7 @@ impl Connection {
     pub(crate) fn carrying(&self) -> Option<Carrying<'_>> {
         let Carried { traffic, abort, link } = self.carried.get()?;
         let rtt = link.as_ref().and_then(|(_, flow)| flow.rtt.last());
-        Some(Carrying { traffic, abort, rtt })
+        Some(Carrying { traffic, abort, side: Side::Server, rtt })
     }
 
     /// Returns the number of bytes to the node, and from it.

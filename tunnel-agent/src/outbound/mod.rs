@@ -58,7 +58,9 @@ struct Outgoing {
 
 impl Outgoing {
     fn carrying(&self) -> Option<Carrying<'_>> {
-        Some(Carrying { traffic: &self.traffic, abort: &self.abort, rtt: self.flow.rtt.last() })
+        let Self { traffic, abort, flow } = self;
+        // Towards a server this end has the client.
+        Some(Carrying { traffic, abort, side: Side::Server, rtt: flow.rtt.last() })
     }
 }
 
