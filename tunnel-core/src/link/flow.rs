@@ -174,7 +174,8 @@ impl Flow {
         self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    pub(super) fn add_received(&self, bytes: usize) {
+    /// Counts bytes that the link has received.
+    pub fn add_received(&self, bytes: usize) {
         self.received.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 

@@ -65,12 +65,14 @@ struct Measured {
     /// Bytes per second.
     rate: u64,
     idle_since: Option<Instant>,
+    /// Bytes received when another link of the session was found to be silent. Until more arrive, this one may be as dead.
+    suspected: Option<u64>,
 }
 
 impl Measured {
     fn new(link: Arc<Link>, now: Instant) -> Self {
         let moved = link.flow.moved();
-        Self { link, last: (now, moved), rate: 0, idle_since: Some(now) }
+        Self { link, last: (now, moved), rate: 0, idle_since: Some(now), suspected: None }
     }
 
     fn measure(&mut self, now: Instant) {
@@ -241,9 +243,18 @@ impl Links {
         u32::try_from(self.state.lock().links[0].link.send.current_max_send_streams()).unwrap_or(u32::MAX)
     }
 
-    /// True if all links are silent: a connection should take another path.
+    /// True if a link is silent and no other has received anything since that was first asked: a connection should take
+    /// another path. All links lead along the same line as a rule, and one connection is enough to find it dead.
     pub(crate) fn are_silent(&self) -> bool {
-        self.state.lock().links.iter().all(|link| link.link.is_silent())
+        let mut state = self.state.lock();
+        if !state.links.iter().any(|link| link.link.is_silent()) {
+            state.links.iter_mut().for_each(|link| link.suspected = None);
+            return false;
+        }
+        state.links.iter_mut().all(|link| {
+            let received = link.link.flow.received();
+            *link.suspected.get_or_insert(received) == received
+        })
     }
 
     /// Connections on all links, including those that take no more.
@@ -346,6 +357,8 @@ pub(super) mod tests {
         assert_eq!(links.take().number, 1);
         one.note_unanswered();
         assert_eq!(links.take().number, 0);
+        assert!(links.are_silent(), "nothing was heard on the other one since");
+        links.all()[0].flow.add_received(1);
         assert!(!links.are_silent());
         links.all()[0].note_unanswered();
         assert!(links.are_silent());
