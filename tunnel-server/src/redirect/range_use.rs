@@ -104,11 +104,11 @@ impl Network {
         rules().next()?;
         let asking =
             || rules().filter(|rule| rule.header.action == RuleAction::ToTable && applies(rule, range));
-        let local = asking().filter(|rule| table_of_rule(rule) == LOCAL).map(priority).min();
-        let Some(local) = local else {
+        if !asking().any(|rule| table_of_rule(rule) == LOCAL) {
             return Some("rules of which none asks the table local".to_owned());
-        };
-        for rule in asking().filter(|rule| priority(rule) < local) {
+        }
+        // The kernel lists rules as it follows them, which also orders those of one priority.
+        for rule in asking().take_while(|rule| table_of_rule(rule) != LOCAL) {
             let table = table_of_rule(rule);
             let leads = |route: &&RouteMessage| {
                 let network = destination(route).unwrap_or(default_of(range));
@@ -252,6 +252,19 @@ mod tests {
     }
 
     #[test]
+    fn rules_of_one_priority_come_in_the_order_in_which_they_were_made() {
+        let range = "198.18.0.0/15".parse().unwrap();
+        let mut route = RouteMessageBuilder::<Ipv4Addr>::new().build();
+        route.attributes.push(RouteAttribute::Table(77));
+        let (other, local) = (rule(100, 77, false, &[], 0), rule(100, LOCAL, false, &[], 0));
+        for (rules, used) in [([other.clone(), local.clone()], true), ([local, other], false)] {
+            let network =
+                Network { routes: vec![route.clone()], rules: rules.to_vec(), ..Network::default() };
+            assert_eq!(network.user_of(range).is_some(), used);
+        }
+    }
+
+    #[test]
     fn an_inverted_rule_applies_to_what_it_does_not_select() {
         let range = "198.18.0.0/15".parse().unwrap();
         let mut route = RouteMessageBuilder::<Ipv4Addr>::new().build();
@@ -274,8 +287,8 @@ mod tests {
                 let network = Network {
                     routes: vec![route.clone()],
                     rules: vec![
-                        rule(100, LOCAL, false, &[], 0),
                         rule(10, 77, is_inverted, &selectors, dst_len),
+                        rule(100, LOCAL, false, &[], 0),
                     ],
                     ..Network::default()
                 };
