@@ -125,9 +125,10 @@ impl CsrEnrolment {
     /// Obtains a new identity for the key. `spread` is the maximum random wait before a retry.
     async fn obtain(&self, key: &PrivateKey, spread: Duration) -> Result<AgentIdentity, EnrollError> {
         let pem = signing_request(key, self.holder, &self.node)?;
+        let mut object = self.object(&pem);
         let mut backoff = RETRIES;
         loop {
-            match self.attempt(key, &pem).await {
+            match self.attempt(key, &mut object).await {
                 Ok(identity) => {
                     tracing::info!(node = %self.node, "enrolled through the API server");
                     return Ok(identity);
@@ -136,6 +137,7 @@ impl CsrEnrolment {
                     let pause = jittered(self.pace.refused, 0.5);
                     tracing::error!(node = %self.node, reason, retry_in_s = pause.as_secs(), "enrolment refused");
                     tokio::time::sleep(pause).await;
+                    object = self.object(&pem);
                 }
                 Err(AttemptError::Transient(reason)) => {
                     self.api.failed();
@@ -146,20 +148,28 @@ impl CsrEnrolment {
         }
     }
 
-    /// Handles one request from its creation to its end.
-    async fn attempt(&self, key: &PrivateKey, pem: &str) -> Result<AgentIdentity, AttemptError> {
+    /// Handles one request from its creation to its end, or goes on with one that an earlier attempt has created: after
+    /// a passing failure the object has its name still.
+    async fn attempt(
+        &self,
+        key: &PrivateKey,
+        object: &mut CertificateSigningRequest,
+    ) -> Result<AgentIdentity, AttemptError> {
         let api = || async {
             let client = self.api.client().await.map_err(AttemptError::transient)?;
             Ok::<_, AttemptError>(Api::<CertificateSigningRequest>::all(client))
         };
-        let object = self.object(pem);
         let name = object.metadata.name.clone().unwrap_or_default();
         let requests = api().await?;
         let params = PostParams::default();
-        let create = requests.create(&params, &object);
-        request(ANSWER, "creating CertificateSigningRequest", &name, create)
-            .await
-            .map_err(AttemptError::transient)?;
+        let create = requests.create(&params, object);
+        match request(ANSWER, "creating CertificateSigningRequest", &name, create).await {
+            // The name is random: the object is this one, created earlier.
+            Err(error) if error.is_conflict() => {}
+            created => {
+                created.map_err(AttemptError::transient)?;
+            }
+        }
         tracing::info!(csr = name, "waiting for the certificate");
         let (mut pause, begin) = (Duration::from_millis(250), Instant::now());
         let (mut reminded, mut failures) = (begin, LogOnce::default());
@@ -174,6 +184,7 @@ impl CsrEnrolment {
                     }
                 }
                 Err(error) if error.is_not_found() => {
+                    object.metadata.name = Some(request_name(&self.node));
                     let reason = format!("CertificateSigningRequest {name} is gone; creating another one");
                     return Err(AttemptError::Transient(reason));
                 }

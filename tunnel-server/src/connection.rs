@@ -1,6 +1,6 @@
 //! State of a connection while it is relayed: for its access log line, and for the status.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
@@ -17,9 +17,12 @@ pub(crate) struct Connection {
     /// `None` if this server dials the target itself.
     pub(crate) node: Option<NodeName>,
     pub(crate) target: SocketAddr,
-    /// True if the target's address was the node's, or a pod's on it, when the connection began.
-    pub(crate) of_node: bool,
+    /// The address of the node, or of a pod on it, that the client meant; `None` if it meant this node whatever its
+    /// addresses.
+    pub(crate) found_by: Option<IpAddr>,
     pub(crate) started: Instant,
+    /// Ends it from outside, also while its target is still being dialled.
+    pub(crate) abort: Arc<Abort>,
     /// The other server, for a connection that one server forwards to another.
     pub(crate) via: OnceLock<Box<str>>,
     /// The caller, at a listener that authenticates.
@@ -33,7 +36,6 @@ pub(crate) struct Connection {
 #[derive(Debug)]
 pub(crate) struct Carried {
     pub(crate) traffic: Arc<Traffic>,
-    pub(crate) abort: Arc<Abort>,
     /// The link's number, and its network path; `None` if this server has dialled the target itself.
     pub(crate) link: Option<(u32, Arc<Flow>)>,
 }
@@ -50,8 +52,9 @@ impl Connection {
             client,
             node,
             target,
-            of_node: false,
+            found_by: None,
             started: Instant::now(),
+            abort: Arc::default(),
             via: OnceLock::new(),
             caller: OnceLock::new(),
             carried: OnceLock::new(),
@@ -59,9 +62,9 @@ impl Connection {
         }
     }
 
-    /// Sets whether the target's address is the node's, or a pod's on it.
-    pub(crate) fn with_of_node(self, of_node: bool) -> Self {
-        Self { of_node, ..self }
+    /// Sets the address that the client meant.
+    pub(crate) fn with_found_by(self, found_by: Option<IpAddr>) -> Self {
+        Self { found_by, ..self }
     }
 
     /// Called when the agent has answered the dial.
@@ -79,9 +82,9 @@ impl Connection {
 
     /// Returns `None` before bytes may pass.
     pub(crate) fn carrying(&self) -> Option<Carrying<'_>> {
-        let Carried { traffic, abort, link } = self.carried.get()?;
+        let Carried { traffic, link } = self.carried.get()?;
         let rtt = link.as_ref().and_then(|(_, flow)| flow.rtt.last());
-        Some(Carrying { traffic, abort, side: Side::Server, rtt })
+        Some(Carrying { traffic, abort: &self.abort, side: Side::Server, rtt })
     }
 
     /// Returns the number of bytes to the node, and from it.

@@ -19,7 +19,7 @@ pub struct TestCommand {
     output: DoctorOutput,
     #[command(flatten)]
     ask: AskArgs,
-    /// Ports to test, comma-separated [default: the server's --redirect-ports].
+    /// Ports to test, comma-separated [default: all that the server tunnels].
     #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true, value_parser = value::ports)]
     port: BTreeSet<u16>,
 }

@@ -59,7 +59,7 @@ pub(super) async fn check(
 }
 
 /// The ports of the flags and those that the running server has from its cluster's ConfigMap.
-fn tunnelled(flags: &BTreeSet<u16>, running: Option<&Running<StatusReport>>) -> Vec<u16> {
+pub(super) fn tunnelled(flags: &BTreeSet<u16>, running: Option<&Running<StatusReport>>) -> Vec<u16> {
     let running = running.into_iter().flat_map(|running| &running.status.redirect.ports);
     flags.iter().chain(running).copied().collect::<BTreeSet<u16>>().into_iter().collect()
 }
@@ -410,26 +410,29 @@ pub(crate) async fn warn_of_taken_pod_ports(config: &Config, ipv6: bool) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    #[test]
-    fn ports_of_the_configmap_are_examined_too() {
+    /// A server that reports these ports; a server of an earlier version reports none.
+    pub(in crate::doctor) fn running(ports: Option<&[u16]>) -> Running<StatusReport> {
         let mut status = serde_json::json!({
             "version": "1", "server_id": "s", "uptime_s": 1, "ready": true, "pending": [], "nodes": [], "doors": [],
             "redirect": {"state": "on", "reason": null, "mended": 0, "counters": {}, "routes": 1, "routes_down": 0,
                          "excluded": 0, "programs": []},
             "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},
         });
-        let ports = |status: &serde_json::Value| {
-            let status = serde_json::from_value(status.clone()).unwrap();
-            let running = Running { status, pending: None, metrics: String::new(), flags: None };
-            tunnelled(&BTreeSet::from([10250, 10255]), Some(&running))
-        };
-        // A server of a version that does not report them.
-        assert_eq!(ports(&status), [10250, 10255]);
-        status["redirect"]["ports"] = serde_json::json!([9200, 10250]);
-        assert_eq!(ports(&status), [9200, 10250, 10255]);
+        if let Some(ports) = ports {
+            status["redirect"]["ports"] = ports.into();
+        }
+        let status = serde_json::from_value(status).unwrap();
+        Running { status, pending: None, metrics: String::new(), flags: None }
+    }
+
+    #[test]
+    fn ports_of_the_configmap_are_examined_too() {
+        let ports = |reported| tunnelled(&BTreeSet::from([10250, 10255]), Some(&running(reported)));
+        assert_eq!(ports(None), [10250, 10255]);
+        assert_eq!(ports(Some(&[9200, 10250])), [9200, 10250, 10255]);
         assert_eq!(tunnelled(&BTreeSet::from([10250]), None), [10250]);
     }
 }

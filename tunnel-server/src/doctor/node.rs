@@ -1,5 +1,6 @@
 //! `tunnel-server test NODE`: the path to a node, step by step, as seen from this server's host.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, SystemTime};
@@ -12,6 +13,7 @@ use tunnel_core::identity::{HttpsAnswer, ask_https, describe_certificate, validi
 use tunnel_core::link::limited_by;
 use tunnel_core::outcome::{OUTCOME_HEADER, Outcome as TunnelOutcome};
 
+use super::firewall::tunnelled;
 use crate::config::Config;
 use crate::inventory::DEFAULT_KUBELET_PORT;
 use crate::status::{NodeStatus, RedirectState, StatusReport};
@@ -25,7 +27,7 @@ const OPEN: Duration = Duration::from_millis(500);
 const HTTP_DOOR: &str = "http";
 const HTTPS_DOOR: &str = "https";
 
-/// Tests the path to `name`. Tests `ports`, or those of --redirect-ports if it is empty.
+/// Tests the path to `name`. Tests `ports`, or all that the server tunnels if it is empty.
 pub async fn test(config: &Config, running: &Running<StatusReport>, name: &str, ports: &[u16]) -> Report {
     let mut checkup = Checkup::default();
     let status = &running.status;
@@ -42,11 +44,7 @@ pub async fn test(config: &Config, running: &Running<StatusReport>, name: &str, 
             way.kubelet(node.map_or(&[][..], |node| node.addresses.as_slice())).await
         })
         .await;
-    let all: Vec<u16> = if ports.is_empty() {
-        config.redirect.redirect_ports.iter().copied().collect()
-    } else {
-        ports.to_vec()
-    };
+    let all = tested(ports, &config.redirect.redirect_ports, running);
     checkup
         .run("ports", &["tunnel"], async || {
             let (mut open, mut faults) = (Vec::new(), Vec::new());
@@ -60,6 +58,11 @@ pub async fn test(config: &Config, running: &Running<StatusReport>, name: &str, 
         })
         .await;
     checkup.report("tunnel-server", env!("CARGO_PKG_VERSION"))
+}
+
+/// Returns the ports to test: the given ones, or all tunnelled ones, also those of the cluster's ConfigMap.
+fn tested(given: &[u16], flags: &BTreeSet<u16>, running: &Running<StatusReport>) -> Vec<u16> {
+    if given.is_empty() { tunnelled(flags, Some(running)) } else { given.to_vec() }
 }
 
 fn judge_node(name: &str, node: Option<&NodeStatus>) -> Outcome {
@@ -189,7 +192,7 @@ impl<'a> Way<'a> {
         };
         let fix = format!(
             "on {}: does something listen there (`ss -ltn sport = :{port}`), and does `tunnel-agent status` allow it? If not \
-             wanted, leave it out of --redirect-ports",
+             wanted, leave it out of --redirect-ports or the ConfigMap",
             self.name
         );
         Err(Finding::new(&codes::PORT_NOT_REACHED, format!("port {port}: {reason}"), fix))
@@ -267,6 +270,15 @@ fn judge_kubelet(answer: &HttpsAnswer, name: &str, addresses: &[IpAddr]) -> Resu
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::doctor::firewall::tests::running;
+
+    #[test]
+    fn ports_of_the_configmap_are_tested_unless_others_are_given() {
+        let running = running(Some(&[9200]));
+        let tested = |given: &[u16]| tested(given, &BTreeSet::from([10250]), &running);
+        assert_eq!(tested(&[]), [9200, 10250]);
+        assert_eq!(tested(&[22]), [22]);
+    }
 
     #[test]
     fn a_target_that_was_reached_counts_whatever_it_speaks() {

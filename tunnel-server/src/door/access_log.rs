@@ -1,7 +1,7 @@
 //! A connection's access log line and metrics, recorded however the connection ends.
 
 use std::fmt::Display;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,6 +18,7 @@ use crate::admission::{Full, Share, Shares};
 use crate::connection::{Carried, Connection};
 use crate::failures;
 use crate::metrics::Metrics;
+use crate::moved::end_if_moved;
 use crate::session::Link;
 
 /// The `tracing` target of the access log's events.
@@ -42,7 +43,13 @@ impl AccessLogGuard {
         request: &OpenRequest,
         context: &DoorContext,
     ) -> Self {
-        let record = Self::start(door, client, Some(request.node.clone()), request.target, context);
+        // A client that named both meant the address too if it is the node's.
+        let is_nodes = |address: &IpAddr| context.router.snapshot().has(&request.node, *address);
+        let found_by = request.found_by.or_else(|| Some(request.target.ip()).filter(is_nodes));
+        let connection = Connection::new(door, client, Some(request.node.clone()), request.target);
+        let record = Self::start(connection.with_found_by(found_by), context);
+        // A change since the node was found has passed this connection by.
+        end_if_moved(&record.connection, &context.router.snapshot());
         if let Some(caller) = &request.caller {
             record.called_by(caller);
         }
@@ -56,19 +63,11 @@ impl AccessLogGuard {
         target: SocketAddr,
         context: &DoorContext,
     ) -> Self {
-        Self::start(door, client, None, target, context)
+        Self::start(Connection::new(door, client, None, target), context)
     }
 
-    fn start(
-        door: &'static str,
-        client: SocketAddr,
-        node: Option<NodeName>,
-        target: SocketAddr,
-        context: &DoorContext,
-    ) -> Self {
-        context.metrics.opened(door);
-        let of_node = node.as_ref().is_some_and(|node| context.router.snapshot().has(node, target.ip()));
-        let connection = Connection::new(door, client, node, target).with_of_node(of_node);
+    fn start(connection: Connection, context: &DoorContext) -> Self {
+        context.metrics.opened(connection.door);
         Self {
             connection: context.metrics.live(connection),
             outcome: Outcome::Shutdown,
@@ -130,6 +129,15 @@ impl AccessLogGuard {
         if self.in_flight.shutdown().is_forced() { Outcome::Shutdown } else { Outcome::TunnelLost }
     }
 
+    /// Waits until the connection is ended from outside, before it is relayed.
+    pub(crate) fn aborted(&self) -> impl Future<Output = Failed> + use<> {
+        let abort = self.connection.abort.clone();
+        async move {
+            let (outcome, reason) = abort.triggered().await;
+            Failed { outcome, reason: reason.to_owned() }
+        }
+    }
+
     /// Relays until the end, and aborts that once the link is over.
     #[expect(clippy::manual_async_fn, reason = "an async fn's future has room for each argument twice")]
     pub(crate) fn until_over<T>(
@@ -143,9 +151,7 @@ impl AccessLogGuard {
                 ended = &mut carrying => return ended,
                 () = over.cancelled() => {}
             }
-            if let Some(carried) = self.connection.carried.get() {
-                carried.abort.trigger(self.why_over());
-            }
+            self.connection.abort.trigger(self.why_over());
             carrying.await
         }
     }
@@ -161,11 +167,10 @@ impl AccessLogGuard {
     pub(crate) fn carrying(&self, link: Option<&Link>, carried: &Totals) -> (Arc<Abort>, Arc<Traffic>) {
         let begin = || Carried {
             traffic: Arc::new(Traffic::part_of(vec![carried.clone(), self.metrics.carried.clone()])),
-            abort: Arc::default(),
             link: link.map(|link| (link.number, link.flow.clone())),
         };
         let carried = self.connection.carried.get_or_init(begin);
-        (carried.abort.clone(), carried.traffic.clone())
+        (self.connection.abort.clone(), carried.traffic.clone())
     }
 
     pub(crate) fn finish(self, ended: &Result<(), Failed>) {

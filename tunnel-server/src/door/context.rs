@@ -1,6 +1,6 @@
 //! State and types that all listeners use.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -12,7 +12,7 @@ use tunnel_core::outcome::Outcome;
 
 use crate::metrics::Metrics;
 use crate::peers::Peers;
-use crate::route::Router;
+use crate::route::{NodeAddress, Router};
 use crate::runtime::Runtime;
 use crate::session::Sessions;
 
@@ -62,6 +62,9 @@ pub struct OpenRequest {
     pub node: NodeName,
     /// The address that the agent dials.
     pub target: SocketAddr,
+    /// The address by which the node was found, which ends the connection once another node has it. The target may be
+    /// the node's loopback instead. `None` if the client named both node and target.
+    pub found_by: Option<IpAddr>,
     /// Bytes that were read from the client already; they are relayed first.
     pub prefix: Bytes,
     /// Bytes to send to the client once the target is connected, before the target's own.
@@ -73,7 +76,12 @@ pub struct OpenRequest {
 impl OpenRequest {
     /// Creates a request of a client that need not authenticate.
     pub fn new(node: NodeName, target: SocketAddr, prefix: Bytes) -> Self {
-        Self { node, target, prefix, greeting: Bytes::new(), caller: None }
+        Self { node, target, found_by: None, prefix, greeting: Bytes::new(), caller: None }
+    }
+
+    /// Creates a request for a node that was found by an address of it, or of a pod on it.
+    pub fn to_found(found: NodeAddress, target: SocketAddr, prefix: Bytes) -> Self {
+        Self { found_by: Some(found.address), ..Self::new(found.node, target, prefix) }
     }
 }
 

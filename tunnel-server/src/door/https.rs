@@ -40,7 +40,7 @@ impl Https {
                     Some(port) => router.dialled(&node, port),
                     None => SocketAddr::new(node.address, node.kubelet_port),
                 };
-                Ok(OpenRequest::new(node.node, target, Bytes::new()))
+                Ok(OpenRequest::to_found(node, target, Bytes::new()))
             }
             other => Err(other.to_string()),
         }

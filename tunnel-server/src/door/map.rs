@@ -47,25 +47,26 @@ impl Door for Mapped {
 /// # Errors
 /// The map leads nowhere at present.
 pub(super) fn request(map: &Map, router: &Router) -> Result<OpenRequest, String> {
-    let (node, target) = match (map.target, router.resolve(map.node.as_str())) {
+    match (map.target, router.resolve(map.node.as_str())) {
         // A node without an address can have a tunnel too.
         (
             Target::Address(target),
             Resolved::WithoutAddress(_) | Resolved::Service { .. } | Resolved::Unknown(_),
-        ) => (map.node.clone(), target),
+        ) => Ok(OpenRequest::new(map.node.clone(), target, Bytes::new())),
         (target, resolved) => {
             let found = resolved.on_edge().map_err(|_| {
                 let (listen, node) = (map.listen, &map.node);
                 format!("{listen} leads to {node}, which is no edge node with an address")
             })?;
-            let target = match target {
-                Target::Address(target) => target,
-                Target::Port(port) => router.dialled(&found, port),
-            };
-            (found.node, target)
+            Ok(match target {
+                Target::Address(target) => OpenRequest::new(found.node, target, Bytes::new()),
+                Target::Port(port) => {
+                    let target = router.dialled(&found, port);
+                    OpenRequest::to_found(found, target, Bytes::new())
+                }
+            })
         }
-    };
-    Ok(OpenRequest::new(node, target, Bytes::new()))
+    }
 }
 
 /// A map whose listener is open.

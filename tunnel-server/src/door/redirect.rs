@@ -62,6 +62,6 @@ impl Door for Redirected {
             return Err(OpenError::Client(format!("port {} of {token} is not tunnelled", local.port())));
         }
         let target = router.dialled(&node, local.port());
-        Ok(Opened::Carried(OpenRequest::new(node.node, target, Bytes::new())))
+        Ok(Opened::Carried(OpenRequest::to_found(node, target, Bytes::new())))
     }
 }

@@ -43,7 +43,11 @@ pub(super) async fn way(
     record: &mut AccessLogGuard,
 ) -> Result<Way, Failed> {
     record.admit(place, Some((&request.node, context.sessions.places(&request.node))))?;
-    let found = Way::find(context, request, client).await;
+    let found = tokio::select! {
+        biased;
+        failed = record.aborted() => return Err(failed),
+        found = Way::find(context, request, client) => found,
+    };
     let way = found.map_err(|reason| Failed { outcome: Outcome::NoTunnel, reason })?;
     if let Some(server_id) = way.server_id() {
         record.via(server_id);
@@ -61,7 +65,7 @@ impl Stream {
         record: &mut AccessLogGuard,
     ) -> Result<Self, Failed> {
         let mut way = way(context, request, client, place, record).await?;
-        let over = way.link().over.clone();
+        let (over, aborted) = (way.link().over.clone(), record.aborted());
         let asked = async {
             let asked = way.ask(request.target).await?;
             let (send, answer) = asked.answer(way.on(), request.target, |took| record.dialled(took));
@@ -69,6 +73,7 @@ impl Stream {
         };
         let answered: Result<_, RelayError> = tokio::select! {
             biased;
+            failed = aborted => return Err(failed),
             answered = asked => answered,
             () = over.cancelled() => Err(RelayError::Aborted(record.why_over(), "the tunnel was lost")),
         };

@@ -197,13 +197,15 @@ impl Ca {
     }
 
     fn set_aside(&self, name: &str, secret: &str) -> Result<(), PkiError> {
-        let aside = self.state_dir.join(format!("{DIRECTORY}.replaced-{name}"));
-        let fail = |error: io::Error| PkiError::io(&aside, error);
-        match fs::remove_dir_all(&aside) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(fail(error)),
-            _ => {}
+        let mut aside = self.state_dir.join(format!("{DIRECTORY}.replaced-{name}"));
+        // An earlier one of this name may hold other keys; broken ones share a name.
+        for number in 2_u32.. {
+            if !aside.exists() {
+                break;
+            }
+            aside.set_file_name(format!("{DIRECTORY}.replaced-{name}-{number}"));
         }
-        fs::rename(self.directory(), &aside).map_err(fail)?;
+        fs::rename(self.directory(), &aside).map_err(|error| PkiError::io(&aside, error))?;
         tracing::warn!(
             secret,
             kept = %aside.display(),

@@ -229,6 +229,36 @@ fn an_old_root_can_be_retired_by_force() {
     assert_eq!(ca.state().unwrap().roots().len(), 1);
 }
 
+/// The directories of CAs that were set aside.
+fn set_aside(state_dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(state_dir).unwrap().map(|entry| entry.unwrap().path());
+    entries.filter(|path| path.to_str().unwrap().contains("ca.replaced-")).collect()
+}
+
+#[test]
+fn no_ca_that_was_set_aside_is_lost() {
+    let (_directory, state_dir, first) = new_ca();
+    let first = first.material().unwrap();
+    let (grown, _) = first.introduce().unwrap();
+    let other = super::CaMaterial::generate().unwrap();
+    let install = |material| Ca::install(&state_dir, Lifetimes::default(), material, "secret").unwrap();
+    // Twice a CA with the same signing root, then two broken ones.
+    for material in [&other, &grown, &other] {
+        install(material);
+    }
+    for _ in 0..2 {
+        fs::write(state_dir.join("ca/ca.crt"), "broken").unwrap();
+        install(&other);
+    }
+    let aside = set_aside(&state_dir);
+    let roots: Vec<_> = aside.iter().map(|path| fs::read_to_string(path.join("ca.crt")).unwrap()).collect();
+    assert_eq!(aside.len(), 5, "{aside:?}");
+    for lost in [first.roots(), other.roots(), grown.roots()] {
+        assert!(roots.iter().any(|kept| kept == lost), "{aside:?}");
+    }
+    assert_eq!(roots.iter().filter(|kept| *kept == "broken").count(), 2);
+}
+
 #[test]
 fn a_copy_of_a_secret_is_rotated_there() {
     let (_directory, state_dir, ca) = new_ca();
@@ -241,11 +271,7 @@ fn a_copy_of_a_secret_is_rotated_there() {
     assert_eq!(mode(&only_key(&state_dir)), 0o600);
     assert!(!install().1, "the same again");
     // The other CA is not lost.
-    let aside: Vec<_> = fs::read_dir(&state_dir)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .filter(|path| path.to_str().unwrap().contains("ca.replaced-"))
-        .collect();
+    let aside = set_aside(&state_dir);
     assert_eq!(aside.len(), 1);
     for (name, key) in old.keys() {
         assert_eq!(fs::read_to_string(aside[0].join(name)).unwrap(), key.as_str());

@@ -52,10 +52,10 @@ pub enum TokenState {
 
 impl TokenRecord {
     pub fn state(&self, now: Timestamp) -> TokenState {
-        if self.used_by.is_some() {
-            TokenState::Used
-        } else if now >= self.expires {
+        if now >= self.expires {
             TokenState::Expired
+        } else if self.used_by.is_some() {
+            TokenState::Used
         } else {
             TokenState::Valid
         }
@@ -279,6 +279,7 @@ mod tests {
         assert_eq!(redeem("b"), Err(TokenRefusal::Used(now)));
         let (records, broken) = store.list().unwrap();
         assert_eq!((records[0].state(now), broken.len()), (TokenState::Used, 0));
+        assert_eq!(records[0].state(records[0].expires), TokenState::Expired, "not even by its key");
     }
 
     #[test]

@@ -36,6 +36,9 @@ struct Target {
     ports: PortSet,
 }
 
+/// Kubernetes' group of callers that have shown nothing.
+const UNAUTHENTICATED: &str = "system:unauthenticated";
+
 /// Formats an error with its place in the file, such as `rules[1].to[0]`.
 fn wrong(rule: usize, list: &str, entry: usize, reason: &str) -> String {
     format!("rules[{rule}].{list}[{entry}]: {reason}")
@@ -105,6 +108,14 @@ impl Who {
         if *self == Self::default() {
             let reason = "it names nobody; for everybody write clients: [0.0.0.0/0, \"::/0\"]";
             return Err(reason.to_owned());
+        }
+        for (key, group) in [("organization", &self.organization), ("group", &self.group)] {
+            if group.as_deref() == Some(UNAUTHENTICATED) {
+                return Err(format!(
+                    "{key}: {UNAUTHENTICATED:?} matches nobody, as whoever shows a certificate or token is authenticated; for \
+                     everybody write clients: [0.0.0.0/0, \"::/0\"]"
+                ));
+            }
         }
         let kinds = [
             ("cn or organization", self.cn.is_some() || self.organization.is_some()),
@@ -408,6 +419,11 @@ rules:
                 rule("{clients: [10.0.0.1/8]}", to),
                 &["line 3", "rules[0].from[0].clients", "did you mean 10.0.0.0/8"],
             ),
+            (
+                rule("{organization: 'system:unauthenticated'}", to),
+                &["rules[0].from[0]", "organization", "system:unauthenticated", "matches nobody"],
+            ),
+            (rule("{group: 'system:unauthenticated'}", to), &["rules[0].from[0]", "group", "matches nobody"]),
             (rule("{clients: []}", to), &["rules[0].from[0].clients", "matches nothing"]),
             (rule("{cm: x}", to), &["line 3", "rules[0].from[0]", "cm"]),
             (format!("{}{}", rule(from, to), &rule(from, to)[7..]), &["rules[1].name", "rules[0] already"]),

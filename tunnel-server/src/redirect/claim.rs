@@ -17,9 +17,10 @@ use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::{SocketAddr, UnixListener};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use nix::errno::Errno;
 use nix::sys::socket::{
     AddressFamily, SockFlag, SockType, UnixAddr, UnixCredentials, connect, getsockopt, socket, sockopt,
 };
@@ -33,6 +34,8 @@ use super::preflight::may_redirect;
 const ATTEMPTS: u32 = 5;
 /// Maximum pause between attempts, in milliseconds; the minimum is a tenth of it.
 const PAUSE: u64 = 200;
+/// Maximum wait for processes whose backlog is full. A server empties its own each second.
+const ANSWER: Duration = Duration::from_millis(2500);
 /// Prefix of the names. A name has room for 107 bytes.
 const PREFIX: &str = "postern";
 
@@ -74,6 +77,26 @@ impl Claim {
         }
     }
 
+    /// Claims the ranges again after a release, in one attempt; does nothing if this process has them.
+    ///
+    /// # Errors
+    /// As [`Claim::take`].
+    pub(super) fn retake(&mut self) -> Result<(), RedirectError> {
+        if self.is_held() {
+            return Ok(());
+        }
+        let claim = Self::hold(self.name.clone())?;
+        if let Some(taken) = claim.taken()? {
+            return Err(taken);
+        }
+        *self = claim;
+        Ok(())
+    }
+
+    pub(super) fn is_held(&self) -> bool {
+        self.socket.is_some()
+    }
+
     fn hold(name: Name) -> Result<Self, RedirectError> {
         let address = SocketAddr::from_abstract_name(name.to_string());
         let socket = address.and_then(|address| UnixListener::bind_addr(&address));
@@ -111,19 +134,36 @@ pub(super) fn holder(config: &RedirectConfig, ipv6: bool) -> Result<Option<Redir
 
 /// The conflict with a server among `others` that has an overlapping range.
 fn conflict_of(own: &Name, others: impl Fn(&Name) -> bool) -> Result<Option<RedirectError>, RedirectError> {
-    let overlapping = names()?.into_iter().filter(|other| others(other) && own.overlap(other).is_some());
-    for other in overlapping {
-        if let (Some(holder), Some((key, own, range))) = (server_at(&other), own.overlap(&other)) {
-            return Ok(Some(RedirectError::RangeTaken { key, own, range, holder }));
+    let began = Instant::now();
+    let mut asked: Vec<Name> = names()?;
+    asked.retain(|other| others(other) && own.overlap(other).is_some());
+    loop {
+        let mut full = Vec::new();
+        for other in asked {
+            match (listener_at(&other), own.overlap(&other)) {
+                (Err(Errno::EAGAIN), _) => full.push(other),
+                (Ok(listener), Some((key, own, range))) => {
+                    if let Some(holder) = server(listener, &other) {
+                        return Ok(Some(RedirectError::RangeTaken { key, own, range, holder }));
+                    }
+                }
+                // It is gone.
+                (Err(_), _) | (Ok(_), None) => {}
+            }
         }
+        let Some(silent) = full.first() else { return Ok(None) };
+        if began.elapsed() >= ANSWER {
+            tracing::warn!(socket = %silent, "a process poses as a server but accepts nothing, and is ignored");
+            return Ok(None);
+        }
+        asked = full;
+        thread::sleep(ANSWER / 50);
     }
-    Ok(None)
 }
 
 /// Describes the process that listens on the name, if it may be a server.
-fn server_at(name: &Name) -> Option<String> {
-    let credentials = listener_at(name).ok()?;
-    let (pid, uid) = (credentials.pid(), credentials.uid());
+fn server(listener: UnixCredentials, name: &Name) -> Option<String> {
+    let (pid, uid) = (listener.pid(), listener.uid());
     if !may_redirect(pid, uid) {
         tracing::warn!(pid, uid, socket = %name, "an unprivileged process poses as a server, and is ignored");
         return None;
@@ -136,7 +176,7 @@ fn server_at(name: &Name) -> Option<String> {
     Some(format!("{}, pid {pid}", program.trim()))
 }
 
-/// Credentials of the process that listens on the name. Does not wait if its backlog is full.
+/// Credentials of the process that listens on the name; [`Errno::EAGAIN`] if its backlog is full.
 fn listener_at(name: &Name) -> nix::Result<UnixCredentials> {
     let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
     let asking = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
@@ -205,9 +245,12 @@ fn names() -> Result<Vec<Name>, RedirectError> {
     Ok(listed(&text))
 }
 
-/// Parses the names at the line ends; abstract ones are shown with a leading `@`.
+/// Parses the names at the line ends; abstract ones are shown with a leading `@`. Connections to a listener that it has
+/// not accepted yet have its name too, without the flag of one that listens.
 fn listed(text: &str) -> Vec<Name> {
-    text.lines().filter_map(|line| Name::parse(line.rsplit(' ').next()?.strip_prefix('@')?)).collect()
+    const LISTENS: &str = "00010000";
+    let listeners = text.lines().filter(|line| line.split(' ').nth(3) == Some(LISTENS));
+    listeners.filter_map(|line| Name::parse(line.rsplit(' ').next()?.strip_prefix('@')?)).collect()
 }
 
 #[cfg(test)]
@@ -236,6 +279,15 @@ mod tests {
     }
 
     #[test]
+    fn only_a_visible_process_is_known_to_be_unprivileged() {
+        let named = name("198.18.0.0/15", None, "1-2");
+        let found = |pid, uid| server(nix::libc::ucred { pid, uid, gid: uid }.into(), &named);
+        assert_eq!(found(i32::MAX, 65534), None);
+        assert!(found(0, 65534).is_some_and(|holder| holder.contains("PID namespace")));
+        assert!(found(i32::MAX, 0).is_some());
+    }
+
+    #[test]
     fn the_names_are_found_among_those_of_other_programs() {
         let long = name(
             "255.255.255.0/24",
@@ -251,7 +303,8 @@ mod tests {
              0000000000000000: 00000002 00000000 00010000 0001 01 22 @postern,none,-,1,2\n\
              0000000000000000: 00000002 00000000 00000000 0002 01 23\n\
              0000000000000000: 00000002 00000000 00010000 0001 01 24 @{long}\n\
-             0000000000000000: 00000002 00000000 00010000 0001 01 25 @{without}\n"
+             0000000000000000: 00000002 00000000 00010000 0001 01 25 @{without}\n\
+             0000000000000000: 00000003 00000000 00000000 0001 02 26 @{without}\n"
         );
         assert_eq!(listed(&text), [long, without]);
     }

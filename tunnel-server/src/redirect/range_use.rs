@@ -10,7 +10,7 @@ use netlink_packet_route::AddressFamily;
 use netlink_packet_route::address::AddressMessage;
 use netlink_packet_route::link::LinkAttribute;
 use netlink_packet_route::route::{RouteAttribute, RouteMessage, RouteProtocol, RouteType};
-use netlink_packet_route::rule::{RuleAction, RuleAttribute, RuleMessage};
+use netlink_packet_route::rule::{RuleAction, RuleAttribute, RuleFlags, RuleMessage};
 use nix::libc;
 use rtnetlink::{Handle, IpVersion, RouteMessageBuilder};
 use tunnel_abi::LOOPBACK_IFINDEX;
@@ -102,13 +102,13 @@ impl Network {
         let family = if range.addr().is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
         let rules = || self.rules.iter().filter(|rule| rule.header.family == family);
         rules().next()?;
-        let local =
-            rules().filter(|rule| table_of_rule(rule) == LOCAL && asks_a_table(rule)).map(priority).min();
-        let Some(local) = local else {
+        let asking =
+            || rules().filter(|rule| rule.header.action == RuleAction::ToTable && applies(rule, range));
+        if !asking().any(|rule| table_of_rule(rule) == LOCAL) {
             return Some("rules of which none asks the table local".to_owned());
-        };
-        let earlier = rules().filter(|rule| priority(rule) < local && asks_a_table(rule));
-        for rule in earlier.filter(|rule| concerns(rule, range)) {
+        }
+        // The kernel lists rules as it follows them, which also orders those of one priority.
+        for rule in asking().take_while(|rule| table_of_rule(rule) != LOCAL) {
             let table = table_of_rule(rule);
             let leads = |route: &&RouteMessage| {
                 let network = destination(route).unwrap_or(default_of(range));
@@ -181,24 +181,120 @@ fn priority(rule: &RuleMessage) -> u32 {
     given.unwrap_or_default()
 }
 
-fn asks_a_table(rule: &RuleMessage) -> bool {
-    let special = |attribute: &RuleAttribute| {
-        matches!(attribute, RuleAttribute::FwMark(mark) if *mark != 0)
-            || *attribute == RuleAttribute::L3MDev(true)
-    };
-    rule.header.action == RuleAction::ToTable && !rule.attributes.iter().any(special)
+/// Share of the clients' packets to a range that a selector fits.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Fits {
+    None,
+    Some,
+    All,
 }
 
-/// Reports whether the rule applies to some of the range's addresses as destinations.
-fn concerns(rule: &RuleMessage, range: IpNet) -> bool {
-    let to = rule.attributes.iter().find_map(|attribute| match attribute {
-        RuleAttribute::Destination(address) => IpNet::new(*address, rule.header.dst_len).ok(),
-        _ => None,
-    });
-    to.is_none_or(|to| to.contains(&range) || range.contains(&to))
+/// Reports whether the rule applies to some of the clients' packets to the range. An inverted rule (`not from …`)
+/// applies to what its selectors together do not fit.
+fn applies(rule: &RuleMessage, range: IpNet) -> bool {
+    let of_header = if rule.header.tos == 0 { Fits::All } else { Fits::Some };
+    let selectors = rule.attributes.iter().map(|selector| fits(selector, rule.header.dst_len, range));
+    let fits = selectors.fold(of_header, Fits::min);
+    let excepted = if rule.header.flags.contains(RuleFlags::Invert) { Fits::All } else { Fits::None };
+    fits != excepted
+}
+
+fn fits(selector: &RuleAttribute, dst_len: u8, range: IpNet) -> Fits {
+    match selector {
+        RuleAttribute::Destination(address) => match IpNet::new(*address, dst_len) {
+            Ok(to) if to.contains(&range) => Fits::All,
+            Ok(to) if range.contains(&to) => Fits::Some,
+            Ok(_) => Fits::None,
+            Err(_) => Fits::All,
+        },
+        // Clients' packets have no mark, and are in no VRF.
+        RuleAttribute::FwMark(mark) if *mark != 0 => Fits::None,
+        RuleAttribute::L3MDev(true) => Fits::None,
+        // These select nothing.
+        RuleAttribute::FwMark(_)
+        | RuleAttribute::FwMask(_)
+        | RuleAttribute::L3MDev(false)
+        | RuleAttribute::Table(_)
+        | RuleAttribute::Priority(_)
+        | RuleAttribute::Protocol(_)
+        | RuleAttribute::Goto(_)
+        | RuleAttribute::Realm(_)
+        | RuleAttribute::SuppressIfGroup(_)
+        | RuleAttribute::SuppressPrefixLen(_) => Fits::All,
+        _ => Fits::Some,
+    }
 }
 
 fn default_of(range: IpNet) -> IpNet {
     // A length of 0 fits either family.
     IpNet::new(range.addr(), 0).unwrap_or(range).trunc()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(
+        priority: u32,
+        table: u32,
+        inverted: bool,
+        selectors: &[RuleAttribute],
+        dst_len: u8,
+    ) -> RuleMessage {
+        let mut rule = RuleMessage::default();
+        rule.header.family = AddressFamily::Inet;
+        rule.header.action = RuleAction::ToTable;
+        rule.header.dst_len = dst_len;
+        rule.header.flags = if inverted { RuleFlags::Invert } else { RuleFlags::empty() };
+        rule.attributes =
+            [&[RuleAttribute::Priority(priority), RuleAttribute::Table(table)], selectors].concat();
+        rule
+    }
+
+    #[test]
+    fn rules_of_one_priority_come_in_the_order_in_which_they_were_made() {
+        let range = "198.18.0.0/15".parse().unwrap();
+        let mut route = RouteMessageBuilder::<Ipv4Addr>::new().build();
+        route.attributes.push(RouteAttribute::Table(77));
+        let (other, local) = (rule(100, 77, false, &[], 0), rule(100, LOCAL, false, &[], 0));
+        for (rules, used) in [([other.clone(), local.clone()], true), ([local, other], false)] {
+            let network =
+                Network { routes: vec![route.clone()], rules: rules.to_vec(), ..Network::default() };
+            assert_eq!(network.user_of(range).is_some(), used);
+        }
+    }
+
+    #[test]
+    fn an_inverted_rule_applies_to_what_it_does_not_select() {
+        let range = "198.18.0.0/15".parse().unwrap();
+        let mut route = RouteMessageBuilder::<Ipv4Addr>::new().build();
+        route.attributes.push(RouteAttribute::Table(77));
+        let to = |text: &str| RuleAttribute::Destination(text.parse().unwrap());
+        let from = RuleAttribute::Source("10.0.0.0".parse().unwrap());
+        // `to` and its length, further selectors, and if the rule leads tokens elsewhere: as it is, and inverted.
+        for (dst_len, selectors, plain, inverted) in [
+            (0, vec![], true, false),
+            (0, vec![from.clone()], true, true),
+            (0, vec![RuleAttribute::FwMark(51820)], false, true),
+            (0, vec![RuleAttribute::L3MDev(true)], false, true),
+            (8, vec![to("10.0.0.0")], false, true),
+            (24, vec![to("198.18.7.0")], true, true),
+            (15, vec![to("198.18.0.0")], true, false),
+            (8, vec![to("198.0.0.0")], true, false),
+            (8, vec![to("198.0.0.0"), from], true, true),
+        ] {
+            for (is_inverted, used) in [(false, plain), (true, inverted)] {
+                let network = Network {
+                    routes: vec![route.clone()],
+                    rules: vec![
+                        rule(10, 77, is_inverted, &selectors, dst_len),
+                        rule(100, LOCAL, false, &[], 0),
+                    ],
+                    ..Network::default()
+                };
+                let found = network.user_of(range);
+                assert_eq!(found.is_some(), used, "inverted={is_inverted} {selectors:?}: {found:?}");
+            }
+        }
+    }
 }

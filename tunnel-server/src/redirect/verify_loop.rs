@@ -148,9 +148,15 @@ impl Redirect {
         Ok(())
     }
 
-    /// Adds lost token routes and reattaches lost programs; returns the names of those that were missing.
+    /// Adds lost token routes and reattaches lost programs, once this server has the claim; returns the names of those that
+    /// were missing.
     fn restore_now(&self) -> Result<Vec<&'static str>, RedirectError> {
         let mut restored = Vec::new();
+        let mut inner = self.lock();
+        if !inner.released && !inner.stopped {
+            inner.claim.retake()?;
+        }
+        drop(inner);
         if self.ensure_routes()? {
             restored.push("token route");
         }

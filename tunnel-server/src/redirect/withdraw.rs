@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
 
-use super::claim::{self, Claim};
+use super::claim;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::pins::Others;
@@ -73,7 +73,8 @@ impl Redirect {
         })
     }
 
-    /// Takes the redirect back after [`release`](Self::release), as the successor is gone.
+    /// Takes the redirect back after [`release`](Self::release), as the successor is gone. If the ranges are another
+    /// server's meanwhile, [`watch`](Self::watch) tries again each second, and attaches nothing until it has them.
     ///
     /// # Errors
     /// As [`Redirect::start`].
@@ -82,7 +83,7 @@ impl Redirect {
         if !std::mem::take(&mut inner.released) {
             return Ok(());
         }
-        inner.claim = Claim::take(&self.config, self.ipv6)?;
+        inner.claim.retake()?;
         inner.programs.attach(&self.cgroup, &self.netns)?;
         drop(inner);
         // The successor removed the routes if it checked for other servers before the claim was back.
@@ -96,8 +97,8 @@ impl Redirect {
         if std::mem::replace(&mut inner.stopped, true) {
             return;
         }
-        // After a release the routes belong to the successor.
-        let shared = if inner.released { Ok(true) } else { inner.claim.is_shared() };
+        // Without the claim the routes belong to the successor, or to whoever has taken the ranges.
+        let shared = if inner.claim.is_held() { inner.claim.is_shared() } else { Ok(true) };
         inner.programs.detach(&self.cgroup);
         drop(inner);
         match shared {

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use tunnel_core::identity::NodeName;
 
@@ -20,6 +21,8 @@ pub(super) struct Claims {
     pub(super) known: bool,
     /// The edge node that holds an address.
     pub(super) edge: HashMap<IpAddr, NodeName>,
+    /// The edge node whose pods a redirected range has.
+    pub(super) pods: HashMap<IpNet, NodeName>,
     /// Cloud nodes that name an address, and the time from which it is excluded.
     cloud: HashMap<IpAddr, Vec<(NodeName, Instant)>>,
 }
@@ -45,7 +48,8 @@ impl Claims {
                 claims.push((node.name.clone(), from));
             }
         }
-        Self { known: true, edge: HashMap::with_capacity(self.edge.len()), cloud }
+        let edge = HashMap::with_capacity(self.edge.len());
+        Self { known: true, edge, pods: HashMap::new(), cloud }
     }
 
     /// Addresses that cloud nodes have had for long enough.
@@ -65,6 +69,12 @@ impl Claims {
         claims.iter().any(|(name, from)| name == node && Some(*from) == first)
     }
 
+    /// The edge node with this address or pod range.
+    pub(super) fn edge_node(&self, net: IpNet) -> Option<&NodeName> {
+        let of_address = || self.edge.get(&net.addr()).filter(|_| net.prefix_len() == net.max_prefix_len());
+        self.pods.get(&net).or_else(of_address)
+    }
+
     /// Time at which the next address is excluded.
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
         self.cloud.values().flatten().map(|(_, from)| *from).filter(|from| *from > now).min()
@@ -77,6 +87,8 @@ impl Claims {
 pub struct StoredClaims {
     version: u32,
     edge: HashMap<IpAddr, NodeName>,
+    #[serde(default, skip_serializing_if = "HashMap::is_empty")]
+    pods: HashMap<IpNet, NodeName>,
     /// Address, node, and the time from which the address is excluded, in seconds since 1970.
     cloud: Vec<(IpAddr, NodeName, u64)>,
 }
@@ -97,7 +109,7 @@ impl Claims {
             let delay = Duration::from_secs(from.saturating_sub(seconds)).min(CLOUD_CLAIM_DELAY);
             cloud.entry(address).or_default().push((node, now + delay));
         }
-        Ok(Self { known: true, edge: stored.edge, cloud })
+        Ok(Self { known: true, edge: stored.edge, pods: stored.pods, cloud })
     }
 
     pub(super) fn store(&self, now: Instant, clock: SystemTime) -> StoredClaims {
@@ -107,7 +119,12 @@ impl Claims {
                 (*address, node.clone(), seconds + from.saturating_duration_since(now).as_secs())
             })
         });
-        StoredClaims { version: VERSION, edge: self.edge.clone(), cloud: cloud.collect() }
+        StoredClaims {
+            version: VERSION,
+            edge: self.edge.clone(),
+            pods: self.pods.clone(),
+            cloud: cloud.collect(),
+        }
     }
 }
 
@@ -152,6 +169,7 @@ mod tests {
         let both = cloud(&[("cloud-1", address), ("cloud-2", address)]);
         let mut claims = first.followed_by(&both, before);
         claims.edge.insert(edge, name("edge-1"));
+        claims.pods.insert("10.244.1.0/24".parse().unwrap(), name("edge-1"));
         let at = |later| Claims::restore(claims.store(now, clock), now, later).unwrap();
         assert_eq!(at(clock), claims);
         let later = at(clock + Duration::from_secs(150));

@@ -102,6 +102,8 @@ impl Planner {
         };
         let mut plan = Plan::new(&inventory, &rules, &self.claims, now);
         let left_out = self.fit(&mut plan, &inventory);
+        let pods = plan.pods.iter().map(|(range, node)| (*range, inventory[*node].name.clone()));
+        plan.claims.pods = pods.collect();
         let given = self.assign(&mut plan, &inventory, now);
         let clients = config.clients.iter().copied().chain(self.pods_here(config, &inventory, &plan.claims));
         let nodes = inventory.iter().map(|node| (node.name.clone(), Vec::new())).collect();

@@ -329,10 +329,12 @@ impl Router {
         self.version.subscribe()
     }
 
-    /// Takes over the tokens of earlier servers of this host, before the first inventory: connections that those
-    /// redirected arrive with them. Of two contradicting entries the first counts.
+    /// Takes over the tokens of earlier servers of this host, after the claims and before the first inventory:
+    /// connections that those redirected arrive with them. Of two contradicting entries the first counts.
     pub fn take_over_tokens(&self, found: &[(IpNet, IpAddr)]) {
-        self.planner.lock().tokens.take_over(found, Instant::now());
+        let mut planner = self.planner.lock();
+        let Planner { tokens, claims, .. } = &mut *planner;
+        tokens.take_over(found, |net| claims.edge_node(net).cloned(), Instant::now());
     }
 
     /// Takes over the claims of an earlier run, before the first inventory.

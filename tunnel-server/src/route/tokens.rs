@@ -3,6 +3,7 @@
 #[cfg(test)]
 mod tests;
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
@@ -50,6 +51,13 @@ impl Owner {
         match self {
             Self::Node(_, address) | Self::Contested(address) => address.is_ipv4(),
             Self::Pods(_, range) => matches!(range, IpNet::V4(_)),
+        }
+    }
+
+    fn node(&self) -> Option<&NodeName> {
+        match self {
+            Self::Node(node, _) | Self::Pods(node, _) => Some(node),
+            Self::Contested(_) => None,
         }
     }
 
@@ -119,10 +127,16 @@ impl Tokens {
         }
     }
 
-    /// Takes over the tokens that earlier servers assigned, before the first assignment: an address keeps its token,
-    /// and the token of an address that is gone stays unused for the quarantine. Of two contradicting entries the first
-    /// counts.
-    pub(super) fn take_over(&mut self, found: &[(IpNet, IpAddr)], now: Instant) {
+    /// Takes over the tokens that earlier servers assigned, before the first assignment: an address of the same node
+    /// keeps its token, and one that is gone or another node's leaves it unused for the quarantine. `node` says whose
+    /// the address or range was; if that is unknown, it keeps its token at any node. Of two contradicting entries the
+    /// first counts.
+    pub(super) fn take_over(
+        &mut self,
+        found: &[(IpNet, IpAddr)],
+        node: impl Fn(IpNet) -> Option<NodeName>,
+        now: Instant,
+    ) {
         let number = |token: IpAddr| match token {
             IpAddr::V4(token) => u128::from(u32::from(token)),
             IpAddr::V6(token) => u128::from(token),
@@ -131,7 +145,7 @@ impl Tokens {
             let same = found
                 .iter()
                 .filter(move |(net, token)| matches!(net, IpNet::V4(_)) == v4 && token.is_ipv4() == v4);
-            same.map(|(net, token)| (*net, number(*token))).collect::<Vec<_>>()
+            same.map(|(net, token)| (*net, number(*token), node(*net))).collect::<Vec<_>>()
         };
         self.v4.take_over(of(true), now);
         self.v6.take_over(of(false), now);
@@ -188,8 +202,9 @@ struct Pool {
     /// Never assigned numbers, ascending, followed by those of `found` that nobody claimed. Single tokens are taken
     /// from below and blocks from above, so that blocks stay aligned without holes between single tokens.
     free: VecDeque<Range<u128>>,
-    /// Tokens of an earlier server whose owners have not come yet, taken over at `found_since`.
-    found: HashMap<IpNet, u128>,
+    /// Tokens of an earlier server whose owners have not come yet, with the owner's node if it is known; taken over at
+    /// `found_since`.
+    found: HashMap<IpNet, (u128, Option<NodeName>)>,
     found_since: Option<Instant>,
     /// Sorted by key.
     live: Vec<(Owner, u128)>,
@@ -223,11 +238,11 @@ impl Pool {
 
     /// See [`Tokens::take_over`]. Skips entries outside the range or overlapping earlier ones: they come from another
     /// range.
-    fn take_over(&mut self, found: Vec<(IpNet, u128)>, now: Instant) {
+    fn take_over(&mut self, found: Vec<(IpNet, u128, Option<NodeName>)>, now: Instant) {
         // Start to end.
         let mut free: BTreeMap<u128, u128> =
             self.free.drain(..).map(|range| (range.start, range.end)).collect();
-        for (net, number) in found {
+        for (net, number, node) in found {
             let bits = u32::from(net.max_prefix_len() - net.prefix_len());
             let Some(size) = 1_u128.checked_shl(bits).filter(|size| number & (size - 1) == 0) else {
                 continue;
@@ -242,7 +257,7 @@ impl Pool {
             }
             // Either part may be empty; empty ranges are dropped below.
             free.extend([(start, number), (end, last)]);
-            self.found.insert(net, number);
+            self.found.insert(net, (number, node));
         }
         let ranges = free.into_iter().map(|(start, end)| start..end);
         self.free = ranges.filter(|range| !range.is_empty()).collect();
@@ -287,7 +302,7 @@ impl Pool {
         let over = |since: Instant| now.saturating_duration_since(since) >= QUARANTINE;
         if self.found_since.is_some_and(over) {
             self.found_since = None;
-            for (net, number) in self.found.drain() {
+            for (net, (number, _)) in self.found.drain() {
                 let bits = u32::from(net.max_prefix_len() - net.prefix_len());
                 // Not larger than the range, as checked when it was taken over.
                 let size = 1_u128.checked_shl(bits).unwrap_or(0);
@@ -310,7 +325,12 @@ impl Pool {
         if let Some(departed) = self.departed.remove(owner) {
             return Some(departed.number);
         }
-        let number = self.found.remove(&owner.net())?;
+        let Entry::Occupied(found) = self.found.entry(owner.net()) else { return None };
+        // A connection of the other node's clients must not reach this one.
+        if found.get().1.as_ref().is_some_and(|node| owner.node() != Some(node)) {
+            return None;
+        }
+        let (number, _) = found.remove();
         *self.held.entry(owner.share().0).or_default() += 1;
         Some(number)
     }

@@ -186,7 +186,7 @@ mod tests {
         let traffic = Traffic::default();
         traffic.count_from_socket(carried);
         let link = Some((2, Arc::new(Flow::default())));
-        let carried = Carried { traffic: Arc::new(traffic), abort: Arc::default(), link };
+        let carried = Carried { traffic: Arc::new(traffic), link };
         assert!(connection.carried.set(carried).is_ok());
         connection
     }

@@ -12,7 +12,8 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::prctl::set_pdeathsig;
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use crate::Case;
 
@@ -62,8 +63,8 @@ impl Drop for CgroupGuard {
 
 fn destroy(path: &Path) {
     let deadline = Instant::now() + Duration::from_secs(10);
-    drop(fs::write(path.join("cgroup.kill"), "1"));
     while path.exists() {
+        kill_in(path);
         for entry in fs::read_dir(path).into_iter().flatten().flatten() {
             if entry.path().is_dir() {
                 destroy(&entry.path());
@@ -76,6 +77,16 @@ fn destroy(path: &Path) {
     }
     if path.exists() {
         eprintln!("cannot remove {}", path.display());
+    }
+}
+
+/// Kills the cgroup's processes one by one: `cgroup.kill` came with Linux 5.14.
+fn kill_in(cgroup: &Path) {
+    let processes = fs::read_to_string(cgroup.join("cgroup.procs")).unwrap_or_default();
+    // 0 stands for a process that is not visible here.
+    for pid in processes.lines().filter_map(|line| line.parse().ok()).filter(|pid| *pid > 0) {
+        // It may have ended meanwhile.
+        let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
     }
 }
 

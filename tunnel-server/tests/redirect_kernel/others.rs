@@ -1,12 +1,16 @@
 //! Processes that detach, replace or exclude the programs of others, and processes that pose as a server.
 
+use std::os::fd::AsRawFd as _;
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::{SocketAddr, UnixListener};
 use std::sync::Arc;
+use std::time::Duration;
 
+use nix::errno::Errno;
 use nix::libc;
 use nix::mount::{MsFlags, mount};
 use nix::sys::signal::{Signal, kill};
+use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, connect, listen, socket};
 use nix::sys::wait::waitpid;
 use nix::unistd::{Uid, setresuid};
 use tempfile::TempDir;
@@ -15,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use tunnel_server::redirect::{PinConfig, Redirect, RedirectConfig, RedirectError, cleanup};
 
 use crate::Case;
-use crate::lifecycle::{cgroup, programs};
+use crate::lifecycle::{cgroup, programs, runtime};
 use crate::raw::{self, CONNECT4};
 use crate::support::{Door, EDGE, PORT, World, ask, at, config, desired, eventually, fails};
 
@@ -28,6 +32,8 @@ pub(crate) const CASES: &[Case] = &[
     ("others::programs_of_a_dead_server_are_detached_wherever_they_are", left_elsewhere),
     ("others::a_server_starts_beside_what_a_dead_one_has_left", left_here),
     ("others::unprivileged_processes_cannot_claim_the_ranges", squatted),
+    ("others::a_server_whose_backlog_is_full_is_found", crowded),
+    ("others::a_redirect_does_not_come_back_without_its_ranges", claimed_meanwhile),
 ];
 
 /// A redirect with pins, which is watched.
@@ -174,12 +180,17 @@ fn left_here() {
     assert_eq!(cleanup(&small).unwrap().pins.len(), 1);
 }
 
+/// A name of another server with these ranges.
+fn name() -> String {
+    format!("postern,198.18.0.0/15,fd9e:706f:7374:6572::/64,1-2,{}", std::process::id())
+}
+
+fn squat() -> UnixListener {
+    UnixListener::bind_addr(&SocketAddr::from_abstract_name(name()).unwrap()).unwrap()
+}
+
 /// Any process may take a socket's name, so the server asks the kernel for the process that listens there.
 fn squatted() {
-    let squat = || {
-        let name = format!("postern,198.18.0.0/15,fd9e:706f:7374:6572::/64,1-2,{}", std::process::id());
-        UnixListener::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap()
-    };
     raw::fork(|| {
         let nobody = Uid::from_raw(65534);
         setresuid(nobody, nobody, nobody).unwrap();
@@ -196,4 +207,46 @@ fn squatted() {
     assert!(matches!(error, RedirectError::RangeTaken { .. }), "{error}");
     let text = error.to_string();
     assert!(text.contains(&format!("pid {}", std::process::id())), "{text}");
+}
+
+/// Anybody may fill a server's backlog, which the server empties each second.
+fn crowded() {
+    let server = squat();
+    listen(&server, Backlog::new(1).unwrap()).unwrap();
+    let mut waiting = Vec::new();
+    loop {
+        let client = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_NONBLOCK, None).unwrap();
+        match connect(client.as_raw_fd(), &UnixAddr::new_abstract(name().as_bytes()).unwrap()) {
+            Ok(()) => waiting.push(client),
+            Err(error) => break assert_eq!(error, Errno::EAGAIN),
+        }
+    }
+    let emptying = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_secs(1));
+        for _ in 0..waiting.len() {
+            server.accept().unwrap();
+        }
+        server
+    });
+    let door = Door::open();
+    let error = Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap_err();
+    assert!(matches!(error, RedirectError::RangeTaken { .. }), "{error}");
+    drop(emptying.join().unwrap());
+}
+
+/// Another server takes the ranges while this one has released them.
+fn claimed_meanwhile() {
+    let world = World::start(&desired(&[EDGE]));
+    let (redirect, runtime) = (&world.redirect, runtime());
+    redirect.release();
+    let other = squat();
+    let error = redirect.resume().unwrap_err();
+    assert!(matches!(error, RedirectError::RangeTaken { .. }), "{error}");
+    runtime.block_on(redirect.verify_and_restore());
+    assert!(redirect.health().problem.is_some_and(|problem| problem.contains("--redirect-range")));
+    fails(at(EDGE.0, PORT), libc::ENETUNREACH);
+    drop(other);
+    runtime.block_on(redirect.verify_and_restore());
+    assert_eq!(redirect.health().problem, None);
+    assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
 }

@@ -118,6 +118,34 @@ async fn a_refused_request_is_logged_and_repeated_and_a_deleted_one_is_made_agai
     Session::open(&server.address, &identity).await.unwrap();
 }
 
+/// The answer to its creation is lost, and later neither the API server nor the kubeconfig can be used for a moment.
+#[tokio::test(flavor = "multi_thread")]
+async fn passing_failures_make_no_second_request() {
+    // Used by no other test, so that the log lines are this test's.
+    const NODE: &str = "edge-once";
+    let (api, server) = (ApiServer::start(), TestServer::start().await);
+    let signer = Signer::start(&api, server.certificate.ca()).await;
+    let (agent, _) = enrolment(&api, NODE, "agent").await;
+    let waits = |times: usize| {
+        let ours = |line: &&str| line.contains(NODE) && line.contains("enrolment waits for the API server");
+        eventually("it waits", move || (log().lines().filter(ours).count() >= times).then_some(()))
+    };
+    api.inject("create", "certificatesigningrequests", Fault::Truncate, 1);
+    let enrolling = ask(&agent);
+    let request = eventually("a request", || open(&api)).await;
+    waits(1).await;
+    let reads = format!("{CSRS}/{}", request["metadata"]["name"].as_str().unwrap());
+    eventually("it is read", || (api.requests("get", &reads) > 0).then_some(())).await;
+    let kubeconfig = fs::read(api.kubeconfig()).unwrap();
+    fs::write(api.kubeconfig(), "clusters: 3").unwrap();
+    api.inject("get", "certificatesigningrequests", Fault::Status(503), 1);
+    waits(2).await;
+    fs::write(api.kubeconfig(), kubeconfig).unwrap();
+    signer.answer(&api, &format!("system:node:{NODE}")).await;
+    done(enrolling).await.unwrap();
+    assert_eq!(api.list(CSRS).len(), 1, "{:?}", api.list(CSRS));
+}
+
 fn key_of(request: &Value) -> CsrKey {
     let pem: ByteString = serde_json::from_value(request["spec"]["request"].clone()).unwrap();
     public_key_of_csr(&CertificateSigningRequestDer::from_pem_slice(&pem.0).unwrap()).unwrap()

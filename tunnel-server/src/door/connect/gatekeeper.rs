@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use rand::seq::SliceRandom as _;
-use tunnel_core::identity::NodeName;
 use tunnel_core::text::printable;
 
 use crate::caller::Authenticator;
@@ -33,7 +32,7 @@ pub(crate) struct Gatekeeper {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Reached {
     /// The node's agent dials it.
-    Edge { node: NodeName, target: SocketAddr },
+    Edge { node: NodeAddress, target: SocketAddr },
     /// This server dials it.
     Cloud(SocketAddr),
 }
@@ -101,7 +100,7 @@ impl Gatekeeper {
 
     fn on_edge(&self, found: NodeAddress, port: u16) -> Reached {
         let target = self.router.dialled(&found, port);
-        Reached::Edge { node: found.node, target }
+        Reached::Edge { node: found, target }
     }
 
     /// Picks one endpoint of a Service. Skips this server's loopback, where listeners trust every client: only a rule's

@@ -144,7 +144,7 @@ impl Reception {
                 return Ok(Opened::Carried(OpenRequest {
                     greeting: Bytes::from_static(greeting),
                     caller: Some(caller),
-                    ..OpenRequest::new(node, target, prefix)
+                    ..OpenRequest::to_found(node, target, prefix)
                 }));
             }
             Reached::Cloud(target) => target,

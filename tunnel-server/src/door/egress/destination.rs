@@ -80,7 +80,7 @@ pub(super) fn of_endpoint(endpoint: &Endpoint, router: &Router, direct: &Direct)
 
 fn through_tunnel(found: NodeAddress, port: u16, router: &Router) -> Destination {
     let target = router.dialled(&found, port);
-    Destination::Edge(OpenRequest::new(found.node, target, Bytes::new()))
+    Destination::Edge(OpenRequest::to_found(found, target, Bytes::new()))
 }
 
 pub(super) fn not_allowed(address: IpAddr) -> String {

@@ -196,10 +196,7 @@ impl Dialler {
     async fn look_up(&self, host: &str, port: u16) -> Result<SocketAddr, Failed> {
         let denied = |reason| Failed { outcome: Outcome::Denied, reason };
         let shown = printable(host, 100);
-        let targets = direct::resolve(host, port).await.map_err(|error| match error.kind() {
-            std::io::ErrorKind::TimedOut => denied(format!("lookup {shown}: i/o timeout")),
-            _ => denied(format!("lookup {shown}: no such host: {error}")),
-        })?;
+        let targets = direct::resolve(host, port).await.map_err(|error| not_resolved(&shown, &error))?;
         let allowed = targets.iter().copied().find(|target| self.direct.allows(target.ip()));
         allowed.ok_or_else(|| {
             denied(
@@ -210,6 +207,17 @@ impl Dialler {
             )
         })
     }
+}
+
+/// A name server that does not answer is a failure of the moment, unlike a name that does not exist.
+fn not_resolved(host: &str, error: &std::io::Error) -> Failed {
+    // EAI_AGAIN, as the standard library shows it with glibc and with musl.
+    const AGAIN: [&str; 2] = ["Temporary failure in name resolution", "Try again"];
+    let text = error.to_string();
+    if error.kind() == std::io::ErrorKind::TimedOut || AGAIN.iter().any(|again| text.ends_with(again)) {
+        return Failed { outcome: Outcome::TimedOut, reason: format!("lookup {host}: i/o timeout") };
+    }
+    Failed { outcome: Outcome::Denied, reason: format!("lookup {host}: no such host: {text}") }
 }
 
 fn not_waited() -> Failed {
@@ -238,5 +246,30 @@ impl Connected {
         let ended = to.carry(&record, read, write, gone).await;
         record.finish(&ended);
         ended
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+    use crate::door::answer::status_of;
+
+    #[test]
+    fn a_name_server_that_does_not_answer_is_no_refusal() {
+        let found = |error: io::Error| {
+            let failed = not_resolved("example.org", &error);
+            (status_of(failed.outcome).as_u16(), failed.reason)
+        };
+        let prefix = "failed to lookup address information: ";
+        let late = (504, "lookup example.org: i/o timeout".to_owned());
+        assert_eq!(found(io::Error::new(io::ErrorKind::TimedOut, "i/o timeout")), late);
+        for again in ["Temporary failure in name resolution", "Try again"] {
+            assert_eq!(found(io::Error::other(format!("{prefix}{again}"))), late);
+        }
+        let (status, reason) = found(io::Error::other(format!("{prefix}Name or service not known")));
+        assert_eq!(status, 403);
+        assert!(reason.starts_with("lookup example.org: no such host"), "{reason}");
     }
 }

@@ -35,7 +35,7 @@ use super::access_log::over_limit;
 use super::context::DoorContext;
 use super::preface::{PrefaceError, read_preface};
 use crate::accept::{Gate, Gated};
-use crate::admission::Shares;
+use crate::admission::{Share, Shares};
 use crate::config::EgressConfig;
 use crate::session::Workers;
 use authority::{Masked, PREFACE};
@@ -65,13 +65,13 @@ pub(crate) fn check_files(config: &EgressConfig) -> Result<(), ConfigError> {
 #[derive(Clone)]
 pub(crate) struct Egress {
     dialler: Arc<Dialler>,
-    /// Places of the port's connections, taken before the client is authenticated.
+    /// Places of the callers' connections, taken before a client is authenticated or asks for anything.
     callers: Shares,
     workers: Arc<Workers>,
 }
 
 impl Egress {
-    /// `places`: maximum number of dialled connections, and of the port's connections.
+    /// `places`: maximum number of dialled connections, and of the callers' connections.
     pub(crate) fn new(
         context: DoorContext,
         places: u32,
@@ -120,16 +120,10 @@ impl Egress {
                 () = self.dialler.context.drain.shutdown().draining() => return,
                 accepted = listener.accept(NAME) => accepted,
             };
-            let context = &self.dialler.context;
-            let place = match self.callers.admit(client.ip()) {
-                Ok(place) => place,
-                Err(full) => {
-                    over_limit(&context.metrics, NAME, client, &full);
-                    context.metrics.turned_away(NAME);
-                    // A reset: the client could take an end of file for an answer.
-                    reset_on_drop(&socket);
-                    continue;
-                }
+            let Some(place) = self.admit(client) else {
+                // A reset: the client could take an end of file for an answer.
+                reset_on_drop(&socket);
+                continue;
             };
             let acceptor = tls::acceptor(&tls);
             let dialler = self.dialler.clone();
@@ -140,8 +134,18 @@ impl Egress {
                     tracing::warn!(door = NAME, %client, reason, "client turned away");
                 }
             };
-            context.drain.spawn(work);
+            self.dialler.context.drain.spawn(work);
         }
+    }
+
+    /// Returns `None` if there is no place for the caller.
+    fn admit(&self, client: SocketAddr) -> Option<Share> {
+        let metrics = &self.dialler.context.metrics;
+        let refused = |full| {
+            over_limit(metrics, NAME, client, &full);
+            metrics.turned_away(NAME);
+        };
+        self.callers.admit(client.ip()).map_err(refused).ok()
     }
 
     fn receive_unix(&self, stream: UnixStream) {
@@ -152,11 +156,12 @@ impl Egress {
                 |of| format!("uid={} pid={}", of.uid(), of.pid().unwrap_or_default()).into(),
             ),
         };
+        let Some(place) = self.admit(caller.address) else { return };
         let dialler = self.dialler.clone();
         let guard = dialler.context.drain.guard();
         let stream = stream.into_std();
         self.workers.next().spawn(async move {
-            let _guard = guard;
+            let _held = (guard, place);
             match stream.and_then(UnixStream::from_std).and_then(halves::of_unix) {
                 // Closing a Unix socket discards nothing.
                 Ok((read, write, watched)) => {

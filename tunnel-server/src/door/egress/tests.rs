@@ -35,17 +35,17 @@ struct Door {
 
 impl Door {
     async fn open() -> Self {
-        Self::open_with(None).await
+        Self::open_with(None, 1000).await
     }
 
-    async fn open_with(services: Option<ClusterServices>) -> Self {
+    async fn open_with(services: Option<ClusterServices>, places: u32) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let socket = Socket::bind(&dir.path().join("egress.sock"), 0o600, false).await.unwrap();
         let context = DoorContext::without_nodes();
         let metrics = context.metrics.clone();
         let workers = Arc::new(Workers::start(1).unwrap());
         let direct = vec!["127.0.0.0/8".parse().unwrap()];
-        let door = Egress::new(context, 1000, direct, services, workers);
+        let door = Egress::new(context, places, direct, services, workers);
         let task = tokio::spawn(door.serve_unix(socket, Gate::new(true)));
         let opened = Self { dir, metrics, _task: tokio_util::task::AbortOnDropHandle::new(task) };
         while !opened.path().exists() {
@@ -211,6 +211,34 @@ async fn of_several_connections_only_the_stalled_one_is_closed() {
     timeout(PATIENCE, read.read_exact(&mut ping)).await.expect("not held up").unwrap();
     let (closed, error) = client.closed().await;
     assert!(closed == stalled && error.contains("1 MiB"), "{closed} ended with {error:?}");
+}
+
+#[tokio::test]
+async fn a_caller_takes_a_place_before_it_asks_for_anything() {
+    let door = Door::open_with(None, 2).await;
+    let mut silent = Vec::new();
+    for _ in 0..2 {
+        silent.push(UnixStream::connect(door.path()).await.unwrap());
+    }
+    let mut third = UnixStream::connect(door.path()).await.unwrap();
+    // Long before it would be turned away for its silence.
+    let read = timeout(PATIENCE / 3, third.read(&mut [0; 1])).await.expect("turned away at once");
+    assert_eq!(read.unwrap_or(0), 0);
+    drop(silent);
+    let (_listener, address) = target().await;
+    let served = async {
+        loop {
+            let mut stream = UnixStream::connect(door.path()).await.unwrap();
+            let request = format!("CONNECT {address} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
+            // The places may not be free yet.
+            if stream.write_all(request.as_bytes()).await.is_ok()
+                && stream.read(&mut [0; 1]).await.is_ok_and(|read| read == 1)
+            {
+                break;
+            }
+        }
+    };
+    timeout(PATIENCE, served).await.expect("served once there is a place");
 }
 
 /// Keeps all CPUs busy until it is dropped.

@@ -45,6 +45,8 @@ pub(super) struct Served {
 struct Destination {
     node: NodeAddress,
     target: SocketAddr,
+    /// False if the client named node and target itself.
+    found: bool,
     /// Host for the target, instead of the one in the request.
     host: Option<String>,
     /// True if the target's certificate is the node's.
@@ -104,7 +106,12 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
     };
     let (caller, destination) = admitted.await.inspect_err(|failure| served.turned_away(failure))?;
     served.peer.admitted();
-    let asked = OpenRequest::new(destination.node.node.clone(), destination.target, Bytes::new());
+    let asked = match &destination {
+        Destination { node, target, found: true, .. } => {
+            OpenRequest::to_found(node.clone(), *target, Bytes::new())
+        }
+        Destination { node, target, .. } => OpenRequest::new(node.node.clone(), *target, Bytes::new()),
+    };
     let (client_address, context) = (served.peer.client, &served.context);
     let mut record = AccessLogGuard::new(served.front.door, client_address, &asked, context);
     // hyper drops this future when the client leaves.
@@ -319,7 +326,7 @@ impl Served {
         }
         let node = found?;
         let target = SocketAddr::new(node.address, node.kubelet_port);
-        Ok(Destination { node, target, host: Some(target.to_string()), on_node: true })
+        Ok(Destination { node, target, found: true, host: Some(target.to_string()), on_node: true })
     }
 
     fn at(&self, node: NodeAddress, wanted: &Wanted, named: Option<&str>) -> Result<Destination, Failure> {
@@ -343,7 +350,7 @@ impl Served {
             Some(dest) => dest.ip().is_loopback() || router.snapshot().names(&node.node, dest.ip()),
             None => !node.pod,
         };
-        Ok(Destination { node, target, host, on_node })
+        Ok(Destination { node, target, found: wanted.dest.is_none(), host, on_node })
     }
 
     /// Checks that the caller may send this request.

@@ -114,15 +114,20 @@ impl Reconcile for Conditions {
     }
 
     async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<Option<Instant>, ClusterError> {
-        if !*self.context.leader.borrow() {
+        let mut leader = self.context.leader.clone();
+        if !*leader.borrow_and_update() {
             self.present = None;
             self.queue.clear();
             return Ok(None);
         }
         if self.present.is_none() || Instant::now() >= self.read_again {
-            self.present = Some(list(&self.api).await?);
+            let present = list(&self.api).await?;
+            // Another server that led meanwhile may have written others.
+            self.present = leader.has_changed().is_ok_and(|changed| !changed).then_some(present);
             self.read_again = Instant::now() + REREAD;
             self.changed = true;
+            // The list may have taken long: asks again who leads.
+            return Ok(Some(Instant::now()));
         }
         // Later changes queue up behind those already waiting.
         if self.queue.is_empty() && std::mem::take(&mut self.changed) {

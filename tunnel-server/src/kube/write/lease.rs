@@ -5,6 +5,7 @@
 //! for its whole duration.
 
 use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -46,7 +47,8 @@ pub fn start(
 ) -> watch::Receiver<bool> {
     let (leading, receiver) = watch::channel(false);
     let api = Api::namespaced(client, namespace);
-    let candidate = Candidate { api, lease: lease.to_owned(), identity: identity.to_owned() };
+    let (lease, identity) = (lease.to_owned(), identity.to_owned());
+    let candidate = Candidate { api, lease, identity, may_hold: AtomicBool::new(false) };
     tokio::spawn(candidate.run(leading, eligible, stop));
     receiver
 }
@@ -60,6 +62,8 @@ struct Candidate {
     api: Api<Lease>,
     lease: String,
     identity: String,
+    /// True from the beginning of a write that takes the Lease, until it is known to be another server's.
+    may_hold: AtomicBool,
 }
 
 /// Another server's Lease, and the time since which it is unchanged.
@@ -90,8 +94,6 @@ impl Candidate {
     async fn campaign(&self, leading: &watch::Sender<bool>, over: impl Future<Output = ()>) {
         let mut over = pin!(over);
         let mut attempts = Attempts::new("the election of the server that writes to the cluster");
-        // True if this server holds the Lease, as far as it knows.
-        let mut holds = false;
         let mut expires: Option<Instant> = None;
         let mut seen: Option<Seen> = None;
         let mut next = Instant::now();
@@ -106,7 +108,11 @@ impl Candidate {
                 tokio::select! {
                     () = &mut over => {
                         self.publish(leading, false);
-                        if holds {
+                        if self.may_hold.load(Ordering::Relaxed) {
+                            // What is on its way could take the Lease after it was given back.
+                            if next <= Instant::now() {
+                                let _ = timeout(RELEASE / 2, attempt).await;
+                            }
                             self.give_back().await;
                         }
                         return;
@@ -121,7 +127,6 @@ impl Candidate {
             match outcome {
                 Ok(held) => {
                     attempts.succeeded();
-                    holds = held;
                     expires = held.then(|| began + RENEW_DEADLINE);
                     self.publish(leading, held);
                     next = if held { began + RENEW } else { Instant::now() + CHECK };
@@ -157,6 +162,7 @@ impl Candidate {
             let params =
                 PostParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PostParams::default() };
             let create = self.api.create(&params, &lease);
+            self.may_hold.store(true, Ordering::Relaxed);
             request(WRITE_DEADLINE, "creating Lease", &self.lease, create).await?;
             return Ok(true);
         };
@@ -165,12 +171,14 @@ impl Candidate {
         let mut spec = json!({"renewTime": MicroTime(now), "leaseDurationSeconds": LEASE_SECONDS});
         if known.holder_identity.as_ref() != Some(&self.identity) {
             if known.holder_identity.is_some() && !has_ended(&known, seen) {
+                self.may_hold.store(false, Ordering::Relaxed);
                 return Ok(false);
             }
             spec["holderIdentity"] = json!(self.identity);
             spec["acquireTime"] = json!(MicroTime(now));
             spec["leaseTransitions"] = json!(known.lease_transitions.unwrap_or(0) + 1);
         }
+        self.may_hold.store(true, Ordering::Relaxed);
         self.write(version, &spec).await?;
         Ok(true)
     }
@@ -193,17 +201,22 @@ impl Candidate {
                 let lease = request(WRITE_DEADLINE, "reading Lease", &self.lease, read).await?;
                 let holder = lease.spec.and_then(|spec| spec.holder_identity);
                 if holder.as_ref() != Some(&self.identity) {
-                    return Ok::<_, RequestError>(());
+                    return Ok::<_, RequestError>(false);
                 }
                 match self.write(lease.metadata.resource_version, &released).await {
                     // A renewal still in flight came first.
                     Err(error) if error.is_conflict() => {}
-                    done => return done,
+                    done => return done.map(|()| true),
                 }
             }
         };
         match timeout(RELEASE, work).await {
-            Ok(Ok(())) => tracing::info!(lease = self.lease, "gave the Lease back"),
+            Ok(Ok(gave)) => {
+                self.may_hold.store(false, Ordering::Relaxed);
+                if gave {
+                    tracing::info!(lease = self.lease, "gave the Lease back");
+                }
+            }
             Ok(Err(error)) => tracing::debug!(%error, "the Lease was not given back; it ends by itself"),
             Err(_) => tracing::debug!("the Lease was not given back in time; it ends by itself"),
         }

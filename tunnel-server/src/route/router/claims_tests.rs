@@ -195,6 +195,30 @@ fn who_was_first_survives_a_restart() {
 }
 
 #[test]
+fn after_a_restart_an_address_has_its_token_only_at_its_node() {
+    let (before, _) = router();
+    before.set_inventory(inventory(everybody()));
+    let tokens = |router: &Router| -> BTreeMap<IpNet, IpAddr> {
+        router.desired().routes().map(|(net, target)| (net, target.token)).collect()
+    };
+    let given = tokens(&before);
+    assert_eq!(given.len(), 4);
+
+    let (router, _) = router();
+    router.restore_claims(before.stored_claims().unwrap()).unwrap();
+    router.take_over_tokens(&given.clone().into_iter().collect::<Vec<_>>());
+    // Another node has edge-1's address.
+    let mut nodes = everybody();
+    nodes[1] = node("edge-9", true, &["10.8.0.1"]);
+    router.set_inventory(inventory(nodes));
+    for (address, token) in tokens(&router) {
+        let same = address != net("10.8.0.1/32");
+        assert_eq!(token == given[&address], same, "{address}");
+        assert!(same || !given.values().any(|other| *other == token), "{address}");
+    }
+}
+
+#[test]
 fn an_edge_node_that_drops_its_label_excludes_nothing_of_others() {
     let (router, registry) = router();
     let start = Instant::now();

@@ -136,9 +136,9 @@ fn what_an_earlier_server_assigned_stays() {
         found.push((net.parse().unwrap(), token.parse().unwrap()));
     }
     let mut after = tokens();
-    after.take_over(&found, start);
+    after.take_over(&found, |_| None, start);
     // Another call with nothing keeps the taken-over ones.
-    after.take_over(&[], start);
+    after.take_over(&[], |_| None, start);
     let late = wanted[4].clone();
     let others = [wanted[1..4].to_vec(), vec![owner(4), pods(4, "10.244.4.0/25")]].concat();
     let again = assign(&mut after, others.clone(), start);
@@ -171,10 +171,10 @@ fn of_what_two_servers_assigned_the_first_counts() {
     for at_once in [true, false] {
         let mut tokens = Tokens::new("198.18.0.0/22".parse().unwrap(), "fd00::/112".parse().unwrap());
         if at_once {
-            tokens.take_over(&[&given[..], &left[..]].concat(), start);
+            tokens.take_over(&[&given[..], &left[..]].concat(), |_| None, start);
         } else {
-            tokens.take_over(&given, start);
-            tokens.take_over(&left, start);
+            tokens.take_over(&given, |_| None, start);
+            tokens.take_over(&left, |_| None, start);
         }
         let wanted = [owner(1), owner(2), owner(3), owner(4), owner(6), owner(7), pods(5, "10.244.5.0/24")];
         let assigned = assign(&mut tokens, wanted.to_vec(), start);
@@ -190,10 +190,31 @@ fn of_what_two_servers_assigned_the_first_counts() {
 }
 
 #[test]
+fn another_node_does_not_inherit_a_token() {
+    let (token, range): (IpAddr, IpNet) = ("198.18.0.2".parse().unwrap(), "10.244.1.0/24".parse().unwrap());
+    let block: IpAddr = "198.18.1.0".parse().unwrap();
+    let node: NodeName = "edge-1".parse().unwrap();
+    let at = |node: &str| Owner::Node(node.parse().unwrap(), owner(1).net().addr());
+    let mut tokens = Tokens::new("198.18.0.0/22".parse().unwrap(), "fd00::/112".parse().unwrap());
+    let start = Instant::now();
+    tokens.take_over(&[(owner(1).net(), token), (range, block)], |_| Some(node.clone()), start);
+    let others = [at("edge-2"), pods(2, "10.244.1.0/24")];
+    let given = assign(&mut tokens, others.to_vec(), start);
+    assert!(given[&others[0]].is_some_and(|other| other != token), "{given:?}");
+    assert!(given[&others[1]].is_some_and(|other| other != block), "{given:?}");
+    let contested = Owner::Contested(owner(1).net().addr());
+    assert_ne!(assign(&mut tokens, vec![contested.clone()], start)[&contested], Some(token));
+    // It is kept for its node.
+    let own = [at("edge-1"), pods(1, "10.244.1.0/24")];
+    let given = assign(&mut tokens, own.to_vec(), start);
+    assert_eq!((given[&own[0]], given[&own[1]]), (Some(token), Some(block)));
+}
+
+#[test]
 fn found_tokens_without_an_owner_become_free_after_the_quarantine() {
     let (mut pool, start) = (pool(4), Instant::now());
     let found = u128::from(u32::from(Ipv4Addr::new(198, 18, 0, 2)));
-    pool.take_over(vec![(owner(1).net(), found)], start);
+    pool.take_over(vec![(owner(1).net(), found, None)], start);
     assert_eq!(one(&mut pool, 2, start).as_deref(), Some("198.18.0.3"));
     let both = |pool: &mut Pool, now| of_pool(pool, vec![owner(2), owner(3)], now)[1].1;
     assert_eq!(both(&mut pool, start + QUARANTINE - Duration::from_millis(1)), None);

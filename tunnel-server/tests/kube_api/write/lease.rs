@@ -185,6 +185,32 @@ async fn without_the_api_server_no_server_leads_and_a_stop_does_not_hang() {
     tokio::time::timeout(Duration::from_secs(60), lease::released(leader)).await.expect("the stop hangs");
 }
 
+/// The answer comes after the stop, or never.
+#[tokio::test]
+async fn a_lease_that_is_taken_during_the_stop_is_given_back() {
+    for fault in [Fault::Delay(Duration::from_millis(300)), Fault::Truncate] {
+        let api = ApiServer::start();
+        let lost = matches!(fault, Fault::Truncate);
+        api.inject("create", "leases", fault, 1);
+        let stop = CancellationToken::new();
+        let leader = start(&api, "server-a", &stop).await;
+        eventually("the Lease is created", || (api.requests("create", LEASES) > 0).then_some(())).await;
+        if lost {
+            // Nor can the server see by now that it has it.
+            api.inject("get", "leases", Fault::Status(503), usize::MAX);
+            let read = api.requests("get", &format!("{LEASES}/{LEASE}"));
+            eventually("it looks again", || {
+                (api.requests("get", &format!("{LEASES}/{LEASE}")) > read).then_some(())
+            })
+            .await;
+            api.heal();
+        }
+        stop.cancel();
+        lease::released(leader).await;
+        assert_eq!(lease(&api).expect("it was created")["holderIdentity"], Value::Null, "{lost}");
+    }
+}
+
 #[tokio::test]
 async fn a_lease_that_is_deleted_is_made_again() {
     let api = ApiServer::start();

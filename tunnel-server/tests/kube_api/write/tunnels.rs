@@ -245,6 +245,23 @@ async fn only_the_leader_writes() {
 }
 
 #[tokio::test]
+async fn a_server_that_loses_the_lead_while_it_reads_writes_nothing() {
+    let fixture = Fixture::new(true).await;
+    fixture.api.put(NODES, node("edge-1", None));
+    let slow = Duration::from_secs(1);
+    fixture.api.inject("list", "nodes", Fault::Delay(slow), 1);
+    let _sessions = Sessions::start(&fixture, &["edge-1"]);
+    fixture.nodes(&["edge-1"], &[]);
+    eventually("the list", || (fixture.api.requests("list", NODES) > 0).then_some(())).await;
+    fixture.inputs.leader.send_replace(false);
+    tokio::time::sleep(2 * slow).await;
+    assert_eq!(fixture.api.writes(NODES), 0);
+    fixture.inputs.leader.send_replace(true);
+    eventually("the condition", || fixture.status("edge-1")).await;
+    assert_eq!(fixture.api.requests("list", NODES), 2, "what it read before may be old");
+}
+
+#[tokio::test]
 async fn agents_that_flap_cost_no_writes() {
     let fixture = Fixture::new(true).await;
     let names: Vec<_> = (0..20).map(|n| format!("edge-{n}")).collect();

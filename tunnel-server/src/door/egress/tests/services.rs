@@ -22,7 +22,7 @@ async fn open(api: &ApiServer) -> (Door, DropGuard) {
     let stop = CancellationToken::new();
     tokio::spawn(cluster_ips::run(client.clone(), Health::default(), followed, stop.clone()));
     let services = ClusterServices::new(services, ServiceEndpoints::new(client));
-    (Door::open_with(Some(services)).await, stop.drop_guard())
+    (Door::open_with(Some(services), 1000).await, stop.drop_guard())
 }
 
 fn service(api: &ApiServer, address: &str) {
