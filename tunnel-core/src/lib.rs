@@ -27,6 +27,7 @@ pub mod logging;
 pub mod memory;
 pub mod net;
 pub mod outcome;
+pub mod output;
 pub mod proto;
 pub mod state_file;
 pub mod takeover;

@@ -6,8 +6,9 @@ use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_core::identity::{Holder, NodeName};
+use tunnel_core::output::Format;
 
-use super::output::{Common, Output, fail_if_any, note, print, print_json};
+use super::output::{Common, fail_if_any, note, print, print_json};
 use crate::pki::{Ca, Lifetimes, PkiError, ServerFile, TokenRecord, TokenStore, parse_ttl};
 
 /// Create, list and revoke the tokens with which agents and redirectors enrol.
@@ -79,8 +80,8 @@ impl TokenCommand {
             TokenAction::Revoke { id } => {
                 let id = store.revoke(id)?;
                 match self.common.output {
-                    Output::Text => print(out, &format!("token {id} revoked\n")),
-                    Output::Json => print_json(out, &json!({ "revoked": id })),
+                    Format::Text => print(out, &format!("token {id} revoked\n")),
+                    Format::Json => print_json(out, &json!({ "revoked": id })),
                 }
             }
         }
@@ -119,7 +120,7 @@ impl TokenCommand {
         let command =
             format!("{program} --node-name {node} --token {} --ca-hash {}", token.expose(), ca.hash());
         match self.common.output {
-            Output::Text => print(
+            Format::Text => print(
                 out,
                 &format!(
                     "token:    {}\n{what} {node}\nexpires:  {:.0}\nca hash:  {}\n\nOn the node run, once:\n\n  {command}\n",
@@ -132,7 +133,7 @@ impl TokenCommand {
                     },
                 ),
             ),
-            Output::Json => print_json(
+            Format::Json => print_json(
                 out,
                 &json!({
                     "id": record.id,
@@ -153,12 +154,12 @@ impl TokenCommand {
         let (records, broken) = store.list()?;
         let now = Timestamp::now();
         match self.common.output {
-            Output::Json => {
+            Format::Json => {
                 let rows: Vec<_> = records.iter().map(|record| token_json(record, now)).collect();
                 print_json(out, &Value::from(rows))?;
             }
-            Output::Text if records.is_empty() => print(out, "no tokens\n")?,
-            Output::Text => {
+            Format::Text if records.is_empty() => print(out, "no tokens\n")?,
+            Format::Text => {
                 let mut table = comfy_table::Table::new();
                 table
                     .load_style(comfy_table::presets::NOTHING)
