@@ -27,7 +27,7 @@ pub struct BenchCommand {
     #[arg(value_name = "NODE")]
     node: NodeName,
     /// text, for humans, or json: one document.
-    #[arg(short, long, value_name = "FORMAT", default_value_t)]
+    #[arg(short, long, value_name = "FORMAT", default_value = "text")]
     output: Format,
     #[command(flatten)]
     ask: AskArgs,

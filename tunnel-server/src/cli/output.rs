@@ -16,7 +16,7 @@ pub(super) struct Common {
     #[arg(long, value_name = "DIR", default_value = DEFAULT_STATE_DIR, global = true)]
     pub(super) state_dir: PathBuf,
     /// text, for humans, or json: one document.
-    #[arg(short, long, value_name = "FORMAT", default_value_t, global = true)]
+    #[arg(short, long, value_name = "FORMAT", default_value = "text", global = true)]
     pub(super) output: Format,
 }
 
