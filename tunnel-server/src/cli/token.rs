@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
+use tunnel_core::config::HostPort;
 use tunnel_core::identity::{Holder, NodeName};
 use tunnel_core::output::Format;
 
@@ -34,8 +35,8 @@ enum TokenAction {
         #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = parse_ttl)]
         ttl: std::time::Duration,
         /// Where the agent reaches the server, HOST:PORT[,…] [default: as recorded by the running server].
-        #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', value_parser = parse_server_address)]
-        server_address: Vec<String>,
+        #[arg(long, value_name = "HOST:PORT", value_delimiter = ',')]
+        server_address: Vec<HostPort>,
     },
     /// List the tokens, without their secrets.
     List,
@@ -44,18 +45,6 @@ enum TokenAction {
         /// The token's id: the six characters before the dot.
         id: String,
     },
-}
-
-fn parse_server_address(text: &str) -> Result<String, String> {
-    let (host, port) = text.rsplit_once(':').ok_or("want HOST:PORT")?;
-    let bare_v6 = host.contains(':') && !(host.starts_with('[') && host.ends_with(']'));
-    if host.is_empty() || host.contains(char::is_whitespace) || bare_v6 {
-        return Err("want HOST:PORT, an IPv6 address in brackets".into());
-    }
-    match port.parse::<u16>() {
-        Ok(port) if port != 0 => Ok(text.to_owned()),
-        _ => Err(format!("port {port:?} is not in 1..65535")),
-    }
 }
 
 impl TokenCommand {
@@ -92,12 +81,12 @@ impl TokenCommand {
         store: &TokenStore,
         (holder, node): (Holder, &NodeName),
         ttl: std::time::Duration,
-        given: &[String],
+        given: &[HostPort],
         out: &mut dyn Write,
     ) -> Result<(), PkiError> {
         let state_dir = &self.common.state_dir;
         let ca = Ca::load_or_create(state_dir, Lifetimes::default())?.state()?;
-        let mut addresses = given.to_vec();
+        let mut addresses: Vec<_> = given.iter().map(ToString::to_string).collect();
         if addresses.is_empty() {
             addresses = ServerFile::read(state_dir)?.unwrap_or_default().agent_addresses;
         }
