@@ -13,6 +13,7 @@ pub mod connections;
 pub mod doctor;
 pub mod error;
 pub mod fair;
+pub mod gauges;
 pub mod grpc;
 pub mod identity;
 pub mod kernel;
