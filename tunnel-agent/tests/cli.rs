@@ -26,7 +26,7 @@ fn bad_configuration_exits_with_64() {
         (&["--no-such-flag"], "unexpected argument '--no-such-flag'"),
         (
             &["status", "--admin-address=192.0.2.1:1"],
-            "tunnel-agent: --admin-address=192.0.2.1:1: not a loopback address",
+            "invalid value '192.0.2.1:1' for '--admin-address <ADDRESS:PORT>': not a loopback address",
         ),
     ] {
         let output = run(args);

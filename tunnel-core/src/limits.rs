@@ -7,12 +7,10 @@ use std::sync::LazyLock;
 
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
-use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::cgroup::{Own, own_dirs, parse_mounts};
+use crate::gauges::register_gauges;
 
 /// Source of the memory amount if no limit was found.
 pub(crate) const MACHINE: &str = "/proc/meminfo";
@@ -151,25 +149,16 @@ pub fn in_pod() -> bool {
 
 /// Registers `memory_limit_bytes` and `cpu_limit` of this process. `registry` has the prefix `postern`.
 pub fn register_limits(registry: &mut Registry) {
-    registry.register_collector(Box::new(Found(Limits::of_process())));
-}
-
-#[derive(Debug)]
-struct Found(&'static Limits);
-
-impl Collector for Found {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let Limits { memory, cpu } = self.0;
+    let limits = Limits::of_process();
+    register_gauges(registry, move |gauges| {
         let help = "Bytes that the process may use, and the file that says so";
-        let bytes = ConstGauge::new(i64::try_from(memory.amount).unwrap_or(i64::MAX));
-        let mut family =
-            encoder.encode_descriptor("memory_limit", help, Some(&Unit::Bytes), bytes.metric_type())?;
-        bytes.encode(family.encode_family(&[("from", &*memory.from.to_string_lossy())])?)?;
+        let bytes = i64::try_from(limits.memory.amount).unwrap_or(i64::MAX);
+        let from = limits.memory.from.to_string_lossy();
+        gauges.by_label(("memory_limit", help, Some(&Unit::Bytes)), "from", [(&*from, bytes)])?;
         let help = "CPUs that the process may use at a time, and the file that says so";
-        let cpus = ConstGauge::new(self.0.cpus());
-        let mut family = encoder.encode_descriptor("cpu_limit", help, None, cpus.metric_type())?;
-        cpus.encode(family.encode_family(&[("from", &*cpu.from.to_string_lossy())])?)
-    }
+        let from = limits.cpu.from.to_string_lossy();
+        gauges.by_label(("cpu_limit", help, None), "from", [(&*from, limits.cpus())])
+    });
 }
 
 #[cfg(test)]

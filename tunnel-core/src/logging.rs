@@ -15,46 +15,17 @@ use tracing_subscriber::{Layer, Registry, fmt as fmt_layer, reload};
 
 use crate::log_queue;
 pub use crate::log_queue::{LogGuard, LostLines};
+pub use crate::output::Format;
 
 /// The flags of the log.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct LogConfig {
-    /// text or json, one line per event on standard error.
+    /// text or json, one line per event on standard error; with json, an object with the event's fields at the top level.
     #[arg(long, value_name = "FORMAT", default_value = "text")]
     pub log_format: Format,
     /// off, error, warn, info, debug, trace, or klog's number.
     #[arg(long, value_name = "LEVEL", alias = "v", short_alias = 'v', default_value = "info")]
     pub log_level: Level,
-}
-
-/// The format of a log line.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Format {
-    #[default]
-    Text,
-    /// One JSON object per line, with the event's fields at the top level.
-    Json,
-}
-
-impl FromStr for Format {
-    type Err = LoggingError;
-
-    fn from_str(s: &str) -> Result<Self, Self::Err> {
-        match s {
-            "text" => Ok(Self::Text),
-            "json" => Ok(Self::Json),
-            _ => Err(LoggingError::Format),
-        }
-    }
-}
-
-impl fmt::Display for Format {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Text => "text",
-            Self::Json => "json",
-        })
-    }
 }
 
 /// Verbosity: a name, or klog's number (0 to 3 info, 4 and 5 debug, 6 to 9 trace, from 10 on also the libraries'
@@ -176,8 +147,6 @@ impl FromStr for Filter {
 /// Reason for failing to set up or change logging.
 #[derive(Debug, thiserror::Error)]
 pub enum LoggingError {
-    #[error("not a log format; use text or json")]
-    Format,
     #[error("not a log level; use off, error, warn, info, debug, trace, or klog's number")]
     Level,
     #[error("not a level and then MODULE=LEVEL, such as info,tunnel_server::door=debug")]

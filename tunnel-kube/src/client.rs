@@ -22,6 +22,7 @@ use kube::core::response::StatusDetails;
 use tower::util::MapResponseLayer;
 use tower::{BoxError, ServiceBuilder, service_fn};
 use tunnel_core::error::chain;
+use tunnel_core::identity::NodeName;
 use tunnel_core::net::lookup;
 
 /// Namespace of the objects if none is configured.
@@ -170,12 +171,7 @@ fn choose_namespace(
         (None, None, Some(configured)) => ("namespace", configured),
         (None, None, None) => return Ok(DEFAULT_NAMESPACE.to_owned()),
     };
-    let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
-    let valid = !value.is_empty()
-        && value.len() <= 63
-        && value.bytes().all(|byte| plain(byte) || byte == b'-')
-        && !value.starts_with('-')
-        && !value.ends_with('-');
+    let valid = value.len() <= 63 && !value.contains('.') && value.parse::<NodeName>().is_ok();
     if valid { Ok(value) } else { Err(KubeError::Namespace { key, value }) }
 }
 

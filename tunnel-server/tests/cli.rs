@@ -27,7 +27,7 @@ fn bad_configuration_is_64() {
         (&["no-such-command"], "no-such-command"),
         (
             &["status", "--admin-address=192.0.2.1:1"],
-            "tunnel-server: --admin-address=192.0.2.1:1: not a loopback address",
+            "invalid value '192.0.2.1:1' for '--admin-address <ADDRESS:PORT>': not a loopback address",
         ),
         (&["cleanup", "--redirect-range=x"], "invalid value 'x' for '--redirect-range <CIDR>': "),
     ] {

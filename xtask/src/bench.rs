@@ -1,13 +1,17 @@
 //! `cargo xtask bench`: release builds of everything, the peers installed, then the `bench` program.
+use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::command::{build_as, cargo, is_root, program, root, run, run_in_foreground, succeeds, target_dir};
+use crate::command::{
+    build_as, cargo, cargo_home, is_root, program, root, run, run_in_foreground, succeeds, target_dir,
+};
 use crate::demo::PROGRAMS;
 use crate::peers::{self, Peer};
+use crate::source::git;
 use crate::{build_ebpf, packages};
 
 const RATHOLE_VERSION: &str = "0.5.0";
@@ -43,35 +47,6 @@ pub(crate) struct Options {
     seed: Option<u64>,
 }
 
-impl Options {
-    /// The same options as command-line arguments.
-    fn arguments(&self) -> Vec<String> {
-        let mut arguments = Vec::new();
-        for name in &self.only {
-            arguments.extend(["--only".to_owned(), name.clone()]);
-        }
-        for name in &self.path {
-            arguments.extend(["--path".to_owned(), name.clone()]);
-        }
-        if let Some(rounds) = self.rounds {
-            arguments.extend(["--rounds".to_owned(), rounds.to_string()]);
-        }
-        if self.smoke {
-            arguments.push("--smoke".to_owned());
-        }
-        if let Some(seed) = self.seed {
-            arguments.extend(["--seed".to_owned(), seed.to_string()]);
-        }
-        if let Some(at_once) = self.at_once {
-            arguments.extend(["--at-once".to_owned(), at_once.to_string()]);
-        }
-        if self.all_peers {
-            arguments.push("--all-peers".to_owned());
-        }
-        arguments
-    }
-}
-
 /// Measures every kind of line of every peer briefly, with the debug build that tests use as well.
 /// `built`: a whole run has built it already.
 pub(crate) fn smoke(built: bool) -> Result<ExitCode> {
@@ -80,7 +55,7 @@ pub(crate) fn smoke(built: bool) -> Result<ExitCode> {
     if !built {
         build_all(&options)?;
     }
-    measure(&options, &Commit::read())
+    measure(&options, &["--smoke".to_owned(), "--all-peers".to_owned()], &Commit::read())
 }
 
 /// Parts of the report: measurements on one machine, and over wide-area paths.
@@ -134,10 +109,6 @@ struct Commit {
 
 impl Commit {
     fn read() -> Self {
-        let git = |args: &[&str]| {
-            let output = program("git").args(args).current_dir(root()).output().ok()?;
-            output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
-        };
         match (git(&["rev-parse", "--short=12", "HEAD"]), git(&["status", "--porcelain"])) {
             (Some(name), Some(changes)) => Self { name, changed: !changes.is_empty() },
             // Not a clone.
@@ -159,7 +130,8 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
     let recorded = recorded(options, &commit)?;
     install(options)?;
     build_all(options)?;
-    let code = measure(options, &commit)?;
+    let arguments: Vec<String> = env::args().skip(2).filter(|arg| arg != "--record").collect();
+    let code = measure(options, &arguments, &commit)?;
     if code == ExitCode::SUCCESS {
         for part in recorded {
             record(&target_dir()?.join("bench"), part)?;
@@ -194,13 +166,12 @@ fn kept(commit: &Commit) -> Result<PathBuf> {
 }
 
 /// Runs the `bench` program.
-fn measure(options: &Options, commit: &Commit) -> Result<ExitCode> {
+fn measure(options: &Options, arguments: &[String], commit: &Commit) -> Result<ExitCode> {
     let target = target_dir()?;
-    let typed = ["cargo xtask bench".to_owned()].into_iter().chain(options.arguments());
-    let typed = typed.collect::<Vec<_>>().join(" ");
+    let typed = format!("cargo xtask bench {}", arguments.join(" "));
     let profile = if options.smoke { "debug" } else { "release" };
     let mut bench = Command::new(target.join(profile).join("bench"));
-    bench.args(options.arguments()).args(["--command", &typed, "--commit", &commit.title()]);
+    bench.args(arguments).args(["--command", typed.trim_end(), "--commit", &commit.title()]);
     bench.arg("--out").arg(target.join("bench"));
     for (name, found) in
         [("haproxy", haproxy()), ("rathole", rathole()), ("konnectivity", peers::build(Peer::Konnectivity))]
@@ -251,9 +222,7 @@ fn haproxy() -> Result<PathBuf> {
 
 /// Path of rathole, which is installed beside cargo's other tools if it is missing.
 pub(crate) fn rathole() -> Result<PathBuf> {
-    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
-    let home = home.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cargo")));
-    let path = home.context("neither CARGO_HOME nor HOME is set")?.join("bin/rathole");
+    let path = cargo_home()?.join("bin/rathole");
     if !succeeds(program(&path).arg("--version")) {
         println!("rathole is missing: installing it with `cargo install rathole`, which takes some minutes");
         let mut install = cargo();

@@ -3,7 +3,6 @@
 //!
 //! A separate process builds one after the other. For each it leaves a file in its folder: the variables that tell
 //! scenarios where the result is, or the error. The fuzz targets and the mutation tests run there too and leave their result.
-use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode};
@@ -11,10 +10,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
+use clap::ValueEnum as _;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::{Pid, getpgrp, getppid};
 
-use crate::command::{end_of, program, shown, target_dir};
+use crate::command::{end_of, name_of, program, shown, target_dir};
 use crate::needs::Need;
 use crate::tally::minutes;
 use crate::{fuzz, mutants, packages};
@@ -42,7 +42,7 @@ pub(crate) struct Options {
 
 impl Beside {
     pub(crate) fn start() -> Result<Self> {
-        for need in Need::ALL {
+        for &need in Need::value_variants() {
             packages::install(need.packages())?;
         }
         let folder = target_dir()?.join("beside");
@@ -50,14 +50,14 @@ impl Beside {
         fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
         let log = folder.join("log");
         let output = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
-        let names = Need::ALL.map(Need::title).join(", ");
+        let names: Vec<_> = Need::value_variants().iter().map(|need| need.title()).collect();
+        let names = names.join(", ");
         println!(
             "beside the scenarios, at idle priority: {names}, the fuzz targets' runs, the mutation tests (log: {})",
             log.display()
         );
         let mut command = program("setsid");
-        // The nice value changes nothing more, but /proc/stat counts the time of nice processes separately.
-        command.args(["nice", "-n", "19", "chrt", "--idle", "0"]);
+        command.args(["chrt", "--idle", "0"]);
         // Through /proc: cargo may have replaced the file since.
         command.arg(format!("/proc/{}/exe", std::process::id()));
         command.arg("beside").arg(&folder);
@@ -80,7 +80,7 @@ impl Beside {
 
     /// Waits until `need` has been built, or has failed.
     pub(crate) fn wait(&mut self, need: Need) -> Result<()> {
-        let file = self.folder.join(need.name());
+        let file = self.folder.join(name_of(&need));
         loop {
             // Checked before the file: the process may end right after it has written that.
             let ended = self.child.try_wait().context("waiting for what is built beside the scenarios")?;
@@ -134,11 +134,10 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     follow_parent();
     // A kernel that groups processes by session gives each group an equal share, however idle its members are (sched(7)).
     let _ = fs::write("/proc/self/autogroup", "19");
-    for need in Need::ALL {
-        made(folder, need.name(), || {
+    for &need in Need::value_variants() {
+        made(folder, &name_of(&need), || {
             let variables = need.make()?;
-            let line =
-                |(name, value): (OsString, OsString)| format!("{}={}\n", name.display(), value.display());
+            let line = |(name, value): (String, PathBuf)| format!("{name}={}\n", value.display());
             Ok(variables.into_iter().map(line).collect())
         })?;
     }
@@ -166,7 +165,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
 
 fn fuzzed(folder: &Path, target: &str) -> Result<()> {
     made(folder, &fuzz::name_of(target), || {
-        result(folder, Need::Fuzz.name()).context("the fuzz targets were not built")?;
+        result(folder, &name_of(&Need::Fuzz)).context("the fuzz targets were not built")?;
         fuzz::run_target(target, FUZZ_SECONDS, true).map(|()| String::new())
     })
 }

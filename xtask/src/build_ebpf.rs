@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-use crate::command::{root, target_dir};
+use crate::command::{cargo_home, root, run as run_command, succeeds, target_dir};
 use crate::ebpf_sources;
 
 /// The last linker that brings its own LLVM by way of rustc's (0.11 needs a system LLVM).
@@ -118,15 +118,9 @@ fn usable_toolchains() -> Result<Vec<Toolchain>> {
         return Ok(found);
     }
     eprintln!("build-ebpf: no toolchain has rust-src: running `rustup component add rust-src`");
-    let status = Command::new("rustup").args(["component", "add", "rust-src"]).status();
-    match status {
-        Ok(status) if status.success() => {}
-        Ok(status) => bail!("`rustup component add rust-src` failed ({status})"),
-        Err(error) => bail!(
-            "no toolchain has rust-src and rustup cannot be run ({error}); install rustup, or Debian's rustc-web, \
-             cargo-web and rust-web-src"
-        ),
-    }
+    run_command(Command::new("rustup").args(["component", "add", "rust-src"])).context(
+        "no toolchain has rust-src; install rustup, or Debian's rustc-web, cargo-web and rust-web-src",
+    )?;
     let found = usable(&candidates);
     if found.is_empty() {
         bail!("rust-src was installed, but no toolchain shows it; check `rustup show`");
@@ -134,41 +128,22 @@ fn usable_toolchains() -> Result<Vec<Toolchain>> {
     Ok(found)
 }
 
-fn cargo_bin() -> PathBuf {
-    let home = env::var_os("CARGO_HOME").map(PathBuf::from);
-    let home = home.or_else(|| env::var_os("HOME").map(|home| Path::new(&home).join(".cargo")));
-    home.unwrap_or_default().join("bin")
-}
-
 /// PATH with cargo's own bin directory, where `cargo install` puts the linker.
 fn path_with_cargo_bin() -> Result<std::ffi::OsString> {
     let mut paths: Vec<PathBuf> = env::split_paths(&env::var_os("PATH").unwrap_or_default()).collect();
-    paths.push(cargo_bin());
+    paths.push(cargo_home()?.join("bin"));
     env::join_paths(paths).context("PATH cannot be extended")
 }
 
 fn ensure_linker() -> Result<()> {
-    let found = Command::new("bpf-linker")
-        .arg("--version")
-        .env("PATH", path_with_cargo_bin()?)
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status()
-        .is_ok_and(|status| status.success());
-    if found {
+    if succeeds(Command::new("bpf-linker").arg("--version").env("PATH", path_with_cargo_bin()?)) {
         return Ok(());
     }
-    let install = format!("cargo install bpf-linker --version {BPF_LINKER_VERSION} --locked");
-    eprintln!("build-ebpf: bpf-linker is missing: running `{install}` (takes a few minutes)");
+    eprintln!("build-ebpf: bpf-linker is missing: installing it takes a few minutes");
     let mut command = Toolchain::Active.command("cargo");
     command.args(["install", "bpf-linker", "--version", BPF_LINKER_VERSION, "--locked"]);
     // A separate host build, without this workspace's settings.
-    command.env_remove("RUSTC_BOOTSTRAP").env_remove("CARGO_TARGET_DIR").current_dir("/");
-    let status = command.status().context("cannot run cargo install")?;
-    if !status.success() {
-        bail!("`{install}` failed ({status})");
-    }
-    Ok(())
+    run_command(command.env_remove("RUSTC_BOOTSTRAP").env_remove("CARGO_TARGET_DIR").current_dir("/"))
 }
 
 /// `cargo clippy -D warnings` over the programs, which a workspace-wide clippy leaves out.
@@ -177,12 +152,7 @@ pub(crate) fn clippy() -> Result<()> {
     let target_dir = target_dir()?;
     let toolchains = usable_toolchains()?;
     let toolchain = toolchains.first().context("no usable toolchain")?;
-    let mut command = cargo(toolchain, "clippy", &workspace, &target_dir)?;
-    let status = command.args(["--", "-D", "warnings"]).status().context("cannot run cargo clippy")?;
-    if !status.success() {
-        bail!("clippy of tunnel-ebpf failed ({status})");
-    }
-    Ok(())
+    run_command(cargo(toolchain, "clippy", &workspace, &target_dir)?.args(["--", "-D", "warnings"]))
 }
 
 /// BPF target with the byte order of the machine that the programs will run on, which is this one.
@@ -219,12 +189,7 @@ fn cargo(toolchain: &Toolchain, subcommand: &str, workspace: &Path, target_dir: 
 
 /// Compiles the programs and returns the path of the object.
 fn build(toolchain: &Toolchain, workspace: &Path, target_dir: &Path) -> Result<PathBuf> {
-    let status = cargo(toolchain, "build", workspace, target_dir)?
-        .status()
-        .with_context(|| format!("cannot run cargo of {}", toolchain.describe()))?;
-    if !status.success() {
-        bail!("cargo build failed ({status})");
-    }
+    run_command(&mut cargo(toolchain, "build", workspace, target_dir)?)?;
     Ok(build_dir(target_dir).join(TRIPLE).join("release").join("tunnel-ebpf"))
 }
 

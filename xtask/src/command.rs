@@ -1,11 +1,11 @@
 //! Running other programs.
-use std::collections::BTreeMap;
 use std::env;
 use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context as _, Result, bail, ensure};
+use clap::ValueEnum;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal};
 use serde_json::Value;
 
@@ -15,6 +15,18 @@ pub(crate) fn root() -> PathBuf {
     let xtask = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
     xtask.parent().map(PathBuf::from).unwrap_or(xtask)
+}
+
+/// Name of a value on the command line, which also names files and variables.
+pub(crate) fn name_of(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
+
+/// Cargo's folder for the user, where `cargo install` puts programs.
+pub(crate) fn cargo_home() -> Result<PathBuf> {
+    let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let home = set("CARGO_HOME").or_else(|| Some(set("HOME")?.join(".cargo")));
+    home.context("neither CARGO_HOME nor HOME is set")
 }
 
 /// Path of a program that `cargo build` made.
@@ -33,47 +45,37 @@ pub(crate) fn build_as(profile: &str, packages: &[&str]) -> Result<()> {
     run(cargo().args(["build", "--profile", profile]).args(packages))
 }
 
-/// A package that a plain `cargo test` tests.
+/// A package of the workspace.
 pub(crate) struct Package {
     pub(crate) name: String,
     pub(crate) folder: PathBuf,
     /// The integration tests: programs of their own below `tests/`.
     pub(crate) tests: Vec<String>,
+    is_default: bool,
 }
 
+/// Packages that a plain `cargo test` tests.
 pub(crate) fn default_packages() -> Result<Vec<Package>> {
+    Ok(packages()?.into_iter().filter(|package| package.is_default).collect())
+}
+
+pub(crate) fn packages() -> Result<Vec<Package>> {
     let metadata = metadata()?;
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let default = list(&metadata["workspace_default_members"]);
     let mut packages = Vec::new();
-    for package in list(&metadata["packages"]).iter().filter(|package| default.contains(&package["id"])) {
+    for package in &list(&metadata["packages"]) {
         let manifest = PathBuf::from(text(&package["manifest_path"]));
         let folder = manifest.parent().context("cargo metadata has a package without a folder")?.to_owned();
         let targets = list(&package["targets"]);
         let tests = targets.iter().filter(|target| target["kind"][0] == "test");
         let tests = tests.map(|target| text(&target["name"])).collect();
-        packages.push(Package { name: text(&package["name"]), folder, tests });
+        let is_default = default.contains(&package["id"]);
+        packages.push(Package { name: text(&package["name"]), folder, tests, is_default });
     }
-    ensure!(!packages.is_empty(), "cargo metadata names no default packages");
+    ensure!(packages.iter().any(|package| package.is_default), "cargo metadata names no default packages");
     Ok(packages)
-}
-
-/// Folders of all packages of the workspace, by name.
-pub(crate) fn member_folders() -> Result<BTreeMap<String, PathBuf>> {
-    let metadata = metadata()?;
-    let packages = metadata["packages"].as_array().context("cargo metadata names no packages")?;
-    let text = |package: &Value, key: &str| {
-        package[key].as_str().map(str::to_owned).with_context(|| format!("a package without a {key}"))
-    };
-    packages
-        .iter()
-        .map(|package| {
-            let manifest = PathBuf::from(text(package, "manifest_path")?);
-            let folder = manifest.parent().context("cargo metadata has a package without a folder")?;
-            Ok((text(package, "name")?, folder.to_owned()))
-        })
-        .collect()
 }
 
 /// Cargo's target directory, as CARGO_TARGET_DIR and configuration files set it.

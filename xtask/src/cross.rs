@@ -1,7 +1,6 @@
 //! Builds static binaries for amd64 and arm64 on either, without a trace of the building machine in them.
 //!
 //! cargo-zigbuild has zig compile the C of some crates and link: one tool for both architectures, with the same libc everywhere.
-use std::env;
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,12 +8,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result, ensure};
 use clap::ValueEnum;
 
-use crate::command::{cargo, program, root, run, succeeds, target_dir};
+use crate::command::{cargo, cargo_home, program, root, run, succeeds, target_dir};
 use crate::{cache, packages};
 
 /// cargo-zigbuild and zig, by their hashes.
 const REQUIREMENTS: &str = include_str!("../zigbuild.txt");
 
+/// Named as in Go and OCI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub(crate) enum Arch {
     Amd64,
@@ -24,14 +24,6 @@ pub(crate) enum Arch {
 impl Arch {
     pub(crate) const ALL: [Self; 2] = [Self::Amd64, Self::Arm64];
     pub(crate) const HOST: Self = if cfg!(target_arch = "aarch64") { Self::Arm64 } else { Self::Amd64 };
-
-    /// Go's name for it, which OCI uses.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Amd64 => "amd64",
-            Self::Arm64 => "arm64",
-        }
-    }
 
     pub(crate) fn target(self) -> &'static str {
         match self {
@@ -109,13 +101,11 @@ fn made(arch: Arch, profile: Profile) -> Result<PathBuf> {
 /// Folders of this machine that a compiler would name in panic messages and debug information, and their replacements.
 /// Of two that match, the later one counts.
 fn places(target_dir: &Path) -> Result<Vec<(PathBuf, String)>> {
-    let home = env::var_os("CARGO_HOME").filter(|home| !home.is_empty()).map(PathBuf::from);
-    let home = home.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cargo")));
     // The path that Rust's own library has where rust-src is not installed.
     let sources = format!("/rustc/{}", rustc_says("commit-hash")?);
     Ok(vec![
         (root(), "/postern".to_owned()),
-        (home.context("neither CARGO_HOME nor HOME is set")?, "/cargo".to_owned()),
+        (cargo_home()?, "/cargo".to_owned()),
         (target_dir.to_owned(), "/target".to_owned()),
         (sysroot()?.join("lib/rustlib/src/rust"), sources),
     ])
@@ -248,14 +238,14 @@ mod tests {
 
     #[test]
     fn this_program_has_symbols_and_a_text_has_none() {
-        let this = env::current_exe().unwrap();
+        let this = std::env::current_exe().unwrap();
         keeps_symbols(&this, &fs::read(&this).unwrap()).unwrap();
         assert!(keeps_symbols(&this, b"\x7fELF .symtab").unwrap_err().to_string().contains("has no symbols"));
     }
 
     #[test]
     fn debug_information_goes_and_symbols_stay() {
-        let (this, dir) = (env::current_exe().unwrap(), tempfile::tempdir().unwrap());
+        let (this, dir) = (std::env::current_exe().unwrap(), tempfile::tempdir().unwrap());
         let stripped = dir.path().join("stripped");
         strip_debug(&this, &stripped).unwrap();
         let (before, after) = (fs::read(&this).unwrap(), fs::read(&stripped).unwrap());

@@ -39,7 +39,7 @@ fn run_program(demo: &Path, kubernetes: bool, arguments: &[&str]) -> Result<Exit
     let mut command = program(demo);
     command.args(kubernetes.then_some("--kubernetes")).args(arguments);
     if kubernetes {
-        peers::for_cluster(&mut command)?;
+        command.envs(peers::variables(peers::CLUSTER)?);
     }
     run_in_foreground(&mut command)
 }

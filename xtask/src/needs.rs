@@ -1,26 +1,28 @@
 //! Builds that take long and that scenarios need besides the two programs.
-use std::ffi::OsString;
-use std::process::Command;
+use std::path::PathBuf;
 
 use anyhow::Result;
+use clap::ValueEnum;
 
 use crate::cross::{Arch, Profile};
 use crate::image::{self, Image};
+use crate::peers::Peer;
 use crate::{bench, fuzz, packages, peers};
 
 /// A kind of scenario, as in `scenarios --list`, or another build that can be made before its turn.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// In build order: those that the fewest scenarios wait for come last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Need {
     /// The programs of a Kubernetes cluster.
     Cluster,
+    Konnectivity,
+    /// The programs of a cluster and of konnectivity, which are built before.
+    ClusterAndKonnectivity,
     /// The images for this machine, and the programs that deploy them.
     Images,
     MetricsServer,
     /// A peer of the benchmark.
     Rathole,
-    Konnectivity,
-    /// The programs of a cluster and of konnectivity, which are built before.
-    ClusterAndKonnectivity,
     /// Cilium's loader.
     Cilium,
     /// Both programs for arm64, and images for both architectures.
@@ -30,33 +32,6 @@ pub(crate) enum Need {
 }
 
 impl Need {
-    /// All, in build order: those that the fewest scenarios wait for come last.
-    pub(crate) const ALL: [Self; 9] = [
-        Self::Cluster,
-        Self::Konnectivity,
-        Self::ClusterAndKonnectivity,
-        Self::Images,
-        Self::MetricsServer,
-        Self::Rathole,
-        Self::Cilium,
-        Self::Arm64,
-        Self::Fuzz,
-    ];
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Cluster => "cluster",
-            Self::Images => "images",
-            Self::MetricsServer => "metrics-server",
-            Self::Rathole => "rathole",
-            Self::Konnectivity => "konnectivity",
-            Self::ClusterAndKonnectivity => "cluster-and-konnectivity",
-            Self::Cilium => "cilium",
-            Self::Arm64 => "arm64",
-            Self::Fuzz => "fuzz",
-        }
-    }
-
     /// Name for messages.
     pub(crate) fn title(self) -> &'static str {
         match self {
@@ -72,9 +47,19 @@ impl Need {
         }
     }
 
-    /// True if scenarios of this kind run on a cluster.
-    fn has_cluster(self) -> bool {
-        matches!(self, Self::Cluster | Self::Images | Self::MetricsServer | Self::ClusterAndKonnectivity)
+    /// The peers among it.
+    fn peers(self) -> &'static [Peer] {
+        use Peer::{Cilium, Helm, Konnectivity, Kubernetes, MetricsServer, Prometheus};
+        match self {
+            Self::Cluster => peers::CLUSTER,
+            // konnectivity, for the migration from it.
+            Self::Images => &[Kubernetes, Prometheus, Helm, Konnectivity],
+            Self::MetricsServer => &[Kubernetes, Prometheus, MetricsServer],
+            Self::ClusterAndKonnectivity => &[Kubernetes, Prometheus, Konnectivity],
+            Self::Konnectivity => &[Konnectivity],
+            Self::Cilium => &[Cilium],
+            Self::Rathole | Self::Arm64 | Self::Fuzz => &[],
+        }
     }
 
     /// Debian packages, installed before anything is built: that takes little time, and no other run may do it meanwhile.
@@ -90,29 +75,19 @@ impl Need {
     }
 
     /// Builds it, and returns the variables that tell scenarios where it is.
-    pub(crate) fn make(self) -> Result<Vec<(OsString, OsString)>> {
+    pub(crate) fn make(self) -> Result<Vec<(String, PathBuf)>> {
         packages::install(self.packages())?;
-        // Never started: it only collects the variables.
-        let mut told = Command::new("scenarios");
-        if self.has_cluster() {
-            peers::for_cluster(&mut told)?;
-        }
         match self {
-            Self::Cluster => {}
             Self::Images => {
                 image::build(Profile::Dev, &Image::ALL.map(|image| (image, &[Arch::HOST][..])))?;
-                peers::for_deploy(&mut told)?;
             }
-            Self::MetricsServer => peers::for_top(&mut told)?,
             Self::Rathole => drop(bench::rathole()?),
-            Self::Konnectivity | Self::ClusterAndKonnectivity => peers::for_konnectivity(&mut told)?,
-            Self::Cilium => peers::for_cilium(&mut told)?,
             Self::Arm64 => {
-                drop(image::build(Profile::Dev, &Image::ALL.map(|image| (image, Arch::ALL.as_slice())))?);
+                image::build(Profile::Dev, &Image::ALL.map(|image| (image, Arch::ALL.as_slice())))?;
             }
             Self::Fuzz => fuzz::prepare()?,
+            _ => {}
         }
-        let told = told.get_envs().filter_map(|(name, value)| Some((name.to_owned(), value?.to_owned())));
-        Ok(told.collect())
+        peers::variables(self.peers())
     }
 }

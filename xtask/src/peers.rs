@@ -2,17 +2,14 @@
 //! from Go modules once and kept outside of any clone.
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitCode};
-use std::time::{Duration, Instant};
+use std::process::ExitCode;
+use std::time::Instant;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::ValueEnum;
 
 use crate::cache;
-use crate::command::{program, root, shown};
-
-/// Interval at which a long build reports that it is still running.
-const PROGRESS_INTERVAL: Duration = Duration::from_secs(15);
+use crate::command::{name_of, program, root, run};
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
@@ -36,17 +33,6 @@ pub(crate) enum Peer {
 }
 
 impl Peer {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Kubernetes => "kubernetes",
-            Self::Prometheus => "prometheus",
-            Self::MetricsServer => "metrics-server",
-            Self::Konnectivity => "konnectivity",
-            Self::Helm => "helm",
-            Self::Cilium => "cilium",
-        }
-    }
-
     /// The names of the programs, and their packages.
     fn programs(self) -> &'static [(&'static str, &'static str)] {
         match self {
@@ -79,7 +65,7 @@ impl Peer {
     }
 
     fn module(self) -> PathBuf {
-        root().join("tests/peers").join(self.name())
+        root().join("tests/peers").join(name_of(&self))
     }
 
     /// Flags of Go's linker. Without those of the version, Kubernetes calls itself v0.0.0.
@@ -107,36 +93,16 @@ pub(crate) fn run_peers(options: &Options) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Builds what the test cluster needs, and tells a program (scenarios, demo) where it is.
-pub(crate) fn for_cluster(command: &mut Command) -> Result<()> {
-    command.env("POSTERN_PEERS_KUBERNETES", build(Peer::Kubernetes)?);
-    command.env("POSTERN_PEERS_PROMETHEUS", build(Peer::Prometheus)?);
-    Ok(())
-}
+/// Peers of the test cluster.
+pub(crate) const CLUSTER: &[Peer] = &[Peer::Kubernetes, Peer::Prometheus];
 
-/// Builds what the tests of deploy/ need besides, and tells the scenarios where it is.
-pub(crate) fn for_deploy(command: &mut Command) -> Result<()> {
-    command.env("POSTERN_PEERS_HELM", build(Peer::Helm)?);
-    // For the migration from konnectivity.
-    for_konnectivity(command)
-}
-
-/// Builds metrics-server, and tells the scenarios where it is.
-pub(crate) fn for_top(command: &mut Command) -> Result<()> {
-    command.env("POSTERN_PEERS_METRICS_SERVER", build(Peer::MetricsServer)?);
-    Ok(())
-}
-
-/// Builds konnectivity's programs, and tells the scenarios where they are.
-pub(crate) fn for_konnectivity(command: &mut Command) -> Result<()> {
-    command.env("POSTERN_PEERS_KONNECTIVITY", build(Peer::Konnectivity)?);
-    Ok(())
-}
-
-/// Builds Cilium's loader, and tells the scenarios where it is.
-pub(crate) fn for_cilium(command: &mut Command) -> Result<()> {
-    command.env("POSTERN_PEERS_CILIUM", build(Peer::Cilium)?);
-    Ok(())
+/// Builds these, and returns the variables that tell a program (scenarios, demo) where they are.
+pub(crate) fn variables(peers: &[Peer]) -> Result<Vec<(String, PathBuf)>> {
+    let variable = |peer: &Peer| {
+        let name = format!("POSTERN_PEERS_{}", name_of(peer).to_uppercase().replace('-', "_"));
+        Ok((name, build(*peer)?))
+    };
+    peers.iter().map(variable).collect()
 }
 
 /// Folder of the programs, which are built first if it does not exist.
@@ -150,16 +116,16 @@ pub(crate) fn build(peer: Peer) -> Result<PathBuf> {
     let ldflags = peer.ldflags(&go_mod)?;
     let (sums, programs) = (read("go.sum")?, format!("{:?}", peer.programs()));
     let parts = [sums.as_str(), &go_mod, &ldflags, peer.tags(), &programs];
-    cache::once("peers", peer.name(), &parts, |folder| build_into(folder, peer, &go_mod, &ldflags))
+    cache::once("peers", &name_of(&peer), &parts, |folder| build_into(folder, peer, &go_mod, &ldflags))
 }
 
 fn build_into(folder: &Path, peer: Peer, go_mod: &str, ldflags: &str) -> Result<()> {
     let (module, programs) = (peer.module(), peer.programs());
-    let (go, version) = need_go(peer.name(), go_mod)?;
+    let (go, version) = need_go(&name_of(&peer), go_mod)?;
     println!(
         "building {} program(s) of {} with {version}, once for every clone on this machine; the first time takes some minutes",
         programs.len(),
-        peer.name()
+        name_of(&peer)
     );
     let start = Instant::now();
     for (at, (name, package)) in programs.iter().enumerate() {
@@ -171,29 +137,11 @@ fn build_into(folder: &Path, peer: Peer, go_mod: &str, ldflags: &str) -> Result<
             .args(["-ldflags", ldflags, "-o"])
             .arg(folder.join(name))
             .arg(package);
-        let what = format!("{name} ({} of {})", at + 1, programs.len());
-        println!("building {what}, {:.0?} so far", start.elapsed());
-        let child = command.spawn().with_context(|| format!("starting {}", shown(&command)))?;
-        watch(child, &what).with_context(|| format!("`{}` in {}", shown(&command), module.display()))?;
+        println!("building {name} ({} of {}), {:.0?} so far", at + 1, programs.len(), start.elapsed());
+        run(&mut command).with_context(|| format!("in {}", module.display()))?;
     }
-    println!("built {} in {:.0?}", peer.name(), start.elapsed());
+    println!("built {} in {:.0?}", name_of(&peer), start.elapsed());
     Ok(())
-}
-
-fn watch(mut child: Child, what: &str) -> Result<()> {
-    let start = Instant::now();
-    let mut reported = start;
-    loop {
-        if let Some(status) = child.try_wait().context("waiting for go")? {
-            ensure!(status.success(), "go ended with {status}");
-            return Ok(());
-        }
-        if reported.elapsed() >= PROGRESS_INTERVAL {
-            reported = Instant::now();
-            println!("  still building {what}, {:.0?}", start.elapsed());
-        }
-        std::thread::sleep(Duration::from_millis(100));
-    }
 }
 
 /// Finds a Go that is new enough for this module below tests/peers; returns its path and version.

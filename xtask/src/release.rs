@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::command::{program, root, run, shown, target_dir};
+use crate::command::{name_of, program, root, run, shown, target_dir};
 use crate::cross::{self, Arch, Profile};
 use crate::image::oci::digest;
 use crate::image::{self, Image, VERSION};
@@ -21,9 +21,6 @@ pub(crate) struct Options {
     profile: Profile,
 }
 
-const IMAGES: [Image; 2] = [Image::Server, Image::Agent];
-const ARCHITECTURES: &[Arch] = &Arch::ALL;
-
 pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
     let source = Source::read()?;
     source.ensure_committed()?;
@@ -32,15 +29,15 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
     fs::remove_dir_all(&out).ok();
     fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
 
-    let archives = image::build(options.profile, &IMAGES.map(|image| (image, ARCHITECTURES)))?;
+    let archives = image::build(options.profile, &Image::ALL.map(|image| (image, Arch::ALL.as_slice())))?;
     let built = archives.first().and_then(|archive| archive.parent()).context("no archives")?;
     for archive in &archives {
         copy(archive, &out.join(archive.file_name().unwrap_or_default()))?;
     }
-    for &arch in ARCHITECTURES {
+    for arch in Arch::ALL {
         let folder = cross::folder(arch, options.profile)?;
-        for image in IMAGES {
-            let name = format!("{}-linux-{}", image.name(), arch.name());
+        for image in Image::ALL {
+            let name = format!("{}-linux-{}", image.name(), name_of(&arch));
             copy(&folder.join(image.name()), &out.join(&name))?;
             let sbom = format!("{name}.cdx.json");
             copy(&built.join(&sbom), &out.join(sbom))?;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context as _, Result};
 
-use crate::command::{cargo, member_folders, need_cargo_tool, root, run};
+use crate::command::{cargo, need_cargo_tool, packages, root, run};
 use crate::cross::Arch;
 use crate::source::Source;
 
@@ -16,7 +16,8 @@ const FILE: &str = "postern-sbom.cdx";
 /// The SBOM of each of these programs, for one architecture.
 pub(crate) fn of(names: &[&str], arch: Arch, source: &Source) -> Result<BTreeMap<String, Vec<u8>>> {
     need_cargo_tool("cargo-cyclonedx", VERSION)?;
-    let folders = member_folders()?;
+    let folders: BTreeMap<_, _> =
+        packages()?.into_iter().map(|package| (package.name, package.folder)).collect();
     let _written = Written(folders.values().map(|folder| folder.join(format!("{FILE}.json"))).collect());
     let mut command = cargo();
     command.args(["cyclonedx", "--quiet", "--format=json", "--spec-version=1.5", "--no-build-deps"]);

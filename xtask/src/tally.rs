@@ -1,5 +1,4 @@
 //! Counts of passed and failed tests, and the time of each step.
-use std::fs;
 use std::io::{BufRead as _, BufReader};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -13,9 +12,9 @@ pub(crate) struct Tally {
     pub(crate) passed: u64,
     pub(crate) failed: u64,
     failures: Vec<String>,
-    start: Moment,
+    start: Instant,
     /// Steps in the order of their start, and the start of each.
-    steps: Vec<(String, Moment)>,
+    steps: Vec<(String, Instant)>,
     /// Bound of the whole run's time, as text; it is printed, not enforced.
     bound: Option<&'static str>,
 }
@@ -26,7 +25,7 @@ const SLOWEST: usize = 10;
 impl Tally {
     pub(crate) fn new() -> Self {
         let (failures, steps) = (Vec::new(), Vec::new());
-        Self { passed: 0, failed: 0, failures, start: Moment::now(), steps, bound: None }
+        Self { passed: 0, failed: 0, failures, start: Instant::now(), steps, bound: None }
     }
 
     /// A tally that prints a bound beside the total time.
@@ -37,7 +36,7 @@ impl Tally {
     /// Begins a step: its time runs until the next one begins.
     pub(crate) fn heading(&mut self, text: &str) {
         println!("\n=== {text}");
-        self.steps.push((text.to_owned(), Moment::now()));
+        self.steps.push((text.to_owned(), Instant::now()));
     }
 
     pub(crate) fn fail(&mut self, what: String) {
@@ -56,16 +55,16 @@ impl Tally {
         }
     }
 
-    /// Prints how long each step took and how much of the CPUs was in use, what failed, and the counts on the last line.
+    /// Prints how long each step took, what failed, and the counts on the last line.
     pub(crate) fn report(&self) {
-        println!("\nof the CPUs' time: in use, and of that at low priority");
-        let end = Moment::now();
+        println!();
+        let end = Instant::now();
         let ends = self.steps.iter().skip(1).map(|(_, start)| *start).chain([end]);
         for ((step, start), end) in self.steps.iter().zip(ends) {
-            println!("{}  {step}", start.until(&end));
+            println!("{:>5} min  {step}", minutes(end - *start));
         }
         let bound = self.bound.map(|bound| format!(" (bound: {bound})")).unwrap_or_default();
-        println!("{}  in all{bound}", self.start.until(&end));
+        println!("{:>5} min  in all{bound}", minutes(end - self.start));
         for failure in &self.failures {
             println!("FAILED: {failure}");
         }
@@ -133,56 +132,6 @@ impl Tally {
     }
 }
 
-/// A point in time, and the CPUs' counters by then if /proc/stat has them.
-#[derive(Clone, Copy, Debug)]
-struct Moment {
-    at: Instant,
-    ticks: Option<Ticks>,
-}
-
-impl Moment {
-    fn now() -> Self {
-        let stat = fs::read_to_string("/proc/stat").ok();
-        Self { at: Instant::now(), ticks: stat.as_deref().and_then(Ticks::parse) }
-    }
-
-    /// Formats the time between the two, and the share of the CPUs that was in use.
-    fn until(&self, end: &Self) -> String {
-        let used = self.ticks.zip(end.ticks).and_then(|(from, to)| from.used_until(&to));
-        let used = used.map(|(all, low)| format!("{all:>3} %  {low:>3} %")).unwrap_or_default();
-        format!("{:>5} min  {used:>12}", minutes(end.at - self.at))
-    }
-}
-
-/// Time of all CPUs together since the machine started, in ticks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Ticks {
-    all: u64,
-    used: u64,
-    /// Used by programs with a nice value above 0, without the kernel's work for them.
-    low: u64,
-}
-
-impl Ticks {
-    /// Parses the text of /proc/stat (proc_stat(5)).
-    fn parse(stat: &str) -> Option<Self> {
-        let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
-        let numbers = line.split_whitespace().map(|number| number.parse().ok());
-        let ticks = numbers.collect::<Option<Vec<u64>>>()?;
-        // Guests' time, which follows, is part of the first two.
-        let [user, low, system, idle, waiting, irq, softirq, stolen, ..] = ticks[..] else { return None };
-        let used = user + low + system + irq + softirq;
-        Some(Self { all: used + idle + waiting + stolen, used, low })
-    }
-
-    /// Percentages of all CPUs' time, in use and at low priority; None if no time has passed.
-    fn used_until(&self, end: &Self) -> Option<(u64, u64)> {
-        let all = end.all.saturating_sub(self.all);
-        let percent = |from: u64, to: u64| (to.saturating_sub(from) * 100).checked_div(all);
-        Some((percent(self.used, end.used)?, percent(self.low, end.low)?))
-    }
-}
-
 /// Formats a time as minutes and seconds.
 pub(crate) fn minutes(time: Duration) -> String {
     let seconds = time.as_secs();
@@ -234,24 +183,6 @@ fn result_line(line: &str) -> Option<ResultLine> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn what_the_cpus_did_is_read() {
-        let stat = "cpu  300 40 60 500 80 5 15 20 7 8\ncpu0 1 2 3 4 5 6 7 8 9 10\nintr 1\n";
-        let first = Ticks::parse(stat).unwrap();
-        assert_eq!(first, Ticks { all: 1020, used: 420, low: 40 });
-        let second = Ticks { all: 1220, used: 570, low: 100 };
-        assert_eq!(first.used_until(&second), Some((75, 30)));
-        assert_eq!(first.used_until(&first), None);
-        assert_eq!(Ticks::parse("cpu0 1 2 3 4 5 6 7 8\n"), None);
-        assert_eq!(Ticks::parse("cpu  1 2 three\n"), None);
-
-        let (at, later) = (Instant::now(), Duration::from_secs(65));
-        let (start, end) =
-            (Moment { at, ticks: Some(first) }, Moment { at: at + later, ticks: Some(second) });
-        assert_eq!(start.until(&end), " 1:05 min   75 %   30 %");
-        assert_eq!(start.until(&Moment { ticks: None, ..end }), " 1:05 min              ");
-    }
 
     #[test]
     fn results_of_libtest_are_read() {

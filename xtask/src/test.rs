@@ -6,9 +6,10 @@ use std::process::ExitCode;
 use std::thread;
 
 use anyhow::{Context as _, Result, anyhow, ensure};
+use clap::ValueEnum as _;
 
 use crate::beside::Beside;
-use crate::command::{Package, build, built, cargo, default_packages, is_root, program, run};
+use crate::command::{Package, build, built, cargo, default_packages, is_root, name_of, program, run};
 use crate::demo::PROGRAMS;
 use crate::kernel::{self, Kernel};
 use crate::needs::Need;
@@ -78,7 +79,7 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
 
     if let Some(kernel) = options.kernel {
         build_everything(&mut tally)?;
-        tally.heading(&format!("kernel {}", kernel.name()));
+        tally.heading(&format!("kernel {}", name_of(&kernel)));
         kernel::run(kernel, &mut tally)?;
         tally.report();
         return Ok(if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE });
@@ -239,7 +240,7 @@ impl Scenarios {
         for line in list.lines().filter_map(|line| line.strip_suffix(": test")) {
             let (kind, name) =
                 line.strip_prefix('[').and_then(|rest| rest.split_once("] ")).unwrap_or(("", line));
-            if let Some(need) = Need::ALL.into_iter().find(|need| need.name() == kind)
+            if let Some(need) = Need::value_variants().iter().copied().find(|need| name_of(need) == kind)
                 && !scenarios.needs.contains(&need)
             {
                 scenarios.needs.push(need);
@@ -347,7 +348,7 @@ fn run_programs_and_peer_tests(
 }
 
 fn run_kernel(options: &Options, tally: &mut Tally) {
-    let name = format!("kernel::{}", kernel::IN_EVERY_RUN.name());
+    let name = format!("kernel::{}", name_of(&kernel::IN_EVERY_RUN));
     if options.quick || !options.selects(&name) || cfg!(not(target_arch = "x86_64")) {
         return;
     }

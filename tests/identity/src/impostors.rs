@@ -13,7 +13,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 use tunnel_agent::identity::EnrollError;
-use tunnel_core::identity::{ALPN_GRPC, ALPN_TUNNEL, SERVER_NAME, agent_distinguished_name};
+use tunnel_core::identity::{ALPN_GRPC, ALPN_TUNNEL, Holder, SERVER_NAME};
 
 use crate::harness::{Session, TestServer, connect, enroll, eventually, node};
 
@@ -155,7 +155,7 @@ async fn clients_of_any_other_shape_are_refused_with_the_reason() {
     let ca_of = |server: &TestServer| Authority::open(server.state_dir()).unwrap().0;
     let agent = |change: fn(&mut CertificateParams)| {
         let mut params = CertificateParams::default();
-        params.distinguished_name = agent_distinguished_name(&node("edge-1"));
+        params.distinguished_name = Holder::Agent.distinguished_name(&node("edge-1"));
         params.extended_key_usages = vec![Usage::ClientAuth];
         change(&mut params);
         params

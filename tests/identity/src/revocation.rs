@@ -6,9 +6,7 @@ use jiff::Timestamp;
 use rcgen::{CertificateParams, DistinguishedName, KeyPair};
 use serde_json::json;
 use tonic::{Code, Status};
-use tunnel_core::identity::{
-    ALPN_GRPC, AgentIdentity, PrivateKey, agent_distinguished_name, agent_tls, create_csr,
-};
+use tunnel_core::identity::{ALPN_GRPC, AgentIdentity, Holder, PrivateKey, agent_tls, create_csr};
 use tunnel_core::proto::RenewRequest;
 use tunnel_server::inventory::{self, Inventory, Selector};
 use tunnel_server::pki::{Lifetimes, Revocation, Revocations};
@@ -105,9 +103,12 @@ async fn a_renewal_may_name_no_other_node_and_ask_for_nothing() {
         params.distinguished_name = subject;
         params.serialize_request(&KeyPair::generate().unwrap()).unwrap().der().to_vec()
     };
-    let own = || agent_distinguished_name(&node("edge-1"));
+    let own = || Holder::Agent.distinguished_name(&node("edge-1"));
     for (csr, reason) in [
-        (request(agent_distinguished_name(&node("edge-2")), &[]), "is for node edge-2, not for edge-1"),
+        (
+            request(Holder::Agent.distinguished_name(&node("edge-2")), &[]),
+            "is for node edge-2, not for edge-1",
+        ),
         (request(own(), &["cloud.example"]), "asks for extensions"),
         (request(DistinguishedName::new(), &["cloud.example"]), "asks for extensions"),
     ] {

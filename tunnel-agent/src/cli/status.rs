@@ -4,6 +4,7 @@ use std::time::SystemTime;
 
 use clap::Args;
 use tunnel_core::admin::{Show, ShowError};
+use tunnel_core::config::value::{self, ListenAddress};
 
 use crate::config::DEFAULT_ADMIN_ADDRESS;
 use crate::connections::ConnectionsReport;
@@ -18,8 +19,9 @@ pub struct StatusCommand {
     #[arg(long)]
     connections: bool,
     /// The running agent's --admin-address.
-    #[arg(long, value_name = "ADDRESS:PORT", env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS)]
-    admin_address: String,
+    #[arg(long, value_name = "ADDRESS:PORT", env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS,
+          value_parser = value::listen_on_loopback)]
+    admin_address: ListenAddress,
 }
 
 impl StatusCommand {
@@ -30,9 +32,9 @@ impl StatusCommand {
     pub async fn run(&self) -> Result<(), ShowError> {
         if self.connections {
             let to_text = |report: ConnectionsReport| report.to_text();
-            return self.show.run("tunnel-agent", &self.admin_address, "/connections", to_text).await;
+            return self.show.run("tunnel-agent", self.admin_address, "/connections", to_text).await;
         }
         let to_text = |status: AgentStatus| status.to_text(SystemTime::now());
-        self.show.run("tunnel-agent", &self.admin_address, "/status", to_text).await
+        self.show.run("tunnel-agent", self.admin_address, "/status", to_text).await
     }
 }

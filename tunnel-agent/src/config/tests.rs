@@ -371,7 +371,7 @@ fn errors_name_key_value_and_reason() {
             &["--server=a:1", "--drain-timeout=30"],
             "--drain-timeout=30: not a length of time; use a number and a unit, such as 500ms, 30s or 1h30m",
         ),
-        (&["--server=a:1", "--log-format=xml"], "--log-format=xml: not a log format; use text or json"),
+        (&["--server=a:1", "--log-format=xml"], "--log-format=xml: possible values: text, json"),
         (
             &["--server=a:1", "--log-level=loud"],
             "--log-level=loud: not a log level; use off, error, warn, info, debug, trace, or klog's number",

@@ -17,6 +17,8 @@ const DEADLINE: Duration = Duration::from_secs(10);
 /// Reason for having no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
+    #[error("--admin-address: port 0 means that there are no admin endpoints")]
+    Off,
     #[error("--admin-address={address}: {reason}; is it running, and with this --admin-address?")]
     Connect { address: SocketAddr, reason: std::io::Error },
     #[error("--admin-address={address}: no answer within {} s", deadline.as_secs())]

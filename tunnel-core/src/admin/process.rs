@@ -10,6 +10,8 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 use tokio::runtime::Handle;
 
+use crate::gauges::register_gauges;
+
 /// Registers `postern_build_info{version}` and the process metrics under their usual names, so `registry` must have no
 /// prefix.
 pub fn register_process_metrics(registry: &mut Registry, version: &'static str) {
@@ -19,19 +21,10 @@ pub fn register_process_metrics(registry: &mut Registry, version: &'static str) 
 
 /// Registers `tasks`: the number of live tasks on these runtimes. `registry` has the prefix `postern`.
 pub fn register_tasks(registry: &mut Registry, runtimes: Vec<Handle>) {
-    registry.register_collector(Box::new(Tasks(runtimes)));
-}
-
-#[derive(Debug)]
-struct Tasks(Vec<Handle>);
-
-impl Collector for Tasks {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let alive: usize = self.0.iter().map(|runtime| runtime.metrics().num_alive_tasks()).sum();
-        let gauge = ConstGauge::new(i64::try_from(alive).unwrap_or(i64::MAX));
-        let help = "Asynchronous tasks that have not ended";
-        gauge.encode(encoder.encode_descriptor("tasks", help, None, gauge.metric_type())?)
-    }
+    register_gauges(registry, move |gauges| {
+        let alive: usize = runtimes.iter().map(|runtime| runtime.metrics().num_alive_tasks()).sum();
+        gauges.count("tasks", "Asynchronous tasks that have not ended", None, alive)
+    });
 }
 
 #[derive(Debug)]

@@ -1,15 +1,17 @@
 //! The `status` command of both programs: prints the admin endpoints' answer, once or repeatedly.
 
-use std::io::{self, Write};
+use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde::de::DeserializeOwned;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::client::{ClientError, fetch};
-use crate::config::{ConfigError, parse_loopback_door, report_error};
+use crate::config::report_error;
+use crate::config::value::ListenAddress;
+use crate::output::{Format, print};
 
 /// Pause between two requests under `--watch`.
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -19,27 +21,15 @@ const INTERVAL: Duration = Duration::from_secs(2);
 pub struct Show {
     /// text, or json as the admin port has it.
     #[arg(short, long, value_name = "FORMAT", default_value = "text")]
-    output: Output,
+    output: Format,
     /// Show it again every 2 s until Ctrl-C.
     #[arg(short, long)]
     watch: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Output {
-    Text,
-    Json,
-}
-
 /// Reason for not being able to show the status.
 #[derive(Debug, thiserror::Error)]
 pub enum ShowError {
-    /// `--admin-address` is invalid.
-    #[error("{0}")]
-    Config(#[source] ConfigError),
-    /// `--admin-address` has port 0.
-    #[error("--admin-address={address}: port 0 means that {program} has no admin endpoints")]
-    Off { program: String, address: String },
     /// No answer, or an unknown one.
     #[error(transparent)]
     Client(#[from] ClientError),
@@ -51,26 +41,23 @@ pub enum ShowError {
 impl Show {
     /// True if JSON is requested.
     pub fn is_json(&self) -> bool {
-        self.output == Output::Json
+        self.output == Format::Json
     }
 
     /// Prints the document at `path` of the `program` that has this `--admin-address`, formatted by `to_text`. With
     /// `--watch` it repeats until Ctrl-C.
     ///
     /// # Errors
-    /// Fails if the address is not a loopback address and port, if standard output fails or, without `--watch`, if
-    /// there is no answer.
+    /// Fails if the program has no admin endpoints, if standard output fails or, without `--watch`, if there is no
+    /// answer.
     pub async fn run<T: DeserializeOwned>(
         &self,
         program: &str,
-        admin_address: &str,
+        admin_address: ListenAddress,
         path: &str,
         to_text: impl Fn(T) -> String,
     ) -> Result<(), ShowError> {
-        let parsed = parse_loopback_door("--admin-address", admin_address).map_err(ShowError::Config)?;
-        let Some(address) = parsed else {
-            return Err(ShowError::Off { program: program.to_owned(), address: admin_address.to_owned() });
-        };
+        let address = admin_address.ok_or(ClientError::Off)?;
         if !self.watch {
             print(&self.fetch_text(address, path, &to_text).await?)?;
             return Ok(());
@@ -105,22 +92,12 @@ impl Show {
     ) -> Result<String, ClientError> {
         let mut shown = match self.output {
             // Print unparsed JSON: a newer program may report more than this version knows.
-            Output::Json => format!("{:#}\n", fetch::<serde_json::Value>(address, path).await?),
-            Output::Text => to_text(fetch(address, path).await?),
+            Format::Json => format!("{:#}\n", fetch::<serde_json::Value>(address, path).await?),
+            Format::Text => to_text(fetch(address, path).await?),
         };
-        if self.watch && self.output == Output::Text {
+        if self.watch && self.output == Format::Text {
             shown.push('\n');
         }
         Ok(shown)
-    }
-}
-
-/// Returns false if standard output is closed, as with `| head`.
-fn print(text: &str) -> io::Result<bool> {
-    let mut out = io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Ok(()) => Ok(true),
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
-        Err(error) => Err(error),
     }
 }

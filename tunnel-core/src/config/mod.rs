@@ -10,7 +10,7 @@ pub use command_line::{ConfigFile, parse};
 pub use error::{BindError, ConfigError, pair};
 pub use ignored::Ignored;
 pub use target::{PortSet, TargetNet, TargetRule};
-pub use value::{HostPort, parse_loopback_door, parse_with};
+pub use value::HostPort;
 
 use std::io::{self, Write as _};
 use std::process::ExitCode;

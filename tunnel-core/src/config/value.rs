@@ -9,8 +9,6 @@ use std::time::Duration;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-use super::error::ConfigError;
-
 // Aliases, because clap's derive gives `bool`, `Option` and `Vec` a special meaning by name.
 
 /// A flag of `on` or `off`.
@@ -140,14 +138,6 @@ pub fn listen_on_loopback(value: &str) -> Result<ListenAddress, String> {
     }
 }
 
-/// [`listen_on_loopback`] for a value that clap left as text.
-///
-/// # Errors
-/// Names the key, the value and the reason.
-pub fn parse_loopback_door(key: &str, value: &str) -> Result<ListenAddress, ConfigError> {
-    listen_on_loopback(value).map_err(|reason| ConfigError::new(key, value, reason))
-}
-
 /// Parses a duration with its unit: `500ms`, `30s`, `5m`, `1h30m`, `7d`.
 ///
 /// # Errors
@@ -159,14 +149,6 @@ pub fn duration(value: &str) -> Result<Duration, String> {
         .ok()
         .and_then(|duration| Duration::try_from(duration).ok())
         .ok_or_else(|| USE.to_owned())
-}
-
-/// Parses a value that clap left as text.
-///
-/// # Errors
-/// Names the key, the value and the reason.
-pub fn parse_with<T: FromStr<Err: fmt::Display>>(key: &str, value: &str) -> Result<T, ConfigError> {
-    value.parse().map_err(|reason: T::Err| ConfigError::new(key, value, reason.to_string()))
 }
 
 /// `HOST:PORT`, where HOST is a name or an address (IPv6 in brackets).
@@ -329,7 +311,7 @@ mod tests {
             ("10.0.0.1:1", "10.0.0.1:1"),
             ("[fd00::1]:10262", "[fd00::1]:10262"),
         ] {
-            assert_eq!(parse_with::<HostPort>("--server", value).unwrap().to_string(), expected);
+            assert_eq!(value.parse::<HostPort>().unwrap().to_string(), expected);
         }
         for value in [
             "",
@@ -344,11 +326,11 @@ mod tests {
             "-a:1",
             "a..b:1",
         ] {
-            assert!(parse_with::<HostPort>("--server", value).is_err(), "{value}");
+            assert!(value.parse::<HostPort>().is_err(), "{value}");
         }
         assert_eq!(
-            parse_with::<HostPort>("--server", "tunnel").unwrap_err().to_string(),
-            "--server=tunnel: not HOST:PORT; use one such as tunnel.example.org:10262 or [fd00::1]:10262"
+            "tunnel".parse::<HostPort>().unwrap_err(),
+            "not HOST:PORT; use one such as tunnel.example.org:10262 or [fd00::1]:10262"
         );
     }
 

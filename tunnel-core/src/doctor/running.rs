@@ -42,10 +42,8 @@ pub type Asked<T> = Result<Running<T>, String>;
 
 /// Queries the program at this `--admin-address`.
 pub async fn ask_at<T: DeserializeOwned>(admin_address: ListenAddress) -> Asked<T> {
-    match admin_address {
-        Some(address) => ask(address).await.map_err(|error| error.to_string()),
-        None => Err("--admin-address: port 0 means that there are no admin endpoints".to_owned()),
-    }
+    let asked = async { ask(admin_address.ok_or(ClientError::Off)?).await };
+    asked.await.map_err(|error| error.to_string())
 }
 
 /// Parses the flags of a running program. `None` if there are flags unknown to this version.

@@ -3,7 +3,6 @@
 use std::fmt;
 use std::time::SystemTime;
 
-use rcgen::DistinguishedName;
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use zeroize::Zeroizing;
@@ -105,9 +104,4 @@ impl fmt::Debug for AgentIdentity {
             .field("bundle", &self.bundle)
             .finish_non_exhaustive()
     }
-}
-
-/// Returns the subject of a node's agent certificate.
-pub fn agent_distinguished_name(node: &NodeName) -> DistinguishedName {
-    Holder::Agent.distinguished_name(node)
 }

@@ -81,7 +81,7 @@ pub enum IdentityError {
 }
 
 impl IdentityError {
-    pub(crate) fn io(path: &Path, source: io::Error) -> Self {
+    pub fn io(path: &Path, source: io::Error) -> Self {
         Self::Io { path: path.to_owned(), source }
     }
 

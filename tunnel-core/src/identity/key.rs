@@ -71,9 +71,7 @@ mod tests {
     use zeroize::Zeroize;
 
     use super::*;
-    use crate::identity::{
-        AgentIdentity, NodeName, SecretString, TrustBundle, agent_distinguished_name, pem_of_certificates,
-    };
+    use crate::identity::{AgentIdentity, Holder, NodeName, SecretString, TrustBundle, pem_of_certificates};
     use crate::proto::EnrollRequest;
 
     #[test]
@@ -106,7 +104,7 @@ mod tests {
         let issuer = rcgen::Issuer::new(params, ca);
         let node: NodeName = "edge-1".parse().unwrap();
         let mut params = CertificateParams::default();
-        params.distinguished_name = agent_distinguished_name(&node);
+        params.distinguished_name = Holder::Agent.distinguished_name(&node);
         params.is_ca = IsCa::ExplicitNoCa;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];

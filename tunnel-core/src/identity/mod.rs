@@ -21,7 +21,7 @@ mod request;
 mod tls;
 mod verify;
 
-pub use agent::{AgentIdentity, agent_distinguished_name};
+pub use agent::AgentIdentity;
 pub use bundle::TrustBundle;
 pub use certificate::{
     BACKDATE, Client, PEER_COMMON_NAME_PREFIX, PEER_ORGANIZATION, SERVER_NAME, Validity, ca_hash,

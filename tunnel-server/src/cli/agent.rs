@@ -6,9 +6,10 @@ use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_core::identity::NodeName;
+use tunnel_core::output::Format;
 
 use super::cluster_args::ClusterArgs;
-use super::output::{Common, Output, fail_if_any, print, print_json};
+use super::output::{Common, fail_if_any, print, print_json};
 use crate::kube::ObjectNames;
 use crate::kube::read::revocations::RevocationMap;
 use crate::pki::{PkiError, Revocation, RevocationStore, cluster_of};
@@ -90,8 +91,8 @@ impl AgentCommand {
             }
         };
         match self.common.output {
-            Output::Text => print(out, &text)?,
-            Output::Json => print_json(out, &json!(record))?,
+            Format::Text => print(out, &text)?,
+            Format::Json => print_json(out, &json!(record))?,
         }
         Ok(())
     }
@@ -140,7 +141,7 @@ impl AgentCommand {
 
     fn print_list(&self, records: &[Revocation], out: &mut dyn Write) -> Result<(), PkiError> {
         let state = |record: &Revocation| if record.readmitted.is_some() { "readmitted" } else { "revoked" };
-        if self.common.output == Output::Json {
+        if self.common.output == Format::Json {
             let row = |record: &Revocation| -> Value {
                 json!({
                     "node": record.node, "state": state(record),

@@ -1,21 +1,19 @@
 //! `tunnel-server bench NODE`.
 
 use std::fmt::Write as _;
-use std::io::Write as _;
 use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::Args;
 use http::{Method, StatusCode};
 use serde_json::json;
-use tunnel_core::admin::client::{fetch, request_within};
-use tunnel_core::config::{ConfigError, parse_loopback_door, parse_with};
+use tunnel_core::admin::client::{ClientError, fetch, request_within};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::limited_by;
+use tunnel_core::output::{Format, print};
 
-use super::output::Output;
+use super::running::AskArgs;
 use crate::bench::BenchReport;
-use crate::config::DEFAULT_ADMIN_ADDRESS;
 use crate::status::{LinkStatus, StatusReport};
 
 /// Longer than the server takes at most.
@@ -27,13 +25,12 @@ const SEGMENT: u64 = 1400;
 pub struct BenchCommand {
     /// The edge node; its agent has to be attached to this server.
     #[arg(value_name = "NODE")]
-    node: String,
-    /// Output format.
-    #[arg(short, long, value_enum, default_value_t)]
-    output: Output,
-    /// The running server's --admin-address.
-    #[arg(long, value_name = "ADDRESS:PORT", env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS)]
-    admin_address: String,
+    node: NodeName,
+    /// text, for humans, or json: one document.
+    #[arg(short, long, value_name = "FORMAT", default_value = "text")]
+    output: Format,
+    #[command(flatten)]
+    ask: AskArgs,
 }
 
 impl BenchCommand {
@@ -42,16 +39,11 @@ impl BenchCommand {
     /// # Errors
     /// If the server is not running or has no session with the node, or the agent refuses.
     pub async fn run(&self) -> anyhow::Result<()> {
-        let node: NodeName = parse_with("NODE", &self.node)?;
-        let address = parse_loopback_door("--admin-address", &self.admin_address)?.ok_or_else(|| {
-            ConfigError::without_value(
-                "--admin-address",
-                "port 0 means that the server has no admin endpoints",
-            )
-        })?;
+        let node = &self.node;
+        let address = self.ask.admin_address.ok_or(ClientError::Off)?;
         let links = async || -> anyhow::Result<Vec<LinkStatus>> {
             let status: StatusReport = fetch(address, "/status").await?;
-            let node = status.nodes.into_iter().find(|status| status.name == node);
+            let node = status.nodes.into_iter().find(|status| status.name == *node);
             Ok(node.and_then(|node| node.session).map(|session| session.links).unwrap_or_default())
         };
         let before = links().await?;
@@ -63,10 +55,10 @@ impl BenchCommand {
         let report: BenchReport = serde_json::from_slice(&answer.body).context("the server's answer")?;
         let measured = Measured::new(report, &before, &links().await?);
         let text = match self.output {
-            Output::Text => measured.to_text(),
-            Output::Json => format!("{:#}\n", measured.to_json()),
+            Format::Text => measured.to_text(),
+            Format::Json => format!("{:#}\n", measured.to_json()),
         };
-        std::io::stdout().write_all(text.as_bytes())?;
+        print(&text)?;
         Ok(())
     }
 }

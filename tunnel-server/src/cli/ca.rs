@@ -6,9 +6,10 @@ use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_core::identity::NodeName;
+use tunnel_core::output::Format;
 
 use super::cluster_args::ClusterArgs;
-use super::output::{Common, Output, print, print_json};
+use super::output::{Common, print, print_json};
 use crate::kube::ObjectNames;
 use crate::kube::read::authority::CaSecret;
 use crate::pki::{Ca, CaState, IssuedLedger, Lifetimes, PkiError, Role, Root};
@@ -104,8 +105,8 @@ impl CaCommand {
             _ => "no longer trusted",
         };
         match self.common.output {
-            Output::Text => print(out, &format!("root {hash} {key}: {next}\n"))?,
-            Output::Json => print_json(out, &json!({ key: hash }))?,
+            Format::Text => print(out, &format!("root {hash} {key}: {next}\n"))?,
+            Format::Json => print_json(out, &json!({ key: hash }))?,
         }
         Ok(())
     }
@@ -177,8 +178,8 @@ impl CaCommand {
         }
         json["roots"] = rows.into();
         match self.common.output {
-            Output::Text => print(out, &text),
-            Output::Json => print_json(out, &json),
+            Format::Text => print(out, &text),
+            Format::Json => print_json(out, &json),
         }
     }
 }

@@ -93,8 +93,8 @@ fn token_commands_name_the_flag_of_a_bad_value() {
         ("token create --node edge-1 --ttl 5", ["--ttl", "want for example 24h"]),
         ("token create --node edge-1 --ttl 0s", ["--ttl", "zero"]),
         ("token create --node edge-1 --server-address cloud", ["--server-address", "HOST:PORT"]),
-        ("token create --node edge-1 --server-address cloud:0", ["--server-address", "1..65535"]),
-        ("token create --node edge-1 --server-address fd00::1:80", ["--server-address", "brackets"]),
+        ("token create --node edge-1 --server-address cloud:0", ["--server-address", "1 to 65535"]),
+        ("token create --node edge-1 --server-address fd00::1:80", ["--server-address", "[fd00::1]:10262"]),
     ] {
         let error = run(&state_dir, line).unwrap_err();
         assert!(parts.iter().all(|part| error.contains(part)), "{line}: {error}");

@@ -4,28 +4,20 @@ use std::fmt::Display;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde_json::Value;
+use tunnel_core::output::Format;
 
 use crate::pki::{DEFAULT_STATE_DIR, PkiError};
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(super) enum Output {
-    /// For humans.
-    #[default]
-    Text,
-    /// One JSON document.
-    Json,
-}
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct Common {
     /// The server's state directory.
     #[arg(long, value_name = "DIR", default_value = DEFAULT_STATE_DIR, global = true)]
     pub(super) state_dir: PathBuf,
-    /// Output format.
-    #[arg(short, long, value_enum, default_value_t, global = true)]
-    pub(super) output: Output,
+    /// text, for humans, or json: one document.
+    #[arg(short, long, value_name = "FORMAT", default_value = "text", global = true)]
+    pub(super) output: Format,
 }
 
 pub(super) fn print(out: &mut dyn Write, text: &str) -> Result<(), PkiError> {

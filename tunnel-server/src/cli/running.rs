@@ -1,7 +1,8 @@
 //! Asks the running server for its flags and its state.
 
 use clap::{Args, Parser, Subcommand};
-use tunnel_core::config::{ConfigError, parse_loopback_door};
+use tunnel_core::config::ConfigError;
+use tunnel_core::config::value::{self, ListenAddress};
 use tunnel_core::doctor::{Running, ask_at, parse_flags};
 
 use crate::config::{Config, DEFAULT_ADMIN_ADDRESS, RedirectorFlags};
@@ -10,8 +11,9 @@ use crate::status::StatusReport;
 #[derive(Args, Clone, Debug)]
 pub(super) struct AskArgs {
     /// The running server's --admin-address.
-    #[arg(long, value_name = "ADDRESS:PORT", env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS)]
-    admin_address: String,
+    #[arg(long, value_name = "ADDRESS:PORT", env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS,
+          value_parser = value::listen_on_loopback)]
+    pub(super) admin_address: ListenAddress,
 }
 
 impl AskArgs {
@@ -20,8 +22,7 @@ impl AskArgs {
     /// # Errors
     /// If it is not running, or is too old to report its flags.
     pub(super) async fn configured(&self) -> anyhow::Result<(Config, Running<StatusReport>)> {
-        let admin_address = parse_loopback_door("--admin-address", &self.admin_address)?;
-        let running = ask_at(admin_address).await.map_err(|reason| anyhow::anyhow!(reason))?;
+        let running = ask_at(self.admin_address).await.map_err(|reason| anyhow::anyhow!(reason))?;
         let config = config_of(&running).ok_or_else(|| {
             anyhow::anyhow!("the running server is of another version and does not say its flags; upgrade it")
         })?;

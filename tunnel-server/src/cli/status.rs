@@ -1,16 +1,16 @@
 //! `tunnel-server status`.
 
-use std::io::{self, Read as _, Write as _};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use clap::Args;
 use serde::de::DeserializeOwned;
 use tunnel_core::admin::Show;
-use tunnel_core::config::parse_with;
 use tunnel_core::identity::NodeName;
+use tunnel_core::output::print;
 
-use crate::config::DEFAULT_ADMIN_ADDRESS;
+use super::running::AskArgs;
 use crate::status::{ConnectionsReport, StatusReport, merged};
 
 #[derive(Args, Clone, Debug)]
@@ -23,14 +23,13 @@ pub struct StatusCommand {
     /// Show the connections that are carried now instead, of NODE or of all nodes; 1,000 at most, first those whose receiver
     /// has taken nothing for longest.
     #[arg(long, value_name = "NODE", conflicts_with_all = ["all", "from"])]
-    connections: Option<Option<String>>,
+    connections: Option<Option<NodeName>>,
     /// Show what `status -o json` printed, instead of asking; of several servers, one after the other, as one table. `-` is
     /// standard input.
     #[arg(long, value_name = "FILE", conflicts_with = "watch")]
     from: Option<PathBuf>,
-    /// The running server's --admin-address.
-    #[arg(long, value_name = "ADDRESS:PORT", env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS)]
-    admin_address: String,
+    #[command(flatten)]
+    ask: AskArgs,
 }
 
 impl StatusCommand {
@@ -42,21 +41,17 @@ impl StatusCommand {
         if let Some(from) = &self.from {
             let text = read(from).with_context(|| format!("--from={}", from.display()))?;
             let shown = self.shown(&text).with_context(|| format!("--from={}", from.display()))?;
-            return match io::stdout().write_all(shown.as_bytes()) {
-                Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
-                _ => Ok(()),
-            };
+            print(&shown)?;
+            return Ok(());
         }
         if let Some(node) = &self.connections {
-            let node =
-                node.as_deref().map(|node| parse_with::<NodeName>("--connections", node)).transpose()?;
-            let path = node.map_or_else(String::new, |node| format!("?node={node}"));
-            let path = format!("/connections{path}");
+            let of_node = node.as_ref().map_or_else(String::new, |node| format!("?node={node}"));
+            let path = format!("/connections{of_node}");
             let to_text = |report: ConnectionsReport| report.to_text();
-            return Ok(self.show.run("tunnel-server", &self.admin_address, &path, to_text).await?);
+            return Ok(self.show.run("tunnel-server", self.ask.admin_address, &path, to_text).await?);
         }
         let to_text = |report: StatusReport| report.to_text(self.all);
-        Ok(self.show.run("tunnel-server", &self.admin_address, "/status", to_text).await?)
+        Ok(self.show.run("tunnel-server", self.ask.admin_address, "/status", to_text).await?)
     }
 
     fn shown(&self, text: &str) -> anyhow::Result<String> {
@@ -74,8 +69,7 @@ impl StatusCommand {
 
 fn read(path: &Path) -> io::Result<String> {
     if path == Path::new("-") {
-        let mut text = String::new();
-        return io::stdin().lock().read_to_string(&mut text).map(|_| text);
+        return io::read_to_string(io::stdin());
     }
     std::fs::read_to_string(path)
 }

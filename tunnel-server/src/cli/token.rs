@@ -5,9 +5,11 @@ use std::io::{self, Write};
 use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
+use tunnel_core::config::HostPort;
 use tunnel_core::identity::{Holder, NodeName};
+use tunnel_core::output::Format;
 
-use super::output::{Common, Output, fail_if_any, note, print, print_json};
+use super::output::{Common, fail_if_any, note, print, print_json};
 use crate::pki::{Ca, Lifetimes, PkiError, ServerFile, TokenRecord, TokenStore, parse_ttl};
 
 /// Create, list and revoke the tokens with which agents and redirectors enrol.
@@ -33,8 +35,8 @@ enum TokenAction {
         #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = parse_ttl)]
         ttl: std::time::Duration,
         /// Where the agent reaches the server, HOST:PORT[,…] [default: as recorded by the running server].
-        #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', value_parser = parse_server_address)]
-        server_address: Vec<String>,
+        #[arg(long, value_name = "HOST:PORT", value_delimiter = ',')]
+        server_address: Vec<HostPort>,
     },
     /// List the tokens, without their secrets.
     List,
@@ -43,18 +45,6 @@ enum TokenAction {
         /// The token's id: the six characters before the dot.
         id: String,
     },
-}
-
-fn parse_server_address(text: &str) -> Result<String, String> {
-    let (host, port) = text.rsplit_once(':').ok_or("want HOST:PORT")?;
-    let bare_v6 = host.contains(':') && !(host.starts_with('[') && host.ends_with(']'));
-    if host.is_empty() || host.contains(char::is_whitespace) || bare_v6 {
-        return Err("want HOST:PORT, an IPv6 address in brackets".into());
-    }
-    match port.parse::<u16>() {
-        Ok(port) if port != 0 => Ok(text.to_owned()),
-        _ => Err(format!("port {port:?} is not in 1..65535")),
-    }
 }
 
 impl TokenCommand {
@@ -79,8 +69,8 @@ impl TokenCommand {
             TokenAction::Revoke { id } => {
                 let id = store.revoke(id)?;
                 match self.common.output {
-                    Output::Text => print(out, &format!("token {id} revoked\n")),
-                    Output::Json => print_json(out, &json!({ "revoked": id })),
+                    Format::Text => print(out, &format!("token {id} revoked\n")),
+                    Format::Json => print_json(out, &json!({ "revoked": id })),
                 }
             }
         }
@@ -91,12 +81,12 @@ impl TokenCommand {
         store: &TokenStore,
         (holder, node): (Holder, &NodeName),
         ttl: std::time::Duration,
-        given: &[String],
+        given: &[HostPort],
         out: &mut dyn Write,
     ) -> Result<(), PkiError> {
         let state_dir = &self.common.state_dir;
         let ca = Ca::load_or_create(state_dir, Lifetimes::default())?.state()?;
-        let mut addresses = given.to_vec();
+        let mut addresses: Vec<_> = given.iter().map(ToString::to_string).collect();
         if addresses.is_empty() {
             addresses = ServerFile::read(state_dir)?.unwrap_or_default().agent_addresses;
         }
@@ -119,7 +109,7 @@ impl TokenCommand {
         let command =
             format!("{program} --node-name {node} --token {} --ca-hash {}", token.expose(), ca.hash());
         match self.common.output {
-            Output::Text => print(
+            Format::Text => print(
                 out,
                 &format!(
                     "token:    {}\n{what} {node}\nexpires:  {:.0}\nca hash:  {}\n\nOn the node run, once:\n\n  {command}\n",
@@ -132,7 +122,7 @@ impl TokenCommand {
                     },
                 ),
             ),
-            Output::Json => print_json(
+            Format::Json => print_json(
                 out,
                 &json!({
                     "id": record.id,
@@ -153,12 +143,12 @@ impl TokenCommand {
         let (records, broken) = store.list()?;
         let now = Timestamp::now();
         match self.common.output {
-            Output::Json => {
+            Format::Json => {
                 let rows: Vec<_> = records.iter().map(|record| token_json(record, now)).collect();
                 print_json(out, &Value::from(rows))?;
             }
-            Output::Text if records.is_empty() => print(out, "no tokens\n")?,
-            Output::Text => {
+            Format::Text if records.is_empty() => print(out, "no tokens\n")?,
+            Format::Text => {
                 let mut table = comfy_table::Table::new();
                 table
                     .load_style(comfy_table::presets::NOTHING)

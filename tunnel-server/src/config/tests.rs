@@ -308,7 +308,7 @@ fn errors_name_key_value_and_reason() {
             &["--drain-timeout=30"],
             "--drain-timeout=30: not a length of time; use a number and a unit, such as 500ms, 30s or 1h30m",
         ),
-        (&["--log-format=xml"], "--log-format=xml: not a log format; use text or json"),
+        (&["--log-format=xml"], "--log-format=xml: possible values: text, json"),
         (
             &["--log-level=loud"],
             "--log-level=loud: not a log level; use off, error, warn, info, debug, trace, or klog's number",

@@ -1,8 +1,10 @@
 //! A Kubernetes label selector, which determines the edge nodes.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
+
+use kube::core::{Expression, SelectorExt as _};
 
 /// The labels with which OpenYurt, SuperEdge and KubeEdge mark edge nodes.
 pub const DEFAULT_EDGE_SELECTOR: &str =
@@ -12,24 +14,9 @@ pub const DEFAULT_EDGE_SELECTOR: &str =
 /// means and), or several of these separated by `||`, of which one must match.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selector {
-    any: Vec<Vec<Requirement>>,
+    any: Vec<Vec<Expression>>,
     /// True if the labels of edge nodes are kept: with many nodes they need much memory.
     keep: bool,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Requirement {
-    key: String,
-    test: Test,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Test {
-    Exists,
-    Missing,
-    In(BTreeSet<String>),
-    /// Also true if the label is missing, as in Kubernetes.
-    NotIn(BTreeSet<String>),
 }
 
 impl Selector {
@@ -46,18 +33,6 @@ impl Selector {
 
     pub fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
         self.any.iter().any(|all| all.iter().all(|requirement| requirement.matches(labels)))
-    }
-}
-
-impl Requirement {
-    fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
-        let value = labels.get(&self.key);
-        match &self.test {
-            Test::Exists => value.is_some(),
-            Test::Missing => value.is_none(),
-            Test::In(values) => value.is_some_and(|value| values.contains(value)),
-            Test::NotIn(values) => value.is_none_or(|value| !values.contains(value)),
-        }
     }
 }
 
@@ -81,19 +56,8 @@ pub enum SelectorError {
 
 impl Default for Selector {
     fn default() -> Self {
-        let exists = |key: &str| Requirement { key: key.to_owned(), test: Test::Exists };
-        let equals = |key: &str, value: &str| Requirement {
-            key: key.to_owned(),
-            test: Test::In(BTreeSet::from([value.to_owned()])),
-        };
-        Self {
-            any: vec![
-                vec![equals("openyurt.io/is-edge-worker", "true")],
-                vec![equals("superedge.io/edge-node", "enable")],
-                vec![exists("node-role.kubernetes.io/edge")],
-            ],
-            keep: false,
-        }
+        // A constant, checked by a test.
+        DEFAULT_EDGE_SELECTOR.parse().expect("DEFAULT_EDGE_SELECTOR is a selector")
     }
 }
 
@@ -106,7 +70,7 @@ impl FromStr for Selector {
     }
 }
 
-fn conjunction(text: &str) -> Result<Vec<Requirement>, SelectorError> {
+fn conjunction(text: &str) -> Result<Vec<Expression>, SelectorError> {
     if text.trim().is_empty() {
         return Err(SelectorError::Empty);
     }
@@ -137,10 +101,7 @@ fn split_outside_parentheses(text: &str) -> Result<Vec<&str>, SelectorError> {
     Ok(parts)
 }
 
-fn requirement(text: &str) -> Result<Requirement, SelectorError> {
-    let one = |key: &str, value: &str, test: fn(BTreeSet<String>) -> Test| {
-        Ok(Requirement { key: label_key(key)?, test: test(BTreeSet::from([label_value(value)?])) })
-    };
+fn requirement(text: &str) -> Result<Expression, SelectorError> {
     if let Some(head) = text.strip_suffix(')') {
         let (head, values) =
             head.split_once('(').ok_or_else(|| SelectorError::Requirement(text.to_owned()))?;
@@ -148,24 +109,24 @@ fn requirement(text: &str) -> Result<Requirement, SelectorError> {
         let (Some(key), Some(operator), None) = (words.next(), words.next(), words.next()) else {
             return Err(SelectorError::Requirement(text.to_owned()));
         };
-        let test: fn(BTreeSet<String>) -> Test = match operator {
-            "in" => Test::In,
-            "notin" => Test::NotIn,
+        let test = match operator {
+            "in" => Expression::In,
+            "notin" => Expression::NotIn,
             _ => return Err(SelectorError::Requirement(text.to_owned())),
         };
         let values = values.split(',').map(label_value).collect::<Result<_, _>>()?;
-        return Ok(Requirement { key: label_key(key)?, test: test(values) });
+        return Ok(test(label_key(key)?, values));
     }
     if let Some((key, value)) = text.split_once("!=") {
-        return one(key, value, Test::NotIn);
+        return Ok(Expression::NotEqual(label_key(key)?, label_value(value)?));
     }
     if let Some((key, value)) = text.split_once("==").or_else(|| text.split_once('=')) {
-        return one(key, value, Test::In);
+        return Ok(Expression::Equal(label_key(key)?, label_value(value)?));
     }
     match text.strip_prefix('!') {
-        Some(key) => Ok(Requirement { key: label_key(key)?, test: Test::Missing }),
+        Some(key) => Ok(Expression::DoesNotExist(label_key(key)?)),
         None if text.contains(char::is_whitespace) => Err(SelectorError::Requirement(text.to_owned())),
-        None => Ok(Requirement { key: label_key(text)?, test: Test::Exists }),
+        None => Ok(Expression::Exists(label_key(text)?)),
     }
 }
 
@@ -216,22 +177,6 @@ impl fmt::Display for Selector {
     }
 }
 
-impl fmt::Display for Requirement {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let key = &self.key;
-        let list =
-            |values: &BTreeSet<String>| values.iter().map(String::as_str).collect::<Vec<_>>().join(",");
-        match &self.test {
-            Test::Exists => write!(f, "{key}"),
-            Test::Missing => write!(f, "!{key}"),
-            Test::In(values) if values.len() == 1 => write!(f, "{key}={}", list(values)),
-            Test::NotIn(values) if values.len() == 1 => write!(f, "{key}!={}", list(values)),
-            Test::In(values) => write!(f, "{key} in ({})", list(values)),
-            Test::NotIn(values) => write!(f, "{key} notin ({})", list(values)),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -247,7 +192,6 @@ mod tests {
 
     #[test]
     fn the_default_is_any_of_three_labels() {
-        assert_eq!(DEFAULT_EDGE_SELECTOR.parse::<Selector>().unwrap(), Selector::default());
         assert_eq!(Selector::default().to_string(), DEFAULT_EDGE_SELECTOR);
         assert!(matches(DEFAULT_EDGE_SELECTOR, &[("openyurt.io/is-edge-worker", "true")]));
         assert!(!matches(DEFAULT_EDGE_SELECTOR, &[("openyurt.io/is-edge-worker", "false")]));

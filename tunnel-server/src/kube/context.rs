@@ -8,6 +8,7 @@ use std::time::Duration;
 use clap::Args;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+use tunnel_core::identity::NodeName;
 use tunnel_kube::{ClientSettings, Health, KubeError};
 
 use crate::inventory::Inventory;
@@ -99,20 +100,11 @@ impl Default for ObjectNames {
     }
 }
 
-/// Checks a name as the API server does: an RFC 1123 subdomain.
+/// Checks a name as the API server does: an RFC 1123 subdomain, like that of a node.
 pub(crate) fn object_name(value: &str) -> Result<String, String> {
-    let label = |label: &str| {
-        let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
-        !label.is_empty()
-            && label.bytes().all(|byte| inner(byte) || byte == b'-')
-            && !label.starts_with('-')
-            && !label.ends_with('-')
-    };
-    if value.len() <= 253 && value.split('.').all(label) {
-        return Ok(value.to_owned());
-    }
-    Err("not the name of an object; use lower-case letters, digits, - and ., such as tunnel-server"
-        .to_owned())
+    value.parse::<NodeName>().map(|name| name.to_string()).map_err(|_| {
+        "not the name of an object; use lower-case letters, digits, - and ., such as tunnel-server".to_owned()
+    })
 }
 
 /// The cluster as seen by one server.

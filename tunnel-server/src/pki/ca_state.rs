@@ -46,12 +46,8 @@ impl Lifetimes {
 
     pub(super) fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self, PkiError> {
         let read = |key: &str, default: Duration| match lookup(key) {
-            Some(text) => parse_ttl(&text).map_err(|error| match error {
-                PkiError::Duration { text, reason } => {
-                    PkiError::Duration { text: format!("{key}={text}"), reason }
-                }
-                other => other,
-            }),
+            Some(text) => parse_ttl(&text)
+                .map_err(|reason| PkiError::Duration { text: format!("{key}={text}"), reason }),
             None => Ok(default),
         };
         let default = Self::default();

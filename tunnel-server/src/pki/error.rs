@@ -1,6 +1,6 @@
 //! Errors of the CA, of enrolment tokens and of certificates.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use tunnel_core::identity::IdentityError;
 
@@ -25,20 +25,15 @@ pub enum PkiError {
     NoSuchToken(String),
     #[error("node {0} is not revoked; `tunnel-server agent list` shows those that are")]
     NotRevoked(String),
-    #[error("{text:?}: {reason}; want for example 24h, 90m or 2d")]
+    #[error("{text}: {reason}")]
     Duration { text: String, reason: String },
-    /// An unusable text of the CA; [`Ca`](super::Ca) turns it into [`PkiError::File`].
+    /// An unusable text of the CA; [`Ca`](super::Ca) adds the path and the fix.
     #[error("{name}: {reason}")]
     Material {
         /// `ca.crt`, or the name of a key.
         name: String,
         reason: String,
     },
-    /// A file that exists but is unusable. It is never overwritten.
-    #[error("{path}: {reason}; {fix}", path = .path.display())]
-    File { path: PathBuf, reason: String, fix: String },
-    #[error("{path}: {source}", path = .path.display())]
-    Io { path: PathBuf, source: std::io::Error },
 }
 
 impl PkiError {
@@ -47,11 +42,11 @@ impl PkiError {
     }
 
     pub(super) fn file(path: &Path, reason: &dyn std::fmt::Display, fix: impl Into<String>) -> Self {
-        Self::File { path: path.to_owned(), reason: reason.to_string(), fix: fix.into() }
+        IdentityError::file(path, reason, fix).into()
     }
 
     pub(crate) fn io(path: &Path, source: std::io::Error) -> Self {
-        Self::Io { path: path.to_owned(), source }
+        IdentityError::io(path, source).into()
     }
 
     pub(super) fn sign(error: &rcgen::Error) -> Self {

@@ -36,6 +36,7 @@ mod failure_limit;
 mod issued;
 mod material;
 mod metrics;
+mod records;
 mod request;
 mod revocations;
 mod server_certificate;

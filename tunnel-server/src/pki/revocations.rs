@@ -6,8 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -16,11 +15,11 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::identity::NodeName;
-use tunnel_core::identity::files::{self, DirectoryLock, PRIVATE_FILE};
+use tunnel_core::identity::files;
 use tunnel_core::log_once::LogOnce;
 
-use super::LOCK;
 use super::error::PkiError;
+use super::records::Records;
 use crate::reloaded::FileWatch;
 
 const DIRECTORY: &str = "revoked";
@@ -80,53 +79,30 @@ pub struct Revocations {
 
 /// The records of a state directory.
 #[derive(Clone, Debug)]
-pub struct RevocationStore {
-    state_dir: PathBuf,
-}
+pub struct RevocationStore(Records);
 
 impl RevocationStore {
     pub fn new(state_dir: &Path) -> Self {
-        Self { state_dir: state_dir.to_owned() }
-    }
-
-    fn directory(&self) -> PathBuf {
-        self.state_dir.join(DIRECTORY)
+        Self(Records::new(state_dir, DIRECTORY))
     }
 
     /// A node name is a valid file name: at most 253 characters of [a-z0-9.-], and never "." or "..".
-    fn path(&self, node: &NodeName) -> PathBuf {
-        self.directory().join(node.as_str())
-    }
-
-    fn lock(&self) -> Result<DirectoryLock, PkiError> {
-        Ok(DirectoryLock::acquire(&self.state_dir, LOCK)?)
-    }
-
     fn read(&self, node: &NodeName) -> Result<Option<Revocation>, PkiError> {
-        let path = self.path(node);
         let fix = format!(
             "the node counts as revoked; write the file anew with `tunnel-server agent revoke {node}`, and then \
              `agent readmit {node}` if it may return"
         );
-        let Some(text) =
-            files::read_optional(&path).map_err(|error| PkiError::file(&path, &error, fix.as_str()))?
-        else {
-            return Ok(None);
-        };
-        let record: Revocation =
-            serde_json::from_str(&text).map_err(|error| PkiError::file(&path, &error, fix.as_str()))?;
+        let name = node.as_str();
+        let Some(record) = self.0.read::<Revocation>(name, &fix)? else { return Ok(None) };
         if record.node != *node {
-            return Err(PkiError::file(&path, &format_args!("it is about node {}", record.node), fix));
+            let reason = format_args!("it is about node {}", record.node);
+            return Err(PkiError::file(&self.0.path(name), &reason, fix));
         }
         Ok(Some(record))
     }
 
     fn write(&self, record: &Revocation) -> Result<(), PkiError> {
-        let path = self.path(&record.node);
-        let json = serde_json::to_vec_pretty(record)
-            .map_err(|error| PkiError::file(&path, &error, "report this"))?;
-        files::create_private_directory(&self.directory())?;
-        Ok(files::replace(&path, &json, PRIVATE_FILE)?)
+        self.0.write(record.node.as_str(), record)
     }
 
     /// Returns the records, and an error for each unusable file.
@@ -134,17 +110,9 @@ impl RevocationStore {
     /// # Errors
     /// If the directory cannot be read; if it does not exist there are no records.
     pub fn load(&self) -> Result<(Revocations, Vec<PkiError>), PkiError> {
-        let directory = self.directory();
-        let entries = match fs::read_dir(&directory) {
-            Ok(entries) => entries,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Default::default()),
-            Err(error) => return Err(PkiError::io(&directory, error)),
-        };
         let (mut known, mut errors) = (Revocations::default(), Vec::new());
-        for entry in entries {
-            let name = entry.map_err(|error| PkiError::io(&directory, error))?.file_name();
-            // Temporary files begin with a dot.
-            let Some(node) = name.to_str().and_then(|name| name.parse::<NodeName>().ok()) else { continue };
+        for name in self.0.names()? {
+            let Ok(node) = name.parse::<NodeName>() else { continue };
             match self.read(&node) {
                 Ok(record) => known.records.extend(record.map(|record| (node, record))),
                 Err(error) => {
@@ -158,7 +126,7 @@ impl RevocationStore {
 
     /// Revokes the node, also if it is revoked already. A damaged file is replaced.
     pub fn revoke(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, PkiError> {
-        let _lock = self.lock()?;
+        let _lock = self.0.lock()?;
         let before = self.read(node).ok().flatten();
         let record = Revocation::revoke(before.as_ref(), node, now);
         self.write(&record)?;
@@ -167,7 +135,7 @@ impl RevocationStore {
 
     /// Ends the revocation for certificates issued from now on.
     pub fn readmit(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, PkiError> {
-        let _lock = self.lock()?;
+        let _lock = self.0.lock()?;
         let before = self.read(node)?;
         let record = before
             .and_then(|before| before.readmit(now))
@@ -179,7 +147,7 @@ impl RevocationStore {
     /// Takes over the records that are newer than those here. Removes nothing: a deleted object must not let a copied
     /// identity in again.
     pub fn merge(&self, records: &[Revocation]) -> Result<(), PkiError> {
-        let _lock = self.lock()?;
+        let _lock = self.0.lock()?;
         for record in records {
             match self.read(&record.node) {
                 Ok(Some(known)) if known.order() >= record.order() => {}
@@ -194,8 +162,7 @@ impl RevocationStore {
     /// # Errors
     /// If the directory cannot be read or created. No agent may be admitted without knowing the revocations.
     pub fn open(&self) -> Result<watch::Sender<Arc<Revocations>>, PkiError> {
-        files::create_private_directory(&self.state_dir)?;
-        files::create_private_directory(&self.directory())?;
+        files::create_private_directory(&self.0.directory())?;
         let (known, errors) = self.load()?;
         for error in errors {
             tracing::error!(%error, "a revocation cannot be read");
@@ -209,11 +176,12 @@ impl RevocationStore {
         let mut logged = LogOnce::default();
         loop {
             // Before reading, so that a later change is an event. Any file of the directory will do.
-            watch.follow([self.directory().join("_").as_path()]);
+            watch.follow([self.0.directory().join("_").as_path()]);
             let store = self.clone();
             let read = tokio::task::spawn_blocking(move || {
                 // `load` treats a missing directory as empty; here it existed before.
-                fs::metadata(store.directory()).map_err(|error| PkiError::io(&store.directory(), error))?;
+                fs::metadata(store.0.directory())
+                    .map_err(|error| PkiError::io(&store.0.directory(), error))?;
                 store.load()
             });
             match read.await {
@@ -286,7 +254,7 @@ mod tests {
         let (_directory, store, now) = store();
         assert!(matches!(store.readmit(&node("edge-1"), now), Err(PkiError::NotRevoked(_))));
         store.revoke(&node("edge-1"), now).unwrap();
-        let path = store.path(&node("edge-1"));
+        let path = store.0.path("edge-1");
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
         // In the same second, and by a clock that is behind.
         let readmitted = store.readmit(&node("edge-1"), later(now, -3600)).unwrap();
@@ -303,11 +271,11 @@ mod tests {
         store.revoke(&node("edge-1"), now).unwrap();
         for text in ["", "{\"node\":", "{\"node\":\"edge-2\",\"revoked\":\"2026-01-01T00:00:00Z\"}", "\u{0}"]
         {
-            fs::write(store.path(&node("edge-1")), text).unwrap();
+            fs::write(store.0.path("edge-1"), text).unwrap();
             let (known, errors) = store.load().unwrap();
             assert!(known.damaged.contains(&node("edge-1")) && known.records.is_empty(), "{text:?}");
             let error = errors[0].to_string();
-            let path = store.path(&node("edge-1"));
+            let path = store.0.path("edge-1");
             assert!(
                 error.contains(path.to_str().unwrap()) && error.contains("agent revoke edge-1"),
                 "{error}"
@@ -322,9 +290,9 @@ mod tests {
     fn a_directory_that_cannot_be_read_is_not_an_empty_one() {
         let (_directory, store, now) = store();
         assert_eq!(store.load().unwrap().0, Revocations::default(), "there is none yet");
-        fs::write(store.directory(), "").unwrap();
+        fs::write(store.0.directory(), "").unwrap();
         assert!(store.load().is_err() && store.open().is_err());
-        fs::remove_file(store.directory()).unwrap();
+        fs::remove_file(store.0.directory()).unwrap();
         store.revoke(&node("edge-1"), now).unwrap();
         assert_eq!(**store.open().unwrap().borrow(), store.load().unwrap().0);
     }
@@ -347,7 +315,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_running_server_follows_and_never_forgets() {
-        let (_directory, store, now) = store();
+        let (directory, store, now) = store();
         let known = store.open().unwrap();
         let (mut seen, stop) = (known.subscribe(), CancellationToken::new());
         let task = tokio::spawn(store.clone().follow(known, stop.clone()));
@@ -359,7 +327,7 @@ mod tests {
         };
         store.revoke(&node("edge-1"), now).unwrap();
         until("revoked", |seen| seen.revoked().count() == 1).await;
-        fs::write(store.path(&node("edge-1")), "x").unwrap();
+        fs::write(store.0.path("edge-1"), "x").unwrap();
         until("damaged", |seen| seen.damaged.len() == 1).await;
         store.revoke(&node("edge-1"), now).unwrap();
         store.readmit(&node("edge-1"), now).unwrap();
@@ -367,7 +335,7 @@ mod tests {
         store.revoke(&node("edge-2"), now).unwrap();
         until("another", |seen| seen.revoked().count() == 1).await;
         // The directory vanishes and returns with one more file.
-        let (here, away) = (store.directory(), store.state_dir.join("away"));
+        let (here, away) = (store.0.directory(), directory.path().join("away"));
         fs::rename(&here, &away).unwrap();
         fs::write(away.join("edge-3"), "x").unwrap();
         fs::rename(&away, &here).unwrap();

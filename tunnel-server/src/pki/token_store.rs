@@ -1,17 +1,15 @@
 //! The enrolment tokens on disk: creates, lists, revokes and redeems them.
 
-use std::fs;
-use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
-use tunnel_core::identity::files::{self, DirectoryLock, PRIVATE_FILE};
+use tunnel_core::identity::files;
 use tunnel_core::identity::{Holder, NodeName};
 
-use super::LOCK;
 use super::error::PkiError;
+use super::records::Records;
 use super::token::{Token, is_id};
 
 /// Time for which an expired token is still listed.
@@ -79,49 +77,29 @@ pub enum TokenRefusal {
     OtherHolder { token: Holder, asked: Holder },
 }
 
+/// `id` must have the form of a token id.
+fn file_name(id: &str) -> String {
+    format!("{id}.json")
+}
+
 /// The enrolment tokens of a state directory. Nothing is cached: changes by the command line take effect immediately.
 #[derive(Clone, Debug)]
-pub struct TokenStore {
-    state_dir: PathBuf,
-}
+pub struct TokenStore(Records);
 
 impl TokenStore {
     pub fn new(state_dir: &Path) -> Self {
-        Self { state_dir: state_dir.to_owned() }
-    }
-
-    fn directory(&self) -> PathBuf {
-        self.state_dir.join("tokens")
-    }
-
-    /// `id` must have the form of a token id.
-    fn path(&self, id: &str) -> PathBuf {
-        self.directory().join(format!("{id}.json"))
-    }
-
-    fn lock(&self) -> Result<DirectoryLock, PkiError> {
-        files::create_private_directory(&self.state_dir)?;
-        Ok(DirectoryLock::acquire(&self.state_dir, LOCK)?)
+        Self(Records::new(state_dir, "tokens"))
     }
 
     fn read(&self, id: &str) -> Result<Option<TokenRecord>, PkiError> {
-        let path = self.path(id);
-        let Some(text) = files::read_optional(&path)? else { return Ok(None) };
         let fix = "remove it and make a new token";
-        let record: TokenRecord =
-            serde_json::from_str(&text).map_err(|error| PkiError::file(&path, &error, fix))?;
+        let name = file_name(id);
+        let Some(record) = self.0.read::<TokenRecord>(&name, fix)? else { return Ok(None) };
         if record.id != id {
             let reason = format!("it holds token {:?}", record.id);
-            return Err(PkiError::file(&path, &reason, fix));
+            return Err(PkiError::file(&self.0.path(&name), &reason, fix));
         }
         Ok(Some(record))
-    }
-
-    fn write(&self, record: &TokenRecord) -> Result<(), PkiError> {
-        let path = self.path(&record.id);
-        let json = serde_json::to_vec_pretty(record)
-            .map_err(|error| PkiError::file(&path, &error, "report this"))?;
-        Ok(files::replace(&path, &json, PRIVATE_FILE)?)
     }
 
     /// Creates a token for a node's agent or redirector. Also removes tokens that expired more than a week ago.
@@ -135,14 +113,13 @@ impl TokenStore {
             text: format!("{}s", ttl.as_secs()),
             reason: error.to_string(),
         })?;
-        let _lock = self.lock()?;
-        files::create_private_directory(&self.directory())?;
+        let _lock = self.0.lock()?;
         let (records, _broken) = self.list()?;
         for old in records.iter().filter(|record| now.duration_since(record.expires) > KEEP_EXPIRED) {
-            files::remove_if_present(&self.path(&old.id))?;
+            files::remove_if_present(&self.0.path(&file_name(&old.id)))?;
         }
         let mut token = Token::generate();
-        while self.path(token.id()).exists() {
+        while self.0.path(&file_name(token.id())).exists() {
             token = Token::generate();
         }
         let record = TokenRecord {
@@ -155,22 +132,14 @@ impl TokenStore {
             used_by: None,
             used_at: None,
         };
-        self.write(&record)?;
+        self.0.write(&file_name(&record.id), &record)?;
         Ok((token, record))
     }
 
     /// Returns all tokens, oldest first, and an error for each unusable file.
     pub fn list(&self) -> Result<(Vec<TokenRecord>, Vec<PkiError>), PkiError> {
-        let directory = self.directory();
-        let entries = match fs::read_dir(&directory) {
-            Ok(entries) => entries,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok((Vec::new(), Vec::new())),
-            Err(error) => return Err(PkiError::io(&directory, error)),
-        };
         let (mut records, mut broken) = (Vec::new(), Vec::new());
-        for entry in entries {
-            let path = entry.map_err(|error| PkiError::io(&directory, error))?.path();
-            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        for name in self.0.names()? {
             let Some(id) = name.strip_suffix(".json").filter(|id| is_id(id)) else { continue };
             match self.read(id) {
                 Ok(record) => records.extend(record),
@@ -188,11 +157,12 @@ impl TokenStore {
             // Not shown in full: it could be a mistyped token.
             return Err(PkiError::NoSuchToken(id.chars().take(6).collect()));
         }
-        let _lock = self.lock()?;
-        if !self.path(id).exists() {
+        let _lock = self.0.lock()?;
+        let path = self.0.path(&file_name(id));
+        if !path.exists() {
             return Err(PkiError::NoSuchToken(id.to_owned()));
         }
-        files::remove_if_present(&self.path(id))?;
+        files::remove_if_present(&path)?;
         Ok(id.to_owned())
     }
 
@@ -209,7 +179,7 @@ impl TokenStore {
         void_until: Option<Timestamp>,
         now: Timestamp,
     ) -> Result<Result<(), TokenRefusal>, PkiError> {
-        let _lock = self.lock()?;
+        let _lock = self.0.lock()?;
         let Some(mut record) = self.read(token.id())? else { return Ok(Err(TokenRefusal::Unknown)) };
         if !token.matches(&record.secret_sha256) {
             return Ok(Err(TokenRefusal::Unknown));
@@ -232,7 +202,7 @@ impl TokenStore {
             None => {
                 record.used_by = Some(key_hash.to_owned());
                 record.used_at = Some(now);
-                self.write(&record)?;
+                self.0.write(&file_name(&record.id), &record)?;
             }
         }
         Ok(Ok(()))
@@ -241,6 +211,7 @@ impl TokenStore {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::MetadataExt;
 
     use super::*;
@@ -319,11 +290,11 @@ mod tests {
     fn the_secret_is_nowhere_on_disk() {
         let (_directory, store, now) = store();
         let (token, record) = store.create((Holder::Agent, &node("edge-1")), HOUR, now).unwrap();
-        let path = store.path(&record.id);
+        let path = store.0.path(&file_name(&record.id));
         let text = fs::read_to_string(&path).unwrap();
         assert!(!text.contains(&token.expose()[7..]));
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
-        assert_eq!(fs::metadata(store.directory()).unwrap().mode() & 0o777, 0o700);
+        assert_eq!(fs::metadata(store.0.directory()).unwrap().mode() & 0o777, 0o700);
     }
 
     #[test]
@@ -343,7 +314,7 @@ mod tests {
     fn a_broken_file_is_reported_and_kept() {
         let (_directory, store, now) = store();
         let (token, _) = store.create((Holder::Agent, &node("edge-1")), HOUR, now).unwrap();
-        let path = store.path(token.id());
+        let path = store.0.path(&file_name(token.id()));
         fs::write(&path, "{\"id\":").unwrap();
         let error =
             store.redeem(&token, (Holder::Agent, &node("edge-1")), "k", None, now).unwrap_err().to_string();

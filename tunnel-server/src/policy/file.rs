@@ -1,7 +1,7 @@
 //! Parses a policy file.
 
 use ipnet::IpNet;
-use serde::de::{Error as _, Visitor};
+use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 use std::fmt;
 use tunnel_core::config::{PortSet, value};
@@ -107,62 +107,30 @@ impl<'de> Deserialize<'de> for Ranges {
     }
 }
 
-/// A port, a range such as `8000-8099`, `*`, or a list of these.
+/// A list of ports, ranges such as `8000-8099`, or `*`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Ports(pub(super) PortSet);
 
 impl<'de> Deserialize<'de> for Ports {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Text;
-
-        impl<'de> Visitor<'de> for Text {
-            type Value = String;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a list of ports such as [22, 8000-8099], or [\"*\"]")
-            }
-
-            fn visit_seq<A: serde::de::SeqAccess<'de>>(self, mut list: A) -> Result<String, A::Error> {
-                let mut entries = Vec::new();
-                // Numbers are converted to text.
-                while let Some(entry) = list.next_element::<Entry>()? {
-                    entries.push(entry.0);
-                }
-                Ok(entries.join(","))
-            }
-        }
-
-        let text = deserializer.deserialize_seq(Text)?;
+        let entries = Vec::<Entry>::deserialize(deserializer)?;
+        let text = entries.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
         text.parse().map(Self).map_err(D::Error::custom)
     }
 }
 
-struct Entry(String);
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "not a port, a range such as 8000-8099, or \"*\"")]
+enum Entry {
+    Port(i64),
+    Text(String),
+}
 
-impl<'de> Deserialize<'de> for Entry {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Port;
-
-        impl Visitor<'_> for Port {
-            type Value = Entry;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a port, a range such as 8000-8099, or \"*\"")
-            }
-
-            fn visit_u64<E>(self, port: u64) -> Result<Entry, E> {
-                Ok(Entry(port.to_string()))
-            }
-
-            fn visit_i64<E>(self, port: i64) -> Result<Entry, E> {
-                Ok(Entry(port.to_string()))
-            }
-
-            fn visit_str<E>(self, text: &str) -> Result<Entry, E> {
-                Ok(Entry(text.to_owned()))
-            }
+impl fmt::Display for Entry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Port(port) => port.fmt(f),
+            Self::Text(text) => text.fmt(f),
         }
-
-        deserializer.deserialize_any(Port)
     }
 }

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result, ensure};
 use clap::ValueEnum;
 
-use crate::command::{root, target_dir};
+use crate::command::{name_of, root, target_dir};
 use crate::cross::{self, Arch, Profile};
 use crate::source::Source;
 use crate::{build_ebpf, sbom};
@@ -22,7 +22,7 @@ use recipe::Recipe;
 
 pub(crate) const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-#[derive(clap::Args, Clone)]
+#[derive(clap::Args)]
 pub(crate) struct Options {
     /// How the binaries are compiled.
     #[arg(long, value_enum, default_value_t = Profile::Release)]
@@ -36,18 +36,6 @@ pub(crate) struct Options {
     /// Builds a second time, from a clone in another folder, and fails unless the archives are the same bytes.
     #[arg(long)]
     twice: bool,
-}
-
-impl Options {
-    /// Flags of the same build.
-    fn flags(&self) -> Vec<String> {
-        fn flag(name: &str, value: &impl ValueEnum) -> Option<String> {
-            Some(format!("--{name}={}", value.to_possible_value()?.get_name()))
-        }
-        let only = self.only.and_then(|image| flag("only", &image));
-        let arch = self.arch.and_then(|arch| flag("arch", &arch));
-        flag("profile", &self.profile).into_iter().chain(only).chain(arch).collect()
-    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -96,7 +84,7 @@ pub(crate) fn run_image(options: &Options) -> Result<ExitCode> {
         println!("{}", archive.display());
     }
     if options.twice {
-        twice::check(&options.flags(), &archives)?;
+        twice::check(&archives)?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -123,7 +111,7 @@ pub(crate) fn build(profile: Profile, wanted: &[Wanted<'_>]) -> Result<Vec<PathB
                 embeds(&files, object)?;
             }
             let sbom = sboms.remove(image.name()).context("cargo cyclonedx left a program out")?;
-            let platform = Platform { architecture: arch.name(), files, sbom };
+            let platform = Platform { architecture: name_of(&arch), files, sbom };
             platforms.entry(image.name()).or_default().push(platform);
         }
     }
@@ -216,13 +204,6 @@ mod tests {
         assert_eq!(labels["org.opencontainers.image.revision"], "abc");
         let unknown = common(Image::Server, recipe(), &source(None)).labels;
         assert!(!unknown.contains_key("org.opencontainers.image.revision"));
-    }
-
-    #[test]
-    fn the_second_build_has_the_same_flags() {
-        let options =
-            Options { profile: Profile::Dev, only: Some(Image::Agent), arch: Some(Arch::Arm64), twice: true };
-        assert_eq!(options.flags(), ["--profile=dev", "--only=agent", "--arch=arm64"]);
     }
 
     #[test]

@@ -25,7 +25,7 @@ pub(super) struct Common {
 
 /// An image of one architecture.
 pub(super) struct Platform {
-    pub(super) architecture: &'static str,
+    pub(super) architecture: String,
     /// Programs by their path in the image.
     pub(super) files: BTreeMap<String, Vec<u8>>,
     pub(super) sbom: Vec<u8>,
@@ -213,7 +213,7 @@ mod tests {
             created: "2026-01-02T03:04:05Z".into(),
         };
         let platform = |architecture: &'static str| Platform {
-            architecture,
+            architecture: architecture.to_owned(),
             files: BTreeMap::from([("x".to_owned(), format!("a binary of {architecture}").into_bytes())]),
             sbom: format!("{{\"of\":\"{architecture}\"}}").into_bytes(),
         };

@@ -8,15 +8,15 @@ use anyhow::{Context as _, Result, bail};
 use super::oci;
 use crate::command::{program, root, run};
 
-/// `flags` are those of the first build.
-pub(super) fn check(flags: &[String], archives: &[PathBuf]) -> Result<()> {
+pub(super) fn check(archives: &[PathBuf]) -> Result<()> {
     let folder = tempfile::tempdir().context("a folder for the second build")?;
     let (clone, target) = (folder.path().join("clone"), folder.path().join("target"));
     run(program("git").args(["clone", "--quiet", "--shared"]).arg(root()).arg(&clone))?;
     // Runs this program for the other clone: see `command::root`.
     let mut again = program(env::current_exe().context("where this program is")?);
     again.current_dir(&clone).env("CARGO_MANIFEST_DIR", clone.join("xtask")).env("CARGO_TARGET_DIR", &target);
-    again.arg("image").args(flags);
+    // The flags of the first build.
+    again.args(env::args_os().skip(1).filter(|arg| arg != "--twice"));
     run(&mut again)?;
     for archive in archives {
         let file = archive.file_name().context("an archive without a name")?;

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use clap::ValueEnum;
 
 use crate::cache;
-use crate::command::{output, program, run};
+use crate::command::{name_of, output, program, run};
 
 /// Debian's package that depends on a release's current kernel for clouds.
 const CURRENT: &str = "linux-image-cloud-amd64";
@@ -38,15 +38,6 @@ pub(super) struct Unpacked {
 }
 
 impl Kernel {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::V5_10 => "5.10",
-            Self::V6_1 => "6.1",
-            Self::V6_12 => "6.12",
-            Self::Backports => "backports",
-        }
-    }
-
     /// The archive and the release that have it.
     fn source(self) -> (&'static str, &'static str) {
         match self {
@@ -61,7 +52,7 @@ impl Kernel {
 /// Returns a kernel from the cache, which is never updated: remove it for a newer one.
 pub(super) fn unpacked(kernel: Kernel) -> Result<Unpacked> {
     let (archive, release) = kernel.source();
-    let folder = cache::once("kernels", kernel.name(), &[archive, release], |folder| {
+    let folder = cache::once("kernels", &name_of(&kernel), &[archive, release], |folder| {
         download(folder, archive, release).with_context(|| format!("Debian's kernel of {release}"))
     })?;
     found(&folder)

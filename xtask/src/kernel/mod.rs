@@ -10,7 +10,7 @@ use std::process::Stdio;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::command::{built, cargo};
+use crate::command::{built, cargo, name_of};
 use crate::demo::PROGRAMS;
 use crate::packages;
 use crate::tally::Tally;
@@ -108,7 +108,7 @@ pub(crate) fn run(kernel: Kernel, tally: &mut Tally) -> Result<()> {
         tally.count(&mut machine)?;
         let text = fs::read_to_string(&results).with_context(|| format!("reading {}", results.display()))?;
         for name in names {
-            tally.step(&format!("kernel::{}: {name}", kernel.name()), succeeded(&text, name));
+            tally.step(&format!("kernel::{}: {name}", name_of(&kernel)), succeeded(&text, name));
         }
     }
     Ok(())

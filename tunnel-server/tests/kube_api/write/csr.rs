@@ -11,9 +11,7 @@ use rustls_pki_types::pem::PemObject;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
-use tunnel_core::identity::{
-    NodeName, PrivateKey, TrustBundle, agent_distinguished_name, node_of_certificate, validity,
-};
+use tunnel_core::identity::{Holder, NodeName, PrivateKey, TrustBundle, node_of_certificate, validity};
 use tunnel_kube::SIGNER;
 use tunnel_server::kube::KubeContext;
 use tunnel_server::kube::write::csr::run;
@@ -60,7 +58,7 @@ fn ago(time: Duration) -> String {
 fn request(name: &str, node: &str, user: &str) -> Value {
     let node: NodeName = node.parse().unwrap();
     let mut params = CertificateParams::default();
-    params.distinguished_name = agent_distinguished_name(&node);
+    params.distinguished_name = Holder::Agent.distinguished_name(&node);
     let pem = params.serialize_request(&PrivateKey::generate().unwrap()).unwrap().pem().unwrap();
     json!({
         "apiVersion": "certificates.k8s.io/v1",

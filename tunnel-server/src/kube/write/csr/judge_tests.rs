@@ -156,7 +156,7 @@ fn a_redirectors_certificate_is_for_its_service_account_only() {
 fn the_agents_own_request_is_approved() {
     let key = PrivateKey::generate().unwrap();
     let node: NodeName = "edge-1".parse().unwrap();
-    let mut params = params(tunnel_core::identity::agent_distinguished_name(&node));
+    let mut params = params(Holder::Agent.distinguished_name(&node));
     params.is_ca = rcgen::IsCa::NoCa;
     let csr = with(|spec| {
         spec.request = ByteString(params.serialize_request(&key).unwrap().pem().unwrap().into_bytes());

@@ -2,13 +2,13 @@
 
 use k8s_openapi::api::certificates::v1::CertificateSigningRequestSpec;
 use rcgen::CertificateParams;
-use tunnel_core::identity::{PrivateKey, agent_distinguished_name};
+use tunnel_core::identity::{Holder, PrivateKey};
 
 use super::*;
 
 fn request(user: &str) -> CertificateSigningRequest {
     let mut params = CertificateParams::default();
-    params.distinguished_name = agent_distinguished_name(&"edge-1".parse().unwrap());
+    params.distinguished_name = Holder::Agent.distinguished_name(&"edge-1".parse().unwrap());
     let pem = params.serialize_request(&PrivateKey::generate().unwrap()).unwrap().pem().unwrap();
     CertificateSigningRequest {
         spec: CertificateSigningRequestSpec {
