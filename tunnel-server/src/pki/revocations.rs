@@ -198,7 +198,7 @@ impl RevocationStore {
         files::create_private_directory(&self.directory())?;
         let (known, errors) = self.load()?;
         for error in errors {
-            tracing::error!(%error, "a revocation cannot be read");
+            tracing::error!(%error, "failed to read a revocation, the node stays revoked");
         }
         Ok(watch::Sender::new(Arc::new(known)))
     }
@@ -222,7 +222,7 @@ impl RevocationStore {
                     if text.is_empty() {
                         logged.clear();
                     } else if logged.is_new(&text) {
-                        tracing::error!(error = text, "a revocation cannot be read");
+                        tracing::error!(error = text, "failed to read a revocation, the node stays revoked");
                     }
                     publish.send_if_modified(|current| {
                         let changed = **current != known;
@@ -230,7 +230,7 @@ impl RevocationStore {
                             tracing::info!(
                                 revoked = known.revoked().count(),
                                 damaged = known.damaged.len(),
-                                "the revocations have changed"
+                                "revocations changed"
                             );
                             *current = Arc::new(known);
                         }
@@ -239,7 +239,7 @@ impl RevocationStore {
                 }
                 Ok(Err(error)) => {
                     if logged.is_new(&error) {
-                        tracing::error!(%error, "the revocations cannot be read; those known stay in effect");
+                        tracing::error!(%error, "failed to read the revocations, keeping the known ones");
                     }
                 }
                 // The runtime is being shut down.

@@ -125,7 +125,7 @@ fn server_at(name: &Name) -> Option<String> {
     let credentials = listener_at(name).ok()?;
     let (pid, uid) = (credentials.pid(), credentials.uid());
     if !may_redirect(pid, uid) {
-        tracing::warn!(pid, uid, socket = %name, "an unprivileged process poses as a server, and is ignored");
+        tracing::warn!(pid, uid, path = %name, "ignoring an unprivileged process that poses as a server");
         return None;
     }
     // pid 0: the process is in a PID namespace that is not visible here.

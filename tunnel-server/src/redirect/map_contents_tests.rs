@@ -369,7 +369,10 @@ fn self_test_pairs_lie_in_the_reserved_block() {
             assert!(v6.contains(&pair.origin_v6) && v6.contains(&pair.token_v6), "{pair:?}");
             let tried = SelfTestAddresses::never_an_origin(config.token_range, config.token_range_v6);
             assert!(v4.contains(&tried.0) && v6.contains(&tried.1), "{tried:?}");
-            assert!(tried.0 != pair.origin && tried.1 != pair.origin_v6, "the doctor's connects are redirected");
+            assert!(
+                tried.0 != pair.origin && tried.1 != pair.origin_v6,
+                "the doctor's connects are redirected"
+            );
         }
     }
     let small = RedirectConfig { token_range: "198.18.0.0/25".parse().unwrap(), ..RedirectConfig::default() };
