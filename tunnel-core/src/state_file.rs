@@ -42,7 +42,7 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
     pub fn load(&self) -> Option<T> {
         self.read().unwrap_or_else(|reason| {
             let path = self.path.display();
-            tracing::warn!(%path, reason, "failed to read the state file, starting without it");
+            tracing::warn!(%path, error = reason, "failed to read the state file, starting without it");
             None
         })
     }
@@ -84,7 +84,7 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
     fn try_write(&self, value: &T) -> io::Result<()> {
         let text = serde_json::to_vec(value)?;
         if text.len() as u64 > MAX_BYTES {
-            return Err(io::Error::other(format!("{} bytes are too many", text.len())));
+            return Err(io::Error::other(format!("{} bytes, at most {MAX_BYTES} are allowed", text.len())));
         }
         if let Some(directory) = self.path.parent() {
             create_private_directory(directory).map_err(io::Error::other)?;

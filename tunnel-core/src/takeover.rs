@@ -199,7 +199,8 @@ impl<H: DeserializeOwned> Predecessor<H> {
         let sockets = receive_sockets(&stream).await?;
         let greeting: Greeting<H> = receive(&mut stream).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
         if greeting.listeners.len() != sockets.len() {
-            let reason = format!("{} sockets came for {} listeners", sockets.len(), greeting.listeners.len());
+            let reason =
+                format!("received {} sockets for {} listeners", sockets.len(), greeting.listeners.len());
             return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
         }
         Ok(Self { stream, greeting, sockets: sockets.into_iter().map(Some).collect() })

@@ -139,7 +139,7 @@ impl CsrEnrolment {
                 }
                 Err(AttemptError::Transient(reason)) => {
                     self.api.failed();
-                    tracing::warn!(node = %self.node, reason, "enrolment failed, retrying");
+                    tracing::warn!(node = %self.node, error = reason, "enrolment failed, retrying");
                     tokio::time::sleep(backoff.next_delay() + jittered(spread, 1.0)).await;
                 }
             }

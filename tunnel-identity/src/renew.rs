@@ -238,7 +238,7 @@ impl Renewer {
                     Err(error) => {
                         tracing::warn!(
                             server,
-                            reason = error.reason(),
+                            error = error.reason(),
                             "failed to renew the certificate, retrying"
                         );
                     }

@@ -182,7 +182,7 @@ impl<'a> Round<'a> {
                     });
                 }
                 Err(AttemptError::Transient(reason)) => {
-                    tracing::warn!(server, reason, "enrolment failed");
+                    tracing::warn!(server, error = reason, "enrolment failed");
                 }
             }
         }

@@ -131,7 +131,7 @@ impl Entry {
             self.lost = Some(Instant::now());
             tracing::warn!(
                 resource = self.label.resource,
-                reason,
+                error = reason,
                 "API server unavailable, keeping the last known state"
             );
         }

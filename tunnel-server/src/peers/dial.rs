@@ -117,7 +117,7 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
         let ended = tokio::select! {
             ended = &mut link => ended,
             () = draining.cancelled() => {
-                tracing::debug!(address, "peer is draining or its link is used up, dialling again");
+                tracing::debug!(server = address, "peer is draining or its link is used up, dialling again");
                 leaving.spawn(link);
                 // At once: the successor accepts already, and in a moment its agents are nowhere else. If there is none,
                 // the attempt fails, and a pause follows as after any other.
@@ -128,7 +128,7 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
         };
         match ended {
             Ok(End::Itself) => {
-                tracing::debug!(address, "ignoring this server's own address");
+                tracing::debug!(server = address, "ignoring this server's own address");
                 removed.cancelled().await;
                 break;
             }
@@ -137,7 +137,7 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
                     redirector.refusals.add(Instant::now());
                 }
                 if failing.is_new(&error) {
-                    tracing::warn!(address, %error, "failed to link with a peer, retrying");
+                    tracing::warn!(server = address, %error, "failed to link with a peer, retrying");
                 }
             }
             Ok(End::Lost { server_id, error }) => {
@@ -146,10 +146,10 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
                 if started.elapsed() >= PAUSE.1 {
                     backoff.reset();
                 }
-                tracing::warn!(address, server_id, %error, "peer link ended");
+                tracing::warn!(server = address, server_id, %error, "peer link ended");
             }
             Ok(End::Stopped) => break,
-            Err(error) => tracing::error!(address, %error, "peer link task panicked"),
+            Err(error) => tracing::error!(server = address, %error, "peer link task panicked"),
         }
         let _ = removed.run_until_cancelled(tokio::time::sleep(backoff.next_delay())).await;
     }
@@ -266,7 +266,7 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
     if let Some(redirector) = &context.redirector {
         redirector.refusals.clear();
     }
-    tracing::info!(address, server_id, version = peer.version, "peer link established");
+    tracing::info!(server = address, server_id, version = peer.version, "peer link established");
     let error = tokio::select! {
         biased;
         ended = driver.join_next() => ended_with(ended),

@@ -76,9 +76,9 @@ enum EnrollError {
     #[error("{0}")]
     Certificate(String),
     /// The detail is for the server's log only: it may name files.
-    #[error("the server cannot issue certificates at present; its log says why")]
+    #[error("the server failed to issue a certificate; see its log")]
     Internal(#[from] PkiError),
-    #[error("the server cannot issue certificates at present; its log says why")]
+    #[error("the server failed to issue a certificate; see its log")]
     Wiring(&'static str),
 }
 

@@ -196,10 +196,8 @@ impl RevocationStore {
     pub fn open(&self) -> Result<watch::Sender<Arc<Revocations>>, PkiError> {
         files::create_private_directory(&self.state_dir)?;
         files::create_private_directory(&self.directory())?;
-        let (known, errors) = self.load()?;
-        for error in errors {
-            tracing::error!(%error, "failed to read a revocation, the node stays revoked");
-        }
+        // `follow` reads again, and logs those that cannot be read.
+        let (known, _) = self.load()?;
         Ok(watch::Sender::new(Arc::new(known)))
     }
 

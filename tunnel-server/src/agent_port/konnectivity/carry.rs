@@ -36,7 +36,7 @@ const TARGET_RESET: &str = "10";
 enum Broken {
     #[error(transparent)]
     Stream(#[from] h2::Error),
-    #[error("the session's bytes are no segments")]
+    #[error("malformed segment")]
     Frame,
     #[error("the agent is gone")]
     Gone,

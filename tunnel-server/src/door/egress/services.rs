@@ -136,11 +136,11 @@ impl ClusterServices {
         match self.endpoints.service_at(address).await {
             Ok(found) => Ok(found),
             Err(reason) if self.known() => {
-                tracing::debug!(%address, reason, "failed to look up the Service of an address, assuming none");
+                tracing::debug!(%address, error = reason, "failed to look up the Service of an address, assuming none");
                 Ok(None)
             }
             Err(reason) => {
-                let reason = format!("whether {address} is a Service's is not known: {reason}");
+                let reason = format!("failed to look up the Service of {address}: {reason}");
                 Err(Failed { outcome: Outcome::TimedOut, reason })
             }
         }
