@@ -176,7 +176,7 @@ where
     let (parts, body) = match response {
         Ok(response) => response.into_parts(),
         Err(error) => {
-            tracing::warn!(error = %error.into(), "control call failed");
+            tracing::warn!(error = %error.into(), "failed to handle a control call");
             respond.send_reset(Reason::INTERNAL_ERROR);
             return;
         }
@@ -184,7 +184,7 @@ where
     match respond.send_response(Response::from_parts(parts, ()), body.is_end_stream()) {
         Ok(stream) if !body.is_end_stream() => send_body(body, stream).await,
         Ok(_) => {}
-        Err(error) => tracing::debug!(%error, "control call was not answered"),
+        Err(error) => tracing::debug!(%error, "failed to answer a control call"),
     }
 }
 
@@ -209,7 +209,7 @@ async fn send_body(body: tonic::body::Body, mut stream: SendStream<Bytes>) {
                 },
             },
             Some(Err(error)) => {
-                tracing::debug!(%error, "control call ended");
+                tracing::debug!(%error, "failed to read the response to a control call");
                 stream.send_reset(Reason::INTERNAL_ERROR);
                 return;
             }

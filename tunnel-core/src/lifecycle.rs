@@ -233,7 +233,7 @@ pub fn raise_open_files() -> u32 {
     match raised {
         Ok(limit) => u32::try_from(limit).unwrap_or(u32::MAX),
         Err(error) => {
-            tracing::warn!(%error, "cannot raise the limit of open files; it bounds the connections");
+            tracing::warn!(%error, "failed to raise the limit of open files");
             USUAL_OPEN_FILES
         }
     }

@@ -85,12 +85,12 @@ impl Limits {
             cpus = self.cpus(),
             cpus_from = %self.cpu.from.display(),
             open_files,
-            "limits of this process"
+            "process limits"
         );
         if self.memory_is_machines() && in_pod() {
             tracing::warn!(
                 memory = self.memory.amount,
-                "this pod's memory limit was not found: what is bounded by memory is bounded by the machine's"
+                "no memory limit found for this pod, using the machine's memory"
             );
         }
     }

@@ -117,7 +117,7 @@ impl<W: Write> Write for Output<W> {
         if lost > self.reported {
             tracing::warn!(
                 lines = lost - self.reported,
-                "log lines were lost: standard error was not read fast enough, or could not be written"
+                "dropped log lines: standard error is slow or not writable"
             );
             self.reported = lost;
         }
@@ -174,8 +174,7 @@ mod tests {
         log(&queue, 2000);
         wait_until(|| lost.dropped() > 0);
         let mut lines = io::BufRead::lines(io::BufReader::new(reader));
-        let line =
-            lines.find(|line| line.as_ref().unwrap().contains("log lines were lost")).unwrap().unwrap();
+        let line = lines.find(|line| line.as_ref().unwrap().contains("dropped log lines")).unwrap().unwrap();
         assert!(line.contains("WARN") && line.contains("lines="), "{line}");
     }
 

@@ -219,7 +219,8 @@ pub fn init(config: LogConfig) -> Result<(Handle, LogGuard), LoggingError> {
     std::panic::set_hook(Box::new(|panic| {
         let backtrace = std::backtrace::Backtrace::capture();
         let captured = backtrace.status() == std::backtrace::BacktraceStatus::Captured;
-        tracing::error!(backtrace = captured.then(|| tracing::field::display(&backtrace)), "{panic}");
+        let backtrace = captured.then(|| tracing::field::display(&backtrace));
+        tracing::error!(%panic, backtrace, "thread panicked");
     }));
     Ok((Handle { lost, ..handle }, guard))
 }

@@ -41,8 +41,8 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
     /// Returns the value written last. `None` if there is no file, or an unusable one, which is logged.
     pub fn load(&self) -> Option<T> {
         self.read().unwrap_or_else(|reason| {
-            let file = self.path.display();
-            tracing::warn!(%file, reason, "failed to read the state file, starting without it");
+            let path = self.path.display();
+            tracing::warn!(%path, error = reason, "failed to read the state file, starting without it");
             None
         })
     }
@@ -64,17 +64,17 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
     pub fn write(&self, value: &T) -> bool {
         let written = self.try_write(value);
         let mut failing = self.failing.lock();
-        let file = self.path.display();
+        let path = self.path.display();
         match &written {
             Ok(()) => {
                 if failing.clear() {
-                    tracing::info!(%file, "the state file is written again");
+                    tracing::info!(%path, "state file writable again");
                 }
             }
             // Compare only the kind: the message names a temporary file, a new one each time.
             Err(error) if failing.is_new(error.kind()) => {
-                let fix = "make room on the disk, or the directory writable";
-                tracing::error!(%file, %error, fix, "failed to write the state file, a restart finds an older one or none");
+                let fix = "make room on the disk, or make the directory writable";
+                tracing::error!(%path, %error, fix, "failed to write the state file, a restart will use an older one or none");
             }
             Err(_) => {}
         }
@@ -84,7 +84,7 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
     fn try_write(&self, value: &T) -> io::Result<()> {
         let text = serde_json::to_vec(value)?;
         if text.len() as u64 > MAX_BYTES {
-            return Err(io::Error::other(format!("{} bytes are too many", text.len())));
+            return Err(io::Error::other(format!("{} bytes, at most {MAX_BYTES} are allowed", text.len())));
         }
         if let Some(directory) = self.path.parent() {
             create_private_directory(directory).map_err(io::Error::other)?;

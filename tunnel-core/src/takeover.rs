@@ -180,15 +180,16 @@ impl<H: DeserializeOwned> Predecessor<H> {
         match timeout(ANSWER, Self::greeted(stream)).await {
             Ok(Ok(found)) => {
                 let Greeting { version, pid, .. } = &found.greeting;
-                tracing::info!(version, pid, "taking over from the one that runs here");
+                tracing::info!(version, pid, "taking over from the running process");
                 Some(found)
             }
             Ok(Err(error)) => {
-                tracing::warn!(path = %path.display(), %error, "the one that runs here cannot be taken over from");
+                tracing::warn!(path = %path.display(), %error, "failed to take over from the running process");
                 None
             }
             Err(_) => {
-                tracing::warn!(path = %path.display(), "the one that runs here does not answer within 5 s");
+                let error = "no answer within 5 s";
+                tracing::warn!(path = %path.display(), error, "failed to take over from the running process");
                 None
             }
         }
@@ -198,7 +199,8 @@ impl<H: DeserializeOwned> Predecessor<H> {
         let sockets = receive_sockets(&stream).await?;
         let greeting: Greeting<H> = receive(&mut stream).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
         if greeting.listeners.len() != sockets.len() {
-            let reason = format!("{} sockets came for {} listeners", sockets.len(), greeting.listeners.len());
+            let reason =
+                format!("received {} sockets for {} listeners", sockets.len(), greeting.listeners.len());
             return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
         }
         Ok(Self { stream, greeting, sockets: sockets.into_iter().map(Some).collect() })

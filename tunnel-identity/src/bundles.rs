@@ -29,36 +29,28 @@ pub async fn install_bundles(
     mut announced: mpsc::Receiver<Announced>,
 ) {
     while let Some(announced) = announced.recv().await {
-        match install_bundle(&keeper, &reach, &announced).await {
-            Ok(true) => {
-                tracing::info!(server = announced.server, "trusting the roots that the server announced");
-            }
-            Ok(false) => {}
-            Err(error) => {
-                tracing::error!(
-                    server = announced.server,
-                    error = format!("{error:#}"),
-                    "the roots that the server announced are refused; the present ones stay"
-                );
-            }
+        // The keeper logs a change.
+        if let Err(error) = install_bundle(&keeper, &reach, &announced).await {
+            tracing::error!(
+                server = announced.server,
+                error = format!("{error:#}"),
+                "rejected the trusted roots announced by the server, keeping the present ones"
+            );
         }
     }
 }
 
 /// Installs a bundle if it verifies the server that announced it. A session may be older than the server's certificate,
 /// so the certificate that the server presents now is tried too.
-async fn install_bundle(
-    keeper: &IdentityKeeper,
-    reach: &Reach,
-    announced: &Announced,
-) -> anyhow::Result<bool> {
-    if let Ok(installed) = keeper.install_bundle(&announced.bundle, &announced.server_chain).await {
-        return Ok(installed);
+async fn install_bundle(keeper: &IdentityKeeper, reach: &Reach, announced: &Announced) -> anyhow::Result<()> {
+    if keeper.install_bundle(&announced.bundle, &announced.server_chain).await.is_ok() {
+        return Ok(());
     }
     let tls = agent_tls(&keeper.current(), ALPN_GRPC)?;
     let chain = fetch_chain(reach, &announced.server, &tls)
         .await
         .map_err(|error| anyhow::anyhow!("{}", error.reason()))
         .context("fetching the server's present certificate")?;
-    Ok(keeper.install_bundle(&announced.bundle, &chain).await?)
+    keeper.install_bundle(&announced.bundle, &chain).await?;
+    Ok(())
 }

@@ -141,7 +141,7 @@ impl CsrEnrolment {
                 }
                 Err(AttemptError::Transient(reason)) => {
                     self.api.failed();
-                    tracing::warn!(node = %self.node, reason, "enrolment waits for the API server");
+                    tracing::warn!(node = %self.node, error = reason, "enrolment failed, retrying");
                     tokio::time::sleep(backoff.next_delay() + jittered(spread, 1.0)).await;
                 }
             }
@@ -185,20 +185,20 @@ impl CsrEnrolment {
                 }
                 Err(error) if error.is_not_found() => {
                     object.metadata.name = Some(request_name(&self.node));
-                    let reason = format!("CertificateSigningRequest {name} is gone; creating another one");
+                    let reason = format!("CertificateSigningRequest {name} was deleted; creating a new one");
                     return Err(AttemptError::Transient(reason));
                 }
                 Err(error) => {
                     self.api.failed();
                     if failures.is_new(&error) {
-                        tracing::warn!(%error, "waiting for the certificate");
+                        tracing::warn!(%error, "failed to read CertificateSigningRequest, retrying");
                     }
                 }
             }
             if reminded.elapsed() >= REMIND {
                 tracing::warn!(
                     csr = name,
-                    "still waiting for the certificate: is a tunnel-server running with the rights to sign?"
+                    "certificate not issued yet, check that a tunnel-server with the right to sign is running"
                 );
                 reminded = Instant::now();
             }

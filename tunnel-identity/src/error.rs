@@ -4,6 +4,14 @@ use std::path::PathBuf;
 
 use tunnel_core::identity::{Holder, IdentityError, NodeName};
 
+/// Tells the operator how to enrol by token.
+pub(crate) fn enrol_by_token(holder: Holder, node: &NodeName) -> String {
+    format!(
+        "start the {holder} once with the --token and --ca-hash that `tunnel-server token create {} {node}` prints",
+        holder.token_flag()
+    )
+}
+
 /// Reasons for having no identity where a retry would not help.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -13,14 +21,13 @@ pub enum EnrollError {
     Identity(#[from] IdentityError),
     /// There is no identity on disk, and no token.
     #[error(
-        "there is no identity in {dir} and no --token to enrol with: run `tunnel-server token create {flag} {node}` \
-         on the server and start this {holder} once with the --token and --ca-hash that it prints",
-        dir = .state_dir.display(), flag = .holder.token_flag()
+        "no identity in {dir} and no --token to enrol with: {fix}",
+        dir = .state_dir.display(), fix = enrol_by_token(*.holder, .node)
     )]
     NoToken { state_dir: PathBuf, holder: Holder, node: NodeName },
     /// There is a token, but no CA hash to verify the server by.
     #[error(
-        "--token needs --ca-hash, without which the server cannot be known from an impostor: \
+        "--token needs --ca-hash, which authenticates the server: \
          `tunnel-server token create {flag} {node}` prints both",
         flag = .holder.token_flag()
     )]
@@ -40,6 +47,6 @@ pub enum EnrollError {
     )]
     Refused { server: String, reason: String, holder: Holder, node: NodeName },
     /// There is no server to enrol at.
-    #[error("there is no server to enrol at; give --server HOST:PORT")]
+    #[error("no server to enrol at: give --server HOST:PORT")]
     NoServers,
 }

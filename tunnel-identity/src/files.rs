@@ -75,7 +75,7 @@ impl IdentityFiles {
         let next = files::read_optional_private(&self.next_key())?;
         if let Some(identity) = next.as_deref().and_then(|key| of_key(key).ok()) {
             if let Err(error) = self.promote_next_key() {
-                tracing::warn!(%error, "the key stays in the file for the next one until the directory can be written");
+                tracing::warn!(%error, "failed to rename the file of the new key");
             }
             return Ok(Stored::Identity(Box::new(identity)));
         }
@@ -107,7 +107,7 @@ impl IdentityFiles {
     pub(crate) fn pending_key_or_unsaved(&self) -> Result<PrivateKey, IdentityError> {
         match self.pending_key() {
             Err(error @ IdentityError::Io { .. }) => {
-                tracing::warn!(%error, "the key for the new certificate is not stored");
+                tracing::warn!(%error, "failed to store the key of the new certificate, keeping it in memory");
                 PrivateKey::generate()
             }
             key => key,

@@ -37,11 +37,11 @@ pub async fn recover(
         }
         match refused() {
             Some(Refused::EnrollAgain) => Some((
-                "a server asks for it: the Node was created again, or is readmitted",
+                "requested by a server: the Node was created again or readmitted",
                 pace.spread.min(ASKED_SPREAD),
             )),
             Some(Refused::For(time)) if time >= pace.patience => Some((
-                "no server takes the certificate or is verified by the roots: the CA may have been replaced",
+                "no server accepts the certificate or is verified by the trusted roots: the CA may have been replaced",
                 pace.spread,
             )),
             _ => None,
@@ -63,14 +63,14 @@ pub async fn recover(
         let obtained = tokio::select! {
             obtained = enrolment.obtain_again(spread) => obtained,
             () = not_needed => {
-                tracing::info!(node = %enrolment.node, reason, "no need to enrol again any more");
+                tracing::info!(node = %enrolment.node, reason, "enrolment no longer needed");
                 continue;
             }
         };
         // Not part of the select, because files and memory must change together.
         match obtained {
             Ok(identity) => keeper.replace(identity).await,
-            Err(error) => tracing::error!(%error, "cannot enrol again"),
+            Err(error) => tracing::error!(%error, "failed to enrol again"),
         }
         drop(pending_key);
         tokio::time::sleep(pace.again).await;

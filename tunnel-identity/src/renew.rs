@@ -13,6 +13,7 @@ use tunnel_core::proto::RenewRequest;
 
 use crate::attempt::{AttemptError, RETRIES, is_orphaned};
 use crate::enrollment::Connection;
+use crate::error::enrol_by_token;
 use crate::files::IdentityFiles;
 use crate::{EnrollConfig, EnrollError, IdentityMetrics};
 
@@ -136,13 +137,12 @@ impl IdentityKeeper {
             let (files, bundle) = (self.renewer.files.clone(), identity.bundle.clone());
             *unsaved = is_unsaved(&run_blocking(move || files.store_bundle(&bundle)).await);
         }
-        tracing::info!(roots = ?identity.bundle.hashes(), "the server's trusted roots have changed");
+        tracing::info!(roots = ?identity.bundle.hashes(), "trusted roots changed");
         if is_orphaned(&identity) && self.renewer.recovery == Recovery::Token {
             tracing::error!(
                 node = %identity.node,
-                "the root that signed this certificate is no longer trusted: new connections will be refused until the \
-                 {} is started once with the --token and --ca-hash that `tunnel-server token create {} {}` prints",
-                identity.holder, identity.holder.token_flag(), identity.node
+                fix = enrol_by_token(identity.holder, &identity.node),
+                "certificate is signed by a root that is no longer trusted, new connections will be refused"
             );
         }
         self.renewer.current.send_replace(Arc::new(identity));
@@ -167,8 +167,8 @@ fn is_unsaved(stored: &Result<(), IdentityError>) -> bool {
     if let Err(error) = stored {
         tracing::error!(
             %error,
-            "the new certificate or roots are in use but not stored, and a restart would use the old ones: make the \
-             state directory writable (disk full or read-only?); it is tried again"
+            fix = "make room on the disk, or make the state directory writable",
+            "failed to store the new certificate or trusted roots, retrying; a restart would use the old ones"
         );
     }
     stored.is_err()
@@ -215,7 +215,7 @@ impl Renewer {
                 tracing::warn!(
                     node = %renewed.node,
                     retry_in_s = pause.as_secs_f64(),
-                    "by this host's clock the new certificate is due for renewal already: is the clock right?"
+                    "new certificate is already due for renewal, check this host's clock"
                 );
                 tokio::time::sleep(pause).await;
             }
@@ -236,7 +236,11 @@ impl Renewer {
                         return identity;
                     }
                     Err(error) => {
-                        tracing::warn!(server, reason = error.reason(), "renewal failed, will try again");
+                        tracing::warn!(
+                            server,
+                            error = error.reason(),
+                            "failed to renew the certificate, retrying"
+                        );
                     }
                 }
             }
@@ -244,9 +248,8 @@ impl Renewer {
             if identity.validity().is_over(SystemTime::now()) && self.recovery == Recovery::Token {
                 tracing::error!(
                     node = %identity.node,
-                    "the certificate has expired: start the {} again with the --token and --ca-hash that \
-                     `tunnel-server token create {} {}` prints",
-                    identity.holder, identity.holder.token_flag(), identity.node
+                    fix = enrol_by_token(identity.holder, &identity.node),
+                    "certificate has expired"
                 );
             }
             tokio::time::sleep(backoff.next_delay()).await;
@@ -291,7 +294,7 @@ impl Renewer {
             let identity = Arc::clone(&self.current.borrow());
             if *unsaved && self.write(&identity).await.is_ok() {
                 *unsaved = false;
-                tracing::info!("the certificate and the roots are stored");
+                tracing::info!("stored the certificate and the trusted roots");
             }
         }
     }

@@ -14,6 +14,7 @@ use tunnel_core::proto::EnrollRequest;
 use crate::EnrollError;
 use crate::attempt::{AttemptError, RETRIES, is_orphaned};
 use crate::enrollment::Connection;
+use crate::error::enrol_by_token;
 use crate::files::{IdentityFiles, Stored};
 use crate::reach::Reach;
 
@@ -69,14 +70,12 @@ pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, Enr
                 // right.
                 tracing::error!(
                     path = %files.certificate().display(),
-                    "the certificate has expired by this node's clock, and there is no --token: going on with it, in \
-                     case the clock is wrong; if it is not, start this {} with the --token and --ca-hash that \
-                     `tunnel-server token create {} {}` prints",
-                    config.holder, config.holder.token_flag(), config.node
+                    fix = enrol_by_token(config.holder, &config.node),
+                    "certificate has expired and there is no --token, using it in case this node's clock is wrong"
                 );
                 return Ok(*identity);
             }
-            tracing::warn!(node = %config.node, "the certificate has expired; enrolling again");
+            tracing::warn!(node = %config.node, "certificate has expired, enrolling again");
             Some(identity.bundle)
         }
         Stored::Nothing => None,
@@ -116,18 +115,17 @@ async fn replace_if_agreed(
 ) -> AgentIdentity {
     tracing::info!(node = %config.node, reason = doubt, "enrolling again");
     let enrolled = async { Round::begin(config, files, token, Some(&present.bundle))?.run().await }.await;
-    let reason = match enrolled {
+    let error = match enrolled {
         Ok(Some(identity)) => return identity,
-        Ok(None) => "no server could be asked".to_owned(),
+        Ok(None) => "no server reachable".to_owned(),
         Err(error) => error.to_string(),
     };
     tracing::warn!(
         node = %config.node,
-        doubt,
-        reason,
-        "could not enrol again; going on with the stored certificate (if it works, remove --token and --ca-hash; if \
-         it does not, start this {} with the ones that `tunnel-server token create {} {}` prints)",
-        config.holder, config.holder.token_flag(), config.node
+        reason = doubt,
+        error,
+        fix = format!("if it works, remove --token and --ca-hash; if not, {}", enrol_by_token(config.holder, &config.node)),
+        "failed to enrol again, using the stored certificate"
     );
     present
 }
@@ -184,7 +182,7 @@ impl<'a> Round<'a> {
                     });
                 }
                 Err(AttemptError::Transient(reason)) => {
-                    tracing::warn!(server, reason, "enrolment failed");
+                    tracing::warn!(server, error = reason, "enrolment failed");
                 }
             }
         }

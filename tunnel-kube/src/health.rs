@@ -119,7 +119,7 @@ impl Entry {
                 if let Some(since) = self.lost.take() {
                     let after = Duration::from_millis(since.elapsed().as_millis() as u64);
                     let after = tunnel_core::config::duration_text(after);
-                    tracing::info!(resource = self.label.resource, after, "the API server answers again");
+                    tracing::info!(resource = self.label.resource, after, "API server available again");
                 }
             }
         }
@@ -131,8 +131,8 @@ impl Entry {
             self.lost = Some(Instant::now());
             tracing::warn!(
                 resource = self.label.resource,
-                reason,
-                "what the API server last said stays in effect; it is asked again until it answers"
+                error = reason,
+                "API server unavailable, keeping the last known state"
             );
         }
     }

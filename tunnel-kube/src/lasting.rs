@@ -74,7 +74,7 @@ impl Lasting {
             }
             Err(error) => {
                 if state.unusable.is_new(&error) {
-                    tracing::warn!(%error, "the credentials that were read last stay in use");
+                    tracing::warn!(%error, "failed to reload the API server credentials, keeping the previous ones");
                 }
             }
         }

@@ -88,7 +88,7 @@ impl Attempts {
     pub fn succeeded(&mut self) {
         self.backoff.reset();
         if self.errors.clear() {
-            tracing::info!(action = self.what, "action works again");
+            tracing::info!(action = self.what, "action succeeded again");
         }
     }
 }

@@ -75,10 +75,10 @@ async fn accept(listener: &TcpListener, door: &'static str) -> (TcpStream, Socke
         match listener.accept().await {
             Ok(accepted) => return accepted,
             Err(error) if is_of_one_connection(&error) => {
-                tracing::debug!(door, %error, "connection lost in accept");
+                tracing::debug!(door, %error, "connection lost before it was accepted");
             }
             Err(error) => {
-                tracing::error!(door, %error, "cannot accept; is the limit of open files (ulimit -n) too low?");
+                tracing::error!(door, %error, "failed to accept a connection, check the limit of open files (ulimit -n)");
                 tokio::time::sleep(PAUSE).await;
             }
         }

@@ -135,7 +135,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         let agent_addresses = agent_addresses(&config.server_names(), listener.local_addr()?);
         // A disk that is full or read-only must not keep a server that has its CA from starting.
         if let Err(error) = (ServerFile { agent_addresses }).write(&config.process.state_dir) {
-            tracing::error!(%error, "`token create` will not know this server's addresses");
+            tracing::error!(%error, "failed to write server.json, `token create` cannot print server addresses");
         }
     }
     Ok(Bound {

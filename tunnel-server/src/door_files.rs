@@ -59,7 +59,7 @@ impl DoorFiles {
     ) -> bool {
         let Some((file, roots)) = self.roots.take() else { return false };
         if let Err(error) = tls.accept_roots(&roots) {
-            tracing::error!(%error, "certificates of callers are not accepted");
+            tracing::error!(%error, "failed to apply the client CA, client certificates are not accepted");
         }
         let tls = tls.clone();
         let apply = move |roots: TrustBundle| {

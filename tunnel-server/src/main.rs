@@ -55,7 +55,7 @@ fn run(config: Config) -> anyhow::Result<()> {
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
         flags = shell_line(&config.flags),
-        "tunnel-server starts"
+        "starting tunnel-server"
     );
     config.ignored.warn();
     // The data path has threads of its own; this one accepts connections and runs everything else.

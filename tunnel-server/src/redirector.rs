@@ -134,7 +134,7 @@ async fn follow_identity(keeper: &IdentityKeeper, tls: &ArcSwap<ClientConfig>) {
         let identity = identities.borrow_and_update().clone();
         match agent_tls(&identity, ALPN_PEER) {
             Ok(config) => tls.store(config),
-            Err(error) => tracing::error!(%error, "the new certificate cannot be used"),
+            Err(error) => tracing::error!(%error, "failed to use the new certificate"),
         }
     }
 }

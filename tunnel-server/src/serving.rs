@@ -188,7 +188,11 @@ fn caller_tls(parts: &DoorParts<'_>, files: &mut DoorFiles) -> Option<Arc<Caller
         (None, None) => return None,
     };
     // It has no settings that could be wrong.
-    let tls = tls.inspect_err(|error| tracing::error!(%error, "no door ends the TLS of callers")).ok()?;
+    let tls = tls
+        .inspect_err(
+            |error| tracing::error!(%error, "failed to set up TLS for callers, TLS termination is off"),
+        )
+        .ok()?;
     let tls = Arc::new(tls);
     if !files.accept_roots(&tls, (&runtime.tasks, &runtime.stop))
         && let Some(client) = client

@@ -198,5 +198,5 @@ async fn what_was_left_in_a_unit_file_does_not_stop_an_agent_that_works() {
     let without = EnrollConfig { token: None, ..config };
     let kept = enroll(&without).await.unwrap();
     Session::open(&server.address, &kept).await.unwrap();
-    assert!(log().contains("going on with the stored certificate"));
+    assert!(log().contains("using the stored certificate"));
 }

@@ -260,7 +260,7 @@ async fn the_policy_follows_its_file(testbed: &Testbed) -> Result<()> {
     wait_until("the rule to take effect", SOON, status, |reached| *reached).await?;
 
     write(testbed, "policy.yaml", &RULE.replace("9100", "91000"))?;
-    server.wait_log("its last good content stays in effect").await?;
+    server.wait_log("keeping its last good content").await?;
     server.wait_log("rules[0].to[0].ports").await?;
     ensure!(status().await?, "a bad file took the rules away");
     let metrics = server.metrics().await?;

@@ -147,7 +147,7 @@ async fn two_real_agents_of_one_node_do_not_flap(testbed: &Testbed) -> Result<()
     let (server, mut first) = server_and_agent(testbed).await?;
     let token = server.token("edge-1")?;
     let second = Builder::new(&server, 2).node("edge-1").named("second-agent").token(token).spawn()?;
-    server.wait_log("a newer session replaces the live one").await?;
+    server.wait_log("session replaced by a newer one").await?;
     let attached = |server: &Server<'_>| -> Result<usize> {
         Ok(server.process.output()?.matches("session attached").count())
     };

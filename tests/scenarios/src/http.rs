@@ -320,7 +320,7 @@ async fn a_request_that_comes_with_a_successor_is_answered(testbed: &Testbed) ->
     other.write_all(request).await?;
     read_answer(&mut other).await?;
     let _second = server.successor()?;
-    server.wait_log("finishes what it carries").await?;
+    server.wait_log("handed over to the successor").await?;
     silent.write_all(request).await?;
     let answer = read_answer(&mut silent).await?;
     ensure!(answer.starts_with("HTTP/1.1 200 "), "the first request was answered {answer:?}");

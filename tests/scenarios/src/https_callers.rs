@@ -198,11 +198,11 @@ async fn certificates_are_reloaded(testbed: &Testbed) -> Result<()> {
     // A file that becomes invalid: its last good content stays in effect.
     let file = cas.nodes.file();
     std::fs::write(&file, "broken")?;
-    server.wait_log("its last good content stays in effect").await?;
+    server.wait_log("keeping its last good content").await?;
     // Both change together: the kubelet accepts only certificates of the same CA.
     later.client("postern-kubelet-client")?;
     std::fs::copy(later.file(), &file)?;
-    server.wait_log("the file's new content is in effect").await?;
+    server.wait_log("reloaded the file").await?;
     call(testbed, &cas, &asked).await?.expect(200, "client=certificate")?;
     Ok(())
 }

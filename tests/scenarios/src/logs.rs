@@ -65,7 +65,7 @@ async fn nobody_reads_standard_error(testbed: &Testbed) -> Result<()> {
     // Standard error is read again, and has a line about the lost ones.
     let line = tokio::task::spawn_blocking(move || {
         let mut lines = BufReader::new(of_server).lines();
-        lines.find(|line| line.as_ref().is_ok_and(|line| line.contains("log lines were lost"))).is_some()
+        lines.find(|line| line.as_ref().is_ok_and(|line| line.contains("dropped log lines"))).is_some()
     });
     ensure!(tokio::time::timeout(LIMIT, line).await.context("no line about lost lines")??, "the log ended");
     visit(on_edge.address).await?;

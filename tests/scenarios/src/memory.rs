@@ -70,9 +70,10 @@ async fn a_pods_limits_are_found(testbed: &Testbed) -> Result<()> {
         let builder = server::Builder::new(testbed).memory(&limits).flag("--redirect=off");
         let mut server = builder.start().await?;
         expect_limits(&server.metrics().await?, &limits)?;
-        let line = server.process.output()?.lines().any(|line| {
-            line.contains("limits of this process") && line.contains(&format!("\"memory\":{SERVER}"))
-        });
+        let line =
+            server.process.output()?.lines().any(|line| {
+                line.contains("process limits") && line.contains(&format!("\"memory\":{SERVER}"))
+            });
         ensure!(line, "{name}: the log does not say the limits");
         let limit = testbed.limit_on_edge(&format!("agent-{name}"), AGENT)?.in_pod(hosts);
         let mut agent = agent::Builder::new(&server, 1).memory(&limit).enrol(&server).await?;
@@ -483,7 +484,7 @@ async fn idle_connections_of_several_sources(testbed: &Testbed) -> Result<()> {
     for stream in &mut held {
         echo(stream, b"still mine").await.context("one of those that it has taken")?;
     }
-    ensure!(!server.process.output()?.contains("cannot accept"), "the open files were used up");
+    ensure!(!server.process.output()?.contains("failed to accept"), "the open files were used up");
     expect_alive(&mut server.process, &limit)
 }
 

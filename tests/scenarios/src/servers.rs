@@ -224,14 +224,14 @@ async fn one_whose_successor_died_is_linked_once(testbed: &Testbed) -> Result<()
     // The successor waits for the agent.
     agent.process.signal(Signal::SIGSTOP)?;
     let mut successor = first.successor()?;
-    first.wait_log("another server takes over").await?;
+    first.wait_log("successor connected").await?;
     let told = async || {
         let status = second.status().await?;
         Ok(status["peers"].as_array().is_some_and(|peers| peers.iter().any(|peer| peer["draining"] == true)))
     };
     wait_until("the second server to be told", APART, told, |told| *told).await?;
     successor.process.crash().await?;
-    first.wait_log("this server goes on").await?;
+    first.wait_log("resuming service").await?;
     agent.process.signal(Signal::SIGCONT)?;
     wait_peers([&first, &second], 1).await?;
     wait_until("none that stops", APART, told, |told| !told).await.map(drop)

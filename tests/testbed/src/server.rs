@@ -333,7 +333,7 @@ impl<'a> Server<'a> {
     /// Starts one more server with the same flags, and waits until it has taken over from this one.
     pub async fn take_over(&self) -> Result<Self> {
         let mut server = self.successor()?;
-        let took = || Ok(server.process.output()?.contains("took over from the server before"));
+        let took = || Ok(server.process.output()?.contains("took over from the previous server"));
         wait_until("the second server to take over", START, async || took(), |took| *took).await?;
         server.wait_ready().await?;
         Ok(server)

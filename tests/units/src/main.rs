@@ -105,7 +105,7 @@ async fn tested() -> Result<()> {
     checked_bytes(&edge).await.context("bytes")?;
     killed_and_back(address).await.context("a server that is killed")?;
     step("the server is upgraded");
-    let logged = "took over from the server before";
+    let logged = "took over from the previous server";
     upgraded(&guide, &cloud, SERVER, logged, address).await.context("the server's upgrade")?;
     step("the agent is upgraded");
     let logged = "took over from the agent before";

@@ -188,7 +188,7 @@ impl Bound {
                 tokio::select! {
                     () = stopped.cancelled() => {}
                     Err::<Infallible, io::Error>(error) = served => {
-                        tracing::error!(%address, %error, "the admin endpoints have failed");
+                        tracing::error!(%address, %error, "failed to serve the admin endpoints");
                     }
                 }
             });
@@ -232,7 +232,7 @@ impl Drop for Serving {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("the admin thread panicked");
+            tracing::error!("admin thread panicked");
         }
     }
 }

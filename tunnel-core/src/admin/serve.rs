@@ -53,12 +53,12 @@ pub(super) async fn answer(
                 let connection = server.serve_connection(TokioIo::new(socket), service);
                 tokio::spawn(async move {
                     if let Err(error) = connection.await {
-                        tracing::debug!(%client, %error, "a connection to the admin endpoints has failed");
+                        tracing::debug!(%client, %error, "admin connection failed");
                     }
                 });
             }
             Err(error) => {
-                tracing::warn!(%error, "cannot accept a connection to the admin endpoints");
+                tracing::warn!(%error, "failed to accept an admin connection");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
         }

@@ -54,7 +54,7 @@ pub async fn flushed(socket: &impl AsFd) {
     loop {
         let now = match unacknowledged(socket) {
             Ok(now) => now,
-            Err(error) => return tracing::debug!(%error, "cannot tell what a socket has sent"),
+            Err(error) => return tracing::debug!(%error, "failed to read the send queue of a socket"),
         };
         if now == (0, 0) || moved.elapsed() > FLUSH_PATIENCE {
             return;

@@ -29,7 +29,7 @@ impl Ignored {
     /// Logs once which flags have no effect.
     pub fn warn(&self) {
         if !self.0.is_empty() {
-            tracing::warn!(flags = self.0.join(" "), "flags of other systems have no effect here");
+            tracing::warn!(flags = self.0.join(" "), "ignoring flags without effect");
         }
     }
 }

@@ -56,7 +56,7 @@ pub fn judge_chain(
     if !names_a_tunnel_server(leaf) {
         let found = format!("{server} shows {}", describe_certificate(leaf));
         let fix = format!(
-            "have what opens TLS on the way pass connections to {server} on unopened; if nothing does, the address is \
+            "exempt {server} from TLS inspection on the way; if there is none, the address is \
              another service's: compare it with `tunnel-server token create`"
         );
         return Some(Finding::new(&codes::TLS_INTERCEPTED, found, fix));
@@ -101,7 +101,7 @@ pub fn judge_handshake_error(server: &str, error: &io::Error) -> Finding {
         // An alert: the peer speaks TLS, but not like a tunnel-server.
         Some(rustls::Error::AlertReceived(_)) => {
             let found = format!("{server} refuses the handshake: {reason}");
-            let fix = format!("have what opens TLS on the way pass connections to {server} on unopened");
+            let fix = format!("exempt {server} from TLS inspection on the way");
             Finding::new(&codes::TLS_INTERCEPTED, found, fix)
         }
         _ => {

@@ -214,7 +214,7 @@ impl<D: Dial> Connections<D> {
                 self.send(Packet::close_response(connect_id, error.to_owned())).await
             }
             _ => {
-                tracing::debug!(?kind, "a packet of a kind that is not sent here was ignored");
+                tracing::debug!(?kind, "ignoring a packet of an unexpected kind");
                 Ok(())
             }
         }
@@ -265,7 +265,7 @@ impl<D: Dial> Connections<D> {
     async fn data(&mut self, data: Data) -> Result<(), Over> {
         let Data { connect_id, data, .. } = data;
         if connect_id == 0 {
-            tracing::debug!("data without a connection's number was ignored");
+            tracing::debug!("ignoring data without a connect ID");
             return Ok(());
         }
         let Some(open) = self.open.get(&connect_id) else {

@@ -72,7 +72,7 @@ impl LinkIo {
         self.rto_max = pause;
         // Without it the link works, but recovers later after an outage.
         if let Err(error) = set_rto_max(self.stream.get_ref().0, pause) {
-            tracing::debug!(%error, "cannot bound the pause between retransmissions");
+            tracing::debug!(%error, "failed to set the maximum retransmission timeout");
         }
     }
 

@@ -14,6 +14,6 @@ pub fn refine(option: &'static str, set: io::Result<()>) {
     if let Err(error) = set
         && MISSING.lock().insert(option)
     {
-        tracing::warn!(option, %error, "failed to set a socket option; connections do without it");
+        tracing::warn!(option, %error, "failed to set a socket option");
     }
 }

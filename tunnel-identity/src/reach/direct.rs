@@ -27,7 +27,7 @@ pub(super) async fn connect(server: &str) -> io::Result<TcpStream> {
 
 async fn first_to_answer(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
     if addresses.is_empty() {
-        return Err(io::Error::new(io::ErrorKind::NotFound, "the name has no address"));
+        return Err(io::Error::new(io::ErrorKind::NotFound, "no address for this name"));
     }
     let mut attempts = JoinSet::new();
     let mut next = addresses.iter();

@@ -47,8 +47,7 @@ pub(crate) enum Full {
     )]
     Agent { source_key: IpAddr, open: u32, free: u32, limit: u32 },
     #[error(
-        "{source_key} has its part of the {limit} connections and requests for which there is memory before it is known who \
-         sends them and to which node"
+        "too many unauthenticated connections and requests from {source_key} (all sources together: {limit})"
     )]
     Newcomers { source_key: IpAddr, limit: u32 },
 }

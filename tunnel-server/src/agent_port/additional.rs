@@ -78,7 +78,7 @@ pub(super) async fn serve(
     let Joined { session, link, .. } = &joined;
     place.attached();
     context.metrics.handshake("additional");
-    tracing::debug!(%node, %peer, epoch = session.epoch, link = link.number, "additional link");
+    tracing::debug!(%node, %peer, epoch = session.epoch, link = link.number, "additional link attached");
     let mut alive = std::pin::pin!(keep_alive(pings, &link.flow, || session.stalls.sweep()));
     let mut tick = tokio::time::interval(CHECK);
     loop {

@@ -68,29 +68,30 @@ pub(super) async fn run<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     let end = drive(&context, link, peer, presented, worker, place, &additional).await;
     let lasted_s = started.elapsed().as_secs();
     if let Some(link) = additional.get() {
-        tracing::debug!(%node, %peer, lasted_s, link, "additional link ended: {end}");
+        tracing::debug!(%node, %peer, lasted_s, link, reason = %end, "additional link ended");
         return;
     }
     match end {
         // The agent knows two addresses of this server, and is attached through the other one.
         End::Attach(status) if status.code() == Code::AlreadyExists => {
-            tracing::debug!(%node, %peer, "second link of an attached agent: {}", printable(status.message(), 200));
+            let reason = printable(status.message(), 200);
+            tracing::debug!(%node, %peer, reason, "agent is already attached through another address");
         }
         End::Stopped | End::Left => {
             context.sessions.explain_end(&node, &end.to_string());
-            tracing::info!(%node, %peer, lasted_s, "session ended: {end}");
+            tracing::info!(%node, %peer, lasted_s, reason = %end, "session ended");
         }
         End::Impostor { .. } | End::Flood | End::Fenced(_) | End::NotAdmitted(_) => {
             context.metrics.session_refused(end.label());
-            tracing::warn!(%node, %peer, lasted_s, "session refused: {end}");
+            tracing::warn!(%node, %peer, lasted_s, reason = %end, "session refused");
         }
         End::NoHello | End::NotHello | End::Evicted | End::Attach(_) => {
             context.metrics.handshake("failed");
-            tracing::warn!(%node, %peer, lasted_s, "no session: {end}");
+            tracing::warn!(%node, %peer, lasted_s, reason = %end, "session not established");
         }
         _ => {
             context.sessions.explain_end(&node, &end.to_string());
-            tracing::warn!(%node, %peer, lasted_s, "session ended: {end}");
+            tracing::warn!(%node, %peer, lasted_s, reason = %end, "session ended");
         }
     }
 }
@@ -280,7 +281,7 @@ fn retire(context: &LinkContext, older: Option<Arc<Session>>, newer: &Session, s
         if successor || older.moving.load(Ordering::Relaxed) {
             context.sessions.leave(&older, true);
             if successor {
-                tracing::info!(node = %newer.node, old_epoch = older.epoch, new_epoch = newer.epoch, "another agent of the node takes over");
+                tracing::info!(node = %newer.node, old_epoch = older.epoch, new_epoch = newer.epoch, "session moved to the successor of its agent");
                 older.succeeded.cancel();
             }
             return;
@@ -288,7 +289,7 @@ fn retire(context: &LinkContext, older: Option<Arc<Session>>, newer: &Session, s
         tracing::warn!(
             node = %newer.node, old_peer = %older.peer, old_epoch = older.epoch,
             new_peer = %newer.peer, new_epoch = newer.epoch,
-            "a newer session replaces the live one"
+            "session replaced by a newer one"
         );
         older.close();
     }
@@ -426,13 +427,13 @@ async fn follow(
             Ok(()) = wanted.changed(), if !draining_sent => {
                 if session.links.are_used_up() {
                     // The agent attaches again, and this session finishes its connections.
-                    tracing::info!(node = %session.node, "the session's link is used up: its agent is to attach anew");
+                    tracing::info!(node = %session.node, "link has used up its streams, asking the agent to attach again");
                     draining_sent = true;
                     unheard.tell(false, Duration::ZERO);
                     continue;
                 }
                 let links = session.links.missing();
-                tracing::debug!(node = %session.node, ?links, "asking for more links");
+                tracing::debug!(node = %session.node, ?links, "requesting more links");
                 notify(client, notice::Notice::OpenLinks(OpenLinks { links })).await;
             }
             Ok(()) = handover.changed(), if !draining_sent => {
@@ -487,13 +488,13 @@ fn take(
     }
     match event.event {
         Some(agent_event::Event::Draining(_)) => {
-            tracing::info!(node = %session.node, "the agent is draining");
+            tracing::info!(node = %session.node, "agent is draining");
             context.sessions.leave(session, false);
         }
         Some(agent_event::Event::Hello(_)) => return Err(End::NotHello),
         // Informational: routes come from the inventory.
         Some(agent_event::Event::Addresses(addresses)) => {
-            tracing::debug!(node = %session.node, addresses = ?addresses.addresses, "the node's addresses changed");
+            tracing::debug!(node = %session.node, addresses = ?addresses.addresses, "node addresses changed");
         }
         Some(agent_event::Event::Load(_)) | None => {}
     }

@@ -149,7 +149,7 @@ impl EnrollConnections {
         let end = tokio::select! {
             served = &mut served => {
                 if let Err(error) = served {
-                    tracing::debug!(%peer, %error, "gRPC connection ended");
+                    tracing::debug!(%peer, %error, "gRPC connection failed");
                 }
                 progress.left()
             }

@@ -54,12 +54,12 @@ pub(super) async fn serve(
     let flow = io.flow();
     let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::server_builder().handshake(io));
     let Ok(Ok(mut link)) = handshake.await else {
-        return tracing::debug!(peer = %agent.peer, "no HTTP/2 from the agent");
+        return tracing::debug!(peer = %agent.peer, "HTTP/2 handshake with an agent failed");
     };
     let Some(pings) = link.ping_pong() else { return };
     context.metrics.handshake("outbound");
     let node = agent.standing.node.clone();
-    tracing::debug!(peer = %agent.peer, %node, "an agent has linked for its node's workloads");
+    tracing::debug!(peer = %agent.peer, %node, "outbound link attached");
     let stalls = StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize);
     let on_link = Arc::new(OnLink { from_edge, flow: flow.clone(), stalls, agent });
     let mut dead = std::pin::pin!(link::keep_alive(pings, &flow, || on_link.stalls.sweep()));
@@ -85,7 +85,7 @@ pub(super) async fn serve(
         }
     };
     drop(place);
-    tracing::debug!(%node, end, "an agent's link for its node's workloads has ended");
+    tracing::debug!(%node, reason = end, "outbound link ended");
 }
 
 struct OnLink {
@@ -152,7 +152,7 @@ impl OnLink {
             }
         };
         if let Err(error) = ended {
-            tracing::debug!(node = %self.agent.standing.node, %error, "a workload's connection ended");
+            tracing::debug!(node = %self.agent.standing.node, %error, "outbound connection failed");
         }
     }
 }

@@ -114,9 +114,9 @@ impl Handshakes {
 pub(super) enum Error {
     #[error("nothing was sent within {} s", SILENCE.as_secs())]
     Silent,
-    #[error("it made room for another one")]
+    #[error("evicted: too many unauthenticated connections")]
     Evicted,
-    #[error("too many connections with this node's certificate, or with any, are not attached yet")]
+    #[error("too many unattached connections, of this node or in total")]
     Busy,
     #[error(transparent)]
     Failed(#[from] io::Error),

@@ -79,7 +79,7 @@ pub(super) enum End {
     Dead(#[from] link::LinkDead),
     #[error("the agent did not answer Attach within {} s", HANDSHAKE_TIMEOUT.as_secs())]
     NoHello,
-    #[error("it made room for another link before it was attached")]
+    #[error("evicted: too many unauthenticated connections")]
     Evicted,
     #[error("Attach failed: {}", printable(.0.message(), 200))]
     Attach(Box<Status>),
@@ -101,7 +101,7 @@ pub(super) enum End {
     NotJoined(String),
     #[error("an additional link sends no events")]
     Unasked,
-    #[error("it was not needed any more")]
+    #[error("no longer needed")]
     Idle,
 }
 
@@ -150,11 +150,11 @@ pub(super) async fn notify(client: &mut AgentClient<Channel>, notice: notice::No
     match tokio::time::timeout(NOTICE_TIMEOUT, Box::pin(client.notify(notice))).await {
         Ok(Ok(_)) => true,
         Ok(Err(status)) => {
-            tracing::debug!(%status, "a notice was refused");
+            tracing::debug!(error = %status, "agent refused a notice");
             true
         }
         Err(_) => {
-            tracing::debug!("a notice was not acknowledged in time");
+            tracing::debug!("agent did not acknowledge a notice in time");
             false
         }
     }

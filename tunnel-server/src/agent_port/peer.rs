@@ -41,7 +41,7 @@ pub(super) async fn serve(
     let flow = io.flow();
     let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::server_builder().handshake(io));
     let Ok(Ok(mut link)) = handshake.await else {
-        tracing::debug!(%peer, server_id, "no HTTP/2 from the other server");
+        tracing::debug!(%peer, server_id, "HTTP/2 handshake with another server failed");
         return;
     };
     let Some(pings) = link.ping_pong() else { return };
@@ -49,7 +49,7 @@ pub(super) async fn serve(
     if server_id != context.server_id {
         let whose = if redirector.is_some() { "redirector" } else { "peer" };
         context.metrics.handshake(whose);
-        tracing::info!(%peer, server_id, "another server has linked");
+        tracing::info!(%peer, server_id, "incoming peer link established");
     }
     let refusal = redirector.as_ref().and_then(|redirector| redirector.judge().err());
     let caller = Arc::new(Caller { server_id, peer, flow: flow.clone() });
@@ -89,12 +89,12 @@ pub(super) async fn serve(
                     tokio::spawn(grpc::serve(service.clone(), request, respond));
                 }
                 Some(Err(error)) => break link::reason(&error),
-                None => break "it closed the connection".to_owned(),
+                None => break "the other server closed the connection".to_owned(),
             },
         }
     };
     if caller.server_id != context.server_id {
-        tracing::info!(%peer, server_id = caller.server_id, end, "the other server's link ended");
+        tracing::info!(%peer, server_id = caller.server_id, reason = end, "incoming peer link ended");
     }
 }
 
@@ -117,7 +117,7 @@ impl Peer for PeerService {
         }
         let WatchRequest { server_id, server_version } = request.into_inner();
         let (server_id, version) = (printable(&server_id, 128), printable(&server_version, 64));
-        tracing::debug!(server_id, version, "another server follows the nodes that are attached here");
+        tracing::debug!(server_id, version, "another server watches the attached nodes");
         let (sender, receiver) = mpsc::channel(1);
         tokio::spawn(tell(self.context.clone(), self.bundle, sender));
         Ok(Response::new(ReceiverStream::new(receiver)))

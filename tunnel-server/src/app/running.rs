@@ -47,7 +47,7 @@ impl Running {
             if another && redirect.finds_another().await {
                 redirect.release();
             } else if let Err(error) = redirect.drain() {
-                tracing::warn!(%error, "new connects to edge nodes are not refused while draining");
+                tracing::warn!(%error, "failed to refuse new connects to edge nodes while draining");
             }
         }
         let drained = drain.finish(drain_timeout, metrics.end_quiet()).await;
@@ -59,7 +59,7 @@ impl Running {
             tasks.wait().await;
         };
         if tokio::time::timeout(CLOSING, closed).await.is_err() {
-            tracing::debug!("some links or tasks did not end in time");
+            tracing::debug!("links or tasks did not end in time");
         }
         if let Some(redirect) = redirect {
             tokio::task::spawn_blocking(move || redirect.stop()).await.context("stopping the redirect")?;

@@ -64,7 +64,7 @@ impl Questions {
             Ok(None) => "too many questions to the API server wait already".to_owned(),
             Err(_) => {
                 let seconds = PATIENCE.as_secs();
-                format!("the API server could not be asked within {seconds} s: others wait too")
+                format!("no turn at the API server within {seconds} s: too many pending requests")
             }
         };
         Err(Refusal::Unavailable(reason))

@@ -226,7 +226,7 @@ impl Reviewer {
         let api = Api::<K>::all(self.client.clone());
         let (params, kind) = (PostParams::default(), K::kind(&()));
         request(DEADLINE, "creating", &kind, api.create(&params, &review)).await.map_err(|error| {
-            Refusal::Unavailable(format!("the API server cannot be asked about the caller: {error}"))
+            Refusal::Unavailable(format!("failed to review the caller at the API server: {error}"))
         })
     }
 }

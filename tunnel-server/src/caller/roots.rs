@@ -44,7 +44,7 @@ impl ClientRoots {
                 }
                 Err(error) => {
                     if self.failing.is_new(&error) {
-                        tracing::warn!(%error, "callers' certificates are checked against the roots known so far");
+                        tracing::warn!(%error, "failed to read the client CA, keeping the known roots");
                     }
                     AGAIN
                 }
@@ -61,7 +61,7 @@ impl ClientRoots {
             return Ok(());
         }
         self.tls.accept_roots(&bundle).map_err(|error| error.to_string())?;
-        tracing::info!(roots = bundle.roots().len(), "the roots of callers' certificates are in effect");
+        tracing::info!(roots = bundle.roots().len(), "applied the roots of the client CA");
         self.known = Some(bundle);
         Ok(())
     }

@@ -17,7 +17,7 @@ use crate::pki::{PkiError, Revocation, RevocationStore, cluster_of};
 /// Revoke agents' identities, readmit nodes, and list both.
 ///
 /// A revoked node's sessions end within seconds, and its agent gets no session, no certificate and no enrolment until the
-/// node is readmitted. Then it must enrol again: certificates and tokens from before stay refused, whoever has a copy.
+/// node is readmitted. Then it must enrol again: earlier certificates and tokens, and copies of them, stay refused.
 ///
 /// Standalone, this works on --state-dir, which a running server follows; with several servers, repeat it on each. In a
 /// cluster, all servers follow a ConfigMap: give --kubeconfig FILE, or --in-cluster in a server's pod.
@@ -37,7 +37,7 @@ pub struct AgentCommand {
 
 #[derive(Subcommand, Clone, Debug)]
 enum AgentAction {
-    /// Shut a node's agent out, and whoever has a copy of its key.
+    /// Revoke a node's agent, and any copy of its key.
     Revoke { node: NodeName },
     /// Let a revoked node enrol again.
     Readmit { node: NodeName },
@@ -104,14 +104,11 @@ impl AgentCommand {
             let state_dir = &self.common.state_dir;
             // A mistyped directory would have no effect.
             if !state_dir.is_dir() {
-                anyhow::bail!(
-                    "--state-dir: {}: no server has run there; name the server's directory",
-                    state_dir.display()
-                );
+                anyhow::bail!("--state-dir={}: not the state directory of a server", state_dir.display());
             }
             if let Some(secret) = cluster_of(state_dir)? {
                 anyhow::bail!(
-                    "--state-dir: {}: this server belongs to a cluster (its CA is in Secret {secret}), where all servers \
+                    "--state-dir={}: this server belongs to a cluster (its CA is in Secret {secret}), where all servers \
                      follow one ConfigMap: give --kubeconfig FILE, or --in-cluster within a pod",
                     state_dir.display()
                 );

@@ -43,7 +43,7 @@ pub enum Command {
     Test(TestCommand),
     /// Write a support bundle: state, metrics, flags, log, facts of the host, and doctor's report; no keys and no tokens.
     Bundle(Box<BundleCommand<ExamineFlags>>),
-    /// Print standard input without keys, tokens and passwords, as a bundle has its texts.
+    /// Redact keys, tokens and passwords in standard input, as in a bundle.
     Redact,
     /// Measure the way to a node's agent: round trip, loss, throughput each way, and what limits it.
     Bench(BenchCommand),

@@ -16,7 +16,7 @@ pub struct PolicyCommand {
 
 #[derive(Clone, Debug, Subcommand)]
 enum PolicyAction {
-    /// Read a file as --policy does, and say what is wrong with it.
+    /// Check a file for --policy, and report its errors.
     Check {
         #[arg(value_name = "FILE")]
         file: PathBuf,

@@ -24,7 +24,7 @@ impl AskArgs {
     pub(super) async fn configured(&self) -> anyhow::Result<(Config, Running<StatusReport>)> {
         let running = ask_at(self.admin_address).await.map_err(|reason| anyhow::anyhow!(reason))?;
         let config = config_of(&running).ok_or_else(|| {
-            anyhow::anyhow!("the running server is of another version and does not say its flags; upgrade it")
+            anyhow::anyhow!("the running server is of a version that does not report its flags; upgrade it")
         })?;
         Ok((config?, running))
     }

@@ -78,7 +78,7 @@ fn read(path: &Path) -> io::Result<String> {
 fn documents<T: DeserializeOwned>(text: &str) -> anyhow::Result<Vec<T>> {
     let documents: Result<Vec<T>, _> = serde_json::Deserializer::from_str(text).into_iter().collect();
     let documents = documents.context("not what `status -o json` prints")?;
-    anyhow::ensure!(!documents.is_empty(), "there is no status in it");
+    anyhow::ensure!(!documents.is_empty(), "no status found");
     Ok(documents)
 }
 
@@ -90,7 +90,7 @@ mod tests {
     fn documents_follow_each_other() {
         assert_eq!(documents::<serde_json::Value>("{\"a\": 1}\n{\"a\": 2}\n\n").unwrap().len(), 2);
         let error = |text: &str| format!("{:#}", documents::<StatusReport>(text).unwrap_err());
-        assert_eq!(error("\n"), "there is no status in it");
+        assert_eq!(error("\n"), "no status found");
         assert!(error("{}").contains("missing field"), "{}", error("{}"));
         assert!(error("Error from server").starts_with("not what `status -o json` prints: "));
     }

@@ -23,9 +23,9 @@ pub struct DoorConfig {
     #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true,
           value_parser = parse_secure_ports)]
     pub secure_ports: BTreeMap<u16, u16>,
-    /// on or off: --secure-port also ends the TLS of callers that address the server itself, who show a certificate or a bearer
-    /// token [default: on with --client-ca-file, off without; with --client-ca-file and --connect-port or --metrics-port it has to
-    /// be said].
+    /// on or off: --secure-port also terminates TLS for callers that address the server itself, with a certificate or a bearer
+    /// token [default: on with --client-ca-file, off without; required with --client-ca-file and --connect-port or
+    /// --metrics-port].
     #[arg(id = "terminate-tls", long, value_name = "on|off", value_parser = value::on_off)]
     given_terminate_tls: Option<OnOff>,
     #[arg(skip)]
@@ -83,14 +83,14 @@ pub struct ConnectConfig {
     /// certificate, a token, or only their address; 0: off.
     #[arg(long, value_name = "PORT", default_value = "0", value_parser = value::port)]
     pub connect_port: Port,
-    /// Who may reach what through --connect-port, and again when the file changes; see `policy check` [default: nobody].
+    /// File with the rules for --connect-port, read again when it changes; see `policy check` [default: nothing is permitted].
     #[arg(long, value_name = "FILE")]
     pub policy: Option<PathBuf>,
     /// LISTEN=NODE/TARGET[,CIDR…]: a listener that leads to a port, or an ADDRESS:PORT, on one node, for clients in these ranges
     /// (needed unless LISTEN is a loopback address). May be given several times.
     #[arg(id = "map", long, value_name = "MAP", value_parser = parse_flag)]
     pub maps: Vec<Map>,
-    /// More of them in a file, and again when it changes.
+    /// File with more maps, read again when it changes.
     #[arg(id = "maps", long, value_name = "FILE")]
     pub maps_file: Option<PathBuf>,
 }
@@ -189,7 +189,7 @@ impl PlainConfig {
             [("--plain-clients", !self.clients.is_empty()), ("--plain-ports", !self.ports.is_empty())];
         match (self.port, stray.into_iter().find(|(_, given)| *given)) {
             (None, Some((flag, _))) => {
-                let reason = "the plain door is off; give --plain-port, or leave it out";
+                let reason = "not supported without --plain-port";
                 Err(ConfigError::without_value(flag, reason))
             }
             (Some(_), _) if standalone && self.clients.is_empty() => {

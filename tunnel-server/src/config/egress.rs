@@ -14,7 +14,7 @@ pub struct EgressConfig {
     /// Unix socket for kube-apiserver's EgressSelector; it may speak GRPC or HTTPConnect [default: none].
     #[arg(id = "egress-socket", long, value_name = "PATH", alias = "uds-name")]
     pub socket: Option<PathBuf>,
-    /// Permissions of the socket's file, octal: who may write there reaches every edge node.
+    /// Permissions of the socket's file, octal; write access gives access to every edge node.
     #[arg(id = "egress-socket-mode", long, value_name = "MODE", default_value = "0600", value_parser = mode)]
     pub socket_mode: u32,
     /// Port for the same with mutual TLS; it needs --egress-client-ca; 0: off.

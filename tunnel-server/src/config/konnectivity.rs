@@ -10,8 +10,8 @@ pub struct KonnectivityConfig {
     /// Port for konnectivity's agents (proxy-agent --proxy-server-port), with TLS; 0: off.
     #[arg(id = "konnectivity-agent-port", long, value_name = "PORT", default_value = "0", value_parser = value::port)]
     pub port: Port,
-    /// NAMESPACE/NAME of the ServiceAccount whose pods' tokens are taken there in a cluster. A client certificate of this
-    /// server's CA does without.
+    /// NAMESPACE/NAME of the ServiceAccount whose pods' tokens are accepted there in a cluster, in place of a client
+    /// certificate of this server's CA.
     // The default is that of konnectivity's own manifests.
     #[arg(id = "konnectivity-service-account", long, value_name = "ACCOUNT",
           default_value = "kube-system/konnectivity-agent", value_parser = service_account)]

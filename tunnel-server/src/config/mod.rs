@@ -97,7 +97,7 @@ pub struct NodesConfig {
     /// It has the form of `kubectl get nodes -o yaml`.
     #[arg(long, value_name = "FILE")]
     pub inventory: Option<PathBuf>,
-    /// on or off: take an inventory without any node for true; otherwise it is refused and the last one stays in effect.
+    /// on or off: accept an inventory without nodes; otherwise it is rejected and the last one stays in effect.
     #[arg(long, value_name = "on|off", default_value = "off", num_args = 0..=1, default_missing_value = "on",
           value_parser = value::on_off)]
     pub allow_empty_inventory: OnOff,
@@ -158,7 +158,7 @@ pub struct AgentsConfig {
     #[arg(id = "agent-port", long, value_name = "PORT", alias = "tunnel-agent-connect-port", default_value = "10262",
           value_parser = value::port)]
     pub port: Port,
-    /// refuse or allow agents of nodes that are not in the inventory; it is asked at each attach and renewal.
+    /// refuse or allow agents of nodes that are not in the inventory, at each attach and renewal.
     #[arg(id = "unknown-agents", long, value_name = "refuse|allow", default_value = "refuse",
           value_parser = refuse_or_allow)]
     pub refuse_unknown: OnOff,

@@ -48,8 +48,8 @@ pub struct RedirectFlags {
     /// Only processes in this cgroup v2 directory are redirected [default: the host's cgroup v2 root].
     #[arg(long, value_name = "DIR")]
     pub redirect_cgroup: Option<PathBuf>,
-    /// How long, with its unit (s, m, h), the programs redirect without a sign of life of this process; 5 s at least. After it
-    /// edge nodes' addresses are direct again.
+    /// How long (s, m, h), at least 5s, the BPF programs redirect without a heartbeat of this process. Then edge nodes'
+    /// addresses are direct again.
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = orphan_timeout)]
     pub orphan_timeout: Duration,
 }
@@ -64,8 +64,8 @@ pub struct RedirectRanges {
     /// The same for IPv6, a /64 to /96.
     #[arg(long, value_name = "CIDR", default_value = DEFAULT_RANGE_V6, value_parser = redirect_range_v6)]
     pub redirect_range_v6: Ipv6Net,
-    /// BPF file system in which the programs stay while this process is killed and not back, so that connects to edge nodes
-    /// are refused at once; off: they vanish with it, and such connects go where nobody answers.
+    /// BPF file system for pinned programs, with which connects to edge nodes fail at once while a killed server is down;
+    /// off: the programs are not pinned, and such connects are not redirected.
     #[arg(long, value_name = "DIR|off", env = "POSTERN_BPFFS", default_value = "/sys/fs/bpf", value_parser = directory)]
     pub bpffs: Directory,
 }

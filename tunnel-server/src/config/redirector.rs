@@ -68,7 +68,7 @@ impl RedirectorFlags {
             return Err(ConfigError::without_value("--peers", reason));
         }
         if let Some(flag) = self.enrolment.by_token().filter(|_| !standalone) {
-            let reason = "not in a cluster, where a redirector enrols through the API server; leave it out";
+            let reason = "not supported in a cluster, where a redirector enrols through the API server";
             return Err(ConfigError::without_value(flag, reason));
         }
         let (token, ca_hash) = self.enrolment.token(&self.process.state_dir, Holder::Redirector)?;

@@ -390,7 +390,7 @@ pub(crate) async fn warn_of_taken_pod_ports(config: &Config, ipv6: bool) {
     if rules.with.is_empty() {
         tracing::warn!(
             reason = rules.unread.join("; "),
-            "cannot see whether rules for local addresses (hostPorts, NodePorts, published ports) take connections to edge pods"
+            "failed to check for rules (hostPorts, NodePorts, published ports) that take connections to edge pods"
         );
         return;
     }
@@ -402,9 +402,9 @@ pub(crate) async fn warn_of_taken_pod_ports(config: &Config, ipv6: bool) {
     };
     for finding in way.pod_ports().await {
         tracing::warn!(
-            found = finding.found,
+            reason = finding.found,
             fix = finding.fix,
-            "another program takes connections to edge pods"
+            "rule of another program takes connections to edge pods"
         );
     }
 }

@@ -190,7 +190,7 @@ impl AccessLogGuard {
 pub(super) fn over_limit(metrics: &Metrics, door: &'static str, client: SocketAddr, full: &Full) {
     metrics.over_limit(door, full);
     // At debug level, because clients can cause any number of these. The operator sees the metric.
-    tracing::debug!(door, %client, %full, "connection refused at a bound");
+    tracing::debug!(door, %client, reason = %full, "connection rejected at a limit");
 }
 
 impl Drop for AccessLogGuard {

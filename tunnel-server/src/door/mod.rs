@@ -129,7 +129,7 @@ pub(crate) async fn receive<D: Door>(
 
 fn turned_away<D: Door>(context: &DoorContext, client: SocketAddr, reason: &dyn std::fmt::Display) {
     context.metrics.turned_away(D::NAME);
-    tracing::warn!(door = D::NAME, %client, %reason, "client turned away");
+    tracing::warn!(door = D::NAME, %client, %reason, "connection rejected");
 }
 
 #[expect(clippy::manual_async_fn, reason = "an async fn's future has room for each argument twice")]

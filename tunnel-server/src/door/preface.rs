@@ -59,6 +59,6 @@ pub(super) async fn answer(socket: &mut TcpStream, message: &[u8]) {
         std::io::Result::Ok(())
     };
     if !matches!(tokio::time::timeout(ANSWER_TIMEOUT, answering).await, Ok(Ok(()))) {
-        tracing::debug!("a client that was turned away did not read the answer");
+        tracing::debug!("rejected client did not read the response");
     }
 }

@@ -37,8 +37,8 @@ impl LogBudget {
         }
         self.lines -= 1;
         if self.left_out > 0 {
-            let left_out = std::mem::take(&mut self.left_out);
-            tracing::warn!("inventory: {left_out} lines about {} were left out", self.about);
+            let lines = std::mem::take(&mut self.left_out);
+            tracing::warn!(lines, about = self.about, "dropped log lines about the inventory");
         }
         true
     }

@@ -50,7 +50,7 @@ pub enum SelectorError {
     Key(String),
     #[error("{0:?} is not a label value (at most 63 letters, digits, '-', '_', '.')")]
     Value(String),
-    #[error("{0:?} has parentheses that do not match")]
+    #[error("{0:?} has unbalanced parentheses")]
     Parentheses(String),
 }
 
@@ -236,9 +236,9 @@ mod tests {
         for (selector, error) in [
             ("", "a selector is empty, which would make every node an edge node"),
             ("a=b ||", "a selector is empty, which would make every node an edge node"),
-            ("a in (b", "\"a in (b\" has parentheses that do not match"),
-            ("a)", "\"a)\" has parentheses that do not match"),
-            ("a in ((b))", "\"a in ((b))\" has parentheses that do not match"),
+            ("a in (b", "\"a in (b\" has unbalanced parentheses"),
+            ("a)", "\"a)\" has unbalanced parentheses"),
+            ("a in ((b))", "\"a in ((b))\" has unbalanced parentheses"),
             (
                 "a within (b)",
                 "\"a within (b)\" is not a requirement; use key=value, key!=value, key in (a,b), key notin (a,b), key or !key",

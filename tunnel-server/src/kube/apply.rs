@@ -90,7 +90,7 @@ impl Apply {
                     grace_over = true;
                 }
                 () = &mut patience, if self.ports_known.is_some() => {
-                    tracing::warn!("the ports of the ConfigMap are not known yet: those of --redirect-ports are tunnelled");
+                    tracing::warn!("ports of the ConfigMap not known yet, using --redirect-ports");
                     self.ports_known.take();
                 }
                 () = sleep(REFRESH), if current => {}
@@ -108,8 +108,8 @@ impl Apply {
         self.count.set(&nodes);
         update(self.router.clone(), Inventory::clone(&nodes)).await;
         self.known_nodes.send_replace(Some(nodes));
-        if let Some(old_s) = self.age.seconds() {
-            tracing::info!(old_s, "the nodes are those of the API server again");
+        if let Some(age_s) = self.age.seconds() {
+            tracing::info!(age_s, "API server available again, using its nodes");
         }
         self.age.set_current();
         self.nodes_known.take();
@@ -141,8 +141,8 @@ impl Apply {
         update(self.router.clone(), content.nodes).await;
         self.age.set(content.at);
         self.nodes_known.take();
-        let old_s = self.age.seconds();
-        tracing::warn!(nodes, old_s, "API server unavailable, using the nodes of the state directory");
+        let age_s = self.age.seconds();
+        tracing::warn!(nodes, age_s, "API server unavailable, using the nodes of the state directory");
     }
 }
 

@@ -78,8 +78,8 @@ impl ClusterCache {
         let file = self.0.clone();
         let content = tokio::task::spawn_blocking(move || file.load()).await.ok().flatten()?;
         if content.version != VERSION {
-            let (file, version) = (self.0.path().display(), content.version);
-            tracing::warn!(%file, version, "failed to use the state file: unknown version");
+            let (path, version) = (self.0.path().display(), content.version);
+            tracing::warn!(%path, version, "ignoring a state file of an unknown version");
             return None;
         }
         Some(content)

@@ -149,7 +149,7 @@ impl Kube {
     pub async fn revocations(&self, store: &RevocationStore) {
         let map = RevocationMap::new(self.client.clone(), &self.namespace, &self.names.revocations);
         if let Err(error) = map.copy_to(store).await {
-            tracing::error!(%error, "the revocations in the state directory are used as they are");
+            tracing::error!(%error, "failed to read the revocations, using those of the state directory");
         }
     }
 

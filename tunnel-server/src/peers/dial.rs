@@ -117,7 +117,7 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
         let ended = tokio::select! {
             ended = &mut link => ended,
             () = draining.cancelled() => {
-                tracing::debug!(address, "the other server stops soon, or the link is used up: dialling the address again");
+                tracing::debug!(server = address, "peer is draining or its link is used up, dialling again");
                 leaving.spawn(link);
                 // At once: the successor accepts already, and in a moment its agents are nowhere else. If there is none,
                 // the attempt fails, and a pause follows as after any other.
@@ -128,7 +128,7 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
         };
         match ended {
             Ok(End::Itself) => {
-                tracing::debug!(address, "this address is this server's own");
+                tracing::debug!(server = address, "ignoring this server's own address");
                 removed.cancelled().await;
                 break;
             }
@@ -137,7 +137,7 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
                     redirector.refusals.add(Instant::now());
                 }
                 if failing.is_new(&error) {
-                    tracing::warn!(address, %error, "no link with the other server; trying again");
+                    tracing::warn!(server = address, %error, "failed to link with a peer, retrying");
                 }
             }
             Ok(End::Lost { server_id, error }) => {
@@ -146,10 +146,10 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
                 if started.elapsed() >= PAUSE.1 {
                     backoff.reset();
                 }
-                tracing::warn!(address, server_id, %error, "the link with the other server ended");
+                tracing::warn!(server = address, server_id, %error, "peer link ended");
             }
             Ok(End::Stopped) => break,
-            Err(error) => tracing::error!(address, %error, "the task of a link with another server"),
+            Err(error) => tracing::error!(server = address, %error, "peer link task panicked"),
         }
         let _ = removed.run_until_cancelled(tokio::time::sleep(backoff.next_delay())).await;
     }
@@ -177,19 +177,19 @@ enum Error {
     Io { step: &'static str, source: io::Error },
     #[error("{}", link::reason(.0))]
     Link(#[from] h2::Error),
-    #[error("it closed the connection")]
+    #[error("the other server closed the connection")]
     Closed,
     #[error(transparent)]
     Dead(#[from] link::LinkDead),
-    #[error("nothing was answered for {:.1} s", .0.as_secs_f32())]
+    #[error("no answer for {:.1} s", .0.as_secs_f32())]
     Silent(Duration),
-    #[error("it did not say what it has: {}", printable(.0.message(), 200))]
+    #[error("the other server did not send its nodes: {}", printable(.0.message(), 200))]
     Watch(Box<Status>),
-    #[error("it says that it has a node {0:?}, which is not the name of a node")]
+    #[error("the other server sent node {0:?}: not the name of a node")]
     Node(String),
     #[error("a connection could not be passed on")]
     Broken,
-    #[error("there is another link with it, and this one carries nothing any more")]
+    #[error("superseded by a newer peer link")]
     Unneeded,
 }
 
@@ -266,7 +266,7 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
     if let Some(redirector) = &context.redirector {
         redirector.refusals.clear();
     }
-    tracing::info!(address, server_id, version = peer.version, "linked with another server");
+    tracing::info!(server = address, server_id, version = peer.version, "peer link established");
     let error = tokio::select! {
         biased;
         ended = driver.join_next() => ended_with(ended),

@@ -46,7 +46,7 @@ impl Ca {
         let _lock = ca.lock()?;
         if !ca.directory().exists() {
             ca.create(&CaMaterial::generate()?)?;
-            tracing::info!(directory = %ca.directory().display(), ca_hash = ca.state()?.hash(), "created a new CA");
+            tracing::info!(path = %ca.directory().display(), ca_hash = ca.state()?.hash(), "created a new CA");
         }
         ca.state()?;
         Ok(ca)
@@ -208,8 +208,8 @@ impl Ca {
         fs::rename(self.directory(), &aside).map_err(|error| PkiError::io(&aside, error))?;
         tracing::warn!(
             secret,
-            kept = %aside.display(),
-            "the CA in the state directory was another one than the Secret's: the Secret's is used, and the other kept"
+            path = %aside.display(),
+            "replaced the CA of the state directory by the Secret's and kept the old one at the path"
         );
         Ok(())
     }

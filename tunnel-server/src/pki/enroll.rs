@@ -76,9 +76,9 @@ enum EnrollError {
     #[error("{0}")]
     Certificate(String),
     /// The detail is for the server's log only: it may name files.
-    #[error("the server cannot issue certificates at present; its log says why")]
+    #[error("the server failed to issue a certificate; see its log")]
     Internal(#[from] PkiError),
-    #[error("the server cannot issue certificates at present; its log says why")]
+    #[error("the server failed to issue a certificate; see its log")]
     Wiring(&'static str),
 }
 
@@ -201,11 +201,11 @@ impl Inner {
         source: Option<IpAddr>,
         result: Result<(NodeName, EnrollResponse), EnrollError>,
     ) -> Result<Response<EnrollResponse>, Status> {
-        let source_text = source.map(|address| address.to_canonical().to_string()).unwrap_or_default();
+        let client = source.map(|address| address.to_canonical().to_string()).unwrap_or_default();
         let failure = match result {
             Ok((node, response)) => {
                 self.metrics.count(call, "issued");
-                tracing::info!(call, %node, source = source_text, "certificate issued");
+                tracing::info!(call, %node, client, "certificate issued");
                 return Ok(Response::new(response));
             }
             Err(failure) => failure,
@@ -214,7 +214,7 @@ impl Inner {
             Some(source) if !self.may_fail(source) => {
                 // The refusals before the limit were logged as warnings.
                 let outcome = failure.outcome();
-                tracing::debug!(call, source = source_text, outcome, reason = %failure, "enrolment refused: rate limited");
+                tracing::debug!(call, client, outcome, reason = %failure, "enrolment refused: rate limited");
                 EnrollError::RateLimited
             }
             _ => failure,
@@ -223,14 +223,14 @@ impl Inner {
         match &failure {
             EnrollError::RateLimited => {}
             EnrollError::Internal(error) => {
-                tracing::error!(call, source = source_text, %error, "enrolment failed");
+                tracing::error!(call, client, %error, "enrolment failed");
             }
             EnrollError::Wiring(error) => {
-                tracing::error!(call, source = source_text, error, "enrolment failed");
+                tracing::error!(call, client, error, "enrolment failed");
             }
             other => {
                 let outcome = other.outcome();
-                tracing::warn!(call, source = source_text, outcome, reason = %other, "enrolment refused");
+                tracing::warn!(call, client, outcome, reason = %other, "enrolment refused");
             }
         }
         Err(Status::new(failure.code(), failure.to_string()))

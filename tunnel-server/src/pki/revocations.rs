@@ -163,10 +163,8 @@ impl RevocationStore {
     /// If the directory cannot be read or created. No agent may be admitted without knowing the revocations.
     pub fn open(&self) -> Result<watch::Sender<Arc<Revocations>>, PkiError> {
         files::create_private_directory(&self.0.directory())?;
-        let (known, errors) = self.load()?;
-        for error in errors {
-            tracing::error!(%error, "a revocation cannot be read");
-        }
+        // `follow` reads again, and logs those that cannot be read.
+        let (known, _) = self.load()?;
         Ok(watch::Sender::new(Arc::new(known)))
     }
 
@@ -190,7 +188,7 @@ impl RevocationStore {
                     if text.is_empty() {
                         logged.clear();
                     } else if logged.is_new(&text) {
-                        tracing::error!(error = text, "a revocation cannot be read");
+                        tracing::error!(error = text, "failed to read a revocation, the node stays revoked");
                     }
                     publish.send_if_modified(|current| {
                         let changed = **current != known;
@@ -198,7 +196,7 @@ impl RevocationStore {
                             tracing::info!(
                                 revoked = known.revoked().count(),
                                 damaged = known.damaged.len(),
-                                "the revocations have changed"
+                                "revocations changed"
                             );
                             *current = Arc::new(known);
                         }
@@ -207,7 +205,7 @@ impl RevocationStore {
                 }
                 Ok(Err(error)) => {
                     if logged.is_new(&error) {
-                        tracing::error!(%error, "the revocations cannot be read; those known stay in effect");
+                        tracing::error!(%error, "failed to read the revocations, keeping the known ones");
                     }
                 }
                 // The runtime is being shut down.

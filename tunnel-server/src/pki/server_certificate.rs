@@ -47,7 +47,7 @@ impl ServerNames {
 /// This host's addresses; empty if the kernel does not list them.
 fn local_addresses() -> Vec<IpAddr> {
     let listed = interface_addresses().inspect_err(
-        |error| tracing::warn!(%error, "this host's addresses are not in the server's certificate"),
+        |error| tracing::warn!(%error, "failed to list this host's addresses for the server's certificate"),
     );
     // IPv6 link-local addresses mean nothing without a scope, which a certificate cannot have.
     let usable = |address: &IpAddr| !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
@@ -164,12 +164,12 @@ impl Renewal {
             match self.refresh() {
                 Ok(()) => {
                     if self.failing.clear() {
-                        tracing::info!("the server's certificate and CA are up to date again");
+                        tracing::info!("server certificate and CA up to date again");
                     }
                 }
                 Err(error) => {
                     if self.failing.is_new(&error) {
-                        tracing::error!(%error, "keeping the present certificate and CA");
+                        tracing::error!(%error, "failed to refresh the server's certificate and CA, keeping the present ones");
                     }
                 }
             }

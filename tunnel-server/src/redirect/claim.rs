@@ -165,7 +165,7 @@ fn conflict_of(own: &Name, others: impl Fn(&Name) -> bool) -> Result<Option<Redi
 fn server(listener: UnixCredentials, name: &Name) -> Option<String> {
     let (pid, uid) = (listener.pid(), listener.uid());
     if !may_redirect(pid, uid) {
-        tracing::warn!(pid, uid, socket = %name, "an unprivileged process poses as a server, and is ignored");
+        tracing::warn!(pid, uid, path = %name, "ignoring an unprivileged process that poses as a server");
         return None;
     }
     // pid 0: the process is in a PID namespace that is not visible here.

@@ -52,10 +52,10 @@ impl Feeder {
                 return true;
             }
             Ok(Err(error)) if self.failures.is_new(&error) => {
-                tracing::error!(%error, "the routes in the kernel are not current");
+                tracing::error!(%error, "failed to write the routes to the kernel");
             }
             Ok(Err(_)) => {}
-            Err(error) => tracing::error!(%error, "feeding the redirect failed"),
+            Err(error) => tracing::error!(%error, "failed to write the routes to the kernel"),
         }
         self.stale.get_or_insert_with(|| self.readiness.pending("the kernel's routes are not current"));
         self.changed.mark_changed();

@@ -198,7 +198,7 @@ impl Programs {
         if let (Some(id), Ok(fd)) = (self.id(hook), program.fd())
             && let Err(error) = attached::detach(&cgroup.dir, hook, fd.as_fd(), id)
         {
-            tracing::warn!(hook = hook.name(), %error, "failed to detach a program");
+            tracing::warn!(hook = hook.name(), %error, "failed to detach a BPF program");
         }
     }
 

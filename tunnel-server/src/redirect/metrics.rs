@@ -36,7 +36,7 @@ impl Collector for RedirectMetrics {
         let counters = match self.0.counters() {
             Ok(counters) => counters,
             Err(error) => {
-                tracing::warn!(%error, "the redirect's counters cannot be read");
+                tracing::warn!(%error, "failed to read the counters of the redirect");
                 return Ok(());
             }
         };

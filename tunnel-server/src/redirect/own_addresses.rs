@@ -19,8 +19,8 @@ impl Redirect {
         loop {
             match self.follow_subscription().await {
                 Err(RedirectError::Stopped) => return,
-                Err(error) => tracing::warn!(%error, "cannot follow this host's addresses; trying again"),
-                Ok(ended) => tracing::debug!("{ended}; subscribing again"),
+                Err(error) => tracing::warn!(%error, "failed to follow this host's addresses, retrying"),
+                Ok(ended) => tracing::debug!(reason = %ended, "renewing the subscription to address changes"),
             }
             sleep(RETRY).await;
         }
@@ -35,11 +35,7 @@ impl Redirect {
         loop {
             let applied = self.offload(Self::refresh_addresses).await?;
             if applied.writes + applied.deletes > 0 {
-                tracing::info!(
-                    added = applied.writes,
-                    removed = applied.deletes,
-                    "this host's addresses changed"
-                );
+                tracing::info!(added = applied.writes, removed = applied.deletes, "host addresses changed");
             }
             if let Err(ended) = changes.next(PERIOD).await {
                 return Ok(ended);

@@ -131,7 +131,7 @@ impl Orphans {
                 Ok(found) => tokens.extend(found),
                 // Perhaps of another version. Its programs are removed as well.
                 Err(error) => {
-                    tracing::warn!(folder = %folder.display(), error = chain(&error), "cannot read a dead server's tokens");
+                    tracing::warn!(path = %folder.display(), error = chain(&error), "failed to read the tokens of a dead server");
                 }
             }
         }
@@ -291,10 +291,10 @@ fn read_tokens(folder: &Path) -> Result<Vec<(IpNet, IpAddr)>, MapError> {
 }
 
 fn remove_of_dead(folder: &Path) {
-    tracing::info!(folder = %folder.display(), "removing the programs of a server that died");
+    tracing::info!(path = %folder.display(), "removing the BPF programs of a dead server");
     // New connects come first: while steering still works, none goes to a listener that is gone.
     if let Err(error) = detach(folder) {
-        tracing::warn!(folder = %folder.display(), %error, "failed to detach the programs of a server that died");
+        tracing::warn!(path = %folder.display(), %error, "failed to detach the BPF programs of a dead server");
     }
     remove_folder(folder);
 }
@@ -339,7 +339,7 @@ fn remove_folder(folder: &Path) {
     rest.for_each(|entry| remove(&entry.path()));
     match fs::remove_dir(folder) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            tracing::warn!(folder = %folder.display(), %error, "a folder of pins stays");
+            tracing::warn!(path = %folder.display(), %error, "failed to remove a BPF pin directory");
         }
         _ => {}
     }
@@ -348,7 +348,7 @@ fn remove_folder(folder: &Path) {
 fn remove(path: &Path) {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            tracing::warn!(path = %path.display(), %error, "a pin stays");
+            tracing::warn!(path = %path.display(), %error, "failed to remove a BPF pin");
         }
         _ => {}
     }

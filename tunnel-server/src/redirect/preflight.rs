@@ -74,7 +74,7 @@ fn raise_memlock() {
         && setrlimit(Resource::RLIMIT_MEMLOCK, libc::RLIM_INFINITY, libc::RLIM_INFINITY).is_err()
     {
         tracing::warn!(
-            "cannot raise RLIMIT_MEMLOCK; if the maps do not fit, raise it (systemd: LimitMEMLOCK=infinity)"
+            "failed to raise RLIMIT_MEMLOCK, set it if the maps do not fit (systemd: LimitMEMLOCK=infinity)"
         );
     }
 }

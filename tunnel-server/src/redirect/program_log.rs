@@ -48,7 +48,7 @@ impl ProgramLog {
         let mut ring = match unsafe { AsyncFd::register_with_interest(self.0, Interest::READABLE) } {
             Ok(ring) => ring,
             Err(error) => {
-                tracing::warn!(%error, "the programs' log cannot be read");
+                tracing::warn!(%error, "failed to read the log of the BPF programs");
                 return;
             }
         };
@@ -59,7 +59,7 @@ impl ProgramLog {
                     guard.clear_ready();
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "the programs' log ended");
+                    tracing::warn!(%error, "failed to read the log of the BPF programs");
                     return;
                 }
             }

@@ -297,11 +297,12 @@ impl Inner {
 
 fn log_left_out(left_out: usize) {
     match left_out {
-        0 => tracing::info!("the kernel's list of excluded addresses has room for all again"),
+        0 => tracing::info!("excluded addresses fit into the kernel's list again"),
         left_out => tracing::warn!(
             left_out,
-            "the kernel's list of excluded addresses has room for {LIST_CAPACITY} of each family: cloud nodes' addresses are \
-             left out, which are direct all the same since no route has them; fewer ranges in --exclude make room"
+            capacity = LIST_CAPACITY,
+            fix = "use fewer ranges in --exclude",
+            "excluded addresses do not fit into the kernel's list, addresses of cloud nodes are left out and stay direct"
         ),
     }
 }

@@ -52,7 +52,7 @@ impl Redirect {
         let v6 = v6.filter(|_| match preflight::ipv6_usable() {
             Ok(()) => true,
             Err(reason) => {
-                tracing::warn!("IPv6 destinations will not be redirected: {reason}");
+                tracing::warn!(%reason, "IPv6 destinations are not redirected");
                 false
             }
         });
@@ -145,9 +145,10 @@ fn pins(config: &RedirectConfig, netns: &File, ebpf: &Ebpf) -> (Option<Pins>, Op
         Ok(pins) => (Some(pins), None),
         Err(reason) => {
             tracing::warn!(
-                bpffs = %wanted.dir.display(), reason,
-                "the programs are not pinned: should this process be killed, connects to edge nodes are not refused \
-                 but go where nobody answers; --bpffs has to be a BPF file system that this process may write to, or off"
+                path = %wanted.dir.display(),
+                reason,
+                fix = "set --bpffs to a BPF file system that this process may write to, or to off",
+                "failed to pin the BPF programs, connects to edge nodes are not refused if this process is killed"
             );
             (None, Some(reason))
         }

@@ -23,10 +23,10 @@ impl Redirect {
             match self.keep_routes(&mut uses).await {
                 Err(RedirectError::Stopped) => return,
                 Err(error) if failures.is_new(&error) => {
-                    tracing::warn!(%error, "failed to follow routes; trying again");
+                    tracing::warn!(%error, "failed to follow routes, retrying");
                 }
                 Err(_) => {}
-                Ok(ended) => tracing::debug!("{ended}; subscribing again"),
+                Ok(ended) => tracing::debug!(reason = %ended, "renewing the subscription to route changes"),
             }
             sleep(RETRY).await;
         }
@@ -49,7 +49,7 @@ impl Redirect {
                 let used = self.offload(|redirect| range_use::check(&redirect.config, redirect.ipv6)).await;
                 match used {
                     Ok(()) => _ = uses.clear(),
-                    Err(error) if uses.is_new(&error) => tracing::warn!(%error, "a token range is in use"),
+                    Err(error) if uses.is_new(&error) => tracing::warn!(%error, "token range is in use"),
                     Err(_) => {}
                 }
             }

@@ -55,7 +55,7 @@ impl Redirect {
                     }
                 }
                 Err(error) if failing.is_new(&error) => {
-                    tracing::error!(%error, "the programs get no sign of life");
+                    tracing::error!(%error, "failed to write the heartbeat to the BPF map");
                 }
                 Err(_) => {}
             }
@@ -94,7 +94,7 @@ impl Redirect {
         let result = match self.offload(Self::restore_now).await {
             Ok(lost) => {
                 if !lost.is_empty() {
-                    tracing::warn!(lost = lost.join(", "), "restored what the redirect had lost");
+                    tracing::warn!(lost = lost.join(", "), "restored lost parts of the redirect");
                     self.note(|health| health.restored += 1);
                 }
                 self.verify().await
@@ -105,7 +105,7 @@ impl Redirect {
         match result {
             Ok(()) => {
                 if before.is_some() {
-                    tracing::info!("the redirect works again");
+                    tracing::info!("redirect works again");
                 }
                 self.note(|health| {
                     health.problem = None;
@@ -116,7 +116,7 @@ impl Redirect {
             Err(error) => {
                 let problem = error.to_string();
                 if before.as_ref() != Some(&problem) {
-                    tracing::error!("{problem}");
+                    tracing::error!(error = problem, "redirect verification failed");
                 }
                 self.note(|health| health.problem = Some(problem));
             }

@@ -54,7 +54,7 @@ impl Redirect {
                 Ok(false) if since.elapsed() < RESUMED => tokio::time::sleep(RESUMED / 50).await,
                 Ok(false) => return false,
                 Err(error) => {
-                    tracing::warn!(%error, "cannot tell whether another server redirects here");
+                    tracing::warn!(%error, "failed to look for another server that redirects");
                     return false;
                 }
             }
@@ -68,7 +68,7 @@ impl Redirect {
             None => Ok(Others::default()),
         });
         found.await.unwrap_or_else(|error| {
-            tracing::warn!(%error, "what another server leaves should it die stays");
+            tracing::warn!(%error, "failed to read the pins of other servers");
             Others::default()
         })
     }
@@ -103,11 +103,11 @@ impl Redirect {
         drop(inner);
         match shared {
             Ok(true) => {
-                tracing::info!("another server redirects here: the token route stays");
+                tracing::info!("keeping the token route, another server redirects on this host");
                 return;
             }
             Ok(false) => {}
-            Err(error) => tracing::warn!(%error, "cannot tell whether another server redirects here"),
+            Err(error) => tracing::warn!(%error, "failed to look for another server that redirects"),
         }
         let ranges = token_ranges(&self.config, self.ipv6);
         let removed = netlink::blocking(|handle| async move {
@@ -117,7 +117,7 @@ impl Redirect {
             Ok(())
         });
         if let Err(error) = removed {
-            tracing::warn!(%error, "a token route stays");
+            tracing::warn!(%error, "failed to remove a token route");
         }
     }
 }

@@ -36,7 +36,9 @@ impl FileWatch {
             }
         };
         let watcher = notify::recommended_watcher(handler)
-            .inspect_err(|error| tracing::warn!(%error, what, "no file events; this is checked every 10 s"))
+            .inspect_err(
+                |error| tracing::warn!(%error, what, "failed to watch for file events, polling every 10 s"),
+            )
             .ok();
         Self { watcher, events, directories: BTreeSet::new() }
     }
@@ -59,7 +61,7 @@ impl FileWatch {
         let wanted: BTreeSet<_> = paths.into_iter().flat_map(directories).collect();
         for gone in self.directories.difference(&wanted) {
             if let Err(error) = watcher.unwatch(gone) {
-                tracing::debug!(directory = %gone.display(), %error, "unwatching");
+                tracing::debug!(path = %gone.display(), %error, "failed to unwatch a directory");
             }
         }
         self.directories = wanted
@@ -69,7 +71,7 @@ impl FileWatch {
                     || watcher
                         .watch(directory, RecursiveMode::NonRecursive)
                         .inspect_err(
-                            |error| tracing::debug!(directory = %directory.display(), %error, "watching"),
+                            |error| tracing::debug!(path = %directory.display(), %error, "failed to watch a directory"),
                         )
                         .is_ok()
             })

@@ -254,9 +254,9 @@ impl<T: Send + 'static> ReloadedFile<T> {
         self.metrics.count(self.what, loaded.is_ok());
         let what = self.what;
         match loaded {
-            Ok(()) => tracing::info!(what, "the file's new content is in effect"),
+            Ok(()) => tracing::info!(what, "reloaded the file"),
             Err(error) => {
-                tracing::error!(what, %error, "failed to reload the file, its last good content stays in effect");
+                tracing::error!(what, %error, "failed to reload the file, keeping its last good content");
             }
         }
     }

@@ -22,7 +22,7 @@ pub fn load_claims(router: &Router, state_dir: &Path) {
     let file = file(state_dir);
     let Some(stored) = file.load() else { return };
     if let Err(reason) = router.restore_claims(stored) {
-        tracing::warn!(file = %file.path().display(), reason, "failed to restore address claims, starting without them");
+        tracing::warn!(path = %file.path().display(), error = reason, "failed to restore address claims, starting without them");
     }
 }
 

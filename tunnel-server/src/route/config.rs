@@ -57,7 +57,7 @@ impl RouterConfig {
 /// does not list them.
 pub fn host_addresses() -> Option<HashSet<IpAddr>> {
     let listed = interface_addresses().inspect_err(
-        |error| tracing::warn!(%error, "cannot list this host's addresses; those known before stay in use"),
+        |error| tracing::warn!(%error, "failed to list this host's addresses, keeping the known ones"),
     );
     let addresses = listed.ok()?.into_iter().map(|entry| entry.address);
     Some(addresses.filter(|address| identifies_host(*address)).collect())

@@ -61,6 +61,6 @@ async fn give_up(router: Arc<Router>, stop: CancellationToken) {
 
 async fn blocking(work: impl FnOnce() + Send + 'static) {
     if let Err(error) = tokio::task::spawn_blocking(work).await {
-        tracing::error!(%error, "computing the routes failed; those before stay in effect");
+        tracing::error!(%error, "failed to compute the routes, keeping the present ones");
     }
 }

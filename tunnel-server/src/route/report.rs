@@ -59,7 +59,7 @@ impl Reports {
             let counted = conflict.kind != ConflictKind::NoRoom;
             new += usize::from(counted);
             if counted && new <= MAX_LOGGED && self.lines.may_log(now) {
-                tracing::warn!(kind = conflict.kind.as_str(), "inventory: {conflict}");
+                tracing::warn!(kind = conflict.kind.as_str(), reason = %conflict, "inventory conflict");
             }
         }
         let mut gone = 0;
@@ -69,10 +69,13 @@ impl Reports {
         }
         let more = new.saturating_sub(MAX_LOGGED);
         if more > 0 && self.lines.may_log(now) {
-            tracing::warn!("inventory: {more} more conflicts; tunnel-server status -o json lists them");
+            tracing::warn!(
+                conflicts = more,
+                "more inventory conflicts, `tunnel-server status -o json` lists them"
+            );
         }
         if gone > 0 && self.lines.may_log(now) {
-            tracing::info!("inventory: {gone} conflicts are gone, {} remain", conflicts.len());
+            tracing::info!(gone, remaining = conflicts.len(), "inventory conflicts resolved");
         }
     }
 
@@ -82,26 +85,30 @@ impl Reports {
         for (family, name) in ["IPv4", "IPv6"].into_iter().enumerate() {
             if worth_telling(&mut told.routes[family], shortage.routes[family]) {
                 match shortage.routes[family] {
-                    0 => tracing::info!("the kernel's table of {name} routes has room for all again"),
+                    0 => tracing::info!(family = name, "routes fit into the kernel's table again"),
                     left_out => tracing::warn!(
+                        family = name,
                         left_out,
-                        "the kernel's table of {name} routes is full: the {MAX_ROUTES} that fit are redirected, the rest is \
-                         not and is reached by the nodes' names only; list fewer addresses with --edge-addresses, or fewer \
-                         nodes with --edge-selector"
+                        capacity = MAX_ROUTES,
+                        fix =
+                            "list fewer addresses with --edge-addresses, or fewer nodes with --edge-selector",
+                        "kernel's route table is full, the addresses left out are not redirected"
                     ),
                 }
             }
             let (range, flag) =
                 (ranges[family], if family == 0 { "--redirect-range" } else { "--redirect-range-v6" });
-            for (pods, what) in ["addresses", "ranges of pods"].into_iter().enumerate() {
+            for (pods, kind) in ["addresses", "ranges of pods"].into_iter().enumerate() {
                 let now = shortage.tokens[family][pods];
                 if worth_telling(&mut told.tokens[family][pods], now) {
                     match now {
-                        0 => tracing::info!("the token range {range} has tokens for all {what} again"),
-                        without => tracing::warn!(
-                            without,
-                            "the token range {range} is used up: connections to the {what} without a token fail, all \
-                             others work; widen {flag}"
+                        0 => tracing::info!(%range, kind, "token range has tokens for all again"),
+                        left_out => tracing::warn!(
+                            %range,
+                            kind,
+                            left_out,
+                            fix = format!("widen {flag}"),
+                            "token range is used up, connections to what is left out fail"
                         ),
                     }
                 }

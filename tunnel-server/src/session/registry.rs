@@ -253,7 +253,8 @@ impl Sessions {
         tracing::warn!(
             node = %oldest.node, peer = %oldest.peer, epoch = oldest.epoch,
             connections = oldest.links.connections(),
-            "more than {MOST_LEAVING} sessions of the node finish what they carry: the oldest ends"
+            limit = MOST_LEAVING,
+            "too many draining sessions of the node, closing the oldest"
         );
         oldest.close();
     }

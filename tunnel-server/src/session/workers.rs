@@ -60,7 +60,7 @@ impl Drop for Workers {
         self.stop.cancel();
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
-                tracing::error!("a data path thread panicked");
+                tracing::error!("data path thread panicked");
             }
         }
     }

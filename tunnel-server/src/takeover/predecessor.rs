@@ -158,14 +158,14 @@ impl TakeOver {
             match self.hand_over(before).await {
                 Ok((told, came)) => tracing::info!(
                     server_id = before.server_id(),
-                    told,
-                    came,
-                    took_ms = started.elapsed().as_millis(),
-                    "took over from the server before: it finishes what it carries"
+                    agents = told,
+                    attached = came,
+                    duration_ms = started.elapsed().as_millis(),
+                    "took over from the previous server"
                 ),
                 Err(error) => {
-                    let what = without(&error);
-                    tracing::warn!(server_id = before.server_id(), %error, "the server before {what}");
+                    let reason = without(&error);
+                    tracing::warn!(server_id = before.server_id(), reason, %error, "failed to take over from the previous server");
                 }
             }
         } else {
@@ -195,8 +195,8 @@ impl TakeOver {
             () = before.0.ended() => return,
         };
         if found.is_err() {
-            let (nodes, such_as) = (missing.len(), missing.first().map(NodeName::as_str));
-            tracing::warn!(nodes, such_as, "no other server has these nodes any more, or it is not reached");
+            let (nodes, example) = (missing.len(), missing.first().map(NodeName::as_str));
+            tracing::warn!(nodes, example, "nodes of other servers not found during the takeover");
         }
     }
 
@@ -234,14 +234,14 @@ impl TakeOver {
         match self.hand_back(before).await {
             Ok((told, came)) => tracing::info!(
                 server_id = before.server_id(),
-                told,
-                came,
-                took_ms = started.elapsed().as_millis(),
-                "the server before has taken back what this one had taken over"
+                agents = told,
+                attached = came,
+                duration_ms = started.elapsed().as_millis(),
+                "handed back to the previous server"
             ),
             // It goes on all the same, once this connection ends.
             Err(error) => {
-                tracing::warn!(server_id = before.server_id(), %error, "the server before does not wait for its agents");
+                tracing::warn!(server_id = before.server_id(), %error, "failed to hand back to the previous server");
             }
         }
     }
@@ -280,7 +280,7 @@ impl TakeOver {
         let router = self.runtime.router.clone();
         let applied = tokio::task::spawn_blocking(move || redirect.apply(|| router.desired())).await;
         if let Ok(Err(error)) = applied {
-            tracing::error!(%error, "the routes in the kernel are not current");
+            tracing::error!(%error, "failed to write the routes to the kernel");
         }
     }
 }
@@ -306,11 +306,11 @@ fn pause(nodes: usize) -> Duration {
 /// Why this server goes on without the one before.
 fn without(error: &io::Error) -> &'static str {
     match error.kind() {
-        io::ErrorKind::TimedOut => "does not answer: this one goes on beside it",
-        _ => "ended meanwhile",
+        io::ErrorKind::TimedOut => "no answer",
+        _ => "it ended during the takeover",
     }
 }
 
 fn unexpected() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "an answer to something else")
+    io::Error::new(io::ErrorKind::InvalidData, "unexpected answer")
 }

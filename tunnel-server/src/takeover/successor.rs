@@ -62,7 +62,7 @@ impl Succession {
                     match listener.accept().await {
                         Ok(stream) => self.serve(stream).await,
                         Err(error) => {
-                            tracing::warn!(%error, "cannot accept a successor");
+                            tracing::warn!(%error, "failed to accept a successor");
                             tokio::time::sleep(std::time::Duration::from_secs(1)).await;
                         }
                     }
@@ -85,9 +85,9 @@ impl Succession {
         let ended = self.pass(&mut stream).await;
         let passed = *self.phase.borrow() == Phase::Passed;
         match ended {
-            Ok(()) if passed => tracing::warn!("the successor has ended: this server goes on"),
-            Ok(()) => tracing::warn!("the successor ended before it had taken over: this server goes on"),
-            Err(error) => tracing::warn!(%error, "the successor is not understood: this server goes on"),
+            Ok(()) if passed => tracing::warn!("successor ended, resuming service"),
+            Ok(()) => tracing::warn!("successor ended before it had taken over, resuming service"),
+            Err(error) => tracing::warn!(%error, "failed to talk to the successor, resuming service"),
         }
         self.take_back().await;
         self.phase.send_replace(Phase::Alone);
@@ -100,7 +100,7 @@ impl Succession {
         if let Some(admin) = &self.admin {
             admin.set(false);
         }
-        tracing::info!(pid, "another server takes over from this one");
+        tracing::info!(pid, "successor connected, handing over");
         loop {
             match receive(stream).await? {
                 None => return Ok(()),
@@ -121,7 +121,7 @@ impl Succession {
                     send(stream, &Answer::Released).await?;
                     self.eligible.send_replace(false);
                     self.phase.send_replace(Phase::Passed);
-                    tracing::info!("the other server has taken over: this one finishes what it carries");
+                    tracing::info!("handed over to the successor, draining");
                 }
                 Some(Ask::Back) => {
                     self.gates.agents.set(true);
@@ -138,7 +138,7 @@ impl Succession {
                 Some(Ask::Resume) => {
                     self.take_back().await;
                     send(stream, &Answer::Resumed).await?;
-                    tracing::info!("the successor stops, and has given back what it had taken over");
+                    tracing::info!("successor handed back, resumed service");
                 }
             }
         }
@@ -160,14 +160,14 @@ impl Succession {
             let resume = move || {
                 // The agents that have come back a moment ago are in it.
                 if let Err(error) = resumed.apply(|| router.desired()) {
-                    tracing::error!(%error, "the routes in the kernel are not current");
+                    tracing::error!(%error, "failed to write the routes to the kernel");
                 }
                 resumed.resume()
             };
             match tokio::task::spawn_blocking(resume).await {
                 Ok(Ok(())) => {}
-                Ok(Err(error)) => tracing::error!(%error, "the redirect does not come back"),
-                Err(error) => tracing::error!(%error, "the redirect does not come back"),
+                Ok(Err(error)) => tracing::error!(%error, "failed to re-enable the redirect"),
+                Err(error) => tracing::error!(%error, "failed to re-enable the redirect"),
             }
             // The next successor has not begun. To see that this one is dead takes seconds.
             tokio::spawn(redirect.others().await.remove_dead());
@@ -209,7 +209,7 @@ impl Succession {
 fn bind(path: &Path) -> Option<Listener> {
     Listener::bind(path)
         .inspect_err(|error| {
-            tracing::warn!(path = %path.display(), %error, "no other server can take over from this one");
+            tracing::warn!(path = %path.display(), %error, "failed to listen for a successor");
         })
         .ok()
 }

@@ -113,7 +113,7 @@ async fn what_others_take_from_the_kernel_is_found(testbed: &Testbed) -> Result<
     let said = doctor(testbed, &[]).await?;
     said.expect("token-route-missing", "no route `local 198.18.0.0/15 dev lo`")?;
     said.expect("token-range-used", "the route 198.18.0.0/15 in the table local")?;
-    server.wait_log("a token range is in use").await?;
+    server.wait_log("token range is in use").await?;
     testbed.cloud.ip("route del unreachable 198.18.0.0/15 table local")?;
     // No room for a further node.
     maps::fill_routes(server.process.pid())?;
@@ -246,7 +246,7 @@ async fn a_pod_without_a_memory_limit_is_told(testbed: &Testbed) -> Result<()> {
     let server =
         Builder::new(testbed).memory(&unlimited).env("KUBERNETES_SERVICE_HOST", "10.96.0.1").start().await?;
     let log = server.process.output()?;
-    ensure!(log.contains("this pod's memory limit was not found"), "{log}");
+    ensure!(log.contains("no memory limit found for this pod"), "{log}");
     doctor(testbed, &[]).await?.expect_only(&[])?;
     let mut in_pod = testbed.on_cloud().command(&program("tunnel-server")?);
     in_pod.args(["doctor", "-o", "json"]).env("KUBERNETES_SERVICE_HOST", "10.96.0.1");

@@ -121,10 +121,10 @@ pub(super) async fn konnectivitys_own_agent_attaches(testbed: &Testbed) -> Resul
     echo(&mut held, b"before").await?;
     // It drains until it is killed, and the next one takes over.
     agent.signal(Signal::SIGTERM)?;
-    server.wait_log("it goes on until its stream ends").await?;
+    server.wait_log("konnectivity agent is draining").await?;
     echo(&mut connect(&socket, &by_name).await?, b"while it drains").await?;
     let _next = proxy_agent(testbed, "proxy-agent-next", &state, true)?;
-    server.wait_log("another agent of the node takes over").await?;
+    server.wait_log("session moved to the successor of its agent").await?;
     echo(&mut held, b"through the one before").await?;
     agent.crash().await?;
     echo(&mut connect(&socket, &by_name).await?, b"through the next").await

@@ -136,7 +136,7 @@ pub(super) async fn certificates_follow_their_files(testbed: &Testbed) -> Result
     let _echo = target(testbed, 1, ECHO, Behaviour::Echo)?;
     visit(testbed, Some(first.caller("a")?)).await?;
     fs::write(&path, "rubbish")?;
-    server.wait_log("its last good content stays in effect").await?;
+    server.wait_log("keeping its last good content").await?;
     visit(testbed, Some(first.caller("a")?)).await?;
     second.write(&path)?;
     let let_in = async || Ok(visit(testbed, Some(second.caller("b")?)).await.is_ok());

@@ -273,7 +273,7 @@ impl<'a> Masters<'a> {
         ensure!(successor != first, "the first server still answers");
         self.wait_leads(&successor).await?;
         second.process.crash().await?;
-        self.servers[0].wait_log("the successor has ended: this server goes on").await?;
+        self.servers[0].wait_log("successor ended, resuming service").await?;
         self.servers[0].wait_connected(EDGE_NODE, true, agent::START).await?;
         works(&self.kubectl[0]).await.context("after the successor's death")?;
         self.wait_leads(&first).await.context("after the successor's death")?;
@@ -298,7 +298,7 @@ impl<'a> Masters<'a> {
         let mut held = hold(edge.address, b"before").await?;
         alongside("the stop of a successor", edge.address, async {
             second.process.signal(Signal::SIGTERM)?;
-            server.wait_log("has given back what it had taken over").await?;
+            server.wait_log("successor handed back").await?;
             works(kubectl).await?;
             echo(&mut held, b"after").await.context("on the connection that the successor carries")?;
             drop(held);

@@ -162,7 +162,7 @@ pub(super) async fn an_agents_successor_dies(testbed: &Testbed) -> Result<()> {
     alongside("a successor that dies half-way", on_edge.address, async {
         let mut second = agent.successor()?;
         agent.wait_log("another agent takes over").await?;
-        second.wait_log("taking over from the one that runs here").await?;
+        second.wait_log("taking over from the running process").await?;
         for _ in 0..20 {
             visit_mapped(testbed).await?;
         }

@@ -142,10 +142,10 @@ async fn a_successor_that_dies_is_replaced(testbed: &Testbed) -> Result<()> {
     // This agent does not attach to the second server, which waits for it.
     agents[1].process.signal(Signal::SIGSTOP)?;
     let mut second = first.successor()?;
-    first.wait_log("another server takes over").await?;
+    first.wait_log("successor connected").await?;
     wait_sessions(&agents[0], 2.0).await.context("the first agent is told")?;
     second.process.crash().await?;
-    first.wait_log("this server goes on").await?;
+    first.wait_log("resuming service").await?;
     agents[1].process.signal(Signal::SIGCONT)?;
     for edge in testbed.edges() {
         first.wait_connected(&edge.name, true, agent::START).await?;
@@ -184,11 +184,11 @@ async fn a_server_that_dies_as_it_passes_on_leaves_nothing(testbed: &Testbed) ->
     // This agent does not attach to the second server, which waits for it.
     agents[1].process.signal(Signal::SIGSTOP)?;
     let mut second = first.successor()?;
-    first.wait_log("another server takes over").await?;
+    first.wait_log("successor connected").await?;
     wait_sessions(&agents[0], 2.0).await.context("the first agent is told")?;
     ensure!(pinned(testbed).len() == 2, "the pins of two servers: {:?}", pinned(testbed));
     first.process.crash().await?;
-    second.wait_log("the server before ended meanwhile").await?;
+    second.wait_log("it ended during the takeover").await?;
     agents[1].process.signal(Signal::SIGCONT)?;
     second.wait_connected("edge-2", true, agent::START).await?;
     visit(on_edge.address).await?;
@@ -207,7 +207,7 @@ async fn a_server_that_is_told_to_stop_waits_for_its_successor(testbed: &Testbed
     agents[1].process.signal(Signal::SIGSTOP)?;
     let second = alongside("a stop in the middle of a takeover", on_edge.address, async {
         let second = first.successor()?;
-        first.wait_log("another server takes over").await?;
+        first.wait_log("successor connected").await?;
         first.process.signal(Signal::SIGTERM)?;
         let status = first.process.wait_exit(ENDS).await?;
         ensure!(status.code() == Some(0), "the first server ended with {status}");
@@ -229,12 +229,12 @@ async fn a_server_that_waits_no_longer_leaves_the_redirect(testbed: &Testbed) ->
     agents[1].process.signal(Signal::SIGSTOP)?;
     let second = alongside("a stop before the end of a takeover", on_edge.address, async {
         let second = first.successor()?;
-        first.wait_log("another server takes over").await?;
+        first.wait_log("successor connected").await?;
         wait_sessions(&agents[0], 2.0).await.context("the first agent is told")?;
         first.process.signal(Signal::SIGTERM)?;
         let status = first.process.wait_exit(ENDS).await?;
         ensure!(status.code() == Some(0), "the first server ended with {status}");
-        second.wait_log("the server before ended meanwhile").await?;
+        second.wait_log("it ended during the takeover").await?;
         anyhow::Ok(second)
     })
     .await?;

@@ -36,7 +36,7 @@ const TARGET_RESET: &str = "10";
 enum Broken {
     #[error(transparent)]
     Stream(#[from] h2::Error),
-    #[error("the session's bytes are no segments")]
+    #[error("malformed segment")]
     Frame,
     #[error("the agent is gone")]
     Gone,
@@ -53,7 +53,7 @@ pub(super) async fn carry(agent: Arc<Agent>, request: Request<RecvStream>, mut r
     let connect_id = opened.connect_id;
     match respond.send_response(response(), false) {
         Ok(send) => relay(connections, opened, send, request.into_body()).await,
-        Err(error) => tracing::debug!(%error, "the session ended while the agent dialled"),
+        Err(error) => tracing::debug!(%error, "session ended during the dial"),
     }
     connections.close(connect_id).await;
 }
@@ -132,7 +132,7 @@ async fn relay(
         }
     };
     if let Err(broken) = ended {
-        tracing::debug!(connect_id, %broken, "a connection through a konnectivity agent ended early");
+        tracing::debug!(connect_id, error = %broken, "connection through a konnectivity agent failed");
         send.send_reset(Reason::CANCEL);
     }
 }

@@ -119,7 +119,7 @@ impl Connections {
                     let _ = inlet.sender.send(Arrived::Closed(error));
                 }
             }
-            other => tracing::debug!(?other, "a packet that agents do not send was ignored"),
+            other => tracing::debug!(packet = ?other, "ignoring a packet of an unexpected kind"),
         }
     }
 

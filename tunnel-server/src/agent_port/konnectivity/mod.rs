@@ -125,11 +125,11 @@ impl KonnectivityPort {
             }
             () = place.evicted() => return Err(Error::Evicted),
             () = tokio::time::sleep(ATTACH) => {
-                return Err(io::Error::other(format!("it called nothing within {} s", ATTACH.as_secs())).into());
+                return Err(io::Error::other(format!("no call within {} s", ATTACH.as_secs())).into());
             }
         };
         if let Err(error) = ended {
-            tracing::debug!(%peer, %error, "a konnectivity agent's connection ended");
+            tracing::debug!(%peer, %error, "konnectivity agent connection failed");
         }
         Ok(())
     }

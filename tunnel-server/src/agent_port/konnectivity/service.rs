@@ -59,7 +59,7 @@ impl AgentService for Service {
     ) -> Result<Response<Self::ConnectStream>, Status> {
         let (metadata, peer) = (request.metadata(), self.peer);
         let turned_away = |status: Status| {
-            tracing::warn!(%peer, reason = printable(status.message(), 300), "a konnectivity agent is not let in");
+            tracing::warn!(%peer, reason = printable(status.message(), 300), "konnectivity agent rejected");
             self.context.link.metrics.handshake("failed");
             status
         };
@@ -81,7 +81,7 @@ impl AgentService for Service {
             %node, %peer,
             agent_id = printable(agent_id, 100),
             identifiers = printable(identifiers, 300),
-            "a konnectivity agent calls; its node is that of its certificate or token"
+            "konnectivity agent connected"
         );
         if let Some(live) = self.context.link.sessions.get(&node)
             && live.agent_version != VERSION
@@ -115,7 +115,7 @@ impl AgentService for Service {
             let Some(Err(status)) = stop.run_until_cancelled(stream.run(request.into_inner())).await else {
                 return;
             };
-            tracing::debug!(%peer, %status, "a konnectivity agent's stream ended");
+            tracing::debug!(%peer, error = %status, "konnectivity agent stream failed");
             let _ = packets.try_send(Err(status));
         }));
         Ok(response)

@@ -82,7 +82,7 @@ impl Agent {
             let Some(packet) = packet else { return Ok(()) };
             if packet.r#type() == PacketType::Drain {
                 // The node has no other agent to prefer; the next one takes over.
-                tracing::info!("a konnectivity agent drains: it goes on until its stream ends");
+                tracing::info!("konnectivity agent is draining");
             } else {
                 self.connections.take(packet).await;
             }

@@ -118,7 +118,10 @@ impl Dialler {
                 Ok(None) => {}
                 // kube-proxy knows the endpoints too.
                 Err(failed) if direct.is_some() && failed.outcome == Outcome::TimedOut => {
-                    tracing::debug!(reason = failed.reason, "this server dials the Service's address itself");
+                    tracing::debug!(
+                        reason = failed.reason,
+                        "failed to find the Service's endpoints, dialling its address"
+                    );
                 }
                 Err(failed) => return Err(failed),
             }
@@ -146,7 +149,7 @@ impl Dialler {
     fn turned_away(&self, failed: Failed, caller: &Caller) -> Failed {
         let (client, caller, reason) = (caller.address, &caller.name, &failed.reason);
         self.context.metrics.turned_away(NAME);
-        tracing::warn!(door = NAME, %client, %caller, reason, "client turned away");
+        tracing::warn!(door = NAME, %client, %caller, reason, "connection rejected");
         failed
     }
 

@@ -91,7 +91,7 @@ impl Egress {
         let draining = self.dialler.context.drain.shutdown().draining_token();
         while draining.run_until_cancelled(gate.opened()).await.is_some() {
             if let Err(error) = socket.place() {
-                tracing::error!(door = NAME, error = format!("{error:#}"), "the socket is not there");
+                tracing::error!(door = NAME, error = format!("{error:#}"), "failed to create the socket");
             }
             let accepted = tokio::select! {
                 biased;
@@ -102,7 +102,7 @@ impl Egress {
             match accepted {
                 Ok((stream, _)) => self.receive_unix(stream),
                 Err(error) => {
-                    tracing::error!(door = NAME, %error, "cannot accept; is the limit of open files (ulimit -n) too low?");
+                    tracing::error!(door = NAME, %error, "failed to accept a connection, check the limit of open files (ulimit -n)");
                     tokio::time::sleep(Duration::from_millis(100)).await;
                 }
             }
@@ -131,7 +131,7 @@ impl Egress {
                 let _place = place;
                 if let Err(reason) = receive_tls(dialler.clone(), socket, client, acceptor).await {
                     dialler.context.metrics.turned_away(NAME);
-                    tracing::warn!(door = NAME, %client, reason, "client turned away");
+                    tracing::warn!(door = NAME, %client, reason, "connection rejected");
                 }
             };
             self.dialler.context.drain.spawn(work);
@@ -167,7 +167,7 @@ impl Egress {
                 Ok((read, write, watched)) => {
                     serve(dialler, caller, read, write, watched).await;
                 }
-                Err(error) => tracing::warn!(door = NAME, %error, "a caller's socket cannot be used"),
+                Err(error) => tracing::warn!(door = NAME, %error, "failed to set up a client's socket"),
             }
         });
     }
@@ -222,7 +222,7 @@ async fn serve(
         }
         Ok(false) => connect::serve(&dialler, &caller, read, write, watched, early).await,
         Err(PrefaceError::Invalid(()) | PrefaceError::TimedOut | PrefaceError::Lost(_)) => {
-            tracing::debug!(door = NAME, client = %caller.address, "a caller sent nothing");
+            tracing::debug!(door = NAME, client = %caller.address, "client sent no request");
             Over::Lost
         }
     }

@@ -88,7 +88,7 @@ pub(super) async fn serve(
     match ended {
         Ok(()) => Over::Ended,
         Err(error) => {
-            tracing::debug!(client = %address, %error, "a caller's connection ended");
+            tracing::debug!(client = %address, %error, "client connection failed");
             Over::Lost
         }
     }

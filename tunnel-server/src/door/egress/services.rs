@@ -121,7 +121,7 @@ impl ClusterServices {
             Ok(endpoints) => some_of(endpoints, address.ip(), reached),
             Err(reason) => {
                 let Some(before) = before else { return Err(wanted.failed(Outcome::TimedOut, &reason)) };
-                tracing::debug!(service = %wanted.name, reason, "its endpoints are taken to be as they were");
+                tracing::debug!(service = %wanted.name, reason, "failed to list the endpoints of a Service, using the cached ones");
                 return Ok(Some((wanted, before.endpoints)));
             }
         };
@@ -136,11 +136,11 @@ impl ClusterServices {
         match self.endpoints.service_at(address).await {
             Ok(found) => Ok(found),
             Err(reason) if self.known() => {
-                tracing::debug!(%address, reason, "it is taken for no Service's");
+                tracing::debug!(%address, error = reason, "failed to look up the Service of an address, assuming none");
                 Ok(None)
             }
             Err(reason) => {
-                let reason = format!("whether {address} is a Service's is not known: {reason}");
+                let reason = format!("failed to look up the Service of {address}: {reason}");
                 Err(Failed { outcome: Outcome::TimedOut, reason })
             }
         }

@@ -266,7 +266,7 @@ pub async fn obtain(
         };
         match &copy {
             Some(Ok(copy)) => {
-                tracing::error!(%error, "the CA in the state directory is used as it is");
+                tracing::error!(%error, "failed to read the CA Secret, using the CA of the state directory");
                 return Ok(copy.clone());
             }
             // The files cannot be used either; the Secret's error says how to restore it.
@@ -274,7 +274,7 @@ pub async fn obtain(
             Some(Err(_)) | None => {}
         }
         if logged.is_none_or(|logged| logged.elapsed() >= REMIND) {
-            tracing::warn!(%error, "waiting for the API server: there is no copy of the CA in the state directory yet");
+            tracing::warn!(%error, "failed to read the CA Secret and the state directory has no copy yet, retrying");
             logged = Some(Instant::now());
         }
         tokio::select! {
@@ -299,7 +299,7 @@ async fn material(
         false => CaMaterial::generate()?,
     };
     secret.create(&material).await?;
-    tracing::info!(%secret, "made the Secret with the CA");
+    tracing::info!(%secret, "created the CA Secret");
     Ok(material)
 }
 
@@ -365,7 +365,7 @@ impl Reconcile for Copy {
             Some(Event::InitDone) if self.listed => {}
             Some(Event::InitDone | Event::Delete(_)) => {
                 self.due = Due::Restore;
-                tracing::error!(secret = %self.secret, "the Secret with the CA is gone; the CA in the state directory stays, and the leader makes the Secret again of its own");
+                tracing::error!(secret = %self.secret, "CA Secret was deleted, the leader creates it again from its state directory");
             }
         }
     }
@@ -385,7 +385,7 @@ impl Reconcile for Copy {
                 let (state_dir, material) = (self.state_dir.clone(), material.clone());
                 let (_, changed) = install(state_dir, Lifetimes::default(), material, &self.secret).await?;
                 if changed {
-                    tracing::info!(secret = %self.secret, "installed the CA of the Secret");
+                    tracing::info!(secret = %self.secret, "installed the CA from the Secret");
                 }
             }
             // Only the leader restores it, so not while this server drains.
@@ -393,7 +393,7 @@ impl Reconcile for Copy {
             Due::Restore => {
                 let material = Ca::open(&self.state_dir, Lifetimes::default())?.material()?;
                 match self.secret.create(&material).await {
-                    Ok(()) => tracing::warn!(secret = %self.secret, "made the Secret with the CA again"),
+                    Ok(()) => tracing::warn!(secret = %self.secret, "created the CA Secret again"),
                     // Another server or the operator was first.
                     Err(error) if error.is_conflict() => {}
                     Err(error) => return Err(error),

@@ -137,7 +137,7 @@ pub async fn run(
                     configmap = context.names.configmap,
                     tunnelled = ?settings.tunnelled,
                     loopback = ?settings.loopback,
-                    "the ports of the ConfigMap are in effect"
+                    "applied the ports of the ConfigMap"
                 );
                 *current = Arc::new(settings);
             }
@@ -150,8 +150,8 @@ fn report(context: &KubeContext, events: Option<&Events>, configmap: ObjectRefer
     let problem = printable(&entry.to_string(), 256);
     tracing::warn!(
         configmap = context.names.configmap,
-        problem,
-        "an entry of the ConfigMap is left out; the rest is in effect"
+        reason = problem,
+        "ignoring an invalid entry of the ConfigMap"
     );
     if let Some(events) = events {
         events.publish(configmap, EventType::Warning, "InvalidPort", format!("left out: {problem}"));

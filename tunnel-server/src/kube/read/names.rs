@@ -106,7 +106,7 @@ impl Reconcile for Names {
             let name = printable(name, 260);
             tracing::warn!(
                 name,
-                "neither a DNS name nor an address: it is left out of the server's certificate"
+                "ignoring a name for the server's certificate, neither a DNS name nor an address"
             );
         }
         self.skipped = skipped;

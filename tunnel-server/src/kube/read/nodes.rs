@@ -79,8 +79,7 @@ pub async fn run<F: Future<Output = ()> + Send, K: Future<Output = Inventory> + 
 
 fn log_vanished() {
     tracing::warn!(
-        "the API server lists no node any more; those known before stay in effect (if that is meant, start with \
-         --allow-empty-inventory)"
+        "API server lists no nodes, keeping the known ones (--allow-empty-inventory accepts an empty list)"
     );
 }
 
@@ -116,7 +115,7 @@ struct SkippedField {
 impl Nodes {
     fn new(selector: Selector, allow_empty: bool) -> Self {
         let (inventory, skipped, listed) = (Inventory::default(), BTreeMap::new(), BTreeMap::new());
-        let lines = LogBudget::new("parts of Nodes that cannot be used");
+        let lines = LogBudget::new("invalid fields of Nodes");
         Self { selector, allow_empty, inventory, skipped, listed, complete: false, lines }
     }
 
@@ -201,7 +200,7 @@ impl Nodes {
                 key = field.key,
                 value = field.value,
                 reason = field.reason,
-                "a part of a Node cannot be used and is left out"
+                "ignoring an invalid field of a Node"
             );
         }
         known

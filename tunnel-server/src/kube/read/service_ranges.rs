@@ -28,8 +28,8 @@ pub async fn run(context: KubeContext, publish: watch::Sender<Vec<IpNet>>) {
         Some(true) => {}
         Some(false) => {
             tracing::info!(
-                "this API server has no ServiceCIDRs (Kubernetes 1.33): name the cluster's ranges with --service-cidrs, \
-                 or an edge node can claim a Service's address"
+                "API server has no ServiceCIDRs (Kubernetes 1.33), set --service-cidrs to keep edge nodes from claiming \
+                 a Service's address"
             );
             return;
         }
@@ -70,7 +70,7 @@ fn ranges(object: &ServiceCIDR) -> Vec<IpNet> {
         .filter_map(|cidr| match cidr.parse::<IpNet>() {
             Ok(range) => Some(range.trunc()),
             Err(_) => {
-                tracing::warn!(value = %printable(cidr, 60), "a ServiceCIDR names what is no range; it is left out");
+                tracing::warn!(value = %printable(cidr, 60), "ignoring an invalid ServiceCIDR");
                 None
             }
         })

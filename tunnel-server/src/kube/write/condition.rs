@@ -183,7 +183,7 @@ impl Conditions {
         let params = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
         let write = self.api.patch_status(node.as_str(), &params, &patch);
         request(WRITE_DEADLINE, "changing the condition of Node", node.as_str(), write).await?;
-        tracing::debug!(%node, status = want.status(), "wrote the condition {CONDITION}");
+        tracing::debug!(%node, condition = CONDITION, status = want.status(), "updated the node condition");
         if let Some(present) = &mut self.present {
             match want.status() {
                 Some(status) => present.insert(node.clone(), status.to_owned()),

@@ -191,7 +191,7 @@ impl Reconcile for Records {
                 request(WRITE_DEADLINE, "writing ConfigMap", name, self.api.patch(name, &params, &patch))
                     .await?;
             self.configmap.object = Some(applied);
-            tracing::info!(configmap = %name, records, "wrote the DNS records");
+            tracing::info!(configmap = %name, records, "updated the DNS records");
         }
         attempts.succeeded();
         Ok(None)
@@ -215,7 +215,7 @@ impl Records {
             "{left_out} edge nodes have no DNS record: a ConfigMap has room for {MOST_BYTES} bytes, which are {records} records; \
              use the addresses of the others, or shorter names"
         );
-        tracing::warn!(configmap = %names.dns_configmap, "{note}");
+        tracing::warn!(configmap = %names.dns_configmap, records, left_out, "ConfigMap is full, edge nodes have no DNS record");
         let regarding = events::object("ConfigMap", namespace, &names.dns_configmap);
         self.events.publish(regarding, EventType::Warning, "RecordsLeftOut", note);
     }

@@ -70,7 +70,7 @@ impl Events {
             bucket.dropped += 1;
         }
         if let Some(dropped) = bucket.report(now) {
-            tracing::warn!(dropped, "too many Events in the cluster: some were left out");
+            tracing::warn!(dropped, "dropped Events, too many at once");
         }
     }
 }

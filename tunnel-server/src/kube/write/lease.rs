@@ -214,20 +214,20 @@ impl Candidate {
             Ok(Ok(gave)) => {
                 self.may_hold.store(false, Ordering::Relaxed);
                 if gave {
-                    tracing::info!(lease = self.lease, "gave the Lease back");
+                    tracing::info!(lease = self.lease, "released the Lease");
                 }
             }
-            Ok(Err(error)) => tracing::debug!(%error, "the Lease was not given back; it ends by itself"),
-            Err(_) => tracing::debug!("the Lease was not given back in time; it ends by itself"),
+            Ok(Err(error)) => tracing::debug!(%error, "failed to release the Lease"),
+            Err(_) => tracing::debug!(error = "timed out", "failed to release the Lease"),
         }
     }
 
     fn publish(&self, leading: &watch::Sender<bool>, leads: bool) {
         let changed = leading.send_if_modified(|leading| std::mem::replace(leading, leads) != leads);
         if changed && leads {
-            tracing::info!(lease = self.lease, identity = self.identity, "this server writes to the cluster");
+            tracing::info!(lease = self.lease, identity = self.identity, "started leading");
         } else if changed {
-            tracing::info!(lease = self.lease, "this server no longer writes to the cluster");
+            tracing::info!(lease = self.lease, "stopped leading");
         }
     }
 }

@@ -160,7 +160,7 @@ impl Reconcile for Ports {
             let patch = self.api.patch(name, &params, &patch);
             let patched = request(WRITE_DEADLINE, "changing Service", name, patch).await?;
             self.service.object = Some(patched);
-            tracing::info!(service = %name, ports = next.len(), "wrote the ports of the internal Service");
+            tracing::info!(service = %name, ports = next.len(), "updated the ports of the internal Service");
         }
         attempts.succeeded();
         Ok(None)

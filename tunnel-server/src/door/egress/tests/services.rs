@@ -157,5 +157,5 @@ async fn without_a_list_nobody_waits_for_long() {
     client.dial(&address, 1).await.unwrap();
     let _first = listener.accept().await.unwrap();
     let error = client.dial("10.96.0.9:443", 2).await.unwrap_err();
-    assert!(error.contains("whether 10.96.0.9 is a Service's is not known"), "{error}");
+    assert!(error.contains("failed to look up the Service of 10.96.0.9"), "{error}");
 }

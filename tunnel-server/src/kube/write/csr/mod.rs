@@ -96,9 +96,11 @@ async fn work(reconciler: Arc<CsrReconciler>) {
             match error {
                 // The watch reports an unavailable API server.
                 ClusterError::Request(error) if error.code.is_none() => {
-                    tracing::debug!(csr, %error, "a certificate request waits");
+                    tracing::debug!(csr, %error, "failed to answer a CertificateSigningRequest, retrying");
                 }
-                error => tracing::warn!(csr, %error, "a certificate request cannot be answered yet"),
+                error => {
+                    tracing::warn!(csr, %error, "failed to answer a CertificateSigningRequest, retrying")
+                }
             }
             Action::requeue(RETRY)
         },
@@ -177,10 +179,6 @@ fn with_condition(
     csr
 }
 
-fn warn(csr: &str, user: &str, outcome: &str, reason: &str, what: &str) {
-    tracing::warn!(call = CALL, csr, user, outcome, reason, "{what}");
-}
-
 struct CsrReconciler {
     context: KubeContext,
     api: Api<CertificateSigningRequest>,
@@ -237,15 +235,28 @@ impl CsrReconciler {
                     tracing::info!(call = CALL, holder = %approved.holder, node = %approved.node, csr = name, user, life_s = life.as_secs(), "certificate issued");
                 }
                 Step::Deny { reason, message } => {
-                    warn(&name, &user, reason, &message, "enrolment refused");
+                    tracing::warn!(
+                        call = CALL,
+                        csr = name,
+                        user,
+                        outcome = reason,
+                        reason = message,
+                        "enrolment refused"
+                    );
                     let denied = with_condition(csr, DENIED, reason, message);
                     csr = self.write("denying CertificateSigningRequest", "approval", &denied).await?;
                     self.answered().insert(uid.clone());
                     self.metrics.count(CALL, "denied");
                 }
                 Step::Fail { reason, message } => {
-                    let what = "a request that must not be signed was approved; marking it as failed";
-                    warn(&name, &user, reason, &message, what);
+                    tracing::warn!(
+                        call = CALL,
+                        csr = name,
+                        user,
+                        outcome = reason,
+                        reason = message,
+                        "rejected a CertificateSigningRequest that was approved and must not be signed"
+                    );
                     let failed = with_condition(csr, FAILED, reason, message);
                     csr = self.write("failing CertificateSigningRequest", "status", &failed).await?;
                     self.answered().insert(uid.clone());
