@@ -60,9 +60,10 @@ pub(super) fn judge(status: &AgentStatus) -> Outcome {
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
     use super::*;
+    use crate::runtime::of_flags;
     use crate::session::{LinkStatus, SessionEnd};
 
     fn status(links: &[(LinkPhase, Option<String>)]) -> AgentStatus {
@@ -82,8 +83,7 @@ mod tests {
             last_error: error.clone(),
             last_error_s: Some(7),
         };
-        let node = "edge-1".parse().unwrap();
-        AgentStatus::new(&node, Instant::now(), links.iter().map(link).collect(), None, &[], &[])
+        AgentStatus::new(&of_flags(&["--server=a:1"]), links.iter().map(link).collect(), None)
     }
 
     fn codes_of(links: &[(LinkPhase, Option<String>)]) -> Vec<&'static str> {
