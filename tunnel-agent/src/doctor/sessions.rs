@@ -64,7 +64,7 @@ mod tests {
 
     use super::*;
     use crate::runtime::of_flags;
-    use crate::session::{LinkStatus, SessionEnd};
+    use crate::session::{LinkStatus, Refusal, SessionEnd};
 
     fn status(links: &[(LinkPhase, Option<String>)]) -> AgentStatus {
         let link = |(phase, error): &(LinkPhase, Option<String>)| LinkStatus {
@@ -113,9 +113,9 @@ mod tests {
         assert_eq!(codes_of(&[]), ["not-attached"]);
         assert_eq!(codes_of(&[(LinkPhase::Waiting, lost), (LinkPhase::Attached, None)]), [""; 0]);
         for end in [
-            SessionEnd::Refused("revoked".into()),
-            SessionEnd::RefusedForNow("not in the inventory".into()),
-            SessionEnd::CertificateRefused("revoked".into()),
+            Refusal::Session("revoked".into()),
+            Refusal::ForNow("not in the inventory".into()),
+            Refusal::Certificate("revoked".into()),
         ] {
             assert_eq!(
                 codes_of(&[(LinkPhase::Waiting, Some(end.to_string()))]),

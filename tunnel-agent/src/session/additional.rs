@@ -8,7 +8,7 @@ use tunnel_core::identity::{ALPN_TUNNEL, agent_tls};
 
 use super::connect::{Connected, connect};
 use super::serve::serve;
-use super::session_end::SessionEnd;
+use super::session_end::{Refusal, SessionEnd};
 use super::state::SessionState;
 
 /// Maximum attempts for one link. Behind a load balancer another server may answer.
@@ -21,7 +21,7 @@ pub(super) fn open(first: &Arc<SessionState>, number: u32, tasks: &TaskTracker) 
     tasks.spawn(async move {
         let mut end = run(&first, number).await;
         for _ in 1..TRIES {
-            if !matches!(end, SessionEnd::OtherServer) {
+            if !matches!(end, SessionEnd::Refused(Refusal::OtherServer)) {
                 break;
             }
             end = run(&first, number).await;

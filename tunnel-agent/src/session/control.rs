@@ -13,6 +13,7 @@ use tunnel_core::link::{BBR_FEATURE, MAX_LINKS};
 use tunnel_core::proto::agent_server::Agent;
 use tunnel_core::proto::{self, AgentEvent, Hello, NoticeAck, Segment, Welcome, agent_event, notice};
 
+use super::session_end::Refusal;
 use super::shared::Shared;
 use super::state::{SessionPhase, SessionState};
 
@@ -76,13 +77,13 @@ impl Agent for AgentService {
                 }
                 SessionPhase::Draining
             }
-            Some(notice::Notice::Refused(refused)) if refused.enroll_again => {
-                SessionPhase::CertificateRefused(refused.reason)
+            Some(notice::Notice::Refused(refused)) => {
+                SessionPhase::Refused(match (refused.enroll_again, refused.retry_soon) {
+                    (true, _) => Refusal::Certificate(refused.reason),
+                    (false, true) => Refusal::ForNow(refused.reason),
+                    (false, false) => Refusal::Session(refused.reason),
+                })
             }
-            Some(notice::Notice::Refused(refused)) if refused.retry_soon => {
-                SessionPhase::RefusedForNow(refused.reason)
-            }
-            Some(notice::Notice::Refused(refused)) => SessionPhase::Refused(refused.reason),
             // If this agent knows of no successor, the other one is unknown and has a copy of the identity.
             Some(notice::Notice::Replaced(replaced))
                 if replaced.by_successor && self.0.shared.runtime.handover.knows_successor() =>
@@ -92,7 +93,9 @@ impl Agent for AgentService {
                 self.0.shared.runtime.handover.succeeded_at(&self.0.server);
                 SessionPhase::Succeeded
             }
-            Some(notice::Notice::Replaced(replaced)) => SessionPhase::Replaced { peer: replaced.peer },
+            Some(notice::Notice::Replaced(replaced)) => {
+                SessionPhase::Refused(Refusal::Replaced(replaced.peer))
+            }
             Some(notice::Notice::TrustBundle(bundle)) => {
                 self.0.announce(bundle.pem).await;
                 return Ok(Response::new(NoticeAck {}));

@@ -19,7 +19,7 @@ use super::choice::Use;
 use super::connect::{Connected, connect};
 use super::idle_cuts::{Idle, IdleCuts, LOOK};
 use super::serve::serve;
-use super::session_end::SessionEnd;
+use super::session_end::{Refusal, SessionEnd};
 use super::shared::Shared;
 use super::state::{SessionPhase, SessionState};
 use super::successor;
@@ -229,7 +229,7 @@ impl LinkLoop {
             if self.leaving.is_cancelled() {
                 break;
             }
-            let standby = matches!(end, SessionEnd::SameServer(_));
+            let standby = end.stands_by();
             self.note_end(&end);
             if matches!(end, SessionEnd::Succeeded) {
                 runtime.metrics.sessions_ended.inc();
@@ -246,14 +246,14 @@ impl LinkLoop {
             if started.elapsed() >= GOOD_SESSION || matches!(end, SessionEnd::Draining) {
                 backoff.reset();
             }
-            let refused = matches!(end, SessionEnd::Replaced(_) | SessionEnd::Refused(_));
+            let refused = end.yields();
             // Called in any case: every end in a row makes the next pause longer.
             let delay = backoff.next_delay();
             let pause = match end {
                 // A successor has the right to the node's place, and the previous agent may have dialled again.
-                SessionEnd::Replaced(_) | SessionEnd::Refused(_) if runtime.handover.is_successor() => delay,
-                SessionEnd::Replaced(_) | SessionEnd::Refused(_) => jittered(REPLACED_PAUSE, 0.5),
-                SessionEnd::SameServer(_) => jittered(STANDBY_PAUSE, 0.5),
+                _ if refused && runtime.handover.is_successor() => delay,
+                _ if refused => jittered(REPLACED_PAUSE, 0.5),
+                _ if standby => jittered(STANDBY_PAUSE, 0.5),
                 SessionEnd::Overtaken => Duration::ZERO,
                 _ if end.line_is_out() => delay.min(SILENT_PAUSE),
                 _ => delay,
@@ -288,7 +288,7 @@ impl LinkLoop {
     }
 
     fn note_end(&self, end: &SessionEnd) {
-        let standby = matches!(end, SessionEnd::SameServer(_));
+        let standby = end.stands_by();
         let mut observed = self.observed.lock();
         let session = observed.session.take();
         let attached = session.as_ref().is_some_and(|session| session.was_attached());
@@ -301,7 +301,7 @@ impl LinkLoop {
         if end.concerns_identity() {
             observed.refusals.add(Instant::now());
         }
-        observed.refusals.enroll_again |= matches!(end, SessionEnd::CertificateRefused(_));
+        observed.refusals.enroll_again |= matches!(end, SessionEnd::Refused(Refusal::Certificate(_)));
         if !end.is_cut() {
             observed.cuts = IdleCuts::default();
         }
@@ -399,8 +399,7 @@ impl LinkLoop {
             Some(proxy) => self.observed.lock().cuts.judge(end, &proxy, idle.lasts()),
             None => end,
         };
-        let yields = matches!(end, SessionEnd::Replaced(_) | SessionEnd::Refused(_));
-        *self.yielded.lock() = yields.then_some(epoch);
+        *self.yielded.lock() = end.yields().then_some(epoch);
         end
     }
 

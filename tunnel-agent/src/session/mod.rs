@@ -24,5 +24,5 @@ pub use link_metrics::register_links;
 pub use link_set::LinkSet;
 pub(crate) use link_set::Running;
 #[cfg(test)]
-pub(crate) use session_end::SessionEnd;
+pub(crate) use session_end::{Refusal, SessionEnd};
 pub use shared::Shared;

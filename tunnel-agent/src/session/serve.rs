@@ -141,14 +141,7 @@ async fn ended_by_server(
                 session.release();
                 on_draining.cancel();
             }
-            SessionPhase::Refused(reason) => return SessionEnd::Refused(reason.clone()),
-            SessionPhase::RefusedForNow(reason) => return SessionEnd::RefusedForNow(reason.clone()),
-            SessionPhase::CertificateRefused(reason) => {
-                return SessionEnd::CertificateRefused(reason.clone());
-            }
-            SessionPhase::OtherServer => return SessionEnd::OtherServer,
-            SessionPhase::SameServer { through } => return SessionEnd::SameServer(through.clone()),
-            SessionPhase::Replaced { peer } => return SessionEnd::Replaced(peer.clone()),
+            SessionPhase::Refused(refusal) => return refusal.clone().into(),
             SessionPhase::Connecting | SessionPhase::Attached { .. } => {}
         }
     }

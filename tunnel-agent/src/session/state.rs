@@ -15,6 +15,7 @@ use tunnel_core::link;
 use tunnel_core::proto::{AgentEvent, Draining, Load, agent_event};
 
 use super::connect::Path;
+use super::session_end::Refusal;
 use super::shared::Shared;
 use crate::dial::Dialler;
 use crate::identity::Announced;
@@ -93,22 +94,12 @@ pub(super) enum SessionPhase {
         server_id: String,
         since: Instant,
     },
-    /// The server is already attached through the other address.
-    SameServer { through: String },
-    /// An additional link reached another server than the first link.
-    OtherServer,
+    /// The session is not wanted.
+    Refused(Refusal),
     /// The server stops soon, or this agent leaves it. Nothing new is opened.
     Draining,
-    /// The server refused this session, for this reason.
-    Refused(String),
-    /// The server refused this session, but may accept the next one.
-    RefusedForNow(String),
-    /// The server will never accept this certificate again.
-    CertificateRefused(String),
     /// A session of this agent's successor took over. This one finishes its connections.
     Succeeded,
-    /// A newer session of this node, from `peer`, took over. This one must not replace it in turn.
-    Replaced { peer: String },
 }
 
 impl SessionState {
@@ -177,13 +168,13 @@ impl SessionState {
         match &self.first {
             None => self.shared.attached.claim(server_id, &self.server, self.epoch).map_err(|through| {
                 let reason = format!("this agent is attached to this server through {through}");
-                self.phase.send_replace(SessionPhase::SameServer { through });
+                self.phase.send_replace(SessionPhase::Refused(Refusal::SameServer(through)));
                 reason
             }),
             Some(first) => match &*first.phase.borrow() {
                 SessionPhase::Attached { server_id: other, .. } if other == server_id => Ok(()),
                 _ => {
-                    self.phase.send_replace(SessionPhase::OtherServer);
+                    self.phase.send_replace(SessionPhase::Refused(Refusal::OtherServer));
                     Err("this link is for the session with another server".to_owned())
                 }
             },
@@ -240,7 +231,8 @@ impl SessionState {
 
     /// True if the server has ever had this session in use.
     pub(super) fn was_attached(&self) -> bool {
-        !matches!(&*self.phase.borrow(), SessionPhase::Connecting | SessionPhase::SameServer { .. })
+        let phase = self.phase.borrow();
+        !matches!(&*phase, SessionPhase::Connecting | SessionPhase::Refused(Refusal::SameServer(_)))
     }
 
     /// Tells the server to open nothing new here, and ends the session once it has no connections left, as when the
