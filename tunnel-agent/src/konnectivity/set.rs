@@ -49,14 +49,6 @@ struct Attached {
     leave: CancellationToken,
 }
 
-/// Result of an attempt.
-#[derive(Debug, PartialEq, Eq)]
-enum Found {
-    New,
-    /// A server that this agent is already attached to, or one too many.
-    Known,
-}
-
 impl Set {
     /// The agent is ready while there is a server.
     pub(crate) fn new(shared: Shared) -> Arc<Self> {
@@ -96,14 +88,13 @@ impl Set {
                 opened = Stream::open(&self.shared) => opened,
                 () = self.shared.runtime.shutdown.draining() => break,
             };
-            let found = opened.map(|stream| self.take(stream, &mut streams));
-            let pause = match found {
-                Ok(Found::New) => {
+            let pause = match opened.map(|stream| self.take(stream, &mut streams)) {
+                Ok(true) => {
                     failing.clear();
                     search.reset();
                     jittered(config.sync_interval, 0.1)
                 }
-                Ok(Found::Known) => {
+                Ok(false) => {
                     failing.clear();
                     search.next_delay()
                 }
@@ -142,19 +133,18 @@ impl Set {
         }
     }
 
-    /// Runs an opened stream. Its task returns how long a stream with a new server lasted. A stream with a server that
+    /// Runs an opened stream, and returns true if its server is new and not one too many. Its task returns how long a stream with a new server lasted. A stream with a server that
     /// this agent already has ends by itself, once the connections that it got meanwhile have ended.
-    fn take(self: &Arc<Self>, stream: Stream, streams: &mut JoinSet<Option<Duration>>) -> Found {
+    fn take(self: &Arc<Self>, stream: Stream, streams: &mut JoinSet<Option<Duration>>) -> bool {
         let attached = self.attached.all();
         if attached.len() >= MOST {
-            return Found::Known;
+            return false;
         }
         let leave = self.shared.runtime.shutdown.draining_token().child_token();
         let busy = Arc::<Busy>::default();
         let server_id = printable(&stream.server_id, 100);
-        let known = attached.iter().any(|other| other.server_id == server_id && !other.leave.is_cancelled());
-        let found = if known { Found::Known } else { Found::New };
-        if known {
+        let new = !attached.iter().any(|other| other.server_id == server_id && !other.leave.is_cancelled());
+        if !new {
             leave.cancel();
         }
         // Newer than the number that another server has reported.
@@ -169,7 +159,7 @@ impl Set {
         // Removed with the stream, however that ends.
         let listed = self.attached.enter(entry);
         self.count();
-        if found == Found::New {
+        if new {
             tracing::info!(
                 server = server_id,
                 servers = stream.server_count,
@@ -178,19 +168,18 @@ impl Set {
             self.shared.runtime.metrics.sessions_started.inc();
         }
         let (set, shared) = (self.clone(), self.shared.clone());
-        let counts = found == Found::New;
         streams.spawn(async move {
             let started = Instant::now();
             let ended = stream.run(shared, busy, leave.clone()).await;
-            if counts {
+            if new {
                 set.shared.runtime.metrics.sessions_ended.inc();
                 set.ended(&server_id, ended, &leave);
             }
             drop(listed);
             set.count();
-            counts.then(|| started.elapsed())
+            new.then(|| started.elapsed())
         });
-        found
+        new
     }
 
     fn ended(&self, server_id: &str, ended: Result<(), tonic::Status>, leave: &CancellationToken) {
