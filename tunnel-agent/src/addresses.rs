@@ -4,99 +4,77 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
 use tokio::sync::watch;
-use tokio_util::task::AbortOnDropHandle;
+use tokio::task::JoinSet;
 use tunnel_core::config::HostPort;
 use tunnel_core::net::{Ended, NetChanges, identifies_host, interface_addresses, lookup, source_address};
+
+use crate::runtime::Runtime;
 
 /// Maximum time between two listings. The kernel reports changes, but a report may be missed.
 const PERIOD: Duration = Duration::from_secs(10);
 const LOOKUP: Duration = Duration::from_secs(3);
 
-/// Publishes the node's addresses until it is dropped: those of the interfaces that are up, except loopback and
-/// link-local ones, the node IP first. A node IP that is on no interface is left out, because another machine may have
-/// it by now.
-#[derive(Debug)]
-pub struct NodeAddresses {
-    shared: Arc<ArcSwap<Vec<IpAddr>>>,
-    published: watch::Receiver<Arc<Vec<IpAddr>>>,
-    _task: AbortOnDropHandle<()>,
-}
-
-impl NodeAddresses {
-    /// Lists the addresses now, and again as they change. `node_ip` defaults to the source address of the route to the
-    /// first of `servers` that has one.
-    pub async fn start(node_ip: Option<IpAddr>, servers: watch::Receiver<Arc<Vec<HostPort>>>) -> Self {
-        let shared = Arc::<ArcSwap<_>>::default();
-        let (publish, mut published) = watch::channel(Arc::default());
-        update(node_ip, &servers, &shared, &publish).await;
-        published.mark_unchanged();
-        let task = tokio::spawn({
-            let shared = shared.clone();
-            async move {
-                let mut changes = subscribe();
-                loop {
-                    let next = match &mut changes {
-                        Some(changes) => changes.next(PERIOD).await,
-                        None => {
-                            tokio::time::sleep(PERIOD).await;
-                            Err(Ended)
-                        }
-                    };
-                    if next.is_err() {
-                        changes = subscribe();
-                    }
-                    update(node_ip, &servers, &shared, &publish).await;
+/// Publishes the node's addresses now, and again as they change by a task of `background`: those of the
+/// interfaces that are up, except loopback and link-local ones, the node IP first. A node IP that is on no interface is
+/// left out, because another machine may have it by now. It defaults to the source address of the route to the first of
+/// `servers` that has one.
+pub(crate) async fn follow(
+    runtime: &Runtime,
+    servers: watch::Receiver<Arc<Vec<HostPort>>>,
+    background: &mut JoinSet<()>,
+) {
+    let (node_ip, publish) = (runtime.config.given.node_ip, runtime.addresses.clone());
+    update(node_ip, &servers, &publish).await;
+    background.spawn(async move {
+        let mut changes = subscribe();
+        loop {
+            let next = match &mut changes {
+                Some(changes) => changes.next(PERIOD).await,
+                None => {
+                    tokio::time::sleep(PERIOD).await;
+                    Err(Ended)
                 }
+            };
+            if next.is_err() {
+                changes = subscribe();
             }
-        });
-        Self { shared, published, _task: AbortOnDropHandle::new(task) }
-    }
-
-    /// The addresses for the policy.
-    pub fn shared(&self) -> Arc<ArcSwap<Vec<IpAddr>>> {
-        Arc::clone(&self.shared)
-    }
-
-    /// The addresses for the sessions, which report each change to the servers.
-    pub fn subscribe(&self) -> watch::Receiver<Arc<Vec<IpAddr>>> {
-        self.published.clone()
-    }
+            update(node_ip, &servers, &publish).await;
+        }
+    });
 }
 
 /// None if no netlink socket can be opened. Then only [`PERIOD`] applies.
 fn subscribe() -> Option<NetChanges> {
     NetChanges::of_addresses()
-        .inspect_err(|error| tracing::debug!(%error, "cannot follow this node's addresses by rtnetlink"))
+        .inspect_err(|error| tracing::debug!(%error, "failed to follow this node's addresses by rtnetlink"))
         .ok()
 }
 
 async fn update(
     node_ip: Option<IpAddr>,
     servers: &watch::Receiver<Arc<Vec<HostPort>>>,
-    shared: &ArcSwap<Vec<IpAddr>>,
     publish: &watch::Sender<Arc<Vec<IpAddr>>>,
 ) {
     // Listing takes a while on a node with thousands of interfaces.
     let listed = match tokio::task::spawn_blocking(interface_addresses).await {
         Ok(Ok(listed)) => listed,
         Ok(Err(error)) => {
-            tracing::warn!(%error, "cannot list this node's addresses; the last list stays");
+            tracing::warn!(%error, "failed to list this node's addresses, keeping the last ones");
             return;
         }
         Err(error) => {
-            tracing::error!(%error, "listing this node's addresses failed; the last list stays");
+            tracing::error!(%error, "failed to list this node's addresses, keeping the last ones");
             return;
         }
     };
     let up = listed.into_iter().filter(|entry| entry.up).map(|entry| entry.address);
     let up: Vec<IpAddr> = up.filter(|address| identifies_host(*address)).collect();
     // Lost addresses are published at once, because without its address this node may reach no name server either.
-    let known = shared.load_full();
+    let known = publish.borrow().clone();
     let kept: Vec<IpAddr> = known.iter().copied().filter(|address| up.contains(address)).collect();
     if kept.len() < known.len() {
-        publish_if_new(ordered(kept.first().copied(), up.clone()), shared, publish);
+        publish_if_new(ordered(kept.first().copied(), up.clone()), publish);
     }
     let servers = servers.borrow().clone();
     let first = match node_ip.filter(|given| up.contains(given)) {
@@ -104,20 +82,13 @@ async fn update(
         // A name server that does not answer must not hold up the start.
         None => tokio::time::timeout(LOOKUP, source_towards(&servers)).await.ok().flatten(),
     };
-    publish_if_new(ordered(first, up), shared, publish);
+    publish_if_new(ordered(first, up), publish);
 }
 
-fn publish_if_new(
-    now: Vec<IpAddr>,
-    shared: &ArcSwap<Vec<IpAddr>>,
-    publish: &watch::Sender<Arc<Vec<IpAddr>>>,
-) {
-    if **shared.load() != now {
+fn publish_if_new(now: Vec<IpAddr>, publish: &watch::Sender<Arc<Vec<IpAddr>>>) {
+    if **publish.borrow() != now {
         tracing::info!(addresses = ?now, "this node's addresses");
-        let now = Arc::new(now);
-        // Update the policy first: an address that it still refuses must not be reported to a server.
-        shared.store(Arc::clone(&now));
-        publish.send_replace(now);
+        publish.send_replace(Arc::new(now));
     }
 }
 
@@ -136,7 +107,7 @@ async fn source_towards(servers: &[HostPort]) -> Option<IpAddr> {
         let resolved = match lookup(&server.host, server.port).await {
             Ok(resolved) => resolved,
             Err(error) => {
-                tracing::debug!(%server, %error, "cannot resolve the server to find the node's own address");
+                tracing::debug!(%server, %error, "failed to resolve the server for the node's own address");
                 continue;
             }
         };
@@ -150,6 +121,7 @@ async fn source_towards(servers: &[HostPort]) -> Option<IpAddr> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::runtime::of_flags;
 
     #[test]
     fn the_node_ip_comes_first_if_it_is_listed_and_duplicates_are_dropped() {
@@ -166,20 +138,20 @@ mod tests {
 
     #[tokio::test]
     async fn listed_addresses_can_be_bound_and_are_not_loopback() {
-        let addresses = NodeAddresses::start(None, watch::Sender::default().subscribe()).await;
-        for address in addresses.shared().load().iter() {
+        let runtime = of_flags(&["--server=a:1"]);
+        follow(&runtime, watch::Sender::default().subscribe(), &mut JoinSet::new()).await;
+        for address in runtime.addresses.borrow().iter() {
             assert!(identifies_host(*address), "{address}");
             std::net::TcpListener::bind((*address, 0)).unwrap_or_else(|e| panic!("{address}: {e}"));
         }
-        assert_eq!(**addresses.shared().load(), **addresses.subscribe().borrow());
     }
 
     #[tokio::test]
     async fn a_node_ip_on_no_interface_is_not_this_nodes() {
         // A documentation address (RFC 5737).
-        let elsewhere = "192.0.2.1".parse().unwrap();
-        let addresses = NodeAddresses::start(Some(elsewhere), watch::Sender::default().subscribe()).await;
-        assert!(!addresses.shared().load().contains(&elsewhere));
+        let runtime = of_flags(&["--server=a:1", "--node-ip=192.0.2.1"]);
+        follow(&runtime, watch::Sender::default().subscribe(), &mut JoinSet::new()).await;
+        assert!(!runtime.addresses.borrow().contains(&"192.0.2.1".parse().unwrap()));
     }
 
     #[tokio::test]

@@ -1,296 +1,264 @@
-//! Assembles the agent: [`build`] does everything that can fail at start, [`Bound::run`] serves until stopped.
+//! The agent from start to end. The only module that knows all parts.
 
-use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
-use ipnet::IpNet;
 use prometheus_client::registry::Registry;
 use tokio::runtime::Handle;
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedMutexGuard, mpsc, watch};
 use tokio::task::JoinSet;
-use tokio_util::task::{AbortOnDropHandle, TaskTracker};
-use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks};
+use tokio_util::task::AbortOnDropHandle;
+use tunnel_core::admin::{
+    Admin, Connections, Serving, Status, register_process_metrics, register_tasks, to_json,
+};
 use tunnel_core::carry::{end_quiet, register_stalled};
-use tunnel_core::config::ConfigError;
 use tunnel_core::identity::Holder;
-use tunnel_core::lifecycle::{Drain, Drained, Readiness, ReadyGuard, Shutdown};
+use tunnel_core::lifecycle::{Drain, ReadyGuard, Shutdown};
 use tunnel_core::limits::register_limits;
 use tunnel_core::logging;
-use tunnel_core::takeover::Copies;
-use tunnel_kube::ClientSettings;
 
-use crate::addresses::NodeAddresses;
-use crate::config::{Config, WhenReplaced};
+use crate::addresses;
+use crate::config::{Config, KonnectivityConfig, Listen};
 use crate::connections::{self, Connection};
 use crate::identity::{
     CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Pace, Recovery,
     ensure_identity, install_bundles, recover,
 };
-use crate::kube::{ApiServer, KubeError, node};
+use crate::konnectivity::{self, KonnectivityMetrics, check_files};
+use crate::kube::node;
+use crate::listeners::{Listener, Listeners};
 use crate::metrics::Metrics;
-use crate::outbound::{self, BoundListeners, Outbound};
+use crate::outbound::Outbound;
 use crate::places::Places;
-use crate::policy::Policy;
+use crate::runtime::Runtime;
 use crate::servers::Servers;
-use crate::session::{
-    Attached, BenchPolicy, EpochSource, Handover, LinkSet, Resumed, Shared, register_links,
-};
-use crate::status::StatusSource;
+use crate::session::{LinkSet, Running, Shared, register_links};
+use crate::status::{self, AgentStatus};
 use crate::takeover::{Predecessor, Succession, take_over};
 
 /// Maximum trust bundles waiting to be installed.
 const BUNDLES: usize = 16;
-/// Maximum time for servers to read the resets of connections that the drain has cut.
+/// Maximum time for targets and servers to read the resets of connections that the drain has cut.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Name of the admin port among the listening sockets that a successor gets.
-const ADMIN: &str = "admin";
 
-/// An agent that has its identity and answers on the admin address, but has not connected to any server yet.
-pub struct Bound {
-    config: Config,
-    places: Places,
-    metrics: Metrics,
-    status: Arc<StatusSource>,
-    attaching: ReadyGuard,
-    /// None when standalone.
-    api: Option<Arc<ApiServer>>,
-    servers: Arc<Servers>,
-    _finding: AbortOnDropHandle<()>,
-    identity: Identity,
-    addresses: NodeAddresses,
-    /// Address ranges of this node's pods.
-    pods: Arc<ArcSwap<Vec<IpNet>>>,
-    outbound: BoundListeners,
-    epochs: EpochSource,
-    handover: Handover,
-    /// The agent to take over from, and the guard that holds back readiness until then.
-    before: Option<(Predecessor, ReadyGuard)>,
-    succession: Arc<Succession>,
-    _succeeding: AbortOnDropHandle<()>,
-    admin: Option<Serving>,
-}
-
-/// Obtains everything that an agent needs. May be dropped at any time; takes as long as the enrolment does.
-///
-/// Another agent may take over meanwhile. `shutdown` then begins if that is configured.
+/// Runs the agent until `shutdown`.
 ///
 /// # Errors
-/// Those that only the operator can fix: files, the admin address, the kubeconfig, or a refused enrolment.
-pub async fn build(config: Config, log: logging::Handle, shutdown: &Shutdown) -> anyhow::Result<Bound> {
-    let places = Places::of_process();
-    let mut registry = Registry::default();
-    register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
-    let postern = registry.sub_registry_with_prefix("postern");
-    postern.register_collector(Box::new(log.lost().clone()));
-    register_tasks(postern, vec![Handle::current()]);
-    register_stalled(postern);
-    register_limits(postern);
-    let metrics = Metrics::new(&mut registry);
-    let identity_metrics = IdentityMetrics::register(&mut registry, Holder::Agent);
-    let readiness = Readiness::new();
-    let (enrolling, attaching) = (readiness.pending("certificate"), readiness.pending("a server"));
-
-    let api = open_api_server(&config).await?;
-    let pods = Arc::<ArcSwap<Vec<IpNet>>>::default();
-    let status = Arc::new(StatusSource::new(&config, pods.clone()));
-    let links = status.clone();
-    register_links(&mut registry, move || links.links());
-    // Started before the enrolment, which may take long: an operator wants to see why it waits.
-    let admin = Admin {
-        registry: Arc::new(registry),
-        readiness: readiness.clone(),
-        status: status.clone().into_endpoint(),
-        connections: Some(connections::endpoint(metrics.live.clone(), config.node_name.clone())),
-        flags: config.flags.clone().into(),
-        bench: None,
-        pages: &[],
-        log,
+/// Those that only the operator can fix: files, addresses, the kubeconfig, or a refused enrolment.
+pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> anyhow::Result<()> {
+    let start = Start::new(config, log);
+    let (process, own) = (shutdown.clone(), start.runtime.shutdown.clone());
+    let _forced = AbortOnDropHandle::new(tokio::spawn(async move {
+        process.forced().await;
+        own.force();
+    }));
+    if let Some(servers) = start.runtime.config.konnectivity.clone() {
+        return start.konnectivity(servers, shutdown).await;
+    }
+    let bound = tokio::select! {
+        bound = start.bind(&shutdown) => bound?,
+        () = shutdown.draining() => return Ok(()),
     };
-    let mut before = Predecessor::find(&config.given.state_dir).await;
-    let (mut copies, mut serving) = (Vec::new(), None);
-    if let Some(address) = config.given.admin_address {
-        let taken = before.as_mut().and_then(|before| before.listener(ADMIN, |at| at == address));
-        let bound = match taken {
-            Some(listener) => admin.at(listener)?,
-            None => admin.bind("--admin-address", address)?,
+    bound.run(shutdown).await;
+    Ok(())
+}
+
+/// The part of the start that is the same for both kinds of servers.
+struct Start {
+    runtime: Runtime,
+    registry: Registry,
+    log: logging::Handle,
+}
+
+impl Start {
+    fn new(config: Config, log: logging::Handle) -> Self {
+        let places = Places::of_process();
+        let mut registry = Registry::default();
+        register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
+        let postern = registry.sub_registry_with_prefix("postern");
+        postern.register_collector(Box::new(log.lost().clone()));
+        register_tasks(postern, vec![Handle::current()]);
+        register_limits(postern);
+        let metrics = Metrics::new(&mut registry);
+        Self { runtime: Runtime::new(config, places, metrics), registry, log }
+    }
+
+    /// Answers on the admin address, if there is one, until the returned handle is dropped.
+    async fn serve_admin(
+        self,
+        listener: Option<Listener>,
+        status: Arc<Status>,
+        connections: Option<Arc<Connections>>,
+    ) -> anyhow::Result<Option<Serving>> {
+        let Some(listener) = listener else { return Ok(None) };
+        let admin = Admin {
+            registry: Arc::new(self.registry),
+            readiness: self.runtime.readiness,
+            status,
+            connections,
+            flags: self.runtime.config.flags.clone().into(),
+            bench: None,
+            pages: &[],
+            log: self.log,
         };
-        copies.push((ADMIN.to_owned(), bound.address(), bound.copy()?));
-        serving = Some(bound.serve()?);
+        Ok(Some(admin.at(listener.socket().await.into_std()?)?.serve()?))
     }
-    let replaces = before.is_some();
-    let taken = |address: SocketAddr| before.as_mut()?.listener(outbound::NAME, |at| at == address);
-    let outbound = outbound::bind(&config.outbound, replaces, taken).await?;
-    for (listen, listener) in &outbound {
-        if let Some(listener) = listener {
-            copies.push((outbound::NAME.to_owned(), listen.address, outbound::copy(listener)?));
+
+    /// Keeps the streams with konnectivity's servers until `shutdown`, then drains.
+    async fn konnectivity(mut self, servers: KonnectivityConfig, shutdown: Shutdown) -> anyhow::Result<()> {
+        check_files(&servers)?;
+        let runtime = self.runtime.clone();
+        let (_servers, known) = watch::channel(Arc::new(vec![servers.server.clone()]));
+        let mut background = JoinSet::new();
+        addresses::follow(&runtime, known, &mut background).await;
+        let metrics = KonnectivityMetrics::register(&mut self.registry);
+        let set = konnectivity::Set::new(konnectivity::Shared::new(runtime.clone(), servers, metrics));
+        let (shown, of) = (set.clone(), runtime.clone());
+        let status = move || {
+            let status = AgentStatus::new(&of, Vec::new(), None);
+            to_json(&status.at_konnectivity(shown.status()))
+        };
+        let listeners = Listeners::open(&runtime.config, &mut None).await?;
+        let _admin = self.serve_admin(listeners.admin, Arc::new(status), None).await?;
+        runtime.tasks.spawn(set.run());
+        shutdown.draining().await;
+        drain(&runtime, std::future::ready(())).await;
+        Ok(())
+    }
+
+    /// Obtains everything that an agent of tunnel-servers needs. May be dropped at any time; takes as long as the
+    /// enrolment does. Another agent may take over meanwhile, which may begin `shutdown`.
+    async fn bind(mut self, shutdown: &Shutdown) -> anyhow::Result<Bound> {
+        let runtime = self.runtime.clone();
+        let Runtime { config, readiness, .. } = &runtime;
+        register_stalled(self.registry.sub_registry_with_prefix("postern"));
+        let identity_metrics = IdentityMetrics::register(&mut self.registry, Holder::Agent);
+        let (enrolling, attaching) = (readiness.pending("certificate"), readiness.pending("a server"));
+        let servers = Arc::new(Servers::open(config).await?);
+        let running = Arc::<OnceLock<Running>>::default();
+        let of_links = running.clone();
+        register_links(&mut self.registry, move || {
+            of_links.get().map(|running| running.links.status()).unwrap_or_default()
+        });
+        let mut before = Predecessor::find(&config.given.state_dir).await;
+        let listeners = Listeners::open(config, &mut before).await?;
+        // Answers before the enrolment, which may take long: an operator wants to see why it waits.
+        let status = status::endpoint(runtime.clone(), servers.clone(), running.clone());
+        let connections = connections::endpoint(runtime.metrics.live.clone(), config.node_name.clone());
+        let admin = self.serve_admin(listeners.admin, status, Some(connections)).await?;
+        runtime.handover.set_successor(before.is_some());
+        let accepting = admin.as_ref().map(Serving::accepting);
+        let succession =
+            Succession::new(runtime.clone(), listeners.copies, accepting, running, shutdown.clone());
+        let succession = Arc::new(succession);
+        let mut background = JoinSet::new();
+        background.spawn(succession.clone().run());
+        if before.is_none() {
+            succession.open();
         }
+        let before = before.map(|agent| (agent, readiness.pending("taking over")));
+        if let Some(proxy) = config.reach.proxy() {
+            tracing::info!(%proxy, "using an HTTP proxy");
+        }
+        background.spawn(servers.clone().ready_once_known(readiness.pending("API server")));
+        let identity = Identity::obtain(config, &servers, identity_metrics).await?;
+        let before = match before {
+            // Held before the first renewal begins.
+            Some((agent, pending)) => Some((agent, pending, identity.keeper.hold_pending_key().await)),
+            None => None,
+        };
+        enrolling.ready();
+        addresses::follow(&runtime, servers.known(), &mut background).await;
+        let outbound = listeners.outbound;
+        Ok(Bound { runtime, servers, identity, outbound, before, succession, admin, attaching, background })
     }
-    let handover = Handover::default();
-    handover.set_successor(replaces);
-    let ends = (config.when_replaced == WhenReplaced::Exit).then(|| shutdown.clone());
-    let accepting = serving.as_ref().map(Serving::accepting);
-    let succession =
-        Succession::new(&config.given.state_dir, Copies::new(copies), accepting, handover.clone(), ends);
-    let succession = Arc::new(succession);
-    let succeeding = AbortOnDropHandle::new(tokio::spawn(succession.clone().run()));
-    if before.is_none() {
-        succession.open();
-    }
-    let before = before.map(|before| (before, readiness.pending("taking over")));
+}
 
-    if let Some(proxy) = config.reach.proxy() {
-        tracing::info!(%proxy, "servers are reached through an HTTP proxy, but for those in NO_PROXY");
-    }
-    let servers = Arc::new(Servers::new(&config, api.as_ref()));
-    status.set_servers(servers.clone());
-    let finding = servers.ready_once_known(readiness.pending("API server"));
-    let identity = Identity::obtain(&config, api.as_ref(), &servers, identity_metrics).await?;
-    enrolling.ready();
-
-    let addresses = NodeAddresses::start(config.given.node_ip, servers.known()).await;
-    let epochs = EpochSource::open(config.given.state_dir.join("epoch"));
-    Ok(Bound {
-        config,
-        places,
-        metrics,
-        status,
-        attaching,
-        api,
-        servers,
-        _finding: finding,
-        identity,
-        addresses,
-        pods,
-        outbound,
-        epochs,
-        handover,
-        before,
-        succession,
-        _succeeding: succeeding,
-        admin: serving,
-    })
+/// An agent that has its identity and answers on the admin address, but has not connected to any server yet.
+struct Bound {
+    runtime: Runtime,
+    servers: Arc<Servers>,
+    identity: Identity,
+    outbound: Vec<(Listen, Listener)>,
+    /// The agent to take over from, and the guards that hold back readiness and renewals until then.
+    before: Option<(Predecessor, ReadyGuard, OwnedMutexGuard<()>)>,
+    succession: Arc<Succession>,
+    admin: Option<Serving>,
+    attaching: ReadyGuard,
+    /// These tasks end with the agent, not with the drain.
+    background: JoinSet<()>,
 }
 
 impl Bound {
     /// Keeps sessions with the servers until `shutdown`, or until another agent has taken over, then drains.
-    pub async fn run(self, shutdown: Shutdown) {
-        let (own, resumed) = (Shutdown::new(), Resumed::default());
-        let live = self.metrics.live.clone();
-        let (bundles, announced) = mpsc::channel(BUNDLES);
-        let policy =
-            Policy::new(self.config.given.targets.allow.clone(), self.addresses.shared(), self.pods.clone())
-                .with_admin(self.config.given.admin_address);
-        let shared = Arc::new(Shared {
-            node: self.config.node_name.clone(),
-            reach: self.config.reach.clone(),
-            epochs: self.epochs,
-            policy: Arc::new(policy),
-            places: self.places,
-            addresses: self.addresses.subscribe(),
-            bundles,
-            attached: Attached::default(),
-            handover: self.handover.clone(),
-            resumed: resumed.clone(),
-            spread: self.config.given.links.max_servers,
-            max_links: self.config.given.links.max_links,
-            keepalive: self.config.given.links.keepalive,
-            bench: BenchPolicy::new(self.config.given.links.bench),
-            metrics: self.metrics,
-            draining: own.draining_token().clone(),
-            forced: own.forced_token().clone(),
-        });
+    async fn run(self, shutdown: Shutdown) {
+        let Self { runtime, servers, succession, mut background, .. } = self;
         let Identity { keeper, enrolment } = self.identity;
-        let tasks = TaskTracker::new();
-        let links = LinkSet::new(shared.clone(), keeper.subscribe(), tasks.clone());
-        let servers = self.servers.known();
-        let outbound = Outbound::new(shared, links.clone(), keeper.subscribe(), servers, tasks.clone());
-        self.status.set_running(links.clone(), keeper.clone());
-        self.succession.set_running(links.clone(), keeper.clone());
-        links.set(&self.servers.known().borrow());
+        let (config, live) = (&runtime.config, runtime.metrics.live.clone());
+        let (bundles, announced) = mpsc::channel(BUNDLES);
+        let shared = Shared::new(runtime.clone(), keeper.subscribe(), bundles);
+        let links = LinkSet::new(shared.clone());
+        let outbound = Outbound::new(shared.clone(), links.clone(), servers.known());
+        // Nobody else sets it.
+        let _ = succession.running.set(Running { links: links.clone(), keeper: keeper.clone() });
+        links.set(&servers.known().borrow());
 
-        // These tasks end with this function, not with the drain.
-        let mut background = JoinSet::new();
         for (listen, listener) in self.outbound {
-            let (outbound, succession) = (outbound.clone(), self.succession.clone());
-            let draining = own.draining_token().clone();
+            let (outbound, succession) = (outbound.clone(), succession.clone());
+            let shutdown = runtime.shutdown.clone();
             background.spawn(async move {
                 // The previous agent accepts until then.
                 succession.opened().await;
-                let listener = match listener {
-                    Some(listener) => listener,
-                    None => {
-                        let late = draining.run_until_cancelled(outbound::listen_late(&listen)).await;
-                        let Some(listener) = late else { return };
-                        if let Ok(copy) = outbound::copy(&listener) {
-                            succession.add(outbound::NAME, listen.address, copy);
-                        }
-                        listener
-                    }
-                };
-                outbound.serve(listen, listener).await;
+                let socket = shutdown.draining_token().run_until_cancelled(listener.socket()).await;
+                if let Some(socket) = socket {
+                    outbound.serve(listen, socket).await;
+                }
             });
         }
-        if let Some((before, pending)) = self.before {
-            let (links, handover, succession) =
-                (links.clone(), self.handover.clone(), self.succession.clone());
-            background.spawn(take_over(before, links, handover, succession, pending));
+        if let Some((before, pending, renewals)) = self.before {
+            background.spawn(take_over(before, links.clone(), succession.clone(), pending, renewals));
         }
-        background.spawn(async move { match resumed.watch().await {} });
-        background.spawn(connections::end_lost(live.clone(), self.addresses.subscribe()));
-        let (stop, forced) = (own.clone(), shutdown.clone());
-        background.spawn(async move {
-            forced.forced().await;
-            stop.force();
-        });
-        background.spawn(install_bundles(keeper.clone(), self.config.reach, announced));
+        background.spawn(async move { match shared.resumed.clone().watch().await {} });
+        background.spawn(connections::end_lost(live.clone(), runtime.addresses.subscribe()));
+        background.spawn(install_bundles(keeper.clone(), config.reach.clone(), announced));
         background.spawn(links.clone().ready_once_attached(self.attaching));
-        background.spawn(links.clone().follow(self.servers.known()));
-        background.spawn(keeper.clone().follow_servers(self.servers.known()));
+        background.spawn(links.clone().follow(servers.known()));
+        background.spawn(keeper.clone().follow_servers(servers.known()));
         if let Some(enrolment) = enrolment {
             background.spawn(recover(enrolment, keeper, move || links.refused()));
         }
-        if let Some(api) = self.api.filter(|_| self.config.given.targets.pods) {
-            let (node, state_dir) = (self.config.node_name.clone(), self.config.given.state_dir.clone());
-            background.spawn(node::follow(api, node, self.pods, state_dir));
+        if let Some(api) = servers.api.clone().filter(|_| config.given.targets.pods) {
+            let (node, state_dir) = (config.node_name.clone(), config.given.state_dir.clone());
+            background.spawn(node::follow(api, node, runtime.pods.clone(), state_dir));
         }
 
         shutdown.draining().await;
-        let timeout = self.config.given.drain_timeout;
         tokio::select! {
             // A successor that is still taking over does not have all sessions yet. Connections for the others would
             // fail.
-            _ = tokio::time::timeout(timeout, self.handover.settled()) => {}
+            _ = tokio::time::timeout(config.given.drain_timeout, runtime.handover.settled()) => {}
             () = shutdown.forced() => {}
         }
-        own.begin();
-        self.succession.close();
-        if self.handover.has_passed() {
+        runtime.shutdown.begin();
+        succession.close();
+        if runtime.handover.has_passed() {
             // If the successor dies, the next agent must be able to listen there while this one drains.
             drop(self.admin);
         }
-        let ending = async {
+        drain(&runtime, async {
             tokio::join!(end_quiet(&live, Connection::carrying), outbound.end_quiet());
-        };
-        drain(&tasks, &own, timeout, ending).await;
+        })
+        .await;
     }
 }
 
-async fn drain(
-    tasks: &TaskTracker,
-    shutdown: &Shutdown,
-    timeout: Duration,
-    ending: impl Future<Output = ()>,
-) {
-    let drained = match Drain::of(tasks.clone(), shutdown.clone()).finish(timeout, ending).await {
-        Drained::Complete => "complete",
-        Drained::TimedOut { .. } => "the drain timeout was up",
-        Drained::Forced { .. } => "ended immediately",
-    };
-    shutdown.force();
-    let _ = tokio::time::timeout(CLOSE_TIMEOUT, tasks.wait()).await;
-    tracing::info!(drained, "stopped");
+/// Waits for the connections in flight, and for `ending` after the timeout, and ends the rest.
+async fn drain(runtime: &Runtime, ending: impl Future<Output = ()>) {
+    let drain = Drain::of(runtime.tasks.clone(), runtime.shutdown.clone());
+    let drained = drain.finish(runtime.config.given.drain_timeout, ending).await;
+    runtime.shutdown.force();
+    let _ = tokio::time::timeout(CLOSE_TIMEOUT, runtime.tasks.wait()).await;
+    tracing::info!(%drained, "stopped");
 }
 
 /// Keeps the certificate valid.
@@ -303,7 +271,6 @@ struct Identity {
 impl Identity {
     async fn obtain(
         config: &Config,
-        api: Option<&Arc<ApiServer>>,
         servers: &Servers,
         metrics: IdentityMetrics,
     ) -> Result<Self, EnrollError> {
@@ -317,7 +284,7 @@ impl Identity {
             ca_hash: config.ca_hash.clone(),
             reach: config.reach.clone(),
         };
-        let enrolment = api.map(|api| {
+        let enrolment = servers.api.as_ref().map(|api| {
             Arc::new(CsrEnrolment::new(api.clone(), (Holder::Agent, node), state_dir, Pace::default()))
         });
         let (identity, recovery) = match &enrolment {
@@ -327,16 +294,4 @@ impl Identity {
         let keeper = IdentityKeeper::with_recovery(enroll, identity, metrics, recovery);
         Ok(Self { keeper: Arc::new(keeper), enrolment })
     }
-}
-
-/// Opens the API server if one is configured. An unusable kubeconfig is a configuration error.
-async fn open_api_server(config: &Config) -> Result<Option<Arc<ApiServer>>, ConfigError> {
-    let Some(options) = config.kube.clone() else { return Ok(None) };
-    let opened = ApiServer::open(options.kubeconfig, options.namespace, ClientSettings::AGENT).await;
-    opened.map(Some).map_err(|error| match error {
-        KubeError::Kubeconfig { path, reason } => {
-            ConfigError::new("--kubeconfig", path.display().to_string(), reason)
-        }
-        other => ConfigError::without_value("--kubeconfig", other.to_string()),
-    })
 }

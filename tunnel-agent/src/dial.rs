@@ -17,6 +17,7 @@ use tunnel_core::outcome::Outcome;
 
 use crate::places::{Place, Places};
 use crate::policy::Policy;
+use crate::runtime::Runtime;
 
 /// Deadline of a dial if the server names none.
 pub(crate) const DEFAULT_DEADLINE: Duration = Duration::from_secs(5);
@@ -120,7 +121,8 @@ pub(crate) struct Dialler {
 }
 
 impl Dialler {
-    pub(crate) fn new(policy: Arc<Policy>, places: Places) -> Self {
+    pub(crate) fn new(runtime: &Runtime) -> Self {
+        let (policy, places) = (runtime.policy.clone(), runtime.places.clone());
         Self { policy, places, turns: FairShare::new(MAX_PENDING, MAX_WAITING) }
     }
 
@@ -192,6 +194,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::runtime::of_flags;
 
     fn asked(headers: &[(&'static str, &[u8])]) -> Result<DialRequest, DialError> {
         let headers = headers.iter().map(|(name, value)| {
@@ -252,9 +255,8 @@ mod tests {
             TcpListener::bind("127.0.0.1:0").await.unwrap(),
             TcpListener::bind("127.0.0.1:0").await.unwrap(),
         );
-        let rules = vec!["127.0.0.0/8:*".parse().unwrap()];
-        let policy = Policy::new(rules, Arc::default(), Arc::default()).with_admin(admin.local_addr().ok());
-        let dialler = Dialler::new(Arc::new(policy), Places::new(1024, 1 << 30));
+        let own = format!("--admin-address={}", admin.local_addr().unwrap());
+        let dialler = Dialler::new(&of_flags(&["--server=a:1", "--allow-target=127.0.0.0/8:*", &own]));
         let source = async |listener: &TcpListener, host: &str| {
             let target = format!("{host}:{}", listener.local_addr().unwrap().port()).parse().unwrap();
             let (dialled, _place) =

@@ -4,8 +4,8 @@
 use std::process::ExitCode;
 
 use anyhow::Context;
+use tunnel_agent::app;
 use tunnel_agent::cli::{Cli, Command, SHORT_HELP};
-use tunnel_agent::{app, konnectivity_app};
 use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_core::lifecycle::{Shutdown, block_on, forbid_core_dumps};
 use tunnel_core::logging;
@@ -46,15 +46,7 @@ async fn command(cli: Cli, flags: Vec<String>) -> anyhow::Result<u8> {
             );
             config.ignored.warn();
             let shutdown = Shutdown::on_signals().context("installing the signal handlers")?;
-            if let Some(servers) = config.konnectivity.clone() {
-                konnectivity_app::build(config, servers, log).await?.run(shutdown).await;
-                return Ok(exit::OK);
-            }
-            let bound = tokio::select! {
-                bound = app::build(config, log, &shutdown) => bound?,
-                () = shutdown.draining() => return Ok(exit::OK),
-            };
-            bound.run(shutdown).await;
+            app::run(config, log, shutdown).await?;
         }
     }
     Ok(exit::OK)

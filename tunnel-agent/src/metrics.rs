@@ -8,7 +8,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
-use prometheus_client::registry::{Registry, Unit};
+use prometheus_client::registry::{Metric, Registry, Unit};
 use tunnel_core::carry::Totals;
 use tunnel_core::live::Live;
 use tunnel_core::outcome::Outcome;
@@ -23,6 +23,13 @@ struct OutcomeLabel {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct DirectionLabel {
     direction: &'static str,
+}
+
+/// Returns a new metric that the registry has too.
+fn registered<M: Clone + Default + Metric>(registry: &mut Registry, name: &str, help: &str) -> M {
+    let metric = M::default();
+    registry.register(name, help, metric.clone());
+    metric
 }
 
 /// Handles of the agent's metrics. Clones share them.
@@ -48,47 +55,21 @@ impl Metrics {
         let bytes = Family::<DirectionLabel, Counter>::default();
         let direction = |direction| bytes.get_or_create(&DirectionLabel { direction }).clone();
         let carried = Totals { from_socket: direction("from_target"), to_socket: direction("to_target") };
+        let dial_seconds = Histogram::new(exponential_buckets(0.0005, 4.0, 8));
+        registry.register_with_unit("dial", "Time that dials took", Unit::Seconds, dial_seconds.clone());
+        registry.register_with_unit("carried", "Carried payload", Unit::Bytes, bytes);
+        let help = "Connections of workloads on this node to the cloud that ended, by outcome";
         let metrics = Self {
-            dials: Family::default(),
-            dial_seconds: Histogram::new(exponential_buckets(0.0005, 4.0, 8)),
-            connections: Family::default(),
-            outbound: Family::default(),
-            connections_active: Gauge::default(),
+            dials: registered(registry, "dials", "Dials to targets by outcome"),
+            dial_seconds,
+            connections: registered(registry, "connections", "Carried connections that ended, by outcome"),
+            outbound: registered(registry, "outbound_connections", help),
+            connections_active: registered(registry, "connections_active", "Connections carried now"),
             carried,
             live: Arc::default(),
-            sessions_started: Counter::default(),
-            sessions_ended: Counter::default(),
+            sessions_started: registered(registry, "sessions_started", "Sessions that a server attached"),
+            sessions_ended: registered(registry, "sessions_ended", "Sessions, or attempts, that ended"),
         };
-        registry.register("dials", "Dials to targets by outcome", metrics.dials.clone());
-        registry.register_with_unit(
-            "dial",
-            "Time that dials took",
-            Unit::Seconds,
-            metrics.dial_seconds.clone(),
-        );
-        registry.register(
-            "connections",
-            "Carried connections that ended, by outcome",
-            metrics.connections.clone(),
-        );
-        let help = "Connections of workloads on this node to the cloud that ended, by outcome";
-        registry.register("outbound_connections", help, metrics.outbound.clone());
-        registry.register(
-            "connections_active",
-            "Connections carried now",
-            metrics.connections_active.clone(),
-        );
-        registry.register_with_unit("carried", "Carried payload", Unit::Bytes, bytes);
-        registry.register(
-            "sessions_started",
-            "Sessions that a server attached",
-            metrics.sessions_started.clone(),
-        );
-        registry.register(
-            "sessions_ended",
-            "Sessions, or attempts, that ended",
-            metrics.sessions_ended.clone(),
-        );
         for outcome in Outcome::ALL {
             let _ = metrics.connections.get_or_create(&OutcomeLabel { outcome: outcome.as_str() });
             let _ = metrics.outbound.get_or_create(&OutcomeLabel { outcome: outcome.as_str() });

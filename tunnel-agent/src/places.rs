@@ -39,7 +39,7 @@ impl Places {
         let (open_files, limits) = (raise_open_files(), Limits::of_process());
         limits.log(open_files);
         let places = Self::new(open_files, limits.memory.amount);
-        tracing::info!(connections = places.limit, "bound of what is carried at a time");
+        tracing::info!(connections = places.limit, "limit of concurrent connections");
         places
     }
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use ipnet::IpNet;
+use tokio::sync::watch;
 use tunnel_core::config::{TargetNet, TargetRule};
 
 /// Decides whether a target may be dialled.
@@ -16,7 +17,7 @@ use tunnel_core::config::{TargetNet, TargetRule};
 pub struct Policy {
     /// Empty: the node's own addresses and its pods on any port, and its loopback on the ports that the server names.
     rules: Vec<TargetRule>,
-    addresses: Arc<ArcSwap<Vec<IpAddr>>>,
+    addresses: watch::Receiver<Arc<Vec<IpAddr>>>,
     pods: Arc<ArcSwap<Vec<IpNet>>>,
     /// The agent's own admin port.
     admin: Option<SocketAddr>,
@@ -53,7 +54,7 @@ impl Policy {
     /// `rules` replace the default. `addresses` of the node and the ranges of its `pods` may change at any time.
     pub fn new(
         rules: Vec<TargetRule>,
-        addresses: Arc<ArcSwap<Vec<IpAddr>>>,
+        addresses: watch::Receiver<Arc<Vec<IpAddr>>>,
         pods: Arc<ArcSwap<Vec<IpNet>>>,
     ) -> Self {
         Self { rules, addresses, pods, admin: None }
@@ -99,7 +100,7 @@ impl Policy {
         if Reach::of(address) != Reach::Host || self.is_own(address) {
             return None;
         }
-        let own = self.addresses.load();
+        let own = self.addresses.borrow();
         own.iter().find(|own| own.is_ipv4() == address.is_ipv4()).or(own.first()).copied()
     }
 
@@ -138,7 +139,7 @@ impl Policy {
     }
 
     fn is_own(&self, address: IpAddr) -> bool {
-        self.addresses.load().iter().any(|own| own.to_canonical() == address)
+        self.addresses.borrow().iter().any(|own| own.to_canonical() == address)
     }
 
     fn is_pod(&self, address: IpAddr) -> bool {
@@ -197,7 +198,7 @@ mod tests {
     fn policy(rules: &[&str], own: &[&str]) -> Policy {
         let rules = rules.iter().map(|rule| rule.parse().unwrap()).collect();
         let own: Vec<IpAddr> = own.iter().map(|ip| ip.parse().unwrap()).collect();
-        Policy::new(rules, Arc::new(ArcSwap::from_pointee(own)), Arc::default())
+        Policy::new(rules, watch::channel(Arc::new(own)).1, Arc::default())
     }
 
     fn check(policy: &Policy, target: &str) -> Result<(), Denied> {
@@ -287,10 +288,10 @@ mod tests {
 
     #[test]
     fn changes_of_the_nodes_addresses_count_immediately() {
-        let addresses = Arc::new(ArcSwap::from_pointee(vec![IpAddr::from([10, 8, 0, 7])]));
-        let policy = Policy::new(Vec::new(), Arc::clone(&addresses), Arc::default());
+        let addresses = watch::Sender::new(Arc::new(vec![IpAddr::from([10, 8, 0, 7])]));
+        let policy = Policy::new(Vec::new(), addresses.subscribe(), Arc::default());
         assert_eq!(check(&policy, "10.8.0.9:22"), Err(Denied::Foreign));
-        addresses.store(Arc::new(vec![IpAddr::from([10, 8, 0, 9])]));
+        addresses.send_replace(Arc::new(vec![IpAddr::from([10, 8, 0, 9])]));
         assert_eq!(check(&policy, "10.8.0.9:22"), Ok(()));
         assert_eq!(check(&policy, "10.8.0.7:22"), Err(Denied::Foreign));
     }
@@ -298,7 +299,7 @@ mod tests {
     #[test]
     fn the_nodes_pods_may_be_dialled() {
         let pods = Arc::new(ArcSwap::from_pointee(vec!["10.244.3.0/24".parse().unwrap()]));
-        let policy = Policy::new(Vec::new(), Arc::default(), Arc::clone(&pods));
+        let policy = Policy::new(Vec::new(), watch::Sender::default().subscribe(), Arc::clone(&pods));
         assert_eq!(check(&policy, "10.244.3.9:8080"), Ok(()));
         assert_eq!(check(&policy, "[::ffff:10.244.3.9]:8080"), Ok(()));
         assert_eq!(check(&policy, "10.244.4.9:8080"), Err(Denied::Foreign));
@@ -306,7 +307,8 @@ mod tests {
         pods.store(Arc::new(vec!["0.0.0.0/0".parse().unwrap()]));
         assert_eq!(check(&policy, "127.0.0.1:22"), Err(Denied::Loopback));
         assert_eq!(check(&policy, "169.254.169.254:80"), Err(Denied::LinkLocal));
-        let ruled = Policy::new(vec!["node:10250".parse().unwrap()], Arc::default(), pods);
+        let ruled =
+            Policy::new(vec!["node:10250".parse().unwrap()], watch::Sender::default().subscribe(), pods);
         assert_eq!(check(&ruled, "10.244.3.9:8080"), Err(Denied::NoRule));
     }
 
@@ -385,7 +387,7 @@ mod tests {
                 .map(|(ip, bits, port)| format!("{}:{port}", IpNet::new(*ip, *bits).unwrap().trunc()).parse().unwrap())
                 .collect();
             let IpAddr::V4(v4) = address else { unreachable!() };
-            let policy = Policy::new(parsed.clone(), Arc::new(ArcSwap::from_pointee(own.clone())), Arc::default());
+            let policy = Policy::new(parsed.clone(), watch::channel(Arc::new(own.clone())).1, Arc::default());
             let ports = BTreeSet::from([loopback_port]);
             let class = |v4: std::net::Ipv4Addr| match v4.octets() {
                 [0, ..] | [224..=239, ..] | [255, 255, 255, 255] => 'n',

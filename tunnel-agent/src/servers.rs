@@ -3,52 +3,55 @@
 use std::sync::Arc;
 
 use tokio::sync::watch;
-use tokio_util::task::AbortOnDropHandle;
-use tunnel_core::config::HostPort;
+use tunnel_core::config::{ConfigError, HostPort};
 use tunnel_core::lifecycle::ReadyGuard;
+use tunnel_kube::ClientSettings;
 
 use crate::config::Config;
-use crate::kube::ApiServer;
 use crate::kube::discover::Discovery;
+use crate::kube::{ApiServer, KubeError};
 
-pub(crate) enum Servers {
-    Given(watch::Sender<Arc<Vec<HostPort>>>),
-    Found(Discovery),
+pub(crate) struct Servers {
+    /// None when standalone.
+    pub(crate) api: Option<Arc<ApiServer>>,
+    given: watch::Sender<Arc<Vec<HostPort>>>,
+    found: Option<Discovery>,
 }
 
 impl Servers {
-    pub(crate) fn new(config: &Config, api: Option<&Arc<ApiServer>>) -> Self {
-        match (api, &config.kube) {
-            (Some(api), Some(kube)) if config.servers.is_empty() => {
-                Self::Found(Discovery::start(api.clone(), &kube.service, &config.given.state_dir))
+    /// Opens the API server if one is configured, and looks for the servers there unless they are given.
+    ///
+    /// # Errors
+    /// The kubeconfig cannot be used.
+    pub(crate) async fn open(config: &Config) -> Result<Self, ConfigError> {
+        let given = watch::Sender::new(Arc::new(config.servers.clone()));
+        let Some(options) = config.kube.clone() else { return Ok(Self { api: None, given, found: None }) };
+        let opened = ApiServer::open(options.kubeconfig, options.namespace, ClientSettings::AGENT).await;
+        let api = opened.map_err(|error| match error {
+            KubeError::Kubeconfig { path, reason } => {
+                ConfigError::new("--kubeconfig", path.display().to_string(), reason)
             }
-            _ => Self::Given(watch::Sender::new(Arc::new(config.servers.clone()))),
-        }
+            other => ConfigError::without_value("--kubeconfig", other.to_string()),
+        })?;
+        let find = || Discovery::start(api.clone(), &options.service, &config.given.state_dir);
+        let found = config.servers.is_empty().then(find);
+        Ok(Self { api: Some(api), given, found })
     }
 
     /// The servers known at each moment. Empty until the first are found.
     pub(crate) fn known(&self) -> watch::Receiver<Arc<Vec<HostPort>>> {
-        match self {
-            Self::Given(servers) => servers.subscribe(),
-            Self::Found(discovery) => discovery.servers(),
-        }
+        self.found.as_ref().map_or_else(|| self.given.subscribe(), Discovery::servers)
     }
 
     /// Reason why the known servers may be out of date.
     pub(crate) fn trouble(&self) -> Option<String> {
-        match self {
-            Self::Given(_) => None,
-            Self::Found(discovery) => discovery.trouble(),
-        }
+        self.found.as_ref().and_then(Discovery::trouble)
     }
 
     /// Becomes ready once any server is known.
-    pub(crate) fn ready_once_known(&self, pending: ReadyGuard) -> AbortOnDropHandle<()> {
-        let mut known = self.known();
-        AbortOnDropHandle::new(tokio::spawn(async move {
-            if known.wait_for(|servers| !servers.is_empty()).await.is_ok() {
-                pending.ready();
-            }
-        }))
+    pub(crate) async fn ready_once_known(self: Arc<Self>, pending: ReadyGuard) {
+        if self.known().wait_for(|servers| !servers.is_empty()).await.is_ok() {
+            pending.ready();
+        }
     }
 }

@@ -2,22 +2,18 @@
 
 use std::fmt::Write as _;
 use std::sync::{Arc, OnceLock};
-use std::time::{Instant, SystemTime};
+use std::time::SystemTime;
 
-use arc_swap::ArcSwap;
-use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use tunnel_core::admin::{Status, to_json};
-use tunnel_core::config::TargetRule;
 use tunnel_core::identity::{AgentIdentity, NodeName};
 use tunnel_core::link::limited_by;
 use tunnel_core::text::{age, harmless};
 
-use crate::config::Config;
-use crate::identity::IdentityKeeper;
 use crate::konnectivity::KonnectivityStatus;
+use crate::runtime::Runtime;
 use crate::servers::Servers;
-use crate::session::{LinkPhase, LinkSet, LinkStatus};
+use crate::session::{LinkPhase, LinkStatus, Running};
 
 /// Part of the default policy, for tunnel-servers only.
 const LOOPBACK: &str = "loopback on ports that the server names";
@@ -51,27 +47,26 @@ pub struct CertificateStatus {
 }
 
 impl AgentStatus {
-    /// `started` is not wall-clock time, because a node without a clock of its own sets it only once it reaches a time
-    /// server. `rules` are those of `--allow-target`; `pods` count only without them.
-    pub fn new(
-        node: &NodeName,
-        started: Instant,
+    pub(crate) fn new(
+        runtime: &Runtime,
         servers: Vec<LinkStatus>,
         certificate: Option<CertificateStatus>,
-        rules: &[TargetRule],
-        pods: &[IpNet],
     ) -> Self {
+        let rules = &runtime.config.given.targets.allow;
         let policy = if rules.is_empty() {
+            let pods = runtime.pods.load();
             let pods = pods.iter().map(|range| format!("pods in {range}"));
             let node = std::iter::once("node:*".to_owned());
-            node.chain(pods).chain([LOOPBACK.to_owned()]).collect()
+            // konnectivity's servers name no ports.
+            let loopback = runtime.config.konnectivity.is_none().then(|| LOOPBACK.to_owned());
+            node.chain(pods).chain(loopback).collect()
         } else {
             rules.iter().map(ToString::to_string).collect()
         };
         Self {
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            node: node.clone(),
-            uptime_s: started.elapsed().as_secs(),
+            node: runtime.config.node_name.clone(),
+            uptime_s: runtime.started.elapsed().as_secs(),
             connections: servers.iter().map(|link| u64::from(link.connections)).sum(),
             servers,
             certificate,
@@ -85,9 +80,7 @@ impl AgentStatus {
     #[must_use]
     pub fn at_konnectivity(self, konnectivity: KonnectivityStatus) -> Self {
         let connections = konnectivity.attached.iter().map(|server| server.connections as u64).sum();
-        // These servers name no ports.
-        let policy = self.policy.iter().filter(|allowed| *allowed != LOOPBACK).cloned().collect();
-        Self { connections, policy, konnectivity: Some(konnectivity), ..self }
+        Self { connections, konnectivity: Some(konnectivity), ..self }
     }
 
     pub fn to_text(&self, now: SystemTime) -> String {
@@ -151,58 +144,26 @@ fn seconds(time: SystemTime) -> u64 {
     time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
-/// Source of a running agent's status. Filled in as the start proceeds.
-pub(crate) struct StatusSource {
-    config: Config,
-    started: Instant,
-    pods: Arc<ArcSwap<Vec<IpNet>>>,
-    servers: OnceLock<Arc<Servers>>,
-    running: OnceLock<(Arc<LinkSet>, Arc<IdentityKeeper>)>,
-}
-
-impl StatusSource {
-    pub(crate) fn new(config: &Config, pods: Arc<ArcSwap<Vec<IpNet>>>) -> Self {
-        Self {
-            config: config.clone(),
-            started: Instant::now(),
-            pods,
-            servers: OnceLock::new(),
-            running: OnceLock::new(),
-        }
-    }
-
-    /// Only the first call has an effect.
-    pub(crate) fn set_servers(&self, servers: Arc<Servers>) {
-        let _ = self.servers.set(servers);
-    }
-
-    /// Only the first call has an effect.
-    pub(crate) fn set_running(&self, links: Arc<LinkSet>, keeper: Arc<IdentityKeeper>) {
-        let _ = self.running.set((links, keeper));
-    }
-
-    pub(crate) fn into_endpoint(self: Arc<Self>) -> Arc<Status> {
-        Arc::new(move || to_json(&self.status()))
-    }
-
-    /// One for each server. Empty before the sessions begin.
-    pub(crate) fn links(&self) -> Vec<LinkStatus> {
-        self.running.get().map(|(links, _)| links.status()).unwrap_or_default()
-    }
-
-    fn status(&self) -> AgentStatus {
-        let certificate = self.running.get().map(|(_, keeper)| CertificateStatus::of(&keeper.current()));
-        let (node, rules) = (&self.config.node_name, &self.config.given.targets.allow);
-        let mut status =
-            AgentStatus::new(node, self.started, self.links(), certificate, rules, &self.pods.load());
-        status.api_server_error = self.servers.get().and_then(|servers| servers.trouble());
-        status
-    }
+/// Answers `/status`. `running` is filled in once the agent has its identity.
+pub(crate) fn endpoint(
+    runtime: Runtime,
+    servers: Arc<Servers>,
+    running: Arc<OnceLock<Running>>,
+) -> Arc<Status> {
+    Arc::new(move || {
+        let running = running.get();
+        let certificate = running.map(|running| CertificateStatus::of(&running.keeper.current()));
+        let links = running.map(|running| running.links.status()).unwrap_or_default();
+        let mut status = AgentStatus::new(&runtime, links, certificate);
+        status.api_server_error = servers.trouble();
+        to_json(&status)
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::runtime::of_flags;
     use std::time::Duration;
 
     fn link(phase: LinkPhase) -> LinkStatus {
@@ -228,16 +189,9 @@ mod tests {
     fn text_names_every_link_and_escapes_what_servers_send() {
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
         let certificate = CertificateStatus { not_after: 1_000_000 + 90_000, renews_at: 1_000_000 + 61 };
-        let rules = ["node:22".parse().unwrap()];
+        let runtime = of_flags(&["--server=a:1", "--allow-target=node:22"]);
         let links = vec![link(LinkPhase::Attached), link(LinkPhase::Waiting)];
-        let status = AgentStatus::new(
-            &"edge-1".parse().unwrap(),
-            Instant::now(),
-            links,
-            Some(certificate),
-            &rules,
-            &[],
-        );
+        let status = AgentStatus::new(&runtime, links, Some(certificate));
         let text = status.to_text(now);
         for line in [
             "certificate: expires in 1d1h, renewal in 1m1s\n",
@@ -249,8 +203,9 @@ mod tests {
             assert!(text.contains(line), "{line}{text}");
         }
         assert!(status.to_text(now + Duration::from_secs(90_000)).contains("certificate: EXPIRED\n"));
-        let pods = ["10.244.1.0/24".parse().unwrap()];
-        let mut own = AgentStatus::new(&status.node, Instant::now(), Vec::new(), None, &[], &pods);
+        let runtime = of_flags(&["--server=a:1"]);
+        runtime.pods.store(Arc::new(vec!["10.244.1.0/24".parse().unwrap()]));
+        let mut own = AgentStatus::new(&runtime, Vec::new(), None);
         own.api_server_error = Some("connection refused".to_owned());
         let own = own.to_text(now);
         assert!(own.contains("may be reached: node:*, pods in 10.244.1.0/24, loopback on"), "{own}");

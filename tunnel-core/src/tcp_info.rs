@@ -27,12 +27,31 @@ getsockopt_impl!(QueueInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 37], GetStr
 struct TcpInfo;
 getsockopt_impl!(TcpInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 48], GetStruct<[u32; 48]>);
 
-/// True if `struct tcp_info` is filled in at all: `GetStruct` panics if fewer bytes come back than requested.
-/// qemu-user returns four bytes.
-static HAS_OLD_TCP_INFO: LazyLock<bool> = LazyLock::new(|| !kernel::emulated());
-/// True if this kernel fills in all of [`TcpInfo`].
-static HAS_TCP_INFO: LazyLock<bool> =
-    LazyLock::new(|| *HAS_OLD_TCP_INFO && kernel::version().is_some_and(|version| version >= (4, 10)));
+/// The part of `struct tcp_info` that a kernel fills in. `GetStruct` panics if fewer bytes come back than requested.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Known {
+    /// qemu-user returns four bytes.
+    Nothing,
+    /// [`OldTcpInfo`].
+    Old,
+    /// [`QueueInfo`].
+    Queue,
+    /// [`TcpInfo`].
+    All,
+}
+
+static KNOWN: LazyLock<Known> = LazyLock::new(|| Known::to(kernel::emulated(), kernel::version()));
+
+impl Known {
+    fn to(emulated: bool, version: Option<(u32, u32)>) -> Self {
+        match version {
+            _ if emulated => Self::Nothing,
+            Some(version) if version >= (4, 10) => Self::All,
+            Some(version) if version >= (4, 6) => Self::Queue,
+            _ => Self::Old,
+        }
+    }
+}
 
 /// Word whose last bytes are `tcpi_retransmits`, the number of retransmissions of unacknowledged data, and
 /// `tcpi_probes`, the number of unanswered probes.
@@ -113,7 +132,7 @@ pub struct Unacknowledged {
 
 /// Queries the kernel; `None` if the socket is closed, or before Linux 4.10.
 pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
-    if !*HAS_TCP_INFO {
+    if *KNOWN < Known::All {
         return None;
     }
     let info = getsockopt(socket, TcpInfo).ok()?;
@@ -152,22 +171,32 @@ fn agreed(smoothed: u32, variation: u32) -> Duration {
 }
 
 /// Returns the number of segments that the peer has not acknowledged, and of bytes not sent yet. Both are 0 once the
-/// peer's kernel has everything, and if the kernel does not report them.
+/// peer's kernel has everything, and each is 0 if the kernel does not report it.
 ///
 /// # Errors
 /// Fails if the socket is closed.
 pub(crate) fn unacknowledged(socket: &impl AsFd) -> nix::Result<(u32, u32)> {
-    if !*HAS_OLD_TCP_INFO {
-        return Ok((0, 0));
+    unacknowledged_by(socket, *KNOWN)
+}
+
+fn unacknowledged_by(socket: &impl AsFd, known: Known) -> nix::Result<(u32, u32)> {
+    match known {
+        Known::Nothing => Ok((0, 0)),
+        Known::Old => Ok((getsockopt(socket, OldTcpInfo)?[UNACKED], 0)),
+        Known::Queue | Known::All => {
+            let info = getsockopt(socket, QueueInfo)?;
+            Ok((info[UNACKED], info[NOTSENT_BYTES]))
+        }
     }
-    let info = getsockopt(socket, QueueInfo)?;
-    Ok((info[UNACKED], info[NOTSENT_BYTES]))
 }
 
 /// Returns for how long the kernel has sent no byte to the peer; `None` if the socket is closed. While bytes wait to
 /// be sent, this is how long the peer has not read.
 pub(crate) fn sent_nothing_for(socket: &TcpStream) -> Option<Duration> {
-    let info = HAS_OLD_TCP_INFO.then(|| getsockopt(socket, OldTcpInfo).ok())??;
+    if *KNOWN < Known::Old {
+        return None;
+    }
+    let info = getsockopt(socket, OldTcpInfo).ok()?;
     Some(Duration::from_millis(info[LAST_DATA_SENT].into()))
 }
 
@@ -186,6 +215,28 @@ mod tests {
         assert!(delivery.shortest_rtt.is_some_and(|rtt| rtt <= delivery.rtt), "{delivery:?}");
         assert_eq!((delivery.retransmits, delivery.silence), (0, None));
         assert_eq!(delivery.sending.receive_window, Duration::ZERO);
+    }
+
+    #[test]
+    fn no_more_is_requested_than_the_kernel_returns() {
+        for (version, known) in [
+            (Some((3, 10)), Known::Old),
+            (Some((4, 5)), Known::Old),
+            (Some((4, 6)), Known::Queue),
+            (Some((4, 9)), Known::Queue),
+            (Some((4, 10)), Known::All),
+            (None, Known::Old),
+        ] {
+            assert_eq!(Known::to(false, version), known, "{version:?}");
+            assert_eq!(Known::to(true, version), Known::Nothing);
+        }
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut socket = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        while socket.write(&[0; 64 << 10]).is_ok() {}
+        let bytes = |known| unacknowledged_by(&socket, known).unwrap().1;
+        assert_eq!((bytes(Known::Nothing), bytes(Known::Old)), (0, 0));
+        assert!(bytes(Known::Queue) > 0);
     }
 
     #[test]

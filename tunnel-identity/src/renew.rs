@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use rustls_pki_types::CertificateDer;
-use tokio::sync::{Mutex as AsyncMutex, MutexGuard, watch};
+use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard, watch};
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::backoff::{Backoff, jittered};
 use tunnel_core::config::HostPort;
@@ -54,7 +54,7 @@ struct Renewer {
     /// the disk is full or read-only: then only `current` is used.
     storing: AsyncMutex<bool>,
     /// Held from reading the pending key until the certificate issued for it is stored. Taken before `storing`.
-    pending_key: AsyncMutex<()>,
+    pending_key: Arc<AsyncMutex<()>>,
     metrics: IdentityMetrics,
 }
 
@@ -78,7 +78,7 @@ impl IdentityKeeper {
             files: IdentityFiles::new(&config.state_dir, config.holder),
             current: watch::Sender::new(Arc::new(identity)),
             storing: AsyncMutex::default(),
-            pending_key: AsyncMutex::default(),
+            pending_key: Arc::default(),
             config,
             recovery,
             metrics,
@@ -150,8 +150,8 @@ impl IdentityKeeper {
     }
 
     /// Stops renewals until the guard is dropped. The caller may use the pending key meanwhile.
-    pub async fn hold_pending_key(&self) -> MutexGuard<'_, ()> {
-        self.renewer.pending_key.lock().await
+    pub async fn hold_pending_key(&self) -> OwnedMutexGuard<()> {
+        self.renewer.pending_key.clone().lock_owned().await
     }
 
     /// Switches to the identity and the roots of a new enrolment. The caller must have held

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, Result, ensure};
-use arc_swap::ArcSwap;
 use postern_testbed::authority::Authority;
 use postern_testbed::inventory::Inventory;
 use postern_testbed::process::{self, Process};
@@ -17,18 +16,14 @@ use prometheus_client::registry::Registry;
 use rcgen::KeyPair;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
+use tunnel_agent::cli::Cli;
 use tunnel_agent::metrics::Metrics;
 use tunnel_agent::places::Places;
-use tunnel_agent::policy::Policy;
-use tunnel_agent::reach::Reach;
-use tunnel_agent::session::{
-    Attached, BenchPolicy, EpochSource, Handover, LinkLoop, LinkSet, Resumed, Shared, Spread,
-};
+use tunnel_agent::runtime::Runtime;
+use tunnel_agent::session::{LinkLoop, LinkSet, Shared};
 use tunnel_core::config::HostPort;
+use tunnel_core::doctor::parse_flags;
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
-use tunnel_core::link;
 
 /// Lifetime of the agents' certificates.
 const LIFETIME: Duration = Duration::from_secs(24 * 3600);
@@ -87,7 +82,6 @@ pub(crate) fn start(testbed: &Testbed, edge: usize, count: usize) -> Result<Proc
 struct Agent {
     shared: Arc<Shared>,
     servers: Arc<Vec<HostPort>>,
-    identity: watch::Receiver<Arc<AgentIdentity>>,
     tasks: JoinSet<()>,
 }
 
@@ -95,10 +89,10 @@ impl Agent {
     fn attach(&mut self) {
         if let [server] = &self.servers[..] {
             let link = LinkLoop::new(self.shared.clone(), server.to_string());
-            self.tasks.spawn(link.run(self.identity.clone()));
+            self.tasks.spawn(link.run());
             return;
         }
-        let links = LinkSet::new(self.shared.clone(), self.identity.clone(), TaskTracker::new());
+        let links = LinkSet::new(self.shared.clone());
         let servers = self.servers.clone();
         self.tasks.spawn(async move {
             let (_known, known) = watch::channel(servers);
@@ -130,6 +124,17 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
     runtime.block_on(async {
         let metrics = Metrics::new(&mut Registry::default());
+        let flags = [
+            "--node-name=fleet",
+            "--server=given.by.the.fleet:1",
+            "--proxy=none",
+            "--congestion-control=system",
+            "--max-servers=1",
+            "--keepalive=10s",
+            "--bench=off",
+        ];
+        let cli = parse_flags::<Cli>(&flags.map(str::to_owned)).context("the agents' flags")?;
+        let config = cli.run.config(Vec::new())?;
         // Every agent already has the bundle that the server announces.
         let (bundles, mut announced) = mpsc::channel(64);
         tokio::spawn(async move { while announced.recv().await.is_some() {} });
@@ -138,32 +143,17 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         for (n, identity) in identities.into_iter().enumerate() {
             let own: IpAddr = address(n).into();
-            let (own_addresses, addresses) = watch::channel(Arc::new(vec![own]));
-            let policy = Policy::new(Vec::new(), Arc::new(ArcSwap::from_pointee(vec![own])), Arc::default());
-            let shared = Arc::new(Shared {
-                node: identity.node.clone(),
-                reach: Reach::default(),
-                epochs: EpochSource::open(dir.join(n.to_string())),
-                policy: Arc::new(policy),
-                places: Places::new(1024, 1 << 30),
-                addresses,
-                bundles: bundles.clone(),
-                attached: Attached::default(),
-                handover: Handover::default(),
-                resumed: Resumed::default(),
-                spread: Spread::Best(1),
-                max_links: None,
-                keepalive: link::PING_INTERVAL,
-                bench: BenchPolicy::new(false),
-                metrics: metrics.clone(),
-                draining: CancellationToken::new(),
-                forced: CancellationToken::new(),
-            });
+            let mut config = config.clone();
+            config.node_name = identity.node.clone();
+            config.given.state_dir = dir.join(n.to_string());
+            let runtime = Runtime::new(config, Places::new(1024, 1 << 30), metrics.clone());
+            runtime.addresses.send_replace(Arc::new(vec![own]));
             let (own_identity, identity) = watch::channel(Arc::new(identity));
-            let mut agent = Agent { shared, servers: servers.clone(), identity, tasks: JoinSet::new() };
+            let shared = Shared::new(runtime, identity, bundles.clone());
+            let mut agent = Agent { shared, servers: servers.clone(), tasks: JoinSet::new() };
             tick.tick().await;
             agent.attach();
-            agents.push((agent, own_identity, own_addresses));
+            agents.push((agent, own_identity));
         }
         let Some(pause) = Duration::from_secs(1).checked_div(flaps) else {
             return std::future::pending().await;

@@ -17,14 +17,15 @@ use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
+use tunnel_agent::cli::Cli;
 use tunnel_agent::identity::{Announced, CsrEnrolment, Pace};
 use tunnel_agent::kube::ApiServer as AgentApi;
 use tunnel_agent::metrics::Metrics;
 use tunnel_agent::places::Places;
-use tunnel_agent::policy::Policy;
-use tunnel_agent::reach::Reach;
-use tunnel_agent::session::{Attached, BenchPolicy, EpochSource, Handover, Resumed, Shared, Spread};
-use tunnel_core::identity::Holder;
+use tunnel_agent::runtime::Runtime;
+use tunnel_agent::session::{LinkSet, Shared};
+use tunnel_core::doctor::parse_flags;
+use tunnel_core::identity::{AgentIdentity, Holder};
 use tunnel_kube::{ClientSettings, Health};
 use tunnel_server::kube::write::csr;
 use tunnel_server::kube::{KubeContext, ObjectNames};
@@ -58,33 +59,30 @@ async fn enrolment(api: &ApiServer, name: &str, state: &str) -> (Arc<CsrEnrolmen
     (Arc::new(enrolment), state_dir)
 }
 
-/// State that the links of edge-1 share.
-fn shared(state_dir: &Path) -> (Arc<Shared>, mpsc::Receiver<Announced>) {
-    shared_with(state_dir, Spread::All)
+/// An agent's links, and what keeps their bundles' receiver.
+type Links = (Arc<LinkSet>, Runtime, mpsc::Receiver<Announced>);
+
+/// The links of edge-1.
+fn links(state_dir: &Path, identity: watch::Receiver<Arc<AgentIdentity>>) -> Links {
+    links_to(state_dir, "all", identity)
 }
 
-fn shared_with(state_dir: &Path, spread: Spread) -> (Arc<Shared>, mpsc::Receiver<Announced>) {
+fn links_to(state_dir: &Path, max_servers: &str, identity: watch::Receiver<Arc<AgentIdentity>>) -> Links {
+    let flags = [
+        "--node-name=edge-1".to_owned(),
+        "--server=given.by.the.test:1".to_owned(),
+        "--proxy=none".to_owned(),
+        "--congestion-control=system".to_owned(),
+        "--max-links=1".to_owned(),
+        "--keepalive=10s".to_owned(),
+        format!("--max-servers={max_servers}"),
+        format!("--state-dir={}", state_dir.display()),
+    ];
+    let config = parse_flags::<Cli>(&flags).unwrap().run.config(Vec::new()).unwrap();
+    let metrics = Metrics::new(&mut Registry::default());
+    let runtime = Runtime::new(config, Places::new(1024, 1 << 30), metrics);
     let (bundles, announced) = mpsc::channel(16);
-    let shared = Shared {
-        node: node("edge-1"),
-        reach: Reach::default(),
-        epochs: EpochSource::open(state_dir.join("epoch")),
-        policy: Arc::new(Policy::new(Vec::new(), Arc::default(), Arc::default())),
-        places: Places::new(1024, 1 << 30),
-        addresses: watch::channel(Arc::new(Vec::new())).1,
-        bundles,
-        attached: Attached::default(),
-        handover: Handover::default(),
-        resumed: Resumed::default(),
-        spread,
-        max_links: Some(1),
-        keepalive: Duration::from_secs(10),
-        bench: BenchPolicy::new(true),
-        metrics: Metrics::new(&mut Registry::default()),
-        draining: CancellationToken::new(),
-        forced: CancellationToken::new(),
-    };
-    (Arc::new(shared), announced)
+    (LinkSet::new(Shared::new(runtime.clone(), identity, bundles)), runtime, announced)
 }
 
 /// The server's signer. It leads only in the second half of [`Signer::answer`]: in the first, the test sets the

@@ -8,12 +8,30 @@ use tunnel_core::config::value::{self, List};
 use tunnel_core::config::{ConfigError, HostPort, duration_text, pair};
 use tunnel_core::identity::NodeName;
 
-use crate::konnectivity::KonnectivityConfig;
-
 /// Default port of konnectivity's own agent.
 const AGENT_PORT: &str = "8091";
 /// Kinds of identifiers that servers know.
 const KINDS: [&str; 5] = ["ipv4", "ipv6", "host", "cidr", "default-route"];
+
+/// Settings for konnectivity's servers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KonnectivityConfig {
+    /// Address that leads to all servers.
+    pub server: HostPort,
+    pub ca: PathBuf,
+    /// Certificate and key.
+    pub client: Option<(PathBuf, PathBuf)>,
+    pub token_file: Option<PathBuf>,
+    pub agent_id: String,
+    /// None: the node's name and addresses.
+    pub identifiers: Option<String>,
+    /// Offered before `h2`.
+    pub alpn: Vec<String>,
+    /// Initial interval of attempts to find one more server.
+    pub sync_interval: Duration,
+    /// Maximum interval of such attempts.
+    pub sync_interval_cap: Duration,
+}
 
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "konnectivity's servers")]

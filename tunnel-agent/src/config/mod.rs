@@ -3,7 +3,7 @@
 mod konnectivity;
 mod outbound;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
@@ -18,12 +18,11 @@ use tunnel_core::link::{Congestion, MAX_LINKS};
 use tunnel_core::logging::LogConfig;
 
 use crate::identity::EnrolmentFlags;
-use crate::konnectivity::KonnectivityConfig;
 use crate::kube::{DEFAULT_SERVICE, KubeOptions};
-use crate::outbound::Listen;
 use crate::reach::{Proxy, Reach};
-use crate::session::Spread;
+pub use konnectivity::KonnectivityConfig;
 use konnectivity::KonnectivityFlags;
+pub use outbound::Listen;
 use outbound::OutboundFlags;
 
 pub const DEFAULT_ADMIN_ADDRESS: &str = "127.0.0.1:10266";
@@ -117,7 +116,7 @@ pub struct LinkConfig {
     /// evenly; another server takes the place of one that does not answer. With one address in front of several servers
     /// there is nothing to choose.
     #[arg(long, value_name = "N|all", default_value = "all", value_parser = max_servers)]
-    pub max_servers: Spread,
+    pub max_servers: usize,
     /// TCP connections with each server, 1 to 8, or auto: 2 where both ends send by BBR, else 8. With more than one, a busy
     /// node's bulk transfers do not delay its other connections; they are opened when the server needs them, and closed when it
     /// does not. Other congestion controls slow a connection down at each loss, so that several carry more.
@@ -330,10 +329,11 @@ fn servers(value: &str) -> Result<List<HostPort>, String> {
     Ok(servers)
 }
 
-fn max_servers(value: &str) -> Result<Spread, String> {
+/// [`usize::MAX`] for all.
+fn max_servers(value: &str) -> Result<usize, String> {
     match (value, value.parse()) {
-        ("all", _) => Ok(Spread::All),
-        (_, Ok(number @ 1..)) => Ok(Spread::Best(number)),
+        ("all", _) => Ok(usize::MAX),
+        (_, Ok(number @ 1..)) => Ok(number),
         _ => Err("not a number of servers from 1 on, nor all".to_owned()),
     }
 }

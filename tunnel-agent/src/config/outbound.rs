@@ -1,13 +1,36 @@
 //! Flags of the listeners that lead to the cloud.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 
 use clap::Args;
 use ipnet::IpNet;
 use tunnel_core::config::value::{self, List, ListenAddress};
 use tunnel_core::config::{ConfigError, HostPort};
 
-use crate::outbound::{Listen, MOST_LISTENERS};
+/// Maximum number of listeners: a successor gets them all in one message.
+const MOST_LISTENERS: usize = 128;
+
+/// A listener of this node, and its target.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Listen {
+    pub address: SocketAddr,
+    /// None: each client names its target to the server.
+    pub target: Option<HostPort>,
+    /// Clients that may use it.
+    pub clients: Vec<IpNet>,
+}
+
+impl Listen {
+    /// The flag that defines it.
+    pub(crate) fn flag(&self) -> &'static str {
+        if self.target.is_some() { "--forward" } else { "--connect-address" }
+    }
+
+    pub(crate) fn permits(&self, client: IpAddr) -> bool {
+        let client = client.to_canonical();
+        self.clients.iter().any(|range| range.contains(&client))
+    }
+}
 
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "From this node to the cloud")]
@@ -25,25 +48,16 @@ pub(super) struct OutboundFlags {
     pub(super) forward: Vec<Listen>,
 }
 
-/// Default clients of a listener on a loopback address.
-fn this_host() -> Vec<IpNet> {
-    let v4 = IpNet::new_assert(IpAddr::V4(Ipv4Addr::new(127, 0, 0, 0)), 8);
-    vec![v4, IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST))]
-}
-
 impl OutboundFlags {
     pub(super) fn listeners(&self) -> Result<Vec<Listen>, ConfigError> {
         let mut listeners = Vec::new();
         let clients = self.connect_clients.clone();
         if let Some(address) = self.connect_address {
-            let clients = match clients.is_empty() {
-                false => clients,
-                true if address.ip().is_loopback() => this_host(),
-                true => {
-                    let reason = "it is reached from elsewhere: name who may use it with --connect-clients";
-                    return Err(ConfigError::new("--connect-address", address.to_string(), reason));
-                }
-            };
+            let given = Some(clients).filter(|clients| !clients.is_empty());
+            let clients = value::clients_of(address, given).map_err(|_| {
+                let reason = "it is reached from elsewhere: name who may use it with --connect-clients";
+                ConfigError::new("--connect-address", address.to_string(), reason)
+            })?;
             listeners.push(Listen { address, target: None, clients });
         } else if !clients.is_empty() {
             let reason = "without --connect-address it means nothing";
@@ -56,8 +70,8 @@ impl OutboundFlags {
         }
         for (index, listen) in listeners.iter().enumerate() {
             if let Some(other) = listeners[..index].iter().find(|other| other.address == listen.address) {
-                let reason = format!("{} has that address already", other.flag());
-                return Err(ConfigError::new(listen.name(), listen.address.to_string(), reason));
+                let reason = format!("{}={} has that address already", other.flag(), other.address);
+                return Err(ConfigError::new(listen.flag(), listen.address.to_string(), reason));
             }
         }
         Ok(listeners)
@@ -76,22 +90,13 @@ fn parse_forward(text: &str) -> Result<Listen, String> {
         return Err("port 0 cannot be listened on".to_owned());
     }
     let target: HostPort = target.parse().map_err(|error| format!("{target:?}: {error}"))?;
-    let clients = match clients {
-        Some(clients) => value::cidrs(clients)?,
-        None if address.ip().is_loopback() => this_host(),
-        None => {
-            return Err(format!(
-                "{address} is reached from elsewhere: say by which clients, such as 10.0.0.0/8"
-            ));
-        }
-    };
+    let clients = value::clients_of(address, clients.map(value::cidrs).transpose()?)?;
     Ok(Listen { address, target: Some(target), clients })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::outbound::MOST_LISTENERS;
     use clap::Parser;
 
     #[derive(Parser)]
@@ -120,7 +125,7 @@ mod tests {
             .map(|listen| {
                 let clients = listen.clients.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
                 let target = listen.target.as_ref().map(ToString::to_string).unwrap_or_default();
-                format!("{} {target} {clients}", listen.flag())
+                format!("{}={} {target} {clients}", listen.flag(), listen.address)
             })
             .collect();
         assert_eq!(

@@ -22,7 +22,7 @@ fn parsed_as(pod: bool, words: &[&str]) -> Result<Config, String> {
     cli.run.config_as(pod, flags).map_err(|error| error.to_string())
 }
 
-pub(super) fn config(args: &[&str]) -> Result<Config, String> {
+pub(crate) fn config(args: &[&str]) -> Result<Config, String> {
     parsed_as(false, &[&["--node-name=edge-1"], args].concat())
 }
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 use rustls::ClientConfig;
 use tunnel_core::doctor::{Checkup, Finding, Outcome, Running, codes, resolves};
 
-use crate::config::Config;
-use crate::konnectivity::{KonnectivityConfig, KonnectivityStatus, client_config, connect};
+use crate::config::{Config, KonnectivityConfig};
+use crate::konnectivity::{KonnectivityStatus, client_config, connect};
 use crate::status::AgentStatus;
 
 const CONNECT: Duration = Duration::from_secs(8);

@@ -5,7 +5,7 @@ mod konnectivity;
 mod node;
 mod sessions;
 #[cfg(test)]
-mod tests_support;
+pub(crate) mod tests_support;
 mod way;
 
 use std::time::SystemTime;

@@ -60,10 +60,11 @@ pub(super) fn judge(status: &AgentStatus) -> Outcome {
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
     use super::*;
-    use crate::session::{LinkStatus, SessionEnd};
+    use crate::runtime::of_flags;
+    use crate::session::{LinkStatus, Refusal, SessionEnd};
 
     fn status(links: &[(LinkPhase, Option<String>)]) -> AgentStatus {
         let link = |(phase, error): &(LinkPhase, Option<String>)| LinkStatus {
@@ -82,8 +83,7 @@ mod tests {
             last_error: error.clone(),
             last_error_s: Some(7),
         };
-        let node = "edge-1".parse().unwrap();
-        AgentStatus::new(&node, Instant::now(), links.iter().map(link).collect(), None, &[], &[])
+        AgentStatus::new(&of_flags(&["--server=a:1"]), links.iter().map(link).collect(), None)
     }
 
     fn codes_of(links: &[(LinkPhase, Option<String>)]) -> Vec<&'static str> {
@@ -113,9 +113,9 @@ mod tests {
         assert_eq!(codes_of(&[]), ["not-attached"]);
         assert_eq!(codes_of(&[(LinkPhase::Waiting, lost), (LinkPhase::Attached, None)]), [""; 0]);
         for end in [
-            SessionEnd::Refused("revoked".into()),
-            SessionEnd::RefusedForNow("not in the inventory".into()),
-            SessionEnd::CertificateRefused("revoked".into()),
+            Refusal::Session("revoked".into()),
+            Refusal::ForNow("not in the inventory".into()),
+            Refusal::Certificate("revoked".into()),
         ] {
             assert_eq!(
                 codes_of(&[(LinkPhase::Waiting, Some(end.to_string()))]),

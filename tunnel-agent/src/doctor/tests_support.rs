@@ -9,13 +9,13 @@ use rcgen::{
 use rustls_pki_types::CertificateDer;
 use tunnel_core::identity::{AgentIdentity, Holder, PrivateKey, TrustBundle, pem_of_certificates};
 
-pub(super) struct Ca {
+pub(crate) struct Ca {
     issuer: Issuer<'static, KeyPair>,
     root: CertificateDer<'static>,
 }
 
 impl Ca {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -27,7 +27,7 @@ impl Ca {
 }
 
 /// An agent's identity.
-pub(super) fn agent(ca: &Ca, node: &str, from: SystemTime, to: SystemTime) -> AgentIdentity {
+pub(crate) fn agent(ca: &Ca, node: &str, from: SystemTime, to: SystemTime) -> AgentIdentity {
     let key = KeyPair::generate().unwrap();
     let mut params = CertificateParams::default();
     params.distinguished_name = Holder::Agent.distinguished_name(&node.parse().unwrap());

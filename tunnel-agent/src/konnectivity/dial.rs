@@ -52,18 +52,18 @@ impl Dial for ForServer {
             biased;
             dialled = self.connect(address) => dialled,
             () = gone.cut() => {
-                self.shared.metrics.dialled("cancelled", started.elapsed());
+                self.shared.runtime.metrics.dialled("cancelled", started.elapsed());
                 return Err("the dial was closed".to_owned());
             }
         };
         match dialled {
             Ok(((socket, place), target)) => {
-                self.shared.metrics.dialled("ok", started.elapsed());
+                self.shared.runtime.metrics.dialled("ok", started.elapsed());
                 Ok(Connected { socket, target, _place: place, _held: held })
             }
             Err(Failed { outcome, reason }) => {
-                self.shared.metrics.dialled(outcome.as_str(), started.elapsed());
-                self.shared.own_metrics.dial_failed(outcome);
+                self.shared.runtime.metrics.dialled(outcome.as_str(), started.elapsed());
+                self.shared.metrics.dial_failed(outcome);
                 tracing::info!(server = printable(&self.server_id, 100), reason, "connection refused");
                 Err(in_words_of_go(outcome, reason))
             }
@@ -81,7 +81,7 @@ impl Dial for ForServer {
         let shared = &self.shared;
         let _counted = Counted::new(shared);
         let started = Instant::now();
-        let traffic = Traffic::part_of(vec![shared.metrics.carried.clone()]);
+        let traffic = Traffic::part_of(vec![shared.runtime.metrics.carried.clone()]);
         let ended = tokio::select! {
             biased;
             ended = copy(&mut socket, inbox, outbox, &traffic, Side::Agent) => ended.map_err(|error| match error {
@@ -89,13 +89,13 @@ impl Dial for ForServer {
                 CopyError::Target(error) => (Outcome::TargetReset, error.to_string()),
             }),
             () = gone.wait() => Err((Outcome::ClientReset, "the server has ended the connection".to_owned())),
-            () = shared.forced.cancelled() => Err((Outcome::Shutdown, "this agent stops".to_owned())),
+            () = shared.runtime.shutdown.forced() => Err((Outcome::Shutdown, "this agent stops".to_owned())),
         };
         if ended.is_ok() {
             end_on_drop(&socket);
         }
         let outcome = ended.as_ref().map_or_else(|(outcome, _)| *outcome, |()| Outcome::Ok);
-        shared.metrics.ended(outcome);
+        shared.runtime.metrics.ended(outcome);
         tracing::debug!(
             server = printable(&self.server_id, 100),
             %target,
@@ -149,10 +149,10 @@ impl ForServer {
             return Ok(vec![SocketAddr::new(ip, port)]);
         }
         let host = host.trim_end_matches('.');
-        if host == self.shared.node.as_str() {
-            let own = self.shared.addresses.load();
-            if let Some(first) = own.first() {
-                return Ok(vec![SocketAddr::new(*first, port)]);
+        if host == self.shared.runtime.config.node_name.as_str() {
+            let own = self.shared.runtime.addresses.borrow().first().copied();
+            if let Some(first) = own {
+                return Ok(vec![SocketAddr::new(first, port)]);
             }
         }
         // Counts against the dial's deadline. The semaphore is never closed.
@@ -177,16 +177,16 @@ struct Counted<'a>(&'a Shared);
 
 impl<'a> Counted<'a> {
     fn new(shared: &'a Shared) -> Self {
-        shared.metrics.connections_active.inc();
-        shared.own_metrics.connections.inc();
+        shared.runtime.metrics.connections_active.inc();
+        shared.metrics.connections.inc();
         Self(shared)
     }
 }
 
 impl Drop for Counted<'_> {
     fn drop(&mut self) {
-        self.0.metrics.connections_active.dec();
-        self.0.own_metrics.connections.dec();
+        self.0.runtime.metrics.connections_active.dec();
+        self.0.metrics.connections.dec();
     }
 }
 

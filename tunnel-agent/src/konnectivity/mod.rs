@@ -3,7 +3,6 @@
 //! There is one stream of packets with each server. All servers are reached through one address (`set.rs`). Targets are
 //! dialled as for a tunnel-server, within the same policy (`dial.rs`).
 
-mod config;
 mod dial;
 mod metrics;
 mod set;
@@ -14,9 +13,8 @@ mod stream;
 mod tests;
 mod tls;
 
-pub use config::KonnectivityConfig;
 pub(crate) use metrics::KonnectivityMetrics;
 pub(crate) use set::Set;
-pub(crate) use shared::{LOOKUPS, Shared, first_number};
+pub(crate) use shared::Shared;
 pub use status::{KonnectivityServer, KonnectivityStatus};
-pub(crate) use tls::{client_config, connect};
+pub(crate) use tls::{check_files, client_config, connect};

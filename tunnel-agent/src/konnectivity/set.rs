@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::backoff::{Backoff, jittered};
-use tunnel_core::lifecycle::{Readiness, ReadyGuard};
+use tunnel_core::lifecycle::ReadyGuard;
 use tunnel_core::live::Live;
 use tunnel_core::log_once::LogOnce;
 use tunnel_core::text::printable;
@@ -29,7 +29,6 @@ const LASTING: Duration = Duration::from_secs(10);
 /// The streams with all servers.
 pub(crate) struct Set {
     shared: Arc<Shared>,
-    readiness: Readiness,
     attached: Arc<Live<Attached>>,
     state: Mutex<State>,
 }
@@ -50,19 +49,12 @@ struct Attached {
     leave: CancellationToken,
 }
 
-/// Result of an attempt.
-#[derive(Debug, PartialEq, Eq)]
-enum Found {
-    New,
-    /// A server that this agent is already attached to, or one too many.
-    Known,
-}
-
 impl Set {
-    /// Sets `readiness` while there is a server.
-    pub(crate) fn new(shared: Arc<Shared>, readiness: Readiness) -> Arc<Self> {
-        let state = State { unready: Some(readiness.pending(PENDING)), ..State::default() };
-        Arc::new(Self { shared, readiness, attached: Arc::default(), state: Mutex::new(state) })
+    /// The agent is ready while there is a server.
+    pub(crate) fn new(shared: Shared) -> Arc<Self> {
+        let unready = Some(shared.runtime.readiness.pending(PENDING));
+        let state = State { unready, ..State::default() };
+        Arc::new(Self { shared: Arc::new(shared), attached: Arc::default(), state: Mutex::new(state) })
     }
 
     /// Keeps the streams until the drain, and then until their connections have ended.
@@ -77,7 +69,7 @@ impl Set {
         loop {
             tokio::select! {
                 biased;
-                () = self.shared.draining.cancelled() => break,
+                () = self.shared.runtime.shutdown.draining() => break,
                 Some(ended) = streams.join_next() => {
                     // A stream that has panicked counts as one that failed at once.
                     self.count();
@@ -94,22 +86,21 @@ impl Set {
             }
             let opened = tokio::select! {
                 opened = Stream::open(&self.shared) => opened,
-                () = self.shared.draining.cancelled() => break,
+                () = self.shared.runtime.shutdown.draining() => break,
             };
-            let found = opened.map(|stream| self.take(stream, &mut streams));
-            let pause = match found {
-                Ok(Found::New) => {
+            let pause = match opened.map(|stream| self.take(stream, &mut streams)) {
+                Ok(true) => {
                     failing.clear();
                     search.reset();
                     jittered(config.sync_interval, 0.1)
                 }
-                Ok(Found::Known) => {
+                Ok(false) => {
                     failing.clear();
                     search.next_delay()
                 }
                 Err(reason) => {
                     if failing.is_new(&reason) {
-                        tracing::warn!(server = %config.server, reason, "cannot attach to a konnectivity server; trying again");
+                        tracing::warn!(server = %config.server, reason, "failed to attach to a konnectivity server, retrying");
                     }
                     self.state.lock().last_error = Some((reason, Instant::now()));
                     backoff.next_delay()
@@ -142,24 +133,23 @@ impl Set {
         }
     }
 
-    /// Runs an opened stream. Its task returns how long a stream with a new server lasted. A stream with a server that
+    /// Runs an opened stream, and returns true if its server is new and not one too many. Its task returns how long a stream with a new server lasted. A stream with a server that
     /// this agent already has ends by itself, once the connections that it got meanwhile have ended.
-    fn take(self: &Arc<Self>, stream: Stream, streams: &mut JoinSet<Option<Duration>>) -> Found {
+    fn take(self: &Arc<Self>, stream: Stream, streams: &mut JoinSet<Option<Duration>>) -> bool {
         let attached = self.attached.all();
         if attached.len() >= MOST {
-            return Found::Known;
+            return false;
         }
-        let leave = self.shared.draining.child_token();
+        let leave = self.shared.runtime.shutdown.draining_token().child_token();
         let busy = Arc::<Busy>::default();
         let server_id = printable(&stream.server_id, 100);
-        let known = attached.iter().any(|other| other.server_id == server_id && !other.leave.is_cancelled());
-        let found = if known { Found::Known } else { Found::New };
-        if known {
+        let new = !attached.iter().any(|other| other.server_id == server_id && !other.leave.is_cancelled());
+        if !new {
             leave.cancel();
         }
         // Newer than the number that another server has reported.
         self.state.lock().server_count = Some(stream.server_count);
-        self.shared.own_metrics.server_count.set(i64::try_from(stream.server_count).unwrap_or(i64::MAX));
+        self.shared.metrics.server_count.set(i64::try_from(stream.server_count).unwrap_or(i64::MAX));
         let entry = Attached {
             server_id: server_id.clone(),
             since: Instant::now(),
@@ -169,28 +159,27 @@ impl Set {
         // Removed with the stream, however that ends.
         let listed = self.attached.enter(entry);
         self.count();
-        if found == Found::New {
+        if new {
             tracing::info!(
                 server = server_id,
                 servers = stream.server_count,
                 "attached to a konnectivity server"
             );
-            self.shared.metrics.sessions_started.inc();
+            self.shared.runtime.metrics.sessions_started.inc();
         }
         let (set, shared) = (self.clone(), self.shared.clone());
-        let counts = found == Found::New;
         streams.spawn(async move {
             let started = Instant::now();
             let ended = stream.run(shared, busy, leave.clone()).await;
-            if counts {
-                set.shared.metrics.sessions_ended.inc();
+            if new {
+                set.shared.runtime.metrics.sessions_ended.inc();
                 set.ended(&server_id, ended, &leave);
             }
             drop(listed);
             set.count();
-            counts.then(|| started.elapsed())
+            new.then(|| started.elapsed())
         });
-        found
+        new
     }
 
     fn ended(&self, server_id: &str, ended: Result<(), tonic::Status>, leave: &CancellationToken) {
@@ -202,7 +191,7 @@ impl Set {
             Ok(()) => "the server ended the stream".to_owned(),
             Err(status) => format!("{:?}: {}", status.code(), printable(status.message(), 300)),
         };
-        tracing::warn!(server = server_id, reason, "a konnectivity server is gone");
+        tracing::warn!(server = server_id, reason, "lost a konnectivity server");
         self.state.lock().last_error = Some((format!("{server_id}: {reason}"), Instant::now()));
     }
 
@@ -220,12 +209,12 @@ impl Set {
     /// Updates the metric and the readiness after a stream has begun or ended.
     fn count(&self) {
         let serving = self.serving();
-        self.shared.own_metrics.servers.set(i64::try_from(serving).unwrap_or(i64::MAX));
+        self.shared.metrics.servers.set(i64::try_from(serving).unwrap_or(i64::MAX));
         let mut state = self.state.lock();
         if serving > 0 {
             state.unready = None;
         } else {
-            state.unready.get_or_insert_with(|| self.readiness.pending(PENDING));
+            state.unready.get_or_insert_with(|| self.shared.runtime.readiness.pending(PENDING));
         }
     }
 }

@@ -1,56 +1,55 @@
 //! State shared by the streams with all servers.
 
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
 use tokio::sync::{Notify, Semaphore};
-use tokio_util::sync::CancellationToken;
-use tunnel_core::identity::NodeName;
 use tunnel_core::konnectivity::Room;
 
-use super::config::KonnectivityConfig;
 use super::metrics::KonnectivityMetrics;
+use crate::config::KonnectivityConfig;
 use crate::dial::Dialler;
-use crate::metrics::Metrics;
-use crate::reach::Reach;
+use crate::runtime::Runtime;
 
 /// Maximum concurrent lookups of names. A lookup that has missed its deadline may still hold its thread.
-pub(crate) const LOOKUPS: usize = 128;
+const LOOKUPS: usize = 128;
 
 /// State shared by the streams with all servers.
 pub(crate) struct Shared {
-    pub(crate) config: KonnectivityConfig,
-    pub(crate) reach: Reach,
-    pub(crate) node: NodeName,
-    /// Addresses of the node.
-    pub(crate) addresses: Arc<ArcSwap<Vec<IpAddr>>>,
-    pub(crate) dialler: Dialler,
+    pub(super) config: KonnectivityConfig,
+    pub(super) runtime: Runtime,
+    pub(super) dialler: Dialler,
     /// Limited to [`LOOKUPS`].
-    pub(crate) lookups: Semaphore,
+    pub(super) lookups: Semaphore,
     /// Number of the last connection. A server identifies connections only by the agent's ID and this number, whichever
     /// stream they came by.
-    pub(crate) numbers: Arc<AtomicI64>,
+    pub(super) numbers: Arc<AtomicI64>,
     /// Bound of the bytes that wait for targets, over all servers.
-    pub(crate) room: Arc<Room>,
-    pub(crate) metrics: Metrics,
-    pub(crate) own_metrics: KonnectivityMetrics,
-    /// Accept nothing new and finish the open connections.
-    pub(crate) draining: CancellationToken,
-    /// End everything.
-    pub(crate) forced: CancellationToken,
+    pub(super) room: Arc<Room>,
+    pub(super) metrics: KonnectivityMetrics,
 }
 
 impl Shared {
+    pub(crate) fn new(runtime: Runtime, config: KonnectivityConfig, metrics: KonnectivityMetrics) -> Self {
+        Self {
+            config,
+            dialler: Dialler::new(&runtime),
+            runtime,
+            lookups: Semaphore::new(LOOKUPS),
+            numbers: first_number(),
+            room: Arc::new(Room::of_process()),
+            metrics,
+        }
+    }
+
     /// Identifiers by which servers choose agents: as given, or this node's name and addresses.
     pub(super) fn identifiers(&self) -> String {
         if let Some(given) = &self.config.identifiers {
             return given.clone();
         }
-        let mut identifiers = format!("host={}", self.node);
-        for address in self.addresses.load().iter() {
+        let mut identifiers = format!("host={}", self.runtime.config.node_name);
+        for address in self.runtime.addresses.borrow().iter() {
             let family = if address.is_ipv4() { "ipv4" } else { "ipv6" };
             identifiers += &format!("&{family}={address}");
         }
@@ -59,7 +58,7 @@ impl Shared {
 }
 
 /// Start of the connection numbers. Random, because another process with this agent's ID may still be attached.
-pub(crate) fn first_number() -> Arc<AtomicI64> {
+fn first_number() -> Arc<AtomicI64> {
     const ROOM: i64 = 1 << 62;
     Arc::new(AtomicI64::new(rand::random_range(0..ROOM)))
 }

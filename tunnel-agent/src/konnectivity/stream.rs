@@ -102,14 +102,15 @@ impl Stream {
         leave: CancellationToken,
     ) -> Result<(), Status> {
         let Self { server_id, incoming, packets, _client, .. } = self;
-        let (forced, numbers, room) = (shared.forced.clone(), shared.numbers.clone(), shared.room.clone());
+        let (shutdown, numbers, room) =
+            (shared.runtime.shutdown.clone(), shared.numbers.clone(), shared.room.clone());
         let dialler = Arc::new(ForServer { shared, busy: busy.clone(), server_id });
         let connections = Connections::new(dialler, BOUNDS, room, numbers, packets.clone());
         let mut serving = std::pin::pin!(connections.serve(incoming));
         tokio::select! {
             ended = &mut serving => return ended,
             () = leave.cancelled() => {}
-            () = forced.cancelled() => return Ok(()),
+            () = shutdown.forced() => return Ok(()),
         }
         let left = async {
             // A server that does not read is left too.
@@ -120,7 +121,7 @@ impl Stream {
         tokio::select! {
             ended = &mut serving => ended,
             () = left => Ok(()),
-            () = forced.cancelled() => Ok(()),
+            () = shutdown.forced() => Ok(()),
         }
     }
 }
@@ -128,7 +129,7 @@ impl Stream {
 /// Does the TLS handshake outside tonic, so that an error says which step failed.
 async fn channel(shared: &Shared) -> Result<Channel, String> {
     let server = &shared.config.server;
-    let (stream, _) = connect(&shared.reach, server, client_config(&shared.config)?).await?;
+    let (stream, _) = connect(&shared.runtime.config.reach, server, client_config(&shared.config)?).await?;
     let mut stream = Some(TokioIo::new(stream));
     let connector = service_fn(move |_: Uri| {
         let stream = stream.take();

@@ -1,33 +1,27 @@
 //! Two servers behind one address, with the generated service over real TLS, and a target on this host.
 
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
 use bytes::Bytes;
 use prometheus_client::registry::Registry;
 use rustls_pki_types::PrivateKeyDer;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_core::konnectivity::Room;
 use tunnel_core::konnectivity::agent_service_server::{AgentService, AgentServiceServer};
 use tunnel_core::konnectivity::packet::Payload;
 use tunnel_core::konnectivity::{Packet, PacketType};
-use tunnel_core::lifecycle::{Readiness, Shutdown};
 
 use super::*;
-use crate::dial::Dialler;
-use crate::metrics::Metrics;
-use crate::policy::Policy;
+use crate::runtime::{Runtime, of_flags};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -168,33 +162,21 @@ async fn serve(
     (port, echo_port)
 }
 
-fn shared(dir: &std::path::Path, port: u16, own: &Shutdown) -> Shared {
-    let mut registry = Registry::default();
-    let policy = Policy::new(vec!["127.0.0.0/8:*".parse().unwrap()], Arc::default(), Arc::default());
-    Shared {
-        config: KonnectivityConfig {
-            server: format!("127.0.0.1:{port}").parse().unwrap(),
-            ca: dir.join("ca"),
-            client: None,
-            token_file: Some(dir.join("token")),
-            agent_id: "agent-1".to_owned(),
-            identifiers: None,
-            alpn: Vec::new(),
-            sync_interval: Duration::from_millis(20),
-            sync_interval_cap: Duration::from_millis(100),
-        },
-        reach: crate::reach::Reach::default(),
-        node: "edge-1".parse().unwrap(),
-        addresses: Arc::new(ArcSwap::from_pointee(vec![IpAddr::from([127, 0, 0, 1])])),
-        dialler: Dialler::new(Arc::new(policy), crate::places::Places::new(1024, 1 << 30)),
-        lookups: Semaphore::new(LOOKUPS),
-        numbers: first_number(),
-        room: Arc::new(Room::of_process()),
-        metrics: Metrics::new(&mut registry),
-        own_metrics: KonnectivityMetrics::register(&mut registry),
-        draining: own.draining_token().clone(),
-        forced: own.forced_token().clone(),
-    }
+fn set(dir: &std::path::Path, port: u16) -> (Arc<Set>, Runtime) {
+    let file = |flag: &str, name: &str| format!("--konnectivity-{flag}={}", dir.join(name).display());
+    let flags = [
+        format!("--konnectivity-server=127.0.0.1:{port}"),
+        file("ca", "ca"),
+        file("token-file", "token"),
+        "--konnectivity-agent-id=agent-1".to_owned(),
+        "--konnectivity-sync-interval=20ms".to_owned(),
+        "--konnectivity-sync-interval-cap=100ms".to_owned(),
+        "--allow-target=127.0.0.0/8:*".to_owned(),
+    ];
+    let runtime = of_flags(&flags.each_ref().map(String::as_str));
+    let config = runtime.config.konnectivity.clone().unwrap();
+    let metrics = KonnectivityMetrics::register(&mut Registry::default());
+    (Set::new(Shared::new(runtime.clone(), config, metrics)), runtime)
 }
 
 async fn wait_for(set: &Set, accept: impl Fn(&KonnectivityStatus) -> bool) {
@@ -212,8 +194,7 @@ async fn every_server_behind_an_address_is_found_and_served() {
     let (sender, mut attached) = mpsc::channel(4);
     let mut tasks = JoinSet::new();
     let (port, echo) = serve(dir.path(), sender, &mut tasks).await;
-    let (own, readiness) = (Shutdown::new(), Readiness::new());
-    let set = Set::new(Arc::new(shared(dir.path(), port, &own)), readiness.clone());
+    let (set, Runtime { shutdown: own, readiness, .. }) = set(dir.path(), port);
     let running = tokio::spawn(set.clone().run());
     let mut next = async || timeout(PATIENCE, attached.recv()).await.expect("nobody attaches").unwrap();
 
@@ -282,8 +263,7 @@ async fn why_no_server_takes_it_is_said() {
     let mut tasks = JoinSet::new();
     let (port, _) = serve(dir.path(), sender, &mut tasks).await;
     std::fs::write(dir.path().join("token"), "another").unwrap();
-    let (own, readiness) = (Shutdown::new(), Readiness::new());
-    let set = Set::new(Arc::new(shared(dir.path(), port, &own)), readiness.clone());
+    let (set, Runtime { shutdown: own, readiness, .. }) = set(dir.path(), port);
     let running = tokio::spawn(set.clone().run());
     let said = async |part: &str| {
         let said = || set.status().last_error.unwrap_or_default();

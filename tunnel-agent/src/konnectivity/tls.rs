@@ -9,13 +9,26 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tunnel_core::config::HostPort;
+use tunnel_core::config::{ConfigError, HostPort};
 use tunnel_core::error::chain;
 use tunnel_core::identity::{ALPN_GRPC, Zeroizing, foreign_tls};
 use tunnel_core::link::tune_link;
 
-use super::config::KonnectivityConfig;
+use crate::config::KonnectivityConfig;
 use crate::reach::{Reach, Reached, Server, tls_hint};
+
+/// Reads the files once, so that an agent does not start without them.
+///
+/// # Errors
+/// A file that cannot be used.
+pub(crate) fn check_files(config: &KonnectivityConfig) -> Result<(), ConfigError> {
+    let files = "--konnectivity-ca, --konnectivity-cert and --konnectivity-key";
+    client_config(config).map_err(|reason| ConfigError::without_value(files, reason))?;
+    let Some(token) = &config.token_file else { return Ok(()) };
+    let value = || token.display().to_string();
+    let found = std::fs::metadata(token).map(drop);
+    found.map_err(|error| ConfigError::new("--konnectivity-token-file", value(), error.to_string()))
+}
 
 /// Reads the files as they are now, because renewals of certificates replace them.
 ///

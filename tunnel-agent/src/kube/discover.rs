@@ -58,9 +58,9 @@ impl Trouble {
         change(&mut known);
         match known.now().cloned() {
             Some(reason) if known.logged.is_new(&reason) => {
-                tracing::warn!(reason, "the servers cannot be looked up; the last known ones stay");
+                tracing::warn!(reason, "failed to look up the servers, keeping the last known ones");
             }
-            None if known.logged.clear() => tracing::info!("the servers can be looked up again"),
+            None if known.logged.clear() => tracing::info!("looked up the servers again"),
             _ => {}
         }
     }
@@ -72,7 +72,7 @@ impl Discovery {
         let file = StateFile::<Vec<HostPort>>::new(state_dir.join("servers.json"));
         let known = file.load().unwrap_or_default();
         if !known.is_empty() {
-            tracing::info!(servers = list(&known), "servers as of the last run");
+            tracing::info!(servers = list(&known), "read the servers of the last run");
         }
         let (publish, servers) = watch::channel(Arc::new(known));
         let trouble = Trouble::default();
@@ -189,7 +189,7 @@ impl Finder {
         let report = move |signal: Signal<'_>| match signal {
             Signal::Failed { reason, passing } => {
                 self.api.failed();
-                tracing::debug!(what, reason, "asking again");
+                tracing::debug!(what, reason, "failed to ask the API server, retrying");
                 if !passing {
                     self.trouble.change(|known| known.requests[requests] = Some(format!("{what}: {reason}")));
                 }
@@ -212,7 +212,7 @@ impl Finder {
         if **self.publish.borrow() == servers {
             return;
         }
-        tracing::info!(servers = list(&servers), "servers found through the API server");
+        tracing::info!(servers = list(&servers), "found the servers through the API server");
         self.publish.send_replace(Arc::new(servers.clone()));
         self.file.save(servers).await;
     }

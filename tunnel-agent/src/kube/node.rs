@@ -27,7 +27,7 @@ pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<I
     let file = StateFile::<Vec<IpNet>>::new(state_dir.join("pod-ranges.json"));
     let known = usable(file.load().unwrap_or_default());
     if !known.is_empty() {
-        tracing::info!(ranges = ?known, "the ranges of this node's pods as of the last run");
+        tracing::info!(ranges = ?known, "read the pod ranges of the last run");
         pods.store(Arc::new(known));
     }
     let (mut errors, mut pauses) = (LogOnce::default(), Pauses::default());
@@ -38,7 +38,7 @@ pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<I
             Ok(ranges) => {
                 errors.clear();
                 if **pods.load() != ranges {
-                    tracing::info!(?ranges, "the ranges of this node's pods");
+                    tracing::info!(?ranges, "found this node's pod ranges");
                     pods.store(Arc::new(ranges.clone()));
                     file.save(ranges).await;
                 }
@@ -48,7 +48,7 @@ pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<I
                 if errors.is_new(&reason) {
                     tracing::warn!(
                         reason,
-                        "the ranges of this node's pods cannot be looked up; the last known ones stay"
+                        "failed to look up this node's pod ranges, keeping the last known ones"
                     );
                 }
             }
@@ -92,7 +92,9 @@ fn ranges(node: &Node) -> Vec<IpNet> {
     let Some(spec) = &node.spec else { return Vec::new() };
     let listed = spec.pod_cidrs.iter().flatten().chain(&spec.pod_cidr);
     usable(listed.filter_map(|text| {
-        text.parse().inspect_err(|error| tracing::warn!(range = text, %error, "not a range of pods")).ok()
+        text.parse()
+            .inspect_err(|error| tracing::warn!(range = text, %error, "ignoring an invalid pod range"))
+            .ok()
     }))
 }
 
@@ -101,7 +103,7 @@ fn usable(listed: impl IntoIterator<Item = IpNet>) -> Vec<IpNet> {
     let mut ranges: Vec<IpNet> = Vec::new();
     for range in listed {
         if range.prefix_len() == 0 {
-            tracing::warn!(%range, "not a range of pods: it holds every address");
+            tracing::warn!(%range, "ignoring a pod range of all addresses");
         } else if !ranges.contains(&range.trunc()) {
             ranges.push(range.trunc());
         }

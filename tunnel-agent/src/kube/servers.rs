@@ -56,11 +56,10 @@ pub fn of_service(service: &Service) -> Result<Found, NoServers> {
                 .into_iter()
                 .flatten()
                 .flat_map(|entry| [entry.ip.as_deref(), entry.hostname.as_deref()]);
-            let servers: BTreeSet<_> =
-                hosts.flatten().filter_map(|host| host_port(host, number)).map(sortable).collect();
+            let servers: BTreeSet<_> = hosts.flatten().filter_map(|host| host_port(host, number)).collect();
             match servers.is_empty() {
                 true => Err(NoServers::NoIngress),
-                false => Ok(Found::Servers(unsorted(servers))),
+                false => Ok(Found::Servers(servers.into_iter().collect())),
             }
         }
         "NodePort" => {
@@ -95,16 +94,17 @@ pub fn of_service(service: &Service) -> Result<Found, NoServers> {
 /// The addresses of a Service's EndpointSlices, at a node port, ready or not: a server that fails a probe for a moment
 /// should not be left. Terminating ones are skipped; such a server drains and says so itself.
 pub fn of_slices<'a>(slices: impl IntoIterator<Item = &'a EndpointSlice>, node_port: u16) -> Vec<HostPort> {
+    // Sorted: the API server may list the same addresses in another order.
     let mut found = BTreeSet::new();
     for slice in slices.into_iter().filter(|slice| slice.address_type != "FQDN") {
         for endpoint in &slice.endpoints {
             let conditions = endpoint.conditions.as_ref();
             let terminates = conditions.and_then(|conditions| conditions.terminating).unwrap_or(false);
             let addresses = endpoint.addresses.iter().filter(|_| !terminates);
-            found.extend(addresses.filter_map(|address| host_port(address, node_port)).map(sortable));
+            found.extend(addresses.filter_map(|address| host_port(address, node_port)));
         }
     }
-    unsorted(found)
+    found.into_iter().collect()
 }
 
 /// Finds the agents' port. A Service with one port need not name it.
@@ -126,15 +126,6 @@ fn host_port(host: &str, port: u16) -> Option<HostPort> {
         Err(_) if host == "None" => None,
         Err(_) => format!("{host}:{port}").parse().ok(),
     }
-}
-
-/// A sortable server: the API server may list the same addresses in another order.
-fn sortable(server: HostPort) -> (String, u16) {
-    (server.host, server.port)
-}
-
-fn unsorted(servers: BTreeSet<(String, u16)>) -> Vec<HostPort> {
-    servers.into_iter().map(|(host, port)| HostPort { host, port }).collect()
 }
 
 #[cfg(test)]

@@ -16,13 +16,13 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tunnel_core::carry::{RelayError, StallBound, TARGET_HEADER};
 use tunnel_core::config::HostPort;
-use tunnel_core::identity::{ALPN_EDGE, AgentIdentity, agent_tls, server_name};
+use tunnel_core::identity::{ALPN_EDGE, agent_tls, server_name};
 use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
-use crate::reach::{Reach, Server};
-use crate::session::LinkSet;
+use crate::reach::Server;
+use crate::session::{LinkSet, Shared};
 
 /// Maximum time for a server to accept a stream.
 const ANSWER: Duration = Duration::from_secs(10);
@@ -48,8 +48,7 @@ pub(super) struct Stream {
 }
 
 pub(super) struct Links {
-    reach: Reach,
-    identity: watch::Receiver<Arc<AgentIdentity>>,
+    shared: Arc<Shared>,
     servers: watch::Receiver<Arc<Vec<HostPort>>>,
     sessions: Arc<LinkSet>,
     current: Mutex<Current>,
@@ -64,12 +63,11 @@ struct Current {
 
 impl Links {
     pub(super) fn new(
-        reach: Reach,
-        identity: watch::Receiver<Arc<AgentIdentity>>,
+        shared: Arc<Shared>,
         servers: watch::Receiver<Arc<Vec<HostPort>>>,
         sessions: Arc<LinkSet>,
     ) -> Self {
-        Self { reach, identity, servers, sessions, current: Mutex::default() }
+        Self { shared, servers, sessions, current: Mutex::default() }
     }
 
     /// Opens a stream, unless `given_up` is true once there is a link. Without a target, the client names it to the
@@ -139,8 +137,8 @@ impl Links {
     }
 
     async fn connect(&self, server: &HostPort) -> io::Result<Arc<Link>> {
-        let tls = agent_tls(&self.identity.borrow(), ALPN_EDGE).map_err(io::Error::other)?;
-        let reached = self.reach.connect(&Server::Named(server.to_string())).await?;
+        let tls = agent_tls(&self.shared.identity.borrow(), ALPN_EDGE).map_err(io::Error::other)?;
+        let reached = self.shared.runtime.config.reach.connect(&Server::Named(server.to_string())).await?;
         link::tune_link(&reached.stream);
         let stream = TlsConnector::from(tls).connect(server_name(), reached.stream).await?;
         let io = LinkIo::new(stream);
@@ -173,7 +171,7 @@ impl Links {
             };
             used_up.cancel();
             drop(ended);
-            tracing::debug!(%server, reason, "the link for connections to the cloud has ended");
+            tracing::debug!(%server, reason, "outbound link ended");
         });
         Ok(link)
     }

@@ -4,33 +4,30 @@
 //! through the tunnel; for a static mapping the stream's headers name the target.
 
 mod link;
-mod listen;
 
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::FutureExt as _;
-use ipnet::IpNet;
 use tokio::io::{AsyncWriteExt as _, Interest};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tokio_util::task::TaskTracker;
 use tunnel_core::carry::{
     Abort, Carrying, Relay, RelayError, Side, Traffic, end_on_drop, end_quiet, prepare_socket,
 };
 use tunnel_core::config::HostPort;
-use tunnel_core::identity::AgentIdentity;
 use tunnel_core::link::Flow;
 use tunnel_core::live::Live;
+use tunnel_core::log_once::LogRarely;
 use tunnel_core::outcome::Outcome;
 
+use crate::config::Listen;
+use crate::runtime::Runtime;
 use crate::session::{LinkSet, Shared};
 use link::{Links, Stream};
-pub use listen::Listen;
-pub(crate) use listen::{BoundListeners, MOST_LISTENERS, NAME, bind, copy, listen_late};
 
 /// Pause after a failed accept: errors of a single connection do not repeat, EMFILE does.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
@@ -42,10 +39,9 @@ const ANSWER: Duration = Duration::from_secs(1);
 
 /// Relays the connections.
 pub(crate) struct Outbound {
-    shared: Arc<Shared>,
+    runtime: Runtime,
     links: Links,
     live: Arc<Live<Outgoing>>,
-    tasks: TaskTracker,
 }
 
 /// A relayed connection.
@@ -69,29 +65,39 @@ impl Outbound {
     pub(crate) fn new(
         shared: Arc<Shared>,
         sessions: Arc<LinkSet>,
-        identity: watch::Receiver<Arc<AgentIdentity>>,
         servers: watch::Receiver<Arc<Vec<HostPort>>>,
-        tasks: TaskTracker,
     ) -> Arc<Self> {
-        let links = Links::new(shared.reach.clone(), identity, servers, sessions);
-        Arc::new(Self { shared, links, live: Arc::default(), tasks })
+        let runtime = shared.runtime.clone();
+        Arc::new(Self { runtime, links: Links::new(shared, servers, sessions), live: Arc::default() })
     }
 
     /// Serves a listener until the drain, except while another agent of this node has taken over.
     pub(crate) async fn serve(self: Arc<Self>, listen: Listen, listener: TcpListener) {
-        let listen = Arc::new(listen);
+        let (listen, refused, failing) = (Arc::new(listen), LogRarely::default(), LogRarely::default());
         loop {
             let accepted = tokio::select! {
                 accepted = self.accept(&listener) => accepted,
-                () = self.shared.draining.cancelled() => return,
+                () = self.runtime.shutdown.draining() => return,
             };
             match accepted {
                 Ok((socket, client)) => {
+                    // Done first, so that the client sees a reset whatever goes wrong.
+                    prepare_socket(&socket);
+                    if !listen.permits(client.ip()) {
+                        self.runtime.metrics.outbound(Outcome::Denied);
+                        if let Some(left_out) = refused.due(Instant::now()) {
+                            tracing::warn!(address = %listen.address, %client, left_out, "client not permitted");
+                        }
+                        continue;
+                    }
                     let (outbound, listen) = (self.clone(), listen.clone());
-                    self.tasks.spawn(async move { outbound.carry(socket, client, &listen).await });
+                    self.runtime.tasks.spawn(async move { outbound.carry(socket, client, &listen).await });
                 }
                 Err(error) => {
-                    tracing::warn!(address = %listen.address, %error, "cannot accept a connection to the cloud");
+                    if let Some(left_out) = failing.due(Instant::now()) {
+                        let address = listen.address;
+                        tracing::warn!(%address, %error, left_out, "failed to accept a connection to the cloud");
+                    }
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
             }
@@ -106,25 +112,19 @@ impl Outbound {
     /// Accepts the next client. Once another agent has taken over, it accepts the clients of the shared socket.
     async fn accept(&self, listener: &TcpListener) -> io::Result<(TcpStream, SocketAddr)> {
         loop {
-            self.shared.handover.leads().await;
+            self.runtime.handover.leads().await;
             tokio::select! {
                 biased;
-                () = self.shared.handover.passed() => {}
+                () = self.runtime.handover.passed() => {}
                 accepted = listener.accept() => return accepted,
             }
         }
     }
 
     async fn carry(&self, mut socket: TcpStream, client: SocketAddr, listen: &Listen) {
-        // Done first, so that the client sees a reset whatever goes wrong.
-        prepare_socket(&socket);
-        if !permits(&listen.clients, client.ip()) {
-            self.shared.metrics.outbound(Outcome::Denied);
-            return tracing::warn!(address = %listen.address, %client, "this listener is not for that client");
-        }
-        let Some(_place) = self.shared.places.take() else {
-            self.shared.metrics.outbound(Outcome::Busy);
-            return tracing::debug!(%client, limit = self.shared.places.limit(), "connection refused at a bound");
+        let Some(_place) = self.runtime.places.take() else {
+            self.runtime.metrics.outbound(Outcome::Busy);
+            return tracing::debug!(%client, limit = self.runtime.places.limit(), "connection refused at a bound");
         };
         let since = Instant::now();
         // A request of a client that is gone must not be executed once the network is back.
@@ -140,7 +140,7 @@ impl Outbound {
             }
         };
         let outcome = ended.as_ref().map_or_else(|error| error.outcome(Side::Server), |()| Outcome::Ok);
-        self.shared.metrics.outbound(outcome);
+        self.runtime.metrics.outbound(outcome);
         let error = ended.err().map(tracing::field::display);
         tracing::debug!(address = %listen.address, %client, %outcome, error, "connection to the cloud");
     }
@@ -161,16 +161,11 @@ impl Outbound {
             biased;
             ended = &mut running => return ended,
             () = link.over.cancelled() => Outcome::TunnelLost,
-            () = self.shared.forced.cancelled() => Outcome::Shutdown,
+            () = self.runtime.shutdown.forced() => Outcome::Shutdown,
         };
         outgoing.abort.trigger(outcome);
         running.await
     }
-}
-
-fn permits(clients: &[IpNet], client: IpAddr) -> bool {
-    let client = client.to_canonical();
-    clients.iter().any(|range| range.contains(&client))
 }
 
 /// True if the client has closed its end, even if data sent before is still unread.

@@ -2,35 +2,29 @@
 
 use std::sync::Arc;
 
-use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tunnel_core::identity::{ALPN_TUNNEL, AgentIdentity, agent_tls};
+use tunnel_core::identity::{ALPN_TUNNEL, agent_tls};
 
 use super::connect::{Connected, connect};
 use super::serve::serve;
-use super::session_end::SessionEnd;
+use super::session_end::{Refusal, SessionEnd};
 use super::state::SessionState;
 
 /// Maximum attempts for one link. Behind a load balancer another server may answer.
 const TRIES: u32 = 8;
 
 /// Opens the link with this number as a task of `tasks`, unless it already exists.
-pub(super) fn open(
-    first: &Arc<SessionState>,
-    number: u32,
-    identity: &watch::Receiver<Arc<AgentIdentity>>,
-    tasks: &TaskTracker,
-) {
+pub(super) fn open(first: &Arc<SessionState>, number: u32, tasks: &TaskTracker) {
     let Some(place) = first.common.place(number) else { return };
-    let (first, identity) = (first.clone(), identity.borrow().clone());
+    let first = first.clone();
     tasks.spawn(async move {
-        let mut end = run(&first, number, &identity).await;
+        let mut end = run(&first, number).await;
         for _ in 1..TRIES {
-            if !matches!(end, SessionEnd::OtherServer) {
+            if !matches!(end, SessionEnd::Refused(Refusal::OtherServer)) {
                 break;
             }
-            end = run(&first, number, &identity).await;
+            end = run(&first, number).await;
         }
         // The server continues without it, and asks again when it needs it.
         tracing::debug!(server = %first.server, link = number, reason = %end, "additional link ended");
@@ -38,16 +32,17 @@ pub(super) fn open(
     });
 }
 
-async fn run(first: &Arc<SessionState>, number: u32, identity: &AgentIdentity) -> SessionEnd {
-    let tls = match agent_tls(identity, ALPN_TUNNEL) {
+async fn run(first: &Arc<SessionState>, number: u32) -> SessionEnd {
+    let identity = first.shared.identity.borrow().clone();
+    let tls = match agent_tls(&identity, ALPN_TUNNEL) {
         Ok(tls) => tls,
         Err(error) => return SessionEnd::tls(error),
     };
-    let connecting = connect(&first.shared, &first.again, tls);
+    let connecting = connect(&first.shared.runtime, &first.path.again, tls);
     match first.stop.run_until_cancelled(connecting).await {
         // Needs no draining token: it ends with the first link, after its data is sent.
-        Some(Ok(Connected { link, chain, flow, .. })) => {
-            let state = Arc::new(SessionState::additional(first.clone(), number, chain, flow));
+        Some(Ok(Connected { link, path, .. })) => {
+            let state = Arc::new(SessionState::additional(first.clone(), number, path));
             serve(state, link, CancellationToken::new()).await
         }
         Some(Err(end)) => end,

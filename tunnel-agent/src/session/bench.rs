@@ -9,7 +9,7 @@ use h2::server::SendResponse;
 use http::{HeaderMap, HeaderValue, Request};
 use tonic::Status;
 use tunnel_core::bench::{LONGEST, MODE_HEADER, Mode, pair, serve};
-use tunnel_core::carry::{Abort, Relay, Side, Traffic, prepare_socket};
+use tunnel_core::carry::{Abort, Traffic, prepare_socket};
 use tunnel_core::grpc::{refuse, response};
 use tunnel_core::outcome::Outcome;
 
@@ -37,37 +37,29 @@ pub(super) async fn bench(
             return refuse(&mut respond, &status);
         }
     };
-    let made = async {
-        let (socket, served) = pair().await?;
-        prepare_socket(&socket);
-        Ok::<_, std::io::Error>((socket, served))
-    };
-    let (mut socket, served) = match made.await {
+    let (mut socket, served) = match pair().await {
         Ok(made) => made,
         Err(error) => return refuse(&mut respond, &Status::internal(error.to_string())),
     };
+    prepare_socket(&socket);
     let connection = session.connection();
     let Ok(mut send) = respond.send_response(response(), false) else { return };
     let serving = tokio::spawn(serve(mode, served));
     let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
-    let relay = Relay {
-        side: Side::Agent,
-        flow: &session.flow,
-        stalls: &session.common.stalls,
-        abort: &abort,
-        traffic: &traffic,
+    let relay = session.relay(&abort, &traffic);
+    let over = async {
+        match tokio::time::timeout(LONGEST, session.stop.cancelled()).await {
+            Ok(()) => Outcome::Shutdown,
+            Err(_) => Outcome::TimedOut,
+        }
     };
     let ended = {
         let inbound = std::future::ready(Ok(request.into_body()));
         let mut run = std::pin::pin!(relay.run(&mut socket, Bytes::new(), &mut send, inbound));
         tokio::select! {
             ended = &mut run => ended,
-            () = session.stop.cancelled() => {
-                abort.trigger(Outcome::Shutdown);
-                run.await
-            }
-            () = tokio::time::sleep(LONGEST) => {
-                abort.trigger(Outcome::TimedOut);
+            outcome = over => {
+                abort.trigger(outcome);
                 run.await
             }
         }

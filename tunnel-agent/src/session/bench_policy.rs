@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Limits measurements by servers.
 #[derive(Debug)]
-pub struct BenchPolicy {
+pub(super) struct BenchPolicy {
     allowed: bool,
     one: Arc<Semaphore>,
     /// Start times of the last measurements.
@@ -24,7 +24,7 @@ pub struct BenchPolicy {
 }
 
 impl BenchPolicy {
-    pub fn new(allowed: bool) -> Self {
+    pub(super) fn new(allowed: bool) -> Self {
         Self { allowed, one: Arc::new(Semaphore::new(1)), begun: Mutex::default() }
     }
 

@@ -11,7 +11,7 @@ use h2::server::SendResponse;
 use http::Request;
 use tokio::net::TcpStream;
 use tonic::Status;
-use tunnel_core::carry::{Abort, Relay, Side, Traffic};
+use tunnel_core::carry::{Abort, Side, Traffic};
 use tunnel_core::grpc::{refuse, response};
 use tunnel_core::outcome::Outcome;
 
@@ -44,45 +44,39 @@ async fn relay(
         dialled = Box::pin(dial(&session, dial_request)) => dialled,
         // The client gave up, so the dial is cancelled.
         _ = poll_fn(|cx| respond.poll_reset(cx)) => {
-            session.shared.metrics.dialled("cancelled", started.elapsed());
+            session.shared.runtime.metrics.dialled("cancelled", started.elapsed());
             return;
         }
     };
     let (target, (mut socket, _place)) = match dialled {
         Ok(dialled) => dialled,
         Err(error) => {
-            session.shared.metrics.dialled(error.label(), started.elapsed());
+            session.shared.runtime.metrics.dialled(error.label(), started.elapsed());
             tracing::info!(server = %session.server, reason = %error, "connection refused");
             refuse(&mut respond, &Status::new(error.code(), error.to_string()));
             return;
         }
     };
-    session.shared.metrics.dialled("ok", started.elapsed());
+    session.shared.runtime.metrics.dialled("ok", started.elapsed());
     let mut send = match respond.send_response(response(), false) {
         Ok(send) => send,
         Err(error) => {
-            tracing::debug!(%error, "the server went away while the target was dialled");
+            tracing::debug!(%error, "failed to answer the server");
             return;
         }
     };
     let abort = Arc::new(Abort::default());
-    let metrics = &session.shared.metrics;
+    let metrics = &session.shared.runtime.metrics;
     let carried = metrics.live.enter(Connection {
         server: session.server.clone(),
-        link: (session.link, session.flow.clone()),
+        link: (session.link, session.path.flow.clone()),
         target,
         dialled: socket.peer_addr().map_or(target.ip(), |peer| peer.ip()).to_canonical(),
         started,
         traffic: Traffic::part_of(vec![metrics.carried.clone()]),
         abort: abort.clone(),
     });
-    let relay = Relay {
-        side: Side::Agent,
-        flow: &session.flow,
-        stalls: &session.common.stalls,
-        abort: &abort,
-        traffic: &carried.traffic,
-    };
+    let relay = session.relay(&abort, &carried.traffic);
     let ended = {
         let mut run = std::pin::pin!(relay.run(&mut socket, Bytes::new(), &mut send, ready(Ok(inbound))));
         tokio::select! {
@@ -94,7 +88,7 @@ async fn relay(
         }
     };
     let outcome = ended.as_ref().map_or_else(|error| error.outcome(Side::Agent), |()| Outcome::Ok);
-    session.shared.metrics.ended(outcome);
+    session.shared.runtime.metrics.ended(outcome);
     tracing::debug!(
         server = %session.server,
         %target,

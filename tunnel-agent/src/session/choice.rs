@@ -2,7 +2,6 @@
 //! by a hash of its node's name and the server's address. So a fleet spreads over them without any coordination, and
 //! only the agents of a server that comes or goes move.
 
-use std::fmt;
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
@@ -13,40 +12,13 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// Time that the better servers must have had sessions before a substitute is left.
 const SETTLED: Duration = Duration::from_secs(30);
 
-/// Number of servers to be attached to.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Spread {
-    #[default]
-    All,
-    /// This many of the best servers for this node.
-    Best(usize),
-}
-
-impl Spread {
-    pub(super) const fn wanted(self) -> usize {
-        match self {
-            Self::All => usize::MAX,
-            Self::Best(number) => number,
-        }
+/// Sorts the servers by preference. A node that is attached to all of them has none.
+pub(super) fn rank(node: &NodeName, mut servers: Vec<String>, wanted: usize) -> Vec<String> {
+    if wanted != usize::MAX {
+        // The address decides between equal hashes.
+        servers.sort_by_cached_key(|server| (std::cmp::Reverse(weight(node, server)), server.clone()));
     }
-
-    /// Sorts the servers by preference.
-    pub(super) fn rank(self, node: &NodeName, mut servers: Vec<String>) -> Vec<String> {
-        if self != Self::All {
-            // The address decides between equal hashes.
-            servers.sort_by_cached_key(|server| (std::cmp::Reverse(weight(node, server)), server.clone()));
-        }
-        servers
-    }
-}
-
-impl fmt::Display for Spread {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::All => f.write_str("all"),
-            Self::Best(number) => number.fmt(f),
-        }
-    }
+    servers
 }
 
 /// Hash of a node and a server. Must be the same in every version of the agent.
@@ -97,7 +69,7 @@ mod tests {
     use super::*;
 
     fn chosen(node: &NodeName, servers: &[String], number: usize) -> Vec<String> {
-        let mut ranked = Spread::Best(number).rank(node, servers.to_vec());
+        let mut ranked = rank(node, servers.to_vec(), number);
         ranked.truncate(number);
         ranked
     }
@@ -134,10 +106,10 @@ mod tests {
     #[test]
     fn hashes_are_the_same_in_every_version() {
         let node = "edge-1".parse().unwrap();
-        let ranked = Spread::Best(1).rank(&node, servers(5));
+        let ranked = rank(&node, servers(5), 1);
         let last: Vec<_> = ranked.iter().map(|server| &server[8..9]).collect();
         assert_eq!(last.concat(), "13524");
-        assert_eq!(Spread::All.rank(&node, servers(5)), servers(5), "as they are given");
+        assert_eq!(rank(&node, servers(5), usize::MAX), servers(5), "as they are given");
     }
 
     proptest! {
@@ -162,9 +134,9 @@ mod tests {
         #[test]
         fn the_order_of_the_addresses_does_not_matter(node in "[a-z0-9]{1,40}", mut servers in Just(servers(5)).prop_shuffle()) {
             let node: NodeName = node.parse().unwrap();
-            let ranked = Spread::Best(2).rank(&node, servers.clone());
+            let ranked = rank(&node, servers.clone(), 2);
             servers.sort();
-            prop_assert_eq!(ranked, Spread::Best(2).rank(&node, servers));
+            prop_assert_eq!(ranked, rank(&node, servers, 2));
         }
     }
 

@@ -12,8 +12,8 @@ use tunnel_core::identity::server_name;
 use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 
 use super::session_end::{SessionEnd, TCP};
-use super::shared::Shared;
 use crate::reach::{Reached, Server};
+use crate::runtime::Runtime;
 
 /// The agent dials, but the server opens the streams, so this end is the HTTP/2 server.
 pub(super) type LinkConnection = Connection<LinkIo, bytes::Bytes>;
@@ -24,41 +24,46 @@ pub(super) type Chain = Arc<[CertificateDer<'static>]>;
 /// A connected link.
 pub(super) struct Connected {
     pub(super) link: LinkConnection,
-    pub(super) chain: Chain,
-    pub(super) flow: Arc<Flow>,
-    /// Leads to the same server again.
-    pub(super) again: Server,
-    /// This node's address on the connection.
-    pub(super) local: IpAddr,
+    pub(super) path: Path,
     /// Address of the proxy in use.
     pub(super) proxy: Option<String>,
 }
 
+/// Where a link leads, and how.
+pub(super) struct Path {
+    pub(super) chain: Chain,
+    pub(super) flow: Arc<Flow>,
+    /// Leads to the same server again; the name may lead to several.
+    pub(super) again: Server,
+    /// This node's address on the link.
+    pub(super) local: IpAddr,
+}
+
 /// Connects up to HTTP/2's first frames.
 pub(super) async fn connect(
-    shared: &Shared,
+    runtime: &Runtime,
     server: &Server,
     tls: Arc<rustls::ClientConfig>,
 ) -> Result<Connected, SessionEnd> {
-    let (stream, again, proxy) = handshake(shared, server, tls).await?;
+    let (stream, again, proxy) = handshake(runtime, server, tls).await?;
     let local = stream.get_ref().0.local_addr().map_err(SessionEnd::Connect)?.ip();
     let chain = presented(&stream);
     let io = LinkIo::new(stream);
     let flow = io.flow();
     let mut http2 = link::server_builder();
-    http2.max_concurrent_streams(shared.places.streams());
+    http2.max_concurrent_streams(runtime.places.streams());
     let link = within("HTTP/2 preface", http2.handshake(io)).await?.map_err(SessionEnd::Link)?;
-    Ok(Connected { link, chain, flow, again, local, proxy })
+    Ok(Connected { link, path: Path { chain, flow, again, local }, proxy })
 }
 
 async fn handshake(
-    shared: &Shared,
+    runtime: &Runtime,
     server: &Server,
     tls: Arc<rustls::ClientConfig>,
 ) -> Result<(TlsStream<TcpStream>, Server, Option<String>), SessionEnd> {
-    let reached = within(TCP, shared.reach.connect(server)).await?.map_err(SessionEnd::Connect)?;
+    let reached = within(TCP, runtime.config.reach.connect(server)).await?.map_err(SessionEnd::Connect)?;
     let Reached { stream, server, proxy } = reached;
-    link::tune_probing_link(&stream, shared.keepalive);
+    link::tune_probing_link(&stream, runtime.config.given.links.keepalive);
     // Every server proves this name, whatever address or load balancer leads to it.
     let handshake = TlsConnector::from(tls).connect(server_name(), stream);
     match within("TLS handshake", handshake).await? {

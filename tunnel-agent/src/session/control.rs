@@ -13,6 +13,7 @@ use tunnel_core::link::{BBR_FEATURE, MAX_LINKS};
 use tunnel_core::proto::agent_server::Agent;
 use tunnel_core::proto::{self, AgentEvent, Hello, NoticeAck, Segment, Welcome, agent_event, notice};
 
+use super::session_end::Refusal;
 use super::shared::Shared;
 use super::state::{SessionPhase, SessionState};
 
@@ -39,20 +40,20 @@ impl Agent for AgentService {
             }
         }
         let hello = Hello {
-            node: session.shared.node.to_string(),
+            node: session.shared.runtime.config.node_name.to_string(),
             epoch: session.epoch,
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
-            addresses: session.shared.addresses.borrow().iter().map(ToString::to_string).collect(),
-            max_links: session.shared.max_links.unwrap_or(MAX_LINKS),
+            addresses: session.shared.runtime.addresses.borrow().iter().map(ToString::to_string).collect(),
+            max_links: session.shared.runtime.config.given.links.max_links.unwrap_or(MAX_LINKS),
             link: session.link,
             features: features(&session.shared),
-            successor: session.shared.handover.is_successor(),
+            successor: session.shared.runtime.handover.is_successor(),
         };
         // The queue may already hold events: the machine was resumed meanwhile, or this agent drains.
         let hello = AgentEvent { event: Some(agent_event::Event::Hello(hello)) };
         let events = stream::once(ready(Ok(hello))).chain(ReceiverStream::new(events));
         if session.link == 0 {
-            session.shared.metrics.sessions_started.inc();
+            session.shared.runtime.metrics.sessions_started.inc();
             tracing::info!(server = %session.server, server_id = %welcome.server_id, server_version = %welcome.server_version, epoch = session.epoch, "attached");
         }
         session
@@ -76,23 +77,25 @@ impl Agent for AgentService {
                 }
                 SessionPhase::Draining
             }
-            Some(notice::Notice::Refused(refused)) if refused.enroll_again => {
-                SessionPhase::CertificateRefused(refused.reason)
+            Some(notice::Notice::Refused(refused)) => {
+                SessionPhase::Refused(match (refused.enroll_again, refused.retry_soon) {
+                    (true, _) => Refusal::Certificate(refused.reason),
+                    (false, true) => Refusal::ForNow(refused.reason),
+                    (false, false) => Refusal::Session(refused.reason),
+                })
             }
-            Some(notice::Notice::Refused(refused)) if refused.retry_soon => {
-                SessionPhase::RefusedForNow(refused.reason)
-            }
-            Some(notice::Notice::Refused(refused)) => SessionPhase::Refused(refused.reason),
             // If this agent knows of no successor, the other one is unknown and has a copy of the identity.
             Some(notice::Notice::Replaced(replaced))
-                if replaced.by_successor && self.0.shared.handover.knows_successor() =>
+                if replaced.by_successor && self.0.shared.runtime.handover.knows_successor() =>
             {
                 self.0.release_streams();
                 // The server tells standby links next.
-                self.0.shared.handover.succeeded_at(&self.0.server);
+                self.0.shared.runtime.handover.succeeded_at(&self.0.server);
                 SessionPhase::Succeeded
             }
-            Some(notice::Notice::Replaced(replaced)) => SessionPhase::Replaced { peer: replaced.peer },
+            Some(notice::Notice::Replaced(replaced)) => {
+                SessionPhase::Refused(Refusal::Replaced(replaced.peer))
+            }
             Some(notice::Notice::TrustBundle(bundle)) => {
                 self.0.announce(bundle.pem).await;
                 return Ok(Response::new(NoticeAck {}));
@@ -120,7 +123,8 @@ impl Agent for AgentService {
 
 /// Features to announce to the server.
 fn features(shared: &Shared) -> Vec<String> {
-    let bbr = shared.max_links.is_none() && shared.reach.congestion().is_bbr();
+    let config = &shared.runtime.config;
+    let bbr = config.given.links.max_links.is_none() && config.reach.congestion().is_bbr();
     bbr.then(|| BBR_FEATURE.to_owned()).into_iter().collect()
 }
 

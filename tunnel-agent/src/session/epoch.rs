@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// The number is the wall clock in milliseconds, or one more than the last epoch if the clock is behind: an edge node
 /// without a battery-backed clock starts in the past, and a state directory may be lost, but not both at a time.
 #[derive(Clone, Debug)]
-pub struct EpochSource(Arc<Source>);
+pub(super) struct EpochSource(Arc<Source>);
 
 #[derive(Debug)]
 struct Source {
@@ -33,7 +33,7 @@ struct Source {
 impl EpochSource {
     /// Reads the last epoch. An unusable file is replaced with the next epoch: no more is lost than with a new state
     /// directory.
-    pub fn open(path: PathBuf) -> Self {
+    pub(super) fn open(path: PathBuf) -> Self {
         let file = StateFile::new(path);
         let (last, storing) = (Mutex::new(file.load().unwrap_or_default()), Arc::new(Semaphore::new(1)));
         Self(Arc::new(Source { file, last, storing }))
@@ -44,7 +44,7 @@ impl EpochSource {
     ///
     /// # Errors
     /// Its thread has panicked.
-    pub async fn next(&self) -> io::Result<u64> {
+    pub(super) async fn next(&self) -> io::Result<u64> {
         self.next_within(PATIENCE).await
     }
 
@@ -65,7 +65,7 @@ impl EpochSource {
             Ok(stored) => stored?,
             Err(_) => {
                 let file = self.0.file.path().display();
-                tracing::warn!(%file, epoch, "failed to store the session's number in time, using it all the same");
+                tracing::warn!(%file, epoch, "failed to store the session's epoch in time, using it all the same");
             }
         }
         Ok(epoch)

@@ -19,7 +19,7 @@ use super::choice::Use;
 use super::connect::{Connected, connect};
 use super::idle_cuts::{Idle, IdleCuts, LOOK};
 use super::serve::serve;
-use super::session_end::SessionEnd;
+use super::session_end::{Refusal, SessionEnd};
 use super::shared::Shared;
 use super::state::{SessionPhase, SessionState};
 use super::successor;
@@ -147,7 +147,7 @@ pub struct LinkLoop {
 impl LinkLoop {
     /// `server` is `host:port`.
     pub fn new(shared: Arc<Shared>, server: String) -> Arc<Self> {
-        let leaving = shared.draining.child_token();
+        let leaving = shared.runtime.shutdown.draining_token().child_token();
         Arc::new(Self {
             shared,
             server,
@@ -202,10 +202,12 @@ impl LinkLoop {
 
     /// Runs until the agent drains or the server's address is gone. A session of a draining server may continue while
     /// the next one is already connected.
-    pub async fn run(self: Arc<Self>, mut identity: watch::Receiver<Arc<AgentIdentity>>) {
+    pub async fn run(self: Arc<Self>) {
+        let runtime = &self.shared.runtime;
+        let mut identity = self.shared.identity.clone();
         let mut resumed = self.shared.resumed.subscribe();
         let mut releases = self.shared.attached.releases();
-        let mut addresses = self.shared.addresses.clone();
+        let mut addresses = runtime.addresses.subscribe();
         let mut backoff = Backoff::full_jitter(SHORTEST_PAUSE, LONGEST_PAUSE);
         let leftovers = TaskTracker::new();
         let mut out = LogOnce::default();
@@ -213,7 +215,7 @@ impl LinkLoop {
         let mut successor = None;
         loop {
             tokio::select! {
-                () = self.shared.handover.ours(&self.server, self.stands_by()) => {}
+                () = runtime.handover.ours(&self.server, self.stands_by()) => {}
                 () = self.leaving.cancelled() => break,
             }
             let started = Instant::now();
@@ -222,19 +224,19 @@ impl LinkLoop {
             addresses.mark_unchanged();
             let end = tokio::select! {
                 end = self.session(&mut identity, &leftovers, &mut successor) => end,
-                () = self.shared.forced.cancelled() => break,
+                () = runtime.shutdown.forced() => break,
             };
             if self.leaving.is_cancelled() {
                 break;
             }
-            let standby = matches!(end, SessionEnd::SameServer(_));
+            let standby = end.stands_by();
             self.note_end(&end);
             if matches!(end, SessionEnd::Succeeded) {
-                self.shared.metrics.sessions_ended.inc();
-                tracing::info!(server = %self.server, "the session finishes what it carries: {end}");
+                runtime.metrics.sessions_ended.inc();
+                tracing::info!(server = %self.server, reason = %end, "session finishes what it carries");
                 tokio::select! {
                     // The successor has died.
-                    () = self.shared.handover.alone() => {}
+                    () = runtime.handover.alone() => {}
                     () = self.leaving.cancelled() => break,
                 }
                 self.observed.lock().waiting = false;
@@ -244,28 +246,26 @@ impl LinkLoop {
             if started.elapsed() >= GOOD_SESSION || matches!(end, SessionEnd::Draining) {
                 backoff.reset();
             }
-            let refused = matches!(end, SessionEnd::Replaced(_) | SessionEnd::Refused(_));
+            let refused = end.yields();
             // Called in any case: every end in a row makes the next pause longer.
             let delay = backoff.next_delay();
             let pause = match end {
                 // A successor has the right to the node's place, and the previous agent may have dialled again.
-                SessionEnd::Replaced(_) | SessionEnd::Refused(_) if self.shared.handover.is_successor() => {
-                    delay
-                }
-                SessionEnd::Replaced(_) | SessionEnd::Refused(_) => jittered(REPLACED_PAUSE, 0.5),
-                SessionEnd::SameServer(_) => jittered(STANDBY_PAUSE, 0.5),
+                _ if refused && runtime.handover.is_successor() => delay,
+                _ if refused => jittered(REPLACED_PAUSE, 0.5),
+                _ if standby => jittered(STANDBY_PAUSE, 0.5),
                 SessionEnd::Overtaken => Duration::ZERO,
                 _ if end.line_is_out() => delay.min(SILENT_PAUSE),
                 _ => delay,
             };
-            self.shared.metrics.sessions_ended.inc();
+            runtime.metrics.sessions_ended.inc();
             let retry_in_ms = u64::try_from(pause.as_millis()).unwrap_or(u64::MAX);
             if standby {
                 tracing::debug!(server = %self.server, reason = %end, retry_in_ms, "standing by");
             } else if end.is_news(&mut out) {
                 tracing::warn!(server = %self.server, error = %end, retry_in_ms, "session ended");
             } else {
-                tracing::debug!(server = %self.server, error = %end, retry_in_ms, "session ended as before");
+                tracing::debug!(server = %self.server, error = %end, retry_in_ms, "session ended again");
             }
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
@@ -283,12 +283,12 @@ impl LinkLoop {
         leftovers.close();
         tokio::select! {
             () = leftovers.wait() => {}
-            () = self.shared.forced.cancelled() => {}
+            () = runtime.shutdown.forced() => {}
         }
     }
 
     fn note_end(&self, end: &SessionEnd) {
-        let standby = matches!(end, SessionEnd::SameServer(_));
+        let standby = end.stands_by();
         let mut observed = self.observed.lock();
         let session = observed.session.take();
         let attached = session.as_ref().is_some_and(|session| session.was_attached());
@@ -301,7 +301,7 @@ impl LinkLoop {
         if end.concerns_identity() {
             observed.refusals.add(Instant::now());
         }
-        observed.refusals.enroll_again |= matches!(end, SessionEnd::CertificateRefused(_));
+        observed.refusals.enroll_again |= matches!(end, SessionEnd::Refused(Refusal::Certificate(_)));
         if !end.is_cut() {
             observed.cuts = IdleCuts::default();
         }
@@ -332,11 +332,11 @@ impl LinkLoop {
         let connected = match successor.take() {
             Some(connected) => Ok(connected),
             None => tokio::select! {
-                connected = connect(&self.shared, &named, tls) => connected,
+                connected = connect(&self.shared.runtime, &named, tls) => connected,
                 () = self.leaving.cancelled() => return SessionEnd::Stopping,
             },
         };
-        let Connected { link, chain, flow, again, local, proxy } = match connected {
+        let Connected { link, path, proxy } = match connected {
             Ok(connected) => connected,
             Err(end) => return end,
         };
@@ -345,8 +345,7 @@ impl LinkLoop {
             Err(error) => return SessionEnd::Connect(error),
         };
         let (asked, mut wanted) = mpsc::channel(MAX_LINKS as usize);
-        let server = (self.server.clone(), again, local);
-        let state = Arc::new(SessionState::first(self.shared.clone(), server, epoch, chain, flow, asked));
+        let state = Arc::new(SessionState::first(self.shared.clone(), &self.server, epoch, path, asked));
         self.observed.lock().session = Some(state.clone());
         let server_drains = CancellationToken::new();
         let in_use = self.supersede(&state);
@@ -354,14 +353,14 @@ impl LinkLoop {
         let mut serving = leftovers.spawn(serve(state.clone(), link, server_drains.clone()));
         let left = async {
             self.leaving.cancelled().await;
-            if self.shared.draining.is_cancelled() {
+            if self.shared.runtime.shutdown.is_draining() {
                 // The session itself reacts to that.
                 std::future::pending::<()>().await;
             }
         };
         let mut left = std::pin::pin!(left);
-        let mut passed = std::pin::pin!(self.shared.handover.passed());
-        let mut silence = std::pin::pin!(successor::find(&state, identity));
+        let mut passed = std::pin::pin!(self.shared.runtime.handover.passed());
+        let mut silence = std::pin::pin!(successor::find(&state));
         let mut idle = Idle::new();
         let mut look = tokio::time::interval(LOOK);
         let end = loop {
@@ -391,17 +390,16 @@ impl LinkLoop {
                     state.stop.cancel();
                     break SessionEnd::Overtaken;
                 }
-                Some(number) = wanted.recv() => additional::open(&state, number, identity, leftovers),
-                _ = look.tick(), if proxy.is_some() => idle.look(state.flow.received()),
+                Some(number) = wanted.recv() => additional::open(&state, number, leftovers),
+                _ = look.tick(), if proxy.is_some() => idle.look(state.path.flow.received()),
             }
         };
-        idle.look(state.flow.received());
+        idle.look(state.path.flow.received());
         let end = match proxy {
             Some(proxy) => self.observed.lock().cuts.judge(end, &proxy, idle.lasts()),
             None => end,
         };
-        let yields = matches!(end, SessionEnd::Replaced(_) | SessionEnd::Refused(_));
-        *self.yielded.lock() = yields.then_some(epoch);
+        *self.yielded.lock() = end.yields().then_some(epoch);
         end
     }
 
@@ -419,7 +417,7 @@ impl LinkLoop {
     /// Returns the next session's epoch. Called once the server is reached, because it is synced to disk.
     async fn epoch(&self) -> std::io::Result<u64> {
         if let Some(yielded) = *self.yielded.lock()
-            && !self.shared.handover.is_successor()
+            && !self.shared.runtime.handover.is_successor()
         {
             return Ok(yielded);
         }
@@ -444,18 +442,20 @@ impl LinkLoop {
             (false, Some(_)) => LinkPhase::Attached,
             (false, None) => LinkPhase::Connecting,
         };
-        let limits = session.and_then(|session| session.flow.limits());
+        let limits = session.and_then(|session| session.path.flow.limits());
         LinkStatus {
             address: self.server.clone(),
             phase,
             server_id,
             attached_for_s: since.map(|since| since.elapsed().as_secs()),
             epoch: session.map_or(0, |session| session.epoch),
-            rtt_ms: session.and_then(|session| session.flow.rtt.last()).map(|rtt| rtt.as_secs_f64() * 1e3),
+            rtt_ms: session
+                .and_then(|session| session.path.flow.rtt.last())
+                .map(|rtt| rtt.as_secs_f64() * 1e3),
             links: session.map_or(0, SessionState::links),
             connections: session.map_or(0, SessionState::connections),
-            delivery_rate: session.map(|session| session.flow.rate()).filter(|rate| *rate > 0),
-            retransmits: session.map(|session| session.flow.retransmits()),
+            delivery_rate: session.map(|session| session.path.flow.rate()).filter(|rate| *rate > 0),
+            retransmits: session.map(|session| session.path.flow.retransmits()),
             window_limited: limits.map(|limits| limits.receive_window),
             buffer_limited: limits.map(|limits| limits.send_buffer),
             last_error: observed.last_end.as_ref().map(|(reason, _)| reason.clone()),

@@ -6,28 +6,30 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use tokio::sync::watch;
-use tokio_util::task::TaskTracker;
 use tunnel_core::config::HostPort;
-use tunnel_core::identity::AgentIdentity;
 use tunnel_core::lifecycle::ReadyGuard;
 
-use super::choice::{Use, reach};
+use super::choice::{Use, rank, reach};
 use super::link_loop::{LinkLoop, LinkStatus};
 use super::shared::Shared;
-use crate::identity::Refused;
+use crate::identity::{IdentityKeeper, Refused};
 
 /// Time for which a server whose address is gone is still tried while no other one can be reached.
 const GRACE: Duration = Duration::from_secs(60);
 /// Interval of checks whether a server may be left.
 const CHECK: Duration = Duration::from_secs(1);
 
+/// An agent that has its identity.
+pub(crate) struct Running {
+    pub(crate) links: Arc<LinkSet>,
+    pub(crate) keeper: Arc<IdentityKeeper>,
+}
+
 /// An agent's links. A server whose address is gone is left only when that costs nothing: another server can be used,
 /// or this one could not be reached for a while. With fewer sessions than servers, a session with a substitute is left
 /// once it is not needed any more. Nothing else ends a working session.
 pub struct LinkSet {
     shared: Arc<Shared>,
-    identity: watch::Receiver<Arc<AgentIdentity>>,
-    tasks: TaskTracker,
     entries: Mutex<Vec<Entry>>,
     /// The known servers, in order of preference.
     ranked: Mutex<Vec<String>>,
@@ -40,18 +42,14 @@ struct Entry {
 }
 
 impl LinkSet {
-    /// Creates a set without links. Each link will be a task of `tasks`.
-    pub fn new(
-        shared: Arc<Shared>,
-        identity: watch::Receiver<Arc<AgentIdentity>>,
-        tasks: TaskTracker,
-    ) -> Arc<Self> {
-        Arc::new(Self { shared, identity, tasks, entries: Mutex::default(), ranked: Mutex::default() })
+    /// Creates a set without links. Each link will be a task of the runtime.
+    pub fn new(shared: Arc<Shared>) -> Arc<Self> {
+        Arc::new(Self { shared, entries: Mutex::default(), ranked: Mutex::default() })
     }
 
     /// Connects to these servers, or to some of them, from now on. An empty list has no effect.
     pub fn set(&self, servers: &[HostPort]) {
-        if servers.is_empty() || self.shared.draining.is_cancelled() {
+        if servers.is_empty() || self.shared.runtime.shutdown.is_draining() {
             return;
         }
         let wanted: Vec<String> = servers.iter().map(ToString::to_string).collect();
@@ -61,8 +59,8 @@ impl LinkSet {
             entry.gone = (!is_wanted).then(|| entry.gone.unwrap_or_else(Instant::now));
         }
         drop(entries);
-        let ranked = self.shared.spread.rank(&self.shared.node, wanted);
-        *self.ranked.lock() = ranked;
+        let config = &self.shared.runtime.config;
+        *self.ranked.lock() = rank(&config.node_name, wanted, config.given.links.max_servers);
         self.choose();
         self.leave_gone();
     }
@@ -75,12 +73,13 @@ impl LinkSet {
             let entry = entries.iter().find(|entry| entry.link.server() == server);
             entry.map_or(Use::Idle, |entry| entry.link.usefulness())
         };
-        let (number, others_may_go) = reach(ranked.iter().map(serves), self.shared.spread.wanted());
+        let (number, others_may_go) =
+            reach(ranked.iter().map(serves), self.shared.runtime.config.given.links.max_servers);
         let (chosen, others) = ranked.split_at(number);
         for server in chosen {
             if entries.iter().all(|entry| entry.link.server() != server) {
                 let link = LinkLoop::new(self.shared.clone(), server.clone());
-                self.tasks.spawn(link.clone().run(self.identity.clone()));
+                self.shared.runtime.tasks.spawn(link.clone().run());
                 entries.push(Entry { link, gone: None });
             }
         }
@@ -88,10 +87,7 @@ impl LinkSet {
             entries.retain(|entry| {
                 let leave = others.iter().any(|server| server == entry.link.server());
                 if leave {
-                    tracing::info!(
-                        server = entry.link.server(),
-                        "leaving a server that is not needed any more"
-                    );
+                    tracing::info!(server = entry.link.server(), "leaving a server beyond --max-servers");
                     entry.link.leave();
                 }
                 !leave
@@ -110,7 +106,7 @@ impl LinkSet {
             if !may_leave(another, entry.link.attached(), gone.elapsed()) {
                 return true;
             }
-            tracing::info!(server = entry.link.server(), "leaving a server whose address is gone");
+            tracing::info!(server = entry.link.server(), "leaving a server without an address");
             entry.link.leave();
             false
         });

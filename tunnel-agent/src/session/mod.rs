@@ -8,7 +8,6 @@ mod choice;
 mod connect;
 mod control;
 mod epoch;
-mod handover;
 mod idle_cuts;
 mod link_loop;
 mod link_metrics;
@@ -20,14 +19,10 @@ mod shared;
 mod state;
 mod successor;
 
-pub use bench_policy::BenchPolicy;
-pub use choice::Spread;
-pub use epoch::EpochSource;
-pub use handover::{Handover, Phase};
 pub use link_loop::{LinkLoop, LinkPhase, LinkStatus};
 pub use link_metrics::register_links;
 pub use link_set::LinkSet;
-pub use resumed::Resumed;
+pub(crate) use link_set::Running;
 #[cfg(test)]
-pub(crate) use session_end::SessionEnd;
-pub use shared::{Attached, Shared};
+pub(crate) use session_end::{Refusal, SessionEnd};
+pub use shared::Shared;

@@ -14,17 +14,17 @@ const SHORTEST: Duration = Duration::from_secs(1);
 
 /// Counts resumes of this machine. Clones share it.
 #[derive(Clone, Debug, Default)]
-pub struct Resumed(Arc<watch::Sender<u64>>);
+pub(crate) struct Resumed(Arc<watch::Sender<u64>>);
 
 impl Resumed {
     /// Follows the clocks.
-    pub async fn watch(self) -> Infallible {
+    pub(crate) async fn watch(self) -> Infallible {
         let mut suspended = Suspended { before: suspended_since_boot() };
         loop {
             tokio::time::sleep(CHECK).await;
             if let Some(time) = suspended.since_then(suspended_since_boot()) {
                 let asleep_s = (time + Duration::from_millis(500)).as_secs();
-                tracing::info!(asleep_s, "this machine was suspended: its links are checked");
+                tracing::info!(asleep_s, "machine resumed, checking the links");
                 self.0.send_modify(|times| *times += 1);
             }
         }

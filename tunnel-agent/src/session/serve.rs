@@ -47,7 +47,7 @@ pub(super) async fn serve(
         tokio::select! {
             biased;
             Some(ended) = watching.join_next() => break ended.unwrap_or(SessionEnd::Closed),
-            accepted = link::accept(&mut link, &session.flow) => match accepted {
+            accepted = link::accept(&mut link, &session.path.flow) => match accepted {
                 Some(Ok((request, respond))) => {
                     if request.uri().path() == CARRY_PATH {
                         tokio::spawn(carry(session.clone(), request, respond));
@@ -67,7 +67,7 @@ pub(super) async fn serve(
     // Resets all open connections. The GOAWAY says that this was on purpose.
     session.stop.cancel();
     let patience = match end {
-        SessionEnd::Draining | SessionEnd::Stopping if !session.shared.forced.is_cancelled() => {
+        SessionEnd::Draining | SessionEnd::Stopping if !session.shared.runtime.shutdown.is_forced() => {
             DRAIN_CLOSE_TIMEOUT
         }
         _ => CLOSE_TIMEOUT,
@@ -87,7 +87,7 @@ pub(super) async fn serve(
     }
     link.graceful_shutdown();
     if tokio::time::timeout(patience, closed(&mut link)).await.is_err() {
-        tracing::debug!(server = %session.server, "the server did not close the link in time");
+        tracing::debug!(server = %session.server, "failed to close the link in time");
     }
     end
 }
@@ -106,7 +106,7 @@ async fn watch(
 ) -> SessionEnd {
     tokio::select! {
         end = never_attached(&session) => end,
-        dead = link::keep_alive(pings, &session.flow, || session.common.stalls.sweep()) => dead.into(),
+        dead = link::keep_alive(pings, &session.path.flow, || session.common.stalls.sweep()) => dead.into(),
         end = report(session.clone()), if session.link == 0 => end,
         end = ended_by_server(&session, &mut phase, &on_draining) => end,
         // An additional link ends with the first.
@@ -141,14 +141,7 @@ async fn ended_by_server(
                 session.release();
                 on_draining.cancel();
             }
-            SessionPhase::Refused(reason) => return SessionEnd::Refused(reason.clone()),
-            SessionPhase::RefusedForNow(reason) => return SessionEnd::RefusedForNow(reason.clone()),
-            SessionPhase::CertificateRefused(reason) => {
-                return SessionEnd::CertificateRefused(reason.clone());
-            }
-            SessionPhase::OtherServer => return SessionEnd::OtherServer,
-            SessionPhase::SameServer { through } => return SessionEnd::SameServer(through.clone()),
-            SessionPhase::Replaced { peer } => return SessionEnd::Replaced(peer.clone()),
+            SessionPhase::Refused(refusal) => return refusal.clone().into(),
             SessionPhase::Connecting | SessionPhase::Attached { .. } => {}
         }
     }
@@ -157,7 +150,7 @@ async fn ended_by_server(
 /// Once this agent or the server drains, waits until there are no connections left.
 async fn drained(session: &SessionState, server_draining: &CancellationToken) -> SessionEnd {
     let end = tokio::select! {
-        () = session.shared.draining.cancelled() => {
+        () = session.shared.runtime.shutdown.draining() => {
             let _ = session.events.send(Ok(draining())).await;
             SessionEnd::Stopping
         }
@@ -169,7 +162,7 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
         } => SessionEnd::Draining,
     };
     // The server may have opened a stream before it knew.
-    let quiet = QUIET.max(session.flow.rtt.last().unwrap_or_default() * 2);
+    let quiet = QUIET.max(session.path.flow.rtt.last().unwrap_or_default() * 2);
     let mut tick = tokio::time::interval(Duration::from_millis(20));
     let mut since = Instant::now();
     while since.elapsed() < quiet {
@@ -183,7 +176,7 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
 
 /// Reports this node's addresses and load to the server as they change. Never returns by itself.
 async fn report(session: Arc<SessionState>) -> SessionEnd {
-    let mut addresses = session.shared.addresses.clone();
+    let mut addresses = session.shared.runtime.addresses.subscribe();
     let mut tick = tokio::time::interval(LOAD_INTERVAL);
     let mut reported = Load::default();
     loop {

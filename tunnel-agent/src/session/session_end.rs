@@ -46,29 +46,49 @@ pub(crate) enum SessionEnd {
     CutWhenIdle { proxy: String, idle: Duration },
     #[error("the server is draining")]
     Draining,
-    #[error("the server refused this session: {0}")]
-    Refused(String),
-    #[error("the server refused this session for now: {0}")]
-    RefusedForNow(String),
-    #[error("the server takes no session under this certificate any more: {0}")]
-    CertificateRefused(String),
-    /// An additional link led to another server behind the same address.
-    #[error("another server answers at this address")]
-    OtherServer,
-    /// Another address of this agent leads to the same server.
-    #[error("the same server is attached through {0}")]
-    SameServer(String),
-    #[error(
-        "a newer session of this node took over, from {0}: is a second agent running with this node's identity?"
-    )]
-    Replaced(String),
+    #[error(transparent)]
+    Refused(#[from] Refusal),
     #[error("another agent of this node has taken over")]
     Succeeded,
     #[error("this agent stops")]
     Stopping,
 }
 
+/// Reason why this agent or the server does not want a session.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Refusal {
+    #[error("the server refused this session: {0}")]
+    Session(String),
+    /// The server may accept the next session.
+    #[error("the server refused this session for now: {0}")]
+    ForNow(String),
+    /// The server will never accept this certificate again.
+    #[error("the server takes no session under this certificate any more: {0}")]
+    Certificate(String),
+    /// An additional link led to another server behind the same address.
+    #[error("another server answers at this address")]
+    OtherServer,
+    /// Another address of this agent leads to the same server.
+    #[error("the same server is attached through {0}")]
+    SameServer(String),
+    /// This session must not replace the newer one in turn.
+    #[error(
+        "a newer session of this node took over, from {0}: is a second agent running with this node's identity?"
+    )]
+    Replaced(String),
+}
+
 impl SessionEnd {
+    /// True if the server is attached through another address.
+    pub(super) fn stands_by(&self) -> bool {
+        matches!(self, Self::Refused(Refusal::SameServer(_)))
+    }
+
+    /// True if another session of this node may go on, which the next one must not replace.
+    pub(super) fn yields(&self) -> bool {
+        matches!(self, Self::Refused(Refusal::Session(_) | Refusal::Replaced(_)))
+    }
+
     /// A TLS error without a proxy.
     pub(super) fn tls(error: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::Tls { source: io::Error::other(error), proxy: None }
@@ -121,7 +141,7 @@ impl SessionEnd {
             Self::Tls { source, .. } => concerns_certificates(source),
             // In TLS 1.3 the client learns only after its handshake that the server refuses its certificate.
             Self::Link(error) => error.get_io().is_some_and(concerns_certificates),
-            Self::CertificateRefused(_) => true,
+            Self::Refused(Refusal::Certificate(_)) => true,
             _ => false,
         }
     }
@@ -156,7 +176,7 @@ mod tests {
         for other in [
             SessionEnd::Dead(LinkDead::Timeout),
             SessionEnd::Draining,
-            SessionEnd::Refused("revoked".into()),
+            Refusal::Session("revoked".into()).into(),
             SessionEnd::Connect(io::ErrorKind::ConnectionReset.into()),
         ] {
             assert!(!other.is_cut(), "{other}");
@@ -182,10 +202,10 @@ mod tests {
         assert!(tls(rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer)).concerns_identity());
         assert!(tls(rustls::Error::InvalidCertificate(CertificateError::Expired)).concerns_identity());
         assert!(tls(rustls::Error::AlertReceived(AlertDescription::UnknownCA)).concerns_identity());
-        assert!(SessionEnd::CertificateRefused("older than its node".into()).concerns_identity());
+        assert!(SessionEnd::from(Refusal::Certificate("older than its node".into())).concerns_identity());
         for other in [
-            SessionEnd::Refused("revoked".into()),
-            SessionEnd::RefusedForNow("not in the inventory".into()),
+            Refusal::Session("revoked".into()).into(),
+            Refusal::ForNow("not in the inventory".into()).into(),
             tls(rustls::Error::AlertReceived(AlertDescription::InternalError)),
             tls(rustls::Error::HandshakeNotComplete),
             SessionEnd::tls(io::Error::from(io::ErrorKind::ConnectionReset)),

@@ -1,62 +1,55 @@
 //! State shared by all sessions of this agent.
 
 use std::collections::HashMap;
-use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
-use tokio_util::sync::CancellationToken;
-use tunnel_core::identity::NodeName;
+use tunnel_core::identity::AgentIdentity;
 
 use super::bench_policy::BenchPolicy;
-use super::choice::Spread;
 use super::epoch::EpochSource;
-use super::handover::Handover;
 use super::resumed::Resumed;
 use crate::identity::Announced;
-use crate::metrics::Metrics;
-use crate::places::Places;
-use crate::policy::Policy;
-use crate::reach::Reach;
+use crate::runtime::Runtime;
 
 /// State shared by all sessions of this agent.
 pub struct Shared {
-    /// The node that the certificate names.
-    pub node: NodeName,
-    pub reach: Reach,
-    pub epochs: EpochSource,
-    pub policy: Arc<Policy>,
-    /// Limit of concurrent connections.
-    pub places: Places,
-    /// The node's addresses, as reported to the servers.
-    pub addresses: watch::Receiver<Arc<Vec<IpAddr>>>,
+    pub runtime: Runtime,
+    /// The identity for new links.
+    pub identity: watch::Receiver<Arc<AgentIdentity>>,
     /// Takes the trust bundles that servers announce.
     pub bundles: mpsc::Sender<Announced>,
-    pub attached: Attached,
-    /// Takeover by or from another agent of this node.
-    pub handover: Handover,
-    pub resumed: Resumed,
-    /// Number of servers to be attached to.
-    pub spread: Spread,
-    /// Maximum TCP connections of a session. `None`: as the congestion control of both ends needs.
-    pub max_links: Option<u32>,
-    /// Idle time of a link after which the kernel probes it (TCP keepalive).
-    pub keepalive: Duration,
+    pub(super) epochs: EpochSource,
+    pub(super) attached: Attached,
+    pub(crate) resumed: Resumed,
     /// Limits measurements by the servers.
-    pub bench: BenchPolicy,
-    pub metrics: Metrics,
-    /// Accept nothing new and finish the open connections.
-    pub draining: CancellationToken,
-    /// End everything.
-    pub forced: CancellationToken,
+    pub(super) bench: BenchPolicy,
+}
+
+impl Shared {
+    pub fn new(
+        runtime: Runtime,
+        identity: watch::Receiver<Arc<AgentIdentity>>,
+        bundles: mpsc::Sender<Announced>,
+    ) -> Arc<Self> {
+        let given = &runtime.config.given;
+        Arc::new(Self {
+            epochs: EpochSource::open(given.state_dir.join("epoch")),
+            bench: BenchPolicy::new(given.links.bench),
+            attached: Attached::default(),
+            resumed: Resumed::default(),
+            runtime,
+            identity,
+            bundles,
+        })
+    }
 }
 
 /// The attached servers, each with the address used: two addresses of one server must not replace each other's sessions
 /// in turns.
 #[derive(Debug, Default)]
-pub struct Attached {
+pub(super) struct Attached {
     /// By server ID: the configured address and the session's epoch.
     servers: Mutex<HashMap<String, (String, u64)>>,
     /// Number of released claims.

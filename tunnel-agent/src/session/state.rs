@@ -1,7 +1,6 @@
 //! State of one session.
 
 use std::collections::BTreeSet;
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Instant;
@@ -9,17 +8,17 @@ use std::time::Instant;
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
-use rustls_pki_types::CertificateDer;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
-use tunnel_core::carry::StallBound;
-use tunnel_core::link::{self, Flow};
+use tunnel_core::carry::{Abort, Relay, Side, StallBound, Traffic};
+use tunnel_core::link;
 use tunnel_core::proto::{AgentEvent, Draining, Load, agent_event};
 
+use super::connect::Path;
+use super::session_end::Refusal;
 use super::shared::Shared;
 use crate::dial::Dialler;
 use crate::identity::Announced;
-use crate::reach::Server;
 
 type EventResult = Result<AgentEvent, tonic::Status>;
 
@@ -28,17 +27,13 @@ pub(super) struct SessionState {
     pub(super) shared: Arc<Shared>,
     /// The server's address as configured.
     pub(super) server: Arc<str>,
-    /// Leads to the same server again; the name may lead to several.
-    pub(super) again: Server,
-    /// This node's address on the link.
-    pub(super) local: IpAddr,
+    pub(super) path: Path,
     pub(super) epoch: u64,
     /// Number of the link in the session, 0 for the first.
     pub(super) link: u32,
     pub(super) common: Arc<Common>,
     /// Ends the link. On the first link, ends the session.
     pub(super) stop: CancellationToken,
-    pub(super) flow: Arc<Flow>,
     /// Takes the numbers of additional links that the server asks for.
     pub(super) asked: Option<mpsc::Sender<u32>>,
     pub(super) phase: watch::Sender<SessionPhase>,
@@ -51,7 +46,6 @@ pub(super) struct SessionState {
     /// Read by the server once it has attached.
     pub(super) events: mpsc::Sender<EventResult>,
     event_stream: Mutex<Option<mpsc::Receiver<EventResult>>>,
-    server_chain: Arc<[CertificateDer<'static>]>,
     /// The first link, for an additional one.
     first: Option<Arc<Self>>,
 }
@@ -100,53 +94,39 @@ pub(super) enum SessionPhase {
         server_id: String,
         since: Instant,
     },
-    /// The server is already attached through the other address.
-    SameServer { through: String },
-    /// An additional link reached another server than the first link.
-    OtherServer,
+    /// The session is not wanted.
+    Refused(Refusal),
     /// The server stops soon, or this agent leaves it. Nothing new is opened.
     Draining,
-    /// The server refused this session, for this reason.
-    Refused(String),
-    /// The server refused this session, but may accept the next one.
-    RefusedForNow(String),
-    /// The server will never accept this certificate again.
-    CertificateRefused(String),
     /// A session of this agent's successor took over. This one finishes its connections.
     Succeeded,
-    /// A newer session of this node, from `peer`, took over. This one must not replace it in turn.
-    Replaced { peer: String },
 }
 
 impl SessionState {
-    /// The first link, through `server` and from `local`. `again` leads to the same server again. `asked` takes the
-    /// numbers of the links that the server asks for.
+    /// The first link. `asked` takes the numbers of the links that the server asks for.
     pub(super) fn first(
         shared: Arc<Shared>,
-        (server, again, local): (String, Server, IpAddr),
+        server: &str,
         epoch: u64,
-        server_chain: Arc<[CertificateDer<'static>]>,
-        flow: Arc<Flow>,
+        path: Path,
         asked: mpsc::Sender<u32>,
     ) -> Self {
         let (events, event_stream) = mpsc::channel(64);
         let common = Common {
-            dialler: Dialler::new(shared.policy.clone(), shared.places.clone()),
+            dialler: Dialler::new(&shared.runtime),
             stalls: StallBound::new(link::AGENT_STALL_BYTES, link::STREAM_WINDOW as usize),
             loopback_ports: ArcSwap::default(),
             connections: AtomicU32::new(0),
             additional: Mutex::default(),
         };
         Self {
-            stop: shared.forced.child_token(),
+            stop: shared.runtime.shutdown.forced_token().child_token(),
             shared,
             server: server.into(),
-            again,
-            local,
+            path,
             epoch,
             link: 0,
             common: Arc::new(common),
-            flow,
             asked: Some(asked),
             phase: watch::Sender::default(),
             silent: AtomicBool::new(false),
@@ -154,29 +134,21 @@ impl SessionState {
             superseded: CancellationToken::new(),
             events,
             event_stream: Mutex::new(Some(event_stream)),
-            server_chain,
             first: None,
         }
     }
 
     /// An additional link of the session that began with `first`. It ends with that session.
-    pub(super) fn additional(
-        first: Arc<Self>,
-        link: u32,
-        server_chain: Arc<[CertificateDer<'static>]>,
-        flow: Arc<Flow>,
-    ) -> Self {
+    pub(super) fn additional(first: Arc<Self>, link: u32, path: Path) -> Self {
         let (events, event_stream) = mpsc::channel(1);
         Self {
             stop: first.stop.child_token(),
             shared: first.shared.clone(),
             server: first.server.clone(),
-            again: first.again.clone(),
-            local: first.local,
+            path,
             epoch: first.epoch,
             link,
             common: first.common.clone(),
-            flow,
             asked: None,
             phase: watch::Sender::default(),
             silent: AtomicBool::new(false),
@@ -184,7 +156,6 @@ impl SessionState {
             superseded: CancellationToken::new(),
             events,
             event_stream: Mutex::new(Some(event_stream)),
-            server_chain,
             first: Some(first),
         }
     }
@@ -197,13 +168,13 @@ impl SessionState {
         match &self.first {
             None => self.shared.attached.claim(server_id, &self.server, self.epoch).map_err(|through| {
                 let reason = format!("this agent is attached to this server through {through}");
-                self.phase.send_replace(SessionPhase::SameServer { through });
+                self.phase.send_replace(SessionPhase::Refused(Refusal::SameServer(through)));
                 reason
             }),
             Some(first) => match &*first.phase.borrow() {
                 SessionPhase::Attached { server_id: other, .. } if other == server_id => Ok(()),
                 _ => {
-                    self.phase.send_replace(SessionPhase::OtherServer);
+                    self.phase.send_replace(SessionPhase::Refused(Refusal::OtherServer));
                     Err("this link is for the session with another server".to_owned())
                 }
             },
@@ -220,7 +191,7 @@ impl SessionState {
     /// Counts a relayed connection until the guard is dropped.
     pub(super) fn connection(&self) -> ConnectionGuard {
         self.common.connections.fetch_add(1, Ordering::Relaxed);
-        let active = self.shared.metrics.connections_active.clone();
+        let active = self.shared.runtime.metrics.connections_active.clone();
         active.inc();
         ConnectionGuard { common: self.common.clone(), active }
     }
@@ -228,6 +199,11 @@ impl SessionState {
     /// Number of connections that the session relays, on all links.
     pub(super) fn connections(&self) -> u32 {
         self.common.connections.load(Ordering::Relaxed)
+    }
+
+    /// The relay of a connection on this link.
+    pub(super) fn relay<'a>(&'a self, abort: &'a Arc<Abort>, traffic: &'a Traffic) -> Relay<'a> {
+        Relay { side: Side::Agent, flow: &self.path.flow, stalls: &self.common.stalls, abort, traffic }
     }
 
     pub(super) fn load(&self) -> Load {
@@ -249,13 +225,14 @@ impl SessionState {
 
     /// Hands a trust bundle over to be installed.
     pub(super) async fn announce(&self, bundle: String) {
-        let (server, server_chain) = (self.server.to_string(), self.server_chain.clone());
+        let (server, server_chain) = (self.server.to_string(), self.path.chain.clone());
         let _ = self.shared.bundles.send(Announced { bundle, server, server_chain }).await;
     }
 
     /// True if the server has ever had this session in use.
     pub(super) fn was_attached(&self) -> bool {
-        !matches!(&*self.phase.borrow(), SessionPhase::Connecting | SessionPhase::SameServer { .. })
+        let phase = self.phase.borrow();
+        !matches!(&*phase, SessionPhase::Connecting | SessionPhase::Refused(Refusal::SameServer(_)))
     }
 
     /// Tells the server to open nothing new here, and ends the session once it has no connections left, as when the

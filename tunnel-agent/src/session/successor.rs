@@ -1,12 +1,10 @@
 //! Detects a dead link that still looks alive, by a second connection that works or by a change of this node's address.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tokio::sync::watch;
 use tokio::time::Instant;
-use tunnel_core::identity::{ALPN_TUNNEL, AgentIdentity, agent_tls};
+use tunnel_core::identity::{ALPN_TUNNEL, agent_tls};
 use tunnel_core::link::Silence;
 
 use super::connect::{Connected, connect};
@@ -28,15 +26,12 @@ const ATTEMPT: Duration = Duration::from_secs(5);
 /// back. If this node has lost the local address of the link, waits only for a connection that works. After this
 /// machine was suspended, data is sent at once and has to be acknowledged: the server or a NAT may have given the link
 /// up long ago.
-pub(super) async fn find(
-    session: &SessionState,
-    identity: &watch::Receiver<Arc<AgentIdentity>>,
-) -> Connected {
+pub(super) async fn find(session: &SessionState) -> Connected {
     let mut pause = CHECK;
-    let mut addresses = session.shared.addresses.clone();
+    let mut addresses = session.shared.runtime.addresses.subscribe();
     let mut resumed = session.shared.resumed.subscribe();
     let mut eager_until = Instant::now();
-    let had = addresses.borrow_and_update().contains(&session.local);
+    let had = addresses.borrow_and_update().contains(&session.path.local);
     loop {
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
@@ -49,22 +44,22 @@ pub(super) async fn find(
             }
         }
         pause = CHECK;
-        if had && !addresses.borrow_and_update().contains(&session.local) {
+        if had && !addresses.borrow_and_update().contains(&session.path.local) {
             session.silent.store(true, Ordering::Relaxed);
-            if let Some(connected) = another(session, identity).await {
-                tracing::info!(server = %session.server, address = %session.local, "this node has lost the address of its link");
+            if let Some(connected) = another(session).await {
+                tracing::info!(server = %session.server, address = %session.path.local, "link lost its address, replacing it");
                 return connected;
             }
             continue;
         }
         let answer = answer(session);
-        let Some(silence) = session.flow.silence().await else {
+        let Some(silence) = session.path.flow.silence().await else {
             session.silent.store(false, Ordering::Relaxed);
             continue;
         };
         let limit = match silence.unacknowledged {
             Some(_) if Instant::now() < eager_until => answer,
-            _ => patience(&silence, session.shared.keepalive, answer),
+            _ => patience(&silence, session.shared.runtime.config.given.links.keepalive, answer),
         };
         session.silent.store(silence.lasts >= limit, Ordering::Relaxed);
         if silence.lasts < limit {
@@ -72,7 +67,7 @@ pub(super) async fn find(
             continue;
         }
         let mut start = Instant::now();
-        if another(session, identity).await.is_none() {
+        if another(session).await.is_none() {
             continue;
         }
         for last in [false, true] {
@@ -86,13 +81,13 @@ pub(super) async fn find(
                 None => Instant::now() + answer,
             };
             tokio::time::sleep_until(until).await;
-            let silence = session.flow.silence().await;
+            let silence = session.path.flow.silence().await;
             if silence.is_none_or(|silence| silence.lasts < limit) {
                 break;
             }
             // The network may have gone again since. Then the link has to be waited for as before.
             start = Instant::now();
-            let Some(connected) = another(session, identity).await else { break };
+            let Some(connected) = another(session).await else { break };
             if last || start.elapsed() < answer {
                 return connected;
             }
@@ -102,18 +97,15 @@ pub(super) async fn find(
 
 /// Opens another connection to the session's server, if that works. Uses the current certificate and roots: the session
 /// may have outlasted those that it began with.
-async fn another(
-    session: &SessionState,
-    identity: &watch::Receiver<Arc<AgentIdentity>>,
-) -> Option<Connected> {
-    let tls = agent_tls(&identity.borrow(), ALPN_TUNNEL).ok()?;
-    let attempt = connect(&session.shared, &session.again, tls);
+async fn another(session: &SessionState) -> Option<Connected> {
+    let tls = agent_tls(&session.shared.identity.borrow(), ALPN_TUNNEL).ok()?;
+    let attempt = connect(&session.shared.runtime, &session.path.again, tls);
     tokio::time::timeout(ATTEMPT, attempt).await.ok()?.ok()
 }
 
 /// Maximum time for an answer.
 fn answer(session: &SessionState) -> Duration {
-    ANSWER.max(session.flow.rtt.last().unwrap_or_default() * 4)
+    ANSWER.max(session.path.flow.rtt.last().unwrap_or_default() * 4)
 }
 
 /// Maximum silence of the link. A retransmission is a sign that comes before the kernel's keepalive probe.

@@ -6,7 +6,8 @@
 //! 1. It attaches to the servers, with a Hello that says that it succeeds. The servers give it the node's place, and
 //!    let the first one's sessions keep their connections. It tells the first one where it is attached, so that the
 //!    first one no longer dials there.
-//! 2. Once it is attached wherever the first one was, or no more servers come, it has taken over.
+//! 2. Once it is attached wherever the first one was, or no more servers come, it has taken over. The first one answers
+//!    that once it renews its certificate no more; only then may the second one write the key.
 //! 3. The first one finishes its connections and accepts no more. Then it ends. A pod waits to be stopped, because the
 //!    kubelet would start it again, and continues as before if the second one dies.
 

@@ -5,13 +5,14 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::OwnedMutexGuard;
 use tokio::time::{Instant, sleep};
 use tunnel_core::lifecycle::ReadyGuard;
 use tunnel_core::takeover;
 
 use super::message::{Answer, Ask, Hello};
 use super::successor::Succession;
-use crate::session::{Handover, LinkSet};
+use crate::session::LinkSet;
 
 /// Time without a newly attached server after which missing ones are not waited for.
 const QUIET: Duration = Duration::from_secs(3);
@@ -22,13 +23,13 @@ const CHECK: Duration = Duration::from_millis(20);
 pub(crate) type Predecessor = takeover::Predecessor<Hello>;
 
 /// Takes over from `before` once the servers have attached. Then keeps the connection open, by which `before` knows
-/// that this agent lives.
+/// that this agent lives. `renewals` keeps this one from renewing the certificate meanwhile.
 pub(crate) async fn take_over(
     mut before: Predecessor,
     links: Arc<LinkSet>,
-    handover: Handover,
     succession: Arc<Succession>,
     pending: ReadyGuard,
+    renewals: OwnedMutexGuard<()>,
 ) {
     let (started, pid) = (Instant::now(), before.pid());
     match hand_over(&mut before, &links).await {
@@ -36,14 +37,15 @@ pub(crate) async fn take_over(
             pid,
             servers,
             took_ms = started.elapsed().as_millis(),
-            "took over from the agent before: it finishes what it carries"
+            "took over from the agent before"
         ),
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-            tracing::warn!(pid, "the agent before does not answer: this one goes on beside it");
+            tracing::warn!(pid, "no answer from the agent before, going on beside it");
         }
-        Err(error) => tracing::warn!(pid, %error, "the agent before ended meanwhile"),
+        Err(error) => tracing::warn!(pid, %error, "failed to take over, the agent before has ended"),
     }
-    handover.set_successor(false);
+    succession.runtime.handover.set_successor(false);
+    drop(renewals);
     pending.ready();
     succession.open();
     before.ended().await;

@@ -3,14 +3,12 @@
 use std::collections::BTreeSet;
 use std::future::pending;
 use std::io;
-use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tokio::net::UnixStream;
-use tokio::sync::MutexGuard;
+use tokio::sync::OwnedMutexGuard;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::admin::Accepting;
 use tunnel_core::identity::files::create_private_directory;
@@ -19,24 +17,26 @@ use tunnel_core::log_once::LogOnce;
 use tunnel_core::takeover::{self, Copies, Listener, receive, send, socket_path};
 
 use super::message::{Answer, Ask, Hello};
-use crate::identity::IdentityKeeper;
-use crate::session::{Handover, LinkSet, Phase};
+use crate::config::WhenReplaced;
+use crate::handover::Phase;
+use crate::runtime::Runtime;
+use crate::session::Running;
 
-/// Maximum wait for a renewal of the certificate that is in progress.
-const RENEWAL: Duration = Duration::from_secs(1);
+/// Maximum wait for a renewal of the certificate that is in progress. A successor waits a minute for an answer.
+const RENEWAL: Duration = Duration::from_secs(45);
 /// Retry interval for creating the socket on a full or read-only disk, and for accepting.
 const RETRY: Duration = Duration::from_secs(10);
 
 /// Hands this agent's place over to a successor.
 pub(crate) struct Succession {
+    pub(super) runtime: Runtime,
     socket: PathBuf,
-    /// Copies of the admin port and of the listeners to the cloud.
-    copies: Copies,
+    /// Copies of the listening sockets.
+    copies: Arc<Copies>,
     admin: Option<Accepting>,
-    handover: Handover,
-    running: OnceLock<(Arc<LinkSet>, Arc<IdentityKeeper>)>,
-    /// Ends this agent once a successor has taken over.
-    ends: Option<Shutdown>,
+    pub(crate) running: Arc<OnceLock<Running>>,
+    /// Ends this agent.
+    process: Shutdown,
     open: CancellationToken,
     /// Cancelled when this agent drains.
     closed: CancellationToken,
@@ -44,19 +44,19 @@ pub(crate) struct Succession {
 
 impl Succession {
     pub(crate) fn new(
-        state_dir: &Path,
-        copies: Copies,
+        runtime: Runtime,
+        copies: Arc<Copies>,
         admin: Option<Accepting>,
-        handover: Handover,
-        ends: Option<Shutdown>,
+        running: Arc<OnceLock<Running>>,
+        process: Shutdown,
     ) -> Self {
         Self {
-            socket: socket_path(state_dir),
+            socket: socket_path(&runtime.config.given.state_dir),
+            runtime,
             copies,
             admin,
-            handover,
-            running: OnceLock::new(),
-            ends,
+            running,
+            process,
             open: CancellationToken::new(),
             closed: CancellationToken::new(),
         }
@@ -72,16 +72,6 @@ impl Succession {
         self.open.cancelled().await;
     }
 
-    /// Adds a listening socket for a successor.
-    pub(crate) fn add(&self, name: &str, at: SocketAddr, socket: OwnedFd) {
-        self.copies.add(name, at, socket);
-    }
-
-    /// Only the first call has an effect.
-    pub(crate) fn set_running(&self, links: Arc<LinkSet>, keeper: Arc<IdentityKeeper>) {
-        let _ = self.running.set((links, keeper));
-    }
-
     /// Serves successors once this agent has the node's place. Never returns.
     pub(crate) async fn run(self: Arc<Self>) {
         self.opened().await;
@@ -91,7 +81,7 @@ impl Succession {
 
     /// Serves successors. Returns when one ends while this agent drains. The returned guard stops renewals: by then the
     /// place, the socket and the files may be those of the successor's own successor.
-    async fn serve_all(&self) -> Option<MutexGuard<'_, ()>> {
+    async fn serve_all(&self) -> Option<OwnedMutexGuard<()>> {
         let mut listener = self.listen().await;
         loop {
             match listener.accept().await {
@@ -107,7 +97,7 @@ impl Succession {
                     }
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "cannot accept a successor");
+                    tracing::warn!(%error, "failed to accept a successor");
                     tokio::time::sleep(RETRY).await;
                 }
             }
@@ -125,7 +115,7 @@ impl Succession {
                 Ok(listener) => return listener,
                 Err(error) if failing.is_new(error.kind()) => {
                     let path = self.socket.display();
-                    tracing::warn!(%path, %error, "no other agent can take over from this one; it is tried again");
+                    tracing::warn!(%path, %error, "failed to listen for successors, retrying");
                 }
                 Err(_) => {}
             }
@@ -133,51 +123,48 @@ impl Succession {
         }
     }
 
-    async fn serve<'a>(&'a self, mut stream: UnixStream, renewals: &mut Option<MutexGuard<'a, ()>>) {
+    async fn serve(&self, mut stream: UnixStream, renewals: &mut Option<OwnedMutexGuard<()>>) {
         let ended = self.pass(&mut stream, renewals).await;
         if self.closed.is_cancelled() {
-            return tracing::debug!("the successor has ended: this agent finishes what it carries");
+            return tracing::debug!("successor ended during the drain");
         }
         match ended {
-            Ok(()) => tracing::warn!("the successor has ended: this agent goes on"),
-            Err(error) => tracing::warn!(%error, "the successor is not understood: this agent goes on"),
+            Ok(()) => tracing::warn!("successor ended, this agent goes on"),
+            Err(error) => tracing::warn!(%error, "failed to serve the successor, this agent goes on"),
         }
         if let Some(admin) = &self.admin {
             admin.set(true);
         }
-        self.handover.set(Phase::Alone);
+        self.runtime.handover.set(Phase::Alone);
     }
 
     /// Serves one successor. Returns when it ends.
-    async fn pass<'a>(
-        &'a self,
+    async fn pass(
+        &self,
         stream: &mut UnixStream,
-        renewals: &mut Option<MutexGuard<'a, ()>>,
+        renewals: &mut Option<OwnedMutexGuard<()>>,
     ) -> io::Result<()> {
         let pid = takeover::successor(stream)?;
-        if let Some((_, keeper)) = self.running.get() {
-            // Both agents would write the same files.
-            *renewals = tokio::time::timeout(RENEWAL, keeper.hold_pending_key()).await.ok();
-        }
-        let attached = self.running.get().map(|(links, _)| links.attached_at()).unwrap_or_default();
-        self.handover.set(Phase::Passing(BTreeSet::new()));
+        let attached = self.running.get().map(|running| running.links.attached_at()).unwrap_or_default();
+        self.runtime.handover.set(Phase::Passing(BTreeSet::new()));
         self.copies.greet(stream, env!("CARGO_PKG_VERSION"), Hello { attached }).await?;
         if let Some(admin) = &self.admin {
             admin.set(false);
         }
-        tracing::info!(pid, "another agent takes over from this one");
+        tracing::info!(pid, "another agent takes over");
         while let Some(ask) = receive(stream).await? {
             match ask {
                 Ask::Attached(servers) => {
-                    self.handover.set_attached(servers);
+                    self.runtime.handover.set_attached(servers);
                     send(stream, &Answer::Done).await?;
                 }
                 Ask::Finish => {
-                    self.handover.set(Phase::Passed);
+                    *renewals = self.hold_renewals().await;
+                    self.runtime.handover.set(Phase::Passed);
                     send(stream, &Answer::Done).await?;
-                    tracing::info!("the other agent has taken over: this one finishes what it carries");
-                    if let Some(shutdown) = &self.ends {
-                        shutdown.begin();
+                    tracing::info!(pid, "another agent has taken over");
+                    if self.runtime.config.when_replaced == WhenReplaced::Exit {
+                        self.process.begin();
                     }
                 }
             }
@@ -185,11 +172,19 @@ impl Succession {
         Ok(())
     }
 
+    /// Waits until this agent renews its certificate no more. The successor, which writes the same files, does so only
+    /// after that.
+    async fn hold_renewals(&self) -> Option<OwnedMutexGuard<()>> {
+        let keeper = &self.running.get()?.keeper;
+        let held = tokio::time::timeout(RENEWAL, keeper.hold_pending_key()).await;
+        held.inspect_err(|_| tracing::warn!("failed to end a renewal before the takeover")).ok()
+    }
+
     /// Stops handing over. Removes the socket, unless a successor has its own there.
     pub(crate) fn close(&self) {
         self.copies.close();
         self.closed.cancel();
-        if self.open.is_cancelled() && self.handover.is_alone() {
+        if self.open.is_cancelled() && self.runtime.handover.is_alone() {
             let _ = std::fs::remove_file(&self.socket);
         }
     }
@@ -197,20 +192,59 @@ impl Succession {
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
+    use tokio::sync::mpsc;
+    use tunnel_core::identity::Holder;
+
     use super::*;
+    use crate::doctor::tests_support::{Ca, agent};
+    use crate::identity::{EnrollConfig, IdentityKeeper, IdentityMetrics};
+    use crate::runtime::of_flags;
+    use crate::session::{LinkSet, Shared};
+    use crate::takeover::{Predecessor, take_over};
+
+    fn succession(state_dir: &std::path::Path) -> Arc<Succession> {
+        let state_dir = format!("--state-dir={}", state_dir.display());
+        let runtime = of_flags(&["--server=a:1", "--when-replaced=wait", &state_dir]);
+        Arc::new(Succession::new(runtime, Arc::default(), None, Arc::default(), Shutdown::new()))
+    }
+
+    /// Gives the agent an identity that has just been issued.
+    fn run(succession: &Succession) -> Arc<IdentityKeeper> {
+        let config = &succession.runtime.config;
+        let enroll = EnrollConfig {
+            servers: Vec::new(),
+            holder: Holder::Agent,
+            node: config.node_name.clone(),
+            state_dir: config.given.state_dir.clone(),
+            token: None,
+            ca_hash: None,
+            reach: config.reach.clone(),
+        };
+        let now = SystemTime::now();
+        let identity = agent(&Ca::new(), "edge-1", now, now + Duration::from_secs(86_400));
+        let keeper = Arc::new(IdentityKeeper::start(enroll, identity, IdentityMetrics::default()));
+        let shared = Shared::new(succession.runtime.clone(), keeper.subscribe(), mpsc::channel(1).0);
+        let _ = succession.running.set(Running { links: LinkSet::new(shared), keeper: keeper.clone() });
+        keeper
+    }
+
+    async fn find(state: &tempfile::TempDir) -> Predecessor {
+        loop {
+            match Predecessor::find(state.path()).await {
+                Some(first) => break first,
+                None => tokio::task::yield_now().await,
+            }
+        }
+    }
 
     #[tokio::test]
     async fn an_agent_that_drains_leaves_the_socket_to_its_successors_successor() {
         let state = tempfile::tempdir().unwrap();
-        let handover = Handover::default();
-        let first = Succession::new(state.path(), Copies::default(), None, handover.clone(), None);
+        let first = succession(state.path());
         let agents = async {
-            let mut second = loop {
-                match takeover::Predecessor::<Hello>::find(state.path()).await {
-                    Some(first) => break first,
-                    None => tokio::task::yield_now().await,
-                }
-            };
+            let mut second = find(&state).await;
             let Answer::Done = second.ask(&Ask::Finish).await.unwrap();
             first.close();
             // The second agent had its own socket there, and has handed its place over.
@@ -221,6 +255,27 @@ mod tests {
         let both = async { tokio::join!(first.serve_all(), agents) };
         let (_, third) = tokio::time::timeout(Duration::from_secs(10), both).await.unwrap();
         assert!(third.is_found(), "the next agent finds the first one");
-        assert!(handover.has_passed(), "the first one dials again");
+        assert!(first.runtime.handover.has_passed(), "the first one dials again");
+    }
+
+    #[tokio::test]
+    async fn only_one_agent_writes_the_key() {
+        let state = tempfile::tempdir().unwrap();
+        let (first, second) = (succession(state.path()), succession(state.path()));
+        let (before, after) = (run(&first), run(&second));
+        let renewing = before.hold_pending_key().await;
+        tokio::spawn(async move { first.serve_all().await });
+        let found = find(&state).await;
+        let (held, pending) =
+            (after.hold_pending_key().await, second.runtime.readiness.pending("taking over"));
+        let links = second.running.get().unwrap().links.clone();
+        tokio::spawn(take_over(found, links, second.clone(), pending, held));
+        let early = tokio::time::timeout(Duration::from_millis(1500), after.hold_pending_key()).await;
+        assert!(early.is_err(), "it writes while the other one renews");
+        drop(renewing);
+        let renews = tokio::time::timeout(Duration::from_secs(10), after.hold_pending_key()).await;
+        assert!(renews.is_ok() && second.runtime.readiness.is_ready());
+        let again = tokio::time::timeout(Duration::from_millis(50), before.hold_pending_key()).await;
+        assert!(again.is_err(), "the first one renews again");
     }
 }

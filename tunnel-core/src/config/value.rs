@@ -119,6 +119,21 @@ pub fn listen(value: &str) -> Result<ListenAddress, String> {
     Ok(Some(address).filter(|address| address.port() != 0))
 }
 
+/// Returns the ranges of clients that a listener is for: the given ones, or this host for a loopback address.
+///
+/// # Errors
+/// Fails if no range is given and other hosts reach the address.
+pub fn clients_of(listen: SocketAddr, given: Option<List<IpNet>>) -> Result<List<IpNet>, String> {
+    match given {
+        Some(clients) => Ok(clients),
+        None if listen.ip().is_loopback() => {
+            let v4 = IpNet::new_assert(IpAddr::V4(Ipv4Addr::new(127, 0, 0, 0)), 8);
+            Ok(vec![v4, IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST))])
+        }
+        None => Err(format!("{listen} is reached from elsewhere: say by which clients, such as 10.0.0.0/8")),
+    }
+}
+
 /// [`listen`] for an endpoint without authentication: only a loopback address is accepted. A bare port means
 /// 127.0.0.1, as in the flags of other systems.
 ///

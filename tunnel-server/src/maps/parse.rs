@@ -1,20 +1,14 @@
 //! Parses `LISTEN=NODE/TARGET[,CIDR…]`.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::str::FromStr;
 
 use ipnet::IpNet;
-use tunnel_core::config::value::cidrs;
+use tunnel_core::config::value::{cidrs, clients_of};
 use tunnel_core::identity::NodeName;
 
 use super::{Map, Target};
-
-/// Clients of a map on a loopback address that names none.
-fn this_host() -> Vec<IpNet> {
-    let v4 = IpNet::new_assert(IpAddr::V4(Ipv4Addr::new(127, 0, 0, 0)), 8);
-    vec![v4, IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST))]
-}
 
 impl Map {
     /// # Errors
@@ -25,16 +19,7 @@ impl Map {
         target: Target,
         clients: Option<Vec<IpNet>>,
     ) -> Result<Self, String> {
-        let clients = match clients {
-            Some(clients) => clients,
-            None if listen.ip().is_loopback() => this_host(),
-            None => {
-                return Err(format!(
-                    "{listen} is reached from elsewhere: say by which clients, such as 10.0.0.0/8"
-                ));
-            }
-        };
-        Ok(Self { listen, node, target, clients })
+        Ok(Self { listen, node, target, clients: clients_of(listen, clients)? })
     }
 }
 

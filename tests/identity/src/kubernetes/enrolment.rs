@@ -10,19 +10,17 @@ use postern_fake_kube::{ApiServer, Fault, eventually};
 use rustls_pki_types::CertificateSigningRequestDer;
 use rustls_pki_types::pem::PemObject;
 use serde_json::{Value, json};
-use tokio_util::task::TaskTracker;
 use tunnel_agent::identity::{
     CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Recovery, Refused, recover,
 };
 use tunnel_agent::reach::Reach;
-use tunnel_agent::session::LinkSet;
 use tunnel_core::identity::{
     AgentIdentity, CsrKey, Holder, PrivateKey, create_csr, pem_of_certificates, public_key_of_csr,
 };
 use tunnel_server::pki::{CaState, Revocation, Revocations};
 
 use super::servers::Port;
-use super::{CSRS, PACE, Signer, agent_api, enrolment, open, shared};
+use super::{CSRS, PACE, Signer, agent_api, enrolment, links, open};
 use crate::harness::{DEADLINE, Session, TestServer, log, mode, node};
 
 async fn done(
@@ -272,8 +270,7 @@ async fn an_agent_that_no_server_accepts_enrols_again() {
         IdentityKeeper::with_recovery(config, identity, IdentityMetrics::default(), Recovery::ApiServer);
     let keeper = Arc::new(keeper);
     assert!(Session::open(&new.address, &keeper.current()).await.is_err());
-    let (shared, _announced) = shared(&state_dir);
-    let links = LinkSet::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
+    let (links, runtime, _announced) = links(&state_dir, keeper.subscribe());
     links.set(&[new.address.parse().unwrap()]);
     let refused = links.clone();
     let recovering = tokio::spawn(recover(agent, keeper.clone(), move || refused.refused()));
@@ -289,7 +286,7 @@ async fn an_agent_that_no_server_accepts_enrols_again() {
     let (again, _) = enrolment(&api, "edge-1", "agent").await;
     assert_eq!(done(ask(&again)).await.unwrap().chain, keeper.current().chain);
     recovering.abort();
-    shared.forced.cancel();
+    runtime.shutdown.force();
 }
 
 /// As with a renewal, a full disk is no reason to stay away.
@@ -324,8 +321,7 @@ async fn a_new_enrolment_ends_when_it_is_no_longer_needed() {
         Recovery::ApiServer,
     );
     let keeper = Arc::new(keeper);
-    let (shared, _announced) = shared(&config.state_dir);
-    let links = LinkSet::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
+    let (links, runtime, _announced) = links(&config.state_dir, keeper.subscribe());
     links.set(&[port.address.parse().unwrap()]);
     let refused = links.clone();
     let recovering = tokio::spawn(recover(agent, keeper.clone(), move || refused.refused()));
@@ -348,7 +344,7 @@ async fn a_new_enrolment_ends_when_it_is_no_longer_needed() {
     let stored = tunnel_agent::identity::ensure_identity(&config).await.unwrap();
     assert_eq!(stored.chain, chain);
     recovering.abort();
-    shared.forced.cancel();
+    runtime.shutdown.force();
 }
 
 /// The node was revoked and readmitted: no server takes the certificate any more, and a new one comes through the API
@@ -366,8 +362,7 @@ async fn an_agent_of_a_readmitted_node_enrols_again() {
         IdentityMetrics::default(),
         Recovery::ApiServer,
     ));
-    let (shared, _announced) = shared(&config.state_dir);
-    let links = LinkSet::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
+    let (links, runtime, _announced) = links(&config.state_dir, keeper.subscribe());
     links.set(&[port.address.parse().unwrap()]);
     eventually("it is attached", || links.attached().then_some(())).await;
 
@@ -386,5 +381,5 @@ async fn an_agent_of_a_readmitted_node_enrols_again() {
     })
     .await;
     recovering.abort();
-    shared.forced.cancel();
+    runtime.shutdown.force();
 }

@@ -4,12 +4,10 @@ use std::sync::Arc;
 
 use postern_fake_kube::eventually;
 use tokio::sync::watch;
-use tokio_util::task::TaskTracker;
-use tunnel_agent::session::{LinkSet, Spread};
 use tunnel_core::config::HostPort;
 
+use super::links_to;
 use super::servers::Port;
-use super::shared_with;
 use crate::harness::TestServer;
 
 /// Index of the server that has the agent's session; None unless exactly one has it.
@@ -28,21 +26,17 @@ async fn one_of_three_servers_has_the_session_and_another_takes_its_place() {
     }
     let mut known: Vec<HostPort> = ports.iter().flatten().map(|port| port.address.parse().unwrap()).collect();
     let (_identity, identity) = watch::channel(Arc::new(identity));
-    let start = |state: &str| {
-        let (shared, announced) = shared_with(&config.state_dir.join(state), Spread::Best(1));
-        let tasks = TaskTracker::new();
-        (LinkSet::new(shared.clone(), identity.clone(), tasks.clone()), tasks, shared, announced)
-    };
-    let (links, tasks, shared, _announced) = start("");
+    let start = |state: &str| links_to(&config.state_dir.join(state), "1", identity.clone());
+    let (links, runtime, _announced) = start("");
     let (servers, following) = watch::channel(Arc::new(known.clone()));
     tokio::spawn(links.clone().follow(following));
     let first = eventually("a session", || holder(&ports)).await;
-    assert_eq!((links.status().len(), tasks.len()), (1, 1), "the others are not dialled");
+    assert_eq!((links.status().len(), runtime.tasks.len()), (1, 1), "the others are not dialled");
 
     // A restart leads to the same server.
-    shared.forced.cancel();
-    eventually("it is gone", || (tasks.is_empty() && holder(&ports).is_none()).then_some(())).await;
-    let (links, tasks, shared, _announced) = start("");
+    runtime.shutdown.force();
+    eventually("it is gone", || (runtime.tasks.is_empty() && holder(&ports).is_none()).then_some(())).await;
+    let (links, runtime, _announced) = start("");
     tokio::spawn(links.clone().follow(servers.subscribe()));
     assert_eq!(eventually("a session again", || holder(&ports)).await, first);
 
@@ -59,14 +53,16 @@ async fn one_of_three_servers_has_the_session_and_another_takes_its_place() {
     // It is removed for good, and so is the second: the agent moves on, and nothing is left behind.
     known.retain(|server| server.to_string() != dead);
     servers.send_replace(Arc::new(known.clone()));
-    eventually("the dead one is left", || (links.status().len() == 1 && tasks.len() == 1).then_some(()))
-        .await;
+    eventually("the dead one is left", || {
+        (links.status().len() == 1 && runtime.tasks.len() == 1).then_some(())
+    })
+    .await;
     assert_eq!(holder(&ports), Some(second));
     let removed = ports[second].as_ref().unwrap().address.clone();
     known.retain(|server| server.to_string() != removed);
     servers.send_replace(Arc::new(known));
     let third = eventually("the last one has it", || holder(&ports).filter(|holder| *holder != second)).await;
-    eventually("the link with the one before has ended", || (tasks.len() == 1).then_some(())).await;
+    eventually("the link with the one before has ended", || (runtime.tasks.len() == 1).then_some(())).await;
     assert_eq!(holder(&ports), Some(third));
-    shared.forced.cancel();
+    runtime.shutdown.force();
 }

@@ -7,18 +7,16 @@ use futures_util::stream;
 use postern_fake_kube::eventually;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
-use tokio_util::task::TaskTracker;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
-use tunnel_agent::session::LinkSet;
 use tunnel_core::carry::{NODE_HEADER, TARGET_HEADER};
 use tunnel_core::config::HostPort;
 use tunnel_core::proto::Segment;
 use tunnel_core::proto::peer_client::PeerClient;
 use tunnel_server::settings::Settings;
 
+use super::links;
 use super::servers::Port;
-use super::shared;
 use crate::harness::{self, TestServer, channel, node};
 
 /// Status with which a server refuses a connection to edge-1 that another one asks it for.
@@ -45,8 +43,7 @@ async fn it_is_not_passed_on_again() {
     let (config, identity) = server.enrolled("edge-1").await;
     let (near, far) = (Port::of(&server, "server-a").await, Port::of(&server, "server-b").await);
     let (_identity, identity) = watch::channel(Arc::new(identity));
-    let (shared, _announced) = shared(&config.state_dir);
-    let links = LinkSet::new(shared.clone(), identity, TaskTracker::new());
+    let (links, runtime, _announced) = links(&config.state_dir, identity);
     let known: Vec<HostPort> = vec![near.address.parse().unwrap()];
     let (_servers, servers) = watch::channel(Arc::new(known));
     tokio::spawn(links.follow(servers));
@@ -62,7 +59,7 @@ async fn it_is_not_passed_on_again() {
     let status = refusal(&server, &far).await;
     assert_eq!(status.code(), Code::FailedPrecondition, "{status}");
     assert!(status.message().contains("no agent of edge-1 is attached to this server"), "{status}");
-    shared.forced.cancel();
+    runtime.shutdown.force();
     drop(far);
     following.await.unwrap();
 }
@@ -85,8 +82,7 @@ async fn a_link_that_is_used_up_is_replaced_and_finishes_what_it_carries() {
     let settings = Settings { loopback: [target.port()].into(), ..Settings::default() };
     port.settings.send_replace(Arc::new(settings));
     let (_identity, identity) = watch::channel(Arc::new(identity));
-    let (shared, _announced) = shared(&config.state_dir);
-    let links = LinkSet::new(shared.clone(), identity, TaskTracker::new());
+    let (links, runtime, _announced) = links(&config.state_dir, identity);
     let known: Vec<HostPort> = vec![port.address.parse().unwrap()];
     let (_servers, servers) = watch::channel(Arc::new(known));
     tokio::spawn(links.follow(servers));
@@ -115,5 +111,5 @@ async fn a_link_that_is_used_up_is_replaced_and_finishes_what_it_carries() {
     // The agent ends it once nothing is left on it.
     drop((send, held));
     eventually("the end of the first session", || first.closed.is_cancelled().then_some(())).await;
-    shared.forced.cancel();
+    runtime.shutdown.force();
 }

@@ -13,11 +13,11 @@ use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 use tunnel_agent::identity::{IdentityKeeper, IdentityMetrics};
 use tunnel_agent::kube::discover::Discovery;
 use tunnel_agent::kube::node as node_ranges;
-use tunnel_agent::session::{LinkPhase, LinkSet, Shared};
+use tunnel_agent::runtime::Runtime;
+use tunnel_agent::session::{LinkPhase, LinkSet};
 use tunnel_core::config::HostPort;
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
 use tunnel_core::lifecycle::{Drain, Shutdown};
@@ -31,7 +31,7 @@ use tunnel_server::route::{Router, RouterConfig};
 use tunnel_server::session::{MOST_STREAMS, Sessions, Workers};
 use tunnel_server::settings::Settings;
 
-use super::{agent_api, shared};
+use super::{agent_api, links};
 use crate::harness::{TestServer, node};
 
 pub(super) const SERVICES: &str = "/api/v1/namespaces/kube-system/services";
@@ -164,14 +164,14 @@ impl Port {
 struct Agent {
     discovery: Discovery,
     links: Arc<LinkSet>,
-    shared: Arc<Shared>,
+    runtime: Runtime,
     _keeper: IdentityKeeper,
     _announced: mpsc::Receiver<tunnel_agent::identity::Announced>,
 }
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        self.shared.forced.cancel();
+        self.runtime.shutdown.force();
     }
 }
 
@@ -183,10 +183,9 @@ impl Agent {
             identity.with_bundle(identity.bundle.clone()),
             IdentityMetrics::default(),
         );
-        let (shared, announced) = shared(state_dir);
-        let links = LinkSet::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
+        let (links, runtime, announced) = links(state_dir, keeper.subscribe());
         tokio::spawn(links.clone().follow(discovery.servers()));
-        Self { discovery, links, shared, _keeper: keeper, _announced: announced }
+        Self { discovery, links, runtime, _keeper: keeper, _announced: announced }
     }
 
     fn attached_to(&self) -> Vec<String> {

@@ -76,7 +76,7 @@ impl Handover {
     }
 
     /// Notes that the server at this address reports the successor as attached, perhaps before the successor does.
-    pub(super) fn succeeded_at(&self, server: &str) {
+    pub(crate) fn succeeded_at(&self, server: &str) {
         self.0.phase.send_if_modified(|phase| match phase {
             Phase::Passing(attached) => attached.insert(server.to_owned()),
             _ => false,
@@ -106,7 +106,7 @@ impl Handover {
     }
 
     /// True if a server may report a successor: there is one, or was a moment ago.
-    pub(super) fn knows_successor(&self) -> bool {
+    pub(crate) fn knows_successor(&self) -> bool {
         !self.is_alone() || is_news(&self.0.died)
     }
 
@@ -118,12 +118,12 @@ impl Handover {
     }
 
     /// Waits until there is no successor, or it has died.
-    pub(super) async fn alone(&self) {
+    pub(crate) async fn alone(&self) {
         self.until(|phase| *phase == Phase::Alone).await;
     }
 
     /// Waits until this agent is to dial the server at this address, at which it may have `stood_by`.
-    pub(super) async fn ours(&self, server: &str, stood_by: bool) {
+    pub(crate) async fn ours(&self, server: &str, stood_by: bool) {
         self.until(|phase| phase.leaves_to_us(server, stood_by)).await;
     }
 
