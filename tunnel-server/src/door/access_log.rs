@@ -13,6 +13,7 @@ use tunnel_core::lifecycle::DrainGuard;
 use tunnel_core::live::Present;
 use tunnel_core::outcome::Outcome;
 
+use super::connect::Reached;
 use super::context::{DoorContext, Failed, OpenRequest};
 use crate::admission::{Full, Share, Shares};
 use crate::connection::{Carried, Connection};
@@ -57,6 +58,16 @@ impl AccessLogGuard {
         context: &DoorContext,
     ) -> Self {
         Self::start(door, client, None, target, context)
+    }
+
+    /// Starts the record of a connection for an authenticated caller's request, which may lead to either.
+    pub(super) fn reaching(
+        door: &'static str,
+        client: SocketAddr,
+        reached: &Reached,
+        context: &DoorContext,
+    ) -> Self {
+        Self::start(door, client, reached.node().cloned(), reached.target(), context)
     }
 
     fn start(

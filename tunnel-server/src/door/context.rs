@@ -64,8 +64,6 @@ pub struct OpenRequest {
     pub target: SocketAddr,
     /// Bytes that were read from the client already; they are relayed first.
     pub prefix: Bytes,
-    /// Bytes to send to the client once the target is connected, before the target's own.
-    pub greeting: Bytes,
     /// The authenticated caller and the rule that permits the connection, for the log.
     pub caller: Option<Box<str>>,
 }
@@ -73,7 +71,7 @@ pub struct OpenRequest {
 impl OpenRequest {
     /// Creates a request of a client that need not authenticate.
     pub fn new(node: NodeName, target: SocketAddr, prefix: Bytes) -> Self {
-        Self { node, target, prefix, greeting: Bytes::new(), caller: None }
+        Self { node, target, prefix, caller: None }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Resolves the host and port that a caller asks for, if the policy permits it to reach them.
 
+use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
@@ -36,6 +37,31 @@ pub(crate) enum Reached {
     Edge { node: NodeName, target: SocketAddr },
     /// This server dials it.
     Cloud(SocketAddr),
+}
+
+impl Reached {
+    /// Returns the edge node, if it is on one.
+    pub(crate) fn node(&self) -> Option<&NodeName> {
+        match self {
+            Self::Edge { node, .. } => Some(node),
+            Self::Cloud(_) => None,
+        }
+    }
+
+    pub(crate) fn target(&self) -> SocketAddr {
+        match self {
+            Self::Edge { target, .. } | Self::Cloud(target) => *target,
+        }
+    }
+}
+
+impl fmt::Display for Reached {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Edge { node, target } => write!(f, "{node} at {target}"),
+            Self::Cloud(target) => write!(f, "{target}"),
+        }
+    }
 }
 
 /// Reason for which a caller reaches nothing.
