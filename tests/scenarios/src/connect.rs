@@ -31,7 +31,7 @@ scenarios! {
 }
 
 const PORT: u16 = 10280;
-/// An HTTP answer as a greeting: curl takes it as the answer to its request.
+/// The targets' answer to each request.
 const ANSWER: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi";
 const SOON: Duration = Duration::from_secs(20);
 const TOKENS: &str = "alices-token,alice,1,\"ops\"\nbobs-token,bob,2\n";
@@ -124,11 +124,11 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
         .await?;
     let _agents = [Agent::enrol(&server, 1).await?, Agent::enrol(&server, 2).await?];
     let exporters = [
-        target(testbed, 1, 9100, Behaviour::EndsFirst(ANSWER))?,
-        target(testbed, 2, 9100, Behaviour::EndsFirst(ANSWER))?,
+        target(testbed, 1, 9100, Behaviour::Answers(ANSWER))?,
+        target(testbed, 2, 9100, Behaviour::Answers(ANSWER))?,
     ];
-    let local = target(testbed, 1, 9101, Behaviour::EndsFirst(ANSWER))?;
-    let in_cloud = Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::EndsFirst(ANSWER))?;
+    let local = target(testbed, 1, 9101, Behaviour::Answers(ANSWER))?;
+    let in_cloud = Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::Answers(ANSWER))?;
     let ca = testbed.dir().join("server/ca/ca.crt").display().to_string();
     let (certificate, key) = callers.sign(testbed, "carol", "ops")?;
     let (stranger, stranger_key) = callers.sign(testbed, "dave", "sales")?;
@@ -249,7 +249,7 @@ async fn the_policy_follows_its_file(testbed: &Testbed) -> Result<()> {
         "rules:\n- name: a\n  from: [{clients: [127.0.0.0/8]}]\n  to: [{node: edge-1, ports: [9100]}]\n";
     let server = door(testbed, "rules: []\n")?.start().await?;
     let _agent = Agent::enrol(&server, 1).await?;
-    let _target = target(testbed, 1, 9100, Behaviour::EndsFirst(ANSWER))?;
+    let _target = target(testbed, 1, 9100, Behaviour::Answers(ANSWER))?;
     let proxy = format!("http://127.0.0.1:{PORT}");
     let status = async || {
         let seen = curl(testbed, &["-x", &proxy, "-p", "http://edge-1:9100/"]).await?;

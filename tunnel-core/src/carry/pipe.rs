@@ -11,10 +11,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::{RecvStream, SendStream};
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
+use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 
+use super::copy::{CopyError, copy};
 use super::error::Side;
 use super::pump::Pump;
+use super::socket::end_on_drop;
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use crate::link::Flow;
@@ -89,6 +92,36 @@ impl PipeStatus {
 }
 
 impl Shared {
+    /// Relays to the end, which `over` or the owner of the [`TunnelStream`] may bring about, and notes a failure.
+    async fn carry(
+        &self,
+        carrying: impl Future<Output = Result<(), (Outcome, String)>>,
+        over: impl Future<Output = Outcome>,
+    ) {
+        let mut carrying = std::pin::pin!(carrying);
+        let lingered = async {
+            self.left.cancelled().await;
+            tokio::time::sleep(LINGER).await;
+        };
+        let ended = tokio::select! {
+            biased;
+            ended = &mut carrying => ended,
+            outcome = over => {
+                // The requester is told nothing more than this.
+                self.abort.trigger_for(outcome, outcome.as_str());
+                carrying.await
+            }
+            () = lingered => {
+                self.abort.trigger(Outcome::Ok);
+                carrying.await
+            }
+        };
+        if let Err(failed) = ended {
+            // Set it before the pipe ends, because the reader then looks for it.
+            let _ = self.failed.set(failed);
+        }
+    }
+
     fn error(&self) -> Option<io::Error> {
         let (_, reason) = self.failed.get()?;
         Some(io::Error::new(io::ErrorKind::ConnectionReset, reason.clone()))
@@ -152,29 +185,38 @@ impl PipeEnd {
         let Self { io, shared } = self;
         let (mut read, mut write) = tokio::io::split(io);
         let pump = Pump { flow, stalls, abort: &shared.abort, traffic };
-        let lingered = async {
-            shared.left.cancelled().await;
-            tokio::time::sleep(LINGER).await;
+        let pumping = async {
+            let ended = pump.run(&mut read, &mut write, send, stream).await;
+            ended.map_err(|error| (error.outcome(Side::Server), error.to_string()))
         };
-        let ended = {
-            let mut carrying = std::pin::pin!(pump.run(&mut read, &mut write, send, stream));
-            tokio::select! {
+        shared.carry(pumping, over).await;
+    }
+
+    /// Does the same for a target that this process has dialled.
+    pub async fn run_to_socket(
+        self,
+        target: &mut TcpStream,
+        traffic: &Traffic,
+        over: impl Future<Output = Outcome>,
+    ) {
+        let Self { io, shared } = self;
+        let (mut read, mut write) = tokio::io::split(io);
+        let copying = async {
+            let ended = tokio::select! {
                 biased;
-                ended = &mut carrying => ended,
-                outcome = over => {
-                    // The requester is told nothing more than this.
-                    shared.abort.trigger_for(outcome, outcome.as_str());
-                    carrying.await
+                (outcome, reason) = shared.abort.triggered() => Err((outcome, reason.to_owned())),
+                ended = copy(target, &mut read, &mut write, traffic, Side::Server) => {
+                    ended.map_err(|error| match &error {
+                        CopyError::Client(_) => (Outcome::ClientReset, error.to_string()),
+                        CopyError::Target(_) => (Outcome::TargetReset, error.to_string()),
+                    })
                 }
-                () = lingered => {
-                    shared.abort.trigger(Outcome::Ok);
-                    carrying.await
-                }
+            };
+            if ended.is_ok() {
+                end_on_drop(target);
             }
+            ended
         };
-        if let Err(error) = ended {
-            // Set it before the pipe ends, because the reader then looks for it.
-            let _ = shared.failed.set((error.outcome(Side::Server), error.to_string()));
-        }
+        shared.carry(copying, over).await;
     }
 }

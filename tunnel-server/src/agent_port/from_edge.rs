@@ -2,14 +2,15 @@
 //! The policy decides which destinations they may reach.
 
 use std::future::ready;
-use std::net::SocketAddr;
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
 use bytes::Bytes;
 use h2::RecvStream;
 use h2::server::SendResponse;
 use http::Request;
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::server::TlsStream;
 use tonic::Code;
 use tunnel_core::carry::{
@@ -23,7 +24,7 @@ use super::link::LinkContext;
 use super::passed_on::refuse;
 use super::redirectors::Redirector as Standing;
 use crate::admission::{Share, Shares};
-use crate::door::{self, EDGE, Reception, Workload, WorkloadMap, pair};
+use crate::door::{self, EDGE, Reception, Workload, WorkloadMap};
 
 /// Maximum length of a target; longer ones are not a host and port.
 const MAX_TARGET: usize = 300;
@@ -154,5 +155,39 @@ impl OnLink {
         if let Err(error) = ended {
             tracing::debug!(node = %self.agent.standing.node, %error, "outbound connection failed");
         }
+    }
+}
+
+/// Returns two sockets that are connected to each other.
+///
+/// Listeners relay plain sockets, and depend on their backpressure, half-close and reset.
+async fn pair() -> io::Result<(TcpStream, TcpStream)> {
+    let listener = TcpListener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).await?;
+    let one = TcpStream::connect(listener.local_addr()?).await?;
+    let own = one.local_addr()?;
+    loop {
+        // Any process of this host may connect first.
+        let (other, peer) = listener.accept().await?;
+        if peer == own {
+            return Ok((one, other));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_pair_is_connected_with_itself() {
+        let (mut one, mut other) = pair().await.unwrap();
+        one.write_all(b"x").await.unwrap();
+        one.shutdown().await.unwrap();
+        let mut read = Vec::new();
+        other.read_to_end(&mut read).await.unwrap();
+        assert_eq!(read, b"x");
+        assert_eq!(one.peer_addr().unwrap(), other.local_addr().unwrap());
     }
 }

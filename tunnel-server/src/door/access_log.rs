@@ -13,6 +13,7 @@ use tunnel_core::lifecycle::DrainGuard;
 use tunnel_core::live::Present;
 use tunnel_core::outcome::Outcome;
 
+use super::connect::Reached;
 use super::context::{DoorContext, Failed, OpenRequest};
 use crate::admission::{Full, Share, Shares};
 use crate::connection::{Carried, Connection};
@@ -64,6 +65,19 @@ impl AccessLogGuard {
         context: &DoorContext,
     ) -> Self {
         Self::start(Connection::new(door, client, None, target), context)
+    }
+
+    /// Starts the record of a connection for an authenticated caller's request, which may lead to either.
+    pub(super) fn reaching(
+        door: &'static str,
+        client: SocketAddr,
+        reached: &Reached,
+        context: &DoorContext,
+    ) -> Self {
+        match reached {
+            Reached::Edge(request) => Self::new(door, client, request, context),
+            Reached::Cloud(target) => Self::direct(door, client, *target, context),
+        }
     }
 
     fn start(connection: Connection, context: &DoorContext) -> Self {

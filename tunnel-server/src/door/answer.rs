@@ -1,10 +1,7 @@
-//! HTTP/1.1 answers to a client whose connection fails before anything was relayed.
+//! Statuses of answers to a client whose connection fails before anything was relayed.
 
 use http::StatusCode;
-use tokio::net::TcpStream;
 use tunnel_core::outcome::Outcome;
-
-use super::preface;
 
 /// Returns the status for a failure on the way to the target.
 pub(super) fn status_of(outcome: Outcome) -> StatusCode {
@@ -14,14 +11,4 @@ pub(super) fn status_of(outcome: Outcome) -> StatusCode {
         Outcome::Denied => StatusCode::FORBIDDEN,
         _ => StatusCode::BAD_GATEWAY,
     }
-}
-
-/// Answers and closes the connection. `more` holds further header lines.
-pub(super) async fn refuse(socket: &mut TcpStream, status: StatusCode, more: &str, reason: &str) {
-    let body = format!("tunnel-server: {reason}\n");
-    let answer = format!(
-        "HTTP/1.1 {status}\r\n{more}Content-Type: text/plain; charset=utf-8\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
-        body.len()
-    );
-    preface::answer(socket, answer.as_bytes()).await;
 }

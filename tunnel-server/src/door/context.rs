@@ -67,8 +67,6 @@ pub struct OpenRequest {
     pub found_by: Option<IpAddr>,
     /// Bytes that were read from the client already; they are relayed first.
     pub prefix: Bytes,
-    /// Bytes to send to the client once the target is connected, before the target's own.
-    pub greeting: Bytes,
     /// The authenticated caller and the rule that permits the connection, for the log.
     pub caller: Option<Box<str>>,
 }
@@ -76,7 +74,7 @@ pub struct OpenRequest {
 impl OpenRequest {
     /// Creates a request of a client that need not authenticate.
     pub fn new(node: NodeName, target: SocketAddr, prefix: Bytes) -> Self {
-        Self { node, target, found_by: None, prefix, greeting: Bytes::new(), caller: None }
+        Self { node, target, found_by: None, prefix, caller: None }
     }
 
     /// Creates a request for a node that was found by an address of it, or of a pod on it.

@@ -1,11 +1,12 @@
 //! Connections that this server dials itself, to targets that are not on edge nodes.
 
-use std::io;
+use std::io::{self, Cursor};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncWrite};
+use bytes::Bytes;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tunnel_core::carry::{CopyError, Side, Totals, copy, end_on_drop, prepare_socket};
@@ -102,6 +103,20 @@ pub(super) async fn carry(
         end_on_drop(&socket);
     }
     ended
+}
+
+/// Relays a client's socket, after bytes that were already read from it.
+pub(super) async fn relay(
+    client: &mut TcpStream,
+    target: TcpStream,
+    prefix: Bytes,
+    record: &AccessLogGuard,
+) -> Result<(), Failed> {
+    let (read, mut write) = client.split();
+    let mut read = Cursor::new(prefix).chain(read);
+    carry(target, record, &mut read, &mut write, std::future::pending()).await?;
+    end_on_drop(client);
+    Ok(())
 }
 
 #[cfg(test)]

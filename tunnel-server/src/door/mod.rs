@@ -27,15 +27,12 @@ mod way;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use futures_util::future::Either;
-use h2::RecvStream;
-use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
-use tunnel_core::carry::{Abort, Relay, RelayError, Side, end_on_drop, lost, prepare_socket, reset_on_drop};
+use tunnel_core::carry::{Relay, Side, end_on_drop, prepare_socket, reset_on_drop};
 use tunnel_core::outcome::Outcome;
 
 pub(crate) use access_log::AccessLogGuard;
-pub(crate) use connect::{Connect, EDGE, Gatekeeper, Reception, Services, Workload, WorkloadMap, pair};
+pub(crate) use connect::{Connect, EDGE, Gatekeeper, Reception, Services, Workload, WorkloadMap};
 pub use context::{DoorContext, OpenError, OpenRequest};
 pub(crate) use egress::{
     ClusterServices, Egress, EgressTls, NAME as EGRESS, Socket as EgressSocket, check_files as check_egress,
@@ -112,16 +109,13 @@ pub(crate) async fn receive<D: Door>(
     let place = place.map_or_else(|| shares.admit_as(D::source(&socket, client.ip(), &context.router)), Ok);
     let way = match upstream::way(&context, &request, client, place, &mut record).await {
         Ok(way) => way,
-        Err(failed) => {
-            D::failed(&mut socket, failed.outcome, &failed.reason).await;
-            return record.finish(&Err(failed));
-        }
+        Err(failed) => return record.finish(&Err(failed)),
     };
     // Moves from the accepting thread to the one that owns the link, which relays both directions.
     let worker = way.link().worker.clone();
     match socket.into_std() {
         Ok(socket) => {
-            worker.spawn(carry::<D>(socket, request, way, record));
+            worker.spawn(carry(socket, request, way, record));
         }
         Err(error) => record.end(Outcome::ClientReset, &error),
     }
@@ -133,7 +127,7 @@ fn turned_away<D: Door>(context: &DoorContext, client: SocketAddr, reason: &dyn 
 }
 
 #[expect(clippy::manual_async_fn, reason = "an async fn's future has room for each argument twice")]
-fn carry<D: Door>(
+fn carry(
     socket: std::net::TcpStream,
     request: OpenRequest,
     mut way: Way,
@@ -145,8 +139,6 @@ fn carry<D: Door>(
             Err(error) => return record.end(Outcome::ClientReset, &error),
         };
         let (abort, traffic) = record.carrying(Some(way.link()), way.carried());
-        // True once the client has been told that its target is connected.
-        let mut told = false;
         let ended = {
             let over = way.link().over.clone();
             let connected = |took| record.dialled(took);
@@ -154,14 +146,6 @@ fn carry<D: Door>(
                 let asked = way.ask(request.target).await?;
                 let on = way.on();
                 let (mut send, answer) = asked.answer(on, request.target, connected);
-                let answer = if request.greeting.is_empty() {
-                    Either::Left(answer)
-                } else {
-                    // Nothing from the target may come before the greeting.
-                    let stream = Box::pin(greeted(&mut socket, &abort, answer, &request.greeting)).await?;
-                    told = true;
-                    Either::Right(std::future::ready(Ok(stream)))
-                };
                 Relay {
                     side: Side::Server,
                     flow: &on.link.flow,
@@ -174,33 +158,8 @@ fn carry<D: Door>(
             });
             record.until_over(&over, carrying.as_mut()).await
         };
-        let ended = ended.map_err(|error| Failed::of(&error));
-        if let Err(failed) = &ended
-            && traffic.to_socket() == 0
-            && !told
-        {
-            D::failed(&mut socket, failed.outcome, &failed.reason).await;
-        }
-        record.finish(&ended);
+        record.finish(&ended.map_err(|error| Failed::of(&error)));
     }
-}
-
-/// Waits until the target is connected, and sends the greeting to the client.
-async fn greeted(
-    socket: &mut TcpStream,
-    abort: &Arc<Abort>,
-    answer: impl Future<Output = Result<RecvStream, RelayError>>,
-    greeting: &[u8],
-) -> Result<RecvStream, RelayError> {
-    let stream = tokio::select! {
-        biased;
-        (outcome, reason) = abort.triggered() => return Err(RelayError::Aborted(outcome, reason)),
-        stream = answer => stream?,
-        // The target need not be dialled for a client that has gone.
-        lost = lost(socket) => return Err(RelayError::Socket(lost)),
-    };
-    socket.write_all(greeting).await.map_err(RelayError::Socket)?;
-    Ok(stream)
 }
 
 #[cfg(test)]
@@ -215,7 +174,7 @@ pub(crate) mod tests {
     /// test detects. Measured: 2,688 bytes, 3,000 through the https listener.
     #[test]
     fn the_future_of_a_connection_stays_small() {
-        let sizes = [size_of_future(carry::<Redirected>), size_of_future(carry::<Https>)];
-        assert!(sizes.iter().all(|size| *size <= 3112), "{sizes:?}");
+        let size = size_of_future(carry);
+        assert!(size <= 3112, "{size}");
     }
 }

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tokio::net::TcpStream;
-use tunnel_core::outcome::Outcome;
 
 use super::context::{OpenError, OpenRequest};
 use super::front::Front;
@@ -35,11 +34,6 @@ pub(crate) trait Door: Send + Sync + 'static {
         socket: &mut TcpStream,
         router: &Router,
     ) -> impl Future<Output = Result<Opened, OpenError>> + Send;
-
-    /// Tells a client that has not been sent anything yet why its connection fails, if the protocol allows it.
-    fn failed(_socket: &mut TcpStream, _outcome: Outcome, _detail: &str) -> impl Future<Output = ()> + Send {
-        async {}
-    }
 }
 
 /// Result of [`Door::open`].

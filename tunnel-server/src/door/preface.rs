@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 use super::context::OpenError;
 
 /// Maximum time in which a client has to send its first bytes, which name the node.
-const READ_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time in which a client that is turned away has to read the reason.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 

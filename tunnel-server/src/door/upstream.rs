@@ -3,6 +3,7 @@
 //!
 //! The redirected path takes these steps one by one, in `mod.rs`: its sockets are relayed while the agent still dials.
 
+use std::future::ready;
 use std::net::SocketAddr;
 use std::pin::pin;
 
@@ -10,10 +11,11 @@ use bytes::Bytes;
 use h2::{RecvStream, SendStream};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
-use tunnel_core::carry::{Pipe, Pump, RelayError, TunnelStream, pipe};
+use tunnel_core::carry::{Pipe, Pump, Relay, RelayError, Side, Totals, TunnelStream, pipe};
 use tunnel_core::outcome::Outcome;
 
 use super::access_log::AccessLogGuard;
+use super::connect::Reached;
 use super::context::{DoorContext, Failed, OpenRequest};
 use super::direct;
 use super::way::Way;
@@ -83,7 +85,7 @@ impl Stream {
 
     /// Turns the stream into one that can be read and written here. The bytes are relayed on the thread that owns the
     /// link.
-    pub(super) fn into_pipe(self, record: &AccessLogGuard) -> TunnelStream {
+    fn into_pipe(self, record: &AccessLogGuard) -> TunnelStream {
         let Self { way, mut send, stream } = self;
         let (abort, traffic) = record.carrying(Some(way.link()), way.carried());
         let forced = record.forced().clone();
@@ -139,7 +141,57 @@ impl Stream {
     }
 }
 
+/// Relays a client's socket on the thread that owns the link. `prefix` was already read from it.
+#[expect(clippy::manual_async_fn, reason = "an async fn's future has room for each argument twice")]
+fn relay(
+    Stream { way, mut send, stream }: Stream,
+    socket: std::net::TcpStream,
+    prefix: Bytes,
+    record: AccessLogGuard,
+) -> impl Future<Output = ()> + Send {
+    async move {
+        let mut socket = match TcpStream::from_std(socket) {
+            Ok(socket) => socket,
+            Err(error) => return record.end(Outcome::ClientReset, &error),
+        };
+        let (abort, traffic) = record.carrying(Some(way.link()), way.carried());
+        let ended = {
+            let on = way.on();
+            let mut relaying = pin!(async {
+                Relay {
+                    side: Side::Server,
+                    flow: &on.link.flow,
+                    stalls: on.stalls,
+                    abort: &abort,
+                    traffic: &traffic,
+                }
+                .run(&mut socket, prefix, &mut send, ready(Ok(stream)))
+                .await
+            });
+            record.until_over(&on.link.over, relaying.as_mut()).await
+        };
+        record.finish(&ended.map_err(|error| Failed::of(&error)));
+    }
+}
+
 impl Upstream {
+    /// Connects to the target, on either side.
+    pub(super) async fn open(
+        context: &DoorContext,
+        reached: &Reached,
+        client: SocketAddr,
+        place: Result<Share, Full>,
+        record: &mut AccessLogGuard,
+    ) -> Result<Self, Failed> {
+        match reached {
+            Reached::Edge(request) => {
+                let stream = Stream::open(context, request, client, place, record).await?;
+                Ok(Self::Edge(Box::new(stream)))
+            }
+            Reached::Cloud(target) => Self::direct(*target, place, record).await,
+        }
+    }
+
     /// Connects to a target that is not on an edge node.
     pub(super) async fn direct(
         target: SocketAddr,
@@ -162,5 +214,56 @@ impl Upstream {
             Self::Edge(stream) => stream.carry(record, read, write, gone).await,
             Self::Direct(socket) => direct::carry(socket, record, read, write, gone).await,
         }
+    }
+    /// Relays a client's socket, after bytes that were already read from it.
+    pub(super) async fn relay(self, mut socket: TcpStream, prefix: Bytes, record: AccessLogGuard) {
+        match self {
+            Self::Edge(stream) => match socket.into_std() {
+                Ok(socket) => {
+                    let worker = stream.way.link().worker.clone();
+                    worker.spawn(relay(*stream, socket, prefix, record));
+                }
+                Err(error) => record.end(Outcome::ClientReset, &error),
+            },
+            Self::Direct(target) => {
+                let ended = direct::relay(&mut socket, target, prefix, &record).await;
+                record.finish(&ended);
+            }
+        }
+    }
+
+    /// Turns the connection into a stream that can be read and written here.
+    pub(super) fn into_pipe(self, record: &AccessLogGuard) -> TunnelStream {
+        let mut target = match self {
+            Self::Edge(stream) => return stream.into_pipe(record),
+            Self::Direct(target) => target,
+        };
+        let (abort, traffic) = record.carrying(None, &Totals::default());
+        let forced = record.forced().clone();
+        let (near, far) = pipe();
+        tokio::spawn(async move {
+            let over = async {
+                tokio::select! {
+                    (outcome, _) = abort.triggered() => outcome,
+                    () = forced.cancelled() => Outcome::Shutdown,
+                }
+            };
+            far.run_to_socket(&mut target, &traffic, over).await;
+        });
+        near
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::door::tests::size_of_future;
+
+    /// Every connection through a proxy holds this much memory until it ends. Moving a future into another one
+    /// doubles it.
+    #[test]
+    fn the_future_of_a_relayed_connection_stays_small() {
+        let size = size_of_future(relay);
+        assert!(size <= 3112, "{size}");
     }
 }

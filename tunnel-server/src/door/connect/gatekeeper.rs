@@ -1,13 +1,16 @@
 //! Resolves the host and port that a caller asks for, if the policy permits it to reach them.
 
+use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use bytes::Bytes;
 use rand::seq::SliceRandom as _;
 use tunnel_core::text::printable;
 
 use crate::caller::Authenticator;
+use crate::door::context::OpenRequest;
 use crate::door::direct;
 use crate::kube::{Endpoint, ServiceEndpoints};
 use crate::policy::{Destination, Identity, Origin, Policy};
@@ -32,9 +35,18 @@ pub(crate) struct Gatekeeper {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Reached {
     /// The node's agent dials it.
-    Edge { node: NodeAddress, target: SocketAddr },
+    Edge(OpenRequest),
     /// This server dials it.
     Cloud(SocketAddr),
+}
+
+impl fmt::Display for Reached {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Edge(request) => write!(f, "{} at {}", request.node, request.target),
+            Self::Cloud(target) => write!(f, "{target}"),
+        }
+    }
 }
 
 /// Reason for which a caller reaches nothing.
@@ -100,7 +112,7 @@ impl Gatekeeper {
 
     fn on_edge(&self, found: NodeAddress, port: u16) -> Reached {
         let target = self.router.dialled(&found, port);
-        Reached::Edge { node: found, target }
+        Reached::Edge(OpenRequest::to_found(found, target, Bytes::new()))
     }
 
     /// Picks one endpoint of a Service. Skips this server's loopback, where listeners trust every client: only a rule's

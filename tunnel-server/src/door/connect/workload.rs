@@ -3,14 +3,16 @@
 
 use std::net::SocketAddr;
 
+use bytes::Bytes;
 use tokio::net::TcpStream;
 use tunnel_core::identity::NodeName;
-use tunnel_core::outcome::Outcome;
 
-use super::head::{Asked, Kind};
+use super::asked::Asked;
+use super::gatekeeper::Reached;
 use super::reception::Reception;
-use crate::door::answer::{refuse, status_of};
-use crate::door::context::OpenError;
+use crate::door::access_log::AccessLogGuard;
+use crate::door::context::{OpenError, OpenRequest};
+use crate::door::direct;
 use crate::door::open::{Door, Opened};
 use crate::policy::Identity;
 use crate::route::{Router, split_host};
@@ -29,13 +31,8 @@ pub(crate) struct Workload {
 impl Door for Workload {
     const NAME: &'static str = EDGE;
 
-    async fn open(&self, socket: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
-        let identity = Identity::Node(self.node.clone());
-        self.reception.receive(EDGE, socket, self.agent, identity, true).await
-    }
-
-    async fn failed(socket: &mut TcpStream, outcome: Outcome, detail: &str) {
-        refuse(socket, status_of(outcome), "", detail).await;
+    async fn open(&self, _: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
+        Ok(self.reception.front(EDGE, None, Some(self.node.clone())))
     }
 }
 
@@ -52,9 +49,22 @@ impl Door for WorkloadMap {
         let Workload { reception, node, agent } = &self.workload;
         let (host, port) = split_host(&self.target).map_err(OpenError::Client)?;
         let port = port.ok_or_else(|| OpenError::Client(format!("{:?} has no port", self.target)))?;
-        let asked = Asked { host: host.to_owned(), port, length: 0, token: None, kind: Kind::Map };
-        let decided = reception.decide(&asked, Identity::Node(node.clone()), *agent, true).await;
+        let asked = Asked { host: host.to_owned(), port, token: None };
+        let decided = reception.decide(&asked, Identity::Node(node.clone()), agent.ip(), true).await;
         let (reached, caller) = decided.map_err(|refused| OpenError::Client(refused.reason))?;
-        reception.begin((EDGE, *agent, caller), socket, &asked, &[], reached).await
+        let target = match reached {
+            Reached::Edge(request) => {
+                return Ok(Opened::Carried(OpenRequest { caller: Some(caller), ..request }));
+            }
+            Reached::Cloud(target) => target,
+        };
+        let record = AccessLogGuard::direct(EDGE, *agent, target, &reception.context);
+        record.called_by(&caller);
+        let ended = match direct::connect(target).await {
+            Ok(to) => direct::relay(socket, to, Bytes::new(), &record).await,
+            Err(failed) => Err(failed),
+        };
+        record.finish(&ended);
+        Ok(Opened::Ended)
     }
 }

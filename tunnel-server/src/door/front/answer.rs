@@ -13,25 +13,37 @@ use crate::door::context::Failed;
 
 /// Reason for which this server answers a request itself.
 #[derive(Clone, Debug)]
-pub(super) struct Failure {
+pub(in crate::door) struct Failure {
     pub(super) status: StatusCode,
-    pub(super) reason: String,
+    pub(in crate::door) reason: String,
     /// The access log's outcome, if the node was known.
     pub(super) outcome: Outcome,
 }
 
+/// Challenges for a proxy's client without credentials (RFC 9110 section 15.5.8).
+const CHALLENGES: [&str; 2] = [r#"Basic realm="postern", charset="UTF-8""#, r#"Bearer realm="postern""#];
+
 impl Failure {
-    pub(super) fn new(status: StatusCode, reason: impl Into<String>) -> Self {
-        let outcome = if status == StatusCode::FORBIDDEN || status == StatusCode::UNAUTHORIZED {
-            Outcome::Denied
-        } else {
-            Outcome::Protocol
+    pub(in crate::door) fn new(status: StatusCode, reason: impl Into<String>) -> Self {
+        let outcome = match status {
+            StatusCode::FORBIDDEN | StatusCode::UNAUTHORIZED | StatusCode::PROXY_AUTHENTICATION_REQUIRED => {
+                Outcome::Denied
+            }
+            _ => Outcome::Protocol,
         };
         Self { status, reason: reason.into(), outcome }
     }
 
-    pub(super) fn bad_request(reason: impl Into<String>) -> Self {
+    pub(in crate::door) fn bad_request(reason: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, reason)
+    }
+
+    /// The same to a client of a proxy, for which credentials have another status.
+    pub(in crate::door) fn at_proxy(self) -> Self {
+        match self.status {
+            StatusCode::UNAUTHORIZED => Self { status: StatusCode::PROXY_AUTHENTICATION_REQUIRED, ..self },
+            _ => self,
+        }
     }
 
     /// A failure of the tunnel or the target.
@@ -104,6 +116,11 @@ pub(super) fn response(failure: &Failure, reader: Reader) -> Response<Body> {
     response.headers_mut().insert(OUTCOME_HEADER, HeaderValue::from_static(failure.outcome.as_str()));
     if *status == StatusCode::UNAUTHORIZED {
         response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    }
+    if *status == StatusCode::PROXY_AUTHENTICATION_REQUIRED {
+        for challenge in CHALLENGES {
+            response.headers_mut().append(header::PROXY_AUTHENTICATE, HeaderValue::from_static(challenge));
+        }
     }
     response
 }

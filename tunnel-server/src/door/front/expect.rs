@@ -6,6 +6,8 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
+use http::request::Parts;
+use http::{Request, StatusCode, header};
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use tokio::sync::oneshot;
 
@@ -25,14 +27,34 @@ struct Gate {
     patience: Pin<Box<tokio::time::Sleep>>,
 }
 
+/// Returns the request to the target. With an expectation, its body waits for the target's 100.
+pub(super) fn request(head: Parts, body: Incoming) -> Request<RequestBody> {
+    let expects = head.headers.get(header::EXPECT);
+    let expects = expects.is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"100-continue"));
+    if !expects || body.is_end_stream() {
+        return Request::from_parts(head, RequestBody::at_once(body));
+    }
+    let (body, open) = RequestBody::expected(body);
+    let open = parking_lot::Mutex::new(Some(open));
+    let mut request = Request::from_parts(head, body);
+    hyper::ext::on_informational(&mut request, move |response| {
+        let open = open.lock().take();
+        if let Some(open) = open.filter(|_| response.status() == StatusCode::CONTINUE) {
+            // The request may be over already.
+            let _ = open.send(());
+        }
+    });
+    request
+}
+
 impl RequestBody {
     /// Creates a body that is sent at once.
-    pub(super) fn at_once(body: Incoming) -> Self {
+    fn at_once(body: Incoming) -> Self {
         Self { body, gate: None }
     }
 
     /// Creates a body that waits until the sender is used, or for a short time.
-    pub(super) fn expected(body: Incoming) -> (Self, oneshot::Sender<()>) {
+    fn expected(body: Incoming) -> (Self, oneshot::Sender<()>) {
         let (open, opened) = oneshot::channel();
         let gate = Gate { opened: Some(opened), patience: Box::pin(tokio::time::sleep(PATIENCE)) };
         (Self { body, gate: Some(gate) }, open)

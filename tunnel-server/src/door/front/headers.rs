@@ -13,7 +13,7 @@ const OWN: &str = "x-tunnel-proxy-";
 
 /// Returns the protocols that the client wants instead of HTTP/1.1, if any. Clients offer h2c by default; it is never
 /// accepted.
-pub(crate) fn wanted_upgrade(headers: &HeaderMap) -> Option<HeaderValue> {
+pub(super) fn wanted_upgrade(headers: &HeaderMap) -> Option<HeaderValue> {
     let upgrade = headers.get(header::UPGRADE)?;
     let named = listed(headers, &header::CONNECTION).any(|name| name.eq_ignore_ascii_case("upgrade"));
     (named && !upgrade.as_bytes().eq_ignore_ascii_case(b"h2c")).then(|| upgrade.clone())

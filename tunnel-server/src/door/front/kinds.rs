@@ -4,12 +4,14 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ipnet::IpNet;
+use tunnel_core::identity::NodeName;
 
 use super::metrics::MetricsPage;
 use super::pods::Pods;
 use super::target_tls::TargetTls;
 use crate::admission::Share;
 use crate::caller::{Caller, CallerTls, Reviewer};
+use crate::door::connect::Reception;
 
 /// Maximum length of a request's head, in bytes.
 pub(super) const MAX_HEAD: usize = 64 << 10;
@@ -23,6 +25,8 @@ pub(crate) enum Admission {
     /// Clients in these ranges, to these ports (every tunnelled port if there are none); other clients as callers with
     /// a token.
     Listed { clients: Vec<IpNet>, ports: Vec<u16>, reviewer: Option<Arc<Reviewer>> },
+    /// Clients of a proxy, for what the policy permits. They come from this edge node if there is one.
+    Policy(Reception, Option<NodeName>),
 }
 
 /// A listener that speaks HTTP.
@@ -37,6 +41,17 @@ pub(crate) struct Front {
     pub(crate) pods: Option<Arc<Pods>>,
     /// The page that it answers with; `None` if its requests are for edge nodes.
     pub(crate) metrics: Option<MetricsPage>,
+}
+
+impl Front {
+    /// True if a connection ends with its first refusal, which takes HTTP/1.1.
+    pub(super) fn ends_with_refusal(&self) -> bool {
+        self.is_proxy() || self.metrics.is_some()
+    }
+
+    pub(super) fn is_proxy(&self) -> bool {
+        matches!(self.admission, Admission::Policy(..))
+    }
 }
 
 /// The other end of a connection.
@@ -58,5 +73,10 @@ impl Peer {
         if let Some(place) = &mut *self.place.lock().unwrap_or_else(PoisonError::into_inner) {
             place.known();
         }
+    }
+
+    /// Takes the connection's place, for its only request.
+    pub(super) fn take_place(&self) -> Option<Share> {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }

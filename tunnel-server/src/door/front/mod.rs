@@ -1,6 +1,7 @@
 //! Listeners that speak HTTP themselves: each request names its own node, and gets its own connection there.
 //!
 //! hyper reads and writes both sides, so the end of a message is determined once and written anew for the target.
+//! A proxy's clients are served the same way, and may also CONNECT.
 //! Headers that concern one connection only (RFC 9110 section 7.6.1) are never forwarded, whoever named them. An
 //! upgraded connection is relayed as bytes.
 
@@ -13,15 +14,17 @@ mod headers;
 mod kinds;
 mod metrics;
 mod pods;
+mod proxy;
 mod request;
 mod serve;
 mod socket;
 mod target_tls;
+mod tunnel;
 mod upgrade;
 
+pub(super) use answer::Failure;
 pub use destination::{Wanted, parse_destination};
 pub use headers::target_head;
-pub(super) use headers::wanted_upgrade;
 pub(crate) use kinds::{Admission, Front};
 pub(crate) use metrics::MetricsPage;
 pub(crate) use pods::Pods;

@@ -1,7 +1,7 @@
 //! Handles one request, from its head to the head of its answer.
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use http::header::{self, HeaderMap};
@@ -9,24 +9,26 @@ use http::request::Parts;
 use http::{HeaderValue, Method, Request, Response, StatusCode, Version};
 use http_body_util::BodyExt as _;
 use hyper::body::{Body as _, Incoming};
+use hyper::upgrade::OnUpgrade;
 use rustls_pki_types::ServerName;
 use tunnel_core::error::chain;
 use tunnel_core::outcome::Outcome;
 
-use super::answer::{self, Failure, reader};
+use super::answer::{self, Failure, Reader, reader};
 use super::backend::{self, Tls};
-use super::body::{AnswerBody, Body, Exchange};
+use super::body::{AnswerBody, Body, Exchange, empty};
 use super::destination::{Wanted, parse_destination};
-use super::expect::RequestBody;
 use super::kinds::{Admission, Front, MAX_HEAD, Peer};
 use super::pods::Pods;
 use super::socket::Faults;
-use super::{headers, upgrade};
+use super::tunnel::{Tunnel, established};
+use super::{expect, headers, upgrade};
 use crate::admission::{Full, Shares};
 use crate::caller::{Asker, Caller, Refusal, Reviewer, bearer_token, kubelet_accesses, other_accesses};
 use crate::door::access_log::{AccessLogGuard, over_limit};
+use crate::door::connect::Reached;
 use crate::door::context::{DoorContext, OpenRequest};
-use crate::door::upstream::Stream;
+use crate::door::upstream::Upstream;
 use crate::inventory::DEFAULT_KUBELET_PORT;
 use crate::route::NodeAddress;
 
@@ -39,10 +41,25 @@ pub(super) struct Served {
     pub(super) faults: Faults,
     pub(super) context: DoorContext,
     pub(super) shares: Shares,
+    /// The connection's, after a CONNECT.
+    pub(super) tunnel: parking_lot::Mutex<Option<Tunnel>>,
+    /// Yields the connection after a request whose upgrade was refused: hyper leaves its end to its owner.
+    pub(super) refused: parking_lot::Mutex<Option<OnUpgrade>>,
+}
+
+/// A request that its caller may send.
+pub(super) struct Admitted {
+    pub(super) reached: Reached,
+    /// The caller, for the log; `None` if the listener does not authenticate.
+    pub(super) caller: Option<Box<str>>,
+    /// True if the request's Authorization was for this server.
+    pub(super) by_token: bool,
+    /// `None` for a proxy's request, whose URL says all.
+    pub(super) on_edge: Option<Destination>,
 }
 
 /// Destination of a request.
-struct Destination {
+pub(super) struct Destination {
     node: NodeAddress,
     target: SocketAddr,
     /// False if the client named node and target itself.
@@ -53,13 +70,26 @@ struct Destination {
     on_node: bool,
 }
 
+impl Destination {
+    fn request(&self) -> OpenRequest {
+        let Self { node, target, .. } = self;
+        match self.found {
+            true => OpenRequest::to_found(node.clone(), *target, Bytes::new()),
+            false => OpenRequest::new(node.node.clone(), *target, Bytes::new()),
+        }
+    }
+}
+
 /// Answers a request with the target's answer, or with the reason why there is none.
 pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> Response<Body> {
     let kubelet_path = ["/exec/", "/attach/", "/portForward/", "/containerLogs/"]
         .iter()
         .any(|root| request.uri().path().starts_with(root));
-    let reader = reader(request.headers(), kubelet_path);
+    let proxy = served.front.is_proxy();
+    let reader = if proxy { Reader::Person } else { reader(request.headers(), kubelet_path) };
     let http1 = request.version() != Version::HTTP_2;
+    let connect = request.method() == Method::CONNECT;
+    let upgrade = request.extensions().get::<OnUpgrade>().cloned();
     let answered = match &served.front.metrics {
         Some(page) => {
             let (peer, head) = (&served.peer, request.into_parts().0);
@@ -68,14 +98,14 @@ pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> 
         }
         None => forward(served, request).await,
     };
-    match answered {
+    let response = match answered {
         Ok(response) => response,
         Err(failure) => {
             let mut response = answer::response(&failure, reader);
             // After a malformed request the connection's framing cannot be trusted. A caller that may not read the
-            // metrics must not keep its place.
+            // metrics, or use the proxy, must not keep its place.
             let wrong = [StatusCode::BAD_REQUEST, StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE];
-            if http1 && (wrong.contains(&failure.status) || served.front.metrics.is_some()) {
+            if http1 && (wrong.contains(&failure.status) || served.front.ends_with_refusal()) {
                 response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
             }
             if failure.status == StatusCode::METHOD_NOT_ALLOWED && served.front.metrics.is_some() {
@@ -83,51 +113,49 @@ pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> 
             }
             response
         }
+    };
+    let status = response.status();
+    if status != StatusCode::SWITCHING_PROTOCOLS && !(connect && status.is_success()) {
+        *served.refused.lock() = upgrade;
     }
+    response
 }
 
 async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result<Response<Body>, Failure> {
     let wants =
         (request.version() == Version::HTTP_11).then(|| headers::wanted_upgrade(request.headers())).flatten();
-    let client = wants.is_some().then(|| hyper::upgrade::on(&mut request));
+    let switches = wants.is_some() || request.method() == Method::CONNECT;
+    let client = switches.then(|| hyper::upgrade::on(&mut request));
     let (mut head, body) = request.into_parts();
-    let admitted = async {
-        if headers::size(&head) > MAX_HEAD {
-            // hyper limits the bytes that it has to buffer: a head that arrives in one piece may be longer.
-            return Err(Failure::new(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, TOO_LARGE));
-        }
-        let wanted = parse_destination(&head).map_err(Failure::bad_request)?;
-        if head.method == Method::CONNECT {
-            return Err(Failure::new(StatusCode::METHOD_NOT_ALLOWED, "this door does not take CONNECT"));
-        }
-        let caller = served.caller(&head.headers).await?;
-        let destination = served.destination(caller.as_ref(), &head.method, &wanted).await?;
-        Ok::<_, Failure>((caller, destination))
-    };
-    let (caller, destination) = admitted.await.inspect_err(|failure| served.turned_away(failure))?;
+    let admitted = served.admitted(&head, &body).await;
+    let admitted = admitted.inspect_err(|failure| served.turned_away(failure))?;
     served.peer.admitted();
-    let asked = match &destination {
-        Destination { node, target, found: true, .. } => {
-            OpenRequest::to_found(node.clone(), *target, Bytes::new())
-        }
-        Destination { node, target, .. } => OpenRequest::new(node.node.clone(), *target, Bytes::new()),
-    };
     let (client_address, context) = (served.peer.client, &served.context);
-    let mut record = AccessLogGuard::new(served.front.door, client_address, &asked, context);
+    let mut record = AccessLogGuard::reaching(served.front.door, client_address, &admitted.reached, context);
     // hyper drops this future when the client leaves.
     record.presume(Outcome::ClientReset);
-    if let Some(caller) = &caller {
+    if let Some(caller) = &admitted.caller {
         record.called_by(caller);
     }
-    let place = served.shares.admit(client_address.ip());
-    let stream = match Stream::open(context, &asked, client_address, place, &mut record).await {
-        Ok(stream) => stream.into_pipe(&record),
+    let own = served.front.is_proxy().then(|| served.peer.take_place()).flatten();
+    let place = own.map_or_else(|| served.shares.admit(client_address.ip()), Ok);
+    let opened = Upstream::open(context, &admitted.reached, client_address, place, &mut record).await;
+    let upstream = match opened {
+        Ok(upstream) => upstream,
         Err(reason) => return Err(failed(record, reason.into())),
     };
+    let client = match client {
+        Some(client) if head.method == Method::CONNECT => {
+            *served.tunnel.lock() = Some(Tunnel { client, upstream, record });
+            return Ok(established());
+        }
+        client => client,
+    };
+    let stream = upstream.into_pipe(&record);
     let pipe = stream.status();
-    let to = format!("{} at {}", asked.node, asked.target);
+    let to = admitted.reached.to_string();
     let connected = async {
-        let tls = served.tls(&destination, head.version == Version::HTTP_2)?;
+        let tls = served.tls(admitted.on_edge.as_ref(), head.version == Version::HTTP_2)?;
         backend::connect(stream, tls, &to).await
     };
     let backend = match connected.await {
@@ -135,14 +163,14 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
         Err(failure) => return Err(failed(record, failure)),
     };
     let h2 = backend.is_http2();
-    if let Err(reason) = served.rewrite(&mut head, caller.as_ref(), &destination, wants.as_ref(), h2) {
+    if let Err(reason) = served.rewrite(&mut head, &admitted, wants.as_ref(), h2) {
         return Err(failed(record, Failure::bad_request(reason)));
     }
     // hyper sends no body of unknown length with a GET or HEAD, unless the head says that there is one.
     if !h2 && !body.is_end_stream() && !head.headers.contains_key(header::CONTENT_LENGTH) {
         head.headers.insert(header::TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
     }
-    let request = with_expectation(head, body);
+    let request = expect::request(head, body);
     let (answer, connection) = backend.send(request).await;
     let exchange = Exchange { record, pipe, connection, faults: served.faults.clone() };
     let mut response = match answer {
@@ -177,8 +205,8 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
             Err(failed(exchange.record, Failure::of_outcome(Outcome::Protocol, reason)))
         }
         (None, client) => {
-            if client.is_some() {
-                // Data that the client sent ahead in the other protocol must not be read as its next request.
+            // Data that the client sent ahead in the other protocol must not be read as its next request.
+            if client.is_some() || served.front.is_proxy() {
                 head.headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
             }
             Ok(Response::from_parts(head, AnswerBody::new(body, exchange).boxed_unsync()))
@@ -191,31 +219,30 @@ fn failed(record: AccessLogGuard, failure: Failure) -> Failure {
     failure
 }
 
-fn empty() -> Body {
-    http_body_util::Empty::new().map_err(|never| match never {}).boxed_unsync()
-}
-
-/// With an expectation, the body waits for the target's 100.
-fn with_expectation(head: Parts, body: Incoming) -> Request<RequestBody> {
-    let expects = head.headers.get(header::EXPECT);
-    let expects = expects.is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"100-continue"));
-    if !expects || body.is_end_stream() {
-        return Request::from_parts(head, RequestBody::at_once(body));
-    }
-    let (body, open) = RequestBody::expected(body);
-    let open = Mutex::new(Some(open));
-    let mut request = Request::from_parts(head, body);
-    hyper::ext::on_informational(&mut request, move |response| {
-        let open = open.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(open) = open.filter(|_| response.status() == StatusCode::CONTINUE) {
-            // The request may be over already.
-            let _ = open.send(());
-        }
-    });
-    request
-}
-
 impl Served {
+    /// Checks that the request may be sent, and where it leads.
+    async fn admitted(&self, head: &Parts, body: &Incoming) -> Result<Admitted, Failure> {
+        if headers::size(head) > MAX_HEAD {
+            // hyper limits the bytes that it has to buffer: a head that arrives in one piece may be longer.
+            return Err(Failure::new(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, TOO_LARGE));
+        }
+        if let Admission::Policy(reception, node) = &self.front.admission {
+            return self.permitted(reception, node.as_ref(), head, body).await;
+        }
+        let wanted = parse_destination(head).map_err(Failure::bad_request)?;
+        if head.method == Method::CONNECT {
+            return Err(Failure::new(StatusCode::METHOD_NOT_ALLOWED, "this door does not take CONNECT"));
+        }
+        let caller = self.caller(&head.headers).await?;
+        let destination = self.destination(caller.as_ref(), &head.method, &wanted).await?;
+        Ok(Admitted {
+            reached: Reached::Edge(destination.request()),
+            caller: caller.as_ref().map(|caller| caller.to_string().into()),
+            by_token: caller.is_some() && self.peer.caller.is_none(),
+            on_edge: Some(destination),
+        })
+    }
+
     fn turned_away(&self, failure: &Failure) {
         let (door, client) = (self.front.door, self.peer.client);
         self.context.metrics.turned_away(door);
@@ -230,7 +257,7 @@ impl Served {
     /// Returns the sender of the request, if this listener authenticates.
     async fn caller(&self, headers: &HeaderMap) -> Result<Option<Caller>, Failure> {
         match &self.front.admission {
-            Admission::Everyone => Ok(None),
+            Admission::Everyone | Admission::Policy(..) => Ok(None),
             Admission::Callers(reviewer) => match self.identify(headers, reviewer.as_deref()).await? {
                 Some(caller) => Ok(Some(caller)),
                 None => Err(Refusal::Unauthenticated(
@@ -387,6 +414,7 @@ impl Served {
                 return Err(Refusal::Forbidden(format!("port {port} is not in --plain-ports")).into());
             }
             (Admission::Callers(reviewer) | Admission::Listed { reviewer, .. }, _) => reviewer,
+            (Admission::Policy(..), _) => &None,
         };
         match caller {
             Some(caller) => Ok(Some((caller, reviewer.as_deref()))),
@@ -395,8 +423,8 @@ impl Served {
     }
 
     /// Returns the TLS settings for the target; `None` for plain HTTP.
-    fn tls(&self, destination: &Destination, h2: bool) -> Result<Option<Tls>, Failure> {
-        let Some(targets) = &self.front.targets else { return Ok(None) };
+    fn tls(&self, destination: Option<&Destination>, h2: bool) -> Result<Option<Tls>, Failure> {
+        let (Some(targets), Some(destination)) = (&self.front.targets, destination) else { return Ok(None) };
         if targets.is_plain(destination.target.port()) {
             return Ok(None);
         }
@@ -421,16 +449,16 @@ impl Served {
     fn rewrite(
         &self,
         head: &mut Parts,
-        caller: Option<&Caller>,
-        destination: &Destination,
+        admitted: &Admitted,
         upgrade: Option<&HeaderValue>,
         h2: bool,
     ) -> Result<(), String> {
         let authority = head.uri.authority().map(ToString::to_string);
         let asked = head.headers.get(header::HOST).and_then(|host| host.to_str().ok().map(ToOwned::to_owned));
-        let host = destination.host.clone().or(authority).or(asked).unwrap_or_default();
+        let host = admitted.on_edge.as_ref().and_then(|destination| destination.host.clone());
+        let host = host.or(authority).or(asked).unwrap_or_default();
         // The token authenticates the caller to this server; the node must not see it.
-        if caller.is_some() && self.peer.caller.is_none() {
+        if admitted.by_token {
             head.headers.remove(header::AUTHORIZATION);
         }
         if h2 { headers::target_head_2(head, &host) } else { headers::target_head(head, &host, upgrade) }
@@ -466,6 +494,8 @@ pub(super) mod tests {
             faults: Faults::default(),
             context: DoorContext { router, ..DoorContext::without_nodes() },
             shares: Shares::new(1),
+            tunnel: parking_lot::Mutex::default(),
+            refused: parking_lot::Mutex::default(),
         };
         let (head, ()) = Request::get("/").header(header::HOST, host).body(()).unwrap().into_parts();
         let wanted = parse_destination(&head)?;

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Request, Response};
+use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tunnel_core::carry::lost;
 
@@ -24,6 +24,7 @@ use crate::admission::{Share, Shares};
 use crate::caller::caller_of_certificate;
 use crate::door::context::{DoorContext, OpenError};
 use crate::door::first_request::FirstRequest;
+use crate::door::preface;
 use crate::metrics::Metrics;
 
 /// Maximum time for a client's handshake.
@@ -32,6 +33,8 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 ///
 /// Longer than Prometheus' usual 30 s between scrapes.
 const IDLE: Duration = Duration::from_secs(45);
+/// Name of a request in errors.
+const REQUEST: &str = "request";
 /// Maximum number of concurrent requests of a connection; further ones wait.
 const MAX_STREAMS: u32 = 128;
 
@@ -58,12 +61,13 @@ impl Front {
             faults,
             context: context.clone(),
             shares: shares.clone(),
+            tunnel: parking_lot::Mutex::default(),
+            refused: parking_lot::Mutex::default(),
         };
         let Some(tls) = &self.tls else {
-            return http(socket, false, &watched, served(None)).await;
+            return http(socket, false, watched, served(None)).await;
         };
-        // With HTTP/1.1 only, a connection can end with its first refusal.
-        let acceptor = if self.metrics.is_some() { tls.acceptor_of_http_1() } else { tls.acceptor() };
+        let acceptor = if self.ends_with_refusal() { tls.acceptor_of_http_1() } else { tls.acceptor() };
         let accepted = tokio::time::timeout(HANDSHAKE, acceptor.accept(socket)).await;
         let stream = match accepted {
             Ok(Ok(stream)) => stream,
@@ -79,12 +83,12 @@ impl Front {
             Some(certificate) => Some(caller_of_certificate(certificate).map_err(OpenError::Client)?),
             None => None,
         };
-        http(stream, h2, &watched, served(caller)).await
+        http(stream, h2, watched, served(caller)).await
     }
 }
 
-/// Answers the requests of a connection until it ends. `watched`: its socket.
-async fn http<S>(stream: S, h2: bool, watched: &TcpStream, served: Served) -> Result<(), OpenError>
+/// Answers the requests of a connection until it ends, or until it has become a tunnel. `watched`: its socket.
+async fn http<S>(stream: S, h2: bool, watched: Arc<TcpStream>, served: Served) -> Result<(), OpenError>
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
@@ -106,6 +110,8 @@ where
         }
         first.wait().await;
     };
+    let proxy = served.front.is_proxy();
+    let patience = if proxy { preface::READ_TIMEOUT } else { IDLE };
     let ended = if h2 {
         let mut builder = http2::Builder::new(TokioExecutor::new());
         builder
@@ -124,14 +130,34 @@ where
         }
     } else {
         tokio::select! {
-            ended = http_1(stream, over, answer) => ended,
-            error = lost(watched) => {
+            ended = http_1(stream, patience, over, answer) => ended,
+            error = lost(&watched) => {
                 tracing::debug!(door, %error, "a client's connection was lost");
                 return Ok(());
             }
         }
     };
+    if let Some(tunnel) = served.tunnel.lock().take() {
+        // In a task of its own, which does not hold what HTTP took.
+        served.context.drain.spawn(tunnel.run(watched, served.faults.clone()));
+        return Ok(());
+    }
+    let refused = served.refused.lock().take();
+    if let Some(refused) = refused
+        && let Ok(client) = refused.await
+    {
+        // A client that is gone, or does not read, need not be told of the end.
+        let _ = tokio::time::timeout(HANDSHAKE, TokioIo::new(client).shutdown()).await;
+    }
+    let late = proxy && matches!(&ended, Err(error) if error.is_timeout());
+    let told = proxy && ended.as_ref().map_or_else(|error| late || error.is_parse(), |()| true);
+    // An upgraded connection goes on with its socket.
+    if let Some(mut socket) = Arc::into_inner(watched).filter(|_| told) {
+        let last = if late && served.front.tls.is_none() { too_late() } else { String::new() };
+        preface::answer(&mut socket, last.as_bytes()).await;
+    }
     match ended {
+        Err(_) if late => Err(OpenError::Client(preface::timed_out(REQUEST))),
         // Normal for clients: they leave, or leave idle connections open.
         Err(error) if error.is_parse() => Err(OpenError::Client(format!("not an HTTP request: {error}"))),
         Err(error) => {
@@ -141,6 +167,16 @@ where
         }
         Ok(()) => Ok(()),
     }
+}
+
+/// Answer to a client whose head took too long.
+fn too_late() -> String {
+    let body = format!("tunnel-server: {}\n", preface::timed_out(REQUEST));
+    format!(
+        "HTTP/1.1 {}\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",
+        StatusCode::REQUEST_TIMEOUT,
+        body.len()
+    )
 }
 
 /// Completes when another server answers scrapers from now on. Connections of other listeners go on until the drain.
@@ -175,6 +211,7 @@ impl Drop for Counted {
 /// socket resets the connection when it receives more: an answer, or after a minute a keepalive probe.
 async fn http_1<S, F>(
     stream: S,
+    patience: Duration,
     over: impl Future<Output = ()>,
     answer: impl Fn(Request<Incoming>) -> F,
 ) -> hyper::Result<()>
@@ -183,7 +220,7 @@ where
     F: Future<Output = Result<Response<Body>, Infallible>>,
 {
     let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(IDLE).max_buf_size(MAX_HEAD).half_close(true);
+    builder.timer(TokioTimer::new()).header_read_timeout(patience).max_buf_size(MAX_HEAD).half_close(true);
     let connection = builder.serve_connection(TokioIo::new(stream), service_fn(answer)).with_upgrades();
     let mut connection = std::pin::pin!(connection);
     tokio::select! {
@@ -199,7 +236,7 @@ where
 mod tests {
     use http_body_util::{BodyExt as _, Full};
     use socket2::SockRef;
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::io::AsyncReadExt as _;
     use tokio::net::TcpListener;
     use tokio::time::timeout;
     use tokio_util::sync::{CancellationToken, DropGuard};
@@ -229,7 +266,7 @@ mod tests {
                 }
             };
             tokio::select! {
-                _ = http_1(stream, std::future::pending(), answer) => {}
+                _ = http_1(stream, IDLE, std::future::pending(), answer) => {}
                 _ = lost(&watched) => {}
             }
         });
