@@ -3,11 +3,11 @@
 
 use libfuzzer_sys::fuzz_target;
 use rustls_pki_types::CertificateDer;
-use tunnel_core::identity::{ca_hash, is_ca, node_of_certificate, parse_ca_hash, validity};
+use tunnel_core::identity::{ca_hash, holder_of_certificate, is_ca, parse_ca_hash, validity};
 
 fuzz_target!(|bytes: &[u8]| {
     let certificate = CertificateDer::from(bytes);
-    if let Ok(node) = node_of_certificate(&certificate) {
+    if let Ok((_, node)) = holder_of_certificate(&certificate) {
         assert!(!node.as_str().is_empty());
     }
     if let Ok(validity) = validity(&certificate) {

@@ -23,7 +23,7 @@ pub(crate) struct Group {
     quick: bool,
 }
 
-const GROUPS: [Group; 6] = [
+const GROUPS: [Group; 5] = [
     Group {
         name: "verdict",
         package: "tunnel-abi",
@@ -33,19 +33,11 @@ const GROUPS: [Group; 6] = [
         quick: true,
     },
     Group {
-        name: "frame",
+        name: "carry",
         package: "tunnel-core",
         target: "--lib",
         tests: &["carry::"],
-        files: &["tunnel-core/src/carry/frame.rs"],
-        quick: false,
-    },
-    Group {
-        name: "stall",
-        package: "tunnel-core",
-        target: "--lib",
-        tests: &["carry::"],
-        files: &["tunnel-core/src/carry/stall.rs"],
+        files: &["tunnel-core/src/carry/frame.rs", "tunnel-core/src/carry/stall.rs"],
         quick: false,
     },
     Group {

@@ -38,22 +38,6 @@ pub(super) fn parse<'a>(certificate: &'a CertificateDer<'_>) -> Result<X509Certi
     }
 }
 
-/// Returns the one node that an agent's certificate names.
-///
-/// # Errors
-/// [`IdentityError::NotAgent`] with the reason if the certificate does not have exactly an agent's format: Subject
-/// `O=postern:agents` and one `CN=postern:node:<name>`, nothing else; extended key usage client authentication and no
-/// other; not a CA. The TLS handshake checks that a trusted root signed it.
-pub fn node_of_certificate(certificate: &CertificateDer<'_>) -> Result<NodeName, IdentityError> {
-    match client_of_certificate(certificate)? {
-        Client::Agent(node) => Ok(node),
-        other => Err(IdentityError::NotAgent(format!(
-            "its organisation is {:?}, not {AGENT_ORGANIZATION:?}",
-            other.organization()
-        ))),
-    }
-}
-
 /// Returns the holder of an enrolled certificate, and its node.
 ///
 /// # Errors
@@ -80,22 +64,14 @@ pub enum Client {
     Redirector(NodeName),
 }
 
-impl Client {
-    const fn organization(&self) -> &'static str {
-        match self {
-            Self::Agent(_) => AGENT_ORGANIZATION,
-            Self::Server(_) => PEER_ORGANIZATION,
-            Self::Redirector(_) => REDIRECTOR_ORGANIZATION,
-        }
-    }
-}
-
-/// Returns the subject of a client certificate: an agent; a server, whose certificate has the same format with
-/// `O=postern:servers` and `CN=postern:server:<id>`; or a redirector, with `O=postern:redirectors` and
+/// Returns the subject of a client certificate: an agent, with `O=postern:agents` and `CN=postern:node:<node>`; a server,
+/// with `O=postern:servers` and `CN=postern:server:<id>`; or a redirector, with `O=postern:redirectors` and
 /// `CN=postern:redirector:<node>`.
 ///
 /// # Errors
-/// [`IdentityError::NotAgent`] with the reason if it has exactly none of these formats.
+/// [`IdentityError::NotAgent`] with the reason if it has exactly none of these formats: one organisation and one common
+/// name, nothing else; extended key usage client authentication and no other; not a CA. The TLS handshake checks that a
+/// trusted root signed it.
 pub fn client_of_certificate(certificate: &CertificateDer<'_>) -> Result<Client, IdentityError> {
     let parsed = parse(certificate)?;
     let subject = parsed.subject();
@@ -348,8 +324,8 @@ mod tests {
     #[test]
     fn an_agents_certificate_names_its_node() {
         let good = [(O, "postern:agents"), (CN, "postern:node:edge-1")];
-        let node = node_of_certificate(&certificate(&good, &[Usage::ClientAuth], &[], false)).unwrap();
-        assert_eq!(node.as_str(), "edge-1");
+        let client = client_of_certificate(&certificate(&good, &[Usage::ClientAuth], &[], false)).unwrap();
+        assert_eq!(client, Client::Agent("edge-1".parse().unwrap()));
     }
 
     #[test]
@@ -361,7 +337,6 @@ mod tests {
         let node: NodeName = "cloud-2".parse().unwrap();
         assert_eq!(client_of_certificate(&redirector).unwrap(), Client::Redirector(node.clone()));
         assert_eq!(holder_of_certificate(&redirector).unwrap(), (Holder::Redirector, node));
-        assert!(node_of_certificate(&redirector).unwrap_err().to_string().contains("postern:redirectors"));
         let server = name("postern:servers", "postern:server:cloud-1");
         assert!(holder_of_certificate(&server).unwrap_err().to_string().contains("a server's"));
         for mixed in ["postern:node:cloud-2", "postern:server:cloud-2"] {
@@ -404,11 +379,12 @@ mod tests {
             (good, client, true, "it is a CA"),
         ];
         for (names, usages, ca, reason) in cases {
-            let error = node_of_certificate(&certificate(&names, &usages, &[], ca)).unwrap_err().to_string();
+            let error =
+                client_of_certificate(&certificate(&names, &usages, &[], ca)).unwrap_err().to_string();
             assert!(error.contains(reason), "{names:?} {usages:?}: {error}");
         }
         assert!(matches!(
-            node_of_certificate(&CertificateDer::from(vec![1, 2, 3])),
+            client_of_certificate(&CertificateDer::from(vec![1, 2, 3])),
             Err(IdentityError::Parse(_))
         ));
     }
@@ -432,7 +408,7 @@ mod tests {
             }
         }
         assert_eq!(patched, 2, "issuer and subject");
-        let error = node_of_certificate(&CertificateDer::from(der)).unwrap_err().to_string();
+        let error = client_of_certificate(&CertificateDer::from(der)).unwrap_err().to_string();
         assert!(error.contains("not exactly one common name"), "{error}");
     }
 
@@ -495,7 +471,7 @@ mod tests {
 
         #[test]
         fn garbage_is_no_certificate(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
-            prop_assert!(node_of_certificate(&CertificateDer::from(bytes.clone())).is_err());
+            prop_assert!(client_of_certificate(&CertificateDer::from(bytes.clone())).is_err());
             prop_assert!(server_names_of_certificate(&CertificateDer::from(bytes)).is_err());
         }
     }

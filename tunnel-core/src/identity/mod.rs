@@ -25,8 +25,8 @@ pub use agent::AgentIdentity;
 pub use bundle::TrustBundle;
 pub use certificate::{
     BACKDATE, Client, PEER_COMMON_NAME_PREFIX, PEER_ORGANIZATION, SERVER_NAME, Validity, ca_hash,
-    client_of_certificate, holder_of_certificate, is_ca, node_of_certificate, parse_ca_hash,
-    pem_of_certificates, public_key_hash, server_names_of_certificate, validity,
+    client_of_certificate, holder_of_certificate, is_ca, parse_ca_hash, pem_of_certificates, public_key_hash,
+    server_names_of_certificate, validity,
 };
 pub use error::IdentityError;
 pub use files::write_atomically;

@@ -90,7 +90,7 @@ fn token_commands_name_the_flag_of_a_bad_value() {
     let state_dir = directory.path().join("server");
     for (line, parts) in [
         ("token create --node Edge_1", ["--node", "Edge_1"]),
-        ("token create --node edge-1 --ttl 5", ["--ttl", "want for example 24h"]),
+        ("token create --node edge-1 --ttl 5", ["--ttl", "not a length of time"]),
         ("token create --node edge-1 --ttl 0s", ["--ttl", "zero"]),
         ("token create --node edge-1 --server-address cloud", ["--server-address", "HOST:PORT"]),
         ("token create --node edge-1 --server-address cloud:0", ["--server-address", "1 to 65535"]),

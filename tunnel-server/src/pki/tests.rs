@@ -12,7 +12,7 @@ use rustls::client::danger::ServerCertVerifier as _;
 use rustls::server::WebPkiClientVerifier;
 use rustls_pki_types::{ServerName, UnixTime};
 use tunnel_core::identity::{
-    Holder, IdentityError, NodeName, PrivateKey, SERVER_NAME, create_csr, node_of_certificate,
+    Client, Holder, IdentityError, NodeName, PrivateKey, SERVER_NAME, client_of_certificate, create_csr,
     public_key_of_csr, server_names_of_certificate, validity,
 };
 
@@ -116,7 +116,7 @@ fn certificates_have_the_expected_contents() {
     let (_directory, _, ca) = new_ca();
     let issued = issue(&ca, "edge-1");
     let leaf = &issued.chain[0];
-    assert_eq!(node_of_certificate(leaf).unwrap(), node("edge-1"));
+    assert_eq!(client_of_certificate(leaf).unwrap(), Client::Agent(node("edge-1")));
     assert!(matches!(server_names_of_certificate(leaf), Err(IdentityError::NotServer(_))));
     let life = validity(leaf).unwrap().life();
     assert_eq!(life, Duration::from_secs(30 * 86_400));
@@ -130,7 +130,7 @@ fn certificates_have_the_expected_contents() {
         server_names_of_certificate(&server.chain[0]).unwrap(),
         [SERVER_NAME, "cloud.example", "*.cloud.example", "10.0.0.1", "fd00::1"]
     );
-    assert!(node_of_certificate(&server.chain[0]).is_err());
+    assert!(client_of_certificate(&server.chain[0]).is_err());
     state.bundle().verify_server(&server.chain).unwrap();
     state.bundle().verify_server(&issued.chain).unwrap_err();
     for bad in ["", "a b", "é.example", "a..b", &"a".repeat(300)] {

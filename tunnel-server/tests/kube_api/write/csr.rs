@@ -11,7 +11,7 @@ use rustls_pki_types::pem::PemObject;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
-use tunnel_core::identity::{Holder, NodeName, PrivateKey, TrustBundle, node_of_certificate, validity};
+use tunnel_core::identity::{Holder, NodeName, PrivateKey, TrustBundle, holder_of_certificate, validity};
 use tunnel_kube::SIGNER;
 use tunnel_server::kube::KubeContext;
 use tunnel_server::kube::write::csr::run;
@@ -122,7 +122,7 @@ async fn only_the_leader_approves_and_signs() {
     server.put(CSRS, of_node("a", "edge-1"));
     signer.lead.send_replace(true);
     let chain = signed(&server, "a").await;
-    assert_eq!(node_of_certificate(&chain[0]).unwrap().as_str(), "edge-1");
+    assert_eq!(holder_of_certificate(&chain[0]).unwrap(), (Holder::Agent, "edge-1".parse().unwrap()));
     // After the certificate come the roots that the agent is to trust.
     assert_eq!(TrustBundle::new(chain[1..].to_vec()).unwrap(), *signer.ca.bundle());
     assert_eq!(signer.ca.bundle().issuer_of(&chain[0]), Some(0));
