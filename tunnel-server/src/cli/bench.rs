@@ -15,7 +15,7 @@ use tunnel_core::link::limited_by;
 
 use super::output::Output;
 use crate::bench::BenchReport;
-use crate::config::DEFAULT_ADMIN_ADDRESS;
+use crate::listeners::DEFAULT_ADMIN_ADDRESS;
 use crate::status::{LinkStatus, StatusReport};
 
 /// Longer than the server takes at most.

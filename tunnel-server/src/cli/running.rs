@@ -4,7 +4,8 @@ use clap::{Args, Parser, Subcommand};
 use tunnel_core::config::{ConfigError, parse_loopback_door};
 use tunnel_core::doctor::{Running, ask_at, parse_flags};
 
-use crate::config::{Config, DEFAULT_ADMIN_ADDRESS, RedirectorFlags};
+use crate::config::{Config, RedirectorFlags};
+use crate::listeners::DEFAULT_ADMIN_ADDRESS;
 use crate::status::StatusReport;
 
 #[derive(Args, Clone, Debug)]

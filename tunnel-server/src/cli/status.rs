@@ -10,7 +10,7 @@ use tunnel_core::admin::Show;
 use tunnel_core::config::parse_with;
 use tunnel_core::identity::NodeName;
 
-use crate::config::DEFAULT_ADMIN_ADDRESS;
+use crate::listeners::DEFAULT_ADMIN_ADDRESS;
 use crate::status::{ConnectionsReport, StatusReport, merged};
 
 #[derive(Args, Clone, Debug)]

@@ -7,6 +7,7 @@
 mod access_log;
 mod answer;
 pub mod client_hello;
+mod config;
 mod connect;
 mod context;
 mod direct;
@@ -35,8 +36,11 @@ use tunnel_core::carry::{Abort, Relay, RelayError, Side, end_on_drop, lost, prep
 use tunnel_core::outcome::Outcome;
 
 pub(crate) use access_log::AccessLogGuard;
+pub use config::{ConnectConfig, DoorConfig, parse_secure_ports};
+pub(crate) use config::{MOST_SECURE_PORTS, Others};
 pub(crate) use connect::{Connect, EDGE, Gatekeeper, Reception, Services, Workload, WorkloadMap, pair};
 pub use context::{DoorContext, OpenError, OpenRequest};
+pub use egress::EgressConfig;
 pub(crate) use egress::{
     ClusterServices, Egress, EgressTls, NAME as EGRESS, Socket as EgressSocket, check_files as check_egress,
 };
@@ -48,8 +52,7 @@ pub(crate) use map::{MAP, Maps};
 pub(crate) use open::{Door, Opened};
 pub(crate) use redirect::Redirected;
 
-use crate::accept::Gated;
-use crate::admission::{Share, Shares};
+use crate::admission::{Gated, Share, Shares};
 use access_log::over_limit;
 use context::Failed;
 use way::Way;

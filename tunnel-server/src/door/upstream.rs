@@ -42,8 +42,9 @@ pub(super) async fn way(
     place: Result<Share, Full>,
     record: &mut AccessLogGuard,
 ) -> Result<Way, Failed> {
-    record.admit(place, Some((&request.node, context.sessions.places(&request.node))))?;
-    let found = Way::find(context, request, client).await;
+    let session = context.sessions.get(&request.node);
+    record.admit(place, Some((&request.node, session.as_ref().map(|session| session.places()))))?;
+    let found = Way::find(context, request, client, session).await;
     let way = found.map_err(|reason| Failed { outcome: Outcome::NoTunnel, reason })?;
     if let Some(server_id) = way.server_id() {
         record.via(server_id);
