@@ -1,4 +1,4 @@
-//! By what this process shows who it is, and judges agents.
+//! The certificate of this process, and its rules for agents.
 
 use std::sync::Arc;
 

@@ -18,7 +18,7 @@ use crate::takeover::{Before, Succession};
 /// Time for links and tasks to end once nothing is carried any more.
 const CLOSING: Duration = Duration::from_secs(3);
 
-/// What parts of the server tell one another.
+/// Channels between parts of the server.
 pub(super) struct Said {
     pub(super) settings: watch::Sender<Arc<Settings>>,
     /// The other servers.

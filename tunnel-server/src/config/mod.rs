@@ -2,6 +2,8 @@
 //! several flags are checked and completed in [`Config::check`].
 
 #[cfg(test)]
+mod file_tests;
+#[cfg(test)]
 mod foreign_tests;
 #[cfg(test)]
 mod help_tests;

@@ -1,4 +1,4 @@
-//! How callers are known and what they may do, which several listeners share.
+//! Authentication of callers and decisions about them, which several listeners share.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ impl CallerFiles {
     }
 }
 
-/// What the listeners share.
+/// The parts that several listeners share.
 pub(crate) struct Callers {
     /// To ask the API server, if there is one.
     pub(super) client: Option<kube::Client>,
@@ -107,7 +107,7 @@ impl Callers {
         Self { client, reviewer, tls, reception, pods, asked, newcomers }
     }
 
-    /// What the links of agents for their nodes' workloads lead to.
+    /// The reception of workloads on edge nodes, for the links of their agents.
     pub(crate) fn workloads(&self) -> FromEdge {
         FromEdge { reception: self.reception.clone(), shares: self.asked.clone() }
     }

@@ -48,7 +48,7 @@ impl Files {
     }
 }
 
-/// What the listeners are started with.
+/// The parts that every listener is started with.
 pub(crate) struct Parts<'a> {
     pub(crate) config: &'a ListenersConfig,
     pub(crate) runtime: &'a Runtime,
