@@ -1,44 +1,32 @@
 //! The cloud side of the tunnel: redirect, listeners, routes, sessions and identity.
 #![deny(unsafe_code)]
 
-pub mod accept;
-mod admin;
 mod admission;
 pub mod agent_port;
 mod answer_cache;
 pub mod app;
-mod authority;
 pub mod bench;
 pub mod caller;
 pub mod cli;
 pub mod config;
-mod connection;
 pub mod doctor;
 pub mod door;
-mod door_files;
-mod failures;
-mod fronts;
 pub mod inventory;
 pub mod kube;
-mod listeners;
+pub mod listeners;
 pub mod maps;
 pub mod metrics;
-mod moved;
 mod page;
 pub mod peers;
 pub mod pki;
 pub mod policy;
 pub mod redirect;
-mod redirector;
 mod reloaded;
 pub mod role;
 pub mod route;
 pub mod runtime;
-mod server_id;
-mod serving;
 pub mod session;
 pub mod settings;
-mod source;
 pub mod status;
 mod takeover;
 mod yaml;

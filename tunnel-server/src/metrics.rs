@@ -1,5 +1,8 @@
 //! The server's metrics of the data path (`postern_*`).
 
+mod connection;
+mod failures;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,8 +17,9 @@ use tunnel_core::live::{Live, Present};
 use tunnel_core::outcome::{Hop, Outcome};
 
 use crate::admission::Full;
-use crate::connection::Connection;
-use crate::failures::{AtHop, Failure, Failures};
+pub(crate) use connection::{Carried, Connection};
+pub(crate) use failures::Failure;
+use failures::{AtHop, Failures};
 
 /// Metrics by labels, which are name and value.
 type By<const LABELS: usize, M> = Family<[(&'static str, &'static str); LABELS], M>;

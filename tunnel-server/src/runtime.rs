@@ -1,5 +1,7 @@
 //! The handles that most parts of the server work with.
 
+mod server_id;
+
 use std::sync::Arc;
 
 use prometheus_client::registry::Registry;
@@ -11,8 +13,8 @@ use crate::metrics::Metrics;
 use crate::peers::{Peers, register_peers};
 use crate::redirect::Redirect;
 use crate::route::Router;
-use crate::server_id::server_id;
 use crate::session::{Sessions, Workers, register_links};
+use server_id::server_id;
 
 /// Made once, and cloned whole.
 #[derive(Clone)]

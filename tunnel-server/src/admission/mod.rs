@@ -1,12 +1,15 @@
 //! Limits on what clients and agents may hold, so that none can starve the others.
 
+mod accept;
 mod budget;
 mod places;
 mod shares;
 
 use std::net::{IpAddr, Ipv6Addr};
 
+pub use accept::{Gate, Gated};
 pub use budget::Budget;
+pub(crate) use budget::Part;
 pub(crate) use places::{Place, Places};
 pub(crate) use shares::{Full, Share, Shares};
 

@@ -8,9 +8,10 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
 
 /// A silent connection older than this makes room for another one of its own source. A younger one may have sent
@@ -80,7 +81,7 @@ impl<K: Ord + Hash + Clone> Places<K> {
 
     /// Takes a place for a connection from `source`. Returns `None` if this source may not have one.
     pub(crate) fn admit(&self, source: K, now: Instant) -> Option<Place<K>> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let own = state.count(&source);
         if (own >= self.per_source || state.taken >= self.limit)
             && (state.leaving >= self.limit_leaving
@@ -178,7 +179,7 @@ pub(crate) struct Place<K: Ord + Hash + Clone> {
 impl<K: Ord + Hash + Clone> Place<K> {
     /// Called when the connection has sent something: silent ones are evicted before it.
     pub(crate) fn spoke(&self) {
-        lock(&self.state).change(&self.source, |places| {
+        self.state.lock().change(&self.source, |places| {
             if let Some(holder) = places.silent.remove(&self.number) {
                 places.speaking.insert(self.number, holder);
             }
@@ -198,7 +199,7 @@ impl<K: Ord + Hash + Clone> Place<K> {
 
 impl<K: Ord + Hash + Clone> Drop for Place<K> {
     fn drop(&mut self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         // The lock is held, so it cannot be evicted meanwhile.
         if self.evicted.is_cancelled() {
             state.leaving -= 1;
@@ -210,10 +211,6 @@ impl<K: Ord + Hash + Clone> Drop for Place<K> {
         });
         state.taken -= 1;
     }
-}
-
-fn lock<K: Ord>(state: &Mutex<State<K>>) -> MutexGuard<'_, State<K>> {
-    state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -283,7 +280,7 @@ mod tests {
         let next = places.admit("source", now + LATER).unwrap();
         assert!(!held[0].is_evicted() && held[1].is_evicted() && !held[2].is_evicted());
         drop((held, next));
-        let state = lock(&places.state);
+        let state = places.state.lock();
         assert_eq!((state.taken, state.leaving, state.sources.len(), state.ranking.len()), (0, 0, 0, 0));
     }
 
@@ -330,7 +327,7 @@ mod tests {
                         held.extend(admitted);
                     }
                 }
-                let state = lock(&places.state);
+                let state = places.state.lock();
                 let taken = u32::try_from(live(&held)).unwrap();
                 prop_assert_eq!(state.taken, taken);
                 prop_assert_eq!(state.taken + state.leaving, u32::try_from(held.len()).unwrap());

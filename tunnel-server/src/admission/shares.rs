@@ -9,8 +9,9 @@
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tunnel_core::identity::NodeName;
 
 use super::source_key;
@@ -107,7 +108,7 @@ impl Shares {
     /// Refuses a source that has half as many connections as there are free places. The error holds its number of
     /// connections and the number of free places.
     fn take(&self, source: IpAddr, unbounded: bool) -> Result<Share, (u32, u32)> {
-        let mut counts = lock(&self.counts);
+        let mut counts = self.counts.lock();
         let free = self.limit.saturating_sub(counts.total);
         let open = counts.sources.get(&source).copied().unwrap_or(0);
         if free == 0 || (open >= free.div_ceil(2) && !unbounded) {
@@ -155,7 +156,7 @@ impl Share {
     pub(crate) fn reaches(&mut self, node: &NodeName, agent: Option<Shares>) -> Result<(), Full> {
         self.agent = agent.map(|places| places.admit_at_agent(self.source).map(Box::new)).transpose()?;
         let limit = self.shares.limit;
-        let mut counts = lock(&self.shares.counts);
+        let mut counts = self.shares.counts.lock();
         // Its own place is taken already and counts as free here; otherwise the last one could not be used.
         let free = limit.saturating_sub(counts.total) + 1;
         let open = counts.nodes.get(node).copied().unwrap_or(0);
@@ -170,7 +171,7 @@ impl Share {
 
 impl Drop for Share {
     fn drop(&mut self) {
-        let mut counts = lock(&self.shares.counts);
+        let mut counts = self.shares.counts.lock();
         counts.total -= 1;
         decrement(&mut counts.sources, &self.source);
         if let Some(node) = &self.node {
@@ -186,10 +187,6 @@ fn decrement<K: Eq + Hash>(counts: &mut HashMap<K, u32>, key: &K) {
             counts.remove(key);
         }
     }
-}
-
-fn lock(counts: &Mutex<Counts>) -> MutexGuard<'_, Counts> {
-    counts.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -220,7 +217,7 @@ mod tests {
         assert_eq!(second.len(), 22);
         assert!(open(&shares, source(3), &node(1)).is_ok());
         drop((first, second));
-        let counts = lock(&shares.counts);
+        let counts = shares.counts.lock();
         assert!(counts.total == 0 && counts.sources.is_empty() && counts.nodes.is_empty());
     }
 
@@ -278,7 +275,7 @@ mod tests {
             // The agent accepts less than before.
             assert!(places.within(10).admit_at_agent(source(3)).is_err());
         }
-        assert!(lock(&places.counts).total == 0 && lock(&doors[0].counts).total == 0);
+        assert!(places.counts.lock().total == 0 && doors[0].counts.lock().total == 0);
     }
 
     #[test]
@@ -289,11 +286,11 @@ mod tests {
         assert_eq!(held.len(), 4);
         let full = doors[1].admit_newcomer(source(1)).unwrap_err();
         assert_eq!(full, Full::Newcomers { source_key: source(1), limit: 10 });
-        assert_eq!(lock(&doors[1].counts).total, 0, "who is refused keeps no place");
+        assert_eq!(doors[1].counts.lock().total, 0, "who is refused keeps no place");
         assert!(doors[1].newcomer(source(1)).is_err() && doors[1].newcomer(source(2)).unwrap().is_some());
         // A known source keeps its place at the listener, and others can come.
         held.iter_mut().for_each(Share::known);
-        assert_eq!((lock(&newcomers.counts).total, lock(&doors[0].counts).total), (0, 4));
+        assert_eq!((newcomers.counts.lock().total, doors[0].counts.lock().total), (0, 4));
         assert!(doors[0].admit_newcomer(source(1)).is_ok());
         assert!(Shares::new(1).newcomer(source(1)).unwrap().is_none());
     }
@@ -323,7 +320,7 @@ mod tests {
                     held.extend(open(&shares, source(from), &node(to)).ok());
                 }
                 prop_assert!(held.len() <= limit as usize);
-                let counts = lock(&shares.counts);
+                let counts = shares.counts.lock();
                 prop_assert_eq!(counts.total as usize, held.len());
                 prop_assert_eq!(counts.sources.values().sum::<u32>(), counts.total);
                 prop_assert_eq!(counts.nodes.values().sum::<u32>(), counts.total);

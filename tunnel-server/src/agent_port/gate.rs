@@ -13,11 +13,36 @@ use tunnel_core::identity::NodeName;
 use tunnel_core::link::HANDSHAKE_TIMEOUT;
 
 use super::known::KnownSources;
-use crate::admission::{Budget, Place, Places, source_key};
+use crate::admission::{Budget, Part, Place, Places, source_key};
 
 /// Maximum number of unattached connections with one node's certificate: an agent needs one for its link to each
 /// address of this server, and one to renew.
 const PER_NODE: u32 = 16;
+
+/// More concurrent handshakes would only wait for each other's signatures.
+const MOST_HANDSHAKES: u32 = 4096;
+/// An enrolment takes tens of milliseconds.
+const MOST_ENROLMENTS: u32 = 1024;
+
+/// Handshakes from sources from which no agent has attached yet.
+const STRANGERS: Part = Part::new(1, 16).at_most(MOST_HANDSHAKES);
+/// Handshakes from sources from which an agent has attached before.
+const KNOWN: Part = Part::new(1, 32).at_most(MOST_HANDSHAKES);
+/// Connections that have shown a certificate: links until they are attached, and renewals.
+const CERTIFIED: Part = Part::new(1, 32).at_most(MOST_HANDSHAKES);
+/// Connections for an enrolment, which need no certificate.
+const ENROLMENTS: Part = Part::new(1, 64).at_most(MOST_ENROLMENTS);
+/// Links of busy nodes beyond the first one.
+const ADDITIONAL: Part = Part::new(1, 32);
+
+/// The parts of the agents' ports.
+pub(crate) const PARTS: [(&str, Part); 5] = [
+    ("strangers", STRANGERS),
+    ("known", KNOWN),
+    ("certified", CERTIFIED),
+    ("enrolments", ENROLMENTS),
+    ("additional", ADDITIONAL),
+];
 
 pub(super) struct Gate {
     strangers: Places<IpAddr>,
@@ -31,11 +56,11 @@ pub(super) struct Gate {
 impl Gate {
     pub(super) fn new(budget: &Budget) -> Self {
         Self {
-            strangers: Places::new(budget.strangers, u32::MAX),
-            known: Places::new(budget.known, u32::MAX),
-            certified: Places::new(budget.certified, PER_NODE).undisturbed_for(HANDSHAKE_TIMEOUT),
-            enrolments: Places::new(budget.enrolments, u32::MAX),
-            additional: Arc::new(Semaphore::new(budget.additional as usize)),
+            strangers: Places::new(budget.places(&STRANGERS), u32::MAX),
+            known: Places::new(budget.places(&KNOWN), u32::MAX),
+            certified: Places::new(budget.places(&CERTIFIED), PER_NODE).undisturbed_for(HANDSHAKE_TIMEOUT),
+            enrolments: Places::new(budget.places(&ENROLMENTS), u32::MAX),
+            additional: Arc::new(Semaphore::new(budget.places(&ADDITIONAL) as usize)),
             sources: Arc::default(),
         }
     }
@@ -111,8 +136,8 @@ mod tests {
         let budget = Budget::of(2_000, 1 << 30);
         let gate = Gate::new(&budget);
         let link = || gate.certified(&"edge-1".parse().unwrap(), [10, 0, 0, 1].into()).unwrap().additional();
-        let mut links: Vec<_> = (0..budget.additional).map(|_| link().unwrap()).collect();
-        assert!(budget.additional > 0 && link().is_none());
+        let mut links: Vec<_> = (0..budget.places(&ADDITIONAL)).map(|_| link().unwrap()).collect();
+        assert!(budget.places(&ADDITIONAL) > 0 && link().is_none());
         links.pop();
         assert!(link().is_some());
     }

@@ -14,8 +14,7 @@ use tunnel_core::link::{HANDSHAKE_TIMEOUT, tune_link};
 
 use super::gate::Gate;
 use super::link::LinkContext;
-use crate::accept::Gated;
-use crate::admission::Place;
+use crate::admission::{Gated, Place};
 use crate::session::Workers;
 
 /// Maximum wait for a client's first byte. An agent sends it at once.

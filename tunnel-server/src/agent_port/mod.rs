@@ -3,6 +3,7 @@
 
 mod additional;
 mod attach;
+mod config;
 mod enroll;
 mod from_edge;
 mod gate;
@@ -29,17 +30,18 @@ use tunnel_core::link::LinkIo;
 
 pub use self::from_edge::FromEdge;
 pub use self::link::{Handover, LinkContext};
-pub use crate::admission::Budget;
+pub use crate::admission::{Budget, Gate, Gated};
+pub use config::AgentsConfig;
 pub use enroll::{enroll_routes, for_client};
-pub(crate) use konnectivity::{KonnectivityPort, NAME as KONNECTIVITY, Tokens};
+pub(crate) use gate::PARTS as AGENTS_PARTS;
+pub use konnectivity::KonnectivityConfig;
+pub(crate) use konnectivity::{KonnectivityPort, NAME as KONNECTIVITY, Tokens, service_account};
 
-use crate::accept::Gated;
 use crate::door::{DoorContext, EDGE};
 use crate::pki::EnrollService;
 use crate::session::Workers;
 use attach::Presented;
 use enroll::{EnrollConnections, EnrollPlace};
-use gate::Gate;
 use handshakes::{Connection, Error, Handshakes};
 use redirectors::Redirector;
 
@@ -71,7 +73,7 @@ impl AgentPort {
             tls,
             workers,
             context: context.clone(),
-            gate: Arc::new(Gate::new(budget)),
+            gate: Arc::new(gate::Gate::new(budget)),
             links: TaskTracker::new(),
         };
         let enroll = EnrollConnections::new(enroll, context.metrics.clone(), context.draining.clone());

@@ -9,14 +9,39 @@ use tokio::sync::watch;
 use tunnel_core::admin::Serving;
 use tunnel_core::config::HostPort;
 
-use crate::agent_port::AgentPort;
-use crate::pki::ServerCertificate;
+use crate::agent_port::{AgentPort, Handover};
+use crate::pki::{KnownNodes, ServerCertificate};
 use crate::runtime::Runtime;
 use crate::settings::Settings;
 use crate::takeover::{Before, Succession};
 
 /// Time for links and tasks to end once nothing is carried any more.
 const CLOSING: Duration = Duration::from_secs(3);
+
+/// Channels between parts of the server.
+pub(super) struct Said {
+    pub(super) settings: watch::Sender<Arc<Settings>>,
+    /// The other servers.
+    pub(super) peers: watch::Sender<Arc<BTreeSet<HostPort>>>,
+    /// The nodes that may attach.
+    pub(super) known_nodes: watch::Sender<Option<Arc<KnownNodes>>>,
+    pub(super) handover: watch::Sender<Handover>,
+    /// False while a successor does what one server alone may do.
+    pub(super) eligible: watch::Sender<bool>,
+}
+
+impl Said {
+    /// `peers`: the other servers at the start.
+    pub(super) fn new(peers: BTreeSet<HostPort>) -> Self {
+        Self {
+            settings: watch::Sender::default(),
+            peers: watch::Sender::new(Arc::new(peers)),
+            known_nodes: watch::Sender::default(),
+            handover: watch::Sender::default(),
+            eligible: watch::Sender::new(true),
+        }
+    }
+}
 
 pub(super) struct Running {
     pub(super) runtime: Runtime,
@@ -26,8 +51,7 @@ pub(super) struct Running {
     pub(super) before: Before,
     // Held to the end: dropping these ends what they keep going.
     pub(super) _certificate: Option<Arc<ServerCertificate>>,
-    pub(super) _settings: watch::Sender<Arc<Settings>>,
-    pub(super) _peer_addresses: watch::Sender<Arc<BTreeSet<HostPort>>>,
+    pub(super) _said: Said,
     pub(super) admin: Option<Serving>,
 }
 

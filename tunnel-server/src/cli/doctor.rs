@@ -27,7 +27,7 @@ impl Examine for ExamineFlags {
     const UNITS: &'static str = "postern-server@*";
 
     fn admin_address(&self) -> ListenAddress {
-        self.run.process.admin_address
+        self.run.listeners.common.admin_address
     }
 
     async fn examine(&self, running: &Asked<StatusReport>) -> (Report, PathBuf) {

@@ -152,7 +152,7 @@ fn https_ports(line: &mut impl FnMut(&str), ports: &BTreeMap<String, String>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::parse_secure_ports;
+    use crate::door::parse_secure_ports;
     use crate::maps::parse_file;
 
     const FILE: &str = r#"

@@ -60,11 +60,15 @@ fn yurttunnels_published_command_lines_are_accepted() {
         "--v=2",
     ]);
     assert_eq!(ignored(&chart), ["--proxy-strategy", "--insecure-bind-address"]);
-    assert_eq!(chart.agents.port, Some(10262));
-    assert_eq!(chart.doors.insecure_address(), Some("127.0.0.1:10264".parse().unwrap()), "it stays closed");
+    assert_eq!(chart.listeners.agents.port, Some(10262));
+    assert_eq!(
+        chart.listeners.doors.insecure_address(),
+        Some("127.0.0.1:10264".parse().unwrap()),
+        "it stays closed"
+    );
     let older = published(&["--bind-address=fd00::1", "--insecure-bind-address=fd00::1", "--server-count=1"]);
     assert_eq!(ignored(&older), ["--server-count", "--insecure-bind-address"]);
-    assert_eq!(older.doors.insecure_address(), Some("[::1]:10264".parse().unwrap()));
+    assert_eq!(older.listeners.doors.insecure_address(), Some("[::1]:10264".parse().unwrap()));
     assert!(ignored(&published(&["--bind-address=10.0.0.1"])).is_empty());
     // Without flags of YurtTunnel it is an error.
     assert!(config(&["--insecure-bind-address=10.0.0.1"]).unwrap_err().contains("not a loopback address"));
@@ -111,9 +115,12 @@ fn konnectivitys_published_command_lines_are_accepted() {
     assert_eq!(ignored(&examples).len(), 10);
     assert_eq!(ignored(&examples).last(), Some(&"--agent-namespace"), "there is no port for its agents");
     assert_eq!(format!("{:?}", parsed_again(&examples)), format!("{examples:?}"));
-    let socket = examples.egress.socket.as_deref().unwrap();
-    assert!(socket.ends_with("konnectivity-server.socket") && examples.egress.port.is_none());
-    assert_eq!((examples.agents.port, examples.process.admin_address.unwrap().port()), (Some(8091), 8093));
+    let socket = examples.listeners.egress.socket.as_deref().unwrap();
+    assert!(socket.ends_with("konnectivity-server.socket") && examples.listeners.egress.port.is_none());
+    assert_eq!(
+        (examples.listeners.agents.port, examples.listeners.common.admin_address.unwrap().port()),
+        (Some(8091), 8093)
+    );
     let account = &examples.kube.names.agent_service_account;
     assert_eq!(account, "tunnel-agent", "theirs is not for our agents");
 
@@ -130,9 +137,9 @@ fn konnectivitys_published_command_lines_are_accepted() {
         "--konnectivity-agent-port=8135",
     ]);
     assert_eq!(ignored(&tcp), ["--logtostderr"]);
-    let tls = tcp.egress.tls.as_ref().unwrap();
-    assert!(tcp.egress.port == Some(8131) && tls.certificate.is_some(), "{tls:?}");
-    assert_eq!(tcp.process.admin_address.unwrap().port(), 8134);
-    assert_eq!(tcp.konnectivity.account, "konnectivity/agents");
+    let tls = tcp.listeners.egress.tls.as_ref().unwrap();
+    assert!(tcp.listeners.egress.port == Some(8131) && tls.certificate.is_some(), "{tls:?}");
+    assert_eq!(tcp.listeners.common.admin_address.unwrap().port(), 8134);
+    assert_eq!(tcp.listeners.konnectivity.account, "konnectivity/agents");
     assert_eq!(format!("{:?}", parsed_again(&tcp)), format!("{tcp:?}"));
 }

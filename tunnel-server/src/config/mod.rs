@@ -1,45 +1,40 @@
 //! The server's flags, which are its configuration: each part has its own clap `Args` struct. Settings that depend on
 //! several flags are checked and completed in [`Config::check`].
 
-mod doors;
-mod egress;
+#[cfg(test)]
+mod file_tests;
 #[cfg(test)]
 mod foreign_tests;
 #[cfg(test)]
 mod help_tests;
-mod konnectivity;
-mod parts;
 mod redirect;
 mod redirector;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use doors::MOST_SECURE_PORTS;
-pub use doors::{ConnectConfig, DoorConfig, PlainConfig, TargetConfig, parse_secure_ports};
-pub use egress::{EgressConfig, EgressTlsConfig};
-pub use konnectivity::KonnectivityConfig;
 pub use redirect::{RedirectFlags, RedirectRanges};
 pub use redirector::{RedirectorConfig, RedirectorFlags};
 
 use std::collections::BTreeSet;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use tunnel_core::config::value::{self, List, ListenAddress, OnOff, Port};
+use ipnet::IpNet;
+use tunnel_core::config::value::{self, OnOff};
 use tunnel_core::config::{ConfigError, ConfigFile, HostPort, Ignored};
 use tunnel_core::link::Congestion;
 use tunnel_core::logging::LogConfig;
 
+use crate::agent_port::service_account;
 use crate::inventory::{DEFAULT_EDGE_SELECTOR, Selector};
 use crate::kube::{KubeOptions, ObjectNames};
-use crate::pki::DEFAULT_STATE_DIR;
+use crate::listeners::ListenersConfig;
+use crate::pki::{DEFAULT_STATE_DIR, ServerNames};
 use crate::redirect::RedirectConfig;
 use crate::role::Role;
-use doors::Others;
-
-pub const DEFAULT_ADMIN_ADDRESS: &str = "127.0.0.1:10265";
+use crate::route::{RouterConfig, host_addresses};
 
 /// Source of the nodes and the CA.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,19 +61,11 @@ pub struct Config {
     #[command(flatten)]
     pub redirect: RedirectFlags,
     #[command(flatten)]
-    pub agents: AgentsConfig,
-    #[command(flatten)]
-    pub doors: DoorConfig,
-    #[command(flatten)]
-    pub connect: ConnectConfig,
+    pub listeners: ListenersConfig,
     #[command(flatten)]
     pub kube: KubeOptions,
     #[command(flatten)]
     pub writes: WritesConfig,
-    #[command(flatten)]
-    pub egress: EgressConfig,
-    #[command(flatten)]
-    pub konnectivity: KonnectivityConfig,
     #[command(flatten)]
     pub ignored: Ignored,
     /// Set for a redirector only.
@@ -111,7 +98,7 @@ pub struct NodesConfig {
     pub peers: BTreeSet<HostPort>,
 }
 
-/// The process itself, its admin endpoints and its metrics.
+/// The process itself.
 #[derive(Args, Clone, Debug)]
 pub struct ProcessConfig {
     #[command(flatten)]
@@ -119,27 +106,6 @@ pub struct ProcessConfig {
     /// Where the CA, keys, tokens and certificates are kept.
     #[arg(long, value_name = "DIR", alias = "cert-dir", default_value = DEFAULT_STATE_DIR)]
     pub state_dir: PathBuf,
-    /// Address of every port but --insecure-port and --admin-address; an IPv6 literal such as :: switches the family.
-    #[arg(long, value_name = "IP", default_value = "0.0.0.0", value_parser = value::ip)]
-    pub bind_address: IpAddr,
-    /// Where to serve /metrics, /healthz, /readyz and /status: a loopback address and a port, or a port; port 0: off.
-    // konnectivity has two ports for these, of which the last that is given counts.
-    #[arg(long, value_name = "ADDRESS:PORT", aliases = ["meta-port", "admin-port", "health-port"],
-          overrides_with = "admin_address", env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS,
-          value_parser = value::listen_on_loopback)]
-    pub admin_address: ListenAddress,
-    /// Port of the metrics door, on --bind-address: /metrics over TLS for other hosts. Callers show a certificate or a bearer token,
-    /// and in a cluster may get the nonResourceURL /metrics; 0: off.
-    #[arg(long, value_name = "PORT", default_value = "0", value_parser = value::port)]
-    pub metrics_port: Port,
-    /// CAs (PEM) of callers' certificates, at --connect-port and --metrics-port and with --terminate-tls, and again when the file
-    /// changes [default: in a cluster, the one that kube-apiserver accepts; else none is asked for].
-    #[arg(long, value_name = "FILE")]
-    pub client_ca_file: Option<PathBuf>,
-    /// Callers' tokens, as kube-apiserver's flag of this name reads them (TOKEN,USER,UID,"GROUPS"), and again when the file
-    /// changes; in a cluster besides those that the API server knows [default: none].
-    #[arg(long, value_name = "FILE")]
-    pub token_auth_file: Option<PathBuf>,
     /// TCP congestion control of the links for what this process sends: auto (BBR where the kernel has it and permits it, else the
     /// system's), system, or the kernel's name of one.
     #[arg(long, value_name = "NAME", default_value = "auto", value_parser = Congestion::parse)]
@@ -148,30 +114,6 @@ pub struct ProcessConfig {
     #[arg(long, value_name = "DURATION", alias = "graceful-shutdown-timeout", default_value = "30s",
           value_parser = value::duration)]
     pub drain_timeout: Duration,
-}
-
-/// The agents' port and what they need to attach. The default is that it is off.
-#[derive(Args, Clone, Debug, Default)]
-#[command(next_help_heading = "Agents")]
-pub struct AgentsConfig {
-    /// Port that the agents dial; 0: off.
-    #[arg(id = "agent-port", long, value_name = "PORT", alias = "tunnel-agent-connect-port", default_value = "10262",
-          value_parser = value::port)]
-    pub port: Port,
-    /// refuse or allow agents of nodes that are not in the inventory, at each attach and renewal.
-    #[arg(id = "unknown-agents", long, value_name = "refuse|allow", default_value = "refuse",
-          value_parser = refuse_or_allow)]
-    pub refuse_unknown: OnOff,
-    /// on or off: agents enrol with tokens of `tunnel-server token create` [default: on with --inventory, off in a cluster].
-    #[arg(long, value_name = "on|off", value_parser = value::on_off)]
-    token_enrollment: Option<OnOff>,
-    /// Additional DNS names in the server's certificate, comma-separated [default: none].
-    #[arg(long, value_name = "NAMES", default_value = "", hide_default_value = true, value_parser = dns_names)]
-    cert_dns_names: List<String>,
-    /// Additional IP addresses in the server's certificate, comma-separated [default: none; it has this host's].
-    #[arg(long, value_name = "IPS", default_value = "", hide_default_value = true,
-          value_parser = value::list::<IpAddr, List<_>>)]
-    cert_ips: List<IpAddr>,
 }
 
 /// What is written to a cluster. The default is nothing.
@@ -195,47 +137,33 @@ impl Config {
     pub fn check(mut self, flags: Vec<String>) -> Result<Self, ConfigError> {
         self.flags = flags;
         self.translate()?;
-        self.nodes.edge_selector = self.nodes.edge_selector.keep_labels(self.connect.policy.is_some());
+        let policy = self.listeners.connect.policy.is_some();
+        self.nodes.edge_selector = self.nodes.edge_selector.keep_labels(policy);
         if self.redirects {
             self.redirect.check()?;
         }
-        let (standalone, metrics) = (self.nodes.inventory.is_some(), self.process.metrics_port);
-        self.doors.check(&Others {
-            standalone,
-            kubeconfig: self.kube.kubeconfig.is_some(),
-            client_ca: self.process.client_ca_file.as_ref(),
-            takes_certificates: self.connect.connect_port.is_some() || metrics.is_some(),
-        })?;
-        self.egress.check()?;
-        self.check_ports()?;
-        let known = self.process.token_auth_file.is_some() || self.process.client_ca_file.is_some();
-        match metrics {
-            Some(port) if standalone && !known => {
-                let reason = "with --inventory callers show a token or a certificate that a file knows: give \
-                              --token-auth-file or --client-ca-file";
-                Err(ConfigError::new("--metrics-port", port.to_string(), reason))
-            }
-            _ => Ok(self),
-        }
+        self.listeners.check(self.nodes.inventory.is_some(), self.kube.kubeconfig.is_some())?;
+        Ok(self)
     }
 
     /// Translates flags that have another meaning in other systems.
     fn translate(&mut self) -> Result<(), ConfigError> {
         // YurtTunnel's manifests open the http door to everyone who reaches the node; here it stays on the loopback.
-        if let Some(address) = self.doors.insecure_bind_address.filter(|address| !address.is_loopback())
+        let ListenersConfig { doors, konnectivity, .. } = &mut self.listeners;
+        if let Some(address) = doors.insecure_bind_address.filter(|address| !address.is_loopback())
             && !self.ignored.0.is_empty()
         {
             let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
-            self.doors.insecure_bind_address = Some(loopback[usize::from(address.is_ipv6())]);
+            doors.insecure_bind_address = Some(loopback[usize::from(address.is_ipv6())]);
             self.ignored.0.push("--insecure-bind-address".to_owned());
         }
         // In konnectivity, --agent-service-account is the account of its own agents.
-        if let Some(namespace) = &self.konnectivity.agent_namespace {
+        if let Some(namespace) = &konnectivity.agent_namespace {
             let account = format!("{namespace}/{}", self.kube.names.agent_service_account);
-            self.konnectivity.account = konnectivity::service_account(&account)
+            konnectivity.account = service_account(&account)
                 .map_err(|reason| ConfigError::new("--agent-namespace", namespace, reason))?;
             self.kube.names.agent_service_account = ObjectNames::default().agent_service_account;
-            if self.konnectivity.port.is_none() {
+            if konnectivity.port.is_none() {
                 self.ignored.0.push("--agent-namespace".to_owned());
             }
         }
@@ -260,63 +188,41 @@ impl Config {
 
     /// True if agents enrol with tokens.
     pub(crate) fn token_enrollment(&self) -> bool {
-        self.agents.token_enrollment.unwrap_or(self.nodes.inventory.is_some())
+        self.listeners.agents.token_enrollment.unwrap_or(self.nodes.inventory.is_some())
     }
 
-    /// The addresses of all listeners except those of maps and the redirect, each with its flag.
-    pub(crate) fn listeners(&self) -> Vec<(&'static str, SocketAddr)> {
-        let at = |port: Port| port.map(|port| SocketAddr::new(self.process.bind_address, port));
-        let listeners = [
-            ("--agent-port", at(self.agents.port)),
-            ("--secure-port", at(self.doors.secure_port)),
-            ("--insecure-port", self.doors.insecure_address()),
-            ("--connect-port", at(self.connect.connect_port)),
-            ("--plain-port", at(self.doors.plain.port)),
-            ("--egress-port", at(self.egress.port)),
-            ("--konnectivity-agent-port", at(self.konnectivity.port)),
-            ("--metrics-port", at(self.process.metrics_port)),
-            ("--admin-address", self.process.admin_address),
-        ];
-        let secure = self.doors.secure_ports.keys().map(|port| ("--secure-ports", at(Some(*port))));
-        listeners.into_iter().chain(secure).filter_map(|(key, address)| Some((key, address?))).collect()
-    }
-
-    /// Refuses two listeners on one address: the second would fail to bind, with an error that does not name the flag
-    /// of the first.
-    fn check_ports(&self) -> Result<(), ConfigError> {
-        let listeners = self.listeners();
-        for (index, (key, address)) in listeners.iter().enumerate() {
-            let same = |(_, other): &&(_, SocketAddr)| {
-                let anywhere = address.ip().is_unspecified() || other.ip().is_unspecified();
-                address.port() == other.port() && (address.ip() == other.ip() || anywhere)
-            };
-            if let Some((other, _)) = listeners[..index].iter().find(same) {
-                let reason = format!("{other} has port {} already; choose another", address.port());
-                return Err(ConfigError::without_value(*key, reason));
-            }
+    /// Configuration of the router. `api_server` are the API server's addresses, if known.
+    pub(crate) fn router(&self, api_server: impl IntoIterator<Item = IpAddr>) -> RouterConfig {
+        // In a cluster the manifests set the node's name. A standalone server's environment does not refer to its file.
+        let host = match self.nodes.inventory {
+            Some(_) => None,
+            None => std::env::var("NODE_NAME").ok().and_then(|name| name.parse().ok()),
+        };
+        let redirect = &self.redirect;
+        RouterConfig {
+            token_range: redirect.ranges.redirect_range,
+            token_range_v6: redirect.ranges.redirect_range_v6,
+            ports: redirect.redirect_ports.clone(),
+            pods: redirect.edge_pod_routes.clone(),
+            host,
+            edge_addresses: redirect.edge_addresses.clone(),
+            foreign: {
+                let services = redirect.service_cidrs.iter().copied();
+                services.chain(api_server.into_iter().map(IpNet::from)).collect()
+            },
+            exclude: redirect.exclude.clone(),
+            clients: redirect.redirect_clients.clone(),
+            host_addresses,
         }
-        Ok(())
     }
-}
 
-fn refuse_or_allow(value: &str) -> Result<bool, String> {
-    match value {
-        "refuse" => Ok(true),
-        "allow" => Ok(false),
-        _ => Err("use refuse or allow".to_owned()),
+    /// Names in the server's certificate before a cluster adds its own.
+    pub(crate) fn server_names(&self) -> ServerNames {
+        let ListenersConfig { common, agents, .. } = &self.listeners;
+        ServerNames {
+            dns: agents.cert_dns_names.clone(),
+            addresses: agents.cert_ips.clone(),
+            local_addresses: common.bind_address.is_unspecified(),
+        }
     }
-}
-
-fn dns_names(value: &str) -> Result<List<String>, String> {
-    let names = value.split(',').map(str::trim).filter(|name| !name.is_empty());
-    names
-        .map(|name| {
-            // A name valid in a certificate (RFC 5280 §4.2.1.6), or a wildcard in the first label.
-            let plain = name.strip_prefix("*.").unwrap_or(name);
-            match rustls_pki_types::DnsName::try_from(plain) {
-                Ok(_) => Ok(name.to_ascii_lowercase()),
-                Err(_) => Err(format!("{name:?} is not a DNS name")),
-            }
-        })
-        .collect()
 }

@@ -8,11 +8,9 @@ use tunnel_core::identity::{Holder, NodeName, SecretString};
 use tunnel_core::logging::LogConfig;
 use tunnel_identity::EnrolmentFlags;
 
-use super::{
-    AgentsConfig, Config, ConnectConfig, DoorConfig, EgressConfig, KonnectivityConfig, NodesConfig,
-    ProcessConfig, RedirectFlags, WritesConfig,
-};
+use super::{Config, NodesConfig, ProcessConfig, RedirectFlags, WritesConfig};
 use crate::kube::{KubeOptions, ObjectNames, object_name};
+use crate::listeners::{CommonConfig, ListenersConfig};
 
 /// Settings that only a redirector has.
 #[derive(Clone, Debug)]
@@ -36,6 +34,8 @@ pub struct RedirectorFlags {
     enrolment: EnrolmentFlags,
     #[command(flatten)]
     process: ProcessConfig,
+    #[command(flatten)]
+    listeners: CommonConfig,
     #[command(flatten)]
     log: LogConfig,
     #[command(flatten)]
@@ -81,13 +81,9 @@ impl RedirectorFlags {
             log: self.log,
             redirects: true,
             redirect: self.redirect,
-            agents: AgentsConfig::default(),
-            doors: DoorConfig::default(),
-            connect: ConnectConfig::default(),
+            listeners: ListenersConfig::of_redirector(self.listeners),
             kube: KubeOptions { kubeconfig: self.kubeconfig, namespace: self.namespace, names },
             writes: WritesConfig::default(),
-            egress: EgressConfig::default(),
-            konnectivity: KonnectivityConfig::default(),
             ignored: Ignored::default(),
             redirector: Some(RedirectorConfig { node, token, ca_hash }),
             flags: Vec::new(),

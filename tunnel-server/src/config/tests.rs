@@ -55,10 +55,13 @@ fn defaults_are_as_documented() {
     assert_eq!(config.source(), NodeSource::File("/nodes.yaml".into()));
     assert!(config.redirect.edge_pod_routes.is_empty() && !config.writes.node_condition);
     assert_eq!(config.process.state_dir, PathBuf::from("/var/lib/postern/server"));
-    assert_eq!(config.process.bind_address, IpAddr::from([0, 0, 0, 0]));
-    assert_eq!((config.agents.port, config.doors.secure_port), (Some(10262), Some(10263)));
-    assert_eq!(config.doors.insecure_address(), Some("127.0.0.1:10264".parse().unwrap()));
-    assert_eq!(config.process.admin_address, Some("127.0.0.1:10265".parse().unwrap()));
+    assert_eq!(config.listeners.common.bind_address, IpAddr::from([0, 0, 0, 0]));
+    assert_eq!(
+        (config.listeners.agents.port, config.listeners.doors.secure_port),
+        (Some(10262), Some(10263))
+    );
+    assert_eq!(config.listeners.doors.insecure_address(), Some("127.0.0.1:10264".parse().unwrap()));
+    assert_eq!(config.listeners.common.admin_address, Some("127.0.0.1:10265".parse().unwrap()));
     assert_eq!(config.redirect.redirect_ports, BTreeSet::from([10250, 10255]));
     assert_eq!(config.redirect.ranges.redirect_range.to_string(), "198.18.0.0/15");
     assert_eq!(config.nodes.edge_selector, Selector::default());
@@ -67,7 +70,7 @@ fn defaults_are_as_documented() {
     assert!(config.redirect.exclude.is_empty() && config.redirect.redirect_clients.is_empty());
     assert!(config.redirect.edge_addresses.is_empty() && config.redirect.service_cidrs.is_empty());
     assert!(!config.nodes.allow_empty_inventory);
-    assert!(config.agents.cert_dns_names.is_empty() && config.agents.cert_ips.is_empty());
+    assert!(config.listeners.agents.cert_dns_names.is_empty() && config.listeners.agents.cert_ips.is_empty());
     let redirect = config.redirect_start().unwrap();
     let default = RedirectConfig::default();
     assert_eq!(redirect.cgroup, None);
@@ -122,14 +125,17 @@ fn every_flag_has_an_effect() {
     .unwrap();
     assert_eq!(config.redirect.edge_pod_routes.len(), 2);
     assert!(config.writes.node_condition && !config.writes.dns_records);
-    assert_eq!((config.connect.connect_port, config.process.metrics_port), (Some(5), Some(6)));
-    let maps: Vec<_> = config.connect.maps.iter().map(ToString::to_string).collect();
+    assert_eq!(
+        (config.listeners.connect.connect_port, config.listeners.common.metrics_port),
+        (Some(5), Some(6))
+    );
+    let maps: Vec<_> = config.listeners.connect.maps.iter().map(ToString::to_string).collect();
     let local = "127.0.0.1:2222=edge-7/22,127.0.0.0/8,::1/128";
     assert_eq!(maps, [local, "0.0.0.0:2223=edge-8/10.8.0.9:443,10.0.0.0/8"]);
-    assert_eq!(config.doors.insecure_address(), Some("127.0.0.2:4".parse().unwrap()));
-    assert_eq!(config.process.bind_address, "::".parse::<IpAddr>().unwrap());
-    assert_eq!((config.agents.port, config.doors.secure_port), (Some(1), None));
-    assert_eq!(config.process.admin_address, Some("[::1]:3".parse().unwrap()));
+    assert_eq!(config.listeners.doors.insecure_address(), Some("127.0.0.2:4".parse().unwrap()));
+    assert_eq!(config.listeners.common.bind_address, "::".parse::<IpAddr>().unwrap());
+    assert_eq!((config.listeners.agents.port, config.listeners.doors.secure_port), (Some(1), None));
+    assert_eq!(config.listeners.common.admin_address, Some("[::1]:3".parse().unwrap()));
     let redirect = config.redirect_start().unwrap();
     assert_eq!(redirect.cgroup, Some(PathBuf::from("/sys/fs/cgroup/x")));
     assert_eq!(redirect.token_range.to_string(), "100.64.0.0/10");
@@ -144,8 +150,8 @@ fn every_flag_has_an_effect() {
     assert_eq!(config.redirect.service_cidrs, ["10.96.0.0/12".parse().unwrap()]);
     assert!(config.nodes.allow_empty_inventory);
     assert_eq!(config.nodes.edge_selector.to_string(), "edge=yes");
-    assert_eq!(config.agents.cert_dns_names, ["a.example.org", "*.b.example.org"]);
-    assert_eq!(config.agents.cert_ips.len(), 2);
+    assert_eq!(config.listeners.agents.cert_dns_names, ["a.example.org", "*.b.example.org"]);
+    assert_eq!(config.listeners.agents.cert_ips.len(), 2);
     assert_eq!(config.process.drain_timeout, Duration::from_secs(60));
     assert_eq!((config.log.log_format, config.log.log_level), (logging::Format::Json, logging::Level::Debug));
     let again = parsed_again(&config);
@@ -172,8 +178,8 @@ fn every_flag_has_an_effect() {
 fn flag_names_of_other_systems_are_accepted() {
     let config =
         config(&["--tunnel-agent-connect-port=7", "--meta-port=9", "--cert-dir=/c", "--v=5"]).unwrap();
-    assert_eq!(config.agents.port, Some(7));
-    assert_eq!(config.process.admin_address, Some("127.0.0.1:9".parse().unwrap()));
+    assert_eq!(config.listeners.agents.port, Some(7));
+    assert_eq!(config.listeners.common.admin_address, Some("127.0.0.1:9".parse().unwrap()));
     assert_eq!(
         (config.process.state_dir, config.log.log_level),
         (PathBuf::from("/c"), logging::Level::Debug)
@@ -187,10 +193,10 @@ fn flag_names_of_other_systems_are_accepted() {
 #[test]
 fn who_may_attach_and_enrol() {
     let standalone = config(&[]).unwrap();
-    assert_eq!((standalone.agents.refuse_unknown, standalone.token_enrollment()), (true, true));
+    assert_eq!((standalone.listeners.agents.refuse_unknown, standalone.token_enrollment()), (true, true));
     assert!(!in_cluster(&[]).unwrap().token_enrollment(), "a cluster has CSRs");
     let other = in_cluster(&["--unknown-agents=allow", "--token-enrollment=on"]).unwrap();
-    assert_eq!((other.agents.refuse_unknown, other.token_enrollment()), (false, true));
+    assert_eq!((other.listeners.agents.refuse_unknown, other.token_enrollment()), (false, true));
     assert!(!config(&["--token-enrollment=off"]).unwrap().token_enrollment());
     assert!(error(&["--unknown-agents=ask"]).contains("use refuse or allow"));
     assert!(error(&["--token-enrollment=yes"]).contains("use on or off"));
@@ -360,7 +366,7 @@ fn a_redirector_has_its_own_flags() {
         redirector(&["--peers=a:1,b:1", "--token=abc.def", &format!("--ca-hash=sha256:{}", "0".repeat(64))]);
     let plain = plain.unwrap();
     assert_eq!(plain.role(), Role::Redirector);
-    assert_eq!(plain.listeners(), [("--admin-address", "127.0.0.1:10265".parse().unwrap())]);
+    assert_eq!(plain.listeners.addresses(), [("--admin-address", "127.0.0.1:10265".parse().unwrap())]);
     assert!(plain.redirect_start().is_some());
     assert!(!format!("{plain:?} {:?}", plain.flags).contains("abc.def"));
     assert_eq!(plain.flags[0], "redirector");
@@ -375,7 +381,10 @@ fn a_redirector_has_its_own_flags() {
     let metrics =
         ["--metrics-port=10269", "--bind-address=::1", "--client-ca-file=/c", "--token-auth-file=/t"];
     let metrics = redirector(&[&["--peers=a:1"][..], &metrics].concat()).unwrap();
-    assert_eq!((metrics.process.metrics_port, metrics.doors.terminate_tls), (Some(10269), false));
+    assert_eq!(
+        (metrics.listeners.common.metrics_port, metrics.listeners.doors.terminate_tls),
+        (Some(10269), false)
+    );
     for flag in ["--node-name=x", "--token=x", "--token-file=x", "--ca-hash=x"] {
         assert!(error(&[flag]).contains("unexpected argument"), "{flag}");
     }
@@ -390,8 +399,8 @@ fn a_redirector_has_its_own_flags() {
 #[test]
 fn doors_that_speak_http_have_their_flags() {
     let plain = config(&[]).unwrap();
-    assert!(!plain.doors.terminate_tls && plain.doors.plain.port.is_none());
-    assert_eq!(plain.doors.targets.plain_ports, BTreeSet::from([10255]));
+    assert!(!plain.listeners.doors.terminate_tls && plain.listeners.doors.plain.port.is_none());
+    assert_eq!(plain.listeners.doors.targets.plain_ports, BTreeSet::from([10255]));
     let all = config(&[
         "--client-ca-file=/ca.crt",
         "--kubelet-certificate-authority=/kubelets.crt",
@@ -404,24 +413,26 @@ fn doors_that_speak_http_have_their_flags() {
         "--secure-ports=10270=9443, 10271=10257",
     ])
     .unwrap();
-    assert_eq!(all.doors.secure_ports, BTreeMap::from([(10270, 9443), (10271, 10257)]));
-    assert_eq!(all.internal_doors().secure, BTreeMap::from([(9443, 10270), (10257, 10271)]));
-    assert!(all.doors.terminate_tls, "a CA of callers is given for that");
-    assert_eq!(all.doors.targets.plain_ports, BTreeSet::from([9100, 9445]));
-    let door = all.doors.plain.clone();
+    assert_eq!(all.listeners.doors.secure_ports, BTreeMap::from([(10270, 9443), (10271, 10257)]));
+    assert_eq!(all.listeners.doors.internal().secure, BTreeMap::from([(9443, 10270), (10257, 10271)]));
+    assert!(all.listeners.doors.terminate_tls, "a CA of callers is given for that");
+    assert_eq!(all.listeners.doors.targets.plain_ports, BTreeSet::from([9100, 9445]));
+    let door = all.listeners.doors.plain.clone();
     assert_eq!((door.port, door.clients.len(), door.ports), (Some(10268), 1, BTreeSet::from([9100])));
     assert_eq!(format!("{:?}", parsed_again(&all)), format!("{all:?}"));
     // The Service leads to the plain door; the ConfigMap's pairs name the http door.
-    let doors = all.internal_doors();
+    let doors = all.listeners.doors.internal();
     assert_eq!((doors.https, doors.http, doors.pairs), (10263, 10268, 10264));
-    assert_eq!(plain.internal_doors().http, 0);
-    assert!(!config(&["--client-ca-file=/ca.crt", "--terminate-tls=off"]).unwrap().doors.terminate_tls);
-    assert_eq!(in_cluster(&["--metrics-port=10269"]).unwrap().process.metrics_port, Some(10269));
-    assert!(in_cluster(&["--terminate-tls=on", "--plain-port=10268"]).unwrap().doors.terminate_tls);
+    assert_eq!(plain.listeners.doors.internal().http, 0);
+    assert!(
+        !config(&["--client-ca-file=/ca.crt", "--terminate-tls=off"]).unwrap().listeners.doors.terminate_tls
+    );
+    assert_eq!(in_cluster(&["--metrics-port=10269"]).unwrap().listeners.common.metrics_port, Some(10269));
+    assert!(in_cluster(&["--terminate-tls=on", "--plain-port=10268"]).unwrap().listeners.doors.terminate_tls);
     // Given explicitly, or not needed.
     let both = ["--connect-port=10280", "--client-ca-file=/ca.crt"];
-    assert!(config(&[&both[..], &["--terminate-tls=on"]].concat()).unwrap().doors.terminate_tls);
-    assert!(!config(&[&both[..], &["--secure-port=0"]].concat()).unwrap().doors.terminate_tls);
+    assert!(config(&[&both[..], &["--terminate-tls=on"]].concat()).unwrap().listeners.doors.terminate_tls);
+    assert!(!config(&[&both[..], &["--secure-port=0"]].concat()).unwrap().listeners.doors.terminate_tls);
     for (args, part) in [
         (&["--terminate-tls=on"][..], "give --client-ca-file"),
         (&["--terminate-tls=maybe"], "use on or off"),
@@ -450,48 +461,4 @@ fn doors_that_speak_http_have_their_flags() {
         let error = error(args);
         assert!(error.contains(part), "{args:?}: {error}");
     }
-}
-
-#[test]
-fn a_file_has_flags_too() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("server.yaml");
-    let with = |text: &str, args: &[&str]| {
-        std::fs::write(&path, text).unwrap();
-        let file = format!("--config={}", path.display());
-        config(&[args, &[&file]].concat())
-    };
-    let text = "agent-port: 7\nredirect: false\nexclude: [10.0.0.0/8, 'fd00::1']\nlog-level: debug\nmap:\n\
-                - 127.0.0.1:1=a/22\n- 127.0.0.1:2=b/22\n";
-    let of_file = with(text, &[]).unwrap();
-    assert_eq!((of_file.agents.port, of_file.redirects), (Some(7), false));
-    assert_eq!((of_file.redirect.exclude.len(), of_file.connect.maps.len()), (2, 2));
-    assert!(of_file.flags.contains(&"--agent-port=7".to_owned()), "{:?}", of_file.flags);
-    assert_eq!(format!("{:?}", parsed_again(&of_file)), format!("{of_file:?}"));
-    // The command line takes precedence, also for lists.
-    let both = with(text, &["--agent-port=8", "--map=127.0.0.1:3=c/22", "--redirect"]).unwrap();
-    assert_eq!((both.agents.port, both.redirects, both.connect.maps.len()), (Some(8), true, 1));
-    assert_eq!(both.log.log_level, logging::Level::Debug);
-    assert!(with("", &[]).is_ok() && with("# nothing\n", &[]).is_ok());
-    for (text, parts) in [
-        ("agent-port: 7\nagnet-port: 8\n", &["line 2: \"agnet-port\" is no flag of tunnel-server"][..]),
-        ("config: /x\n", &["\"config\" is no flag"]),
-        ("agent-port: 70000\n", &["'70000'", "--agent-port", "not a port"]),
-        ("state-dir: {a: 1}\n", &["neither text, a whole number"]),
-        ("agent-port: [\n", &["line"]),
-        ("kubeconfig: /k\n", &["--kubeconfig", "cannot be used with", "--inventory"]),
-    ] {
-        let error = with(text, &[]).unwrap_err();
-        assert!(error.starts_with("error: --config=/"), "{text}: {error}");
-        parts.iter().for_each(|part| assert!(error.contains(part), "{text}: {error} lacks {part}"));
-    }
-    assert!(config(&["--config=/no/such"]).unwrap_err().contains("--config=/no/such: No such file"));
-    let redirector = |text: &str| {
-        std::fs::write(&path, text).unwrap();
-        parsed(&["redirector", &format!("--config={}", path.display())])
-    };
-    let error = redirector("agent-port: 7\n").unwrap_err();
-    assert!(error.contains("\"agent-port\" is no flag of redirector"), "{error}");
-    let found = redirector("node-name: cloud-2\nservice: s\n").unwrap();
-    assert_eq!(found.redirector.unwrap().node.as_str(), "cloud-2");
 }

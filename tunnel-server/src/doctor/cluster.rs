@@ -31,7 +31,7 @@ pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, config: 
         .await;
     let named = async || kubelet_names::check(&client, &config.nodes.edge_selector).await;
     checkup.run("kubelet names", &["API server"], named).await;
-    if config.process.metrics_port.is_some() {
+    if config.listeners.common.metrics_port.is_some() {
         let judged = async || judge_metrics(&client, &namespace, config).await;
         checkup.run("metrics rights", &["API server"], judged).await;
     }
@@ -39,11 +39,11 @@ pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, config: 
         let judged = async || judge_node_condition(&client, &namespace).await;
         checkup.run("condition rights", &["API server"], judged).await;
     }
-    if config.egress.follows_services() {
+    if config.listeners.egress.follows_services() {
         let judged = async || judge_egress_services(&client, &namespace).await;
         checkup.run("egress rights", &["API server"], judged).await;
     }
-    if config.konnectivity.port.is_some() {
+    if config.listeners.konnectivity.port.is_some() {
         let judged = async || judge_konnectivity(&client, &namespace).await;
         checkup.run("konnectivity rights", &["API server"], judged).await;
     }
@@ -72,7 +72,7 @@ async fn judge_metrics(client: &Client, namespace: &str, config: &Config) -> Out
     let fix = format!(
         "{given}, then `kubectl auth can-i create tokenreviews --as system:serviceaccount:{namespace}:{account}`"
     );
-    rights(client, ROOTS_NAMESPACE, &of_metrics(config.process.client_ca_file.is_none()), &fix).await
+    rights(client, ROOTS_NAMESPACE, &of_metrics(config.listeners.common.client_ca_file.is_none()), &fix).await
 }
 
 /// Without these rights no node gets its condition.

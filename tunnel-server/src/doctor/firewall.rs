@@ -346,13 +346,13 @@ fn list(ports: impl Iterator<Item = u16>) -> String {
 
 /// Checks the rules for the agent port. Agents connect from anywhere, so their path cannot be tried from here.
 fn agent_port(config: &Config, rules: &Rules) -> Outcome {
-    let Some(port) = config.agents.port else {
+    let Some(port) = config.listeners.agents.port else {
         return Outcome::Skipped("there is no agent port".to_owned());
     };
     if rules.with.is_empty() {
         return Outcome::Skipped(rules.unread.join("; "));
     }
-    let bind = config.process.bind_address;
+    let bind = config.listeners.common.bind_address;
     // A listener on `::` is reached over IPv4 as well.
     let families: &[bool] = if !bind.is_ipv6() {
         &[false]

@@ -35,7 +35,7 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, now: SystemTim
         return;
     }
     checkup.run("CA", &["state directory"], async || ca(dir, now)).await;
-    let own = async || match config.agents.port {
+    let own = async || match config.listeners.agents.port {
         Some(port) => certificate(SocketAddr::new(own_address(config), port), dir, now).await,
         None => Outcome::Skipped("there is no agent port".to_owned()),
     };
@@ -43,10 +43,10 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, now: SystemTim
 }
 
 fn own_address(config: &Config) -> std::net::IpAddr {
-    if config.process.bind_address.is_unspecified() {
+    if config.listeners.common.bind_address.is_unspecified() {
         Ipv4Addr::LOCALHOST.into()
     } else {
-        config.process.bind_address
+        config.listeners.common.bind_address
     }
 }
 

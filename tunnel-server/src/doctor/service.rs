@@ -63,7 +63,7 @@ fn reachable(mut address: SocketAddr) -> SocketAddr {
 /// Reports the ports that the server could not bind if it were started.
 fn taken(config: &Config) -> Outcome {
     let mut faults = Vec::new();
-    for (flag, address) in config.listeners() {
+    for (flag, address) in config.listeners.addresses() {
         let Err(error) = TcpListener::bind(address) else { continue };
         let port = address.port();
         let fix = match error.kind() {

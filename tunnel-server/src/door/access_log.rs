@@ -16,10 +16,8 @@ use tunnel_core::outcome::Outcome;
 use super::connect::Reached;
 use super::context::{DoorContext, Failed, OpenRequest};
 use crate::admission::{Full, Share, Shares};
-use crate::connection::{Carried, Connection};
-use crate::failures;
-use crate::metrics::Metrics;
-use crate::moved::end_if_moved;
+use super::moved::end_if_moved;
+use crate::metrics::{Carried, Connection, Failure, Metrics};
 use crate::session::Link;
 
 /// The `tracing` target of the access log's events.
@@ -229,7 +227,7 @@ impl Drop for AccessLogGuard {
             "connection"
         );
         if self.outcome != Outcome::Ok {
-            self.metrics.failed(failures::Failure {
+            self.metrics.failed(Failure {
                 at: Instant::now(),
                 door: connection.door,
                 client: connection.client,

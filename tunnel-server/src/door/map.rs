@@ -4,10 +4,11 @@ use std::collections::HashMap;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
+use parking_lot::Mutex;
 use socket2::SockRef;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio_util::sync::CancellationToken;
@@ -16,8 +17,7 @@ use tunnel_core::takeover::Copies;
 
 use super::context::{DoorContext, OpenError, OpenRequest};
 use super::open::{Door, Opened};
-use crate::accept::Gate;
-use crate::admission::Shares;
+use crate::admission::{Gate, Shares};
 use crate::maps::{Map, Target, check, overlap};
 use crate::route::{Resolved, Router};
 
@@ -100,7 +100,7 @@ impl Maps {
     }
 
     /// Serves maps whose listeners are bound; a successor can get them already.
-    pub(crate) fn start(&self, bound: Vec<(Map, TcpListener)>) {
+    pub(crate) fn start(&self, bound: impl IntoIterator<Item = (Map, TcpListener)>) {
         for (map, listener) in bound {
             self.serve(map, listener);
         }
@@ -113,7 +113,7 @@ impl Maps {
     pub(crate) async fn replace(&self, of_file: Vec<Map>) -> Result<(), String> {
         let wanted = [self.fixed.as_slice(), &of_file].concat();
         check(&wanted)?;
-        let known: Vec<SocketAddr> = self.lock().keys().copied().collect();
+        let known: Vec<SocketAddr> = self.open.lock().keys().copied().collect();
         let (stays, gone): (Vec<_>, Vec<_>) =
             known.into_iter().partition(|listen| wanted.iter().any(|map| map.listen == *listen));
         let takes_a_place = |map: &Map| gone.iter().any(|old| overlap(*old, map.listen));
@@ -130,7 +130,7 @@ impl Maps {
                 .map_err(|error| format!("maps[{index}].{}", BindError::new("listen", map.listen, error)))?;
             bound.push((map.clone(), listener, copy));
         }
-        let mut open = self.lock();
+        let mut open = self.open.lock();
         for listen in gone {
             if let Some(map) = open.remove(&listen) {
                 map.closed.cancel();
@@ -179,11 +179,7 @@ impl Maps {
         let until = closed.clone();
         // Accepting ends with the drain, as for every listener.
         self.context.drain.spawn(until.run_until_cancelled_owned(accepting));
-        self.lock().insert(listen, Open { map, closed });
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<SocketAddr, Open>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        self.open.lock().insert(listen, Open { map, closed });
     }
 }
 

@@ -7,6 +7,7 @@
 mod access_log;
 mod answer;
 pub mod client_hello;
+mod config;
 mod connect;
 mod context;
 mod direct;
@@ -18,6 +19,7 @@ mod hosts_tests;
 mod http;
 mod https;
 mod map;
+mod moved;
 mod open;
 mod preface;
 mod redirect;
@@ -32,8 +34,12 @@ use tunnel_core::carry::{Relay, Side, end_on_drop, prepare_socket, reset_on_drop
 use tunnel_core::outcome::Outcome;
 
 pub(crate) use access_log::AccessLogGuard;
+pub use config::{ConnectConfig, DoorConfig, parse_secure_ports};
+pub(crate) use config::{MOST_SECURE_PORTS, Others};
 pub(crate) use connect::{Connect, EDGE, Gatekeeper, Reception, Services, Workload, WorkloadMap};
+pub(crate) use moved::end_moved;
 pub use context::{DoorContext, OpenError, OpenRequest};
+pub use egress::EgressConfig;
 pub(crate) use egress::{
     ClusterServices, Egress, EgressTls, NAME as EGRESS, Socket as EgressSocket, check_files as check_egress,
 };
@@ -45,8 +51,7 @@ pub(crate) use map::{MAP, Maps};
 pub(crate) use open::{Door, Opened};
 pub(crate) use redirect::Redirected;
 
-use crate::accept::Gated;
-use crate::admission::{Share, Shares};
+use crate::admission::{Gated, Share, Shares};
 use access_log::over_limit;
 use context::Failed;
 use way::Way;

@@ -44,11 +44,12 @@ pub(super) async fn way(
     place: Result<Share, Full>,
     record: &mut AccessLogGuard,
 ) -> Result<Way, Failed> {
-    record.admit(place, Some((&request.node, context.sessions.places(&request.node))))?;
+    let session = context.sessions.get(&request.node);
+    record.admit(place, Some((&request.node, session.as_ref().map(|session| session.places()))))?;
     let found = tokio::select! {
         biased;
         failed = record.aborted() => return Err(failed),
-        found = Way::find(context, request, client) => found,
+        found = Way::find(context, request, client, session) => found,
     };
     let way = found.map_err(|reason| Failed { outcome: Outcome::NoTunnel, reason })?;
     if let Some(server_id) = way.server_id() {

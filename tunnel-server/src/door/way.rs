@@ -17,7 +17,7 @@ pub(super) enum Way {
 }
 
 impl Way {
-    /// Chooses a way, and waits for one while the node's agent is expected back.
+    /// Chooses a way, and waits for one while the node's agent is expected back. `session`: the node's on this server.
     ///
     /// # Errors
     /// There is no way; the error says why.
@@ -25,10 +25,11 @@ impl Way {
         context: &DoorContext,
         request: &OpenRequest,
         client: SocketAddr,
+        mut session: Option<Arc<Session>>,
     ) -> Result<Self, String> {
         let node = &request.node;
         loop {
-            let reasons = match Self::choose(context, request, client).await {
+            let reasons = match Self::choose(context, request, client, session).await {
                 Ok(way) => return Ok(way),
                 Err(reasons) => reasons,
             };
@@ -38,6 +39,7 @@ impl Way {
                 None => context.sessions.get(node).is_some(),
             };
             if look_again {
+                session = context.sessions.get(node);
                 continue;
             }
             let seen = match context.sessions.last_end(node) {
@@ -57,9 +59,9 @@ impl Way {
         context: &DoorContext,
         request: &OpenRequest,
         client: SocketAddr,
+        session: Option<Arc<Session>>,
     ) -> Result<Self, String> {
         let node = &request.node;
-        let session = context.sessions.get(node);
         if let Some(session) = session.as_ref().filter(|session| !session.links.are_silent()) {
             return Ok(Self::session(session));
         }

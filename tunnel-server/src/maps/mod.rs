@@ -39,10 +39,13 @@ impl Map {
     }
 }
 
-/// True if the two have the same port, and the same address or a wildcard: the kernel may then refuse one of them.
+/// True if the kernel refuses to listen on both: they have the same port, and one address covers the other. An IPv6
+/// wildcard takes IPv4 connections too, unless the host sets net.ipv6.bindv6only.
 pub(crate) fn overlap(one: SocketAddr, other: SocketAddr) -> bool {
-    let host = one.ip() == other.ip() || one.ip().is_unspecified() || other.ip().is_unspecified();
-    host && one.port() == other.port()
+    let (port, other_port) = (one.port(), other.port());
+    let (one, other) = (one.ip().to_canonical(), other.ip().to_canonical());
+    let covers = |wide: IpAddr, narrow: IpAddr| wide.is_unspecified() && (wide.is_ipv6() || narrow.is_ipv4());
+    port == other_port && (one == other || covers(one, other) || covers(other, one))
 }
 
 /// Checks that all maps can be listened on at the same time.
@@ -63,4 +66,30 @@ pub(crate) fn check(maps: &[Map]) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::ErrorKind;
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn listeners_overlap_where_the_kernel_refuses_the_second() {
+        let hosts = ["0.0.0.0", "127.0.0.1", "127.0.0.2", "::", "::1", "::ffff:127.0.0.1"];
+        let hosts = hosts.map(|host| host.parse::<IpAddr>().unwrap());
+        for (one, other) in hosts.iter().flat_map(|one| hosts.map(|other| (*one, other))) {
+            // A host without IPv6 cannot tell.
+            let Ok(first) = TcpListener::bind((one, 0)) else { continue };
+            let first = first.local_addr().unwrap();
+            let second = SocketAddr::new(other, first.port());
+            let refused = match TcpListener::bind(second) {
+                Ok(_) => false,
+                Err(error) if error.kind() == ErrorKind::AddrInUse => true,
+                Err(_) => continue,
+            };
+            assert_eq!(overlap(first, second), refused, "{first} and {second}");
+        }
+    }
 }

@@ -11,7 +11,6 @@ use tokio::sync::{broadcast, watch};
 use tunnel_core::identity::NodeName;
 
 use super::Session;
-use crate::admission::Shares;
 use crate::metrics::Metrics;
 use crate::route::{Holder, Router};
 
@@ -108,11 +107,6 @@ impl Sessions {
 
     pub fn get(&self, node: &NodeName) -> Option<Arc<Session>> {
         self.live.read().get(node).cloned()
-    }
-
-    /// The limit of the node's agent, if it is attached here.
-    pub(crate) fn places(&self, node: &NodeName) -> Option<Shares> {
-        self.get(node).map(|session| session.places())
     }
 
     pub fn all(&self) -> Vec<Arc<Session>> {
@@ -314,7 +308,7 @@ mod tests {
                 agent_version: String::new(),
                 links: Links::new(link(0, Duration::ZERO).await, 1),
                 stalls: StallBound::new(1 << 20, 1 << 20),
-                places: Shares::new(0),
+                places: crate::admission::Shares::new(0),
                 carried: Totals::default(),
                 closed: CancellationToken::new(),
                 over: CancellationToken::new(),

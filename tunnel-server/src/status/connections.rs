@@ -11,8 +11,7 @@ use tunnel_core::identity::NodeName;
 use tunnel_core::text::{age, bytes, harmless};
 
 use super::table::write_table;
-use crate::connection::Connection;
-use crate::metrics::Metrics;
+use crate::metrics::{Connection, Metrics};
 
 /// `#` marks numeric columns.
 const COLUMNS: &[&str] = &[
@@ -177,7 +176,7 @@ mod tests {
     use tunnel_core::link::Flow;
 
     use super::*;
-    use crate::connection::Carried;
+    use crate::metrics::Carried;
 
     fn connection(node: Option<&str>, carried: usize) -> Connection {
         let node = node.map(|node| node.parse().unwrap());

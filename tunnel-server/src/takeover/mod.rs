@@ -23,7 +23,7 @@ use tokio::net::TcpListener;
 pub(crate) use predecessor::{Before, NODES, PORTS, Predecessor, TakeOver};
 pub(crate) use successor::Succession;
 
-use crate::accept::{Gate, Gated};
+use crate::admission::{Gate, Gated};
 
 /// The gates of the listeners that two servers of one host use in turns.
 #[derive(Clone, Debug)]

@@ -6,6 +6,7 @@
 
 mod agent;
 mod carry;
+mod config;
 mod connections;
 mod context;
 mod control;
@@ -32,10 +33,12 @@ use tunnel_core::link::{PING_INTERVAL, PING_TIMEOUT};
 
 use super::attach::Presented;
 use super::handshakes::{Connection, Error, Handshakes};
-use crate::accept::Gated;
+use crate::admission::Gated;
 use context::Context;
 use service::Service;
 
+pub use config::KonnectivityConfig;
+pub(crate) use config::service_account;
 pub(crate) use context::Tokens;
 
 /// Name of the listener in logs, and for a successor.

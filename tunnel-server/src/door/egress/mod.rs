@@ -5,6 +5,7 @@
 //! has the address, or by this server itself where that is allowed.
 
 mod authority;
+mod config;
 mod connect;
 mod destination;
 mod dial;
@@ -34,15 +35,14 @@ use tunnel_core::config::ConfigError;
 use super::access_log::over_limit;
 use super::context::DoorContext;
 use super::preface::{PrefaceError, read_preface};
-use crate::accept::{Gate, Gated};
-use crate::admission::{Share, Shares};
-use crate::config::EgressConfig;
+use crate::admission::{Gate, Gated, Share, Shares};
 use crate::session::Workers;
 use authority::{Masked, PREFACE};
 use destination::Direct;
 use dial::{Caller, Dialler};
 use halves::{Over, Writer};
 
+pub use config::EgressConfig;
 #[cfg(test)]
 pub(super) use destination::tests::leads_at_egress;
 pub(crate) use dial::NAME;

@@ -20,7 +20,7 @@ use tunnel_core::konnectivity::packet::Payload;
 use tunnel_core::konnectivity::proxy_service_client::ProxyServiceClient;
 
 use super::*;
-use crate::accept::Gate;
+use crate::admission::Gate;
 use crate::metrics::Metrics;
 
 const PATIENCE: Duration = Duration::from_secs(10);

@@ -14,7 +14,7 @@ use tunnel_core::config::ConfigError;
 use tunnel_core::identity::{ServerTls, caller_config, caller_verifier, certified, client_verifier};
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 
-use crate::config::EgressTlsConfig;
+use super::config::EgressTlsConfig;
 use crate::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts, read_all};
 
 /// Checks that the files can be used.

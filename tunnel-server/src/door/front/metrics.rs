@@ -13,7 +13,7 @@ use tunnel_core::admin::exposition;
 
 use super::answer::Failure;
 use super::body::Body;
-use crate::accept::Gate;
+use crate::admission::Gate;
 use crate::caller::{Authenticator, Caller, Refusal, Reviewer, bearer_token};
 
 /// Path that the cluster's rules must allow the caller to read.

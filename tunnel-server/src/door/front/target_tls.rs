@@ -21,7 +21,7 @@ use tokio_util::task::TaskTracker;
 use tunnel_core::config::ConfigError;
 use tunnel_core::identity::{TrustBundle, server_verifier};
 
-use crate::config::TargetConfig;
+use crate::door::config::TargetConfig;
 use crate::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts};
 use crate::settings::{InternalDoor, Settings};
 

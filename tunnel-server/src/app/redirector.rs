@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use arc_swap::ArcSwap;
-use prometheus_client::registry::Registry;
 use rustls::ClientConfig;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -30,14 +29,6 @@ use crate::peers::{Peers, RedirectorLinks, Refusals};
 const BUNDLES: usize = 16;
 /// Interval at which to check for a linked server.
 const CHECK: Duration = Duration::from_millis(100);
-
-/// Registers a redirector's metrics, which a server does not have.
-pub(crate) fn register(config: &Config, registry: &mut Registry) -> IdentityMetrics {
-    match config.redirector {
-        Some(_) => IdentityMetrics::register(registry, Holder::Redirector),
-        None => IdentityMetrics::default(),
-    }
-}
 
 /// A redirector with its certificate.
 pub(crate) struct Redirector {

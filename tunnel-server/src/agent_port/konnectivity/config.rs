@@ -22,7 +22,7 @@ pub struct KonnectivityConfig {
     pub audience: String,
     /// konnectivity's: with it --agent-service-account is the name in --konnectivity-service-account.
     #[arg(long, hide = true)]
-    pub(super) agent_namespace: Option<String>,
+    pub(crate) agent_namespace: Option<String>,
 }
 
 impl KonnectivityConfig {
@@ -32,7 +32,7 @@ impl KonnectivityConfig {
     }
 }
 
-pub(super) fn service_account(value: &str) -> Result<String, String> {
+pub(crate) fn service_account(value: &str) -> Result<String, String> {
     let is_name = |name: &str| {
         !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte))
     };

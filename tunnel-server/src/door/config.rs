@@ -10,6 +10,7 @@ use tunnel_core::config::value::{self, List, OnOff, Port};
 use tunnel_core::config::{ConfigError, pair};
 
 use crate::maps::{Map, parse_flag};
+use crate::settings::Doors;
 
 /// The listeners that speak HTTP. The default is that all are off.
 #[derive(Args, Clone, Debug, Default)]
@@ -32,7 +33,7 @@ pub struct DoorConfig {
     pub terminate_tls: bool,
     /// Address of --insecure-port; only a loopback address.
     #[arg(long, value_name = "IP", default_value = "127.0.0.1", value_parser = value::ip)]
-    pub(super) insecure_bind_address: Option<IpAddr>,
+    pub(crate) insecure_bind_address: Option<IpAddr>,
     /// Port of the http door, where a request's Host names the node; 0: off.
     #[arg(long, value_name = "PORT", default_value = "10264", value_parser = value::port)]
     insecure_port: Port,
@@ -93,6 +94,9 @@ pub struct ConnectConfig {
     /// File with more maps, read again when it changes.
     #[arg(id = "maps", long, value_name = "FILE")]
     pub maps_file: Option<PathBuf>,
+    /// Those of the file at the start, once it is read.
+    #[arg(skip)]
+    pub maps_of_file: Vec<Map>,
 }
 
 /// Maximum number of these ports: a successor receives all listeners in one message.
@@ -127,14 +131,14 @@ pub fn parse_secure_ports(value: &str) -> Result<BTreeMap<u16, u16>, String> {
 }
 
 /// Flags of other parts on which the doors depend.
-pub(super) struct Others<'a> {
+pub(crate) struct Others<'a> {
     /// True without a cluster.
-    pub(super) standalone: bool,
+    pub(crate) standalone: bool,
     /// True if --kubeconfig is given, so that this is no pod.
-    pub(super) kubeconfig: bool,
-    pub(super) client_ca: Option<&'a PathBuf>,
+    pub(crate) kubeconfig: bool,
+    pub(crate) client_ca: Option<&'a PathBuf>,
     /// True if another listener than the https door accepts callers' certificates.
-    pub(super) takes_certificates: bool,
+    pub(crate) takes_certificates: bool,
 }
 
 impl DoorConfig {
@@ -143,8 +147,19 @@ impl DoorConfig {
         Some(SocketAddr::new(self.insecure_bind_address?, self.insecure_port?))
     }
 
+    /// The target ports for the internal Service.
+    pub(crate) fn internal(&self) -> Doors {
+        Doors {
+            https: self.secure_port.unwrap_or_default(),
+            secure: self.secure_ports.iter().map(|(port, of_node)| (*of_node, *port)).collect(),
+            // The http door is on the loopback address, which no Service reaches.
+            http: self.plain.port.unwrap_or_default(),
+            pairs: self.insecure_address().map_or(0, |address| address.port()),
+        }
+    }
+
     /// Sets the defaults that depend on other flags, and refuses conflicting ones.
-    pub(super) fn check(&mut self, others: &Others<'_>) -> Result<(), ConfigError> {
+    pub(crate) fn check(&mut self, others: &Others<'_>) -> Result<(), ConfigError> {
         let without = ConfigError::without_value;
         let (secure, client_ca) = (self.secure_port.is_some(), others.client_ca.is_some());
         self.terminate_tls = match self.given_terminate_tls {
@@ -180,6 +195,13 @@ impl DoorConfig {
             targets.ca = Some(PathBuf::from(POD_CA)).filter(|path| path.exists());
         }
         Ok(())
+    }
+}
+
+impl ConnectConfig {
+    /// The maps from flags, then those from the file.
+    pub(crate) fn all_maps(&self) -> Vec<Map> {
+        [self.maps.as_slice(), &self.maps_of_file].concat()
     }
 }
 

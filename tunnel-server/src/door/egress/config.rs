@@ -65,7 +65,7 @@ impl EgressConfig {
         self.services && (self.socket.is_some() || self.port.is_some())
     }
 
-    pub(super) fn check(&mut self) -> Result<(), ConfigError> {
+    pub(crate) fn check(&mut self) -> Result<(), ConfigError> {
         let certificate = pair(("--egress-cert", &self.egress_cert), ("--egress-key", &self.egress_key))?;
         if self.port.is_none() {
             return Ok(());

@@ -8,8 +8,7 @@ use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::outcome::Outcome;
 
-use crate::connection::Connection;
-use crate::metrics::Metrics;
+use crate::metrics::{Connection, Metrics};
 use crate::route::{Router, Snapshot};
 
 /// Ends such connections until `stop`. An address that no other node has yet ends nothing: it may come back to its

@@ -1,0 +1,97 @@
+//! The certificate of this process, and its rules for agents.
+
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use rustls::ClientConfig;
+use tokio::sync::watch;
+use tunnel_core::identity::IdentityError;
+use tunnel_core::lifecycle::Shutdown;
+
+use super::Bound;
+use super::redirector::{Redirector, ready_once_linked};
+use super::running::Said;
+use crate::caller::CallerTls;
+use crate::config::RedirectorConfig;
+use crate::door::EgressTls;
+use crate::peers::RedirectorLinks;
+use crate::pki::{RevocationStore, Revocations, ServerCertificate, Standing};
+use crate::runtime::Runtime;
+
+pub(super) struct Identity {
+    /// None: this is a redirector.
+    pub(super) certificate: Option<Arc<ServerCertificate>>,
+    pub(super) redirector: Option<RedirectorLinks>,
+    pub(super) standing: Standing,
+    pub(super) peer_tls: Arc<ArcSwap<ClientConfig>>,
+    pub(super) caller_tls: Result<CallerTls, IdentityError>,
+    /// None: the egress listener has no port.
+    pub(super) egress_tls: Option<EgressTls>,
+}
+
+impl Bound {
+    /// Waits for the CA and makes the certificate, or enrols. None: the drain has started meanwhile.
+    ///
+    /// # Errors
+    /// No usable CA or certificate.
+    pub(super) async fn identity(
+        &self,
+        said: &Said,
+        shutdown: &Shutdown,
+    ) -> anyhow::Result<Option<Identity>> {
+        if let Some(redirector) = &self.config.redirector {
+            return self.enrolled(redirector, said, shutdown).await;
+        }
+        let (config, Runtime { tasks, stop, readiness, server_id, .. }) = (&self.config, &self.runtime);
+        let ca = self.source.authority(config, self.lifetimes, readiness, shutdown).await?;
+        let Some(ca) = ca else { return Ok(None) };
+        let names = config.server_names();
+        let certificate = ServerCertificate::start(ca, names, server_id, self.metrics.pki.clone())?;
+        let own = certificate.tls();
+        let egress_tls = config.listeners.egress.tls.clone();
+        let egress_tls = egress_tls.map(|tls| EgressTls::new(tls, own.clone(), &self.metrics.files));
+        let egress_tls = egress_tls.transpose()?;
+        // Known before anyone is let in.
+        let revocations = RevocationStore::new(&config.process.state_dir);
+        let revoked = revocations.open()?;
+        let standing = self.standing(&revoked, said);
+        tasks.spawn(revocations.follow(revoked, stop.clone()));
+        Ok(Some(Identity {
+            peer_tls: certificate.peer_tls(),
+            certificate: Some(Arc::new(certificate)),
+            redirector: None,
+            standing,
+            caller_tls: CallerTls::new(own),
+            egress_tls,
+        }))
+    }
+
+    async fn enrolled(
+        &self,
+        config: &RedirectorConfig,
+        said: &Said,
+        shutdown: &Shutdown,
+    ) -> anyhow::Result<Option<Identity>> {
+        let Runtime { tasks, stop, readiness, peers, .. } = &self.runtime;
+        let enrolling = readiness.pending("certificate");
+        let enrolled = Redirector::enrol(&self.config, config, self.metrics.identity.clone());
+        let enrolled = shutdown.draining_token().run_until_cancelled(enrolled).await.transpose()?;
+        drop(enrolling);
+        let Some(redirector) = enrolled else { return Ok(None) };
+        tasks.spawn(ready_once_linked(peers.clone(), readiness.pending("a server"), stop.clone()));
+        Ok(Some(Identity {
+            peer_tls: redirector.tls(),
+            certificate: None,
+            redirector: Some(redirector.start(said.peers.subscribe(), tasks, stop.clone())),
+            standing: self.standing(&watch::Sender::default(), said),
+            // Its certificate is a client's: no scraper would take it for a server's.
+            caller_tls: CallerTls::self_signed(config.node.as_str()),
+            egress_tls: None,
+        }))
+    }
+
+    fn standing(&self, revoked: &watch::Sender<Arc<Revocations>>, said: &Said) -> Standing {
+        let refuse_unknown = self.config.listeners.agents.refuse_unknown;
+        Standing::new(revoked.subscribe(), said.known_nodes.subscribe(), refuse_unknown)
+    }
+}

@@ -1,0 +1,220 @@
+//! Starts every part of the server.
+
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use rustls::ClientConfig;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tunnel_core::admin::Serving;
+use tunnel_core::limits::Limits;
+
+use super::identity::Identity;
+use crate::door::end_moved;
+use super::running::{Running, Said};
+use super::{Bound, Found, Registered, Sockets};
+use crate::admission::Budget;
+use crate::agent_port::{AgentPort, Handover, LinkContext};
+use crate::config::Config;
+use crate::doctor::warn_of_taken_pod_ports;
+use crate::door::DoorContext;
+use crate::kube::{Parts as KubeParts, Reads, Writes};
+use crate::listeners::{AgentPorts, Callers, Own, Parts, places};
+use crate::peers::{self, PeerContext, RedirectorLinks};
+use crate::pki::{EnrollPolicy, EnrollService, RevocationStore, ServerCertificate, Standing, follow_bundle};
+use crate::redirect::Feeder;
+use crate::route::{follow, keep_claims};
+use crate::runtime::Runtime;
+use crate::session::MOST_STREAMS;
+use crate::settings::Settings;
+use crate::takeover::{Gates, NODES, PORTS, Succession, TakeOver};
+
+impl Bound {
+    /// Starts every task. Nothing fails here, so everything that runs is stopped in order.
+    pub(super) async fn serve(self, said: Said, identity: Identity) -> Running {
+        let pending = self.runtime.readiness.pending("taking over");
+        let (settings, peers) = (said.settings.subscribe(), said.peers.subscribe());
+        let Identity { certificate, redirector, standing, peer_tls, caller_tls, egress_tls } = identity;
+        let (config, runtime, metrics) = (&self.config, &self.runtime, &self.metrics);
+        let client = self.source.client();
+        let egress = &config.listeners.egress;
+        let services = egress.follows_services().then(|| self.source.services(runtime)).flatten();
+        let parts = kube_parts(config, runtime, metrics, &said, certificate.clone(), standing.clone());
+        self.source.start(parts).await;
+        start_routes(config, runtime).await;
+        let to_peers = to_peers(config, runtime, peer_tls, redirector);
+        runtime.tasks.spawn(peers::follow(Arc::new(to_peers), peers.clone()));
+
+        let Sockets { listeners, files, copies, open_files } = self.sockets;
+        let Found { running: before, orphans } = self.found;
+        let gates = Gates::new(before.is_none() && orphans.is_empty());
+        let budget = Budget::of(open_files, Limits::of_process().memory.amount);
+        let callers = Callers::new(&config.listeners, files.callers, runtime, client, caller_tls, &budget);
+        let agents = certificate.as_ref().map(|certificate| {
+            let links =
+                links(config, runtime, certificate, &standing, settings.clone(), said.handover.subscribe());
+            let policy = EnrollPolicy { standing, tokens: config.token_enrollment() };
+            let state_dir = &config.process.state_dir;
+            let enroll = EnrollService::new(certificate.ca(), state_dir, policy, metrics.pki.clone());
+            let context = DoorContext::of(runtime);
+            let (tls, workers) = (certificate.tls(), runtime.workers.clone());
+            let workloads = config.listeners.connect.policy.is_some().then(|| callers.workloads());
+            let port = AgentPort::new(tls, workers, enroll, links, context, workloads, &budget);
+            AgentPorts { port, peers }
+        });
+        let agent_port = agents.as_ref().map(|agents| agents.port.clone());
+        let (targets, maps) = (Some(files.targets), files.maps);
+        let own = Own { targets, settings, maps, services, egress_socket: None, egress_tls, agents };
+        let parts = Parts {
+            config: &config.listeners,
+            runtime,
+            registry: &metrics.registry,
+            gates: &gates,
+            sockets: copies.clone(),
+            callers,
+            own,
+        };
+        listeners.start(parts, &budget);
+        look_at_rules(config, runtime);
+
+        let succession = Arc::new(Succession {
+            runtime: runtime.clone(),
+            sockets: copies,
+            gates: gates.clone(),
+            admin: self.admin.as_ref().map(Serving::accepting),
+            handover: said.handover.clone(),
+            phase: watch::Sender::default(),
+            closed: CancellationToken::new(),
+            eligible: said.eligible.clone(),
+        });
+        let draining = runtime.drain.shutdown().draining_token().clone();
+        runtime.tasks.spawn(succession.clone().run(config.process.state_dir.clone(), draining));
+        let take_over = TakeOver {
+            runtime: runtime.clone(),
+            gates,
+            pending: Some(pending),
+            handover: said.handover.clone(),
+            drain_timeout: config.process.drain_timeout,
+        };
+        let before = take_over.start(before, orphans);
+        runtime.tasks.close();
+        self.starting.ready();
+        let (server_id, role, budget) = (&runtime.server_id, config.role(), places(&budget));
+        tracing::info!(server_id, %role, open_files, ?budget, "serving");
+        Running {
+            runtime: self.runtime,
+            agent_port,
+            succession,
+            before,
+            _certificate: certificate,
+            _said: said,
+            admin: self.admin,
+        }
+    }
+}
+
+/// Keeps the routes, the kernel's and the claims up to date.
+async fn start_routes(config: &Config, runtime: &Runtime) {
+    let Runtime { router, tasks, stop, .. } = runtime;
+    tasks.spawn(follow(router.clone(), stop.clone()));
+    tasks.spawn(end_moved(router.clone(), runtime.metrics.clone(), stop.clone()));
+    tasks.spawn(keep_claims(router.clone(), config.process.state_dir.clone(), stop.clone()));
+    let Some(redirect) = &runtime.redirect else { return };
+    let (routes, readiness) = (router.clone(), runtime.readiness.clone());
+    let mut feeder = Feeder::new(redirect.clone(), readiness, router.changed(), move || routes.desired());
+    feeder.feed().await;
+    tasks.spawn(feeder.run(stop.clone()));
+    tasks.spawn(redirect.clone().watch(stop.clone()));
+}
+
+/// Looks at the rules of this host, once the redirect's listeners accept.
+fn look_at_rules(config: &Config, runtime: &Runtime) {
+    let Some(redirect) = &runtime.redirect else { return };
+    if config.redirect.edge_pod_routes.is_empty() {
+        return;
+    }
+    let (config, ipv6, stop) = (config.clone(), redirect.ipv6(), runtime.stop.clone());
+    runtime.tasks.spawn(async move {
+        stop.run_until_cancelled(warn_of_taken_pod_ports(&config, ipv6)).await;
+    });
+}
+
+/// The cluster's parts, with the receivers of what is read.
+fn kube_parts<'a>(
+    config: &Config,
+    runtime: &'a Runtime,
+    metrics: &Registered,
+    said: &Said,
+    certificate: Option<Arc<ServerCertificate>>,
+    standing: Standing,
+) -> KubeParts<'a> {
+    let state_dir = &config.process.state_dir;
+    let reads = Reads {
+        selector: config.nodes.edge_selector.clone(),
+        allow_empty: config.nodes.allow_empty_inventory,
+        given_peers: config.nodes.peers.clone(),
+        peers: said.peers.clone(),
+        settings: said.settings.clone(),
+        known_nodes: said.known_nodes.clone(),
+        nodes_known: runtime.readiness.pending(NODES),
+        ports_known: runtime.readiness.pending(PORTS),
+    };
+    let writes = Writes {
+        server_names: config.server_names(),
+        node_condition: config.writes.node_condition,
+        dns_records: config.writes.dns_records,
+        pki_metrics: metrics.pki.clone(),
+        revocations: RevocationStore::new(state_dir),
+        standing,
+        eligible: said.eligible.subscribe(),
+    };
+    let doors = config.listeners.doors.internal();
+    KubeParts { runtime, state_dir: state_dir.clone(), doors, reads, writes, certificate }
+}
+
+/// The handles of the links with other servers.
+fn to_peers(
+    config: &Config,
+    runtime: &Runtime,
+    tls: Arc<ArcSwap<ClientConfig>>,
+    redirector: Option<RedirectorLinks>,
+) -> PeerContext {
+    PeerContext {
+        server_id: runtime.server_id.clone(),
+        tls,
+        redirector,
+        workers: runtime.workers.clone(),
+        peers: runtime.peers.clone(),
+        congestion: config.process.congestion_control.clone(),
+        most_streams: MOST_STREAMS,
+        forced: runtime.drain.shutdown().forced_token().clone(),
+        stop: runtime.stop.clone(),
+    }
+}
+
+/// The handles of the links of agents.
+fn links(
+    config: &Config,
+    runtime: &Runtime,
+    certificate: &ServerCertificate,
+    standing: &Standing,
+    settings: watch::Receiver<Arc<Settings>>,
+    handover: watch::Receiver<Handover>,
+) -> LinkContext {
+    let shutdown = runtime.drain.shutdown();
+    LinkContext {
+        server_id: runtime.server_id.clone(),
+        bundle: follow_bundle(certificate.ca(), &runtime.tasks, runtime.stop.clone()),
+        settings,
+        sessions: runtime.sessions.clone(),
+        standing: standing.clone(),
+        metrics: runtime.metrics.clone(),
+        draining: shutdown.draining_token().clone(),
+        handover,
+        forced: shutdown.forced_token().clone(),
+        stop: runtime.stop.clone(),
+        congestion: config.process.congestion_control.clone(),
+        most_streams: MOST_STREAMS,
+        drain_timeout: config.process.drain_timeout,
+    }
+}
