@@ -246,7 +246,7 @@ impl Served {
     fn turned_away(&self, failure: &Failure) {
         let (door, client) = (self.front.door, self.peer.client);
         self.context.metrics.turned_away(door);
-        tracing::warn!(door, %client, status = failure.status.as_u16(), reason = failure.reason, "client turned away");
+        tracing::warn!(door, %client, status = failure.status.as_u16(), reason = failure.reason, "connection rejected");
     }
 
     fn over_limit(&self, full: &Full) -> Failure {
