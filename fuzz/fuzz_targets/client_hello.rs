@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use tunnel_server::door::client_hello::{Parsed, parse_client_hello};
+use tunnel_server::listener::client_hello::{Parsed, parse_client_hello};
 
 fuzz_target!(|bytes: &[u8]| {
     let whole = parse_client_hello(bytes);

@@ -13,7 +13,7 @@ use hyper::{Request, Response, StatusCode, Uri};
 use hyper_util::rt::TokioIo;
 use libfuzzer_sys::fuzz_target;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tunnel_server::door::{parse_destination, target_head};
+use tunnel_server::listener::{parse_destination, target_head};
 
 /// Method, path and query, and body.
 type Seen = Arc<Mutex<Vec<(String, String, Bytes)>>>;
@@ -25,7 +25,7 @@ fuzz_target!(|bytes: &[u8]| {
 
 async fn through(bytes: &[u8]) {
     let (sent, arrived) = (Seen::default(), Seen::default());
-    let (mut client, door) = tokio::io::duplex(1 << 20);
+    let (mut client, listener) = tokio::io::duplex(1 << 20);
     client.write_all(bytes).await.unwrap();
     client.shutdown().await.unwrap();
     let service = service_fn(|request: Request<Incoming>| {
@@ -35,11 +35,11 @@ async fn through(bytes: &[u8]) {
     let mut builder = hyper::server::conn::http1::Builder::new();
     builder.half_close(true).max_buf_size(64 << 10);
     // Most bytes are no requests.
-    let _ = builder.serve_connection(TokioIo::new(door), service).await;
+    let _ = builder.serve_connection(TokioIo::new(listener), service).await;
     let mut answers = Vec::new();
     let _ = client.read_to_end(&mut answers).await;
     let (sent, arrived) = (sent.lock().unwrap(), arrived.lock().unwrap());
-    assert_eq!(*sent, *arrived, "the target saw other requests than the door");
+    assert_eq!(*sent, *arrived, "the target saw other requests than the listener");
 }
 
 async fn pass_on(request: Request<Incoming>, sent: &Seen, arrived: &Seen) -> Response<Empty<Bytes>> {

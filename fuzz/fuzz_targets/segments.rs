@@ -1,10 +1,10 @@
-//! Segments of a carried connection, as they come out of HTTP/2 DATA frames of any size.
+//! Segments of a relayed connection, as they come out of HTTP/2 DATA frames of any size.
 #![no_main]
 
 use bytes::Bytes;
 use libfuzzer_sys::fuzz_target;
 use prost::Message as _;
-use tunnel_core::carry::{Deframer, FrameError, header};
+use tunnel_core::relay::{Deframer, FrameError, header};
 use tunnel_core::proto::Segment;
 
 /// The data that the chunks carry, and the result at their end.

@@ -1,7 +1,7 @@
 //! Definitions shared by the BPF programs and the server: layout of map keys and values, names and sizes of maps,
 //! counters, and the [verdict](verdict::verdict) itself.
 //!
-//! A connect to an edge address is redirected to its virtual address, which identifiers call a token.
+//! A connect to an edge address is redirected to its virtual address.
 //!
 //! Everything here is pure and `no_std`, so the property tests run on the host the same decision that runs in the
 //! kernel.
@@ -78,9 +78,9 @@ pub mod names {
     /// Global `u64`: nanoseconds without a sign of life after which nothing is redirected.
     pub const ORPHAN_AFTER: &str = "ORPHAN_AFTER";
     /// Global [`Prefix`](crate::Prefix)`<V4>`: the range of IPv4 virtual addresses.
-    pub const TOKENS_V4: &str = "TOKENS_V4";
+    pub const VIRTUAL_V4: &str = "VIRTUAL_V4";
     /// Global [`Prefix`](crate::Prefix)`<V6>`: the range of IPv6 virtual addresses.
-    pub const TOKENS_V6: &str = "TOKENS_V6";
+    pub const VIRTUAL_V6: &str = "VIRTUAL_V6";
     /// Global `u8`: log level of aya-log. With 0 the verifier drops every log statement.
     pub const LOG_LEVEL: &str = "AYA_LOG_LEVEL";
 

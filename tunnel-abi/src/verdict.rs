@@ -91,8 +91,12 @@ pub fn verdict<A: Address, T: Tables<A>>(tables: &T, connect: &Connect<A>) -> Ve
     if !tunnelled && route.flags & ANY_PORT == 0 {
         return Verdict::Direct(Reason::Port);
     }
-    let token = route.apply(connect.address);
-    if route.flags & DOWN != 0 || !tables.serving() { Verdict::Down(token) } else { Verdict::Redirect(token) }
+    let virtual_address = route.apply(connect.address);
+    if route.flags & DOWN != 0 || !tables.serving() {
+        Verdict::Down(virtual_address)
+    } else {
+        Verdict::Redirect(virtual_address)
+    }
 }
 
 /// Verdict about an IPv6 socket's connect, which may be to an IPv4 peer.

@@ -25,8 +25,8 @@ impl World {
             .iter()
             .filter(|(net, _)| net.contains(&address))
             .max_by_key(|(net, _)| net.prefix_len())
-            .map(|(net, (token, up, any))| {
-                (*net, *token, if *up { 0 } else { DOWN } | if *any { ANY_PORT } else { 0 })
+            .map(|(net, (virtual_address, up, any))| {
+                (*net, *virtual_address, if *up { 0 } else { DOWN } | if *any { ANY_PORT } else { 0 })
             })
     }
 }
@@ -52,10 +52,10 @@ impl Tables<V4> for World {
         self.excluded.iter().any(|net| net.contains(&address))
     }
     fn route(&self, address: V4) -> Option<Mapping<V4>> {
-        let (net, token, flags) = self.longest(IpAddr::V4(address.into()))?;
-        match (token, net.hostmask()) {
-            (IpAddr::V4(token), IpAddr::V4(mask)) => {
-                Some(Mapping { base: token.into(), host_mask: mask.into(), flags })
+        let (net, virtual_address, flags) = self.longest(IpAddr::V4(address.into()))?;
+        match (virtual_address, net.hostmask()) {
+            (IpAddr::V4(virtual_address), IpAddr::V4(mask)) => {
+                Some(Mapping { base: virtual_address.into(), host_mask: mask.into(), flags })
             }
             _ => None,
         }
@@ -68,10 +68,10 @@ impl Tables<V6> for World {
         self.excluded.iter().any(|net| net.contains(&address))
     }
     fn route(&self, address: V6) -> Option<Mapping<V6>> {
-        let (net, token, flags) = self.longest(IpAddr::V6(address.into()))?;
-        match (token, net.hostmask()) {
-            (IpAddr::V6(token), IpAddr::V6(mask)) => {
-                Some(Mapping { base: token.into(), host_mask: mask.into(), flags })
+        let (net, virtual_address, flags) = self.longest(IpAddr::V6(address.into()))?;
+        match (virtual_address, net.hostmask()) {
+            (IpAddr::V6(virtual_address), IpAddr::V6(mask)) => {
+                Some(Mapping { base: virtual_address.into(), host_mask: mask.into(), flags })
             }
             _ => None,
         }
@@ -92,7 +92,7 @@ fn model(world: &World, address: IpAddr, port: u16, tcp: bool, bound: bool) -> M
             best = Some((net, target));
         }
     }
-    let Some((net, (token, up, any))) = best else { return Model::Direct };
+    let Some((net, (virtual_address, up, any))) = best else { return Model::Direct };
     if !any && !world.ports.contains(&port) {
         return Model::Direct;
     }
@@ -100,12 +100,12 @@ fn model(world: &World, address: IpAddr, port: u16, tcp: bool, bound: bool) -> M
         IpAddr::V4(a) => u128::from(u32::from(a)),
         IpAddr::V6(a) => u128::from(a),
     };
-    let sum = number(*token) + (number(address) - number(net.network()));
-    let token = match address {
-        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::from(u32::try_from(sum).expect("stays in the token range"))),
+    let sum = number(*virtual_address) + (number(address) - number(net.network()));
+    let virtual_address = match address {
+        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::from(u32::try_from(sum).expect("stays in the redirect range"))),
         IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::from(sum)),
     };
-    if *up && world.serving { Model::Redirect(token) } else { Model::Down(token) }
+    if *up && world.serving { Model::Redirect(virtual_address) } else { Model::Down(virtual_address) }
 }
 
 #[derive(Debug, PartialEq)]
@@ -159,12 +159,12 @@ fn world() -> impl Strategy<Value = World> {
             let mut routes = BTreeMap::new();
             // Each route owns a 64-address slot of the virtual range, so blocks of any size are aligned.
             for (slot, (net, (up, any))) in (0_u32..).zip(routes_v4) {
-                let token = Ipv4Addr::from(0xc612_0000 + slot * 64);
-                routes.insert(IpNet::V4(net), (IpAddr::V4(token), up, any));
+                let virtual_address = Ipv4Addr::from(0xc612_0000 + slot * 64);
+                routes.insert(IpNet::V4(net), (IpAddr::V4(virtual_address), up, any));
             }
             for (slot, (net, (up, any))) in (0_u128..).zip(routes_v6) {
-                let token = Ipv6Addr::from((0xfd70_u128 << 112) + slot * 64);
-                routes.insert(IpNet::V6(net), (IpAddr::V6(token), up, any));
+                let virtual_address = Ipv6Addr::from((0xfd70_u128 << 112) + slot * 64);
+                routes.insert(IpNet::V6(net), (IpAddr::V6(virtual_address), up, any));
             }
             let excluded = excluded_v4
                 .into_iter()
@@ -227,32 +227,32 @@ proptest! {
 
     #[test]
     fn blocks_map_one_to_one_and_back(net in net_v4(), slot in 0_u32..1000) {
-        let token = Ipv4Net::new(Ipv4Addr::from(0xc612_0000 + slot * 64), net.prefix_len()).expect("valid");
+        let virtual_address = Ipv4Net::new(Ipv4Addr::from(0xc612_0000 + slot * 64), net.prefix_len()).expect("valid");
         let mask = V4::from(net.hostmask());
-        let there = Mapping { base: V4::from(token.network()), host_mask: mask, flags: 0 };
+        let there = Mapping { base: V4::from(virtual_address.network()), host_mask: mask, flags: 0 };
         let back = Mapping { base: V4::from(net.network()), host_mask: mask, flags: 0 };
         let mut seen = BTreeSet::new();
         for n in 0..(1_u32 << (32 - u32::from(net.prefix_len()))) {
             let address = Ipv4Addr::from(u32::from(net.network()) + n);
             let mapped = there.apply(V4::from(address));
-            prop_assert!(token.contains(&Ipv4Addr::from(mapped)));
-            prop_assert!(seen.insert(mapped.0), "{} shares a token", address);
+            prop_assert!(virtual_address.contains(&Ipv4Addr::from(mapped)));
+            prop_assert!(seen.insert(mapped.0), "{} shares a virtual address", address);
             prop_assert_eq!(Ipv4Addr::from(back.apply(mapped)), address);
         }
     }
 
     #[test]
     fn v6_blocks_map_one_to_one_and_back(net in net_v6(), slot in 0_u128..1000) {
-        let token = Ipv6Net::new(Ipv6Addr::from((0xfd70_u128 << 112) + slot * 64), net.prefix_len()).expect("valid");
+        let virtual_address = Ipv6Net::new(Ipv6Addr::from((0xfd70_u128 << 112) + slot * 64), net.prefix_len()).expect("valid");
         let mask = V6::from(net.hostmask());
-        let there = Mapping { base: V6::from(token.network()), host_mask: mask, flags: 0 };
+        let there = Mapping { base: V6::from(virtual_address.network()), host_mask: mask, flags: 0 };
         let back = Mapping { base: V6::from(net.network()), host_mask: mask, flags: 0 };
         let mut seen = BTreeSet::new();
         for n in 0..(1_u128 << (128 - u32::from(net.prefix_len()))) {
             let address = Ipv6Addr::from(u128::from(net.network()) + n);
             let mapped = there.apply(V6::from(address));
-            prop_assert!(token.contains(&Ipv6Addr::from(mapped)));
-            prop_assert!(seen.insert(mapped.0), "{} shares a token", address);
+            prop_assert!(virtual_address.contains(&Ipv6Addr::from(mapped)));
+            prop_assert!(seen.insert(mapped.0), "{} shares a virtual address", address);
             prop_assert_eq!(Ipv6Addr::from(back.apply(mapped)), address);
         }
     }

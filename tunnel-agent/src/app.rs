@@ -11,11 +11,11 @@ use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::admin::{
     Admin, Connections, Serving, Status, register_process_metrics, register_tasks, to_json,
 };
-use tunnel_core::carry::{end_quiet, register_stalled};
 use tunnel_core::identity::Holder;
 use tunnel_core::lifecycle::{Drain, ReadyGuard, Shutdown};
 use tunnel_core::limits::register_limits;
 use tunnel_core::logging;
+use tunnel_core::relay::{end_quiet, register_stalled};
 
 use crate::addresses;
 use crate::config::{Config, KonnectivityConfig, Listen};
@@ -246,7 +246,7 @@ impl Bound {
             drop(self.admin);
         }
         drain(&runtime, async {
-            tokio::join!(end_quiet(&live, Connection::carrying), outbound.end_quiet());
+            tokio::join!(end_quiet(&live, Connection::relaying), outbound.end_quiet());
         })
         .await;
     }

@@ -9,12 +9,12 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tunnel_core::admin;
-use tunnel_core::carry::{Abort, Carrying, Side, Traffic};
 use tunnel_core::connections::{blocked, first, stalled};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::Flow;
 use tunnel_core::live::Live;
 use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::{Abort, Relaying, Side, Traffic};
 use tunnel_core::text::{age, bytes, harmless};
 
 /// A connection whose target has been dialled.
@@ -33,9 +33,9 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    pub(crate) fn carrying(&self) -> Option<Carrying<'_>> {
+    pub(crate) fn relaying(&self) -> Option<Relaying<'_>> {
         let rtt = self.link.1.rtt.last();
-        Some(Carrying { traffic: &self.traffic, abort: &self.abort, side: Side::Agent, rtt })
+        Some(Relaying { traffic: &self.traffic, abort: &self.abort, side: Side::Agent, rtt })
     }
 }
 
@@ -58,7 +58,7 @@ pub(crate) async fn end_lost(live: Arc<Live<Connection>>, mut addresses: watch::
 /// The answer of `/connections`. Its field names are an interface.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConnectionsReport {
-    /// At most 1,000: first those whose receiver has taken nothing for longest, then those that have carried most.
+    /// At most 1,000: first those whose receiver has taken nothing for longest, then those that have relayed most.
     pub connections: Vec<ConnectionStatus>,
     /// Number of connections left out.
     pub more: usize,
@@ -160,9 +160,9 @@ mod tests {
 
     use super::*;
 
-    fn connection(carried: usize) -> Connection {
+    fn connection(relayed: usize) -> Connection {
         let traffic = Traffic::default();
-        traffic.count_to_socket(carried);
+        traffic.count_to_socket(relayed);
         Connection {
             server: "a:1".into(),
             link: (2, Arc::default()),
@@ -186,7 +186,7 @@ mod tests {
             assert_eq!(
                 report.connections[0].bytes_to_target,
                 MAX_ROWS as u64 + 4,
-                "what carried most is first"
+                "what relayed most is first"
             );
         }
         assert!(report(Some("edge-2")).connections.is_empty());

@@ -11,9 +11,9 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::Instant;
 use tonic::Code;
 use tunnel_core::admin::TUNNELLED;
-use tunnel_core::carry::{OF_NODE_HEADER, TARGET_HEADER, prepare_socket};
 use tunnel_core::fair::FairShare;
 use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::{OF_NODE_HEADER, TARGET_HEADER, prepare_socket};
 
 use crate::places::{Place, Places};
 use crate::policy::Policy;
@@ -80,7 +80,7 @@ impl DialError {
     }
 }
 
-/// Parsed headers of a Carry stream.
+/// Parsed headers of a Relay stream.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DialRequest {
     pub(crate) target: SocketAddr,

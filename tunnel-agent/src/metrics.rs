@@ -9,9 +9,9 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Metric, Registry, Unit};
-use tunnel_core::carry::Totals;
 use tunnel_core::live::Live;
 use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::Totals;
 
 use crate::connections::Connection;
 
@@ -41,7 +41,7 @@ pub struct Metrics {
     outbound: Family<OutcomeLabel, Counter>,
     pub(crate) connections_active: Gauge,
     /// Payload bytes, counted as they pass.
-    pub(crate) carried: Totals,
+    pub(crate) relayed: Totals,
     /// Connections that are relayed for servers now.
     pub(crate) live: Arc<Live<Connection>>,
     pub(crate) sessions_started: Counter,
@@ -54,18 +54,18 @@ impl Metrics {
         let registry = registry.sub_registry_with_prefix("postern_agent");
         let bytes = Family::<DirectionLabel, Counter>::default();
         let direction = |direction| bytes.get_or_create(&DirectionLabel { direction }).clone();
-        let carried = Totals { from_socket: direction("from_target"), to_socket: direction("to_target") };
+        let relayed = Totals { from_socket: direction("from_target"), to_socket: direction("to_target") };
         let dial_seconds = Histogram::new(exponential_buckets(0.0005, 4.0, 8));
         registry.register_with_unit("dial", "Time that dials took", Unit::Seconds, dial_seconds.clone());
-        registry.register_with_unit("carried", "Carried payload", Unit::Bytes, bytes);
+        registry.register_with_unit("relayed", "Relayed payload", Unit::Bytes, bytes);
         let help = "Connections of workloads on this node to the cloud that ended, by outcome";
         let metrics = Self {
             dials: registered(registry, "dials", "Dials to targets by outcome"),
             dial_seconds,
-            connections: registered(registry, "connections", "Carried connections that ended, by outcome"),
+            connections: registered(registry, "connections", "Relayed connections that ended, by outcome"),
             outbound: registered(registry, "outbound_connections", help),
-            connections_active: registered(registry, "connections_active", "Connections carried now"),
-            carried,
+            connections_active: registered(registry, "connections_active", "Connections relayed now"),
+            relayed,
             live: Arc::default(),
             sessions_started: registered(registry, "sessions_started", "Sessions that a server attached"),
             sessions_ended: registered(registry, "sessions_ended", "Sessions, or attempts, that ended"),

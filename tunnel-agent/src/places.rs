@@ -10,7 +10,7 @@ use tunnel_core::memory::connections;
 
 /// Minimum number of files reserved for links, the admin port and the program itself.
 const OWN_FILES: u32 = 64;
-/// Streams of a link that carry no connection, but control calls.
+/// Streams of a link that relay no connection, but control calls.
 const CALLS: u32 = 16;
 /// Minimum limit, even with few files or little memory.
 const LEAST: u32 = 16;

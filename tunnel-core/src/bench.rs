@@ -1,7 +1,7 @@
 //! Measurement of a link by its server: a stream like that of a tunnelled connection, whose target is the agent
 //! itself.
 //!
-//! The server opens a stream with [`BENCH_PATH`] and [`MODE_HEADER`]; the rest is as with Carry. The sending end
+//! The server opens a stream with [`BENCH_PATH`] and [`MODE_HEADER`]; the rest is as with Relay. The sending end
 //! limits its time and bytes, and the agent serves one at a time.
 
 use std::io;

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::carry::{Traffic, Waiting};
+use crate::relay::{Traffic, Waiting};
 use crate::text::age;
 
 /// Maximum rows in one answer: a server may have a hundred thousand connections.
@@ -21,8 +21,8 @@ pub fn first<T>(
     connections.sort_by_cached_key(|connection| {
         let traffic = traffic(connection);
         let blocked = traffic.and_then(Traffic::blocked).filter(|time| *time >= STALLED);
-        let carried = traffic.map_or(0, |traffic| traffic.to_socket().saturating_add(traffic.from_socket()));
-        (Reverse(blocked), Reverse(carried))
+        let relayed = traffic.map_or(0, |traffic| traffic.to_socket().saturating_add(traffic.from_socket()));
+        (Reverse(blocked), Reverse(relayed))
     });
     let more = connections.len().saturating_sub(MAX_ROWS);
     connections.truncate(MAX_ROWS);

@@ -105,7 +105,7 @@ impl fmt::Display for Level {
     }
 }
 
-/// A level, and levels for single modules: `info,tunnel_server::door=debug`.
+/// A level, and levels for single modules: `info,tunnel_server::listener=debug`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Filter {
     level: Level,
@@ -149,7 +149,7 @@ impl FromStr for Filter {
 pub enum LoggingError {
     #[error("not a log level; use off, error, warn, info, debug, trace, or klog's number")]
     Level,
-    #[error("not a level and then MODULE=LEVEL, such as info,tunnel_server::door=debug")]
+    #[error("not a level and then MODULE=LEVEL, such as info,tunnel_server::listener=debug")]
     Module,
     #[error("this process has a logger already")]
     Installed,
@@ -276,7 +276,7 @@ mod tests {
         tracing::subscriber::with_default(subscriber, || {
             handle.set(&"warn, tunnel_core::link=debug,h2=4".parse().unwrap()).unwrap();
             assert_eq!(handle.level(), Level::Warn);
-            tracing::info!(target: "tunnel_core::carry", "hidden");
+            tracing::info!(target: "tunnel_core::relay", "hidden");
             tracing::debug!(target: "tunnel_core::link::flow", "of a module");
             tracing::debug!(target: "h2::codec", "of a library");
             let out = buffer.take();

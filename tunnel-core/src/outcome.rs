@@ -111,7 +111,7 @@ impl Outcome {
         }
     }
 
-    /// Returns the outcome for the gRPC status of a failed Carry.
+    /// Returns the outcome for the gRPC status of a failed Relay.
     pub const fn from_code(code: Code) -> Self {
         match code {
             Code::Unavailable => Self::Refused,

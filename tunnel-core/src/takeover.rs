@@ -333,7 +333,7 @@ mod tests {
     use super::*;
 
     fn copy(listener: &TcpListener) -> (String, SocketAddr, OwnedFd) {
-        ("door".to_owned(), listener.local_addr().unwrap(), listener.try_clone().unwrap().into())
+        ("listener".to_owned(), listener.local_addr().unwrap(), listener.try_clone().unwrap().into())
     }
 
     #[tokio::test]
@@ -350,9 +350,9 @@ mod tests {
         assert!(waiting.is_found() && !replaced.is_found());
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
 
-        let doors = ["127.0.0.1:0", "[::1]:0"].map(|at| TcpListener::bind(at).unwrap());
-        let addresses = doors.each_ref().map(|door| door.local_addr().unwrap());
-        let copies = Copies::new(doors.iter().map(copy).collect());
+        let listeners = ["127.0.0.1:0", "[::1]:0"].map(|at| TcpListener::bind(at).unwrap());
+        let addresses = listeners.each_ref().map(|listener| listener.local_addr().unwrap());
+        let copies = Copies::new(listeners.iter().map(copy).collect());
         let first = tokio::spawn(async move {
             let mut stream = waiting.accept().await.unwrap();
             assert!(successor(&stream).unwrap().is_some());
@@ -366,10 +366,10 @@ mod tests {
         assert_eq!((second.own(), second.pid()), (&vec![7], std::process::id()));
         assert!(second.listener("other", |_| true).is_none());
         for at in addresses.iter().rev() {
-            let taken = second.listener("door", |other| other == *at).unwrap();
+            let taken = second.listener("listener", |other| other == *at).unwrap();
             assert_eq!(taken.local_addr().unwrap(), *at);
         }
-        assert!(second.listener("door", |_| true).is_none(), "each is given once");
+        assert!(second.listener("listener", |_| true).is_none(), "each is given once");
         assert_eq!(second.ask::<_, Option<usize>>(&"question").await.unwrap(), Some(8));
         drop(second);
         first.await.unwrap();

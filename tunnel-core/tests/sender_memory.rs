@@ -14,8 +14,8 @@ use http::{Request, Response};
 use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
-use tunnel_core::carry::{Abort, Relay, SMALL_READ, Side, StallBound, Traffic, prepare_socket};
 use tunnel_core::link::{self, Flow};
+use tunnel_core::relay::{Abort, Relay, SMALL_READ, Side, StallBound, Traffic, prepare_socket};
 
 const CLIENTS: usize = 64;
 const WINDOW: usize = link::STREAM_WINDOW as usize;

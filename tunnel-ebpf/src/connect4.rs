@@ -20,15 +20,15 @@ pub(crate) fn postern_conn4(ctx: SockAddrContext) -> i32 {
     let connect = unsafe { describe(raw, V4((&raw const (*raw).user_ip4).read_volatile())) };
     let verdict = verdict(&KernelTables, &connect);
     count(of_verdict(Hook::Connect4, &verdict));
-    let token = match verdict {
+    let virtual_address = match verdict {
         Verdict::Direct(_) => return ALLOW,
-        Verdict::Redirect(token) => token,
-        Verdict::Down(token) => {
+        Verdict::Redirect(virtual_address) => virtual_address,
+        Verdict::Down(virtual_address) => {
             debug!(&ctx, "connect to {:i}:{}: no tunnel", u32::from_be(connect.address.0), connect.port);
             if fail_unreachable() {
                 return REFUSE;
             }
-            token
+            virtual_address
         }
     };
     debug!(
@@ -36,9 +36,9 @@ pub(crate) fn postern_conn4(ctx: SockAddrContext) -> i32 {
         "connect to {:i}:{} redirected to {:i}",
         u32::from_be(connect.address.0),
         connect.port,
-        u32::from_be(token.0)
+        u32::from_be(virtual_address.0)
     );
     // SAFETY: as above; `user_ip4` is writable in this hook.
-    unsafe { (&raw mut (*raw).user_ip4).write_volatile(token.0) };
+    unsafe { (&raw mut (*raw).user_ip4).write_volatile(virtual_address.0) };
     ALLOW
 }

@@ -21,35 +21,40 @@ pub(crate) fn postern_conn6(ctx: SockAddrContext) -> i32 {
     match verdict_v6(&KernelTables, &connect) {
         VerdictV6::Mapped(verdict) => {
             count(of_verdict(Hook::Connect6, &verdict));
-            let token = match verdict {
+            let virtual_address = match verdict {
                 Verdict::Direct(_) => return ALLOW,
-                Verdict::Redirect(token) => token,
-                Verdict::Down(token) => {
+                Verdict::Redirect(virtual_address) => virtual_address,
+                Verdict::Down(virtual_address) => {
                     if fail_unreachable() {
                         return REFUSE;
                     }
-                    token
+                    virtual_address
                 }
             };
-            debug!(&ctx, "mapped connect to port {} redirected to {:i}", connect.port, u32::from_be(token.0));
+            debug!(
+                &ctx,
+                "mapped connect to port {} redirected to {:i}",
+                connect.port,
+                u32::from_be(virtual_address.0)
+            );
             // SAFETY: as above. Writes only the last word: the prefix ::ffff:0:0 stays, and with it the peer's family.
-            unsafe { (&raw mut (*raw).user_ip6[3]).write_volatile(token.0) };
+            unsafe { (&raw mut (*raw).user_ip6[3]).write_volatile(virtual_address.0) };
         }
         VerdictV6::Native(verdict) => {
             count(of_verdict(Hook::Connect6, &verdict));
-            let token = match verdict {
+            let virtual_address = match verdict {
                 Verdict::Direct(_) => return ALLOW,
-                Verdict::Redirect(token) => token,
-                Verdict::Down(token) => {
+                Verdict::Redirect(virtual_address) => virtual_address,
+                Verdict::Down(virtual_address) => {
                     if fail_unreachable() {
                         return REFUSE;
                     }
-                    token
+                    virtual_address
                 }
             };
             debug!(&ctx, "IPv6 connect to port {} redirected", connect.port);
             // SAFETY: as above.
-            unsafe { write_address(raw, token) };
+            unsafe { write_address(raw, virtual_address) };
         }
     }
     ALLOW

@@ -5,7 +5,7 @@ use tunnel_abi::{V4, counter::RESTORED_V4};
 
 use crate::{
     connect::ALLOW,
-    maps::{ORIGINS_V4, TOKENS_V4, count},
+    maps::{ORIGINS_V4, VIRTUAL_V4, count},
 };
 
 #[cgroup_sock_addr(getpeername4)]
@@ -22,11 +22,11 @@ pub(crate) fn postern_peer4(ctx: SockAddrContext) -> i32 {
 }
 
 /// Returns the edge address of a virtual address. (A client on this host has the virtual address as its own source, so
-/// the server gets the edge address for it too, and reverts that in `door/redirect.rs`. No field of an accepted socket
+/// the server gets the edge address for it too, and reverts that in `listener/redirect.rs`. No field of an accepted socket
 /// tells this hook that it is the server's.)
 #[inline(always)]
 pub(crate) fn origin_of(peer: V4) -> Option<V4> {
-    if !TOKENS_V4.load().contains(peer) {
+    if !VIRTUAL_V4.load().contains(peer) {
         return None;
     }
     ORIGINS_V4.get(Key::new(32, peer)).map(|origin| origin.apply(peer))

@@ -7,7 +7,7 @@ use crate::{
     connect::ALLOW,
     connect6::{read_address, write_address},
     getpeername4::origin_of,
-    maps::{ORIGINS_V6, TOKENS_V6, count},
+    maps::{ORIGINS_V6, VIRTUAL_V6, count},
 };
 
 #[cgroup_sock_addr(getpeername6)]
@@ -23,7 +23,7 @@ pub(crate) fn postern_peer6(ctx: SockAddrContext) -> i32 {
         }
         return ALLOW;
     }
-    if !TOKENS_V6.load().contains(peer) {
+    if !VIRTUAL_V6.load().contains(peer) {
         return ALLOW;
     }
     if let Some(origin) = ORIGINS_V6.get(Key::new(128, peer)) {

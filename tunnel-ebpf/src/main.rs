@@ -1,7 +1,7 @@
 //! Kernel side of the redirect: one file per hook, the maps in one file, and the decision itself in `tunnel-abi`,
 //! where it is tested on the host.
 //!
-//! The kernel holds no per-connection state: an edge address is mapped one to one to a virtual address (a token in the
+//! The kernel holds no per-connection state: an edge address is mapped one to one to a virtual address (in the
 //! code), and back again for `getpeername()`.
 #![no_std]
 #![no_main]

@@ -50,9 +50,10 @@ pub(crate) static INGRESS_IFINDEX: Global<u8> = Global::new(0);
 #[unsafe(no_mangle)]
 pub(crate) static ORPHAN_AFTER: Global<u64> = Global::new(u64::MAX);
 #[unsafe(no_mangle)]
-pub(crate) static TOKENS_V4: Global<Prefix<V4>> = Global::new(Prefix { base: V4(0), mask: V4(!0) });
+pub(crate) static VIRTUAL_V4: Global<Prefix<V4>> = Global::new(Prefix { base: V4(0), mask: V4(!0) });
 #[unsafe(no_mangle)]
-pub(crate) static TOKENS_V6: Global<Prefix<V6>> = Global::new(Prefix { base: V6([0; 4]), mask: V6([!0; 4]) });
+pub(crate) static VIRTUAL_V6: Global<Prefix<V6>> =
+    Global::new(Prefix { base: V6([0; 4]), mask: V6([!0; 4]) });
 
 /// Adds one to a counter.
 #[inline(always)]

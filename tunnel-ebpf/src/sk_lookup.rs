@@ -15,7 +15,7 @@ use tunnel_abi::{
     counter::{Lookup, of_lookup},
 };
 
-use crate::maps::{CLIENTS_V4, CLIENTS_V6, INGRESS_IFINDEX, LISTENER, TOKENS_V4, TOKENS_V6, count};
+use crate::maps::{CLIENTS_V4, CLIENTS_V6, INGRESS_IFINDEX, LISTENER, VIRTUAL_V4, VIRTUAL_V6, count};
 
 const IPPROTO_TCP: u32 = 6;
 const AF_INET: u32 = 2;
@@ -36,15 +36,15 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
     if family == AF_INET {
         // SAFETY: as above.
         let local = V4(unsafe { (&raw const (*raw).local_ip4).read_volatile() });
-        let tokens = TOKENS_V4.load();
-        if !tokens.contains(local) {
+        let virtual_addresses = VIRTUAL_V4.load();
+        if !virtual_addresses.contains(local) {
             return SK_PASS;
         }
         // SAFETY: as above.
         let remote = V4(unsafe { (&raw const (*raw).remote_ip4).read_volatile() });
         // The host's own connects have the virtual address itself as their source: a `local` route without a preferred
         // source uses the destination as the source.
-        let allowed = if tokens.contains(remote) {
+        let allowed = if virtual_addresses.contains(remote) {
             // SAFETY: as above.
             unsafe { came_over_loopback(raw) }
         } else {
@@ -69,11 +69,11 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
             ]),
         )
     };
-    let tokens = TOKENS_V6.load();
-    if !tokens.contains(local) {
+    let virtual_addresses = VIRTUAL_V6.load();
+    if !virtual_addresses.contains(local) {
         return SK_PASS;
     }
-    let allowed = if tokens.contains(remote) {
+    let allowed = if virtual_addresses.contains(remote) {
         // SAFETY: as above.
         unsafe { came_over_loopback(raw) }
     } else {

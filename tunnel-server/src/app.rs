@@ -13,18 +13,18 @@ use std::time::Instant;
 use prometheus_client::registry::Registry;
 use tokio::runtime::Handle;
 use tunnel_core::admin::{Serving, register_process_metrics, register_tasks};
-use tunnel_core::carry::register_stalled;
 use tunnel_core::identity::Holder;
 use tunnel_core::lifecycle::{ReadyGuard, Shutdown, raise_open_files};
 use tunnel_core::limits::{Limits, register_limits};
 use tunnel_core::logging;
+use tunnel_core::relay::register_stalled;
 use tunnel_core::takeover::Copies;
 use tunnel_identity::IdentityMetrics;
 
 use self::running::Said;
 use self::source::Source;
 use crate::config::{Config, NodeSource};
-use crate::listeners::{ADMIN, Files, Listeners};
+use crate::listen::{ADMIN, Files, Listeners};
 use crate::pki::{Lifetimes, PkiMetrics, ServerFile, agent_addresses};
 use crate::redirect::{Orphans, RedirectMetrics};
 use crate::reloaded::FileMetrics;
@@ -114,13 +114,13 @@ pub async fn build(mut config: Config, log: logging::Handle) -> anyhow::Result<B
     }
     let registry = Arc::new(registry);
     let copies = Arc::new(Copies::new(listeners.copies()?));
-    let doors = listeners.addresses()?;
-    let agents = doors.iter().find(|(name, _)| *name == AGENTS).map(|(_, address)| *address);
+    let addresses = listeners.addresses()?;
+    let agents = addresses.iter().find(|(name, _)| *name == AGENTS).map(|(_, address)| *address);
     let reporter = Reporter {
         role: config.role(),
         started,
         source: source.status(&runtime.router),
-        doors,
+        listeners: addresses,
         runtime: runtime.clone(),
     };
     let admin = admin::serve(listeners.take(ADMIN).pop(), registry.clone(), reporter, &config.flags, log)?;
@@ -155,7 +155,7 @@ async fn start_redirect(
     let orphans = Orphans::find(&options, before.as_ref().and_then(Predecessor::pins))?;
     // What the predecessor redirects is newer than what a dead server has left.
     let given = before.as_ref().map_or(&[][..], Predecessor::tokens);
-    runtime.router.take_over_tokens(&[given, orphans.tokens()].concat());
+    runtime.router.take_over_addresses(&[given, orphans.virtual_addresses()].concat());
     runtime.redirect = Some(listeners.start_redirect(options, before).await?);
     Ok(orphans)
 }

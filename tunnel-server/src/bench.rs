@@ -10,7 +10,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::Semaphore;
 use tunnel_core::admin::{Bench, BenchAnswer};
 use tunnel_core::bench::{BENCH_PATH, LONGEST, MODE_HEADER, Mode, send, swallow};
-use tunnel_core::carry::{Pipe, RelayError, Traffic, TunnelStream, pipe};
+use tunnel_core::relay::{Pipe, RelayError, Traffic, TunnelStream, pipe};
 
 use crate::session::{On, Session, Sessions, ask};
 

@@ -12,12 +12,12 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
-use tunnel_core::carry::{Totals, end_quiet};
 use tunnel_core::live::{Live, Present};
 use tunnel_core::outcome::{Hop, Outcome};
+use tunnel_core::relay::{Totals, end_quiet};
 
 use crate::admission::Full;
-pub(crate) use connection::{Carried, Connection};
+pub(crate) use connection::{Connection, Relayed};
 pub(crate) use failures::Failure;
 use failures::{AtHop, Failures};
 
@@ -39,7 +39,7 @@ pub struct Metrics {
     failures: Arc<Failures>,
     live: Arc<Live<Connection>>,
     /// Payload bytes, counted as they pass.
-    pub carried: Totals,
+    pub relayed: Totals,
     /// Live sessions.
     pub tunnels: Gauge,
     /// Sessions whose agents are leaving.
@@ -51,13 +51,13 @@ impl Metrics {
     pub fn new(registry: &mut Registry) -> Self {
         let bytes = By::<1, Counter>::default();
         let direction = |direction| bytes.get_or_create(&[("direction", direction)]).clone();
-        let carried = Totals { from_socket: direction("to_node"), to_socket: direction("from_node") };
+        let relayed = Totals { from_socket: direction("to_node"), to_socket: direction("from_node") };
         let metrics = Self {
             connections: Family::default(),
             active: Family::default(),
             refused: Family::default(),
             busy: Family::default(),
-            carried,
+            relayed,
             dial_seconds: Histogram::new(exponential_buckets(0.0005, 4.0, 8)),
             connection_seconds: Histogram::new(exponential_buckets(0.001, 8.0, 8)),
             handshakes: Family::default(),
@@ -69,13 +69,13 @@ impl Metrics {
             sessions_leaving: Gauge::default(),
         };
         let m = metrics.clone();
-        registry.register("connections", "Connections that ended, by door and outcome", m.connections);
-        registry.register("connections_active", "Connections carried now, by door", m.active);
-        let help = "Clients that a door turned away before a node was known";
+        registry.register("connections", "Connections that ended, by listener and outcome", m.connections);
+        registry.register("connections_active", "Connections relayed now, by listener", m.active);
+        let help = "Clients that a listener turned away before a node was known";
         registry.register("callers_refused", help, m.refused);
-        let help = "Connections refused at a bound of a door, by what has too many open: the door, the source, the node, the source at one agent, or newcomers";
+        let help = "Connections refused at a bound of a listener, by what has too many open: the listener, the source, the node, the source at one agent, or unauthenticated";
         registry.register("connections_over_limit", help, m.busy);
-        registry.register_with_unit("carried", "Carried payload", Unit::Bytes, bytes);
+        registry.register_with_unit("relayed", "Relayed payload", Unit::Bytes, bytes);
         let help = "Time until the agent answered a dial";
         registry.register_with_unit("dial", help, Unit::Seconds, m.dial_seconds);
         registry.register_with_unit(
@@ -90,7 +90,7 @@ impl Metrics {
         let help = "Connections for an enrolment or a renewal, by whether the client showed a certificate and how they ended";
         registry.register("enrollment_connections", help, m.enrolments);
         registry.register("tunnels", "Agents attached now", m.tunnels);
-        let help = "Sessions of agents that have left or were replaced, which finish what they carry";
+        let help = "Sessions of agents that have left or were replaced, which finish what they relay";
         registry.register("agent_sessions_leaving", help, m.sessions_leaving);
         // Series start at zero, so that rates work from the first event.
         for result in [
@@ -109,7 +109,7 @@ impl Metrics {
         for result in ["impostor", "flood", "older", "revoked", "superseded", "unknown_node"] {
             let _ = metrics.sessions_refused.get_or_create(&[("result", result)]);
         }
-        for client in ["certified", "stranger"] {
+        for client in ["certified", "unauthenticated"] {
             for result in ["answered", "left", "idle", "slow", "evicted", "refused", "draining"] {
                 let _ = metrics.enrolments.get_or_create(&[("client", client), ("result", result)]);
             }
@@ -118,31 +118,31 @@ impl Metrics {
     }
 
     /// Starts the series of a listener at zero.
-    pub fn door(&self, door: &'static str) {
+    pub fn listener(&self, listener: &'static str) {
         for outcome in Outcome::ALL {
-            let _ = self.connections.get_or_create(&[("door", door), ("outcome", outcome.as_str())]);
+            let _ = self.connections.get_or_create(&[("listener", listener), ("outcome", outcome.as_str())]);
         }
-        let _ = self.active.get_or_create(&[("door", door)]);
-        let _ = self.refused.get_or_create(&[("door", door)]);
+        let _ = self.active.get_or_create(&[("listener", listener)]);
+        let _ = self.refused.get_or_create(&[("listener", listener)]);
         for reason in Full::LABELS {
-            let _ = self.busy.get_or_create(&[("door", door), ("reason", reason)]);
+            let _ = self.busy.get_or_create(&[("listener", listener), ("reason", reason)]);
         }
     }
 
-    pub(crate) fn opened(&self, door: &'static str) {
-        self.active.get_or_create(&[("door", door)]).inc();
+    pub(crate) fn opened(&self, listener: &'static str) {
+        self.active.get_or_create(&[("listener", listener)]).inc();
     }
 
-    pub(crate) fn closed(&self, door: &'static str, outcome: Outcome, took: Duration) {
-        self.active.get_or_create(&[("door", door)]).dec();
-        self.connections.get_or_create(&[("door", door), ("outcome", outcome.as_str())]).inc();
+    pub(crate) fn closed(&self, listener: &'static str, outcome: Outcome, took: Duration) {
+        self.active.get_or_create(&[("listener", listener)]).dec();
+        self.connections.get_or_create(&[("listener", listener), ("outcome", outcome.as_str())]).inc();
         self.connection_seconds.observe(took.as_secs_f64());
     }
 
     /// Like [`Metrics::closed`], for a connection that was not relayed: its duration means nothing.
-    pub(crate) fn answered(&self, door: &'static str) {
-        self.active.get_or_create(&[("door", door)]).dec();
-        self.connections.get_or_create(&[("door", door), ("outcome", Outcome::Ok.as_str())]).inc();
+    pub(crate) fn answered(&self, listener: &'static str) {
+        self.active.get_or_create(&[("listener", listener)]).dec();
+        self.connections.get_or_create(&[("listener", listener), ("outcome", Outcome::Ok.as_str())]).inc();
     }
 
     /// Lists the connection until the returned value is dropped.
@@ -155,9 +155,9 @@ impl Metrics {
         self.live.all()
     }
 
-    /// Ends each connection as soon as it carries nothing.
+    /// Ends each connection as soon as it relays nothing.
     pub(crate) async fn end_quiet(&self) {
-        end_quiet(&self.live, Connection::carrying).await;
+        end_quiet(&self.live, Connection::relaying).await;
     }
 
     pub(crate) fn failed(&self, failure: Failure) {
@@ -168,12 +168,12 @@ impl Metrics {
         self.failures.all()
     }
 
-    pub(crate) fn turned_away(&self, door: &'static str) {
-        self.refused.get_or_create(&[("door", door)]).inc();
+    pub(crate) fn turned_away(&self, listener: &'static str) {
+        self.refused.get_or_create(&[("listener", listener)]).inc();
     }
 
-    pub(crate) fn over_limit(&self, door: &'static str, reason: &Full) {
-        self.busy.get_or_create(&[("door", door), ("reason", reason.label())]).inc();
+    pub(crate) fn over_limit(&self, listener: &'static str, reason: &Full) {
+        self.busy.get_or_create(&[("listener", listener), ("reason", reason.label())]).inc();
     }
 
     pub(crate) fn enrolment(&self, client: &'static str, result: &'static str) {
@@ -192,15 +192,15 @@ impl Metrics {
         self.sessions_refused.get_or_create(&[("result", result)]).inc();
     }
 
-    pub fn active_at(&self, door: &'static str) -> i64 {
-        self.active.get_or_create(&[("door", door)]).get()
+    pub fn active_at(&self, listener: &'static str) -> i64 {
+        self.active.get_or_create(&[("listener", listener)]).get()
     }
 
-    pub fn ended_at(&self, door: &'static str) -> u64 {
+    pub fn ended_at(&self, listener: &'static str) -> u64 {
         Outcome::ALL
             .iter()
             .map(|outcome| {
-                self.connections.get_or_create(&[("door", door), ("outcome", outcome.as_str())]).get()
+                self.connections.get_or_create(&[("listener", listener), ("outcome", outcome.as_str())]).get()
             })
             .sum()
     }

@@ -30,7 +30,7 @@ pub struct Runtime {
     /// The threads that own the links.
     pub workers: Arc<Workers>,
     pub readiness: Readiness,
-    /// Counts what is carried, and knows when the server drains and when connections have to end.
+    /// Counts what is relayed, and knows when the server drains and when connections have to end.
     pub drain: Drain,
     pub tasks: TaskTracker,
     /// Ends the tasks and the links.

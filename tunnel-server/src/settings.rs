@@ -12,20 +12,20 @@ pub struct Settings {
     /// Ports that the agent dials on its node's loopback.
     pub loopback: BTreeSet<u16>,
     /// Ports of the internal Service, and the listener that each leads to.
-    pub internal: BTreeMap<u16, InternalDoor>,
+    pub internal: BTreeMap<u16, InternalListener>,
 }
 
 /// A listener that the internal Service leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum InternalDoor {
+pub enum InternalListener {
     Https,
     Http,
 }
 
 /// The listeners' ports; 0 if the listener is off, so that no port of the internal Service leads there.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Doors {
+pub struct Listeners {
     pub https: u16,
     /// Further ports of the https listener, by the nodes' port that they lead to instead of the kubelet's.
     pub secure: BTreeMap<u16, u16>,

@@ -33,11 +33,11 @@ const GROUPS: [Group; 5] = [
         quick: true,
     },
     Group {
-        name: "carry",
+        name: "relay",
         package: "tunnel-core",
         target: "--lib",
-        tests: &["carry::"],
-        files: &["tunnel-core/src/carry/frame.rs", "tunnel-core/src/carry/stall.rs"],
+        tests: &["relay::"],
+        files: &["tunnel-core/src/relay/frame.rs", "tunnel-core/src/relay/stall.rs"],
         quick: false,
     },
     Group {

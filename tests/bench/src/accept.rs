@@ -4,8 +4,8 @@ use std::time::Duration;
 use anyhow::Result;
 use tokio::net::{TcpListener, TcpStream};
 
-/// Accepts connections, and carries each in a task of its own.
-pub(crate) async fn each<F>(listener: TcpListener, mut carry: impl FnMut(TcpStream) -> F)
+/// Accepts connections, and relays each in a task of its own.
+pub(crate) async fn each<F>(listener: TcpListener, mut relay: impl FnMut(TcpStream) -> F)
 where
     F: Future<Output = Result<()>> + Send + 'static,
 {
@@ -15,10 +15,10 @@ where
             tokio::time::sleep(Duration::from_millis(10)).await;
             continue;
         };
-        let carried = carry(socket);
+        let relayed = relay(socket);
         tokio::spawn(async move {
             // The client sees how the connection ended.
-            carried.await.ok();
+            relayed.await.ok();
         });
     }
 }

@@ -29,7 +29,7 @@ pub(crate) enum Dialer {
         /// The target's address, as the far end dials it.
         target: IpAddr,
     },
-    /// konnectivity's ProxyService on a Unix socket, one gRPC connection per carried one as kube-apiserver does it.
+    /// konnectivity's ProxyService on a Unix socket, one gRPC connection per relayed one as kube-apiserver does it.
     Grpc {
         /// The proxy's socket.
         socket: PathBuf,

@@ -1,5 +1,5 @@
 //! A client of konnectivity's ProxyService, as kube-apiserver is in `grpc` mode: one HTTP/2 connection and one
-//! stream of packets for each carried connection.
+//! stream of packets for each relayed connection.
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;

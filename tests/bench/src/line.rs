@@ -21,7 +21,7 @@ pub(crate) enum Peer {
     KonnectivityHttp,
     /// Postern's data path on tonic instead of h2.
     Tonic,
-    /// Connections carried by QUIC, with CUBIC.
+    /// Connections relayed by QUIC, with CUBIC.
     Quic,
     /// The same with quinn's BBR.
     QuicBbr,
@@ -30,7 +30,7 @@ pub(crate) enum Peer {
     /// This project, with its redirect on.
     Postern,
     /// The same, with the agent at another server.
-    PosternPassedOn,
+    PosternForwarded,
 }
 
 impl Peer {
@@ -47,10 +47,10 @@ impl Peer {
         Self::QuicBbr,
         Self::Iptables,
         Self::Postern,
-        Self::PosternPassedOn,
+        Self::PosternForwarded,
     ];
 
-    /// Peers that carry connections between the two hosts.
+    /// Peers that relay connections between the two hosts.
     pub(crate) const CARRIERS: [Self; 9] = [
         Self::Direct,
         Self::Haproxy,
@@ -60,7 +60,7 @@ impl Peer {
         Self::KonnectivityHttp,
         Self::Tonic,
         Self::Postern,
-        Self::PosternPassedOn,
+        Self::PosternForwarded,
     ];
 
     /// Peers that are measured over wide-area paths.
@@ -99,7 +99,7 @@ impl Peer {
             Self::QuicBbr => "quic-bbr",
             Self::Iptables => "iptables",
             Self::Postern => "postern",
-            Self::PosternPassedOn => "postern-passed-on",
+            Self::PosternForwarded => "postern-forwarded",
         }
     }
 
@@ -117,7 +117,7 @@ impl Peer {
             Self::QuicBbr => "QUIC, BBR",
             Self::Iptables => "iptables DNAT",
             Self::Postern => "Postern",
-            Self::PosternPassedOn => "Postern, passed on",
+            Self::PosternForwarded => "Postern, forwarded",
         }
     }
 }
@@ -166,7 +166,7 @@ impl Group {
     ];
 
     /// Groups of one carrier, in the order in which they are measured.
-    pub(crate) const CARRIED: [Self; 6] =
+    pub(crate) const RELAYED: [Self; 6] =
         [Self::Held, Self::Connections, Self::RoundTrips, Self::Bulk, Self::Counts, Self::Beside];
 
     /// True if it is measured without a wide-area path.

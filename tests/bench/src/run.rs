@@ -40,7 +40,7 @@ pub(crate) struct Bench<'a> {
 /// One turn of a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Turn {
-    Carried(Peer),
+    Relayed(Peer),
     Connect(Peer),
 }
 
@@ -83,7 +83,7 @@ impl<'a> Bench<'a> {
                 let so_far = start.elapsed().as_secs();
                 println!("[{so_far:>4} s] round {round} of {}: {turn:?}", self.options.rounds);
                 match turn {
-                    Turn::Carried(peer) => self.carried(peer).await,
+                    Turn::Relayed(peer) => self.relayed(peer).await,
                     Turn::Connect(peer) => self.connect(peer).await,
                 }
             }
@@ -131,13 +131,13 @@ impl<'a> Bench<'a> {
     }
 
     fn turns(&self) -> Vec<Turn> {
-        let carried = Group::CARRIED.iter().any(|group| self.options.wants_group(*group));
-        let carried = Peer::CARRIERS.into_iter().filter(|_| carried).map(Turn::Carried);
+        let relayed = Group::RELAYED.iter().any(|group| self.options.wants_group(*group));
+        let relayed = Peer::CARRIERS.into_iter().filter(|_| relayed).map(Turn::Relayed);
         let connect = self.options.wants_group(Group::Connect);
         let connect = Peer::REDIRECTORS.into_iter().filter(|_| connect).map(Turn::Connect);
-        let all = carried.chain(connect);
+        let all = relayed.chain(connect);
         all.filter(|turn| match turn {
-            Turn::Carried(peer) | Turn::Connect(peer) => self.options.wants_peer(*peer),
+            Turn::Relayed(peer) | Turn::Connect(peer) => self.options.wants_peer(*peer),
         })
         .collect()
     }
@@ -153,7 +153,7 @@ impl<'a> Bench<'a> {
     }
 
     async fn start(&self, peer: Peer) -> Result<Running<'a>> {
-        if [Peer::Postern, Peer::PosternPassedOn].contains(&peer) {
+        if [Peer::Postern, Peer::PosternForwarded].contains(&peer) {
             Inventory::of(self.testbed)?;
         }
         peers::start(self.testbed, self.neighbour, peer, &self.options.programs, &self.certificates)
@@ -176,12 +176,12 @@ impl<'a> Bench<'a> {
         false
     }
 
-    async fn carried(&mut self, peer: Peer) {
-        if !self.installed(peer, &Group::CARRIED) {
+    async fn relayed(&mut self, peer: Peer) {
+        if !self.installed(peer, &Group::RELAYED) {
             return;
         }
         let mut running = None;
-        for group in Group::CARRIED {
+        for group in Group::RELAYED {
             if !self.options.wants_group(group) {
                 continue;
             }

@@ -1,9 +1,9 @@
 //! An agent in a cluster: its certificate and its servers through the API server, its sessions with real servers.
 
 mod enrolment;
+mod forwarded;
 mod links;
 mod load;
-mod passed_on;
 mod servers;
 
 pub(crate) use servers::Port;

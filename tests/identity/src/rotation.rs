@@ -58,7 +58,7 @@ async fn a_rotation_loses_no_agent() {
     // An agent that was down since before the introduction knows only the old root, and still connects.
     assert_eq!(sleepy.bundle.hashes(), std::slice::from_ref(&old));
     let woken = Session::open(&server.address, &sleepy).await.unwrap();
-    // An early token carries the old root's hash.
+    // An early token has the old root's hash.
     assert_eq!(early.ca_hash.as_deref(), Some(old.as_str()));
     assert_eq!(enroll(&early).await.unwrap().bundle.hashes()[0], new);
     let error = server.ca.retire(false).unwrap_err().to_string();

@@ -17,8 +17,8 @@ use tokio::io::AsyncWriteExt as _;
 use crate::common::{self, expect_reset, target};
 
 scenarios! {
-    agent_carries_checked_bytes(arm64),
-    server_carries_checked_bytes(arm64),
+    agent_relays_checked_bytes(arm64),
+    server_relays_checked_bytes(arm64),
 }
 
 const LENGTH: u64 = 20_000_000;
@@ -26,7 +26,7 @@ const SEED: u64 = 21;
 /// `e_machine` of an ELF file for arm64.
 const EM_AARCH64: u16 = 183;
 
-async fn agent_carries_checked_bytes(testbed: &Testbed) -> Result<()> {
+async fn agent_relays_checked_bytes(testbed: &Testbed) -> Result<()> {
     is_arm64("tunnel-agent")?;
     let server = common::server(testbed).await?;
     let mut agent = agent::Builder::new(&server, 1).arm64()?.enrol(&server).await?;
@@ -36,7 +36,7 @@ async fn agent_carries_checked_bytes(testbed: &Testbed) -> Result<()> {
 
     let source = target_of(9100, Behaviour::Source(SEED, LENGTH))?;
     let sink = target_of(9101, Behaviour::Sink)?;
-    carries(source.address, sink.address, "the agent").await?;
+    relays(source.address, sink.address, "the agent").await?;
 
     // No target listens there: the agent's dial error reaches the client.
     expect_reset((testbed.edge(1).address, 9102).into()).await?;
@@ -54,7 +54,7 @@ async fn agent_carries_checked_bytes(testbed: &Testbed) -> Result<()> {
 }
 
 /// The server's listeners and its link: every function that needs no BPF.
-async fn server_carries_checked_bytes(testbed: &Testbed) -> Result<()> {
+async fn server_relays_checked_bytes(testbed: &Testbed) -> Result<()> {
     is_arm64("tunnel-server")?;
     let map = |port: u16| SocketAddr::from(([127, 0, 0, 1], port));
     let mut server = server::Builder::arm64(testbed)?
@@ -65,17 +65,17 @@ async fn server_carries_checked_bytes(testbed: &Testbed) -> Result<()> {
     let _agent = Agent::enrol(&server, 1).await?;
     let _source = target(testbed, 1, 9100, Behaviour::Source(SEED, LENGTH))?;
     let _sink = target(testbed, 1, 9101, Behaviour::Sink)?;
-    carries(map(3000), map(3001), "the server").await?;
+    relays(map(3000), map(3001), "the server").await?;
 
     // The CA and the server's record of the node are on disk.
     server.process.crash().await?;
     server.start_again().await?;
     server.wait_connected("edge-1", true, START).await?;
-    carries(map(3000), map(3001), "the server").await
+    relays(map(3000), map(3001), "the server").await
 }
 
 /// Downloads from `source` and uploads to `sink`; both ends must agree on the bytes.
-async fn carries(source: SocketAddr, sink: SocketAddr, emulated: &str) -> Result<()> {
+async fn relays(source: SocketAddr, sink: SocketAddr, emulated: &str) -> Result<()> {
     let begin = std::time::Instant::now();
     let got = digest(&mut connect(source).await?).await?;
     ensure!(got == (LENGTH, pattern_digest(SEED, LENGTH)), "{} bytes came, changed or incomplete", got.0);

@@ -184,12 +184,12 @@ pub(crate) async fn hold_many(address: SocketAddr, count: usize) -> Result<Vec<T
 pub(crate) async fn take_all(ns: &Namespace, address: SocketAddr, most: usize) -> Result<Vec<TcpStream>> {
     let (mut held, mut refused) = (Vec::new(), 0);
     while refused < 20 && held.len() < most {
-        let carried = async {
+        let relayed = async {
             let mut stream = client::connect_from(ns, address, client::PATIENCE).await?;
             echo(&mut stream, b"mine").await?;
             anyhow::Ok(stream)
         };
-        match carried.await {
+        match relayed.await {
             Ok(stream) => held.push(stream),
             Err(_) => refused += 1,
         }

@@ -63,7 +63,7 @@ fn write(testbed: &Testbed, name: &str, text: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-fn door<'a>(testbed: &'a Testbed, policy: &str) -> Result<Builder<'a>> {
+fn listener<'a>(testbed: &'a Testbed, policy: &str) -> Result<Builder<'a>> {
     let policy = write(testbed, "policy.yaml", policy)?;
     Ok(Builder::new(testbed)
         .flag(format!("--connect-port={PORT}"))
@@ -116,7 +116,7 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
     let callers = Callers::new()?;
     let roots = write(testbed, "callers.crt", &callers.1)?;
     let tokens = write(testbed, "tokens.csv", TOKENS)?;
-    let server = door(testbed, POLICY)?
+    let server = listener(testbed, POLICY)?
         .flag(format!("--client-ca-file={}", roots.display()))
         .flag("--terminate-tls=off")
         .flag(format!("--token-auth-file={}", tokens.display()))
@@ -191,7 +191,7 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
     drop((exporters, local, in_cloud));
     let line = |caller: &'static str, node: &'static str| {
         move |line: &postern_testbed::access_log::AccessLine| {
-            line.text("door") == "connect" && line.text("caller") == caller && line.text("node") == node
+            line.text("listener") == "connect" && line.text("caller") == caller && line.text("node") == node
         }
     };
     server.wait_access("by certificate", line("certificate carol by operators", "edge-2")).await?;
@@ -205,7 +205,7 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
 
 /// A connection belongs to one target: the client must not send its next request on it, which may be for another.
 async fn a_refused_upgrade_ends_the_connection(testbed: &Testbed) -> Result<()> {
-    let server = door(testbed, POLICY)?.start().await?;
+    let server = listener(testbed, POLICY)?.start().await?;
     let _agent = Agent::enrol(&server, 1).await?;
     let _web = Web::start(testbed, 1, 9101)?;
     let mut stream = connect(([127, 0, 0, 1], PORT)).await?;
@@ -219,7 +219,7 @@ async fn a_refused_upgrade_ends_the_connection(testbed: &Testbed) -> Result<()> 
 }
 
 async fn a_duplicated_address_is_reached_by_name(testbed: &Testbed) -> Result<()> {
-    let server = door(testbed, "rules:\n- name: all\n  from: [{clients: [127.0.0.0/8]}]\n  to: [{nodes: node-role.kubernetes.io/edge, ports: [9100]}]\n")?
+    let server = listener(testbed, "rules:\n- name: all\n  from: [{clients: [127.0.0.0/8]}]\n  to: [{nodes: node-role.kubernetes.io/edge, ports: [9100]}]\n")?
         .start()
         .await?;
     let (first, second) = (testbed.edge(1), testbed.edge(2));
@@ -247,7 +247,7 @@ async fn a_duplicated_address_is_reached_by_name(testbed: &Testbed) -> Result<()
 async fn the_policy_follows_its_file(testbed: &Testbed) -> Result<()> {
     const RULE: &str =
         "rules:\n- name: a\n  from: [{clients: [127.0.0.0/8]}]\n  to: [{node: edge-1, ports: [9100]}]\n";
-    let server = door(testbed, "rules: []\n")?.start().await?;
+    let server = listener(testbed, "rules: []\n")?.start().await?;
     let _agent = Agent::enrol(&server, 1).await?;
     let _target = target(testbed, 1, 9100, Behaviour::Answers(ANSWER))?;
     let proxy = format!("http://127.0.0.1:{PORT}");
@@ -325,7 +325,7 @@ fn ssh(testbed: &Testbed, key: &Path, more: &[&str]) -> Command {
 }
 
 async fn ssh_through_connect(testbed: &Testbed) -> Result<()> {
-    let server = door(testbed, POLICY)?.flag("--map=127.0.0.1:2022=edge-1/2222").start().await?;
+    let server = listener(testbed, POLICY)?.flag("--map=127.0.0.1:2022=edge-1/2222").start().await?;
     let _agent = Agent::enrol(&server, 1).await?;
     let (_sshd, key) = sshd(testbed).await?;
     let proxy = format!("ProxyCommand=nc -X connect -x 127.0.0.1:{PORT} %h %p");
@@ -347,9 +347,9 @@ async fn ssh_through_connect(testbed: &Testbed) -> Result<()> {
     ensure!(String::from_utf8_lossy(&output.stdout).starts_with(zeros), "an upload by ssh: {output:?}");
     let denied = run(ssh(testbed, &key, &["-o", &proxy, "-p", "22", "root@edge-1", "true"])).await?;
     ensure!(denied.status.code() == Some(255), "a port that no rule names: {denied:?}");
-    for door in ["connect", "map"] {
+    for listener in ["connect", "map"] {
         let ended = |line: &postern_testbed::access_log::AccessLine| {
-            line.text("door") == door && line.text("node") == "edge-1" && line.text("outcome") == "ok"
+            line.text("listener") == listener && line.text("node") == "edge-1" && line.text("outcome") == "ok"
         };
         server.wait_access("of ssh", ended).await?;
     }
@@ -371,7 +371,7 @@ async fn prometheus_scrapes_through_its_proxy_url(testbed: &Testbed) -> Result<(
     }
     let tokens = write(testbed, "tokens.csv", TOKENS)?;
     let server =
-        door(testbed, POLICY)?.flag(format!("--token-auth-file={}", tokens.display())).start().await?;
+        listener(testbed, POLICY)?.flag(format!("--token-auth-file={}", tokens.display())).start().await?;
     let _agents = [Agent::enrol(&server, 1).await?, Agent::enrol(&server, 2).await?];
     let ca = testbed.dir().join("server/ca/ca.crt");
     // Names that only the server knows: neither a DNS record nor the redirect helps here.
@@ -441,10 +441,10 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
     visit(([127, 0, 0, 1], 3001).into()).await?;
     server
         .wait_access("of the map that leads elsewhere now", |line| {
-            line.text("door") == "map" && line.text("node") == "edge-2"
+            line.text("listener") == "map" && line.text("node") == "edge-2"
         })
         .await?;
-    client::echo(&mut held, b"still carried").await?;
+    client::echo(&mut held, b"still relayed").await?;
     // An invalid file, and one whose port is taken.
     write(testbed, "maps.yaml", &second.replace("target: 9101", "target: ssh"))?;
     server.wait_log("\\\"ssh\\\" is not a port of the node").await?;
@@ -477,7 +477,7 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
     visit(([127, 0, 0, 1], 3001).into()).await?;
     write(testbed, "maps.yaml", "maps: []\n")?;
     wait_until("the maps to be gone", SOON, async || Ok(reaches(new).await), |reached| !*reached).await?;
-    client::echo(&mut held, b"carried to its end").await?;
+    client::echo(&mut held, b"relayed to its end").await?;
     drop(first);
     Ok(())
 }
@@ -503,7 +503,7 @@ async fn maps_outlive_a_successor(testbed: &Testbed) -> Result<()> {
     for address in [fixed, later] {
         visit(address).await?;
     }
-    let carried = |line: &postern_testbed::access_log::AccessLine| line.text("door") == "map";
-    successor.wait_access("of a map", carried).await?;
+    let relayed = |line: &postern_testbed::access_log::AccessLine| line.text("listener") == "map";
+    successor.wait_access("of a map", relayed).await?;
     Ok(())
 }

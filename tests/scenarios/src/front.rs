@@ -22,7 +22,7 @@ pub(crate) async fn ask(mut stream: impl AsyncRead + AsyncWrite + Unpin, request
     let mut answer = Vec::new();
     let read = timeout(PATIENCE, stream.read_to_end(&mut answer)).await;
     // A reset may follow the answer, because the listener may have unread bytes.
-    read.context("the door neither answered nor closed")?.ok();
+    read.context("the listener neither answered nor closed")?.ok();
     Ok(String::from_utf8_lossy(&answer).into_owned())
 }
 
@@ -52,7 +52,7 @@ fn upgrade(path: &str, host: &str, (method, protocol): (&str, &str)) -> String {
 }
 
 /// Checks an upgrade. `asked`: the request's method, and the protocol.
-pub(crate) async fn an_upgrade_is_carried<S: AsyncRead + AsyncWrite + Unpin>(
+pub(crate) async fn an_upgrade_is_relayed<S: AsyncRead + AsyncWrite + Unpin>(
     connect: impl AsyncFn() -> Result<S>,
     host: &str,
     asked: (&str, &str),
@@ -188,9 +188,9 @@ pub(crate) async fn a_reset_reaches_the_target<S: AsyncRead + AsyncWrite + Unpin
 }
 
 /// Waits until `count` access lines of the listener say that the caller left.
-pub(crate) async fn departures_are_logged(server: &Server<'_>, door: &str, count: usize) -> Result<()> {
+pub(crate) async fn departures_are_logged(server: &Server<'_>, listener: &str, count: usize) -> Result<()> {
     let left = async || {
-        let lines = server.access_log()?.into_iter().filter(|line| line.text("door") == door);
+        let lines = server.access_log()?.into_iter().filter(|line| line.text("listener") == listener);
         Ok(lines.map(|line| line.text("outcome")).collect::<Vec<_>>())
     };
     let all = |outcomes: &Vec<String>| {

@@ -33,7 +33,7 @@ scenarios! {
     agents_do_not_pose_as_servers,
     flood_of_events(edges = 2),
     flood_of_frames(edges = 2, limit = 240),
-    flood_in_a_carried_connection(edges = 2),
+    flood_in_a_relayed_connection(edges = 2),
     agent_without_hello(edges = 2),
     target_outside_the_policy,
     garbage_on_every_port(limit = 180),
@@ -110,7 +110,7 @@ async fn newer_session_wins_and_older_is_notified(testbed: &Testbed) -> Result<(
     .await?;
     let address = SocketAddr::new(testbed.edge(1).ip(), 9100);
     expect_reset(address).await?;
-    wait_observed("the newer session to be asked to carry", &second, |seen| seen.carried == 1).await?;
+    wait_observed("the newer session to be asked to relay", &second, |seen| seen.relayed == 1).await?;
     drop(second);
     server.wait_connected("edge-1", false, client::PATIENCE).await?;
     expect_unreachable(address).await
@@ -128,10 +128,10 @@ async fn additional_links_that_nobody_asked_for(testbed: &Testbed) -> Result<()>
         (epoch, u32::MAX, "link 4294967295 of this session was not asked for, or is up already"),
         (epoch + 1, 1, &*format!("no session with number {} is attached to this server", epoch + 1)),
     ] {
-        let hostile = serve_link(&server, 1, &own, "edge-1", (claimed, link), Hostility::FloodsCarry).await?;
+        let hostile = serve_link(&server, 1, &own, "edge-1", (claimed, link), Hostility::FloodsRelay).await?;
         wait_observed("the link to be refused", &hostile, |seen| seen.refused == [reason]).await?;
         hostile.wait_ended("the link to be closed", client::PATIENCE).await?;
-        ensure!(hostile.observed(|seen| seen.carried) == 0, "it was asked to carry");
+        ensure!(hostile.observed(|seen| seen.relayed) == 0, "it was asked to relay");
     }
     echo(&mut held, b"after").await?;
     // The end of the session does not let them in either.
@@ -300,11 +300,11 @@ async fn flood_of_frames(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-async fn flood_in_a_carried_connection(testbed: &Testbed) -> Result<()> {
+async fn flood_in_a_relayed_connection(testbed: &Testbed) -> Result<()> {
     let (server, _agent) = server_and_agent(testbed).await?;
     let own = stolen(&server, 2).await?;
     let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
-    let flooder = serve(&server, 2, &own, "edge-2", u64::MAX - 1, Hostility::FloodsCarry).await?;
+    let flooder = serve(&server, 2, &own, "edge-2", u64::MAX - 1, Hostility::FloodsRelay).await?;
     server.wait_connected("edge-2", true, client::PATIENCE).await?;
     let before = server.process.resident_bytes()?;
     let mut readers = Vec::new();
@@ -312,8 +312,8 @@ async fn flood_in_a_carried_connection(testbed: &Testbed) -> Result<()> {
         // These clients read nothing: flow control must stop the flooder.
         readers.push(connect((testbed.edge(2).ip(), 9100)).await?);
     }
-    wait_observed("20 Carry calls", &flooder, |seen| seen.carried == 20).await?;
-    alongside("an agent that floods 20 carried connections", healthy.address, pause(3)).await?;
+    wait_observed("20 Relay calls", &flooder, |seen| seen.relayed == 20).await?;
+    alongside("an agent that floods 20 relayed connections", healthy.address, pause(3)).await?;
     memory(&server, before)
 }
 
@@ -478,11 +478,12 @@ async fn garbage_on_every_port(testbed: &Testbed) -> Result<()> {
         (taken(HTTP, HERE), seen(HTTPS, HERE, Heard::Answer) + seen(HTTPS, OUTSIDE, Heard::Answer));
     let counted = async || {
         let metrics = server.metrics().await?;
-        Ok(["http", "https"].map(|door| metrics.sum("postern_callers_refused_total", &[("door", door)])))
+        Ok(["http", "https"]
+            .map(|listener| metrics.sum("postern_callers_refused_total", &[("listener", listener)])))
     };
     #[expect(clippy::cast_precision_loss, reason = "thousands fit")]
     let (http, https) = (http as f64, https as f64);
-    wait_until("the doors to count whom they turned away", client::PATIENCE, counted, |counted| {
+    wait_until("the listeners to count whom they turned away", client::PATIENCE, counted, |counted| {
         counted[0] >= http && counted[1] >= https
     })
     .await?;

@@ -78,15 +78,15 @@ pub(crate) enum Behaviour {
     /// Sends Hello and then load reports as fast as it can.
     FloodsEvents,
     NoHello,
-    /// Answers every Carry with endless bytes.
-    FloodsCarry,
+    /// Answers every Relay with endless bytes.
+    FloodsRelay,
 }
 
 /// Messages that the server sent.
 #[derive(Debug, Default)]
 pub(crate) struct Observed {
     pub(crate) attached: usize,
-    pub(crate) carried: usize,
+    pub(crate) relayed: usize,
     /// Reasons in Refused notices.
     pub(crate) refused: Vec<String>,
     pub(crate) replaced: usize,
@@ -160,14 +160,14 @@ type Segments = Pin<Box<dyn Stream<Item = Result<Segment, Status>> + Send>>;
 #[tonic::async_trait]
 impl Agent for Service {
     type AttachStream = Events;
-    type CarryStream = Segments;
+    type RelayStream = Segments;
 
     async fn attach(&self, _: Request<Welcome>) -> Result<Response<Events>, Status> {
         self.note(|seen| seen.attached += 1);
         let hello = tokio_stream::once(Ok(AgentEvent { event: Some(Event::Hello(self.hello.clone())) }));
         let silence = tokio_stream::pending();
         let events: Events = match self.behaviour {
-            Behaviour::Quiet | Behaviour::FloodsCarry => Box::pin(hello.chain(silence)),
+            Behaviour::Quiet | Behaviour::FloodsRelay => Box::pin(hello.chain(silence)),
             Behaviour::NoHello => Box::pin(silence),
             Behaviour::FloodsEvents => {
                 let load = || {
@@ -182,9 +182,9 @@ impl Agent for Service {
         Ok(Response::new(events))
     }
 
-    async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Segments>, Status> {
-        self.note(|seen| seen.carried += 1);
-        if self.behaviour != Behaviour::FloodsCarry {
+    async fn relay(&self, _: Request<Streaming<Segment>>) -> Result<Response<Segments>, Status> {
+        self.note(|seen| seen.relayed += 1);
+        if self.behaviour != Behaviour::FloodsRelay {
             return Err(Status::unavailable("hostile agents dial nothing"));
         }
         let data = vec![b'x'; 64 * 1024];

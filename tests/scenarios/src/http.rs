@@ -22,7 +22,7 @@ scenarios! {
     connections_are_kept(edges = 2),
     bodies_of_any_length_pass,
     a_slow_upload_arrives,
-    upgrades_are_carried,
+    upgrades_are_relayed,
     a_callers_end_reaches_the_target,
     ambiguous_requests_reach_nobody_twice,
     an_answer_that_breaks_off_is_not_whole,
@@ -34,15 +34,15 @@ const PORT: u16 = 9100;
 const HOST: &str = "edge-1:9100";
 /// A request after an ambiguous one.
 const SMUGGLED: &str = "GET /smuggled HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
-const DOOR: &str = "http://127.0.0.1:10264";
+const LISTENER: &str = "http://127.0.0.1:10264";
 
-fn door() -> SocketAddr {
+fn listener() -> SocketAddr {
     ([127, 0, 0, 1], 10264).into()
 }
 
 /// Sends bytes to the listener, and reads to the end.
 async fn ask(request: &[u8]) -> Result<String> {
-    front::ask(connect(door()).await?, request).await
+    front::ask(connect(listener()).await?, request).await
 }
 
 async fn host_names_the_node(testbed: &Testbed) -> Result<()> {
@@ -60,7 +60,7 @@ async fn host_names_the_node(testbed: &Testbed) -> Result<()> {
         (&["Host: edge-1", &by_dest], &first, first.address.to_string()),
     ] {
         let before = on.connections();
-        let url = format!("{DOOR}/metrics?x=1");
+        let url = format!("{LISTENER}/metrics?x=1");
         let mut args = vec![url.as_str(), "-H", "Authorization: Bearer theirs"];
         args.extend(headers.iter().flat_map(|header| ["-H", *header]));
         let answer = curl(testbed, &args).await?;
@@ -72,13 +72,13 @@ async fn host_names_the_node(testbed: &Testbed) -> Result<()> {
         ensure!(on.connections() == before + 1, "{headers:?} went elsewhere");
     }
     // As a client of a proxy sends it.
-    let answer = curl(testbed, &["--proxy", DOOR, "http://edge-2:9100/metrics"]).await?;
+    let answer = curl(testbed, &["--proxy", LISTENER, "http://edge-2:9100/metrics"]).await?;
     answer.expect(200, "\nhost: edge-2:9100\n")?;
-    let line = server.wait_access("of the http door", |line| line.text("door") == "http").await?;
+    let line = server.wait_access("of the http listener", |line| line.text("listener") == "http").await?;
     ensure!(line.text("outcome") == "ok", "access line {line:?}");
     // Names chosen by callers and nodes create no time series.
     let (status, metrics) = server.get("/metrics").await?;
-    ensure!(status == 200 && metrics.contains("door=\"http\""), "/metrics answered {status}: {metrics}");
+    ensure!(status == 200 && metrics.contains("listener=\"http\""), "/metrics answered {status}: {metrics}");
     for name in ["metrics?x", "edge-1", "edge-2", &edge.to_string()] {
         ensure!(!metrics.contains(name), "{name} is in the metrics: {metrics}");
     }
@@ -102,7 +102,7 @@ async fn failures_have_their_own_status(testbed: &Testbed) -> Result<()> {
         ("edge-1:9100", "X-Tunnel-Proxy-Dest: router:80", 400, "is not an IP address and a port"),
     ] {
         let host = format!("Host: {host}");
-        let mut args = vec![DOOR, "-H", &host];
+        let mut args = vec![LISTENER, "-H", &host];
         if !more.is_empty() {
             args.extend(["-H", more]);
         }
@@ -124,7 +124,7 @@ async fn failures_have_their_own_status(testbed: &Testbed) -> Result<()> {
     ensure!(answer.is_empty() || answer.starts_with("HTTP/1.1 400 "), "garbage was answered {answer:?}");
     agent.process.stop().await?;
     server.wait_connected("edge-1", false, client::PATIENCE).await?;
-    let answer = curl(testbed, &[DOOR, "-H", "Host: edge-1:9100"]).await?;
+    let answer = curl(testbed, &[LISTENER, "-H", "Host: edge-1:9100"]).await?;
     answer.expect(503, "no tunnel to node edge-1 (last seen ")?;
     ensure!(answer.body.contains(" s ago)"), "{answer:?}");
     Ok(())
@@ -135,7 +135,7 @@ async fn connections_are_kept(testbed: &Testbed) -> Result<()> {
     let _other = Agent::enrol(&server, 2).await?;
     let (first, second) = (Web::start(testbed, 1, PORT)?, Web::start(testbed, 2, PORT)?);
     // Each request on one connection goes to the node in its own Host.
-    let mut stream = connect(door()).await?;
+    let mut stream = connect(listener()).await?;
     for host in ["edge-1", "edge-2", "edge-1", "edge-9"] {
         stream.write_all(format!("GET / HTTP/1.1\r\nHost: {host}:9100\r\n\r\n").as_bytes()).await?;
         let answer = read_answer(&mut stream).await?;
@@ -181,14 +181,14 @@ async fn bodies_of_any_length_pass(testbed: &Testbed) -> Result<()> {
     let chunked = "Transfer-Encoding: chunked";
     let expects = ["-H", "Expect: 100-continue"];
     for more in [&[][..], &["-H", chunked], &["-X", "GET", "-H", chunked], &expects] {
-        let args = [&[DOOR, "-H", host, "--data-binary", &file][..], more].concat();
+        let args = [&[LISTENER, "-H", host, "--data-binary", &file][..], more].concat();
         curl(testbed, &args).await?.expect(200, length).with_context(|| format!("{more:?}"))?;
     }
     // A target that refuses before the body gets none of it.
     let before = web.read();
-    front::an_expectation_is_answered(async || connect(door()).await, HOST).await?;
+    front::an_expectation_is_answered(async || connect(listener()).await, HOST).await?;
     ensure!(web.read() == before, "{} bytes of an unwanted body arrived", web.read() - before);
-    let url = format!("{DOOR}/large");
+    let url = format!("{LISTENER}/large");
     let answer = curl(testbed, &[&url, "-H", host]).await?;
     ensure!(answer.status == 200 && answer.body.len() == 32 << 20, "{} bytes of 32 MiB", answer.body.len());
     // Trailers, requested by TE and announced.
@@ -205,15 +205,15 @@ async fn bodies_of_any_length_pass(testbed: &Testbed) -> Result<()> {
 async fn a_slow_upload_arrives(testbed: &Testbed) -> Result<()> {
     let (_server, _agent) = server_and_agent(testbed).await?;
     let _web = Web::start(testbed, 1, PORT)?;
-    front::a_slow_upload_arrives(async || connect(door()).await, HOST).await
+    front::a_slow_upload_arrives(async || connect(listener()).await, HOST).await
 }
 
-async fn upgrades_are_carried(testbed: &Testbed) -> Result<()> {
+async fn upgrades_are_relayed(testbed: &Testbed) -> Result<()> {
     let (_server, _agent) = server_and_agent(testbed).await?;
     let _web = Web::start(testbed, 1, PORT)?;
-    let connect = async || connect(door()).await;
+    let connect = async || connect(listener()).await;
     for asked in [("POST", "SPDY/3.1"), ("GET", "websocket")] {
-        front::an_upgrade_is_carried(&connect, HOST, asked).await.context(asked.1)?;
+        front::an_upgrade_is_relayed(&connect, HOST, asked).await.context(asked.1)?;
         front::a_refused_upgrade_is_answered(&connect, HOST, asked).await.context(asked.1)?;
     }
     Ok(())
@@ -222,7 +222,8 @@ async fn upgrades_are_carried(testbed: &Testbed) -> Result<()> {
 async fn a_callers_end_reaches_the_target(testbed: &Testbed) -> Result<()> {
     let (server, _agent) = server_and_agent(testbed).await?;
     let web = Web::start(testbed, 1, PORT)?;
-    front::a_reset_reaches_the_target(async || connect(door()).await, |stream| stream, HOST, &web).await?;
+    front::a_reset_reaches_the_target(async || connect(listener()).await, |stream| stream, HOST, &web)
+        .await?;
     front::departures_are_logged(&server, "http", 2).await
 }
 
@@ -295,7 +296,7 @@ async fn ambiguous_requests_reach_nobody_twice(testbed: &Testbed) -> Result<()> 
 async fn an_answer_that_breaks_off_is_not_whole(testbed: &Testbed) -> Result<()> {
     let (server, agent) = server_and_agent(testbed).await?;
     let _web = Web::start(testbed, 1, PORT)?;
-    let mut stream = connect(door()).await?;
+    let mut stream = connect(listener()).await?;
     stream.write_all(b"GET /half HTTP/1.0\r\nHost: edge-1:9100\r\n\r\n").await?;
     let mut answer = Vec::new();
     while !answer.ends_with(b"half") {
@@ -305,7 +306,7 @@ async fn an_answer_that_breaks_off_is_not_whole(testbed: &Testbed) -> Result<()>
     drop(agent);
     let end = client::end_of(&mut stream, server::START).await?;
     ensure!(end == client::End::Reset, "half an answer ended with {end:?}");
-    let line = server.wait_access("of a lost tunnel", |line| line.text("door") == "http").await?;
+    let line = server.wait_access("of a lost tunnel", |line| line.text("listener") == "http").await?;
     ensure!(line.text("outcome") == "tunnel_lost", "access line {line:?}");
     Ok(())
 }
@@ -314,9 +315,9 @@ async fn a_request_that_comes_with_a_successor_is_answered(testbed: &Testbed) ->
     let (server, _agent) = server_and_agent(testbed).await?;
     let _web = Web::start(testbed, 1, PORT)?;
     let request = b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
-    let mut silent = connect(door()).await?;
+    let mut silent = connect(listener()).await?;
     // Connections are accepted in order.
-    let mut other = connect(door()).await?;
+    let mut other = connect(listener()).await?;
     other.write_all(request).await?;
     read_answer(&mut other).await?;
     let _second = server.successor()?;
@@ -359,7 +360,10 @@ async fn unusual_nodes_take_nothing_from_the_others(testbed: &Testbed) -> Result
     ] {
         let before = web.connections();
         let header = format!("Host: {host}:{PORT}");
-        curl(testbed, &[DOOR, "-H", &header]).await?.expect(200, "host: ").with_context(|| header.clone())?;
+        curl(testbed, &[LISTENER, "-H", &header])
+            .await?
+            .expect(200, "host: ")
+            .with_context(|| header.clone())?;
         ensure!(web.connections() == before + 1, "{host} led elsewhere");
     }
     for (address, web) in [(edge, &first), (other, &second)] {

@@ -34,7 +34,7 @@ const RECORD_OVERFLOW: u8 = 22;
 const DECODE_ERROR: u8 = 50;
 const UNRECOGNIZED_NAME: u8 = 112;
 
-fn door() -> SocketAddr {
+fn listener_address() -> SocketAddr {
     (CLOUD, 10263).into()
 }
 
@@ -64,12 +64,12 @@ pub(crate) fn client_hello(name: &str) -> Result<Vec<u8>> {
 
 /// Returns the listener's whole answer to bytes that it refuses.
 async fn answer(bytes: &[u8]) -> Result<Vec<u8>> {
-    let mut stream = connect(door()).await?;
+    let mut stream = connect(listener_address()).await?;
     stream.write_all(bytes).await?;
     let mut answer = Vec::new();
     let read = tokio::time::timeout(client::PATIENCE, stream.read_to_end(&mut answer)).await;
     // A reset may follow the alert, because the server may have unread bytes.
-    read.context("the door neither answered nor closed")?.ok();
+    read.context("the listener neither answered nor closed")?.ok();
     Ok(answer)
 }
 
@@ -114,23 +114,23 @@ async fn tls_ends_at_the_edge(testbed: &Testbed) -> Result<()> {
             .with_safe_default_protocol_versions()?
             .with_root_certificates(roots)
             .with_no_client_auth();
-        let stream = connect(door()).await?;
+        let stream = connect(listener_address()).await?;
         let name = ServerName::try_from(edge.name.clone())?;
         let mut stream = TlsConnector::from(Arc::new(config))
             .connect(name, stream)
             .await
-            .context("TLS through the door")?;
+            .context("TLS through the listener")?;
         echo(&mut stream, b"logs").await?;
         ensure!(kubelet.await??.as_deref() == Some(edge.name.as_str()), "the edge saw another name");
         drop(stream);
-        let line = server.wait_access("of the https door", |line| line.text("node") == edge.name).await?;
+        let line = server.wait_access("of the https listener", |line| line.text("node") == edge.name).await?;
         ensure!(
-            line.text("door") == "https" && line.text("destination") == address.to_string(),
+            line.text("listener") == "https" && line.text("destination") == address.to_string(),
             "access line {line:?}"
         );
     }
     let metrics = server.metrics().await?;
-    metrics.expect("postern_connections_total", &[("door", "https")], 2.0)?;
+    metrics.expect("postern_connections_total", &[("listener", "https")], 2.0)?;
     Ok(())
 }
 
@@ -139,7 +139,7 @@ async fn hello_in_single_bytes(testbed: &Testbed) -> Result<()> {
     // The echo shows that every byte arrives unchanged.
     let on_edge = target(testbed, 1, KUBELET, Behaviour::Echo)?;
     let hello = client_hello("edge-1")?;
-    let mut stream = connect(door()).await?;
+    let mut stream = connect(listener_address()).await?;
     stream.set_nodelay(true)?;
     for byte in &hello {
         stream.write_all(std::slice::from_ref(byte)).await?;
@@ -165,13 +165,13 @@ async fn node_address_as_name(testbed: &Testbed) -> Result<()> {
     let on_edge = target(testbed, 1, KUBELET, Behaviour::Echo)?;
     for name in [edge.address.to_string(), "EDGE-1".to_owned()] {
         let hello = client_hello(&name)?;
-        let mut stream = connect(door()).await?;
+        let mut stream = connect(listener_address()).await?;
         stream.write_all(&hello).await?;
         expect_back(&mut stream, &hello).await.with_context(|| format!("by the name {name}"))?;
     }
     let on_v6 = Target::start(&edge.ns, edge.address_v6, KUBELET, Behaviour::Echo)?;
     let hello = client_hello(&edge.address_v6.to_string())?;
-    let mut stream = connect(door()).await?;
+    let mut stream = connect(listener_address()).await?;
     stream.write_all(&hello).await?;
     expect_back(&mut stream, &hello).await.context("by the IPv6 address")?;
     ensure!(on_edge.connections() == 2 && on_v6.connections() == 1, "connections at the edge");
@@ -193,7 +193,7 @@ async fn unknown_names_get_an_alert(testbed: &Testbed) -> Result<()> {
 /// Waits until the listener has counted a client, which it does after answering.
 async fn turned_away(server: &server::Server<'_>, clients: f64) -> Result<()> {
     let count =
-        async || Ok(server.metrics().await?.sum("postern_callers_refused_total", &[("door", "https")]));
+        async || Ok(server.metrics().await?.sum("postern_callers_refused_total", &[("listener", "https")]));
     let what = format!("{clients} clients to be counted");
     wait_until(&what, client::PATIENCE, count, |count| *count >= clients).await?;
     let count = count().await?;
@@ -216,10 +216,10 @@ async fn plaintext_is_refused(testbed: &Testbed) -> Result<()> {
     server.wait_log("not TLS").await?;
     turned_away(&server, 5.0).await?;
     // A silent client is closed after a timeout, and delays no other client meanwhile.
-    let mut silent = connect(door()).await?;
+    let mut silent = connect(listener_address()).await?;
     let on_edge = target(testbed, 1, KUBELET, Behaviour::Echo)?;
     let hello = client_hello("edge-1")?;
-    let mut stream = connect(door()).await?;
+    let mut stream = connect(listener_address()).await?;
     stream.write_all(&hello).await?;
     expect_back(&mut stream, &hello).await?;
     ensure!(on_edge.connections() == 1, "{} connections", on_edge.connections());
@@ -230,7 +230,7 @@ async fn plaintext_is_refused(testbed: &Testbed) -> Result<()> {
 
 async fn node_without_a_tunnel(testbed: &Testbed) -> Result<()> {
     let (server, _agent) = server_and_agent(testbed).await?;
-    let mut stream = connect(door()).await?;
+    let mut stream = connect(listener_address()).await?;
     stream.write_all(&client_hello("edge-2")?).await?;
     let end = client::end_of(&mut stream, server::START).await?;
     ensure!(end == client::End::Reset, "without a tunnel the connection ended with {end:?}");
@@ -246,14 +246,14 @@ async fn further_ports_lead_to_other_ports_of_nodes(testbed: &Testbed) -> Result
     let (on_edge, kubelet) =
         (target(testbed, 1, LED_TO, Behaviour::Echo)?, target(testbed, 1, KUBELET, Behaviour::Echo)?);
     let hello = client_hello("edge-1")?;
-    let through = async |door: SocketAddr| {
-        let mut stream = connect(door).await?;
+    let through = async |listener: SocketAddr| {
+        let mut stream = connect(listener).await?;
         stream.write_all(&hello).await?;
         expect_back(&mut stream, &hello).await
     };
     let further = SocketAddr::from((CLOUD, 10270));
     through(further).await?;
-    through(door()).await?;
+    through(listener_address()).await?;
     ensure!((on_edge.connections(), kubelet.connections()) == (1, 1), "both went to one port");
     let destination = on_edge.address.to_string();
     server.wait_access("of the further port", |line| line.text("destination") == destination).await?;

@@ -17,7 +17,7 @@ scenarios! {
     nobody_without_a_certificate,
     a_target_with_anothers_certificate_is_refused,
     certificates_are_reloaded,
-    upgrades_are_carried,
+    upgrades_are_relayed,
     an_expected_upload_arrives,
     a_slow_upload_arrives,
     a_callers_end_reaches_the_target,
@@ -25,7 +25,7 @@ scenarios! {
 }
 
 const KUBELET: u16 = 10250;
-const DOOR: &str = "https://10.70.0.1:10263";
+const LISTENER: &str = "https://10.70.0.1:10263";
 /// Host headers of the two targets of [`started`].
 const HOSTS: [&str; 2] = ["edge-1:10250", "edge-1:9100"];
 
@@ -83,7 +83,7 @@ async fn started(testbed: &Testbed) -> Result<(Cas, Server<'_>, Agent<'_>, [Web;
 }
 
 async fn callers_reach_nodes_with_the_servers_certificate(testbed: &Testbed) -> Result<()> {
-    ensure!(DOOR.contains(&CLOUD.to_string()), "the cloud has another address");
+    ensure!(LISTENER.contains(&CLOUD.to_string()), "the cloud has another address");
     let cas = Cas::new(testbed)?;
     let server = cas.server(testbed)?.start().await?;
     let _agent = Agent::enrol(&server, 1).await?;
@@ -94,15 +94,15 @@ async fn callers_reach_nodes_with_the_servers_certificate(testbed: &Testbed) -> 
     let metrics = Web::start(testbed, 1, 9100)?;
     let by_address = format!("Host: {edge}:10250");
     for host in ["Host: edge-1:10250", &by_address] {
-        let answer = call(testbed, &cas, &["--http1.1", &format!("{DOOR}/pods"), "-H", host]).await?;
+        let answer = call(testbed, &cas, &["--http1.1", &format!("{LISTENER}/pods"), "-H", host]).await?;
         answer.expect(200, "GET /pods HTTP/1.1 client=certificate")?;
     }
     let named = ["-H", "X-Tunnel-Proxy-Host: edge-1", "-H", "Host: x:10250"];
-    call(testbed, &cas, &[&[DOOR][..], &named].concat()).await?.expect(200, "client=certificate")?;
+    call(testbed, &cas, &[&[LISTENER][..], &named].concat()).await?.expect(200, "client=certificate")?;
     // A port without TLS is dialled without TLS.
-    call(testbed, &cas, &[DOOR, "-H", "Host: edge-1:9100"]).await?.expect(200, "HTTP/1.1 client=")?;
+    call(testbed, &cas, &[LISTENER, "-H", "Host: edge-1:9100"]).await?.expect(200, "HTTP/1.1 client=")?;
     ensure!(kubelet.connections() == 3 && metrics.connections() == 1, "connections at the edge");
-    let line = server.wait_access("of a caller", |line| line.text("door") == "https").await?;
+    let line = server.wait_access("of a caller", |line| line.text("listener") == "https").await?;
     ensure!(line.text("caller") == "prometheus" && line.text("node") == "edge-1", "access line {line:?}");
     // With a node's name as the server name, the client's TLS ends at the kubelet.
     let to = "edge-1:10250:10.70.0.1:10263";
@@ -118,20 +118,20 @@ async fn http_2_reaches_nodes(testbed: &Testbed) -> Result<()> {
     let names = [SanType::DnsName("edge-1".try_into()?)];
     let _kubelet = Web::with_tls(testbed, 1, KUBELET, &cas.nodes, &names)?;
     let _metrics = Web::start(testbed, 1, 9100)?;
-    let answer = call(testbed, &cas, &["--http2", DOOR, "-H", "Host: edge-1:10250"]).await?;
+    let answer = call(testbed, &cas, &["--http2", LISTENER, "-H", "Host: edge-1:10250"]).await?;
     answer.expect(200, "HTTP/2.0 client=certificate")?;
-    let answer = call(testbed, &cas, &["--http2", DOOR, "-H", "Host: edge-1:9100"]).await?;
+    let answer = call(testbed, &cas, &["--http2", LISTENER, "-H", "Host: edge-1:9100"]).await?;
     answer.expect(200, "HTTP/1.1 client=").context("to a target that speaks HTTP/1.1 only")?;
     // A body without a length, which an HTTP/1.1 target can only get in chunks.
     let unsized_get = ["--http2", "-X", "GET", "--data-binary", "seven b", "-H", "Content-Length:"];
     let answer =
-        call(testbed, &cas, &[&unsized_get[..], &[DOOR, "-H", "Host: edge-1:9100"]].concat()).await?;
+        call(testbed, &cas, &[&unsized_get[..], &[LISTENER, "-H", "Host: edge-1:9100"]].concat()).await?;
     answer.expect(200, "GET / HTTP/1.1 client=")?;
     answer.expect(200, "\nbody=7\n").context("a GET's body to a target that speaks HTTP/1.1 only")?;
-    let url = format!("{DOOR}/trailers");
+    let url = format!("{LISTENER}/trailers");
     let answer = call(testbed, &cas, &["--http2", "--include", &url, "-H", "Host: edge-1:10250"]).await?;
     answer.expect(200, "x-sum: 42").context("trailers")?;
-    let url = format!("{DOOR}/large");
+    let url = format!("{LISTENER}/large");
     let answer = call(testbed, &cas, &["--http2", &url, "-H", "Host: edge-1:10250"]).await?;
     ensure!(answer.body.len() == 32 << 20, "{} bytes of 32 MiB", answer.body.len());
     Ok(())
@@ -143,7 +143,7 @@ async fn nobody_without_a_certificate(testbed: &Testbed) -> Result<()> {
     let _agent = Agent::enrol(&server, 1).await?;
     let web = Web::start(testbed, 1, 9100)?;
     let own = shown(&testbed.dir().join("server/ca/ca.crt"));
-    let asked = ["--cacert", &own, DOOR, "-H", "Host: edge-1:9100"];
+    let asked = ["--cacert", &own, LISTENER, "-H", "Host: edge-1:9100"];
     let answer = curl(testbed, &asked).await?;
     answer.expect(401, "a client certificate or a bearer token is needed")?;
     let answer =
@@ -151,7 +151,7 @@ async fn nobody_without_a_certificate(testbed: &Testbed) -> Result<()> {
     answer.expect(401, "without a cluster there is nobody who knows bearer tokens")?;
     ensure!(!answer.body.contains("tok-of-nobody"), "{answer:?}");
     // An unauthenticated caller does not even learn the nodes' names.
-    let answer = curl(testbed, &["--cacert", &own, DOOR, "-H", "Host: edge-9:9100"]).await?;
+    let answer = curl(testbed, &["--cacert", &own, LISTENER, "-H", "Host: edge-9:9100"]).await?;
     answer.expect(401, "a client certificate")?;
     // A certificate of a foreign CA.
     let (certificate, key) = cas.nodes.client("stranger")?;
@@ -179,7 +179,7 @@ async fn a_target_with_anothers_certificate_is_refused(testbed: &Testbed) -> Res
     let _kubelet = Web::with_tls(testbed, 1, KUBELET, &cas.nodes, &others)?;
     let _strange = Web::with_tls(testbed, 1, 9101, &strangers, &[SanType::IpAddress(edge.into())])?;
     for host in ["Host: edge-1:10250", "Host: edge-1:9101"] {
-        let answer = call(testbed, &cas, &[DOOR, "-H", host]).await?;
+        let answer = call(testbed, &cas, &[LISTENER, "-H", host]).await?;
         answer.expect(502, "TLS to edge-1 at")?;
         ensure!(answer.body.contains("certificate"), "{answer:?}");
     }
@@ -193,7 +193,7 @@ async fn certificates_are_reloaded(testbed: &Testbed) -> Result<()> {
     let later = Authority::new(testbed, "later")?;
     let names = [SanType::DnsName("edge-1".try_into()?)];
     let _kubelet = Web::with_tls(testbed, 1, KUBELET, &later, &names)?;
-    let asked = [DOOR, "-H", "Host: edge-1:10250"];
+    let asked = [LISTENER, "-H", "Host: edge-1:10250"];
     call(testbed, &cas, &asked).await?.expect(502, "TLS to edge-1 at")?;
     // A file that becomes invalid: its last good content stays in effect.
     let file = cas.nodes.file();
@@ -207,17 +207,17 @@ async fn certificates_are_reloaded(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-async fn upgrades_are_carried(testbed: &Testbed) -> Result<()> {
+async fn upgrades_are_relayed(testbed: &Testbed) -> Result<()> {
     let (cas, server, _agent, _targets) = started(testbed).await?;
     let connect = async || connect(testbed, &cas).await;
     for host in HOSTS {
         for asked in [("GET", "websocket"), ("POST", "SPDY/3.1")] {
             let what = || format!("{} to {host}", asked.1);
-            front::an_upgrade_is_carried(&connect, host, asked).await.with_context(what)?;
+            front::an_upgrade_is_relayed(&connect, host, asked).await.with_context(what)?;
             front::a_refused_upgrade_is_answered(&connect, host, asked).await.with_context(what)?;
         }
     }
-    let line = server.wait_access("of an upgrade", |line| line.text("door") == "https").await?;
+    let line = server.wait_access("of an upgrade", |line| line.text("listener") == "https").await?;
     ensure!(line.text("caller") == "prometheus" && line.text("outcome") == "ok", "access line {line:?}");
     Ok(())
 }
@@ -229,7 +229,7 @@ async fn an_expected_upload_arrives(testbed: &Testbed) -> Result<()> {
         front::an_expectation_is_answered(connect, host).await.context(host)?;
     }
     let uploaded = |line: &postern_testbed::access_log::AccessLine| {
-        line.text("door") == "https" && line.bytes_to_node().is_ok_and(|bytes| bytes > front::UPLOAD)
+        line.text("listener") == "https" && line.bytes_to_node().is_ok_and(|bytes| bytes > front::UPLOAD)
     };
     let line = server.wait_access("of an upload", uploaded).await?;
     ensure!(line.text("caller") == "prometheus" && line.text("outcome") == "ok", "access line {line:?}");
@@ -270,10 +270,12 @@ async fn an_ended_half_is_answered_at_every_listener(testbed: &Testbed) -> Resul
     let _targets = [Web::with_tls(testbed, 1, KUBELET, &cas.nodes, &names)?, Web::start(testbed, 1, 9100)?];
     for host in HOSTS {
         let connect = async || connect(testbed, &cas).await;
-        front::an_ended_half_is_answered(connect, host, ("/late", "late\n")).await.context("https door")?;
+        front::an_ended_half_is_answered(connect, host, ("/late", "late\n"))
+            .await
+            .context("https listener")?;
     }
     let connect = async || connect_to(10269, testbed, &cas).await;
-    front::an_ended_half_is_answered(connect, "x", ("/metrics", METRIC)).await.context("metrics door")?;
+    front::an_ended_half_is_answered(connect, "x", ("/metrics", METRIC)).await.context("metrics listener")?;
     for (name, address) in [("http", ([127, 0, 0, 1], 10264)), ("plain", (CLOUD.octets(), 10268))] {
         let connect = async || client::connect(address).await;
         front::an_ended_half_is_answered(connect, HOSTS[1], ("/late", "late\n")).await.context(name)?;

@@ -314,7 +314,7 @@ async fn shut_out(copy: &HostileAgent, reason: &str) -> Result<()> {
 }
 
 async fn wait_visit(address: SocketAddr) -> Result<()> {
-    wait_for("the node's own agent to carry", agent::START, async || Ok(visit(address).await.ok())).await?;
+    wait_for("the node's own agent to relay", agent::START, async || Ok(visit(address).await.ok())).await?;
     Ok(())
 }
 

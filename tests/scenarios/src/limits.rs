@@ -35,8 +35,8 @@ scenarios! {
     idle_enrolments_of_twenty_sources_lock_nobody_out(edges = 2, limit = 240),
     greedy_clients_leave_open_files_to_the_others(edges = 2, limit = 240),
     this_host_is_another_source_at_each_node_by_ipv6(edges = 2),
-    strangers_at_the_https_door_leave_the_http_door,
-    strangers_at_the_egress_port_leave_the_http_door,
+    silent_clients_at_the_https_listener_leave_the_http_listener,
+    silent_clients_at_the_egress_port_leave_the_http_listener,
     two_thousand_connects_at_once(limit = 180),
     black_holed_dials_leave_turns_to_others,
 }
@@ -47,7 +47,7 @@ const FEW_FILES: u32 = 2_000;
 
 /// Behaviour of an unauthenticated client on its connections.
 #[derive(Clone)]
-enum Stranger {
+enum Client {
     Silent,
     /// Makes a TLS handshake for an enrolment, and sends no request.
     Idle(RootCertStore),
@@ -62,9 +62,9 @@ struct Flood {
 
 impl Flood {
     /// Starts [`SOURCES`] sources on a new machine next to the cloud host, with `each` connections each.
-    fn start(ns: &Namespace, server: SocketAddr, each: usize, stranger: &Stranger) -> Result<Self> {
+    fn start(ns: &Namespace, server: SocketAddr, each: usize, client: &Client) -> Result<Self> {
         let (stop, opened) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
-        let (ns, stranger) = (ns.clone(), stranger.clone());
+        let (ns, client) = (ns.clone(), client.clone());
         let (stopped, count) = (stop.clone(), opened.clone());
         let thread = std::thread::spawn(move || {
             ns.enter()?;
@@ -73,7 +73,7 @@ impl Flood {
                 let mut all = JoinSet::new();
                 for source in sources() {
                     for _ in 0..each {
-                        all.spawn(be_strange(source, server, stranger.clone(), count.clone()));
+                        all.spawn(hold_connections(source, server, client.clone(), count.clone()));
                     }
                 }
                 while !stopped.load(Ordering::Relaxed) {
@@ -88,15 +88,17 @@ impl Flood {
     /// Waits until this number of connections was opened.
     async fn wait_opened(&self, count: u64) -> Result<()> {
         let opened = async || Ok(self.opened.load(Ordering::Relaxed));
-        wait_until("the strangers' connections", Duration::from_secs(60), opened, |opened| *opened >= count)
-            .await?;
+        wait_until("the silent clients' connections", Duration::from_secs(60), opened, |opened| {
+            *opened >= count
+        })
+        .await?;
         Ok(())
     }
 
     fn stop(mut self) -> Result<()> {
         self.stop.store(true, Ordering::Relaxed);
         let thread = self.thread.take().context("stopped twice")?;
-        thread.join().map_err(|_| anyhow::anyhow!("the strangers' thread panicked"))?
+        thread.join().map_err(|_| anyhow::anyhow!("the clients' thread panicked"))?
     }
 }
 
@@ -111,7 +113,7 @@ fn sources() -> impl Iterator<Item = Ipv4Addr> {
 }
 
 /// Adds a machine with the addresses of all sources.
-fn strangers_host(testbed: &Testbed) -> Result<Namespace> {
+fn clients_host(testbed: &Testbed) -> Result<Namespace> {
     let ns = testbed.add_neighbour()?;
     for source in sources() {
         ns.ip(&format!("addr add {source}/24 dev eth0"))?;
@@ -125,17 +127,17 @@ async fn connect_as(source: Ipv4Addr, server: SocketAddr) -> Result<TcpStream> {
     Ok(tokio::time::timeout(client::PATIENCE, socket.connect(server)).await??)
 }
 
-async fn be_strange(source: Ipv4Addr, server: SocketAddr, stranger: Stranger, opened: Arc<AtomicU64>) {
+async fn hold_connections(source: Ipv4Addr, server: SocketAddr, client: Client, opened: Arc<AtomicU64>) {
     loop {
         let attempt = async {
             let mut stream = connect_as(source, server).await?;
             let mut byte = [0];
-            match &stranger {
-                Stranger::Silent => {
+            match &client {
+                Client::Silent => {
                     opened.fetch_add(1, Ordering::Relaxed);
                     while stream.read(&mut byte).await? > 0 {}
                 }
-                Stranger::Idle(roots) => {
+                Client::Idle(roots) => {
                     let mut stream =
                         tls::handshake(stream, SERVER_NAME, roots.clone(), None, Some(b"h2")).await?;
                     opened.fetch_add(1, Ordering::Relaxed);
@@ -223,16 +225,16 @@ async fn wait_full(server: &Server<'_>, flood: &Flood) -> Result<()> {
 
 async fn silent_handshakes_of_twenty_sources_lock_nobody_out(testbed: &Testbed) -> Result<()> {
     let (server, agent) = server_and_agent(testbed).await?;
-    let strangers = strangers_host(testbed)?;
-    let flood = Flood::start(&strangers, agent_port(), 300, &Stranger::Silent)?;
+    let clients = clients_host(testbed)?;
+    let flood = Flood::start(&clients, agent_port(), 300, &Client::Silent)?;
     nobody_is_locked_out(testbed, server, agent, flood).await
 }
 
 async fn idle_enrolments_of_twenty_sources_lock_nobody_out(testbed: &Testbed) -> Result<()> {
     let (server, agent) = server_and_agent(testbed).await?;
     let roots = tls::roots(&agent.state_dir().join("ca.crt"))?;
-    let strangers = strangers_host(testbed)?;
-    let flood = Flood::start(&strangers, agent_port(), 40, &Stranger::Idle(roots))?;
+    let clients = clients_host(testbed)?;
+    let flood = Flood::start(&clients, agent_port(), 40, &Client::Idle(roots))?;
     nobody_is_locked_out(testbed, server, agent, flood).await
 }
 
@@ -307,12 +309,12 @@ async fn greedy_clients_leave_open_files_to_the_others(testbed: &Testbed) -> Res
     Ok(())
 }
 
-async fn strangers_at_the_https_door_leave_the_http_door(testbed: &Testbed) -> Result<()> {
+async fn silent_clients_at_the_https_listener_leave_the_http_listener(testbed: &Testbed) -> Result<()> {
     let server = Builder::new(testbed).open_files(FEW_FILES).start().await?;
-    the_http_door_answers_beside_strangers(testbed, &server, 10263, "https").await
+    the_http_listener_answers_beside_silent_clients(testbed, &server, 10263, "https").await
 }
 
-async fn strangers_at_the_egress_port_leave_the_http_door(testbed: &Testbed) -> Result<()> {
+async fn silent_clients_at_the_egress_port_leave_the_http_listener(testbed: &Testbed) -> Result<()> {
     let callers = Authority::new(testbed, "callers")?;
     let server = Builder::new(testbed)
         .open_files(FEW_FILES)
@@ -320,11 +322,11 @@ async fn strangers_at_the_egress_port_leave_the_http_door(testbed: &Testbed) -> 
         .flag(format!("--egress-client-ca={}", callers.file().display()))
         .start()
         .await?;
-    the_http_door_answers_beside_strangers(testbed, &server, 8132, "egress").await
+    the_http_listener_answers_beside_silent_clients(testbed, &server, 8132, "egress").await
 }
 
 /// Checks the http listener while unauthenticated clients hold all that another listener gives them.
-async fn the_http_door_answers_beside_strangers(
+async fn the_http_listener_answers_beside_silent_clients(
     testbed: &Testbed,
     server: &Server<'_>,
     port: u16,
@@ -332,19 +334,20 @@ async fn the_http_door_answers_beside_strangers(
 ) -> Result<()> {
     let _agent = Agent::enrol(server, 1).await?;
     let _web = Web::start(testbed, 1, 9100)?;
-    let strangers = strangers_host(testbed)?;
-    let flood = Flood::start(&strangers, (CLOUD, port).into(), 100, &Stranger::Silent)?;
-    let refused =
-        async || Ok(server.metrics().await?.sum("postern_connections_over_limit_total", &[("door", full)]));
-    wait_until("the door to be full", client::PATIENCE, refused, |refused| *refused >= 100.0).await?;
-    let door: SocketAddr = ([127, 0, 0, 1], 10264).into();
+    let clients = clients_host(testbed)?;
+    let flood = Flood::start(&clients, (CLOUD, port).into(), 100, &Client::Silent)?;
+    let refused = async || {
+        Ok(server.metrics().await?.sum("postern_connections_over_limit_total", &[("listener", full)]))
+    };
+    wait_until("the listener to be full", client::PATIENCE, refused, |refused| *refused >= 100.0).await?;
+    let listener: SocketAddr = ([127, 0, 0, 1], 10264).into();
     for _ in 0..20 {
-        let mut stream = connect(door).await?;
+        let mut stream = connect(listener).await?;
         stream.write_all(b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: close\r\n\r\n").await?;
-        let answer = client::text(&mut stream, "the http door does not answer").await?;
+        let answer = client::text(&mut stream, "the http listener does not answer").await?;
         ensure!(
             answer.starts_with("HTTP/1.1 200 ") && answer.ends_with("body=0\n"),
-            "the http door answered {answer:?}"
+            "the http listener answered {answer:?}"
         );
     }
     ensure!(!server.process.output()?.contains("failed to accept"), "the open files were used up");
@@ -359,7 +362,7 @@ async fn two_thousand_connects_at_once(testbed: &Testbed) -> Result<()> {
     visit(address).await?;
     let start = Instant::now();
     let open = at_once(COUNT, || hold(address, b"one of many")).await?;
-    figure(&format!("{COUNT} connects at once were all carried after {:.1?}", start.elapsed()));
+    figure(&format!("{COUNT} connects at once were all relayed after {:.1?}", start.elapsed()));
     drop(open);
     let busy = server.metrics().await?.sum("postern_connections_total", &[("outcome", "busy")]);
     ensure!(busy == 0.0, "{busy} of them were refused");

@@ -83,11 +83,11 @@ async fn bulk_both_ways(testbed: &Testbed) -> Result<()> {
     #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
     let bulk = BULK as f64;
     ensure!(
-        metrics.sum("postern_carried_bytes_total", &[("direction", "from_node")]) >= bulk,
+        metrics.sum("postern_relayed_bytes_total", &[("direction", "from_node")]) >= bulk,
         "bytes from the node"
     );
     ensure!(
-        metrics.sum("postern_carried_bytes_total", &[("direction", "to_node")]) >= bulk,
+        metrics.sum("postern_relayed_bytes_total", &[("direction", "to_node")]) >= bulk,
         "bytes to the node"
     );
     Ok(())

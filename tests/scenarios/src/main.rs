@@ -16,6 +16,7 @@ mod docs;
 mod doctor;
 mod durations;
 mod egress;
+mod forwarded;
 mod front;
 mod held;
 mod hostile;
@@ -43,7 +44,6 @@ mod proxy;
 mod readme;
 mod redirect;
 mod redirector;
-mod relayed;
 mod reload;
 mod restart;
 mod rights;
@@ -77,7 +77,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         restart::SCENARIOS,
         servers::SCENARIOS,
         takeover::SCENARIOS,
-        relayed::SCENARIOS,
+        forwarded::SCENARIOS,
         redirector::SCENARIOS,
         identity::SCENARIOS,
         http::SCENARIOS,

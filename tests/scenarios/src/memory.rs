@@ -26,7 +26,7 @@ scenarios! {
     stalled_readers_of_two_nodes(edges = 2, limit = 300),
     targets_that_never_read_beside_two_thousand_connections(limit = 300),
     downloads_that_nobody_reads_from_a_small_agent(limit = 300),
-    heads_that_strangers_never_end(limit = 180),
+    heads_that_clients_never_end(limit = 180),
     idle_connections_to_a_small_agent(edges = 2, limit = 300),
     idle_connections_to_an_agent_with_few_files,
     idle_connections_of_several_sources(edges = 2, limit = 300),
@@ -294,8 +294,8 @@ async fn downloads_that_nobody_reads_from_a_small_agent(testbed: &Testbed) -> Re
 
 /// Incomplete request heads of unauthenticated clients at the plain and the https listener: they use a limited part of
 /// the memory, and those of one source do not block other sources.
-async fn heads_that_strangers_never_end(testbed: &Testbed) -> Result<()> {
-    const STRANGERS: usize = 5_000;
+async fn heads_that_clients_never_end(testbed: &Testbed) -> Result<()> {
+    const CLIENTS: usize = 5_000;
     const PLAIN: u16 = 10268;
     const HTTPS: u16 = 10263;
     let limit = testbed.limit_on_cloud("tunnel-server", SERVER)?;
@@ -309,28 +309,32 @@ async fn heads_that_strangers_never_end(testbed: &Testbed) -> Result<()> {
     let head = [&b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\nX: "[..], &filler[..]].concat();
     // A TLS record with the beginning of a ClientHello.
     let hello = [&[22, 3, 1, 0x3f, 0xff, 1, 0, 0x3f, 0xf0][..], &filler[..15_000]].concat();
-    let doors = [(PLAIN, head), (HTTPS, hello)];
+    let listeners = [(PLAIN, head), (HTTPS, hello)];
     let held = alongside("heads that never end", healthy.address, async {
         let mut held = Vec::new();
-        for (port, head) in doors.iter().cycle().take(STRANGERS) {
+        for (port, head) in listeners.iter().cycle().take(CLIENTS) {
             // A client over the limit is reset, possibly before its connect() has returned.
             let Ok(mut stream) = connect((CLOUD, *port)).await else { continue };
             if stream.write_all(head).await.is_ok() {
                 held.push(stream);
             }
         }
-        for door in ["plain", "https"] {
-            let of_door = [("door", door), ("reason", "newcomer")];
-            let refused =
-                async || Ok(server.metrics().await?.sum("postern_connections_over_limit_total", &of_door));
-            let what = format!("the {door} door to refuse newcomers");
+        for listener in ["plain", "https"] {
+            let of_listener = [("listener", listener), ("reason", "unauthenticated")];
+            let refused = async || {
+                Ok(server.metrics().await?.sum("postern_connections_over_limit_total", &of_listener))
+            };
+            let what = format!("the {listener} listener to refuse unauthenticated clients");
             // Some of them are accepted by the kernel only.
             let refused = wait_until(&what, client::PATIENCE, refused, |refused| *refused > 0.0).await?;
-            figure(&format!("the {door} door reset {refused} of {} newcomers", STRANGERS / 2));
+            figure(&format!(
+                "the {listener} listener reset {refused} of {} unauthenticated clients",
+                CLIENTS / 2
+            ));
         }
         let mut other = connect_from(&neighbour, (CLOUD, PLAIN).into(), client::PATIENCE).await?;
         other.write_all(b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: close\r\n\r\n").await?;
-        let answer = client::text(&mut other, "the plain door does not answer").await?;
+        let answer = client::text(&mut other, "the plain listener does not answer").await?;
         ensure!(answer.starts_with("HTTP/1.1 200 "), "another source was answered {answer:?}");
         Ok(held)
     })

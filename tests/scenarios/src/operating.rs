@@ -19,7 +19,7 @@ use crate::common::{hold, server, server_and_agent, target};
 scenarios! {
     bad_configuration_exits_64(quick),
     impossible_redirect_is_an_error,
-    redirect_off_serves_the_other_doors,
+    redirect_off_serves_the_other_listeners,
     status_and_admin_pages(edges = 2, quick),
     connections_show_what_waits,
     port_already_in_use,
@@ -112,14 +112,14 @@ async fn impossible_redirect_is_an_error(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-async fn redirect_off_serves_the_other_doors(testbed: &Testbed) -> Result<()> {
+async fn redirect_off_serves_the_other_listeners(testbed: &Testbed) -> Result<()> {
     let server = Builder::new(testbed).flag("--redirect=off").start().await?;
     let _agent = Agent::enrol(&server, 1).await?;
     let error = client::connect_error((testbed.edge(1).address, 10250), Duration::from_secs(1)).await?;
     ensure!(error.kind() == std::io::ErrorKind::TimedOut, "redirected although off: {error}");
-    connect((CLOUD, 10263)).await.context("the https door")?;
+    connect((CLOUD, 10263)).await.context("the https listener")?;
     let routes = testbed.cloud.output("ip", "route show table all")?;
-    ensure!(!routes.contains("198.18."), "a token route although the redirect is off");
+    ensure!(!routes.contains("198.18."), "a redirect route although the redirect is off");
     Ok(())
 }
 
@@ -239,7 +239,7 @@ async fn connections_show_what_waits(testbed: &Testbed) -> Result<()> {
     let (held, left) = (unread["held_for_client"].as_u64(), unread["window_left"].as_u64());
     ensure!(held >= Some(512 << 10), "held for a client that does not read: {unread}");
     ensure!(left.is_some_and(|left| left <= 512 << 10), "left of its window: {unread}");
-    ensure!(unread["door"] == "redirect" && unread["node"] == "edge-1", "{unread}");
+    ensure!(unread["listener"] == "redirect" && unread["node"] == "edge-1", "{unread}");
     ensure!(unread["node_blocked_ms"].is_null(), "nothing goes to the node: {unread}");
     let idle = row(&report, &echo).context("the idle connection's row")?;
     ensure!(

@@ -24,7 +24,7 @@ scenarios! {
     a_range_opens_no_edge_node_however_wide_it_is,
     workloads_find_the_next_server,
     who_waits_for_a_server_is_told_with_all_others,
-    who_has_given_up_is_not_carried_later,
+    who_has_given_up_is_not_relayed_later,
     a_link_that_a_nat_has_forgotten_is_used_once,
 }
 
@@ -155,7 +155,7 @@ async fn workloads_reach_what_their_node_may(testbed: &Testbed) -> Result<()> {
 
     let line = |node: &'static str, outcome: &'static str| {
         move |line: &AccessLine| {
-            line.text("door") == "edge"
+            line.text("listener") == "edge"
                 && line.text("caller") == "node edge-1 by the first edge"
                 && line.text("node") == node
                 && line.text("outcome") == outcome
@@ -255,7 +255,7 @@ async fn who_waits_for_a_server_is_told_with_all_others(testbed: &Testbed) -> Re
     Ok(())
 }
 
-async fn who_has_given_up_is_not_carried_later(testbed: &Testbed) -> Result<()> {
+async fn who_has_given_up_is_not_relayed_later(testbed: &Testbed) -> Result<()> {
     let server = server(testbed, POLICY)?.start().await?;
     let agent = edge(&server, 1).await?;
     let one = &testbed.edge(1).ns;

@@ -58,7 +58,7 @@ async fn by_edge_address(testbed: &Testbed) -> Result<()> {
 
         let target = on_edge.address.to_string();
         let line = server.wait_access("of this connection", of_connection(&edge.name, &target, "ok")).await?;
-        ensure!(line.text("door") == "redirect", "door of {line:?}");
+        ensure!(line.text("listener") == "redirect", "listener of {line:?}");
         ensure!(line.text("client") == client.to_string(), "client of {line:?}, expected {client}");
         let length = format!("hello {}", edge.name).len() as u64;
         ensure!(line.bytes_to_node()? == length && line.bytes_from_node()? == length, "bytes of {line:?}");
@@ -70,7 +70,7 @@ async fn by_edge_address(testbed: &Testbed) -> Result<()> {
         .await?;
     }
     let metrics = server.metrics().await?;
-    metrics.expect("postern_connections_total", &[("door", "redirect"), ("outcome", "ok")], 2.0)?;
+    metrics.expect("postern_connections_total", &[("listener", "redirect"), ("outcome", "ok")], 2.0)?;
     metrics.expect("postern_tunnels", &[], 2.0)?;
     Ok(())
 }
@@ -110,7 +110,7 @@ async fn without_ipv4(testbed: &Testbed) -> Result<()> {
     visit(on_edge.address).await?;
     let target = on_edge.address.to_string();
     let line = server.wait_access("by IPv6", of_connection(&edge.name, &target, "ok")).await?;
-    ensure!(line.text("door") == "redirect", "door of {line:?}");
+    ensure!(line.text("listener") == "redirect", "listener of {line:?}");
     Ok(())
 }
 
@@ -259,9 +259,9 @@ async fn pod_is_redirected_and_neighbour_is_refused(testbed: &Testbed) -> Result
 
     // The pod's connection arrives at the host with the node's virtual address as its destination.
     let sockets = testbed.cloud.output("ss", "-Htn state established")?;
-    let is_token = |address: &SocketAddr| matches!(address.ip(), IpAddr::V4(v4) if v4.octets()[0] == 198);
-    let token = sockets.split_whitespace().filter_map(|word| word.parse().ok()).find(is_token);
-    let token = token.with_context(|| format!("no token address in the cloud's sockets:\n{sockets}"))?;
+    let is_virtual = |address: &SocketAddr| matches!(address.ip(), IpAddr::V4(v4) if v4.octets()[0] == 198);
+    let token = sockets.split_whitespace().filter_map(|word| word.parse().ok()).find(is_virtual);
+    let token = token.with_context(|| format!("no virtual address in the cloud's sockets:\n{sockets}"))?;
     neighbour.ip("route add 198.18.0.0/15 via 10.70.0.1")?;
     let refused = connect_from(&neighbour, token, Duration::from_secs(3)).await;
     ensure!(refused.is_err(), "a neighbour reached {token} and with it every edge");

@@ -27,7 +27,7 @@ async fn listed_clients_reach_nodes_by_name(testbed: &Testbed) -> Result<()> {
     let answer = curl(testbed, &["--connect-to", to, "http://edge-1:9101/metrics"]).await?;
     answer.expect(403, "port 9101 is not in --plain-ports")?;
     ensure!(other.connections() == 0, "a port that is not listed was reached");
-    let line = server.wait_access("of the plain door", |line| line.text("door") == "plain").await?;
+    let line = server.wait_access("of the plain listener", |line| line.text("listener") == "plain").await?;
     ensure!(line.text("outcome") == "ok", "access line {line:?}");
     Ok(())
 }

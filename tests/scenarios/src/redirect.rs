@@ -21,7 +21,7 @@ scenarios! {
     a_range_that_others_use_is_refused,
     rules_about_marks_of_others_do_not_meet_it,
     two_installations_on_one_host(edges = 2),
-    token_opens_only_tunnelled_ports,
+    virtual_addresses_open_only_tunnelled_ports,
     clients_of_ranges_that_no_node_names,
     cilium_without_socket_load_balancing(cilium),
 }
@@ -76,9 +76,9 @@ async fn lost_route_is_restored(testbed: &Testbed) -> Result<()> {
     testbed.cloud.output("ip", "route del local 198.18.0.0/15 dev lo")?;
     let start = std::time::Instant::now();
     let routes = async || testbed.cloud.output("ip", "route show table local");
-    wait_until("the token route to be back", NOTICED, routes, |routes| routes.contains("198.18.0.0/15"))
+    wait_until("the redirect route to be back", NOTICED, routes, |routes| routes.contains("198.18.0.0/15"))
         .await?;
-    figure(&format!("a lost token route is back after {:.1?}", start.elapsed()));
+    figure(&format!("a lost redirect route is back after {:.1?}", start.elapsed()));
     visit(on_edge.address).await?;
     let repairs = async || Ok(server.metrics().await?.sum("postern_redirect_mended_total", &[]));
     wait_until("the repair to be counted", NOTICED, repairs, |repairs| *repairs >= 1.0).await?;
@@ -202,16 +202,16 @@ async fn two_installations_on_one_host(testbed: &Testbed) -> Result<()> {
 }
 
 /// Any process on the host may dial a virtual address.
-async fn token_opens_only_tunnelled_ports(testbed: &Testbed) -> Result<()> {
+async fn virtual_addresses_open_only_tunnelled_ports(testbed: &Testbed) -> Result<()> {
     let (server, _agent) = server_and_agent(testbed).await?;
     let tunnelled = target(testbed, 1, 10250, Behaviour::Echo)?;
     let other = target(testbed, 1, 2222, Behaviour::Echo)?;
     let stream = connect(tunnelled.address).await?;
     // A packet to a `local` route without a preferred source has its destination, the virtual address, as its source.
-    let token = stream.local_addr()?.ip();
-    visit((token, 10250).into()).await?;
-    let end = end_at_once(TcpStream::connect((token, other.address.port())).await).await?;
-    ensure!(end == End::Reset, "a token opened a port that is not tunnelled");
+    let virtual_address = stream.local_addr()?.ip();
+    visit((virtual_address, 10250).into()).await?;
+    let end = end_at_once(TcpStream::connect((virtual_address, other.address.port())).await).await?;
+    ensure!(end == End::Reset, "a virtual address opened a port that is not tunnelled");
     server.wait_log("is not tunnelled").await
 }
 

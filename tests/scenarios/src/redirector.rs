@@ -16,7 +16,7 @@ use crate::hostile_peer::Credentials;
 use crate::path;
 
 scenarios! {
-    a_redirector_has_connections_passed_on(limit = 180),
+    a_redirector_has_connections_forwarded(limit = 180),
     a_redirectors_certificate_is_good_for_nothing_else,
 }
 
@@ -79,7 +79,7 @@ impl<'a> Fleet<'a> {
     }
 }
 
-async fn a_redirector_has_connections_passed_on(testbed: &Testbed) -> Result<()> {
+async fn a_redirector_has_connections_forwarded(testbed: &Testbed) -> Result<()> {
     let neighbour = testbed.add_neighbour()?;
     let mut fleet = Fleet::start(testbed, &neighbour).await?;
     path::half_closes(testbed).await.context("half-closes")?;
@@ -87,14 +87,18 @@ async fn a_redirector_has_connections_passed_on(testbed: &Testbed) -> Result<()>
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
     visit(on_edge.address).await?;
     let line = fleet.redirector.wait_access("of the redirect", |line| line.text("outcome") == "ok").await?;
-    ensure!(line.text("door") == "redirect" && !line.text("via").is_empty(), "{line:?}");
-    let line = fleet.server.wait_access("of the redirector", |line| line.text("door") == "peer").await?;
+    ensure!(line.text("listener") == "redirect" && !line.text("via").is_empty(), "{line:?}");
+    let line = fleet.server.wait_access("of the redirector", |line| line.text("listener") == "peer").await?;
     ensure!(line.text("via") == "redirector of cloud-1", "{line:?}");
 
     let status = fleet.redirector.status().await?;
     ensure!(status["role"] == "redirector", "its role in {status}");
-    let doors: Vec<_> = status["doors"].as_array().into_iter().flatten().map(|door| &door["name"]).collect();
-    ensure!(doors.iter().all(|door| *door == "redirect"), "the redirector's doors are {doors:?}");
+    let listeners: Vec<_> =
+        status["listeners"].as_array().into_iter().flatten().map(|listener| &listener["name"]).collect();
+    ensure!(
+        listeners.iter().all(|listener| *listener == "redirect"),
+        "the redirector's listeners are {listeners:?}"
+    );
     let text = server::run(testbed, &["status"])?;
     let text = String::from_utf8_lossy(&text.stdout);
     ensure!(text.starts_with("tunnel-redirector "), "its status:\n{text}");

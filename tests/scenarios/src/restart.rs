@@ -222,7 +222,7 @@ async fn second_signal_ends_the_server_immediately(testbed: &Testbed) -> Result<
     let mut held = hold(on_edge.address, b"held open").await?;
     server.process.signal(Signal::SIGTERM)?;
     wait_draining(&server).await?;
-    echo(&mut held, b"still carried while draining").await?;
+    echo(&mut held, b"still relayed while draining").await?;
     server.process.signal(Signal::SIGTERM)?;
     let start = Instant::now();
     server.process.wait_exit(Duration::from_secs(10)).await?;
@@ -274,7 +274,7 @@ async fn agent_stops_and_finishes_what_is_in_flight(testbed: &Testbed) -> Result
     Ok(())
 }
 
-fn token_routes(testbed: &Testbed) -> Result<String> {
+fn range_routes(testbed: &Testbed) -> Result<String> {
     let v4 = testbed.cloud.output("ip", "-4 route show table all")?;
     let v6 = testbed.cloud.output("ip", "-6 route show table all")?;
     let lines = v4
@@ -285,19 +285,19 @@ fn token_routes(testbed: &Testbed) -> Result<String> {
 }
 
 async fn server_stops_and_leaves_nothing(testbed: &Testbed) -> Result<()> {
-    let before = token_routes(testbed)?;
-    ensure!(before.is_empty(), "token routes before the server ever ran: {before}");
+    let before = range_routes(testbed)?;
+    ensure!(before.is_empty(), "redirect routes before the server ever ran: {before}");
     let (mut server, _agent) = server_and_agent(testbed).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     visit(on_edge.address).await?;
     ensure!(
-        token_routes(testbed)?.contains("198.18.0.0/15"),
-        "no token route while the server runs: {}",
-        token_routes(testbed)?
+        range_routes(testbed)?.contains("198.18.0.0/15"),
+        "no redirect route while the server runs: {}",
+        range_routes(testbed)?
     );
     let status = server.process.stop().await?;
     ensure!(status.code() == Some(0), "the server ended with {status}");
-    let after = token_routes(testbed)?;
+    let after = range_routes(testbed)?;
     ensure!(after.is_empty(), "left behind: {after}");
     expect_direct(on_edge.address).await?;
 
@@ -307,7 +307,7 @@ async fn server_stops_and_leaves_nothing(testbed: &Testbed) -> Result<()> {
     let bpffs = format!("--bpffs={}", testbed.bpffs().display());
     let cleaned = server::run(testbed, &["cleanup", &bpffs])?;
     ensure!(cleaned.status.success(), "cleanup: {}", String::from_utf8_lossy(&cleaned.stderr));
-    let after = token_routes(testbed)?;
+    let after = range_routes(testbed)?;
     ensure!(after.is_empty(), "left behind by cleanup: {after}");
     let again = server::run(testbed, &["cleanup", &bpffs])?;
     ensure!(again.status.success(), "cleanup with nothing to do: {}", String::from_utf8_lossy(&again.stderr));

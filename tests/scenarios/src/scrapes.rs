@@ -12,7 +12,7 @@ use crate::web::{Answer, Authority, curl, shown};
 
 scenarios! {
     callers_read_metrics_by_token_or_certificate,
-    one_source_does_not_take_the_door,
+    one_source_does_not_take_the_listener,
     a_successor_answers_at_once(limit = 180),
     prometheus_reads_a_server_and_a_redirector(limit = 180),
 }
@@ -31,7 +31,7 @@ fn tokens(testbed: &Testbed, text: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-fn with_door<'a>(testbed: &Testbed, builder: Builder<'a>) -> Result<Builder<'a>> {
+fn with_listener<'a>(testbed: &Testbed, builder: Builder<'a>) -> Result<Builder<'a>> {
     let tokens = tokens(testbed, TOKENS)?;
     let port = format!("--metrics-port={PORT}");
     Ok(builder.flag(port).flag(format!("--token-auth-file={}", tokens.display())))
@@ -50,7 +50,7 @@ async fn ask_with(testbed: &Testbed, token: &str) -> Result<Answer> {
 
 async fn callers_read_metrics_by_token_or_certificate(testbed: &Testbed) -> Result<()> {
     let (callers, strangers) = (Authority::new(testbed, "callers")?, Authority::new(testbed, "strangers")?);
-    let server = with_door(testbed, Builder::new(testbed))?
+    let server = with_listener(testbed, Builder::new(testbed))?
         .flag(format!("--client-ca-file={}", shown(&callers.file())))
         .flag("--terminate-tls=off")
         .start()
@@ -76,17 +76,17 @@ async fn callers_read_metrics_by_token_or_certificate(testbed: &Testbed) -> Resu
 
     // The same from an operator's view: metrics, log and status.
     let metrics = server.metrics().await?;
-    let refused = metrics.sum("postern_callers_refused_total", &[("door", "metrics")]);
+    let refused = metrics.sum("postern_callers_refused_total", &[("listener", "metrics")]);
     ensure!(refused >= 3.0, "{refused} callers were refused");
     ensure!(
-        metrics.sum("postern_connections_total", &[("door", "metrics")]) >= 2.0,
+        metrics.sum("postern_connections_total", &[("listener", "metrics")]) >= 2.0,
         "no connection is counted"
     );
     server.wait_log("a client certificate or a bearer token is needed").await?;
     ensure!(!server.process.output()?.contains("wrong-token"), "the log has a token");
     let status = server.status().await?;
-    let doors = status["doors"].as_array().context("no doors")?;
-    ensure!(doors.iter().any(|door| door["name"] == "metrics"), "{status}");
+    let listeners = status["listeners"].as_array().context("no listeners")?;
+    ensure!(listeners.iter().any(|listener| listener["name"] == "metrics"), "{status}");
 
     // The token is replaced by another one.
     tokens(testbed, "another-token,prometheus,1\n")?;
@@ -95,15 +95,15 @@ async fn callers_read_metrics_by_token_or_certificate(testbed: &Testbed) -> Resu
     ask_with(testbed, "prometheus-token").await?.expect(401, "not in --token-auth-file")
 }
 
-async fn one_source_does_not_take_the_door(testbed: &Testbed) -> Result<()> {
-    let server = with_door(testbed, Builder::new(testbed))?.start().await?;
+async fn one_source_does_not_take_the_listener(testbed: &Testbed) -> Result<()> {
+    let server = with_listener(testbed, Builder::new(testbed))?.start().await?;
     let mut held = Vec::new();
     for _ in 0..40 {
         // Over the limit, connect() itself may get the reset.
         held.extend(client::connect((CLOUD, PORT)).await);
     }
     ensure!(!held.is_empty(), "no connection was taken");
-    let bound = [("door", "metrics"), ("reason", "source")];
+    let bound = [("listener", "metrics"), ("reason", "source")];
     let refused = async || Ok(server.metrics().await?.sum("postern_connections_over_limit_total", &bound));
     wait_until("connections to be refused", SOON, refused, |refused| *refused > 0.0).await?;
     // Another source has its own share. The certificate includes this host's addresses.
@@ -118,7 +118,7 @@ async fn one_source_does_not_take_the_door(testbed: &Testbed) -> Result<()> {
 }
 
 async fn a_successor_answers_at_once(testbed: &Testbed) -> Result<()> {
-    let mut first = with_door(testbed, Builder::new(testbed))?.flag("--drain-timeout=5s").start().await?;
+    let mut first = with_listener(testbed, Builder::new(testbed))?.flag("--drain-timeout=5s").start().await?;
     let asking = async {
         let mut asked = 0;
         loop {
@@ -136,7 +136,7 @@ async fn a_successor_answers_at_once(testbed: &Testbed) -> Result<()> {
     ask_with(testbed, "prometheus-token").await?.expect(200, METRIC)?;
     // Counted at the connection's end, which the server notices after its client.
     let answered =
-        async || Ok(second.metrics().await?.sum("postern_connections_total", &[("door", "metrics")]));
+        async || Ok(second.metrics().await?.sum("postern_connections_total", &[("listener", "metrics")]));
     wait_until("the second server to count it", SOON, answered, |answered| *answered > 0.0).await?;
     Ok(())
 }
@@ -144,10 +144,10 @@ async fn a_successor_answers_at_once(testbed: &Testbed) -> Result<()> {
 /// The server is on a different host than Prometheus, as in a cluster; the redirector is on Prometheus' host.
 async fn prometheus_reads_a_server_and_a_redirector(testbed: &Testbed) -> Result<()> {
     let neighbour = testbed.add_neighbour()?;
-    let server = with_door(testbed, Builder::alone_on_neighbour(testbed, &neighbour))?.start().await?;
+    let server = with_listener(testbed, Builder::alone_on_neighbour(testbed, &neighbour))?.start().await?;
     let token = server.run(&["token", "create", "--redirector", "cloud-1", "-o", "json"])?;
     let token: Token = serde_json::from_str(&token).context("a redirector's token")?;
-    let _redirector = with_door(testbed, Builder::new(testbed))?
+    let _redirector = with_listener(testbed, Builder::new(testbed))?
         .flag("redirector")
         .flag("--node-name=cloud-1")
         .flag(format!("--peers={NEIGHBOUR}:10262"))

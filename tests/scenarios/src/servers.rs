@@ -35,9 +35,9 @@ const SETTLED: Duration = Duration::from_secs(30);
 
 /// Opens a connection through the https listener of the second server.
 pub(crate) async fn through_second(neighbour: &Namespace) -> Result<TcpStream> {
-    let door = SocketAddr::new(NEIGHBOUR.into(), 10263);
+    let listener = SocketAddr::new(NEIGHBOUR.into(), 10263);
     let mut stream =
-        connect_from(neighbour, door, client::PATIENCE).await.context("the second server's door")?;
+        connect_from(neighbour, listener, client::PATIENCE).await.context("the second server's listener")?;
     let hello = client_hello("edge-1")?;
     stream.write_all(&hello).await?;
     expect_back(&mut stream, &hello).await?;
@@ -56,8 +56,8 @@ async fn one_of_two_is_killed(testbed: &Testbed) -> Result<()> {
     let on_edge = target(testbed, 1, KUBELET, Behaviour::Echo)?;
     let mut by_first = hold(on_edge.address, b"through the first").await?;
     let mut by_second = through_second(&neighbour).await?;
-    for (server, door) in [(&first, "redirect"), (&second, "https")] {
-        server.metrics().await?.expect("postern_connections_active", &[("door", door)], 1.0)?;
+    for (server, listener) in [(&first, "redirect"), (&second, "https")] {
+        server.metrics().await?.expect("postern_connections_active", &[("listener", listener)], 1.0)?;
     }
 
     // Connections through the second server are not affected.
@@ -190,18 +190,18 @@ async fn one_that_does_not_hear_its_agent_passes_connections_on(testbed: &Testbe
         [format!("FORWARD -i edge+ -d {CLOUD} -j DROP"), format!("FORWARD -o edge+ -s {CLOUD} -j DROP")];
     rules.iter().try_for_each(|rule| testbed.router.iptables(&format!("-I {rule}")))?;
     // One connection has to fail before the server notices.
-    ensure!(visit(on_edge.address).await.is_err(), "a line that is out has carried a connection");
+    ensure!(visit(on_edge.address).await.is_err(), "a line that is out has relayed a connection");
     first
         .wait_access("by the silent link", |line| line.text("error").contains("has been silent for"))
         .await?;
     for _ in 0..10 {
         visit(on_edge.address).await.context("while the second server has the node")?;
     }
-    let passed_on = async || {
+    let forwarded = async || {
         let lines = first.access_log()?;
         Ok(lines.iter().filter(|line| line.text("outcome") == "ok" && !line.text("via").is_empty()).count())
     };
-    wait_until("a line of each connection that was passed on", APART, passed_on, |lines| *lines == 10)
+    wait_until("a line of each connection that was forwarded", APART, forwarded, |lines| *lines == 10)
         .await?;
 
     rules.iter().try_for_each(|rule| testbed.router.iptables(&format!("-D {rule}")))?;

@@ -237,7 +237,7 @@ async fn shake(testbed: &Testbed, server: &Server<'_>, other: &mut Agent<'_>, nu
             for port in [10262, 10263] {
                 for bytes in [&b"\x16\x03\x01\x00\x00"[..], b"GET / HTTP/1.1\r\n\r\n", &[0xff; 2000]] {
                     let address = (postern_testbed::CLOUD, port);
-                    let mut stream = TcpStream::connect(address).await.context("a door")?;
+                    let mut stream = TcpStream::connect(address).await.context("a listener")?;
                     stream.write_all(bytes).await.ok();
                 }
             }

@@ -30,7 +30,7 @@ impl AccessLine {
     }
 }
 
-/// Returns the access lines of a JSON log: those with a door and an outcome.
+/// Returns the access lines of a JSON log: those with a listener and an outcome.
 pub fn parse(log: &str) -> Vec<AccessLine> {
     let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let maps = lines.filter_map(|mut line| match line.get_mut("fields") {
@@ -40,7 +40,7 @@ pub fn parse(log: &str) -> Vec<AccessLine> {
             _ => None,
         },
     });
-    maps.filter(|map| map.contains_key("door") && map.contains_key("outcome")).map(AccessLine).collect()
+    maps.filter(|map| map.contains_key("listener") && map.contains_key("outcome")).map(AccessLine).collect()
 }
 
 #[cfg(test)]
@@ -51,11 +51,11 @@ mod tests {
     fn only_access_lines_are_taken() {
         let log = concat!(
             "not json\n",
-            r#"{"level":"INFO","fields":{"message":"listening","door":"https"}}"#,
+            r#"{"level":"INFO","fields":{"message":"listening","listener":"https"}}"#,
             "\n",
-            r#"{"level":"INFO","fields":{"door":"redirect","node":"edge-1","bytes_to_node":5,"outcome":"ok"}}"#,
+            r#"{"level":"INFO","fields":{"listener":"redirect","node":"edge-1","bytes_to_node":5,"outcome":"ok"}}"#,
             "\n",
-            r#"{"level":"INFO","door":"https","outcome":"reset"}"#,
+            r#"{"level":"INFO","listener":"https","outcome":"reset"}"#,
             "\n",
         );
         let lines = parse(log);

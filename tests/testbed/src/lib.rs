@@ -3,7 +3,7 @@
 //!
 //! A run is a process of its own ([`supervisor`]) that builds a [`Testbed`], moves itself into the cloud's cgroup and
 //! network namespace, and only then starts its runtime. So a plain `TcpStream::connect` in a scenario is exactly the
-//! cloud client that the redirect sees. However that process ends, its supervisor removes everything that carries the
+//! cloud client that the redirect sees. However that process ends, its supervisor removes everything that has the
 //! run's unique name.
 #![forbid(unsafe_code)]
 

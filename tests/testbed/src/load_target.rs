@@ -24,7 +24,7 @@ pub const HOLE: u16 = 9105;
 /// Sends the number of open connections; not tunnelled.
 const CONTROL: u16 = 9109;
 /// Ports that load goes to.
-pub const CARRIED: [u16; 4] = [ECHO, SOURCE, SINK, HOLE];
+pub const RELAYED: [u16; 4] = [ECHO, SOURCE, SINK, HOLE];
 
 const CHUNK: usize = 256 * 1024;
 /// The kernel's own limit; a smaller one would limit the benchmark's 2,000 held connections.

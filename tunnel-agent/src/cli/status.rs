@@ -14,7 +14,7 @@ use crate::status::AgentStatus;
 pub struct StatusCommand {
     #[command(flatten)]
     show: Show,
-    /// Show the connections that are carried for servers now instead; 1,000 at most, first those whose receiver has taken
+    /// Show the connections that are relayed for servers now instead; 1,000 at most, first those whose receiver has taken
     /// nothing for longest.
     #[arg(long)]
     connections: bool,

@@ -119,7 +119,7 @@ pub struct LinkConfig {
     pub max_servers: usize,
     /// TCP connections with each server, 1 to 8, or auto: 2 where both ends send by BBR, else 8. With more than one, a busy
     /// node's bulk transfers do not delay its other connections; they are opened when the server needs them, and closed when it
-    /// does not. Other congestion controls slow a connection down at each loss, so that several carry more.
+    /// does not. Other congestion controls slow a connection down at each loss, so that several relay more.
     #[arg(long, value_name = "N|auto", default_value = "auto", value_parser = max_links)]
     pub max_links: MaxLinks,
     /// How long a connection with a server may be silent before the kernel asks whether it is alive, from 1s to 5m: a NAT

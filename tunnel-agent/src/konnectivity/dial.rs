@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::net::TcpStream;
-use tunnel_core::carry::{CopyError, Side, Traffic, copy, end_on_drop};
 use tunnel_core::config::HostPort;
 use tunnel_core::konnectivity::{Dial, Gone, Inbox, Outbox, in_words_of_go};
 use tunnel_core::net::lookup;
 use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::{CopyError, Side, Traffic, copy, end_on_drop};
 use tunnel_core::text::printable;
 
 use super::shared::{Busy, Held, Shared};
@@ -70,7 +70,7 @@ impl Dial for ForServer {
         }
     }
 
-    async fn carry(
+    async fn relay(
         &self,
         connected: Connected,
         inbox: &mut Inbox,
@@ -81,7 +81,7 @@ impl Dial for ForServer {
         let shared = &self.shared;
         let _counted = Counted::new(shared);
         let started = Instant::now();
-        let traffic = Traffic::part_of(vec![shared.runtime.metrics.carried.clone()]);
+        let traffic = Traffic::part_of(vec![shared.runtime.metrics.relayed.clone()]);
         let ended = tokio::select! {
             biased;
             ended = copy(&mut socket, inbox, outbox, &traffic, Side::Agent) => ended.map_err(|error| match error {

@@ -202,11 +202,11 @@ async fn every_server_behind_an_address_is_found_and_served() {
     assert_eq!((one.server, two.server), ("one", "two"));
     assert_eq!(one.metadata.get("agentid").unwrap(), "agent-1");
     assert_eq!(one.metadata.get("agentidentifiers").unwrap(), "host=edge-1&ipv4=127.0.0.1");
-    let mut carried = Vec::new();
+    let mut relayed = Vec::new();
     for stream in [&mut one, &mut two] {
         let connect_id = stream.dial(format!("127.0.0.1:{echo}"), 7).await.unwrap();
         stream.echo(connect_id).await;
-        carried.push(connect_id);
+        relayed.push(connect_id);
         let by_name = stream.dial(format!("edge-1:{echo}"), 8).await.unwrap();
         stream.echo(by_name).await;
         stream.send(Packet::close_request(by_name)).await;
@@ -217,8 +217,8 @@ async fn every_server_behind_an_address_is_found_and_served() {
         assert!(error.contains("connection refused"), "{error}");
     }
     assert!(
-        carried[0] > 0 && carried[1] > carried[0],
-        "numbers are the agent's, not the stream's: {carried:?}"
+        relayed[0] > 0 && relayed[1] > relayed[0],
+        "numbers are the agent's, not the stream's: {relayed:?}"
     );
     assert!(readiness.is_ready());
     // Closed connections end with their target.
@@ -239,7 +239,7 @@ async fn every_server_behind_an_address_is_found_and_served() {
     if let Some(mut left) = known {
         left.ended().await;
     }
-    two.echo(carried[1]).await;
+    two.echo(relayed[1]).await;
     // A server sees a stream before the agent has its answer.
     wait_for(&set, |status| status.attached.len() == 2).await;
 
@@ -248,9 +248,9 @@ async fn every_server_behind_an_address_is_found_and_served() {
     assert_eq!(again.next().await.r#type(), PacketType::Drain);
     assert_eq!(two.next().await.r#type(), PacketType::Drain);
     again.ended().await;
-    two.echo(carried[1]).await;
+    two.echo(relayed[1]).await;
     assert!(!running.is_finished());
-    two.send(Packet::close_request(carried[1])).await;
+    two.send(Packet::close_request(relayed[1])).await;
     assert_eq!(two.next().await.r#type(), PacketType::CloseRsp);
     two.ended().await;
     timeout(PATIENCE, running).await.expect("it goes on").unwrap();

@@ -14,11 +14,11 @@ use tokio::sync::{Mutex, watch};
 use tokio_rustls::TlsConnector;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
-use tunnel_core::carry::{RelayError, StallBound, TARGET_HEADER};
 use tunnel_core::config::HostPort;
 use tunnel_core::identity::{ALPN_EDGE, agent_tls, server_name};
 use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::{RelayError, StallBound, TARGET_HEADER};
 use tunnel_core::text::printable;
 
 use crate::reach::Server;
@@ -199,7 +199,7 @@ async fn ask(link: &Arc<Link>, target: Option<&HostPort>) -> Result<Stream, h2::
     let mut request = Request::new(());
     *request.method_mut() = Method::POST;
     *request.version_mut() = Version::HTTP_2;
-    *request.uri_mut() = http::Uri::from_static(EDGE_CARRY_URI);
+    *request.uri_mut() = http::Uri::from_static(EDGE_RELAY_URI);
     let headers = request.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     headers.insert(header::TE, HeaderValue::from_static("trailers"));
@@ -231,17 +231,17 @@ async fn ask(link: &Arc<Link>, target: Option<&HostPort>) -> Result<Stream, h2::
 }
 
 /// URI of the streams.
-const EDGE_CARRY_URI: &str = "https://server/postern.tunnel.v1.Edge/Carry";
+const EDGE_RELAY_URI: &str = "https://server/postern.tunnel.v1.Edge/Relay";
 
 #[cfg(test)]
 mod tests {
-    use tunnel_core::carry::EDGE_CARRY_PATH;
+    use tunnel_core::relay::EDGE_RELAY_PATH;
 
     use super::*;
 
     #[test]
     fn the_uri_has_the_path() {
-        assert_eq!(http::Uri::from_static(EDGE_CARRY_URI).path(), EDGE_CARRY_PATH);
+        assert_eq!(http::Uri::from_static(EDGE_RELAY_URI).path(), EDGE_RELAY_PATH);
     }
 
     #[test]

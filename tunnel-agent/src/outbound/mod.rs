@@ -15,14 +15,14 @@ use futures_util::FutureExt as _;
 use tokio::io::{AsyncWriteExt as _, Interest};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tunnel_core::carry::{
-    Abort, Carrying, Relay, RelayError, Side, Traffic, end_on_drop, end_quiet, prepare_socket,
-};
 use tunnel_core::config::HostPort;
 use tunnel_core::link::Flow;
 use tunnel_core::live::Live;
 use tunnel_core::log_once::LogRarely;
 use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::{
+    Abort, Relay, RelayError, Relaying, Side, Traffic, end_on_drop, end_quiet, prepare_socket,
+};
 
 use crate::config::Listen;
 use crate::runtime::Runtime;
@@ -53,10 +53,10 @@ struct Outgoing {
 }
 
 impl Outgoing {
-    fn carrying(&self) -> Option<Carrying<'_>> {
+    fn relaying(&self) -> Option<Relaying<'_>> {
         let Self { traffic, abort, flow } = self;
         // Towards a server this end has the client.
-        Some(Carrying { traffic, abort, side: Side::Server, rtt: flow.rtt.last() })
+        Some(Relaying { traffic, abort, side: Side::Server, rtt: flow.rtt.last() })
     }
 }
 
@@ -91,7 +91,7 @@ impl Outbound {
                         continue;
                     }
                     let (outbound, listen) = (self.clone(), listen.clone());
-                    self.runtime.tasks.spawn(async move { outbound.carry(socket, client, &listen).await });
+                    self.runtime.tasks.spawn(async move { outbound.handle(socket, client, &listen).await });
                 }
                 Err(error) => {
                     if let Some(left_out) = failing.due(Instant::now()) {
@@ -106,7 +106,7 @@ impl Outbound {
 
     /// Ends each connection once it is idle, as [`end_quiet`] does.
     pub(crate) async fn end_quiet(&self) {
-        end_quiet(&self.live, Outgoing::carrying).await;
+        end_quiet(&self.live, Outgoing::relaying).await;
     }
 
     /// Accepts the next client. Once another agent has taken over, it accepts the clients of the shared socket.
@@ -121,7 +121,7 @@ impl Outbound {
         }
     }
 
-    async fn carry(&self, mut socket: TcpStream, client: SocketAddr, listen: &Listen) {
+    async fn handle(&self, mut socket: TcpStream, client: SocketAddr, listen: &Listen) {
         let Some(_place) = self.runtime.places.take() else {
             self.runtime.metrics.outbound(Outcome::Busy);
             return tracing::debug!(%client, limit = self.runtime.places.limit(), "connection refused at a bound");
@@ -206,7 +206,7 @@ mod tests {
     async fn a_connection_to_the_cloud_ends_once_it_is_quiet() {
         let live = Arc::<Live<Outgoing>>::default();
         let idle = live.enter(Outgoing::default());
-        end_quiet(&live, Outgoing::carrying).await;
+        end_quiet(&live, Outgoing::relaying).await;
         assert_eq!(idle.abort.triggered().now_or_never(), Some((Outcome::Shutdown, "")));
     }
 

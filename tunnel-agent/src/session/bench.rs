@@ -9,9 +9,9 @@ use h2::server::SendResponse;
 use http::{HeaderMap, HeaderValue, Request};
 use tonic::Status;
 use tunnel_core::bench::{LONGEST, MODE_HEADER, Mode, pair, serve};
-use tunnel_core::carry::{Abort, Traffic, prepare_socket};
 use tunnel_core::grpc::{refuse, response};
 use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::{Abort, Traffic, prepare_socket};
 
 use super::state::SessionState;
 
@@ -20,7 +20,7 @@ fn mode(headers: &HeaderMap) -> Result<Mode, Status> {
     String::from_utf8_lossy(text).parse().map_err(Status::invalid_argument)
 }
 
-/// Answers one stream like [`super::carry::carry`], with this agent as the target.
+/// Answers one stream like [`super::relay::relay`], with this agent as the target.
 pub(super) async fn bench(
     session: Arc<SessionState>,
     request: Request<RecvStream>,

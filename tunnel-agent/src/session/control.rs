@@ -24,7 +24,7 @@ pub(super) struct AgentService(pub(super) Arc<SessionState>);
 #[tonic::async_trait]
 impl Agent for AgentService {
     type AttachStream = Events;
-    type CarryStream = ReceiverStream<Result<Segment, Status>>;
+    type RelayStream = ReceiverStream<Result<Segment, Status>>;
 
     async fn attach(&self, request: Request<Welcome>) -> Result<Response<Self::AttachStream>, Status> {
         let session = &self.0;
@@ -64,9 +64,9 @@ impl Agent for AgentService {
         Ok(Response::new(Box::pin(events.take_until(stop))))
     }
 
-    async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::CarryStream>, Status> {
-        // `serve` takes Carry streams out before tonic sees them.
-        Err(Status::internal("Carry is served without a codec"))
+    async fn relay(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::RelayStream>, Status> {
+        // `serve` takes Relay streams out before tonic sees them.
+        Err(Status::internal("Relay is served without a codec"))
     }
 
     async fn notify(&self, request: Request<proto::Notice>) -> Result<Response<NoticeAck>, Status> {

@@ -233,7 +233,7 @@ impl LinkLoop {
             self.note_end(&end);
             if matches!(end, SessionEnd::Succeeded) {
                 runtime.metrics.sessions_ended.inc();
-                tracing::info!(server = %self.server, reason = %end, "session finishes what it carries");
+                tracing::info!(server = %self.server, reason = %end, "session finishes what it relays");
                 tokio::select! {
                     // The successor has died.
                     () = runtime.handover.alone() => {}

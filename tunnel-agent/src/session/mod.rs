@@ -3,7 +3,6 @@
 mod additional;
 mod bench;
 mod bench_policy;
-mod carry;
 mod choice;
 mod connect;
 mod control;
@@ -12,6 +11,7 @@ mod idle_cuts;
 mod link_loop;
 mod link_metrics;
 mod link_set;
+mod relay;
 mod resumed;
 mod serve;
 mod session_end;

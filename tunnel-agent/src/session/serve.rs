@@ -8,15 +8,15 @@ use tokio::sync::watch::Receiver;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::bench::BENCH_PATH;
-use tunnel_core::carry::CARRY_PATH;
 use tunnel_core::proto::agent_server::AgentServer;
 use tunnel_core::proto::{Addresses, AgentEvent, Load, agent_event};
+use tunnel_core::relay::RELAY_PATH;
 use tunnel_core::{grpc, link};
 
 use super::bench::bench;
-use super::carry::carry;
 use super::connect::{LinkConnection, within};
 use super::control::AgentService;
+use super::relay::relay;
 use super::session_end::SessionEnd;
 use super::state::{SessionPhase, SessionState, draining};
 
@@ -49,8 +49,8 @@ pub(super) async fn serve(
             Some(ended) = watching.join_next() => break ended.unwrap_or(SessionEnd::Closed),
             accepted = link::accept(&mut link, &session.path.flow) => match accepted {
                 Some(Ok((request, respond))) => {
-                    if request.uri().path() == CARRY_PATH {
-                        tokio::spawn(carry(session.clone(), request, respond));
+                    if request.uri().path() == RELAY_PATH {
+                        tokio::spawn(relay(session.clone(), request, respond));
                     } else if request.uri().path() == BENCH_PATH {
                         tokio::spawn(bench(session.clone(), request, respond));
                     } else {

@@ -10,9 +10,9 @@ use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
-use tunnel_core::carry::{Abort, Relay, Side, StallBound, Traffic};
 use tunnel_core::link;
 use tunnel_core::proto::{AgentEvent, Draining, Load, agent_event};
+use tunnel_core::relay::{Abort, Relay, Side, StallBound, Traffic};
 
 use super::connect::Path;
 use super::session_end::Refusal;

@@ -26,7 +26,7 @@ pub fn exposition(registry: &Registry, headers: &HeaderMap) -> Result<(&'static 
     Ok((TEXT, older(&text)))
 }
 
-/// Converts to the older format: help and type carry the samples' own names, an info becomes a gauge, and there are no
+/// Converts to the older format: help and type have the samples' own names, an info becomes a gauge, and there are no
 /// units and no end mark.
 fn older(openmetrics: &str) -> String {
     let types = openmetrics.lines().filter_map(comment).filter(|(word, ..)| *word == "TYPE");

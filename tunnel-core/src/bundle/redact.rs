@@ -167,7 +167,7 @@ mod tests {
             ("{\"password\": \"hunter2\", \"a\": 1}\n", "{\"password\": \"***\", \"a\": 1}\n"),
             ("Authorization: Bearer abc def\n", "Authorization: ***\n"),
             ("bearer eyJhbGciOi.eyJpc3Mi.c2ln-_x end\n", "bearer *** end\n"),
-            ("token range 198.18.0.0/15\n", "token range 198.18.0.0/15\n"),
+            ("redirect range 198.18.0.0/15\n", "redirect range 198.18.0.0/15\n"),
             ("token-range=198.18.0.0/15\n", "token-range=198.18.0.0/15\n"),
             ("token-file=/run/t\n", "token-file=/run/t\n"),
             (

@@ -40,8 +40,8 @@ codes! {
     POD_PORT_TAKEN = "pod-port-taken" Warning "connections to this port of an edge node's pod arrive at another program of this host";
     PODS_FILTERED = "pods-filtered" Broken "this host reaches edge nodes, and its pods do not";
     AGENT_PORT_FILTERED = "agent-port-filtered" Broken "agents do not get through to this server";
-    TOKEN_ROUTE_MISSING = "token-route-missing" Broken "redirected connects leave this host instead of reaching the server";
-    TOKEN_RANGE_USED = "token-range-used" Broken "the addresses of somebody else's network become this host's own";
+    REDIRECT_ROUTE_MISSING = "redirect-route-missing" Broken "redirected connects leave this host instead of reaching the server";
+    REDIRECT_RANGE_USED = "redirect-range-used" Broken "the addresses of somebody else's network become this host's own";
     REDIRECT_DEGRADED = "redirect-degraded" Broken "the server's connection to itself through the hooks failed";
     CONNECTS_LOST = "connects-lost" Warning "connections were redirected, and never arrived at the server";
     MAPS_NOT_CURRENT = "maps-not-current" Broken "the kernel redirects by an older state of the nodes";
@@ -49,7 +49,7 @@ codes! {
     PROGRAMS_LEFT_BEHIND = "programs-left-behind" Warning "programs of a server that was killed are still in the kernel";
     KUBELET_BY_NAME = "kubelet-by-name" Broken "kube-apiserver looks the node's name up and does not find its address: kubectl logs and exec fail";
     PORT_TAKEN = "port-taken" Broken "the server cannot listen where its flags say";
-    LISTENER_SILENT = "listener-silent" Broken "a door that the server has opened is not reached from this host";
+    LISTENER_SILENT = "listener-silent" Broken "a listener that the server has opened is not reached from this host";
     CA_UNUSABLE = "ca-unusable" Broken "no certificate can be issued or verified";
     CA_EXPIRES = "ca-expires" Warning "when the root has expired no agent trusts any server";
     SERVER_CERTIFICATE_UNTRUSTED = "server-certificate-untrusted" Broken "agents refuse this server";
@@ -65,7 +65,7 @@ codes! {
     RENEWAL_OVERDUE = "renewal-overdue" Warning "the certificate should have been renewed and was not";
     PROXY_UNREACHABLE = "proxy-unreachable" Broken "the HTTP proxy on the way to the servers does not answer";
     PROXY_REFUSES = "proxy-refuses" Broken "the HTTP proxy does not pass the connection on";
-    PROXY_CUTS_IDLE = "proxy-cuts-idle" Warning "links end, with all that they carry, whenever nothing is sent for some seconds";
+    PROXY_CUTS_IDLE = "proxy-cuts-idle" Warning "links end, with all that they relay, whenever nothing is sent for some seconds";
     SERVER_UNREACHABLE = "server-unreachable" Broken "no connection with this server";
     HANDSHAKE_SILENT = "handshake-silent" Broken "the connection is accepted and then nobody answers";
     MTU_BLACK_HOLE = "mtu-black-hole" Broken "large packets are lost on the way, and small ones pass";

@@ -2,7 +2,7 @@
 //! them.
 //!
 //! An agent's certificate names exactly one node (Subject `O=postern:agents`, `CN=postern:node:<name>`, usage client
-//! authentication only). A server's certificate carries [`SERVER_NAME`] and has the usage server authentication only.
+//! authentication only). A server's certificate names [`SERVER_NAME`] and has the usage server authentication only.
 //! To each other, servers present a certificate of an agent's format, with `O=postern:servers`,
 //! `CN=postern:server:<id>`. A redirector's has that format too, with `O=postern:redirectors`,
 //! `CN=postern:redirector:<name of its node>`. All are signed by the installation's private CA. The first root of a

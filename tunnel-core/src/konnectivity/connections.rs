@@ -31,7 +31,7 @@ pub trait Dial: Send + Sync + 'static {
     async fn dial(&self, address: &str, gone: &Gone) -> Result<Self::Connected, String>;
 
     /// Relays a connection until both directions have ended, or until `gone` ends, which resets it.
-    async fn carry(
+    async fn relay(
         &self,
         connected: Self::Connected,
         inbox: &mut Inbox,
@@ -227,14 +227,14 @@ impl<D: Dial> Connections<D> {
     async fn dial(&mut self, request: DialRequest) -> Result<(), Over> {
         let DialRequest { protocol, address, random } = request;
         self.dialled = true;
-        let carried = self.open.len() + self.closing.len();
+        let relayed = self.open.len() + self.closing.len();
         let refused = if protocol != "tcp" {
             Some(format!("protocol {:?} is not served here: only tcp is", printable(&protocol, 20)))
         } else if self.dials.contains_key(&random) {
             Some(format!("dial {random} is under way already"))
-        } else if carried >= self.bounds.connections {
+        } else if relayed >= self.bounds.connections {
             // Go's words for this, which make proxy-server answer 503.
-            Some(format!("too many open files: this stream has {carried} connections"))
+            Some(format!("too many open files: this stream has {relayed} connections"))
         } else {
             None
         };
@@ -377,7 +377,7 @@ impl<D: Dial> Connection<D> {
         };
         // Uses the same channel as the data, so it arrives before them.
         self.send(Packet::dial_response(self.random, Ok(self.connect_id))).await;
-        let ended = self.dialler.carry(connected, &mut inbox, &mut outbox, &self.gone).await;
+        let ended = self.dialler.relay(connected, &mut inbox, &mut outbox, &self.gone).await;
         if self.gone.closed.is_cancelled() {
             // The stream has answered the close.
             return;

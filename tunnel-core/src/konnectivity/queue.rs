@@ -1,4 +1,4 @@
-//! The two ends of a connection carried in packets: data from the caller that its target has not taken yet, and data
+//! The two ends of a connection relayed in packets: data from the caller that its target has not taken yet, and data
 //! for the caller.
 
 use std::io;

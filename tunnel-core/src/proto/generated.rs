@@ -86,11 +86,11 @@ pub struct Hello {
     #[prost(uint32, tag = "6")]
     pub max_links: u32,
     /// 0: the first link of a session. Otherwise an additional one, with the number from OpenLinks and the session's
-    /// epoch; it carries connections and sends no further events.
+    /// epoch; it relays connections and sends no further events.
     #[prost(uint32, tag = "7")]
     pub link: u32,
     /// This agent takes over from the one that has the node's live session, on the same node: that one finishes what it
-    /// carries. Without this a newer session ends the older one.
+    /// relays. Without this a newer session ends the older one.
     #[prost(bool, tag = "8")]
     pub successor: bool,
 }
@@ -166,7 +166,7 @@ pub struct Replaced {
     pub epoch: u64,
     #[prost(string, tag = "2")]
     pub peer: ::prost::alloc::string::String,
-    /// That one's Hello says that it is this agent's successor: the session stays for what it carries, and gets nothing
+    /// That one's Hello says that it is this agent's successor: the session stays for what it relays, and gets nothing
     /// new. An agent that knows of no successor ends it, as without this.
     #[prost(bool, tag = "3")]
     pub by_successor: bool,
@@ -332,14 +332,14 @@ pub mod agent_client {
                 .insert(GrpcMethod::new("postern.tunnel.v1.Agent", "Attach"));
             self.inner.server_streaming(req, path, codec).await
         }
-        /// Carries one TCP connection. Request metadata: `postern-target` = "IP:port" (IPv6 in brackets),
+        /// Relays one TCP connection. Request metadata: `postern-target` = "IP:port" (IPv6 in brackets),
         /// `postern-of-node` if the node's inventory entry names that address (an agent that does not have it connects to its
         /// own host), and `grpc-timeout` bounds the agent's dial. Response headers mean that the target is connected; a status without
         /// them says why it is not: UNAVAILABLE refused, DEADLINE_EXCEEDED timed out, PERMISSION_DENIED not allowed by the
         /// agent's policy, NOT_FOUND unreachable (no route), RESOURCE_EXHAUSTED too many dials pending,
         /// INVALID_ARGUMENT not an address. `grpc-message` holds the reason as text.
         /// End of stream is a half-close, RST_STREAM a TCP reset, each way.
-        pub async fn carry(
+        pub async fn relay(
             &mut self,
             request: impl tonic::IntoStreamingRequest<Message = super::Segment>,
         ) -> std::result::Result<
@@ -356,11 +356,11 @@ pub mod agent_client {
                 })?;
             let codec = tonic_prost::ProstCodec::default();
             let path = http::uri::PathAndQuery::from_static(
-                "/postern.tunnel.v1.Agent/Carry",
+                "/postern.tunnel.v1.Agent/Relay",
             );
             let mut req = request.into_streaming_request();
             req.extensions_mut()
-                .insert(GrpcMethod::new("postern.tunnel.v1.Agent", "Carry"));
+                .insert(GrpcMethod::new("postern.tunnel.v1.Agent", "Relay"));
             self.inner.streaming(req, path, codec).await
         }
         /// Informs the agent about a change of the session that it should act on.
@@ -411,23 +411,23 @@ pub mod agent_server {
             &self,
             request: tonic::Request<super::Welcome>,
         ) -> std::result::Result<tonic::Response<Self::AttachStream>, tonic::Status>;
-        /// Server streaming response type for the Carry method.
-        type CarryStream: tonic::codegen::tokio_stream::Stream<
+        /// Server streaming response type for the Relay method.
+        type RelayStream: tonic::codegen::tokio_stream::Stream<
                 Item = std::result::Result<super::Segment, tonic::Status>,
             >
             + std::marker::Send
             + 'static;
-        /// Carries one TCP connection. Request metadata: `postern-target` = "IP:port" (IPv6 in brackets),
+        /// Relays one TCP connection. Request metadata: `postern-target` = "IP:port" (IPv6 in brackets),
         /// `postern-of-node` if the node's inventory entry names that address (an agent that does not have it connects to its
         /// own host), and `grpc-timeout` bounds the agent's dial. Response headers mean that the target is connected; a status without
         /// them says why it is not: UNAVAILABLE refused, DEADLINE_EXCEEDED timed out, PERMISSION_DENIED not allowed by the
         /// agent's policy, NOT_FOUND unreachable (no route), RESOURCE_EXHAUSTED too many dials pending,
         /// INVALID_ARGUMENT not an address. `grpc-message` holds the reason as text.
         /// End of stream is a half-close, RST_STREAM a TCP reset, each way.
-        async fn carry(
+        async fn relay(
             &self,
             request: tonic::Request<tonic::Streaming<super::Segment>>,
-        ) -> std::result::Result<tonic::Response<Self::CarryStream>, tonic::Status>;
+        ) -> std::result::Result<tonic::Response<Self::RelayStream>, tonic::Status>;
         /// Informs the agent about a change of the session that it should act on.
         async fn notify(
             &self,
@@ -555,13 +555,13 @@ pub mod agent_server {
                     };
                     Box::pin(fut)
                 }
-                "/postern.tunnel.v1.Agent/Carry" => {
+                "/postern.tunnel.v1.Agent/Relay" => {
                     #[allow(non_camel_case_types)]
-                    struct CarrySvc<T: Agent>(pub Arc<T>);
+                    struct RelaySvc<T: Agent>(pub Arc<T>);
                     impl<T: Agent> tonic::server::StreamingService<super::Segment>
-                    for CarrySvc<T> {
+                    for RelaySvc<T> {
                         type Response = super::Segment;
-                        type ResponseStream = T::CarryStream;
+                        type ResponseStream = T::RelayStream;
                         type Future = BoxFuture<
                             tonic::Response<Self::ResponseStream>,
                             tonic::Status,
@@ -572,7 +572,7 @@ pub mod agent_server {
                         ) -> Self::Future {
                             let inner = Arc::clone(&self.0);
                             let fut = async move {
-                                <T as Agent>::carry(&inner, request).await
+                                <T as Agent>::relay(&inner, request).await
                             };
                             Box::pin(fut)
                         }
@@ -583,7 +583,7 @@ pub mod agent_server {
                     let max_encoding_message_size = self.max_encoding_message_size;
                     let inner = self.inner.clone();
                     let fut = async move {
-                        let method = CarrySvc(inner);
+                        let method = RelaySvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
@@ -1165,11 +1165,11 @@ pub mod peer_client {
                 .insert(GrpcMethod::new("postern.tunnel.v1.Peer", "Watch"));
             self.inner.server_streaming(req, path, codec).await
         }
-        /// As Agent.Carry, for a node whose agent is attached to the answering server; it goes no further than that. Request
+        /// As Agent.Relay, for a node whose agent is attached to the answering server; it goes no further than that. Request
         /// metadata: `postern-target` and `grpc-timeout` as there, `postern-node` = the node, `postern-client` = "IP:port"
         /// of the client, for the log. "100 Continue" says that the node's agent has been asked. A status
         /// FAILED_PRECONDITION without that: no agent of the node is attached here, and another server may be asked.
-        pub async fn carry(
+        pub async fn relay(
             &mut self,
             request: impl tonic::IntoStreamingRequest<Message = super::Segment>,
         ) -> std::result::Result<
@@ -1186,11 +1186,11 @@ pub mod peer_client {
                 })?;
             let codec = tonic_prost::ProstCodec::default();
             let path = http::uri::PathAndQuery::from_static(
-                "/postern.tunnel.v1.Peer/Carry",
+                "/postern.tunnel.v1.Peer/Relay",
             );
             let mut req = request.into_streaming_request();
             req.extensions_mut()
-                .insert(GrpcMethod::new("postern.tunnel.v1.Peer", "Carry"));
+                .insert(GrpcMethod::new("postern.tunnel.v1.Peer", "Relay"));
             self.inner.streaming(req, path, codec).await
         }
     }
@@ -1219,20 +1219,20 @@ pub mod peer_server {
             &self,
             request: tonic::Request<super::WatchRequest>,
         ) -> std::result::Result<tonic::Response<Self::WatchStream>, tonic::Status>;
-        /// Server streaming response type for the Carry method.
-        type CarryStream: tonic::codegen::tokio_stream::Stream<
+        /// Server streaming response type for the Relay method.
+        type RelayStream: tonic::codegen::tokio_stream::Stream<
                 Item = std::result::Result<super::Segment, tonic::Status>,
             >
             + std::marker::Send
             + 'static;
-        /// As Agent.Carry, for a node whose agent is attached to the answering server; it goes no further than that. Request
+        /// As Agent.Relay, for a node whose agent is attached to the answering server; it goes no further than that. Request
         /// metadata: `postern-target` and `grpc-timeout` as there, `postern-node` = the node, `postern-client` = "IP:port"
         /// of the client, for the log. "100 Continue" says that the node's agent has been asked. A status
         /// FAILED_PRECONDITION without that: no agent of the node is attached here, and another server may be asked.
-        async fn carry(
+        async fn relay(
             &self,
             request: tonic::Request<tonic::Streaming<super::Segment>>,
-        ) -> std::result::Result<tonic::Response<Self::CarryStream>, tonic::Status>;
+        ) -> std::result::Result<tonic::Response<Self::RelayStream>, tonic::Status>;
     }
     /// Served by a tunnel-server for the others of its fleet, on its agent port under ALPN "postern-peer/1". The one that
     /// dials is the HTTP/2 client, and shows a certificate of a server or of a redirector.
@@ -1358,13 +1358,13 @@ pub mod peer_server {
                     };
                     Box::pin(fut)
                 }
-                "/postern.tunnel.v1.Peer/Carry" => {
+                "/postern.tunnel.v1.Peer/Relay" => {
                     #[allow(non_camel_case_types)]
-                    struct CarrySvc<T: Peer>(pub Arc<T>);
+                    struct RelaySvc<T: Peer>(pub Arc<T>);
                     impl<T: Peer> tonic::server::StreamingService<super::Segment>
-                    for CarrySvc<T> {
+                    for RelaySvc<T> {
                         type Response = super::Segment;
-                        type ResponseStream = T::CarryStream;
+                        type ResponseStream = T::RelayStream;
                         type Future = BoxFuture<
                             tonic::Response<Self::ResponseStream>,
                             tonic::Status,
@@ -1375,7 +1375,7 @@ pub mod peer_server {
                         ) -> Self::Future {
                             let inner = Arc::clone(&self.0);
                             let fut = async move {
-                                <T as Peer>::carry(&inner, request).await
+                                <T as Peer>::relay(&inner, request).await
                             };
                             Box::pin(fut)
                         }
@@ -1386,7 +1386,7 @@ pub mod peer_server {
                     let max_encoding_message_size = self.max_encoding_message_size;
                     let inner = self.inner.clone();
                     let fut = async move {
-                        let method = CarrySvc(inner);
+                        let method = RelaySvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

@@ -420,7 +420,7 @@ pub mod agent_service_client {
     )]
     use tonic::codegen::*;
     use tonic::codegen::http::Uri;
-    /// What an agent calls: the same packets, for all connections that it carries.
+    /// What an agent calls: the same packets, for all connections that it relays.
     #[derive(Debug, Clone)]
     pub struct AgentServiceClient<T> {
         inner: tonic::client::Grpc<T>,
@@ -537,7 +537,7 @@ pub mod agent_service_server {
             request: tonic::Request<tonic::Streaming<super::Packet>>,
         ) -> std::result::Result<tonic::Response<Self::ConnectStream>, tonic::Status>;
     }
-    /// What an agent calls: the same packets, for all connections that it carries.
+    /// What an agent calls: the same packets, for all connections that it relays.
     #[derive(Debug)]
     pub struct AgentServiceServer<T> {
         inner: Arc<T>,

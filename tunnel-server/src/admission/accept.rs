@@ -56,7 +56,7 @@ pub struct Gated {
 
 impl Gated {
     /// Returns the next connection. Errors are logged, and do not end the wait.
-    pub async fn accept(&mut self, door: &'static str) -> (TcpStream, SocketAddr) {
+    pub async fn accept(&mut self, listener: &'static str) -> (TcpStream, SocketAddr) {
         loop {
             if self.open.wait_for(|open| *open).await.is_err() {
                 return pending().await;
@@ -64,21 +64,21 @@ impl Gated {
             tokio::select! {
                 biased;
                 _ = self.open.changed() => {}
-                accepted = accept(&self.listener, door) => return accepted,
+                accepted = accept(&self.listener, listener) => return accepted,
             }
         }
     }
 }
 
-async fn accept(listener: &TcpListener, door: &'static str) -> (TcpStream, SocketAddr) {
+async fn accept(socket: &TcpListener, listener: &'static str) -> (TcpStream, SocketAddr) {
     loop {
-        match listener.accept().await {
+        match socket.accept().await {
             Ok(accepted) => return accepted,
             Err(error) if is_of_one_connection(&error) => {
-                tracing::debug!(door, %error, "connection lost before it was accepted");
+                tracing::debug!(listener, %error, "connection lost before it was accepted");
             }
             Err(error) => {
-                tracing::error!(door, %error, "failed to accept a connection, check the limit of open files (ulimit -n)");
+                tracing::error!(listener, %error, "failed to accept a connection, check the limit of open files (ulimit -n)");
                 tokio::time::sleep(PAUSE).await;
             }
         }

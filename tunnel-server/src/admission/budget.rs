@@ -5,9 +5,9 @@ use tunnel_core::memory::connections;
 
 /// Bytes that one unauthenticated connection may make the server hold: a head of 64 KiB, TLS, and the state that serves
 /// it.
-const NEWCOMER: u64 = 96 << 10;
+const UNAUTHENTICATED: u64 = 96 << 10;
 /// Minimum, however little memory there is.
-const LEAST_NEWCOMERS: u32 = 64;
+const LEAST_UNAUTHENTICATED: u32 = 64;
 const LEAST_FILES: u32 = 1024;
 
 /// A part of the open files, for one kind of connection.
@@ -46,7 +46,7 @@ pub struct Budget {
     files: u32,
     /// Connections to the https and plain listeners, and requests there, whose sender or node is not known yet. They
     /// are bounded by memory; their files are counted by the listener.
-    pub newcomers: u32,
+    pub unauthenticated: u32,
 }
 
 impl Budget {
@@ -56,7 +56,9 @@ impl Budget {
     pub fn of(open_files: u32, memory: u64) -> Self {
         Self {
             files: open_files.min(connections(memory / 2).max(LEAST_FILES)),
-            newcomers: u32::try_from(memory / 6 / NEWCOMER).unwrap_or(u32::MAX).max(LEAST_NEWCOMERS),
+            unauthenticated: u32::try_from(memory / 6 / UNAUTHENTICATED)
+                .unwrap_or(u32::MAX)
+                .max(LEAST_UNAUTHENTICATED),
         }
     }
 
@@ -77,12 +79,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn newcomers_have_a_sixth_of_the_memory() {
-        let newcomers = |memory| Budget::of(524_288, memory).newcomers;
-        assert_eq!(newcomers(2 << 30), 3640);
-        assert_eq!(newcomers(256 << 20), 455);
-        assert_eq!(newcomers(0), LEAST_NEWCOMERS);
-        assert_eq!(newcomers(u64::MAX), u32::MAX);
+    fn unauthenticated_have_a_sixth_of_the_memory() {
+        let unauthenticated = |memory| Budget::of(524_288, memory).unauthenticated;
+        assert_eq!(unauthenticated(2 << 30), 3640);
+        assert_eq!(unauthenticated(256 << 20), 455);
+        assert_eq!(unauthenticated(0), LEAST_UNAUTHENTICATED);
+        assert_eq!(unauthenticated(u64::MAX), u32::MAX);
     }
 
     #[test]

@@ -21,7 +21,7 @@ pub(crate) struct Shares {
     limit: u32,
     counts: Arc<Mutex<Counts>>,
     /// Places of unauthenticated connections; `None` if they have no separate bound here.
-    newcomers: Option<Arc<Shares>>,
+    unauthenticated: Option<Arc<Shares>>,
 }
 
 #[derive(Debug, Default)]
@@ -35,13 +35,15 @@ struct Counts {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Full {
     #[error(
-        "all {limit} connections that this door may have are open: raise the limit of open files (ulimit -n) or of memory, whichever \
+        "all {limit} connections that this listener may have are open: raise the limit of open files (ulimit -n) or of memory, whichever \
          is the lower one (docs/operations.md, Limits)"
     )]
-    Door { limit: u32 },
-    #[error("{source_key} has {open} connections open, and this door has only {free} of its {limit} left")]
+    Listener { limit: u32 },
+    #[error(
+        "{source_key} has {open} connections open, and this listener has only {free} of its {limit} left"
+    )]
     Source { source_key: IpAddr, open: u32, free: u32, limit: u32 },
-    #[error("{node} has {open} connections open, and this door has only {free} of its {limit} left")]
+    #[error("{node} has {open} connections open, and this listener has only {free} of its {limit} left")]
     Node { node: NodeName, open: u32, free: u32, limit: u32 },
     #[error(
         "{source_key} has {open} connections open to this node, whose agent has room for {limit}, and {free} of these are left"
@@ -50,33 +52,33 @@ pub(crate) enum Full {
     #[error(
         "too many unauthenticated connections and requests from {source_key} (all sources together: {limit})"
     )]
-    Newcomers { source_key: IpAddr, limit: u32 },
+    Unauthenticated { source_key: IpAddr, limit: u32 },
 }
 
 impl Full {
     /// Value of the metric's label `reason`.
     pub(crate) const fn label(&self) -> &'static str {
         match self {
-            Self::Door { .. } => "door",
+            Self::Listener { .. } => "listener",
             Self::Source { .. } => "source",
             Self::Node { .. } => "node",
             Self::Agent { .. } => "agent",
-            Self::Newcomers { .. } => "newcomer",
+            Self::Unauthenticated { .. } => "unauthenticated",
         }
     }
 
-    pub(crate) const LABELS: [&str; 5] = ["door", "source", "node", "agent", "newcomer"];
+    pub(crate) const LABELS: [&str; 5] = ["listener", "source", "node", "agent", "unauthenticated"];
 }
 
 impl Shares {
     /// Allows `limit` connections at a time.
     pub(crate) fn new(limit: u32) -> Self {
-        Self { limit, counts: Arc::default(), newcomers: None }
+        Self { limit, counts: Arc::default(), unauthenticated: None }
     }
 
-    /// Makes a connection also hold a place among `newcomers` until its sender is known.
-    pub(crate) fn with_newcomers(self, newcomers: &Arc<Shares>) -> Self {
-        Self { newcomers: Some(newcomers.clone()), ..self }
+    /// Makes a connection also hold a place among `unauthenticated` until its sender is known.
+    pub(crate) fn with_unauthenticated(self, unauthenticated: &Arc<Shares>) -> Self {
+        Self { unauthenticated: Some(unauthenticated.clone()), ..self }
     }
 
     /// Takes a place for a connection from `source`.
@@ -89,7 +91,7 @@ impl Shares {
         let limit = self.limit;
         // All local clients look alike. Where they name the node themselves, only the node's share bounds them.
         self.take(source, source.is_loopback()).map_err(|(open, free)| match free {
-            0 => Full::Door { limit },
+            0 => Full::Listener { limit },
             _ => Full::Source { source_key: source, open, free, limit },
         })
     }
@@ -116,22 +118,22 @@ impl Shares {
         }
         counts.total += 1;
         counts.sources.insert(source, open + 1);
-        Ok(Share { shares: self.clone(), source, node: None, agent: None, newcomer: None })
+        Ok(Share { shares: self.clone(), source, node: None, agent: None, unauthenticated: None })
     }
 
     /// Takes a place for an unauthenticated connection from `source`, which counts as such until [`Share::known`].
-    pub(crate) fn admit_newcomer(&self, source: IpAddr) -> Result<Share, Full> {
+    pub(crate) fn admit_unauthenticated(&self, source: IpAddr) -> Result<Share, Full> {
         let mut place = self.admit(source)?;
-        place.newcomer = self.newcomer(source)?.map(Box::new);
+        place.unauthenticated = self.unauthenticated(source)?.map(Box::new);
         Ok(place)
     }
 
     /// Takes only a place among unauthenticated ones, for another request on a connection that already has its own
     /// place.
-    pub(crate) fn newcomer(&self, source: IpAddr) -> Result<Option<Share>, Full> {
-        let Some(newcomers) = &self.newcomers else { return Ok(None) };
-        let full = |_| Full::Newcomers { source_key: source_key(source), limit: newcomers.limit };
-        newcomers.admit(source).map(Some).map_err(full)
+    pub(crate) fn unauthenticated(&self, source: IpAddr) -> Result<Option<Share>, Full> {
+        let Some(unauthenticated) = &self.unauthenticated else { return Ok(None) };
+        let full = |_| Full::Unauthenticated { source_key: source_key(source), limit: unauthenticated.limit };
+        unauthenticated.admit(source).map(Some).map_err(full)
     }
 }
 
@@ -142,13 +144,13 @@ pub(crate) struct Share {
     source: IpAddr,
     node: Option<NodeName>,
     agent: Option<Box<Share>>,
-    newcomer: Option<Box<Share>>,
+    unauthenticated: Option<Box<Share>>,
 }
 
 impl Share {
     /// Called when the sender and the node are known: the connection no longer counts as unauthenticated.
     pub(crate) fn known(&mut self) {
-        self.newcomer = None;
+        self.unauthenticated = None;
     }
 
     /// Counts the connection as one of `node` too, and takes one of its agent's places if the agent is attached to this
@@ -238,7 +240,7 @@ mod tests {
         assert!(open(&shares, local, &node(2)).is_ok());
         let waiting: Vec<_> = (0..200).filter_map(|_| shares.admit(local).ok()).collect();
         assert_eq!(waiting.len(), 50);
-        assert_eq!(shares.admit(local).unwrap_err(), Full::Door { limit: 100 });
+        assert_eq!(shares.admit(local).unwrap_err(), Full::Listener { limit: 100 });
     }
 
     #[test]
@@ -260,39 +262,43 @@ mod tests {
     }
 
     #[test]
-    fn a_greedy_source_gets_a_third_of_what_an_agent_accepts_through_all_doors() {
-        let (doors, places) = ([1000, 1000].map(Shares::new), Shares::new(0).within(60));
-        let reach = |door: &Shares, source| {
-            let mut share = door.admit(source)?;
+    fn a_greedy_source_gets_a_third_of_what_an_agent_accepts_through_all_listeners() {
+        let (listeners, places) = ([1000, 1000].map(Shares::new), Shares::new(0).within(60));
+        let reach = |listener: &Shares, source| {
+            let mut share = listener.admit(source)?;
             share.reaches(&node(1), Some(places.clone())).map(|()| share)
         };
         for local in [source(1), IpAddr::from([127, 0, 0, 1])] {
-            let held: Vec<_> = (0..200).filter_map(|n| reach(&doors[n % 2], local).ok()).collect();
+            let held: Vec<_> = (0..200).filter_map(|n| reach(&listeners[n % 2], local).ok()).collect();
             assert_eq!(held.len(), 20, "{local}");
-            let full = reach(&doors[0], local).unwrap_err();
+            let full = reach(&listeners[0], local).unwrap_err();
             assert_eq!(full, Full::Agent { source_key: local, open: 20, free: 40, limit: 60 });
-            assert!(reach(&doors[0], source(2)).is_ok());
+            assert!(reach(&listeners[0], source(2)).is_ok());
             // The agent accepts less than before.
             assert!(places.within(10).admit_at_agent(source(3)).is_err());
         }
-        assert!(places.counts.lock().total == 0 && doors[0].counts.lock().total == 0);
+        assert!(places.counts.lock().total == 0 && listeners[0].counts.lock().total == 0);
     }
 
     #[test]
-    fn newcomers_have_a_bound_of_their_own_until_they_are_known() {
-        let newcomers = Arc::new(Shares::new(10));
-        let doors = [1000, 1000].map(|limit| Shares::new(limit).with_newcomers(&newcomers));
-        let mut held: Vec<_> = (0..20).filter_map(|_| doors[0].admit_newcomer(source(1)).ok()).collect();
+    fn unauthenticated_have_a_bound_of_their_own_until_they_are_known() {
+        let unauthenticated = Arc::new(Shares::new(10));
+        let listeners = [1000, 1000].map(|limit| Shares::new(limit).with_unauthenticated(&unauthenticated));
+        let mut held: Vec<_> =
+            (0..20).filter_map(|_| listeners[0].admit_unauthenticated(source(1)).ok()).collect();
         assert_eq!(held.len(), 4);
-        let full = doors[1].admit_newcomer(source(1)).unwrap_err();
-        assert_eq!(full, Full::Newcomers { source_key: source(1), limit: 10 });
-        assert_eq!(doors[1].counts.lock().total, 0, "who is refused keeps no place");
-        assert!(doors[1].newcomer(source(1)).is_err() && doors[1].newcomer(source(2)).unwrap().is_some());
+        let full = listeners[1].admit_unauthenticated(source(1)).unwrap_err();
+        assert_eq!(full, Full::Unauthenticated { source_key: source(1), limit: 10 });
+        assert_eq!(listeners[1].counts.lock().total, 0, "who is refused keeps no place");
+        assert!(
+            listeners[1].unauthenticated(source(1)).is_err()
+                && listeners[1].unauthenticated(source(2)).unwrap().is_some()
+        );
         // A known source keeps its place at the listener, and others can come.
         held.iter_mut().for_each(Share::known);
-        assert_eq!((newcomers.counts.lock().total, doors[0].counts.lock().total), (0, 4));
-        assert!(doors[0].admit_newcomer(source(1)).is_ok());
-        assert!(Shares::new(1).newcomer(source(1)).unwrap().is_none());
+        assert_eq!((unauthenticated.counts.lock().total, listeners[0].counts.lock().total), (0, 4));
+        assert!(listeners[0].admit_unauthenticated(source(1)).is_ok());
+        assert!(Shares::new(1).unauthenticated(source(1)).unwrap().is_none());
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! An additional link of a session, requested by the server. It only carries connections.
+//! An additional link of a session, requested by the server. It only relays connections.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

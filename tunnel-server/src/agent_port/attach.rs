@@ -18,7 +18,6 @@ use tokio::time::{Sleep, sleep};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Streaming};
 use tunnel_core::backoff::jittered;
-use tunnel_core::carry::{StallBound, Totals};
 use tunnel_core::grpc::{self, Channel, origin};
 use tunnel_core::identity::{NodeName, TrustBundle};
 use tunnel_core::link::{self, BBR_FEATURE, BBR_LINKS, Congestion, Flow, HANDSHAKE_TIMEOUT};
@@ -27,6 +26,7 @@ use tunnel_core::proto::{
     self, AgentEvent, Hello, LoopbackPorts, OpenLinks, Refused, Replaced, ServerDraining, Welcome,
     agent_event, notice,
 };
+use tunnel_core::relay::{StallBound, Totals};
 use tunnel_core::text::printable;
 
 use super::additional;
@@ -211,7 +211,7 @@ async fn session(
         links: Links::new(first, most_links(&hello, &context.congestion)),
         stalls: StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize),
         places: Shares::new(0),
-        carried: Totals::default(),
+        relayed: Totals::default(),
         closed: CancellationToken::new(),
         over,
         forgotten: AtomicBool::new(false),

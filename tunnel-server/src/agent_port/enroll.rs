@@ -53,7 +53,7 @@ pub fn enroll_routes(service: EnrollService) -> Routes {
     Routes::new(EnrollmentServer::new(service).max_decoding_message_size(MAX_MESSAGE)).prepare()
 }
 
-/// Wraps the service for one connection: every request carries the client's address and certificate.
+/// Wraps the service for one connection: every request has the client's address and certificate.
 pub fn for_client(
     routes: Routes,
     peer: SocketAddr,
@@ -69,7 +69,7 @@ pub fn for_client(
 /// The place of a gRPC connection.
 pub(super) enum EnrollPlace {
     Certified(Certified),
-    Stranger(Place<std::net::IpAddr>),
+    Unauthenticated(Place<std::net::IpAddr>),
     /// No place was left; the client gets an error that says so.
     None {
         certified: bool,
@@ -80,7 +80,7 @@ impl EnrollPlace {
     fn spoke(&self) {
         match self {
             Self::Certified(certified) => certified.place.spoke(),
-            Self::Stranger(place) => place.spoke(),
+            Self::Unauthenticated(place) => place.spoke(),
             Self::None { .. } => {}
         }
     }
@@ -88,7 +88,7 @@ impl EnrollPlace {
     async fn evicted(&self) {
         match self {
             Self::Certified(certified) => certified.place.evicted().await,
-            Self::Stranger(place) => place.evicted().await,
+            Self::Unauthenticated(place) => place.evicted().await,
             Self::None { .. } => {}
         }
     }
@@ -96,7 +96,7 @@ impl EnrollPlace {
     const fn client(&self) -> &'static str {
         match self {
             Self::Certified(_) | Self::None { certified: true } => "certified",
-            Self::Stranger(_) | Self::None { certified: false } => "stranger",
+            Self::Unauthenticated(_) | Self::None { certified: false } => "unauthenticated",
         }
     }
 }

@@ -13,18 +13,18 @@ use http::Request;
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::server::TlsStream;
 use tonic::Code;
-use tunnel_core::carry::{
-    Abort, EDGE_CARRY_PATH, Relay, Side, StallBound, TARGET_HEADER, Traffic, prepare_socket,
-};
 use tunnel_core::grpc::response;
 use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::{
+    Abort, EDGE_RELAY_PATH, Relay, Side, StallBound, TARGET_HEADER, Traffic, prepare_socket,
+};
 
+use super::forwarded::refuse;
 use super::link::LinkContext;
-use super::passed_on::refuse;
 use super::redirectors::Redirector as Standing;
 use crate::admission::{Share, Shares};
-use crate::door::{self, EDGE, Reception, Workload, WorkloadMap};
+use crate::listener::{self, EDGE, Reception, Workload, WorkloadMap};
 
 /// Maximum length of a target; longer ones are not a host and port.
 const MAX_TARGET: usize = 300;
@@ -78,7 +78,7 @@ pub(super) async fn serve(
             }
             accepted = link::accept(&mut link, &flow) => match accepted {
                 Some(Ok((request, respond))) => {
-                    tokio::spawn(on_link.clone().carry(request, respond));
+                    tokio::spawn(on_link.clone().relay(request, respond));
                 }
                 Some(Err(error)) => break link::reason(&error),
                 None => break "the agent closed it".to_owned(),
@@ -98,8 +98,8 @@ struct OnLink {
 
 impl OnLink {
     /// Relays the stream to one of a pair of sockets, and makes the other one a listener's client.
-    async fn carry(self: Arc<Self>, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
-        if request.uri().path() != EDGE_CARRY_PATH {
+    async fn relay(self: Arc<Self>, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
+        if request.uri().path() != EDGE_RELAY_PATH {
             return refuse(&mut respond, Code::Unimplemented, "no such method".to_owned());
         }
         let FromEdge { reception, shares } = &self.from_edge;
@@ -126,12 +126,12 @@ impl OnLink {
         let drain = context.drain.clone();
         match target {
             Some(target) => {
-                let door = Arc::new(WorkloadMap { workload, target });
-                drain.spawn(door::receive(door, client, peer, context, shares, Some(place)));
+                let listener = Arc::new(WorkloadMap { workload, target });
+                drain.spawn(listener::receive(listener, client, peer, context, shares, Some(place)));
             }
             None => {
-                let door = Arc::new(workload);
-                drain.spawn(door::receive(door, client, peer, context, shares, Some(place)));
+                let listener = Arc::new(workload);
+                drain.spawn(listener::receive(listener, client, peer, context, shares, Some(place)));
             }
         }
         let Ok(mut send) = respond.send_response(response(), false) else { return };

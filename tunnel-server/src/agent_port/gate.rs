@@ -25,7 +25,7 @@ const MOST_HANDSHAKES: u32 = 4096;
 const MOST_ENROLMENTS: u32 = 1024;
 
 /// Handshakes from sources from which no agent has attached yet.
-const STRANGERS: Part = Part::new(1, 16).at_most(MOST_HANDSHAKES);
+const UNAUTHENTICATED: Part = Part::new(1, 16).at_most(MOST_HANDSHAKES);
 /// Handshakes from sources from which an agent has attached before.
 const KNOWN: Part = Part::new(1, 32).at_most(MOST_HANDSHAKES);
 /// Connections that have shown a certificate: links until they are attached, and renewals.
@@ -37,7 +37,7 @@ const ADDITIONAL: Part = Part::new(1, 32);
 
 /// The parts of the agents' ports.
 pub(crate) const PARTS: [(&str, Part); 5] = [
-    ("strangers", STRANGERS),
+    ("unauthenticated", UNAUTHENTICATED),
     ("known", KNOWN),
     ("certified", CERTIFIED),
     ("enrolments", ENROLMENTS),
@@ -45,7 +45,7 @@ pub(crate) const PARTS: [(&str, Part); 5] = [
 ];
 
 pub(super) struct Gate {
-    strangers: Places<IpAddr>,
+    unauthenticated: Places<IpAddr>,
     known: Places<IpAddr>,
     certified: Places<NodeName>,
     enrolments: Places<IpAddr>,
@@ -56,7 +56,7 @@ pub(super) struct Gate {
 impl Gate {
     pub(super) fn new(budget: &Budget) -> Self {
         Self {
-            strangers: Places::new(budget.places(&STRANGERS), u32::MAX),
+            unauthenticated: Places::new(budget.places(&UNAUTHENTICATED), u32::MAX),
             known: Places::new(budget.places(&KNOWN), u32::MAX),
             certified: Places::new(budget.places(&CERTIFIED), PER_NODE).undisturbed_for(HANDSHAKE_TIMEOUT),
             enrolments: Places::new(budget.places(&ENROLMENTS), u32::MAX),
@@ -69,7 +69,7 @@ impl Gate {
     pub(super) fn handshake(&self, address: IpAddr) -> Option<Place<IpAddr>> {
         let (source, now) = (source_key(address), Instant::now());
         let known = self.sources.contains(source).then(|| self.known.admit(source, now)).flatten();
-        known.or_else(|| self.strangers.admit(source, now))
+        known.or_else(|| self.unauthenticated.admit(source, now))
     }
 
     /// Takes a place for a connection with the certificate of `node`, until it is a session.
@@ -110,17 +110,17 @@ impl Certified {
 mod tests {
     use super::*;
 
-    fn strangers(gate: &Gate) -> Vec<Place<IpAddr>> {
+    fn unauthenticated(gate: &Gate) -> Vec<Place<IpAddr>> {
         (0..100_000u32).filter_map(|n| gate.handshake([192, 0, 2, (n % 16) as u8].into())).collect()
     }
 
     #[test]
-    fn a_thousand_agents_of_one_site_come_back_beside_strangers() {
+    fn a_thousand_agents_of_one_site_come_back_beside_unauthenticated() {
         let gate = Gate::new(&Budget::of(20_000, 1 << 30));
         let site = IpAddr::from([10, 0, 0, 1]);
         let node: NodeName = "edge-1".parse().unwrap();
         gate.certified(&node, site).unwrap().attached();
-        let _strangers = strangers(&gate);
+        let _unauthenticated = unauthenticated(&gate);
         let (mut left, mut rounds) = (1000, 0);
         while left > 0 {
             let held: Vec<_> = (0..left).map_while(|_| gate.handshake(site)).collect();
@@ -143,18 +143,18 @@ mod tests {
     }
 
     #[test]
-    fn strangers_leave_places_to_certificates_and_to_other_enrolments() {
+    fn unauthenticated_leave_places_to_certificates_and_to_other_enrolments() {
         let gate = Gate::new(&Budget::of(2_000, 1 << 30));
-        let _handshakes = strangers(&gate);
+        let _handshakes = unauthenticated(&gate);
         let _enrolments: Vec<_> =
             (0..1000u32).filter_map(|n| gate.enrolment([192, 0, 2, (n % 16) as u8].into())).collect();
-        let newcomer = IpAddr::from([10, 0, 0, 1]);
-        assert!(gate.handshake(newcomer).is_some());
-        assert!(gate.enrolment(newcomer).is_some());
+        let unauthenticated = IpAddr::from([10, 0, 0, 1]);
+        assert!(gate.handshake(unauthenticated).is_some());
+        assert!(gate.enrolment(unauthenticated).is_some());
         // Nor can one node's certificate take the places of the others.
         let copied: NodeName = "edge-1".parse().unwrap();
-        let held: Vec<_> = (0..100).filter_map(|_| gate.certified(&copied, newcomer)).collect();
+        let held: Vec<_> = (0..100).filter_map(|_| gate.certified(&copied, unauthenticated)).collect();
         assert_eq!(held.len(), PER_NODE as usize);
-        assert!(gate.certified(&"edge-2".parse().unwrap(), newcomer).is_some());
+        assert!(gate.certified(&"edge-2".parse().unwrap(), unauthenticated).is_some());
     }
 }

@@ -134,7 +134,7 @@ pub(super) fn refused(reason: String) -> notice::Notice {
     notice::Notice::Refused(Refused { reason, ..Refused::default() })
 }
 
-/// After the agent has left on purpose: lets clients that read slowly receive what was carried.
+/// After the agent has left on purpose: lets clients that read slowly receive what was relayed.
 pub(super) async fn finish(context: &LinkContext, session: &Session, connections: impl Fn() -> u32) {
     tokio::select! {
         () = idle(connections) => {}

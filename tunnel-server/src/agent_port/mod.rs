@@ -5,13 +5,13 @@ mod additional;
 mod attach;
 mod config;
 mod enroll;
+mod forwarded;
 mod from_edge;
 mod gate;
 mod handshakes;
 mod known;
 mod konnectivity;
 mod link;
-mod passed_on;
 mod peer;
 mod redirectors;
 mod shut_out;
@@ -37,7 +37,7 @@ pub(crate) use gate::PARTS as AGENTS_PARTS;
 pub use konnectivity::KonnectivityConfig;
 pub(crate) use konnectivity::{KonnectivityPort, NAME as KONNECTIVITY, Tokens, service_account};
 
-use crate::door::{DoorContext, EDGE};
+use crate::listener::{EDGE, ListenerContext};
 use crate::pki::EnrollService;
 use crate::session::Workers;
 use attach::Presented;
@@ -49,8 +49,8 @@ pub struct AgentPort {
     handshakes: Handshakes,
     context: Arc<LinkContext>,
     enroll: EnrollConnections,
-    /// For connections that other servers pass on.
-    doors: DoorContext,
+    /// For connections that other servers forward.
+    listeners: ListenerContext,
     /// None: no policy says what workloads on edge nodes may reach.
     from_edge: Option<FromEdge>,
 }
@@ -62,12 +62,12 @@ impl AgentPort {
         workers: Arc<Workers>,
         enroll: EnrollService,
         context: LinkContext,
-        doors: DoorContext,
+        listeners: ListenerContext,
         from_edge: Option<FromEdge>,
         budget: &Budget,
     ) -> Arc<Self> {
-        context.metrics.door(passed_on::DOOR);
-        context.metrics.door(EDGE);
+        context.metrics.listener(forwarded::LISTENER);
+        context.metrics.listener(EDGE);
         let context = Arc::new(context);
         let handshakes = Handshakes {
             tls,
@@ -77,7 +77,7 @@ impl AgentPort {
             links: TaskTracker::new(),
         };
         let enroll = EnrollConnections::new(enroll, context.metrics.clone(), context.draining.clone());
-        Arc::new(Self { handshakes, context, enroll, doors, from_edge })
+        Arc::new(Self { handshakes, context, enroll, listeners, from_edge })
     }
 
     /// Accepts connections until the drain starts.
@@ -155,8 +155,8 @@ impl AgentPort {
                     }
                 };
                 drop(place);
-                let (context, doors) = (self.context.clone(), self.doors.clone());
-                let link = peer::serve(context, doors, Box::new(stream), peer, caller, redirector);
+                let (context, listeners) = (self.context.clone(), self.listeners.clone());
+                let link = peer::serve(context, listeners, Box::new(stream), peer, caller, redirector);
                 let link = self.context.stop.clone().run_until_cancelled_owned(Box::pin(link));
                 worker.spawn(self.handshakes.links.track_future(link));
             }
@@ -190,7 +190,7 @@ impl AgentPort {
                 };
                 let enrol_place = match &node {
                     Some(node) => self.handshakes.gate.certified(node, peer.ip()).map(EnrollPlace::Certified),
-                    None => self.handshakes.gate.enrolment(peer.ip()).map(EnrollPlace::Stranger),
+                    None => self.handshakes.gate.enrolment(peer.ip()).map(EnrollPlace::Unauthenticated),
                 };
                 drop(place);
                 let enrol_place = enrol_place.unwrap_or(EnrollPlace::None { certified: node.is_some() });

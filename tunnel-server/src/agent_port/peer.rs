@@ -12,16 +12,16 @@ use tokio::task::JoinSet;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_core::carry::PEER_CARRY_PATH;
 use tunnel_core::link::{self, HANDSHAKE_TIMEOUT, LinkIo};
 use tunnel_core::proto::peer_server::{Peer, PeerServer};
 use tunnel_core::proto::{Holdings, Segment, WatchRequest};
+use tunnel_core::relay::PEER_RELAY_PATH;
 use tunnel_core::{grpc, text::printable};
 
+use super::forwarded::{Caller, serve_forwarded};
 use super::link::{Handover, LinkContext};
-use super::passed_on::{Caller, pass_on};
 use super::redirectors::Redirector;
-use crate::door::DoorContext;
+use crate::listener::ListenerContext;
 use crate::pki::Refusal;
 use crate::session::Move;
 
@@ -31,7 +31,7 @@ const PART: usize = 1000;
 /// Serves the link until it ends. A redirector, which has no CA, also gets the roots.
 pub(super) async fn serve(
     context: Arc<LinkContext>,
-    doors: DoorContext,
+    listeners: ListenerContext,
     stream: Box<TlsStream<TcpStream>>,
     peer: SocketAddr,
     server_id: String,
@@ -81,9 +81,9 @@ pub(super) async fn serve(
             refusal = &mut refused => break refusal.to_string(),
             accepted = link::accept(&mut link, &flow) => match accepted {
                 Some(Ok((request, respond)))
-                    if request.uri().path() == PEER_CARRY_PATH && refusal.is_none() =>
+                    if request.uri().path() == PEER_RELAY_PATH && refusal.is_none() =>
                 {
-                    tokio::spawn(pass_on(doors.clone(), caller.clone(), request, respond));
+                    tokio::spawn(serve_forwarded(listeners.clone(), caller.clone(), request, respond));
                 }
                 Some(Ok((request, respond))) => {
                     tokio::spawn(grpc::serve(service.clone(), request, respond));
@@ -109,7 +109,7 @@ struct PeerService {
 #[tonic::async_trait]
 impl Peer for PeerService {
     type WatchStream = ReceiverStream<Result<Holdings, Status>>;
-    type CarryStream = ReceiverStream<Result<Segment, Status>>;
+    type RelayStream = ReceiverStream<Result<Segment, Status>>;
 
     async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         if let Some(refusal) = &self.refusal {
@@ -123,9 +123,9 @@ impl Peer for PeerService {
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
-    async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::CarryStream>, Status> {
-        // `serve` handles Carry streams before tonic sees them, unless the client may have none.
-        Err(Status::permission_denied("nothing is passed on for this client"))
+    async fn relay(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::RelayStream>, Status> {
+        // `serve` handles Relay streams before tonic sees them, unless the client may have none.
+        Err(Status::permission_denied("nothing is forwarded for this client"))
     }
 }
 

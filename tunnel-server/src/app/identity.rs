@@ -13,7 +13,7 @@ use super::redirector::{Redirector, ready_once_linked};
 use super::running::Said;
 use crate::caller::CallerTls;
 use crate::config::RedirectorConfig;
-use crate::door::EgressTls;
+use crate::listener::EgressTls;
 use crate::peers::RedirectorLinks;
 use crate::pki::{RevocationStore, Revocations, ServerCertificate, Standing};
 use crate::runtime::Runtime;

@@ -15,7 +15,7 @@ use crate::runtime::Runtime;
 use crate::settings::Settings;
 use crate::takeover::{Before, Succession};
 
-/// Time for links and tasks to end once nothing is carried any more.
+/// Time for links and tasks to end once nothing is relayed any more.
 const CLOSING: Duration = Duration::from_secs(3);
 
 /// Channels between parts of the server.

@@ -10,16 +10,16 @@ use tunnel_core::admin::Serving;
 use tunnel_core::limits::Limits;
 
 use super::identity::Identity;
-use crate::door::end_moved;
 use super::running::{Running, Said};
 use super::{Bound, Found, Registered, Sockets};
 use crate::admission::Budget;
 use crate::agent_port::{AgentPort, Handover, LinkContext};
 use crate::config::Config;
 use crate::doctor::warn_of_taken_pod_ports;
-use crate::door::DoorContext;
 use crate::kube::{Parts as KubeParts, Reads, Writes};
-use crate::listeners::{AgentPorts, Callers, Own, Parts, places};
+use crate::listen::{AgentPorts, Callers, Own, Parts, places};
+use crate::listener::ListenerContext;
+use crate::listener::end_moved;
 use crate::peers::{self, PeerContext, RedirectorLinks};
 use crate::pki::{EnrollPolicy, EnrollService, RevocationStore, ServerCertificate, Standing, follow_bundle};
 use crate::redirect::Feeder;
@@ -56,7 +56,7 @@ impl Bound {
             let policy = EnrollPolicy { standing, tokens: config.token_enrollment() };
             let state_dir = &config.process.state_dir;
             let enroll = EnrollService::new(certificate.ca(), state_dir, policy, metrics.pki.clone());
-            let context = DoorContext::of(runtime);
+            let context = ListenerContext::of(runtime);
             let (tls, workers) = (certificate.tls(), runtime.workers.clone());
             let workloads = config.listeners.connect.policy.is_some().then(|| callers.workloads());
             let port = AgentPort::new(tls, workers, enroll, links, context, workloads, &budget);
@@ -168,8 +168,8 @@ fn kube_parts<'a>(
         standing,
         eligible: said.eligible.subscribe(),
     };
-    let doors = config.listeners.doors.internal();
-    KubeParts { runtime, state_dir: state_dir.clone(), doors, reads, writes, certificate }
+    let listeners = config.listeners.listeners.internal();
+    KubeParts { runtime, state_dir: state_dir.clone(), listeners, reads, writes, certificate }
 }
 
 /// The handles of the links with other servers.

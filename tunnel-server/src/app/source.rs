@@ -11,10 +11,10 @@ use tunnel_core::lifecycle::{Readiness, Shutdown};
 use tunnel_kube::KubeError;
 
 use crate::config::{Config, NodeSource};
-use crate::door::ClusterServices;
 use crate::inventory::{self, Inventory, NodeCount, SourceStatus};
 use crate::kube::read::cluster_ips::{self, ClusterIps};
 use crate::kube::{Kube, Parts, ServiceEndpoints};
+use crate::listener::ClusterServices;
 use crate::pki::{Ca, Lifetimes, RevocationStore};
 use crate::reloaded::{FileMetrics, ReloadedFile};
 use crate::route::{Router, update};

@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(4);
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Asker {
     /// A client at this address whose identity is not known yet, or not needed.
-    Stranger(IpAddr),
+    Unauthenticated(IpAddr),
     /// A caller, by name.
     Known(String),
 }
@@ -30,7 +30,7 @@ impl Asker {
     pub(crate) fn new(caller: Option<&Caller>, address: IpAddr) -> Self {
         match caller {
             Some(caller) => Self::Known(caller.name.clone()),
-            None => Self::Stranger(source_key(address)),
+            None => Self::Unauthenticated(source_key(address)),
         }
     }
 }
@@ -38,14 +38,14 @@ impl Asker {
 /// Turns to ask the API server.
 #[derive(Debug)]
 pub(crate) struct Questions {
-    of_strangers: FairShare<Asker>,
+    of_unauthenticated: FairShare<Asker>,
     of_known: FairShare<Asker>,
 }
 
 impl Default for Questions {
     fn default() -> Self {
         let share = || FairShare::new(AT_A_TIME, MOST_WAITING);
-        Self { of_strangers: share(), of_known: share() }
+        Self { of_unauthenticated: share(), of_known: share() }
     }
 }
 
@@ -56,7 +56,7 @@ impl Questions {
     /// No turn comes in time, because the API server is slow or there are too many questions.
     pub(crate) async fn turn(&self, asker: Asker) -> Result<Turn<Asker>, Refusal> {
         let share = match &asker {
-            Asker::Stranger(_) => &self.of_strangers,
+            Asker::Unauthenticated(_) => &self.of_unauthenticated,
             Asker::Known(_) => &self.of_known,
         };
         let reason = match timeout(PATIENCE, share.take(asker)).await {
@@ -77,7 +77,7 @@ mod tests {
 
     use super::*;
 
-    fn stranger(number: u8) -> Asker {
+    fn unauthenticated(number: u8) -> Asker {
         Asker::new(None, IpAddr::from([10, 0, 0, number]))
     }
 
@@ -96,36 +96,36 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn who_has_many_waits_for_its_own() {
         let questions = Questions::default();
-        let greedy = turns(&questions, &stranger(1), AT_A_TIME / 2).await;
+        let greedy = turns(&questions, &unauthenticated(1), AT_A_TIME / 2).await;
         assert!(greedy.iter().all(Result::is_ok));
-        assert!(refused(&questions.turn(stranger(1)).await, "within 4 s"));
+        assert!(refused(&questions.turn(unauthenticated(1)).await, "within 4 s"));
         let start = tokio::time::Instant::now();
-        let _another = questions.turn(stranger(2)).await.unwrap();
+        let _another = questions.turn(unauthenticated(2)).await.unwrap();
         assert_eq!(start.elapsed(), Duration::ZERO);
         drop(greedy);
-        assert!(questions.turn(stranger(1)).await.is_ok());
+        assert!(questions.turn(unauthenticated(1)).await.is_ok());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn strangers_do_not_take_the_turns_of_the_known() {
+    async fn unauthenticated_do_not_take_the_turns_of_the_known() {
         let questions = Questions::default();
         let mut held = Vec::new();
         for number in 0..AT_A_TIME {
-            held.push(questions.turn(stranger(number as u8)).await.unwrap());
+            held.push(questions.turn(unauthenticated(number as u8)).await.unwrap());
         }
-        assert!(refused(&questions.turn(stranger(99)).await, "within 4 s"));
+        assert!(refused(&questions.turn(unauthenticated(99)).await, "within 4 s"));
         let caller = Caller::new("prometheus".to_owned(), Vec::new());
         let known = Asker::new(Some(&caller), IpAddr::from([10, 0, 0, 9]));
         assert!(questions.turn(known).await.is_ok());
         held.pop();
-        assert!(questions.turn(stranger(99)).await.is_ok());
+        assert!(questions.turn(unauthenticated(99)).await.is_ok());
     }
 
     #[tokio::test(start_paused = true)]
     async fn what_waits_is_bounded() {
         let questions = Questions::default();
-        let _held = turns(&questions, &stranger(1), AT_A_TIME / 2).await;
-        let waited = turns(&questions, &stranger(1), MOST_WAITING).await;
+        let _held = turns(&questions, &unauthenticated(1), AT_A_TIME / 2).await;
+        let waited = turns(&questions, &unauthenticated(1), MOST_WAITING).await;
         let count = |why| waited.iter().filter(|turn| refused(turn, why)).count();
         assert_eq!((count("too many"), count("within 4 s")), (MOST_WAITING / 2, MOST_WAITING / 2));
     }

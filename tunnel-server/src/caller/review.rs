@@ -455,7 +455,7 @@ mod tests {
 
     /// The API server is slow, and an unauthenticated client shows tokens as fast as it can.
     #[tokio::test(flavor = "multi_thread")]
-    async fn a_strangers_tokens_do_not_keep_others_waiting() {
+    async fn unknown_tokens_do_not_keep_others_waiting() {
         const JUNK: usize = 200;
         let (server, reviewer) = reviewer().await;
         let reviewer = Arc::new(reviewer);
@@ -466,7 +466,7 @@ mod tests {
             junk.spawn(async move { reviewer.caller_of_token(&format!("junk {number}"), SOURCE).await });
         }
         let asked = || server.requests("create", TOKENS);
-        eventually("the stranger's first questions", || (asked() > 0).then_some(())).await;
+        eventually("the unauthenticated's first questions", || (asked() > 0).then_some(())).await;
         let other = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 2));
         let caller = reviewer.caller_of_token("good", other).await.unwrap();
         assert_eq!(caller.name, "prometheus");

@@ -100,7 +100,7 @@ impl CaCommand {
                  ca retire is safe"
             }
             (CaAction::Retire { .. }, Store::Files(_)) => {
-                "no longer trusted. Tokens created before the activation carry its hash: create new ones"
+                "no longer trusted. Tokens created before the activation have its hash: create new ones"
             }
             _ => "no longer trusted",
         };

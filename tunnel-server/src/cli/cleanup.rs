@@ -31,7 +31,7 @@ impl CleanupCommand {
             println!("removed the programs pinned in {}", folder.display());
         }
         for range in routes {
-            println!("removed the route of the token range {range}");
+            println!("removed the route of the redirect range {range}");
         }
         Ok(())
     }

@@ -35,7 +35,7 @@ pub enum Command {
     // Described by its flags' struct.
     #[command(name = "redirector")]
     Redirector(Box<RedirectorFlags>),
-    /// Show the running server's nodes, tunnels, doors, redirect and inventory.
+    /// Show the running server's nodes, tunnels, listeners, redirect and inventory.
     Status(StatusCommand),
     /// Examine this server and its host, and say how to fix what is wrong. Exit code: 0 fine, 1 warnings, 2 broken.
     Doctor(Box<DoctorCommand<ExamineFlags>>),
@@ -47,7 +47,7 @@ pub enum Command {
     Redact,
     /// Measure the way to a node's agent: round trip, loss, throughput each way, and what limits it.
     Bench(BenchCommand),
-    /// Remove the programs and token routes that a killed server left behind.
+    /// Remove the programs and redirect routes that a killed server left behind.
     Cleanup(CleanupCommand),
     /// Create, list and revoke the tokens with which agents and redirectors enrol.
     Token(TokenCommand),

@@ -117,7 +117,7 @@ fn https_ports(line: &mut impl FnMut(&str), ports: &BTreeMap<String, String>) ->
     }
     line("#");
     line("# HTTPS ports, where SuperEdge finds the node by Host or server name and adds a certificate of");
-    line("# its own. Here the https door finds it by server name. TLS passes through untouched: clients");
+    line("# its own. Here the https listener finds it by server name. TLS passes through untouched: clients");
     line("# see the node's certificate, and show their own.");
     let mut further = BTreeMap::new();
     for (port, target) in ports {
@@ -125,11 +125,11 @@ fn https_ports(line: &mut impl FnMut(&str), ports: &BTreeMap<String, String>) ->
         let own = port.parse::<u16>().ok().filter(|port| *port != 0).ok_or_else(wrong)?;
         let at = target.parse::<SocketAddr>().ok().filter(|at| at.port() != 0).ok_or_else(wrong)?;
         if at.port() == DEFAULT_KUBELET_PORT {
-            line(&format!("#   {own} -> {at}: the door itself (--secure-port)"));
+            line(&format!("#   {own} -> {at}: the listener itself (--secure-port)"));
         } else {
-            // Each port of nodes has one port of the door.
+            // Each port of nodes has one port of the listener.
             let own_of = *further.entry(at.port()).or_insert(own);
-            line(&format!("#   {own} -> {at}: port {own_of} of the door (--secure-ports)"));
+            line(&format!("#   {own} -> {at}: port {own_of} of the listener (--secure-ports)"));
         }
     }
     if further.is_empty() {
@@ -152,7 +152,7 @@ fn https_ports(line: &mut impl FnMut(&str), ports: &BTreeMap<String, String>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::door::parse_secure_ports;
+    use crate::listener::parse_secure_ports;
     use crate::maps::parse_file;
 
     const FILE: &str = r#"
@@ -189,7 +189,7 @@ mod tests {
             ]
         );
         assert!(
-            printed.contains("#   10250 -> 127.0.0.1:10250: the door itself (--secure-port)\n"),
+            printed.contains("#   10250 -> 127.0.0.1:10250: the listener itself (--secure-port)\n"),
             "{printed}"
         );
         assert!(!printed.contains("--secure-ports"), "{printed}");
@@ -213,7 +213,7 @@ mod tests {
         let secure = parse_secure_ports(flag("# --secure-ports=")).unwrap();
         assert_eq!(secure, BTreeMap::from([(8443, 9443), (9100, 9100)]));
         assert_eq!(flag("# --redirect-ports="), "9100,9443,10250,10255");
-        assert!(printed.contains("#   8444 -> 127.0.0.1:9443: port 8443 of the door"), "{printed}");
+        assert!(printed.contains("#   8444 -> 127.0.0.1:9443: port 8443 of the listener"), "{printed}");
     }
 
     #[test]

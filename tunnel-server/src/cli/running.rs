@@ -6,7 +6,7 @@ use tunnel_core::config::value::{self, ListenAddress};
 use tunnel_core::doctor::{Running, ask_at, parse_flags};
 
 use crate::config::{Config, RedirectorFlags};
-use crate::listeners::DEFAULT_ADMIN_ADDRESS;
+use crate::listen::DEFAULT_ADMIN_ADDRESS;
 use crate::status::StatusReport;
 
 #[derive(Args, Clone, Debug)]

@@ -20,7 +20,7 @@ pub struct StatusCommand {
     /// Show every node, not only the first 50.
     #[arg(long)]
     all: bool,
-    /// Show the connections that are carried now instead, of NODE or of all nodes; 1,000 at most, first those whose receiver
+    /// Show the connections that are relayed now instead, of NODE or of all nodes; 1,000 at most, first those whose receiver
     /// has taken nothing for longest.
     #[arg(long, value_name = "NODE", conflicts_with_all = ["all", "from"])]
     connections: Option<Option<NodeName>>,

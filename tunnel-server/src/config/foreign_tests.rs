@@ -62,13 +62,13 @@ fn yurttunnels_published_command_lines_are_accepted() {
     assert_eq!(ignored(&chart), ["--proxy-strategy", "--insecure-bind-address"]);
     assert_eq!(chart.listeners.agents.port, Some(10262));
     assert_eq!(
-        chart.listeners.doors.insecure_address(),
+        chart.listeners.listeners.insecure_address(),
         Some("127.0.0.1:10264".parse().unwrap()),
         "it stays closed"
     );
     let older = published(&["--bind-address=fd00::1", "--insecure-bind-address=fd00::1", "--server-count=1"]);
     assert_eq!(ignored(&older), ["--server-count", "--insecure-bind-address"]);
-    assert_eq!(older.listeners.doors.insecure_address(), Some("[::1]:10264".parse().unwrap()));
+    assert_eq!(older.listeners.listeners.insecure_address(), Some("[::1]:10264".parse().unwrap()));
     assert!(ignored(&published(&["--bind-address=10.0.0.1"])).is_empty());
     // Without flags of YurtTunnel it is an error.
     assert!(config(&["--insecure-bind-address=10.0.0.1"]).unwrap_err().contains("not a loopback address"));

@@ -21,7 +21,7 @@ fn the_short_help_is_short() {
         assert!(text.lines().count() <= 25, "{} lines:\n{text}", text.lines().count());
     }
     let long = help(&["--help"]);
-    for heading in ["Redirect:", "Agents:", "Kubernetes:", "Doors that speak HTTP:"] {
+    for heading in ["Redirect:", "Agents:", "Kubernetes:", "Listeners that speak HTTP:"] {
         assert!(long.contains(heading), "{heading} is not in\n{long}");
     }
 }

@@ -30,7 +30,7 @@ use tunnel_core::logging::LogConfig;
 use crate::agent_port::service_account;
 use crate::inventory::{DEFAULT_EDGE_SELECTOR, Selector};
 use crate::kube::{KubeOptions, ObjectNames};
-use crate::listeners::ListenersConfig;
+use crate::listen::ListenersConfig;
 use crate::pki::{DEFAULT_STATE_DIR, ServerNames};
 use crate::redirect::RedirectConfig;
 use crate::role::Role;
@@ -92,7 +92,7 @@ pub struct NodesConfig {
     #[arg(long, value_name = "SELECTOR", default_value = DEFAULT_EDGE_SELECTOR)]
     pub edge_selector: Selector,
     /// Agent ports of the other servers, comma-separated HOST:PORT; this server's own may be among them [default: none; in a
-    /// cluster the Service's EndpointSlices name them]. A server passes connections on to the one that has the node.
+    /// cluster the Service's EndpointSlices name them]. A server forwards connections to the one that has the node.
     #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true,
           value_parser = value::list::<HostPort, BTreeSet<_>>)]
     pub peers: BTreeSet<HostPort>,
@@ -148,13 +148,13 @@ impl Config {
 
     /// Translates flags that have another meaning in other systems.
     fn translate(&mut self) -> Result<(), ConfigError> {
-        // YurtTunnel's manifests open the http door to everyone who reaches the node; here it stays on the loopback.
-        let ListenersConfig { doors, konnectivity, .. } = &mut self.listeners;
-        if let Some(address) = doors.insecure_bind_address.filter(|address| !address.is_loopback())
+        // YurtTunnel's manifests open the http listener to everyone who reaches the node; here it stays on the loopback.
+        let ListenersConfig { listeners, konnectivity, .. } = &mut self.listeners;
+        if let Some(address) = listeners.insecure_bind_address.filter(|address| !address.is_loopback())
             && !self.ignored.0.is_empty()
         {
             let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
-            doors.insecure_bind_address = Some(loopback[usize::from(address.is_ipv6())]);
+            listeners.insecure_bind_address = Some(loopback[usize::from(address.is_ipv6())]);
             self.ignored.0.push("--insecure-bind-address".to_owned());
         }
         // In konnectivity, --agent-service-account is the account of its own agents.
@@ -200,8 +200,8 @@ impl Config {
         };
         let redirect = &self.redirect;
         RouterConfig {
-            token_range: redirect.ranges.redirect_range,
-            token_range_v6: redirect.ranges.redirect_range_v6,
+            redirect_range: redirect.ranges.redirect_range,
+            redirect_range_v6: redirect.ranges.redirect_range_v6,
             ports: redirect.redirect_ports.clone(),
             pods: redirect.edge_pod_routes.clone(),
             host,

@@ -107,8 +107,8 @@ impl RedirectRanges {
     pub(crate) fn start_config(&self, state_dir: &Path) -> RedirectConfig {
         let pins = self.bpffs.clone().map(|dir| PinConfig { dir, state_dir: state_dir.to_owned() });
         RedirectConfig {
-            token_range: self.redirect_range,
-            token_range_v6: self.redirect_range_v6,
+            redirect_range: self.redirect_range,
+            redirect_range_v6: self.redirect_range_v6,
             pins,
             ..RedirectConfig::default()
         }

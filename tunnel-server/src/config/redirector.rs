@@ -10,7 +10,7 @@ use tunnel_identity::EnrolmentFlags;
 
 use super::{Config, NodesConfig, ProcessConfig, RedirectFlags, WritesConfig};
 use crate::kube::{KubeOptions, ObjectNames, object_name};
-use crate::listeners::{CommonConfig, ListenersConfig};
+use crate::listen::{CommonConfig, ListenersConfig};
 
 /// Settings that only a redirector has.
 #[derive(Clone, Debug)]
@@ -23,7 +23,7 @@ pub struct RedirectorConfig {
     pub ca_hash: Option<String>,
 }
 
-/// Redirect on a cloud host without agents and without a CA, and have the servers pass every connection on.
+/// Redirect on a cloud host without agents and without a CA, and have the servers forward every connection.
 ///
 /// Its certificate comes by CertificateSigningRequest or, with --inventory, by token.
 #[derive(Args, Clone, Debug)]

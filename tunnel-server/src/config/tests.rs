@@ -57,10 +57,10 @@ fn defaults_are_as_documented() {
     assert_eq!(config.process.state_dir, PathBuf::from("/var/lib/postern/server"));
     assert_eq!(config.listeners.common.bind_address, IpAddr::from([0, 0, 0, 0]));
     assert_eq!(
-        (config.listeners.agents.port, config.listeners.doors.secure_port),
+        (config.listeners.agents.port, config.listeners.listeners.secure_port),
         (Some(10262), Some(10263))
     );
-    assert_eq!(config.listeners.doors.insecure_address(), Some("127.0.0.1:10264".parse().unwrap()));
+    assert_eq!(config.listeners.listeners.insecure_address(), Some("127.0.0.1:10264".parse().unwrap()));
     assert_eq!(config.listeners.common.admin_address, Some("127.0.0.1:10265".parse().unwrap()));
     assert_eq!(config.redirect.redirect_ports, BTreeSet::from([10250, 10255]));
     assert_eq!(config.redirect.ranges.redirect_range.to_string(), "198.18.0.0/15");
@@ -75,12 +75,12 @@ fn defaults_are_as_documented() {
     let default = RedirectConfig::default();
     assert_eq!(redirect.cgroup, None);
     assert_eq!(
-        (redirect.token_range, redirect.token_range_v6),
-        (default.token_range, default.token_range_v6)
+        (redirect.redirect_range, redirect.redirect_range_v6),
+        (default.redirect_range, default.redirect_range_v6)
     );
     assert_eq!(
         (config.redirect.ranges.redirect_range, config.redirect.ranges.redirect_range_v6),
-        (default.token_range, default.token_range_v6)
+        (default.redirect_range, default.redirect_range_v6)
     );
 }
 
@@ -132,14 +132,14 @@ fn every_flag_has_an_effect() {
     let maps: Vec<_> = config.listeners.connect.maps.iter().map(ToString::to_string).collect();
     let local = "127.0.0.1:2222=edge-7/22,127.0.0.0/8,::1/128";
     assert_eq!(maps, [local, "0.0.0.0:2223=edge-8/10.8.0.9:443,10.0.0.0/8"]);
-    assert_eq!(config.listeners.doors.insecure_address(), Some("127.0.0.2:4".parse().unwrap()));
+    assert_eq!(config.listeners.listeners.insecure_address(), Some("127.0.0.2:4".parse().unwrap()));
     assert_eq!(config.listeners.common.bind_address, "::".parse::<IpAddr>().unwrap());
-    assert_eq!((config.listeners.agents.port, config.listeners.doors.secure_port), (Some(1), None));
+    assert_eq!((config.listeners.agents.port, config.listeners.listeners.secure_port), (Some(1), None));
     assert_eq!(config.listeners.common.admin_address, Some("[::1]:3".parse().unwrap()));
     let redirect = config.redirect_start().unwrap();
     assert_eq!(redirect.cgroup, Some(PathBuf::from("/sys/fs/cgroup/x")));
-    assert_eq!(redirect.token_range.to_string(), "100.64.0.0/10");
-    assert_eq!(redirect.token_range_v6.to_string(), "fd00:1:2:3::/80");
+    assert_eq!(redirect.redirect_range.to_string(), "100.64.0.0/10");
+    assert_eq!(redirect.redirect_range_v6.to_string(), "fd00:1:2:3::/80");
     assert_eq!(redirect.clients, config.redirect.redirect_clients);
     assert_eq!(config.redirect.redirect_ports, BTreeSet::from([22, 80]));
     assert_eq!(config.redirect.exclude, ["10.0.0.0/8".parse().unwrap(), "fd00::1/128".parse().unwrap()]);
@@ -250,7 +250,7 @@ fn errors_name_key_value_and_reason() {
         ),
         (
             &["--insecure-bind-address=0.0.0.0"],
-            "--insecure-bind-address=0.0.0.0: not a loopback address: this door has no authentication; use 127.0.0.1 or ::1",
+            "--insecure-bind-address=0.0.0.0: not a loopback address: this listener has no authentication; use 127.0.0.1 or ::1",
         ),
         (
             &["--insecure-port=10265"],
@@ -382,7 +382,7 @@ fn a_redirector_has_its_own_flags() {
         ["--metrics-port=10269", "--bind-address=::1", "--client-ca-file=/c", "--token-auth-file=/t"];
     let metrics = redirector(&[&["--peers=a:1"][..], &metrics].concat()).unwrap();
     assert_eq!(
-        (metrics.listeners.common.metrics_port, metrics.listeners.doors.terminate_tls),
+        (metrics.listeners.common.metrics_port, metrics.listeners.listeners.terminate_tls),
         (Some(10269), false)
     );
     for flag in ["--node-name=x", "--token=x", "--token-file=x", "--ca-hash=x"] {
@@ -397,10 +397,10 @@ fn a_redirector_has_its_own_flags() {
 }
 
 #[test]
-fn doors_that_speak_http_have_their_flags() {
+fn listeners_that_speak_http_have_their_flags() {
     let plain = config(&[]).unwrap();
-    assert!(!plain.listeners.doors.terminate_tls && plain.listeners.doors.plain.port.is_none());
-    assert_eq!(plain.listeners.doors.targets.plain_ports, BTreeSet::from([10255]));
+    assert!(!plain.listeners.listeners.terminate_tls && plain.listeners.listeners.plain.port.is_none());
+    assert_eq!(plain.listeners.listeners.targets.plain_ports, BTreeSet::from([10255]));
     let all = config(&[
         "--client-ca-file=/ca.crt",
         "--kubelet-certificate-authority=/kubelets.crt",
@@ -413,33 +413,44 @@ fn doors_that_speak_http_have_their_flags() {
         "--secure-ports=10270=9443, 10271=10257",
     ])
     .unwrap();
-    assert_eq!(all.listeners.doors.secure_ports, BTreeMap::from([(10270, 9443), (10271, 10257)]));
-    assert_eq!(all.listeners.doors.internal().secure, BTreeMap::from([(9443, 10270), (10257, 10271)]));
-    assert!(all.listeners.doors.terminate_tls, "a CA of callers is given for that");
-    assert_eq!(all.listeners.doors.targets.plain_ports, BTreeSet::from([9100, 9445]));
-    let door = all.listeners.doors.plain.clone();
-    assert_eq!((door.port, door.clients.len(), door.ports), (Some(10268), 1, BTreeSet::from([9100])));
+    assert_eq!(all.listeners.listeners.secure_ports, BTreeMap::from([(10270, 9443), (10271, 10257)]));
+    assert_eq!(all.listeners.listeners.internal().secure, BTreeMap::from([(9443, 10270), (10257, 10271)]));
+    assert!(all.listeners.listeners.terminate_tls, "a CA of callers is given for that");
+    assert_eq!(all.listeners.listeners.targets.plain_ports, BTreeSet::from([9100, 9445]));
+    let listener = all.listeners.listeners.plain.clone();
+    assert_eq!(
+        (listener.port, listener.clients.len(), listener.ports),
+        (Some(10268), 1, BTreeSet::from([9100]))
+    );
     assert_eq!(format!("{:?}", parsed_again(&all)), format!("{all:?}"));
-    // The Service leads to the plain door; the ConfigMap's pairs name the http door.
-    let doors = all.listeners.doors.internal();
-    assert_eq!((doors.https, doors.http, doors.pairs), (10263, 10268, 10264));
-    assert_eq!(plain.listeners.doors.internal().http, 0);
+    // The Service leads to the plain listener; the ConfigMap's pairs name the http listener.
+    let listeners = all.listeners.listeners.internal();
+    assert_eq!((listeners.https, listeners.http, listeners.pairs), (10263, 10268, 10264));
+    assert_eq!(plain.listeners.listeners.internal().http, 0);
     assert!(
-        !config(&["--client-ca-file=/ca.crt", "--terminate-tls=off"]).unwrap().listeners.doors.terminate_tls
+        !config(&["--client-ca-file=/ca.crt", "--terminate-tls=off"])
+            .unwrap()
+            .listeners
+            .listeners
+            .terminate_tls
     );
     assert_eq!(in_cluster(&["--metrics-port=10269"]).unwrap().listeners.common.metrics_port, Some(10269));
-    assert!(in_cluster(&["--terminate-tls=on", "--plain-port=10268"]).unwrap().listeners.doors.terminate_tls);
+    assert!(
+        in_cluster(&["--terminate-tls=on", "--plain-port=10268"]).unwrap().listeners.listeners.terminate_tls
+    );
     // Given explicitly, or not needed.
     let both = ["--connect-port=10280", "--client-ca-file=/ca.crt"];
-    assert!(config(&[&both[..], &["--terminate-tls=on"]].concat()).unwrap().listeners.doors.terminate_tls);
-    assert!(!config(&[&both[..], &["--secure-port=0"]].concat()).unwrap().listeners.doors.terminate_tls);
+    assert!(
+        config(&[&both[..], &["--terminate-tls=on"]].concat()).unwrap().listeners.listeners.terminate_tls
+    );
+    assert!(!config(&[&both[..], &["--secure-port=0"]].concat()).unwrap().listeners.listeners.terminate_tls);
     for (args, part) in [
         (&["--terminate-tls=on"][..], "give --client-ca-file"),
         (&["--terminate-tls=maybe"], "use on or off"),
-        (&["--terminate-tls=on", "--client-ca-file=/ca.crt", "--secure-port=0"], "the https door is off"),
+        (&["--terminate-tls=on", "--client-ca-file=/ca.crt", "--secure-port=0"], "the https listener is off"),
         (&["--kubelet-client-certificate=/own.crt"], "needed with --kubelet-client-certificate"),
         (&["--kubelet-client-key=/own.key"], "needed with --kubelet-client-key"),
-        (&["--plain-port=10268"], "nobody else may use the door"),
+        (&["--plain-port=10268"], "nobody else may use the listener"),
         (&["--plain-port=10263", "--plain-clients=::/0"], "--secure-port has port"),
         (&["--plain-clients=x"], "--plain-clients <CIDRS>"),
         (&["--plain-clients=10.0.0.0/8"], "--plain-clients: not supported without --plain-port"),
@@ -456,7 +467,7 @@ fn doors_that_speak_http_have_their_flags() {
         (&["--secure-ports=10270=1,10270=2"], "port 10270 is there twice"),
         (&["--secure-ports=10270=1,10271=1"], "port 1 of nodes is there twice"),
         (&["--secure-ports=10262=9443"], "--secure-ports: --agent-port has port 10262"),
-        (&["--secure-ports=10270=9443", "--secure-port=0"], "the https door is off"),
+        (&["--secure-ports=10270=9443", "--secure-port=0"], "the https listener is off"),
     ] {
         let error = error(args);
         assert!(error.contains(part), "{args:?}: {error}");

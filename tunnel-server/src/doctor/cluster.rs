@@ -62,7 +62,7 @@ async fn judge(client: &Client, namespace: &str, names: &ObjectNames, role: Role
     rights(client, namespace, &wanted, &fix).await
 }
 
-/// Without these rights every caller of the metrics door is refused.
+/// Without these rights every caller of the metrics listener is refused.
 async fn judge_metrics(client: &Client, namespace: &str, config: &Config) -> Outcome {
     let given = match config.role() {
         Role::Server => "add the component metrics to the overlay (in the chart server.metrics.enabled=true)",

@@ -14,7 +14,7 @@ use crate::config::{Config, RedirectRanges};
 use crate::redirect::SelfTestAddresses;
 use crate::status::StatusReport;
 
-/// The door whose listeners show which address families are redirected.
+/// The listener whose listeners show which address families are redirected.
 const REDIRECT: &str = "redirect";
 /// Maximum number of ports tried besides the tunnelled ones, and of ports shown.
 const MOST_PORTS: usize = 512;
@@ -33,13 +33,14 @@ pub(super) async fn check(
         Err(reason) => return checkup.add("rules", Outcome::Skipped(reason)),
     };
     if config.redirects {
-        let doors = running.into_iter().flat_map(|running| &running.status.doors);
-        let redirected =
-            |v6: bool| doors.clone().any(|door| door.name == REDIRECT && door.address.is_ipv6() == v6);
+        let listeners = running.into_iter().flat_map(|running| &running.status.listeners);
+        let redirected = |v6: bool| {
+            listeners.clone().any(|listener| listener.name == REDIRECT && listener.address.is_ipv6() == v6)
+        };
         let mut way = Way {
             config,
             rules: &rules,
-            tokens: tokens(config, redirected(false), redirected(true)),
+            virtual_addresses: virtual_addresses(config, redirected(false), redirected(true)),
             ports: tunnelled(&config.redirect.redirect_ports, running),
         };
         let (outcome, failed) = match checkup.blocked(&["conntrack"]) {
@@ -91,16 +92,16 @@ struct Way<'a> {
     rules: &'a Rules,
     /// The ranges of virtual addresses that the running server redirects to, each with an address at which it closes
     /// every connection.
-    tokens: Vec<(IpNet, IpAddr)>,
+    virtual_addresses: Vec<(IpNet, IpAddr)>,
     /// The tunnelled ports.
     ports: Vec<u16>,
 }
 
-fn tokens(config: &Config, v4: bool, v6: bool) -> Vec<(IpNet, IpAddr)> {
+fn virtual_addresses(config: &Config, v4: bool, v6: bool) -> Vec<(IpNet, IpAddr)> {
     let (range, range_v6) = (config.redirect.ranges.redirect_range, config.redirect.ranges.redirect_range_v6);
-    let (token, token_v6) = SelfTestAddresses::never_an_origin(range, range_v6);
-    let v4 = v4.then(|| (range.into(), token.into()));
-    let v6 = v6.then(|| (range_v6.into(), token_v6.into()));
+    let (virtual_address, virtual_address_v6) = SelfTestAddresses::never_an_origin(range, range_v6);
+    let v4 = v4.then(|| (range.into(), virtual_address.into()));
+    let v6 = v6.then(|| (range_v6.into(), virtual_address_v6.into()));
     [v4, v6].into_iter().flatten().collect()
 }
 
@@ -116,8 +117,8 @@ impl Way<'_> {
     /// Also returns the failed ports.
     async fn try_from_host(&self) -> (Outcome, BTreeSet<u16>) {
         let (mut faults, mut ports) = (Vec::new(), BTreeSet::new());
-        for (range, token) in &self.tokens {
-            let failed = trial::from_here(*token, &self.ports).await;
+        for (range, virtual_address) in &self.virtual_addresses {
+            let failed = trial::from_here(*virtual_address, &self.ports).await;
             faults.extend(self.taken(*range, &failed, "this host", None));
             ports.extend(failed.iter().map(|(port, _)| *port));
         }
@@ -165,7 +166,8 @@ impl Way<'_> {
             let ports = list(failed.iter().map(|(port, _)| *port));
             let how = failed.first().map_or("", |(_, reason)| reason);
             let Some(suspect) = suspect else {
-                let found = format!("port {ports} of the tokens, from {from}: {how}; {}", self.read());
+                let found =
+                    format!("port {ports} of the virtual addresses, from {from}: {how}; {}", self.read());
                 return Finding::new(code.unwrap_or(&codes::FOREIGN_RULES), found, leave_out);
             };
             let owner = if code.is_none() { owner(&suspect, &ports) } else { None };
@@ -179,12 +181,13 @@ impl Way<'_> {
     /// Edge pods are reached at any port, so this tries the ports that some rule sends elsewhere.
     async fn pod_ports(&self) -> Vec<Finding> {
         let mut faults = Vec::new();
-        for (range, token) in self.tokens.iter().filter(|_| !self.config.redirect.edge_pod_routes.is_empty())
+        for (range, virtual_address) in
+            self.virtual_addresses.iter().filter(|_| !self.config.redirect.edge_pod_routes.is_empty())
         {
             let named = self.rules.ports_taken(*range);
             let ports: Vec<u16> =
                 named.into_iter().filter(|port| !self.ports.contains(port)).take(MOST_PORTS).collect();
-            let failed = trial::from_here(*token, &ports).await;
+            let failed = trial::from_here(*virtual_address, &ports).await;
             faults.extend(self.taken(*range, &failed, "this host", Some(&codes::POD_PORT_TAKEN)));
         }
         faults
@@ -203,10 +206,10 @@ impl Way<'_> {
                        '{\"spec\":{\"defaultEndpointToHostAction\":\"Accept\"}}'";
             faults.push(Finding::new(&codes::PODS_FILTERED, found, fix));
         }
-        for (range, token) in &self.tokens {
+        for (range, virtual_address) in &self.virtual_addresses {
             let of_family = clients.iter().filter(|pods| pods.addr().is_ipv4() == range.addr().is_ipv4());
             for pods in of_family {
-                match trial::from_pod(*pods, *token, self.ports.clone()).await {
+                match trial::from_pod(*pods, *virtual_address, self.ports.clone()).await {
                     Ok((address, failed)) => {
                         faults.extend(self.of_pods(*range, *pods, &failed));
                         tried.push(address.to_string());
@@ -237,7 +240,7 @@ impl Way<'_> {
         let mut faults = self.taken(range, &taken, "a pod", None);
         if let Some((port, how)) = lost.first() {
             let ports = list(lost.iter().map(|(port, _)| *port));
-            let from = format!("from a pod of {pods} to port {ports} of the tokens: {how}");
+            let from = format!("from a pod of {pods} to port {ports} of the virtual addresses: {how}");
             let (found, fix) = match self.rules.dropper(Hook::Input, Some(range), *port) {
                 Some(suspect) => {
                     (suspect.shown(&format!("drops it ({from})")), self.admit(&suspect, pods, range))
@@ -250,11 +253,11 @@ impl Way<'_> {
     }
 
     /// Returns the command that admits pods, for the tool that made the rule.
-    fn admit(&self, suspect: &Suspect, pods: IpNet, tokens: IpNet) -> String {
+    fn admit(&self, suspect: &Suspect, pods: IpNet, virtual_addresses: IpNet) -> String {
         let Suspect { table, base, .. } = suspect;
         let is_ufws = |chain: &str| chain.starts_with("ufw");
         if self.rules.has_chain(table, is_ufws) {
-            return format!("ufw allow proto tcp from {pods} to {tokens}");
+            return format!("ufw allow proto tcp from {pods} to {virtual_addresses}");
         }
         if table.ends_with(" firewalld") {
             return format!(
@@ -262,23 +265,23 @@ impl Way<'_> {
             );
         }
         match table.split_once(' ') {
-            Some((_, "filter")) if base == "INPUT" => iptables("", base, pods, tokens),
+            Some((_, "filter")) if base == "INPUT" => iptables("", base, pods, virtual_addresses),
             Some((_, name @ ("raw" | "mangle" | "security"))) if *base == base.to_uppercase() => {
-                iptables(&format!("-t {name} "), base, pods, tokens)
+                iptables(&format!("-t {name} "), base, pods, virtual_addresses)
             }
             _ => {
-                let family = if tokens.addr().is_ipv4() { "ip" } else { "ip6" };
+                let family = if virtual_addresses.addr().is_ipv4() { "ip" } else { "ip6" };
                 format!(
-                    "nft insert rule {table} {base} {family} saddr {pods} {family} daddr {tokens} meta l4proto tcp accept"
+                    "nft insert rule {table} {base} {family} saddr {pods} {family} daddr {virtual_addresses} meta l4proto tcp accept"
                 )
             }
         }
     }
 }
 
-fn iptables(table: &str, chain: &str, pods: IpNet, tokens: IpNet) -> String {
-    let tool = if tokens.addr().is_ipv6() { "ip6tables" } else { "iptables" };
-    format!("{tool} {table}-I {chain} -s {pods} -d {tokens} -p tcp -j ACCEPT")
+fn iptables(table: &str, chain: &str, pods: IpNet, virtual_addresses: IpNet) -> String {
+    let tool = if virtual_addresses.addr().is_ipv6() { "ip6tables" } else { "iptables" };
+    format!("{tool} {table}-I {chain} -s {pods} -d {virtual_addresses} -p tcp -j ACCEPT")
 }
 
 /// Returns the code of the rule's owner, if it is known, and the fix that frees the port.
@@ -310,23 +313,25 @@ fn owner(suspect: &Suspect, ports: &str) -> Option<(&'static Code, String)> {
 
 /// Returns the fix that exempts the virtual addresses from rules for local addresses: from all of iptables', or from
 /// the nft table.
-fn leave_out(rules: &Rules, suspect: Option<&Suspect>, tokens: IpNet) -> String {
+fn leave_out(rules: &Rules, suspect: Option<&Suspect>, virtual_addresses: IpNet) -> String {
     let commands: Vec<String> =
         match suspect.map(|suspect| &*suspect.table).filter(|table| !is_iptables(table)) {
             None => {
-                let tool = if tokens.addr().is_ipv6() { "ip6tables" } else { "iptables" };
-                let command = |chain: &str| format!("`{tool} -t nat -I {chain} -d {tokens} -j RETURN`");
+                let tool = if virtual_addresses.addr().is_ipv6() { "ip6tables" } else { "iptables" };
+                let command =
+                    |chain: &str| format!("`{tool} -t nat -I {chain} -d {virtual_addresses} -j RETURN`");
                 ["OUTPUT", "PREROUTING"].map(command).to_vec()
             }
             Some(table) => {
-                let family = if tokens.addr().is_ipv6() { "ip6" } else { "ip" };
-                let command =
-                    |chain: &str| format!("`nft insert rule {table} {chain} {family} daddr {tokens} return`");
+                let family = if virtual_addresses.addr().is_ipv6() { "ip6" } else { "ip" };
+                let command = |chain: &str| {
+                    format!("`nft insert rule {table} {chain} {family} daddr {virtual_addresses} return`")
+                };
                 rules.nat_bases(table).map(command).collect()
             }
         };
     format!(
-        "remove the rule, limit it to its own addresses, or exclude the token range from it, such as by {}",
+        "remove the rule, limit it to its own addresses, or exclude the redirect range from it, such as by {}",
         commands.join(" and ")
     )
 }
@@ -397,7 +402,7 @@ pub(crate) async fn warn_of_taken_pod_ports(config: &Config, ipv6: bool) {
     let way = Way {
         config,
         rules: &rules,
-        tokens: tokens(config, true, ipv6),
+        virtual_addresses: virtual_addresses(config, true, ipv6),
         ports: config.redirect.redirect_ports.iter().copied().collect(),
     };
     for finding in way.pod_ports().await {
@@ -416,7 +421,7 @@ pub(super) mod tests {
     /// A server that reports these ports; a server of an earlier version reports none.
     pub(in crate::doctor) fn running(ports: Option<&[u16]>) -> Running<StatusReport> {
         let mut status = serde_json::json!({
-            "version": "1", "server_id": "s", "uptime_s": 1, "ready": true, "pending": [], "nodes": [], "doors": [],
+            "version": "1", "server_id": "s", "uptime_s": 1, "ready": true, "pending": [], "nodes": [], "listeners": [],
             "redirect": {"state": "on", "reason": null, "mended": 0, "counters": {}, "routes": 1, "routes_down": 0,
                          "excluded": 0, "programs": []},
             "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},

@@ -24,7 +24,7 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, running: Optio
     }
     let lookups = async || judge_lookups(redirect::foreign_lookups(), replaced(running));
     checkup.run("sk_lookup", &["kernel"], lookups).await;
-    checkup.run("token route", &["running", "kernel"], async || token_route(options)).await;
+    checkup.run("redirect route", &["running", "kernel"], async || virtual_address_route(options)).await;
     checkup.run("maps", &["running"], async || running.map_or_else(unknown, maps)).await;
     checkup.run("self-test", &["running"], async || running.map_or_else(unknown, self_test)).await;
     checkup
@@ -70,7 +70,7 @@ fn judge(name: &str, outcome: Result<String, RedirectError>) -> Outcome {
             format!("bpftool cgroup detach {} {hook} id {id}, or upgrade what attached it", path.display()),
         ),
         RedirectError::RangeUsed { key, .. } => {
-            (&codes::TOKEN_RANGE_USED, format!("give a range that no network of yours uses with {key}"))
+            (&codes::REDIRECT_RANGE_USED, format!("give a range that no network of yours uses with {key}"))
         }
         RedirectError::NotPermitted { fix, .. } => (&codes::KERNEL_LACKS_FEATURE, (*fix).into()),
         _ => (
@@ -91,27 +91,27 @@ fn judge_lookups(foreign: Result<Vec<String>, RedirectError>, replaced: u64) -> 
     let mut found = match foreign {
         Ok(foreign) if foreign.is_empty() => return Outcome::fine("no other program"),
         Ok(foreign) => format!("also attached to this network namespace: {}", foreign.join(", ")),
-        Err(_) if replaced > 0 => "another program selects sockets for tokens".to_owned(),
+        Err(_) if replaced > 0 => "another program selects sockets for virtual addresses".to_owned(),
         Err(error) => return Outcome::Skipped(error.to_string()),
     };
     if replaced > 0 {
         found += &format!("; {replaced} connections were taken back from it");
     }
-    let fix = "find its owner with `bpftool link show`; one that selects sockets for the token range has to leave it out";
+    let fix = "find its owner with `bpftool link show`; one that selects sockets for the redirect range has to leave it out";
     Finding::new(&codes::FOREIGN_SK_LOOKUP, found, fix).into()
 }
 
-fn token_route(options: &RedirectConfig) -> Outcome {
-    match redirect::missing_token_routes(options) {
+fn virtual_address_route(options: &RedirectConfig) -> Outcome {
+    match redirect::missing_range_routes(options) {
         Ok(missing) => {
             let faults = missing.iter().map(|range| {
                 let family = if range.addr().is_ipv6() { "-6 " } else { "" };
                 let fix = format!(
                     "ip {family}route replace local {range} dev lo table local (and look for what has removed or replaced it)"
                 );
-                Finding::new(&codes::TOKEN_ROUTE_MISSING, format!("no route `local {range} dev lo`"), fix)
+                Finding::new(&codes::REDIRECT_ROUTE_MISSING, format!("no route `local {range} dev lo`"), fix)
             });
-            Outcome::of(faults.collect(), "every token range leads to this host")
+            Outcome::of(faults.collect(), "every redirect range leads to this host")
         }
         Err(error) => Outcome::Skipped(error.to_string()),
     }
@@ -151,8 +151,8 @@ fn arrivals(options: &RedirectConfig, running: &Running<StatusReport>) -> Outcom
         let counters = status.redirect.counters.iter();
         counters.filter(|(name, _)| name.ends_with(ending)).map(|(_, count)| count).sum()
     };
-    let families = status.doors.iter().filter(|door| door.name == "redirect");
-    let accepted = families.clone().filter_map(|door| door.accepted).max().unwrap_or_default();
+    let families = status.listeners.iter().filter(|listener| listener.name == "redirect");
+    let accepted = families.clone().filter_map(|listener| listener.accepted).max().unwrap_or_default();
     let self_tests = families.count() as u64 * (status.uptime_s / VERIFIED_EVERY + 2);
     let redirected = sum("/redirected");
     let arrived = accepted + self_tests + sum("/foreign_client") + sum("/no_listener");
@@ -163,8 +163,8 @@ fn arrivals(options: &RedirectConfig, running: &Running<StatusReport>) -> Outcom
     let found = format!("about {lost} of {redirected} redirected connections since the server started");
     let fix = format!(
         "permit {} beside the edge nodes' addresses in the NetworkPolicies of those clients, or in the firewall that the check `pods` \
-         names: a policy sees the token",
-        options.token_range
+         names: a policy sees the virtual address",
+        options.redirect_range
     );
     Finding::new(&codes::CONNECTS_LOST, found, fix).into()
 }
@@ -260,10 +260,10 @@ mod tests {
     #[test]
     fn what_was_redirected_and_never_came_is_counted() {
         let of = |redirected: u64, accepted: u64, uptime: u64, foreign: u64| {
-            let door = |address: &str| serde_json::json!({"name": "redirect", "address": address, "connections_active": 0, "accepted": accepted});
+            let listener = |address: &str| serde_json::json!({"name": "redirect", "address": address, "connections_active": 0, "accepted": accepted});
             let status = serde_json::json!({
                 "version": "1", "server_id": "s", "uptime_s": uptime, "ready": true, "pending": [], "nodes": [],
-                "doors": [door("127.0.0.1:4000"), door("[::1]:4000")],
+                "listeners": [listener("127.0.0.1:4000"), listener("[::1]:4000")],
                 "redirect": {"state": "on", "reason": null, "mended": 0, "routes": 1, "routes_down": 0, "excluded": 0, "programs": [],
                              "counters": {"connect4/redirected": redirected, "lookup4/steered": 1_000, "lookup4/foreign_client": foreign}},
                 "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},
@@ -288,7 +288,7 @@ mod tests {
     #[test]
     fn connections_that_were_taken_back_are_counted() {
         let status = serde_json::json!({
-            "version": "1", "server_id": "s", "uptime_s": 1, "ready": true, "pending": [], "nodes": [], "doors": [],
+            "version": "1", "server_id": "s", "uptime_s": 1, "ready": true, "pending": [], "nodes": [], "listeners": [],
             "redirect": {"state": "on", "reason": null, "mended": 0, "routes": 1, "routes_down": 0, "excluded": 0,
                          "counters": {"lookup4/steered": 7, "lookup4/replaced": 2, "lookup6/replaced": 1}, "programs": []},
             "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},
@@ -301,7 +301,7 @@ mod tests {
     #[test]
     fn stale_maps_and_a_failed_self_test_are_told() {
         let status = serde_json::json!({
-            "version": "1", "server_id": "s", "uptime_s": 1, "ready": false, "pending": [], "nodes": [], "doors": [],
+            "version": "1", "server_id": "s", "uptime_s": 1, "ready": false, "pending": [], "nodes": [], "listeners": [],
             "redirect": {"state": "degraded", "reason": "map routes: E2BIG", "mended": 0, "counters": {}, "routes": 1,
                          "routes_down": 0, "excluded": 0, "programs": []},
             "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},

@@ -24,8 +24,8 @@ const ANSWER: Duration = Duration::from_secs(10);
 /// Time for which a connection must stay open to count as connected, plus twice the round-trip time: a refusal arrives
 /// after one round trip.
 const OPEN: Duration = Duration::from_millis(500);
-const HTTP_DOOR: &str = "http";
-const HTTPS_DOOR: &str = "https";
+const HTTP_LISTENER: &str = "http";
+const HTTPS_LISTENER: &str = "https";
 
 /// Tests the path to `name`. Tests `ports`, or all that the server tunnels if it is empty.
 pub async fn test(config: &Config, running: &Running<StatusReport>, name: &str, ports: &[u16]) -> Report {
@@ -98,7 +98,7 @@ fn judge_tunnel(node: &NodeStatus) -> Outcome {
         return Outcome::Fine(found);
     }
     if !node.via.is_empty() {
-        return Outcome::fine(format!("attached to {}, which passes connections on", node.via.join(", ")));
+        return Outcome::fine(format!("attached to {}, which forwards connections", node.via.join(", ")));
     }
     let seen = match (node.last_seen_s, &node.last_end) {
         (Some(seconds), end) => format!(
@@ -124,9 +124,9 @@ struct Way<'a> {
 
 impl<'a> Way<'a> {
     fn of(status: &StatusReport, name: &'a str, address: Option<IpAddr>, patience: Duration) -> Self {
-        let door = |name: &str| {
-            let door = status.doors.iter().find(|door| door.name == name)?;
-            let mut address = door.address;
+        let listener = |name: &str| {
+            let listener = status.listeners.iter().find(|listener| listener.name == name)?;
+            let mut address = listener.address;
             if address.ip().is_unspecified() {
                 let any = address.is_ipv4();
                 address.set_ip(if any {
@@ -141,8 +141,8 @@ impl<'a> Way<'a> {
         Self {
             name,
             address: address.filter(|_| redirect),
-            http: door(HTTP_DOOR),
-            https: door(HTTPS_DOOR),
+            http: listener(HTTP_LISTENER),
+            https: listener(HTTPS_LISTENER),
             patience,
         }
     }
@@ -150,10 +150,10 @@ impl<'a> Way<'a> {
     /// Checks the kubelet's TLS, and that it requires credentials.
     async fn kubelet(&self, addresses: &[IpAddr]) -> Outcome {
         let (to, shown) = match (self.https, self.address) {
-            (Some(door), _) => (door, format!("https door {door}")),
+            (Some(listener), _) => (listener, format!("https listener {listener}")),
             (None, Some(address)) => (SocketAddr::new(address, DEFAULT_KUBELET_PORT), "redirect".to_owned()),
             (None, None) => {
-                return Outcome::Skipped("there is neither an https door nor the redirect".to_owned());
+                return Outcome::Skipped("there is neither an https listener nor the redirect".to_owned());
             }
         };
         let Ok(name) = ServerName::try_from(self.name.to_owned()) else {
@@ -182,10 +182,10 @@ impl<'a> Way<'a> {
         let reason = match self.address {
             Some(address) => match self.stays_open(SocketAddr::new(address, port)).await {
                 Ok(()) => return Ok(()),
-                // The http door reports the reason.
-                Err(error) => self.ask_door(port).await.err().unwrap_or_else(|| error.to_string()),
+                // The http listener reports the reason.
+                Err(error) => self.ask_listener(port).await.err().unwrap_or_else(|| error.to_string()),
             },
-            None => match self.ask_door(port).await {
+            None => match self.ask_listener(port).await {
                 Ok(()) => return Ok(()),
                 Err(reason) => reason,
             },
@@ -209,12 +209,14 @@ impl<'a> Way<'a> {
         }
     }
 
-    /// Asks the http door for the port: it reports the reason of a failure as text.
-    async fn ask_door(&self, port: u16) -> Result<(), String> {
-        let Some(door) = self.http else { return Err("there is no http door that could say why".to_owned()) };
+    /// Asks the http listener for the port: it reports the reason of a failure as text.
+    async fn ask_listener(&self, port: u16) -> Result<(), String> {
+        let Some(listener) = self.http else {
+            return Err("there is no http listener that could say why".to_owned());
+        };
         let request = format!("GET / HTTP/1.1\r\nHost: {}:{port}\r\nConnection: close\r\n\r\n", self.name);
         let ask = async {
-            let mut stream = TcpStream::connect(door).await?;
+            let mut stream = TcpStream::connect(listener).await?;
             stream.write_all(request.as_bytes()).await?;
             let mut answer = Vec::new();
             stream.take(4 << 10).read_to_end(&mut answer).await.map(|_| answer)
@@ -228,7 +230,7 @@ impl<'a> Way<'a> {
     }
 }
 
-/// Returns the reason if the door itself has answered.
+/// Returns the reason if the listener itself has answered.
 fn failure_of(answer: &str) -> Result<(), String> {
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((answer, ""));
     let outcome = head.lines().find_map(|line| {

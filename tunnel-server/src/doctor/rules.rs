@@ -69,18 +69,18 @@ impl Suspect {
 }
 
 impl Rules {
-    /// Rules that send a connection to one of `tokens` elsewhere.
-    pub(super) fn takers(&self, tokens: IpNet, port: u16) -> Vec<Suspect> {
-        self.search(Hook::Nat, Some(tokens), port, Action::Rewrite)
+    /// Rules that send a connection to one of `virtual_addresses` elsewhere.
+    pub(super) fn takers(&self, virtual_addresses: IpNet, port: u16) -> Vec<Suspect> {
+        self.search(Hook::Nat, Some(virtual_addresses), port, Action::Rewrite)
     }
 
-    /// Ports of `tokens` in rules that send them elsewhere; the first port of a range.
-    pub(super) fn ports_taken(&self, tokens: IpNet) -> BTreeSet<u16> {
+    /// Ports of `virtual_addresses` in rules that send them elsewhere; the first port of a range.
+    pub(super) fn ports_taken(&self, virtual_addresses: IpNet) -> BTreeSet<u16> {
         let nat = self.chains.iter().filter(|((table, _), _)| self.nat_bases(table).next().is_some());
         let rules = nat.flat_map(|(_, chain)| &chain.rules).map(|rule| (rule, words(rule)));
         let taken = rules.filter(|(rule, words)| {
             matches!(action(words), Action::Rewrite | Action::Chain(_))
-                && may_concern(rule, words, Some(tokens), None)
+                && may_concern(rule, words, Some(virtual_addresses), None)
         });
         taken.flat_map(|(_, words)| ports_of(&words)).collect()
     }

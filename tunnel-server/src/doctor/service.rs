@@ -12,7 +12,7 @@ use crate::inventory;
 use crate::status::{InventoryStatus, StatusReport};
 
 const DEADLINE: Duration = Duration::from_secs(3);
-/// The doors that are reached through sk_lookup only.
+/// The listeners that are reached through sk_lookup only.
 const REDIRECT: &str = "redirect";
 /// Maximum number of conflicts shown.
 const SHOWN: usize = 5;
@@ -28,26 +28,27 @@ pub(super) async fn check_listeners(
     }
 }
 
-/// Reports the doors of the running server that do not accept connections.
+/// Reports the listeners of the running server that do not accept connections.
 async fn silent(running: &Running<StatusReport>) -> Outcome {
-    let doors: Vec<_> = running.status.doors.iter().filter(|door| door.name != REDIRECT).collect();
+    let listeners: Vec<_> =
+        running.status.listeners.iter().filter(|listener| listener.name != REDIRECT).collect();
     let mut faults = Vec::new();
-    for door in &doors {
-        let address = reachable(door.address);
+    for listener in &listeners {
+        let address = reachable(listener.address);
         let reason = match tokio::time::timeout(DEADLINE, TcpStream::connect(address)).await {
             Ok(Ok(_)) => continue,
             Ok(Err(error)) => error.to_string(),
             Err(_) => format!("no answer within {} s", DEADLINE.as_secs()),
         };
-        let found = format!("{} at {address}: {reason}", door.name);
+        let found = format!("{} at {address}: {reason}", listener.name);
         let fix = format!(
             "look for a rule that rejects it: `iptables -S INPUT`, `nft list ruleset`, and see `ss -ltn sport = :{}`",
             address.port()
         );
         faults.push(Finding::new(&codes::LISTENER_SILENT, found, fix));
     }
-    let shown = |door: &&crate::status::DoorStatus| format!("{} {}", door.name, door.address);
-    Outcome::of(faults, doors.iter().map(shown).collect::<Vec<_>>().join(", "))
+    let shown = |listener: &&crate::status::ListenerStatus| format!("{} {}", listener.name, listener.address);
+    Outcome::of(faults, listeners.iter().map(shown).collect::<Vec<_>>().join(", "))
 }
 
 /// Returns an address at which this host reaches a listener.

@@ -33,10 +33,10 @@ const POD_LINK: &str = "eth0";
 /// A port at which a connection did not reach the server, and the result.
 pub(super) type Failure = (u16, String);
 
-/// Tries each port of `token`, a virtual address at which the running server closes every connection at once.
-pub(super) async fn from_here(token: IpAddr, ports: &[u16]) -> Vec<Failure> {
+/// Tries each port of `virtual_address`, a virtual address at which the running server closes every connection at once.
+pub(super) async fn from_here(virtual_address: IpAddr, ports: &[u16]) -> Vec<Failure> {
     let tried = futures_util::stream::iter(ports.iter().copied())
-        .map(async |port| Some((port, failure(SocketAddr::new(token, port)).await?)));
+        .map(async |port| Some((port, failure(SocketAddr::new(virtual_address, port)).await?)));
     let mut failed: Vec<Failure> =
         tried.buffer_unordered(AT_ONCE).filter_map(std::future::ready).collect().await;
     failed.sort_unstable();
@@ -65,7 +65,7 @@ async fn failure(to: SocketAddr) -> Option<String> {
 /// The reason why there cannot be such a pod.
 pub(super) async fn from_pod(
     range: IpNet,
-    token: IpAddr,
+    virtual_address: IpAddr,
     ports: Vec<u16>,
 ) -> Result<(IpAddr, Vec<Failure>), String> {
     let (send, tried) = tokio::sync::oneshot::channel();
@@ -74,7 +74,7 @@ pub(super) async fn from_pod(
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let tried = runtime
             .map_err(|error| error.to_string())
-            .and_then(|runtime| runtime.block_on(Pod::attempt(range, token, &ports)));
+            .and_then(|runtime| runtime.block_on(Pod::attempt(range, virtual_address, &ports)));
         // Fails only if nobody waits any more.
         let _ = send.send(tried);
     });
@@ -89,7 +89,11 @@ struct Pod {
 }
 
 impl Pod {
-    async fn attempt(range: IpNet, token: IpAddr, ports: &[u16]) -> Result<(IpAddr, Vec<Failure>), String> {
+    async fn attempt(
+        range: IpNet,
+        virtual_address: IpAddr,
+        ports: &[u16],
+    ) -> Result<(IpAddr, Vec<Failure>), String> {
         let host = connection().map_err(|error| format!("failed to open netlink: {error}"))?;
         let address = free_address(&host, range).await.map_err(failed("list addresses"))?;
         let address = address.ok_or_else(|| format!("no address of {range} is known to be free"))?;
@@ -99,9 +103,9 @@ impl Pod {
             format!("failed to make a network namespace ({error}), which takes CAP_SYS_ADMIN")
         })?;
         let inside = connection().map_err(|error| format!("failed to open netlink: {error}"))?;
-        let pod = Self::wire(host, &inside, &own, address, token, bridge).await;
+        let pod = Self::wire(host, &inside, &own, address, virtual_address, bridge).await;
         let pod = pod.map_err(failed("connect a namespace with this host"))?;
-        let failures = from_here(token, ports).await;
+        let failures = from_here(virtual_address, ports).await;
         pod.remove().await.map_err(failed("remove the cable to a namespace"))?;
         Ok((address, failures))
     }
@@ -111,7 +115,7 @@ impl Pod {
         inside: &Handle,
         own: &File,
         address: IpAddr,
-        token: IpAddr,
+        virtual_address: IpAddr,
         bridge: Option<LinkMessage>,
     ) -> Result<Self, rtnetlink::Error> {
         let name = format!("doctor{}", std::process::id());
@@ -135,7 +139,7 @@ impl Pod {
         let mut add = inside.address().add(in_pod_index, address, whole);
         add.message_mut().header.flags |= AddressHeaderFlags::Nodad;
         add.execute().await?;
-        inside.route().add(direct(token, whole, in_pod_index)).execute().await?;
+        inside.route().add(direct(virtual_address, whole, in_pod_index)).execute().await?;
         // As if the host were its gateway.
         let gateway = match &bridge {
             // The bridge's address has changed with its first port.
@@ -145,7 +149,7 @@ impl Pod {
             }
             None => mac(&on_host),
         };
-        inside.neighbours().add(in_pod_index, token).link_layer_address(&gateway).execute().await?;
+        inside.neighbours().add(in_pod_index, virtual_address).link_layer_address(&gateway).execute().await?;
         if bridge.is_none() {
             pod.host.route().add(direct(address, whole, link)).execute().await?;
             pod.host.neighbours().add(link, address).link_layer_address(&mac(&in_pod)).execute().await?;

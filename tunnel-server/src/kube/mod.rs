@@ -1,5 +1,5 @@
 //! The Kubernetes side: what the server reads from the cluster (`read/`), and what it writes there (`write/`). Only what
-//! answers a single request asks the API server itself: `crate::caller` who a caller is and what it may do, and the doors where
+//! answers a single request asks the API server itself: `crate::caller` who a caller is and what it may do, and the listeners where
 //! a pod runs.
 //!
 //! Every part lives through outages of the API server by itself; none of them can end a tunnel or take a route away
@@ -46,7 +46,7 @@ use crate::pki::{
 };
 use crate::route::Router;
 use crate::runtime::Runtime;
-use crate::settings::{Doors, Settings};
+use crate::settings::{Listeners, Settings};
 use crate::status::SourceReport;
 
 /// The Kubernetes side before its CA is known.
@@ -64,7 +64,7 @@ pub struct Kube {
 pub struct Parts<'a> {
     pub runtime: &'a Runtime,
     pub state_dir: PathBuf,
-    pub doors: Doors,
+    pub listeners: Listeners,
     pub reads: Reads,
     pub writes: Writes,
     /// None: this is a redirector, which writes nothing.
@@ -158,7 +158,7 @@ impl Kube {
         self.client.clone()
     }
 
-    /// How watches are doing, for those of the doors.
+    /// How watches are doing, for those of the listeners.
     pub fn health(&self) -> Health {
         self.health.clone()
     }
@@ -178,7 +178,7 @@ impl Kube {
     /// Starts every part; for a redirector only those that it follows. What writes for all servers stops when the drain starts,
     /// the rest with the stop.
     pub fn start(self, parts: Parts<'_>) {
-        let Parts { runtime, state_dir, doors, reads, writes, certificate } = parts;
+        let Parts { runtime, state_dir, listeners, reads, writes, certificate } = parts;
         let (router, tasks, stop) = (runtime.router.clone(), &runtime.tasks, runtime.stop.clone());
         // The server stops soon: its agents leave, which is not to be written to the cluster.
         let draining = runtime.drain.shutdown().draining_token().clone();
@@ -231,7 +231,7 @@ impl Kube {
         };
         let (client, selector, allow_empty) = (context.client.clone(), reads.selector, reads.allow_empty);
         tasks.spawn(nodes::run(client, selector, health, allow_empty, last_known, publish, stop));
-        tasks.spawn(configmap::run(context.clone(), events.clone(), doors.clone(), say_ports));
+        tasks.spawn(configmap::run(context.clone(), events.clone(), listeners.clone(), say_ports));
         tasks.spawn(service_ranges::run(context.clone(), say_ranges));
         tasks.spawn(peers::run(context.clone(), reads.given_peers, state_dir.clone(), reads.peers));
         let (Some(certificate), Some(events)) = (certificate, events) else { return };
@@ -241,7 +241,7 @@ impl Kube {
         if writes.dns_records {
             tasks.spawn(dns::run(writers.clone(), events.clone(), self.records_left_out));
         }
-        tasks.spawn(service::run(writers.clone(), doors));
+        tasks.spawn(service::run(writers.clone(), listeners));
         let (sessions, peers) = (runtime.sessions.clone(), runtime.peers.clone());
         tasks.spawn(tunnels::run(writers, events, sessions, peers, writes.node_condition));
         tasks.spawn(names::run(context, certificate, writes.server_names));

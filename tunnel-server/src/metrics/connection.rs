@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use tunnel_core::carry::{Abort, Carrying, Side, Traffic};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::Flow;
+use tunnel_core::relay::{Abort, Relaying, Side, Traffic};
 
 /// A connection from the moment its node is known.
 #[derive(Debug)]
 pub(crate) struct Connection {
-    pub(crate) door: &'static str,
+    pub(crate) listener: &'static str,
     pub(crate) client: SocketAddr,
     /// `None` if this server dials the target itself.
     pub(crate) node: Option<NodeName>,
@@ -28,13 +28,13 @@ pub(crate) struct Connection {
     /// The caller, at a listener that authenticates.
     pub(crate) caller: OnceLock<Box<str>>,
     /// Set once bytes may pass; the target may still be being dialled.
-    pub(crate) carried: OnceLock<Carried>,
+    pub(crate) relayed: OnceLock<Relayed>,
     answered: AtomicBool,
 }
 
 /// The bytes, and the link that relays them.
 #[derive(Debug)]
-pub(crate) struct Carried {
+pub(crate) struct Relayed {
     pub(crate) traffic: Arc<Traffic>,
     /// The link's number, and its network path; `None` if this server has dialled the target itself.
     pub(crate) link: Option<(u32, Arc<Flow>)>,
@@ -42,13 +42,13 @@ pub(crate) struct Carried {
 
 impl Connection {
     pub(crate) fn new(
-        door: &'static str,
+        listener: &'static str,
         client: SocketAddr,
         node: Option<NodeName>,
         target: SocketAddr,
     ) -> Self {
         Self {
-            door,
+            listener,
             client,
             node,
             target,
@@ -57,7 +57,7 @@ impl Connection {
             abort: Arc::default(),
             via: OnceLock::new(),
             caller: OnceLock::new(),
-            carried: OnceLock::new(),
+            relayed: OnceLock::new(),
             answered: AtomicBool::new(false),
         }
     }
@@ -76,20 +76,20 @@ impl Connection {
     pub(crate) fn is_dialling(&self) -> bool {
         match self.node {
             Some(_) => !self.answered.load(Ordering::Relaxed),
-            None => self.carried.get().is_none(),
+            None => self.relayed.get().is_none(),
         }
     }
 
     /// Returns `None` before bytes may pass.
-    pub(crate) fn carrying(&self) -> Option<Carrying<'_>> {
-        let Carried { traffic, link } = self.carried.get()?;
+    pub(crate) fn relaying(&self) -> Option<Relaying<'_>> {
+        let Relayed { traffic, link } = self.relayed.get()?;
         let rtt = link.as_ref().and_then(|(_, flow)| flow.rtt.last());
-        Some(Carrying { traffic, abort: &self.abort, side: Side::Server, rtt })
+        Some(Relaying { traffic, abort: &self.abort, side: Side::Server, rtt })
     }
 
     /// Returns the number of bytes to the node, and from it.
     pub(crate) fn bytes(&self) -> (u64, u64) {
-        let traffic = self.carried.get().map(|carried| &carried.traffic);
+        let traffic = self.relayed.get().map(|relayed| &relayed.traffic);
         traffic.map_or((0, 0), |traffic| (traffic.from_socket(), traffic.to_socket()))
     }
 }

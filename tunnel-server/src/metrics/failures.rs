@@ -17,7 +17,7 @@ const LONGEST_DETAIL: usize = 300;
 #[derive(Clone, Debug)]
 pub(crate) struct Failure {
     pub(crate) at: Instant,
-    pub(crate) door: &'static str,
+    pub(crate) listener: &'static str,
     pub(crate) client: SocketAddr,
     /// `None` if this server dialled the target itself.
     pub(crate) node: Option<NodeName>,
@@ -65,7 +65,7 @@ mod tests {
     fn failure(outcome: Outcome, detail: &str) -> Failure {
         Failure {
             at: Instant::now(),
-            door: "redirect",
+            listener: "redirect",
             client: "127.0.0.1:1".parse().unwrap(),
             node: "edge-1".parse().ok(),
             destination: "10.8.0.7:10250".parse().unwrap(),

@@ -213,9 +213,9 @@
     const connected = report.nodes.filter((node) => node.connected).length;
     const elsewhere = report.nodes.filter((node) => !node.connected && node.via.length > 0).length;
     const away = report.nodes.length - connected - elsewhere;
-    // A door with two addresses is there twice, with the same count. The agents' counts none.
-    const doors = new Map(report.doors.filter((door) => door.accepted !== null).map((door) => [door.name, door.connections_active]));
-    const open = [...doors.values()].reduce((sum, count) => sum + count, 0);
+    // A listener with two addresses is there twice, with the same count. The agents' counts none.
+    const listeners = new Map(report.listeners.filter((listener) => listener.accepted !== null).map((listener) => [listener.name, listener.connections_active]));
+    const open = [...listeners.values()].reduce((sum, count) => sum + count, 0);
     const failed = report.failures.reduce((sum, hop) => sum + hop.count, 0);
     const [to, from] = view.totals || [null, null];
     const redirect = report.redirect.state;
@@ -247,19 +247,19 @@
       `${age(failure.ago_s)} ago`,
       failure.node || "",
       failure.destination,
-      failure.door,
+      failure.listener,
       failure.client,
       failure.outcome,
       failure.detail,
     ]);
   }
-  const FAILURES = [["When", ""], ["Node", ""], ["Destination", ""], ["Door", ""], ["Client", ""], ["Outcome", ""], ["Reason", ""]];
+  const FAILURES = [["When", ""], ["Node", ""], ["Destination", ""], ["Listener", ""], ["Client", ""], ["Outcome", ""], ["Reason", ""]];
 
   function lists(report) {
-    $("doors").replaceChildren(
+    $("listeners").replaceChildren(
       table(
-        [["Door", ""], ["Address", ""], ["Open now", "number"], ["Accepted", "number"]],
-        report.doors.map((door) => [door.name, door.address, door.connections_active, door.accepted]),
+        [["Listener", ""], ["Address", ""], ["Open now", "number"], ["Accepted", "number"]],
+        report.listeners.map((listener) => [listener.name, listener.address, listener.connections_active, listener.accepted]),
       ),
     );
     $("servers").replaceChildren(
@@ -421,7 +421,7 @@
     detail();
   }
 
-  // The address has what is searched, so that a view can be passed on.
+  // The address has what is searched, so that a view can be shared.
   function remember() {
     const parts = new URLSearchParams();
     if ($("search").value) parts.set("q", $("search").value);

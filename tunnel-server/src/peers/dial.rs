@@ -72,7 +72,7 @@ pub struct PeerContext {
 }
 
 /// Keeps a link with the server at each of the addresses, as they change, until the stop. A link to an address that is
-/// removed ends by itself: its server goes, and what it carries may finish.
+/// removed ends by itself: its server goes, and what it relays may finish.
 pub async fn follow(context: Arc<PeerContext>, mut addresses: watch::Receiver<Arc<BTreeSet<HostPort>>>) {
     let mut kept: HashMap<HostPort, CancellationToken> = HashMap::new();
     let mut links = JoinSet::new();
@@ -187,7 +187,7 @@ enum Error {
     Watch(Box<Status>),
     #[error("the other server sent node {0:?}: not the name of a node")]
     Node(String),
-    #[error("a connection could not be passed on")]
+    #[error("a connection could not be forwarded")]
     Broken,
     #[error("superseded by a newer peer link")]
     Unneeded,
@@ -240,7 +240,7 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
         Err(_) => return End::Failed(Error::Slow { step: "HTTP/2" }),
     };
     let Some(pings) = connection.ping_pong() else { return End::Failed(Error::Closed) };
-    // A task of its own, so that carried bytes wake only it.
+    // A task of its own, so that relayed bytes wake only it.
     let mut driver = JoinSet::new();
     driver.spawn(link::drive(connection, flow.clone()));
     let mut client = PeerClient::with_origin(Channel::new(send.clone()), origin());
@@ -258,7 +258,7 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
     }
     let server_id = printable(&first.server_id, 128);
     let told_by = (server_id.clone(), printable(&first.server_version, 64), address.to_owned());
-    // Either way the server is dialled again, and this link finishes what it carries.
+    // Either way the server is dialled again, and this link finishes what it relays.
     let streams = Streams { most: context.most_streams, spent: draining.clone() };
     let link = Link::new(0, flow.clone(), context.forced.child_token(), send, worker, streams);
     let peer = Arc::new(Peer::new(told_by, link.clone(), context.stop.child_token(), draining));
@@ -408,7 +408,7 @@ fn apply(
     Ok(())
 }
 
-/// Ends once this link carries nothing, and there is another one: it is used up, or the server said that it stops and goes on after
+/// Ends once this link relays nothing, and there is another one: it is used up, or the server said that it stops and goes on after
 /// all, because its successor has died.
 async fn unneeded(peers: &Peers, peer: &Arc<Peer>) {
     loop {

@@ -136,7 +136,7 @@ mod tests {
             peers.gained(peer, &node);
         }
         leaving.draining.cancel();
-        let _carried = busy.links.take();
+        let _relayed = busy.links.take();
         let order = || peers.holders(&node).iter().map(|peer| peer.server_id.clone()).collect::<Vec<_>>();
         assert_eq!(order(), ["idle", "busy", "leaving"]);
         idle.links.take().note_unanswered();

@@ -11,12 +11,12 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use parking_lot::{Mutex, MutexGuard};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
-use tunnel_core::carry::{
-    CLIENT_HEADER, NODE_HEADER, PEER_CARRY_PATH, RelayError, StallBound, Totals, UNLESS_SILENT_HEADER,
-};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link;
 use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::{
+    CLIENT_HEADER, NODE_HEADER, PEER_RELAY_PATH, RelayError, StallBound, Totals, UNLESS_SILENT_HEADER,
+};
 use tunnel_core::text::printable;
 
 use crate::session::{Asked, Link, Links, On, Taken, ask};
@@ -33,7 +33,7 @@ pub struct Peer {
     pub address: String,
     pub since: Instant,
     /// Bytes forwarded, from clients to nodes and back.
-    pub carried: Totals,
+    pub relayed: Totals,
     pub(super) links: Links,
     pub(super) stalls: StallBound,
     /// Cancelled when it drains.
@@ -56,7 +56,7 @@ impl Peer {
             version,
             address,
             since: Instant::now(),
-            carried: Totals::default(),
+            relayed: Totals::default(),
             links: Links::new(link, 1),
             stalls: StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize),
             draining,
@@ -107,7 +107,7 @@ impl Peer {
     ) -> Result<OnPeer, NotAsked> {
         let link = self.links.take();
         let more = metadata(node, client, unless_silent);
-        let mut asked = match ask(&link, &self.server_id, PEER_CARRY_PATH, target, more).await {
+        let mut asked = match ask(&link, &self.server_id, PEER_RELAY_PATH, target, more).await {
             Ok(asked) => asked,
             Err(error) => {
                 if matches!(error, RelayError::Link(_)) {
@@ -167,7 +167,7 @@ fn metadata(node: &NodeName, client: SocketAddr, unless_silent: bool) -> HeaderM
 pub(crate) struct OnPeer {
     pub(crate) peer: Arc<Peer>,
     pub(crate) link: Taken,
-    /// Set until it is carried.
+    /// Set until it is relayed.
     asked: Option<Asked>,
 }
 
@@ -177,11 +177,11 @@ impl OnPeer {
     /// # Errors
     /// On the second call.
     pub(crate) fn asked(&mut self) -> Result<Asked, RelayError> {
-        let again = || RelayError::Dial(Outcome::Protocol, "it is carried already".to_owned());
+        let again = || RelayError::Dial(Outcome::Protocol, "it is relayed already".to_owned());
         self.asked.take().ok_or_else(again)
     }
 
-    /// The parameters for carrying the connection.
+    /// The parameters for relaying the connection.
     pub(crate) fn on(&self) -> On<'_> {
         On { link: &self.link, to: &self.peer.server_id, stalls: &self.peer.stalls }
     }
@@ -218,10 +218,10 @@ mod tests {
         let told_by = ["server-b", "1.0.0", "10.70.0.2:10262"].map(str::to_owned).into();
         let peer = Arc::new(Peer::new(told_by, link, CancellationToken::new(), draining));
         let (node, address) = ("edge-1".parse().unwrap(), "192.0.2.1:10250".parse().unwrap());
-        let mut carried = Vec::new();
+        let mut relayed = Vec::new();
         for left in [false, false, false, true, true] {
-            carried.push(peer.ask(&node, address, address, true).await.unwrap());
-            assert_eq!(peer.is_draining(), left, "after {}", carried.len());
+            relayed.push(peer.ask(&node, address, address, true).await.unwrap());
+            assert_eq!(peer.is_draining(), left, "after {}", relayed.len());
         }
         assert!(!over.is_cancelled() && !peer.closed.is_cancelled());
         assert_eq!(peer.connections(), 5);

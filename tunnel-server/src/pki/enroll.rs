@@ -159,7 +159,7 @@ impl EnrollService {
         let message = request.into_inner();
         let source = address.map(|address| address.0.ip());
         let result = match source {
-            None => Err(EnrollError::Wiring("the request carries no peer address")),
+            None => Err(EnrollError::Wiring("the request has no peer address")),
             // Not refused by its address alone: an unauthenticated client behind the same NAT must not block renewals.
             Some(_) => {
                 let inner = Arc::clone(&self.inner);

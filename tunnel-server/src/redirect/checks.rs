@@ -9,7 +9,7 @@ use super::cgroup::Cgroup;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::netns::this_netns;
-use super::running::{Redirect, token_ranges};
+use super::running::{Redirect, redirect_ranges};
 use super::{load, netlink, pins, preflight, range_use};
 
 const FAILS: &str = "fails at connect()";
@@ -57,7 +57,7 @@ pub fn host_checks(config: &RedirectConfig) -> Vec<HostCheck> {
         ),
     ];
     let ranges = range_use::check(config, preflight::ipv6_usable().is_ok());
-    all.push(check("token range", ranges.map(|()| "no other user".into())));
+    all.push(check("redirect range", ranges.map(|()| "no other user".into())));
     let cgroup = Cgroup::find(config.cgroup.as_deref());
     if let Ok(cgroup) = &cgroup {
         let foreign = AttachType::CGROUP.into_iter().find_map(|hook| attached::foreign(&cgroup.path, hook));
@@ -82,12 +82,12 @@ pub fn foreign_lookups() -> Result<Vec<String>, RedirectError> {
     listed.map_err(|source| RedirectError::Io { what: "cannot list the sk_lookup programs".into(), source })
 }
 
-/// The token ranges that this network namespace does not route to itself.
+/// The redirect ranges that this network namespace does not route to itself.
 ///
 /// # Errors
 /// The routes cannot be listed.
-pub fn missing_token_routes(config: &RedirectConfig) -> Result<Vec<IpNet>, RedirectError> {
-    let mut missing = token_ranges(config, preflight::ipv6_usable().is_ok());
+pub fn missing_range_routes(config: &RedirectConfig) -> Result<Vec<IpNet>, RedirectError> {
+    let mut missing = redirect_ranges(config, preflight::ipv6_usable().is_ok());
     let routes = netlink::blocking(|handle| async move { netlink::local_routes(&handle).await })?;
     missing.retain(|range| !routes.iter().any(|route| route.contains(range)));
     Ok(missing)

@@ -1,4 +1,4 @@
-//! Claims the token ranges of a network namespace.
+//! Claims the redirect ranges of a network namespace.
 //!
 //! Two installations with the same ranges would misroute each other's connects: a program of one rewrites to a virtual
 //! address that the listener of the other takes for its own. So a process that redirects listens on an abstract Unix
@@ -198,8 +198,8 @@ impl Name {
             }
         };
         Ok(Self {
-            v4: config.token_range.trunc(),
-            v6: ipv6.then(|| config.token_range_v6.trunc()),
+            v4: config.redirect_range.trunc(),
+            v6: ipv6.then(|| config.redirect_range_v6.trunc()),
             state,
             number: format!("{:08x}", rand::random::<u32>()),
         })

@@ -11,16 +11,16 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 pub struct RedirectConfig {
     /// Cgroup v2 directory whose processes are redirected; None for the host's root, which is found and checked.
     pub cgroup: Option<PathBuf>,
-    /// Virtual addresses (tokens) for IPv4 destinations.
-    pub token_range: Ipv4Net,
-    /// Virtual addresses (tokens) for IPv6 destinations.
-    pub token_range_v6: Ipv6Net,
-    /// Sources that may use the token range, besides this host and [`Table::clients`](crate::route::Table::clients).
+    /// Virtual addresses for IPv4 destinations.
+    pub redirect_range: Ipv4Net,
+    /// Virtual addresses for IPv6 destinations.
+    pub redirect_range_v6: Ipv6Net,
+    /// Sources that may use the redirect range, besides this host and [`Table::clients`](crate::route::Table::clients).
     pub clients: Vec<IpNet>,
     /// If true, a connect to a node without a tunnel fails immediately on kernels with support (6.1). If false, it
     /// behaves as on older kernels: it is accepted, and the server must reset it.
     pub fail_at_connect: bool,
-    /// The server's state directory. Its successor has the same one; servers with another one must have other token
+    /// The server's state directory. Its successor has the same one; servers with another one must have other virtual address
     /// ranges. All servers with None count as having the same.
     pub state_dir: Option<PathBuf>,
     /// Keeps the programs attached if this process dies; with None they are removed with it.
@@ -48,9 +48,9 @@ impl Default for RedirectConfig {
         Self {
             cgroup: None,
             // RFC 2544's benchmarking range, never routed on the Internet.
-            token_range: Ipv4Net::new_assert(Ipv4Addr::new(198, 18, 0, 0), 15),
+            redirect_range: Ipv4Net::new_assert(Ipv4Addr::new(198, 18, 0, 0), 15),
             // A ULA /64 (RFC 4193).
-            token_range_v6: Ipv6Net::new_assert(
+            redirect_range_v6: Ipv6Net::new_assert(
                 Ipv6Addr::new(0xfd9e, 0x706f, 0x7374, 0x6572, 0, 0, 0, 0),
                 64,
             ),

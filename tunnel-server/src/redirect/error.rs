@@ -93,17 +93,17 @@ pub enum RedirectError {
         "{wanted} {what} do not fit: the kernel's table holds {capacity}; aggregate them into larger networks"
     )]
     Full { what: &'static str, wanted: usize, capacity: usize },
-    #[error("route {net} -> {token}: {reason}; nothing was changed")]
-    Route { net: IpNet, token: IpAddr, reason: String },
+    #[error("route {net} -> {virtual_address}: {reason}; nothing was changed")]
+    Route { net: IpNet, virtual_address: IpAddr, reason: String },
     #[error("{key}={range}: {reason}")]
-    TokenRange {
+    RedirectRange {
         /// The flag.
         key: &'static str,
         range: IpNet,
         reason: &'static str,
     },
     #[error(
-        "{key}={range}: the tokens would collide with {user}: give a range that nothing else uses with {key}, or remove that"
+        "{key}={range}: the virtual addresses would collide with {user}: give a range that nothing else uses with {key}, or remove that"
     )]
     RangeUsed {
         /// The flag.
@@ -154,11 +154,11 @@ pub enum SelfTestError {
         cgroup: String,
     },
     #[error(
-        "a redirected connect to {token} did not reach the listener ({reason}): check the route `local <token range> dev lo`, the sk_lookup program (`bpftool net`), firewall rules for loopback, and rules that take this port (`tunnel-server doctor`)"
+        "a redirected connect to {virtual_address} did not reach the listener ({reason}): check the route `local <redirect range> dev lo`, the sk_lookup program (`bpftool net`), firewall rules for loopback, and rules that take this port (`tunnel-server doctor`)"
     )]
     NotSteered {
-        /// The virtual address (token), with the destination port.
-        token: SocketAddr,
+        /// The virtual address, with the destination port.
+        virtual_address: SocketAddr,
         reason: String,
     },
     #[error("getpeername() says {found} instead of {expected}: the {hook} program is not in effect")]

@@ -57,17 +57,17 @@ pub(super) struct Programs {
     pins: Option<Pins>,
 }
 
-/// Cgroup hooks in the order of attachment: getpeername first, so that no redirected client ever sees a token.
+/// Cgroup hooks in the order of attachment: getpeername first, so that no redirected client ever sees a virtual address.
 const CGROUP_HOOKS: [AttachType; 4] =
     [AttachType::Getpeername4, AttachType::Getpeername6, AttachType::Connect4, AttachType::Connect6];
 
 /// Loads the object, but not its programs.
 pub(super) fn open(config: &RedirectConfig, features: Features, log: bool) -> Result<Ebpf, RedirectError> {
     let object = embedded()?;
-    let v4 = config.token_range.trunc();
-    let v6 = config.token_range_v6.trunc();
-    let tokens_v4 = Prefix { base: V4::from(v4.network()), mask: V4::from(v4.netmask()) };
-    let tokens_v6 = Prefix { base: V6::from(v6.network()), mask: V6::from(v6.netmask()) };
+    let v4 = config.redirect_range.trunc();
+    let v6 = config.redirect_range_v6.trunc();
+    let virtual_addresses_v4 = Prefix { base: V4::from(v4.network()), mask: V4::from(v4.netmask()) };
+    let virtual_addresses_v6 = Prefix { base: V6::from(v6.network()), mask: V6::from(v6.netmask()) };
     let set_retval = u8::from(features.set_retval);
     let ingress_ifindex = u8::from(features.ingress_ifindex);
     let orphan_after = u64::try_from(config.orphan_timeout.as_nanos()).unwrap_or(u64::MAX);
@@ -78,8 +78,8 @@ pub(super) fn open(config: &RedirectConfig, features: Features, log: bool) -> Re
         .override_global(names::SET_RETVAL, &set_retval, true)
         .override_global(names::INGRESS_IFINDEX, &ingress_ifindex, true)
         .override_global(names::ORPHAN_AFTER, &orphan_after, true)
-        .override_global(names::TOKENS_V4, &tokens_v4, true)
-        .override_global(names::TOKENS_V6, &tokens_v6, true)
+        .override_global(names::VIRTUAL_V4, &virtual_addresses_v4, true)
+        .override_global(names::VIRTUAL_V6, &virtual_addresses_v6, true)
         .override_global(names::LOG_LEVEL, &level, true)
         .load(object)
         .map_err(|error| object_error(&error))

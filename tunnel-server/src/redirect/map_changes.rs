@@ -10,7 +10,7 @@ use crate::route::RouteTarget;
 
 impl MapContents {
     /// The changes that turn `self` into `want`. At no step is an excluded address redirected, a redirected one without
-    /// an origin, or a token mapped to two origins.
+    /// an origin, or a virtual address mapped to two origins.
     pub(super) fn changes_to(&self, want: &Self) -> Vec<Change> {
         let mut changes = Vec::new();
         changes.extend(want.excluded.difference(&self.excluded).map(|net| Change::Exclude(*net)));
@@ -20,7 +20,7 @@ impl MapContents {
 
         let gone = self.routes.keys().filter(|net| !want.routes.contains_key(net));
         let mut unrouted: BTreeSet<IpNet> = gone.copied().collect();
-        // A token moves to another network: remove the old route before the origin changes.
+        // A virtual address moves to another network: remove the old route before the origin changes.
         unrouted.extend(self.origins.iter().filter_map(|(block, net)| {
             let passes = want.origins.get(block).is_some_and(|other| other != net);
             (passes && self.routes.contains_key(net)).then_some(*net)

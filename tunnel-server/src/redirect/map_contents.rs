@@ -10,7 +10,7 @@ use super::change::Change;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::self_test_addresses::{SELF_TEST_PORT, SelfTestAddresses};
-use crate::route::{Desired, RouteTarget, reserved_tokens, reserved_tokens_v6};
+use crate::route::{Desired, RouteTarget, reserved_addresses, reserved_addresses_v6};
 
 /// Contents of all maps that change at run time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -19,7 +19,7 @@ pub(super) struct MapContents {
     pub(super) excluded: BTreeSet<IpNet>,
     pub(super) clients: BTreeSet<IpNet>,
     pub(super) routes: BTreeMap<IpNet, RouteTarget>,
-    /// Token block to the network that it stands for.
+    /// Virtual address block to the network that it stands for.
     pub(super) origins: BTreeMap<IpNet, IpNet>,
     /// True if any route takes every port; otherwise the programs skip that lookup.
     pub(super) any_port: bool,
@@ -68,13 +68,14 @@ impl MapContents {
     }
 
     fn add_route(&mut self, net: IpNet, target: RouteTarget) -> Result<(), RedirectError> {
-        let refuse = |reason: String| RedirectError::Route { net, token: target.token, reason };
-        let block = IpNet::new(target.token, net.prefix_len())
-            .map_err(|_| refuse("its token is of the other address family".into()))?;
+        let refuse =
+            |reason: String| RedirectError::Route { net, virtual_address: target.virtual_address, reason };
+        let block = IpNet::new(target.virtual_address, net.prefix_len())
+            .map_err(|_| refuse("its virtual address is of the other address family".into()))?;
         if let Some(other) = self.origins.insert(block, net) {
             let other_up = self.routes.get(&other).is_some_and(|route| route.up);
             if target.up || other_up {
-                return Err(refuse(format!("{other} has the same token")));
+                return Err(refuse(format!("{other} has the same virtual address")));
             }
         }
         if self.routes.insert(net, target).is_some() {
@@ -112,7 +113,7 @@ impl MapContents {
         }
     }
 
-    /// Rejects overlapping token blocks: a token must stand for one address only.
+    /// Rejects overlapping blocks of virtual addresses: a virtual address must stand for one address only.
     fn check_origins(&self) -> Result<(), RedirectError> {
         let mut before: Option<(&IpNet, &IpNet)> = None;
         for (block, net) in &self.origins {
@@ -121,9 +122,9 @@ impl MapContents {
             {
                 return Err(RedirectError::Route {
                     net: *net,
-                    token: block.network(),
+                    virtual_address: block.network(),
                     reason: format!(
-                        "its token block {block} lies inside {previous}, which stands for {previous_net}"
+                        "its block of virtual addresses {block} lies inside {previous}, which stands for {previous_net}"
                     ),
                 });
             }
@@ -177,8 +178,8 @@ fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNet>, BTreeSe
         IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8)),
         IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST)),
     ];
-    let ranges = token_ranges(host.config);
-    // An interface of this host may have a token as its address; as a client it would be admitted from outside.
+    let ranges = redirect_ranges(host.config);
+    // An interface of this host may have a virtual address as its address; as a client it would be admitted from outside.
     let own = || {
         let own = host.own.iter().filter(|address| !ranges.iter().any(|range| range.contains(*address)));
         own.map(|address| IpNet::from(*address)).chain(loopback)
@@ -193,8 +194,8 @@ fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNet>, BTreeSe
     (excluded, clients)
 }
 
-fn token_ranges(config: &RedirectConfig) -> [IpNet; 2] {
-    [IpNet::V4(config.token_range.trunc()), IpNet::V6(config.token_range_v6.trunc())]
+fn redirect_ranges(config: &RedirectConfig) -> [IpNet; 2] {
+    [IpNet::V4(config.redirect_range.trunc()), IpNet::V6(config.redirect_range_v6.trunc())]
 }
 
 /// Clears host bits and turns IPv4-mapped networks into IPv4, the form that the programs look up.
@@ -211,28 +212,32 @@ pub(super) fn normalize(net: &IpNet) -> IpNet {
 }
 
 fn check_route(net: IpNet, target: RouteTarget, config: &RedirectConfig) -> Result<(), RedirectError> {
-    let ranges = token_ranges(config);
-    let refuse = |reason: &str| RedirectError::Route { net, token: target.token, reason: reason.to_owned() };
-    let block = IpNet::new(target.token, net.prefix_len())
+    let ranges = redirect_ranges(config);
+    let refuse = |reason: &str| RedirectError::Route {
+        net,
+        virtual_address: target.virtual_address,
+        reason: reason.to_owned(),
+    };
+    let block = IpNet::new(target.virtual_address, net.prefix_len())
         .ok()
         .filter(|block| block.network().is_ipv4() == net.network().is_ipv4())
-        .ok_or_else(|| refuse("its token is of the other address family"))?;
+        .ok_or_else(|| refuse("its virtual address is of the other address family"))?;
     if block.trunc() != block {
-        return Err(refuse("its token is not the first address of a block of the network's size"));
+        return Err(refuse("its virtual address is not the first address of a block of the network's size"));
     }
     if !ranges.iter().any(|range| range.contains(&block)) {
-        return Err(refuse("its token block lies outside the token range"));
+        return Err(refuse("its block of virtual addresses lies outside the redirect range"));
     }
     if ranges.iter().any(|range| range.contains(&net) || net.contains(range)) {
-        return Err(refuse("the network overlaps the token range"));
+        return Err(refuse("the network overlaps the redirect range"));
     }
     let reserved = [
-        IpNet::V4(reserved_tokens(config.token_range)),
-        IpNet::V6(reserved_tokens_v6(config.token_range_v6)),
+        IpNet::V4(reserved_addresses(config.redirect_range)),
+        IpNet::V6(reserved_addresses_v6(config.redirect_range_v6)),
     ];
     if reserved.iter().any(|reserved| reserved.contains(&block) || block.contains(reserved)) {
         return Err(refuse(
-            "its token block overlaps the end of the range, which is reserved for the self-test",
+            "its block of virtual addresses overlaps the end of the range, which is reserved for the self-test",
         ));
     }
     Ok(())

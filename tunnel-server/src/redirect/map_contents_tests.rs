@@ -12,7 +12,7 @@ use super::change::Change;
 use super::map_contents::{HostContext, MapContents};
 use super::self_test_addresses::SelfTestAddresses;
 use super::{RedirectConfig, RedirectError};
-use crate::route::{Desired, Route, RouteTarget, Table, reserved_tokens, reserved_tokens_v6};
+use crate::route::{Desired, Route, RouteTarget, Table, reserved_addresses, reserved_addresses_v6};
 
 /// Desired state of the kernel, with each route up or down on its own.
 #[derive(Clone, Debug, Default)]
@@ -29,7 +29,10 @@ impl State {
         let node = |(n, net): (usize, &IpNet)| (format!("edge-{n:07}").parse().unwrap(), vec![*net]);
         let nodes = self.routes.keys().enumerate().map(node).collect();
         let route = |(n, (net, target)): (usize, (&IpNet, &RouteTarget))| {
-            (*net, Route { token: target.token, any_port: target.any_port, node: Some(n) })
+            (
+                *net,
+                Route { virtual_address: target.virtual_address, any_port: target.any_port, node: Some(n) },
+            )
         };
         let routes = self.routes.iter().enumerate().map(route).collect();
         let (excluded, clients) = (self.excluded.clone(), self.clients.clone());
@@ -49,9 +52,9 @@ fn complete_with(
 ) -> Result<MapContents, RedirectError> {
     let self_test = SelfTestAddresses {
         origin: "198.19.255.0".parse().unwrap(),
-        token: "198.19.255.1".parse().unwrap(),
+        virtual_address: "198.19.255.1".parse().unwrap(),
         origin_v6: "fd9e:706f:7374:6572:ffff:ffff:ffff:ff00".parse().unwrap(),
-        token_v6: "fd9e:706f:7374:6572:ffff:ffff:ffff:ff01".parse().unwrap(),
+        virtual_address_v6: "fd9e:706f:7374:6572:ffff:ffff:ffff:ff01".parse().unwrap(),
     };
     let host = HostContext { config, own, self_test: &self_test, ipv6: true };
     MapContents::complete(&desired.desired(), &host)
@@ -62,10 +65,14 @@ fn desired(routes: &[(&str, &str, bool)]) -> State {
         ports: [10250].into(),
         routes: routes
             .iter()
-            .map(|(net, token, up)| {
+            .map(|(net, virtual_address, up)| {
                 (
                     net.parse().unwrap(),
-                    RouteTarget { token: token.parse().unwrap(), up: *up, any_port: false },
+                    RouteTarget {
+                        virtual_address: virtual_address.parse().unwrap(),
+                        up: *up,
+                        any_port: false,
+                    },
                 )
             })
             .collect(),
@@ -73,15 +80,16 @@ fn desired(routes: &[(&str, &str, bool)]) -> State {
     }
 }
 
-fn shared_token() -> IpAddr {
+fn shared_virtual_address() -> IpAddr {
     "198.18.9.9".parse().unwrap()
 }
 
-/// Includes routes that share a token, all of them down.
+/// Includes routes that share a virtual address, all of them down.
 fn any_desired_with_shared() -> impl Strategy<Value = State> {
     (any_desired(), prop::collection::btree_set(20_u32..28, 0..5)).prop_map(|(mut desired, shared)| {
         for n in shared {
-            let target = RouteTarget { token: shared_token(), up: false, any_port: n % 4 == 0 };
+            let target =
+                RouteTarget { virtual_address: shared_virtual_address(), up: false, any_port: n % 4 == 0 };
             desired.routes.insert(IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a08_0000 + n))), target);
         }
         desired
@@ -90,7 +98,7 @@ fn any_desired_with_shared() -> impl Strategy<Value = State> {
 
 fn any_desired() -> impl Strategy<Value = State> {
     let address = |n: u32| Ipv4Addr::from(0x0a08_0000 + n);
-    // Few addresses and few tokens, so that tokens move from one node to another.
+    // Few addresses and few virtual addresses, so that virtual addresses move from one node to another.
     let routes = prop::collection::btree_map(0_u32..12, (0_u32..16, any::<bool>()), 0..12);
     let excluded = prop::collection::btree_set(0_u32..12, 0..6);
     let clients = prop::collection::btree_set(0_u32..6, 0..4);
@@ -103,10 +111,13 @@ fn any_desired() -> impl Strategy<Value = State> {
             clients: clients.into_iter().map(|n| IpNet::from(IpAddr::V4(address(100 + n)))).collect(),
             routes: routes
                 .into_iter()
-                .filter(|(_, (token, _))| used.insert(*token))
-                .map(|(n, (token, up))| {
-                    let token = IpAddr::V4(Ipv4Addr::from(0xc612_0000 + token));
-                    (IpNet::from(IpAddr::V4(address(n))), RouteTarget { token, up, any_port: false })
+                .filter(|(_, (virtual_address, _))| used.insert(*virtual_address))
+                .map(|(n, (virtual_address, up))| {
+                    let virtual_address = IpAddr::V4(Ipv4Addr::from(0xc612_0000 + virtual_address));
+                    (
+                        IpNet::from(IpAddr::V4(address(n))),
+                        RouteTarget { virtual_address, up, any_port: false },
+                    )
                 })
                 .collect(),
         }
@@ -124,8 +135,8 @@ proptest! {
         let mut now = have.clone();
         for change in have.changes_to(&want) {
             now.record(&change);
-            for (net, target) in now.routes.iter().filter(|(_, target)| target.token != shared_token()) {
-                let block = IpNet::new(target.token, net.prefix_len()).unwrap();
+            for (net, target) in now.routes.iter().filter(|(_, target)| target.virtual_address != shared_virtual_address()) {
+                let block = IpNet::new(target.virtual_address, net.prefix_len()).unwrap();
                 prop_assert_eq!(now.origins.get(&block), Some(net), "after {:?}", change);
             }
             for net in have.excluded.intersection(&want.excluded) {
@@ -145,9 +156,9 @@ proptest! {
         let (mut now, before) = (complete(&before).unwrap(), before.desired());
         let mut after = before.clone();
         let up = |(net, target): (IpNet, RouteTarget)| (net, target.up);
-        // Routes that share a token are never up.
+        // Routes that share a virtual address are never up.
         for ((up, flip), (_, target)) in after.up.iter_mut().zip(flips).zip(before.routes()) {
-            *up ^= flip && target.token != shared_token();
+            *up ^= flip && target.virtual_address != shared_virtual_address();
         }
         let changes = now.changes_of(after.flips_since(&before).unwrap());
         let differ = after.routes().zip(before.routes()).filter(|(after, before)| after != before);
@@ -171,7 +182,7 @@ proptest! {
 }
 
 #[test]
-fn a_token_that_passes_on_is_unrouted_first() {
+fn a_virtual_address_that_forwards_is_unrouted_first() {
     let have =
         complete(&desired(&[("10.8.0.1/32", "198.18.0.2", true), ("10.8.0.2/32", "198.18.0.3", true)]))
             .unwrap();
@@ -194,14 +205,14 @@ fn refused(routes: &[(&str, &str, bool)], words: &str) {
 fn impossible_routes_are_refused() {
     refused(&[("10.8.0.1/32", "fd00::1", true)], "other address family");
     refused(&[("fd00:1::1/128", "198.18.0.1", true)], "other address family");
-    refused(&[("10.8.0.1/32", "10.9.0.1", true)], "outside the token range");
+    refused(&[("10.8.0.1/32", "10.9.0.1", true)], "outside the redirect range");
     refused(&[("10.8.0.0/24", "198.18.0.1", true)], "first address of a block");
-    refused(&[("198.18.0.9/32", "198.18.0.1", true)], "overlaps the token range");
-    refused(&[("0.0.0.0/1", "128.0.0.0", true)], "outside the token range");
+    refused(&[("198.18.0.9/32", "198.18.0.1", true)], "overlaps the redirect range");
+    refused(&[("0.0.0.0/1", "128.0.0.0", true)], "outside the redirect range");
     refused(&[("10.8.0.1/32", "198.19.255.77", true)], "reserved");
     refused(
         &[("10.8.0.1/32", "198.18.0.1", true), ("10.8.0.2/32", "198.18.0.1", false)],
-        "has the same token",
+        "has the same virtual address",
     );
     refused(&[("10.8.0.0/24", "198.18.1.0", true), ("10.9.0.1/32", "198.18.1.7", true)], "lies inside");
     refused(&[("10.8.0.1/32", "198.18.0.1", true), ("::ffff:10.8.0.1/128", "198.18.0.2", true)], "twice");
@@ -212,8 +223,11 @@ fn one_agent_among_100_000_is_one_write() {
     for count in [10_000_u32, 100_000] {
         let mut state = State { ports: [10250].into(), ..State::default() };
         for n in 0..count {
-            let target =
-                RouteTarget { token: Ipv4Addr::from(0xc612_0002 + n).into(), up: false, any_port: false };
+            let target = RouteTarget {
+                virtual_address: Ipv4Addr::from(0xc612_0002 + n).into(),
+                up: false,
+                any_port: false,
+            };
             state.routes.insert(IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a20_0000 + n))), target);
         }
         let (mut now, mut desired) = (complete(&state).unwrap(), state.desired());
@@ -253,7 +267,7 @@ fn another_address_of_this_host_leaves_the_routes_alone() {
 #[test]
 fn exclusions_that_do_not_fit_are_left_out_unless_they_matter() {
     let mut state = desired(&[("10.8.0.1/32", "198.18.0.2", true)]);
-    let pods = RouteTarget { token: "198.18.4.0".parse().unwrap(), up: true, any_port: true };
+    let pods = RouteTarget { virtual_address: "198.18.4.0".parse().unwrap(), up: true, any_port: true };
     state.routes.insert("11.1.0.0/24".parse().unwrap(), pods);
     let address = |n: u32| IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0b00_0000 + n)));
     // The last 256 are within the pods' range.
@@ -276,7 +290,7 @@ fn exclusions_that_do_not_fit_are_left_out_unless_they_matter() {
 }
 
 #[test]
-fn routes_that_are_down_may_share_a_token() {
+fn routes_that_are_down_may_share_a_virtual_address() {
     complete(&desired(&[("10.8.0.1/32", "198.18.0.1", false), ("10.8.0.2/32", "198.18.0.1", false)]))
         .unwrap();
 }
@@ -289,13 +303,18 @@ fn mapped_networks_count_as_ipv4() {
 
 #[test]
 fn more_routes_than_the_kernel_holds_are_refused() {
-    let config = RedirectConfig { token_range: "20.0.0.0/8".parse().unwrap(), ..RedirectConfig::default() };
+    let config =
+        RedirectConfig { redirect_range: "20.0.0.0/8".parse().unwrap(), ..RedirectConfig::default() };
     let mut desired = State { ports: [10250].into(), ..State::default() };
     for n in 0..131_072_u32 {
         let net = IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a00_0000 + n)));
         desired.routes.insert(
             net,
-            RouteTarget { token: Ipv4Addr::from(0x1400_0000 + n).into(), up: true, any_port: false },
+            RouteTarget {
+                virtual_address: Ipv4Addr::from(0x1400_0000 + n).into(),
+                up: true,
+                any_port: false,
+            },
         );
     }
     let error = complete_with(&desired, &config, &BTreeSet::new()).unwrap_err();
@@ -306,12 +325,16 @@ fn more_routes_than_the_kernel_holds_are_refused() {
 /// New entries are written before old ones are removed.
 #[test]
 fn on_the_way_from_one_full_state_to_another_every_map_has_room() {
-    let config = RedirectConfig { token_range: "20.0.0.0/8".parse().unwrap(), ..RedirectConfig::default() };
+    let config =
+        RedirectConfig { redirect_range: "20.0.0.0/8".parse().unwrap(), ..RedirectConfig::default() };
     let nth = |first: u32, n: u32| IpNet::from(IpAddr::V4(Ipv4Addr::from(first + n)));
-    let full = |routes: u32, tokens: u32, lists: u32| {
+    let full = |routes: u32, virtual_addresses: u32, lists: u32| {
         // The self-test has a route as well, and the loopback range is in both lists.
-        let target =
-            |n: u32| RouteTarget { token: Ipv4Addr::from(tokens + n).into(), up: true, any_port: false };
+        let target = |n: u32| RouteTarget {
+            virtual_address: Ipv4Addr::from(virtual_addresses + n).into(),
+            up: true,
+            any_port: false,
+        };
         let desired = State {
             ports: [10250].into(),
             excluded: (1..LIST_CAPACITY).map(|n| nth(lists, n)).collect(),
@@ -321,7 +344,7 @@ fn on_the_way_from_one_full_state_to_another_every_map_has_room() {
         complete_with(&desired, &config, &BTreeSet::new()).unwrap()
     };
     let mut now = full(0x0a00_0000, 0x1400_0000, 0x0c00_0000);
-    // Other nodes, and then the same addresses with other tokens.
+    // Other nodes, and then the same addresses with other virtual addresses.
     for want in [full(0x1e00_0000, 0x1410_0000, 0x0d00_0000), full(0x1e00_0000, 0x1420_0000, 0x0e00_0000)] {
         let mut most = [0_usize; 4];
         for change in now.changes_to(&want) {
@@ -340,34 +363,40 @@ fn on_the_way_from_one_full_state_to_another_every_map_has_room() {
 }
 
 #[test]
-fn own_addresses_are_excluded_and_clients_but_never_a_token() {
+fn own_addresses_are_excluded_and_clients_but_never_a_virtual_address() {
     let own = ["10.1.2.3", "198.18.7.7", "fe80::1"].map(|a| a.parse().unwrap()).into();
     let maps = complete_with(&State::default(), &RedirectConfig::default(), &own).unwrap();
     for net in ["10.1.2.3/32", "fe80::1/128", "127.0.0.0/8", "::1/128"] {
         let net: IpNet = net.parse().unwrap();
         assert!(maps.excluded.contains(&net) && maps.clients.contains(&net), "{net}");
     }
-    let token: IpNet = "198.18.7.7/32".parse().unwrap();
-    assert!(!maps.clients.contains(&token), "a token as a client would be let in from outside");
+    let virtual_address: IpNet = "198.18.7.7/32".parse().unwrap();
+    assert!(
+        !maps.clients.contains(&virtual_address),
+        "a virtual address as a client would be let in from outside"
+    );
 }
 
 #[test]
 fn self_test_pairs_lie_in_the_reserved_block() {
     for (v4, v6) in [("198.18.0.0/15", "fd00::/64"), ("198.18.0.0/24", "fd00::/112")] {
         let config = RedirectConfig {
-            token_range: v4.parse().unwrap(),
-            token_range_v6: v6.parse().unwrap(),
+            redirect_range: v4.parse().unwrap(),
+            redirect_range_v6: v6.parse().unwrap(),
             ..RedirectConfig::default()
         };
         for _ in 0..200 {
             let pair = SelfTestAddresses::new(&config).unwrap();
-            let (v4, v6) = (reserved_tokens(config.token_range), reserved_tokens_v6(config.token_range_v6));
+            let (v4, v6) =
+                (reserved_addresses(config.redirect_range), reserved_addresses_v6(config.redirect_range_v6));
             assert!(
-                v4.contains(&pair.origin) && v4.contains(&pair.token) && pair.origin != pair.token,
+                v4.contains(&pair.origin)
+                    && v4.contains(&pair.virtual_address)
+                    && pair.origin != pair.virtual_address,
                 "{pair:?}"
             );
-            assert!(v6.contains(&pair.origin_v6) && v6.contains(&pair.token_v6), "{pair:?}");
-            let tried = SelfTestAddresses::never_an_origin(config.token_range, config.token_range_v6);
+            assert!(v6.contains(&pair.origin_v6) && v6.contains(&pair.virtual_address_v6), "{pair:?}");
+            let tried = SelfTestAddresses::never_an_origin(config.redirect_range, config.redirect_range_v6);
             assert!(v4.contains(&tried.0) && v6.contains(&tried.1), "{tried:?}");
             assert!(
                 tried.0 != pair.origin && tried.1 != pair.origin_v6,
@@ -375,7 +404,8 @@ fn self_test_pairs_lie_in_the_reserved_block() {
             );
         }
     }
-    let small = RedirectConfig { token_range: "198.18.0.0/25".parse().unwrap(), ..RedirectConfig::default() };
+    let small =
+        RedirectConfig { redirect_range: "198.18.0.0/25".parse().unwrap(), ..RedirectConfig::default() };
     assert!(
         SelfTestAddresses::new(&small)
             .unwrap_err()

@@ -75,9 +75,9 @@ impl Maps {
             Change::Include(net) => self.excluded.remove(net),
             Change::Admit(net) => self.clients.insert(net),
             Change::Dismiss(net) => self.clients.remove(net),
-            Change::Route(net, RouteTarget { token, up, any_port }) => {
+            Change::Route(net, RouteTarget { virtual_address, up, any_port }) => {
                 let flags = if up { 0 } else { DOWN } | if any_port { ANY_PORT } else { 0 };
-                self.routes.map(net, token, flags)
+                self.routes.map(net, virtual_address, flags)
             }
             Change::Unroute(net) => self.routes.remove(net),
             Change::Origin(block, net) => self.origins.map(block, net.network(), 0),
@@ -175,8 +175,8 @@ impl Tries<Mapping<V4>, Mapping<V6>> {
             }
             _ => Err(RedirectError::Route {
                 net,
-                token: base,
-                reason: "its token is of the other address family".into(),
+                virtual_address: base,
+                reason: "its virtual address is of the other address family".into(),
             }),
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! The programs stay attached and are pinned in a BPF file system, so that after a server dies, connects to edge nodes
 //! fail at once instead of going to a listener that is gone. Without a heartbeat for [`RedirectConfig::orphan_timeout`]
-//! the programs stop redirecting. A server that stops removes everything; one that starts takes over the tokens that it
+//! the programs stop redirecting. A server that stops removes everything; one that starts takes over the virtual addresses that it
 //! finds and removes the rest ([`Orphans`]).
 
 mod attached;
@@ -27,18 +27,18 @@ mod own_addresses;
 mod pins;
 mod preflight;
 mod program_log;
+mod range_routes;
 mod range_use;
 mod running;
 mod self_test;
 mod self_test_addresses;
 mod start;
-mod token_routes;
 mod verify_loop;
 mod withdraw;
 
 pub use checks::{
     Check, HostCheck, checks, fails_at_connect, foreign_lookups, host_checks, left_behind,
-    missing_token_routes,
+    missing_range_routes,
 };
 pub use config::{LEAST_ORPHAN_TIMEOUT, ORPHAN_TIMEOUT, PinConfig, RedirectConfig};
 pub use error::{RedirectError, SelfTestError};

@@ -1,4 +1,4 @@
-//! Token routes and this host's addresses, through rtnetlink.
+//! Redirect routes and this host's addresses, through rtnetlink.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -69,12 +69,12 @@ fn local<T>(route: RouteMessageBuilder<T>, scope: RouteScope) -> RouteMessage {
         .build()
 }
 
-/// Adds the token route. Returns false if it was there, left by a killed server; it is taken over.
+/// Adds the redirect route. Returns false if it was there, left by a killed server; it is taken over.
 pub(super) async fn add_route(handle: &Handle, range: IpNet) -> Result<bool, RedirectError> {
     changed(handle.route().add(message(range)).execute().await, libc::EEXIST, "add", range)
 }
 
-/// Removes the token route. Returns false if there was none.
+/// Removes the redirect route. Returns false if there was none.
 pub(super) async fn remove_route(handle: &Handle, range: IpNet) -> Result<bool, RedirectError> {
     changed(handle.route().del(message(range)).execute().await, libc::ESRCH, "remove", range)
 }

@@ -111,7 +111,7 @@ impl Drop for Pins {
 #[derive(Debug, Default)]
 pub struct Orphans {
     folders: Vec<PathBuf>,
-    tokens: Vec<(IpNet, IpAddr)>,
+    virtual_addresses: Vec<(IpNet, IpAddr)>,
 }
 
 impl Orphans {
@@ -125,26 +125,26 @@ impl Orphans {
         // Compares names, as the server's container may have the file system at another path.
         let live = live.and_then(Path::file_name);
         folders.retain(|folder| folder.file_name() != live);
-        let mut tokens = Vec::new();
+        let mut virtual_addresses = Vec::new();
         for folder in &folders {
-            match read_tokens(folder) {
-                Ok(found) => tokens.extend(found),
+            match read_virtual_addresses(folder) {
+                Ok(found) => virtual_addresses.extend(found),
                 // Perhaps of another version. Its programs are removed as well.
                 Err(error) => {
-                    tracing::warn!(path = %folder.display(), error = chain(&error), "failed to read the tokens of a dead server");
+                    tracing::warn!(path = %folder.display(), error = chain(&error), "failed to read the virtual addresses of a dead server");
                 }
             }
         }
-        Ok(Self { folders, tokens })
+        Ok(Self { folders, virtual_addresses })
     }
 
     pub fn is_empty(&self) -> bool {
         self.folders.is_empty()
     }
 
-    /// The networks that they redirected, each with the first token.
-    pub fn tokens(&self) -> &[(IpNet, IpAddr)] {
-        &self.tokens
+    /// The networks that they redirected, each with the first virtual address.
+    pub fn virtual_addresses(&self) -> &[(IpNet, IpAddr)] {
+        &self.virtual_addresses
     }
 
     /// Removes their redirects. Skips a server that lives: it has handed its redirect over and finishes its
@@ -270,24 +270,24 @@ fn folders(bpffs: &Path, prefix: &str) -> Result<Vec<PathBuf>, RedirectError> {
     Ok(folders)
 }
 
-fn read_tokens(folder: &Path) -> Result<Vec<(IpNet, IpAddr)>, MapError> {
+fn read_virtual_addresses(folder: &Path) -> Result<Vec<(IpNet, IpAddr)>, MapError> {
     let map = |name: &str| MapData::from_pin(folder.join(name)).map(Map::LpmTrie);
     let v4 = LpmTrie::<_, V4, Mapping<V4>>::try_from(map(names::ROUTES_V4)?)?;
     let v6 = LpmTrie::<_, V6, Mapping<V6>>::try_from(map(names::ROUTES_V6)?)?;
-    let mut tokens = Vec::new();
+    let mut virtual_addresses = Vec::new();
     for entry in v4.iter() {
         let (key, route) = entry?;
         let net = u8::try_from(key.prefix_len()).ok();
         let net = net.and_then(|len| Ipv4Net::new(Ipv4Addr::from(key.data()), len).ok());
-        tokens.extend(net.map(|net| (IpNet::V4(net), IpAddr::V4(route.base.into()))));
+        virtual_addresses.extend(net.map(|net| (IpNet::V4(net), IpAddr::V4(route.base.into()))));
     }
     for entry in v6.iter() {
         let (key, route) = entry?;
         let net = u8::try_from(key.prefix_len()).ok();
         let net = net.and_then(|len| Ipv6Net::new(Ipv6Addr::from(key.data()), len).ok());
-        tokens.extend(net.map(|net| (IpNet::V6(net), IpAddr::V6(route.base.into()))));
+        virtual_addresses.extend(net.map(|net| (IpNet::V6(net), IpAddr::V6(route.base.into()))));
     }
-    Ok(tokens)
+    Ok(virtual_addresses)
 }
 
 fn remove_of_dead(folder: &Path) {
@@ -392,7 +392,7 @@ mod tests {
         assert_eq!(others().0, std::slice::from_ref(&other));
         let alive = File::open(&other).unwrap();
         alive.lock().unwrap();
-        let orphans = Orphans { folders: vec![other.clone()], tokens: Vec::new() };
+        let orphans = Orphans { folders: vec![other.clone()], virtual_addresses: Vec::new() };
         orphans.remove();
         let removing = tokio::spawn(others().remove_dead());
         tokio::time::sleep(2 * LOOK).await;

@@ -1,5 +1,5 @@
-//! Detects other users of the token ranges in this network namespace: an address, a route, or a rule that takes
-//! precedence over the token route.
+//! Detects other users of the redirect ranges in this network namespace: an address, a route, or a rule that takes
+//! precedence over the redirect route.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, Ipv6Addr};
@@ -18,7 +18,7 @@ use tunnel_abi::LOOPBACK_IFINDEX;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::netlink::{self, destination, own_address};
-use super::running::token_ranges;
+use super::running::redirect_ranges;
 
 /// Configuration of this network namespace.
 #[derive(Debug, Default)]
@@ -29,13 +29,13 @@ struct Network {
     rules: Vec<RuleMessage>,
 }
 
-/// Looks for another user of the token ranges.
+/// Looks for another user of the redirect ranges.
 ///
 /// # Errors
 /// [`RedirectError::RangeUsed`], or the namespace cannot be listed.
 pub(super) fn check(config: &RedirectConfig, ipv6: bool) -> Result<(), RedirectError> {
     let network = netlink::blocking(|handle| async move { read(&handle).await })?;
-    for range in token_ranges(config, ipv6) {
+    for range in redirect_ranges(config, ipv6) {
         if let Some(user) = network.user_of(range) {
             let key = if range.addr().is_ipv4() { "--redirect-range" } else { "--redirect-range-v6" };
             return Err(RedirectError::RangeUsed { key, range, user });
@@ -96,7 +96,7 @@ impl Network {
         self.routes.iter().find(foreign).map(|route| self.describe(route))
     }
 
-    /// Finds a rule before the table `local` that has another route for tokens. Rules for marked packets or for a VRF
+    /// Finds a rule before the table `local` that has another route for virtual addresses. Rules for marked packets or for a VRF
     /// do not apply to the clients' packets.
     fn rule_for(&self, range: IpNet) -> Option<String> {
         let family = if range.addr().is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
@@ -271,7 +271,7 @@ mod tests {
         route.attributes.push(RouteAttribute::Table(77));
         let to = |text: &str| RuleAttribute::Destination(text.parse().unwrap());
         let from = RuleAttribute::Source("10.0.0.0".parse().unwrap());
-        // `to` and its length, further selectors, and if the rule leads tokens elsewhere: as it is, and inverted.
+        // `to` and its length, further selectors, and if the rule leads virtual addresses elsewhere: as it is, and inverted.
         for (dst_len, selectors, plain, inverted) in [
             (0, vec![], true, false),
             (0, vec![from.clone()], true, true),

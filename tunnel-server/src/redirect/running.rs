@@ -23,7 +23,7 @@ use super::netlink;
 use super::preflight::Features;
 use super::program_log::ProgramLog;
 use super::self_test_addresses::SelfTestAddresses;
-use crate::route::{Desired, reserved_tokens, reserved_tokens_v6};
+use crate::route::{Desired, reserved_addresses, reserved_addresses_v6};
 
 /// Number of entries that one [`Redirect::apply`] wrote.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -46,7 +46,7 @@ pub struct Health {
     pub restored: u64,
 }
 
-/// The running redirect. Dropping it, or [`stop`](Self::stop), detaches the programs and removes the token route.
+/// The running redirect. Dropping it, or [`stop`](Self::stop), detaches the programs and removes the redirect route.
 pub struct Redirect {
     pub(super) config: RedirectConfig,
     pub(super) cgroup: Cgroup,
@@ -77,7 +77,7 @@ pub(super) struct Inner {
     pub(super) serving: bool,
     /// Another server has taken over; do not attach again.
     pub(super) released: bool,
-    /// Claim on the token ranges.
+    /// Claim on the redirect ranges.
     pub(super) claim: Claim,
     pub(super) stopped: bool,
     pub(super) program_log: Option<ProgramLog>,
@@ -167,10 +167,10 @@ impl Redirect {
         self.not_pinned.as_deref()
     }
 
-    /// The redirected networks, each with its first token.
-    pub fn tokens(&self) -> Vec<(IpNet, IpAddr)> {
+    /// The redirected networks, each with its first virtual address.
+    pub fn virtual_addresses(&self) -> Vec<(IpNet, IpAddr)> {
         let inner = self.lock();
-        inner.desired.table.routes.iter().map(|(net, route)| (*net, route.token)).collect()
+        inner.desired.table.routes.iter().map(|(net, route)| (*net, route.virtual_address)).collect()
     }
 
     /// Reports whether a connect to a node without a tunnel fails immediately with EHOSTUNREACH (kernel 6.1 or newer).
@@ -184,11 +184,15 @@ impl Redirect {
         self.ipv6
     }
 
-    /// Reports whether `token` is reserved for self-tests of this or another server; drop such connections silently.
-    pub fn is_self_test(&self, token: IpAddr) -> bool {
-        match token {
-            IpAddr::V4(token) => reserved_tokens(self.config.token_range).contains(&token),
-            IpAddr::V6(token) => reserved_tokens_v6(self.config.token_range_v6).contains(&token),
+    /// Reports whether `virtual_address` is reserved for self-tests of this or another server; drop such connections silently.
+    pub fn is_self_test(&self, virtual_address: IpAddr) -> bool {
+        match virtual_address {
+            IpAddr::V4(virtual_address) => {
+                reserved_addresses(self.config.redirect_range).contains(&virtual_address)
+            }
+            IpAddr::V6(virtual_address) => {
+                reserved_addresses_v6(self.config.redirect_range_v6).contains(&virtual_address)
+            }
         }
     }
 
@@ -217,7 +221,7 @@ impl Redirect {
         change(&mut self.health.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Adds missing token routes; returns true if one was missing.
+    /// Adds missing redirect routes; returns true if one was missing.
     pub(super) fn ensure_routes(&self) -> Result<bool, RedirectError> {
         // Locked until the routes are there: a stop that removes them must not intervene.
         let inner = self.lock();
@@ -228,7 +232,7 @@ impl Redirect {
         if inner.released {
             return Ok(false);
         }
-        let ranges = token_ranges(&self.config, self.ipv6);
+        let ranges = redirect_ranges(&self.config, self.ipv6);
         netlink::blocking(|handle| async move {
             let mut added = false;
             for range in ranges {
@@ -307,7 +311,7 @@ fn log_left_out(left_out: usize) {
     }
 }
 
-pub(super) fn token_ranges(config: &RedirectConfig, ipv6: bool) -> Vec<IpNet> {
-    let v6 = ipv6.then(|| IpNet::V6(config.token_range_v6.trunc()));
-    [Some(IpNet::V4(config.token_range.trunc())), v6].into_iter().flatten().collect()
+pub(super) fn redirect_ranges(config: &RedirectConfig, ipv6: bool) -> Vec<IpNet> {
+    let v6 = ipv6.then(|| IpNet::V6(config.redirect_range_v6.trunc()));
+    [Some(IpNet::V4(config.redirect_range.trunc())), v6].into_iter().flatten().collect()
 }

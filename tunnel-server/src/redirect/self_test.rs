@@ -23,7 +23,7 @@ const DEADLINE: Duration = Duration::from_secs(3);
 /// One family's part of the test.
 struct Probe {
     origin: SocketAddr,
-    token: SocketAddr,
+    virtual_address: SocketAddr,
     connect: Hook,
     connect_name: &'static str,
     peer_name: &'static str,
@@ -45,7 +45,7 @@ impl SelfTest {
         let port = next_port(&inner.contents.ports, inner.verified_port);
         let v4 = Probe {
             origin: (inner.self_test_addresses.origin, port).into(),
-            token: (inner.self_test_addresses.token, port).into(),
+            virtual_address: (inner.self_test_addresses.virtual_address, port).into(),
             connect: Hook::Connect4,
             connect_name: "connect4",
             peer_name: "getpeername4",
@@ -54,7 +54,7 @@ impl SelfTest {
         };
         let v6 = ipv6.then(|| Probe {
             origin: (inner.self_test_addresses.origin_v6, port).into(),
-            token: (inner.self_test_addresses.token_v6, port).into(),
+            virtual_address: (inner.self_test_addresses.virtual_address_v6, port).into(),
             connect: Hook::Connect6,
             connect_name: "connect6",
             peer_name: "getpeername6",
@@ -107,12 +107,12 @@ impl SelfTest {
             Ok(stream) => stream,
             Err(error) => {
                 let reason = error.to_string();
-                return failed(SelfTestError::NotSteered { token: probe.token, reason });
+                return failed(SelfTestError::NotSteered { virtual_address: probe.virtual_address, reason });
             }
         };
         if steered()? == before.1 {
             let reason = "something else accepted it".to_owned();
-            return failed(SelfTestError::NotSteered { token: probe.token, reason });
+            return failed(SelfTestError::NotSteered { virtual_address: probe.virtual_address, reason });
         }
         let peer = stream.peer_addr();
         // If the listener has already closed the connection, only the counter can tell.

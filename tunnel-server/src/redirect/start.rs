@@ -31,7 +31,7 @@ use crate::route::Desired;
 const SELF_TEST_ATTEMPTS: usize = 4;
 
 impl Redirect {
-    /// Loads, attaches and verifies the programs. Redirected connections arrive at the listeners with the token as
+    /// Loads, attaches and verifies the programs. Redirected connections arrive at the listeners with the virtual address as
     /// local address. Both listeners get a priority (`SO_PRIORITY`) that identifies them to other servers' programs.
     ///
     /// Blocks for tens of milliseconds. Nothing is redirected until [`apply`](Self::apply). Without `v6`, or on a host

@@ -148,7 +148,7 @@ impl Redirect {
         Ok(())
     }
 
-    /// Adds lost token routes and reattaches lost programs, once this server has the claim; returns the names of those that
+    /// Adds lost redirect routes and reattaches lost programs, once this server has the claim; returns the names of those that
     /// were missing.
     fn restore_now(&self) -> Result<Vec<&'static str>, RedirectError> {
         let mut restored = Vec::new();
@@ -158,7 +158,7 @@ impl Redirect {
         }
         drop(inner);
         if self.ensure_routes()? {
-            restored.push("token route");
+            restored.push("redirect route");
         }
         let mut inner = self.lock();
         if inner.stopped {

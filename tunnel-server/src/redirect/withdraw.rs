@@ -10,7 +10,7 @@ use super::claim;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::pins::Others;
-use super::running::{Redirect, token_ranges};
+use super::running::{Redirect, redirect_ranges};
 use super::{netlink, pins, preflight};
 
 /// Maximum time in which a server that resumes reattaches its programs.
@@ -21,8 +21,8 @@ impl Redirect {
     /// as down. Existing connections stay, with their peers' names.
     ///
     /// While both run, this server gets every connect. A connect that was redirected some microseconds before the
-    /// change reaches the other server's listener; unless both gave the node the same token, that server refuses it or
-    /// relays it to the token's owner there, whose TLS name then does not match.
+    /// change reaches the other server's listener; unless both gave the node the same virtual address, that server refuses it or
+    /// relays it to the virtual address's owner there, whose TLS name then does not match.
     ///
     /// # Errors
     /// [`RedirectError::Map`], [`RedirectError::Io`]
@@ -91,7 +91,7 @@ impl Redirect {
         self.verify_now()
     }
 
-    /// Detaches everything and removes the token route, unless another server uses it. Idempotent.
+    /// Detaches everything and removes the redirect route, unless another server uses it. Idempotent.
     pub fn stop(&self) {
         let mut inner = self.lock();
         if std::mem::replace(&mut inner.stopped, true) {
@@ -103,13 +103,13 @@ impl Redirect {
         drop(inner);
         match shared {
             Ok(true) => {
-                tracing::info!("keeping the token route, another server redirects on this host");
+                tracing::info!("keeping the redirect route, another server redirects on this host");
                 return;
             }
             Ok(false) => {}
             Err(error) => tracing::warn!(%error, "failed to look for another server that redirects"),
         }
-        let ranges = token_ranges(&self.config, self.ipv6);
+        let ranges = redirect_ranges(&self.config, self.ipv6);
         let removed = netlink::blocking(|handle| async move {
             for range in ranges {
                 netlink::remove_route(&handle, range).await?;
@@ -117,7 +117,7 @@ impl Redirect {
             Ok(())
         });
         if let Err(error) = removed {
-            tracing::warn!(%error, "failed to remove a token route");
+            tracing::warn!(%error, "failed to remove a redirect route");
         }
     }
 }
@@ -133,11 +133,11 @@ impl Drop for Redirect {
 pub struct Cleaned {
     /// Removed directories of pinned programs.
     pub pins: Vec<PathBuf>,
-    /// Token ranges whose routes were removed.
+    /// Redirect ranges whose routes were removed.
     pub routes: Vec<IpNet>,
 }
 
-/// Removes the remains of killed servers in this network namespace: pinned programs and token routes.
+/// Removes the remains of killed servers in this network namespace: pinned programs and redirect routes.
 ///
 /// # Errors
 /// [`RedirectError::RangeTaken`] while a server with these ranges runs in this network namespace.
@@ -150,7 +150,7 @@ pub fn cleanup(config: &RedirectConfig) -> Result<Cleaned, RedirectError> {
     if let Some(taken) = claim::holder(config, ipv6)? {
         return Err(taken);
     }
-    let ranges = token_ranges(config, ipv6);
+    let ranges = redirect_ranges(config, ipv6);
     let routes = netlink::blocking(|handle| async move {
         let mut removed = Vec::new();
         for range in ranges {

@@ -10,8 +10,8 @@ use tunnel_core::net::{identifies_host, interface_addresses};
 /// Settings that do not change at run time.
 #[derive(Clone, Debug)]
 pub struct RouterConfig {
-    pub token_range: Ipv4Net,
-    pub token_range_v6: Ipv6Net,
+    pub redirect_range: Ipv4Net,
+    pub redirect_range_v6: Ipv6Net,
     /// TCP ports that are tunnelled in addition to those of [`Router::set_ports`](super::Router::set_ports).
     pub ports: BTreeSet<u16>,
     /// Pods of edge nodes in these ranges are redirected too, on any port.
@@ -33,10 +33,10 @@ pub struct RouterConfig {
 
 impl RouterConfig {
     /// Only these: no pods, no ranges, and unknown addresses of this host.
-    pub fn new(token_range: Ipv4Net, token_range_v6: Ipv6Net, ports: impl Into<BTreeSet<u16>>) -> Self {
+    pub fn new(redirect_range: Ipv4Net, redirect_range_v6: Ipv6Net, ports: impl Into<BTreeSet<u16>>) -> Self {
         Self {
-            token_range,
-            token_range_v6,
+            redirect_range,
+            redirect_range_v6,
             ports: ports.into(),
             pods: Vec::new(),
             host: None,
@@ -48,8 +48,8 @@ impl RouterConfig {
         }
     }
 
-    pub(super) fn token_ranges(&self) -> [IpNet; 2] {
-        [IpNet::V4(self.token_range), IpNet::V6(self.token_range_v6)]
+    pub(super) fn redirect_ranges(&self) -> [IpNet; 2] {
+        [IpNet::V4(self.redirect_range), IpNet::V6(self.redirect_range_v6)]
     }
 }
 

@@ -31,7 +31,7 @@ pub enum ConflictKind {
     CloudAndEdge,
     /// The operator excluded the address: it is never redirected.
     Excluded,
-    /// Not the address of a host on a network (loopback, multicast, link-local, …), or one of the token range.
+    /// Not the address of a host on a network (loopback, multicast, link-local, …), or one of the redirect range.
     Unroutable,
     /// The operator did not give the address to edge nodes: it is never redirected.
     NotEdge,
@@ -41,13 +41,13 @@ pub enum ConflictKind {
     NoAddress,
     /// A node with more addresses than are used.
     TooMany,
-    /// The token range, or the node's share of it, is used up: connects to the address fail.
-    NoToken,
-    /// A pod range that overlaps another node's or the token range, has an address of this host, the API server or a
+    /// The redirect range, or the node's share of it, is used up: connects to the address fail.
+    NoVirtualAddress,
+    /// A pod range that overlaps another node's or the redirect range, has an address of this host, the API server or a
     /// Service, is excluded, or lies outside the ranges that the operator gave to pods: it is not redirected.
     PodRange,
-    /// The token range has no room for a pod range: it is not redirected.
-    NoTokenBlock,
+    /// The redirect range has no room for a pod range: it is not redirected.
+    NoVirtualRange,
     /// The kernel's route table is full: it is not redirected.
     NoRoom,
 }
@@ -63,9 +63,9 @@ impl ConflictKind {
         Self::Foreign,
         Self::NoAddress,
         Self::TooMany,
-        Self::NoToken,
+        Self::NoVirtualAddress,
         Self::PodRange,
-        Self::NoTokenBlock,
+        Self::NoVirtualRange,
         Self::NoRoom,
     ];
 
@@ -80,9 +80,9 @@ impl ConflictKind {
             Self::Foreign => "foreign",
             Self::NoAddress => "no_address",
             Self::TooMany => "too_many",
-            Self::NoToken => "no_token",
+            Self::NoVirtualAddress => "no_virtual_address",
             Self::PodRange => "pod_range",
-            Self::NoTokenBlock => "no_token_block",
+            Self::NoVirtualRange => "no_virtual_range",
             Self::NoRoom => "no_room",
         }
     }
@@ -118,19 +118,19 @@ impl fmt::Display for Conflict {
             ConflictKind::TooMany => {
                 ": the node has more than 16 addresses; the rest is not used (InternalIPs are used first)"
             }
-            ConflictKind::NoToken => {
-                ": the token range, or the node's share of it, is used up; connections to it fail until tokens of \
+            ConflictKind::NoVirtualAddress => {
+                ": the redirect range, or the node's share of it, is used up; connections to it fail until virtual addresses of \
                  addresses that left are free again, ten minutes later (or widen --redirect-range, for IPv6 \
                  --redirect-range-v6)"
             }
             ConflictKind::PodRange => {
-                ": the pod range that begins there overlaps another node's or the token range, has an address of this \
+                ": the pod range that begins there overlaps another node's or the redirect range, has an address of this \
                  host, the API server or a Service, lies in --exclude, or outside of --edge-pod-routes; \
                  it is not redirected"
             }
-            ConflictKind::NoTokenBlock => {
-                ": the token range has no room for the pod range that begins there; it is not redirected (widen \
-                 --redirect-range, or --redirect-range-v6 up to a /64: a block of tokens is as large as the range)"
+            ConflictKind::NoVirtualRange => {
+                ": the redirect range has no room for the pod range that begins there; it is not redirected (widen \
+                 --redirect-range, or --redirect-range-v6 up to a /64: a block of virtual addresses is as large as the range)"
             }
             ConflictKind::NoRoom => {
                 ": the kernel's table of routes is full; it is not redirected, use the node's name"

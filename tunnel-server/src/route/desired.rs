@@ -25,7 +25,7 @@ pub struct Desired {
 pub struct Table {
     /// Never redirected; takes precedence over `routes`. This host's own addresses are added when it is applied.
     pub excluded: BTreeSet<IpNet>,
-    /// Sources, besides this host itself, that may use the token range.
+    /// Sources, besides this host itself, that may use the redirect range.
     pub clients: BTreeSet<IpNet>,
     /// Networks that are redirected.
     pub routes: BTreeMap<IpNet, Route>,
@@ -36,8 +36,8 @@ pub struct Table {
 /// The route of a network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Route {
-    /// First address of the token block, which has the network's size and family.
-    pub token: IpAddr,
+    /// First address of the block of virtual addresses, which has the network's size and family.
+    pub virtual_address: IpAddr,
     /// True if every port is redirected, not only [`Desired::ports`].
     pub any_port: bool,
     /// Index in [`Table::nodes`] of the node that it follows; None if it is never up.
@@ -47,8 +47,8 @@ pub struct Route {
 /// The current target of a network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RouteTarget {
-    /// See [`Route::token`].
-    pub token: IpAddr,
+    /// See [`Route::virtual_address`].
+    pub virtual_address: IpAddr,
     /// If false, connect() fails, as no server holds a tunnel to the node.
     pub up: bool,
     /// See [`Route::any_port`].
@@ -65,8 +65,8 @@ impl Desired {
         self.table.routes.get(&net).map(|route| self.target(*route))
     }
 
-    fn target(&self, Route { token, any_port, node }: Route) -> RouteTarget {
-        RouteTarget { token, up: node.is_some_and(|node| self.up[node]), any_port }
+    fn target(&self, Route { virtual_address, any_port, node }: Route) -> RouteTarget {
+        RouteTarget { virtual_address, up: node.is_some_and(|node| self.up[node]), any_port }
     }
 
     /// The routes that went up or down since `before`; None if anything else has changed too.

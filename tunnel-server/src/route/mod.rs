@@ -1,4 +1,4 @@
-//! Turns the inventory into routes: the edge node behind an address, a name or a virtual address (token).
+//! Turns the inventory into routes: the edge node behind an address, a name or a virtual address.
 
 mod awaited;
 mod claims;
@@ -13,7 +13,7 @@ mod report;
 mod resolve;
 mod router;
 mod snapshot;
-mod tokens;
+mod virtual_addresses;
 
 pub(crate) use awaited::RETURN;
 pub use claims::CLOUD_CLAIM_DELAY;
@@ -25,4 +25,4 @@ pub use follow::{follow, update, update_services};
 pub use resolve::{Resolved, split_host};
 pub use router::{Holder, Router};
 pub use snapshot::{ByAddress, NodeAddress, Snapshot};
-pub use tokens::{QUARANTINE, reserved_tokens, reserved_tokens_v6};
+pub use virtual_addresses::{QUARANTINE, reserved_addresses, reserved_addresses_v6};

@@ -24,7 +24,7 @@ pub(super) struct Rules<'a> {
     pub(super) edge_addresses: &'a [IpNet],
     /// Ranges that the operator excluded: never redirected.
     pub(super) exclude: &'a [IpNet],
-    pub(super) token_ranges: &'a [IpNet],
+    pub(super) redirect_ranges: &'a [IpNet],
     /// The API server and the Services.
     pub(super) foreign: &'a [IpNet],
     /// Ranges in which edge nodes' pods are redirected too.
@@ -118,7 +118,7 @@ impl Plan {
         let first = before.edge.get(&address);
         let first =
             first.and_then(|first| nodes.iter().copied().find(|node| inventory[*node].name == *first));
-        let refused = if !is_host(address) || within(rules.token_ranges) {
+        let refused = if !is_host(address) || within(rules.redirect_ranges) {
             Some(ConflictKind::Unroutable)
         } else if !rules.edge_addresses.is_empty() && !within(rules.edge_addresses) {
             Some(ConflictKind::NotEdge)
@@ -172,7 +172,7 @@ impl Plan {
     /// outside those that the operator gave to pods, nor those of this host, the API server or the Services: a kubelet
     /// can choose its own range, and must not take over the others.
     fn route_pods(&mut self, inventory: &Inventory, rules: &Rules<'_>) {
-        let taken = rules.token_ranges.iter().chain(rules.foreign).copied();
+        let taken = rules.redirect_ranges.iter().chain(rules.foreign).copied();
         let taken = taken.chain(rules.host.iter().map(|address| IpNet::from(*address)));
         let mut claims: Vec<(IpNet, Claim)> = taken.map(|net| (net, Claim::Taken)).collect();
         claims.extend(self.excluded.iter().map(|net| (*net, Claim::Excluded)));
@@ -219,7 +219,7 @@ impl Plan {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Claim {
     Excluded,
-    /// Tokens, this host, the API server, the Services, or the pods of a cloud node.
+    /// Virtual addresses, this host, the API server, the Services, or the pods of a cloud node.
     Taken,
     /// The pods of the edge node with this index.
     Pods(usize),

@@ -15,7 +15,7 @@ use super::desired::{MAX_ROUTES, Route, Table};
 use super::plan::{Holder, Plan, Rules};
 use super::report::{Reports, Shortage};
 use super::snapshot::{PodBlock, Snapshot};
-use super::tokens::{Lack, Owner, Tokens};
+use super::virtual_addresses::{Lack, Owner, VirtualAddresses};
 use crate::inventory::Inventory;
 
 /// Shortest prefix of this host's pod ranges that may use the redirect. A Node may name 0.0.0.0/0, which contains every
@@ -29,7 +29,7 @@ const DEBOUNCE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) struct Planner {
-    pub(super) tokens: Tokens,
+    pub(super) virtual_addresses: VirtualAddresses,
     pub(super) claims: Claims,
     /// This host's addresses as last known.
     pub(super) host: Arc<HashSet<IpAddr>>,
@@ -56,7 +56,7 @@ pub(super) struct Planned {
 impl Planner {
     pub(super) fn new(config: &RouterConfig, registry: &mut Registry) -> Self {
         Self {
-            tokens: Tokens::new(config.token_range, config.token_range_v6),
+            virtual_addresses: VirtualAddresses::new(config.redirect_range, config.redirect_range_v6),
             claims: Claims::default(),
             host: Arc::default(),
             foreign: config.foreign.clone(),
@@ -91,11 +91,11 @@ impl Planner {
     }
 
     pub(super) fn plan(&mut self, config: &RouterConfig, inventory: Arc<Inventory>, now: Instant) -> Planned {
-        let token_ranges = config.token_ranges();
+        let redirect_ranges = config.redirect_ranges();
         let rules = Rules {
             edge_addresses: &config.edge_addresses,
             exclude: &config.exclude,
-            token_ranges: &token_ranges,
+            redirect_ranges: &redirect_ranges,
             foreign: &self.foreign,
             pods: &config.pods,
             host: &self.host,
@@ -118,15 +118,17 @@ impl Planner {
             self.table = Arc::new(table);
         }
 
-        let free = if given.lacking { self.tokens.due(now) } else { None };
+        let free = if given.lacking { self.virtual_addresses.due(now) } else { None };
         let due = plan.claims.due(now).into_iter().chain(free).min().map(|at| at.max(now + DEBOUNCE));
         let conflicts = Arc::new(plan.conflicts);
         self.reports.report(&conflicts, now);
-        self.reports.shortage(Shortage { routes: left_out, tokens: given.used_up }, &token_ranges);
+        self.reports
+            .shortage(Shortage { routes: left_out, virtual_addresses: given.used_up }, &redirect_ranges);
         let claims_changed = self.claims != plan.claims;
         self.claims = plan.claims;
-        let Given { tokens, blocks, pods, .. } = given;
-        let snapshot = Snapshot { inventory, holders: plan.holders, tokens, blocks, pods, conflicts };
+        let Given { virtual_addresses, blocks, pods, .. } = given;
+        let snapshot =
+            Snapshot { inventory, holders: plan.holders, virtual_addresses, blocks, pods, conflicts };
         Planned { snapshot: Arc::new(snapshot), table: self.table.clone(), due, claims_changed }
     }
 
@@ -159,7 +161,7 @@ impl Planner {
         })
     }
 
-    /// Assigns tokens to the routes of the plan.
+    /// Assigns virtual addresses to the routes of the plan.
     fn assign(&mut self, plan: &mut Plan, inventory: &Inventory, now: Instant) -> Given {
         let name = |node: &usize| inventory[*node].name.clone();
         let addresses = plan.routed.iter().map(|address| match &plan.holders[address] {
@@ -168,41 +170,46 @@ impl Planner {
         });
         let pods = plan.pods.iter().map(|(range, node)| Owner::Pods(name(node), *range));
         let owners: Vec<_> = addresses.chain(pods).collect();
-        let assigned = self.tokens.assign(&owners, now);
+        let assigned = self.virtual_addresses.assign(&owners, now);
         let (of_addresses, of_pods) = assigned.split_at(plan.routed.len());
-        let mut given = Given { tokens: HashMap::with_capacity(of_addresses.len()), ..Given::default() };
+        let mut given =
+            Given { virtual_addresses: HashMap::with_capacity(of_addresses.len()), ..Given::default() };
         let mut routes = Vec::with_capacity(assigned.len());
-        for (address, token) in std::mem::take(&mut plan.routed).into_iter().zip(of_addresses) {
+        for (address, virtual_address) in std::mem::take(&mut plan.routed).into_iter().zip(of_addresses) {
             let holder = &plan.holders[&address];
-            let node = match (token, holder) {
-                (Ok(token), Holder::One(node)) => {
-                    given.tokens.insert(*token, (*node, address));
+            let node = match (virtual_address, holder) {
+                (Ok(virtual_address), Holder::One(node)) => {
+                    given.virtual_addresses.insert(*virtual_address, (*node, address));
                     Some(*node)
                 }
                 // Always down: a failed connect is better than one that reaches the wrong site.
                 (Ok(_), Holder::Several(_)) | (Err(_), _) => None,
             };
-            if let Err(lack) = token {
+            if let Err(lack) = virtual_address {
                 let nodes = holder.nodes().to_vec();
-                plan.conflict(ConflictKind::NoToken, Some(address), inventory, &nodes);
+                plan.conflict(ConflictKind::NoVirtualAddress, Some(address), inventory, &nodes);
                 given.lacks(*lack, address, false);
             }
-            let token = token.unwrap_or_else(|_| self.tokens.unassigned(address));
-            routes.push((IpNet::from(address), Route { token, any_port: false, node }));
+            let virtual_address =
+                virtual_address.unwrap_or_else(|_| self.virtual_addresses.unassigned(address));
+            routes.push((IpNet::from(address), Route { virtual_address, any_port: false, node }));
         }
-        for ((range, node), token) in std::mem::take(&mut plan.pods).into_iter().zip(of_pods) {
+        for ((range, node), virtual_address) in std::mem::take(&mut plan.pods).into_iter().zip(of_pods) {
             let first = range.network();
-            match token {
-                Ok(token) => {
+            match virtual_address {
+                Ok(virtual_address) => {
                     // Replaces a node's route for the same network: later entries win.
-                    routes.push((range, Route { token: *token, any_port: true, node: Some(node) }));
-                    if let Ok(block) = IpNet::new(*token, range.prefix_len()) {
-                        given.blocks.insert(*token, (block, node, range));
+                    routes.push((
+                        range,
+                        Route { virtual_address: *virtual_address, any_port: true, node: Some(node) },
+                    ));
+                    if let Ok(block) = IpNet::new(*virtual_address, range.prefix_len()) {
+                        given.blocks.insert(*virtual_address, (block, node, range));
                         given.pods.insert(first, (range, node));
                     }
                 }
                 Err(lack) => {
-                    plan.conflict(ConflictKind::NoTokenBlock, Some(first), inventory, &[node]);
+                    plan.conflict(ConflictKind::NoVirtualRange, Some(first), inventory, &[node]);
                     given.lacks(*lack, first, true);
                 }
             }
@@ -232,17 +239,17 @@ impl Planner {
     }
 }
 
-/// The routes of a plan with their tokens, and the targets of the tokens.
+/// The routes of a plan with their virtual addresses, and the targets of the virtual addresses.
 #[derive(Debug, Default)]
 struct Given {
     routes: BTreeMap<IpNet, Route>,
     /// See [`Snapshot`] for this and the next two.
-    tokens: HashMap<IpAddr, (usize, IpAddr)>,
+    virtual_addresses: HashMap<IpAddr, (usize, IpAddr)>,
     blocks: BTreeMap<IpAddr, PodBlock>,
     pods: BTreeMap<IpAddr, (IpNet, usize)>,
-    /// True if anything is without a token.
+    /// True if anything is without a virtual address.
     lacking: bool,
-    /// See [`Shortage::tokens`].
+    /// See [`Shortage::virtual_addresses`].
     used_up: [[usize; 2]; 2],
 }
 

@@ -16,13 +16,13 @@ use crate::inventory::LogBudget;
 /// Maximum number of conflicts logged per reload; the rest is counted in one line. `status` lists them all.
 pub(super) const MAX_LOGGED: usize = 20;
 
-/// Number of routes and tokens that did not fit, IPv4 first.
+/// Number of routes and virtual addresses that did not fit, IPv4 first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Shortage {
     /// Routes without room in the kernel's table.
     pub(super) routes: [usize; 2],
-    /// Addresses, and pod ranges, for which the range has no token.
-    pub(super) tokens: [[usize; 2]; 2],
+    /// Addresses, and pod ranges, for which the range has no virtual address.
+    pub(super) virtual_addresses: [[usize; 2]; 2],
 }
 
 /// Reports changes of conflicts and shortages.
@@ -99,16 +99,18 @@ impl Reports {
             let (range, flag) =
                 (ranges[family], if family == 0 { "--redirect-range" } else { "--redirect-range-v6" });
             for (pods, kind) in ["addresses", "ranges of pods"].into_iter().enumerate() {
-                let now = shortage.tokens[family][pods];
-                if worth_telling(&mut told.tokens[family][pods], now) {
+                let now = shortage.virtual_addresses[family][pods];
+                if worth_telling(&mut told.virtual_addresses[family][pods], now) {
                     match now {
-                        0 => tracing::info!(%range, kind, "token range has tokens for all again"),
+                        0 => {
+                            tracing::info!(%range, kind, "redirect range has virtual addresses for all again")
+                        }
                         left_out => tracing::warn!(
                             %range,
                             kind,
                             left_out,
                             fix = format!("widen {flag}"),
-                            "token range is used up, connections to what is left out fail"
+                            "redirect range is used up, connections to what is left out fail"
                         ),
                     }
                 }

@@ -24,8 +24,8 @@ pub enum Resolved {
     Service { name: String, namespace: String },
     /// A loopback or unspecified address: this host, whose listeners trust any client there.
     Here(IpAddr),
-    /// A virtual address (token), which stands for an edge node at the redirect only.
-    Token(IpAddr),
+    /// A virtual address, which stands for an edge node at the redirect only.
+    VirtualAddress(IpAddr),
     /// Any other address.
     Elsewhere(IpAddr),
     /// Several edge nodes have the address.
@@ -72,8 +72,8 @@ impl Router {
         if address.is_loopback() || address.is_unspecified() {
             return Resolved::Here(address);
         }
-        if self.is_token(address) {
-            return Resolved::Token(address);
+        if self.is_virtual(address) {
+            return Resolved::VirtualAddress(address);
         }
         let snapshot = self.snapshot();
         match snapshot.by_address(address) {
@@ -128,7 +128,7 @@ impl fmt::Display for Resolved {
             Self::Pod(found) => write!(f, "{} is the address of a pod on {}", found.address, found.node),
             Self::Service { name, namespace } => no_node(&format!("{name}.{namespace}"), f),
             Self::Unknown(name) => no_node(name, f),
-            Self::Here(address) | Self::Token(address) | Self::Elsewhere(address) => {
+            Self::Here(address) | Self::VirtualAddress(address) | Self::Elsewhere(address) => {
                 write!(f, "{address} is not the address of an edge node")
             }
             Self::Ambiguous { address, nodes } => {

@@ -119,7 +119,7 @@ impl Router {
         router
     }
 
-    /// Replaces the nodes. Nodes that stay keep their tokens. Slow with many nodes: see [`update`](super::update).
+    /// Replaces the nodes. Nodes that stay keep their virtual addresses. Slow with many nodes: see [`update`](super::update).
     pub fn set_inventory(&self, inventory: Inventory) {
         self.set_inventory_at(inventory, Instant::now());
     }
@@ -145,7 +145,7 @@ impl Router {
         self.planner.lock().services(&self.config)
     }
 
-    /// Recomputes the routes if something other than the inventory has changed: this host's addresses, tokens that left
+    /// Recomputes the routes if something other than the inventory has changed: this host's addresses, virtual addresses that left
     /// quarantine, or cloud nodes' addresses whose delay is over. Cheap if nothing has; call it periodically and when
     /// [`due`](Self::due).
     pub fn refresh(&self) {
@@ -306,11 +306,11 @@ impl Router {
         SocketAddr::new(if loopback { Ipv4Addr::LOCALHOST.into() } else { address }, port)
     }
 
-    /// Reports whether the address is a virtual one (in a token range). It stands for an edge node for any client on
+    /// Reports whether the address is a virtual one (in a redirect range). It stands for an edge node for any client on
     /// this host.
-    pub fn is_token(&self, address: IpAddr) -> bool {
+    pub fn is_virtual(&self, address: IpAddr) -> bool {
         let address = address.to_canonical();
-        self.config.token_ranges().iter().any(|range| range.contains(&address))
+        self.config.redirect_ranges().iter().any(|range| range.contains(&address))
     }
 
     /// Returns the current routes without taking a lock.
@@ -329,12 +329,12 @@ impl Router {
         self.version.subscribe()
     }
 
-    /// Takes over the tokens of earlier servers of this host, after the claims and before the first inventory:
+    /// Takes over the virtual addresses of earlier servers of this host, after the claims and before the first inventory:
     /// connections that those redirected arrive with them. Of two contradicting entries the first counts.
-    pub fn take_over_tokens(&self, found: &[(IpNet, IpAddr)]) {
+    pub fn take_over_addresses(&self, found: &[(IpNet, IpAddr)]) {
         let mut planner = self.planner.lock();
-        let Planner { tokens, claims, .. } = &mut *planner;
-        tokens.take_over(found, |net| claims.edge_node(net).cloned(), Instant::now());
+        let Planner { virtual_addresses, claims, .. } = &mut *planner;
+        virtual_addresses.take_over(found, |net| claims.edge_node(net).cloned(), Instant::now());
     }
 
     /// Takes over the claims of an earlier run, before the first inventory.
@@ -367,8 +367,8 @@ impl Router {
 impl Router {
     /// A router for tests that do not look at routes.
     pub(crate) fn without_nodes(registry: &mut Registry) -> Arc<Self> {
-        let tokens = ("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap());
-        Arc::new(Self::new(RouterConfig::new(tokens.0, tokens.1, [10250]), registry))
+        let virtual_addresses = ("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap());
+        Arc::new(Self::new(RouterConfig::new(virtual_addresses.0, virtual_addresses.1, [10250]), registry))
     }
 }
 

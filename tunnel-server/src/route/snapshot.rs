@@ -30,7 +30,7 @@ pub enum ByAddress {
     Unknown,
 }
 
-/// A block of tokens, its node's index, and the pod range that the block stands for.
+/// A block of virtual addresses, its node's index, and the pod range that the block stands for.
 pub(super) type PodBlock = (IpNet, usize, IpNet);
 
 /// Nodes are given by their indexes in the inventory.
@@ -38,8 +38,8 @@ pub(super) type PodBlock = (IpNet, usize, IpNet);
 pub struct Snapshot {
     pub(super) inventory: Arc<Inventory>,
     pub(super) holders: BTreeMap<IpAddr, Holder>,
-    pub(super) tokens: HashMap<IpAddr, (usize, IpAddr)>,
-    /// Blocks of tokens by their first address.
+    pub(super) virtual_addresses: HashMap<IpAddr, (usize, IpAddr)>,
+    /// Blocks of virtual addresses by their first address.
     pub(super) blocks: BTreeMap<IpAddr, PodBlock>,
     /// The pod ranges of `blocks` by their first address; they do not overlap.
     pub(super) pods: BTreeMap<IpAddr, (IpNet, usize)>,
@@ -47,13 +47,13 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// The node or pod address behind a virtual address (token).
-    pub fn by_token(&self, token: IpAddr) -> Option<NodeAddress> {
-        if let Some((node, address)) = self.tokens.get(&token) {
+    /// The node or pod address behind a virtual address.
+    pub fn by_virtual_address(&self, virtual_address: IpAddr) -> Option<NodeAddress> {
+        if let Some((node, address)) = self.virtual_addresses.get(&virtual_address) {
             return Some(self.node_address(&self.inventory[*node], *address));
         }
-        let (_, (block, node, pods)) = self.blocks.range(..=token).next_back()?;
-        let address = block.contains(&token).then(|| translate(token, *pods))??;
+        let (_, (block, node, pods)) = self.blocks.range(..=virtual_address).next_back()?;
+        let address = block.contains(&virtual_address).then(|| translate(virtual_address, *pods))??;
         Some(NodeAddress { pod: true, ..self.node_address(&self.inventory[*node], address) })
     }
 
@@ -155,14 +155,14 @@ impl Snapshot {
     }
 }
 
-/// Combines the network of `range` with the host bits of `token`; None if the families differ.
-fn translate(token: IpAddr, range: IpNet) -> Option<IpAddr> {
-    match (token, range) {
-        (IpAddr::V4(token), IpNet::V4(range)) => {
-            Some(IpAddr::V4(range.network() | (token & range.hostmask())))
+/// Combines the network of `range` with the host bits of `virtual_address`; None if the families differ.
+fn translate(virtual_address: IpAddr, range: IpNet) -> Option<IpAddr> {
+    match (virtual_address, range) {
+        (IpAddr::V4(virtual_address), IpNet::V4(range)) => {
+            Some(IpAddr::V4(range.network() | (virtual_address & range.hostmask())))
         }
-        (IpAddr::V6(token), IpNet::V6(range)) => {
-            Some(IpAddr::V6(range.network() | (token & range.hostmask())))
+        (IpAddr::V6(virtual_address), IpNet::V6(range)) => {
+            Some(IpAddr::V6(range.network() | (virtual_address & range.hostmask())))
         }
         _ => None,
     }
@@ -173,16 +173,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_stands_for_the_address_with_its_host_bits() {
-        for (token, range, address) in [
+    fn a_virtual_address_stands_for_the_address_with_its_host_bits() {
+        for (virtual_address, range, address) in [
             ("198.18.4.77", "10.244.3.0/24", Some("10.244.3.77")),
             ("198.18.4.77", "10.240.0.0/12", Some("10.242.4.77")),
             ("fd00:706f::4:77", "fd00:9:0:1::/112", Some("fd00:9:0:1::77")),
             ("fd00:706f::4:77", "fd00:9:0:1::/96", Some("fd00:9:0:1::4:77")),
             ("fd00:706f::4:77", "10.244.3.0/24", None),
         ] {
-            let translated = translate(token.parse().unwrap(), range.parse().unwrap());
-            assert_eq!(translated, address.map(|text| text.parse().unwrap()), "{token} in {range}");
+            let translated = translate(virtual_address.parse().unwrap(), range.parse().unwrap());
+            assert_eq!(translated, address.map(|text| text.parse().unwrap()), "{virtual_address} in {range}");
         }
     }
 }

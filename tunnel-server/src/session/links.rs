@@ -200,7 +200,7 @@ impl Links {
 
     fn part_if_idle_at(&self, link: &Link, now: Instant) -> bool {
         let mut state = self.state.lock();
-        let carries = state.links.iter().any(|link| link.link.connections() > 0);
+        let relays = state.links.iter().any(|link| link.link.connections() > 0);
         let idle = |link: &Measured| link.link.connections() == 0;
         let spare = state.links.iter().filter(|link| idle(link)).count() == 1;
         let Some(index) = state.links.iter().position(|other| std::ptr::eq(&*other.link, link)) else {
@@ -212,7 +212,7 @@ impl Links {
             return false;
         }
         let since = *this.idle_since.get_or_insert(now);
-        let of_use = now.saturating_duration_since(since) < IDLE || (carries && spare);
+        let of_use = now.saturating_duration_since(since) < IDLE || (relays && spare);
         if link.number == 0 || (of_use && !link.is_spent()) {
             return false;
         }
@@ -432,7 +432,7 @@ pub(super) mod tests {
         one.opened(2001);
         assert!(one.is_spent());
         assert_eq!(links.take().number, 0);
-        assert!(!links.part_if_idle(&one), "it carries something");
+        assert!(!links.part_if_idle(&one), "it relays something");
         drop(on_one);
         assert_eq!(links.take().number, 0);
         assert!(links.part_if_idle(&one), "although it was the spare one");

@@ -1,10 +1,10 @@
 //! The sessions with the agents: one per node, with a stream on a link for each connection.
 
-mod carry;
 mod link;
 mod link_metrics;
 mod links;
 mod registry;
+mod relay;
 mod unanswered;
 mod workers;
 
@@ -15,14 +15,13 @@ use std::time::{Instant, SystemTime};
 
 use http::{HeaderMap, HeaderValue};
 use tokio_util::sync::CancellationToken;
-use tunnel_core::carry::{CARRY_PATH, OF_NODE_HEADER, RelayError, StallBound, Totals};
 use tunnel_core::identity::NodeName;
+use tunnel_core::relay::{OF_NODE_HEADER, RELAY_PATH, RelayError, StallBound, Totals};
 
 use crate::admission::Shares;
 use crate::pki::Refusal;
 use crate::route::Router;
 
-pub(crate) use carry::{Asked, On, ask, dialled};
 pub(crate) use link::Streams;
 pub use link::{Link, MOST_STREAMS, Taken};
 pub use link_metrics::register_links;
@@ -32,6 +31,7 @@ pub use links::{Links, NotWanted};
 pub(crate) use registry::Forgotten;
 pub(crate) use registry::Move;
 pub use registry::{Fenced, LastEnd, Sessions};
+pub(crate) use relay::{Asked, On, ask, dialled};
 pub use workers::Workers;
 
 /// An attached agent.
@@ -62,8 +62,8 @@ pub struct Session {
     pub stalls: StallBound,
     /// The agent's limit of connections, shared by sources.
     pub(crate) places: Shares,
-    /// Bytes carried, from clients to the node and back.
-    pub carried: Totals,
+    /// Bytes relayed, from clients to the node and back.
+    pub relayed: Totals,
     /// Cancelled when the session has to end; see [`Session::close`].
     pub closed: CancellationToken,
     /// Cancelled when its connections have to end: with the session, or when the server's drain time is over.
@@ -103,13 +103,13 @@ impl Session {
     /// Requests a connection to `target` on the link; the agent dials it.
     ///
     /// # Errors
-    /// If the link can carry nothing any more, or nothing more at present.
+    /// If the link can relay nothing any more, or nothing more at present.
     pub(crate) async fn ask(&self, link: &Link, target: SocketAddr) -> Result<Asked, RelayError> {
         let mut more = HeaderMap::new();
         if self.router.snapshot().names(&self.node, target.ip()) {
             more.insert(OF_NODE_HEADER, HeaderValue::from_static("1"));
         }
-        let asked = ask(link, self.node.as_str(), CARRY_PATH, target, more).await;
+        let asked = ask(link, self.node.as_str(), RELAY_PATH, target, more).await;
         if let Err(RelayError::Link(_)) = asked {
             // Even if its PINGs are still answered.
             self.close_link(link);

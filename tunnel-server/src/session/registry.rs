@@ -278,7 +278,7 @@ mod tests {
 
     use prometheus_client::registry::Registry;
     use tokio_util::sync::CancellationToken;
-    use tunnel_core::carry::{StallBound, Totals};
+    use tunnel_core::relay::{StallBound, Totals};
 
     use super::*;
     use crate::pki::Refusal;
@@ -309,7 +309,7 @@ mod tests {
                 links: Links::new(link(0, Duration::ZERO).await, 1),
                 stalls: StallBound::new(1 << 20, 1 << 20),
                 places: crate::admission::Shares::new(0),
-                carried: Totals::default(),
+                relayed: Totals::default(),
                 closed: CancellationToken::new(),
                 over: CancellationToken::new(),
                 forgotten: AtomicBool::new(false),

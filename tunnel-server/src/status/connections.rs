@@ -16,7 +16,7 @@ use crate::metrics::{Connection, Metrics};
 /// `#` marks numeric columns.
 const COLUMNS: &[&str] = &[
     "NODE",
-    "DOOR",
+    "LISTENER",
     "CLIENT",
     "CALLER",
     "DESTINATION",
@@ -41,9 +41,9 @@ pub struct ConnectionsReport {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConnectionStatus {
-    pub door: String,
+    pub listener: String,
     pub client: SocketAddr,
-    /// Identity of the caller, at a door that authenticates callers.
+    /// Identity of the caller, at a listener that authenticates callers.
     pub caller: Option<String>,
     /// None if the server dialled the destination itself.
     pub node: Option<NodeName>,
@@ -80,7 +80,7 @@ impl ConnectionsReport {
         if let Some(node) = node {
             connections.retain(|connection| connection.node.as_ref().is_some_and(|of| of.as_str() == node));
         }
-        let (connections, more) = first(connections, |connection| Some(&*connection.carried.get()?.traffic));
+        let (connections, more) = first(connections, |connection| Some(&*connection.relayed.get()?.traffic));
         let connections = connections.iter().map(|connection| ConnectionStatus::of(connection)).collect();
         Self { connections, more }
     }
@@ -109,14 +109,14 @@ impl ConnectionsReport {
 
 impl ConnectionStatus {
     fn of(connection: &Connection) -> Self {
-        let carried = connection.carried.get();
-        let traffic = carried.map(|carried| &*carried.traffic);
+        let relayed = connection.relayed.get();
+        let traffic = relayed.map(|relayed| &*relayed.traffic);
         let (client_blocked_ms, held_for_client) = blocked(traffic.map(|traffic| &traffic.for_socket));
         let (node_blocked_ms, held_for_node) = blocked(traffic.map(|traffic| &traffic.for_tunnel));
-        let link = carried.and_then(|carried| carried.link.as_ref());
+        let link = relayed.and_then(|relayed| relayed.link.as_ref());
         let (bytes_to_node, bytes_from_node) = connection.bytes();
         Self {
-            door: connection.door.to_owned(),
+            listener: connection.listener.to_owned(),
             client: connection.client,
             caller: connection.caller.get().map(|caller| caller.to_string()),
             node: connection.node.clone(),
@@ -152,7 +152,7 @@ impl ConnectionStatus {
         let states: Vec<_> = states.into_iter().flatten().collect();
         vec![
             self.node.as_ref().map_or_else(none, ToString::to_string),
-            harmless(&self.door),
+            harmless(&self.listener),
             self.client.to_string(),
             text(&self.caller),
             self.destination.to_string(),
@@ -171,22 +171,22 @@ impl ConnectionStatus {
 #[cfg(test)]
 mod tests {
     use prometheus_client::registry::Registry;
-    use tunnel_core::carry::Traffic;
     use tunnel_core::connections::MAX_ROWS;
     use tunnel_core::link::Flow;
+    use tunnel_core::relay::Traffic;
 
     use super::*;
-    use crate::metrics::Carried;
+    use crate::metrics::Relayed;
 
-    fn connection(node: Option<&str>, carried: usize) -> Connection {
+    fn connection(node: Option<&str>, relayed: usize) -> Connection {
         let node = node.map(|node| node.parse().unwrap());
         let target = "192.168.50.2:9100".parse().unwrap();
         let connection = Connection::new("redirect", "10.70.0.1:40000".parse().unwrap(), node, target);
         let traffic = Traffic::default();
-        traffic.count_from_socket(carried);
+        traffic.count_from_socket(relayed);
         let link = Some((2, Arc::new(Flow::default())));
-        let carried = Carried { traffic: Arc::new(traffic), link };
-        assert!(connection.carried.set(carried).is_ok());
+        let relayed = Relayed { traffic: Arc::new(traffic), link };
+        assert!(connection.relayed.set(relayed).is_ok());
         connection
     }
 
@@ -205,7 +205,7 @@ mod tests {
         let report = |node| serde_json::from_value::<ConnectionsReport>(answer(node)).unwrap();
         let all = report(None);
         assert_eq!((all.connections.len(), all.more), (MAX_ROWS, 7));
-        assert_eq!(all.connections[0].bytes_to_node, MAX_ROWS as u64 + 4, "what carried most is first");
+        assert_eq!(all.connections[0].bytes_to_node, MAX_ROWS as u64 + 4, "what relayed most is first");
         let two = report(Some("edge-2"));
         assert_eq!((two.connections.len(), two.more), (1, 0));
         assert_eq!(two.connections[0].node.as_ref().map(NodeName::as_str), Some("edge-2"));

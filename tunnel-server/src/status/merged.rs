@@ -62,16 +62,16 @@ fn server_row(report: &StatusReport) -> Vec<String> {
         RedirectState::On => "on",
         RedirectState::Degraded => "DEGRADED",
     };
-    // A door with two addresses is listed twice, with the same count. The agents' door has no count.
-    let doors = report.doors.iter().filter(|door| door.accepted.is_some());
-    let carried: BTreeMap<&str, u64> =
-        doors.map(|door| (door.name.as_str(), door.connections_active)).collect();
+    // A listener with two addresses is listed twice, with the same count. The agents' listener has no count.
+    let listeners = report.listeners.iter().filter(|listener| listener.accepted.is_some());
+    let relayed: BTreeMap<&str, u64> =
+        listeners.map(|listener| (listener.name.as_str(), listener.connections_active)).collect();
     vec![
         harmless(&report.server_id),
         report.role.to_string(),
         state,
         report.nodes.iter().filter(|node| node.connected).count().to_string(),
-        carried.values().sum::<u64>().to_string(),
+        relayed.values().sum::<u64>().to_string(),
         redirect.to_owned(),
         report.failures.iter().map(|hop| hop.count).sum::<u64>().to_string(),
         harmless(&report.version),
@@ -137,7 +137,7 @@ mod tests {
         let redirect = json!({"state": "degraded", "reason": "the route is gone", "mended": 1, "counters": {},
             "routes": 1, "routes_down": 0, "excluded": 0, "programs": []});
         let document = json!({"version": "0.1.0", "server_id": id, "uptime_s": 90, "ready": ready, "pending": [],
-            "nodes": nodes, "doors": [{"name": "https", "address": "0.0.0.0:1", "connections_active": 4, "accepted": 9},
+            "nodes": nodes, "listeners": [{"name": "https", "address": "0.0.0.0:1", "connections_active": 4, "accepted": 9},
                 {"name": "https", "address": "[::]:1", "connections_active": 4, "accepted": 9}],
             "redirect": redirect, "failures": [{"hop": "target", "count": 3, "recent": []}],
             "inventory": {"source": "/n", "edge": 1, "cloud": 1, "last_error": null, "old_s": null, "conflicts": []}});

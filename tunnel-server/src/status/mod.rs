@@ -10,7 +10,7 @@ pub(crate) use connections::endpoint as connections_endpoint;
 pub use connections::{ConnectionStatus, ConnectionsReport};
 pub use merged::merged;
 pub use model::{
-    ConflictStatus, DoorStatus, FailureStatus, FailuresStatus, InventoryStatus, LinkStatus, NodeStatus,
+    ConflictStatus, FailureStatus, FailuresStatus, InventoryStatus, LinkStatus, ListenerStatus, NodeStatus,
     PeerStatus, ProgramStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
 };
 pub use report::{AGENTS, Reporter, SourceReport};

@@ -22,7 +22,7 @@ pub struct StatusReport {
     /// Names of the steps that a start or a stop still waits for.
     pub pending: Vec<String>,
     pub nodes: Vec<NodeStatus>,
-    pub doors: Vec<DoorStatus>,
+    pub listeners: Vec<ListenerStatus>,
     /// The other servers that this one is linked to.
     #[serde(default)]
     pub peers: Vec<PeerStatus>,
@@ -117,12 +117,12 @@ pub struct PeerStatus {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DoorStatus {
+pub struct ListenerStatus {
     pub name: String,
     pub address: SocketAddr,
-    /// Connections carried now; at the agents' door, sessions.
+    /// Connections relayed now; at the agents' listener, sessions.
     pub connections_active: u64,
-    /// Connections since the server started; None at the agents' door, which does not count them.
+    /// Connections since the server started; None at the agents' listener, which does not count them.
     pub accepted: Option<u64>,
 }
 
@@ -186,7 +186,7 @@ pub struct FailuresStatus {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailureStatus {
     pub ago_s: u64,
-    pub door: String,
+    pub listener: String,
     pub client: SocketAddr,
     /// None if the server dialled the destination itself.
     pub node: Option<NodeName>,

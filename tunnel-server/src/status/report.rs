@@ -9,7 +9,7 @@ use tunnel_core::admin;
 use tunnel_core::identity::NodeName;
 
 use super::model::{
-    DoorStatus, FailureStatus, FailuresStatus, InventoryStatus, LinkStatus, NodeStatus, PeerStatus,
+    FailureStatus, FailuresStatus, InventoryStatus, LinkStatus, ListenerStatus, NodeStatus, PeerStatus,
     ProgramStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
 };
 use crate::inventory::SourceStatus;
@@ -17,7 +17,7 @@ use crate::role::Role;
 use crate::runtime::Runtime;
 use crate::session::{Link, Session};
 
-/// The agent port's name among the doors. What it accepts are links, so its connections are the sessions.
+/// The agent port's name among the listeners. What it accepts are links, so its connections are the sessions.
 pub const AGENTS: &str = "agents";
 
 impl LinkStatus {
@@ -48,8 +48,8 @@ impl SessionStatus {
             links: session.links.all().iter().map(|link| LinkStatus::of(link)).collect(),
             connections: session.links.connections(),
             stalled: session.stalls.blocked(),
-            bytes_to_node: session.carried.from_socket.get(),
-            bytes_from_node: session.carried.to_socket.get(),
+            bytes_to_node: session.relayed.from_socket.get(),
+            bytes_from_node: session.relayed.to_socket.get(),
         }
     }
 }
@@ -68,7 +68,7 @@ pub struct Reporter {
     pub started: Instant,
     pub source: SourceReport,
     /// Names and addresses of the listeners.
-    pub doors: Vec<(&'static str, SocketAddr)>,
+    pub listeners: Vec<(&'static str, SocketAddr)>,
 }
 
 impl Reporter {
@@ -87,7 +87,7 @@ impl Reporter {
             ready: self.runtime.readiness.is_ready(),
             pending: self.runtime.readiness.names(),
             nodes: self.nodes(),
-            doors: self.doors(),
+            listeners: self.listeners(),
             peers: self.peers(),
             redirect: self.redirect(),
             failures: self.failures(),
@@ -158,16 +158,16 @@ impl Reporter {
                 draining: peer.is_draining(),
                 nodes: peer.node_count(),
                 connections: peer.connections(),
-                bytes_to_node: peer.carried.from_socket.get(),
-                bytes_from_node: peer.carried.to_socket.get(),
+                bytes_to_node: peer.relayed.from_socket.get(),
+                bytes_from_node: peer.relayed.to_socket.get(),
             })
             .collect();
         peers.sort_by(|a, b| a.server_id.cmp(&b.server_id));
         peers
     }
 
-    fn doors(&self) -> Vec<DoorStatus> {
-        self.doors
+    fn listeners(&self) -> Vec<ListenerStatus> {
+        self.listeners
             .iter()
             .map(|(name, address)| {
                 let (active, accepted) = if *name == AGENTS {
@@ -176,7 +176,7 @@ impl Reporter {
                     let active = u64::try_from(self.runtime.metrics.active_at(name)).unwrap_or_default();
                     (active, Some(self.runtime.metrics.ended_at(name) + active))
                 };
-                DoorStatus {
+                ListenerStatus {
                     name: (*name).to_owned(),
                     address: *address,
                     connections_active: active,
@@ -196,7 +196,7 @@ impl Reporter {
                 .into_iter()
                 .map(|failure| FailureStatus {
                     ago_s: failure.at.elapsed().as_secs(),
-                    door: failure.door.to_owned(),
+                    listener: failure.listener.to_owned(),
                     client: failure.client,
                     node: failure.node,
                     destination: failure.destination,

@@ -54,13 +54,13 @@ impl StatusReport {
             harmless(&self.server_id),
             age(self.uptime_s)
         )?;
-        for door in &self.doors {
-            let active = door.connections_active;
-            let activity = match door.accepted {
+        for listener in &self.listeners {
+            let active = listener.connections_active;
+            let activity = match listener.accepted {
                 Some(accepted) => format!("{active} active, {accepted} accepted"),
                 None => format!("{active} tunnels"),
             };
-            writeln!(out, "door {} at {}: {activity}", harmless(&door.name), door.address)?;
+            writeln!(out, "listener {} at {}: {activity}", harmless(&listener.name), listener.address)?;
         }
         for peer in &self.peers {
             let state = if peer.draining { "draining" } else { "up" };
@@ -242,7 +242,7 @@ mod tests {
     use crate::inventory::SourceStatus;
     use crate::role::Role;
     use crate::route::{Conflict, ConflictKind};
-    use crate::status::{ConflictStatus, DoorStatus, InventoryStatus, PeerStatus};
+    use crate::status::{ConflictStatus, InventoryStatus, ListenerStatus, PeerStatus};
 
     fn link(number: u32) -> LinkStatus {
         LinkStatus {
@@ -301,7 +301,7 @@ mod tests {
             ready: false,
             pending: vec!["redirect".to_owned()],
             nodes,
-            doors: vec![DoorStatus {
+            listeners: vec![ListenerStatus {
                 name: "https".to_owned(),
                 address: "0.0.0.0:10263".parse().unwrap(),
                 connections_active: 3,
@@ -359,7 +359,7 @@ mod tests {
         assert!(order.is_sorted(), "{text}");
         for line in [
             "tunnel-server 0.1.0 on cloud-1, up 1d1h: NOT READY, waits for redirect\n",
-            "door https at 0.0.0.0:10263: 3 active, 9 accepted\n",
+            "listener https at 0.0.0.0:10263: 3 active, 9 accepted\n",
             "redirect: on; 2 routes, 1 of them down, 0 ranges excluded\n  connect4/redirected 7\n",
             "failed since the start, by hop: target 60\n",
             "inventory /nodes.yaml: 2 edge, 1 cloud\n  OLD, as of 2h0m ago, of the state directory: the API server has not answered since the start\n  NOT UP TO DATE, the last good state is in effect: line 3\n",
@@ -405,7 +405,7 @@ mod tests {
         report.version = EVIL.to_owned();
         report.server_id = EVIL.to_owned();
         report.pending = vec![EVIL.to_owned()];
-        report.doors[0].name = EVIL.to_owned();
+        report.listeners[0].name = EVIL.to_owned();
         report.redirect.state = RedirectState::Degraded;
         report.redirect.reason = Some(EVIL.to_owned());
         report.failures[0].hop = EVIL.to_owned();

@@ -24,7 +24,7 @@ pub(super) struct Hello {
 #[serde(rename_all = "snake_case")]
 pub(super) enum Ask {
     Agents,
-    Doors,
+    Listeners,
     /// The first server is to accept agents again; the second one was told to stop.
     Back,
     /// The first server is to resume everything.

@@ -6,12 +6,12 @@
 //! 1. The second one learns the nodes, and those of the other servers. Then it asks for the agents: the first one stops
 //!    accepting them, and tells its own to look for its successor. They keep their present link until the new one is in
 //!    use.
-//! 2. Once they have come, or no more arrive, it asks for the doors: the first one stops accepting connections and
+//! 2. Once they have come, or no more arrive, it asks for the listeners: the first one stops accepting connections and
 //!    releases the redirect, for which the second one's programs are already attached, with the same virtual addresses.
 //! 3. The first one finishes its connections. Standalone it then exits; in a cluster it waits to be stopped, because
 //!    the kubelet would restart it, and resumes its work if the second one dies.
 //! 4. If the second one is told to stop meanwhile, it gives everything back in the same order: the agents, then the
-//!    doors.
+//!    listeners.
 
 mod message;
 mod pace;
@@ -29,20 +29,20 @@ use crate::admission::{Gate, Gated};
 #[derive(Clone, Debug)]
 pub(crate) struct Gates {
     pub(crate) agents: Gate,
-    pub(crate) doors: Gate,
+    pub(crate) listeners: Gate,
 }
 
 impl Gates {
-    /// Opens the gate for agents, and that for connections if `doors`.
-    pub(crate) fn new(doors: bool) -> Self {
-        Self { agents: Gate::new(true), doors: Gate::new(doors) }
+    /// Opens the gate for agents, and that for connections if `listeners`.
+    pub(crate) fn new(listeners: bool) -> Self {
+        Self { agents: Gate::new(true), listeners: Gate::new(listeners) }
     }
 
     pub(crate) fn agents(&self, listener: TcpListener) -> Gated {
         self.agents.guard(listener)
     }
 
-    pub(crate) fn door(&self, listener: TcpListener) -> Gated {
-        self.doors.guard(listener)
+    pub(crate) fn listener(&self, listener: TcpListener) -> Gated {
+        self.listeners.guard(listener)
     }
 }

@@ -44,9 +44,13 @@ impl Predecessor {
         takeover::Predecessor::find(state_dir).await.map(Self)
     }
 
-    /// Its listening socket of `door` at an address that `fits`.
-    pub(crate) fn listener(&mut self, door: &str, fits: impl Fn(SocketAddr) -> bool) -> Option<TcpListener> {
-        self.0.listener(door, fits)
+    /// Its listening socket of `listener` at an address that `fits`.
+    pub(crate) fn listener(
+        &mut self,
+        listener: &str,
+        fits: impl Fn(SocketAddr) -> bool,
+    ) -> Option<TcpListener> {
+        self.0.listener(listener, fits)
     }
 
     /// Its listening socket of this name that has no address.
@@ -78,7 +82,7 @@ impl Predecessor {
 pub(crate) struct TakeOver {
     pub(crate) runtime: Runtime,
     pub(crate) gates: Gates,
-    /// Held until the doors are open.
+    /// Held until the listeners are open.
     pub(crate) pending: Option<ReadyGuard>,
     /// What this server's own agents are told.
     pub(crate) handover: watch::Sender<Handover>,
@@ -105,7 +109,7 @@ impl Before {
 }
 
 impl TakeOver {
-    /// Takes over from `predecessor`, or from what dead servers have left, and opens the doors. Then keeps the connection
+    /// Takes over from `predecessor`, or from what dead servers have left, and opens the listeners. Then keeps the connection
     /// open: as long as it is, the predecessor knows that this server lives.
     pub(crate) fn start(self, predecessor: Option<Predecessor>, orphans: Orphans) -> Before {
         let (leaving, stop) = (CancellationToken::new(), self.runtime.stop.clone());
@@ -125,7 +129,7 @@ impl TakeOver {
         let taken = leaving.run_until_cancelled(self.take_over(predecessor.as_mut(), orphans)).await;
         // One that has not passed everything on goes on as soon as it sees the connection's end.
         let Some(others) = taken else { return predecessor.is_some() };
-        self.gates.doors.set(true);
+        self.gates.listeners.set(true);
         drop(self.pending.take());
         let Some(mut before) = predecessor else { return false };
         tokio::select! {
@@ -176,7 +180,7 @@ impl TakeOver {
     }
 
     /// Waits until it is known where the nodes of the other servers are: until then connects to them would fail here, and the
-    /// server before, as long as it runs, carries them.
+    /// server before, as long as it runs, relays them.
     async fn find_fleet(&self, before: &mut Predecessor) {
         let mut missing = before.fleet();
         let found = async {
@@ -222,13 +226,13 @@ impl TakeOver {
         };
         self.apply_routes().await;
         // It accepts none any more, and lets go of the redirect once it can.
-        match before.0.ask_within(BRIEFLY, &Ask::Doors).await? {
+        match before.0.ask_within(BRIEFLY, &Ask::Listeners).await? {
             Answer::Released => Ok((told.len(), came)),
             _ => Err(unexpected()),
         }
     }
 
-    /// This server is told to stop, and the one before goes on: it gets the agents, and then the doors.
+    /// This server is told to stop, and the one before goes on: it gets the agents, and then the listeners.
     async fn give_back(&self, before: &mut Predecessor) {
         let started = Instant::now();
         match self.hand_back(before).await {
@@ -267,7 +271,7 @@ impl TakeOver {
             back = attached(before).await?;
         };
         // What comes now waits until the other one accepts.
-        self.gates.doors.set(false);
+        self.gates.listeners.set(false);
         match before.0.ask_within(BRIEFLY, &Ask::Resume).await? {
             Answer::Resumed => Ok((told.len(), came)),
             _ => Err(unexpected()),

@@ -30,7 +30,7 @@ pub(crate) enum Phase {
     Passed,
 }
 
-/// Passes this server's agents and doors on to a successor.
+/// Passes this server's agents and listeners on to a successor.
 pub(crate) struct Succession {
     pub(crate) runtime: Runtime,
     /// Those that a successor gets; dropped when this server stops, so that nothing waits in them.
@@ -50,7 +50,7 @@ impl Succession {
     /// Waits for successors until `stop`. A socket that cannot be made is logged: then a successor cannot bind its ports.
     pub(crate) async fn run(self: Arc<Self>, state_dir: PathBuf, stop: CancellationToken) {
         // Not before it has something to pass on.
-        if stop.run_until_cancelled(self.gates.doors.opened()).await.is_none() {
+        if stop.run_until_cancelled(self.gates.listeners.opened()).await.is_none() {
             return;
         }
         let path = socket_path(&state_dir);
@@ -111,8 +111,8 @@ impl Succession {
                     self.handover.send_replace(Handover::Agents { over: told_over(nodes.len()) });
                     send(stream, &Answer::Told(nodes)).await?;
                 }
-                Some(Ask::Doors) => {
-                    self.gates.doors.set(false);
+                Some(Ask::Listeners) => {
+                    self.gates.listeners.set(false);
                     if let Some(redirect) = self.runtime.redirect.clone() {
                         let released = tokio::task::spawn_blocking(move || redirect.release()).await;
                         released.map_err(io::Error::other)?;
@@ -129,7 +129,7 @@ impl Succession {
                     self.handover.send_if_modified(|handover| {
                         std::mem::replace(handover, Handover::Nothing) != Handover::Nothing
                     });
-                    // Those that were told to leave may still carry something, and end once they do not.
+                    // Those that were told to leave may still relay something, and end once they do not.
                     let back = self.runtime.sessions.all().into_iter();
                     let back = back.filter(|session| !session.moving.load(Ordering::Relaxed));
                     let nodes = back.map(|session| session.node.to_string()).collect();
@@ -149,7 +149,7 @@ impl Succession {
         Hello {
             server_id: self.runtime.server_id.clone(),
             pins: redirect.and_then(|redirect| redirect.pinned_in()),
-            tokens: redirect.map(|redirect| redirect.tokens()).unwrap_or_default(),
+            tokens: redirect.map(|redirect| redirect.virtual_addresses()).unwrap_or_default(),
             fleet: self.runtime.peers.nodes().iter().map(ToString::to_string).collect(),
         }
     }
@@ -177,7 +177,7 @@ impl Succession {
         }
         self.handover.send_replace(Handover::Nothing);
         self.gates.agents.set(true);
-        self.gates.doors.set(true);
+        self.gates.listeners.set(true);
         self.eligible.send_replace(true);
     }
 

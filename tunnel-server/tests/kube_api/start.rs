@@ -16,14 +16,14 @@ use tunnel_server::pki::{
 };
 use tunnel_server::runtime::Runtime;
 use tunnel_server::session::Workers;
-use tunnel_server::settings::Doors;
+use tunnel_server::settings::Listeners;
 
 use crate::fixture::{INTERNAL, SERVICES, options, router};
 
 const NODES: &str = "/api/v1/nodes";
 const CONFIGMAPS: &str = "/api/v1/namespaces/kube-system/configmaps";
 const RECORDS: &str = "tunnel-nodes";
-const DOORS: Doors = Doors { https: 10263, secure: BTreeMap::new(), http: 10264, pairs: 10264 };
+const LISTENERS: Listeners = Listeners { https: 10263, secure: BTreeMap::new(), http: 10264, pairs: 10264 };
 
 /// Starts the only server of a cluster. It stops when the guard is dropped.
 async fn start(api: &ApiServer, dns_records: bool) -> (Health, DropGuard) {
@@ -60,7 +60,7 @@ async fn start(api: &ApiServer, dns_records: bool) -> (Health, DropGuard) {
         eligible: watch::channel(true).1,
     };
     let certificate = Some(Arc::new(certificate));
-    kube.start(Parts { runtime: &runtime, state_dir, doors: DOORS, reads, writes, certificate });
+    kube.start(Parts { runtime: &runtime, state_dir, listeners: LISTENERS, reads, writes, certificate });
     (health, stop.drop_guard())
 }
 

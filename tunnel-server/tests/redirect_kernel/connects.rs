@@ -40,17 +40,17 @@ fn tcp(domain: Domain) -> Socket {
 /// Checks that the connection arrived at that edge's virtual address, and that the client's socket names the edge's own
 /// address as its peer.
 #[track_caller]
-fn arrived(stream: &TcpStream, asked: SocketAddr, token: &str) {
+fn arrived(stream: &TcpStream, asked: SocketAddr, virtual_address: &str) {
     // The greeting first: with data in the SYN the socket has no peer until it is answered.
-    assert_eq!(greeting(stream).unwrap().local, at(token, asked.port()));
+    assert_eq!(greeting(stream).unwrap().local, at(virtual_address, asked.port()));
     assert_eq!(stream.peer_addr().unwrap(), asked, "getpeername");
 }
 
 fn redirected() {
     let world = World::start(&desired(&[EDGE, EDGE_B]));
-    for (edge, token) in [EDGE, EDGE_B] {
+    for (edge, virtual_address) in [EDGE, EDGE_B] {
         for port in [PORT, 10255] {
-            arrived(&TcpStream::connect(at(edge, port)).unwrap(), at(edge, port), token);
+            arrived(&TcpStream::connect(at(edge, port)).unwrap(), at(edge, port), virtual_address);
         }
     }
     // A host's own client has the virtual address as its source. accept() shows the edge's, as getpeername() does; the
@@ -249,20 +249,22 @@ fn blocks() {
     route(&mut desired, "10.244.3.77", "198.18.9.1", true);
     route(&mut desired, "2001:db8:9::/120", "fd9e:706f:7374:6572::900", true);
     let _world = World::start(&desired);
-    for (asked, token) in [
+    for (asked, virtual_address) in [
         ("10.244.3.0", "198.18.3.0"),
         ("10.244.3.200", "198.18.3.200"),
         ("10.244.3.77", "198.18.9.1"),
         ("2001:db8:9::3f", "fd9e:706f:7374:6572::93f"),
     ] {
-        arrived(&TcpStream::connect(at(asked, PORT)).unwrap(), at(asked, PORT), token);
+        arrived(&TcpStream::connect(at(asked, PORT)).unwrap(), at(asked, PORT), virtual_address);
     }
 }
 
 fn any_port() {
     let mut desired = desired(&[EDGE]);
     let pods = net_of("10.244.3.0/24");
-    desired.routes.insert(pods, RouteTarget { token: address("198.18.3.0"), up: true, any_port: true });
+    desired
+        .routes
+        .insert(pods, RouteTarget { virtual_address: address("198.18.3.0"), up: true, any_port: true });
     desired.excluded.insert(net_of("10.244.3.9"));
     let world = World::start(&desired);
     for port in [1, 80, PORT, 65_535] {

@@ -8,15 +8,15 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 use tunnel_server::redirect::{
-    Redirect, RedirectConfig, RedirectError, checks, foreign_lookups, missing_token_routes,
+    Redirect, RedirectConfig, RedirectError, checks, foreign_lookups, missing_range_routes,
 };
 
 use crate::Case;
 use crate::harness::{cgroup_mount, own_cgroup};
 use crate::raw;
 use crate::support::{
-    Door, EDGE, EDGE_V6, PORT, World, ask, at, config, desired, doctor, eventually, route, sysctl,
-    token_routes,
+    EDGE, EDGE_V6, Listener, PORT, World, ask, at, config, desired, doctor, eventually, range_routes, route,
+    sysctl,
 };
 
 pub(crate) const CASES: &[Case] = &[
@@ -25,7 +25,7 @@ pub(crate) const CASES: &[Case] = &[
     ("failures::foreign_sk_lookup_program", foreign_lookup),
     ("failures::sk_lookup_programs_without_names", unnamed_lookups),
     ("failures::connects_that_do_not_fail_are_told", old_kernel),
-    ("failures::missing_token_routes", token_routes_missing),
+    ("failures::missing_range_routes", range_routes_missing),
     ("failures::not_a_cgroup", not_a_cgroup),
     ("failures::cgroup_namespace_root", namespace_root),
     ("failures::the_hosts_cgroups_beside_the_containers_own", hierarchy_beside_own),
@@ -35,14 +35,14 @@ pub(crate) const CASES: &[Case] = &[
     ("failures::the_documented_capabilities_are_enough", documented_capabilities),
     ("failures::beside_another_server_they_are_enough", documented_capabilities_beside_another),
     ("failures::this_kernel_needs_no_perfmon", without_perfmon),
-    ("failures::token_range_too_small", small_range),
+    ("failures::redirect_range_too_small", small_range),
     ("failures::without_ipv6_the_rest_works", without_ipv6),
     ("failures::without_an_ipv6_listener_the_rest_works", without_v6_listener),
 ];
 
 fn start(config: RedirectConfig) -> Result<Redirect, RedirectError> {
-    let door = Door::open();
-    Redirect::start(config, &door.v4, Some(&door.v6))
+    let listener = Listener::open();
+    Redirect::start(config, &listener.v4, Some(&listener.v6))
 }
 
 #[track_caller]
@@ -52,7 +52,7 @@ fn message_has(error: &RedirectError, words: &[&str]) {
     for word in words {
         assert!(text.contains(word), "{word:?} is not in: {text}");
     }
-    assert_eq!(token_routes(), Vec::<String>::new(), "a failed start leaves nothing");
+    assert_eq!(range_routes(), Vec::<String>::new(), "a failed start leaves nothing");
 }
 
 fn foreign() {
@@ -129,10 +129,10 @@ fn unnamed_lookups() {
     drop(world);
 }
 
-fn token_routes_missing() {
-    let both = [config().token_range.to_string(), config().token_range_v6.to_string()];
+fn range_routes_missing() {
+    let both = [config().redirect_range.to_string(), config().redirect_range_v6.to_string()];
     let missing = || -> Vec<String> {
-        missing_token_routes(&config()).unwrap().iter().map(ToString::to_string).collect()
+        missing_range_routes(&config()).unwrap().iter().map(ToString::to_string).collect()
     };
     assert_eq!(missing(), both);
     let world = World::start(&desired(&[EDGE]));
@@ -205,10 +205,10 @@ fn outside() {
 }
 
 fn capabilities() {
-    let door = Door::open();
+    let listener = Listener::open();
     let unprivileged = nix::unistd::Uid::from_raw(65534);
     nix::unistd::setresuid(unprivileged, unprivileged, unprivileged).unwrap();
-    let error = Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap_err();
+    let error = Redirect::start(config(), &listener.v4, Some(&listener.v6)).unwrap_err();
     match &error {
         RedirectError::Capabilities { missing } => assert_eq!(missing, &["CAP_BPF", "CAP_NET_ADMIN"]),
         other => panic!("{other}"),
@@ -227,7 +227,7 @@ fn documented_capabilities() {
 /// The older server's programs come first. With so few self-test addresses every eighth start takes the older one's.
 fn documented_capabilities_beside_another() {
     have_only(DOCUMENTED);
-    let small = RedirectConfig { token_range: "198.18.0.0/24".parse().unwrap(), ..config() };
+    let small = RedirectConfig { redirect_range: "198.18.0.0/24".parse().unwrap(), ..config() };
     let older = World::with(small.clone(), &desired(&[]));
     for _ in 0..40 {
         drop(World::with(small.clone(), &desired(&[])));
@@ -255,27 +255,27 @@ fn redirects_with(only: CapabilitySet) {
 
 fn small_range() {
     let error =
-        start(RedirectConfig { token_range: "198.18.0.0/28".parse().unwrap(), ..config() }).unwrap_err();
+        start(RedirectConfig { redirect_range: "198.18.0.0/28".parse().unwrap(), ..config() }).unwrap_err();
     message_has(&error, &["--redirect-range=198.18.0.0/28", "/24 or larger"]);
 }
 
 fn without_ipv6() {
-    let door = Door::open();
-    let serving = door.serve();
+    let listener = Listener::open();
+    let serving = listener.serve();
     sysctl("net.ipv6.conf.all.disable_ipv6", "1");
-    let redirect = Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap();
+    let redirect = Redirect::start(config(), &listener.v4, Some(&listener.v6)).unwrap();
     assert!(!redirect.ipv6());
     redirect.apply(|| desired(&[EDGE, EDGE_V6]).into()).unwrap();
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
-    assert_eq!(token_routes().len(), 1);
+    assert_eq!(range_routes().len(), 1);
     drop((redirect, serving));
-    assert_eq!(token_routes().len(), 0);
+    assert_eq!(range_routes().len(), 0);
 }
 
 fn without_v6_listener() {
-    let door = Door::open();
-    let serving = door.serve();
-    let redirect = Redirect::start(config(), &door.v4, None).unwrap();
+    let listener = Listener::open();
+    let serving = listener.serve();
+    let redirect = Redirect::start(config(), &listener.v4, None).unwrap();
     redirect.apply(|| desired(&[EDGE, EDGE_V6]).into()).unwrap();
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
     // An IPv6 socket to an IPv4 edge is still redirected.

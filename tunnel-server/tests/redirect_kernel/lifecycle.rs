@@ -17,7 +17,7 @@ use crate::peer::Peer;
 use crate::raw::{self, CONNECT4, SK_LOOKUP, attached};
 use crate::support::{
     EDGE, EDGE_B, EDGE_V6, PORT, World, ask, at, config, counter, desired, eventually, fails, ip, listen,
-    token_routes,
+    range_routes,
 };
 
 pub(crate) const CASES: &[Case] = &[
@@ -59,13 +59,13 @@ fn stop_leaves_nothing() {
     let ids: Vec<u32> = world.redirect.program_info().iter().map(|program| program.id).collect();
     assert_eq!(ids.len(), 5);
     assert_eq!(programs(), (1, 1));
-    assert_eq!(token_routes().len(), 2, "{:?}", token_routes());
+    assert_eq!(range_routes().len(), 2, "{:?}", range_routes());
     ask(at(EDGE.0, PORT)).unwrap();
 
     world.redirect.stop();
     world.redirect.stop();
     assert_eq!(programs(), (0, 0));
-    assert_eq!(token_routes(), Vec::<String>::new());
+    assert_eq!(range_routes(), Vec::<String>::new());
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);
     assert!(matches!(world.redirect.apply(|| desired(&[EDGE]).into()), Err(RedirectError::Stopped)));
     drop(world);
@@ -75,7 +75,7 @@ fn stop_leaves_nothing() {
 
     // Dropping does the same as stopping.
     drop(World::start(&desired(&[EDGE])));
-    assert_eq!((programs(), token_routes().len()), ((0, 0), 0));
+    assert_eq!((programs(), range_routes().len()), ((0, 0), 0));
 }
 
 fn killed() {
@@ -97,12 +97,12 @@ fn killed() {
     assert!(error.is_err() || error.unwrap() == 0, "the held connection ended");
     // Nothing listens at a virtual address.
     fails(at(EDGE.1, PORT), libc::ECONNREFUSED);
-    assert_eq!(token_routes().len(), 2, "the token routes stay: {:?}", token_routes());
+    assert_eq!(range_routes().len(), 2, "the redirect routes stay: {:?}", range_routes());
 
     let world = World::start(&desired(&[EDGE]));
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
     drop(world);
-    assert_eq!(token_routes(), Vec::<String>::new());
+    assert_eq!(range_routes(), Vec::<String>::new());
 }
 
 fn cleanup_after_kill() {
@@ -111,7 +111,7 @@ fn cleanup_after_kill() {
     server.kill();
     eventually("the kernel detaches the programs", || programs() == (0, 0));
     assert_eq!(cleanup(&config()).unwrap().routes.len(), 2);
-    assert_eq!(token_routes(), Vec::<String>::new());
+    assert_eq!(range_routes(), Vec::<String>::new());
     assert_eq!(cleanup(&config()).unwrap(), Cleaned::default());
 }
 
@@ -122,12 +122,12 @@ fn replaced_under_load() {
     let connects = Arc::new(AtomicUsize::new(0));
     let clients: Vec<_> = edges
         .into_iter()
-        .map(|(edge, token)| {
+        .map(|(edge, virtual_address)| {
             let (stop, connects) = (Arc::clone(&stop), Arc::clone(&connects));
             thread::spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
                     let greeting = ask(at(edge, PORT)).expect("a connect while the server is replaced");
-                    assert_eq!(greeting.local, at(token, PORT), "reached another node");
+                    assert_eq!(greeting.local, at(virtual_address, PORT), "reached another node");
                     connects.fetch_add(1, Ordering::Relaxed);
                 }
             })
@@ -152,7 +152,7 @@ fn replaced_under_load() {
                 || clients.iter().any(|c| c.is_finished())
         });
         world.redirect.stop();
-        assert_eq!(token_routes().len(), 2, "round {round}: the route belongs to the next one now");
+        assert_eq!(range_routes().len(), 2, "round {round}: the route belongs to the next one now");
         more("connects through the next");
         world = next;
     }
@@ -162,7 +162,7 @@ fn replaced_under_load() {
     }
     println!("report {} connects during three replacements", connects.load(Ordering::Relaxed));
     drop(world);
-    assert_eq!((programs(), token_routes().len()), ((0, 0), 0));
+    assert_eq!((programs(), range_routes().len()), ((0, 0), 0));
 }
 
 /// A server whose successor ends takes the redirect back. The virtual addresses' route may have gone with that one.
@@ -174,7 +174,7 @@ fn taken_back() {
     assert!(!runtime.block_on(world.redirect.finds_another()), "there is none");
     ip("route del local 198.18.0.0/15 dev lo table local");
     world.redirect.resume().unwrap();
-    assert_eq!(token_routes().len(), 2, "{:?}", token_routes());
+    assert_eq!(range_routes().len(), 2, "{:?}", range_routes());
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
     let next = World::start(&desired(&[EDGE]));
     assert!(runtime.block_on(next.redirect.finds_another()));
@@ -227,7 +227,7 @@ fn lost_route() {
 /// As many changes as a router with the Internet's routes may see.
 fn route_changes() {
     runtime().block_on(async {
-        let ranges = [config().token_range.into(), config().token_range_v6.into()];
+        let ranges = [config().redirect_range.into(), config().redirect_range_v6.into()];
         let mut changes = NetChanges::of_routes(&ranges).unwrap();
         let batch = tempfile::NamedTempFile::new().unwrap();
         let first = [

@@ -9,13 +9,13 @@ use tokio_util::sync::CancellationToken;
 use crate::Case;
 use crate::peer::Peer;
 use crate::support::{
-    Door, EDGE, EDGE_B, PORT, World, address, ask, at, config, desired, eventually, fails, ip, net_of, parse,
-    route,
+    EDGE, EDGE_B, Listener, PORT, World, address, ask, at, config, desired, eventually, fails, ip, net_of,
+    parse, route,
 };
 
 pub(crate) const CASES: &[Case] = &[
     ("networks::pod_is_accepted_and_neighbour_refused", pod_and_neighbour),
-    ("networks::neighbour_cannot_claim_a_token_as_source", spoofed_source),
+    ("networks::neighbour_cannot_claim_a_virtual_address_as_source", spoofed_source),
     ("networks::ipv6_pod_is_accepted_and_neighbour_refused", pod_and_neighbour_v6),
     ("networks::cloud_node_is_unaffected", cloud_unaffected),
     ("networks::excluded_wins", excluded_wins),
@@ -69,7 +69,7 @@ fn spoofed_source() {
         assert!(world.counter("lookup4/foreign_client") > 0, "the program saw and refused it");
     };
     // The self-tests of both families; then proof that a connection from here would be counted.
-    eventually("the door has seen the self-tests", || world.accepted() == 2);
+    eventually("the listener has seen the self-tests", || world.accepted() == 2);
     refused();
     assert_eq!(world.accepted(), 2);
     ask(at(EDGE.0, PORT)).unwrap();
@@ -175,11 +175,12 @@ fn eventually_accepted(listener: &TcpListener, stream: &std::net::TcpStream) -> 
 fn empty_slot() {
     let _kubelet = TcpListener::bind("0.0.0.0:10250").unwrap();
     let _kubelet_v6 = crate::support::listen("[::]:10250");
-    let door = Door::open();
-    let redirect = tunnel_server::redirect::Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap();
+    let listener = Listener::open();
+    let redirect =
+        tunnel_server::redirect::Redirect::start(config(), &listener.v4, Some(&listener.v6)).unwrap();
     redirect.apply(|| desired(&[EDGE, crate::support::EDGE_V6]).into()).unwrap();
     // Closing the sockets empties the slots.
-    drop(door);
+    drop(listener);
     fails(at(EDGE.0, PORT), libc::ECONNREFUSED);
     fails(at(crate::support::EDGE_V6.0, PORT), libc::ECONNREFUSED);
     let counters = redirect.counters().unwrap();

@@ -21,7 +21,7 @@ use tunnel_server::redirect::{PinConfig, Redirect, RedirectConfig, RedirectError
 use crate::Case;
 use crate::lifecycle::{cgroup, programs, runtime};
 use crate::raw::{self, CONNECT4};
-use crate::support::{Door, EDGE, PORT, World, ask, at, config, desired, eventually, fails};
+use crate::support::{EDGE, Listener, PORT, World, ask, at, config, desired, eventually, fails};
 
 pub(crate) const CASES: &[Case] = &[
     ("others::what_others_detach_is_attached_again", detached),
@@ -167,7 +167,7 @@ fn left_elsewhere() {
 /// The dead server's programs come first. With so few self-test addresses every eighth start takes its pair.
 fn left_here() {
     let (given, _folders) = pinned();
-    let small = RedirectConfig { token_range: "198.18.0.0/24".parse().unwrap(), ..given };
+    let small = RedirectConfig { redirect_range: "198.18.0.0/24".parse().unwrap(), ..given };
     let config = small.clone();
     let server = raw::fork(move || World::with(config, &desired(&[EDGE])));
     eventually("the server redirects", || ask(at(EDGE.0, PORT)).is_ok());
@@ -202,8 +202,8 @@ fn squatted() {
     drop(World::start(&desired(&[EDGE])));
 
     let _privileged = squat();
-    let door = Door::open();
-    let error = Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap_err();
+    let listener = Listener::open();
+    let error = Redirect::start(config(), &listener.v4, Some(&listener.v6)).unwrap_err();
     assert!(matches!(error, RedirectError::RangeTaken { .. }), "{error}");
     let text = error.to_string();
     assert!(text.contains(&format!("pid {}", std::process::id())), "{text}");
@@ -228,8 +228,8 @@ fn crowded() {
         }
         server
     });
-    let door = Door::open();
-    let error = Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap_err();
+    let listener = Listener::open();
+    let error = Redirect::start(config(), &listener.v4, Some(&listener.v6)).unwrap_err();
     assert!(matches!(error, RedirectError::RangeTaken { .. }), "{error}");
     drop(emptying.join().unwrap());
 }

@@ -14,7 +14,7 @@ use socket2::{Domain, Socket, Type};
 use tunnel_server::redirect::Redirect;
 
 use crate::harness::{ROLE, isolate};
-use crate::support::{Door, EDGE, PORT, address, config, desired, greet, greeting, ip, run};
+use crate::support::{EDGE, Listener, PORT, address, config, desired, greet, greeting, ip, run};
 
 /// A process in its own network namespace, in the case's cgroup, that executes commands.
 pub(crate) struct Peer {
@@ -150,8 +150,8 @@ pub(crate) fn run_role(role: &str) -> ExitCode {
             }
         }
         ["server"] => {
-            let door = Door::open();
-            let redirect = Redirect::start(config(), &door.v4, Some(&door.v6)).expect("start");
+            let listener = Listener::open();
+            let redirect = Redirect::start(config(), &listener.v4, Some(&listener.v6)).expect("start");
             redirect.apply(|| desired(&[EDGE]).into()).expect("apply");
             println!("ready");
             // Until it is killed.

@@ -13,26 +13,28 @@ use tunnel_server::route::{Holder, MAX_ROUTES, RouteTarget, Router, RouterConfig
 
 use crate::Case;
 use crate::peer::Peer;
-use crate::support::{Door, EDGE, PORT, State, World, ask, config, counter, desired, sysctl};
+use crate::support::{EDGE, Listener, PORT, State, World, ask, config, counter, desired, sysctl};
 
 pub(crate) const CASES: &[Case] = &[
     ("scale::no_change_is_no_write", no_change),
     ("scale::five_thousand_nodes_and_a_hundred_thousand", many_nodes),
     ("scale::what_does_not_fit_is_left_out_and_the_rest_works", too_many),
-    ("scale::a_token_range_that_is_too_small_serves_whom_it_can", too_few_tokens),
+    ("scale::a_redirect_range_that_is_too_small_serves_whom_it_can", too_few_virtual_addresses),
     ("scale::thirty_thousand_connections_to_one_node", many_connections),
 ];
 
 /// `count` edge nodes, each with a route, and `cloud` excluded cloud nodes.
 fn cluster(count: u32, cloud: u32) -> State {
     let edge = |n: u32| IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a20_0000 + n)));
-    let token = |n: u32| IpAddr::V4(Ipv4Addr::from(0xc612_0002 + n));
+    let virtual_address = |n: u32| IpAddr::V4(Ipv4Addr::from(0xc612_0002 + n));
     State {
         ports: [10250, 10255, 9100].into(),
         excluded: (0..cloud).map(|n| IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a10_0000 + n)))).collect(),
         clients: BTreeSet::new(),
         routes: (0..count)
-            .map(|n| (edge(n), RouteTarget { token: token(n), up: true, any_port: false }))
+            .map(|n| {
+                (edge(n), RouteTarget { virtual_address: virtual_address(n), up: true, any_port: false })
+            })
             .collect(),
     }
 }
@@ -80,8 +82,8 @@ fn many_nodes() {
         world.redirect.apply(|| state.clone().into()).unwrap();
         // The first, the last, one in between.
         for n in [0, count / 2, count - 1] {
-            let (edge, token) = (Ipv4Addr::from(0x0a20_0000 + n), Ipv4Addr::from(0xc612_0002 + n));
-            assert_eq!(ask((edge, PORT).into()).unwrap().local, (token, PORT).into());
+            let (edge, virtual_address) = (Ipv4Addr::from(0x0a20_0000 + n), Ipv4Addr::from(0xc612_0002 + n));
+            assert_eq!(ask((edge, PORT).into()).unwrap().local, (virtual_address, PORT).into());
         }
         let mut times: Vec<Duration> = (0..2_000_u32)
             .map(|n| {
@@ -102,9 +104,12 @@ fn many_nodes() {
 }
 
 /// A router whose nodes have one address each, from 11.0.0.0 on, and their sessions.
-fn routed(nodes: u32, token_range: &str) -> (Router, Registry) {
-    let config =
-        RouterConfig::new(token_range.parse().unwrap(), RedirectConfig::default().token_range_v6, [PORT]);
+fn routed(nodes: u32, redirect_range: &str) -> (Router, Registry) {
+    let config = RouterConfig::new(
+        redirect_range.parse().unwrap(),
+        RedirectConfig::default().redirect_range_v6,
+        [PORT],
+    );
     let mut registry = Registry::default();
     let router = Router::new(config, &mut registry);
     router.set_inventory((0..nodes).map(node).collect());
@@ -139,7 +144,7 @@ fn counted(registry: &Registry, kind: &str) -> usize {
 
 fn too_many() {
     let world = World::with(
-        RedirectConfig { token_range: "100.64.0.0/10".parse().unwrap(), ..config() },
+        RedirectConfig { redirect_range: "100.64.0.0/10".parse().unwrap(), ..config() },
         &State::default(),
     );
     let (router, registry) = routed(140_001, "100.64.0.0/10");
@@ -151,8 +156,8 @@ fn too_many() {
     assert_eq!(router.snapshot().conflicts().len(), left_out, "and status lists them");
     // The first and the last of those that fit.
     for n in [0, u32::try_from(MAX_ROUTES).unwrap() - 1] {
-        let token = router.desired().route(IpAddr::V4(nth(n)).into()).unwrap().token;
-        assert_eq!(ask((nth(n), PORT).into()).unwrap().local, (token, PORT).into());
+        let virtual_address = router.desired().route(IpAddr::V4(nth(n)).into()).unwrap().virtual_address;
+        assert_eq!(ask((nth(n), PORT).into()).unwrap().local, (virtual_address, PORT).into());
     }
     // An agent that leaves costs one write.
     router.set_live(&"edge-7".parse().unwrap(), Holder::This, false);
@@ -161,8 +166,8 @@ fn too_many() {
     router.set_inventory((0..140_001).filter(|n| *n != 7).map(node).collect());
     assert_eq!(world.redirect.apply(|| router.desired()).unwrap(), Applied { writes: 2, deletes: 2 });
     let next = nth(u32::try_from(MAX_ROUTES).unwrap());
-    let token = router.desired().route(IpAddr::V4(next).into()).unwrap().token;
-    assert_eq!(ask((next, PORT).into()).unwrap().local, (token, PORT).into());
+    let virtual_address = router.desired().route(IpAddr::V4(next).into()).unwrap().virtual_address;
+    assert_eq!(ask((next, PORT).into()).unwrap().local, (virtual_address, PORT).into());
 
     // Exclusions that do not fit change nothing, because no route has them. Nor do others in their place.
     for first in [0x0c00_0000_u32, 0x0d00_0000] {
@@ -175,15 +180,15 @@ fn too_many() {
         assert!(world.redirect.left_out() > 0);
     }
     println!("report {} exclusions left out", world.redirect.left_out());
-    let token = router.desired().route(IpAddr::V4(nth(1)).into()).unwrap().token;
-    assert_eq!(ask((nth(1), PORT).into()).unwrap().local, (token, PORT).into());
+    let virtual_address = router.desired().route(IpAddr::V4(nth(1)).into()).unwrap().virtual_address;
+    assert_eq!(ask((nth(1), PORT).into()).unwrap().local, (virtual_address, PORT).into());
     world.redirect.apply(|| router.desired()).unwrap();
     assert_eq!(world.redirect.left_out(), 0);
 }
 
-fn too_few_tokens() {
+fn too_few_virtual_addresses() {
     let world = World::with(
-        RedirectConfig { token_range: "198.18.0.0/24".parse().unwrap(), ..config() },
+        RedirectConfig { redirect_range: "198.18.0.0/24".parse().unwrap(), ..config() },
         &State::default(),
     );
     let (router, registry) = routed(1000, "198.18.0.0/24");
@@ -191,11 +196,11 @@ fn too_few_tokens() {
     let desired = router.desired();
     let with: Vec<u32> =
         (0..1000).filter(|n| desired.route(IpAddr::V4(nth(*n)).into()).unwrap().up).collect();
-    assert_eq!(counted(&registry, "no_token"), 1000 - with.len());
+    assert_eq!(counted(&registry, "no_virtual_address"), 1000 - with.len());
     assert_eq!(with.len(), 238, "256 without the network's, the unassigned one and the reserved 16");
     for n in [with[0], with[237]] {
-        let token = desired.route(IpAddr::V4(nth(n)).into()).unwrap().token;
-        assert_eq!(ask((nth(n), PORT).into()).unwrap().local, (token, PORT).into());
+        let virtual_address = desired.route(IpAddr::V4(nth(n)).into()).unwrap().virtual_address;
+        assert_eq!(ask((nth(n), PORT).into()).unwrap().local, (virtual_address, PORT).into());
     }
     // A node without a virtual address is not reached by another way, where the kernel can fail a connect.
     if world.redirect.fails_at_connect() {
@@ -207,14 +212,14 @@ fn too_few_tokens() {
 fn many_connections() {
     const COUNT: usize = 30_000;
     sysctl("net.ipv4.ip_local_port_range", "1024 65535");
-    let door = Door::open();
-    let redirect = Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap();
+    let listener = Listener::open();
+    let redirect = Redirect::start(config(), &listener.v4, Some(&listener.v6)).unwrap();
     redirect.apply(|| desired(&[EDGE]).into()).unwrap();
     // As many processes on either side as the descriptor limit makes necessary.
     let each = (crate::peer::raise_descriptor_limit() - 100).min(COUNT);
     let processes = COUNT.div_ceil(each);
     // One more than needed: the kernel does not share connections out evenly.
-    let _acceptors: Vec<Peer> = (0..=processes).map(|_| Peer::spawn_acceptor(&door.v4, each)).collect();
+    let _acceptors: Vec<Peer> = (0..=processes).map(|_| Peer::spawn_acceptor(&listener.v4, each)).collect();
     let mut holders = Vec::new();
     let mut times = Vec::new();
     while times.len() < COUNT {
@@ -238,8 +243,8 @@ fn many_connections() {
 /// Established connections whose remote end is the edge's virtual address: the clients' ends.
 fn established() -> usize {
     const ESTABLISHED: &str = "01";
-    let token: Ipv4Addr = EDGE.1.parse().unwrap();
-    let remote = format!("{:08X}:{PORT:04X}", u32::from_ne_bytes(token.octets()));
+    let virtual_address: Ipv4Addr = EDGE.1.parse().unwrap();
+    let remote = format!("{:08X}:{PORT:04X}", u32::from_ne_bytes(virtual_address.octets()));
     let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
     let fields = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     fields

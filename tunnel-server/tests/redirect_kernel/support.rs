@@ -43,9 +43,11 @@ impl From<State> for Desired {
         // A node for each route.
         let node = |(n, net): (usize, &IpNet)| (format!("edge-{n:07}").parse().expect("a name"), vec![*net]);
         let nodes = routes.keys().enumerate().map(node).collect();
-        let routes = routes.into_iter().enumerate().map(|(n, (net, RouteTarget { token, any_port, .. }))| {
-            (net, Route { token, any_port, node: Some(n) })
-        });
+        let routes = routes.into_iter().enumerate().map(
+            |(n, (net, RouteTarget { virtual_address, any_port, .. }))| {
+                (net, Route { virtual_address, any_port, node: Some(n) })
+            },
+        );
         let table = Table { excluded, clients, routes: routes.collect(), nodes };
         Self { ports, table: Arc::new(table), up }
     }
@@ -53,13 +55,19 @@ impl From<State> for Desired {
 
 /// The edges' routes, up, on ports 10250 and 10255.
 pub(crate) fn desired(edges: &[Edge]) -> State {
-    let target = |token| RouteTarget { token: address(token), up: true, any_port: false };
-    let routes = edges.iter().map(|(net, token)| (net_of(net), target(token))).collect();
+    let target = |virtual_address| RouteTarget {
+        virtual_address: address(virtual_address),
+        up: true,
+        any_port: false,
+    };
+    let routes = edges.iter().map(|(net, virtual_address)| (net_of(net), target(virtual_address))).collect();
     State { ports: [PORT, 10255].into(), routes, ..State::default() }
 }
 
-pub(crate) fn route(desired: &mut State, net: &str, token: &str, up: bool) {
-    desired.routes.insert(net_of(net), RouteTarget { token: address(token), up, any_port: false });
+pub(crate) fn route(desired: &mut State, net: &str, virtual_address: &str, up: bool) {
+    desired
+        .routes
+        .insert(net_of(net), RouteTarget { virtual_address: address(virtual_address), up, any_port: false });
 }
 
 pub(crate) fn address(text: &str) -> IpAddr {
@@ -76,12 +84,12 @@ pub(crate) fn at(text: &str, port: u16) -> SocketAddr {
 }
 
 /// The listeners behind the redirect.
-pub(crate) struct Door {
+pub(crate) struct Listener {
     pub(crate) v4: TcpListener,
     pub(crate) v6: TcpListener,
 }
 
-impl Door {
+impl Listener {
     pub(crate) fn open() -> Self {
         Self { v4: listen("127.0.0.1:0"), v6: listen("[::1]:0") }
     }
@@ -120,7 +128,7 @@ pub(crate) fn greet(stream: &mut TcpStream, peer: SocketAddr) {
     drop(stream.write_all(greeting.as_bytes()));
 }
 
-/// A [`Door`] that serves; dropping it ends the threads.
+/// A [`Listener`] that serves; dropping it ends the threads.
 pub(crate) struct Serving {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
@@ -148,11 +156,11 @@ pub(crate) fn listen(at: &str) -> TcpListener {
     socket.into()
 }
 
-/// A started redirect with its door serving.
+/// A started redirect with its listener serving.
 pub(crate) struct World {
     // Dropped in this order: the redirect first.
     pub(crate) redirect: Arc<Redirect>,
-    _door: Door,
+    _listener: Listener,
     serving: Serving,
 }
 
@@ -162,14 +170,14 @@ impl World {
     }
 
     pub(crate) fn with(config: RedirectConfig, desired: &State) -> Self {
-        let door = Door::open();
-        let serving = door.serve();
-        let redirect = Redirect::start(config, &door.v4, Some(&door.v6)).expect("start");
+        let listener = Listener::open();
+        let serving = listener.serve();
+        let redirect = Redirect::start(config, &listener.v4, Some(&listener.v6)).expect("start");
         redirect.apply(|| desired.clone().into()).expect("apply");
-        Self { redirect: Arc::new(redirect), _door: door, serving }
+        Self { redirect: Arc::new(redirect), _listener: listener, serving }
     }
 
-    /// Number of connections that the door has accepted and greeted.
+    /// Number of connections that the listener has accepted and greeted.
     pub(crate) fn accepted(&self) -> usize {
         self.serving.accepted.load(Ordering::SeqCst)
     }
@@ -184,7 +192,7 @@ pub(crate) fn counter(redirect: &Redirect, name: &str) -> u64 {
     counters.iter().find(|(known, _)| *known == name).expect("a known counter").1
 }
 
-/// Greeting of the door: the address that it accepted on, and the client's.
+/// Greeting of the listener: the address that it accepted on, and the client's.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Greeting {
     pub(crate) local: SocketAddr,
@@ -265,7 +273,7 @@ pub(crate) fn doctor() -> Vec<String> {
 }
 
 /// Routes of the virtual addresses in this namespace.
-pub(crate) fn token_routes() -> Vec<String> {
+pub(crate) fn range_routes() -> Vec<String> {
     let v4 = ip("-4 route show table local");
     let v6 = ip("-6 route show table local");
     let lines = v4.lines().chain(v6.lines());

@@ -62,7 +62,7 @@ imagePullSecrets:
 {{- fail (printf "service.loadBalancerSourceRanges and loadBalancerClass: only with service.type LoadBalancer, and it is %s" .Values.service.type) -}}
 {{- end -}}
 {{- if and .Values.server.plainClients (eq (int .Values.server.ports.plain) 0) -}}
-{{- fail "server.plainClients: the plain door is off; set server.ports.plain" -}}
+{{- fail "server.plainClients: the plain listener is off; set server.ports.plain" -}}
 {{- end -}}
 {{- if and .Values.agent.allowTargets .Values.server.edgePodRoutes -}}
 {{- fail "agent.allowTargets: with server.edgePodRoutes agents take the ranges of pods from their Nodes; name the ranges in allowTargets with extraArgs --edge-pod-routes instead" -}}

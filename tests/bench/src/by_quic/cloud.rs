@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
-use postern_testbed::load_target::CARRIED;
+use postern_testbed::load_target::RELAYED;
 use quinn::crypto::rustls::QuicServerConfig;
 use quinn::{Connection, Endpoint, ServerConfig};
 use rustls::pki_types::pem::PemObject as _;
@@ -14,9 +14,9 @@ use rustls::version;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tunnel_core::carry::prepare_socket;
+use tunnel_core::relay::prepare_socket;
 
-use super::carry::carry;
+use super::relay::relay;
 use super::{ALPN, endpoint, provider, transport};
 use crate::accept;
 
@@ -37,7 +37,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
         let (links, link) = watch::channel(None);
         let mut tasks = JoinSet::new();
         tasks.spawn(accept_links(endpoint, links));
-        for port in CARRIED {
+        for port in RELAYED {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await.context("listening")?;
             // Accepted sockets inherit this.
             prepare_socket(&listener);
@@ -77,5 +77,5 @@ async fn serve(mut link: Link, socket: TcpStream, port: u16) -> Result<()> {
     let link = link.wait_for(Option::is_some).await.context("no link")?.clone().context("no link")?;
     let (mut send, receive) = link.open_bi().await.context("a stream")?;
     send.write_all(&port.to_be_bytes()).await.context("the port")?;
-    carry(socket, send, receive).await
+    relay(socket, send, receive).await
 }

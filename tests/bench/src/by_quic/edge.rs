@@ -12,9 +12,9 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::{RootCertStore, version};
 use tokio::net::TcpStream;
-use tunnel_core::carry::prepare_socket;
+use tunnel_core::relay::prepare_socket;
 
-use super::carry::carry;
+use super::relay::relay;
 use super::{ALPN, endpoint, provider, transport};
 
 /// Pause between two attempts to dial.
@@ -72,5 +72,5 @@ async fn serve(send: SendStream, mut receive: RecvStream, target: IpAddr) -> Res
     receive.read_exact(&mut port).await.context("the port")?;
     let socket = TcpStream::connect((target, u16::from_be_bytes(port))).await.context("the target")?;
     prepare_socket(&socket);
-    carry(socket, send, receive).await
+    relay(socket, send, receive).await
 }

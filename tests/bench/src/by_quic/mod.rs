@@ -1,8 +1,8 @@
-//! Connections carried by QUIC (quinn) instead of HTTP/2 over TCP: one connection that the edge dials, a stream for each
-//! carried one. Nothing else of Postern is in it: no redirect, policy, bound on stalled receivers or log.
-mod carry;
+//! Connections relayed by QUIC (quinn) instead of HTTP/2 over TCP: one connection that the edge dials, a stream for each
+//! relayed one. Nothing else of Postern is in it: no redirect, policy, bound on stalled receivers or log.
 pub(crate) mod cloud;
 pub(crate) mod edge;
+mod relay;
 
 use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;

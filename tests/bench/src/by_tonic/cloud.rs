@@ -1,4 +1,4 @@
-//! The cloud's end: accepts connections and carries each as one call.
+//! The cloud's end: accepts connections and relays each as one call.
 use std::ffi::OsString;
 use std::io;
 use std::net::{Ipv4Addr, Shutdown, SocketAddr};
@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use http::Uri;
 use hyper_util::rt::TokioIo;
-use postern_testbed::load_target::CARRIED;
+use postern_testbed::load_target::RELAYED;
 use postern_testbed::wait::wait_until;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
@@ -25,12 +25,12 @@ use tokio_stream::Stream;
 use tonic::Request;
 use tonic::codegen::{BoxFuture, Service};
 use tonic::transport::{Channel, Endpoint};
-use tunnel_core::carry::{TARGET_HEADER, prepare_socket};
 use tunnel_core::link;
 use tunnel_core::proto::Segment;
 use tunnel_core::proto::agent_client::AgentClient;
+use tunnel_core::relay::{TARGET_HEADER, prepare_socket};
 
-use super::carry::{Outward, directions, inward, provider};
+use super::relay::{Outward, directions, inward, provider};
 use crate::accept;
 
 /// Maximum wait until the other end listens.
@@ -49,15 +49,15 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
         let connected =
             async || endpoint(edge)?.connect_with_connector(connector.clone()).await.context("connecting");
         let client = AgentClient::new(wait_until("a link to the edge", START, connected, |_| true).await?);
-        let mut doors = JoinSet::new();
-        for port in CARRIED {
+        let mut listeners = JoinSet::new();
+        for port in RELAYED {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await.context("listening")?;
             // Accepted sockets inherit this.
             prepare_socket(&listener);
             let (client, target) = (client.clone(), SocketAddr::new(edge.ip(), port));
-            doors.spawn(accept::each(listener, move |socket| carry(client.clone(), socket, target)));
+            listeners.spawn(accept::each(listener, move |socket| relay(client.clone(), socket, target)));
         }
-        doors.join_next().await;
+        listeners.join_next().await;
         anyhow::bail!("a listener ended")
     })
 }
@@ -119,24 +119,24 @@ impl Service<Uri> for Connector {
     }
 }
 
-async fn carry(mut client: AgentClient<Channel>, socket: TcpStream, target: SocketAddr) -> Result<()> {
+async fn relay(mut client: AgentClient<Channel>, socket: TcpStream, target: SocketAddr) -> Result<()> {
     let (outward, mut write) = directions(socket);
     let mut request = Request::new(Asked(outward));
     request.metadata_mut().insert(TARGET_HEADER, target.to_string().parse().context("the target")?);
     // Bounds the answer's headers, not its body.
     request.set_timeout(DIAL_DEADLINE);
-    let carried = async {
-        let mut answer = client.carry(request).await?.into_inner();
+    let relayed = async {
+        let mut answer = client.relay(request).await?.into_inner();
         inward(&mut answer, &mut write).await
     };
-    let carried = carried.await;
-    if carried.is_err() {
+    let relayed = relayed.await;
+    if relayed.is_err() {
         // Tonic holds the other half until that ends: a silent client would never be notified.
         SockRef::from(write.as_ref()).shutdown(Shutdown::Read).ok();
         // Dropping it would send an end of file before the reset.
         write.forget();
     }
-    carried
+    relayed
 }
 
 /// A request body of tonic cannot fail: a client's reset looks like its end, until the answer shows the error.

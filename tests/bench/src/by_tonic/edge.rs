@@ -20,12 +20,12 @@ use tokio_stream::{Empty, StreamExt as _};
 use tonic::transport::Server;
 use tonic::transport::server::Connected;
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_core::carry::{TARGET_HEADER, prepare_socket};
 use tunnel_core::link;
 use tunnel_core::proto::agent_server::{Agent, AgentServer};
 use tunnel_core::proto::{AgentEvent, Notice, NoticeAck, Segment, Welcome};
+use tunnel_core::relay::{TARGET_HEADER, prepare_socket};
 
-use super::carry::{Outward, directions, inward, provider};
+use super::relay::{Outward, directions, inward, provider};
 
 /// The process `--tonic-edge LISTEN CERTIFICATE KEY`: serves until killed.
 pub(crate) fn run(args: &[OsString]) -> Result<()> {
@@ -84,13 +84,13 @@ struct Dialing;
 #[tonic::async_trait]
 impl Agent for Dialing {
     type AttachStream = Empty<Result<AgentEvent, Status>>;
-    type CarryStream = Outward;
+    type RelayStream = Outward;
 
     async fn attach(&self, _: Request<Welcome>) -> Result<Response<Self::AttachStream>, Status> {
-        Err(Status::unimplemented("only Carry is"))
+        Err(Status::unimplemented("only Relay is"))
     }
 
-    async fn carry(&self, request: Request<Streaming<Segment>>) -> Result<Response<Outward>, Status> {
+    async fn relay(&self, request: Request<Streaming<Segment>>) -> Result<Response<Outward>, Status> {
         let target = request.metadata().get(TARGET_HEADER).and_then(|target| target.to_str().ok());
         let target: Option<SocketAddr> = target.and_then(|target| target.parse().ok());
         let target = target.ok_or_else(|| Status::invalid_argument(TARGET_HEADER))?;
@@ -109,7 +109,7 @@ impl Agent for Dialing {
     }
 
     async fn notify(&self, _: Request<Notice>) -> Result<Response<NoticeAck>, Status> {
-        Err(Status::unimplemented("only Carry is"))
+        Err(Status::unimplemented("only Relay is"))
     }
 }
 

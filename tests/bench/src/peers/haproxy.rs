@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result};
 use postern_testbed::Testbed;
-use postern_testbed::load_target::CARRIED;
+use postern_testbed::load_target::RELAYED;
 use postern_testbed::process::Process;
 
 use super::running::{LOOPBACK, OPEN, Running};
@@ -14,7 +14,7 @@ use super::tls::Certificates;
 use crate::dial::Dialer;
 use crate::usage::Side;
 
-/// The far end's port for a carried port.
+/// The far end's port for a relayed port.
 const fn far(port: u16) -> u16 {
     port + 1_000
 }
@@ -30,7 +30,7 @@ pub(super) fn start<'a>(
 ) -> Result<Running<'a>> {
     let edge = testbed.edge(OPEN).address;
     let (mut near, mut remote) = (common(tuning), common(tuning));
-    for port in CARRIED {
+    for port in RELAYED {
         let far = far(port);
         // Writing to a String cannot fail.
         write!(

@@ -45,7 +45,7 @@ pub(crate) async fn start<'a>(
         Peer::Quic => quic::start(testbed, certificates, "cubic")?,
         Peer::QuicBbr => quic::start(testbed, certificates, "bbr")?,
         Peer::Postern => postern::start(testbed).await?,
-        Peer::PosternPassedOn => postern::start_passed_on(testbed, neighbour).await?,
+        Peer::PosternForwarded => postern::start_forwarded(testbed, neighbour).await?,
     };
     running.wait_ready(peer).await?;
     Ok(running)

@@ -1,7 +1,7 @@
 //! Postern: a server in the cloud, an agent on the edge behind NAT.
 use anyhow::{Context as _, Result};
 use postern_testbed::agent;
-use postern_testbed::load_target::CARRIED;
+use postern_testbed::load_target::RELAYED;
 use postern_testbed::netns::Namespace;
 use postern_testbed::server::{Builder, Server};
 use postern_testbed::{NEIGHBOUR, Testbed};
@@ -12,7 +12,7 @@ use crate::usage::{Part, Side};
 
 /// A server with the load's ports and otherwise the defaults, except that it cuts connections open after a round.
 pub(crate) fn server_builder(testbed: &Testbed) -> Builder<'_> {
-    let ports = CARRIED.map(|port| port.to_string()).join(",");
+    let ports = RELAYED.map(|port| port.to_string()).join(",");
     Builder::new(testbed).ports(&ports).flag("--drain-timeout=1s")
 }
 
@@ -23,7 +23,7 @@ pub(crate) async fn start(testbed: &Testbed) -> Result<Running<'_>> {
 }
 
 /// Attaches the agent to the server on `neighbour`: the one that redirects forwards every connection to it.
-pub(crate) async fn start_passed_on<'a>(
+pub(crate) async fn start_forwarded<'a>(
     testbed: &'a Testbed,
     neighbour: &'a Namespace,
 ) -> Result<Running<'a>> {

@@ -39,6 +39,6 @@ pub(crate) fn needs(peer: Peer) -> Option<&'static str> {
         Peer::Rathole => Some("rathole"),
         Peer::KonnectivityGrpc | Peer::KonnectivityHttp => Some("konnectivity"),
         Peer::Direct | Peer::Tonic | Peer::Quic | Peer::QuicBbr | Peer::Iptables => None,
-        Peer::Postern | Peer::PosternPassedOn => None,
+        Peer::Postern | Peer::PosternForwarded => None,
     }
 }

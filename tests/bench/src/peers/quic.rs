@@ -1,4 +1,4 @@
-//! Connections carried by QUIC (`by_quic`): both ends are this program.
+//! Connections relayed by QUIC (`by_quic`): both ends are this program.
 use std::net::SocketAddr;
 
 use anyhow::Result;

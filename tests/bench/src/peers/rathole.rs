@@ -1,11 +1,11 @@
-//! rathole with its noise transport (Noise_NK_25519_ChaChaPoly_BLAKE2s): one service for each carried port.
+//! rathole with its noise transport (Noise_NK_25519_ChaChaPoly_BLAKE2s): one service for each relayed port.
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
-use postern_testbed::load_target::CARRIED;
+use postern_testbed::load_target::RELAYED;
 use postern_testbed::process::Process;
 use postern_testbed::{CLOUD, Testbed};
 
@@ -24,7 +24,7 @@ pub(super) fn start<'a>(testbed: &'a Testbed, program: &Path) -> Result<Running<
     let mut client = format!(
         "[client]\nremote_addr = \"{CLOUD}:{PORT}\"\ndefault_token = \"bench\"\n[client.transport]\ntype = \"noise\"\n[client.transport.noise]\nremote_public_key = \"{public}\"\n"
     );
-    for port in CARRIED {
+    for port in RELAYED {
         write!(server, "[server.services.p{port}]\nbind_addr = \"{LOOPBACK}:{port}\"\n")?;
         write!(client, "[client.services.p{port}]\nlocal_addr = \"{edge}:{port}\"\n")?;
     }

@@ -12,7 +12,7 @@ pub(super) const COMPARED: [(&[Peer], &str); 7] = [
     (&[Peer::Quic, Peer::QuicBbr], "QUIC"),
     (&[Peer::Haproxy, Peer::HaproxyTuned], "HAProxy"),
     (&[Peer::Direct], "direct"),
-    (&[Peer::PosternPassedOn], "passed on"),
+    (&[Peer::PosternForwarded], "forwarded"),
 ];
 
 pub(super) struct Table {

@@ -34,7 +34,7 @@ fn color(peer: Peer) -> RGBColor {
         Peer::QuicBbr => RGBColor(247, 182, 210),
         Peer::Iptables => RGBColor(140, 86, 75),
         Peer::Postern => RGBColor(214, 39, 40),
-        Peer::PosternPassedOn => RGBColor(255, 152, 150),
+        Peer::PosternForwarded => RGBColor(255, 152, 150),
     }
 }
 

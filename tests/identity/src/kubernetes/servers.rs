@@ -23,7 +23,7 @@ use tunnel_core::identity::{AgentIdentity, TrustBundle};
 use tunnel_core::lifecycle::{Drain, Shutdown};
 use tunnel_core::link::Congestion;
 use tunnel_server::agent_port::{AgentPort, Budget, Gate, Handover, LinkContext};
-use tunnel_server::door::DoorContext;
+use tunnel_server::listener::ListenerContext;
 use tunnel_server::peers::{self, PeerContext, Peers};
 use tunnel_server::pki::{EnrollPolicy, EnrollService, PkiMetrics, Revocations, Standing};
 use tunnel_server::route::{Router, RouterConfig};
@@ -103,7 +103,7 @@ impl Port {
             PkiMetrics::default(),
         );
         let peers = Arc::new(Peers::new(router.clone()));
-        let doors = DoorContext {
+        let listeners = ListenerContext {
             router,
             sessions: sessions.clone(),
             peers: peers.clone(),
@@ -112,7 +112,7 @@ impl Port {
         };
         let budget = Budget::of(1024, 1 << 30);
         let tls = server.certificate.tls();
-        let port = AgentPort::new(tls, workers.clone(), enroll, context, doors, None, &budget);
+        let port = AgentPort::new(tls, workers.clone(), enroll, context, listeners, None, &budget);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         tokio::spawn(port.clone().shut_out());

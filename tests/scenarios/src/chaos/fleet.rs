@@ -105,8 +105,8 @@ impl<'a> Fleet<'a> {
             let ways = [
                 Way::Redirect(addresses.clone()),
                 Way::RedirectV6(edge.address_v6.into()),
-                Way::Door(others[0].clone(), NEIGHBOUR),
-                Way::Door(others[1].clone(), THIRD),
+                Way::Listener(others[0].clone(), NEIGHBOUR),
+                Way::Listener(others[1].clone(), THIRD),
             ];
             clients.extend(ways.map(|way| Client { edge: at, name: edge.name.clone(), way }));
         }

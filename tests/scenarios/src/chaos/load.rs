@@ -45,7 +45,7 @@ pub(super) enum Way {
     /// Through the redirect, to an IPv6 address.
     RedirectV6(IpAddr),
     /// Through the https listener of a server, from the server's own host.
-    Door(Namespace, Ipv4Addr),
+    Listener(Namespace, Ipv4Addr),
 }
 
 impl fmt::Display for Way {
@@ -53,7 +53,7 @@ impl fmt::Display for Way {
         match self {
             Self::Redirect(_) => f.write_str("the redirect"),
             Self::RedirectV6(_) => f.write_str("the redirect of IPv6"),
-            Self::Door(_, server) => write!(f, "the https door of {server}"),
+            Self::Listener(_, server) => write!(f, "the https listener of {server}"),
         }
     }
 }
@@ -73,9 +73,9 @@ impl Client {
         let (stream, first) = match &self.way {
             Way::Redirect(addresses) => (connect(addresses.get(self.edge).into(), limit).await?, Vec::new()),
             Way::RedirectV6(address) => (connect(*address, limit).await?, Vec::new()),
-            Way::Door(ns, server) => {
-                let door = SocketAddr::new((*server).into(), 10263);
-                (connect_from(ns, door, limit).await.context("connecting")?, client_hello(&self.name)?)
+            Way::Listener(ns, server) => {
+                let listener = SocketAddr::new((*server).into(), 10263);
+                (connect_from(ns, listener, limit).await.context("connecting")?, client_hello(&self.name)?)
             }
         };
         exchange(stream, node, &first, load, stall, wrong).await

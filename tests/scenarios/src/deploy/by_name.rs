@@ -12,13 +12,13 @@ use serde_json::{Value, json};
 use super::{PATIENCE, patches};
 use crate::web::curl;
 
-const DOOR: u16 = 10268;
+const LISTENER: u16 = 10268;
 const PORT: u16 = 9100;
 const POD: &str = "by-name";
 
 /// Returns the patch of the servers for this.
 pub(super) fn patch() -> Value {
-    let flags = [format!("--plain-port={DOOR}"), format!("--plain-clients={POD_CIDR}")];
+    let flags = [format!("--plain-port={LISTENER}"), format!("--plain-clients={POD_CIDR}")];
     patches::of("tunnel-server", &json!(flags.map(|flag| patches::argument(&flag))))
 }
 
@@ -52,9 +52,10 @@ async fn service(cluster: &Cluster<'_>) -> Result<String> {
     let path = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-internal-svc");
     let leads = |service: &Value| {
         let ports = service["spec"]["ports"].as_array().map_or(&[][..], Vec::as_slice);
-        ports.iter().any(|port| port["port"] == PORT && port["targetPort"] == DOOR)
+        ports.iter().any(|port| port["port"] == PORT && port["targetPort"] == LISTENER)
     };
-    let service = cluster.api.wait("the Service's port for the plain door", &path, PATIENCE, leads).await?;
+    let service =
+        cluster.api.wait("the Service's port for the plain listener", &path, PATIENCE, leads).await?;
     Ok(service["spec"]["clusterIP"].as_str().context("the Service has no address")?.to_owned())
 }
 
@@ -77,7 +78,7 @@ async fn from_a_pod(cluster: &Cluster<'_>, address: &str) -> Result<()> {
 
 /// The host itself is outside of the pods' range: it needs the token of an account that may read the node's metrics.
 async fn from_the_host(cluster: &Cluster<'_>, reader: &str, scraper: &str) -> Result<()> {
-    let url = format!("http://{CLOUD}:{DOOR}/metrics");
+    let url = format!("http://{CLOUD}:{LISTENER}/metrics");
     let host = format!("Host: {EDGE_NODE}:{PORT}");
     let ask = async |more: &[&str]| {
         let asked = [url.as_str(), "-H", host.as_str()];

@@ -45,11 +45,11 @@ async fn asked_for(cluster: &Cluster<'_>) -> Result<()> {
 
     kubelets(cluster, &reader, &scraper).await?;
     by_certificate(cluster).await?;
-    progress("the https door asks the API server who may reach kubelets");
+    progress("the https listener asks the API server who may reach kubelets");
     connect::check(cluster, &scraper, &reader).await?;
-    progress("the connect doors ask the API server whose a token is, and where a Service leads");
+    progress("the connect listeners ask the API server whose a token is, and where a Service leads");
     by_name::check(cluster, &reader, &scraper).await?;
-    progress("a pod reaches a node by its name through the plain door");
+    progress("a pod reaches a node by its name through the plain listener");
     ensure!(metrics.connections() > 0, "the exporter was not reached");
     rights::of_components(cluster, "deploy::callers_are_asked_for").await
 }

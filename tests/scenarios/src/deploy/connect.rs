@@ -41,8 +41,8 @@ pub(super) fn patches() -> Vec<Value> {
         "metadata": { "name": "tunnel-server-policy", "namespace": NAMESPACE },
         "data": { "policy.yaml": POLICY },
     });
-    let door = json!([patches::argument(&format!("--connect-address={AGENT}"))]);
-    vec![json!({ "patch": policy.to_string() }), patches::of("tunnel-agent", &door)]
+    let listener = json!([patches::argument(&format!("--connect-address={AGENT}"))]);
+    vec![json!({ "patch": policy.to_string() }), patches::of("tunnel-agent", &listener)]
 }
 
 /// Checks the connect listeners. The tokens belong to two accounts, of which only one is in the policy.

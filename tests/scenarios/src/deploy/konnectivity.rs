@@ -48,7 +48,7 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
     works(kubectl).await.context("through konnectivity, with Postern beside it")?;
     changing_servers(cluster, "3. Change over").await?;
     works(kubectl).await.context("through Postern")?;
-    carried_by_postern(kubectl).await?;
+    relayed_by_postern(kubectl).await?;
     section(cluster, "4. Check").await?;
 
     // No Postern server that owns the socket is left afterwards.
@@ -58,7 +58,7 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
 
     changing_servers(cluster, "3. Change over").await?;
     works(kubectl).await.context("through Postern again")?;
-    carried_by_postern(kubectl).await?;
+    relayed_by_postern(kubectl).await?;
     for title in ["4. Check", "5. Remove"] {
         section(cluster, title).await?;
     }
@@ -124,13 +124,13 @@ async fn works(kubectl: &Kubectl) -> Result<()> {
 }
 
 /// Waits until the servers' log shows a connection from kube-apiserver to the edge.
-async fn carried_by_postern(kubectl: &Kubectl) -> Result<()> {
+async fn relayed_by_postern(kubectl: &Kubectl) -> Result<()> {
     let selector = "--selector=app.kubernetes.io/name=tunnel-server";
     let log = async || kubectl.run(&["logs", "--namespace", NAMESPACE, selector, "--tail=-1"]).await;
     let node = format!("node={EDGE_NODE}");
-    let carried =
-        |log: &String| log.lines().any(|line| line.contains(r#"door="egress""#) && line.contains(&node));
-    wait_until("a connection of the egress door", PATIENCE, log, carried).await.map(drop)
+    let relayed =
+        |log: &String| log.lines().any(|line| line.contains(r#"listener="egress""#) && line.contains(&node));
+    wait_until("a connection of the egress listener", PATIENCE, log, relayed).await.map(drop)
 }
 
 /// Sets up konnectivity as the Kubernetes documentation does: proxy-server is a static pod of the master, proxy-agent a

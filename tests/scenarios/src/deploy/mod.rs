@@ -199,7 +199,10 @@ async fn rules_of_the_host(cluster: &Cluster<'_>) -> Result<()> {
     let (rules, pods) = (check("rules"), check("pods"));
     let finding = &rules["findings"][0];
     let found = finding["found"].as_str().unwrap_or_default();
-    ensure!(finding["code"] == "foreign-rules" && found.contains("port 10255 of the tokens"), "{report:#}");
+    ensure!(
+        finding["code"] == "foreign-rules" && found.contains("port 10255 of the virtual addresses"),
+        "{report:#}"
+    );
     ensure!(found.contains("on the host `iptables-save > "), "{report:#}");
     let reason = pods["found"].as_str().unwrap_or_default();
     ensure!(pods["state"] == "skipped" && reason.contains("CAP_SYS_ADMIN"), "{report:#}");

@@ -44,8 +44,8 @@ async fn the_way_to_an_agent_is_measured(testbed: &Testbed) -> Result<()> {
     }
     // The kernel has measured a delivery rate: bytes were really sent over the link.
     let session = &server.status().await?["nodes"][0]["session"];
-    let carried = session["links"][0]["delivery_rate"].as_u64();
-    ensure!(carried.is_some_and(|rate| rate > 0), "{session}");
+    let relayed = session["links"][0]["delivery_rate"].as_u64();
+    ensure!(relayed.is_some_and(|rate| rate > 0), "{session}");
     figure(&format!("bench over {ROUND_TRIP} ms: {out}").replace('\n', " "));
     let (code, out, error) = bench(testbed, &["edge-1"]).await?;
     ensure!(code == 0 && out.contains("round trip") && out.contains("limited by"), "{out}{error}");

@@ -13,7 +13,7 @@ pub(crate) const BY_SCENARIO: &[(&str, &[&str])] = &[
     ),
     (
         "doctor::server::what_others_take_from_the_kernel_is_found",
-        &["token-route-missing", "token-range-used", "maps-not-current", "not-ready"],
+        &["redirect-route-missing", "redirect-range-used", "maps-not-current", "not-ready"],
     ),
     ("doctor::server::a_failed_self_test_is_found", &["redirect-degraded"]),
     ("doctor::firewall::closed_listeners_are_found", &["listener-silent", "agent-port-filtered"]),

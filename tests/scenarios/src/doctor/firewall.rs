@@ -86,7 +86,7 @@ async fn rules_of_other_programs_are_named(testbed: &Testbed) -> Result<()> {
     named(&[("kube-proxy-rules", "takes port 10255"), ("foreign-rules", "takes port 9101,9102: ")]).await?;
     // Without the tools the ports are found; a file with the tools' output has the rules.
     let said = without_tools(testbed, &[]).await?;
-    said.expect("foreign-rules", "port 9101,9102,10255 of the tokens")?;
+    said.expect("foreign-rules", "port 9101,9102,10255 of the virtual addresses")?;
     let saved = testbed.dir().join("rules");
     fs::write(&saved, testbed.cloud.output("iptables-save", "")?)?;
     let from_file = format!("--rules={}", saved.display());

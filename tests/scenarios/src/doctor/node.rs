@@ -18,7 +18,7 @@ use crate::common::{server, target};
 
 scenarios! {
     the_way_to_a_node_is_tested(quick),
-    without_the_redirect_the_doors_are_used,
+    without_the_redirect_the_listeners_are_used,
 }
 
 /// Runs `tunnel-server test` on the cloud host.
@@ -111,7 +111,7 @@ async fn the_way_to_a_node_is_tested(testbed: &Testbed) -> Result<()> {
     test(testbed, &["edge-1"]).await?.expect("node-without-tunnel", "last seen")
 }
 
-async fn without_the_redirect_the_doors_are_used(testbed: &Testbed) -> Result<()> {
+async fn without_the_redirect_the_listeners_are_used(testbed: &Testbed) -> Result<()> {
     let server = Builder::new(testbed).flag("--redirect=off").start().await?;
     let _agent = Agent::enrol(&server, 1).await?;
     let _kubelet = kubelet(testbed, "edge-1", "401 Unauthorized").await.context("the kubelet")?;

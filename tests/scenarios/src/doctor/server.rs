@@ -75,7 +75,7 @@ async fn a_healthy_server_is_fine(testbed: &Testbed) -> Result<()> {
         "kernel",
         "cgroup",
         "sk_lookup",
-        "token route",
+        "redirect route",
         "maps",
         "self-test",
         "pins",
@@ -111,9 +111,9 @@ async fn what_others_take_from_the_kernel_is_found(testbed: &Testbed) -> Result<
     // The server restores a lost route at once, but not one that another program has taken.
     testbed.cloud.ip("route replace unreachable 198.18.0.0/15 table local")?;
     let said = doctor(testbed, &[]).await?;
-    said.expect("token-route-missing", "no route `local 198.18.0.0/15 dev lo`")?;
-    said.expect("token-range-used", "the route 198.18.0.0/15 in the table local")?;
-    server.wait_log("token range is in use").await?;
+    said.expect("redirect-route-missing", "no route `local 198.18.0.0/15 dev lo`")?;
+    said.expect("redirect-range-used", "the route 198.18.0.0/15 in the table local")?;
+    server.wait_log("redirect range is in use").await?;
     testbed.cloud.ip("route del unreachable 198.18.0.0/15 table local")?;
     // No room for a further node.
     maps::fill_routes(server.process.pid())?;
@@ -160,7 +160,7 @@ async fn what_a_killed_server_leaves_is_found(testbed: &Testbed) -> Result<()> {
     said.expect("not-running", "Connection refused")?;
     said.expect("programs-left-behind", "postern")?;
     ensure!(
-        said.state("self-test")? == "skipped" && said.state("token route")? == "skipped",
+        said.state("self-test")? == "skipped" && said.state("redirect route")? == "skipped",
         "{:#}",
         said.report
     );

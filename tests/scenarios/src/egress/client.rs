@@ -119,8 +119,9 @@ impl Caller {
     }
 
     pub(super) async fn send(&self, packet: Packet) -> Result<()> {
-        let sent = timeout(PATIENCE, self.packets.send(packet)).await.context("the door takes no packets")?;
-        sent.context("the door has ended the stream")
+        let sent =
+            timeout(PATIENCE, self.packets.send(packet)).await.context("the listener takes no packets")?;
+        sent.context("the listener has ended the stream")
     }
 
     pub(super) async fn next(&mut self) -> Result<Packet> {
@@ -133,8 +134,8 @@ impl Caller {
                 self.answers.insert(answer.context("calling Proxy")?.into_inner())
             }
         };
-        let next = timeout(PATIENCE, answers.message()).await.context("no packet from the door")?;
-        next.context("the stream failed")?.context("the door has ended the stream")
+        let next = timeout(PATIENCE, answers.message()).await.context("no packet from the listener")?;
+        next.context("the stream failed")?.context("the listener has ended the stream")
     }
 
     /// Dials; returns the connection's number, or the error in the answer.

@@ -33,7 +33,7 @@ pub(super) async fn konnectivitys_own_client_gets_its_page(testbed: &Testbed) ->
     {
         page_by_its_client(&socket(testbed), mode, &host, &page).await?;
     }
-    let line = server.wait_access("of the client", |line| line.text("door") == "egress").await?;
+    let line = server.wait_access("of the client", |line| line.text("listener") == "egress").await?;
     ensure!(line.text("outcome") == "ok", "{line:?}");
     Ok(())
 }
@@ -114,7 +114,7 @@ pub(super) async fn konnectivitys_own_agent_attaches(testbed: &Testbed) -> Resul
     let mut agent = proxy_agent(testbed, "proxy-agent", &state, true)?;
     server.wait_connected("edge-1", true, START).await?;
     let echoes = target(testbed, 1, ECHO, Behaviour::Echo)?;
-    carries(testbed, &server, &socket, &echoes).await?;
+    relays(testbed, &server, &socket, &echoes).await?;
     stalls_nobody(testbed, &server, &socket).await?;
     let by_name = format!("edge-1:{ECHO}");
     let mut held = connect(&socket, &by_name).await?;
@@ -130,7 +130,7 @@ pub(super) async fn konnectivitys_own_agent_attaches(testbed: &Testbed) -> Resul
     echo(&mut connect(&socket, &by_name).await?, b"through the next").await
 }
 
-async fn carries(testbed: &Testbed, server: &Server<'_>, socket: &Path, echoes: &Target) -> Result<()> {
+async fn relays(testbed: &Testbed, server: &Server<'_>, socket: &Path, echoes: &Target) -> Result<()> {
     let source = target(testbed, 1, 9102, Behaviour::Source(7, 20_000_000))?;
     let greeter = target(testbed, 1, 9104, Behaviour::HelloFirst("220 first\r\n"))?;
     testbed.black_hole(1, 9103)?;
@@ -157,7 +157,7 @@ async fn carries(testbed: &Testbed, server: &Server<'_>, socket: &Path, echoes: 
             "{asked} was answered {answer:?}"
         );
     }
-    let line = server.wait_access("of the redirect", |line| line.text("door") == "redirect").await?;
+    let line = server.wait_access("of the redirect", |line| line.text("listener") == "redirect").await?;
     ensure!(line.text("node") == "edge-1", "{line:?}");
     let left = async || Ok(echoes.open());
     wait_until("the targets' connections to end", Duration::from_secs(30), left, |open| *open == 0).await?;

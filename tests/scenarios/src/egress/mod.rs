@@ -87,7 +87,7 @@ async fn both_protocols_reach_edges(testbed: &Testbed) -> Result<()> {
         caller.close(connect_id).await?;
         ensure!(first.connections() == before + 2, "{name} led elsewhere");
     }
-    let line = server.wait_access("of the egress door", |line| line.text("door") == "egress").await?;
+    let line = server.wait_access("of the egress listener", |line| line.text("listener") == "egress").await?;
     ensure!(line.text("node") == "edge-1" && line.text("caller").contains("uid=0"), "access line {line:?}");
 
     // Bulk data in both directions, and a half-close.
@@ -113,7 +113,7 @@ async fn both_protocols_reach_edges(testbed: &Testbed) -> Result<()> {
     ensure!(length == 20_000_000, "{length} bytes came over gRPC before {ended:?}");
     let Some(Payload::CloseResponse(close)) = ended else { anyhow::bail!("it ended with {ended:?}") };
     ensure!(close.connect_id == connect_id && close.error.is_empty(), "it ended with {close:?}");
-    server.metrics().await?.expect("postern_callers_refused_total", &[("door", "egress")], 0.0)
+    server.metrics().await?.expect("postern_callers_refused_total", &[("listener", "egress")], 0.0)
 }
 
 async fn a_duplicated_address_is_reached_by_name(testbed: &Testbed) -> Result<()> {
@@ -400,7 +400,7 @@ async fn stalled_callers_and_targets_stall_nobody(testbed: &Testbed) -> Result<(
     drop((stalled, callers, waiting, stuck, several));
     writers.abort_all();
     let active =
-        async || Ok(server.metrics().await?.sum("postern_connections_active", &[("door", "egress")]));
+        async || Ok(server.metrics().await?.sum("postern_connections_active", &[("listener", "egress")]));
     // Connections whose targets have not taken everything linger.
     wait_until("the stalled connections to end", Duration::from_secs(100), active, |active| *active == 0.0)
         .await
@@ -412,7 +412,7 @@ async fn what_is_no_edges_is_dialled_where_allowed(testbed: &Testbed) -> Result<
     let cloud = Target::start(&testbed.cloud, CLOUD, ECHO, Behaviour::Echo)?;
     let socket = socket(testbed);
     visit(&socket, &cloud.address.to_string()).await?;
-    let line = server.wait_access("of a direct connection", |line| line.text("door") == "egress").await?;
+    let line = server.wait_access("of a direct connection", |line| line.text("listener") == "egress").await?;
     ensure!(
         line.text("node").is_empty() && line.text("destination") == cloud.address.to_string(),
         "{line:?}"

@@ -165,7 +165,7 @@ pub(super) async fn the_agent_attaches_to_konnectivitys_servers(testbed: &Testbe
     agent.metrics().await?.expect("konnectivity_network_proxy_agent_open_server_connections", &[], 2.0)?;
 
     let echoes = target(testbed, 1, ECHO, Behaviour::Echo)?;
-    carries(testbed, &sockets, echoes.address).await?;
+    relays(testbed, &sockets, echoes.address).await?;
     stalls_nobody(testbed, &sockets[0], echoes.address).await?;
 
     // One server restarts: the other one goes on, and the agent finds the restarted one.
@@ -200,7 +200,7 @@ pub(super) async fn the_agent_attaches_to_konnectivitys_servers(testbed: &Testbe
     wait_until("the target's connections to end", PATIENCE, left, |open| *open == 0).await.map(drop)
 }
 
-async fn carries(testbed: &Testbed, sockets: &[PathBuf; 2], echoes: SocketAddr) -> Result<()> {
+async fn relays(testbed: &Testbed, sockets: &[PathBuf; 2], echoes: SocketAddr) -> Result<()> {
     testbed.black_hole(1, 9103)?;
     back_and_forth(connect(&sockets[1], &echoes.to_string()).await?, 3, 20_000_000).await?;
     // The agent resolves its own name.

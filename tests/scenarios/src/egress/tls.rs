@@ -106,7 +106,7 @@ pub(super) async fn callers_need_a_certificate(testbed: &Testbed) -> Result<()> 
     for _ in 0..20 {
         visit(testbed, Some(ours.caller("kube-apiserver")?)).await?;
     }
-    let line = server.wait_access("of the caller", |line| line.text("door") == "egress").await?;
+    let line = server.wait_access("of the caller", |line| line.text("listener") == "egress").await?;
     ensure!(line.text("caller") == "kube-apiserver", "{line:?}");
     let stream = shake_hands(testbed, Some(ours.caller("another")?), Some(b"h2")).await?;
     let mut grpc = Caller::on(over(stream).await?);
@@ -163,7 +163,7 @@ pub(super) async fn what_a_caller_reads_late_arrives(testbed: &Testbed) -> Resul
     let (mut stream, answer) = ask(stream, &format!("edge-1:{ECHO}")).await?;
     ensure!(answer == CONNECTED, "answered {answer:?}");
     stream.shutdown().await?;
-    let line = server.wait_access("of the transfer", |line| line.text("door") == "egress").await?;
+    let line = server.wait_access("of the transfer", |line| line.text("listener") == "egress").await?;
     ensure!(line.text("outcome") == "ok" && line.bytes_from_node()? == LENGTH, "{line:?}");
     let got = digest(&mut stream).await?;
     ensure!(got == (LENGTH, pattern_digest(7, LENGTH)), "the bytes changed: {got:?}");

@@ -75,7 +75,9 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
         // Services resolve to their endpoints, as some of those are on edge nodes.
         select(testbed, &mut cluster, kind, &["--enable-aggregator-routing=true"]).await?;
         let name = |what: &str| format!("{kind:?}: {what}");
-        checks.run(&name("an edge's logs go through the door"), through_the_door(&cluster, &server)).await;
+        checks
+            .run(&name("an edge's logs go through the listener"), through_the_listener(&cluster, &server))
+            .await;
         checks.run(&name("the cloud's node is dialled directly"), cloud(&cluster, &server)).await;
         let webhook = match &webhook {
             Some(webhook) => webhook,
@@ -95,8 +97,8 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
     let socket = socket(testbed);
     let attaches = konnectivity::attaches_by_its_token(testbed, &cluster, &server, &socket);
     checks.run("konnectivity's agent by its pod's token", attaches).await;
-    let carries = konnectivity::its_own_program_carries(testbed, &cluster, &server);
-    checks.run("konnectivity's own program with its pod's token: logs and exec", carries).await;
+    let relays = konnectivity::its_own_program_relays(testbed, &cluster, &server);
+    checks.run("konnectivity's own program with its pod's token: logs and exec", relays).await;
     let used = rights::of_components(&cluster, "kubernetes::egress_selector");
     checks.run("each right of the component is used", used).await;
     checks.finish()
@@ -113,7 +115,7 @@ pub(super) async fn select(
     cluster.select_egress(&connection, more).await
 }
 
-async fn through_the_door(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
+async fn through_the_listener(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
     let before = connections(server, EDGE_NODE)?;
     commands::logs(&cluster.kubectl).await?;
     commands::exec(&cluster.kubectl).await?;
@@ -151,7 +153,7 @@ async fn cloud(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
 
 /// Waits until more [`connections`] have ended than before.
 async fn wait_more(server: &Server<'_>, node: &str, before: usize) -> Result<()> {
-    let what = format!("more than {before} connections of the egress door to {node:?}");
+    let what = format!("more than {before} connections of the egress listener to {node:?}");
     let count = async || connections(server, node);
     wait_until(&what, Duration::from_secs(10), count, |now| *now > before).await.map(drop)
 }
@@ -159,5 +161,5 @@ async fn wait_more(server: &Server<'_>, node: &str, before: usize) -> Result<()>
 /// Counts the egress listener's ended connections to this node; connections that the server dialled itself have none.
 fn connections(server: &Server<'_>, node: &str) -> Result<usize> {
     let lines = server.access_log()?;
-    Ok(lines.iter().filter(|line| line.text("door") == "egress" && line.text("node") == node).count())
+    Ok(lines.iter().filter(|line| line.text("listener") == "egress" && line.text("node") == node).count())
 }

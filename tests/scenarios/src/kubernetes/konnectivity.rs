@@ -142,7 +142,7 @@ pub(super) async fn attaches_by_its_token(
 
 /// Runs konnectivity's own program with that token, which alone determines its node: kube-apiserver reaches the node
 /// through it.
-pub(super) async fn its_own_program_carries(
+pub(super) async fn its_own_program_relays(
     testbed: &Testbed,
     cluster: &Cluster<'_>,
     server: &Server<'_>,

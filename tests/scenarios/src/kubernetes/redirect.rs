@@ -39,7 +39,7 @@ async fn cloud_is_direct(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<(
             metrics.sum("postern_redirect_verdicts_total", &[("hook", "connect4"), ("outcome", outcome)]),
         )
     };
-    let carried = async || {
+    let relayed = async || {
         let lines = server.access_log()?;
         anyhow::Ok(lines.iter().filter(|line| line.text("node") == CLOUD_NODE).count())
     };
@@ -59,7 +59,7 @@ async fn cloud_is_direct(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<(
         redirected_then < redirected + 5.0,
         "redirected {redirected} -> {redirected_then} by 5 connects to the cloud"
     );
-    ensure!(carried().await? == 0, "a connection to {CLOUD_NODE} went through a tunnel");
+    ensure!(relayed().await? == 0, "a connection to {CLOUD_NODE} went through a tunnel");
     let printed = cluster.kubectl.run(&["exec", "idle", "--", "hostname"]).await?;
     ensure!(printed == "idle\n", "hostname printed {printed:?}");
     ensure!(verdicts("redirected").await? > redirected, "an exec on the edge was not counted as redirected");
@@ -73,7 +73,7 @@ async fn pod_on_cloud(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> 
     ensure!(printed == "ok", "the kubelet answered {printed:?}");
     let pod = pods::address(&cluster.api, "cloud-idle").await?;
     let fits = |line: &postern_testbed::access_log::AccessLine| {
-        line.text("door") == "redirect"
+        line.text("listener") == "redirect"
             && line.text("client").starts_with(&pod)
             && line.text("destination") == format!("{address}:10255")
             && line.text("node") == EDGE_NODE

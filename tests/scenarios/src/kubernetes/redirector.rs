@@ -112,7 +112,7 @@ async fn reached(
     let fetched = async || fetch(worker, &url);
     wait_until("the kubelet to answer a program", SCRAPED, fetched, |answer| answer == "ok").await?;
     let of_redirector = |line: &postern_testbed::access_log::AccessLine| {
-        line.text("door") == "peer"
+        line.text("listener") == "peer"
             && line.text("via") == format!("redirector of {WORKER}")
             && line.text("node") == EDGE_NODE
     };

@@ -127,22 +127,22 @@ impl<'a> Masters<'a> {
         commands::run_copying(checks, &self.cluster, 50).await;
         forward::run(checks, &self.cluster).await;
         views::run(checks, &self.cluster).await;
-        checks.run("every connection was passed on", self.all_passed_on(near)).await;
+        checks.run("every connection was forwarded", self.all_forwarded(near)).await;
         checks.run("the API server beside the session reaches the edge", works(&self.kubectl[near])).await;
-        checks.run("a server that starts without an API server passes on", self.unaided(near)).await;
+        checks.run("a server that starts without an API server forwards", self.unaided(near)).await;
         checks.run("the session's server dies behind its one address", self.dies(near)).await;
         Ok(agent)
     }
 
-    async fn all_passed_on(&self, near: usize) -> Result<()> {
+    async fn all_forwarded(&self, near: usize) -> Result<()> {
         let far = &self.servers[1 - near];
         let lines = far.access_log()?;
-        ensure!(!lines.is_empty(), "the server without the session carried nothing");
+        ensure!(!lines.is_empty(), "the server without the session relayed nothing");
         for line in &lines {
-            ensure!(line.text("door") == "redirect" && !line.text("via").is_empty(), "{line:?}");
+            ensure!(line.text("listener") == "redirect" && !line.text("via").is_empty(), "{line:?}");
         }
         ensure!(self.attached().await? == [near], "the agent is attached elsewhere too");
-        figure(&format!("{} connections were passed on", lines.len()));
+        figure(&format!("{} connections were forwarded", lines.len()));
         Ok(())
     }
 
@@ -155,7 +155,7 @@ impl<'a> Masters<'a> {
         // Only for new connections: the host's kubelet keeps its existing one.
         let rule = format!("OUTPUT -d {ROUTER} -p tcp --dport 6443 --syn -j REJECT --reject-with tcp-reset");
         host.iptables(&format!("-I {rule}"))?;
-        let meanwhile = self.passes_on_unaided(near).await;
+        let meanwhile = self.forwards_unaided(near).await;
         host.iptables(&format!("-D {rule}"))?;
         meanwhile?;
         let old = async || Ok(self.servers[far].status().await?["inventory"]["old_s"].as_u64());
@@ -163,7 +163,7 @@ impl<'a> Masters<'a> {
         self.wait_peers(1).await
     }
 
-    async fn passes_on_unaided(&mut self, near: usize) -> Result<()> {
+    async fn forwards_unaided(&mut self, near: usize) -> Result<()> {
         let (server, kubectl) = (&mut self.servers[1 - near], &self.kubectl[1 - near]);
         let before = server.access_log()?.len();
         server.start_again().await?;
@@ -179,8 +179,8 @@ impl<'a> Masters<'a> {
         let reached = async || works(kubectl).await;
         wait_until("the edge, by a server that nobody told of the other", NOTICED, reached, |()| true)
             .await?;
-        let passed_on = async || Ok(server.access_log()?.split_off(before));
-        wait_until("a connection that was passed on", NOTICED, passed_on, |lines| {
+        let forwarded = async || Ok(server.access_log()?.split_off(before));
+        wait_until("a connection that was forwarded", NOTICED, forwarded, |lines| {
             lines.iter().any(|line| line.text("outcome") == "ok" && !line.text("via").is_empty())
         })
         .await?;
@@ -214,7 +214,7 @@ impl<'a> Masters<'a> {
             let before = server.access_log()?.len();
             works(kubectl).await?;
             let lines = server.access_log()?.split_off(before);
-            ensure!(lines.iter().all(|line| line.text("via").is_empty()), "passed on: {lines:?}");
+            ensure!(lines.iter().all(|line| line.text("via").is_empty()), "forwarded: {lines:?}");
         }
         Ok(())
     }
@@ -268,7 +268,7 @@ impl<'a> Masters<'a> {
         let (mut second, ()) = tokio::try_join!(self.servers[0].take_over(), async {
             goes_on(&[&kubectl[0]], WATCHED).await.context("during the takeover")
         })?;
-        following.next(15).await.context("what the first one carries")?;
+        following.next(15).await.context("what the first one relays")?;
         let successor = id(&second).await?;
         ensure!(successor != first, "the first server still answers");
         self.wait_leads(&successor).await?;
@@ -280,7 +280,7 @@ impl<'a> Masters<'a> {
         self.servers[1].start_again().await?;
         self.wait_attached(&[0, 1]).await?;
         self.wait_peers(1).await?;
-        following.next(15).await.context("what the first one carries")
+        following.next(15).await.context("what the first one relays")
     }
 
     /// As by `kubectl rollout undo`: a server that waits to be stopped gets everything back, and no connection fails.
@@ -300,7 +300,7 @@ impl<'a> Masters<'a> {
             second.process.signal(Signal::SIGTERM)?;
             server.wait_log("successor handed back").await?;
             works(kubectl).await?;
-            echo(&mut held, b"after").await.context("on the connection that the successor carries")?;
+            echo(&mut held, b"after").await.context("on the connection that the successor relays")?;
             drop(held);
             let status = second.process.wait_exit(STOPS).await?;
             ensure!(status.code() == Some(0), "the successor ended with {status}");
@@ -328,14 +328,14 @@ impl<'a> Masters<'a> {
             format!("FORWARD -o edge1 -s {CLOUD} -p tcp --sport 10262 -j DROP"),
         ];
         rules.iter().try_for_each(|rule| router.iptables(&format!("-I {rule}")))?;
-        let meanwhile = self.passes_on().await;
+        let meanwhile = self.forwards().await;
         rules.iter().try_for_each(|rule| router.iptables(&format!("-D {rule}")))?;
         meanwhile?;
         self.wait_attached(&[0, 1]).await?;
         works(&self.kubectl[0]).await
     }
 
-    async fn passes_on(&self) -> Result<()> {
+    async fn forwards(&self) -> Result<()> {
         let start = Instant::now();
         self.wait_attached(&[1]).await?;
         figure(&format!("a session that is cut off ends after {:.1?}", start.elapsed()));
@@ -343,8 +343,8 @@ impl<'a> Masters<'a> {
         goes_on(&[&self.kubectl[0], &self.kubectl[1]], WATCHED).await?;
         // The line is written when the connection has ended, and kubectl does not wait for that.
         let lines = async || Ok(self.servers[0].access_log()?.split_off(before));
-        let passed_on = |lines: &Vec<AccessLine>| lines.iter().any(|line| !line.text("via").is_empty());
-        wait_until("a connection that was passed on", NOTICED, lines, passed_on).await.map(drop)
+        let forwarded = |lines: &Vec<AccessLine>| lines.iter().any(|line| !line.text("via").is_empty());
+        wait_until("a connection that was forwarded", NOTICED, lines, forwarded).await.map(drop)
     }
 
     /// Cuts the servers off from each other: each serves its own session.

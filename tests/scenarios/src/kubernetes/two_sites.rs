@@ -16,7 +16,7 @@ use super::checks::Checks;
 
 /// Node of the second site, with the same address as [`EDGE_NODE`].
 const TWIN: &str = "edge-2";
-const HTTPS_DOOR: ([u8; 4], u16) = ([127, 0, 0, 1], 10263);
+const HTTPS_LISTENER: ([u8; 4], u16) = ([127, 0, 0, 1], 10263);
 
 pub(super) async fn two_sites_with_one_address(testbed: &Testbed) -> Result<()> {
     let mut cluster = Cluster::start(testbed).await?;
@@ -50,12 +50,12 @@ async fn by_name(cluster: &Cluster<'_>) -> Result<()> {
     let user = cluster.pki.client("asker", "asker", &["system:masters"])?;
     for node in [EDGE_NODE, TWIN] {
         // The server name selects the node; the certificate is that kubelet's, end to end.
-        let stream = connect(HTTPS_DOOR).await?;
+        let stream = connect(HTTPS_LISTENER).await?;
         let stream = tls::handshake(stream, node, &cluster.pki, Some(&user)).await.context(node)?;
         let page = tls::get(stream, "/pods").await.with_context(|| format!("the kubelet of {node}"))?;
         let pods: Value = serde_json::from_str(&page).context("the kubelet's pods")?;
         ensure!(pods["kind"] == "PodList", "{node} answered {pods}");
-        let stream = connect(HTTPS_DOOR).await?;
+        let stream = connect(HTTPS_LISTENER).await?;
         let stream = tls::handshake(stream, node, &cluster.pki, Some(&user)).await.context(node)?;
         let metrics = tls::get(stream, "/metrics").await?;
         let name = format!("kubelet_node_name{{node=\"{node}\"}}");

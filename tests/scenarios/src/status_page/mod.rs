@@ -65,7 +65,7 @@ async fn it_shows_what_runs(testbed: &Testbed) -> Result<()> {
     // Nodes that need attention come first.
     let first = browser.value("document.querySelector('#rows tr').dataset.node").await?;
     ensure!(first == "edge-2", "{first}");
-    browser.shows("#doors", "redirect").await?;
+    browser.shows("#listeners", "redirect").await?;
     browser.shows("#redirect", "connect4/").await?;
     browser.shows("#failures", "target: 1 since the start").await?;
     browser.shows("#failures", "connection refused by 192.168.50.2:9101").await?;

@@ -82,7 +82,7 @@ async fn leaving(server: &Server<'_>) -> Result<Vec<u64>> {
 }
 
 async fn wait_leaving(server: &Server<'_>, connections: &[u64]) -> Result<()> {
-    let what = format!("the sessions that leave to carry {connections:?}");
+    let what = format!("the sessions that leave to relay {connections:?}");
     wait_until(&what, ENDS, async || leaving(server).await, |seen| *seen == connections).await?;
     server.metrics().await?.expect("postern_agent_sessions_leaving", &[], connections.len() as f64)
 }

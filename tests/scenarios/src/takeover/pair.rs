@@ -135,7 +135,7 @@ fn ended(what: &str, status: ExitStatus) -> Result<()> {
 /// Fails unless all of the server's connections ended with outcome `ok`.
 fn all_were_whole(server: &Server<'_>) -> Result<()> {
     let lines = server.access_log()?;
-    ensure!(!lines.is_empty(), "{} carried nothing", server.process.name());
+    ensure!(!lines.is_empty(), "{} relayed nothing", server.process.name());
     for line in lines {
         ensure!(line.text("outcome") == "ok", "at {}: {line:?}", server.process.name());
     }

@@ -324,7 +324,7 @@ async fn a_silent_link_attracts_no_connections(testbed: &Testbed) -> Result<()> 
         testbed.edge(1).ns.iptables(&format!("-I {rule} -j DROP"))?;
     }
     // One connection has to fail before the server notices.
-    ensure!(client::visit(shell.address).await.is_err(), "a silent link has carried a connection");
+    ensure!(client::visit(shell.address).await.is_err(), "a silent link has relayed a connection");
     server
         .wait_access("by the silent link", |line| line.text("error").contains("has been silent for"))
         .await?;
@@ -419,14 +419,14 @@ async fn a_full_line_keeps_its_link(testbed: &Testbed, up: u64, late: usize) -> 
     let (server, _agent) = server_and_agent(testbed).await?;
     // Longer than the 22 s after which a dead link is noticed.
     let end = Instant::now() + Duration::from_secs(35);
-    let (carried, plain) = tokio::join!(
+    let (relayed, plain) = tokio::join!(
         connections_beside_a_download(testbed, &server, end, late),
         plain_connections_beside_an_upload(testbed, path, end),
     );
-    let ((mut carried, failed), mut plain) = (carried?, plain?);
+    let ((mut relayed, failed), mut plain) = (relayed?, plain?);
     figure(&format!(
         "connect and echo beside it: {}, {failed} failed; without a tunnel: {}; {:?}",
-        carried.summary(),
+        relayed.summary(),
         plain.summary(),
         wan.counts().1
     ));

@@ -50,7 +50,7 @@ impl Dial for Dialler {
         }
     }
 
-    async fn carry(
+    async fn relay(
         &self,
         target: Target,
         inbox: &mut Inbox,

@@ -41,7 +41,7 @@ struct FakeAgent {
 #[tonic::async_trait]
 impl Agent for FakeAgent {
     type AttachStream = ReceiverStream<Result<AgentEvent, Status>>;
-    type CarryStream = ReceiverStream<Result<Segment, Status>>;
+    type RelayStream = ReceiverStream<Result<Segment, Status>>;
 
     async fn attach(&self, request: Request<Welcome>) -> Result<Response<Self::AttachStream>, Status> {
         self.welcomes.send(request.into_inner()).unwrap();
@@ -53,8 +53,8 @@ impl Agent for FakeAgent {
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
-    async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::CarryStream>, Status> {
-        Err(Status::unimplemented("nothing is carried here"))
+    async fn relay(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::RelayStream>, Status> {
+        Err(Status::unimplemented("nothing is relayed here"))
     }
 
     async fn notify(&self, request: Request<Notice>) -> Result<Response<NoticeAck>, Status> {

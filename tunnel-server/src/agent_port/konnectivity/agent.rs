@@ -7,14 +7,14 @@ use tokio::io::DuplexStream;
 use tokio::task::JoinSet;
 use tonic::{Status, Streaming};
 use tunnel_core::bench::BENCH_PATH;
-use tunnel_core::carry::CARRY_PATH;
 use tunnel_core::konnectivity::Packet;
 use tunnel_core::link::HANDSHAKE_TIMEOUT;
 use tunnel_core::proto::agent_server::AgentServer;
+use tunnel_core::relay::RELAY_PATH;
 use tunnel_core::{grpc, link};
 
-use super::carry::carry;
 use super::control::Control;
+use super::relay::relay;
 use super::state::Agent;
 
 /// Serves the link until it or the agent's stream ends.
@@ -43,7 +43,7 @@ pub(super) async fn serve(
             Some(_) = under_way.join_next() => {}
             accepted = link.accept() => match accepted {
                 Some(Ok((request, mut respond))) => match request.uri().path() {
-                    CARRY_PATH => drop(under_way.spawn(carry(agent.clone(), request, respond))),
+                    RELAY_PATH => drop(under_way.spawn(relay(agent.clone(), request, respond))),
                     BENCH_PATH => {
                         let reason = "konnectivity's agents cannot be measured";
                         grpc::refuse(&mut respond, &Status::permission_denied(reason));

@@ -16,16 +16,16 @@ pub(super) struct Control(pub(super) Arc<Agent>);
 #[tonic::async_trait]
 impl Calls for Control {
     type AttachStream = Pin<Box<dyn Stream<Item = Result<AgentEvent, Status>> + Send>>;
-    type CarryStream = ReceiverStream<Result<Segment, Status>>;
+    type RelayStream = ReceiverStream<Result<Segment, Status>>;
 
     async fn attach(&self, _: Request<Welcome>) -> Result<Response<Self::AttachStream>, Status> {
         let events = self.0.take_events().ok_or_else(|| Status::failed_precondition("attached already"))?;
         Ok(Response::new(Box::pin(ReceiverStream::new(events))))
     }
 
-    async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::CarryStream>, Status> {
-        // `agent` handles Carry streams before tonic sees them.
-        Err(Status::internal("Carry is served without a codec"))
+    async fn relay(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::RelayStream>, Status> {
+        // `agent` handles Relay streams before tonic sees them.
+        Err(Status::internal("Relay is served without a codec"))
     }
 
     async fn notify(&self, request: Request<Notice>) -> Result<Response<NoticeAck>, Status> {

@@ -5,12 +5,12 @@
 //! limits and other servers treat these nodes like any other.
 
 mod agent;
-mod carry;
 mod config;
 mod connections;
 mod context;
 mod control;
 mod identity;
+mod relay;
 mod service;
 mod state;
 

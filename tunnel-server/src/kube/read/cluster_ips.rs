@@ -1,4 +1,4 @@
-//! Services by cluster IP, for the egress door. Only the fields that identify a connection's destination are kept, so
+//! Services by cluster IP, for the egress listener. Only the fields that identify a connection's destination are kept, so
 //! that the Services of the largest cluster fit in a few megabytes. Endpoints are looked up on demand.
 
 use std::collections::HashMap;

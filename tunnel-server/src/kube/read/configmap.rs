@@ -16,7 +16,7 @@ use tunnel_kube::{Followed, named};
 use crate::inventory::{DEFAULT_KUBELET_PORT, READ_ONLY_KUBELET_PORT};
 use crate::kube::context::KubeContext;
 use crate::kube::write::events::Events;
-use crate::settings::{Doors, InternalDoor, Settings};
+use crate::settings::{InternalListener, Listeners, Settings};
 
 const HTTPS: &str = "https-proxy-ports";
 const HTTP: &str = "http-proxy-ports";
@@ -26,7 +26,7 @@ const LOOPBACK: &str = "localhost-proxy-ports";
 /// Always tunnelled (--redirect-ports), and already ports of the internal Service.
 const KUBELET: [u16; 2] = [DEFAULT_KUBELET_PORT, READ_ONLY_KUBELET_PORT];
 
-/// Port expected as the http door's in pairs while that door is off.
+/// Port expected as the http listener's in pairs while that listener is off.
 const DEFAULT_HTTP: u16 = 10264;
 
 /// A list entry that is left out.
@@ -40,19 +40,20 @@ struct SkippedEntry {
 
 /// Parses the ConfigMap's data. Entries that cannot be used are left out; unknown keys are ignored.
 ///
-/// Lists are separated by commas. If a list has a `=`, all its entries must be pairs with the http door as second half.
-/// A port in several lists leads to the https door rather than the http door.
-fn parse(data: &BTreeMap<String, String>, doors: &Doors) -> (Settings, Vec<SkippedEntry>) {
+/// Lists are separated by commas. If a list has a `=`, all its entries must be pairs with the http listener as second half.
+/// A port in several lists leads to the https listener rather than the http listener.
+fn parse(data: &BTreeMap<String, String>, listeners: &Listeners) -> (Settings, Vec<SkippedEntry>) {
     let mut skipped = Vec::new();
     let mut list = |key| {
         let text = data.get(key).map(String::as_str).unwrap_or_default();
-        ports(key, text, doors, &mut skipped)
+        ports(key, text, listeners, &mut skipped)
     };
     let mut settings = Settings::default();
-    for (key, door) in [(DNAT, InternalDoor::Http), (HTTP, InternalDoor::Http), (HTTPS, InternalDoor::Https)]
+    for (key, listener) in
+        [(DNAT, InternalListener::Http), (HTTP, InternalListener::Http), (HTTPS, InternalListener::Https)]
     {
         let ports = list(key).into_iter().filter(|port| !KUBELET.contains(port));
-        settings.internal.extend(ports.map(|port| (port, door)));
+        settings.internal.extend(ports.map(|port| (port, listener)));
     }
     settings.loopback = list(LOOPBACK);
     for port in KUBELET.into_iter().filter(|port| settings.loopback.remove(port)) {
@@ -66,9 +67,14 @@ fn parse(data: &BTreeMap<String, String>, doors: &Doors) -> (Settings, Vec<Skipp
     (settings, skipped)
 }
 
-fn ports(key: &'static str, text: &str, doors: &Doors, skipped: &mut Vec<SkippedEntry>) -> BTreeSet<u16> {
+fn ports(
+    key: &'static str,
+    text: &str,
+    listeners: &Listeners,
+    skipped: &mut Vec<SkippedEntry>,
+) -> BTreeSet<u16> {
     let pairs = text.contains('=');
-    let http = if doors.pairs == 0 { DEFAULT_HTTP } else { doors.pairs };
+    let http = if listeners.pairs == 0 { DEFAULT_HTTP } else { listeners.pairs };
     let entries = text.split(',').map(str::trim).filter(|entry| !entry.is_empty());
     let mut ports = BTreeSet::new();
     for entry in entries {
@@ -89,7 +95,7 @@ fn pair(entry: &str, http: u16) -> Result<u16, String> {
     if to.trim().parse() == Ok(http) {
         port(from.trim())
     } else {
-        Err(format!("does not lead to the http door; the second half has to be {http}"))
+        Err(format!("does not lead to the http listener; the second half has to be {http}"))
     }
 }
 
@@ -107,7 +113,7 @@ fn port(text: &str) -> Result<u16, String> {
 pub async fn run(
     context: KubeContext,
     events: Option<Events>,
-    doors: Doors,
+    listeners: Listeners,
     publish: watch::Sender<Arc<Settings>>,
 ) {
     let api = Api::<ConfigMap>::namespaced(context.client.clone(), &context.namespace);
@@ -122,7 +128,7 @@ pub async fn run(
             continue;
         }
         let data = followed.object.as_ref().and_then(|configmap| configmap.data.as_ref());
-        let (settings, skipped) = data.map(|data| parse(data, &doors)).unwrap_or_default();
+        let (settings, skipped) = data.map(|data| parse(data, &listeners)).unwrap_or_default();
         if let Some(configmap) = &followed.object {
             for entry in skipped.iter().filter(|entry| !reported.contains(*entry)) {
                 report(&context, events.as_ref(), configmap.object_ref(&()), entry);
@@ -161,27 +167,28 @@ fn report(context: &KubeContext, events: Option<&Events>, configmap: ObjectRefer
 #[cfg(test)]
 mod tests {
     use super::*;
-    use InternalDoor::{Http, Https};
+    use InternalListener::{Http, Https};
 
-    const DOORS: Doors = Doors { https: 10263, secure: BTreeMap::new(), http: 10268, pairs: 10264 };
+    const LISTENERS: Listeners =
+        Listeners { https: 10263, secure: BTreeMap::new(), http: 10268, pairs: 10264 };
 
     fn data(entries: &[(&str, &str)]) -> BTreeMap<String, String> {
         entries.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
     }
 
     fn clean(entries: &[(&str, &str)]) -> Settings {
-        let (settings, problems) = parse(&data(entries), &DOORS);
+        let (settings, problems) = parse(&data(entries), &LISTENERS);
         assert_eq!(problems, [], "{entries:?}");
         settings
     }
 
     fn problems(entries: &[(&str, &str)]) -> (Vec<u16>, Vec<String>) {
-        let (settings, problems) = parse(&data(entries), &DOORS);
+        let (settings, problems) = parse(&data(entries), &LISTENERS);
         (settings.tunnelled.into_iter().collect(), problems.iter().map(SkippedEntry::to_string).collect())
     }
 
-    fn internal(settings: &Settings) -> Vec<(u16, InternalDoor)> {
-        settings.internal.iter().map(|(port, door)| (*port, *door)).collect()
+    fn internal(settings: &Settings) -> Vec<(u16, InternalListener)> {
+        settings.internal.iter().map(|(port, listener)| (*port, *listener)).collect()
     }
 
     /// From YurtTunnel's own tests.
@@ -258,15 +265,15 @@ mod tests {
     }
 
     #[test]
-    fn a_pair_must_lead_to_the_http_door() {
+    fn a_pair_must_lead_to_the_http_listener() {
         assert_eq!(
             problems(&[("dnat-ports-pair", "9100=10264, 9200=10263, 9300=, 9400=x")]),
             (
                 vec![9100],
                 [
-                    "dnat-ports-pair: \"9200=10263\" does not lead to the http door; the second half has to be 10264",
-                    "dnat-ports-pair: \"9300=\" does not lead to the http door; the second half has to be 10264",
-                    "dnat-ports-pair: \"9400=x\" does not lead to the http door; the second half has to be 10264",
+                    "dnat-ports-pair: \"9200=10263\" does not lead to the http listener; the second half has to be 10264",
+                    "dnat-ports-pair: \"9300=\" does not lead to the http listener; the second half has to be 10264",
+                    "dnat-ports-pair: \"9400=x\" does not lead to the http listener; the second half has to be 10264",
                 ]
                 .map(str::to_owned)
                 .to_vec()
@@ -286,7 +293,7 @@ mod tests {
                 ]
             )
         );
-        let elsewhere = Doors { https: 443, http: 0, pairs: 80, ..DOORS };
+        let elsewhere = Listeners { https: 443, http: 0, pairs: 80, ..LISTENERS };
         let (settings, problems) = parse(&data(&[("dnat-ports-pair", "9100=80")]), &elsewhere);
         assert_eq!((internal(&settings), problems), (vec![(9100, Http)], Vec::new()));
     }
@@ -323,7 +330,7 @@ mod tests {
         #[test]
         fn no_text_makes_it_panic(text in "[0-9=, \n-]{0,40}|\\PC{0,40}") {
             let entries = [HTTP, HTTPS, DNAT, LOOPBACK].map(|key| (key, text.as_str()));
-            let (settings, _) = parse(&data(&entries), &DOORS);
+            let (settings, _) = parse(&data(&entries), &LISTENERS);
             proptest::prop_assert!(settings.tunnelled.iter().all(|port| *port != 0 && !KUBELET.contains(port)));
         }
     }

@@ -1,4 +1,4 @@
-//! The ports of the internal Service: one for each tunnelled port of the ConfigMap, leading to a door of the servers.
+//! The ports of the internal Service: one for each tunnelled port of the ConfigMap, leading to a listener of the servers.
 //!
 //! The list is read, changed and written with the version that was read. Server-side apply does not work here: it can
 //! neither take over the target of a port that another writer named, nor remove ports of another manager, such as
@@ -22,7 +22,7 @@ use crate::inventory::READ_ONLY_KUBELET_PORT;
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
 use crate::kube::error::ClusterError;
 use crate::kube::reconcile::{self, Reconcile, changes};
-use crate::settings::{Doors, InternalDoor};
+use crate::settings::{InternalListener, Listeners};
 
 /// Prefix of the names of ports created here.
 const PREFIX: &str = "dnat-";
@@ -31,33 +31,33 @@ const TCP: &str = "TCP";
 const DEBOUNCE: Duration = Duration::from_millis(200);
 
 /// Computes the Service's new ports from `present`. A wanted port gets its target, and a name if it is new; TCP ports
-/// named `dnat-…` that are not wanted are removed; a port for the kubelet's port without TLS leads to the plain door
+/// named `dnat-…` that are not wanted are removed; a port for the kubelet's port without TLS leads to the plain listener
 /// while that is on; all others stay as they are.
 pub fn ports(
     present: &[ServicePort],
-    wanted: &BTreeMap<u16, InternalDoor>,
-    doors: &Doors,
+    wanted: &BTreeMap<u16, InternalListener>,
+    listeners: &Listeners,
 ) -> Vec<ServicePort> {
     let tcp = |port: &ServicePort| port.protocol.as_deref().unwrap_or(TCP) == TCP;
-    let target_of = |number: u16, door: InternalDoor| match door {
-        InternalDoor::Https => doors.secure.get(&number).copied().unwrap_or(doors.https),
-        InternalDoor::Http => doors.http,
+    let target_of = |number: u16, listener: InternalListener| match listener {
+        InternalListener::Https => listeners.secure.get(&number).copied().unwrap_or(listeners.https),
+        InternalListener::Http => listeners.http,
     };
-    let target = |number, door| IntOrString::Int(i32::from(target_of(number, door)));
+    let target = |number, listener| IntOrString::Int(i32::from(target_of(number, listener)));
     let mut missing = wanted.clone();
     // The API server would refuse a target port of 0, and with it the whole list.
-    missing.retain(|number, door| target_of(*number, *door) != 0);
+    missing.retain(|number, listener| target_of(*number, *listener) != 0);
     let mut ports = Vec::with_capacity(present.len() + wanted.len());
     for port in present {
         let mut port = port.clone();
         if tcp(&port) {
             match u16::try_from(port.port).ok().and_then(|number| missing.remove_entry(&number)) {
-                Some((number, door)) => port.target_port = Some(target(number, door)),
+                Some((number, listener)) => port.target_port = Some(target(number, listener)),
                 None if port.name.as_deref().is_some_and(|name| name.starts_with(PREFIX)) => continue,
-                // It is in no list of the ConfigMap. In YurtTunnel's Service it leads to the http door, which is on the
+                // It is in no list of the ConfigMap. In YurtTunnel's Service it leads to the http listener, which is on the
                 // loopback address here and would refuse the connection.
-                None if port.port == i32::from(READ_ONLY_KUBELET_PORT) && doors.http != 0 => {
-                    port.target_port = Some(IntOrString::Int(i32::from(doors.http)));
+                None if port.port == i32::from(READ_ONLY_KUBELET_PORT) && listeners.http != 0 => {
+                    port.target_port = Some(IntOrString::Int(i32::from(listeners.http)));
                 }
                 None => {}
             }
@@ -65,7 +65,7 @@ pub fn ports(
         ports.push(port);
     }
     let mut names: BTreeSet<String> = ports.iter().filter_map(|port| port.name.clone()).collect();
-    for (number, door) in missing {
+    for (number, listener) in missing {
         // A UDP port, or a port with another number, may already have the name.
         let name = std::iter::once(format!("{PREFIX}{number}"))
             .chain((2..).map(|n| format!("{PREFIX}{number}-{n}")))
@@ -75,7 +75,7 @@ pub fn ports(
             name,
             port: i32::from(number),
             protocol: Some(TCP.into()),
-            target_port: Some(target(number, door)),
+            target_port: Some(target(number, listener)),
             ..ServicePort::default()
         });
     }
@@ -90,7 +90,7 @@ pub fn ports(
 }
 
 /// Keeps the ports current while this server leads, until stopped. Nothing is written before the settings are known.
-pub async fn run(context: KubeContext, doors: Doors) {
+pub async fn run(context: KubeContext, listeners: Listeners) {
     let stop = context.stop.clone();
     let api = Api::namespaced(context.client.clone(), &context.namespace);
     let only = named(&context.names.internal_service);
@@ -103,7 +103,7 @@ pub async fn run(context: KubeContext, doors: Doors) {
         changes(&context.settings).map(|()| Input::Settings).boxed(),
         changes(&context.leader).map(|()| Input::Leader).boxed(),
     ]);
-    let target = Ports { context, doors, api, service: Followed::default(), settings_known: false };
+    let target = Ports { context, listeners, api, service: Followed::default(), settings_known: false };
     let attempts = Attempts::new("keeping the ports of the internal Service");
     reconcile::run(target, inputs, DEBOUNCE, attempts, stop).await;
 }
@@ -116,7 +116,7 @@ enum Input {
 
 struct Ports {
     context: KubeContext,
-    doors: Doors,
+    listeners: Listeners,
     api: Api<Service>,
     service: Followed<Service>,
     settings_known: bool,
@@ -149,7 +149,7 @@ impl Reconcile for Ports {
             return Ok(None);
         };
         let present = service.spec.as_ref().and_then(|spec| spec.ports.as_deref()).unwrap_or_default();
-        let next = ports(present, &wanted, &self.doors);
+        let next = ports(present, &wanted, &self.listeners);
         if next != present {
             // A merge patch replaces the list; the version guarantees that it is the list that was read.
             let patch = Patch::Merge(json!({
@@ -171,7 +171,8 @@ impl Reconcile for Ports {
 mod tests {
     use super::*;
 
-    const DOORS: Doors = Doors { https: 10263, secure: BTreeMap::new(), http: 10268, pairs: 10264 };
+    const LISTENERS: Listeners =
+        Listeners { https: 10263, secure: BTreeMap::new(), http: 10268, pairs: 10264 };
 
     fn port(name: &str, protocol: &str, number: i32, target: i32) -> ServicePort {
         ServicePort {
@@ -187,10 +188,10 @@ mod tests {
         vec![port("http", TCP, 10255, 10268), port("https", TCP, 10250, 10263)]
     }
 
-    fn after(present: &[ServicePort], wanted: &[(u16, InternalDoor)]) -> Vec<ServicePort> {
+    fn after(present: &[ServicePort], wanted: &[(u16, InternalListener)]) -> Vec<ServicePort> {
         let wanted = wanted.iter().copied().collect();
-        let ports = ports(present, &wanted, &DOORS);
-        assert_eq!(super::ports(&ports, &wanted, &DOORS), ports, "what was written is written again");
+        let ports = ports(present, &wanted, &LISTENERS);
+        assert_eq!(super::ports(&ports, &wanted, &LISTENERS), ports, "what was written is written again");
         ports
     }
 
@@ -199,17 +200,17 @@ mod tests {
         let mut expected = base();
         expected.push(port("dnat-9100", TCP, 9100, 10268));
         expected.push(port("dnat-9443", TCP, 9443, 10263));
-        let wanted = [(9443, InternalDoor::Https), (9100, InternalDoor::Http)];
+        let wanted = [(9443, InternalListener::Https), (9100, InternalListener::Http)];
         assert_eq!(after(&base(), &wanted), expected);
     }
 
     #[test]
-    fn a_port_of_its_own_at_the_https_door_is_the_target() {
-        let doors = Doors { secure: BTreeMap::from([(9443, 10270)]), ..DOORS };
-        let wanted = BTreeMap::from([(9443, InternalDoor::Https), (9444, InternalDoor::Https)]);
+    fn a_port_of_its_own_at_the_https_listener_is_the_target() {
+        let listeners = Listeners { secure: BTreeMap::from([(9443, 10270)]), ..LISTENERS };
+        let wanted = BTreeMap::from([(9443, InternalListener::Https), (9444, InternalListener::Https)]);
         let mut expected = base();
         expected.extend([port("dnat-9443", TCP, 9443, 10270), port("dnat-9444", TCP, 9444, 10263)]);
-        assert_eq!(super::ports(&base(), &wanted, &doors), expected);
+        assert_eq!(super::ports(&base(), &wanted, &listeners), expected);
     }
 
     #[test]
@@ -219,7 +220,7 @@ mod tests {
         metrics.app_protocol = Some("http".into());
         let mut named = port("dnat-9443", TCP, 9443, 1);
         named.target_port = Some(IntOrString::String("https".into()));
-        let wanted = [(9443, InternalDoor::Https), (9100, InternalDoor::Http)];
+        let wanted = [(9443, InternalListener::Https), (9100, InternalListener::Http)];
         let expected = [
             ServicePort { target_port: Some(IntOrString::Int(10268)), ..metrics.clone() },
             port("dnat-9443", TCP, 9443, 10263),
@@ -232,7 +233,7 @@ mod tests {
         let mut plain = port("metrics", TCP, 9100, 1);
         plain.protocol = None;
         let expected = [ServicePort { target_port: Some(IntOrString::Int(10268)), ..plain.clone() }];
-        assert_eq!(after(&[plain], &[(9100, InternalDoor::Http)]), expected);
+        assert_eq!(after(&[plain], &[(9100, InternalListener::Http)]), expected);
     }
 
     #[test]
@@ -241,27 +242,27 @@ mod tests {
         present.extend([port("dnat-9100", TCP, 9100, 10268), port("dnat-9200", TCP, 9200, 10268)]);
         let mut expected = base();
         expected.push(port("dnat-9200", TCP, 9200, 10268));
-        assert_eq!(after(&present, &[(9200, InternalDoor::Http)]), expected);
+        assert_eq!(after(&present, &[(9200, InternalListener::Http)]), expected);
         assert_eq!(after(&present, &[]), base());
     }
 
     /// Connections to it would not be answered.
     #[test]
-    fn without_the_plain_door_no_port_leads_there() {
-        let doors = Doors { http: 0, ..DOORS };
-        let wanted = BTreeMap::from([(9100, InternalDoor::Http), (9443, InternalDoor::Https)]);
+    fn without_the_plain_listener_no_port_leads_there() {
+        let listeners = Listeners { http: 0, ..LISTENERS };
+        let wanted = BTreeMap::from([(9100, InternalListener::Http), (9443, InternalListener::Https)]);
         let mut expected = base();
         expected.push(port("dnat-9443", TCP, 9443, 10263));
         let mut present = base();
         present.push(port("dnat-9100", TCP, 9100, 10268));
-        assert_eq!(super::ports(&present, &wanted, &doors), expected);
+        assert_eq!(super::ports(&present, &wanted, &listeners), expected);
     }
 
     #[test]
-    fn yurttunnels_port_of_the_kubelet_leads_to_the_plain_door() {
+    fn yurttunnels_port_of_the_kubelet_leads_to_the_plain_listener() {
         let present = [port("http", TCP, 10255, 10264), port("https", TCP, 10250, 10263)];
         assert_eq!(after(&present, &[]), base());
-        let without = Doors { http: 0, ..DOORS };
+        let without = Listeners { http: 0, ..LISTENERS };
         assert_eq!(super::ports(&present, &BTreeMap::new(), &without), present);
         let udp = port("http", "UDP", 10255, 10264);
         assert_eq!(after(std::slice::from_ref(&udp), &[]), [udp]);
@@ -278,7 +279,7 @@ mod tests {
     fn the_same_number_over_udp_is_another_port() {
         let udp = port("dnat-9100", "UDP", 9100, 9100);
         let expected = [udp.clone(), port("dnat-9100-2", TCP, 9100, 10268)];
-        assert_eq!(after(&[udp], &[(9100, InternalDoor::Http)]), expected);
+        assert_eq!(after(&[udp], &[(9100, InternalListener::Http)]), expected);
     }
 
     #[test]
@@ -287,6 +288,6 @@ mod tests {
         only.name = None;
         assert_eq!(after(std::slice::from_ref(&only), &[]), [only.clone()]);
         let expected = [port("tcp-443", TCP, 443, 10263), port("dnat-9100", TCP, 9100, 10268)];
-        assert_eq!(after(&[only], &[(9100, InternalDoor::Http)]), expected);
+        assert_eq!(after(&[only], &[(9100, InternalListener::Http)]), expected);
     }
 }

@@ -39,8 +39,14 @@ fn a_node_with_too_many_addresses_is_a_conflict() {
         InventoryNode { left_out: 2, ..InventoryNode::without_addresses("cloud-2") },
     ]);
     let host = HashSet::new();
-    let rules =
-        Rules { edge_addresses: &[], exclude: &[], token_ranges: &[], foreign: &[], pods: &[], host: &host };
+    let rules = Rules {
+        edge_addresses: &[],
+        exclude: &[],
+        redirect_ranges: &[],
+        foreign: &[],
+        pods: &[],
+        host: &host,
+    };
     let plan = Plan::new(&inventory, &rules, &Claims::default(), Instant::now());
     let nodes = vec!["cloud-2".parse().unwrap()];
     let conflict = Conflict { kind: ConflictKind::TooMany, address: None, nodes, holder: None };
@@ -64,8 +70,14 @@ fn pods_keep_their_addresses_from_other_nodes() {
     ]);
     let (host, pods, edge) = (HashSet::new(), [net("10.244.0.0/16")], [net("10.0.0.0/8")]);
     let ranges = |edge_addresses: &[IpNet]| {
-        let rules =
-            Rules { edge_addresses, exclude: &[], token_ranges: &[], foreign: &[], pods: &pods, host: &host };
+        let rules = Rules {
+            edge_addresses,
+            exclude: &[],
+            redirect_ranges: &[],
+            foreign: &[],
+            pods: &pods,
+            host: &host,
+        };
         PodRanges::new(&inventory, &rules)
     };
     for (address, nodes, of_another) in [

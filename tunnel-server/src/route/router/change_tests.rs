@@ -48,7 +48,7 @@ fn a_copy_stays_as_it_was() {
     router.set_inventory(nodes("edge-a"));
     assert!(!changed.has_changed().unwrap());
     assert_eq!(router.desired(), desired);
-    // The last route leads to another node, so it has another token.
+    // The last route leads to another node, so it has another virtual address.
     router.set_inventory(nodes("edge-b"));
     assert!(changed.has_changed().unwrap());
     let now = router.desired();

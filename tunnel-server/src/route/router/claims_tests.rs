@@ -30,7 +30,9 @@ fn ways(router: &Router) -> BTreeMap<IpNet, (NodeName, IpAddr, bool)> {
     let snapshot = router.snapshot();
     let desired = router.desired();
     let way = |(net, target): (IpNet, RouteTarget)| {
-        snapshot.by_token(target.token).map(|found| (net, (found.node, found.address, target.up)))
+        snapshot
+            .by_virtual_address(target.virtual_address)
+            .map(|found| (net, (found.node, found.address, target.up)))
     };
     desired.routes().filter_map(way).collect()
 }
@@ -68,7 +70,7 @@ fn hijacked(router: &Router, more: &[&str]) -> Vec<String> {
 #[test]
 fn a_node_does_not_get_what_is_somebody_elses() {
     let (router, registry) = router();
-    // This host, a cloud node, its pods, a Service, --exclude, a token, loopback, other edge nodes.
+    // This host, a cloud node, its pods, a Service, --exclude, a virtual address, loopback, other edge nodes.
     let others = [
         "10.0.0.1",
         "10.0.0.2",
@@ -84,7 +86,11 @@ fn a_node_does_not_get_what_is_somebody_elses() {
     assert!(
         matches!(router.snapshot().by_address(ip("10.8.0.2")), ByAddress::Unique(found) if found.node == name("edge-2"))
     );
-    assert_eq!(router.snapshot().by_address(ip("10.96.0.1")), ByAddress::Unknown, "nor by the other doors");
+    assert_eq!(
+        router.snapshot().by_address(ip("10.96.0.1")),
+        ByAddress::Unknown,
+        "nor by the other listeners"
+    );
     let metrics = metrics(&registry);
     for (kind, count) in
         [("foreign", 3), ("cloud_and_edge", 1), ("excluded", 1), ("unroutable", 2), ("taken", 2)]
@@ -130,10 +136,10 @@ fn the_first_node_keeps_an_address_while_it_has_it() {
     let (first, second) =
         (|| of_age(9, node("edge-9", true, &addresses[..1])), || of_age(1, node("edge-1", true, &addresses)));
     router.set_inventory(inventory(vec![first()]));
-    let token = route(&router.desired(), "10.8.0.7").unwrap().token;
+    let virtual_address = route(&router.desired(), "10.8.0.7").unwrap().virtual_address;
     // Even an older Node is late.
     router.set_inventory(inventory(vec![second(), first()]));
-    assert_eq!(route(&router.desired(), "10.8.0.7").unwrap().token, token);
+    assert_eq!(route(&router.desired(), "10.8.0.7").unwrap().virtual_address, virtual_address);
     let leads_to =
         |address: &str| ways(&router).get(&IpNet::from(ip(address))).map(|(node, ..)| node.to_string());
     assert_eq!(
@@ -195,26 +201,26 @@ fn who_was_first_survives_a_restart() {
 }
 
 #[test]
-fn after_a_restart_an_address_has_its_token_only_at_its_node() {
+fn after_a_restart_an_address_has_its_virtual_address_only_at_its_node() {
     let (before, _) = router();
     before.set_inventory(inventory(everybody()));
-    let tokens = |router: &Router| -> BTreeMap<IpNet, IpAddr> {
-        router.desired().routes().map(|(net, target)| (net, target.token)).collect()
+    let virtual_addresses = |router: &Router| -> BTreeMap<IpNet, IpAddr> {
+        router.desired().routes().map(|(net, target)| (net, target.virtual_address)).collect()
     };
-    let given = tokens(&before);
+    let given = virtual_addresses(&before);
     assert_eq!(given.len(), 4);
 
     let (router, _) = router();
     router.restore_claims(before.stored_claims().unwrap()).unwrap();
-    router.take_over_tokens(&given.clone().into_iter().collect::<Vec<_>>());
+    router.take_over_addresses(&given.clone().into_iter().collect::<Vec<_>>());
     // Another node has edge-1's address.
     let mut nodes = everybody();
     nodes[1] = node("edge-9", true, &["10.8.0.1"]);
     router.set_inventory(inventory(nodes));
-    for (address, token) in tokens(&router) {
+    for (address, virtual_address) in virtual_addresses(&router) {
         let same = address != net("10.8.0.1/32");
-        assert_eq!(token == given[&address], same, "{address}");
-        assert!(same || !given.values().any(|other| *other == token), "{address}");
+        assert_eq!(virtual_address == given[&address], same, "{address}");
+        assert!(same || !given.values().any(|other| *other == virtual_address), "{address}");
     }
 }
 
@@ -247,17 +253,17 @@ fn an_edge_node_that_drops_its_label_excludes_nothing_of_others() {
     router.refresh_at(ripe);
     assert_eq!(check(ripe).0, ["10.8.0.1/32", "10.70.0.99/32"], "what nobody else has, after a while");
     assert_eq!(conflicts(&router, ConflictKind::Taken).len(), 2);
-    // Switching to and fro does not use up tokens or log lines.
-    let token = |router: &Router| {
+    // Switching to and fro does not use up virtual addresses or log lines.
+    let virtual_address = |router: &Router| {
         router.set_inventory(inventory(everybody()));
-        route(&router.desired(), "10.8.0.1").unwrap().token
+        route(&router.desired(), "10.8.0.1").unwrap().virtual_address
     };
-    let first = token(&router);
+    let first = virtual_address(&router);
     for _ in 0..200 {
         router.set_inventory(inventory(flipped.clone()));
-        assert_eq!(token(&router), first);
+        assert_eq!(virtual_address(&router), first);
     }
-    assert!(metrics(&registry).contains("inventory_conflicts{kind=\"no_token\"} 0\n"));
+    assert!(metrics(&registry).contains("inventory_conflicts{kind=\"no_virtual_address\"} 0\n"));
 }
 
 #[test]
@@ -273,7 +279,7 @@ fn a_cloud_node_that_names_this_hosts_address_late_is_not_this_host() {
 #[test]
 fn a_node_that_names_ever_new_addresses_uses_up_its_share_only() {
     let mut registry = Registry::default();
-    let small = RouterConfig { token_range: net4("198.18.0.0/23"), ..config() };
+    let small = RouterConfig { redirect_range: net4("198.18.0.0/23"), ..config() };
     let router = Router::new(small, &mut registry);
     let start = Instant::now();
     let other = node("edge-2", true, &["10.8.0.2"]);
@@ -282,22 +288,22 @@ fn a_node_that_names_ever_new_addresses_uses_up_its_share_only() {
         let addresses: Vec<_> = (0..16).map(|n| format!("10.9.{round}.{n}")).collect();
         let addresses: Vec<_> = addresses.iter().map(String::as_str).collect();
         router.set_inventory_at(inventory(vec![node("edge-1", true, &addresses), other.clone()]), start);
-        seen.extend(router.desired().routes().map(|(_, target)| target.token));
+        seen.extend(router.desired().routes().map(|(_, target)| target.virtual_address));
     }
-    assert!(seen.len() < 70, "{} tokens were used", seen.len());
-    assert_eq!(conflicts(&router, ConflictKind::NoToken).len(), 16);
+    assert!(seen.len() < 70, "{} virtual addresses were used", seen.len());
+    assert_eq!(conflicts(&router, ConflictKind::NoVirtualAddress).len(), 16);
     // A new node still gets one.
     let mut nodes = vec![node("edge-1", true, &["10.9.99.0"]), other, node("edge-3", true, &["10.8.0.3"])];
     router.set_inventory_at(inventory(nodes.clone()), start);
     assert!(ways(&router).contains_key(&net("10.8.0.3/32")));
-    assert_eq!(conflicts(&router, ConflictKind::NoToken)[0].nodes, [name("edge-1")]);
+    assert_eq!(conflicts(&router, ConflictKind::NoVirtualAddress)[0].nodes, [name("edge-1")]);
     // Its own is free after the quarantine, without a change of the nodes.
     let due = router.due().borrow().unwrap();
     assert!(due <= start + QUARANTINE, "{:?}", due - start);
     router.refresh_at(due);
     assert!(ways(&router).contains_key(&net("10.9.99.0/32")));
     nodes.truncate(1);
-    assert_eq!(conflicts(&router, ConflictKind::NoToken), []);
+    assert_eq!(conflicts(&router, ConflictKind::NoVirtualAddress), []);
 }
 
 fn net4(text: &str) -> ipnet::Ipv4Net {
@@ -305,8 +311,8 @@ fn net4(text: &str) -> ipnet::Ipv4Net {
 }
 
 #[test]
-fn what_waits_for_a_token_gets_it_when_it_is_free() {
-    let small = RouterConfig { token_range: net4("198.18.0.0/24"), ..config() };
+fn what_waits_for_a_virtual_address_gets_it_when_it_is_free() {
+    let small = RouterConfig { redirect_range: net4("198.18.0.0/24"), ..config() };
     let router = Router::new(small, &mut Registry::default());
     let nodes =
         |from: u8, to: u8| (from..to).map(|i| node(&format!("edge-{i}"), true, &[&format!("10.8.0.{i}")]));
@@ -325,7 +331,7 @@ fn what_waits_for_a_token_gets_it_when_it_is_free() {
 
 #[test]
 fn what_fits_into_the_kernel_is_routed_and_the_rest_is_a_conflict() {
-    let wide = RouterConfig { token_range: net4("100.64.0.0/10"), ..config() };
+    let wide = RouterConfig { redirect_range: net4("100.64.0.0/10"), ..config() };
     let router = Router::new(wide, &mut Registry::default());
     let many = |first: u32, count: u32| {
         (first..first + count).map(|i| {
@@ -345,6 +351,6 @@ fn what_fits_into_the_kernel_is_routed_and_the_rest_is_a_conflict() {
     let address = left[0].address.unwrap();
     assert!(
         matches!(router.snapshot().by_address(address), ByAddress::Unique(_)),
-        "the other doors lead there"
+        "the other listeners lead there"
     );
 }

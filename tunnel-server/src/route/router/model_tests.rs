@@ -150,22 +150,22 @@ proptest! {
                 }
             }
             let (desired, snapshot) = (router.desired(), router.snapshot());
-            let mut tokens = HashSet::new();
+            let mut virtual_addresses = HashSet::new();
             for address in addresses() {
                 let target = desired.route(IpNet::from(address));
                 match model.expected.get(&address).cloned().unwrap_or(Expect::Direct) {
                     Expect::Direct => prop_assert_eq!(target, None),
                     Expect::Down => {
                         let target = target.unwrap();
-                        prop_assert!(!target.up && snapshot.by_token(target.token).is_none());
-                        prop_assert!(tokens.insert(target.token));
+                        prop_assert!(!target.up && snapshot.by_virtual_address(target.virtual_address).is_none());
+                        prop_assert!(virtual_addresses.insert(target.virtual_address));
                     }
                     Expect::To(name) => {
                         let target = target.unwrap();
                         prop_assert_eq!(target.up, live.contains(&name));
-                        let found = snapshot.by_token(target.token).unwrap();
+                        let found = snapshot.by_virtual_address(target.virtual_address).unwrap();
                         prop_assert_eq!((&found.node, found.address), (&name, address));
-                        prop_assert!(tokens.insert(target.token), "one token, two routes");
+                        prop_assert!(virtual_addresses.insert(target.virtual_address), "one virtual address, two routes");
                     }
                 }
             }

@@ -85,7 +85,7 @@ pub(super) fn metrics(registry: &Registry) -> String {
 }
 
 #[test]
-fn a_node_is_found_by_token_name_and_address() {
+fn a_node_is_found_by_virtual_address_name_and_address() {
     let (router, _) = router();
     let nodes = inventory(vec![
         node("edge-1", true, &["10.8.0.7", "fd00:8::7"]),
@@ -99,8 +99,8 @@ fn a_node_is_found_by_token_name_and_address() {
     for address in ["10.8.0.7", "fd00:8::7"] {
         let target = route(&desired, address).unwrap();
         assert!(!target.up);
-        assert_eq!(target.token.is_ipv4(), ip(address).is_ipv4());
-        let found = snapshot.by_token(target.token).unwrap();
+        assert_eq!(target.virtual_address.is_ipv4(), ip(address).is_ipv4());
+        let found = snapshot.by_virtual_address(target.virtual_address).unwrap();
         assert_eq!((found.node.as_str(), found.address), ("edge-1", ip(address)));
         assert_eq!(snapshot.by_address(ip(address)), ByAddress::Unique(found));
     }
@@ -108,7 +108,7 @@ fn a_node_is_found_by_token_name_and_address() {
     assert_eq!(snapshot.by_address(ip("::ffff:10.8.0.7")), snapshot.by_address(ip("10.8.0.7")));
     assert_eq!(snapshot.by_name("cloud"), None);
     assert_eq!(snapshot.by_address(ip("10.0.0.2")), ByAddress::Unknown);
-    assert_eq!(snapshot.by_token(ip("198.18.255.255")), None);
+    assert_eq!(snapshot.by_virtual_address(ip("198.18.255.255")), None);
     assert_eq!(snapshot.nodes().count(), 1);
     assert_eq!(*snapshot.inventory(), nodes);
 }
@@ -184,7 +184,7 @@ fn a_change_of_this_hosts_addresses_takes_effect_without_an_inventory_change() {
     assert_eq!(
         (&after.table.routes, &after.up),
         (&before.table.routes, &before.up),
-        "tokens and tunnels stay"
+        "virtual addresses and tunnels stay"
     );
 }
 
@@ -216,7 +216,7 @@ fn unusual_addresses_lead_nowhere_and_the_usual_one_is_reached() {
         "::1",
         "fe80::1",
         "ff02::1",
-        // Tokens, this host's, and a Service's.
+        // Virtual addresses, this host's, and a Service's.
         "198.18.0.1",
         "fd00:706f::1",
         "10.0.0.1",
@@ -267,10 +267,10 @@ fn conflicts_are_resolved_and_counted() {
         set_live(&router, name, true);
     }
     let (desired, snapshot) = (router.desired(), router.snapshot());
-    // Ambiguous: connect fails although both are live, and its token leads nowhere.
+    // Ambiguous: connect fails although both are live, and its virtual address leads nowhere.
     let target = route(&desired, "10.8.0.7").unwrap();
     assert!(!target.up);
-    assert_eq!(snapshot.by_token(target.token), None);
+    assert_eq!(snapshot.by_virtual_address(target.virtual_address), None);
     let names = vec![name("twin-a"), name("twin-b")];
     assert_eq!(snapshot.by_address(ip("10.8.0.7")), ByAddress::Ambiguous(names));
     assert_eq!(snapshot.by_name("twin-b").unwrap().address, ip("10.8.0.7"), "its name is unambiguous");
@@ -291,7 +291,7 @@ fn conflicts_are_resolved_and_counted() {
         ("excluded", 1),
         ("unroutable", 3),
         ("no_address", 1),
-        ("no_token", 0),
+        ("no_virtual_address", 0),
     ] {
         let line = format!("inventory_conflicts{{kind=\"{kind}\"}} {count}\n");
         assert!(metrics.contains(&line), "{line}{metrics}");
@@ -305,9 +305,9 @@ fn conflicts_are_resolved_and_counted() {
 }
 
 #[test]
-fn with_a_used_up_token_range_connects_fail() {
+fn with_a_used_up_redirect_range_connects_fail() {
     let mut registry = Registry::default();
-    let small = RouterConfig { token_range: "198.18.0.0/24".parse().unwrap(), ..config() };
+    let small = RouterConfig { redirect_range: "198.18.0.0/24".parse().unwrap(), ..config() };
     let router = Router::new(small, &mut registry);
     let nodes = (0..240).map(|i| node(&format!("edge-{i}"), true, &[&format!("10.8.0.{i}")])).collect();
     (0..240).for_each(|i| set_live(&router, &format!("edge-{i}"), true));
@@ -316,8 +316,11 @@ fn with_a_used_up_token_range_connects_fail() {
     assert_eq!(desired.routes().count(), 240);
     let down: Vec<_> = desired.routes().map(|(_, target)| target).filter(|target| !target.up).collect();
     assert_eq!(down.len(), 2, "256 without the network's, the unassigned one and the reserved 16");
-    assert!(down.iter().all(|target| router.snapshot().by_token(target.token).is_none()));
-    assert_eq!(router.snapshot().conflicts().iter().filter(|c| c.kind == ConflictKind::NoToken).count(), 2);
+    assert!(down.iter().all(|target| router.snapshot().by_virtual_address(target.virtual_address).is_none()));
+    assert_eq!(
+        router.snapshot().conflicts().iter().filter(|c| c.kind == ConflictKind::NoVirtualAddress).count(),
+        2
+    );
 }
 
 #[test]
@@ -433,7 +436,7 @@ fn many(count: u32) -> Inventory {
 }
 
 #[test]
-fn a_node_that_changes_among_100_000_keeps_every_token_and_no_session_waits() {
+fn a_node_that_changes_among_100_000_keeps_every_virtual_address_and_no_session_waits() {
     for count in [5_000, 10_000, 100_000] {
         let wide = RouterConfig { pods: vec![net("fd00:9::/64")], ..config() };
         let router = Router::new(wide, &mut Registry::default());
@@ -475,10 +478,12 @@ fn a_node_that_changes_among_100_000_keeps_every_token_and_no_session_waits() {
             "{count} nodes: a session waits {longest:?} at most meanwhile, {:?} on average else",
             flips / count
         );
-        // No token was reassigned.
+        // No virtual address was reassigned.
         let after = router.desired();
         let same = after.routes().filter(|(net, target)| {
-            before.route(*net).is_some_and(|before| target.up && target.token == before.token)
+            before
+                .route(*net)
+                .is_some_and(|before| target.up && target.virtual_address == before.virtual_address)
         });
         assert_eq!(
             (same.count(), after.table.routes.len()),
@@ -504,12 +509,15 @@ fn pods_of_edge_nodes_are_reached_on_any_port() {
     assert!(target.any_port && !target.up);
     assert!(!route(&router.desired(), "10.8.0.7").unwrap().any_port);
     assert_eq!(router.desired().routes().count(), 2, "the cloud's pods are not routed");
-    let IpAddr::V4(first) = target.token else { panic!("{target:?}") };
-    let token = IpAddr::from((u32::from(first) + 77).to_be_bytes());
-    let found = router.snapshot().by_token(token).unwrap();
+    let IpAddr::V4(first) = target.virtual_address else { panic!("{target:?}") };
+    let virtual_address = IpAddr::from((u32::from(first) + 77).to_be_bytes());
+    let found = router.snapshot().by_virtual_address(virtual_address).unwrap();
     assert_eq!((found.node.as_str(), found.address), ("edge-1", ip("10.244.3.77")));
     assert!(found.pod);
-    assert_eq!(router.snapshot().by_token(IpAddr::from((u32::from(first) + 256).to_be_bytes())), None);
+    assert_eq!(
+        router.snapshot().by_virtual_address(IpAddr::from((u32::from(first) + 256).to_be_bytes())),
+        None
+    );
     set_live(&router, "edge-1", true);
     assert!(router.desired().route(pods).unwrap().up);
     // The node keeps its block when other nodes are added.
@@ -532,7 +540,7 @@ fn conflicting_pod_ranges_are_not_routed() {
         with_pods("narrow", true, "10.8.0.4", "10.2.7.0/24"),
         with_pods("like-the-clouds", true, "10.8.0.5", "10.3.0.0/24"),
         with_pods("cloud", false, "10.4.0.9", "10.3.0.0/25"),
-        with_pods("tokens", true, "10.8.0.6", "198.18.4.0/24"),
+        with_pods("virtual_addresses", true, "10.8.0.6", "198.18.4.0/24"),
         with_pods("excluded", true, "10.8.0.7", "10.0.0.8/30"),
         with_pods("services", true, "10.8.0.10", "172.30.0.0/17"),
         with_pods("the-clusters-services", true, "10.8.0.11", "10.96.3.0/24"),
@@ -558,7 +566,7 @@ fn conflicting_pod_ranges_are_not_routed() {
         "wide",
         "narrow",
         "like-the-clouds",
-        "tokens",
+        "virtual_addresses",
         "excluded",
         "services",
         "the-clusters-services",
@@ -566,7 +574,7 @@ fn conflicting_pod_ranges_are_not_routed() {
         "everything",
     ];
     assert_eq!(of(ConflictKind::PodRange), expected.iter().map(ToString::to_string).collect());
-    assert_eq!(of(ConflictKind::NoTokenBlock), BTreeSet::from(["too-large".to_owned()]));
+    assert_eq!(of(ConflictKind::NoVirtualRange), BTreeSet::from(["too-large".to_owned()]));
 }
 
 #[test]

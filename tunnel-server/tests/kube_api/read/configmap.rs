@@ -9,7 +9,7 @@ use tokio::sync::watch;
 use tunnel_kube::Health;
 use tunnel_server::kube::read::configmap::run;
 use tunnel_server::kube::write::events::Events;
-use tunnel_server::settings::{Doors, InternalDoor, Settings};
+use tunnel_server::settings::{InternalListener, Listeners, Settings};
 
 use crate::fixture::{Inputs, context};
 
@@ -30,7 +30,7 @@ impl Following {
         tokio::spawn(run(
             context,
             Some(events),
-            Doors { https: 10263, secure: BTreeMap::new(), http: 10268, pairs: 10264 },
+            Listeners { https: 10263, secure: BTreeMap::new(), http: 10268, pairs: 10264 },
             publish,
         ));
         Self { settings, health, _stop: stop.drop_guard() }
@@ -83,10 +83,10 @@ async fn only_the_named_configmap_is_followed() {
     assert_eq!(
         now.internal,
         BTreeMap::from([
-            (9100, InternalDoor::Http),
-            (9445, InternalDoor::Http),
-            (10257, InternalDoor::Https),
-            (10259, InternalDoor::Https)
+            (9100, InternalListener::Http),
+            (9445, InternalListener::Http),
+            (10257, InternalListener::Https),
+            (10259, InternalListener::Https)
         ])
     );
 
@@ -128,7 +128,7 @@ async fn an_invalid_entry_is_reported_once_and_the_rest_applies() {
         map["data"]["dnat-ports-pair"] = json!("9500=80");
     });
     following.until("the version after it", |s| tunnelled(s, &[9400])).await;
-    let second = "left out: dnat-ports-pair: \"9500=80\" does not lead to the http door; the second half has to be 10264";
+    let second = "left out: dnat-ports-pair: \"9500=80\" does not lead to the http listener; the second half has to be 10264";
     eventually("the second Event", || (notes(&server) == [second.to_owned(), first.clone()]).then_some(()))
         .await;
     assert!(server.list(EVENTS).iter().all(|event| event["series"].is_null()), "each was reported once");

@@ -7,18 +7,18 @@ use postern_fake_kube::{Fault, eventually};
 use serde_json::{Value, json};
 use tunnel_server::kube::read::configmap;
 use tunnel_server::kube::write::service;
-use tunnel_server::settings::{Doors, InternalDoor, Settings};
+use tunnel_server::settings::{InternalListener, Listeners, Settings};
 
 use crate::fixture::{Fixture, INTERNAL, SERVICES};
 
-const DOORS: Doors = Doors { https: 10263, secure: BTreeMap::new(), http: 10268, pairs: 10264 };
+const LISTENERS: Listeners = Listeners { https: 10263, secure: BTreeMap::new(), http: 10268, pairs: 10264 };
 
 fn port(name: &str, number: u16, target: u16) -> Value {
     json!({"name": name, "port": number, "protocol": "TCP", "targetPort": target})
 }
 
 impl Fixture {
-    fn configured(&self, ports: &[(u16, InternalDoor)]) {
+    fn configured(&self, ports: &[(u16, InternalListener)]) {
         let internal = ports.iter().copied().collect();
         self.inputs.settings.send_replace(Arc::new(Settings { internal, ..Settings::default() }));
     }
@@ -40,13 +40,13 @@ async fn ports_follow_the_settings_and_each_state_is_written_once() {
         json!({"name": "metrics", "port": 9100, "protocol": "TCP", "targetPort": 9100, "nodePort": 31000});
     let udp = json!({"name": "dnat-53", "port": 53, "protocol": "UDP", "targetPort": 53});
     fixture.internal_service("10.96.0.9", &json!([https, metrics, udp, port("dnat-9999", 9999, 10268)]));
-    tokio::spawn(service::run(fixture.context.clone(), DOORS));
-    fixture.configured(&[(9100, InternalDoor::Http), (9443, InternalDoor::Https)]);
+    tokio::spawn(service::run(fixture.context.clone(), LISTENERS));
+    fixture.configured(&[(9100, InternalListener::Http), (9443, InternalListener::Https)]);
     let mut rewritten = metrics.clone();
     rewritten["targetPort"] = json!(10268);
     fixture.has_ports(&json!([https, rewritten, udp, port("dnat-9443", 9443, 10263)])).await;
     // The same settings again cause no write.
-    fixture.configured(&[(9100, InternalDoor::Http), (9443, InternalDoor::Https)]);
+    fixture.configured(&[(9100, InternalListener::Http), (9443, InternalListener::Https)]);
     fixture.configured(&[]);
     fixture.has_ports(&json!([https, rewritten, udp])).await;
     assert_eq!(fixture.api.writes(INTERNAL), 2, "{:?}", fixture.api.all_requests());
@@ -59,11 +59,11 @@ async fn nothing_is_removed_before_the_settings_are_known() {
     let fixture = Fixture::new(true).await;
     let before = json!([port("https", 10250, 10263), port("dnat-9100", 9100, 10268)]);
     fixture.internal_service("10.96.0.9", &before);
-    tokio::spawn(service::run(fixture.context.clone(), DOORS));
+    tokio::spawn(service::run(fixture.context.clone(), LISTENERS));
     eventually("the watch", || (fixture.api.open_watches(SERVICES) > 0).then_some(())).await;
     // A change by another writer triggers a comparison; foreign ports are still there after the next one.
     fixture.api.edit(SERVICES, INTERNAL, |service| service["metadata"]["labels"] = json!({"a": "b"}));
-    fixture.configured(&[(9100, InternalDoor::Http), (9200, InternalDoor::Http)]);
+    fixture.configured(&[(9100, InternalListener::Http), (9200, InternalListener::Http)]);
     let mut after = before.as_array().unwrap().clone();
     after.push(port("dnat-9200", 9200, 10268));
     fixture.has_ports(&json!(after)).await;
@@ -75,12 +75,12 @@ async fn ports_that_were_unconfigured_while_no_server_ran_are_removed() {
     let fixture = Fixture::new(true).await;
     let https = port("https", 10250, 10263);
     fixture.internal_service("10.96.0.9", &json!([https, port("dnat-9100", 9100, 10268)]));
-    tokio::spawn(service::run(fixture.context.clone(), DOORS));
+    tokio::spawn(service::run(fixture.context.clone(), LISTENERS));
     // Without a ConfigMap the settings equal those assumed before they were known.
     tokio::spawn(configmap::run(
         fixture.context.clone(),
         Some(fixture.events.clone()),
-        DOORS,
+        LISTENERS,
         fixture.inputs.settings.clone(),
     ));
     fixture.has_ports(&json!([https])).await;
@@ -93,10 +93,10 @@ async fn only_the_leader_writes() {
     // Another server with another ConfigMap, which sees every write.
     let (other, theirs) = fixture.other().await;
     theirs.settings.send_replace(Arc::new(Settings::default()));
-    tokio::spawn(service::run(other, DOORS));
-    tokio::spawn(service::run(fixture.context.clone(), DOORS));
+    tokio::spawn(service::run(other, LISTENERS));
+    tokio::spawn(service::run(fixture.context.clone(), LISTENERS));
     for number in [9100, 9200, 9300] {
-        fixture.configured(&[(number, InternalDoor::Http)]);
+        fixture.configured(&[(number, InternalListener::Http)]);
         let dnat = port(&format!("dnat-{number}"), number, 10268);
         fixture.has_ports(&json!([port("https", 10250, 10263), dnat])).await;
     }
@@ -111,8 +111,8 @@ async fn ports_that_another_writer_removed_are_restored() {
     let fixture = Fixture::new(true).await;
     let https = port("https", 10250, 10263);
     fixture.internal_service("10.96.0.9", &json!([https]));
-    tokio::spawn(service::run(fixture.context.clone(), DOORS));
-    fixture.configured(&[(9100, InternalDoor::Http)]);
+    tokio::spawn(service::run(fixture.context.clone(), LISTENERS));
+    fixture.configured(&[(9100, InternalListener::Http)]);
     let both = json!([https, port("dnat-9100", 9100, 10268)]);
     fixture.has_ports(&both).await;
     fixture.api.edit(SERVICES, INTERNAL, |service| service["spec"]["ports"] = json!([https]));
@@ -122,8 +122,8 @@ async fn ports_that_another_writer_removed_are_restored() {
 #[tokio::test]
 async fn a_service_that_is_missing_gets_its_ports_when_it_appears() {
     let fixture = Fixture::new(true).await;
-    tokio::spawn(service::run(fixture.context.clone(), DOORS));
-    fixture.configured(&[(9100, InternalDoor::Http)]);
+    tokio::spawn(service::run(fixture.context.clone(), LISTENERS));
+    fixture.configured(&[(9100, InternalListener::Http)]);
     eventually("the watch", || (fixture.api.open_watches(SERVICES) > 0).then_some(())).await;
     fixture.internal_service("10.96.0.9", &json!([port("https", 10250, 10263)]));
     fixture.has_ports(&json!([port("https", 10250, 10263), port("dnat-9100", 9100, 10268)])).await;
@@ -137,8 +137,8 @@ async fn conflicting_and_failed_writes_are_repeated() {
     for code in [409, 403, 500] {
         fixture.api.inject("patch", "services", Fault::Status(code), 1);
     }
-    tokio::spawn(service::run(fixture.context.clone(), DOORS));
-    fixture.configured(&[(9100, InternalDoor::Http)]);
+    tokio::spawn(service::run(fixture.context.clone(), LISTENERS));
+    fixture.configured(&[(9100, InternalListener::Http)]);
     // A port that another writer adds in between stays.
     eventually("a first write", || (fixture.api.writes(INTERNAL) > 0).then_some(())).await;
     fixture.api.edit(SERVICES, INTERNAL, |service| {

@@ -1,0 +1,173 @@
+//! A connection that another server forwards to a node that is attached here. It is not forwarded again: only this
+//! server's own sessions are asked.
+
+use std::fmt::Display;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use h2::RecvStream;
+use h2::server::SendResponse;
+use http::{HeaderMap, Request, Response, StatusCode};
+use tonic::{Code, Status};
+use tunnel_core::grpc;
+use tunnel_core::identity::NodeName;
+use tunnel_core::link::Flow;
+use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::{CLIENT_HEADER, Ended, Forward, NODE_HEADER, TARGET_HEADER, UNLESS_SILENT_HEADER};
+
+use crate::admission::{Full, source_key};
+use crate::listener::{AccessLogGuard, ListenerContext, OpenRequest};
+use crate::session::{Asked, Sessions, dialled};
+
+/// Name in the access log and in metrics.
+pub(super) const LISTENER: &str = "peer";
+
+/// The server that forwards connections.
+pub(super) struct Caller {
+    pub(super) server_id: String,
+    pub(super) peer: SocketAddr,
+    /// The state of its link.
+    pub(super) flow: Arc<Flow>,
+}
+
+/// The connection that a request asks for, and its client.
+fn wanted(
+    headers: &HeaderMap,
+    caller: &Caller,
+    sessions: &Sessions,
+) -> Result<(OpenRequest, SocketAddr), Status> {
+    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let bad = |header: &str, error: &dyn Display| Status::invalid_argument(format!("{header}: {error}"));
+    let node: NodeName = text(NODE_HEADER).parse().map_err(|error| bad(NODE_HEADER, &error))?;
+    let target = text(TARGET_HEADER).parse().map_err(|error| bad(TARGET_HEADER, &error))?;
+    let client = text(CLIENT_HEADER).parse().unwrap_or(caller.peer);
+    let silent = || sessions.get(&node).is_some_and(|session| session.links.are_silent());
+    if headers.contains_key(UNLESS_SILENT_HEADER) && silent() {
+        return Err(Status::unavailable(format!("its own links with {node} are silent")));
+    }
+    Ok((OpenRequest::new(node, target, Bytes::new()), client))
+}
+
+/// Serves one Relay stream of another server, from the request to the end of both directions.
+pub(super) fn serve_forwarded(
+    listeners: ListenerContext,
+    caller: Arc<Caller>,
+    request: Request<RecvStream>,
+    respond: SendResponse<Bytes>,
+) -> impl Future<Output = ()> + Send {
+    // Outside the future, which would keep room for the request's headers until the end.
+    let wanted = wanted(request.headers(), &caller, &listeners.sessions);
+    forward(listeners, caller, wanted, (request.into_body(), respond))
+}
+
+async fn forward(
+    listeners: ListenerContext,
+    caller: Arc<Caller>,
+    wanted: Result<(OpenRequest, SocketAddr), Status>,
+    (body, mut respond): (RecvStream, SendResponse<Bytes>),
+) {
+    let (wanted, client) = match wanted {
+        Ok(wanted) => wanted,
+        Err(status) => return grpc::refuse(&mut respond, &status),
+    };
+    let Some(session) = listeners.sessions.get(&wanted.node) else {
+        let reason = format!("no agent of {} is attached to this server", wanted.node);
+        return refuse(&mut respond, Code::FailedPrecondition, reason);
+    };
+    let source = match client.ip() {
+        // The client is on the other server's host, not on this one.
+        local if local.is_loopback() || listeners.router.is_virtual(local) => caller.peer.ip(),
+        other => other,
+    };
+    let place = match session.places().admit_at_agent(source_key(source)) {
+        Ok(place) => place,
+        Err(full) => return no_place(&listeners, &caller, &wanted, client, respond, &full),
+    };
+    let link = session.links.take();
+    // Boxed, like the answer below: its memory is freed once it is done.
+    let asked = match Box::pin(session.ask(&link, wanted.target)).await {
+        Ok(asked) => asked,
+        Err(error) => return refuse(&mut respond, Code::FailedPrecondition, error.to_string()),
+    };
+    let mut record = AccessLogGuard::new(LISTENER, client, &wanted, &listeners);
+    record.via(&caller.server_id);
+    record.hold(place);
+    if let Err(error) = respond.send_informational(proceed()) {
+        return record.end(Outcome::ClientReset, &error);
+    }
+
+    let (abort, traffic) = record.relaying(Some(&*link), &session.relayed);
+    let forward = Forward {
+        client: &caller.flow,
+        agent: &link.flow,
+        stalls: &session.stalls,
+        abort: &abort,
+        traffic: &traffic,
+    };
+    let Asked { response, mut send, since } = asked;
+    let ended = {
+        let answer = Box::pin(async {
+            let answer = dialled(wanted.node.as_str(), wanted.target, &link, response).await;
+            record.dialled(since.elapsed());
+            answer
+        });
+        let client = (body, &mut respond);
+        let mut passing = std::pin::pin!(forward.run(client, &mut send, answer));
+        record.until_over(&link.over, passing.as_mut()).await
+    };
+    match ended {
+        Ok(outcome) => record.end(outcome, &""),
+        Err(ended) => {
+            if let Ended::Dial(error) = &ended {
+                refuse(&mut respond, ended.outcome().code(), error.to_string());
+            }
+            record.end(ended.outcome(), &ended);
+        }
+    }
+}
+
+/// Answers as if the agent had refused: no other server has more places for this session.
+fn no_place(
+    listeners: &ListenerContext,
+    caller: &Caller,
+    wanted: &OpenRequest,
+    client: SocketAddr,
+    mut respond: SendResponse<Bytes>,
+    full: &Full,
+) {
+    let record = AccessLogGuard::new(LISTENER, client, wanted, listeners);
+    record.via(&caller.server_id);
+    listeners.metrics.over_limit(LISTENER, full);
+    match respond.send_informational(proceed()) {
+        Ok(()) => {
+            refuse(&mut respond, Outcome::Busy.code(), full.to_string());
+            record.end(Outcome::Busy, full);
+        }
+        Err(error) => record.end(Outcome::ClientReset, &error),
+    }
+}
+
+fn proceed() -> Response<()> {
+    let mut proceed = Response::new(());
+    *proceed.status_mut() = StatusCode::CONTINUE;
+    proceed
+}
+
+/// Answers with a status only.
+pub(super) fn refuse(respond: &mut SendResponse<Bytes>, code: Code, reason: String) {
+    grpc::refuse(respond, &Status::new(code, reason));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::listener::tests::size_of_future;
+
+    /// Every forwarded connection holds this much until its end. Measured: 3,496 bytes.
+    #[test]
+    fn the_future_of_a_connection_stays_small() {
+        let size = size_of_future(serve_forwarded);
+        assert!(size <= 3504, "{size} bytes");
+    }
+}

@@ -1,0 +1,102 @@
+//! The parts of the server that listeners are started with.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use prometheus_client::registry::Registry;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tunnel_core::config::{ConfigError, HostPort};
+use tunnel_core::takeover::Copies;
+
+use super::callers::{CallerFiles, Callers, open};
+use super::config::ListenersConfig;
+use crate::admission::Shares;
+use crate::agent_port::AgentPort;
+use crate::listener::{
+    self, Admission, ClusterServices, EgressSocket, EgressTls, Front, Listener, ListenerContext, TargetFiles,
+    check_egress,
+};
+use crate::maps::{Map, check, parse_file};
+use crate::reloaded::{FileMetrics, ReloadedFile};
+use crate::runtime::Runtime;
+use crate::settings::Settings;
+use crate::takeover::Gates;
+
+/// The listeners' files. Each is read at start, which fails if the file is wrong, and followed from then on, with the
+/// last good content in effect.
+pub(crate) struct Files {
+    pub(crate) callers: CallerFiles,
+    pub(crate) targets: TargetFiles,
+    pub(crate) maps: Option<ReloadedFile<Vec<Map>>>,
+}
+
+impl Files {
+    /// # Errors
+    /// A file cannot be used, or a map in the file excludes another listener.
+    pub(crate) fn open(config: &mut ListenersConfig, metrics: &FileMetrics) -> Result<Self, ConfigError> {
+        check_egress(&config.egress)?;
+        let targets = TargetFiles::read(&config.listeners.targets, metrics)?;
+        let callers = CallerFiles::open(config, metrics)?;
+        let connect = &mut config.connect;
+        let (maps, of_file) =
+            open("--maps", "maps", connect.maps_file.as_deref(), parse_file, metrics)?.unzip();
+        connect.maps_of_file = of_file.unwrap_or_default();
+        check(&connect.all_maps()).map_err(|reason| ConfigError::without_value("--map", reason))?;
+        config.check_addresses()?;
+        Ok(Self { callers, targets, maps })
+    }
+}
+
+/// The parts that every listener is started with.
+pub(crate) struct Parts<'a> {
+    pub(crate) config: &'a ListenersConfig,
+    pub(crate) runtime: &'a Runtime,
+    pub(crate) registry: &'a Arc<Registry>,
+    pub(crate) gates: &'a Gates,
+    /// The listening sockets, for a successor.
+    pub(crate) sockets: Arc<Copies>,
+    pub(crate) callers: Callers,
+    pub(crate) own: Own,
+}
+
+/// The parts that only one listener needs; each takes its own.
+pub(crate) struct Own {
+    pub(crate) targets: Option<TargetFiles>,
+    /// The ConfigMap's ports.
+    pub(crate) settings: watch::Receiver<Arc<Settings>>,
+    pub(crate) maps: Option<ReloadedFile<Vec<Map>>>,
+    /// For the egress listener, if it is to know them.
+    pub(crate) services: Option<ClusterServices>,
+    pub(crate) egress_socket: Option<EgressSocket>,
+    /// None: the egress listener has no port.
+    pub(crate) egress_tls: Option<EgressTls>,
+    /// None: this is a redirector.
+    pub(crate) agents: Option<AgentPorts>,
+}
+
+/// The ports of agents.
+pub(crate) struct AgentPorts {
+    pub(crate) port: Arc<AgentPort>,
+    /// The other servers.
+    pub(crate) peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
+}
+
+impl Parts<'_> {
+    pub(super) fn context(&self) -> ListenerContext {
+        self.callers.reception.context.clone()
+    }
+
+    /// Serves a socket. The drain waits for it to accept no more: it must not be over while what was accepted is not yet
+    /// counted.
+    pub(super) fn serve<D: Listener>(&self, listener: D, socket: TcpListener, shares: &Shares) {
+        let served = listener::serve(listener, self.gates.listener(socket), self.context(), shares.clone());
+        self.runtime.drain.spawn(served);
+    }
+
+    /// Makes a listener that speaks plain HTTP with clients and targets.
+    pub(super) fn front(&self, listener: &'static str, admission: Admission) -> Front {
+        let pods = self.callers.pods.clone();
+        Front { listener, admission, tls: None, targets: None, pods, metrics: None }
+    }
+}

@@ -1,0 +1,325 @@
+//! The table of listeners.
+
+use std::collections::BTreeMap;
+use std::iter::once;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use tokio::net::TcpListener;
+use tunnel_core::config::ConfigError;
+use tunnel_core::takeover::MOST_SOCKETS;
+
+use super::callers::ASKED;
+use super::config::ListenersConfig;
+use super::parts::Parts;
+use crate::admission::{Budget, Part, Shares};
+use crate::agent_port::{AGENTS_PARTS, KONNECTIVITY, Tokens};
+use crate::caller::Reviewer;
+use crate::listener::{
+    Admission, Connect, EGRESS, Egress, Front, Http, Https, Listener as _, MAP, MOST_SECURE_PORTS, Maps,
+    MetricsListener, MetricsPage, Plain, Redirected, TargetTls,
+};
+use crate::maps::{MOST as MOST_MAPS, check, overlap};
+use crate::status::AGENTS;
+
+/// A row of the table.
+pub(super) struct Listener {
+    /// In logs, metrics and the status, and for a successor.
+    pub(super) name: &'static str,
+    /// Its addresses, each with the flag that gives it.
+    pub(super) addresses: fn(&ListenersConfig) -> Vec<(&'static str, SocketAddr)>,
+    /// The part of the open files that is for its connections; None: they have their places elsewhere.
+    part: Option<Part>,
+    /// Serves the sockets, which are in the order of the addresses, with at most so many connections. None: it is served
+    /// from the beginning.
+    pub(super) start: Option<fn(&mut Parts<'_>, Vec<TcpListener>, u32)>,
+}
+
+/// The admin port's name among the listening sockets.
+pub(crate) const ADMIN: &str = "admin";
+/// Scrapers keep one connection each. They are counted in the part that is left for the server itself.
+const MOST_SCRAPES: u32 = 32;
+
+pub(super) static LISTENERS: [Listener; COUNT] = [
+    Listener {
+        name: AGENTS,
+        addresses: |config| at("--agent-port", config.at(config.agents.port)),
+        part: None,
+        start: Some(agents),
+    },
+    Listener {
+        name: Https::NAME,
+        addresses: |config| {
+            let further = config.listeners.secure_ports.keys();
+            let further = further.flat_map(|port| at("--secure-ports", config.at(Some(*port))));
+            at("--secure-port", config.at(config.listeners.secure_port)).into_iter().chain(further).collect()
+        },
+        part: Some(Part::new(7, 64)),
+        start: Some(https),
+    },
+    Listener {
+        name: Http::NAME,
+        addresses: |config| at("--insecure-port", config.listeners.insecure_address()),
+        part: Some(Part::new(1, 32)),
+        start: Some(http),
+    },
+    Listener {
+        name: Plain::NAME,
+        addresses: |config| at("--plain-port", config.at(config.listeners.plain.port)),
+        part: Some(Part::new(1, 32)),
+        start: Some(plain),
+    },
+    Listener {
+        name: EGRESS,
+        // Its Unix socket has none.
+        addresses: |config| at("--egress-port", config.at(config.egress.port)),
+        part: Some(Part::new(1, 64)),
+        start: Some(egress),
+    },
+    Listener {
+        name: Connect::NAME,
+        addresses: |config| at("--connect-port", config.at(config.connect.connect_port)),
+        part: Some(ASKED),
+        start: Some(connect),
+    },
+    Listener {
+        name: KONNECTIVITY,
+        addresses: |config| at("--konnectivity-agent-port", config.at(config.konnectivity.port)),
+        part: None,
+        start: Some(konnectivity),
+    },
+    Listener {
+        name: MetricsListener::NAME,
+        addresses: |config| at("--metrics-port", config.at(config.common.metrics_port)),
+        part: Some(Part::new(1, 64).at_most(MOST_SCRAPES)),
+        start: Some(metrics),
+    },
+    Listener {
+        name: ADMIN,
+        addresses: |config| at("--admin-address", config.common.admin_address),
+        part: None,
+        start: None,
+    },
+    Listener {
+        name: MAP,
+        addresses: |config| config.connect.all_maps().iter().map(|map| ("--map", map.listen)).collect(),
+        // All static maps together.
+        part: Some(Part::new(1, 64)),
+        start: Some(maps),
+    },
+    Listener {
+        name: Redirected::NAME,
+        // The kernel picks them when the redirect starts: one for IPv4 and one for IPv6.
+        addresses: |_| Vec::new(),
+        part: Some(Part::new(11, 32)),
+        start: Some(redirect),
+    },
+];
+
+const COUNT: usize = 11;
+// A successor gets all of them at once: one of most rows, two of the redirect, and the egress listener's Unix socket.
+const _: () = assert!(MOST_MAPS + MOST_SECURE_PORTS + COUNT + 2 <= MOST_SOCKETS);
+
+fn at(flag: &'static str, address: Option<SocketAddr>) -> Vec<(&'static str, SocketAddr)> {
+    address.map(|address| (flag, address)).into_iter().collect()
+}
+
+impl Listener {
+    pub(super) fn places(&self, budget: &Budget) -> u32 {
+        self.part.map_or(0, |part| budget.places(&part))
+    }
+}
+
+/// Returns the number of connections for which there is room, by listener, and by stage at the agents' ports.
+pub(crate) fn places(budget: &Budget) -> BTreeMap<&'static str, u32> {
+    let own = LISTENERS.iter().filter(|row| row.part.is_some()).map(|row| (row.name, row.places(budget)));
+    let agents = AGENTS_PARTS.iter().map(|(name, part)| (*name, budget.places(part)));
+    own.chain(agents).chain([("unauthenticated", budget.unauthenticated)]).collect()
+}
+
+impl ListenersConfig {
+    /// The addresses of all listeners except the redirect's, each with its flag.
+    pub(crate) fn addresses(&self) -> Vec<(&'static str, SocketAddr)> {
+        LISTENERS.iter().flat_map(|row| (row.addresses)(self)).collect()
+    }
+
+    /// Checks and completes the settings that depend on several flags. See [`Self::complete`].
+    ///
+    /// # Errors
+    /// If flags conflict or one is missing: names one of them and the reason.
+    pub(crate) fn check(&mut self, standalone: bool, kubeconfig: bool) -> Result<(), ConfigError> {
+        self.complete(standalone, kubeconfig)?;
+        check(&self.connect.maps).map_err(|reason| ConfigError::without_value("--map", reason))?;
+        self.check_addresses()
+    }
+
+    /// Refuses two listeners on one address: the second would fail to bind, with an error that does not name the flag
+    /// of the first.
+    pub(super) fn check_addresses(&self) -> Result<(), ConfigError> {
+        let addresses = self.addresses();
+        for (index, (key, address)) in addresses.iter().enumerate() {
+            if let Some((other, _)) = addresses[..index].iter().find(|(_, other)| overlap(*address, *other)) {
+                let reason = format!("{other} has port {} already; choose another", address.port());
+                return Err(ConfigError::without_value(*key, reason));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn agents(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
+    let Some(agents) = &parts.own.agents else { return };
+    for socket in sockets {
+        parts.runtime.tasks.spawn(agents.port.clone().serve(parts.gates.agents(socket)));
+        parts.runtime.tasks.spawn(agents.port.clone().shut_out());
+    }
+}
+
+fn konnectivity(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
+    let Some(agents) = &parts.own.agents else { return };
+    let options = &parts.config.konnectivity;
+    for socket in sockets {
+        // They are known by these if they have no certificate.
+        let reviewer = parts.callers.client.clone();
+        let reviewer = reviewer.map(|client| Reviewer::new(client).for_audience(&options.audience));
+        let tokens = Tokens { reviewer, user: options.user() };
+        let port = agents.port.for_konnectivity(tokens, agents.peers.clone());
+        parts.runtime.tasks.spawn(port.serve(parts.gates.agents(socket)));
+    }
+}
+
+fn https(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
+    let listeners = &parts.config.listeners;
+    let tls = parts.callers.tls.clone().filter(|_| listeners.terminate_tls);
+    let front = tls.zip(parts.own.targets.take()).map(|(tls, files)| {
+        let (tasks, stop) = (&parts.runtime.tasks, &parts.runtime.stop);
+        let targets = Some(TargetTls::start(files, parts.own.settings.clone(), tasks, stop));
+        let admission = Admission::Callers(parts.callers.reviewer.clone());
+        Arc::new(Front { tls: Some(tls), targets, ..parts.front(Https::NAME, admission) })
+    });
+    let shares = Shares::new(places).with_unauthenticated(&parts.callers.unauthenticated);
+    let ports = once(None).chain(listeners.secure_ports.values().copied().map(Some));
+    for (socket, port) in sockets.into_iter().zip(ports) {
+        parts.serve(Https { front: front.clone(), port }, socket, &shares);
+    }
+}
+
+fn http(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
+    for socket in sockets {
+        let front = parts.front(Http::NAME, Admission::Everyone);
+        parts.serve(Http(Arc::new(front)), socket, &Shares::new(places));
+    }
+}
+
+fn plain(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
+    let config = &parts.config.listeners.plain;
+    for socket in sockets {
+        let (clients, ports) = (config.clients.clone(), config.ports.iter().copied().collect());
+        let admission = Admission::Listed { clients, ports, reviewer: parts.callers.reviewer.clone() };
+        let front = parts.front(Plain::NAME, admission);
+        let shares = Shares::new(places).with_unauthenticated(&parts.callers.unauthenticated);
+        parts.serve(Plain(Arc::new(front)), socket, &shares);
+    }
+}
+
+fn egress(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
+    let (direct, services) = (parts.config.egress.direct.clone(), parts.own.services.take());
+    let workers = parts.runtime.workers.clone();
+    let egress = Egress::new(parts.context(), places, direct, services, workers);
+    if let Some(socket) = parts.own.egress_socket.take() {
+        parts.runtime.drain.spawn(egress.clone().serve_unix(socket, parts.gates.listeners.clone()));
+    }
+    for (socket, tls) in sockets.into_iter().zip(parts.own.egress_tls.take()) {
+        parts.runtime.drain.spawn(egress.clone().serve_tls(parts.gates.listener(socket), tls.current()));
+        parts.runtime.tasks.spawn(tls.follow(parts.runtime.stop.clone()));
+    }
+}
+
+fn connect(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
+    for (socket, tls) in sockets.into_iter().zip(parts.callers.tls.clone()) {
+        let reception = parts.callers.reception.clone();
+        parts.serve(Connect { reception, tls }, socket, &parts.callers.asked);
+    }
+}
+
+fn metrics(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
+    for (socket, tls) in sockets.into_iter().zip(parts.callers.tls.clone()) {
+        let reviewer = parts.callers.reviewer.clone();
+        let page = MetricsPage {
+            registry: parts.registry.clone(),
+            authenticator: parts.callers.reception.gatekeeper.authenticator.clone(),
+            reviewer: reviewer.clone(),
+            gate: parts.gates.listeners.clone(),
+        };
+        let front = parts.front(MetricsListener::NAME, Admission::Callers(reviewer));
+        let front = Front { tls: Some(tls), pods: None, metrics: Some(page), ..front };
+        parts.serve(MetricsListener(Arc::new(front)), socket, &Shares::new(places));
+    }
+}
+
+fn maps(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
+    let connect = &parts.config.connect;
+    let (gate, shares) = (parts.gates.listeners.clone(), Shares::new(places));
+    let maps = Maps::new(connect.maps.clone(), gate, parts.context(), shares, parts.sockets.clone());
+    maps.start(connect.all_maps().into_iter().zip(sockets));
+    if let Some(file) = parts.own.maps.take() {
+        let maps = Arc::new(maps);
+        let apply = move |of_file| {
+            let maps = maps.clone();
+            async move { maps.replace(of_file).await }
+        };
+        parts.runtime.tasks.spawn(file.run(apply, parts.runtime.stop.clone()));
+    }
+}
+
+fn redirect(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
+    let Some(redirect) = &parts.runtime.redirect else { return };
+    let shares = Shares::new(places);
+    for socket in sockets {
+        parts.serve(Redirected { redirect: redirect.clone() }, socket, &shares);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Flags {
+        #[command(flatten)]
+        listeners: ListenersConfig,
+    }
+
+    #[test]
+    fn only_what_the_kernel_refuses_is_refused() {
+        let check = |flags: &[&str]| {
+            let flags = Flags::try_parse_from([&["tunnel-server"], flags].concat()).unwrap();
+            let mut listeners = flags.listeners;
+            listeners.check(false, true).map_err(|error| error.to_string())
+        };
+        assert_eq!(check(&["--map=[::1]:10262=edge-1/22", "--admin-address=[::1]:10263"]), Ok(()));
+        let refused = "--map: --agent-port has port 10262 already; choose another";
+        assert_eq!(check(&["--map=127.0.0.1:10262=edge-1/22"]), Err(refused.to_owned()));
+        assert_eq!(check(&["--bind-address=::", "--map=127.0.0.1:10262=edge-1/22"]), Err(refused.to_owned()));
+        let twice = check(&["--map=127.0.0.1:1=edge-1/22", "--map=127.0.0.1:1=edge-2/22"]).unwrap_err();
+        assert!(twice.contains("127.0.0.1:1 to edge-1 has that port already"), "{twice}");
+    }
+
+    proptest! {
+        #[test]
+        fn a_quarter_is_left_for_links_and_the_server_itself(open_files: u32, memory: u64) {
+            let budget = Budget::of(open_files, memory);
+            let (scrapes, rows): (Vec<_>, Vec<_>) =
+                LISTENERS.iter().filter(|row| row.part.is_some()).partition(|row| row.name == MetricsListener::NAME);
+            let parts = rows.iter().filter_map(|row| row.part).chain(AGENTS_PARTS.map(|(_, part)| part));
+            let files: Vec<u64> = parts.map(|part| budget.files(&part)).collect();
+            prop_assert!(files.iter().sum::<u64>() <= u64::from(open_files) * 3 / 4, "{files:?} of {open_files}");
+            prop_assert!(open_files < 96 || files.iter().all(|files| *files > 0), "{files:?} of {open_files}");
+            let scrapes = scrapes[0].places(&budget);
+            prop_assert!(scrapes <= 32 && (open_files < 64 || scrapes > 0), "{scrapes} of {open_files}");
+        }
+    }
+}

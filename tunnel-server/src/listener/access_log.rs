@@ -1,0 +1,241 @@
+//! A connection's access log line and metrics, recorded however the connection ends.
+
+use std::fmt::Display;
+use std::net::{IpAddr, SocketAddr};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio_util::sync::CancellationToken;
+use tunnel_core::identity::NodeName;
+use tunnel_core::lifecycle::DrainGuard;
+use tunnel_core::live::Present;
+use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::{Abort, Totals, Traffic};
+
+use super::connect::Reached;
+use super::context::{Failed, ListenerContext, OpenRequest};
+use super::moved::end_if_moved;
+use crate::admission::{Full, Share, Shares};
+use crate::metrics::{Connection, Failure, Metrics, Relayed};
+use crate::session::Link;
+
+/// The `tracing` target of the access log's events.
+const ACCESS: &str = "tunnel_server::access";
+
+/// A connection from the moment its node is known. Dropping it without [`AccessLogGuard::end`], as when its task is
+/// cancelled or panics, also records it.
+pub(crate) struct AccessLogGuard {
+    connection: Present<Connection>,
+    outcome: Outcome,
+    detail: String,
+    metrics: Metrics,
+    in_flight: DrainGuard,
+    /// Boxed: the future of a connection holds several copies of this struct's size.
+    place: Option<Box<Share>>,
+}
+
+impl AccessLogGuard {
+    pub(crate) fn new(
+        listener: &'static str,
+        client: SocketAddr,
+        request: &OpenRequest,
+        context: &ListenerContext,
+    ) -> Self {
+        // A client that named both meant the address too if it is the node's.
+        let is_nodes = |address: &IpAddr| context.router.snapshot().has(&request.node, *address);
+        let found_by = request.found_by.or_else(|| Some(request.target.ip()).filter(is_nodes));
+        let connection = Connection::new(listener, client, Some(request.node.clone()), request.target);
+        let record = Self::start(connection.with_found_by(found_by), context);
+        // A change since the node was found has passed this connection by.
+        end_if_moved(&record.connection, &context.router.snapshot());
+        if let Some(caller) = &request.caller {
+            record.called_by(caller);
+        }
+        record
+    }
+
+    /// Starts the record of a connection whose target is not on an edge node.
+    pub(crate) fn direct(
+        listener: &'static str,
+        client: SocketAddr,
+        target: SocketAddr,
+        context: &ListenerContext,
+    ) -> Self {
+        Self::start(Connection::new(listener, client, None, target), context)
+    }
+
+    /// Starts the record of a connection for an authenticated caller's request, which may lead to either.
+    pub(super) fn reaching(
+        listener: &'static str,
+        client: SocketAddr,
+        reached: &Reached,
+        context: &ListenerContext,
+    ) -> Self {
+        match reached {
+            Reached::Edge(request) => Self::new(listener, client, request, context),
+            Reached::Cloud(target) => Self::direct(listener, client, *target, context),
+        }
+    }
+
+    fn start(connection: Connection, context: &ListenerContext) -> Self {
+        context.metrics.opened(connection.listener);
+        Self {
+            connection: context.metrics.live(connection),
+            outcome: Outcome::Shutdown,
+            detail: String::new(),
+            metrics: context.metrics.clone(),
+            in_flight: context.drain.guard(),
+            place: None,
+        }
+    }
+
+    /// Notes the other server that has the node, or the client.
+    pub(crate) fn via(&self, server_id: &str) {
+        // There is only one other server.
+        let _ = self.connection.via.set(server_id.into());
+    }
+
+    /// Sets the outcome to record if this is dropped.
+    pub(crate) fn presume(&mut self, outcome: Outcome) {
+        self.outcome = outcome;
+    }
+
+    /// Notes the caller.
+    pub(crate) fn called_by(&self, caller: &dyn Display) {
+        // A listener identifies the caller only once.
+        let _ = self.connection.caller.set(caller.to_string().into());
+    }
+
+    /// Cancelled when the connection has to end.
+    pub(crate) fn forced(&self) -> &CancellationToken {
+        self.in_flight.shutdown().forced_token()
+    }
+
+    /// Keeps the connection's place until it ends.
+    pub(crate) fn hold(&mut self, place: Share) {
+        self.place = Some(Box::new(place));
+    }
+
+    /// Keeps the connection's place, or fails if it was refused. `node`: the edge node, and its agent's places if that
+    /// is attached to this server; `None` for a target that is not on an edge node.
+    pub(crate) fn admit(
+        &mut self,
+        place: Result<Share, Full>,
+        node: Option<(&NodeName, Option<Shares>)>,
+    ) -> Result<(), Failed> {
+        let admitted = place.and_then(|mut place| {
+            let reached = node.map_or(Ok(()), |(node, agent)| place.reaches(node, agent));
+            // Kept even if it was refused: the client still has to get the reason.
+            self.hold(place);
+            reached
+        });
+        admitted.map_err(|full| {
+            over_limit(&self.metrics, self.connection.listener, self.connection.client, &full);
+            Failed { outcome: Outcome::Busy, reason: full.to_string() }
+        })
+    }
+
+    /// Outcome of a connection whose link's [`crate::session::Link::over`] is cancelled.
+    pub(crate) fn why_over(&self) -> Outcome {
+        if self.in_flight.shutdown().is_forced() { Outcome::Shutdown } else { Outcome::TunnelLost }
+    }
+
+    /// Waits until the connection is ended from outside, before it is relayed.
+    pub(crate) fn aborted(&self) -> impl Future<Output = Failed> + use<> {
+        let abort = self.connection.abort.clone();
+        async move {
+            let (outcome, reason) = abort.triggered().await;
+            Failed { outcome, reason: reason.to_owned() }
+        }
+    }
+
+    /// Relays until the end, and aborts that once the link is over.
+    #[expect(clippy::manual_async_fn, reason = "an async fn's future has room for each argument twice")]
+    pub(crate) fn until_over<T>(
+        &self,
+        over: &CancellationToken,
+        mut relaying: Pin<&mut impl Future<Output = T>>,
+    ) -> impl Future<Output = T> {
+        async move {
+            tokio::select! {
+                biased;
+                ended = &mut relaying => return ended,
+                () = over.cancelled() => {}
+            }
+            self.connection.abort.trigger(self.why_over());
+            relaying.await
+        }
+    }
+
+    pub(crate) fn dialled(&self, took: Duration) {
+        self.connection.answered();
+        self.metrics.dialled(took);
+    }
+
+    /// Starts counting the connection's bytes, also in the totals of the session or of the other server, and of all
+    /// connections. `link`: the link that relays it; `None` if this server has dialled the target itself. The [`Abort`]
+    /// that it returns ends the connection from outside.
+    pub(crate) fn relaying(&self, link: Option<&Link>, relayed: &Totals) -> (Arc<Abort>, Arc<Traffic>) {
+        let begin = || Relayed {
+            traffic: Arc::new(Traffic::part_of(vec![relayed.clone(), self.metrics.relayed.clone()])),
+            link: link.map(|link| (link.number, link.flow.clone())),
+        };
+        let relayed = self.connection.relayed.get_or_init(begin);
+        (self.connection.abort.clone(), relayed.traffic.clone())
+    }
+
+    pub(crate) fn finish(self, ended: &Result<(), Failed>) {
+        match ended {
+            Ok(()) => self.end(Outcome::Ok, &""),
+            Err(failed) => self.end(failed.outcome, &failed.reason),
+        }
+    }
+
+    pub(crate) fn end(mut self, outcome: Outcome, detail: &dyn Display) {
+        self.outcome = outcome;
+        self.detail = detail.to_string();
+    }
+}
+
+/// Counts a connection that was refused at a limit.
+pub(super) fn over_limit(metrics: &Metrics, listener: &'static str, client: SocketAddr, full: &Full) {
+    metrics.over_limit(listener, full);
+    // At debug level, because clients can cause any number of these. The operator sees the metric.
+    tracing::debug!(listener, %client, reason = %full, "connection rejected at a limit");
+}
+
+impl Drop for AccessLogGuard {
+    fn drop(&mut self) {
+        let connection = &*self.connection;
+        let (to_node, from_node) = connection.bytes();
+        let took = connection.started.elapsed();
+        self.metrics.closed(connection.listener, self.outcome, took);
+        tracing::info!(
+            target: ACCESS,
+            listener = connection.listener,
+            client = %connection.client,
+            node = connection.node.as_ref().map(display),
+            destination = %connection.target,
+            to_node,
+            from_node,
+            duration_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
+            outcome = %self.outcome,
+            via = connection.via.get().map(|via| &**via),
+            caller = connection.caller.get().map(|caller| &**caller),
+            error = (!self.detail.is_empty()).then_some(self.detail.as_str()),
+            "connection"
+        );
+        if self.outcome != Outcome::Ok {
+            self.metrics.failed(Failure {
+                at: Instant::now(),
+                listener: connection.listener,
+                client: connection.client,
+                node: connection.node.clone(),
+                destination: connection.target,
+                outcome: self.outcome,
+                detail: std::mem::take(&mut self.detail),
+            });
+        }
+    }
+}

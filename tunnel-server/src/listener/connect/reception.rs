@@ -1,0 +1,78 @@
+//! Checks whether callers are permitted to reach what they ask for.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::StatusCode;
+use tunnel_core::identity::NodeName;
+use tunnel_core::text::printable;
+
+use super::asked::Asked;
+use super::gatekeeper::{Denied, Gatekeeper, Reached};
+use crate::caller::CallerTls;
+use crate::listener::context::ListenerContext;
+use crate::listener::front::{Admission, Failure, Front};
+use crate::listener::open::Opened;
+use crate::policy::Identity;
+
+/// Authenticates callers, and permits what the policy permits.
+#[derive(Clone)]
+pub(crate) struct Reception {
+    pub(crate) gatekeeper: Arc<Gatekeeper>,
+    pub(crate) context: ListenerContext,
+}
+
+impl Reception {
+    /// Lets the front answer a connection as a proxy. `node`: the edge node that it comes from, if any.
+    pub(super) fn front(
+        &self,
+        listener: &'static str,
+        tls: Option<Arc<CallerTls>>,
+        node: Option<NodeName>,
+    ) -> Opened {
+        let admission = Admission::Policy(self.clone(), node);
+        let front = Front { listener, admission, tls, targets: None, pods: None, metrics: None };
+        Opened::Served { front: Arc::new(front), prefix: Bytes::new() }
+    }
+
+    /// Returns the permitted destination, and the caller's description for the log. `secure`: nobody else can read what
+    /// the client sends.
+    pub(in crate::listener) async fn decide(
+        &self,
+        asked: &Asked,
+        shown: Identity,
+        client: IpAddr,
+        secure: bool,
+    ) -> Result<(Reached, Box<str>), Failure> {
+        let identity = match &asked.token {
+            // A workload is identified by its node, whatever token it shows.
+            Some(_) if matches!(shown, Identity::Node(_)) => shown,
+            Some(_) if !secure => {
+                let reason = "a token or password is taken over TLS only: use this proxy as https://, and renew \
+                              the token, which others may have seen";
+                return Err(Failure::new(StatusCode::FORBIDDEN, reason));
+            }
+            Some(token) => {
+                let known = self.gatekeeper.authenticator.caller_of_token(token, client).await;
+                known.map(Identity::Token).map_err(|refusal| Failure::from(refusal).at_proxy())?
+            }
+            None => shown,
+        };
+        match self.gatekeeper.reach(&identity, client, &asked.host, asked.port).await {
+            Ok((reached, rule)) => Ok((reached, format!("{identity} by {}", printable(&rule, 80)).into())),
+            Err(Denied::Policy) => {
+                let (host, port) = (printable(&asked.host, 100), asked.port);
+                let reason =
+                    format!("the policy does not permit {identity} from {client} to reach {host}:{port}");
+                let status = match identity {
+                    Identity::None => StatusCode::PROXY_AUTHENTICATION_REQUIRED,
+                    _ => StatusCode::FORBIDDEN,
+                };
+                Err(Failure::new(status, reason))
+            }
+            Err(Denied::Unclear(reason)) => Err(Failure::bad_request(reason)),
+            Err(Denied::Unavailable(reason)) => Err(Failure::new(StatusCode::BAD_GATEWAY, reason)),
+        }
+    }
+}

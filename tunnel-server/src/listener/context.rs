@@ -1,0 +1,115 @@
+//! State and types that all listeners use.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tunnel_core::identity::NodeName;
+use tunnel_core::konnectivity::in_words_of_go;
+use tunnel_core::lifecycle::Drain;
+use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::{RelayError, Side};
+
+use crate::metrics::Metrics;
+use crate::peers::Peers;
+use crate::route::{NodeAddress, Router};
+use crate::runtime::Runtime;
+use crate::session::Sessions;
+
+/// State that all listeners share.
+#[derive(Clone)]
+pub struct ListenerContext {
+    pub router: Arc<Router>,
+    pub sessions: Arc<Sessions>,
+    pub peers: Arc<Peers>,
+    pub metrics: Metrics,
+    /// Tracks the connections in flight.
+    pub drain: Drain,
+}
+
+impl ListenerContext {
+    pub(crate) fn of(runtime: &Runtime) -> Self {
+        Self {
+            router: runtime.router.clone(),
+            sessions: runtime.sessions.clone(),
+            peers: runtime.peers.clone(),
+            metrics: runtime.metrics.clone(),
+            drain: runtime.drain.clone(),
+        }
+    }
+}
+
+#[cfg(test)]
+impl ListenerContext {
+    pub(crate) fn without_nodes() -> Self {
+        let mut registry = prometheus_client::registry::Registry::default();
+        let router = Router::without_nodes(&mut registry);
+        let metrics = Metrics::new(&mut registry);
+        Self {
+            router: router.clone(),
+            sessions: Arc::new(Sessions::new(router.clone(), metrics.clone())),
+            peers: Arc::new(Peers::new(router)),
+            metrics,
+            drain: Drain::new(tunnel_core::lifecycle::Shutdown::new()),
+        }
+    }
+}
+
+/// The destination that a client asks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OpenRequest {
+    /// The node whose agent dials.
+    pub node: NodeName,
+    /// The address that the agent dials.
+    pub target: SocketAddr,
+    /// The address by which the node was found, which ends the connection once another node has it. The target may be
+    /// the node's loopback instead. `None` if the client named both node and target.
+    pub found_by: Option<IpAddr>,
+    /// Bytes that were read from the client already; they are relayed first.
+    pub prefix: Bytes,
+    /// The authenticated caller and the rule that permits the connection, for the log.
+    pub caller: Option<Box<str>>,
+}
+
+impl OpenRequest {
+    /// Creates a request of a client that need not authenticate.
+    pub fn new(node: NodeName, target: SocketAddr, prefix: Bytes) -> Self {
+        Self { node, target, found_by: None, prefix, caller: None }
+    }
+
+    /// Creates a request for a node that was found by an address of it, or of a pod on it.
+    pub fn to_found(found: NodeAddress, target: SocketAddr, prefix: Bytes) -> Self {
+        Self { found_by: Some(found.address), ..Self::new(found.node, target, prefix) }
+    }
+}
+
+/// Reason for which a client gets no connection, or lost it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Failed {
+    pub(crate) outcome: Outcome,
+    pub(crate) reason: String,
+}
+
+impl Failed {
+    pub(crate) fn of(error: &RelayError) -> Self {
+        Self { outcome: error.outcome(Side::Server), reason: error.to_string() }
+    }
+
+    /// Returns the reason with the words by which Go programs tell errors apart.
+    pub(crate) fn in_words_of_go(self) -> String {
+        in_words_of_go(self.outcome, self.reason)
+    }
+}
+
+/// Reason for which a connection is not relayed: it is closed, or will be reset.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The redirect's own connection to itself: not logged.
+    #[error("a self-test of the redirect")]
+    SelfTest,
+    /// The client's request is not served.
+    #[error("{0}")]
+    Client(String),
+    #[error("{0}")]
+    Socket(#[from] std::io::Error),
+}

@@ -1,0 +1,137 @@
+//! Connections that this server dials itself, to targets that are not on edge nodes.
+
+use std::io::{self, Cursor};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
+use tunnel_core::net::lookup_holding;
+use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::{CopyError, Side, Totals, copy, end_on_drop, prepare_socket};
+
+use super::access_log::AccessLogGuard;
+use super::context::Failed;
+
+/// Maximum time to connect, the same as agents'.
+pub(super) const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Limits concurrent name lookups. Two threads wait for each, for half a minute if no name server answers, and other
+/// work needs such threads too: the redirect's BPF programs take this process for dead if its heartbeat waits behind
+/// callers' lookups.
+static LOOKUPS: Semaphore = Semaphore::const_new(64);
+
+/// Returns the addresses of a host from this host's resolver.
+///
+/// # Errors
+/// The host is unknown, or was not resolved within the time for a dial ([`io::ErrorKind::TimedOut`]).
+pub(super) async fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
+    resolve_in_turn(host, port, &LOOKUPS).await
+}
+
+async fn resolve_in_turn(host: &str, port: u16, turns: &'static Semaphore) -> io::Result<Vec<SocketAddr>> {
+    if let Ok(address) = host.parse::<IpAddr>() {
+        return Ok(vec![SocketAddr::new(address, port)]);
+    }
+    let looked_up = async move {
+        // Held until the resolver answers, even if nobody waits for that any more.
+        let turn = Arc::new(turns.acquire().await.map_err(io::Error::other)?);
+        lookup_holding(host, port, &turn).await
+    };
+    let looked_up = tokio::time::timeout(DIAL_TIMEOUT, looked_up).await;
+    looked_up.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "i/o timeout")))
+}
+
+/// Connects to a target.
+///
+/// # Errors
+/// The dial failed or timed out; the error holds the outcome.
+pub(super) async fn connect(target: SocketAddr) -> Result<TcpStream, Failed> {
+    let failed = |outcome, why: &dyn std::fmt::Display| Failed {
+        outcome,
+        reason: format!("dial tcp {target}: {why}"),
+    };
+    match tokio::time::timeout(DIAL_TIMEOUT, TcpStream::connect(target)).await {
+        Ok(Ok(socket)) => {
+            prepare_socket(&socket);
+            Ok(socket)
+        }
+        Ok(Err(error)) => match error.kind() {
+            std::io::ErrorKind::ConnectionRefused => Err(failed(Outcome::Refused, &"connection refused")),
+            std::io::ErrorKind::TimedOut => Err(failed(Outcome::TimedOut, &"i/o timeout")),
+            _ => Err(failed(Outcome::Unreachable, &error)),
+        },
+        Err(_) => Err(failed(Outcome::TimedOut, &format!("i/o timeout after {} s", DIAL_TIMEOUT.as_secs()))),
+    }
+}
+
+/// Relays until both directions have ended, `gone` completes, or the server stops. Resets the target unless everything
+/// went well.
+pub(super) async fn pump(
+    mut socket: TcpStream,
+    record: &AccessLogGuard,
+    read: &mut (impl AsyncRead + Unpin),
+    write: &mut (impl AsyncWrite + Unpin),
+    gone: impl Future<Output = ()>,
+) -> Result<(), Failed> {
+    let (abort, traffic) = record.relaying(None, &Totals::default());
+    let ending = async {
+        tokio::select! {
+            () = record.forced().cancelled() => {}
+            _ = abort.triggered() => {}
+        }
+    };
+    let ended = tokio::select! {
+        biased;
+        ended = copy(&mut socket, read, write, &traffic, Side::Server) => ended.map_err(|error| match error {
+            CopyError::Client(error) => Failed { outcome: Outcome::ClientReset, reason: error.to_string() },
+            CopyError::Target(error) => Failed { outcome: Outcome::TargetReset, reason: error.to_string() },
+        }),
+        () = gone => Err(Failed {
+            outcome: Outcome::ClientReset,
+            reason: "the caller has gone".to_owned(),
+        }),
+        () = ending => Err(Failed {
+            outcome: Outcome::Shutdown,
+            reason: "this server stops".to_owned(),
+        }),
+    };
+    if ended.is_ok() {
+        end_on_drop(&socket);
+    }
+    ended
+}
+
+/// Relays a client's socket, after bytes that were already read from it.
+pub(super) async fn relay(
+    client: &mut TcpStream,
+    target: TcpStream,
+    prefix: Bytes,
+    record: &AccessLogGuard,
+) -> Result<(), Failed> {
+    let (read, mut write) = client.split();
+    let mut read = Cursor::new(prefix).chain(read);
+    pump(target, record, &mut read, &mut write, std::future::pending()).await?;
+    end_on_drop(client);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_name_waits_for_its_turn_and_an_address_for_nothing() {
+        let turns: &'static Semaphore = Box::leak(Box::new(Semaphore::new(1)));
+        let held = turns.acquire().await.unwrap();
+        let late = resolve_in_turn("localhost", 80, turns).await.unwrap_err();
+        assert_eq!(late.kind(), io::ErrorKind::TimedOut);
+        let address = resolve_in_turn("fd00::7", 80, turns).await.unwrap();
+        assert_eq!(address, ["[fd00::7]:80".parse().unwrap()]);
+        drop(held);
+        assert_eq!(turns.available_permits(), 1, "nothing waits for an answer that nobody wants");
+    }
+}

@@ -1,0 +1,109 @@
+//! Resolves a caller's destination: an address on an edge node, or one that this server may dial itself.
+
+use std::net::{IpAddr, SocketAddr};
+
+use bytes::Bytes;
+use ipnet::IpNet;
+use tunnel_core::net::may_dial;
+use tunnel_core::text::printable;
+
+use crate::kube::Endpoint;
+use crate::listener::context::OpenRequest;
+use crate::route::{NodeAddress, Resolved, Router, split_host};
+
+/// Destination of a connection.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Destination {
+    /// Through the tunnel of an edge node.
+    Edge(OpenRequest),
+    /// Dialled by this server: an address that it may dial, or a name that has to be resolved first.
+    Direct(String, u16),
+}
+
+/// Result of resolving a destination.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Meant {
+    Known(Destination),
+    /// An address that is not on an edge node: it may be a Service's, or one that this server may dial.
+    Elsewhere(SocketAddr),
+}
+
+/// Address ranges that this server may dial itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Direct(pub(super) Vec<IpNet>);
+
+impl Direct {
+    pub(super) fn allows(&self, address: IpAddr) -> bool {
+        may_dial(&self.0, address)
+    }
+
+    /// Returns `None` if this server may not dial the address.
+    pub(super) fn destination(&self, address: SocketAddr) -> Option<Destination> {
+        self.allows(address.ip()).then(|| Destination::Direct(address.ip().to_string(), address.port()))
+    }
+}
+
+/// Resolves `HOST:PORT`.
+///
+/// # Errors
+/// The text is not a host and a port, or the name is neither an edge node's nor one that this server may look up.
+pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Meant, String> {
+    let (host, Some(port)) = split_host(text)? else {
+        return Err(format!("{:?} is not a host and a port", printable(text, 100)));
+    };
+    match router.resolve(host) {
+        Resolved::Edge(found) | Resolved::Pod(found) => Ok(Meant::Known(through_tunnel(found, port, router))),
+        Resolved::Here(address) | Resolved::Elsewhere(address) => {
+            Ok(Meant::Elsewhere(SocketAddr::new(address, port)))
+        }
+        Resolved::VirtualAddress(address) => Err(not_allowed(address)),
+        Resolved::Service { .. } | Resolved::Unknown(_) if direct.0.is_empty() => Err(format!(
+            "lookup {}: no such host among the edge nodes, and --egress-direct allows no others",
+            printable(host, 100)
+        )),
+        Resolved::Service { .. } | Resolved::Unknown(_) => {
+            Ok(Meant::Known(Destination::Direct(host.to_owned(), port)))
+        }
+        unclear @ (Resolved::Ambiguous { .. } | Resolved::WithoutAddress(_)) => Err(unclear.to_string()),
+    }
+}
+
+/// Resolves an endpoint of a Service. Returns `None` if it cannot be reached.
+pub(super) fn of_endpoint(endpoint: &Endpoint, router: &Router, direct: &Direct) -> Option<Destination> {
+    let address = endpoint.address;
+    match router.resolve_endpoint(address.ip(), endpoint.node.as_deref()) {
+        Resolved::Edge(found) | Resolved::Pod(found) => Some(through_tunnel(found, address.port(), router)),
+        Resolved::Here(_) | Resolved::Elsewhere(_) => direct.destination(address),
+        _ => None,
+    }
+}
+
+fn through_tunnel(found: NodeAddress, port: u16, router: &Router) -> Destination {
+    let target = router.dialled(&found, port);
+    Destination::Edge(OpenRequest::to_found(found, target, Bytes::new()))
+}
+
+pub(super) fn not_allowed(address: IpAddr) -> String {
+    format!(
+        "{address} is not an edge node's or its pod's, and --egress-direct does not allow this server to dial it"
+    )
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// Returns the destination of a host if this server may dial everything.
+    pub(in crate::listener) fn leads_at_egress(host: &str, port: u16, router: &Router) -> String {
+        let anything = Direct(vec!["0.0.0.0/0".parse().unwrap(), "::/0".parse().unwrap()]);
+        let found = find(&format!("{host}:{port}"), router, &anything).map(|meant| match meant {
+            Meant::Known(destination) => Some(destination),
+            Meant::Elsewhere(address) => anything.destination(address),
+        });
+        match found {
+            Ok(Some(Destination::Edge(request))) => format!("{} {}", request.node, request.target),
+            Ok(Some(Destination::Direct(host, port))) => format!("direct {host}:{port}"),
+            Ok(None) | Err(_) => "refused".to_owned(),
+        }
+    }
+}

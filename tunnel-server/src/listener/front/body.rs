@@ -1,0 +1,141 @@
+//! Bodies on their way from the target to the client.
+
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use http_body_util::BodyExt as _;
+use http_body_util::combinators::UnsyncBoxBody;
+use hyper::body::{Body as _, Frame, Incoming, SizeHint};
+use tokio_util::task::AbortOnDropHandle;
+use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::PipeStatus;
+
+use super::socket::Faults;
+use crate::listener::access_log::AccessLogGuard;
+
+pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
+/// The body of an answer to the client.
+pub(super) type Body = UnsyncBoxBody<Bytes, BoxError>;
+
+pub(super) fn empty() -> Body {
+    http_body_util::Empty::new().map_err(|never| match never {}).boxed_unsync()
+}
+
+/// State of a request until it is over: its access log line, and its connection to the target. Dropping it earlier
+/// resets that connection.
+pub(super) struct Exchange {
+    pub(super) record: AccessLogGuard,
+    pub(super) pipe: PipeStatus,
+    pub(super) connection: AbortOnDropHandle<()>,
+    pub(super) faults: Faults,
+}
+
+impl Exchange {
+    /// Called when the whole answer has been forwarded: the connection to the target ends by itself.
+    pub(super) fn complete(self) {
+        let Self { record, connection, .. } = self;
+        connection.detach();
+        record.end(Outcome::Ok, &"");
+    }
+
+    /// Called when the target, or the way to it, broke off.
+    pub(super) fn broken(self, error: &dyn std::fmt::Display) {
+        let Self { record, pipe, faults, .. } = self;
+        faults.report();
+        let failure = pipe.failure();
+        pipe.abort(Outcome::TargetReset);
+        match failure {
+            Some((outcome, reason)) if outcome != Outcome::ClientReset => record.end(outcome, &reason),
+            _ => record.end(Outcome::TargetReset, error),
+        }
+    }
+
+    /// Called when an upgraded connection broke at either end.
+    pub(super) fn severed(self, error: &dyn std::fmt::Display) {
+        match self.pipe.failure() {
+            Some((outcome, _)) if outcome != Outcome::ClientReset => self.broken(error),
+            _ => {
+                self.faults.report();
+                self.abandoned();
+            }
+        }
+    }
+
+    /// Called when the client has gone.
+    pub(super) fn abandoned(self) {
+        let Self { record, pipe, .. } = self;
+        match pipe.failure() {
+            Some((outcome, reason)) => record.end(outcome, &reason),
+            None => record.end(Outcome::ClientReset, &"the client left before the end of the answer"),
+        }
+        pipe.abort(Outcome::ClientReset);
+    }
+}
+
+/// The body of a target's answer. hyper drops it early when the client has left.
+pub(super) struct AnswerBody {
+    body: Incoming,
+    exchange: Option<Exchange>,
+}
+
+impl AnswerBody {
+    pub(super) fn new(body: Incoming, exchange: Exchange) -> Self {
+        let mut answer = Self { body, exchange: Some(exchange) };
+        answer.note_end();
+        answer
+    }
+
+    fn note_end(&mut self) {
+        if self.body.is_end_stream()
+            && let Some(exchange) = self.exchange.take()
+        {
+            exchange.complete();
+        }
+    }
+}
+
+impl hyper::body::Body for AnswerBody {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
+            Some(Ok(frame)) => {
+                self.note_end();
+                Poll::Ready(Some(Ok(frame)))
+            }
+            Some(Err(error)) => {
+                if let Some(exchange) = self.exchange.take() {
+                    exchange.broken(&tunnel_core::error::chain(&error));
+                }
+                Poll::Ready(Some(Err(error.into())))
+            }
+            None => {
+                if let Some(exchange) = self.exchange.take() {
+                    exchange.complete();
+                }
+                Poll::Ready(None)
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl Drop for AnswerBody {
+    fn drop(&mut self) {
+        if let Some(exchange) = self.exchange.take() {
+            exchange.abandoned();
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! Parts of a listener that speaks HTTP.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ipnet::IpNet;
+use tunnel_core::identity::NodeName;
+
+use super::metrics::MetricsPage;
+use super::pods::Pods;
+use super::target_tls::TargetTls;
+use crate::admission::Share;
+use crate::caller::{Caller, CallerTls, Reviewer};
+use crate::listener::connect::Reception;
+
+/// Maximum length of a request's head, in bytes.
+pub(super) const MAX_HEAD: usize = 64 << 10;
+
+/// Clients that may use a listener.
+pub(crate) enum Admission {
+    /// Every client that reaches it: it listens on loopback.
+    Everyone,
+    /// Callers that the cluster's rules allow, or, without a cluster, every caller with a certificate.
+    Callers(Option<Arc<Reviewer>>),
+    /// Clients in these ranges, to these ports (every tunnelled port if there are none); other clients as callers with
+    /// a token.
+    Listed { clients: Vec<IpNet>, ports: Vec<u16>, reviewer: Option<Arc<Reviewer>> },
+    /// Clients of a proxy, for what the policy permits. They come from this edge node if there is one.
+    Policy(Reception, Option<NodeName>),
+}
+
+/// A listener that speaks HTTP.
+pub(crate) struct Front {
+    pub(crate) listener: &'static str,
+    pub(crate) admission: Admission,
+    /// TLS with clients; `None` for plain HTTP.
+    pub(crate) tls: Option<Arc<CallerTls>>,
+    /// TLS with targets; `None` if they are plain HTTP too.
+    pub(crate) targets: Option<Arc<TargetTls>>,
+    /// Looks up pods' nodes; `None` if paths with a pod have no meaning.
+    pub(crate) pods: Option<Arc<Pods>>,
+    /// The page that it answers with; `None` if its requests are for edge nodes.
+    pub(crate) metrics: Option<MetricsPage>,
+}
+
+impl Front {
+    /// True if a connection ends with its first refusal, which takes HTTP/1.1.
+    pub(super) fn ends_with_refusal(&self) -> bool {
+        self.is_proxy() || self.metrics.is_some()
+    }
+
+    pub(super) fn is_proxy(&self) -> bool {
+        matches!(self.admission, Admission::Policy(..))
+    }
+}
+
+/// The other end of a connection.
+pub(super) struct Peer {
+    pub(super) client: SocketAddr,
+    /// From its certificate.
+    pub(super) caller: Option<Caller>,
+    /// The connection's place, if it has one.
+    place: Mutex<Option<Share>>,
+}
+
+impl Peer {
+    pub(super) fn new(client: SocketAddr, caller: Option<Caller>, place: Option<Share>) -> Self {
+        Self { client, caller, place: Mutex::new(place) }
+    }
+
+    /// Called when one of its requests was admitted: it no longer counts as unauthenticated.
+    pub(super) fn admitted(&self) {
+        if let Some(place) = &mut *self.place.lock().unwrap_or_else(PoisonError::into_inner) {
+            place.known();
+        }
+    }
+
+    /// Takes the connection's place, for its only request.
+    pub(super) fn take_place(&self) -> Option<Share> {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}

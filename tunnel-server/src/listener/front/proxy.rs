@@ -1,0 +1,36 @@
+//! Requests of a proxy's clients: CONNECT, and requests with a whole `http://` URL.
+
+use http::request::Parts;
+use hyper::body::{Body as _, Incoming};
+use tunnel_core::identity::NodeName;
+
+use super::answer::Failure;
+use super::request::{Admitted, Served};
+use crate::listener::connect::{Reception, parse};
+use crate::policy::Identity;
+
+impl Served {
+    /// Resolves the target, if the policy permits it. `node`: the edge node that the client is on, if any.
+    pub(super) async fn permitted(
+        &self,
+        reception: &Reception,
+        node: Option<&NodeName>,
+        head: &Parts,
+        body: &Incoming,
+    ) -> Result<Admitted, Failure> {
+        let asked = parse(head).map_err(Failure::bad_request)?;
+        // A client that frames a body means something else by CONNECT (RFC 9110 section 9.3.6).
+        if head.method == http::Method::CONNECT && !body.is_end_stream() {
+            return Err(Failure::bad_request("a CONNECT request has no body"));
+        }
+        let client = self.peer.client.ip().to_canonical();
+        let identity = match (node, &self.peer.caller) {
+            (Some(node), _) => Identity::Node(node.clone()),
+            (None, Some(caller)) => Identity::Certificate(caller.clone()),
+            (None, None) => Identity::None,
+        };
+        let secure = node.is_some() || self.front.tls.is_some() || client.is_loopback();
+        let (reached, caller) = reception.decide(&asked, identity, client, secure).await?;
+        Ok(Admitted { reached, caller: Some(caller), by_token: false, on_edge: None })
+    }
+}

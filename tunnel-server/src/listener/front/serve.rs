@@ -1,0 +1,303 @@
+//! Serves a client's connection, ending its TLS if the listener does that.
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, Response, StatusCode};
+use hyper::body::Incoming;
+use hyper::server::conn::{http1, http2};
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tunnel_core::relay::lost;
+
+use super::body::Body;
+use super::kinds::{Front, MAX_HEAD, Peer};
+use super::metrics::MetricsPage;
+use super::request::{self, Served};
+use super::socket::{Faults, PrefixedSocket};
+use crate::admission::{Share, Shares};
+use crate::caller::caller_of_certificate;
+use crate::listener::context::{ListenerContext, OpenError};
+use crate::listener::first_request::FirstRequest;
+use crate::listener::preface;
+use crate::metrics::Metrics;
+
+/// Maximum time for a client's handshake.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+/// Maximum wait for a whole head, including the idle time before the next request. For HTTP/2, interval of PINGs.
+///
+/// Longer than Prometheus' usual 30 s between scrapes.
+const IDLE: Duration = Duration::from_secs(45);
+/// Name of a request in errors.
+const REQUEST: &str = "request";
+/// Maximum number of concurrent requests of a connection; further ones wait.
+const MAX_STREAMS: u32 = 128;
+
+impl Front {
+    /// Serves a connection until it ends. `prefix` was already read from it; `place` is its own.
+    ///
+    /// # Errors
+    /// The connection was given up before a request came; the error says why.
+    pub(crate) async fn serve(
+        self: &Arc<Self>,
+        socket: TcpStream,
+        prefix: Bytes,
+        client: SocketAddr,
+        context: &ListenerContext,
+        shares: &Shares,
+        place: Option<Share>,
+    ) -> Result<(), OpenError> {
+        let faults = Faults::default();
+        let watched = Arc::new(socket);
+        let socket = PrefixedSocket::new(watched.clone(), prefix, faults.clone());
+        let served = |caller| Served {
+            front: self.clone(),
+            peer: Peer::new(client, caller, place),
+            faults,
+            context: context.clone(),
+            shares: shares.clone(),
+            tunnel: parking_lot::Mutex::default(),
+            refused: parking_lot::Mutex::default(),
+        };
+        let Some(tls) = &self.tls else {
+            return http(socket, false, watched, served(None)).await;
+        };
+        let acceptor = if self.ends_with_refusal() { tls.acceptor_of_http_1() } else { tls.acceptor() };
+        let accepted = tokio::time::timeout(HANDSHAKE, acceptor.accept(socket)).await;
+        let stream = match accepted {
+            Ok(Ok(stream)) => stream,
+            Ok(Err(error)) => return Err(OpenError::Client(format!("TLS: {error}"))),
+            Err(_) => {
+                let reason = format!("no TLS handshake within {} s", HANDSHAKE.as_secs());
+                return Err(OpenError::Client(reason));
+            }
+        };
+        let (_, session) = stream.get_ref();
+        let h2 = session.alpn_protocol() == Some(b"h2");
+        let caller = match session.peer_certificates().and_then(<[_]>::first) {
+            Some(certificate) => Some(caller_of_certificate(certificate).map_err(OpenError::Client)?),
+            None => None,
+        };
+        http(stream, h2, watched, served(caller)).await
+    }
+}
+
+/// Answers the requests of a connection until it ends, or until it has become a tunnel. `watched`: its socket.
+async fn http<S>(stream: S, h2: bool, watched: Arc<TcpStream>, served: Served) -> Result<(), OpenError>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let (listener, shutdown) = (served.front.listener, served.context.drain.shutdown().clone());
+    let served = Arc::new(served);
+    let page = served.front.metrics.as_ref();
+    let _counted = page.map(|_| Counted::new(listener, &served.context.metrics));
+    let first = FirstRequest::default();
+    let asked = first.clone();
+    let answer = |request| {
+        asked.came();
+        let served = served.clone();
+        async move { Ok::<_, Infallible>(request::answer(&served, request).await) }
+    };
+    let over = async {
+        tokio::select! {
+            () = shutdown.draining() => {}
+            () = handed_over(page) => {}
+        }
+        first.wait().await;
+    };
+    let proxy = served.front.is_proxy();
+    let patience = if proxy { preface::READ_TIMEOUT } else { IDLE };
+    let ended = if h2 {
+        let mut builder = http2::Builder::new(TokioExecutor::new());
+        builder
+            .timer(TokioTimer::new())
+            .max_concurrent_streams(MAX_STREAMS)
+            .max_header_list_size(u32::try_from(MAX_HEAD).unwrap_or(u32::MAX))
+            .keep_alive_interval(IDLE);
+        let service = service_fn(answer);
+        let mut connection = std::pin::pin!(builder.serve_connection(TokioIo::new(stream), service));
+        tokio::select! {
+            ended = connection.as_mut() => ended,
+            () = over => {
+                connection.as_mut().graceful_shutdown();
+                connection.await
+            }
+        }
+    } else {
+        tokio::select! {
+            ended = http_1(stream, patience, over, answer) => ended,
+            error = lost(&watched) => {
+                tracing::debug!(listener, %error, "a client's connection was lost");
+                return Ok(());
+            }
+        }
+    };
+    if let Some(tunnel) = served.tunnel.lock().take() {
+        // In a task of its own, which does not hold what HTTP took.
+        served.context.drain.spawn(tunnel.run(watched, served.faults.clone()));
+        return Ok(());
+    }
+    let refused = served.refused.lock().take();
+    if let Some(refused) = refused
+        && let Ok(client) = refused.await
+    {
+        // A client that is gone, or does not read, need not be told of the end.
+        let _ = tokio::time::timeout(HANDSHAKE, TokioIo::new(client).shutdown()).await;
+    }
+    let late = proxy && matches!(&ended, Err(error) if error.is_timeout());
+    let told = proxy && ended.as_ref().map_or_else(|error| late || error.is_parse(), |()| true);
+    // An upgraded connection goes on with its socket.
+    if let Some(mut socket) = Arc::into_inner(watched).filter(|_| told) {
+        let last = if late && served.front.tls.is_none() { too_late() } else { String::new() };
+        preface::answer(&mut socket, last.as_bytes()).await;
+    }
+    match ended {
+        Err(_) if late => Err(OpenError::Client(preface::timed_out(REQUEST))),
+        // Normal for clients: they leave, or leave idle connections open.
+        Err(error) if error.is_parse() => Err(OpenError::Client(format!("not an HTTP request: {error}"))),
+        Err(error) => {
+            let error = tunnel_core::error::chain(&error);
+            tracing::debug!(listener, error, "a client's connection ended");
+            Ok(())
+        }
+        Ok(()) => Ok(()),
+    }
+}
+
+/// Answer to a client whose head took too long.
+fn too_late() -> String {
+    let body = format!("tunnel-server: {}\n", preface::timed_out(REQUEST));
+    format!(
+        "HTTP/1.1 {}\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",
+        StatusCode::REQUEST_TIMEOUT,
+        body.len()
+    )
+}
+
+/// Completes when another server answers scrapers from now on. Connections of other listeners go on until the drain.
+async fn handed_over(page: Option<&MetricsPage>) {
+    match page {
+        Some(page) => page.gate.closed().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// A connection that is counted until it is dropped.
+struct Counted(&'static str, Metrics);
+
+impl Counted {
+    fn new(listener: &'static str, metrics: &Metrics) -> Self {
+        metrics.opened(listener);
+        Self(listener, metrics.clone())
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.1.answered(self.0);
+    }
+}
+
+/// Answers HTTP/1.1 requests until the client has gone, or until `over` has completed and the requests up to then are
+/// answered.
+///
+/// A client may close its half after its request and wait for the answer (RFC 9112 section 9.6). hyper reads nothing
+/// while it answers, so the caller of this function has to detect a reset. The kernel of a client that has closed its
+/// socket resets the connection when it receives more: an answer, or after a minute a keepalive probe.
+async fn http_1<S, F>(
+    stream: S,
+    patience: Duration,
+    over: impl Future<Output = ()>,
+    answer: impl Fn(Request<Incoming>) -> F,
+) -> hyper::Result<()>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    F: Future<Output = Result<Response<Body>, Infallible>>,
+{
+    let mut builder = http1::Builder::new();
+    builder.timer(TokioTimer::new()).header_read_timeout(patience).max_buf_size(MAX_HEAD).half_close(true);
+    let connection = builder.serve_connection(TokioIo::new(stream), service_fn(answer)).with_upgrades();
+    let mut connection = std::pin::pin!(connection);
+    tokio::select! {
+        ended = connection.as_mut() => ended,
+        () = over => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::{BodyExt as _, Full};
+    use socket2::SockRef;
+    use tokio::io::AsyncReadExt as _;
+    use tokio::net::TcpListener;
+    use tokio::time::timeout;
+    use tokio_util::sync::{CancellationToken, DropGuard};
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(10);
+
+    /// Returns a client's end of a connection whose requests are answered after `due`. The tokens are cancelled when a
+    /// request has come, and when it is over.
+    async fn served(due: Duration) -> (TcpStream, CancellationToken, CancellationToken) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (accepted, _) = listener.accept().await.unwrap();
+        let (came, gone) = (CancellationToken::new(), CancellationToken::new());
+        let told = (came.clone(), gone.clone());
+        tokio::spawn(async move {
+            let watched = Arc::new(accepted);
+            let stream = PrefixedSocket::new(watched.clone(), Bytes::new(), Faults::default());
+            let answer = |_| {
+                came.cancel();
+                let over: DropGuard = gone.clone().drop_guard();
+                async move {
+                    tokio::time::sleep(due).await;
+                    drop(over);
+                    Ok(Response::new(Full::from("late").map_err(|never| match never {}).boxed_unsync()))
+                }
+            };
+            tokio::select! {
+                _ = http_1(stream, IDLE, std::future::pending(), answer) => {}
+                _ = lost(&watched) => {}
+            }
+        });
+        (client, told.0, told.1)
+    }
+
+    #[tokio::test]
+    async fn a_client_that_sends_no_more_is_answered() {
+        for version in ["1.1", "1.0"] {
+            let (mut client, ..) = served(Duration::from_millis(300)).await;
+            client.write_all(format!("GET / HTTP/{version}\r\nHost: a\r\n\r\n").as_bytes()).await.unwrap();
+            client.shutdown().await.unwrap();
+            let mut answer = String::new();
+            timeout(PATIENCE, client.read_to_string(&mut answer)).await.expect("an answer").unwrap();
+            assert!(answer.contains(" 200 OK\r\n") && answer.ends_with("late"), "HTTP/{version}: {answer:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_reset_ends_the_request() {
+        for half_closed in [false, true] {
+            let (mut client, came, gone) = served(6 * PATIENCE).await;
+            client.write_all(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n").await.unwrap();
+            if half_closed {
+                client.shutdown().await.unwrap();
+            }
+            timeout(PATIENCE, came.cancelled()).await.expect("a request");
+            assert!(!gone.is_cancelled(), "it waits for its answer");
+            SockRef::from(&client).set_linger(Some(Duration::ZERO)).unwrap();
+            drop(client);
+            timeout(PATIENCE, gone.cancelled()).await.expect("the request ends with its client");
+        }
+    }
+}

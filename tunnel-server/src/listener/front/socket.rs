@@ -1,0 +1,104 @@
+//! A client's socket, with bytes that were already read from it.
+
+use std::io;
+use std::net::Shutdown;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, ready};
+
+use bytes::{Buf as _, Bytes};
+use socket2::SockRef;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tunnel_core::relay::{end_on_drop, reset_on_drop};
+
+/// Tells a client's socket that an answer was cut off. It then closes with a reset, because the client could take an
+/// end of file for the end of the answer.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Faults(Arc<AtomicBool>);
+
+impl Faults {
+    pub(super) fn report(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct PrefixedSocket {
+    /// Shared with the task that waits for the socket to fail.
+    socket: Arc<TcpStream>,
+    prefix: Bytes,
+    faults: Faults,
+}
+
+impl PrefixedSocket {
+    /// `socket` has been prepared by its listener.
+    pub(super) fn new(socket: Arc<TcpStream>, prefix: Bytes, faults: Faults) -> Self {
+        // A connection between two requests ends with an end of file.
+        end_on_drop(&*socket);
+        Self { socket, prefix, faults }
+    }
+}
+
+impl Drop for PrefixedSocket {
+    fn drop(&mut self) {
+        if self.faults.0.load(Ordering::Relaxed) {
+            reset_on_drop(&*self.socket);
+        }
+    }
+}
+
+impl AsyncRead for PrefixedSocket {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if self.prefix.is_empty() {
+            loop {
+                ready!(self.socket.poll_read_ready(cx))?;
+                match self.socket.try_read_buf(buf) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    read => return Poll::Ready(read.map(drop)),
+                }
+            }
+        }
+        let taken = self.prefix.len().min(buf.remaining());
+        buf.put_slice(&self.prefix[..taken]);
+        self.prefix.advance(taken);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for PrefixedSocket {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
+        self.poll_write_vectored(cx, &[io::IoSlice::new(data)])
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        parts: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        loop {
+            ready!(self.socket.poll_write_ready(cx))?;
+            match self.socket.try_write_vectored(parts) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                written => return Poll::Ready(written),
+            }
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(SockRef::from(&*self.socket).shutdown(Shutdown::Write))
+    }
+}

@@ -1,0 +1,207 @@
+//! TLS to targets: verified against the cluster's CA and the node's name or addresses, with this server's own client
+//! certificate.
+//!
+//! A certificate rather than a token: an attacker who controls one edge node could use the token that it receives at
+//! every other node.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use rustls::client::danger::ServerCertVerifier as _;
+use rustls::client::{Resumption, WebPkiServerVerifier};
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::{CertificateError, ClientConfig, Error};
+use rustls_pki_types::pem::PemObject as _;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tunnel_core::config::ConfigError;
+use tunnel_core::identity::{TrustBundle, server_verifier};
+
+use crate::listener::config::TargetConfig;
+use crate::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts};
+use crate::settings::{InternalListener, Settings};
+
+/// The certificate files, with the content that was read.
+pub(crate) struct TargetFiles {
+    plain_ports: BTreeSet<u16>,
+    /// `None` if no files are given.
+    file: Option<ReloadedFile<Material>>,
+    material: Material,
+}
+
+/// TLS settings for targets.
+pub(crate) struct TargetTls {
+    plain_ports: BTreeSet<u16>,
+    material: ArcSwap<Material>,
+    settings: watch::Receiver<Arc<Settings>>,
+}
+
+/// Content of the files.
+#[derive(Default)]
+struct Material {
+    /// `None` without a CA.
+    verifier: Option<Arc<WebPkiServerVerifier>>,
+    certificate: Option<Arc<SingleCertAndKey>>,
+}
+
+impl TargetFiles {
+    /// # Errors
+    /// A given file cannot be used.
+    pub(crate) fn read(config: &TargetConfig, metrics: &FileMetrics) -> Result<Self, ConfigError> {
+        let named = |key, path: &Option<PathBuf>| path.as_deref().map(|path| NamedFile::new(key, path));
+        let given = [
+            named("--kubelet-certificate-authority", &config.ca),
+            named("--kubelet-client-certificate", &config.certificate).map(NamedFile::optional),
+            named("--kubelet-client-key", &config.key).map(NamedFile::optional),
+        ];
+        let plain_ports = config.plain_ports.clone();
+        let files: Vec<_> = given.iter().flatten().cloned().collect();
+        if files.is_empty() {
+            return Ok(Self { plain_ports, file: None, material: Material::default() });
+        }
+        let parse = move |texts: &Texts| Material::parse(&given, texts);
+        let (file, material) = ReloadedFile::open("kubelet-tls", files, parse, metrics)?;
+        Ok(Self { plain_ports, file: Some(file), material })
+    }
+}
+
+impl TargetTls {
+    /// Also starts a task that follows the files.
+    pub(crate) fn start(
+        read: TargetFiles,
+        settings: watch::Receiver<Arc<Settings>>,
+        tasks: &TaskTracker,
+        stop: &CancellationToken,
+    ) -> Arc<Self> {
+        let TargetFiles { plain_ports, file, material } = read;
+        let tls = Arc::new(Self { plain_ports, material: ArcSwap::from_pointee(material), settings });
+        if let Some(file) = file {
+            let followed = tls.clone();
+            let apply = move |material| {
+                followed.material.store(Arc::new(material));
+                std::future::ready(Ok(()))
+            };
+            tasks.spawn(file.run(apply, stop.clone()));
+        }
+        tls
+    }
+
+    /// True if this port of nodes is plain HTTP.
+    pub(super) fn is_plain(&self, port: u16) -> bool {
+        self.plain_ports.contains(&port)
+            || self.settings.borrow().internal.get(&port) == Some(&InternalListener::Http)
+    }
+
+    /// Returns the settings for a target whose certificate has to be valid for one of these names.
+    ///
+    /// # Errors
+    /// TLS is impossible, for example without a CA.
+    pub(super) fn config(
+        &self,
+        names: Vec<ServerName<'static>>,
+        h2: bool,
+    ) -> Result<Arc<ClientConfig>, String> {
+        let material = self.material.load();
+        let verifier = material.verifier.clone().ok_or(
+            "no certificates of nodes can be verified: give --kubelet-certificate-authority, or name the port in \
+             --http-ports if it is plain HTTP",
+        )?;
+        let verifier = server_verifier(move |leaf, rest, _, now| of_any(&names, &verifier, leaf, rest, now));
+        let builder = ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .map_err(|error| error.to_string())?
+            .dangerous()
+            .with_custom_certificate_verifier(verifier);
+        let mut config = match &material.certificate {
+            Some(certificate) => builder.with_client_cert_resolver(certificate.clone()),
+            None => builder.with_no_client_auth(),
+        };
+        // Every connection has to show the current certificate, and to be checked against the current CA.
+        config.resumption = Resumption::disabled();
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        if h2 {
+            config.alpn_protocols.insert(0, b"h2".to_vec());
+        }
+        Ok(Arc::new(config))
+    }
+}
+
+fn provider() -> Arc<rustls::crypto::CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+impl Material {
+    /// Parses the CA, the certificate and its key. `texts` holds the texts of the files that are given.
+    fn parse(given: &[Option<NamedFile>; 3], texts: &Texts) -> Result<Self, ConfigError> {
+        let mut texts = texts.iter();
+        let [ca, chain, key] = given.each_ref().map(|file| {
+            let text = file.as_ref().and_then(|_| texts.next()?.as_deref());
+            file.as_ref().map(|file| (file, text))
+        });
+        let verifier = match ca {
+            Some((file, Some(pem))) => {
+                let bundle = TrustBundle::from_pem(pem).map_err(|error| file.error(error.to_string()))?;
+                let roots = Arc::new(bundle.root_store());
+                let verifier = WebPkiServerVerifier::builder_with_provider(roots, provider()).build();
+                Some(verifier.map_err(|error| file.error(error.to_string()))?)
+            }
+            _ => None,
+        };
+        let certificate = match (chain, key) {
+            (Some((file, Some(chain))), Some((_, Some(key)))) => {
+                Some(certified(chain, key).map_err(|reason| file.error(reason))?)
+            }
+            (Some(_), _) => {
+                tracing::warn!("--kubelet-client-certificate is not there yet: kubelets will answer 401");
+                None
+            }
+            _ => None,
+        };
+        Ok(Self { verifier, certificate })
+    }
+}
+
+fn certified(chain: &str, key: &str) -> Result<Arc<SingleCertAndKey>, String> {
+    let chain = CertificateDer::pem_slice_iter(chain.as_bytes())
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| format!("not PEM: {error}"))?;
+    if chain.is_empty() {
+        return Err("it has no certificate".to_owned());
+    }
+    let key = PrivateKeyDer::from_pem_slice(key.as_bytes())
+        .map_err(|error| format!("--kubelet-client-key is not a private key in PEM: {error}"))?;
+    let key = rustls::crypto::ring::sign::any_supported_type(&key).map_err(|error| error.to_string())?;
+    let certified = CertifiedKey::new(chain, key);
+    match certified.keys_match() {
+        Ok(()) => Ok(Arc::new(SingleCertAndKey::from(certified))),
+        Err(error) => Err(format!("it does not belong to --kubelet-client-key: {error}")),
+    }
+}
+
+/// Accepts a certificate that is valid for any of the node's names and addresses: kubelets' certificates differ in
+/// which they have.
+fn of_any(
+    names: &[ServerName<'_>],
+    verifier: &WebPkiServerVerifier,
+    leaf: &CertificateDer<'_>,
+    intermediates: &[CertificateDer<'_>],
+    now: UnixTime,
+) -> Result<(), Error> {
+    let mut last = Error::InvalidCertificate(CertificateError::NotValidForName);
+    for name in names {
+        match verifier.verify_server_cert(leaf, intermediates, name, &[], now) {
+            Ok(_) => return Ok(()),
+            Err(
+                error @ Error::InvalidCertificate(
+                    CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
+                ),
+            ) => last = error,
+            Err(error) => return Err(error),
+        }
+    }
+    Err(last)
+}

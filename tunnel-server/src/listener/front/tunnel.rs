@@ -1,0 +1,67 @@
+//! Connections that a client opened with CONNECT.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::Response;
+use hyper::ext::ReasonPhrase;
+use hyper::upgrade::OnUpgrade;
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+use tunnel_core::outcome::Outcome;
+use tunnel_core::relay::{flushed, reset_on_drop};
+
+use super::body::{Body, empty};
+use super::socket::{Faults, PrefixedSocket};
+use crate::listener::access_log::AccessLogGuard;
+use crate::listener::upstream::Upstream;
+
+/// A connection to a target, for a client that is being told that it is up.
+pub(super) struct Tunnel {
+    pub(super) client: OnUpgrade,
+    pub(super) upstream: Upstream,
+    pub(super) record: AccessLogGuard,
+}
+
+/// Returns the answer to CONNECT once the target is connected.
+pub(super) fn established() -> Response<Body> {
+    let mut response = Response::new(empty());
+    response.extensions_mut().insert(ReasonPhrase::from_static(b"Connection established"));
+    response
+}
+
+impl Tunnel {
+    /// Relays until both directions have ended, once hyper has left the client's `socket`.
+    pub(super) async fn run(self, socket: Arc<TcpStream>, faults: Faults) {
+        let Self { client, upstream, record } = self;
+        let Ok(client) = client.await else {
+            return record.end(Outcome::ClientReset, &"the client left before it was connected");
+        };
+        let client = match client.downcast::<TokioIo<PrefixedSocket>>() {
+            Err(client) => client,
+            Ok(plain) => {
+                // A copy: hyper's buffer is larger, and the relay keeps the bytes until the end.
+                let prefix = Bytes::copy_from_slice(&plain.read_buf);
+                drop(plain);
+                return match Arc::into_inner(socket) {
+                    Some(socket) => {
+                        reset_on_drop(&socket);
+                        upstream.relay(socket, prefix, record).await;
+                    }
+                    // Nobody else has it.
+                    None => record.end(Outcome::Protocol, &"the client's socket is still in use"),
+                };
+            }
+        };
+        let (mut read, mut write) = tokio::io::split(TokioIo::new(client));
+        let ended = upstream.pump(&record, &mut read, &mut write, std::future::pending()).await;
+        if let Err(failed) = &ended {
+            faults.report();
+            if failed.outcome == Outcome::TargetReset {
+                // A reset discards unsent data.
+                flushed(&socket).await;
+            }
+        }
+        record.finish(&ended);
+    }
+}

@@ -1,0 +1,264 @@
+//! Static maps: each listener leads to one target on one node, for the clients that it permits.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use bytes::Bytes;
+use parking_lot::Mutex;
+use socket2::SockRef;
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio_util::sync::CancellationToken;
+use tunnel_core::config::BindError;
+use tunnel_core::takeover::Copies;
+
+use super::context::{ListenerContext, OpenError, OpenRequest};
+use super::open::{Listener, Opened};
+use crate::admission::{Gate, Shares};
+use crate::maps::{Map, Target, check, overlap};
+use crate::route::{Resolved, Router};
+
+/// The name of all maps' listeners in logs and metrics.
+pub(crate) const MAP: &str = "map";
+/// The same as in [`TcpListener::bind`].
+const BACKLOG: u32 = 128;
+
+struct Mapped(Arc<ArcSwap<Map>>);
+
+impl Listener for Mapped {
+    const NAME: &'static str = MAP;
+    const READS: bool = false;
+
+    async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opened, OpenError> {
+        let map = self.0.load_full();
+        let client = socket.peer_addr()?.ip();
+        if !map.permits(client) {
+            return Err(OpenError::Client(format!("{} is not for {}", map.listen, client.to_canonical())));
+        }
+        request(&map, router).map(Opened::Relayed).map_err(OpenError::Client)
+    }
+}
+
+/// Resolves the node of a map.
+///
+/// # Errors
+/// The map leads nowhere at present.
+pub(super) fn request(map: &Map, router: &Router) -> Result<OpenRequest, String> {
+    match (map.target, router.resolve(map.node.as_str())) {
+        // A node without an address can have a tunnel too.
+        (
+            Target::Address(target),
+            Resolved::WithoutAddress(_) | Resolved::Service { .. } | Resolved::Unknown(_),
+        ) => Ok(OpenRequest::new(map.node.clone(), target, Bytes::new())),
+        (target, resolved) => {
+            let found = resolved.on_edge().map_err(|_| {
+                let (listen, node) = (map.listen, &map.node);
+                format!("{listen} leads to {node}, which is no edge node with an address")
+            })?;
+            Ok(match target {
+                Target::Address(target) => OpenRequest::new(found.node, target, Bytes::new()),
+                Target::Port(port) => {
+                    let target = router.dialled(&found, port);
+                    OpenRequest::to_found(found, target, Bytes::new())
+                }
+            })
+        }
+    }
+}
+
+/// A map whose listener is open.
+struct Open {
+    map: Arc<ArcSwap<Map>>,
+    /// Ends the accepting; connections are relayed to their end.
+    closed: CancellationToken,
+}
+
+/// The maps in effect.
+pub(crate) struct Maps {
+    /// Maps from flags.
+    fixed: Vec<Map>,
+    open: Mutex<HashMap<SocketAddr, Open>>,
+    gate: Gate,
+    context: ListenerContext,
+    shares: Shares,
+    /// The listeners, for a successor.
+    sockets: Arc<Copies>,
+}
+
+impl Maps {
+    pub(crate) fn new(
+        fixed: Vec<Map>,
+        gate: Gate,
+        context: ListenerContext,
+        shares: Shares,
+        sockets: Arc<Copies>,
+    ) -> Self {
+        Self { fixed, open: Mutex::default(), gate, context, shares, sockets }
+    }
+
+    /// Serves maps whose listeners are bound; a successor can get them already.
+    pub(crate) fn start(&self, bound: impl IntoIterator<Item = (Map, TcpListener)>) {
+        for (map, listener) in bound {
+            self.serve(map, listener);
+        }
+    }
+
+    /// Replaces the maps from the file. Connections of a removed map are relayed to their end.
+    ///
+    /// # Errors
+    /// One map cannot be listened on; the error names it, its address and the reason. Nothing has changed then.
+    pub(crate) async fn replace(&self, of_file: Vec<Map>) -> Result<(), String> {
+        let wanted = [self.fixed.as_slice(), &of_file].concat();
+        check(&wanted)?;
+        let known: Vec<SocketAddr> = self.open.lock().keys().copied().collect();
+        let (stays, gone): (Vec<_>, Vec<_>) =
+            known.into_iter().partition(|listen| wanted.iter().any(|map| map.listen == *listen));
+        let takes_a_place = |map: &Map| gone.iter().any(|old| overlap(*old, map.listen));
+        // Maps from flags are open from the start.
+        let new = of_file.iter().enumerate().filter(|(_, map)| !stays.contains(&map.listen));
+        // A listener that replaces another one gets connections as soon as it is bound, so these come last, when
+        // nothing else can fail.
+        let (last, first): (Vec<_>, Vec<_>) = new.partition(|(_, map)| takes_a_place(map));
+        let mut bound = Vec::new();
+        for (index, map) in first.into_iter().chain(last) {
+            let (listener, copy) = self
+                .bind(map.listen, &gone)
+                .await
+                .map_err(|error| format!("maps[{index}].{}", BindError::new("listen", map.listen, error)))?;
+            bound.push((map.clone(), listener, copy));
+        }
+        let mut open = self.open.lock();
+        for listen in gone {
+            if let Some(map) = open.remove(&listen) {
+                map.closed.cancel();
+                self.sockets.remove(MAP, listen);
+            }
+        }
+        for map in wanted {
+            if let Some(open) = open.get(&map.listen) {
+                open.map.store(Arc::new(map));
+            }
+        }
+        drop(open);
+        for (map, listener, copy) in bound {
+            self.sockets.add(MAP, map.listen, copy);
+            self.serve(map, listener);
+        }
+        Ok(())
+    }
+
+    /// Listens, and returns the listener and a copy for a successor. `gone`: the listeners that close if everything
+    /// succeeds.
+    async fn bind(&self, listen: SocketAddr, gone: &[SocketAddr]) -> io::Result<(TcpListener, OwnedFd)> {
+        let listener = match TcpListener::bind(listen).await {
+            // While the gate is closed, another server of this host has the maps, and may have replaced them by its
+            // own.
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && self.gate.is_open() => {
+                let in_the_way = gone.iter().filter(|old| overlap(**old, listen));
+                let in_the_way: Vec<_> = in_the_way.filter_map(|old| self.sockets.get(MAP, *old)).collect();
+                if in_the_way.is_empty() { Err(error) } else { bind_beside(listen, &in_the_way) }
+            }
+            bound => bound,
+        }?;
+        let copy = listener.as_fd().try_clone_to_owned()?;
+        Ok((listener, copy))
+    }
+
+    fn serve(&self, map: Map, listener: TcpListener) {
+        let (listen, closed) = (map.listen, CancellationToken::new());
+        let map = Arc::new(ArcSwap::from_pointee(map));
+        let accepting = super::serve(
+            Mapped(map.clone()),
+            self.gate.guard(listener),
+            self.context.clone(),
+            self.shares.clone(),
+        );
+        let until = closed.clone();
+        // Accepting ends with the drain, as for every listener.
+        self.context.drain.spawn(until.run_until_cancelled_owned(accepting));
+        self.open.lock().insert(listen, Open { map, closed });
+    }
+}
+
+/// Listens while `others`, listeners on overlapping addresses, are still open, so that none has to be closed first. The
+/// kernel permits it if all of them set SO_REUSEPORT, which they do only for this moment.
+fn bind_beside(listen: SocketAddr, others: &[OwnedFd]) -> io::Result<TcpListener> {
+    let agree = |agree| others.iter().try_for_each(|other| SockRef::from(other).set_reuse_port(agree));
+    let socket = if listen.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    socket.set_reuseaddr(true)?;
+    socket.set_reuseport(true)?;
+    let listener = agree(true).and_then(|()| {
+        socket.bind(listen)?;
+        socket.listen(BACKLOG)
+    });
+    let ended = agree(false);
+    let listener = listener?;
+    ended?;
+    SockRef::from(&listener).set_reuse_port(false)?;
+    Ok(listener)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    fn map(listen: SocketAddr) -> Map {
+        Map {
+            listen,
+            node: "edge-1".parse().unwrap(),
+            target: Target::Port(22),
+            clients: vec!["127.0.0.0/8".parse().unwrap()],
+        }
+    }
+
+    /// True if something listens there. An accepted connection is reset, maybe before connect() has returned.
+    async fn listens(at: SocketAddr) -> bool {
+        let connected = TcpStream::connect(at).await;
+        !connected.is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+    }
+
+    #[tokio::test]
+    async fn a_listener_moves_to_an_address_that_overlaps_and_back() {
+        let first = TcpListener::bind("0.0.0.0:0").await.unwrap();
+        let everywhere = first.local_addr().unwrap();
+        let [here, elsewhere] = [1u8, 2].map(|host| SocketAddr::from(([127, 0, 0, host], everywhere.port())));
+        let copy = first.as_fd().try_clone_to_owned().unwrap();
+        let sockets = Arc::new(Copies::new(vec![(MAP.to_owned(), everywhere, copy)]));
+        let (gate, context) = (Gate::new(true), ListenerContext::without_nodes());
+        let maps = Maps::new(Vec::new(), gate.clone(), context, Shares::new(100), sockets.clone());
+        maps.start(vec![(map(everywhere), first)]);
+
+        maps.replace(vec![map(here)]).await.unwrap();
+        assert!(listens(here).await);
+        assert!(sockets.get(MAP, everywhere).is_none());
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while listens(elsewhere).await {
+            assert!(Instant::now() < deadline, "the old listener is not closed");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+
+        // A foreign listener is in the way too: nothing changes.
+        let foreign = TcpListener::bind(elsewhere).await.unwrap();
+        let refused = maps.replace(vec![map(everywhere)]).await.unwrap_err();
+        let says = format!("maps[0].listen: cannot listen on {everywhere}: address in use: ");
+        assert!(refused.starts_with(&says), "{refused}");
+        assert!(listens(here).await);
+        let kept = sockets.get(MAP, here).unwrap();
+        assert!(!SockRef::from(&kept).reuse_port().unwrap(), "nobody else may listen there");
+        drop((foreign, kept));
+
+        gate.set(false);
+        assert!(maps.replace(vec![map(everywhere)]).await.is_err(), "another server has the maps");
+        gate.set(true);
+        maps.replace(vec![map(everywhere)]).await.unwrap();
+        assert!(listens(elsewhere).await);
+        let kept = sockets.get(MAP, everywhere).unwrap();
+        assert!(!SockRef::from(&kept).reuse_port().unwrap());
+        assert!(sockets.get(MAP, here).is_none());
+    }
+}

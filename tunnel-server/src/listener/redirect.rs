@@ -1,0 +1,70 @@
+//! The redirect's listener: the accepted socket's own address is the virtual address, and its port is the port that the
+//! client dialled.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::net::TcpStream;
+
+use super::context::{OpenError, OpenRequest};
+use super::open::{Listener, Opened};
+use crate::admission::source_key;
+use crate::redirect::Redirect;
+use crate::route::Router;
+
+pub(crate) struct Redirected {
+    /// Recognises its self-tests.
+    pub(crate) redirect: Arc<Redirect>,
+}
+
+impl Listener for Redirected {
+    const NAME: &'static str = "redirect";
+    const READS: bool = false;
+
+    /// Maps the source address of this host's own processes back to the virtual address. That is their source, but
+    /// accept(2), like getpeername(2), returns the node's address that it stands for.
+    fn client(&self, socket: &TcpStream, accepted: SocketAddr, router: &Router) -> SocketAddr {
+        let Ok(local) = socket.local_addr() else { return accepted };
+        let virtual_address = local.ip().to_canonical();
+        match router.snapshot().by_virtual_address(virtual_address) {
+            Some(node) if node.address == accepted.ip().to_canonical() => {
+                SocketAddr::new(virtual_address, accepted.port())
+            }
+            _ => accepted,
+        }
+    }
+
+    /// Counts this host's own processes as one source for each node. Their IPv4 connections come from the virtual
+    /// address itself, because a `local` route without a preferred source uses the destination. Their IPv6 connections
+    /// come from an address of this host.
+    fn source(socket: &TcpStream, client: IpAddr, router: &Router) -> IpAddr {
+        match socket.local_addr().ok().filter(|_| router.is_own(client)) {
+            Some(virtual_address) => virtual_address.ip().to_canonical(),
+            None => source_key(client),
+        }
+    }
+
+    async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opened, OpenError> {
+        let local = socket.local_addr()?;
+        let virtual_address = local.ip().to_canonical();
+        if self.redirect.is_self_test(virtual_address) {
+            return Err(OpenError::SelfTest);
+        }
+        let node = router.snapshot().by_virtual_address(virtual_address).ok_or_else(|| {
+            OpenError::Client(format!(
+                "{virtual_address} is not the virtual address of a node: the node has left, or never existed"
+            ))
+        })?;
+        // The hook at connect() rewrites only to these ports: on any other, the client has dialled the virtual address
+        // itself.
+        if !node.pod && !router.tunnels(local.port()) {
+            return Err(OpenError::Client(format!(
+                "port {} of {virtual_address} is not tunnelled",
+                local.port()
+            )));
+        }
+        let target = router.dialled(&node, local.port());
+        Ok(Opened::Relayed(OpenRequest::to_found(node, target, Bytes::new())))
+    }
+}

@@ -1,0 +1,132 @@
+//! The way to a connection's node: the agent's session on this server, or another server that has one.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use tunnel_core::relay::{RelayError, Totals};
+
+use super::context::{ListenerContext, OpenRequest};
+use crate::peers::OnPeer;
+use crate::route::RETURN;
+use crate::session::{Asked, Link, On, Session, Taken};
+
+pub(super) enum Way {
+    Session(Arc<Session>, Taken),
+    /// Boxed: most connections use a session of this server.
+    Peer(Box<OnPeer>),
+}
+
+impl Way {
+    /// Chooses a way, and waits for one while the node's agent is expected back. `session`: the node's on this server.
+    ///
+    /// # Errors
+    /// There is no way; the error says why.
+    pub(super) async fn find(
+        context: &ListenerContext,
+        request: &OpenRequest,
+        client: SocketAddr,
+        mut session: Option<Arc<Session>>,
+    ) -> Result<Self, String> {
+        let node = &request.node;
+        loop {
+            let reasons = match Self::choose(context, request, client, session).await {
+                Ok(way) => return Ok(way),
+                Err(reasons) => reasons,
+            };
+            let look_again = match context.router.awaited(node) {
+                Some(awaited) => tokio::time::timeout(RETURN, awaited.cancelled()).await.is_ok(),
+                // The agent may have returned meanwhile.
+                None => context.sessions.get(node).is_some(),
+            };
+            if look_again {
+                session = context.sessions.get(node);
+                continue;
+            }
+            let seen = match context.sessions.last_end(node) {
+                Some(end) => format!("last seen {} s ago", end.at.elapsed().as_secs()),
+                None => "not seen since this server started".to_owned(),
+            };
+            return Err(format!("no tunnel to node {node} ({seen}){reasons}"));
+        }
+    }
+
+    /// Asks the other servers one after the other if this one has no session, or a silent one. If no other server has a
+    /// live one, uses the silent session here, or one on another server: its network connection may be back.
+    ///
+    /// # Errors
+    /// No server has a session; the error holds the other servers' reasons.
+    async fn choose(
+        context: &ListenerContext,
+        request: &OpenRequest,
+        client: SocketAddr,
+        session: Option<Arc<Session>>,
+    ) -> Result<Self, String> {
+        let node = &request.node;
+        if let Some(session) = session.as_ref().filter(|session| !session.links.are_silent()) {
+            return Ok(Self::session(session));
+        }
+        let (mut reasons, mut silent) = (Vec::new(), Vec::new());
+        for peer in context.peers.holders(node) {
+            match peer.ask(node, request.target, client, true).await {
+                Ok(on_peer) => return Ok(Self::Peer(Box::new(on_peer))),
+                Err(refused) if refused.silent => silent.push(peer),
+                Err(refused) => reasons.push(format!("; server {}: {}", peer.server_id, refused.reason)),
+            }
+        }
+        if let Some(session) = &session {
+            return Ok(Self::session(session));
+        }
+        for peer in silent {
+            match peer.ask(node, request.target, client, false).await {
+                Ok(on_peer) => return Ok(Self::Peer(Box::new(on_peer))),
+                Err(refused) => reasons.push(format!("; server {}: {}", peer.server_id, refused.reason)),
+            }
+        }
+        Err(reasons.concat())
+    }
+
+    fn session(session: &Arc<Session>) -> Self {
+        Self::Session(session.clone(), session.links.take())
+    }
+
+    /// Returns the ID of the server that has the node, if it is another one.
+    pub(super) fn server_id(&self) -> Option<&str> {
+        match self {
+            Self::Session(..) => None,
+            Self::Peer(on_peer) => Some(&on_peer.peer.server_id),
+        }
+    }
+
+    pub(super) fn link(&self) -> &Link {
+        match self {
+            Self::Session(_, link) => link,
+            Self::Peer(on_peer) => &on_peer.link,
+        }
+    }
+
+    pub(super) fn relayed(&self) -> &Totals {
+        match self {
+            Self::Session(session, _) => &session.relayed,
+            Self::Peer(on_peer) => &on_peer.peer.relayed,
+        }
+    }
+
+    /// Asks for the connection, unless that is done.
+    ///
+    /// # Errors
+    /// The link has failed, or has as many streams as the other end accepts.
+    pub(super) async fn ask(&mut self, target: SocketAddr) -> Result<Asked, RelayError> {
+        match self {
+            Self::Session(session, link) => session.ask(link, target).await,
+            Self::Peer(on_peer) => on_peer.asked(),
+        }
+    }
+
+    /// Returns the parts that relaying needs.
+    pub(super) fn on(&self) -> On<'_> {
+        match self {
+            Self::Session(session, link) => On { link, to: session.node.as_str(), stalls: &session.stalls },
+            Self::Peer(on_peer) => on_peer.on(),
+        }
+    }
+}
