@@ -11,9 +11,9 @@ mod outward;
 mod pipe;
 mod pump;
 mod quiet;
-mod relay;
 mod socket;
 mod stall;
+mod tcp;
 mod traffic;
 
 pub use copy::{CopyError, copy};
@@ -25,9 +25,9 @@ pub use outward::{SMALL_READ, next_size};
 pub use pipe::{Pipe, PipeEnd, PipeStatus, TunnelStream, pipe};
 pub use pump::Pump;
 pub use quiet::{Relaying, end_quiet};
-pub use relay::Relay;
 pub use socket::{end_on_drop, flushed, lost, prepare_socket, reset_on_drop};
 pub use stall::{Abort, StallBound, StallBudget, StallTicket};
+pub use tcp::Relay;
 pub use traffic::{Totals, Traffic, Waiting};
 
 /// The path of the Relay method (gRPC over HTTP/2: `/package.Service/Method`).

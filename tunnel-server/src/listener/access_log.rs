@@ -13,8 +13,7 @@ use tunnel_core::live::Present;
 use tunnel_core::outcome::Outcome;
 use tunnel_core::relay::{Abort, Totals, Traffic};
 
-use super::connect::Reached;
-use super::context::{Failed, ListenerContext, OpenRequest};
+use super::context::{Failed, ListenerContext, OpenRequest, Reached};
 use super::moved::end_if_moved;
 use crate::admission::{Full, Share, Shares};
 use crate::metrics::{Connection, Failure, Metrics, Relayed};

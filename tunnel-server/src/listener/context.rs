@@ -1,5 +1,6 @@
 //! State and types that all listeners use.
 
+use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
@@ -80,6 +81,24 @@ impl OpenRequest {
     /// Creates a request for a node that was found by an address of it, or of a pod on it.
     pub fn to_found(found: NodeAddress, target: SocketAddr, prefix: Bytes) -> Self {
         Self { found_by: Some(found.address), ..Self::new(found.node, target, prefix) }
+    }
+}
+
+/// A permitted destination, and the side that dials it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Reached {
+    /// The node's agent dials it.
+    Edge(OpenRequest),
+    /// This server dials it.
+    Cloud(SocketAddr),
+}
+
+impl fmt::Display for Reached {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Edge(request) => write!(f, "{} at {}", request.node, request.target),
+            Self::Cloud(target) => write!(f, "{target}"),
+        }
     }
 }
 

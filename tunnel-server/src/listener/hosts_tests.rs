@@ -7,7 +7,8 @@ use arc_swap::ArcSwap;
 use prometheus_client::registry::Registry;
 use tunnel_core::identity::NodeName;
 
-use super::connect::{Denied, Gatekeeper, Reached, Services};
+use super::connect::{Denied, Gatekeeper, Services};
+use super::context::Reached;
 use super::egress::leads_at_egress;
 use super::front::reached_over_http;
 use super::{Https, OpenRequest, map};

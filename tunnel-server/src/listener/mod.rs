@@ -22,9 +22,11 @@ mod map;
 mod moved;
 mod open;
 mod preface;
+mod proxy;
 mod redirect;
 mod upstream;
 mod way;
+mod workload;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -36,7 +38,7 @@ use tunnel_core::relay::{Relay, Side, end_on_drop, prepare_socket, reset_on_drop
 pub(crate) use access_log::AccessLogGuard;
 pub use config::{ConnectConfig, ListenerConfig, parse_secure_ports};
 pub(crate) use config::{MOST_SECURE_PORTS, Others};
-pub(crate) use connect::{Connect, EDGE, Gatekeeper, Reception, Services, Workload, WorkloadMap};
+pub(crate) use connect::{Gatekeeper, Reception, Services};
 pub use context::{ListenerContext, OpenError, OpenRequest};
 pub use egress::EgressConfig;
 pub(crate) use egress::{
@@ -49,7 +51,9 @@ pub(crate) use https::Https;
 pub(crate) use map::{MAP, Maps};
 pub(crate) use moved::end_moved;
 pub(crate) use open::{Listener, Opened};
+pub(crate) use proxy::Connect;
 pub(crate) use redirect::Redirected;
+pub(crate) use workload::{EDGE, Workload, WorkloadMap};
 
 use crate::admission::{Gated, Share, Shares};
 use access_log::over_limit;

@@ -15,8 +15,7 @@ use tunnel_core::outcome::Outcome;
 use tunnel_core::relay::{Pipe, Pump, Relay, RelayError, Side, Totals, TunnelStream, pipe};
 
 use super::access_log::AccessLogGuard;
-use super::connect::Reached;
-use super::context::{Failed, ListenerContext, OpenRequest};
+use super::context::{Failed, ListenerContext, OpenRequest, Reached};
 use super::direct;
 use super::way::Way;
 use crate::admission::{Full, Share};

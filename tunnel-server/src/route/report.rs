@@ -103,7 +103,7 @@ impl Reports {
                 if worth_telling(&mut told.virtual_addresses[family][pods], now) {
                     match now {
                         0 => {
-                            tracing::info!(%range, kind, "redirect range has virtual addresses for all again")
+                            tracing::info!(%range, kind, "redirect range has virtual addresses for all again");
                         }
                         left_out => tracing::warn!(
                             %range,

@@ -13,18 +13,18 @@ use crate::route::split_host;
 const HTTP: u16 = 80;
 
 #[derive(Debug, PartialEq, Eq)]
-pub(in crate::listener) struct Asked {
-    pub(super) host: String,
-    pub(super) port: u16,
+pub(crate) struct Asked {
+    pub(crate) host: String,
+    pub(crate) port: u16,
     /// The token, or the password, of Proxy-Authorization.
-    pub(super) token: Option<String>,
+    pub(crate) token: Option<String>,
 }
 
 /// Parses a head.
 ///
 /// # Errors
 /// It is not a request to a proxy.
-pub(in crate::listener) fn parse(head: &Parts) -> Result<Asked, String> {
+pub(crate) fn parse(head: &Parts) -> Result<Asked, String> {
     let token = token(&head.headers)?;
     let connect = head.method == Method::CONNECT;
     let scheme = (!connect).then_some(&Scheme::HTTP);

@@ -1,6 +1,5 @@
 //! Resolves the host and port that a caller asks for, if the policy permits it to reach them.
 
-use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
@@ -11,7 +10,7 @@ use tunnel_core::text::printable;
 
 use crate::caller::Authenticator;
 use crate::kube::{Endpoint, ServiceEndpoints};
-use crate::listener::context::OpenRequest;
+use crate::listener::context::{OpenRequest, Reached};
 use crate::listener::direct;
 use crate::policy::{Destination, Identity, Origin, Policy};
 use crate::route::{NodeAddress, Resolved, Router};
@@ -29,24 +28,6 @@ pub(crate) struct Gatekeeper {
     pub(crate) services: Services,
     pub(crate) policy: ArcSwap<Policy>,
     pub(crate) router: Arc<Router>,
-}
-
-/// A permitted destination, and the side that dials it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Reached {
-    /// The node's agent dials it.
-    Edge(OpenRequest),
-    /// This server dials it.
-    Cloud(SocketAddr),
-}
-
-impl fmt::Display for Reached {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Edge(request) => write!(f, "{} at {}", request.node, request.target),
-            Self::Cloud(target) => write!(f, "{target}"),
-        }
-    }
 }
 
 /// Reason for which a caller reaches nothing.

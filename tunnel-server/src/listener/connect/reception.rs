@@ -3,17 +3,13 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use bytes::Bytes;
 use http::StatusCode;
-use tunnel_core::identity::NodeName;
 use tunnel_core::text::printable;
 
 use super::asked::Asked;
-use super::gatekeeper::{Denied, Gatekeeper, Reached};
-use crate::caller::CallerTls;
-use crate::listener::context::ListenerContext;
-use crate::listener::front::{Admission, Failure, Front};
-use crate::listener::open::Opened;
+use super::gatekeeper::{Denied, Gatekeeper};
+use crate::listener::answer::Failure;
+use crate::listener::context::{ListenerContext, Reached};
 use crate::policy::Identity;
 
 /// Authenticates callers, and permits what the policy permits.
@@ -24,21 +20,9 @@ pub(crate) struct Reception {
 }
 
 impl Reception {
-    /// Lets the front answer a connection as a proxy. `node`: the edge node that it comes from, if any.
-    pub(super) fn front(
-        &self,
-        listener: &'static str,
-        tls: Option<Arc<CallerTls>>,
-        node: Option<NodeName>,
-    ) -> Opened {
-        let admission = Admission::Policy(self.clone(), node);
-        let front = Front { listener, admission, tls, targets: None, pods: None, metrics: None };
-        Opened::Served { front: Arc::new(front), prefix: Bytes::new() }
-    }
-
     /// Returns the permitted destination, and the caller's description for the log. `secure`: nobody else can read what
     /// the client sends.
-    pub(in crate::listener) async fn decide(
+    pub(crate) async fn decide(
         &self,
         asked: &Asked,
         shown: Identity,

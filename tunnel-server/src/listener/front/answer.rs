@@ -4,70 +4,13 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use http_body_util::{BodyExt as _, Full};
 use serde_json::json;
-use tunnel_core::outcome::{OUTCOME_HEADER, Outcome};
+use tunnel_core::outcome::OUTCOME_HEADER;
 
 use super::body::Body;
-use crate::caller::Refusal;
-use crate::listener::answer::status_of;
-use crate::listener::context::Failed;
-
-/// Reason for which this server answers a request itself.
-#[derive(Clone, Debug)]
-pub(in crate::listener) struct Failure {
-    pub(super) status: StatusCode,
-    pub(in crate::listener) reason: String,
-    /// The access log's outcome, if the node was known.
-    pub(super) outcome: Outcome,
-}
+use crate::listener::answer::Failure;
 
 /// Challenges for a proxy's client without credentials (RFC 9110 section 15.5.8).
 const CHALLENGES: [&str; 2] = [r#"Basic realm="postern", charset="UTF-8""#, r#"Bearer realm="postern""#];
-
-impl Failure {
-    pub(in crate::listener) fn new(status: StatusCode, reason: impl Into<String>) -> Self {
-        let outcome = match status {
-            StatusCode::FORBIDDEN | StatusCode::UNAUTHORIZED | StatusCode::PROXY_AUTHENTICATION_REQUIRED => {
-                Outcome::Denied
-            }
-            _ => Outcome::Protocol,
-        };
-        Self { status, reason: reason.into(), outcome }
-    }
-
-    pub(in crate::listener) fn bad_request(reason: impl Into<String>) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, reason)
-    }
-
-    /// The same to a client of a proxy, for which credentials have another status.
-    pub(in crate::listener) fn at_proxy(self) -> Self {
-        match self.status {
-            StatusCode::UNAUTHORIZED => Self { status: StatusCode::PROXY_AUTHENTICATION_REQUIRED, ..self },
-            _ => self,
-        }
-    }
-
-    /// A failure of the tunnel or the target.
-    pub(super) fn of_outcome(outcome: Outcome, reason: impl Into<String>) -> Self {
-        Self { status: status_of(outcome), reason: reason.into(), outcome }
-    }
-}
-
-impl From<Failed> for Failure {
-    fn from(failed: Failed) -> Self {
-        Self::of_outcome(failed.outcome, failed.reason)
-    }
-}
-
-impl From<Refusal> for Failure {
-    fn from(refusal: Refusal) -> Self {
-        let status = match refusal {
-            Refusal::Unauthenticated(_) => StatusCode::UNAUTHORIZED,
-            Refusal::Forbidden(_) => StatusCode::FORBIDDEN,
-            Refusal::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
-        };
-        Self::new(status, refusal.to_string())
-    }
-}
 
 /// Recipient of the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -140,6 +83,8 @@ fn kubernetes_reason(status: StatusCode) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    use tunnel_core::outcome::Outcome;
+
     use super::*;
 
     async fn text(failure: &Failure, reader: Reader) -> (StatusCode, String) {

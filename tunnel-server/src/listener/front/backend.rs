@@ -16,9 +16,9 @@ use tunnel_core::error::chain;
 use tunnel_core::outcome::Outcome;
 use tunnel_core::relay::TunnelStream;
 
-use super::answer::Failure;
 use super::expect::RequestBody;
 use super::kinds::MAX_HEAD;
+use crate::listener::answer::Failure;
 
 const HANDSHAKE: Duration = Duration::from_secs(10);
 

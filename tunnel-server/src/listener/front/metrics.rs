@@ -11,10 +11,10 @@ use http_body_util::{BodyExt as _, Full};
 use prometheus_client::registry::Registry;
 use tunnel_core::admin::exposition;
 
-use super::answer::Failure;
 use super::body::Body;
 use crate::admission::Gate;
 use crate::caller::{Authenticator, Caller, Refusal, Reviewer, bearer_token};
+use crate::listener::answer::Failure;
 
 /// Path that the cluster's rules must allow the caller to read.
 const PATH: &str = "/metrics";

@@ -22,7 +22,6 @@ mod target_tls;
 mod tunnel;
 mod upgrade;
 
-pub(super) use answer::Failure;
 pub use destination::{Wanted, parse_destination};
 pub use headers::target_head;
 pub(crate) use kinds::{Admission, Front};

@@ -9,9 +9,9 @@ use kube::Api;
 use tunnel_core::text::printable;
 use tunnel_kube::request;
 
-use super::answer::Failure;
 use crate::answer_cache::VerdictCache;
 use crate::caller::{Asker, Questions};
+use crate::listener::answer::Failure;
 
 /// Time for which an answer is cached, also a negative one. A pod never moves, but another one of the same name may run
 /// elsewhere.

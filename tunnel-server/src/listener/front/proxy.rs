@@ -4,8 +4,8 @@ use http::request::Parts;
 use hyper::body::{Body as _, Incoming};
 use tunnel_core::identity::NodeName;
 
-use super::answer::Failure;
 use super::request::{Admitted, Served};
+use crate::listener::answer::Failure;
 use crate::listener::connect::{Reception, parse};
 use crate::policy::Identity;
 

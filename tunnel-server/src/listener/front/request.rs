@@ -14,7 +14,7 @@ use rustls_pki_types::ServerName;
 use tunnel_core::error::chain;
 use tunnel_core::outcome::Outcome;
 
-use super::answer::{self, Failure, Reader, reader};
+use super::answer::{self, Reader, reader};
 use super::backend::{self, Tls};
 use super::body::{AnswerBody, Body, Exchange, empty};
 use super::destination::{Wanted, parse_destination};
@@ -27,8 +27,8 @@ use crate::admission::{Full, Shares};
 use crate::caller::{Asker, Caller, Refusal, Reviewer, bearer_token, kubelet_accesses, other_accesses};
 use crate::inventory::DEFAULT_KUBELET_PORT;
 use crate::listener::access_log::{AccessLogGuard, over_limit};
-use crate::listener::connect::Reached;
-use crate::listener::context::{ListenerContext, OpenRequest};
+use crate::listener::answer::Failure;
+use crate::listener::context::{ListenerContext, OpenRequest, Reached};
 use crate::listener::upstream::Upstream;
 use crate::route::NodeAddress;
 

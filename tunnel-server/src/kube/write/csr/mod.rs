@@ -99,7 +99,7 @@ async fn work(reconciler: Arc<CsrReconciler>) {
                     tracing::debug!(csr, %error, "failed to answer a CertificateSigningRequest, retrying");
                 }
                 error => {
-                    tracing::warn!(csr, %error, "failed to answer a CertificateSigningRequest, retrying")
+                    tracing::warn!(csr, %error, "failed to answer a CertificateSigningRequest, retrying");
                 }
             }
             Action::requeue(RETRY)

@@ -7,13 +7,12 @@ use bytes::Bytes;
 use tokio::net::TcpStream;
 use tunnel_core::identity::NodeName;
 
-use super::asked::Asked;
-use super::gatekeeper::Reached;
-use super::reception::Reception;
-use crate::listener::access_log::AccessLogGuard;
-use crate::listener::context::{OpenError, OpenRequest};
-use crate::listener::direct;
-use crate::listener::open::{Listener, Opened};
+use super::access_log::AccessLogGuard;
+use super::connect::{Asked, Reception};
+use super::context::{OpenError, OpenRequest, Reached};
+use super::direct;
+use super::open::{Listener, Opened};
+use super::proxy::front;
 use crate::policy::Identity;
 use crate::route::{Router, split_host};
 
@@ -32,7 +31,7 @@ impl Listener for Workload {
     const NAME: &'static str = EDGE;
 
     async fn open(&self, _: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
-        Ok(self.reception.front(EDGE, None, Some(self.node.clone())))
+        Ok(front(&self.reception, EDGE, None, Some(self.node.clone())))
     }
 }
 

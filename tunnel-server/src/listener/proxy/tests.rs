@@ -15,6 +15,7 @@ use tunnel_core::identity::{ServerTls, TrustBundle};
 use super::*;
 use crate::admission::Shares;
 use crate::caller::{Authenticator, Tokens};
+use crate::listener::connect::{Gatekeeper, Services, parse};
 use crate::listener::context::ListenerContext;
 use crate::listener::receive;
 use crate::policy::Policy;

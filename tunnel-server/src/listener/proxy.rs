@@ -1,0 +1,57 @@
+//! The listener of the proxy, for clients of both TLS and plain HTTP.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tunnel_core::identity::NodeName;
+
+use super::connect::Reception;
+use super::context::OpenError;
+use super::front::{Admission, Front};
+use super::open::{Listener, Opened};
+use crate::caller::CallerTls;
+use crate::route::Router;
+
+/// Maximum time in which a client has to begin.
+const BEGIN: Duration = Duration::from_secs(10);
+/// First byte of a TLS connection: the record type "handshake".
+const TLS: u8 = 22;
+
+pub(crate) struct Connect {
+    pub(crate) reception: Reception,
+    pub(crate) tls: Arc<CallerTls>,
+}
+
+impl Listener for Connect {
+    const NAME: &'static str = "connect";
+
+    async fn open(&self, socket: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
+        let mut first = [0];
+        let peeked = timeout(BEGIN, socket.peek(&mut first)).await;
+        let peeked =
+            peeked.map_err(|_| OpenError::Client(format!("sent nothing within {} s", BEGIN.as_secs())))?;
+        if peeked? == 0 {
+            return Err(OpenError::Client("closed before a request".to_owned()));
+        }
+        let tls = (first == [TLS]).then(|| self.tls.clone());
+        Ok(front(&self.reception, Self::NAME, tls, None))
+    }
+}
+
+/// Lets the front answer a connection as a proxy. `node`: the edge node that it comes from, if any.
+pub(super) fn front(
+    reception: &Reception,
+    listener: &'static str,
+    tls: Option<Arc<CallerTls>>,
+    node: Option<NodeName>,
+) -> Opened {
+    let admission = Admission::Policy(reception.clone(), node);
+    let front = Front { listener, admission, tls, targets: None, pods: None, metrics: None };
+    Opened::Served { front: Arc::new(front), prefix: Bytes::new() }
+}
+
+#[cfg(test)]
+mod tests;
