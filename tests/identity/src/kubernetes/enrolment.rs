@@ -125,7 +125,7 @@ async fn passing_failures_make_no_second_request() {
     let signer = Signer::start(&api, server.certificate.ca()).await;
     let (agent, _) = enrolment(&api, NODE, "agent").await;
     let waits = |times: usize| {
-        let ours = |line: &&str| line.contains(NODE) && line.contains("enrolment waits for the API server");
+        let ours = |line: &&str| line.contains(NODE) && line.contains("enrolment failed, retrying");
         eventually("it waits", move || (log().lines().filter(ours).count() >= times).then_some(()))
     };
     api.inject("create", "certificatesigningrequests", Fault::Truncate, 1);
