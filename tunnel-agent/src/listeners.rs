@@ -1,4 +1,4 @@
-//! The agent's listeners, in one table: opened at the start or taken from the agent before, and forwarded to a successor.
+//! The agent's listeners, in one table: opened at the start or taken from the agent before, and handed over to a successor.
 
 use std::io;
 use std::net::SocketAddr;
@@ -123,7 +123,7 @@ mod tests {
             format!("--forward={kept_at}=prometheus.monitoring:9090"),
         ];
         let config = of_flags(&flags.each_ref().map(String::as_str)).config;
-        assert!(Listeners::open(&config, &mut None).await.is_err(), "nothing is forwarded");
+        assert!(Listeners::open(&config, &mut None).await.is_err(), "nothing is handed over");
         let copies = Copies::default();
         copies.add("outbound", passed_at, passed.as_fd().try_clone_to_owned().unwrap());
         let waiting = takeover::Listener::bind(&takeover::socket_path(state.path())).unwrap();

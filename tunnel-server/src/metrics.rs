@@ -73,7 +73,7 @@ impl Metrics {
         registry.register("connections_active", "Connections relayed now, by listener", m.active);
         let help = "Clients that a listener turned away before a node was known";
         registry.register("callers_refused", help, m.refused);
-        let help = "Connections refused at a bound of a listener, by what has too many open: the listener, the source, the node, the source at one agent, or unauthenticated";
+        let help = "Connections refused at a bound of a listener, by what has too many open: the listener, the source, the node, the source at one agent, or unauthenticated clients";
         registry.register("connections_over_limit", help, m.busy);
         registry.register_with_unit("relayed", "Relayed payload", Unit::Bytes, bytes);
         let help = "Time until the agent answered a dial";

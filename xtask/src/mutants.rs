@@ -76,7 +76,7 @@ const GROUPS: [Group; 5] = [
             "tunnel-server/src/route/planner.rs",
             "tunnel-server/src/route/router.rs",
             "tunnel-server/src/route/snapshot.rs",
-            "tunnel-server/src/route/tokens.rs",
+            "tunnel-server/src/route/virtual_addresses.rs",
         ],
         quick: false,
     },

@@ -22,7 +22,7 @@ use crate::https::{KUBELET, client_hello, expect_back};
 scenarios! {
     one_of_two_is_killed(limit = 180),
     two_that_do_not_reach_each_other(limit = 180),
-    one_that_does_not_hear_its_agent_passes_connections_on(limit = 180),
+    one_that_does_not_hear_its_agent_forwards_connections(limit = 180),
     a_silent_one_is_passed_by(limit = 180),
     one_whose_successor_died_is_linked_once(limit = 180),
     a_name_is_resolved_anew_and_all_its_addresses_are_tried,
@@ -172,7 +172,7 @@ async fn a_silent_one_is_passed_by(testbed: &Testbed) -> Result<()> {
 
 /// The agent is attached to both. The line between it and the first server is down for a while, and no kernel reports
 /// it.
-async fn one_that_does_not_hear_its_agent_passes_connections_on(testbed: &Testbed) -> Result<()> {
+async fn one_that_does_not_hear_its_agent_forwards_connections(testbed: &Testbed) -> Result<()> {
     let (to_first, to_second) = (format!("{CLOUD}:10262"), format!("{NEIGHBOUR}:10262"));
     let neighbour = testbed.add_neighbour()?;
     let first = Builder::new(testbed).flag(format!("--peers={to_second}")).start().await?;

@@ -111,15 +111,15 @@ pub struct TargetConfig {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Links with the servers")]
 pub struct LinkConfig {
-    /// How many of the servers to be attached to, or all: connections for this node that come to another server are passed
-    /// on by one of these. Agents choose by a hash of the node's name and the server's address, so that a fleet spreads
+    /// How many of the servers to be attached to, or all: another server forwards connections for this node to one of
+    /// these. Agents choose by a hash of the node's name and the server's address, so that a fleet spreads
     /// evenly; another server takes the place of one that does not answer. With one address in front of several servers
     /// there is nothing to choose.
     #[arg(long, value_name = "N|all", default_value = "all", value_parser = max_servers)]
     pub max_servers: usize,
     /// TCP connections with each server, 1 to 8, or auto: 2 where both ends send by BBR, else 8. With more than one, a busy
     /// node's bulk transfers do not delay its other connections; they are opened when the server needs them, and closed when it
-    /// does not. Other congestion controls slow a connection down at each loss, so that several relay more.
+    /// does not. Other congestion controls slow a connection down at each loss, so that several together are faster.
     #[arg(long, value_name = "N|auto", default_value = "auto", value_parser = max_links)]
     pub max_links: MaxLinks,
     /// How long a connection with a server may be silent before the kernel asks whether it is alive, from 1s to 5m: a NAT

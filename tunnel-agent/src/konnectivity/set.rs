@@ -133,8 +133,9 @@ impl Set {
         }
     }
 
-    /// Runs an opened stream, and returns true if its server is new and not one too many. Its task returns how long a stream with a new server lasted. A stream with a server that
-    /// this agent already has ends by itself, once the connections that it got meanwhile have ended.
+    /// Runs an opened stream. Returns true if its server is new and not one too many. The task returns how long a stream
+    /// with a new server lasted. A stream with a server that this agent already has ends by itself, once the connections
+    /// that it got meanwhile have ended.
     fn take(self: &Arc<Self>, stream: Stream, streams: &mut JoinSet<Option<Duration>>) -> bool {
         let attached = self.attached.all();
         if attached.len() >= MOST {

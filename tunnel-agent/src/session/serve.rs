@@ -87,7 +87,7 @@ pub(super) async fn serve(
     }
     link.graceful_shutdown();
     if tokio::time::timeout(patience, closed(&mut link)).await.is_err() {
-        tracing::debug!(server = %session.server, "failed to close the link in time");
+        tracing::debug!(server = %session.server, "server did not close the link in time");
     }
     end
 }

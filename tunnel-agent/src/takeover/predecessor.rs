@@ -18,6 +18,9 @@ use crate::session::LinkSet;
 const QUIET: Duration = Duration::from_secs(3);
 /// Interval of checks.
 const CHECK: Duration = Duration::from_millis(20);
+/// Maximum time for which this agent's renewals wait: a certificate that is refused meanwhile has to be replaced, or no
+/// server ever attaches.
+const HELD: Duration = Duration::from_secs(60);
 
 /// The agent that runs on this node with the same state directory.
 pub(crate) type Predecessor = takeover::Predecessor<Hello>;
@@ -31,8 +34,19 @@ pub(crate) async fn take_over(
     pending: ReadyGuard,
     renewals: OwnedMutexGuard<()>,
 ) {
+    let mut renewals = Some(renewals);
     let (started, pid) = (Instant::now(), before.pid());
-    match hand_over(&mut before, &links).await {
+    let ended = {
+        let mut handing = std::pin::pin!(hand_over(&mut before, &links));
+        match tokio::time::timeout(HELD, handing.as_mut()).await {
+            Ok(ended) => ended,
+            Err(_) => {
+                drop(renewals.take());
+                handing.await
+            }
+        }
+    };
+    match ended {
         Ok(servers) => tracing::info!(
             pid,
             servers,

@@ -159,7 +159,11 @@ impl Succession {
                     send(stream, &Answer::Done).await?;
                 }
                 Ask::Finish => {
-                    *renewals = self.hold_renewals().await;
+                    *renewals = tokio::select! {
+                        held = self.hold_renewals() => held,
+                        // The successor sends nothing until it is answered.
+                        ended = receive::<Ask>(stream) => return ended.map(drop),
+                    };
                     self.runtime.handover.set(Phase::Passed);
                     send(stream, &Answer::Done).await?;
                     tracing::info!(pid, "another agent has taken over");

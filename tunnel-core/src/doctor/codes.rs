@@ -65,7 +65,7 @@ codes! {
     RENEWAL_OVERDUE = "renewal-overdue" Warning "the certificate should have been renewed and was not";
     PROXY_UNREACHABLE = "proxy-unreachable" Broken "the HTTP proxy on the way to the servers does not answer";
     PROXY_REFUSES = "proxy-refuses" Broken "the HTTP proxy does not pass the connection on";
-    PROXY_CUTS_IDLE = "proxy-cuts-idle" Warning "links end, with all that they relay, whenever nothing is sent for some seconds";
+    PROXY_CUTS_IDLE = "proxy-cuts-idle" Warning "links end, with all connections on them, whenever nothing is sent for some seconds";
     SERVER_UNREACHABLE = "server-unreachable" Broken "no connection with this server";
     HANDSHAKE_SILENT = "handshake-silent" Broken "the connection is accepted and then nobody answers";
     MTU_BLACK_HOLE = "mtu-black-hole" Broken "large packets are lost on the way, and small ones pass";

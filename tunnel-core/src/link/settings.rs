@@ -26,7 +26,7 @@ pub const AGENT_STALL_BYTES: usize = 64 << 20;
 /// Maximum links of one session.
 pub const MAX_LINKS: u32 = 8;
 /// Maximum links of one session if both ends send with BBR. A loss then does not slow a connection down, so more links
-/// relay no more data. Instead they compete: each keeps its own part of the path's buffer full, and some get a
+/// are no faster. Instead they compete: each keeps its own part of the path's buffer full, and some get a
 /// multiple of others.
 pub const BBR_LINKS: u32 = 2;
 /// Feature of an agent that sends with BBR and was not told how many links to open.

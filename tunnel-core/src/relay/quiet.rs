@@ -14,8 +14,8 @@ use crate::outcome::Outcome;
 
 /// Time without traffic after which a connection is quiet; on a slow link, twice its round-trip time.
 const QUIET: Duration = Duration::from_millis(100);
-/// The same for a connection whose client sent last: it may wait for the answer of a target that is slow, or acknowledge
-/// the last one (HTTP/2).
+/// The same for a connection whose client sent last, or may have: it may wait for the answer of a target that is slow,
+/// or acknowledge the last one (HTTP/2).
 const QUIET_ASKED: Duration = Duration::from_millis(500);
 /// Maximum time that a connection which is never quiet is waited for.
 const LONGEST: Duration = Duration::from_secs(1);
@@ -55,7 +55,7 @@ pub async fn end_quiet<T>(live: &Live<T>, relaying: impl Fn(&T) -> Option<Relayi
             // A new connection may reuse the address of one that ended; it has no traffic yet and then ends a little
             // early.
             let (before, since, least) =
-                seen.entry(Arc::as_ptr(&connection)).or_insert((bytes, Instant::now(), QUIET));
+                seen.entry(Arc::as_ptr(&connection)).or_insert((bytes, Instant::now(), QUIET_ASKED));
             if *before != bytes {
                 let answered = before.1 != bytes.1;
                 (*before, *since) = (bytes, Instant::now());
@@ -109,7 +109,7 @@ mod tests {
             tokio::join!(all, talk(&answered, 8), talk(&busy, 100), ask, ends);
         assert!(all < LONGEST + CHECK * 2, "{all:?}");
         for ((outcome, after), since, least) in
-            [(idle, 0, QUIET), (answered, 400, QUIET), (asked, 50, QUIET_ASKED)]
+            [(idle, 0, QUIET_ASKED), (answered, 400, QUIET), (asked, 50, QUIET_ASKED)]
         {
             let quiet = after.saturating_sub(Duration::from_millis(since));
             assert_eq!(outcome, Outcome::Shutdown);

@@ -466,7 +466,7 @@ mod tests {
             junk.spawn(async move { reviewer.caller_of_token(&format!("junk {number}"), SOURCE).await });
         }
         let asked = || server.requests("create", TOKENS);
-        eventually("the unauthenticated's first questions", || (asked() > 0).then_some(())).await;
+        eventually("the first questions of unauthenticated callers", || (asked() > 0).then_some(())).await;
         let other = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 2));
         let caller = reviewer.caller_of_token("good", other).await.unwrap();
         assert_eq!(caller.name, "prometheus");

@@ -14,7 +14,7 @@ use crate::config::{Config, RedirectRanges};
 use crate::redirect::SelfTestAddresses;
 use crate::status::StatusReport;
 
-/// The listener whose listeners show which address families are redirected.
+/// Name of the listeners whose addresses show which address families are redirected.
 const REDIRECT: &str = "redirect";
 /// Maximum number of ports tried besides the tunnelled ones, and of ports shown.
 const MOST_PORTS: usize = 512;

@@ -20,7 +20,7 @@ pub struct RedirectConfig {
     /// If true, a connect to a node without a tunnel fails immediately on kernels with support (6.1). If false, it
     /// behaves as on older kernels: it is accepted, and the server must reset it.
     pub fail_at_connect: bool,
-    /// The server's state directory. Its successor has the same one; servers with another one must have other virtual address
+    /// The server's state directory. Its successor has the same one; servers with another one must have other redirect
     /// ranges. All servers with None count as having the same.
     pub state_dir: Option<PathBuf>,
     /// Keeps the programs attached if this process dies; with None they are removed with it.

@@ -32,7 +32,7 @@ scenarios! {
     a_pair_and_its_agent_are_replaced_under_load(limit = 240),
     a_successor_that_dies_is_replaced(edges = 2, limit = 180),
     a_successor_dies_while_the_first_one_drains(limit = 180),
-    a_server_that_dies_as_it_forwards_leaves_nothing(edges = 2, limit = 180),
+    a_server_that_dies_as_it_hands_over_leaves_nothing(edges = 2, limit = 180),
     a_server_that_is_told_to_stop_waits_for_its_successor(edges = 2, limit = 180),
     a_server_that_waits_no_longer_leaves_the_redirect(edges = 2, limit = 180),
     an_agent_is_replaced(limit = 180),
@@ -176,7 +176,7 @@ async fn a_successor_dies_while_the_first_one_drains(testbed: &Testbed) -> Resul
 }
 
 /// The successor goes on, and removes the dead server's pins.
-async fn a_server_that_dies_as_it_forwards_leaves_nothing(testbed: &Testbed) -> Result<()> {
+async fn a_server_that_dies_as_it_hands_over_leaves_nothing(testbed: &Testbed) -> Result<()> {
     let mut first = server(testbed).await?;
     let mut agents = agents(&first, 2).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
@@ -283,7 +283,7 @@ async fn killed_and_back(testbed: &Testbed) -> Result<()> {
     server.wait_connected("edge-1", true, agent::START).await?;
     visit(on_edge.address).await?;
     let held = hold(on_edge.address, b"after").await?;
-    ensure!(tokens(testbed, &on_edge)? == token, "the node has another token than before");
+    ensure!(tokens(testbed, &on_edge)? == token, "the node has another virtual address than before");
     drop(held);
     ensure!(agents.remove(0).process.stop().await?.success(), "the agent");
     server.process.stop().await?;

@@ -56,7 +56,7 @@ pub(super) fn target_head_2(head: &mut Parts, host: &str) -> Result<(), String> 
     Ok(())
 }
 
-const NOT_PASSED: &str = "the request's target cannot be passed on";
+const NOT_PASSED: &str = "the request's target cannot be forwarded";
 
 /// Returns a path that is never empty: `Uri` would write nothing for an empty path, such as one before a fragment.
 fn path_of(head: &Parts) -> PathAndQuery {
