@@ -154,8 +154,8 @@ async fn start_redirect(
     let Some(options) = config.redirect_start() else { return Ok(Orphans::default()) };
     let orphans = Orphans::find(&options, before.as_ref().and_then(Predecessor::pins))?;
     // What the predecessor redirects is newer than what a dead server has left.
-    let given = before.as_ref().map_or(&[][..], Predecessor::tokens);
-    runtime.router.take_over_addresses(&[given, orphans.virtual_addresses()].concat());
+    let given = before.as_ref().map_or(&[][..], Predecessor::virtual_addresses);
+    runtime.router.take_over_addresses(given, orphans.virtual_addresses());
     runtime.redirect = Some(listeners.start_redirect(options, before).await?);
     Ok(orphans)
 }

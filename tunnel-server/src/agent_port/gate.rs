@@ -37,7 +37,7 @@ const ADDITIONAL: Part = Part::new(1, 32);
 
 /// The parts of the agents' ports.
 pub(crate) const PARTS: [(&str, Part); 5] = [
-    ("unauthenticated", UNAUTHENTICATED),
+    ("handshakes", UNAUTHENTICATED),
     ("known", KNOWN),
     ("certified", CERTIFIED),
     ("enrolments", ENROLMENTS),

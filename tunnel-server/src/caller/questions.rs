@@ -127,6 +127,6 @@ mod tests {
         let _held = turns(&questions, &unauthenticated(1), AT_A_TIME / 2).await;
         let waited = turns(&questions, &unauthenticated(1), MOST_WAITING).await;
         let count = |why| waited.iter().filter(|turn| refused(turn, why)).count();
-        assert_eq!((count("too many"), count("within 4 s")), (MOST_WAITING / 2, MOST_WAITING / 2));
+        assert_eq!((count("too many questions"), count("within 4 s")), (MOST_WAITING / 2, MOST_WAITING / 2));
     }
 }

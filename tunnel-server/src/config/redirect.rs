@@ -48,8 +48,8 @@ pub struct RedirectFlags {
     /// Only processes in this cgroup v2 directory are redirected [default: the host's cgroup v2 root].
     #[arg(long, value_name = "DIR")]
     pub redirect_cgroup: Option<PathBuf>,
-    /// How long (s, m, h), at least 5s, the BPF programs redirect without a heartbeat of this process. Then edge nodes'
-    /// addresses are direct again.
+    /// How long, with a unit (s, m, h), at least 5s, the BPF programs redirect without a heartbeat of this process. Then
+    /// edge nodes' addresses are direct again.
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = orphan_timeout)]
     pub orphan_timeout: Duration,
 }

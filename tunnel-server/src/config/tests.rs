@@ -393,7 +393,7 @@ fn a_redirector_has_its_own_flags() {
     assert_eq!(pod.kube.names.service, "s");
     assert_eq!(format!("{:?}", parsed_again(&pod)), format!("{pod:?}"));
     let token = parsed(&["redirector", "--token=x"]).unwrap_err();
-    assert!(token.starts_with("--token: not in a cluster"), "{token}");
+    assert!(token.starts_with("--token: not supported in a cluster"), "{token}");
 }
 
 #[test]

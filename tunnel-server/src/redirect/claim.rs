@@ -16,6 +16,7 @@ use std::os::fd::AsRawFd as _;
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::{SocketAddr, UnixListener};
+use std::sync::LazyLock;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,8 @@ use nix::errno::Errno;
 use nix::sys::socket::{
     AddressFamily, SockFlag, SockType, UnixAddr, UnixCredentials, connect, getsockopt, socket, sockopt,
 };
+
+use tunnel_core::log_once::LogRarely;
 
 use super::config::RedirectConfig;
 use super::error::RedirectError;
@@ -36,6 +39,8 @@ const ATTEMPTS: u32 = 5;
 const PAUSE: u64 = 200;
 /// Maximum wait for processes whose backlog is full. A server empties its own each second.
 const ANSWER: Duration = Duration::from_millis(2500);
+/// Any process can pose as a server, and a server without its ranges looks each second.
+static IMPOSTORS: LazyLock<LogRarely> = LazyLock::new(LogRarely::default);
 /// Prefix of the names. A name has room for 107 bytes.
 const PREFIX: &str = "postern";
 
@@ -107,13 +112,14 @@ impl Claim {
     }
 
     fn taken(&self) -> Result<Option<RedirectError>, RedirectError> {
-        conflict_of(&self.name, |other| other.state != self.name.state)
+        conflict_of(&self.name, |other| other.state != self.name.state, ANSWER)
     }
 
     /// Reports whether another process with the same state directory has the ranges too. Also valid after a release.
+    /// Waits for none: it is asked on threads that relay.
     pub(super) fn is_shared(&self) -> Result<bool, RedirectError> {
         let same = |other: &Name| other.state == self.name.state && other.number != self.name.number;
-        Ok(conflict_of(&self.name, same)?.is_some())
+        Ok(conflict_of(&self.name, same, Duration::ZERO)?.is_some())
     }
 
     pub(super) fn release(&mut self) {
@@ -129,11 +135,16 @@ impl Claim {
 
 /// The process with an overlapping range, as an error.
 pub(super) fn holder(config: &RedirectConfig, ipv6: bool) -> Result<Option<RedirectError>, RedirectError> {
-    conflict_of(&Name::new(config, ipv6)?, |_| true)
+    conflict_of(&Name::new(config, ipv6)?, |_| true, ANSWER)
 }
 
-/// The conflict with a server among `others` that has an overlapping range.
-fn conflict_of(own: &Name, others: impl Fn(&Name) -> bool) -> Result<Option<RedirectError>, RedirectError> {
+/// The conflict with a server among `others` that has an overlapping range. A process whose backlog stays full for
+/// `patience` is ignored.
+fn conflict_of(
+    own: &Name,
+    others: impl Fn(&Name) -> bool,
+    patience: Duration,
+) -> Result<Option<RedirectError>, RedirectError> {
     let began = Instant::now();
     let mut asked: Vec<Name> = names()?;
     asked.retain(|other| others(other) && own.overlap(other).is_some());
@@ -152,8 +163,10 @@ fn conflict_of(own: &Name, others: impl Fn(&Name) -> bool) -> Result<Option<Redi
             }
         }
         let Some(silent) = full.first() else { return Ok(None) };
-        if began.elapsed() >= ANSWER {
-            tracing::warn!(socket = %silent, "a process poses as a server but accepts nothing, and is ignored");
+        if began.elapsed() >= patience {
+            if IMPOSTORS.due(Instant::now()).is_some() {
+                tracing::warn!(path = %silent, "ignoring a process that poses as a server but accepts nothing");
+            }
             return Ok(None);
         }
         asked = full;
@@ -165,7 +178,9 @@ fn conflict_of(own: &Name, others: impl Fn(&Name) -> bool) -> Result<Option<Redi
 fn server(listener: UnixCredentials, name: &Name) -> Option<String> {
     let (pid, uid) = (listener.pid(), listener.uid());
     if !may_redirect(pid, uid) {
-        tracing::warn!(pid, uid, path = %name, "ignoring an unprivileged process that poses as a server");
+        if IMPOSTORS.due(Instant::now()).is_some() {
+            tracing::warn!(pid, uid, path = %name, "ignoring an unprivileged process that poses as a server");
+        }
         return None;
     }
     // pid 0: the process is in a PID namespace that is not visible here.
@@ -279,11 +294,12 @@ mod tests {
     }
 
     #[test]
-    fn only_a_visible_process_is_known_to_be_unprivileged() {
+    fn only_privileged_processes_are_servers() {
         let named = name("198.18.0.0/15", None, "1-2");
         let found = |pid, uid| server(nix::libc::ucred { pid, uid, gid: uid }.into(), &named);
         assert_eq!(found(i32::MAX, 65534), None);
-        assert!(found(0, 65534).is_some_and(|holder| holder.contains("PID namespace")));
+        assert_eq!(found(0, 65534), None);
+        assert!(found(0, 0).is_some_and(|holder| holder.contains("PID namespace")));
         assert!(found(i32::MAX, 0).is_some());
     }
 

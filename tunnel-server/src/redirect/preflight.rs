@@ -101,10 +101,10 @@ fn lacking(needed: &[(&'static str, u64)]) -> Vec<&'static str> {
     needed.iter().filter(|(_, any)| effective & any == 0).map(|(name, _)| *name).collect()
 }
 
-/// Reports whether a process may have programs attached: it is root, has CAP_NET_ADMIN, or is in a PID namespace that
-/// is not visible here (pid 0), where it may have that.
+/// Reports whether a process may have programs attached: it is root, or has CAP_NET_ADMIN. Nothing is known of the
+/// capabilities of a process in a PID namespace that is not visible here (pid 0).
 pub(super) fn may_redirect(pid: i32, uid: u32) -> bool {
-    uid == 0 || pid == 0 || effective(&pid.to_string()).is_some_and(|effective| effective & NET_ADMIN != 0)
+    uid == 0 || effective(&pid.to_string()).is_some_and(|effective| effective & NET_ADMIN != 0)
 }
 
 /// A process's effective capabilities.

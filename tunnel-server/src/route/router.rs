@@ -330,11 +330,14 @@ impl Router {
     }
 
     /// Takes over the virtual addresses of earlier servers of this host, after the claims and before the first inventory:
-    /// connections that those redirected arrive with them. Of two contradicting entries the first counts.
-    pub fn take_over_addresses(&self, found: &[(IpNet, IpAddr)]) {
+    /// connections that those redirected arrive with them. `given` are a live predecessor's, whose programs redirect by
+    /// them until it has handed over; the claims say whose the others were. Of two contradicting entries the first counts.
+    pub fn take_over_addresses(&self, given: &[(IpNet, IpAddr)], left: &[(IpNet, IpAddr)]) {
         let mut planner = self.planner.lock();
         let Planner { virtual_addresses, claims, .. } = &mut *planner;
-        virtual_addresses.take_over(found, |net| claims.edge_node(net).cloned(), Instant::now());
+        let now = Instant::now();
+        virtual_addresses.take_over(given, |_| None, now);
+        virtual_addresses.take_over(left, |net| claims.edge_node(net).cloned(), now);
     }
 
     /// Takes over the claims of an earlier run, before the first inventory.

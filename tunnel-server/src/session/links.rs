@@ -253,7 +253,7 @@ impl Links {
         }
         state.links.iter_mut().all(|link| {
             let received = link.link.flow.received();
-            *link.suspected.get_or_insert(received) == received
+            link.link.is_silent() || *link.suspected.get_or_insert(received) == received
         })
     }
 

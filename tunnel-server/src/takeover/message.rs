@@ -13,7 +13,7 @@ pub(super) struct Hello {
     /// Directory of its pins.
     pub(super) pins: Option<PathBuf>,
     /// Ranges that it redirects, and the first virtual address of each.
-    pub(super) tokens: Vec<(IpNet, IpAddr)>,
+    pub(super) virtual_addresses: Vec<(IpNet, IpAddr)>,
     /// The nodes of the other servers.
     #[serde(default)]
     pub(super) fleet: Vec<String>,
@@ -49,8 +49,8 @@ mod tests {
 
     #[test]
     fn a_server_that_does_not_tell_of_the_others_is_understood() {
-        let text = r#"{"server_id": "server-a", "pins": null, "tokens": [["192.0.2.1/32", "198.18.0.9"]]}"#;
+        let text = r#"{"server_id": "server-a", "pins": null, "virtual_addresses": [["192.0.2.1/32", "198.18.0.9"]]}"#;
         let hello: Hello = serde_json::from_str(text).unwrap();
-        assert_eq!((hello.tokens.len(), hello.fleet), (1, Vec::new()));
+        assert_eq!((hello.virtual_addresses.len(), hello.fleet), (1, Vec::new()));
     }
 }

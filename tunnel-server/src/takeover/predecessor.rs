@@ -58,9 +58,9 @@ impl Predecessor {
         self.0.socket(name, |_| true)
     }
 
-    /// What it redirects, and the first token of each.
-    pub(crate) fn tokens(&self) -> &[(IpNet, IpAddr)] {
-        &self.0.own().tokens
+    /// What it redirects, and the first virtual address of each.
+    pub(crate) fn virtual_addresses(&self) -> &[(IpNet, IpAddr)] {
+        &self.0.own().virtual_addresses
     }
 
     /// The folder of its pins.

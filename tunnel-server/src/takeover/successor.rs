@@ -149,7 +149,7 @@ impl Succession {
         Hello {
             server_id: self.runtime.server_id.clone(),
             pins: redirect.and_then(|redirect| redirect.pinned_in()),
-            tokens: redirect.map(|redirect| redirect.virtual_addresses()).unwrap_or_default(),
+            virtual_addresses: redirect.map(|redirect| redirect.virtual_addresses()).unwrap_or_default(),
             fleet: self.runtime.peers.nodes().iter().map(ToString::to_string).collect(),
         }
     }

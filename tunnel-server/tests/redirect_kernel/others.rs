@@ -4,6 +4,7 @@ use std::os::fd::AsRawFd as _;
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::{SocketAddr, UnixListener};
 use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -221,17 +222,18 @@ fn crowded() {
             Err(error) => break assert_eq!(error, Errno::EAGAIN),
         }
     }
+    server.set_nonblocking(true).unwrap();
+    let (stop, stopped) = std::sync::mpsc::channel::<()>();
     let emptying = std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_secs(1));
-        for _ in 0..waiting.len() {
-            server.accept().unwrap();
+        while stopped.recv_timeout(Duration::from_secs(1)) == Err(RecvTimeoutError::Timeout) {
+            while server.accept().is_ok() {}
         }
-        server
     });
     let listener = Listener::open();
     let error = Redirect::start(config(), &listener.v4, Some(&listener.v6)).unwrap_err();
     assert!(matches!(error, RedirectError::RangeTaken { .. }), "{error}");
-    drop(emptying.join().unwrap());
+    drop((stop, waiting));
+    emptying.join().unwrap();
 }
 
 /// Another server takes the ranges while this one has released them.

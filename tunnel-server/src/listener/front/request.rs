@@ -147,6 +147,7 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
     };
     let client = match client {
         Some(client) if head.method == Method::CONNECT => {
+            record.presume(Outcome::Shutdown);
             *served.tunnel.lock() = Some(Tunnel { client, upstream, record });
             return Ok(established());
         }

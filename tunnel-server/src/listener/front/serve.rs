@@ -139,7 +139,7 @@ where
     };
     if let Some(tunnel) = served.tunnel.lock().take() {
         // In a task of its own, which does not hold what HTTP took.
-        served.context.drain.spawn(tunnel.run(watched, served.faults.clone()));
+        served.context.drain.spawn(tunnel.run(watched));
         return Ok(());
     }
     let refused = served.refused.lock().take();

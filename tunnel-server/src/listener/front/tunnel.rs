@@ -9,10 +9,10 @@ use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{flushed, reset_on_drop};
+use tunnel_core::relay::{end_on_drop, flushed, reset_on_drop};
 
 use super::body::{Body, empty};
-use super::socket::{Faults, PrefixedSocket};
+use super::socket::PrefixedSocket;
 use crate::listener::access_log::AccessLogGuard;
 use crate::listener::upstream::Upstream;
 
@@ -32,7 +32,7 @@ pub(super) fn established() -> Response<Body> {
 
 impl Tunnel {
     /// Relays until both directions have ended, once hyper has left the client's `socket`.
-    pub(super) async fn run(self, socket: Arc<TcpStream>, faults: Faults) {
+    pub(super) async fn run(self, socket: Arc<TcpStream>) {
         let Self { client, upstream, record } = self;
         let Ok(client) = client.await else {
             return record.end(Outcome::ClientReset, &"the client left before it was connected");
@@ -53,14 +53,15 @@ impl Tunnel {
                 };
             }
         };
+        // Until both directions have ended well, whatever ends this resets the connection.
+        reset_on_drop(&*socket);
         let (mut read, mut write) = tokio::io::split(TokioIo::new(client));
         let ended = upstream.pump(&record, &mut read, &mut write, std::future::pending()).await;
-        if let Err(failed) = &ended {
-            faults.report();
-            if failed.outcome == Outcome::TargetReset {
-                // A reset discards unsent data.
-                flushed(&socket).await;
-            }
+        match &ended {
+            Ok(()) => end_on_drop(&*socket),
+            // A reset discards unsent data.
+            Err(failed) if failed.outcome == Outcome::TargetReset => flushed(&socket).await,
+            Err(_) => {}
         }
         record.finish(&ended);
     }

@@ -212,7 +212,7 @@ fn after_a_restart_an_address_has_its_virtual_address_only_at_its_node() {
 
     let (router, _) = router();
     router.restore_claims(before.stored_claims().unwrap()).unwrap();
-    router.take_over_addresses(&given.clone().into_iter().collect::<Vec<_>>());
+    router.take_over_addresses(&[], &given.clone().into_iter().collect::<Vec<_>>());
     // Another node has edge-1's address.
     let mut nodes = everybody();
     nodes[1] = node("edge-9", true, &["10.8.0.1"]);
