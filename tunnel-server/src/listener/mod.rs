@@ -33,7 +33,7 @@ use std::sync::Arc;
 
 use tokio::net::TcpStream;
 use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{Relay, Side, end_on_drop, prepare_socket, reset_on_drop};
+use tunnel_core::relay::{end_on_drop, prepare_socket, reset_on_drop};
 
 pub(crate) use access_log::AccessLogGuard;
 pub use config::{ConnectConfig, ListenerConfig, parse_secure_ports};
@@ -167,15 +167,7 @@ fn relay(
                 let asked = way.ask(request.target).await?;
                 let on = way.on();
                 let (mut send, answer) = asked.answer(on, request.target, connected);
-                Relay {
-                    side: Side::Server,
-                    flow: &on.link.flow,
-                    stalls: on.stalls,
-                    abort: &abort,
-                    traffic: &traffic,
-                }
-                .run(&mut socket, request.prefix, &mut send, answer)
-                .await
+                on.relay(&abort, &traffic).run(&mut socket, request.prefix, &mut send, answer).await
             });
             record.until_over(&over, relaying.as_mut()).await
         };

@@ -12,7 +12,7 @@ use h2::{RecvStream, SendStream};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{Pipe, Pump, Relay, RelayError, Side, Totals, TunnelStream, pipe};
+use tunnel_core::relay::{Pipe, Pump, RelayError, Totals, TunnelStream, pipe};
 
 use super::access_log::AccessLogGuard;
 use super::context::{Failed, ListenerContext, OpenRequest, Reached};
@@ -158,15 +158,7 @@ fn relay(
         let ended = {
             let on = way.on();
             let mut relaying = pin!(async {
-                Relay {
-                    side: Side::Server,
-                    flow: &on.link.flow,
-                    stalls: on.stalls,
-                    abort: &abort,
-                    traffic: &traffic,
-                }
-                .run(&mut socket, prefix, &mut send, ready(Ok(stream)))
-                .await
+                on.relay(&abort, &traffic).run(&mut socket, prefix, &mut send, ready(Ok(stream))).await
             });
             record.until_over(&on.link.over, relaying.as_mut()).await
         };
@@ -215,6 +207,7 @@ impl Upstream {
             Self::Direct(socket) => direct::pump(socket, record, read, write, gone).await,
         }
     }
+
     /// Relays a client's socket, after bytes that were already read from it.
     pub(super) async fn relay(self, mut socket: TcpStream, prefix: Bytes, record: AccessLogGuard) {
         match self {

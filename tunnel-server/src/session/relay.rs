@@ -1,6 +1,7 @@
 //! A connection on a link: the request, and the wait for the answer.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -10,7 +11,7 @@ use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Versio
 use tonic::{Code, Status};
 use tunnel_core::link::Flow;
 use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{RelayError, StallBound, TARGET_HEADER};
+use tunnel_core::relay::{Abort, Relay, RelayError, Side, StallBound, TARGET_HEADER, Traffic};
 use tunnel_core::text::printable;
 
 use super::link::Link;
@@ -37,6 +38,13 @@ pub(crate) struct On<'a> {
     pub(crate) to: &'a str,
     /// Limits the bytes held for clients that do not read.
     pub(crate) stalls: &'a StallBound,
+}
+
+impl<'a> On<'a> {
+    /// The relay of a client's socket.
+    pub(crate) fn relay(self, abort: &'a Arc<Abort>, traffic: &'a Traffic) -> Relay<'a> {
+        Relay { side: Side::Server, flow: &self.link.flow, stalls: self.stalls, abort, traffic }
+    }
 }
 
 /// Requests a connection to `target` on the link. `to` names the peer, for errors.
