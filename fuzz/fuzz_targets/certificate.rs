@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use rustls_pki_types::CertificateDer;
-use tunnel_core::identity::{ca_hash, holder_of_certificate, is_ca, parse_ca_hash, validity};
+use tunnel_pki::{ca_hash, holder_of_certificate, is_ca, parse_ca_hash, validity};
 
 fuzz_target!(|bytes: &[u8]| {
     let certificate = CertificateDer::from(bytes);

@@ -4,8 +4,8 @@
 use bytes::Bytes;
 use libfuzzer_sys::fuzz_target;
 use prost::Message as _;
-use tunnel_core::proto::Segment;
-use tunnel_core::relay::{Deframer, FrameError, header};
+use tunnel_link::proto::Segment;
+use tunnel_link::relay::{Deframer, FrameError, header};
 
 /// The data that the chunks carry, and the result at their end.
 fn deframe<'a>(chunks: impl Iterator<Item = &'a [u8]>) -> (Vec<u8>, Result<(), FrameError>) {

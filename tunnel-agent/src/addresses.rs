@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tunnel_core::config::HostPort;
-use tunnel_core::net::{Ended, NetChanges, identifies_host, interface_addresses, lookup, source_address};
+use tunnel_runtime::config::HostPort;
+use tunnel_runtime::net::{Ended, NetChanges, identifies_host, interface_addresses, lookup, source_address};
 
 use crate::runtime::Runtime;
 

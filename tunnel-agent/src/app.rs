@@ -8,22 +8,22 @@ use tokio::runtime::Handle;
 use tokio::sync::{OwnedMutexGuard, mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::task::AbortOnDropHandle;
-use tunnel_core::admin::{
+use tunnel_link::relay::{end_quiet, register_stalled};
+use tunnel_pki::Holder;
+use tunnel_pki::enrol::{
+    CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Pace, Recovery,
+    ensure_identity, install_bundles, recover,
+};
+use tunnel_runtime::admin::{
     Admin, Connections, Serving, Status, register_process_metrics, register_tasks, to_json,
 };
-use tunnel_core::identity::Holder;
-use tunnel_core::lifecycle::{Drain, ReadyGuard, Shutdown};
-use tunnel_core::limits::register_limits;
-use tunnel_core::logging;
-use tunnel_core::relay::{end_quiet, register_stalled};
+use tunnel_runtime::lifecycle::{Drain, ReadyGuard, Shutdown};
+use tunnel_runtime::limits::register_limits;
+use tunnel_runtime::logging;
 
 use crate::addresses;
 use crate::config::{Config, KonnectivityConfig, Listen};
 use crate::connections::{self, Connection};
-use crate::identity::{
-    CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Pace, Recovery,
-    ensure_identity, install_bundles, recover,
-};
 use crate::konnectivity::{self, KonnectivityMetrics, check_files};
 use crate::kube::node;
 use crate::listeners::{Listener, Listeners};

@@ -8,14 +8,14 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
-use tunnel_core::admin;
-use tunnel_core::connections::{blocked, first, stalled};
-use tunnel_core::identity::NodeName;
-use tunnel_core::link::Flow;
-use tunnel_core::live::Live;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{Abort, Relaying, Side, Traffic};
-use tunnel_core::text::{age, bytes, harmless};
+use tunnel_link::connections::{blocked, first, stalled};
+use tunnel_link::link::Flow;
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{Abort, Relaying, Side, Traffic};
+use tunnel_runtime::NodeName;
+use tunnel_runtime::admin;
+use tunnel_runtime::live::Live;
+use tunnel_runtime::text::{age, bytes, harmless};
 
 /// A connection whose target has been dialled.
 #[derive(Debug)]
@@ -156,7 +156,7 @@ impl ConnectionStatus {
 
 #[cfg(test)]
 mod tests {
-    use tunnel_core::connections::MAX_ROWS;
+    use tunnel_link::connections::MAX_ROWS;
 
     use super::*;
 

@@ -10,10 +10,10 @@ use http::{HeaderMap, HeaderValue};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::Instant;
 use tonic::Code;
-use tunnel_core::admin::TUNNELLED;
-use tunnel_core::fair::FairShare;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{OF_NODE_HEADER, TARGET_HEADER, prepare_socket};
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{OF_NODE_HEADER, TARGET_HEADER, prepare_socket};
+use tunnel_runtime::admin::TUNNELLED;
+use tunnel_runtime::fair::FairShare;
 
 use crate::places::{Place, Places};
 use crate::policy::Policy;

@@ -22,5 +22,4 @@ pub mod session;
 pub mod status;
 mod takeover;
 
-pub use tunnel_identity as identity;
-pub use tunnel_identity::reach;
+pub use tunnel_pki::enrol::reach;

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::TcpListener;
-use tunnel_core::config::BindError;
-use tunnel_core::log_once::LogOnce;
-use tunnel_core::takeover::Copies;
+use tunnel_runtime::config::BindError;
+use tunnel_runtime::log_once::LogOnce;
+use tunnel_runtime::takeover::Copies;
 
 use crate::config::{Config, Listen};
 use crate::takeover::Predecessor;
@@ -106,7 +106,7 @@ impl Listener {
 
 #[cfg(test)]
 mod tests {
-    use tunnel_core::takeover;
+    use tunnel_runtime::takeover;
 
     use super::*;
     use crate::runtime::of_flags;

@@ -6,9 +6,9 @@ use std::process::ExitCode;
 use anyhow::Context;
 use tunnel_agent::app;
 use tunnel_agent::cli::{Cli, Command, SHORT_HELP};
-use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
-use tunnel_core::lifecycle::{Shutdown, block_on, forbid_core_dumps};
-use tunnel_core::logging;
+use tunnel_runtime::config::{exit, parse_command_line, report_error, shell_line};
+use tunnel_runtime::lifecycle::{Shutdown, block_on, forbid_core_dumps};
+use tunnel_runtime::logging;
 
 /// musl's own allocator maps and unmaps every large buffer, which doubles the CPU time of bulk transfers.
 #[cfg(target_env = "musl")]

@@ -9,9 +9,9 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Metric, Registry, Unit};
-use tunnel_core::live::Live;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::Totals;
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::Totals;
+use tunnel_runtime::live::Live;
 
 use crate::connections::Connection;
 

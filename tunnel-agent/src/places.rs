@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tunnel_core::lifecycle::raise_open_files;
-use tunnel_core::limits::Limits;
-use tunnel_core::link::MAX_STREAMS;
-use tunnel_core::memory::connections;
+use tunnel_link::link::MAX_STREAMS;
+use tunnel_runtime::lifecycle::raise_open_files;
+use tunnel_runtime::limits::Limits;
+use tunnel_runtime::memory::connections;
 
 /// Minimum number of files reserved for links, the admin port and the program itself.
 const OWN_FILES: u32 = 64;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use arc_swap::ArcSwap;
 use ipnet::IpNet;
 use tokio::sync::watch;
-use tunnel_core::config::{TargetNet, TargetRule};
+use tunnel_runtime::config::{TargetNet, TargetRule};
 
 /// Decides whether a target may be dialled.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use arc_swap::ArcSwap;
 use ipnet::IpNet;
 use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
-use tunnel_core::lifecycle::{Readiness, Shutdown};
+use tunnel_runtime::lifecycle::{Readiness, Shutdown};
 
 use crate::config::Config;
 use crate::handover::Handover;

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use tokio::sync::watch;
-use tunnel_core::config::{ConfigError, HostPort};
-use tunnel_core::lifecycle::ReadyGuard;
 use tunnel_kube::ClientSettings;
+use tunnel_runtime::config::{ConfigError, HostPort};
+use tunnel_runtime::lifecycle::ReadyGuard;
 
 use crate::config::Config;
 use crate::kube::discover::Discovery;

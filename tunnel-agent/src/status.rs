@@ -5,10 +5,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
-use tunnel_core::admin::{Status, to_json};
-use tunnel_core::identity::{AgentIdentity, NodeName};
-use tunnel_core::link::limited_by;
-use tunnel_core::text::{age, harmless};
+use tunnel_link::link::limited_by;
+use tunnel_pki::AgentIdentity;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::admin::{Status, to_json};
+use tunnel_runtime::text::{age, harmless};
 
 use crate::konnectivity::KonnectivityStatus;
 use crate::runtime::Runtime;

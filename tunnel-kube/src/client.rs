@@ -21,9 +21,9 @@ use kube::core::Status;
 use kube::core::response::StatusDetails;
 use tower::util::MapResponseLayer;
 use tower::{BoxError, ServiceBuilder, service_fn};
-use tunnel_core::error::chain;
-use tunnel_core::identity::NodeName;
-use tunnel_core::net::lookup;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::error::chain;
+use tunnel_runtime::net::lookup;
 
 /// Namespace of the objects if none is configured.
 const DEFAULT_NAMESPACE: &str = "kube-system";

@@ -14,7 +14,7 @@ use kube::runtime::watcher::{Config, Event, ListSemantic};
 use kube::{Resource, ResourceExt as _};
 use serde::de::DeserializeOwned;
 use tokio::time::{Instant, sleep, timeout};
-use tunnel_core::backoff::Backoff;
+use tunnel_runtime::backoff::Backoff;
 
 use crate::client::reason;
 

@@ -118,7 +118,7 @@ impl Entry {
                 self.set(true, None);
                 if let Some(since) = self.lost.take() {
                     let after = Duration::from_millis(since.elapsed().as_millis() as u64);
-                    let after = tunnel_core::config::duration_text(after);
+                    let after = tunnel_runtime::config::duration_text(after);
                     tracing::info!(resource = self.label.resource, after, "API server available again");
                 }
             }

@@ -8,7 +8,7 @@ use http::{Request, Response, StatusCode};
 use kube::Client;
 use kube::client::Body;
 use tokio::time::Instant;
-use tunnel_core::log_once::LogOnce;
+use tunnel_runtime::log_once::LogOnce;
 
 use crate::api_server::ApiServer;
 use crate::client::{ClientSettings, KubeError};

@@ -3,7 +3,6 @@
 
 mod api_server;
 mod client;
-pub mod doctor;
 mod follow;
 mod followed;
 mod health;

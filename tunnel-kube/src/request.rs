@@ -3,8 +3,8 @@
 use std::fmt::Display;
 use std::time::Duration;
 
-use tunnel_core::backoff::Backoff;
-use tunnel_core::log_once::LogOnce;
+use tunnel_runtime::backoff::Backoff;
+use tunnel_runtime::log_once::LogOnce;
 
 use crate::client::reason;
 

@@ -1,11 +1,9 @@
-//! The cloud side of the tunnel: redirect, listeners, routes, sessions and identity.
-#![deny(unsafe_code)]
+//! The cloud side of the tunnel: listeners, sessions, the CA, the cluster, and what they are to the operator.
+#![forbid(unsafe_code)]
 
 mod admission;
 pub mod agent_port;
-mod answer_cache;
 pub mod app;
-pub mod bench;
 pub mod caller;
 pub mod cli;
 pub mod config;
@@ -16,17 +14,10 @@ pub mod listen;
 pub mod listener;
 pub mod maps;
 pub mod metrics;
-mod page;
 pub mod peers;
 pub mod pki;
 pub mod policy;
-pub mod redirect;
-mod reloaded;
-pub mod role;
-pub mod route;
 pub mod runtime;
 pub mod session;
-pub mod settings;
 pub mod status;
 mod takeover;
-mod yaml;

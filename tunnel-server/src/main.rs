@@ -4,9 +4,9 @@
 use std::process::ExitCode;
 
 use anyhow::Context;
-use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
-use tunnel_core::lifecycle::{Shutdown, block_on, forbid_core_dumps};
-use tunnel_core::logging;
+use tunnel_runtime::config::{exit, parse_command_line, report_error, shell_line};
+use tunnel_runtime::lifecycle::{Shutdown, block_on, forbid_core_dumps};
+use tunnel_runtime::logging;
 use tunnel_server::app;
 use tunnel_server::cli::{Cli, Command, SHORT_HELP, redact};
 use tunnel_server::config::Config;

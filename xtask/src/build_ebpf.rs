@@ -1,5 +1,5 @@
 //! `cargo xtask build-ebpf`: builds the BPF programs into `<target dir>/bpf/object/`, where
-//! `tunnel-server/build.rs` finds them.
+//! `tunnel-redirect/build.rs` finds them.
 //!
 //! The programs need `core` built for a BPF target (`-Z build-std`), hence a toolchain with `rust-src`
 //! that accepts unstable options: any stable one with `RUSTC_BOOTSTRAP=1`, or nightly.

@@ -1,6 +1,6 @@
 //! A fingerprint of everything that the BPF object is built from.
 //!
-//! `xtask build-ebpf` writes it next to the object and `tunnel-server/build.rs` (which includes this very
+//! `xtask build-ebpf` writes it next to the object and `tunnel-redirect/build.rs` (which includes this very
 //! file) compares it, so that an object older than its sources is never embedded. Only `std`: it also
 //! compiles into a build script.
 

@@ -459,7 +459,7 @@ mod tests {
         let any =
             |names: &[&str]| any_library(&names.iter().map(ToString::to_string).collect::<Vec<_>>()).unwrap();
         assert!(!any(&["xtask", "postern-bench"]));
-        assert!(any(&["xtask", "tunnel-core"]));
+        assert!(any(&["xtask", "tunnel-link"]));
     }
 
     #[test]

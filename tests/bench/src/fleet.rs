@@ -21,9 +21,9 @@ use tunnel_agent::metrics::Metrics;
 use tunnel_agent::places::Places;
 use tunnel_agent::runtime::Runtime;
 use tunnel_agent::session::{LinkLoop, LinkSet, Shared};
-use tunnel_core::config::HostPort;
-use tunnel_core::doctor::parse_flags;
-use tunnel_core::identity::{AgentIdentity, TrustBundle};
+use tunnel_doctor::parse_flags;
+use tunnel_pki::{AgentIdentity, TrustBundle};
+use tunnel_runtime::config::HostPort;
 
 /// Lifetime of the agents' certificates.
 const LIFETIME: Duration = Duration::from_secs(24 * 3600);
@@ -117,7 +117,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
     let count: usize = text(2)?.parse().context("COUNT")?;
     let flaps: u32 = text(4)?.parse().context("FLAPS")?;
     ensure!(flaps == 0 || servers.len() == 1, "agents that flap have one server");
-    tunnel_core::lifecycle::raise_open_files();
+    tunnel_runtime::lifecycle::raise_open_files();
     fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
     let identities = identities(&state_dir, count)?;
     println!("{count} identities");

@@ -8,11 +8,10 @@ use std::time::{Duration, SystemTime};
 
 use jiff::{SignedDuration, Timestamp};
 use tonic::Code;
-use tunnel_agent::identity::{EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics};
-use tunnel_core::identity::{
-    ALPN_GRPC, Holder, PrivateKey, agent_tls, anonymous_tls, create_csr, pinned_tls, write_atomically,
-};
-use tunnel_core::proto::{EnrollRequest, RenewRequest};
+use tunnel_link::proto::{EnrollRequest, RenewRequest};
+use tunnel_pki::enrol::{EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics};
+use tunnel_pki::{ALPN_GRPC, Holder, PrivateKey, agent_tls, anonymous_tls, create_csr, pinned_tls};
+use tunnel_runtime::files::write_atomically;
 use tunnel_server::pki::Lifetimes;
 
 use crate::harness::{Session, TestServer, client, enroll, eventually, log, mode, node};
@@ -315,8 +314,7 @@ async fn a_renewal_is_for_the_same_node() {
     assert!(refused.message().contains("postern:node:edge-2"), "{refused}");
     let csr = create_csr(&key).unwrap();
     let answer = client.renew(RenewRequest { csr }).await.unwrap().into_inner();
-    let bundle = tunnel_core::identity::TrustBundle::from_pem(&answer.trust_bundle).unwrap();
-    let renewed =
-        tunnel_core::identity::AgentIdentity::from_pem(&answer.certificate_chain, &key.to_pem(), bundle);
+    let bundle = tunnel_pki::TrustBundle::from_pem(&answer.trust_bundle).unwrap();
+    let renewed = tunnel_pki::AgentIdentity::from_pem(&answer.certificate_chain, &key.to_pem(), bundle);
     assert_eq!(renewed.unwrap().node, node("edge-1"));
 }

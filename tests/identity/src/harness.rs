@@ -22,12 +22,11 @@ use tokio_rustls::{TlsConnector, client::TlsStream};
 use tonic::service::Routes;
 use tonic::transport::{Channel, Endpoint};
 use tower::Service;
-use tunnel_agent::identity::{EnrollConfig, EnrollError, ensure_identity};
 use tunnel_agent::reach::Reach;
-use tunnel_core::identity::{
-    ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, Holder, NodeName, agent_tls, refusal, server_name,
-};
-use tunnel_core::proto::enrollment_client::EnrollmentClient;
+use tunnel_link::proto::enrollment_client::EnrollmentClient;
+use tunnel_pki::enrol::{EnrollConfig, EnrollError, ensure_identity};
+use tunnel_pki::{ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, Holder, agent_tls, refusal, server_name};
+use tunnel_runtime::NodeName;
 use tunnel_server::agent_port::{enroll_routes, for_client};
 use tunnel_server::pki::{
     Ca, EnrollPolicy, EnrollService, KnownNodes, Lifetimes, PkiMetrics, Revocations, ServerCertificate,

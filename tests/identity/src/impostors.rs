@@ -12,8 +12,8 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
-use tunnel_agent::identity::EnrollError;
-use tunnel_core::identity::{ALPN_GRPC, ALPN_TUNNEL, Holder, SERVER_NAME};
+use tunnel_pki::enrol::EnrollError;
+use tunnel_pki::{ALPN_GRPC, ALPN_TUNNEL, Holder, SERVER_NAME};
 
 use crate::harness::{Session, TestServer, connect, enroll, eventually, node};
 

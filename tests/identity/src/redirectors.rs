@@ -8,12 +8,12 @@ use jiff::Timestamp;
 use tokio::io::AsyncReadExt;
 use tonic::Code;
 use tonic::transport::Endpoint;
-use tunnel_agent::identity::EnrollConfig;
-use tunnel_core::identity::{
+use tunnel_link::proto::peer_client::PeerClient;
+use tunnel_link::proto::{Holdings, RenewRequest, WatchRequest};
+use tunnel_pki::enrol::EnrollConfig;
+use tunnel_pki::{
     ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, AgentIdentity, Holder, PrivateKey, TrustBundle, agent_tls, create_csr,
 };
-use tunnel_core::proto::peer_client::PeerClient;
-use tunnel_core::proto::{Holdings, RenewRequest, WatchRequest};
 use tunnel_server::pki::{Revocation, Revocations};
 
 use crate::harness::{DEADLINE, TestServer, client, connect, enroll, node};

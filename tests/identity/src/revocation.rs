@@ -6,9 +6,9 @@ use jiff::Timestamp;
 use rcgen::{CertificateParams, DistinguishedName, KeyPair};
 use serde_json::json;
 use tonic::{Code, Status};
-use tunnel_core::identity::{ALPN_GRPC, AgentIdentity, Holder, PrivateKey, agent_tls, create_csr};
-use tunnel_core::proto::RenewRequest;
-use tunnel_server::inventory::{self, Inventory, Selector};
+use tunnel_link::proto::RenewRequest;
+use tunnel_pki::{ALPN_GRPC, AgentIdentity, Holder, PrivateKey, agent_tls, create_csr};
+use tunnel_routing::inventory::{self, Inventory, Selector};
 use tunnel_server::pki::{Lifetimes, Revocation, Revocations};
 
 use crate::harness::{TestServer, client, enroll, node};
@@ -54,8 +54,7 @@ async fn a_copied_identity_never_comes_back() {
         (Some(unused.as_str().into()), "was revoked"),
         (Some(since.as_str().into()), "was revoked"),
     ] {
-        let error =
-            enroll(&tunnel_agent::identity::EnrollConfig { token, ..config.clone() }).await.unwrap_err();
+        let error = enroll(&tunnel_pki::enrol::EnrollConfig { token, ..config.clone() }).await.unwrap_err();
         assert!(error.to_string().contains(reason), "{error}");
     }
 

@@ -3,8 +3,8 @@
 use std::fs;
 use std::time::Duration;
 
-use tunnel_agent::identity::{EnrollConfig, IdentityKeeper, IdentityMetrics};
-use tunnel_core::identity::TrustBundle;
+use tunnel_pki::TrustBundle;
+use tunnel_pki::enrol::{EnrollConfig, IdentityKeeper, IdentityMetrics};
 use tunnel_server::pki::Lifetimes;
 
 use crate::harness::{DEADLINE, Session, TestServer, enroll, eventually, log};
@@ -107,12 +107,12 @@ async fn a_pushed_bundle_must_verify_the_server_that_pushes_it() {
 /// A connection that was made before the retirement must not outlive it by renewing.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_retired_root_cannot_renew_on_an_old_connection() {
-    use tunnel_core::identity::{ALPN_GRPC, PrivateKey, agent_tls, create_csr};
+    use tunnel_pki::{ALPN_GRPC, PrivateKey, agent_tls, create_csr};
     let server = TestServer::start().await;
     let (_, identity) = server.enrolled("edge-1").await;
     let mut client = crate::harness::client(&server.address, agent_tls(&identity, ALPN_GRPC).unwrap()).await;
     let renew =
-        || tunnel_core::proto::RenewRequest { csr: create_csr(&PrivateKey::generate().unwrap()).unwrap() };
+        || tunnel_link::proto::RenewRequest { csr: create_csr(&PrivateKey::generate().unwrap()).unwrap() };
     let new = server.ca.introduce().unwrap();
     server.ca.activate().unwrap();
     server.ca.retire(true).unwrap();

@@ -3,7 +3,7 @@
 use std::fs;
 use std::time::Duration;
 
-use tunnel_core::identity::{SERVER_NAME, server_names_of_certificate};
+use tunnel_pki::{SERVER_NAME, server_names_of_certificate};
 use tunnel_server::pki::{Lifetimes, ServerNames};
 
 use crate::harness::{Session, TestServer, eventually, log};

@@ -19,7 +19,7 @@ use postern_testbed::{Testbed, load_target};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
-use tunnel_core::link;
+use tunnel_link::link;
 
 /// Port of the healthy echo while something else goes wrong.
 pub(crate) const HEALTHY: u16 = 10255;

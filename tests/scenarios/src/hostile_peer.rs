@@ -17,10 +17,10 @@ use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_core::identity::SERVER_NAME;
-use tunnel_core::proto::agent_event::Event;
-use tunnel_core::proto::agent_server::{Agent, AgentServer};
-use tunnel_core::proto::{AgentEvent, Hello, Load, Notice, NoticeAck, Segment, Welcome, notice};
+use tunnel_link::proto::agent_event::Event;
+use tunnel_link::proto::agent_server::{Agent, AgentServer};
+use tunnel_link::proto::{AgentEvent, Hello, Load, Notice, NoticeAck, Segment, Welcome, notice};
+use tunnel_pki::SERVER_NAME;
 
 /// The contents of an enrolled agent's state folder.
 #[derive(Debug)]

@@ -22,9 +22,9 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::task::JoinSet;
 use tonic::transport::Endpoint;
-use tunnel_core::identity::{SERVER_NAME, create_csr};
-use tunnel_core::proto::RenewRequest;
-use tunnel_core::proto::enrollment_client::EnrollmentClient;
+use tunnel_link::proto::RenewRequest;
+use tunnel_link::proto::enrollment_client::EnrollmentClient;
+use tunnel_pki::{SERVER_NAME, create_csr};
 
 use crate::common::{HEALTHY, alongside, at_once, expect_reset, hold, server_and_agent, take_all, target};
 use crate::hostile_peer::Credentials;

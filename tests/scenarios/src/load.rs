@@ -14,7 +14,7 @@ use postern_testbed::wait::{wait_for, wait_until, while_running};
 use postern_testbed::{Testbed, load_target};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
-use tunnel_core::link;
+use tunnel_link::link;
 
 use crate::common::{
     HEALTHY, alongside, at_once, expect_reset, hold_many, pause, resets_settled, server_and_agent,

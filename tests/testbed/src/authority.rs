@@ -10,7 +10,7 @@ use rcgen::{
     KeyPair, KeyUsagePurpose, SerialNumber,
 };
 use rustls::pki_types::CertificateDer;
-use tunnel_core::identity::SERVER_NAME;
+use tunnel_pki::SERVER_NAME;
 
 /// The CA in a server's state folder.
 #[derive(Debug)]

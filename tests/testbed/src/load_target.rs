@@ -42,7 +42,7 @@ pub const ARGUMENT: &str = "--target";
 pub fn run() -> Result<()> {
     // All addresses of the edge, including those of a whole fleet.
     let address = IpAddr::from(Ipv4Addr::UNSPECIFIED);
-    tunnel_core::lifecycle::raise_open_files();
+    tunnel_runtime::lifecycle::raise_open_files();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
     runtime.block_on(async {
         let serving = async |port| accept_all(listen(address, port)?, port).await;

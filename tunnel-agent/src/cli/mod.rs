@@ -4,8 +4,8 @@ mod doctor;
 mod status;
 
 use clap::{Parser, Subcommand};
-use tunnel_core::bundle::BundleCommand;
-use tunnel_core::doctor::DoctorCommand;
+use tunnel_doctor::DoctorCommand;
+use tunnel_doctor::bundle::BundleCommand;
 
 pub use doctor::ExamineFlags;
 pub use status::StatusCommand;

@@ -3,8 +3,8 @@
 use std::time::SystemTime;
 
 use clap::Args;
-use tunnel_core::admin::{Show, ShowError};
-use tunnel_core::config::value::{self, ListenAddress};
+use tunnel_runtime::admin::{Show, ShowError};
+use tunnel_runtime::config::value::{self, ListenAddress};
 
 use crate::config::DEFAULT_ADMIN_ADDRESS;
 use crate::connections::ConnectionsReport;

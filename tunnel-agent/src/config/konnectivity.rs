@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use tunnel_core::config::value::{self, List};
-use tunnel_core::config::{ConfigError, HostPort, duration_text, pair};
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::config::value::{self, List};
+use tunnel_runtime::config::{ConfigError, HostPort, duration_text, pair};
 
 /// Default port of konnectivity's own agent.
 const AGENT_PORT: &str = "8091";

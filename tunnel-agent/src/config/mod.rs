@@ -11,13 +11,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use tunnel_core::config::value::{self, List, ListenAddress, OnOff};
-use tunnel_core::config::{ConfigError, ConfigFile, HostPort, Ignored, TargetRule};
-use tunnel_core::identity::{ExposeSecret, Holder, NodeName, SecretString};
-use tunnel_core::link::{Congestion, MAX_LINKS};
-use tunnel_core::logging::LogConfig;
+use tunnel_link::link::{Congestion, MAX_LINKS};
+use tunnel_pki::enrol::EnrolmentFlags;
+use tunnel_pki::{ExposeSecret, Holder, SecretString};
+use tunnel_runtime::NodeName;
+use tunnel_runtime::config::value::{self, List, ListenAddress, OnOff};
+use tunnel_runtime::config::{ConfigError, ConfigFile, HostPort, Ignored, TargetRule};
+use tunnel_runtime::logging::LogConfig;
 
-use crate::identity::EnrolmentFlags;
 use crate::kube::{DEFAULT_SERVICE, KubeOptions};
 use crate::reach::{Proxy, Reach};
 pub use konnectivity::KonnectivityConfig;

@@ -4,8 +4,8 @@ use std::net::{IpAddr, SocketAddr};
 
 use clap::Args;
 use ipnet::IpNet;
-use tunnel_core::config::value::{self, List, ListenAddress};
-use tunnel_core::config::{ConfigError, HostPort};
+use tunnel_runtime::config::value::{self, List, ListenAddress};
+use tunnel_runtime::config::{ConfigError, HostPort};
 
 /// Maximum number of listeners: a successor gets them all in one message.
 const MOST_LISTENERS: usize = 128;

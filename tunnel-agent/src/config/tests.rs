@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::CommandFactory;
-use tunnel_core::config::parse;
-use tunnel_core::identity::{ExposeSecret, Holder, SecretString};
-use tunnel_core::logging;
+use tunnel_pki::enrol::EnrollConfig;
+use tunnel_pki::{ExposeSecret, Holder, SecretString};
+use tunnel_runtime::config::parse;
+use tunnel_runtime::logging;
 
 use super::Config;
 use crate::cli::{Cli, SHORT_HELP};
-use crate::identity::EnrollConfig;
 use crate::reach::Reach;
 
 const HASH: &str = "sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";

@@ -3,8 +3,9 @@
 use std::path::Path;
 use std::time::SystemTime;
 
-use tunnel_core::doctor::{Checkup, Finding, Outcome, codes, private_file, validity_of};
-use tunnel_core::identity::{AgentIdentity, IdentityError, NodeName, TrustBundle, files};
+use tunnel_doctor::{Checkup, Finding, Outcome, codes, private_file, validity_of};
+use tunnel_pki::{AgentIdentity, IdentityError, TrustBundle};
+use tunnel_runtime::{NodeName, files};
 
 use crate::config::Config;
 
@@ -102,7 +103,7 @@ fn judge(identity: &AgentIdentity, node: &NodeName, now: SystemTime) -> Outcome 
         faults.push(Finding::new(&codes::RENEWAL_OVERDUE, found, fix));
     }
     let left = validity.not_after.duration_since(now).unwrap_or_default().as_secs();
-    Outcome::of(faults, format!("of {}, expires in {}", identity.node, tunnel_core::text::age(left)))
+    Outcome::of(faults, format!("of {}, expires in {}", identity.node, tunnel_runtime::text::age(left)))
 }
 
 #[cfg(test)]
@@ -143,10 +144,9 @@ mod tests {
         let path = dir.path();
         assert!(load(path).unwrap().is_none());
         let write = |identity: &AgentIdentity| {
-            fs::write(path.join("agent.crt"), tunnel_core::identity::pem_of_certificates(&identity.chain))
-                .unwrap();
+            fs::write(path.join("agent.crt"), tunnel_pki::pem_of_certificates(&identity.chain)).unwrap();
             fs::write(path.join("ca.crt"), identity.bundle.to_pem()).unwrap();
-            let key = tunnel_core::identity::PrivateKey::from_der(&identity.key).unwrap();
+            let key = tunnel_pki::PrivateKey::from_der(&identity.key).unwrap();
             let file = path.join("agent.key");
             fs::write(&file, key.to_pem().as_bytes()).unwrap();
             fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
@@ -158,7 +158,7 @@ mod tests {
         assert_eq!(unusable(path, &load(path).unwrap_err()).code, "key-readable-by-others");
         fs::set_permissions(path.join("agent.key"), fs::Permissions::from_mode(0o600)).unwrap();
         let other = agent(&ca, "edge-1", now, now + life);
-        fs::write(path.join("agent.crt"), tunnel_core::identity::pem_of_certificates(&other.chain)).unwrap();
+        fs::write(path.join("agent.crt"), tunnel_pki::pem_of_certificates(&other.chain)).unwrap();
         let error = load(path).unwrap_err();
         assert_eq!(unusable(path, &error).code, "identity-unusable");
         let error = error.to_string();

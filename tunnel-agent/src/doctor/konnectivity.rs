@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustls::ClientConfig;
-use tunnel_core::doctor::{Checkup, Finding, Outcome, Running, codes, resolves};
+use tunnel_doctor::{Checkup, Finding, Outcome, Running, codes, resolves};
 
 use crate::config::{Config, KonnectivityConfig};
 use crate::konnectivity::{KonnectivityStatus, client_config, connect};

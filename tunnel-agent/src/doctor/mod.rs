@@ -10,10 +10,10 @@ mod way;
 
 use std::time::SystemTime;
 
-use tunnel_core::doctor::{Asked, Checkup, Finding, Outcome, Report, check_running, codes, state_directory};
-use tunnel_core::identity::NodeName;
+use tunnel_doctor::cluster::{Right, answers, rights};
+use tunnel_doctor::{Asked, Checkup, Finding, Outcome, Report, check_running, codes, state_directory};
 use tunnel_kube::ClientSettings;
-use tunnel_kube::doctor::{Right, answers, rights};
+use tunnel_runtime::NodeName;
 
 use crate::config::Config;
 use crate::kube::KubeOptions;

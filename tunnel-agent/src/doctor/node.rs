@@ -4,9 +4,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use tokio::net::TcpStream;
-use tunnel_core::config::{TargetNet, TargetRule};
-use tunnel_core::doctor::{Checkup, Finding, Outcome, codes};
-use tunnel_core::net::interface_addresses;
+use tunnel_doctor::{Checkup, Finding, Outcome, codes};
+use tunnel_runtime::config::{TargetNet, TargetRule};
+use tunnel_runtime::net::interface_addresses;
 
 use crate::config::Config;
 

@@ -1,7 +1,7 @@
 //! Checks the running agent's sessions.
 
-use tunnel_core::doctor::{Finding, Outcome, codes};
-use tunnel_core::text::age;
+use tunnel_doctor::{Finding, Outcome, codes};
+use tunnel_runtime::text::age;
 
 use crate::session::LinkPhase;
 use crate::status::AgentStatus;

@@ -7,7 +7,7 @@ use rcgen::{
     KeyUsagePurpose,
 };
 use rustls_pki_types::CertificateDer;
-use tunnel_core::identity::{AgentIdentity, Holder, PrivateKey, TrustBundle, pem_of_certificates};
+use tunnel_pki::{AgentIdentity, Holder, PrivateKey, TrustBundle, pem_of_certificates};
 
 pub(crate) struct Ca {
     issuer: Issuer<'static, KeyPair>,

@@ -7,13 +7,13 @@ use std::time::{Duration, SystemTime};
 use rustls_pki_types::CertificateDer;
 use socket2::SockRef;
 use tokio::net::{TcpSocket, TcpStream};
-use tunnel_core::config::HostPort;
-use tunnel_core::doctor::{
+use tunnel_doctor::{
     Checkup, Finding, Outcome, Running, Trusted, codes, judge_chain, judge_handshake_error, resolves,
 };
-use tunnel_core::error::chain;
-use tunnel_core::identity::{ALPN_GRPC, AgentIdentity, presented_chain};
-use tunnel_core::net::lookup;
+use tunnel_pki::{ALPN_GRPC, AgentIdentity, presented_chain};
+use tunnel_runtime::config::HostPort;
+use tunnel_runtime::error::chain;
+use tunnel_runtime::net::lookup;
 
 use crate::config::Config;
 use crate::reach::{ProxyFault, Server, proxy_fault};

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::net::TcpStream;
-use tunnel_core::config::HostPort;
-use tunnel_core::konnectivity::{Dial, Gone, Inbox, Outbox, in_words_of_go};
-use tunnel_core::net::lookup;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{CopyError, Side, Traffic, copy, end_on_drop};
-use tunnel_core::text::printable;
+use tunnel_link::konnectivity::{Dial, Gone, Inbox, Outbox, in_words_of_go};
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{CopyError, Side, Traffic, copy, end_on_drop};
+use tunnel_runtime::config::HostPort;
+use tunnel_runtime::net::lookup;
+use tunnel_runtime::text::printable;
 
 use super::shared::{Busy, Held, Shared};
 use crate::dial::{DEFAULT_DEADLINE, DialError, DialRequest};

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::backoff::{Backoff, jittered};
-use tunnel_core::lifecycle::ReadyGuard;
-use tunnel_core::live::Live;
-use tunnel_core::log_once::LogOnce;
-use tunnel_core::text::printable;
+use tunnel_runtime::backoff::{Backoff, jittered};
+use tunnel_runtime::lifecycle::ReadyGuard;
+use tunnel_runtime::live::Live;
+use tunnel_runtime::log_once::LogOnce;
+use tunnel_runtime::text::printable;
 
 use super::shared::{Busy, Shared};
 use super::status::{KonnectivityServer, KonnectivityStatus};

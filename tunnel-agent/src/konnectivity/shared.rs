@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tokio::sync::{Notify, Semaphore};
-use tunnel_core::konnectivity::Room;
+use tunnel_link::konnectivity::Room;
 
 use super::metrics::KonnectivityMetrics;
 use crate::config::KonnectivityConfig;

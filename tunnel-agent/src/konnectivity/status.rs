@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use serde::{Deserialize, Serialize};
-use tunnel_core::text::{age, harmless};
+use tunnel_runtime::text::{age, harmless};
 
 /// The servers, which are reached through one address.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -14,10 +14,10 @@ use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Status, Streaming};
 use tower::service_fn;
-use tunnel_core::error::chain;
-use tunnel_core::konnectivity::agent_service_client::AgentServiceClient;
-use tunnel_core::konnectivity::{Bounds, Connections, LARGEST_MESSAGE, Packet, Packets, single};
-use tunnel_core::text::printable;
+use tunnel_link::konnectivity::agent_service_client::AgentServiceClient;
+use tunnel_link::konnectivity::{Bounds, Connections, LARGEST_MESSAGE, Packet, Packets, single};
+use tunnel_runtime::error::chain;
+use tunnel_runtime::text::printable;
 
 use super::dial::ForServer;
 use super::shared::{Busy, Shared};

@@ -16,9 +16,9 @@ use tokio_rustls::TlsAcceptor;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_core::konnectivity::agent_service_server::{AgentService, AgentServiceServer};
-use tunnel_core::konnectivity::packet::Payload;
-use tunnel_core::konnectivity::{Packet, PacketType};
+use tunnel_link::konnectivity::agent_service_server::{AgentService, AgentServiceServer};
+use tunnel_link::konnectivity::packet::Payload;
+use tunnel_link::konnectivity::{Packet, PacketType};
 
 use super::*;
 use crate::runtime::{Runtime, of_flags};

@@ -9,10 +9,10 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tunnel_core::config::{ConfigError, HostPort};
-use tunnel_core::error::chain;
-use tunnel_core::identity::{ALPN_GRPC, Zeroizing, foreign_tls};
-use tunnel_core::link::tune_link;
+use tunnel_link::link::tune_link;
+use tunnel_pki::{ALPN_GRPC, Zeroizing, foreign_tls};
+use tunnel_runtime::config::{ConfigError, HostPort};
+use tunnel_runtime::error::chain;
 
 use crate::config::KonnectivityConfig;
 use crate::reach::{Reach, Reached, Server, tls_hint};

@@ -16,10 +16,10 @@ use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
-use tunnel_core::config::HostPort;
-use tunnel_core::log_once::LogOnce;
-use tunnel_core::state_file::StateFile;
 use tunnel_kube::{ApiServer, FollowSettings, Followed, FollowedSet, Signal, follow, named};
+use tunnel_runtime::config::HostPort;
+use tunnel_runtime::log_once::LogOnce;
+use tunnel_runtime::state_file::StateFile;
 
 use super::servers::{Found, of_service, of_slices};
 

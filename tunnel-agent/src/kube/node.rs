@@ -8,11 +8,11 @@ use arc_swap::ArcSwap;
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Node;
 use kube::Api;
-use tunnel_core::backoff::{Backoff, jittered};
-use tunnel_core::identity::NodeName;
-use tunnel_core::log_once::LogOnce;
-use tunnel_core::state_file::StateFile;
 use tunnel_kube::{ApiServer, request};
+use tunnel_runtime::NodeName;
+use tunnel_runtime::backoff::{Backoff, jittered};
+use tunnel_runtime::log_once::LogOnce;
+use tunnel_runtime::state_file::StateFile;
 
 /// Minimum and maximum pause between reads. A new node gets its range within seconds and keeps it; in some clusters no
 /// node gets one. The maximum means three requests a second for ten thousand agents.

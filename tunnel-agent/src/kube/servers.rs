@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use k8s_openapi::api::core::v1::{Service, ServicePort};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
-use tunnel_core::config::HostPort;
+use tunnel_runtime::config::HostPort;
 
 /// Name of the agents' port in the Service.
 const PORT: &str = "tcp";

@@ -14,12 +14,12 @@ use tokio::sync::{Mutex, watch};
 use tokio_rustls::TlsConnector;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
-use tunnel_core::config::HostPort;
-use tunnel_core::identity::{ALPN_EDGE, agent_tls, server_name};
-use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{RelayError, StallBound, TARGET_HEADER};
-use tunnel_core::text::printable;
+use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{RelayError, StallBound, TARGET_HEADER};
+use tunnel_pki::{ALPN_EDGE, agent_tls, server_name};
+use tunnel_runtime::config::HostPort;
+use tunnel_runtime::text::printable;
 
 use crate::reach::Server;
 use crate::session::{LinkSet, Shared};
@@ -235,7 +235,7 @@ const EDGE_RELAY_URI: &str = "https://server/postern.tunnel.v1.Edge/Relay";
 
 #[cfg(test)]
 mod tests {
-    use tunnel_core::relay::EDGE_RELAY_PATH;
+    use tunnel_link::relay::EDGE_RELAY_PATH;
 
     use super::*;
 

@@ -15,14 +15,14 @@ use futures_util::FutureExt as _;
 use tokio::io::{AsyncWriteExt as _, Interest};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tunnel_core::config::HostPort;
-use tunnel_core::link::Flow;
-use tunnel_core::live::Live;
-use tunnel_core::log_once::LogRarely;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{
+use tunnel_link::link::Flow;
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{
     Abort, Relay, RelayError, Relaying, Side, Traffic, end_on_drop, end_quiet, prepare_socket,
 };
+use tunnel_runtime::config::HostPort;
+use tunnel_runtime::live::Live;
+use tunnel_runtime::log_once::LogRarely;
 
 use crate::config::Listen;
 use crate::runtime::Runtime;

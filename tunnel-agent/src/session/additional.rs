@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tunnel_core::identity::{ALPN_TUNNEL, agent_tls};
+use tunnel_pki::{ALPN_TUNNEL, agent_tls};
 
 use super::connect::{Connected, connect};
 use super::serve::serve;

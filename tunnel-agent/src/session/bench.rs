@@ -8,10 +8,10 @@ use h2::RecvStream;
 use h2::server::SendResponse;
 use http::{HeaderMap, HeaderValue, Request};
 use tonic::Status;
-use tunnel_core::bench::{LONGEST, MODE_HEADER, Mode, pair, serve};
-use tunnel_core::grpc::{refuse, response};
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{Abort, Traffic, prepare_socket};
+use tunnel_link::bench::{LONGEST, MODE_HEADER, Mode, pair, serve};
+use tunnel_link::grpc::{refuse, response};
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{Abort, Traffic, prepare_socket};
 
 use super::state::SessionState;
 

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
 
 /// Maximum wait for a server that cannot be reached and does not say that it stops, before the next one is dialled too.
 const PATIENCE: Duration = Duration::from_secs(5);

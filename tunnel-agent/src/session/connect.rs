@@ -8,8 +8,8 @@ use rustls_pki_types::CertificateDer;
 use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsConnector, rustls};
-use tunnel_core::identity::server_name;
-use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_pki::server_name;
 
 use super::session_end::{SessionEnd, TCP};
 use crate::reach::{Reached, Server};

@@ -9,9 +9,9 @@ use std::time::Instant;
 use futures_util::{Stream, StreamExt, stream};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_core::link::{BBR_FEATURE, MAX_LINKS};
-use tunnel_core::proto::agent_server::Agent;
-use tunnel_core::proto::{self, AgentEvent, Hello, NoticeAck, Segment, Welcome, agent_event, notice};
+use tunnel_link::link::{BBR_FEATURE, MAX_LINKS};
+use tunnel_link::proto::agent_server::Agent;
+use tunnel_link::proto::{self, AgentEvent, Hello, NoticeAck, Segment, Welcome, agent_event, notice};
 
 use super::session_end::Refusal;
 use super::shared::Shared;

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout_at};
-use tunnel_core::state_file::StateFile;
+use tunnel_runtime::state_file::StateFile;
 
 /// Maximum wait for the disk. The server waits for ten seconds, and flash that others write to may take longer.
 const PATIENCE: Duration = Duration::from_secs(3);

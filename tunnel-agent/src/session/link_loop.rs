@@ -9,10 +9,11 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tunnel_core::backoff::{Backoff, jittered};
-use tunnel_core::identity::{ALPN_TUNNEL, AgentIdentity, agent_tls};
-use tunnel_core::link::MAX_LINKS;
-use tunnel_core::log_once::LogOnce;
+use tunnel_link::link::MAX_LINKS;
+use tunnel_pki::enrol::Refused;
+use tunnel_pki::{ALPN_TUNNEL, AgentIdentity, agent_tls};
+use tunnel_runtime::backoff::{Backoff, jittered};
+use tunnel_runtime::log_once::LogOnce;
 
 use super::additional;
 use super::choice::Use;
@@ -23,7 +24,6 @@ use super::session_end::{Refusal, SessionEnd};
 use super::shared::Shared;
 use super::state::{SessionPhase, SessionState};
 use super::successor;
-use crate::identity::Refused;
 use crate::reach::Server;
 
 /// Minimum pause after a failure.

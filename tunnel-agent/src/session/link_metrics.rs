@@ -3,7 +3,7 @@
 use std::fmt;
 
 use prometheus_client::registry::{Registry, Unit};
-use tunnel_core::gauges::{Gauges, register_gauges};
+use tunnel_runtime::gauges::{Gauges, register_gauges};
 
 use super::LinkStatus;
 

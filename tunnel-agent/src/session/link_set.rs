@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use tokio::sync::watch;
-use tunnel_core::config::HostPort;
-use tunnel_core::lifecycle::ReadyGuard;
+use tunnel_pki::enrol::{IdentityKeeper, Refused};
+use tunnel_runtime::config::HostPort;
+use tunnel_runtime::lifecycle::ReadyGuard;
 
 use super::choice::{Use, rank, reach};
 use super::link_loop::{LinkLoop, LinkStatus};
 use super::shared::Shared;
-use crate::identity::{IdentityKeeper, Refused};
 
 /// Time for which a server whose address is gone is still tried while no other one can be reached.
 const GRACE: Duration = Duration::from_secs(60);

@@ -11,9 +11,9 @@ use h2::server::SendResponse;
 use http::Request;
 use tokio::net::TcpStream;
 use tonic::Status;
-use tunnel_core::grpc::{refuse, response};
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{Abort, Side, Traffic};
+use tunnel_link::grpc::{refuse, response};
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{Abort, Side, Traffic};
 
 use super::state::SessionState;
 use crate::connections::Connection;

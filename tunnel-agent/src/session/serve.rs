@@ -7,11 +7,11 @@ use h2::PingPong;
 use tokio::sync::watch::Receiver;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::bench::BENCH_PATH;
-use tunnel_core::proto::agent_server::AgentServer;
-use tunnel_core::proto::{Addresses, AgentEvent, Load, agent_event};
-use tunnel_core::relay::RELAY_PATH;
-use tunnel_core::{grpc, link};
+use tunnel_link::bench::BENCH_PATH;
+use tunnel_link::proto::agent_server::AgentServer;
+use tunnel_link::proto::{Addresses, AgentEvent, Load, agent_event};
+use tunnel_link::relay::RELAY_PATH;
+use tunnel_link::{grpc, link};
 
 use super::bench::bench;
 use super::connect::{LinkConnection, within};

@@ -4,9 +4,9 @@ use std::error::Error;
 use std::io;
 use std::time::Duration;
 
-use tunnel_core::identity::concerns_certificates;
-use tunnel_core::link::{self, HANDSHAKE_TIMEOUT, LinkDead, PING_INTERVAL};
-use tunnel_core::log_once::LogOnce;
+use tunnel_link::link::{self, HANDSHAKE_TIMEOUT, LinkDead, PING_INTERVAL};
+use tunnel_pki::concerns_certificates;
+use tunnel_runtime::log_once::LogOnce;
 
 use crate::reach::tls_hint;
 

@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
-use tunnel_core::identity::AgentIdentity;
+use tunnel_pki::AgentIdentity;
+use tunnel_pki::enrol::Announced;
 
 use super::bench_policy::BenchPolicy;
 use super::epoch::EpochSource;
 use super::resumed::Resumed;
-use crate::identity::Announced;
 use crate::runtime::Runtime;
 
 /// State shared by all sessions of this agent.

@@ -10,15 +10,15 @@ use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
-use tunnel_core::link;
-use tunnel_core::proto::{AgentEvent, Draining, Load, agent_event};
-use tunnel_core::relay::{Abort, Relay, Side, StallBound, Traffic};
+use tunnel_link::link;
+use tunnel_link::proto::{AgentEvent, Draining, Load, agent_event};
+use tunnel_link::relay::{Abort, Relay, Side, StallBound, Traffic};
+use tunnel_pki::enrol::Announced;
 
 use super::connect::Path;
 use super::session_end::Refusal;
 use super::shared::Shared;
 use crate::dial::Dialler;
-use crate::identity::Announced;
 
 type EventResult = Result<AgentEvent, tonic::Status>;
 

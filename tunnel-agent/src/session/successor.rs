@@ -4,8 +4,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tunnel_core::identity::{ALPN_TUNNEL, agent_tls};
-use tunnel_core::link::Silence;
+use tunnel_link::link::Silence;
+use tunnel_pki::{ALPN_TUNNEL, agent_tls};
 
 use super::connect::{Connected, connect};
 use super::state::SessionState;
@@ -119,7 +119,7 @@ fn patience(silence: &Silence, keepalive: Duration, answer: Duration) -> Duratio
 
 #[cfg(test)]
 mod tests {
-    use tunnel_core::link::Unacknowledged;
+    use tunnel_link::link::Unacknowledged;
 
     use super::*;
 

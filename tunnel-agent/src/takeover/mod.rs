@@ -1,6 +1,6 @@
 //! A second agent with the same state directory on the same node takes over from the first, without a gap.
 //!
-//! The second connects to the first one's Unix socket (`tunnel_core::takeover`) and gets the admin port and the
+//! The second connects to the first one's Unix socket (`tunnel_runtime::takeover`) and gets the admin port and the
 //! listeners that lead to the cloud, on which the first one continues to accept. Then:
 //!
 //! 1. It attaches to the servers, with a Hello that says that it succeeds. The servers give it the node's place, and

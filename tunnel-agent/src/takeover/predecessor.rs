@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use tokio::sync::OwnedMutexGuard;
 use tokio::time::{Instant, sleep};
-use tunnel_core::lifecycle::ReadyGuard;
-use tunnel_core::takeover;
+use tunnel_runtime::lifecycle::ReadyGuard;
+use tunnel_runtime::takeover;
 
 use super::message::{Answer, Ask, Hello};
 use super::successor::Succession;

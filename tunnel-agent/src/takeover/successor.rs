@@ -10,11 +10,11 @@ use std::time::Duration;
 use tokio::net::UnixStream;
 use tokio::sync::OwnedMutexGuard;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::admin::Accepting;
-use tunnel_core::identity::files::create_private_directory;
-use tunnel_core::lifecycle::Shutdown;
-use tunnel_core::log_once::LogOnce;
-use tunnel_core::takeover::{self, Copies, Listener, receive, send, socket_path};
+use tunnel_runtime::admin::Accepting;
+use tunnel_runtime::files::create_private_directory;
+use tunnel_runtime::lifecycle::Shutdown;
+use tunnel_runtime::log_once::LogOnce;
+use tunnel_runtime::takeover::{self, Copies, Listener, receive, send, socket_path};
 
 use super::message::{Answer, Ask, Hello};
 use crate::config::WhenReplaced;
@@ -199,11 +199,11 @@ mod tests {
     use std::time::SystemTime;
 
     use tokio::sync::mpsc;
-    use tunnel_core::identity::Holder;
+    use tunnel_pki::Holder;
+    use tunnel_pki::enrol::{EnrollConfig, IdentityKeeper, IdentityMetrics};
 
     use super::*;
     use crate::doctor::tests_support::{Ca, agent};
-    use crate::identity::{EnrollConfig, IdentityKeeper, IdentityMetrics};
     use crate::runtime::of_flags;
     use crate::session::{LinkSet, Shared};
     use crate::takeover::{Predecessor, take_over};

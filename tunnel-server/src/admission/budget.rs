@@ -1,7 +1,7 @@
 //! Divides the process's open files, or the number its memory allows, into parts, so that each kind of use is
 //! guaranteed its own. Also bounds the memory that unauthenticated connections may use.
 
-use tunnel_core::memory::connections;
+use tunnel_runtime::memory::connections;
 
 /// Bytes that one unauthenticated connection may make the server hold: a head of 64 KiB, TLS, and the state that serves
 /// it.

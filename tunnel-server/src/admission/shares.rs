@@ -12,7 +12,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
 
 use super::source_key;
 

@@ -7,11 +7,11 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::OwnedSemaphorePermit;
 use tonic::Streaming;
-use tunnel_core::grpc::Channel;
-use tunnel_core::identity::NodeName;
-use tunnel_core::link::keep_alive;
-use tunnel_core::proto::agent_client::AgentClient;
-use tunnel_core::proto::{AgentEvent, Hello};
+use tunnel_link::grpc::Channel;
+use tunnel_link::link::keep_alive;
+use tunnel_link::proto::agent_client::AgentClient;
+use tunnel_link::proto::{AgentEvent, Hello};
+use tunnel_runtime::NodeName;
 
 use super::gate::Certified;
 use super::link::{End, LinkContext, Transport, finish, notify, refused};

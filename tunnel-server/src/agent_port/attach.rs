@@ -17,17 +17,18 @@ use tokio::task::JoinSet;
 use tokio::time::{Sleep, sleep};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Streaming};
-use tunnel_core::backoff::jittered;
-use tunnel_core::grpc::{self, Channel, origin};
-use tunnel_core::identity::{NodeName, TrustBundle};
-use tunnel_core::link::{self, BBR_FEATURE, BBR_LINKS, Congestion, Flow, HANDSHAKE_TIMEOUT};
-use tunnel_core::proto::agent_client::AgentClient;
-use tunnel_core::proto::{
+use tunnel_link::grpc::{self, Channel, origin};
+use tunnel_link::link::{self, BBR_FEATURE, BBR_LINKS, Congestion, Flow, HANDSHAKE_TIMEOUT};
+use tunnel_link::proto::agent_client::AgentClient;
+use tunnel_link::proto::{
     self, AgentEvent, Hello, LoopbackPorts, OpenLinks, Refused, Replaced, ServerDraining, Welcome,
     agent_event, notice,
 };
-use tunnel_core::relay::{StallBound, Totals};
-use tunnel_core::text::printable;
+use tunnel_link::relay::{StallBound, Totals};
+use tunnel_pki::TrustBundle;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::backoff::jittered;
+use tunnel_runtime::text::printable;
 
 use super::additional;
 use super::gate::Certified;
@@ -36,8 +37,8 @@ use super::link::{
 };
 use crate::admission::Shares;
 use crate::pki::Refusal;
+use crate::runtime::settings::Settings;
 use crate::session::{Forgotten, Link, Links, Session, Streams};
-use crate::settings::Settings;
 
 /// Maximum size of a control message from an agent, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use clap::Args;
-use tunnel_core::config::value::{self, List, OnOff, Port};
+use tunnel_runtime::config::value::{self, List, OnOff, Port};
 
 /// The agents' port and what they need to attach. The default is that it is off.
 #[derive(Args, Clone, Debug, Default)]

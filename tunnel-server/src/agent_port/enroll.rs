@@ -19,8 +19,8 @@ use tonic::Status;
 use tonic::service::Routes;
 use tower::util::MapRequest;
 use tower::{Service, ServiceExt as _};
-use tunnel_core::link::{PING_INTERVAL, PING_TIMEOUT};
-use tunnel_core::proto::enrollment_server::EnrollmentServer;
+use tunnel_link::link::{PING_INTERVAL, PING_TIMEOUT};
+use tunnel_link::proto::enrollment_server::EnrollmentServer;
 
 use super::gate::Certified;
 use crate::admission::Place;

@@ -10,11 +10,11 @@ use h2::RecvStream;
 use h2::server::SendResponse;
 use http::{HeaderMap, Request, Response, StatusCode};
 use tonic::{Code, Status};
-use tunnel_core::grpc;
-use tunnel_core::identity::NodeName;
-use tunnel_core::link::Flow;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{CLIENT_HEADER, Ended, Forward, NODE_HEADER, TARGET_HEADER, UNLESS_SILENT_HEADER};
+use tunnel_link::grpc;
+use tunnel_link::link::Flow;
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{CLIENT_HEADER, Ended, Forward, NODE_HEADER, TARGET_HEADER, UNLESS_SILENT_HEADER};
+use tunnel_runtime::NodeName;
 
 use crate::admission::{Full, source_key};
 use crate::listener::{AccessLogGuard, ListenerContext, OpenRequest};

@@ -13,10 +13,10 @@ use http::Request;
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::server::TlsStream;
 use tonic::Code;
-use tunnel_core::grpc::response;
-use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{
+use tunnel_link::grpc::response;
+use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{
     Abort, EDGE_RELAY_PATH, Relay, Side, StallBound, TARGET_HEADER, Traffic, prepare_socket,
 };
 

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tunnel_core::identity::NodeName;
-use tunnel_core::link::HANDSHAKE_TIMEOUT;
+use tunnel_link::link::HANDSHAKE_TIMEOUT;
+use tunnel_runtime::NodeName;
 
 use super::known::KnownSources;
 use crate::admission::{Budget, Part, Place, Places, source_key};

@@ -9,8 +9,8 @@ use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio_rustls::server::TlsStream;
 use tokio_util::task::TaskTracker;
-use tunnel_core::identity::ServerTls;
-use tunnel_core::link::{HANDSHAKE_TIMEOUT, tune_link};
+use tunnel_link::link::{HANDSHAKE_TIMEOUT, tune_link};
+use tunnel_pki::ServerTls;
 
 use super::gate::Gate;
 use super::link::LinkContext;

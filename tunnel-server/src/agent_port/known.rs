@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 
 use parking_lot::Mutex;
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
 
 use crate::admission::source_key;
 

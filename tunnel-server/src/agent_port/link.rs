@@ -9,17 +9,18 @@ use h2::client::SendRequest;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
-use tunnel_core::grpc::Channel;
-use tunnel_core::identity::{NodeName, TrustBundle};
-use tunnel_core::link::{self, Congestion, Flow, HANDSHAKE_TIMEOUT};
-use tunnel_core::proto::agent_client::AgentClient;
-use tunnel_core::proto::{Notice, Refused, notice};
-use tunnel_core::text::printable;
+use tunnel_link::grpc::Channel;
+use tunnel_link::link::{self, Congestion, Flow, HANDSHAKE_TIMEOUT};
+use tunnel_link::proto::agent_client::AgentClient;
+use tunnel_link::proto::{Notice, Refused, notice};
+use tunnel_pki::TrustBundle;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::text::printable;
 
 use crate::metrics::Metrics;
 use crate::pki::{Refusal, Standing};
+use crate::runtime::settings::Settings;
 use crate::session::{Fenced, Session, Sessions};
-use crate::settings::Settings;
 
 /// How long an agent may take to acknowledge a notice.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(2);

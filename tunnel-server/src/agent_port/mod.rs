@@ -22,11 +22,11 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
-use tunnel_core::config::HostPort;
-use tunnel_core::identity::{
+use tunnel_link::link::LinkIo;
+use tunnel_pki::{
     ALPN_EDGE, ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, Client, ServerTls, client_of_certificate, validity,
 };
-use tunnel_core::link::LinkIo;
+use tunnel_runtime::config::HostPort;
 
 pub use self::from_edge::FromEdge;
 pub use self::link::{Handover, LinkContext};

@@ -12,11 +12,12 @@ use tokio::task::JoinSet;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_core::link::{self, HANDSHAKE_TIMEOUT, LinkIo};
-use tunnel_core::proto::peer_server::{Peer, PeerServer};
-use tunnel_core::proto::{Holdings, Segment, WatchRequest};
-use tunnel_core::relay::PEER_RELAY_PATH;
-use tunnel_core::{grpc, text::printable};
+use tunnel_link::grpc;
+use tunnel_link::link::{self, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_link::proto::peer_server::{Peer, PeerServer};
+use tunnel_link::proto::{Holdings, Segment, WatchRequest};
+use tunnel_link::relay::PEER_RELAY_PATH;
+use tunnel_runtime::text::printable;
 
 use super::forwarded::{Caller, serve_forwarded};
 use super::link::{Handover, LinkContext};

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
 
 use crate::pki::{Refusal, Standing};
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
 
 use super::link::LinkContext;
 use crate::pki::{KnownNodes, Revocations};

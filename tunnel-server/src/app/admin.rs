@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
-use tunnel_core::admin::{Admin, Serving};
-use tunnel_core::logging;
+use tunnel_runtime::admin::{Admin, Serving};
+use tunnel_runtime::logging;
 
-use crate::bench;
-use crate::page::PAGES;
+use crate::session::bench;
+use crate::status::page::PAGES;
 use crate::status::{Reporter, connections_endpoint};
 
 /// Answers at the listener; None: they are switched off.

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use arc_swap::ArcSwap;
 use rustls::ClientConfig;
 use tokio::sync::watch;
-use tunnel_core::identity::IdentityError;
-use tunnel_core::lifecycle::Shutdown;
+use tunnel_pki::IdentityError;
+use tunnel_runtime::lifecycle::Shutdown;
 
 use super::Bound;
 use super::redirector::{Redirector, ready_once_linked};

@@ -11,16 +11,16 @@ use rustls::ClientConfig;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tunnel_core::config::HostPort;
-use tunnel_core::identity::{ALPN_PEER, Holder, agent_tls};
-use tunnel_core::lifecycle::ReadyGuard;
-use tunnel_core::link::Congestion;
-use tunnel_identity::reach::Reach;
-use tunnel_identity::{
+use tunnel_kube::{ApiServer, ClientSettings};
+use tunnel_link::link::Congestion;
+use tunnel_pki::enrol::reach::Reach;
+use tunnel_pki::enrol::{
     Announced, CsrEnrolment, EnrollConfig, IdentityKeeper, IdentityMetrics, Pace, Recovery, Refused,
     ensure_identity, install_bundles, recover,
 };
-use tunnel_kube::{ApiServer, ClientSettings};
+use tunnel_pki::{ALPN_PEER, Holder, agent_tls};
+use tunnel_runtime::config::HostPort;
+use tunnel_runtime::lifecycle::ReadyGuard;
 
 use crate::config::{Config, NodeSource, RedirectorConfig};
 use crate::peers::{Peers, RedirectorLinks, Refusals};

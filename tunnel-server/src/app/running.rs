@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use tokio::sync::watch;
-use tunnel_core::admin::Serving;
-use tunnel_core::config::HostPort;
+use tunnel_runtime::admin::Serving;
+use tunnel_runtime::config::HostPort;
 
 use crate::agent_port::{AgentPort, Handover};
 use crate::pki::{KnownNodes, ServerCertificate};
 use crate::runtime::Runtime;
-use crate::settings::Settings;
+use crate::runtime::settings::Settings;
 use crate::takeover::{Before, Succession};
 
 /// Time for links and tasks to end once nothing is relayed any more.

@@ -6,8 +6,10 @@ use arc_swap::ArcSwap;
 use rustls::ClientConfig;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::admin::Serving;
-use tunnel_core::limits::Limits;
+use tunnel_redirect::Feeder;
+use tunnel_routing::{follow, keep_claims};
+use tunnel_runtime::admin::Serving;
+use tunnel_runtime::limits::Limits;
 
 use super::identity::Identity;
 use super::running::{Running, Said};
@@ -22,11 +24,9 @@ use crate::listener::ListenerContext;
 use crate::listener::end_moved;
 use crate::peers::{self, PeerContext, RedirectorLinks};
 use crate::pki::{EnrollPolicy, EnrollService, RevocationStore, ServerCertificate, Standing, follow_bundle};
-use crate::redirect::Feeder;
-use crate::route::{follow, keep_claims};
 use crate::runtime::Runtime;
+use crate::runtime::settings::Settings;
 use crate::session::MOST_STREAMS;
-use crate::settings::Settings;
 use crate::takeover::{Gates, NODES, PORTS, Succession, TakeOver};
 
 impl Bound {

@@ -6,18 +6,19 @@ use std::sync::Arc;
 
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
-use tunnel_core::config::ConfigError;
-use tunnel_core::lifecycle::{Readiness, Shutdown};
 use tunnel_kube::KubeError;
+use tunnel_routing::inventory::Inventory;
+use tunnel_routing::{Router, update};
+use tunnel_runtime::config::ConfigError;
+use tunnel_runtime::lifecycle::{Readiness, Shutdown};
+use tunnel_runtime::reloaded::{FileMetrics, ReloadedFile};
 
 use crate::config::{Config, NodeSource};
-use crate::inventory::{self, Inventory, NodeCount, SourceStatus};
+use crate::inventory::{self, NodeCount, SourceStatus};
 use crate::kube::read::cluster_ips::{self, ClusterIps};
 use crate::kube::{Kube, Parts, ServiceEndpoints};
 use crate::listener::ClusterServices;
 use crate::pki::{Ca, Lifetimes, RevocationStore};
-use crate::reloaded::{FileMetrics, ReloadedFile};
-use crate::route::{Router, update};
 use crate::runtime::Runtime;
 use crate::status::SourceReport;
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use tunnel_core::text::printable;
+use tunnel_runtime::text::printable;
 
 /// The group of every authenticated caller.
 pub(super) const AUTHENTICATED: &str = "system:authenticated";

@@ -4,6 +4,7 @@
 //! Nothing here depends on a listener, so every listener that authenticates can use it.
 
 mod access;
+pub(crate) mod answer_cache;
 mod bearer;
 mod certificate;
 mod identity;

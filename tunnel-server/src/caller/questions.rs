@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use tokio::time::timeout;
-use tunnel_core::fair::{FairShare, Turn};
+use tunnel_runtime::fair::{FairShare, Turn};
 
 use super::identity::{Caller, Refusal};
 use crate::admission::source_key;

@@ -13,13 +13,13 @@ use k8s_openapi::api::authorization::v1::{
 use kube::Api;
 use kube::api::PostParams;
 use sha2::{Digest as _, Sha256};
-use tunnel_core::identity::NodeName;
 use tunnel_kube::request;
+use tunnel_runtime::NodeName;
 
 use super::access::Access;
 use super::identity::{Caller, Refusal};
 use super::questions::{Asker, Questions};
-use crate::answer_cache::VerdictCache;
+use crate::caller::answer_cache::VerdictCache;
 
 /// Time for which a positive answer is cached. A deleted token or a withdrawn right still works here that long.
 const YES: Duration = Duration::from_secs(30);

@@ -6,9 +6,9 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::Api;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::identity::TrustBundle;
-use tunnel_core::log_once::LogOnce;
 use tunnel_kube::request;
+use tunnel_pki::TrustBundle;
+use tunnel_runtime::log_once::LogOnce;
 
 use super::tls::CallerTls;
 

@@ -8,7 +8,7 @@ use rustls::ServerConfig;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{NoClientAuth, ResolvesServerCert};
 use tokio_rustls::TlsAcceptor;
-use tunnel_core::identity::{
+use tunnel_pki::{
     IdentityError, PrivateKey, ServerTls, TrustBundle, caller_config, caller_verifier, certified,
 };
 

@@ -5,8 +5,8 @@ use std::io::{self, Write};
 use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
-use tunnel_core::identity::NodeName;
-use tunnel_core::output::Format;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::output::Format;
 
 use super::cluster_args::ClusterArgs;
 use super::output::{Common, fail_if_any, print, print_json};

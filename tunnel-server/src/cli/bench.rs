@@ -7,13 +7,13 @@ use anyhow::Context as _;
 use clap::Args;
 use http::{Method, StatusCode};
 use serde_json::json;
-use tunnel_core::admin::client::{ClientError, fetch, request_within};
-use tunnel_core::identity::NodeName;
-use tunnel_core::link::limited_by;
-use tunnel_core::output::{Format, print};
+use tunnel_link::link::limited_by;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::admin::client::{ClientError, fetch, request_within};
+use tunnel_runtime::output::{Format, print};
 
 use super::running::AskArgs;
-use crate::bench::BenchReport;
+use crate::session::bench::BenchReport;
 use crate::status::{LinkStatus, StatusReport};
 
 /// Longer than the server takes at most.

@@ -4,9 +4,9 @@ use std::io;
 use std::path::Path;
 
 use clap::Args;
+use tunnel_redirect::{Cleaned, RedirectError};
 
 use crate::config::RedirectRanges;
-use crate::redirect::{self, Cleaned, RedirectError};
 
 #[derive(Args, Clone, Debug)]
 pub struct CleanupCommand {
@@ -23,7 +23,7 @@ impl CleanupCommand {
     pub fn run(&self) -> anyhow::Result<()> {
         // The owner does not matter, only that it is not running any more.
         let config = self.ranges.start_config(Path::new(""));
-        let Cleaned { pins, routes } = redirect::cleanup(&config).map_err(explain)?;
+        let Cleaned { pins, routes } = tunnel_redirect::cleanup(&config).map_err(explain)?;
         if pins.is_empty() && routes.is_empty() {
             println!("nothing was left behind");
         }

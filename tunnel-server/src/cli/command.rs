@@ -1,8 +1,8 @@
 //! The program's commands.
 
 use clap::{Parser, Subcommand};
-use tunnel_core::bundle::BundleCommand;
-use tunnel_core::doctor::DoctorCommand;
+use tunnel_doctor::DoctorCommand;
+use tunnel_doctor::bundle::BundleCommand;
 
 use super::agent::AgentCommand;
 use super::bench::BenchCommand;

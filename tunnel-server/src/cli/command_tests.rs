@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Parser;
 use serde_json::Value;
-use tunnel_core::identity::{Holder, PrivateKey, create_csr, public_key_of_csr};
+use tunnel_pki::{Holder, PrivateKey, create_csr, public_key_of_csr};
 
 use super::ca::CaCommand;
 use super::token::TokenCommand;

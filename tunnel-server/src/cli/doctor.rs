@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use tunnel_core::config::value::ListenAddress;
-use tunnel_core::doctor::{Asked, Examine, Report, bad_flags};
+use tunnel_doctor::{Asked, Examine, Report, bad_flags};
+use tunnel_runtime::config::value::ListenAddress;
 
 use super::running::config_of;
 use crate::config::Config;

@@ -8,11 +8,11 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use serde::Deserialize;
-use tunnel_core::config::ConfigError;
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::config::ConfigError;
 
-use crate::inventory::{DEFAULT_KUBELET_PORT, READ_ONLY_KUBELET_PORT};
-use crate::reloaded::read;
+use tunnel_routing::inventory::{DEFAULT_KUBELET_PORT, READ_ONLY_KUBELET_PORT};
+use tunnel_runtime::reloaded::read;
 
 #[derive(Args, Clone, Debug)]
 pub struct ImportCommand {

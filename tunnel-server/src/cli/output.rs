@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::Value;
-use tunnel_core::output::Format;
+use tunnel_runtime::output::Format;
 
 use crate::pki::{DEFAULT_STATE_DIR, PkiError};
 

@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
-use tunnel_core::config::ConfigError;
+use tunnel_runtime::config::ConfigError;
+use tunnel_runtime::reloaded::read;
 
 use crate::policy::Policy;
-use crate::reloaded::read;
 
 #[derive(Args, Clone, Debug)]
 pub struct PolicyCommand {

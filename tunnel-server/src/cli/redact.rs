@@ -2,7 +2,7 @@
 
 use std::io::{self, Read as _, Write as _};
 
-use tunnel_core::bundle::redacted;
+use tunnel_doctor::bundle::redacted;
 
 /// Prints standard input without anything that has the form of a secret.
 ///

@@ -1,9 +1,9 @@
 //! Asks the running server for its flags and its state.
 
 use clap::{Args, Parser, Subcommand};
-use tunnel_core::config::ConfigError;
-use tunnel_core::config::value::{self, ListenAddress};
-use tunnel_core::doctor::{Running, ask_at, parse_flags};
+use tunnel_doctor::{Running, ask_at, parse_flags};
+use tunnel_runtime::config::ConfigError;
+use tunnel_runtime::config::value::{self, ListenAddress};
 
 use crate::config::{Config, RedirectorFlags};
 use crate::listen::DEFAULT_ADMIN_ADDRESS;

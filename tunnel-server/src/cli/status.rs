@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use clap::Args;
 use serde::de::DeserializeOwned;
-use tunnel_core::admin::Show;
-use tunnel_core::identity::NodeName;
-use tunnel_core::output::print;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::admin::Show;
+use tunnel_runtime::output::print;
 
 use super::running::AskArgs;
 use crate::status::{ConnectionsReport, StatusReport, merged};

@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 
 use clap::Args;
-use tunnel_core::config::value;
-use tunnel_core::doctor::DoctorOutput;
-use tunnel_core::identity::NodeName;
+use tunnel_doctor::DoctorOutput;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::config::value;
 
 use super::running::AskArgs;
 use crate::doctor;

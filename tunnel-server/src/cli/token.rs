@@ -5,9 +5,10 @@ use std::io::{self, Write};
 use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
-use tunnel_core::config::HostPort;
-use tunnel_core::identity::{Holder, NodeName};
-use tunnel_core::output::Format;
+use tunnel_pki::Holder;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::config::HostPort;
+use tunnel_runtime::output::Format;
 
 use super::output::{Common, fail_if_any, note, print, print_json};
 use crate::pki::{Ca, Lifetimes, PkiError, ServerFile, TokenRecord, TokenStore, parse_ttl};

@@ -1,6 +1,6 @@
 //! Flags in the file of `--config`.
 
-use tunnel_core::logging;
+use tunnel_runtime::logging;
 
 use super::tests::{config, parsed, parsed_again};
 

@@ -1,7 +1,7 @@
 //! The output of `-h` and `--help`.
 
 use clap::CommandFactory;
-use tunnel_core::config::parse;
+use tunnel_runtime::config::parse;
 
 use crate::cli::{Cli, SHORT_HELP};
 

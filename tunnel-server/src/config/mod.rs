@@ -14,6 +14,9 @@ mod tests;
 
 pub use redirect::{RedirectFlags, RedirectRanges};
 pub use redirector::{RedirectorConfig, RedirectorFlags};
+use tunnel_redirect::RedirectConfig;
+use tunnel_routing::inventory::{DEFAULT_EDGE_SELECTOR, Selector};
+use tunnel_routing::{RouterConfig, host_addresses};
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -22,19 +25,16 @@ use std::time::Duration;
 
 use clap::Args;
 use ipnet::IpNet;
-use tunnel_core::config::value::{self, OnOff};
-use tunnel_core::config::{ConfigError, ConfigFile, HostPort, Ignored};
-use tunnel_core::link::Congestion;
-use tunnel_core::logging::LogConfig;
+use tunnel_link::link::Congestion;
+use tunnel_runtime::config::value::{self, OnOff};
+use tunnel_runtime::config::{ConfigError, ConfigFile, HostPort, Ignored};
+use tunnel_runtime::logging::LogConfig;
 
 use crate::agent_port::service_account;
-use crate::inventory::{DEFAULT_EDGE_SELECTOR, Selector};
 use crate::kube::{KubeOptions, ObjectNames};
 use crate::listen::ListenersConfig;
 use crate::pki::{DEFAULT_STATE_DIR, ServerNames};
-use crate::redirect::RedirectConfig;
-use crate::role::Role;
-use crate::route::{RouterConfig, host_addresses};
+use crate::runtime::role::Role;
 
 /// Source of the nodes and the CA.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use clap::Args;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use tunnel_core::config::value::{self, List};
-use tunnel_core::config::{ConfigError, duration_text};
+use tunnel_runtime::config::value::{self, List};
+use tunnel_runtime::config::{ConfigError, duration_text};
 
-use crate::redirect::{LEAST_ORPHAN_TIMEOUT, PinConfig, RedirectConfig};
+use tunnel_redirect::{LEAST_ORPHAN_TIMEOUT, PinConfig, RedirectConfig};
 
 /// RFC 2544's benchmarking range, never routed on the Internet.
 const DEFAULT_RANGE: &str = "198.18.0.0/15";

@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use tunnel_core::config::{ConfigError, Ignored};
-use tunnel_core::identity::{Holder, NodeName, SecretString};
-use tunnel_core::logging::LogConfig;
-use tunnel_identity::EnrolmentFlags;
+use tunnel_pki::enrol::EnrolmentFlags;
+use tunnel_pki::{Holder, SecretString};
+use tunnel_runtime::NodeName;
+use tunnel_runtime::config::{ConfigError, Ignored};
+use tunnel_runtime::logging::LogConfig;
 
 use super::{Config, NodesConfig, ProcessConfig, RedirectFlags, WritesConfig};
 use crate::kube::{KubeOptions, ObjectNames, object_name};

@@ -6,15 +6,15 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{CommandFactory, Parser};
-use tunnel_core::config::parse;
-use tunnel_core::logging;
+use tunnel_redirect::RedirectConfig;
+use tunnel_routing::inventory::Selector;
+use tunnel_runtime::config::parse;
+use tunnel_runtime::logging;
 
 use super::{Config, NodeSource};
 use crate::cli::{Cli, Command, SHORT_HELP};
-use crate::inventory::Selector;
 use crate::kube::KubeOptions;
-use crate::redirect::RedirectConfig;
-use crate::role::Role;
+use crate::runtime::role::Role;
 
 /// Parses a command line to the configuration, or to the error that would be printed.
 pub(super) fn parsed(words: &[&str]) -> Result<Config, String> {

@@ -1,14 +1,14 @@
 //! Checks the API server: that it answers, that the clocks agree, and the rights that it grants.
 
 use kube::Client;
-use tunnel_core::doctor::{Checkup, Finding, Outcome, codes};
-use tunnel_kube::doctor::{Right, answers, rights};
+use tunnel_doctor::cluster::{Right, answers, rights};
+use tunnel_doctor::{Checkup, Finding, Outcome, codes};
 
 use super::kubelet_names;
 use crate::caller::{ROOTS_CONFIGMAP, ROOTS_NAMESPACE};
 use crate::config::Config;
 use crate::kube::{KubeOptions, ObjectNames};
-use crate::role::Role;
+use crate::runtime::role::Role;
 
 pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, config: &Config) {
     let (client, namespace) = match options.connect().await {

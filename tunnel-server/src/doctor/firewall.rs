@@ -6,12 +6,12 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use ipnet::IpNet;
-use tunnel_core::doctor::{Checkup, Code, Finding, Outcome, Running, codes};
+use tunnel_doctor::{Checkup, Code, Finding, Outcome, Running, codes};
+use tunnel_redirect::SelfTestAddresses;
 
 use super::rules::{Hook, Rules, Suspect};
 use super::trial::{self, Failure};
 use crate::config::{Config, RedirectRanges};
-use crate::redirect::SelfTestAddresses;
 use crate::status::StatusReport;
 
 /// Name of the listeners whose addresses show which address families are redirected.

@@ -1,9 +1,9 @@
 //! Checks that this host has what the redirect needs, and that the redirect works.
 
-use tunnel_core::doctor::{Checkup, Code, Finding, Outcome, Running, codes, metric};
+use tunnel_doctor::{Checkup, Code, Finding, Outcome, Running, codes, metric};
+use tunnel_redirect::{RedirectConfig, RedirectError};
 
 use crate::config::Config;
-use crate::redirect::{self, RedirectConfig, RedirectError};
 use crate::status::{RedirectState, StatusReport};
 
 /// Fewer lost connections may be a momentary state.
@@ -17,12 +17,12 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, running: Optio
         checkup.add("redirect", Outcome::Skipped("--redirect=off".to_owned()));
         return;
     };
-    for check in redirect::host_checks(options) {
+    for check in tunnel_redirect::host_checks(options) {
         // Without capabilities other programs cannot be seen.
         let blocked = checkup.blocked(&["kernel"]).filter(|_| check.name == "other programs");
         checkup.add(check.name, blocked.map_or_else(|| judge(check.name, check.outcome), Outcome::Skipped));
     }
-    let lookups = async || judge_lookups(redirect::foreign_lookups(), replaced(running));
+    let lookups = async || judge_lookups(tunnel_redirect::foreign_lookups(), replaced(running));
     checkup.run("sk_lookup", &["kernel"], lookups).await;
     checkup.run("redirect route", &["running", "kernel"], async || virtual_address_route(options)).await;
     checkup.run("maps", &["running"], async || running.map_or_else(unknown, maps)).await;
@@ -41,7 +41,7 @@ pub(super) fn unknown() -> Outcome {
 /// Converts an error of the redirect to its finding.
 fn judge(name: &str, outcome: Result<String, RedirectError>) -> Outcome {
     let error = match outcome {
-        Ok(found) if name == "kernel" && !redirect::fails_at_connect(&found) => {
+        Ok(found) if name == "kernel" && !tunnel_redirect::fails_at_connect(&found) => {
             let fix = "upgrade to Linux 6.1 or newer if clients have to see that a node is away at connect()";
             return Finding::new(&codes::KERNEL_OLD, found, fix).into();
         }
@@ -102,7 +102,7 @@ fn judge_lookups(foreign: Result<Vec<String>, RedirectError>, replaced: u64) -> 
 }
 
 fn virtual_address_route(options: &RedirectConfig) -> Outcome {
-    match redirect::missing_range_routes(options) {
+    match tunnel_redirect::missing_range_routes(options) {
         Ok(missing) => {
             let faults = missing.iter().map(|range| {
                 let family = if range.addr().is_ipv6() { "-6 " } else { "" };
@@ -182,7 +182,7 @@ fn pins(options: &RedirectConfig, running: &Running<StatusReport>) -> Outcome {
 }
 
 fn left_behind(options: &RedirectConfig) -> Outcome {
-    match redirect::left_behind(options) {
+    match tunnel_redirect::left_behind(options) {
         Ok(folders) => {
             let found = |folder: &std::path::PathBuf| {
                 Finding::new(

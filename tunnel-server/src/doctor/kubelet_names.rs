@@ -10,10 +10,10 @@ use k8s_openapi::api::core::v1::{Node, NodeAddress};
 use kube::api::ListParams;
 use kube::{Api, Client};
 use tokio::time::timeout;
-use tunnel_core::doctor::{Finding, Outcome, codes};
-use tunnel_core::net::lookup;
+use tunnel_doctor::{Finding, Outcome, codes};
+use tunnel_runtime::net::lookup;
 
-use crate::inventory::Selector;
+use tunnel_routing::inventory::Selector;
 
 const DEADLINE: Duration = Duration::from_secs(10);
 /// Nodes listed, and edge nodes examined of them: those of a cluster are alike.
@@ -114,9 +114,9 @@ mod tests {
     use postern_fake_kube::ApiServer;
     use serde_json::json;
     use tunnel_kube::{ClientSettings, connect};
+    use tunnel_routing::inventory::DEFAULT_EDGE_SELECTOR;
 
     use super::*;
-    use crate::inventory::DEFAULT_EDGE_SELECTOR;
 
     #[tokio::test]
     async fn a_name_that_is_looked_up_in_vain_is_found() {

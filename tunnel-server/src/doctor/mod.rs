@@ -16,7 +16,7 @@ pub use node::test;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
-use tunnel_core::doctor::{Asked, Checkup, Outcome, Report, check_running, resolves};
+use tunnel_doctor::{Asked, Checkup, Outcome, Report, check_running, resolves};
 
 use crate::config::{Config, NodeSource};
 use crate::status::StatusReport;

@@ -8,14 +8,14 @@ use std::time::{Duration, SystemTime};
 use rustls_pki_types::ServerName;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use tunnel_core::doctor::{Checkup, Finding, Outcome, Report, Running, codes, validity_of};
-use tunnel_core::identity::{HttpsAnswer, ask_https, describe_certificate, validity};
-use tunnel_core::link::limited_by;
-use tunnel_core::outcome::{OUTCOME_HEADER, Outcome as TunnelOutcome};
+use tunnel_doctor::{Checkup, Finding, Outcome, Report, Running, codes, validity_of};
+use tunnel_link::link::limited_by;
+use tunnel_link::outcome::{OUTCOME_HEADER, Outcome as TunnelOutcome};
+use tunnel_pki::{HttpsAnswer, ask_https, describe_certificate, validity};
+use tunnel_routing::inventory::DEFAULT_KUBELET_PORT;
 
 use super::firewall::tunnelled;
 use crate::config::Config;
-use crate::inventory::DEFAULT_KUBELET_PORT;
 use crate::status::{NodeStatus, RedirectState, StatusReport};
 
 const CONNECT: Duration = Duration::from_secs(5);
@@ -103,7 +103,7 @@ fn judge_tunnel(node: &NodeStatus) -> Outcome {
     let seen = match (node.last_seen_s, &node.last_end) {
         (Some(seconds), end) => format!(
             "last seen {} ago{}",
-            tunnel_core::text::age(seconds),
+            tunnel_runtime::text::age(seconds),
             end.as_ref().map(|end| format!(": {end}")).unwrap_or_default()
         ),
         (None, _) => "not seen since this server started".to_owned(),

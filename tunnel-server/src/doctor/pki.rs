@@ -6,15 +6,15 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use tokio::net::TcpStream;
-use tunnel_core::doctor::{
+use tunnel_doctor::{
     Checkup, Finding, Outcome, Trusted, codes, judge_chain, judge_handshake_error, private_file,
     state_directory, validity_of,
 };
-use tunnel_core::identity::{ALPN_GRPC, TrustBundle, presented_chain, validity};
+use tunnel_pki::{ALPN_GRPC, TrustBundle, presented_chain, validity};
 
 use crate::config::Config;
 use crate::pki::{Ca, KEY_SUFFIX, Lifetimes};
-use crate::role::Role;
+use crate::runtime::role::Role;
 
 const DEADLINE: Duration = Duration::from_secs(10);
 /// A rotation takes as long as the slowest agent is away.

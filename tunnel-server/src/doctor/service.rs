@@ -5,10 +5,10 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::time::Duration;
 
 use tokio::net::TcpStream;
-use tunnel_core::doctor::{Checkup, Finding, Outcome, Running, codes};
+use tunnel_doctor::{Checkup, Finding, Outcome, Running, codes};
+use tunnel_routing::inventory;
 
 use crate::config::{Config, NodeSource};
-use crate::inventory;
 use crate::status::{InventoryStatus, StatusReport};
 
 const DEADLINE: Duration = Duration::from_secs(3);

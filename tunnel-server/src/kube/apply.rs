@@ -12,14 +12,15 @@ use ipnet::IpNet;
 use tokio::sync::watch;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::lifecycle::ReadyGuard;
 use tunnel_kube::Health;
+use tunnel_routing::inventory::Inventory;
+use tunnel_routing::{Router, update, update_services};
+use tunnel_runtime::lifecycle::ReadyGuard;
 
 use super::cache::{Age, ClusterCache};
-use crate::inventory::{Inventory, NodeCount};
+use crate::inventory::NodeCount;
 use crate::pki::KnownNodes;
-use crate::route::{Router, update, update_services};
-use crate::settings::Settings;
+use crate::runtime::settings::Settings;
 
 /// Time for the API server to answer before the state directory is used.
 const GRACE: Duration = Duration::from_secs(3);
@@ -151,11 +152,11 @@ mod tests {
     use std::path::Path;
 
     use prometheus_client::registry::Registry;
-    use tunnel_core::lifecycle::Readiness;
+    use tunnel_routing::RouterConfig;
+    use tunnel_routing::inventory::InventoryNode;
+    use tunnel_runtime::lifecycle::Readiness;
 
     use super::*;
-    use crate::inventory::InventoryNode;
-    use crate::route::RouterConfig;
 
     fn router() -> Arc<Router> {
         let config = RouterConfig::new(
@@ -221,8 +222,9 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_file_is_used_only_where_the_api_server_does_not_answer() {
         let directory = tempfile::tempdir().unwrap();
-        let node =
-            |name| Arc::new([InventoryNode::without_addresses(name)].into_iter().collect::<Inventory>());
+        let node = |name: &str| {
+            Arc::new([InventoryNode::new(name.parse().unwrap())].into_iter().collect::<Inventory>())
+        };
         for (answers, expected) in [(true, "edge-1"), (false, "edge-1"), (true, "edge-2")] {
             let parts = start(directory.path());
             if answers {

@@ -11,12 +11,12 @@ use prometheus_client::registry::Registry;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::state_file::StateFile;
 use tunnel_kube::Health;
+use tunnel_routing::Router;
+use tunnel_routing::inventory::Inventory;
+use tunnel_runtime::state_file::StateFile;
 
-use crate::inventory::Inventory;
-use crate::route::Router;
-use crate::settings::Settings;
+use crate::runtime::settings::Settings;
 
 /// Version of the file's format. Files of another version are not used.
 const VERSION: u32 = 1;

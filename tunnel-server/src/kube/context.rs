@@ -8,11 +8,11 @@ use std::time::Duration;
 use clap::Args;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::identity::NodeName;
 use tunnel_kube::{ClientSettings, Health, KubeError};
+use tunnel_routing::inventory::Inventory;
+use tunnel_runtime::NodeName;
 
-use crate::inventory::Inventory;
-use crate::settings::Settings;
+use crate::runtime::settings::Settings;
 
 /// Time limit of one write. A server that cannot renew the Lease stops writing after ten seconds; with this limit its
 /// last write ends before another server may hold the Lease.

@@ -25,9 +25,11 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::config::HostPort;
-use tunnel_core::lifecycle::ReadyGuard;
 use tunnel_kube::{Health, KubeError};
+use tunnel_routing::Router;
+use tunnel_routing::inventory::{Inventory, Selector};
+use tunnel_runtime::config::HostPort;
+use tunnel_runtime::lifecycle::ReadyGuard;
 
 pub use self::apply::{Apply, Said};
 use self::cache::{Age, ClusterCache};
@@ -40,13 +42,12 @@ use self::read::revocations::RevocationMap;
 use self::read::{configmap, names, nodes, peers, revocations, service_ranges};
 use self::write::events::Events;
 use self::write::{csr, dns, lease, service, tunnels};
-use crate::inventory::{Inventory, NodeCount, Selector, SourceStatus};
+use crate::inventory::{NodeCount, SourceStatus};
 use crate::pki::{
     Ca, KnownNodes, Lifetimes, PkiMetrics, RevocationStore, ServerCertificate, ServerNames, Standing,
 };
-use crate::route::Router;
 use crate::runtime::Runtime;
-use crate::settings::{Listeners, Settings};
+use crate::runtime::settings::{Listeners, Settings};
 use crate::status::SourceReport;
 
 /// The Kubernetes side before its CA is known.

@@ -6,14 +6,14 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 
 use tokio::net::TcpListener;
-use tunnel_core::config::{BindError, ConfigError};
+use tunnel_redirect::{Redirect, RedirectConfig, RedirectError};
+use tunnel_runtime::config::{BindError, ConfigError};
 
 use super::config::ListenersConfig;
 use super::parts::Parts;
 use super::table::{ADMIN, LISTENERS};
 use crate::admission::Budget;
 use crate::listener::{EgressConfig, EgressSocket, Listener as _, Redirected};
-use crate::redirect::{self, Redirect, RedirectConfig, RedirectError};
 use crate::takeover::Predecessor;
 
 /// The listeners that are switched on.
@@ -56,7 +56,7 @@ impl Listeners {
             before.listener(Redirected::NAME, |address| address.is_ipv4() == v4)
         };
         let listeners = [taken(true), taken(false)];
-        let started = redirect::listen(options, listeners).await.map_err(|error| match error {
+        let started = tunnel_redirect::listen(options, listeners).await.map_err(|error| match error {
             RedirectError::NotCgroup { path, reason } => anyhow::Error::new(ConfigError::new(
                 "--redirect-cgroup",
                 path.display().to_string(),

@@ -4,8 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use tunnel_core::config::ConfigError;
-use tunnel_core::identity::{IdentityError, TrustBundle};
+use tunnel_pki::{IdentityError, TrustBundle};
+use tunnel_runtime::config::ConfigError;
+use tunnel_runtime::reloaded::{FileMetrics, NamedFile, ReloadedFile};
 
 use super::config::ListenersConfig;
 use crate::admission::{Budget, Part, Shares};
@@ -14,7 +15,6 @@ use crate::caller::{Authenticator, CallerTls, ClientRoots, Reviewer, Tokens};
 use crate::kube::ServiceEndpoints;
 use crate::listener::{Gatekeeper, ListenerContext, Pods, Reception, Services};
 use crate::policy::Policy;
-use crate::reloaded::{FileMetrics, NamedFile, ReloadedFile};
 use crate::runtime::Runtime;
 
 /// A followed file with its first content; None: it is not given.

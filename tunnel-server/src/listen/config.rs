@@ -4,8 +4,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use clap::Args;
-use tunnel_core::config::ConfigError;
-use tunnel_core::config::value::{self, ListenAddress, Port};
+use tunnel_runtime::config::ConfigError;
+use tunnel_runtime::config::value::{self, ListenAddress, Port};
 
 use crate::agent_port::{AgentsConfig, KonnectivityConfig};
 use crate::listener::{ConnectConfig, EgressConfig, ListenerConfig, Others};

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tunnel_core::config::{ConfigError, HostPort};
-use tunnel_core::takeover::Copies;
+use tunnel_runtime::config::{ConfigError, HostPort};
+use tunnel_runtime::reloaded::{FileMetrics, ReloadedFile};
+use tunnel_runtime::takeover::Copies;
 
 use super::callers::{CallerFiles, Callers, open};
 use super::config::ListenersConfig;
@@ -18,9 +19,8 @@ use crate::listener::{
     check_egress,
 };
 use crate::maps::{Map, check, parse_file};
-use crate::reloaded::{FileMetrics, ReloadedFile};
 use crate::runtime::Runtime;
-use crate::settings::Settings;
+use crate::runtime::settings::Settings;
 use crate::takeover::Gates;
 
 /// The listeners' files. Each is read at start, which fails if the file is wrong, and followed from then on, with the

@@ -6,8 +6,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio::net::TcpListener;
-use tunnel_core::config::ConfigError;
-use tunnel_core::takeover::MOST_SOCKETS;
+use tunnel_runtime::config::ConfigError;
+use tunnel_runtime::takeover::MOST_SOCKETS;
 
 use super::callers::ASKED;
 use super::config::ListenersConfig;

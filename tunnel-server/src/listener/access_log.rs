@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
-use tunnel_core::identity::NodeName;
-use tunnel_core::lifecycle::DrainGuard;
-use tunnel_core::live::Present;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{Abort, Totals, Traffic};
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{Abort, Totals, Traffic};
+use tunnel_runtime::NodeName;
+use tunnel_runtime::lifecycle::DrainGuard;
+use tunnel_runtime::live::Present;
 
 use super::context::{Failed, ListenerContext, OpenRequest, Reached};
 use super::moved::end_if_moved;
@@ -20,7 +20,7 @@ use crate::metrics::{Connection, Failure, Metrics, Relayed};
 use crate::session::Link;
 
 /// The `tracing` target of the access log's events.
-const ACCESS: &str = "tunnel_server::access";
+const ACCESS: &str = "crate::access";
 
 /// A connection from the moment its node is known. Dropping it without [`AccessLogGuard::end`], as when its task is
 /// cancelled or panics, also records it.

@@ -1,7 +1,7 @@
 //! Failures that this server answers itself, and their statuses.
 
 use http::StatusCode;
-use tunnel_core::outcome::Outcome;
+use tunnel_link::outcome::Outcome;
 
 use super::context::Failed;
 use crate::caller::Refusal;

@@ -6,11 +6,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 use ipnet::IpNet;
-use tunnel_core::config::value::{self, List, OnOff, Port};
-use tunnel_core::config::{ConfigError, pair};
+use tunnel_runtime::config::value::{self, List, OnOff, Port};
+use tunnel_runtime::config::{ConfigError, pair};
 
 use crate::maps::{Map, parse_flag};
-use crate::settings::Listeners;
+use crate::runtime::settings::Listeners;
 
 /// The listeners that speak HTTP. The default is that all are off.
 #[derive(Args, Clone, Debug, Default)]

@@ -5,15 +5,15 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use tunnel_core::identity::NodeName;
-use tunnel_core::konnectivity::in_words_of_go;
-use tunnel_core::lifecycle::Drain;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{RelayError, Side};
+use tunnel_link::konnectivity::in_words_of_go;
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{RelayError, Side};
+use tunnel_routing::{NodeAddress, Router};
+use tunnel_runtime::NodeName;
+use tunnel_runtime::lifecycle::Drain;
 
 use crate::metrics::Metrics;
 use crate::peers::Peers;
-use crate::route::{NodeAddress, Router};
 use crate::runtime::Runtime;
 use crate::session::Sessions;
 
@@ -44,14 +44,14 @@ impl ListenerContext {
 impl ListenerContext {
     pub(crate) fn without_nodes() -> Self {
         let mut registry = prometheus_client::registry::Registry::default();
-        let router = Router::without_nodes(&mut registry);
+        let router = crate::runtime::without_nodes(&mut registry);
         let metrics = Metrics::new(&mut registry);
         Self {
             router: router.clone(),
             sessions: Arc::new(Sessions::new(router.clone(), metrics.clone())),
             peers: Arc::new(Peers::new(router)),
             metrics,
-            drain: Drain::new(tunnel_core::lifecycle::Shutdown::new()),
+            drain: Drain::new(tunnel_runtime::lifecycle::Shutdown::new()),
         }
     }
 }

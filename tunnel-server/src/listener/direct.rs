@@ -9,9 +9,9 @@ use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
-use tunnel_core::net::lookup_holding;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{CopyError, Side, Totals, copy, end_on_drop, prepare_socket};
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{CopyError, Side, Totals, copy, end_on_drop, prepare_socket};
+use tunnel_runtime::net::lookup_holding;
 
 use super::access_log::AccessLogGuard;
 use super::context::Failed;

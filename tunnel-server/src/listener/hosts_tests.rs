@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use prometheus_client::registry::Registry;
-use tunnel_core::identity::NodeName;
+use tunnel_routing::inventory::{Inventory, InventoryNode};
+use tunnel_routing::{Resolved, Router, RouterConfig, split_host};
+use tunnel_runtime::NodeName;
 
 use super::connect::{Denied, Gatekeeper, Services};
 use super::context::Reached;
@@ -13,10 +15,8 @@ use super::egress::leads_at_egress;
 use super::front::reached_over_http;
 use super::{Https, OpenRequest, map};
 use crate::caller::{Authenticator, Tokens};
-use crate::inventory::{Inventory, InventoryNode};
 use crate::maps::{Map, Target};
 use crate::policy::{Identity, Policy};
-use crate::route::{Resolved, Router, RouterConfig, split_host};
 
 const PORT: u16 = 10250;
 
@@ -32,7 +32,7 @@ fn router() -> Arc<Router> {
         edge: true,
         addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
         labels: [("edge".to_owned(), String::new())].into(),
-        ..InventoryNode::without_addresses(name)
+        ..InventoryNode::new(name.parse().unwrap())
     };
     let pods = |name: &str, address: &str, range: &str| InventoryNode {
         pod_cidrs: vec![range.parse().unwrap()],

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tokio::net::TcpStream;
+use tunnel_routing::Router;
 
 use super::context::OpenError;
 use super::front::Front;
 use super::open::{Listener, Opened};
-use crate::route::Router;
 
 /// HTTP on loopback, without authentication. Each request's Host names its node; nothing is added to the request.
 pub(crate) struct Http(pub(crate) Arc<Front>);

@@ -8,13 +8,13 @@ use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use tokio::net::TcpStream;
+use tunnel_routing::{Resolved, Router};
 
 use super::client_hello::{HelloError, Parsed, parse_client_hello};
 use super::context::{OpenError, OpenRequest};
 use super::front::Front;
 use super::open::{Listener, Opened};
 use super::preface::{PrefaceError, answer, read_preface, timed_out};
-use crate::route::{Resolved, Router};
 
 /// A fatal TLS alert (RFC 8446 §6) without its description.
 const ALERT: [u8; 6] = [21, 3, 3, 0, 2, 2];

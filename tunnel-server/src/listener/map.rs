@@ -12,14 +12,14 @@ use parking_lot::Mutex;
 use socket2::SockRef;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio_util::sync::CancellationToken;
-use tunnel_core::config::BindError;
-use tunnel_core::takeover::Copies;
+use tunnel_routing::{Resolved, Router};
+use tunnel_runtime::config::BindError;
+use tunnel_runtime::takeover::Copies;
 
 use super::context::{ListenerContext, OpenError, OpenRequest};
 use super::open::{Listener, Opened};
 use crate::admission::{Gate, Shares};
 use crate::maps::{Map, Target, check, overlap};
-use crate::route::{Resolved, Router};
 
 /// The name of all maps' listeners in logs and metrics.
 pub(crate) const MAP: &str = "map";

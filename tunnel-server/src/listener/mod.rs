@@ -32,8 +32,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio::net::TcpStream;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{end_on_drop, prepare_socket, reset_on_drop};
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{end_on_drop, prepare_socket, reset_on_drop};
 
 pub(crate) use access_log::AccessLogGuard;
 pub use config::{ConnectConfig, ListenerConfig, parse_secure_ports};

@@ -6,10 +6,10 @@
 use std::sync::Arc;
 
 use tokio_util::sync::CancellationToken;
-use tunnel_core::outcome::Outcome;
+use tunnel_link::outcome::Outcome;
+use tunnel_routing::{Router, Snapshot};
 
 use crate::metrics::{Connection, Metrics};
-use crate::route::{Router, Snapshot};
 
 /// Ends such connections until `stop`. An address that no other node has yet ends nothing: it may come back to its
 /// node.
@@ -47,18 +47,18 @@ mod tests {
     use bytes::Bytes;
     use futures_util::FutureExt as _;
     use prometheus_client::registry::Registry;
+    use tunnel_routing::ByAddress;
+    use tunnel_routing::inventory::{Inventory, InventoryNode};
 
     use super::*;
-    use crate::inventory::{Inventory, InventoryNode};
     use crate::listener::{AccessLogGuard, ListenerContext, OpenRequest};
-    use crate::route::ByAddress;
 
     /// Sets nodes with these addresses.
     fn routes(router: &Router, nodes: &[(&str, &[&str])]) -> Arc<Snapshot> {
         let node = |(name, addresses): &(&str, &[&str])| InventoryNode {
             edge: true,
             addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
-            ..InventoryNode::without_addresses(name)
+            ..InventoryNode::new(name.parse().unwrap())
         };
         router.set_inventory(nodes.iter().map(node).collect::<Inventory>());
         router.snapshot()
@@ -66,7 +66,7 @@ mod tests {
 
     #[test]
     fn only_what_was_found_by_an_address_that_is_anothers_has_moved() {
-        let router = Router::without_nodes(&mut Registry::default());
+        let router = crate::runtime::without_nodes(&mut Registry::default());
         let begin = routes(&router, &[("a", &["10.8.0.1", "10.8.0.9"]), ("b", &["10.8.0.2"])]);
         let connection = |node: &str, target: &str, found_by: Option<&str>| {
             let (node, target) = (node.parse().unwrap(), target.parse().unwrap());

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tokio::net::TcpStream;
+use tunnel_routing::Router;
 
 use super::context::{OpenError, OpenRequest};
 use super::front::Front;
 use crate::admission::source_key;
-use crate::route::Router;
 
 /// A kind of listener, which finds the node of each accepted connection.
 pub(crate) trait Listener: Send + Sync + 'static {

@@ -6,14 +6,14 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
-use tunnel_core::identity::NodeName;
+use tunnel_routing::Router;
+use tunnel_runtime::NodeName;
 
 use super::connect::Reception;
 use super::context::OpenError;
 use super::front::{Admission, Front};
 use super::open::{Listener, Opened};
 use crate::caller::CallerTls;
-use crate::route::Router;
 
 /// Maximum time in which a client has to begin.
 const BEGIN: Duration = Duration::from_secs(10);

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tokio::net::TcpStream;
+use tunnel_redirect::Redirect;
+use tunnel_routing::Router;
 
 use super::context::{OpenError, OpenRequest};
 use super::open::{Listener, Opened};
 use crate::admission::source_key;
-use crate::redirect::Redirect;
-use crate::route::Router;
 
 pub(crate) struct Redirected {
     /// Recognises its self-tests.

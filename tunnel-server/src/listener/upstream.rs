@@ -11,8 +11,8 @@ use bytes::Bytes;
 use h2::{RecvStream, SendStream};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{Pipe, Pump, RelayError, Totals, TunnelStream, pipe};
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{Pipe, Pump, RelayError, Totals, TunnelStream, pipe};
 
 use super::access_log::AccessLogGuard;
 use super::context::{Failed, ListenerContext, OpenRequest, Reached};

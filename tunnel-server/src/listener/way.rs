@@ -3,11 +3,11 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use tunnel_core::relay::{RelayError, Totals};
+use tunnel_link::relay::{RelayError, Totals};
+use tunnel_routing::RETURN;
 
 use super::context::{ListenerContext, OpenRequest};
 use crate::peers::OnPeer;
-use crate::route::RETURN;
 use crate::session::{Asked, Link, On, Session, Taken};
 
 pub(super) enum Way {

@@ -5,7 +5,8 @@ use std::net::SocketAddr;
 
 use bytes::Bytes;
 use tokio::net::TcpStream;
-use tunnel_core::identity::NodeName;
+use tunnel_routing::{Router, split_host};
+use tunnel_runtime::NodeName;
 
 use super::access_log::AccessLogGuard;
 use super::connect::{Asked, Reception};
@@ -14,7 +15,6 @@ use super::direct;
 use super::open::{Listener, Opened};
 use super::proxy::front;
 use crate::policy::Identity;
-use crate::route::{Router, split_host};
 
 /// The listener's name in logs and metrics.
 pub(crate) const EDGE: &str = "edge";

@@ -1,12 +1,12 @@
 //! Parses a file of maps.
 
 use serde::Deserialize;
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::yaml;
 
 use super::parse::parse_listen;
 use super::{Map, check};
 use crate::policy::Ranges;
-use crate::yaml;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]

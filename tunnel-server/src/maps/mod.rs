@@ -6,7 +6,7 @@ mod parse;
 use std::net::{IpAddr, SocketAddr};
 
 use ipnet::IpNet;
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
 
 pub(crate) use file::parse_file;
 pub(crate) use parse::parse_flag;

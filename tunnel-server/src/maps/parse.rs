@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use std::str::FromStr;
 
 use ipnet::IpNet;
-use tunnel_core::config::value::{cidrs, clients_of};
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::config::value::{cidrs, clients_of};
 
 use super::{Map, Target};
 

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use tunnel_core::identity::NodeName;
-use tunnel_core::link::Flow;
-use tunnel_core::relay::{Abort, Relaying, Side, Traffic};
+use tunnel_link::link::Flow;
+use tunnel_link::relay::{Abort, Relaying, Side, Traffic};
+use tunnel_runtime::NodeName;
 
 /// A connection from the moment its node is known.
 #[derive(Debug)]

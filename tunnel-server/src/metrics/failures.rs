@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use std::time::Instant;
 
 use parking_lot::Mutex;
-use tunnel_core::identity::NodeName;
-use tunnel_core::outcome::{Hop, Outcome};
+use tunnel_link::outcome::{Hop, Outcome};
+use tunnel_runtime::NodeName;
 
 /// Number of failures kept for each hop, so that frequent ones of one hop do not displace the others.
 pub(crate) const KEPT: usize = 20;

@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use parking_lot::RwLock;
 use tokio::sync::watch;
-use tunnel_core::identity::NodeName;
+use tunnel_routing::{Holder, Router};
+use tunnel_runtime::NodeName;
 
 use super::peer::Peer;
-use crate::route::{Holder, Router};
 
 /// The other servers and their nodes.
 pub struct Peers {
@@ -129,7 +129,7 @@ mod tests {
 
     #[tokio::test]
     async fn who_did_not_answer_is_asked_last() {
-        let peers = Peers::new(Router::without_nodes(&mut Registry::default()));
+        let peers = Peers::new(crate::runtime::without_nodes(&mut Registry::default()));
         let node: NodeName = "edge-1".parse().unwrap();
         let (leaving, busy, idle) = (peer("leaving").await, peer("busy").await, peer("idle").await);
         for peer in [&leaving, &busy, &idle] {

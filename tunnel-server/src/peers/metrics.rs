@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use prometheus_client::registry::Registry;
-use tunnel_core::gauges::register_gauges;
+use tunnel_runtime::gauges::register_gauges;
 
 use super::held::Peers;
 

@@ -11,13 +11,13 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use parking_lot::{Mutex, MutexGuard};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
-use tunnel_core::identity::NodeName;
-use tunnel_core::link;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{
+use tunnel_link::link;
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{
     CLIENT_HEADER, NODE_HEADER, PEER_RELAY_PATH, RelayError, StallBound, Totals, UNLESS_SILENT_HEADER,
 };
-use tunnel_core::text::printable;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::text::printable;
 
 use crate::session::{Asked, Link, Links, On, Taken, ask};
 
@@ -191,7 +191,7 @@ impl OnPeer {
 mod tests {
     use http::{Response, StatusCode};
     use tokio::runtime::Handle;
-    use tunnel_core::link::Flow;
+    use tunnel_link::link::Flow;
 
     use super::*;
     use crate::session::Streams;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tunnel_core::identity::TrustBundle;
+use tunnel_pki::TrustBundle;
 
 use super::CaState;
 

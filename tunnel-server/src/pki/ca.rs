@@ -6,8 +6,8 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use tunnel_core::identity::Zeroizing;
-use tunnel_core::identity::files::{self, DirectoryLock, PRIVATE_FILE, PUBLIC_FILE};
+use tunnel_pki::Zeroizing;
+use tunnel_runtime::files::{self, DirectoryLock, PRIVATE_FILE, PUBLIC_FILE};
 
 use super::LOCK;
 use super::ca_state::{CaState, Lifetimes, short_hash};

@@ -9,10 +9,11 @@ use rcgen::{
 };
 use rustls_pki_types::CertificateDer;
 use serde::Serialize;
-use tunnel_core::identity::{
-    BACKDATE, CsrKey, Holder, NodeName, PEER_COMMON_NAME_PREFIX, PEER_ORGANIZATION, PrivateKey, SERVER_NAME,
+use tunnel_pki::{
+    BACKDATE, CsrKey, Holder, PEER_COMMON_NAME_PREFIX, PEER_ORGANIZATION, PrivateKey, SERVER_NAME,
     TrustBundle, Validity, public_key_hash, validity,
 };
+use tunnel_runtime::NodeName;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
 use super::error::PkiError;

@@ -9,11 +9,10 @@ use parking_lot::{Mutex, MutexGuard};
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{Semaphore, watch};
 use tonic::{Code, Request, Response, Status};
-use tunnel_core::identity::{
-    CsrKey, Holder, IdentityError, NodeName, holder_of_certificate, pem_of_certificates, validity,
-};
-use tunnel_core::proto::enrollment_server::Enrollment;
-use tunnel_core::proto::{EnrollRequest, EnrollResponse, RenewRequest};
+use tunnel_link::proto::enrollment_server::Enrollment;
+use tunnel_link::proto::{EnrollRequest, EnrollResponse, RenewRequest};
+use tunnel_pki::{CsrKey, Holder, IdentityError, holder_of_certificate, pem_of_certificates, validity};
+use tunnel_runtime::{NodeName, NodeNameError};
 
 use super::ca_state::CaState;
 use super::error::PkiError;
@@ -256,7 +255,7 @@ impl Inner {
     fn enroll(&self, request: &EnrollRequest) -> Result<(NodeName, EnrollResponse), EnrollError> {
         // The request's form is checked first: that answer does not depend on the token.
         let invalid = |error: IdentityError| EnrollError::Invalid(error.to_string());
-        let node: NodeName = request.node.parse().map_err(invalid)?;
+        let node: NodeName = request.node.parse().map_err(|error: NodeNameError| invalid(error.into()))?;
         let (holder, key) = Self::key(&request.csr, None, &node)?;
         if !self.policy.tokens {
             return Err(EnrollError::TokensOff);

@@ -2,15 +2,18 @@
 
 use std::path::Path;
 
-use tunnel_core::identity::IdentityError;
+use tunnel_pki::IdentityError;
+use tunnel_runtime::files::FileError;
 
 /// Error of an operation on the CA, a token or a certificate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PkiError {
-    /// An error of a certificate, a name or a file.
+    /// An error of a certificate or a name.
     #[error(transparent)]
     Identity(#[from] IdentityError),
+    #[error(transparent)]
+    File(#[from] FileError),
     #[error("signing a certificate: {0}")]
     Sign(String),
     /// A name that cannot be in the server's certificate.

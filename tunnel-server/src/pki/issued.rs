@@ -5,7 +5,8 @@ use std::time::SystemTime;
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
-use tunnel_core::identity::{Holder, NodeName};
+use tunnel_pki::Holder;
+use tunnel_runtime::NodeName;
 
 use super::ca_state::IssuedCertificate;
 use super::error::PkiError;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use tunnel_core::identity::{PrivateKey, TrustBundle, Zeroizing, ca_hash, pem_of_certificates};
+use tunnel_pki::{PrivateKey, TrustBundle, Zeroizing, ca_hash, pem_of_certificates};
 
 use super::ca_state::{CaState, Lifetimes, Role, Root, short_hash};
 use super::error::PkiError;

@@ -6,8 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tunnel_core::identity::IdentityError;
-use tunnel_core::identity::files::{self, DirectoryLock, PRIVATE_FILE};
+use tunnel_runtime::files::{self, DirectoryLock, FileError, PRIVATE_FILE};
 
 use super::LOCK;
 use super::error::PkiError;
@@ -45,7 +44,7 @@ impl Records {
         let path = self.path(name);
         let unusable = |error: &dyn std::fmt::Display| PkiError::file(&path, error, fix);
         let text = files::read_optional(&path).map_err(|error| match error {
-            IdentityError::File { reason, .. } => unusable(&reason),
+            FileError::Unusable { reason, .. } => unusable(&reason),
             other => other.into(),
         })?;
         let Some(text) = text else { return Ok(None) };

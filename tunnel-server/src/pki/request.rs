@@ -3,7 +3,8 @@
 
 use std::fmt::Display;
 
-use tunnel_core::identity::{CsrKey, Holder, NodeName, public_key_of_csr};
+use tunnel_pki::{CsrKey, Holder, public_key_of_csr};
+use tunnel_runtime::NodeName;
 use x509_parser::certification_request::X509CertificationRequest;
 use x509_parser::cri_attributes::ParsedCriAttribute;
 use x509_parser::prelude::FromDer;

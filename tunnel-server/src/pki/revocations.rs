@@ -14,13 +14,13 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::identity::NodeName;
-use tunnel_core::identity::files;
-use tunnel_core::log_once::LogOnce;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::files;
+use tunnel_runtime::log_once::LogOnce;
+use tunnel_runtime::reloaded::FileWatch;
 
 use super::error::PkiError;
 use super::records::Records;
-use crate::reloaded::FileWatch;
 
 const DIRECTORY: &str = "revoked";
 /// Interval at which the files are also read: not every file system has events.

@@ -10,9 +10,9 @@ use rustls::ClientConfig;
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 use tokio_util::task::AbortOnDropHandle;
-use tunnel_core::identity::{ServerTls, Validity, peer_tls, validity};
-use tunnel_core::log_once::LogOnce;
-use tunnel_core::net::interface_addresses;
+use tunnel_pki::{ServerTls, Validity, peer_tls, validity};
+use tunnel_runtime::log_once::LogOnce;
+use tunnel_runtime::net::interface_addresses;
 
 use super::ca::Ca;
 use super::ca_state::{CaState, IssuedCertificate, dns_name};

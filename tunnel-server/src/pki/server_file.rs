@@ -4,8 +4,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use tunnel_core::identity::files::{self, PUBLIC_FILE};
-use tunnel_core::net::source_address;
+use tunnel_runtime::files::{self, PUBLIC_FILE};
+use tunnel_runtime::net::source_address;
 
 use super::{PkiError, ServerNames};
 

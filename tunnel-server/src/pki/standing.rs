@@ -6,10 +6,10 @@ use std::time::SystemTime;
 
 use jiff::Timestamp;
 use tokio::sync::watch;
-use tunnel_core::identity::NodeName;
+use tunnel_routing::inventory::Inventory;
+use tunnel_runtime::NodeName;
 
 use super::revocations::Revocations;
-use crate::inventory::Inventory;
 
 /// The nodes of the inventory, with their creation times if known.
 pub type KnownNodes = Inventory;
@@ -161,10 +161,10 @@ mod tests {
     use std::time::Duration;
 
     use futures_util::FutureExt as _;
+    use tunnel_routing::inventory::InventoryNode;
 
     use super::super::revocations::Revocation;
     use super::*;
-    use crate::inventory::InventoryNode;
 
     fn node(name: &str) -> NodeName {
         name.parse().unwrap()
@@ -174,7 +174,10 @@ mod tests {
 
     /// Nodes with their creation times.
     fn nodes<const N: usize>(nodes: [(&str, Option<SystemTime>); N]) -> Option<Arc<KnownNodes>> {
-        let node = |(name, created)| InventoryNode { created, ..InventoryNode::without_addresses(name) };
+        let node = |(name, created): (&str, _)| InventoryNode {
+            created,
+            ..InventoryNode::new(name.parse().unwrap())
+        };
         Some(Arc::new(nodes.into_iter().map(node).collect()))
     }
 

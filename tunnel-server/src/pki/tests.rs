@@ -11,10 +11,11 @@ use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::ServerCertVerifier as _;
 use rustls::server::WebPkiClientVerifier;
 use rustls_pki_types::{ServerName, UnixTime};
-use tunnel_core::identity::{
-    Client, Holder, IdentityError, NodeName, PrivateKey, SERVER_NAME, client_of_certificate, create_csr,
+use tunnel_pki::{
+    Client, Holder, IdentityError, PrivateKey, SERVER_NAME, client_of_certificate, create_csr,
     public_key_of_csr, server_names_of_certificate, validity,
 };
+use tunnel_runtime::NodeName;
 
 use super::{Ca, IssuedLedger, Lifetimes, PkiError, Role};
 
@@ -202,8 +203,7 @@ fn a_rotation_takes_three_steps() {
     assert!(ca.introduce().unwrap_err().to_string().contains("ca retire"));
     // An agent that knows only the old root still accepts the server.
     let (server, _) = state.issue_server(&[], &[]).unwrap();
-    let old_only =
-        tunnel_core::identity::TrustBundle::new(vec![state.roots()[1].certificate.clone()]).unwrap();
+    let old_only = tunnel_pki::TrustBundle::new(vec![state.roots()[1].certificate.clone()]).unwrap();
     old_only.verify_server(&server.chain).unwrap();
     assert_eq!(state.bundle().issuer_of(&before.chain[0]), Some(1));
 

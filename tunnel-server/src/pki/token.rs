@@ -7,8 +7,8 @@ use std::time::Duration;
 use rand::Rng;
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
-use tunnel_core::config::value;
-use tunnel_core::identity::{ExposeSecret, SecretString};
+use tunnel_pki::{ExposeSecret, SecretString};
+use tunnel_runtime::config::value;
 
 use super::error::PkiError;
 

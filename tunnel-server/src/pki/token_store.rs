@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
-use tunnel_core::identity::files;
-use tunnel_core::identity::{Holder, NodeName};
+use tunnel_pki::Holder;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::files;
 
 use super::error::PkiError;
 use super::records::Records;

@@ -3,10 +3,10 @@
 use std::fmt;
 use std::net::IpAddr;
 
-use tunnel_core::identity::NodeName;
+use tunnel_routing::inventory::InventoryNode;
+use tunnel_runtime::NodeName;
 
 use crate::caller::Caller;
-use crate::inventory::InventoryNode;
 
 /// Identity that a caller has shown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

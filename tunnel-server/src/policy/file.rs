@@ -4,10 +4,10 @@ use ipnet::IpNet;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 use std::fmt;
-use tunnel_core::config::{PortSet, value};
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::config::{PortSet, value};
 
-use crate::inventory::Selector;
+use tunnel_routing::inventory::Selector;
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]

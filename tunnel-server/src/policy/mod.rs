@@ -10,11 +10,11 @@ pub use caller::{Destination, Identity, Origin};
 pub(crate) use file::Ranges;
 
 use file::{File, What, Who};
-use tunnel_core::config::PortSet;
-use tunnel_core::net::may_dial;
+use tunnel_runtime::config::PortSet;
+use tunnel_runtime::net::may_dial;
 
-use crate::inventory::{InventoryNode, Selector};
-use crate::yaml;
+use tunnel_routing::inventory::{InventoryNode, Selector};
+use tunnel_runtime::yaml;
 
 /// The rules in effect. The default has none and denies everything.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -228,7 +228,7 @@ mod tests {
             edge: true,
             addresses: vec!["10.8.0.7".parse().unwrap()],
             labels: labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect(),
-            ..InventoryNode::without_addresses(name)
+            ..InventoryNode::new(name.parse().unwrap())
         }
     }
 

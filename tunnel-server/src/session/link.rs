@@ -7,7 +7,7 @@ use bytes::Bytes;
 use h2::client::SendRequest;
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::link::Flow;
+use tunnel_link::link::Flow;
 
 use super::unanswered::Unanswered;
 

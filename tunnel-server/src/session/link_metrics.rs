@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use prometheus_client::registry::{Registry, Unit};
-use tunnel_core::gauges::{Gauges, register_gauges};
+use tunnel_runtime::gauges::{Gauges, register_gauges};
 
 use super::{Link, Sessions};
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use tokio::sync::watch;
-use tunnel_core::link::MAX_LINKS;
+use tunnel_link::link::MAX_LINKS;
 
 use super::link::{Link, Taken};
 
@@ -267,7 +267,7 @@ impl Links {
 pub(super) mod tests {
     use tokio::runtime::Handle;
     use tokio_util::sync::CancellationToken;
-    use tunnel_core::link::Flow;
+    use tunnel_link::link::Flow;
 
     use super::super::link::{MOST_STREAMS, Streams};
     use super::*;

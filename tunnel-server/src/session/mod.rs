@@ -1,5 +1,6 @@
 //! The sessions with the agents: one per node, with a stream on a link for each connection.
 
+pub mod bench;
 mod link;
 mod link_metrics;
 mod links;
@@ -15,12 +16,12 @@ use std::time::{Instant, SystemTime};
 
 use http::{HeaderMap, HeaderValue};
 use tokio_util::sync::CancellationToken;
-use tunnel_core::identity::NodeName;
-use tunnel_core::relay::{OF_NODE_HEADER, RELAY_PATH, RelayError, StallBound, Totals};
+use tunnel_link::relay::{OF_NODE_HEADER, RELAY_PATH, RelayError, StallBound, Totals};
+use tunnel_routing::Router;
+use tunnel_runtime::NodeName;
 
 use crate::admission::Shares;
 use crate::pki::Refusal;
-use crate::route::Router;
 
 pub(crate) use link::Streams;
 pub use link::{Link, MOST_STREAMS, Taken};

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{broadcast, watch};
-use tunnel_core::identity::NodeName;
+use tunnel_routing::{Holder, Router};
+use tunnel_runtime::NodeName;
 
 use super::Session;
 use crate::metrics::Metrics;
-use crate::route::{Holder, Router};
 
 /// Number of moves that a follower may lag behind before it has to start again.
 const MOVES: usize = 1 << 12;
@@ -278,7 +278,7 @@ mod tests {
 
     use prometheus_client::registry::Registry;
     use tokio_util::sync::CancellationToken;
-    use tunnel_core::relay::{StallBound, Totals};
+    use tunnel_link::relay::{StallBound, Totals};
 
     use super::*;
     use crate::pki::Refusal;
@@ -287,7 +287,7 @@ mod tests {
 
     fn sessions() -> Sessions {
         let mut registry = Registry::default();
-        let router = Router::without_nodes(&mut registry);
+        let router = crate::runtime::without_nodes(&mut registry);
         Sessions::new(router, Metrics::new(&mut registry))
     }
 

@@ -9,10 +9,10 @@ use h2::client::ResponseFuture;
 use h2::{RecvStream, SendStream};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Version, header};
 use tonic::{Code, Status};
-use tunnel_core::link::Flow;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{Abort, Relay, RelayError, Side, StallBound, TARGET_HEADER, Traffic};
-use tunnel_core::text::printable;
+use tunnel_link::link::Flow;
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{Abort, Relay, RelayError, Side, StallBound, TARGET_HEADER, Traffic};
+use tunnel_runtime::text::printable;
 
 use super::link::Link;
 

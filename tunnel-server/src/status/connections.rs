@@ -5,10 +5,10 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use tunnel_core::admin;
-use tunnel_core::connections::{blocked, first, stalled};
-use tunnel_core::identity::NodeName;
-use tunnel_core::text::{age, bytes, harmless};
+use tunnel_link::connections::{blocked, first, stalled};
+use tunnel_runtime::NodeName;
+use tunnel_runtime::admin;
+use tunnel_runtime::text::{age, bytes, harmless};
 
 use super::table::write_table;
 use crate::metrics::{Connection, Metrics};
@@ -171,9 +171,9 @@ impl ConnectionStatus {
 #[cfg(test)]
 mod tests {
     use prometheus_client::registry::Registry;
-    use tunnel_core::connections::MAX_ROWS;
-    use tunnel_core::link::Flow;
-    use tunnel_core::relay::Traffic;
+    use tunnel_link::connections::MAX_ROWS;
+    use tunnel_link::link::Flow;
+    use tunnel_link::relay::Traffic;
 
     use super::*;
     use crate::metrics::Relayed;

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
-use tunnel_core::identity::NodeName;
-use tunnel_core::text::{age, harmless};
+use tunnel_runtime::NodeName;
+use tunnel_runtime::text::{age, harmless};
 
 use super::model::{NodeStatus, RedirectState, StatusReport};
 use super::table::{MAX_CONFLICTS, MAX_NODES, NODE_COLUMNS, more, write_table};

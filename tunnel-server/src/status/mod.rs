@@ -3,6 +3,7 @@
 mod connections;
 mod merged;
 mod model;
+pub(crate) mod page;
 mod report;
 mod table;
 

@@ -5,11 +5,11 @@ use std::net::{IpAddr, SocketAddr};
 
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
-use tunnel_core::identity::NodeName;
+use tunnel_routing::Conflict;
+use tunnel_runtime::NodeName;
 
 use crate::inventory::SourceStatus;
-use crate::role::Role;
-use crate::route::Conflict;
+use crate::runtime::role::Role;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StatusReport {

@@ -5,16 +5,16 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tunnel_core::admin;
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::admin;
 
 use super::model::{
     FailureStatus, FailuresStatus, InventoryStatus, LinkStatus, ListenerStatus, NodeStatus, PeerStatus,
     ProgramStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
 };
 use crate::inventory::SourceStatus;
-use crate::role::Role;
 use crate::runtime::Runtime;
+use crate::runtime::role::Role;
 use crate::session::{Link, Session};
 
 /// The agent port's name among the listeners. What it accepts are links, so its connections are the sessions.

@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
-use tunnel_core::link::limited_by;
-use tunnel_core::text::{age, bytes, harmless};
+use tunnel_link::link::limited_by;
+use tunnel_runtime::text::{age, bytes, harmless};
 
 use super::model::{
     FailuresStatus, LinkStatus, NodeStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
@@ -238,10 +238,11 @@ impl SessionStatus {
 
 #[cfg(test)]
 mod tests {
+    use tunnel_routing::{Conflict, ConflictKind};
+
     use super::*;
     use crate::inventory::SourceStatus;
-    use crate::role::Role;
-    use crate::route::{Conflict, ConflictKind};
+    use crate::runtime::role::Role;
     use crate::status::{ConflictStatus, InventoryStatus, ListenerStatus, PeerStatus};
 
     fn link(number: u32) -> LinkStatus {

@@ -1,6 +1,6 @@
 //! A second server with the same state directory on the same host takes over from the first without interruption.
 //!
-//! The second one connects to the Unix socket of the first (`tunnel_core::takeover`) and receives the listening
+//! The second one connects to the Unix socket of the first (`tunnel_runtime::takeover`) and receives the listening
 //! sockets: connections queued in them are accepted by whichever server accepts next, so none is lost. Then:
 //!
 //! 1. The second one learns the nodes, and those of the other servers. Then it asks for the agents: the first one stops

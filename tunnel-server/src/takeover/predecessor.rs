@@ -12,15 +12,15 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
-use tunnel_core::identity::NodeName;
-use tunnel_core::lifecycle::{ReadyGuard, Shutdown};
-use tunnel_core::takeover;
+use tunnel_redirect::{Orphans, Others};
+use tunnel_runtime::NodeName;
+use tunnel_runtime::lifecycle::{ReadyGuard, Shutdown};
+use tunnel_runtime::takeover;
 
 use super::Gates;
 use super::message::{Answer, Ask, Hello};
 use super::pace::{longest, told_over};
 use crate::agent_port::Handover;
-use crate::redirect::{Orphans, Others};
 use crate::runtime::Runtime;
 
 /// How long no agent may have come before those that are missing are not waited for: one that was refused tries again within

@@ -9,8 +9,8 @@ use std::sync::atomic::Ordering;
 use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::admin::Accepting;
-use tunnel_core::takeover::{self, Copies, Listener, receive, send, socket_path};
+use tunnel_runtime::admin::Accepting;
+use tunnel_runtime::takeover::{self, Copies, Listener, receive, send, socket_path};
 
 use super::Gates;
 use super::message::{Answer, Ask, Hello};

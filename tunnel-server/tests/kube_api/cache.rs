@@ -11,13 +11,14 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
-use tunnel_core::lifecycle::Readiness;
-use tunnel_server::inventory::{Inventory, NodeCount};
+use tunnel_routing::Router;
+use tunnel_routing::inventory::Inventory;
+use tunnel_runtime::lifecycle::Readiness;
+use tunnel_server::inventory::NodeCount;
 use tunnel_server::kube::cache::{Age, ClusterCache};
 use tunnel_server::kube::read::nodes;
 use tunnel_server::kube::{Apply, KubeContext, Said, last_known};
-use tunnel_server::route::Router;
-use tunnel_server::settings::Settings;
+use tunnel_server::runtime::settings::Settings;
 
 use crate::fixture::{context, router};
 

@@ -9,11 +9,11 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_kube::Health;
-use tunnel_server::inventory::{DEFAULT_KUBELET_PORT, Inventory, InventoryNode};
+use tunnel_routing::inventory::{DEFAULT_KUBELET_PORT, Inventory, InventoryNode};
+use tunnel_routing::{Router, RouterConfig};
 use tunnel_server::kube::write::events::Events;
 use tunnel_server::kube::{KubeContext, KubeOptions, ObjectNames};
-use tunnel_server::route::{Router, RouterConfig};
-use tunnel_server::settings::Settings;
+use tunnel_server::runtime::settings::Settings;
 
 pub(crate) const SERVICES: &str = "/api/v1/namespaces/kube-system/services";
 pub(crate) const INTERNAL: &str = "x-tunnel-server-internal-svc";

@@ -9,14 +9,15 @@ use serde_json::json;
 use tokio::sync::watch;
 use tokio_util::sync::DropGuard;
 use tunnel_kube::Health;
-use tunnel_server::inventory::{NodeCount, Selector};
+use tunnel_routing::inventory::Selector;
+use tunnel_server::inventory::NodeCount;
 use tunnel_server::kube::{Kube, Parts, Reads, Writes};
 use tunnel_server::pki::{
     Lifetimes, PkiMetrics, RevocationStore, Revocations, ServerCertificate, ServerNames, Standing,
 };
 use tunnel_server::runtime::Runtime;
+use tunnel_server::runtime::settings::Listeners;
 use tunnel_server::session::Workers;
-use tunnel_server::settings::Listeners;
 
 use crate::fixture::{INTERNAL, SERVICES, options, router};
 

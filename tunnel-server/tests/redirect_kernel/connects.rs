@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nix::libc;
 use socket2::{Domain, Protocol, SockAddr, SockRef, Socket, Type};
-use tunnel_server::route::RouteTarget;
+use tunnel_routing::RouteTarget;
 
 use crate::Case;
 use crate::raw;
@@ -234,8 +234,7 @@ fn down() {
 fn down_on_old_kernels() {
     let mut some_down = desired(&[EDGE]);
     route(&mut some_down, EDGE.0, EDGE.1, false);
-    let config =
-        tunnel_server::redirect::RedirectConfig { fail_at_connect: false, ..crate::support::config() };
+    let config = tunnel_redirect::RedirectConfig { fail_at_connect: false, ..crate::support::config() };
     let world = World::with(config, &some_down);
     assert!(!world.redirect.fails_at_connect());
     // Redirected nevertheless: the server must reset it.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
-use tunnel_server::redirect::{
+use tunnel_redirect::{
     Redirect, RedirectConfig, RedirectError, checks, foreign_lookups, missing_range_routes,
 };
 

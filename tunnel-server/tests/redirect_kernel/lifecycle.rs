@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use aya::programs::loaded_programs;
 use nix::libc;
-use tunnel_core::net::NetChanges;
-use tunnel_server::redirect::{Cleaned, RedirectError, cleanup};
+use tunnel_redirect::{Cleaned, RedirectError, cleanup};
+use tunnel_runtime::net::NetChanges;
 
 use crate::Case;
 use crate::peer::Peer;
@@ -291,7 +291,7 @@ fn verify_while_closed() {
     world.redirect.set_serving(true).unwrap();
     runtime().block_on(world.redirect.verify()).unwrap();
     // With no port tunnelled nothing is redirected, and verification still works.
-    world.redirect.apply(tunnel_server::route::Desired::default).unwrap();
+    world.redirect.apply(tunnel_routing::Desired::default).unwrap();
     runtime().block_on(world.redirect.verify()).unwrap();
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);
 }

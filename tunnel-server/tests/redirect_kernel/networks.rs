@@ -176,8 +176,7 @@ fn empty_slot() {
     let _kubelet = TcpListener::bind("0.0.0.0:10250").unwrap();
     let _kubelet_v6 = crate::support::listen("[::]:10250");
     let listener = Listener::open();
-    let redirect =
-        tunnel_server::redirect::Redirect::start(config(), &listener.v4, Some(&listener.v6)).unwrap();
+    let redirect = tunnel_redirect::Redirect::start(config(), &listener.v4, Some(&listener.v6)).unwrap();
     redirect.apply(|| desired(&[EDGE, crate::support::EDGE_V6]).into()).unwrap();
     // Closing the sockets empties the slots.
     drop(listener);

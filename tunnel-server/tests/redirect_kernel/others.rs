@@ -17,7 +17,7 @@ use nix::unistd::{Uid, setresuid};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
-use tunnel_server::redirect::{PinConfig, Redirect, RedirectConfig, RedirectError, cleanup};
+use tunnel_redirect::{PinConfig, Redirect, RedirectConfig, RedirectError, cleanup};
 
 use crate::Case;
 use crate::lifecycle::{cgroup, programs, runtime};

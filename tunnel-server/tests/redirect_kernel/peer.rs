@@ -11,7 +11,7 @@ use nix::sys::prctl::set_pdeathsig;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use socket2::{Domain, Socket, Type};
-use tunnel_server::redirect::Redirect;
+use tunnel_redirect::Redirect;
 
 use crate::harness::{ROLE, isolate};
 use crate::support::{EDGE, Listener, PORT, address, config, desired, greet, greeting, ip, run};

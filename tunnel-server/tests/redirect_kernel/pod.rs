@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
-use tunnel_core::limits::{Limit, Limits};
-use tunnel_server::redirect::RedirectConfig;
+use tunnel_redirect::RedirectConfig;
+use tunnel_runtime::limits::{Limit, Limits};
 
 use crate::Case;
 use crate::failures::{DOCUMENTED, have_only};

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
 use prometheus_client::registry::Registry;
-use tunnel_server::inventory::InventoryNode;
-use tunnel_server::redirect::{Applied, Redirect, RedirectConfig};
-use tunnel_server::route::{Holder, MAX_ROUTES, RouteTarget, Router, RouterConfig};
+use tunnel_redirect::{Applied, Redirect, RedirectConfig};
+use tunnel_routing::inventory::InventoryNode;
+use tunnel_routing::{Holder, MAX_ROUTES, RouteTarget, Router, RouterConfig};
 
 use crate::Case;
 use crate::peer::Peer;

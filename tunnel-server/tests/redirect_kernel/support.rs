@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
 use socket2::{Domain, SockRef, Socket, Type};
-use tunnel_server::redirect::{Redirect, RedirectConfig};
-use tunnel_server::route::{Desired, Route, RouteTarget, Table};
+use tunnel_redirect::{Redirect, RedirectConfig};
+use tunnel_routing::{Desired, Route, RouteTarget, Table};
 
 /// An edge node: its address, its virtual address.
 pub(crate) type Edge = (&'static str, &'static str);

@@ -14,7 +14,7 @@ use rustls::version;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tunnel_core::relay::prepare_socket;
+use tunnel_link::relay::prepare_socket;
 
 use super::relay::relay;
 use super::{ALPN, endpoint, provider, transport};
@@ -30,7 +30,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
     let listen: SocketAddr = listen.to_str().and_then(|listen| listen.parse().ok()).context("LISTEN")?;
     let mut config = tls(Path::new(certificate), Path::new(key))?;
     config.transport_config(transport(congestion.to_str().context("CONGESTION")?)?);
-    tunnel_core::lifecycle::raise_open_files();
+    tunnel_runtime::lifecycle::raise_open_files();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
     runtime.block_on(async {
         let endpoint = endpoint(listen, Some(config))?;

@@ -12,7 +12,7 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::{RootCertStore, version};
 use tokio::net::TcpStream;
-use tunnel_core::relay::prepare_socket;
+use tunnel_link::relay::prepare_socket;
 
 use super::relay::relay;
 use super::{ALPN, endpoint, provider, transport};
@@ -29,7 +29,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
     let target: IpAddr = target.to_str().and_then(|target| target.parse().ok()).context("TARGET")?;
     let mut config = tls(Path::new(ca))?;
     config.transport_config(transport(congestion.to_str().context("CONGESTION")?)?);
-    tunnel_core::lifecycle::raise_open_files();
+    tunnel_runtime::lifecycle::raise_open_files();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
     runtime.block_on(async {
         let endpoint = endpoint((Ipv4Addr::UNSPECIFIED, 0).into(), None)?;

@@ -5,8 +5,8 @@ use quinn::{RecvStream, SendStream, VarInt};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tunnel_core::link;
-use tunnel_core::relay::{SMALL_READ, end_on_drop, next_size};
+use tunnel_link::link;
+use tunnel_link::relay::{SMALL_READ, end_on_drop, next_size};
 
 const BROKEN: VarInt = VarInt::from_u32(1);
 

@@ -25,10 +25,10 @@ use tokio_stream::Stream;
 use tonic::Request;
 use tonic::codegen::{BoxFuture, Service};
 use tonic::transport::{Channel, Endpoint};
-use tunnel_core::link;
-use tunnel_core::proto::Segment;
-use tunnel_core::proto::agent_client::AgentClient;
-use tunnel_core::relay::{TARGET_HEADER, prepare_socket};
+use tunnel_link::link;
+use tunnel_link::proto::Segment;
+use tunnel_link::proto::agent_client::AgentClient;
+use tunnel_link::relay::{TARGET_HEADER, prepare_socket};
 
 use super::relay::{Outward, directions, inward, provider};
 use crate::accept;
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
     let [edge, ca] = args else { anyhow::bail!("--tonic-cloud EDGE CA") };
     let edge: SocketAddr = edge.to_str().and_then(|edge| edge.parse().ok()).context("EDGE")?;
     let connector = Connector { edge, tls: tls(Path::new(ca))? };
-    tunnel_core::lifecycle::raise_open_files();
+    tunnel_runtime::lifecycle::raise_open_files();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
     runtime.block_on(async {
         let connected =
@@ -74,7 +74,7 @@ fn tls(ca: &Path) -> Result<TlsConnector> {
     Ok(TlsConnector::from(Arc::new(config)))
 }
 
-/// HTTP/2 as `tunnel_core::link` sets it, as far as tonic has settings for it.
+/// HTTP/2 as `tunnel_link::link` sets it, as far as tonic has settings for it.
 fn endpoint(edge: SocketAddr) -> Result<Endpoint> {
     // The connector does TLS, which tonic is built without.
     Ok(Endpoint::from_shared(format!("http://{edge}"))

@@ -20,10 +20,10 @@ use tokio_stream::{Empty, StreamExt as _};
 use tonic::transport::Server;
 use tonic::transport::server::Connected;
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_core::link;
-use tunnel_core::proto::agent_server::{Agent, AgentServer};
-use tunnel_core::proto::{AgentEvent, Notice, NoticeAck, Segment, Welcome};
-use tunnel_core::relay::{TARGET_HEADER, prepare_socket};
+use tunnel_link::link;
+use tunnel_link::proto::agent_server::{Agent, AgentServer};
+use tunnel_link::proto::{AgentEvent, Notice, NoticeAck, Segment, Welcome};
+use tunnel_link::relay::{TARGET_HEADER, prepare_socket};
 
 use super::relay::{Outward, directions, inward, provider};
 
@@ -32,7 +32,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
     let [listen, certificate, key] = args else { anyhow::bail!("--tonic-edge LISTEN CERTIFICATE KEY") };
     let listen: SocketAddr = listen.to_str().and_then(|listen| listen.parse().ok()).context("LISTEN")?;
     let tls = tls(Path::new(certificate), Path::new(key))?;
-    tunnel_core::lifecycle::raise_open_files();
+    tunnel_runtime::lifecycle::raise_open_files();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
     runtime.block_on(async {
         let listener = TcpListener::bind(listen).await.with_context(|| format!("listening on {listen}"))?;
@@ -65,7 +65,7 @@ fn tls(certificate: &Path, key: &Path) -> Result<TlsAcceptor> {
     Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
-/// HTTP/2 as `tunnel_core::link` sets it, as far as tonic has settings for it.
+/// HTTP/2 as `tunnel_link::link` sets it, as far as tonic has settings for it.
 fn server() -> Server {
     Server::builder()
         .initial_stream_window_size(link::STREAM_WINDOW)

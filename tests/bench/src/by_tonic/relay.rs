@@ -11,9 +11,9 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio_stream::Stream;
 use tokio_util::io::poll_read_buf;
 use tonic::{Status, Streaming};
-use tunnel_core::link;
-use tunnel_core::proto::Segment;
-use tunnel_core::relay::{SMALL_READ, end_on_drop, next_size};
+use tunnel_link::link;
+use tunnel_link::proto::Segment;
+use tunnel_link::relay::{SMALL_READ, end_on_drop, next_size};
 
 /// TLS with Postern's one suite.
 pub(super) fn provider() -> CryptoProvider {

@@ -10,11 +10,11 @@ use postern_fake_kube::{ApiServer, Fault, eventually};
 use rustls_pki_types::CertificateSigningRequestDer;
 use rustls_pki_types::pem::PemObject;
 use serde_json::{Value, json};
-use tunnel_agent::identity::{
+use tunnel_agent::reach::Reach;
+use tunnel_pki::enrol::{
     CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Recovery, Refused, recover,
 };
-use tunnel_agent::reach::Reach;
-use tunnel_core::identity::{
+use tunnel_pki::{
     AgentIdentity, CsrKey, Holder, PrivateKey, create_csr, pem_of_certificates, public_key_of_csr,
 };
 use tunnel_server::pki::{CaState, Revocation, Revocations};
@@ -341,7 +341,7 @@ async fn a_new_enrolment_ends_when_it_is_no_longer_needed() {
     sign(&api, &request, late);
     assert_eq!(keeper.current().chain, chain);
     // It is on disk with its own key, whichever one was pending.
-    let stored = tunnel_agent::identity::ensure_identity(&config).await.unwrap();
+    let stored = tunnel_pki::enrol::ensure_identity(&config).await.unwrap();
     assert_eq!(stored.chain, chain);
     recovering.abort();
     runtime.shutdown.force();

@@ -9,11 +9,11 @@ use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
 use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
-use tunnel_core::config::HostPort;
-use tunnel_core::proto::Segment;
-use tunnel_core::proto::peer_client::PeerClient;
-use tunnel_core::relay::{NODE_HEADER, TARGET_HEADER};
-use tunnel_server::settings::Settings;
+use tunnel_link::proto::Segment;
+use tunnel_link::proto::peer_client::PeerClient;
+use tunnel_link::relay::{NODE_HEADER, TARGET_HEADER};
+use tunnel_runtime::config::HostPort;
+use tunnel_server::runtime::settings::Settings;
 
 use super::links;
 use super::servers::Port;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use postern_fake_kube::eventually;
 use tokio::sync::watch;
-use tunnel_core::config::HostPort;
+use tunnel_runtime::config::HostPort;
 
 use super::links_to;
 use super::servers::Port;

@@ -13,22 +13,22 @@ use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
-use tunnel_agent::identity::{IdentityKeeper, IdentityMetrics};
 use tunnel_agent::kube::discover::Discovery;
 use tunnel_agent::kube::node as node_ranges;
 use tunnel_agent::runtime::Runtime;
 use tunnel_agent::session::{LinkPhase, LinkSet};
-use tunnel_core::config::HostPort;
-use tunnel_core::identity::{AgentIdentity, TrustBundle};
-use tunnel_core::lifecycle::{Drain, Shutdown};
-use tunnel_core::link::Congestion;
+use tunnel_link::link::Congestion;
+use tunnel_pki::enrol::{IdentityKeeper, IdentityMetrics};
+use tunnel_pki::{AgentIdentity, TrustBundle};
+use tunnel_routing::{Router, RouterConfig};
+use tunnel_runtime::config::HostPort;
+use tunnel_runtime::lifecycle::{Drain, Shutdown};
 use tunnel_server::agent_port::{AgentPort, Budget, Gate, Handover, LinkContext};
 use tunnel_server::listener::ListenerContext;
 use tunnel_server::peers::{self, PeerContext, Peers};
 use tunnel_server::pki::{EnrollPolicy, EnrollService, PkiMetrics, Revocations, Standing};
-use tunnel_server::route::{Router, RouterConfig};
+use tunnel_server::runtime::settings::Settings;
 use tunnel_server::session::{MOST_STREAMS, Sessions, Workers};
-use tunnel_server::settings::Settings;
 
 use super::{agent_api, links};
 use crate::harness::{TestServer, node};
@@ -165,7 +165,7 @@ struct Agent {
     links: Arc<LinkSet>,
     runtime: Runtime,
     _keeper: IdentityKeeper,
-    _announced: mpsc::Receiver<tunnel_agent::identity::Announced>,
+    _announced: mpsc::Receiver<tunnel_pki::enrol::Announced>,
 }
 
 impl Drop for Agent {

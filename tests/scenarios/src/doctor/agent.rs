@@ -19,7 +19,7 @@ use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
-use tunnel_core::identity::SERVER_NAME;
+use tunnel_pki::SERVER_NAME;
 
 use super::{Said, run};
 use crate::common::{server, server_and_agent, target};

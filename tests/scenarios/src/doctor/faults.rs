@@ -123,7 +123,7 @@ mod tests {
     use std::fs;
     use std::path::Path;
 
-    use tunnel_core::doctor::codes;
+    use tunnel_doctor::codes;
 
     use super::*;
 

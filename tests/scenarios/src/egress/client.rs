@@ -14,9 +14,9 @@ use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Response, Status, Streaming};
-use tunnel_core::konnectivity::packet::Payload;
-use tunnel_core::konnectivity::proxy_service_client::ProxyServiceClient;
-use tunnel_core::konnectivity::{Packet, PacketType};
+use tunnel_link::konnectivity::packet::Payload;
+use tunnel_link::konnectivity::proxy_service_client::ProxyServiceClient;
+use tunnel_link::konnectivity::{Packet, PacketType};
 
 /// Answer to a successful CONNECT.
 pub(super) const CONNECTED: &str = "HTTP/1.1 200 Connection Established\r\n\r\n";

@@ -15,7 +15,7 @@ use postern_testbed::{CLOUD, Testbed};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::UnixStream;
 use tokio::task::JoinSet;
-use tunnel_core::konnectivity::Packet;
+use tunnel_link::konnectivity::Packet;
 
 use super::client::{Caller, ask, connect, random};
 use super::proxy_server::{agent_at_both, proxy_servers};

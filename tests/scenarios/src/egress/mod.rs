@@ -19,7 +19,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
-use tunnel_core::konnectivity::{Packet, packet::Payload};
+use tunnel_link::konnectivity::{Packet, packet::Payload};
 
 use crate::common::target;
 use client::{CONNECTED, Caller, ask, channel, connect, random};
@@ -265,7 +265,7 @@ async fn packets_are_answered_as_konnectivity_answers_them(testbed: &Testbed) ->
     let (closed, error) = caller.closed().await?;
     ensure!(closed == answer.connect_id && error.contains("gone"), "{closed} ended with {error:?}");
     let udp = Packet {
-        payload: Some(Payload::DialRequest(tunnel_core::konnectivity::DialRequest {
+        payload: Some(Payload::DialRequest(tunnel_link::konnectivity::DialRequest {
             protocol: "udp".to_owned(),
             address: address.clone(),
             random: 7,

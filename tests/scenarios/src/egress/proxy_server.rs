@@ -18,7 +18,7 @@ use serde_json::Value;
 use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
-use tunnel_core::konnectivity::Packet;
+use tunnel_link::konnectivity::Packet;
 
 use super::ECHO;
 use super::client::{Caller, ask, connect};

@@ -21,9 +21,9 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Status, Streaming};
-use tunnel_core::konnectivity::Packet;
-use tunnel_core::konnectivity::agent_service_client::AgentServiceClient;
-use tunnel_core::konnectivity::packet::Payload;
+use tunnel_link::konnectivity::Packet;
+use tunnel_link::konnectivity::agent_service_client::AgentServiceClient;
+use tunnel_link::konnectivity::packet::Payload;
 
 use super::commands;
 use crate::egress::client::{ask, over};

@@ -17,7 +17,7 @@ use postern_testbed::wan::{Loss, Path};
 use postern_testbed::{CLOUD, Testbed};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
-use tunnel_core::link::Congestion;
+use tunnel_link::link::Congestion;
 
 use crate::common::{self, at_once, hold, server_and_agent, session_of, target};
 use silent::{

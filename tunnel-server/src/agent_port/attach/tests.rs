@@ -11,16 +11,15 @@ use tokio::io::DuplexStream;
 use tokio::sync::{Notify, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
-use tunnel_core::link::LinkIo;
-use tunnel_core::proto::agent_server::{Agent, AgentServer};
-use tunnel_core::proto::{Notice, NoticeAck, Segment};
+use tunnel_link::link::LinkIo;
+use tunnel_link::proto::agent_server::{Agent, AgentServer};
+use tunnel_link::proto::{Notice, NoticeAck, Segment};
 
 use super::*;
 use crate::admission::Budget;
 use crate::agent_port::gate::Gate;
 use crate::metrics::Metrics;
 use crate::pki::Standing;
-use crate::route::Router;
 use crate::session::{MOST_STREAMS, Sessions};
 
 /// On the paused clock, longer than any pending event.
@@ -147,7 +146,7 @@ pub(in crate::agent_port) fn context() -> (Arc<LinkContext>, Inputs) {
     let (bundle, settings, handover) =
         (watch::Sender::new(roots()), watch::Sender::default(), watch::Sender::default());
     let mut registry = Registry::default();
-    let router = Router::without_nodes(&mut registry);
+    let router = crate::runtime::without_nodes(&mut registry);
     let metrics = Metrics::new(&mut registry);
     let context = LinkContext {
         server_id: "server-a".to_owned(),

@@ -6,12 +6,12 @@ use bytes::Bytes;
 use tokio::io::DuplexStream;
 use tokio::task::JoinSet;
 use tonic::{Status, Streaming};
-use tunnel_core::bench::BENCH_PATH;
-use tunnel_core::konnectivity::Packet;
-use tunnel_core::link::HANDSHAKE_TIMEOUT;
-use tunnel_core::proto::agent_server::AgentServer;
-use tunnel_core::relay::RELAY_PATH;
-use tunnel_core::{grpc, link};
+use tunnel_link::bench::BENCH_PATH;
+use tunnel_link::konnectivity::Packet;
+use tunnel_link::link::HANDSHAKE_TIMEOUT;
+use tunnel_link::proto::agent_server::AgentServer;
+use tunnel_link::relay::RELAY_PATH;
+use tunnel_link::{grpc, link};
 
 use super::control::Control;
 use super::relay::relay;

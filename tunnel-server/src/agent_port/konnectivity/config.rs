@@ -1,7 +1,7 @@
 //! The flags for konnectivity's agents, which attach as if they were tunnel-agents.
 
 use clap::Args;
-use tunnel_core::config::value::{self, Port};
+use tunnel_runtime::config::value::{self, Port};
 
 /// The port of konnectivity's agents. The default is that it is off.
 #[derive(Args, Clone, Debug, Default)]

@@ -13,8 +13,8 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tonic::Status;
-use tunnel_core::konnectivity::packet::Payload;
-use tunnel_core::konnectivity::{CloseResponse, Data, DialResponse, Packet, Packets, cost};
+use tunnel_link::konnectivity::packet::Payload;
+use tunnel_link::konnectivity::{CloseResponse, Data, DialResponse, Packet, Packets, cost};
 
 /// Maximum number of bytes of one connection that wait for its client.
 const WAITING: u32 = 4 << 20;

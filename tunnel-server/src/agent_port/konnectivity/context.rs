@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
-use tunnel_core::config::HostPort;
+use tunnel_runtime::config::HostPort;
 
 use crate::agent_port::gate::Gate;
 use crate::agent_port::link::LinkContext;

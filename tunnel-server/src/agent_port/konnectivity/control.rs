@@ -6,8 +6,8 @@ use std::sync::Arc;
 use futures_util::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_core::proto::agent_server::Agent as Calls;
-use tunnel_core::proto::{AgentEvent, Notice, NoticeAck, Segment, Welcome, notice};
+use tunnel_link::proto::agent_server::Agent as Calls;
+use tunnel_link::proto::{AgentEvent, Notice, NoticeAck, Segment, Welcome, notice};
 
 use super::state::Agent;
 

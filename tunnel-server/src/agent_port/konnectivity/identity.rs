@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use tonic::Status;
 use tonic::metadata::MetadataMap;
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
 
 use super::context::Tokens;
 use crate::caller::{Caller, Refusal};

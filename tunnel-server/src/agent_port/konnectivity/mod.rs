@@ -25,11 +25,11 @@ use hyper_util::service::TowerToHyperService;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tunnel_core::config::HostPort;
-use tunnel_core::identity::{Client, client_of_certificate, validity};
-use tunnel_core::konnectivity::LARGEST_MESSAGE;
-use tunnel_core::konnectivity::agent_service_server::AgentServiceServer;
-use tunnel_core::link::{PING_INTERVAL, PING_TIMEOUT};
+use tunnel_link::konnectivity::LARGEST_MESSAGE;
+use tunnel_link::konnectivity::agent_service_server::AgentServiceServer;
+use tunnel_link::link::{PING_INTERVAL, PING_TIMEOUT};
+use tunnel_pki::{Client, client_of_certificate, validity};
+use tunnel_runtime::config::HostPort;
 
 use super::attach::Presented;
 use super::handshakes::{Connection, Error, Handshakes};

@@ -13,10 +13,10 @@ use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderMap, HeaderValue, Request, header};
 use tokio::sync::mpsc;
 use tonic::Status;
-use tunnel_core::grpc::{refuse, response};
-use tunnel_core::konnectivity::Packet;
-use tunnel_core::relay::{Deframer, HEADER_LEN, TARGET_HEADER, header as segment_header};
-use tunnel_core::text::printable;
+use tunnel_link::grpc::{refuse, response};
+use tunnel_link::konnectivity::Packet;
+use tunnel_link::relay::{Deframer, HEADER_LEN, TARGET_HEADER, header as segment_header};
+use tunnel_runtime::text::printable;
 
 use super::connections::{Arrived, Connections, Opened};
 use super::state::Agent;

@@ -11,12 +11,12 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::metadata::MetadataValue;
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_core::identity::NodeName;
-use tunnel_core::konnectivity::agent_service_server::AgentService;
-use tunnel_core::konnectivity::{Packet, Packets, single};
-use tunnel_core::link::Flow;
-use tunnel_core::proto::Hello;
-use tunnel_core::text::printable;
+use tunnel_link::konnectivity::agent_service_server::AgentService;
+use tunnel_link::konnectivity::{Packet, Packets, single};
+use tunnel_link::link::Flow;
+use tunnel_link::proto::Hello;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::text::printable;
 
 use super::agent;
 use super::context::Context;

@@ -6,8 +6,8 @@ use parking_lot::Mutex;
 use tokio::sync::{SetOnce, mpsc};
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, Streaming};
-use tunnel_core::konnectivity::{Packet, PacketType, Packets};
-use tunnel_core::proto::{AgentEvent, Hello, agent_event};
+use tunnel_link::konnectivity::{Packet, PacketType, Packets};
+use tunnel_link::proto::{AgentEvent, Hello, agent_event};
 
 use super::connections::Connections;
 

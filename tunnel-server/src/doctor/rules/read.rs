@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use tunnel_core::doctor::tool_output;
+use tunnel_doctor::tool_output;
 
 use super::text::elements;
 use super::{Hook, Rules};

@@ -19,8 +19,8 @@ use kube::runtime::watcher::Event;
 use kube::{Api, Client};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::identity::Zeroizing;
 use tunnel_kube::{Attempts, FIELD_MANAGER, named};
+use tunnel_pki::Zeroizing;
 
 use crate::kube::context::KubeContext;
 use crate::kube::error::ClusterError;

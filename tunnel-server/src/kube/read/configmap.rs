@@ -10,13 +10,13 @@ use k8s_openapi::api::core::v1::{ConfigMap, ObjectReference};
 use kube::runtime::events::EventType;
 use kube::{Api, Resource as _};
 use tokio::sync::watch;
-use tunnel_core::text::printable;
 use tunnel_kube::{Followed, named};
+use tunnel_routing::inventory::{DEFAULT_KUBELET_PORT, READ_ONLY_KUBELET_PORT};
+use tunnel_runtime::text::printable;
 
-use crate::inventory::{DEFAULT_KUBELET_PORT, READ_ONLY_KUBELET_PORT};
 use crate::kube::context::KubeContext;
 use crate::kube::write::events::Events;
-use crate::settings::{InternalListener, Listeners, Settings};
+use crate::runtime::settings::{InternalListener, Listeners, Settings};
 
 const HTTPS: &str = "https-proxy-ports";
 const HTTP: &str = "http-proxy-ports";

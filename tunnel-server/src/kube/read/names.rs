@@ -1,6 +1,6 @@
 //! Names in the server's certificate in a cluster: all names and addresses of both Services, and the addresses of the
 //! servers behind them. For clients that verify the name they dialled; agents verify another one
-//! (`tunnel_core::identity::SERVER_NAME`).
+//! (`tunnel_pki::SERVER_NAME`).
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -15,8 +15,8 @@ use kube::runtime::watcher::{Config, Event};
 use kube::{Api, ResourceExt as _};
 use rustls_pki_types::DnsName;
 use tokio::time::Instant;
-use tunnel_core::text::printable;
 use tunnel_kube::{Attempts, Followed, FollowedSet, named};
+use tunnel_runtime::text::printable;
 
 use super::SERVICE_NAME;
 use crate::kube::context::KubeContext;

@@ -11,10 +11,12 @@ use kube::runtime::watcher::{Config, Event};
 use kube::{Api, Client};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
-use tunnel_core::text::printable;
 use tunnel_kube::Health;
+use tunnel_routing::inventory::{
+    Inventory, InventoryNode, LogBudget, NodeSpec, NodeStatus, Selector, read_node,
+};
+use tunnel_runtime::text::printable;
 
-use crate::inventory::{Inventory, InventoryNode, LogBudget, NodeSpec, NodeStatus, Selector, read_node};
 use crate::kube::partial::Partial;
 
 /// A Node with only the fields that the tunnel needs.

@@ -10,9 +10,9 @@ use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::Api;
 use kube::runtime::watcher::Config;
 use tokio::sync::watch;
-use tunnel_core::config::HostPort;
-use tunnel_core::state_file::StateFile;
 use tunnel_kube::FollowedSet;
+use tunnel_runtime::config::HostPort;
+use tunnel_runtime::state_file::StateFile;
 
 use super::SERVICE_NAME;
 use crate::kube::context::KubeContext;

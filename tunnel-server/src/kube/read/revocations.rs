@@ -14,9 +14,9 @@ use kube::runtime::watcher::Event;
 use kube::{Api, Client};
 use serde_json::json;
 use tokio::time::Instant;
-use tunnel_core::identity::NodeName;
-use tunnel_core::text::printable;
 use tunnel_kube::{Attempts, FIELD_MANAGER, Followed, named};
+use tunnel_runtime::NodeName;
+use tunnel_runtime::text::printable;
 
 use crate::kube::context::KubeContext;
 use crate::kube::error::ClusterError;

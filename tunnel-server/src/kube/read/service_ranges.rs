@@ -12,8 +12,8 @@ use kube::Api;
 use kube::api::ListParams;
 use kube::runtime::watcher::Config;
 use tokio::sync::watch;
-use tunnel_core::text::printable;
 use tunnel_kube::{Attempts, FollowedSet, request};
+use tunnel_runtime::text::printable;
 
 use crate::kube::context::KubeContext;
 

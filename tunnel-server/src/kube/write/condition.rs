@@ -16,8 +16,8 @@ use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::Instant;
-use tunnel_core::identity::NodeName;
 use tunnel_kube::{Attempts, FIELD_MANAGER, RequestError, request};
+use tunnel_runtime::NodeName;
 
 use super::tracker::Tracker;
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};

@@ -14,11 +14,11 @@ use kube::runtime::watcher::Event;
 use prometheus_client::metrics::gauge::Gauge;
 use serde_json::json;
 use tokio::time::Instant;
-use tunnel_core::identity::NodeName;
 use tunnel_kube::{Attempts, FIELD_MANAGER, Followed, named, request};
+use tunnel_routing::inventory::Inventory;
+use tunnel_runtime::NodeName;
 
 use super::events::{self, Events};
-use crate::inventory::Inventory;
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
 use crate::kube::error::ClusterError;
 use crate::kube::reconcile::{self, Reconcile, changes};
@@ -248,8 +248,9 @@ fn cluster_ip(service: &Service) -> Option<IpAddr> {
 
 #[cfg(test)]
 mod tests {
+    use tunnel_routing::inventory::{DEFAULT_KUBELET_PORT, InventoryNode};
+
     use super::*;
-    use crate::inventory::{DEFAULT_KUBELET_PORT, InventoryNode};
 
     fn node(name: &str, edge: bool, addresses: &[&str]) -> InventoryNode {
         InventoryNode {

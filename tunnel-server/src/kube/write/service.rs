@@ -17,12 +17,12 @@ use kube::runtime::watcher::Event;
 use serde_json::json;
 use tokio::time::Instant;
 use tunnel_kube::{Attempts, FIELD_MANAGER, Followed, named, request};
+use tunnel_routing::inventory::READ_ONLY_KUBELET_PORT;
 
-use crate::inventory::READ_ONLY_KUBELET_PORT;
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
 use crate::kube::error::ClusterError;
 use crate::kube::reconcile::{self, Reconcile, changes};
-use crate::settings::{InternalListener, Listeners};
+use crate::runtime::settings::{InternalListener, Listeners};
 
 /// Prefix of the names of ports created here.
 const PREFIX: &str = "dnat-";

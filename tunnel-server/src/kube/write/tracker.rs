@@ -4,9 +4,9 @@ use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
 
-use crate::inventory::Inventory;
+use tunnel_routing::inventory::Inventory;
 
 /// A tunnel that is away for less than this has not ended: its agent reconnects, or connects to another server.
 const AWAY: Duration = Duration::from_secs(5);
@@ -154,15 +154,16 @@ impl Tracker {
 
 #[cfg(test)]
 mod tests {
+    use tunnel_routing::inventory::InventoryNode;
+
     use super::*;
-    use crate::inventory::InventoryNode;
 
     fn edge() -> NodeName {
         "edge-1".parse().unwrap()
     }
 
     fn inventory(edge: bool) -> Inventory {
-        [InventoryNode { edge, ..InventoryNode::without_addresses("edge-1") }].into_iter().collect()
+        [InventoryNode { edge, ..InventoryNode::new("edge-1".parse().unwrap()) }].into_iter().collect()
     }
 
     /// A node that is up or down, second by second, and the seconds of the reports.

@@ -8,7 +8,7 @@ use kube::runtime::events::EventType;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
 
 use super::condition;
 use super::events::{self, Events};

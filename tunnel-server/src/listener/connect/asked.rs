@@ -5,9 +5,9 @@ use base64::engine::general_purpose::STANDARD;
 use http::request::Parts;
 use http::uri::Scheme;
 use http::{HeaderMap, Method, header};
-use tunnel_core::text::printable;
+use tunnel_runtime::text::printable;
 
-use crate::route::split_host;
+use tunnel_routing::split_host;
 
 /// Port of an `http://` URL that names none.
 const HTTP: u16 = 80;

@@ -6,14 +6,14 @@ use std::sync::Arc;
 use arc_swap::ArcSwap;
 use bytes::Bytes;
 use rand::seq::SliceRandom as _;
-use tunnel_core::text::printable;
+use tunnel_routing::{NodeAddress, Resolved, Router};
+use tunnel_runtime::text::printable;
 
 use crate::caller::Authenticator;
 use crate::kube::{Endpoint, ServiceEndpoints};
 use crate::listener::context::{OpenRequest, Reached};
 use crate::listener::direct;
 use crate::policy::{Destination, Identity, Origin, Policy};
-use crate::route::{NodeAddress, Resolved, Router};
 
 /// Source of the endpoints of Services.
 pub(crate) enum Services {

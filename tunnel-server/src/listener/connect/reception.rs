@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use http::StatusCode;
-use tunnel_core::text::printable;
+use tunnel_runtime::text::printable;
 
 use super::asked::Asked;
 use super::gatekeeper::{Denied, Gatekeeper};

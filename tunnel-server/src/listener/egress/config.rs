@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use ipnet::IpNet;
-use tunnel_core::config::value::{self, List, OnOff, Port};
-use tunnel_core::config::{ConfigError, pair};
+use tunnel_runtime::config::value::{self, List, OnOff, Port};
+use tunnel_runtime::config::{ConfigError, pair};
 
 /// The egress listener. The default is that it is off.
 #[derive(Args, Clone, Debug, Default)]

@@ -8,8 +8,8 @@ use std::time::Duration;
 use bytes::BytesMut;
 use http::StatusCode;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
-use tunnel_core::outcome::Outcome;
-use tunnel_core::text::printable;
+use tunnel_link::outcome::Outcome;
+use tunnel_runtime::text::printable;
 
 use super::dial::{Caller, Dialler};
 use super::halves::{Over, Writer, closed, hung_up};

@@ -4,12 +4,12 @@ use std::net::{IpAddr, SocketAddr};
 
 use bytes::Bytes;
 use ipnet::IpNet;
-use tunnel_core::net::may_dial;
-use tunnel_core::text::printable;
+use tunnel_routing::{NodeAddress, Resolved, Router, split_host};
+use tunnel_runtime::net::may_dial;
+use tunnel_runtime::text::printable;
 
 use crate::kube::Endpoint;
 use crate::listener::context::OpenRequest;
-use crate::route::{NodeAddress, Resolved, Router, split_host};
 
 /// Destination of a connection.
 #[derive(Debug, PartialEq, Eq)]

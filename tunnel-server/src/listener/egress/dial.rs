@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use rand::seq::SliceRandom as _;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tunnel_core::outcome::Outcome;
-use tunnel_core::text::printable;
+use tunnel_link::outcome::Outcome;
+use tunnel_runtime::text::printable;
 
 use super::destination::{Destination, Direct, Meant, find, not_allowed, of_endpoint};
 use super::services::{ClusterServices, Wanted};

@@ -29,8 +29,8 @@ use ipnet::IpNet;
 use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 use tokio::net::{TcpStream, UnixStream};
-use tunnel_core::config::ConfigError;
-use tunnel_core::relay::{end_on_drop, flushed, prepare_socket, reset_on_drop};
+use tunnel_link::relay::{end_on_drop, flushed, prepare_socket, reset_on_drop};
+use tunnel_runtime::config::ConfigError;
 
 use super::access_log::over_limit;
 use super::context::ListenerContext;

@@ -12,8 +12,8 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_core::konnectivity::proxy_service_server::{ProxyService, ProxyServiceServer};
-use tunnel_core::konnectivity::{Connections, LARGEST_MESSAGE, Packet, Room};
+use tunnel_link::konnectivity::proxy_service_server::{ProxyService, ProxyServiceServer};
+use tunnel_link::konnectivity::{Connections, LARGEST_MESSAGE, Packet, Room};
 
 use super::dial::{Caller, Dialler};
 use super::halves::Over;

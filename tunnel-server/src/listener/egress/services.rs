@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use rand::seq::SliceRandom as _;
 use tokio::sync::watch;
-use tunnel_core::outcome::Outcome;
+use tunnel_link::outcome::Outcome;
 
-use crate::answer_cache::AnswerCache;
+use crate::caller::answer_cache::AnswerCache;
 use crate::kube::read::cluster_ips::{ClusterIps, ClusterService};
 use crate::kube::{Endpoint, ServiceEndpoints};
 use crate::listener::context::Failed;

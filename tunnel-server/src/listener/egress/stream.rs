@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tunnel_core::konnectivity::{Bounds, Dial, Gone, Inbox, Outbox};
+use tunnel_link::konnectivity::{Bounds, Dial, Gone, Inbox, Outbox};
 
 use super::dial::{Caller, Connected, Dialler};
 use super::halves::LINGER;

@@ -15,9 +15,9 @@ use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use tonic::transport::Endpoint;
-use tunnel_core::konnectivity::Packet;
-use tunnel_core::konnectivity::packet::Payload;
-use tunnel_core::konnectivity::proxy_service_client::ProxyServiceClient;
+use tunnel_link::konnectivity::Packet;
+use tunnel_link::konnectivity::packet::Payload;
+use tunnel_link::konnectivity::proxy_service_client::ProxyServiceClient;
 
 use super::*;
 use crate::admission::Gate;

@@ -10,12 +10,12 @@ use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::config::ConfigError;
-use tunnel_core::identity::{ServerTls, caller_config, caller_verifier, certified, client_verifier};
+use tunnel_pki::{ServerTls, caller_config, caller_verifier, certified, client_verifier};
+use tunnel_runtime::config::ConfigError;
+use tunnel_runtime::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts, read_all};
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 
 use super::config::EgressTlsConfig;
-use crate::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts, read_all};
 
 /// Checks that the files can be used.
 pub(super) fn check(config: &EgressTlsConfig) -> Result<(), ConfigError> {

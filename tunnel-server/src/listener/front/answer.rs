@@ -4,7 +4,7 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use http_body_util::{BodyExt as _, Full};
 use serde_json::json;
-use tunnel_core::outcome::OUTCOME_HEADER;
+use tunnel_link::outcome::OUTCOME_HEADER;
 
 use super::body::Body;
 use crate::listener::answer::Failure;
@@ -83,7 +83,7 @@ fn kubernetes_reason(status: StatusCode) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use tunnel_core::outcome::Outcome;
+    use tunnel_link::outcome::Outcome;
 
     use super::*;
 

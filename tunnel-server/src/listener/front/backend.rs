@@ -12,9 +12,9 @@ use rustls_pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::TlsConnector;
 use tokio_util::task::AbortOnDropHandle;
-use tunnel_core::error::chain;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::TunnelStream;
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::TunnelStream;
+use tunnel_runtime::error::chain;
 
 use super::expect::RequestBody;
 use super::kinds::MAX_HEAD;

@@ -8,8 +8,8 @@ use http_body_util::BodyExt as _;
 use http_body_util::combinators::UnsyncBoxBody;
 use hyper::body::{Body as _, Frame, Incoming, SizeHint};
 use tokio_util::task::AbortOnDropHandle;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::PipeStatus;
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::PipeStatus;
 
 use super::socket::Faults;
 use crate::listener::access_log::AccessLogGuard;
@@ -110,7 +110,7 @@ impl hyper::body::Body for AnswerBody {
             }
             Some(Err(error)) => {
                 if let Some(exchange) = self.exchange.take() {
-                    exchange.broken(&tunnel_core::error::chain(&error));
+                    exchange.broken(&tunnel_runtime::error::chain(&error));
                 }
                 Poll::Ready(Some(Err(error.into())))
             }

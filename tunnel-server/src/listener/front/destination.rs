@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 
 use http::request::Parts;
 use http::{HeaderMap, Method, Version, header};
-use tunnel_core::text::printable;
+use tunnel_runtime::text::printable;
 
-use crate::route::split_host;
+use tunnel_routing::split_host;
 
 /// Header that names the node instead of Host.
 pub(super) const PROXY_HOST: &str = "x-tunnel-proxy-host";

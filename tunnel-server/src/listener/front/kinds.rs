@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ipnet::IpNet;
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
 
 use super::metrics::MetricsPage;
 use super::pods::Pods;

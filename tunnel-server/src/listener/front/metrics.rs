@@ -9,7 +9,7 @@ use http::request::Parts;
 use http::{HeaderValue, Method, Response, StatusCode, header};
 use http_body_util::{BodyExt as _, Full};
 use prometheus_client::registry::Registry;
-use tunnel_core::admin::exposition;
+use tunnel_runtime::admin::exposition;
 
 use super::body::Body;
 use crate::admission::Gate;
@@ -89,7 +89,7 @@ mod tests {
     use tokio::time::timeout;
     use tokio_rustls::TlsConnector;
     use tokio_rustls::client::TlsStream;
-    use tunnel_core::identity::{ServerTls, TrustBundle};
+    use tunnel_pki::{ServerTls, TrustBundle};
 
     use super::super::{Admission, Front};
     use super::*;

@@ -6,10 +6,10 @@ use std::time::Duration;
 use http::StatusCode;
 use k8s_openapi::api::core::v1::Pod;
 use kube::Api;
-use tunnel_core::text::printable;
 use tunnel_kube::request;
+use tunnel_runtime::text::printable;
 
-use crate::answer_cache::VerdictCache;
+use crate::caller::answer_cache::VerdictCache;
 use crate::caller::{Asker, Questions};
 use crate::listener::answer::Failure;
 

@@ -2,7 +2,7 @@
 
 use http::request::Parts;
 use hyper::body::{Body as _, Incoming};
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
 
 use super::request::{Admitted, Served};
 use crate::listener::answer::Failure;

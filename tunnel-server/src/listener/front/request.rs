@@ -11,8 +11,10 @@ use http_body_util::BodyExt as _;
 use hyper::body::{Body as _, Incoming};
 use hyper::upgrade::OnUpgrade;
 use rustls_pki_types::ServerName;
-use tunnel_core::error::chain;
-use tunnel_core::outcome::Outcome;
+use tunnel_link::outcome::Outcome;
+use tunnel_routing::NodeAddress;
+use tunnel_routing::inventory::DEFAULT_KUBELET_PORT;
+use tunnel_runtime::error::chain;
 
 use super::answer::{self, Reader, reader};
 use super::backend::{self, Tls};
@@ -25,12 +27,10 @@ use super::tunnel::{Tunnel, established};
 use super::{expect, headers, upgrade};
 use crate::admission::{Full, Shares};
 use crate::caller::{Asker, Caller, Refusal, Reviewer, bearer_token, kubelet_accesses, other_accesses};
-use crate::inventory::DEFAULT_KUBELET_PORT;
 use crate::listener::access_log::{AccessLogGuard, over_limit};
 use crate::listener::answer::Failure;
 use crate::listener::context::{ListenerContext, OpenRequest, Reached};
 use crate::listener::upstream::Upstream;
-use crate::route::NodeAddress;
 
 const TOO_LARGE: &str = "the request's head is larger than 64 KiB";
 
@@ -479,8 +479,8 @@ pub(super) mod tests {
     /// Returns the node and the target of a request with this Host at a listener for everyone.
     pub(in crate::listener) async fn reached_over_http(
         host: &str,
-        router: Arc<crate::route::Router>,
-    ) -> Result<(tunnel_core::identity::NodeName, SocketAddr), String> {
+        router: Arc<tunnel_routing::Router>,
+    ) -> Result<(tunnel_runtime::NodeName, SocketAddr), String> {
         let front = Front {
             listener: "http",
             admission: Admission::Everyone,

@@ -13,7 +13,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use tunnel_core::relay::lost;
+use tunnel_link::relay::lost;
 
 use super::body::Body;
 use super::kinds::{Front, MAX_HEAD, Peer};
@@ -161,7 +161,7 @@ where
         // Normal for clients: they leave, or leave idle connections open.
         Err(error) if error.is_parse() => Err(OpenError::Client(format!("not an HTTP request: {error}"))),
         Err(error) => {
-            let error = tunnel_core::error::chain(&error);
+            let error = tunnel_runtime::error::chain(&error);
             tracing::debug!(listener, error, "a client's connection ended");
             Ok(())
         }

@@ -11,7 +11,7 @@ use bytes::{Buf as _, Bytes};
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
-use tunnel_core::relay::{end_on_drop, reset_on_drop};
+use tunnel_link::relay::{end_on_drop, reset_on_drop};
 
 /// Tells a client's socket that an answer was cut off. It then closes with a reset, because the client could take an
 /// end of file for the end of the answer.

@@ -18,12 +18,12 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tunnel_core::config::ConfigError;
-use tunnel_core::identity::{TrustBundle, server_verifier};
+use tunnel_pki::{TrustBundle, server_verifier};
+use tunnel_runtime::config::ConfigError;
+use tunnel_runtime::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts};
 
 use crate::listener::config::TargetConfig;
-use crate::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts};
-use crate::settings::{InternalListener, Settings};
+use crate::runtime::settings::{InternalListener, Settings};
 
 /// The certificate files, with the content that was read.
 pub(crate) struct TargetFiles {

@@ -8,8 +8,8 @@ use hyper::ext::ReasonPhrase;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
-use tunnel_core::outcome::Outcome;
-use tunnel_core::relay::{end_on_drop, flushed, reset_on_drop};
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::{end_on_drop, flushed, reset_on_drop};
 
 use super::body::{Body, empty};
 use super::socket::PrefixedSocket;

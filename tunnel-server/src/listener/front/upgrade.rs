@@ -3,7 +3,7 @@
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use tokio::io::copy_bidirectional_with_sizes;
-use tunnel_core::error::chain;
+use tunnel_runtime::error::chain;
 
 use super::body::Exchange;
 

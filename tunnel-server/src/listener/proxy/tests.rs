@@ -10,7 +10,7 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
-use tunnel_core::identity::{ServerTls, TrustBundle};
+use tunnel_pki::{ServerTls, TrustBundle};
 
 use super::*;
 use crate::admission::Shares;
@@ -191,7 +191,7 @@ async fn a_targets_reset_is_the_clients() {
         client.write_all(format!("CONNECT {address} HTTP/1.1\r\n\r\n").as_bytes()).await.unwrap();
         let (target, _) = listener.accept().await.unwrap();
         head(&mut client).await;
-        tunnel_core::relay::reset_on_drop(&target);
+        tunnel_link::relay::reset_on_drop(&target);
         drop(target);
         let end = timeout(PATIENCE, client.read(&mut [0])).await.expect("it ends");
         assert_eq!(end.unwrap_err().kind(), std::io::ErrorKind::ConnectionReset, "tls {tls}");

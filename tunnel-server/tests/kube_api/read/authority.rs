@@ -12,7 +12,7 @@ use postern_fake_kube::{ApiServer, Fault, eventually};
 use serde_json::{Value, json};
 use tokio::sync::Barrier;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::identity::{PrivateKey, create_csr, public_key_of_csr};
+use tunnel_pki::{PrivateKey, create_csr, public_key_of_csr};
 use tunnel_server::kube::ClusterError;
 use tunnel_server::kube::read::authority::{ACTIVATED, follow, obtain};
 use tunnel_server::pki::{Ca, CaMaterial, Lifetimes};
@@ -36,7 +36,7 @@ fn hash(ca: &Ca) -> String {
 fn roots(server: &ApiServer) -> Vec<String> {
     let secret: Secret = serde_json::from_value(server.get(SECRETS, NAME).expect("the Secret")).unwrap();
     let pem = String::from_utf8(secret.data.unwrap()["ca.crt"].0.clone()).unwrap();
-    tunnel_core::identity::TrustBundle::from_pem(&pem).unwrap().hashes()
+    tunnel_pki::TrustBundle::from_pem(&pem).unwrap().hashes()
 }
 
 fn state_dir(server: &ApiServer, name: &str) -> PathBuf {

@@ -9,7 +9,7 @@ use tokio::sync::watch;
 use tunnel_kube::Health;
 use tunnel_server::kube::read::configmap::run;
 use tunnel_server::kube::write::events::Events;
-use tunnel_server::settings::{InternalListener, Listeners, Settings};
+use tunnel_server::runtime::settings::{InternalListener, Listeners, Settings};
 
 use crate::fixture::{Inputs, context};
 

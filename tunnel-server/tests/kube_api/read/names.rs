@@ -6,9 +6,7 @@ use postern_fake_kube::eventually;
 use rustls_pki_types::ServerName;
 use serde_json::json;
 use tokio_rustls::TlsConnector;
-use tunnel_core::identity::{
-    ALPN_GRPC, SERVER_NAME, anonymous_tls, server_name, server_names_of_certificate,
-};
+use tunnel_pki::{ALPN_GRPC, SERVER_NAME, anonymous_tls, server_name, server_names_of_certificate};
 use tunnel_server::kube::read::names;
 use tunnel_server::pki::{Ca, Lifetimes, PkiMetrics, ServerCertificate, ServerNames};
 

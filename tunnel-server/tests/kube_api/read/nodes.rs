@@ -11,7 +11,7 @@ use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use tunnel_kube::{Health, WatchHealth};
-use tunnel_server::inventory::{Inventory, InventoryNode, Selector};
+use tunnel_routing::inventory::{Inventory, InventoryNode, Selector};
 use tunnel_server::kube::read::nodes;
 
 use crate::fixture::{client, router};
@@ -131,7 +131,7 @@ fn has(inventory: &Inventory, name: &str, address: &str) -> bool {
 fn truth(server: &ApiServer) -> Inventory {
     let items = server.list(NODES);
     let list = json!({"kind": "List", "items": items});
-    let truth = tunnel_server::inventory::parse(&list.to_string(), &Selector::default()).unwrap();
+    let truth = tunnel_routing::inventory::parse(&list.to_string(), &Selector::default()).unwrap();
     // A file does not have it.
     let created = |node: &InventoryNode| {
         let item = items.iter().find(|item| item["metadata"]["name"] == node.name.as_str()).unwrap();

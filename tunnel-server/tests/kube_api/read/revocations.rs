@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use postern_fake_kube::{ApiServer, eventually};
 use serde_json::json;
 use tokio_util::sync::DropGuard;
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
 use tunnel_server::kube::ClusterError;
 use tunnel_server::kube::read::revocations::{RevocationMap, follow};
 use tunnel_server::pki::{PkiError, RevocationStore, Revocations};

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use postern_fake_kube::{ApiServer, Fault, eventually};
 use serde_json::{Value, json};
 use tokio::sync::watch;
-use tunnel_server::inventory::{Inventory, InventoryNode};
+use tunnel_routing::inventory::{Inventory, InventoryNode};
+use tunnel_routing::{Router, update_services};
 use tunnel_server::kube::read::service_ranges::run;
-use tunnel_server::route::{Router, update_services};
 
 use crate::fixture::{Inputs, context, inventory, router};
 

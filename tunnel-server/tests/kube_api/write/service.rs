@@ -7,7 +7,7 @@ use postern_fake_kube::{Fault, eventually};
 use serde_json::{Value, json};
 use tunnel_server::kube::read::configmap;
 use tunnel_server::kube::write::service;
-use tunnel_server::settings::{InternalListener, Listeners, Settings};
+use tunnel_server::runtime::settings::{InternalListener, Listeners, Settings};
 
 use crate::fixture::{Fixture, INTERNAL, SERVICES};
 

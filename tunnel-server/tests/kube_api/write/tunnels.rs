@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use postern_fake_kube::{Fault, eventually};
 use serde_json::{Value, json};
 use tokio::sync::watch;
-use tunnel_core::identity::NodeName;
+use tunnel_runtime::NodeName;
 use tunnel_server::kube::KubeContext;
 use tunnel_server::kube::write::CONDITION;
 use tunnel_server::kube::write::events::Events;

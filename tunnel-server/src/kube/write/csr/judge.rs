@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use k8s_openapi::api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec};
 use rustls_pki_types::pem::{PemObject, SectionKind};
-use tunnel_core::identity::{CsrKey, Holder, NodeName};
-use tunnel_core::text::printable;
 use tunnel_kube::SIGNER;
+use tunnel_pki::{CsrKey, Holder};
+use tunnel_runtime::NodeName;
+use tunnel_runtime::text::printable;
 
 use crate::pki::{examine_request, subject_of};
 

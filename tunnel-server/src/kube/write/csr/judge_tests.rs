@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::ByteString;
 use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, KeyPair, SanType};
-use tunnel_core::identity::{AGENT_ORGANIZATION, PrivateKey};
+use tunnel_pki::{AGENT_ORGANIZATION, PrivateKey};
 use x509_parser::certification_request::X509CertificationRequest;
 use x509_parser::prelude::FromDer as _;
 
@@ -161,7 +161,7 @@ fn the_agents_own_request_is_approved() {
     let csr = with(|spec| {
         spec.request = ByteString(params.serialize_request(&key).unwrap().pem().unwrap().into_bytes());
     });
-    let hash = tunnel_core::identity::public_key_hash(&rcgen::PublicKeyData::subject_public_key_info(&key));
+    let hash = tunnel_pki::public_key_hash(&rcgen::PublicKeyData::subject_public_key_info(&key));
     assert_eq!(approved(&csr).key.hash, hash);
 }
 

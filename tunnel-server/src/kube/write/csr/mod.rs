@@ -31,7 +31,7 @@ use kube::runtime::controller::{Action, Config as ControllerConfig, applier, tri
 use kube::runtime::{WatchStreamExt, reflector, watcher};
 use kube::{Api, ResourceExt};
 use tokio::sync::watch;
-use tunnel_core::identity::pem_of_certificates;
+use tunnel_pki::pem_of_certificates;
 
 use judge::{Accounts, Approved, Verdict, judge};
 use tunnel_kube::{FIELD_MANAGER, SIGNER, request};

@@ -2,7 +2,7 @@
 
 use k8s_openapi::api::certificates::v1::CertificateSigningRequestSpec;
 use rcgen::CertificateParams;
-use tunnel_core::identity::{Holder, PrivateKey};
+use tunnel_pki::{Holder, PrivateKey};
 
 use super::*;
 

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use postern_fake_kube::{ApiServer, Fault, eventually};
 use serde_json::json;
-use tunnel_server::inventory::Inventory;
+use tunnel_routing::inventory::Inventory;
 
 use super::{Following, NODES, beat, find, has, node, truth};
 

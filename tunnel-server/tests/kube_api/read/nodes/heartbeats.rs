@@ -12,7 +12,7 @@ use postern_fake_kube::{ApiServer, eventually};
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use tunnel_kube::Health;
-use tunnel_server::inventory::Selector;
+use tunnel_routing::inventory::Selector;
 use tunnel_server::kube::read::nodes;
 
 use super::NODES;
@@ -119,7 +119,7 @@ impl Consumer {
                 let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
                 runtime.block_on(async move {
                     let (client, _) = options.connect().await.unwrap();
-                    let publish = move |inventory: tunnel_server::inventory::Inventory| {
+                    let publish = move |inventory: tunnel_routing::inventory::Inventory| {
                         published.fetch_add(1, Ordering::SeqCst);
                         nodes.store(inventory.len(), Ordering::SeqCst);
                         std::future::ready(())
@@ -129,7 +129,7 @@ impl Consumer {
                             let _ = answer.send(thread_cpu());
                         }
                     });
-                    let none = || std::future::ready(tunnel_server::inventory::Inventory::default());
+                    let none = || std::future::ready(tunnel_routing::inventory::Inventory::default());
                     let (selector, health) = (Selector::default(), Health::default());
                     nodes::run(client, selector, health, false, none, publish, stop).await;
                 });

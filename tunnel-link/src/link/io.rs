@@ -1,0 +1,220 @@
+//! Byte stream of a link: TLS over TCP, with buffers that follow the path and byte counters.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use socket2::SockRef;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsStream;
+use tunnel_runtime::net::refine;
+
+use super::flow::Flow;
+use super::retransmission::{rto_max, set_rto_max};
+use super::settings::{not_sent_limit, tune_tls};
+use crate::tcp_info::delivery;
+
+/// Minimum time between two queries of the link's rate.
+const RATE_INTERVAL: Duration = Duration::from_millis(10);
+
+/// The byte stream under a link's HTTP/2.
+#[derive(Debug)]
+pub struct LinkIo {
+    // Boxed, because futures that hold it are moved.
+    stream: Box<TlsStream<TcpStream>>,
+    flow: Arc<Flow>,
+    rate_read: Instant,
+    /// Maximum pause between two retransmissions, as set in the kernel.
+    rto_max: Duration,
+}
+
+impl LinkIo {
+    /// Wraps a stream after its handshake, on a socket tuned by [`super::tune_link`].
+    pub fn new(stream: impl Into<TlsStream<TcpStream>>) -> Self {
+        let mut io = Self {
+            stream: Box::new(stream.into()),
+            flow: Arc::default(),
+            rate_read: Instant::now(),
+            rto_max: Duration::ZERO,
+        };
+        io.resize(io.flow.piece());
+        let rtt = delivery(io.stream.get_ref().0).and_then(|delivery| delivery.shortest_rtt);
+        if let Some(rtt) = rtt {
+            // Measured in the handshake; used until a PING is answered.
+            io.flow.rtt.assume(rtt);
+            io.flow.set_path_rtt(rtt);
+        }
+        io.pause_at_most(rto_max(rtt.unwrap_or_default()));
+        io
+    }
+
+    /// Returns the state shared by the link's streams.
+    pub fn flow(&self) -> Arc<Flow> {
+        self.flow.clone()
+    }
+
+    /// Limits the bytes queued in TLS and in the kernel by the size of a piece, in bytes.
+    fn resize(&mut self, piece: usize) {
+        match &mut *self.stream {
+            TlsStream::Client(stream) => tune_tls(stream.get_mut().1, piece),
+            TlsStream::Server(stream) => tune_tls(stream.get_mut().1, piece),
+        }
+        let socket = self.stream.get_ref().0;
+        // Without it, small messages wait longer.
+        refine("TCP_NOTSENT_LOWAT", SockRef::from(socket).set_tcp_notsent_lowat(not_sent_limit(piece)));
+    }
+
+    /// Limits the pause between two retransmissions.
+    fn pause_at_most(&mut self, pause: Duration) {
+        self.rto_max = pause;
+        // Without it the link works, but recovers later after an outage.
+        if let Err(error) = set_rto_max(self.stream.get_ref().0, pause) {
+            tracing::debug!(%error, "failed to set the maximum retransmission timeout");
+        }
+    }
+
+    /// Answers [`Flow::silence`]. Call it wherever the link is polled: while the link cannot be written to, h2 does
+    /// not read until a due PING has been written.
+    fn answer_if_asked(&self) {
+        if self.flow.is_asked() {
+            self.flow.answer(delivery(self.stream.get_ref().0).and_then(|delivery| delivery.silence));
+        }
+    }
+
+    fn count(&self, written: &Poll<io::Result<usize>>) {
+        if let Poll::Ready(Ok(bytes)) = written {
+            self.flow.add_sent(*bytes);
+        }
+    }
+
+    fn follow_rate(&mut self) {
+        let now = Instant::now();
+        if now - self.rate_read < RATE_INTERVAL {
+            return;
+        }
+        self.rate_read = now;
+        let Some(delivery) = delivery(self.stream.get_ref().0) else { return };
+        if let Some(piece) = self.flow.delivered(delivery) {
+            self.resize(piece);
+        }
+        let pause = rto_max(delivery.rtt);
+        if pause > self.rto_max || pause < self.rto_max / 2 {
+            self.pause_at_most(pause * 5 / 4);
+        }
+    }
+}
+
+impl AsyncRead for LinkIo {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.answer_if_asked();
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut *self.stream).poll_read(cx, buffer);
+        self.flow.add_received(buffer.filled().len() - before);
+        read
+    }
+}
+
+impl AsyncWrite for LinkIo {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.answer_if_asked();
+        self.follow_rate();
+        let written = Pin::new(&mut *self.stream).poll_write(cx, bytes);
+        self.count(&written);
+        written
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.answer_if_asked();
+        self.follow_rate();
+        let written = Pin::new(&mut *self.stream).poll_write_vectored(cx, slices);
+        self.count(&written);
+        written
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut *self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut *self.stream).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+
+    use futures_util::FutureExt as _;
+    use rustls::{ClientConfig, RootCertStore, ServerConfig};
+    use rustls_pki_types::{PrivateKeyDer, ServerName};
+    use tokio::net::TcpListener;
+    use tokio_rustls::{TlsAcceptor, TlsConnector, server};
+
+    use super::*;
+
+    /// Creates a link, and its other end.
+    async fn link() -> (LinkIo, server::TlsStream<TcpStream>) {
+        let own = rcgen::generate_simple_self_signed(vec!["link".to_owned()]).unwrap();
+        let key = PrivateKeyDer::try_from(own.signing_key.serialize_der()).unwrap();
+        let mut roots = RootCertStore::empty();
+        roots.add(own.cert.der().clone()).unwrap();
+        let provider = || Arc::new(rustls::crypto::ring::default_provider());
+        let connector = ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let acceptor = ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(vec![own.cert.der().clone()], key)
+            .unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (far, _) = listener.accept().await.unwrap();
+        let name = ServerName::try_from("link").unwrap();
+        let (near, far) = tokio::try_join!(
+            TlsConnector::from(Arc::new(connector)).connect(name, near),
+            TlsAcceptor::from(Arc::new(acceptor)).accept(far),
+        )
+        .unwrap();
+        (LinkIo::new(near), far)
+    }
+
+    #[tokio::test]
+    async fn who_asks_for_the_silence_is_answered_however_the_link_is_polled() {
+        let (mut link, _far) = link().await;
+        let flow = link.flow();
+        for way in ["read", "write", "write_vectored"] {
+            let mut asked = std::pin::pin!(flow.silence());
+            assert!(asked.as_mut().now_or_never().is_none(), "{way}: nobody has looked yet");
+            poll_fn(|cx| {
+                let link = Pin::new(&mut link);
+                match way {
+                    "read" => drop(link.poll_read(cx, &mut ReadBuf::new(&mut [0; 16]))),
+                    "write" => drop(link.poll_write(cx, b"some")),
+                    _ => drop(link.poll_write_vectored(cx, &[IoSlice::new(b"some")])),
+                }
+                Poll::Ready(())
+            })
+            .await;
+            assert!(asked.now_or_never().is_some(), "{way}: no answer");
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! Ends the connections that outlast a drain.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+use tunnel_runtime::live::Live;
+
+use super::error::Side;
+use super::stall::Abort;
+use super::traffic::Traffic;
+use crate::outcome::Outcome;
+
+/// Time without traffic after which a connection is quiet; on a slow link, twice its round-trip time.
+const QUIET: Duration = Duration::from_millis(100);
+/// The same for a connection whose client sent last, or may have: it may wait for the answer of a target that is slow,
+/// or acknowledge the last one (HTTP/2).
+const QUIET_ASKED: Duration = Duration::from_millis(500);
+/// Maximum time that a connection which is never quiet is waited for.
+const LONGEST: Duration = Duration::from_secs(1);
+/// Interval between two checks.
+const CHECK: Duration = Duration::from_millis(20);
+
+/// A snapshot of a connection.
+pub struct Relaying<'a> {
+    pub traffic: &'a Traffic,
+    pub abort: &'a Abort,
+    /// The end that relays: the socket of [`Side::Server`] is the client's.
+    pub side: Side,
+    /// Round-trip time of the link.
+    pub rtt: Option<Duration>,
+}
+
+impl Relaying<'_> {
+    /// Bytes from the client and from the target.
+    fn bytes(&self) -> (u64, u64) {
+        let (from, to) = (self.traffic.from_socket(), self.traffic.to_socket());
+        match self.side {
+            Side::Server => (from, to),
+            Side::Agent => (to, from),
+        }
+    }
+}
+
+/// Ends each connection once it is quiet, and returns after a second. Clients such as kube-apiserver keep connections
+/// open for their next request: requests under way are answered, and the next ones go elsewhere.
+pub async fn end_quiet<T>(live: &Live<T>, relaying: impl Fn(&T) -> Option<Relaying<'_>>) {
+    let start = Instant::now();
+    let mut seen = HashMap::new();
+    while start.elapsed() < LONGEST {
+        for connection in live.all() {
+            let Some(now) = relaying(&connection) else { continue };
+            let bytes = now.bytes();
+            // A new connection may reuse the address of one that ended; it has no traffic yet and then ends a little
+            // early.
+            let (before, since, least) =
+                seen.entry(Arc::as_ptr(&connection)).or_insert((bytes, Instant::now(), QUIET_ASKED));
+            if *before != bytes {
+                let answered = before.1 != bytes.1;
+                (*before, *since) = (bytes, Instant::now());
+                *least = if answered { QUIET } else { QUIET_ASKED };
+            } else if since.elapsed() >= (*least).max(now.rtt.unwrap_or_default() * 2) {
+                now.abort.trigger(Outcome::Shutdown);
+            }
+        }
+        sleep(CHECK).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Default)]
+    struct Connection {
+        traffic: Traffic,
+        abort: Abort,
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_ends_when_it_is_quiet_and_none_waits_for_another() {
+        let live = Arc::<Live<Connection>>::default();
+        let [idle, answered, asked, busy] = [(); 4].map(|()| live.enter(Connection::default()));
+        let start = Instant::now();
+        let talk = async |connection: &Connection, times: u32| {
+            for _ in 0..times {
+                sleep(Duration::from_millis(50)).await;
+                connection.traffic.count_to_socket(1);
+            }
+        };
+        let ask = async {
+            sleep(Duration::from_millis(50)).await;
+            asked.traffic.count_from_socket(1);
+        };
+        let ended = async |connection: &Connection| {
+            let (outcome, _) = connection.abort.triggered().await;
+            (outcome, start.elapsed())
+        };
+        fn relaying(of: &Connection) -> Option<Relaying<'_>> {
+            Some(Relaying { traffic: &of.traffic, abort: &of.abort, side: Side::Server, rtt: None })
+        }
+        let all = async {
+            end_quiet(&live, relaying).await;
+            start.elapsed()
+        };
+        let ends = async { tokio::join!(ended(&idle), ended(&answered), ended(&asked)) };
+        let (all, (), (), (), (idle, answered, asked)) =
+            tokio::join!(all, talk(&answered, 8), talk(&busy, 100), ask, ends);
+        assert!(all < LONGEST + CHECK * 2, "{all:?}");
+        for ((outcome, after), since, least) in
+            [(idle, 0, QUIET_ASKED), (answered, 400, QUIET), (asked, 50, QUIET_ASKED)]
+        {
+            let quiet = after.saturating_sub(Duration::from_millis(since));
+            assert_eq!(outcome, Outcome::Shutdown);
+            assert!((least..least + CHECK * 3).contains(&quiet), "ended after {after:?}");
+        }
+        assert!(tokio::time::timeout(Duration::ZERO, busy.abort.triggered()).await.is_err());
+    }
+}

@@ -1,0 +1,85 @@
+//! Socket of a tunnelled connection: its options, and how it closes.
+//!
+//! A failure must never look like an end of file, which could be taken for a complete answer. So the socket is set to
+//! close with a TCP reset before anything can fail, and only a connection that ended well in both directions reverts
+//! that. A cancelled task and a killed process reset their connections too.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use socket2::SockRef;
+use tokio::io::Interest;
+use tokio::net::TcpStream;
+use tunnel_runtime::net::refine;
+
+use crate::link;
+use crate::tcp_info::unacknowledged;
+
+/// Unsent bytes in the kernel above which the socket is not written to. Limits the kernel memory held for a receiver
+/// that does not read.
+const NOTSENT_LOWAT: u32 = 256 << 10;
+/// Idle time of a tunnelled connection before the first keepalive probe.
+const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
+/// Maximum time for which a client may read none of the last bytes; its connection is then reset without them.
+const FLUSH_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Sets the options of a tunnelled connection's socket, on either end, and [`reset_on_drop`]. Accepted sockets inherit
+/// what is set on their listener.
+pub fn prepare_socket(socket: &impl AsFd) {
+    reset_on_drop(socket);
+    let socket = SockRef::from(socket);
+    refine("TCP_NODELAY", socket.set_tcp_nodelay(true));
+    refine("SO_KEEPALIVE", socket.set_tcp_keepalive(&link::keepalive().with_time(KEEPALIVE_TIME)));
+    refine("TCP_NOTSENT_LOWAT", socket.set_tcp_notsent_lowat(NOTSENT_LOWAT));
+}
+
+/// Makes the socket's close a TCP RST.
+pub fn reset_on_drop(socket: &impl AsFd) {
+    linger(socket, Some(Duration::ZERO));
+}
+
+/// Undoes [`reset_on_drop`]: the socket's close is an end of file.
+pub fn end_on_drop(socket: &impl AsFd) {
+    linger(socket, None);
+}
+
+/// Waits until the peer's kernel has all written bytes, because a reset discards unsent ones. Gives up if nothing
+/// moves for [`FLUSH_PATIENCE`].
+pub async fn flushed(socket: &impl AsFd) {
+    let mut last = (0, 0);
+    let mut moved = Instant::now();
+    let mut pause = Duration::from_millis(1);
+    // The kernel has no event for this.
+    loop {
+        let now = match unacknowledged(socket) {
+            Ok(now) => now,
+            Err(error) => return tracing::debug!(%error, "failed to read the send queue of a socket"),
+        };
+        if now == (0, 0) || moved.elapsed() > FLUSH_PATIENCE {
+            return;
+        }
+        if now != last {
+            (last, moved) = (now, Instant::now());
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(Duration::from_millis(100));
+    }
+}
+
+/// Returns when the socket has failed. An end of file is no failure: the peer may only have finished sending.
+pub async fn lost(socket: &TcpStream) -> io::Error {
+    if socket.ready(Interest::ERROR).await.is_ok()
+        && let Ok(Some(error)) | Err(error) = socket.take_error()
+    {
+        return error;
+    }
+    // Another caller was told of the error.
+    std::future::pending().await
+}
+
+/// Sets SO_LINGER, the only one of these options that correctness depends on: without it a failure looks like an end
+/// of file. Every kernel has it; if a sandbox refuses it, that is logged.
+fn linger(socket: &impl AsFd, time: Option<Duration>) {
+    refine("SO_LINGER", SockRef::from(socket).set_linger(time));
+}

@@ -1,0 +1,107 @@
+//! Certificate, key and trusted roots of an agent or a redirector.
+
+use std::fmt;
+use std::time::SystemTime;
+
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use tunnel_runtime::NodeName;
+use zeroize::Zeroizing;
+
+use super::bundle::TrustBundle;
+use super::certificate::{Validity, holder_of_certificate, validity};
+use super::error::IdentityError;
+use super::holder::Holder;
+use super::key::PrivateKey;
+use super::request;
+
+/// Credentials of an agent or a redirector, and the roots that it trusts.
+pub struct AgentIdentity {
+    pub holder: Holder,
+    /// The node that the certificate names.
+    pub node: NodeName,
+    /// The certificate chain, leaf first.
+    pub chain: Vec<CertificateDer<'static>>,
+    /// The leaf's private key.
+    pub key: Zeroizing<PrivateKeyDer<'static>>,
+    /// Roots that may sign a server's certificate.
+    pub bundle: TrustBundle,
+    validity: Validity,
+}
+
+impl AgentIdentity {
+    /// Checks that the parts belong together.
+    ///
+    /// # Errors
+    /// Fails if the chain is empty, if its leaf is neither an agent's certificate nor a redirector's, or if the key is
+    /// not the leaf's.
+    pub fn new(
+        chain: Vec<CertificateDer<'static>>,
+        key: Zeroizing<PrivateKeyDer<'static>>,
+        bundle: TrustBundle,
+    ) -> Result<Self, IdentityError> {
+        let leaf =
+            chain.first().ok_or_else(|| IdentityError::Parse("the chain has no certificate".into()))?;
+        let (holder, node) = holder_of_certificate(leaf)?;
+        let validity = validity(leaf)?;
+        if !request::matches(&PrivateKey::from_der(&key)?, leaf)? {
+            return Err(IdentityError::Key("it is not the certificate's key".into()));
+        }
+        Ok(Self { holder, node, chain, key, bundle, validity })
+    }
+
+    /// [`AgentIdentity::new`] from PEM.
+    pub fn from_pem(chain: &str, key: &str, bundle: TrustBundle) -> Result<Self, IdentityError> {
+        let chain = CertificateDer::pem_slice_iter(chain.as_bytes())
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|error| IdentityError::Parse(format!("not PEM: {error}")))?;
+        let key = PrivateKeyDer::from_pem_slice(key.as_bytes())
+            .map_err(|error| IdentityError::Key(format!("not PEM: {error}")))?;
+        Self::new(chain, Zeroizing::new(key), bundle)
+    }
+
+    /// Returns the same identity with other trusted roots.
+    #[must_use]
+    pub fn with_bundle(&self, bundle: TrustBundle) -> Self {
+        Self {
+            holder: self.holder,
+            node: self.node.clone(),
+            chain: self.chain.clone(),
+            key: Zeroizing::new(self.key.clone_key()),
+            bundle,
+            validity: self.validity,
+        }
+    }
+
+    pub fn validity(&self) -> Validity {
+        self.validity
+    }
+
+    /// Time at which the certificate expires.
+    pub fn not_after(&self) -> SystemTime {
+        self.validity.not_after
+    }
+
+    /// Time at which 80 % of the certificate's life is over.
+    pub fn renew_at(&self) -> SystemTime {
+        self.validity.renew_at()
+    }
+
+    /// True if the root that signs new certificates (the bundle's first) signed this one. If not, a rotation is under
+    /// way, and the certificate must be renewed before the old root is removed.
+    pub fn is_signed_by_newest_root(&self) -> bool {
+        self.chain.first().is_some_and(|leaf| self.bundle.issuer_of(leaf) == Some(0))
+    }
+}
+
+/// Omits the key.
+impl fmt::Debug for AgentIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AgentIdentity")
+            .field("holder", &self.holder)
+            .field("node", &self.node)
+            .field("validity", &self.validity)
+            .field("bundle", &self.bundle)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,157 @@
+//! Trusted roots.
+
+use std::fmt;
+use std::path::Path;
+
+use rustls::RootCertStore;
+use rustls_pki_types::CertificateDer;
+use rustls_pki_types::pem::PemObject;
+use tunnel_runtime::files;
+
+use super::certificate::{ca_hash, is_signed_by, parse, pem_of_certificates};
+use super::error::IdentityError;
+
+/// Maximum number of roots. A rotation never needs that many: more are a mistake, or an attempt to exhaust memory.
+const MAX_ROOTS: usize = 16;
+
+/// One or more trusted roots. The first signs new certificates.
+#[derive(Clone, PartialEq, Eq)]
+pub struct TrustBundle {
+    roots: Vec<CertificateDer<'static>>,
+}
+
+impl TrustBundle {
+    /// Checks the roots. The first is the signing one.
+    ///
+    /// # Errors
+    /// [`IdentityError::Bundle`] if there is no root, there are more than 16, or one is not a CA certificate.
+    pub fn new(roots: Vec<CertificateDer<'static>>) -> Result<Self, IdentityError> {
+        if roots.is_empty() {
+            return Err(IdentityError::Bundle("it has no certificate".into()));
+        }
+        if roots.len() > MAX_ROOTS {
+            return Err(IdentityError::Bundle(format!("it has more than {MAX_ROOTS} certificates")));
+        }
+        let mut store = RootCertStore::empty();
+        for (index, root) in roots.iter().enumerate() {
+            let number = index + 1;
+            let parsed = parse(root)
+                .map_err(|error| IdentityError::Bundle(format!("certificate {number}: {error}")))?;
+            if !parsed.is_ca() {
+                return Err(IdentityError::Bundle(format!("certificate {number} is not a CA")));
+            }
+            store
+                .add(root.clone())
+                .map_err(|error| IdentityError::Bundle(format!("certificate {number}: {error}")))?;
+        }
+        Ok(Self { roots })
+    }
+
+    /// Parses PEM; ignores sections other than certificates.
+    pub fn from_pem(pem: &str) -> Result<Self, IdentityError> {
+        let roots = CertificateDer::pem_slice_iter(pem.as_bytes())
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|error| IdentityError::Bundle(format!("not PEM: {error}")))?;
+        Self::new(roots)
+    }
+
+    /// Reads a PEM file.
+    pub fn from_file(path: &Path) -> Result<Self, IdentityError> {
+        let fix = "restore it from a backup";
+        let pem = files::read_optional(path)?
+            .ok_or_else(|| IdentityError::file(path, &"there is no such file", fix))?;
+        Self::from_pem(&pem).map_err(|error| IdentityError::file(path, &error, fix))
+    }
+
+    /// Returns the certificates as PEM (RFC 7468).
+    pub fn to_pem(&self) -> String {
+        pem_of_certificates(&self.roots)
+    }
+
+    /// Returns the roots, the signing one first.
+    pub fn roots(&self) -> &[CertificateDer<'static>] {
+        &self.roots
+    }
+
+    /// Returns the roots for rustls.
+    pub fn root_store(&self) -> RootCertStore {
+        let mut store = RootCertStore::empty();
+        // `new` has checked that each can be added.
+        store.add_parsable_certificates(self.roots.iter().cloned());
+        store
+    }
+
+    /// Returns the [`ca_hash`] of each root, in order.
+    pub fn hashes(&self) -> Vec<String> {
+        self.roots.iter().filter_map(|root| ca_hash(root).ok()).collect()
+    }
+
+    /// Returns the index of the root that signed this certificate; 0 is the root that signs now.
+    pub fn issuer_of(&self, certificate: &CertificateDer<'_>) -> Option<usize> {
+        self.roots.iter().position(|root| is_signed_by(certificate, root))
+    }
+}
+
+impl fmt::Debug for TrustBundle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("TrustBundle").field(&self.hashes()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rcgen::{BasicConstraints, CertificateParams, IsCa, KeyPair};
+
+    use super::*;
+
+    fn root(ca: bool) -> CertificateDer<'static> {
+        let mut params = CertificateParams::default();
+        if ca {
+            params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        }
+        params.self_signed(&KeyPair::generate().unwrap()).unwrap().der().clone()
+    }
+
+    #[test]
+    fn order_is_kept_and_keys_are_ignored() {
+        let (first, second) = (root(true), root(true));
+        let key = KeyPair::generate().unwrap().serialize_pem();
+        let pem = pem_of_certificates(std::slice::from_ref(&first))
+            + &key
+            + &pem_of_certificates(std::slice::from_ref(&second));
+        let bundle = TrustBundle::from_pem(&pem).unwrap();
+        assert_eq!(bundle.roots(), [first, second]);
+        assert_eq!(bundle.hashes().len(), 2);
+        assert_eq!(bundle.root_store().len(), 2);
+        assert!(!bundle.to_pem().contains("PRIVATE"));
+        assert_eq!(TrustBundle::from_pem(&bundle.to_pem()).unwrap(), bundle);
+    }
+
+    #[test]
+    fn unusable_bundles_are_refused_with_the_reason() {
+        let good = pem_of_certificates(&[root(true)]);
+        for (pem, reason) in [
+            (String::new(), "no certificate"),
+            ("hello".to_owned(), "no certificate"),
+            (pem_of_certificates(&[root(false)]), "not a CA"),
+            (good[..good.len() / 2].to_owned(), "not PEM"),
+            (good.replacen("\nMII", "\nAAA", 1), "certificate 1"),
+            (good.repeat(17), "more than 16"),
+        ] {
+            let error = TrustBundle::from_pem(&pem).unwrap_err().to_string();
+            assert!(error.contains(reason), "{reason}: {error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn never_panics(text in any::<String>(), cut in 0usize..600) {
+            let _: Result<_, _> = TrustBundle::from_pem(&text);
+            let pem = "-----BEGIN CERTIFICATE-----\n".to_owned() + &text + "\n-----END CERTIFICATE-----\n";
+            prop_assert!(TrustBundle::from_pem(&pem).is_err());
+            let cut = pem.char_indices().map(|(at, _)| at).take_while(|at| *at <= cut).last().unwrap_or(0);
+            prop_assert!(TrustBundle::from_pem(&pem[..cut]).is_err());
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! gRPC client of a server's Enrollment service.
+
+use std::error::Error;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::Uri;
+use hyper_util::rt::TokioIo;
+use rustls::ClientConfig;
+use rustls_pki_types::CertificateDer;
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+use tower::service_fn;
+use tunnel_link::proto::EnrollResponse;
+use tunnel_link::proto::enrollment_client::EnrollmentClient;
+use tunnel_runtime::NodeName;
+use tunnel_runtime::error::chain;
+
+use crate::enrol::attempt::{AttemptError, check_issued};
+use crate::enrol::reach::{Reach, Server, tls_hint};
+use crate::{AgentIdentity, Holder, IdentityError, PrivateKey, TrustBundle, refusal, server_name};
+
+/// Maximum time for the TCP connection and the TLS handshake together. An edge's link may be slow.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
+const CALL_TIMEOUT: Duration = Duration::from_secs(15);
+/// Enough for a chain and a few roots.
+const MAX_MESSAGE: usize = 256 * 1024;
+
+/// A connection to a server's Enrollment service.
+pub(crate) struct Connection {
+    pub(crate) client: EnrollmentClient<Channel>,
+    server_chain: Vec<CertificateDer<'static>>,
+}
+
+impl Connection {
+    /// Connects and does the handshake outside tonic, so that an error says which of the two failed and why.
+    pub(crate) async fn open(
+        reach: &Reach,
+        server: &str,
+        tls: &Arc<ClientConfig>,
+    ) -> Result<Self, AttemptError> {
+        let (stream, server_chain) = connect(reach, server, tls).await?;
+        let mut stream = Some(TokioIo::new(stream));
+        let connector = service_fn(move |_: Uri| {
+            let stream = stream.take();
+            async move { stream.ok_or_else(|| io::Error::other("the connection was closed")) }
+        });
+        // The name is only the :authority. The connector already has the connection.
+        let channel = Endpoint::from_static("http://tunnel-server.postern.internal")
+            .timeout(CALL_TIMEOUT)
+            .connect_with_connector(connector)
+            .await
+            .map_err(|error| AttemptError::Transient(chain(&error)))?;
+        let client = EnrollmentClient::new(channel).max_decoding_message_size(MAX_MESSAGE);
+        Ok(Self { client, server_chain })
+    }
+
+    /// Returns the identity in an answer. It must be for this holder and this key, and its roots must verify this very
+    /// server: otherwise its holder could not connect to it again.
+    pub(crate) fn issued_identity(
+        &self,
+        response: &EnrollResponse,
+        key: &PrivateKey,
+        (holder, node): (Holder, &NodeName),
+    ) -> Result<AgentIdentity, AttemptError> {
+        let parse = || {
+            let bundle = TrustBundle::from_pem(&response.trust_bundle)?;
+            bundle.verify_server(&self.server_chain)?;
+            AgentIdentity::from_pem(&response.certificate_chain, &key.to_pem(), bundle)
+        };
+        parse()
+            .and_then(|identity| check_issued(identity, holder, node))
+            .map_err(|error| AttemptError::Transient(format!("unusable answer: {error}")))
+    }
+}
+
+/// Fetches the certificates that the server presents now. A link may be older than the server's certificate.
+pub(crate) async fn fetch_chain(
+    reach: &Reach,
+    server: &str,
+    tls: &Arc<ClientConfig>,
+) -> Result<Vec<CertificateDer<'static>>, AttemptError> {
+    Ok(connect(reach, server, tls).await?.1)
+}
+
+/// Returns a connection and the certificates that the server presented.
+async fn connect(
+    reach: &Reach,
+    server: &str,
+    tls: &Arc<ClientConfig>,
+) -> Result<(TlsStream<TcpStream>, Vec<CertificateDer<'static>>), AttemptError> {
+    let handshake = async {
+        let reached = reach
+            .connect(&Server::Named(server.to_owned()))
+            .await
+            .map_err(|error| AttemptError::Transient(format!("connect: {error}")))?;
+        TlsConnector::from(Arc::clone(tls))
+            .connect(server_name(), reached.stream)
+            .await
+            .map_err(|error| handshake_error(&error, reached.proxy.as_deref()))
+    };
+    let stream = tokio::time::timeout(CONNECT_TIMEOUT, handshake).await.map_err(|_| {
+        AttemptError::Transient(format!("no answer within {} s", CONNECT_TIMEOUT.as_secs()))
+    })??;
+    let chain = stream
+        .get_ref()
+        .1
+        .peer_certificates()
+        .map(|chain| chain.iter().map(|certificate| certificate.clone().into_owned()).collect())
+        .unwrap_or_default();
+    Ok((stream, chain))
+}
+
+impl From<Status> for AttemptError {
+    fn from(status: Status) -> Self {
+        let text =
+            if status.message().is_empty() { status.code().to_string() } else { status.message().to_owned() };
+        match status.code() {
+            Code::Unauthenticated | Code::PermissionDenied | Code::InvalidArgument => Self::Refused(text),
+            // The source of the transport's error, whose own text says only "transport error".
+            _ => Self::Transient(match status.source() {
+                Some(source) => format!("{text}: {}", chain(source)),
+                None => text,
+            }),
+        }
+    }
+}
+
+fn handshake_error(error: &io::Error, proxy: Option<&str>) -> AttemptError {
+    let hint = tls_hint(proxy);
+    match refusal(error) {
+        Some(reason @ IdentityError::CaMismatch { .. }) => AttemptError::Refused(format!("{reason}{hint}")),
+        Some(reason) => AttemptError::Transient(format!("TLS: {reason}{hint}")),
+        None => AttemptError::Transient(format!("TLS: {error}{hint}")),
+    }
+}

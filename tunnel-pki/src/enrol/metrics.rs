@@ -1,0 +1,75 @@
+//! Metrics of the certificate and its renewal.
+
+use std::time::SystemTime;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+use crate::Holder;
+
+const RENEWED: &str = "renewed";
+const FAILED: &str = "failed";
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RenewalLabels {
+    outcome: &'static str,
+}
+
+/// Handles of the metrics. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub struct IdentityMetrics {
+    not_after: Gauge,
+    renewals: Family<RenewalLabels, Counter>,
+}
+
+impl IdentityMetrics {
+    pub fn register(registry: &mut Registry, holder: Holder) -> Self {
+        let metrics = Self::default();
+        registry.register(
+            format!("postern_{holder}_certificate_expiry_timestamp_seconds"),
+            format!("End of the {holder}'s certificate, Unix time"),
+            metrics.not_after.clone(),
+        );
+        registry.register(
+            format!("postern_{holder}_certificate_renewals"),
+            "Attempts to renew the certificate by outcome",
+            metrics.renewals.clone(),
+        );
+        // A series that appears with its first failure cannot be alerted on by its increase.
+        for outcome in [RENEWED, FAILED] {
+            drop(metrics.renewals.get_or_create(&RenewalLabels { outcome }));
+        }
+        metrics
+    }
+
+    pub(crate) fn set_not_after(&self, end: SystemTime) {
+        let seconds = end.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+        self.not_after.set(i64::try_from(seconds).unwrap_or(i64::MAX));
+    }
+
+    pub(crate) fn count(&self, renewed: bool) {
+        let outcome = if renewed { RENEWED } else { FAILED };
+        self.renewals.get_or_create(&RenewalLabels { outcome }).inc();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_outcomes_exist_before_the_first_renewal() {
+        let mut registry = Registry::default();
+        let metrics = IdentityMetrics::register(&mut registry, Holder::Agent);
+        metrics.count(true);
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        for series in ["{outcome=\"renewed\"} 1", "{outcome=\"failed\"} 0"] {
+            let line = format!("postern_agent_certificate_renewals_total{series}");
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+    }
+}

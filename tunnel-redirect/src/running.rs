@@ -1,0 +1,317 @@
+//! The running redirect: applies changes of the desired state, and reports its own state.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use ipnet::IpNet;
+use tokio::sync::Notify;
+use tunnel_abi::LIST_CAPACITY;
+use tunnel_routing::{Desired, reserved_addresses, reserved_addresses_v6};
+
+use super::cgroup::Cgroup;
+use super::change::Change;
+use super::claim::Claim;
+use super::config::RedirectConfig;
+use super::error::RedirectError;
+use super::load::{ProgramInfo, Programs};
+use super::map_contents::{HostContext, MapContents};
+use super::maps::Maps;
+use super::netlink;
+use super::preflight::Features;
+use super::program_log::ProgramLog;
+use super::self_test_addresses::SelfTestAddresses;
+
+/// Number of entries that one [`Redirect::apply`] wrote.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Applied {
+    /// Entries inserted or replaced.
+    pub writes: usize,
+    pub deletes: usize,
+}
+
+/// State of the redirect as of its last verification.
+#[derive(Clone, Debug, Default)]
+pub struct Health {
+    /// The problem, if it does not work.
+    pub problem: Option<String>,
+    /// The reason, if the kernel's routes are out of date.
+    pub stale: Option<String>,
+    /// Time at which it last worked.
+    pub verified: Option<Instant>,
+    /// Number of times that something lost was restored.
+    pub restored: u64,
+}
+
+/// The running redirect. Dropping it, or [`stop`](Self::stop), detaches the programs and removes the redirect route.
+pub struct Redirect {
+    pub(super) config: RedirectConfig,
+    pub(super) cgroup: Cgroup,
+    pub(super) netns: File,
+    pub(super) ipv6: bool,
+    pub(super) features: Features,
+    pub(super) not_pinned: Option<String>,
+    /// Notified when programs are missing.
+    pub(super) lost: Notify,
+    pub(super) inner: Mutex<Inner>,
+    pub(super) health: Mutex<Health>,
+}
+
+/// State that changes at run time.
+pub(super) struct Inner {
+    pub(super) programs: Programs,
+    pub(super) maps: Maps,
+    /// Contents of `maps`.
+    pub(super) contents: MapContents,
+    /// True if `maps` match `desired`, `own` and `self_test_addresses`.
+    pub(super) current: bool,
+    pub(super) desired: Desired,
+    /// This host's own addresses.
+    pub(super) own: BTreeSet<IpAddr>,
+    pub(super) self_test_addresses: SelfTestAddresses,
+    /// Port of the last self-test that passed.
+    pub(super) verified_port: Option<u16>,
+    pub(super) serving: bool,
+    /// Another server has taken over; do not attach again.
+    pub(super) released: bool,
+    /// Claim on the redirect ranges.
+    pub(super) claim: Claim,
+    pub(super) stopped: bool,
+    pub(super) program_log: Option<ProgramLog>,
+}
+
+impl std::fmt::Debug for Redirect {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Redirect")
+            .field("cgroup", &self.cgroup.path)
+            .field("ipv6", &self.ipv6)
+            .field("features", &self.features)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Redirect {
+    /// Brings the maps to the state that `desired` returns, writing only differences. After an error the maps hold a
+    /// part of the change, and the next call writes the rest; an invalid state changes nothing. `desired` is called
+    /// under the lock of the maps, so that a call that had to wait does not write an older state than the one before.
+    ///
+    /// # Errors
+    /// [`RedirectError::Route`] or [`RedirectError::Full`] before anything is written; [`RedirectError::Map`].
+    /// [`health`](Self::health) includes the error until a call succeeds.
+    pub fn apply(&self, desired: impl FnOnce() -> Desired) -> Result<Applied, RedirectError> {
+        let mut inner = self.lock();
+        let applied = self.bring_to(&mut inner, desired);
+        let stale = applied.as_ref().err().map(ToString::to_string);
+        self.note(|health| health.stale = stale);
+        applied
+    }
+
+    fn bring_to(
+        &self,
+        inner: &mut Inner,
+        desired: impl FnOnce() -> Desired,
+    ) -> Result<Applied, RedirectError> {
+        if inner.stopped {
+            return Err(RedirectError::Stopped);
+        }
+        let desired = desired();
+        if let Some(flips) = desired.flips_since(&inner.desired).filter(|_| inner.current) {
+            inner.desired = desired;
+            let changes = inner.contents.changes_of(flips);
+            return inner.write(changes);
+        }
+        let want = MapContents::complete(&desired, &self.host(inner))?;
+        inner.desired = desired;
+        inner.bring_to(&want)
+    }
+
+    /// Brings the maps up to date with the desired state, this host's addresses and those of the self-test.
+    pub(super) fn rewrite(&self, inner: &mut Inner) -> Result<Applied, RedirectError> {
+        let want = MapContents::complete(&inner.desired, &self.host(inner))?;
+        inner.bring_to(&want)
+    }
+
+    fn host<'a>(&'a self, inner: &'a Inner) -> HostContext<'a> {
+        HostContext {
+            config: &self.config,
+            own: &inner.own,
+            self_test: &inner.self_test_addresses,
+            ipv6: self.ipv6,
+        }
+    }
+
+    /// Sets whether routes may be up; false makes every route count as down, in one map write.
+    ///
+    /// # Errors
+    /// [`RedirectError::Map`]
+    pub fn set_serving(&self, serving: bool) -> Result<(), RedirectError> {
+        let mut inner = self.lock();
+        if inner.serving == serving {
+            return Ok(());
+        }
+        inner.maps.set_serving(serving)?;
+        inner.serving = serving;
+        Ok(())
+    }
+
+    /// Directory of the pins.
+    pub fn pinned_in(&self) -> Option<PathBuf> {
+        self.lock().programs.pinned_in().map(Path::to_path_buf)
+    }
+
+    /// Reason that nothing is pinned although configured.
+    pub fn not_pinned(&self) -> Option<&str> {
+        self.not_pinned.as_deref()
+    }
+
+    /// The redirected networks, each with its first virtual address.
+    pub fn virtual_addresses(&self) -> Vec<(IpNet, IpAddr)> {
+        let inner = self.lock();
+        inner.desired.table.routes.iter().map(|(net, route)| (*net, route.virtual_address)).collect()
+    }
+
+    /// Reports whether a connect to a node without a tunnel fails immediately with EHOSTUNREACH (kernel 6.1 or newer).
+    /// If not, it is redirected, and the listener must reset it.
+    pub fn fails_at_connect(&self) -> bool {
+        self.features.set_retval
+    }
+
+    /// Reports whether IPv6 destinations are redirected.
+    pub fn ipv6(&self) -> bool {
+        self.ipv6
+    }
+
+    /// Reports whether `virtual_address` is reserved for self-tests of this or another server; drop such connections silently.
+    pub fn is_self_test(&self, virtual_address: IpAddr) -> bool {
+        match virtual_address {
+            IpAddr::V4(virtual_address) => {
+                reserved_addresses(self.config.redirect_range).contains(&virtual_address)
+            }
+            IpAddr::V6(virtual_address) => {
+                reserved_addresses_v6(self.config.redirect_range_v6).contains(&virtual_address)
+            }
+        }
+    }
+
+    /// Counters since the start, named `<hook>/<outcome>`.
+    ///
+    /// # Errors
+    /// [`RedirectError::Map`]
+    pub fn counters(&self) -> Result<Vec<(&'static str, u64)>, RedirectError> {
+        self.lock().maps.counters()
+    }
+
+    pub fn program_info(&self) -> Vec<ProgramInfo> {
+        self.lock().programs.info()
+    }
+
+    /// Number of cloud nodes' addresses without room in the kernel's list of exclusions.
+    pub fn left_out(&self) -> usize {
+        self.lock().contents.left_out
+    }
+
+    pub fn health(&self) -> Health {
+        self.health.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn note(&self, change: impl FnOnce(&mut Health)) {
+        change(&mut self.health.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Adds missing redirect routes; returns true if one was missing.
+    pub(super) fn ensure_routes(&self) -> Result<bool, RedirectError> {
+        // Locked until the routes are there: a stop that removes them must not intervene.
+        let inner = self.lock();
+        if inner.stopped {
+            return Err(RedirectError::Stopped);
+        }
+        // The successor keeps them, and removes them when it stops.
+        if inner.released {
+            return Ok(false);
+        }
+        let ranges = redirect_ranges(&self.config, self.ipv6);
+        netlink::blocking(|handle| async move {
+            let mut added = false;
+            for range in ranges {
+                added |= netlink::add_route(&handle, range).await?;
+            }
+            Ok(added)
+        })
+    }
+
+    /// Rereads this host's addresses and brings the maps up to date with them.
+    pub(super) fn refresh_addresses(&self) -> Result<Applied, RedirectError> {
+        let own = netlink::blocking(|handle| async move { netlink::own_addresses(&handle).await })?;
+        let mut inner = self.lock();
+        if inner.stopped {
+            return Err(RedirectError::Stopped);
+        }
+        if inner.current && inner.own == own {
+            return Ok(Applied::default());
+        }
+        inner.own = own;
+        self.rewrite(&mut inner)
+    }
+
+    /// Runs `work` on a thread that may block.
+    pub(super) async fn offload<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> Result<T, RedirectError> + Send + 'static,
+    ) -> Result<T, RedirectError> {
+        let this = Arc::clone(self);
+        let joined = tokio::task::spawn_blocking(move || work(&this)).await;
+        joined.unwrap_or(Err(RedirectError::Stopped))
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
+        // A panic elsewhere leaves `contents` at the last written change, which is usable.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn bring_to(&mut self, want: &MapContents) -> Result<Applied, RedirectError> {
+        let applied = self.write(self.contents.changes_to(want))?;
+        let left_out = std::mem::replace(&mut self.contents.left_out, want.left_out);
+        if left_out != want.left_out {
+            log_left_out(want.left_out);
+        }
+        Ok(applied)
+    }
+
+    fn write(&mut self, changes: Vec<Change>) -> Result<Applied, RedirectError> {
+        let mut applied = Applied::default();
+        self.current = false;
+        for change in changes {
+            self.maps.write(&change, &self.contents)?;
+            self.contents.record(&change);
+            if change.is_delete() {
+                applied.deletes += 1;
+            } else {
+                applied.writes += 1;
+            }
+        }
+        self.current = true;
+        Ok(applied)
+    }
+}
+
+fn log_left_out(left_out: usize) {
+    match left_out {
+        0 => tracing::info!("excluded addresses fit into the kernel's list again"),
+        left_out => tracing::warn!(
+            left_out,
+            capacity = LIST_CAPACITY,
+            fix = "use fewer ranges in --exclude",
+            "excluded addresses do not fit into the kernel's list, addresses of cloud nodes are left out and stay direct"
+        ),
+    }
+}
+
+pub(super) fn redirect_ranges(config: &RedirectConfig, ipv6: bool) -> Vec<IpNet> {
+    let v6 = ipv6.then(|| IpNet::V6(config.redirect_range_v6.trunc()));
+    [Some(IpNet::V4(config.redirect_range.trunc())), v6].into_iter().flatten().collect()
+}

@@ -1,0 +1,156 @@
+//! Starts the redirect: loads the programs, attaches them, and verifies that they work.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::net::TcpListener;
+use std::sync::Mutex;
+
+use aya::Ebpf;
+use nix::libc;
+use nix::sys::socket::{setsockopt, sockopt};
+use tokio::sync::Notify;
+use tunnel_abi::{LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6};
+use tunnel_routing::Desired;
+
+use super::cgroup::Cgroup;
+use super::claim::Claim;
+use super::config::RedirectConfig;
+use super::error::RedirectError;
+use super::load::{self, Programs};
+use super::map_contents::MapContents;
+use super::maps::Maps;
+use super::netns::this_netns;
+use super::pins::Pins;
+use super::preflight;
+use super::program_log::{self, ProgramLog};
+use super::range_use;
+use super::running::{Health, Inner, Redirect};
+use super::self_test_addresses::SelfTestAddresses;
+
+/// Maximum number of self-test pairs to try: another server may have taken the same one.
+const SELF_TEST_ATTEMPTS: usize = 4;
+
+impl Redirect {
+    /// Loads, attaches and verifies the programs. Redirected connections arrive at the listeners with the virtual address as
+    /// local address. Both listeners get a priority (`SO_PRIORITY`) that identifies them to other servers' programs.
+    ///
+    /// Blocks for tens of milliseconds. Nothing is redirected until [`apply`](Self::apply). Without `v6`, or on a host
+    /// without IPv6, IPv6 destinations are not redirected.
+    ///
+    /// # Errors
+    /// See [`RedirectError`]; nothing is left behind.
+    pub fn start(
+        config: RedirectConfig,
+        v4: &TcpListener,
+        v6: Option<&TcpListener>,
+    ) -> Result<Self, RedirectError> {
+        let self_test_addresses = SelfTestAddresses::new(&config)?;
+        load::embedded()?;
+        let features = preflight::probe(&config)?;
+        let cgroup = Cgroup::find(config.cgroup.as_deref())?;
+        let netns = this_netns()?;
+        let v6 = v6.filter(|_| match preflight::ipv6_usable() {
+            Ok(()) => true,
+            Err(reason) => {
+                tracing::warn!(%reason, "IPv6 destinations are not redirected");
+                false
+            }
+        });
+
+        let claim = Claim::take(&config, v6.is_some())?;
+        range_use::check(&config, v6.is_some())?;
+        let log = program_log::wanted();
+        let mut ebpf = load::open(&config, features, log)?;
+        let program_log = if log { Some(ProgramLog::new(&mut ebpf)?) } else { None };
+        let (pins, not_pinned) = pins(&config, &netns, &ebpf);
+        let mut maps = Maps::take(&mut ebpf)?;
+        // The maps must be open while the programs that use them are loaded.
+        let programs = Programs::load(ebpf, pins)?;
+        for (slot, listener) in [(LISTENER_V4, Some(v4)), (LISTENER_V6, v6)] {
+            let Some(listener) = listener else { continue };
+            setsockopt(listener, sockopt::Priority, &(LISTENER_PRIORITY as libc::c_int)).map_err(
+                |error| RedirectError::Listener { operation: "cannot set SO_PRIORITY", source: error.into() },
+            )?;
+            maps.set_listener(slot, listener)?;
+        }
+        maps.beat()?;
+        maps.set_serving(true)?;
+
+        let inner = Inner {
+            programs,
+            maps,
+            contents: MapContents::default(),
+            current: false,
+            desired: Desired::default(),
+            own: BTreeSet::new(),
+            self_test_addresses,
+            verified_port: None,
+            serving: true,
+            released: false,
+            claim,
+            stopped: false,
+            program_log,
+        };
+        // From here on, dropping `redirect` undoes everything.
+        let redirect = Self {
+            config,
+            cgroup,
+            netns,
+            ipv6: v6.is_some(),
+            features,
+            not_pinned,
+            lost: Notify::new(),
+            inner: Mutex::new(inner),
+            health: Mutex::new(Health::default()),
+        };
+        redirect.ensure_routes()?;
+        redirect.refresh_addresses()?;
+        redirect.lock().programs.attach(&redirect.cgroup, &redirect.netns)?;
+        redirect.first_verification()?;
+        tracing::info!(
+            cgroup = %redirect.cgroup.path.display(),
+            ipv6 = redirect.ipv6,
+            fail_at_connect = redirect.features.set_retval,
+            pinned = redirect.pinned_in().is_some(),
+            "redirect attached and verified"
+        );
+        Ok(redirect)
+    }
+
+    fn first_verification(&self) -> Result<(), RedirectError> {
+        let mut tried = Vec::new();
+        let mut result = self.verify_now();
+        for _ in 1..SELF_TEST_ATTEMPTS {
+            match result {
+                // The programs of another server run first, also of a dead one.
+                Err(RedirectError::SelfTest(_)) if self.lock().programs.have_others(&self.netns)? => {
+                    let mut inner = self.lock();
+                    tried.push(inner.self_test_addresses);
+                    inner.self_test_addresses = SelfTestAddresses::besides(&tried, &self.config)?;
+                    self.rewrite(&mut inner)?;
+                    drop(inner);
+                    result = self.verify_now();
+                }
+                other => return other,
+            }
+        }
+        result
+    }
+}
+
+/// Creates the pins, or returns the reason that they cannot be created.
+fn pins(config: &RedirectConfig, netns: &File, ebpf: &Ebpf) -> (Option<Pins>, Option<String>) {
+    let Some(wanted) = &config.pins else { return (None, None) };
+    match Pins::create(wanted, netns, ebpf) {
+        Ok(pins) => (Some(pins), None),
+        Err(reason) => {
+            tracing::warn!(
+                path = %wanted.dir.display(),
+                reason,
+                fix = "set --bpffs to a BPF file system that this process may write to, or to off",
+                "failed to pin the BPF programs, connects to edge nodes are not refused if this process is killed"
+            );
+            (None, Some(reason))
+        }
+    }
+}

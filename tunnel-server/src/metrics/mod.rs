@@ -1,0 +1,208 @@
+//! The server's metrics of the data path (`postern_*`).
+
+mod connection;
+mod failures;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::{Registry, Unit};
+use tunnel_link::outcome::{Hop, Outcome};
+use tunnel_link::relay::{Totals, end_quiet};
+use tunnel_runtime::live::{Live, Present};
+
+pub(crate) use connection::{Connection, Relayed};
+pub(crate) use failures::Failure;
+use failures::{AtHop, Failures};
+
+use crate::admission::Full;
+
+/// Metrics by labels, which are name and value.
+type By<const LABELS: usize, M> = Family<[(&'static str, &'static str); LABELS], M>;
+
+/// Handles to the metrics; clones share them.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    connections: By<2, Counter>,
+    active: By<1, Gauge>,
+    refused: By<1, Counter>,
+    busy: By<2, Counter>,
+    dial_seconds: Histogram,
+    connection_seconds: Histogram,
+    handshakes: By<1, Counter>,
+    sessions_refused: By<1, Counter>,
+    enrolments: By<2, Counter>,
+    failures: Arc<Failures>,
+    live: Arc<Live<Connection>>,
+    /// Payload bytes, counted as they pass.
+    pub relayed: Totals,
+    /// Live sessions.
+    pub tunnels: Gauge,
+    /// Sessions whose agents are leaving.
+    pub(crate) sessions_leaving: Gauge,
+}
+
+impl Metrics {
+    /// Registers the metrics; `registry` has the prefix `postern` already.
+    pub fn new(registry: &mut Registry) -> Self {
+        let bytes = By::<1, Counter>::default();
+        let direction = |direction| bytes.get_or_create(&[("direction", direction)]).clone();
+        let relayed = Totals { from_socket: direction("to_node"), to_socket: direction("from_node") };
+        let metrics = Self {
+            connections: Family::default(),
+            active: Family::default(),
+            refused: Family::default(),
+            busy: Family::default(),
+            relayed,
+            dial_seconds: Histogram::new(exponential_buckets(0.0005, 4.0, 8)),
+            connection_seconds: Histogram::new(exponential_buckets(0.001, 8.0, 8)),
+            handshakes: Family::default(),
+            sessions_refused: Family::default(),
+            enrolments: Family::default(),
+            failures: Arc::default(),
+            live: Arc::default(),
+            tunnels: Gauge::default(),
+            sessions_leaving: Gauge::default(),
+        };
+        let m = metrics.clone();
+        registry.register("connections", "Connections that ended, by listener and outcome", m.connections);
+        registry.register("connections_active", "Connections relayed now, by listener", m.active);
+        let help = "Clients that a listener turned away before a node was known";
+        registry.register("callers_refused", help, m.refused);
+        let help = "Connections refused at a bound of a listener, by what has too many open: the listener, the source, the node, the source at one agent, or unauthenticated clients";
+        registry.register("connections_over_limit", help, m.busy);
+        registry.register_with_unit("relayed", "Relayed payload", Unit::Bytes, bytes);
+        let help = "Time until the agent answered a dial";
+        registry.register_with_unit("dial", help, Unit::Seconds, m.dial_seconds);
+        registry.register_with_unit(
+            "connection",
+            "Duration of connections",
+            Unit::Seconds,
+            m.connection_seconds,
+        );
+        registry.register("agent_handshakes", "Connections to the agent port, by result", m.handshakes);
+        let help = "Sessions refused after their handshake, by reason";
+        registry.register("agent_sessions_refused", help, m.sessions_refused);
+        let help = "Connections for an enrolment or a renewal, by whether the client showed a certificate and how they ended";
+        registry.register("enrollment_connections", help, m.enrolments);
+        registry.register("tunnels", "Agents attached now", m.tunnels);
+        let help = "Sessions of agents that have left or were replaced, which finish what they relay";
+        registry.register("agent_sessions_leaving", help, m.sessions_leaving);
+        // Series start at zero, so that rates work from the first event.
+        for result in [
+            "attached",
+            "additional",
+            "peer",
+            "outbound",
+            "grpc",
+            "failed",
+            "turned_away",
+            "silent",
+            "evicted",
+        ] {
+            let _ = metrics.handshakes.get_or_create(&[("result", result)]);
+        }
+        for result in ["impostor", "flood", "older", "revoked", "superseded", "unknown_node"] {
+            let _ = metrics.sessions_refused.get_or_create(&[("result", result)]);
+        }
+        for client in ["certified", "unauthenticated"] {
+            for result in ["answered", "left", "idle", "slow", "evicted", "refused", "draining"] {
+                let _ = metrics.enrolments.get_or_create(&[("client", client), ("result", result)]);
+            }
+        }
+        metrics
+    }
+
+    /// Starts the series of a listener at zero.
+    pub fn listener(&self, listener: &'static str) {
+        for outcome in Outcome::ALL {
+            let _ = self.connections.get_or_create(&[("listener", listener), ("outcome", outcome.as_str())]);
+        }
+        let _ = self.active.get_or_create(&[("listener", listener)]);
+        let _ = self.refused.get_or_create(&[("listener", listener)]);
+        for reason in Full::LABELS {
+            let _ = self.busy.get_or_create(&[("listener", listener), ("reason", reason)]);
+        }
+    }
+
+    pub(crate) fn opened(&self, listener: &'static str) {
+        self.active.get_or_create(&[("listener", listener)]).inc();
+    }
+
+    pub(crate) fn closed(&self, listener: &'static str, outcome: Outcome, took: Duration) {
+        self.active.get_or_create(&[("listener", listener)]).dec();
+        self.connections.get_or_create(&[("listener", listener), ("outcome", outcome.as_str())]).inc();
+        self.connection_seconds.observe(took.as_secs_f64());
+    }
+
+    /// Like [`Metrics::closed`], for a connection that was not relayed: its duration means nothing.
+    pub(crate) fn answered(&self, listener: &'static str) {
+        self.active.get_or_create(&[("listener", listener)]).dec();
+        self.connections.get_or_create(&[("listener", listener), ("outcome", Outcome::Ok.as_str())]).inc();
+    }
+
+    /// Lists the connection until the returned value is dropped.
+    pub(crate) fn live(&self, connection: Connection) -> Present<Connection> {
+        self.live.enter(connection)
+    }
+
+    /// Returns the current connections.
+    pub(crate) fn connections(&self) -> Vec<Arc<Connection>> {
+        self.live.all()
+    }
+
+    /// Ends each connection as soon as it relays nothing.
+    pub(crate) async fn end_quiet(&self) {
+        end_quiet(&self.live, Connection::relaying).await;
+    }
+
+    pub(crate) fn failed(&self, failure: Failure) {
+        self.failures.add(failure);
+    }
+
+    pub(crate) fn failures(&self) -> BTreeMap<Hop, AtHop> {
+        self.failures.all()
+    }
+
+    pub(crate) fn turned_away(&self, listener: &'static str) {
+        self.refused.get_or_create(&[("listener", listener)]).inc();
+    }
+
+    pub(crate) fn over_limit(&self, listener: &'static str, reason: &Full) {
+        self.busy.get_or_create(&[("listener", listener), ("reason", reason.label())]).inc();
+    }
+
+    pub(crate) fn enrolment(&self, client: &'static str, result: &'static str) {
+        self.enrolments.get_or_create(&[("client", client), ("result", result)]).inc();
+    }
+
+    pub(crate) fn dialled(&self, took: Duration) {
+        self.dial_seconds.observe(took.as_secs_f64());
+    }
+
+    pub(crate) fn handshake(&self, result: &'static str) {
+        self.handshakes.get_or_create(&[("result", result)]).inc();
+    }
+
+    pub(crate) fn session_refused(&self, result: &'static str) {
+        self.sessions_refused.get_or_create(&[("result", result)]).inc();
+    }
+
+    pub fn active_at(&self, listener: &'static str) -> i64 {
+        self.active.get_or_create(&[("listener", listener)]).get()
+    }
+
+    pub fn ended_at(&self, listener: &'static str) -> u64 {
+        Outcome::ALL
+            .iter()
+            .map(|outcome| {
+                self.connections.get_or_create(&[("listener", listener), ("outcome", outcome.as_str())]).get()
+            })
+            .sum()
+    }
+}

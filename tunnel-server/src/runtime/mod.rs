@@ -1,0 +1,73 @@
+//! The handles that most parts of the server work with.
+
+pub mod role;
+mod server_id;
+pub mod settings;
+
+use std::sync::Arc;
+
+use prometheus_client::registry::Registry;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tunnel_redirect::Redirect;
+use tunnel_routing::Router;
+use tunnel_runtime::lifecycle::{Drain, Readiness, Shutdown};
+
+use server_id::server_id;
+
+use crate::metrics::Metrics;
+use crate::peers::{Peers, register_peers};
+use crate::session::{Sessions, Workers, register_links};
+
+/// Made once, and cloned whole.
+#[derive(Clone)]
+pub struct Runtime {
+    pub server_id: String,
+    pub router: Arc<Router>,
+    pub sessions: Arc<Sessions>,
+    /// The other servers.
+    pub peers: Arc<Peers>,
+    pub metrics: Metrics,
+    /// None: it is off.
+    pub redirect: Option<Arc<Redirect>>,
+    /// The threads that own the links.
+    pub workers: Arc<Workers>,
+    pub readiness: Readiness,
+    /// Counts what is relayed, and knows when the server drains and when connections have to end.
+    pub drain: Drain,
+    pub tasks: TaskTracker,
+    /// Ends the tasks and the links.
+    pub stop: CancellationToken,
+}
+
+impl Runtime {
+    /// Without a redirect. Metrics go into `registry`, which has the prefix `postern`.
+    pub fn new(router: Arc<Router>, workers: Arc<Workers>, registry: &mut Registry) -> Self {
+        let metrics = Metrics::new(registry);
+        let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));
+        register_links(registry, sessions.clone());
+        let peers = Arc::new(Peers::new(router.clone()));
+        register_peers(registry, peers.clone());
+        Self {
+            server_id: server_id(),
+            router,
+            sessions,
+            peers,
+            metrics,
+            redirect: None,
+            workers,
+            readiness: Readiness::new(),
+            drain: Drain::new(Shutdown::new()),
+            tasks: TaskTracker::new(),
+            stop: CancellationToken::new(),
+        }
+    }
+}
+
+/// A router for tests that do not look at routes.
+#[cfg(test)]
+pub(crate) fn without_nodes(registry: &mut Registry) -> Arc<Router> {
+    let virtual_addresses = ("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap());
+    let config = tunnel_routing::RouterConfig::new(virtual_addresses.0, virtual_addresses.1, [10250]);
+    Arc::new(Router::new(config, registry))
+}
