@@ -3,10 +3,12 @@
 
 use libfuzzer_sys::fuzz_target;
 use prost::Message;
-use tunnel_runtime::NodeName;
-use tunnel_pki::{TrustBundle, public_key_of_csr};
 use tunnel_link::proto::agent_event::Event;
-use tunnel_link::proto::{AgentEvent, EnrollRequest, EnrollResponse, Notice, NoticeAck, RenewRequest, Segment, Welcome, notice};
+use tunnel_link::proto::{
+    AgentEvent, EnrollRequest, EnrollResponse, Notice, NoticeAck, RenewRequest, Segment, Welcome, notice,
+};
+use tunnel_pki::{TrustBundle, public_key_of_csr};
+use tunnel_runtime::NodeName;
 use tunnel_server::pki::Token;
 
 fn message<M: Message + Default + PartialEq + std::fmt::Debug>(bytes: &[u8]) -> Option<M> {
