@@ -17,7 +17,7 @@ use super::cgroup::Cgroup;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::pins::Pins;
-use super::preflight::{Features, PERMIT, lacks_perfmon, missing_capabilities};
+use super::preflight::{self, Features, PERMIT, lacks_perfmon, missing_capabilities};
 
 /// The object that the build script found; empty if none.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/tunnel-ebpf.o"));
@@ -83,6 +83,12 @@ pub(super) fn open(config: &RedirectConfig, features: Features, log: bool) -> Re
         .override_global(names::LOG_LEVEL, &level, true)
         .load(object)
         .map_err(|error| object_error(&error))
+}
+
+/// Loads the programs and unloads them again, with all that their log level could add.
+pub(super) fn try_out(config: &RedirectConfig) -> Result<(), RedirectError> {
+    let ebpf = open(config, preflight::probe(config)?, true)?;
+    Programs::load(ebpf, None).map(drop)
 }
 
 fn object_error(error: &EbpfError) -> RedirectError {

@@ -53,12 +53,15 @@ impl Pins {
     /// # Errors
     /// The reason why nothing can be pinned there.
     pub(super) fn create(config: &PinConfig, netns: &File, ebpf: &Ebpf) -> Result<Self, String> {
-        let kind = statfs(&config.dir).map_err(|error| error.to_string())?.filesystem_type();
+        let folder = config.dir.join(FOLDER);
+        // A pod has only this folder of it.
+        let known = if folder.exists() { &folder } else { &config.dir };
+        let kind = statfs(known).map_err(|error| error.to_string())?.filesystem_type();
         if kind != BPF_FS_MAGIC {
             return Err("it is not a BPF file system".into());
         }
         let prefix = prefix(config, netns).map_err(|error| error.to_string())?;
-        let dir = config.dir.join(FOLDER).join(format!("{prefix}{:016x}", rand::random::<u64>()));
+        let dir = folder.join(format!("{prefix}{:016x}", rand::random::<u64>()));
         // Private, so that no other user can lock it.
         let made = DirBuilder::new().recursive(true).mode(0o700).create(&dir);
         let locked = made.and_then(|()| File::open(&dir)).and_then(|dir| dir.lock().map(|()| dir));

@@ -66,7 +66,7 @@ pub(super) fn probe(config: &RedirectConfig) -> Result<Features, RedirectError> 
 }
 
 /// Raises RLIMIT_MEMLOCK: kernels before 5.11 charge programs and maps to the process's locked memory.
-fn raise_memlock() {
+pub(super) fn raise_memlock() {
     let modern = KernelVersion::current().is_ok_and(|version| version >= KernelVersion::new(5, 11, 0));
     let unlimited = getrlimit(Resource::RLIMIT_MEMLOCK).is_ok_and(|(soft, _)| soft == libc::RLIM_INFINITY);
     if !modern

@@ -4,6 +4,7 @@
 use std::process::ExitCode;
 
 use anyhow::Context;
+use tunnel_redirect;
 use tunnel_runtime::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_runtime::lifecycle::{Shutdown, block_on, forbid_core_dumps};
 use tunnel_runtime::logging;
@@ -51,12 +52,18 @@ fn ended(done: anyhow::Result<u8>) -> ExitCode {
 }
 
 fn run(config: Config) -> anyhow::Result<()> {
+    // Before the thread that writes the log: each thread has capabilities of its own.
+    let given_up = redirect::give_up_capabilities(config.redirect_start().as_ref());
     let (log, _written) = logging::init(config.log)?;
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
         flags = shell_line(&config.flags),
         "starting tunnel-server"
     );
+    match given_up {
+        Ok(capabilities) => tracing::debug!(?capabilities, "gave up capabilities that are not needed"),
+        Err(error) => tracing::warn!(%error, "failed to give up capabilities"),
+    }
     config.ignored.warn();
     // The data path has threads of its own; this one accepts connections and runs everything else.
     block_on(async {

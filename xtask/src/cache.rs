@@ -35,7 +35,7 @@ pub(crate) fn once(
     Ok(made)
 }
 
-fn folder() -> Result<PathBuf> {
+pub(crate) fn folder() -> Result<PathBuf> {
     let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let base = set("XDG_CACHE_HOME")
         .or_else(|| Some(set("HOME")?.join(".cache")))

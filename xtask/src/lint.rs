@@ -1,8 +1,8 @@
 //! `cargo xtask lint`.
 use anyhow::Result;
 
-use crate::command::{cargo, need_cargo_tool, root, run, succeeds};
-use crate::{build_ebpf, circles};
+use crate::command::{cargo, need_cargo_tool, root, run};
+use crate::{advisories, build_ebpf, circles};
 
 const DENY_VERSION: &str = "0.20.2";
 /// Crates whose modules must not import each other in circles.
@@ -34,13 +34,8 @@ pub(crate) fn run_lint() -> Result<()> {
 
 fn deny() -> Result<()> {
     need_cargo_tool("cargo-deny", DENY_VERSION)?;
-    if succeeds(cargo().args(["deny", "fetch", "db"])) {
-        return run(cargo().args(["deny", "--all-features", "check"]));
-    }
-    println!(
-        "cargo deny: the advisory database cannot be fetched from here (it needs the network); checking bans, licenses and sources without it"
-    );
-    run(cargo().args(["deny", "--all-features", "check", "bans", "licenses", "sources"]))
+    run(cargo().args(["deny", "--all-features", "check", "bans", "licenses", "sources"]))?;
+    advisories::check()
 }
 
 #[cfg(test)]
@@ -58,6 +53,13 @@ mod tests {
             let exists = files.lines().any(|file| file == name || file.ends_with(&format!("/{name}")));
             assert!(exists, "ARCHITECTURE.md names {name}");
         }
+    }
+
+    #[test]
+    fn the_security_policy_names_this_version() {
+        let text = std::fs::read_to_string(root().join("SECURITY.md")).unwrap();
+        let (minor, _) = env!("CARGO_PKG_VERSION").rsplit_once('.').unwrap();
+        assert!(text.contains(&format!("\n| {minor} | yes |\n")), "SECURITY.md does not support {minor}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The project's only entry point: `cargo xtask COMMAND`. CI runs exactly these commands.
 #![forbid(unsafe_code)]
 
+mod advisories;
 mod bench;
 mod beside;
 mod build_ebpf;
@@ -19,6 +20,7 @@ mod needs;
 mod packages;
 mod peer_tests;
 mod peers;
+mod provenance;
 mod release;
 mod sbom;
 mod services;
@@ -65,8 +67,8 @@ enum Command {
     /// Static binaries for amd64 and arm64, and an OCI archive of each program in <target dir>/image/; installs what is missing for
     /// that.
     Image(image::Options),
-    /// Binaries, images, SBOMs, manifests, chart, notes and checksums in <target dir>/postern-VERSION/, of a clone without
-    /// changes, and prints that folder. Publishes and signs nothing: docs/releases.md has the steps before and after.
+    /// Binaries, images, SBOMs, manifests, chart, notes, provenance and checksums in <target dir>/postern-VERSION/, of a clone
+    /// without changes, and prints that folder. Publishes nothing: docs/releases.md has the steps before and after.
     Release(release::Options),
     /// Measures Postern and what a user would pick instead, on one testbed in one run (root).
     Bench(bench::Options),

@@ -7,11 +7,12 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::command::{name_of, program, root, run, shown, target_dir};
+use crate::command::{name_of, output, program, root, run, shown, target_dir};
 use crate::cross::{self, Arch, Profile};
 use crate::image::oci::digest;
 use crate::image::{self, Image, VERSION};
 use crate::peers::{self, Peer};
+use crate::provenance::{self, Build};
 use crate::source::{Source, git};
 
 #[derive(clap::Args)]
@@ -19,12 +20,31 @@ pub(crate) struct Options {
     /// How the binaries are compiled. `dev` takes less time: for trying this command, not for others.
     #[arg(long, value_enum, default_value_t = Profile::Release)]
     profile: Profile,
+    /// URI of who builds, for the provenance: a CI system has one of its own.
+    #[arg(long, default_value = "urn:postern:local-build")]
+    builder: String,
+    /// Signs the provenance in the folder that a run before has filled, with this private key (PEM, P-256), and builds nothing.
+    #[arg(long, value_name = "KEY")]
+    sign: Option<PathBuf>,
 }
 
 pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
     let source = Source::read()?;
     source.ensure_committed()?;
     let out = target_dir()?.join(format!("postern-{VERSION}"));
+    let commit = source.revision.clone().unwrap_or_default();
+    let build = Build {
+        builder: options.builder.clone(),
+        commit: commit.clone(),
+        lock: fs::read(root().join("Cargo.lock")).context("reading Cargo.lock")?,
+        profile: name_of(&options.profile),
+        compiler: output(program("rustc").arg("--version"))?.trim().to_owned(),
+    };
+    if let Some(key) = &options.sign {
+        build.verify(&out)?;
+        provenance::sign(&out, key)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     // Files of another attempt must not get into the checksums.
     fs::remove_dir_all(&out).ok();
     fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
@@ -49,8 +69,12 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
     let since = git(&["describe", "--tags", "--abbrev=0", "HEAD^"]);
     let range = since.as_ref().map_or_else(|| "HEAD".to_owned(), |tag| format!("{tag}..HEAD"));
     let log = git(&["log", "--no-merges", "--reverse", "--format=%s", &range]).context("git log failed")?;
-    let commit = source.revision.unwrap_or_default();
     write(&out.join("NOTES.md"), &notes(&log, &commit, since.as_deref()))?;
+    ensure!(
+        Source::read()?.revision == source.revision,
+        "the clone was changed during the build: start again"
+    );
+    build.state(&out)?;
     write(&out.join("SHA256SUMS"), &checksums(&out)?)?;
     println!("{}", out.display());
     Ok(ExitCode::SUCCESS)

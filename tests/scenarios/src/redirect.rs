@@ -1,7 +1,8 @@
 //! The redirect is repaired while it runs, and opens no more than it should.
+use std::fs;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{End, PATIENCE, connect, connect_from, echo, end_at_once, visit};
 use postern_testbed::cluster::peers::cilium_without_socket_lb;
@@ -23,7 +24,30 @@ scenarios! {
     two_installations_on_one_host(edges = 2),
     virtual_addresses_open_only_tunnelled_ports,
     clients_of_ranges_that_no_node_names,
+    no_thread_keeps_what_only_the_start_needs,
     cilium_without_socket_load_balancing(cilium),
+}
+
+/// CAP_PERFMON and CAP_SYS_RESOURCE by their numbers (capabilities(7)).
+const GIVEN_UP: u64 = 1 << 38 | 1 << 24;
+
+/// A server that runs as root has CAP_SYS_ADMIN, with which no kernel wants CAP_PERFMON too. Each thread has capabilities of its own.
+async fn no_thread_keeps_what_only_the_start_needs(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    let mut threads = 0;
+    for thread in fs::read_dir(format!("/proc/{}/task", server.process.pid()))? {
+        let status = fs::read_to_string(thread?.path().join("status"))?;
+        for field in ["CapEff:", "CapPrm:", "CapInh:"] {
+            let text = status.lines().find_map(|line| line.strip_prefix(field)).context(field)?;
+            let has = u64::from_str_radix(text.trim(), 16)?;
+            ensure!(has & GIVEN_UP == 0, "a thread still has {has:#x} in {field} {status}");
+        }
+        threads += 1;
+    }
+    ensure!(threads > 2, "there are {threads} threads");
+    Ok(())
 }
 
 /// Cilium's own code, of a version that detaches all programs attached to the root cgroup and has no datapath as long

@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
-use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
+use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 use tunnel_redirect::{
-    Redirect, RedirectConfig, RedirectError, checks, foreign_lookups, missing_range_routes,
+    Redirect, RedirectConfig, RedirectError, checks, foreign_lookups, give_up_capabilities,
+    missing_range_routes,
 };
 
 use crate::Case;
@@ -31,10 +32,15 @@ pub(crate) const CASES: &[Case] = &[
     ("failures::the_hosts_cgroups_beside_the_containers_own", hierarchy_beside_own),
     ("failures::no_cgroup_v2_mounted", nothing_mounted),
     ("failures::process_outside_the_cgroup", outside),
-    ("failures::missing_capabilities", capabilities),
+    ("failures::missing_capabilities", unprivileged),
     ("failures::the_documented_capabilities_are_enough", documented_capabilities),
     ("failures::beside_another_server_they_are_enough", documented_capabilities_beside_another),
     ("failures::this_kernel_needs_no_perfmon", without_perfmon),
+    (
+        "failures::this_kernel_needs_no_perfmon_and_it_is_given_up",
+        this_kernel_needs_no_perfmon_and_it_is_given_up,
+    ),
+    ("failures::what_only_the_start_needs_is_given_up", what_only_the_start_needs_is_given_up),
     ("failures::redirect_range_too_small", small_range),
     ("failures::without_ipv6_the_rest_works", without_ipv6),
     ("failures::without_an_ipv6_listener_the_rest_works", without_v6_listener),
@@ -204,7 +210,7 @@ fn outside() {
     umount2(hidden.path(), MntFlags::MNT_DETACH).unwrap();
 }
 
-fn capabilities() {
+fn unprivileged() {
     let listener = Listener::open();
     let unprivileged = nix::unistd::Uid::from_raw(65534);
     nix::unistd::setresuid(unprivileged, unprivileged, unprivileged).unwrap();
@@ -238,6 +244,32 @@ fn documented_capabilities_beside_another() {
 /// Older kernels need it (6.1): their verifier is stricter with programs of processes without it.
 fn without_perfmon() {
     redirects_with(CapabilitySet::BPF | CapabilitySet::NET_ADMIN);
+}
+
+fn this_kernel_needs_no_perfmon_and_it_is_given_up() {
+    have_only(DOCUMENTED);
+    assert_eq!(give_up_capabilities(Some(&config())).unwrap(), ["CAP_PERFMON"]);
+    let left = CapabilitySet::BPF | CapabilitySet::NET_ADMIN;
+    let has = capabilities(None).unwrap();
+    assert_eq!((has.effective, has.permitted), (left, left));
+    set_capabilities(None, CapabilitySets { permitted: DOCUMENTED, ..has }).unwrap_err();
+    redirects_with(left);
+}
+
+/// Whatever this kernel needs, the programs load with what is left.
+fn what_only_the_start_needs_is_given_up() {
+    // A container's root may not have it.
+    let extra = capabilities(None).unwrap().permitted & CapabilitySet::SYS_RESOURCE;
+    have_only(DOCUMENTED | extra);
+    give_up_capabilities(Some(&config())).unwrap();
+    let has = capabilities(None).unwrap();
+    assert_eq!(has.effective, has.permitted);
+    assert!(!has.permitted.contains(CapabilitySet::SYS_RESOURCE));
+    redirects_with(has.permitted);
+    // Without the redirect nothing needs it.
+    have_only(CapabilitySet::NET_ADMIN | (has.permitted & CapabilitySet::PERFMON));
+    give_up_capabilities(None).unwrap();
+    assert_eq!(capabilities(None).unwrap().permitted, CapabilitySet::NET_ADMIN);
 }
 
 pub(crate) fn have_only(only: CapabilitySet) {

@@ -1,5 +1,6 @@
 //! Processes that detach, replace or exclude the programs of others, and processes that pose as a server.
 
+use std::fs;
 use std::os::fd::AsRawFd as _;
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::{SocketAddr, UnixListener};
@@ -32,6 +33,7 @@ pub(crate) const CASES: &[Case] = &[
     ("others::balancers_that_are_attached_by_links", linked),
     ("others::programs_of_a_dead_server_are_detached_wherever_they_are", left_elsewhere),
     ("others::a_server_starts_beside_what_a_dead_one_has_left", left_here),
+    ("others::a_mount_of_the_own_folder_is_enough_for_pins", a_mount_of_the_own_folder_is_enough_for_pins),
     ("others::unprivileged_processes_cannot_claim_the_ranges", squatted),
     ("others::a_server_whose_backlog_is_full_is_found", crowded),
     ("others::a_redirect_does_not_come_back_without_its_ranges", claimed_meanwhile),
@@ -51,6 +53,26 @@ fn pinned() -> (RedirectConfig, (TempDir, TempDir)) {
     let pins = PinConfig { dir: bpffs.path().into(), state_dir: state.path().into() };
     let state_dir = Some(state.path().into());
     (RedirectConfig { pins: Some(pins), state_dir, ..config() }, (bpffs, state))
+}
+
+/// As in a pod, which has nothing else of the host's BPF file system.
+fn a_mount_of_the_own_folder_is_enough_for_pins() {
+    let (mut config, (host, _state)) = pinned();
+    let (pod, shared) = (tempfile::tempdir().unwrap(), host.path().join("postern"));
+    let inside = pod.path().join("postern");
+    for folder in [&shared, &inside] {
+        fs::create_dir(folder).unwrap();
+    }
+    mount(Some(&shared), &inside, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
+    config.pins.as_mut().unwrap().dir = pod.path().into();
+    let world = World::with(config, &desired(&[EDGE]));
+    assert_eq!(world.redirect.not_pinned(), None);
+    let own = world.redirect.pinned_in().unwrap();
+    let pins = fs::read_dir(shared.join(own.file_name().unwrap())).unwrap().count();
+    assert_eq!(pins, 7, "four programs, two maps and a link");
+    ask(at(EDGE.0, PORT)).unwrap();
+    drop(world);
+    assert_eq!(fs::read_dir(&shared).unwrap().count(), 0);
 }
 
 impl Watched {

@@ -51,6 +51,10 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
         rolled_out(kubectl, program).await?;
     }
     logs(kubectl).await.context("after the installation")?;
+    // The kubelet has made the folder, which is all that the pod has of the file system.
+    let pins = cluster.testbed.bpffs().join("postern");
+    let servers = fs::read_dir(&pins).with_context(|| format!("reading {}", pins.display()))?.count();
+    ensure!(servers == 1, "{servers} servers have pinned programs in {}", pins.display());
     progress("the chart is installed");
     guides("helm upgrade", &[]).await?;
     service_port(cluster).await?;

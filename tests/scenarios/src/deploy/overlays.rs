@@ -21,15 +21,18 @@ fn object<'a>(objects: &'a Objects, kind: &str, name: &str) -> Result<&'a Value>
     object.with_context(|| format!("there is no {kind} {name}"))
 }
 
-/// AppArmor's profile for containers matches the path in the container, and denies writes below /sys.
+/// AppArmor's profile for containers matches the path in the container, and denies writes below /sys. The rest of the file
+/// system has the programs of others.
 pub(super) async fn programs_can_be_pinned(testbed: &Testbed) -> Result<()> {
     let objects = rendered(testbed, "base", &["everywhere"]).await?;
     for name in ["tunnel-server", "tunnel-redirector"] {
         let pod = &object(&objects, "DaemonSet", name)?["spec"]["template"]["spec"];
         let container = &pod["containers"][0];
         let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-        let volume = list(&pod["volumes"]).into_iter().find(|one| one["hostPath"]["path"] == "/sys/fs/bpf");
+        let volume = list(&pod["volumes"]).into_iter().find(|one| one["name"] == "bpf");
         let volume = volume.with_context(|| format!("{name} has no BPF file system"))?;
+        let expected = json!({ "path": "/sys/fs/bpf/postern", "type": "DirectoryOrCreate" });
+        ensure!(volume["hostPath"] == expected, "{name} has {volume}");
         let mounts = list(&container["volumeMounts"]).into_iter();
         let mounts: Vec<Value> = mounts.filter(|mount| mount["name"] == volume["name"]).collect();
         ensure!(mounts.len() == 1, "{name} mounts it {} times", mounts.len());
@@ -40,7 +43,8 @@ pub(super) async fn programs_can_be_pinned(testbed: &Testbed) -> Result<()> {
         );
         let variable = list(&container["env"]).into_iter().find(|one| one["name"] == "POSTERN_BPFFS");
         let told = variable.with_context(|| format!("{name} is not told where it is"))?;
-        ensure!(told["value"] == path, "{name} is told {told}, and it is at {path}");
+        let told = told["value"].as_str().map(|bpffs| format!("{bpffs}/postern"));
+        ensure!(told.as_deref() == Some(path), "{name} is told {told:?}, and it is at {path}");
     }
     Ok(())
 }

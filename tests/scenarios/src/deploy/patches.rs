@@ -41,7 +41,7 @@ pub(super) fn overlay_in(
 
 /// Limits the redirect of a DaemonSet's pods to this cgroup of the host, and gives them the run's BPF file system.
 pub(super) fn redirects(daemon_set: &str, testbed: &Testbed, cgroup: &str) -> Result<Value> {
-    let bpffs = testbed.bpffs();
+    let bpffs = testbed.bpffs().join("postern");
     let patch = json!([
         argument(&redirect_cgroup(cgroup)?),
         // This host may have none of its own.
