@@ -75,8 +75,10 @@ pub mod names {
     pub const SET_RETVAL: &str = "SET_RETVAL";
     /// Global `u8`: 1 if `bpf_sk_lookup.ingress_ifindex` exists (Linux 5.17).
     pub const INGRESS_IFINDEX: &str = "INGRESS_IFINDEX";
-    /// Global `u64`: nanoseconds without a sign of life after which nothing is redirected.
+    /// Global `u64`: nanoseconds without a sign of life after which the server counts as gone.
     pub const ORPHAN_AFTER: &str = "ORPHAN_AFTER";
+    /// Global `u8`: 1 if connects to edge addresses then fail; with 0 they are not redirected.
+    pub const REFUSE_ORPHANED: &str = "REFUSE_ORPHANED";
     /// Global [`Prefix`](crate::Prefix)`<V4>`: the range of IPv4 virtual addresses.
     pub const VIRTUAL_V4: &str = "VIRTUAL_V4";
     /// Global [`Prefix`](crate::Prefix)`<V6>`: the range of IPv6 virtual addresses.

@@ -40,7 +40,7 @@ pub enum Verdict<A> {
     Direct(Reason),
     /// Connect to this virtual address instead.
     Redirect(A),
-    /// The node has no tunnel: fail with EHOSTUNREACH or, on kernels that cannot, connect to the virtual address and
+    /// The node has no tunnel, or the server is gone: fail with EHOSTUNREACH or, on kernels that cannot, connect to the virtual address and
     /// let the server reset the connection.
     Down(A),
 }
@@ -55,6 +55,8 @@ pub trait GlobalState {
     fn serving(&self) -> bool;
     /// True if the server has been gone for so long that its routes no longer count.
     fn orphaned(&self) -> bool;
+    /// True if an orphaned route still keeps connects from going direct: they fail.
+    fn refuse_orphaned(&self) -> bool;
 }
 
 /// Lookups of one address family.
@@ -79,7 +81,8 @@ pub fn verdict<A: Address, T: Tables<A>>(tables: &T, connect: &Connect<A>) -> Ve
         return Verdict::Direct(Reason::Port);
     }
     // Read the clock only for connects to tunnelled ports.
-    if tables.orphaned() {
+    let orphaned = tables.orphaned();
+    if orphaned && !tables.refuse_orphaned() {
         return Verdict::Direct(Reason::Orphaned);
     }
     if tables.excluded(connect.address) {
@@ -92,7 +95,7 @@ pub fn verdict<A: Address, T: Tables<A>>(tables: &T, connect: &Connect<A>) -> Ve
         return Verdict::Direct(Reason::Port);
     }
     let virtual_address = route.apply(connect.address);
-    if route.flags & DOWN != 0 || !tables.serving() {
+    if route.flags & DOWN != 0 || orphaned || !tables.serving() {
         Verdict::Down(virtual_address)
     } else {
         Verdict::Redirect(virtual_address)

@@ -17,6 +17,7 @@ struct World {
     routes: BTreeMap<IpNet, (IpAddr, bool, bool)>,
     serving: bool,
     orphaned: bool,
+    refuse_orphaned: bool,
 }
 
 impl World {
@@ -40,6 +41,9 @@ impl GlobalState for World {
     }
     fn orphaned(&self) -> bool {
         self.orphaned
+    }
+    fn refuse_orphaned(&self) -> bool {
+        self.refuse_orphaned
     }
     fn any_port_routes(&self) -> bool {
         self.routes.values().any(|(_, _, any)| *any)
@@ -80,7 +84,7 @@ impl Tables<V6> for World {
 
 /// Applies the rules to plain integers; shares nothing with the code under test.
 fn model(world: &World, address: IpAddr, port: u16, tcp: bool, bound: bool) -> Model {
-    if !tcp || bound || world.orphaned {
+    if !tcp || bound || world.orphaned && !world.refuse_orphaned {
         return Model::Direct;
     }
     if world.excluded.iter().any(|net| net.contains(&address)) {
@@ -105,7 +109,11 @@ fn model(world: &World, address: IpAddr, port: u16, tcp: bool, bound: bool) -> M
         IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::from(u32::try_from(sum).expect("stays in the redirect range"))),
         IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::from(sum)),
     };
-    if *up && world.serving { Model::Redirect(virtual_address) } else { Model::Down(virtual_address) }
+    if *up && world.serving && !world.orphaned {
+        Model::Redirect(virtual_address)
+    } else {
+        Model::Down(virtual_address)
+    }
 }
 
 #[derive(Debug, PartialEq)]
@@ -153,26 +161,29 @@ fn world() -> impl Strategy<Value = World> {
         excluded_v6,
         ports,
         prop::bool::weighted(0.8),
-        prop::bool::weighted(0.1),
+        prop::bool::weighted(0.2),
+        any::<bool>(),
     )
-        .prop_map(|(routes_v4, routes_v6, excluded_v4, excluded_v6, ports, serving, orphaned)| {
-            let mut routes = BTreeMap::new();
-            // Each route owns a 64-address slot of the virtual range, so blocks of any size are aligned.
-            for (slot, (net, (up, any))) in (0_u32..).zip(routes_v4) {
-                let virtual_address = Ipv4Addr::from(0xc612_0000 + slot * 64);
-                routes.insert(IpNet::V4(net), (IpAddr::V4(virtual_address), up, any));
-            }
-            for (slot, (net, (up, any))) in (0_u128..).zip(routes_v6) {
-                let virtual_address = Ipv6Addr::from((0xfd70_u128 << 112) + slot * 64);
-                routes.insert(IpNet::V6(net), (IpAddr::V6(virtual_address), up, any));
-            }
-            let excluded = excluded_v4
-                .into_iter()
-                .map(IpNet::V4)
-                .chain(excluded_v6.into_iter().map(IpNet::V6))
-                .collect();
-            World { ports, excluded, routes, serving, orphaned }
-        })
+        .prop_map(
+            |(routes_v4, routes_v6, excluded_v4, excluded_v6, ports, serving, orphaned, refuse_orphaned)| {
+                let mut routes = BTreeMap::new();
+                // Each route owns a 64-address slot of the virtual range, so blocks of any size are aligned.
+                for (slot, (net, (up, any))) in (0_u32..).zip(routes_v4) {
+                    let virtual_address = Ipv4Addr::from(0xc612_0000 + slot * 64);
+                    routes.insert(IpNet::V4(net), (IpAddr::V4(virtual_address), up, any));
+                }
+                for (slot, (net, (up, any))) in (0_u128..).zip(routes_v6) {
+                    let virtual_address = Ipv6Addr::from((0xfd70_u128 << 112) + slot * 64);
+                    routes.insert(IpNet::V6(net), (IpAddr::V6(virtual_address), up, any));
+                }
+                let excluded = excluded_v4
+                    .into_iter()
+                    .map(IpNet::V4)
+                    .chain(excluded_v6.into_iter().map(IpNet::V6))
+                    .collect();
+                World { ports, excluded, routes, serving, orphaned, refuse_orphaned }
+            },
+        )
 }
 
 fn flags() -> impl Strategy<Value = (bool, bool)> {
@@ -214,6 +225,20 @@ proptest! {
             VerdictV6::Mapped(v) => prop_assert_eq!(as_model::<V4, Ipv4Addr>(v), expected),
             VerdictV6::Native(v) => prop_assert!(false, "{} not treated as mapped: {:?}", address, v),
         }
+    }
+
+    #[test]
+    fn orphaned_routes_lead_nowhere_or_are_direct(world in world(), address in address_v4(), refuse: bool) {
+        let mut world = World { orphaned: true, refuse_orphaned: refuse, ..world };
+        world.excluded.clear();
+        let virtual_address = IpAddr::V4(Ipv4Addr::new(198, 18, 200, 0));
+        world.routes.insert(IpNet::V4(address.into()), (virtual_address, true, true));
+        let connect = Connect { address: V4::from(address), port: 10250, tcp: true, bound_device: false };
+        let expected = if refuse { Model::Down(virtual_address) } else { Model::Direct };
+        prop_assert_eq!(as_model::<V4, Ipv4Addr>(verdict(&world, &connect)), expected);
+        // What is no edge's stays direct.
+        let elsewhere = Connect { address: v4("192.0.2.1"), ..connect };
+        prop_assert!(matches!(verdict(&world, &elsewhere), Verdict::Direct(_)));
     }
 
     #[test]

@@ -50,6 +50,8 @@ pub(crate) static INGRESS_IFINDEX: Global<u8> = Global::new(0);
 #[unsafe(no_mangle)]
 pub(crate) static ORPHAN_AFTER: Global<u64> = Global::new(u64::MAX);
 #[unsafe(no_mangle)]
+pub(crate) static REFUSE_ORPHANED: Global<u8> = Global::new(0);
+#[unsafe(no_mangle)]
 pub(crate) static VIRTUAL_V4: Global<Prefix<V4>> = Global::new(Prefix { base: V4(0), mask: V4(!0) });
 #[unsafe(no_mangle)]
 pub(crate) static VIRTUAL_V6: Global<Prefix<V6>> =
@@ -86,6 +88,11 @@ impl GlobalState for KernelTables {
         let now = unsafe { bpf_ktime_get_ns() };
         // A value ahead of `now` was just written on another CPU.
         ALIVE.get(0).is_none_or(|alive| now.saturating_sub(*alive) > ORPHAN_AFTER.load())
+    }
+
+    #[inline(always)]
+    fn refuse_orphaned(&self) -> bool {
+        REFUSE_ORPHANED.load() != 0
     }
 
     #[inline(always)]

@@ -4,6 +4,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::ValueEnum;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
 /// Settings of [`Redirect::start`](super::Redirect::start).
@@ -27,6 +28,17 @@ pub struct RedirectConfig {
     pub pins: Option<PinConfig>,
     /// Time after this process's last heartbeat at which the programs stop redirecting.
     pub orphan_timeout: Duration,
+    pub orphan_policy: OrphanPolicy,
+}
+
+/// What pinned programs do with connects to edge addresses once their server is gone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum OrphanPolicy {
+    /// They leave them alone.
+    #[default]
+    Direct,
+    /// They have them fail, until another server takes over or `cleanup` removes them.
+    Refuse,
 }
 
 /// Location of the pinned programs of a server that dies.
@@ -59,6 +71,7 @@ impl Default for RedirectConfig {
             state_dir: None,
             pins: None,
             orphan_timeout: ORPHAN_TIMEOUT,
+            orphan_policy: OrphanPolicy::default(),
         }
     }
 }

@@ -42,7 +42,7 @@ pub use checks::{
     Check, HostCheck, checks, fails_at_connect, foreign_lookups, host_checks, left_behind,
     missing_range_routes,
 };
-pub use config::{LEAST_ORPHAN_TIMEOUT, ORPHAN_TIMEOUT, PinConfig, RedirectConfig};
+pub use config::{LEAST_ORPHAN_TIMEOUT, ORPHAN_TIMEOUT, OrphanPolicy, PinConfig, RedirectConfig};
 pub use error::{RedirectError, SelfTestError};
 pub use feed::Feeder;
 pub use listen::listen;

@@ -14,7 +14,7 @@ use tunnel_runtime::error::{causes, chain};
 
 use super::attached::{self, AttachType};
 use super::cgroup::Cgroup;
-use super::config::RedirectConfig;
+use super::config::{OrphanPolicy, RedirectConfig};
 use super::error::RedirectError;
 use super::pins::Pins;
 use super::preflight::{self, Features, PERMIT, lacks_perfmon, missing_capabilities};
@@ -71,6 +71,7 @@ pub(super) fn open(config: &RedirectConfig, features: Features, log: bool) -> Re
     let set_retval = u8::from(features.set_retval);
     let ingress_ifindex = u8::from(features.ingress_ifindex);
     let orphan_after = u64::try_from(config.orphan_timeout.as_nanos()).unwrap_or(u64::MAX);
+    let refuse_orphaned = u8::from(config.orphan_policy == OrphanPolicy::Refuse);
     let level = if log { LOG_DEBUG } else { 0 };
     EbpfLoader::new()
         // The object has no relocations against the kernel's types.
@@ -78,6 +79,7 @@ pub(super) fn open(config: &RedirectConfig, features: Features, log: bool) -> Re
         .override_global(names::SET_RETVAL, &set_retval, true)
         .override_global(names::INGRESS_IFINDEX, &ingress_ifindex, true)
         .override_global(names::ORPHAN_AFTER, &orphan_after, true)
+        .override_global(names::REFUSE_ORPHANED, &refuse_orphaned, true)
         .override_global(names::VIRTUAL_V4, &virtual_addresses_v4, true)
         .override_global(names::VIRTUAL_V6, &virtual_addresses_v6, true)
         .override_global(names::LOG_LEVEL, &level, true)

@@ -30,13 +30,13 @@ scenarios! {
     maps_outlive_a_successor,
 }
 
-const PORT: u16 = 10280;
+pub(crate) const PORT: u16 = 10280;
 /// The targets' answer to each request.
-const ANSWER: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi";
+pub(crate) const ANSWER: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi";
 const SOON: Duration = Duration::from_secs(20);
-const TOKENS: &str = "alices-token,alice,1,\"ops\"\nbobs-token,bob,2\n";
+pub(crate) const TOKENS: &str = "alices-token,alice,1,\"ops\"\nbobs-token,bob,2\n";
 
-const POLICY: &str = r#"
+pub(crate) const POLICY: &str = r#"
 rules:
 - name: operators
   from:
@@ -55,7 +55,7 @@ rules:
     ports: [9300]
 "#;
 
-fn write(testbed: &Testbed, name: &str, text: &str) -> Result<PathBuf> {
+pub(crate) fn write(testbed: &Testbed, name: &str, text: &str) -> Result<PathBuf> {
     let path = testbed.dir().join(name);
     let new = path.with_extension("new");
     fs::write(&new, text).with_context(|| format!("writing {}", new.display()))?;
@@ -63,7 +63,7 @@ fn write(testbed: &Testbed, name: &str, text: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-fn listener<'a>(testbed: &'a Testbed, policy: &str) -> Result<Builder<'a>> {
+pub(crate) fn listener<'a>(testbed: &'a Testbed, policy: &str) -> Result<Builder<'a>> {
     let policy = write(testbed, "policy.yaml", policy)?;
     Ok(Builder::new(testbed)
         .flag(format!("--connect-port={PORT}"))
@@ -77,7 +77,7 @@ async fn run(mut command: Command) -> Result<Output> {
 }
 
 /// Runs curl on the cloud host; returns its output and error, and the status codes.
-async fn curl(testbed: &Testbed, args: &[&str]) -> Result<String> {
+pub(crate) async fn curl(testbed: &Testbed, args: &[&str]) -> Result<String> {
     let mut command = testbed.on_cloud().command(Path::new("curl"));
     command.args(["-sS", "-m", "15", "-w", " status %{http_code} connect %{http_connect}"]).args(args);
     let output = run(command).await?;

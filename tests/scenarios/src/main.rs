@@ -56,6 +56,7 @@ mod status_page;
 mod systemd;
 mod takeover;
 mod testbed;
+mod tokens;
 mod wan;
 mod web;
 
@@ -77,6 +78,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         restart::SCENARIOS,
         servers::SCENARIOS,
         takeover::SCENARIOS,
+        tokens::SCENARIOS,
         forwarded::SCENARIOS,
         redirector::SCENARIOS,
         identity::SCENARIOS,

@@ -41,7 +41,9 @@ async fn others_are_refused(testbed: &Testbed) -> Result<()> {
     let answer = curl(testbed, &asked).await?;
     answer.expect(401, "is not in --plain-clients, and the request has no bearer token")?;
     let answer = curl(testbed, &[&asked[..], &["-H", "Authorization: Bearer x"]].concat()).await?;
-    answer.expect(401, "nobody who knows bearer tokens")?;
+    answer.expect(403, "a token or password is taken over TLS only: use the https listener")?;
+    let local = ["http://127.0.0.1:10268/", "-H", "Host: edge-1:9100", "-H", "Authorization: Bearer x"];
+    curl(testbed, &local).await?.expect(401, "nobody who knows bearer tokens")?;
     ensure!(web.connections() == 0, "a client that is not listed reached the edge");
     Ok(())
 }

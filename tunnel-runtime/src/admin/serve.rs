@@ -1,4 +1,4 @@
-//! Serves connections to the admin endpoints, and checks which requests may change something.
+//! Serves connections to the admin endpoints, and checks which requests are answered.
 
 use std::convert::Infallible;
 use std::io;
@@ -6,7 +6,10 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use axum::Router;
-use axum::http::{HeaderMap, HeaderName, header};
+use axum::extract::Request;
+use axum::http::{HeaderMap, HeaderName, Method, StatusCode, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse as _, Response};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -65,23 +68,41 @@ pub(super) async fn answer(
     }
 }
 
-/// Checks that a request that changes something does not come from a foreign web page in a browser on this host. Such
-/// a page reaches this port under its own host name (DNS rebinding), or sends its origin.
-///
-/// # Errors
-/// Returns the reason for refusing the request.
-pub(super) fn own_page(headers: &HeaderMap) -> Result<(), String> {
-    let text = |name: &HeaderName| headers.get(name).map(|value| value.to_str().unwrap_or("?"));
-    let host = text(&header::HOST);
-    if let Some(host) = host
-        && !is_address(host)
-    {
-        return Err(format!(
-            "Host {:?} may not change anything: name this port by its IP address or as localhost",
-            printable(host, 100)
-        ));
+/// Refuses requests that name this port by anything but an address or localhost: a web page in a browser on this host
+/// reaches it under the page's own host name (DNS rebinding), and could read the answers. Also refuses another page's
+/// requests that change something, which name the port by its address but send the page's origin.
+pub(super) async fn own_requests(request: Request, next: Next) -> Response {
+    let checked = own_name(request.headers()).and_then(|()| match *request.method() {
+        Method::GET | Method::HEAD => Ok(()),
+        _ => own_page(request.headers()),
+    });
+    match checked {
+        Ok(()) => next.run(request).await,
+        Err(reason) => {
+            tracing::warn!(path = request.uri().path(), reason, "admin request refused");
+            (StatusCode::FORBIDDEN, format!("{reason}\n")).into_response()
+        }
     }
-    match text(&header::ORIGIN) {
+}
+
+fn text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
+    headers.get(name).map(|value| value.to_str().unwrap_or("?"))
+}
+
+fn own_name(headers: &HeaderMap) -> Result<(), String> {
+    match text(headers, &header::HOST) {
+        Some(host) if !is_address(host) => Err(format!(
+            "Host {:?} is not this port's: name it by its IP address or as localhost",
+            printable(host, 100)
+        )),
+        // HTTP/1.0, which no browser speaks.
+        _ => Ok(()),
+    }
+}
+
+fn own_page(headers: &HeaderMap) -> Result<(), String> {
+    let host = text(headers, &header::HOST);
+    match text(headers, &header::ORIGIN) {
         Some(origin) if host.is_none_or(|host| origin != format!("http://{host}")) => {
             Err(format!("a web page of {:?} may not change anything here", printable(origin, 100)))
         }
@@ -105,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_addresses_and_localhost_may_change_something() {
+    fn only_addresses_and_localhost_are_this_ports_names() {
         let headers = |host: &str, origin: Option<&str>| {
             let mut headers = HeaderMap::new();
             headers.insert(header::HOST, host.parse().unwrap());
@@ -123,6 +144,7 @@ mod tests {
             "LOCALHOST",
             "10.0.0.9:1",
         ] {
+            assert_eq!(own_name(&headers(host, None)), Ok(()), "{host}");
             assert_eq!(own_page(&headers(host, None)), Ok(()), "{host}");
             assert_eq!(own_page(&headers(host, Some(&format!("http://{host}")))), Ok(()), "{host}");
             for origin in ["http://evil.example", "null", "https://127.0.0.1:10265", "http://127.0.0.1:1"] {
@@ -137,8 +159,8 @@ mod tests {
             "",
             ":1",
         ] {
-            assert!(own_page(&headers(host, None)).is_err(), "{host}");
+            assert!(own_name(&headers(host, None)).is_err(), "{host}");
         }
-        assert_eq!(own_page(&HeaderMap::new()), Ok(()), "HTTP/1.0");
+        assert_eq!(own_name(&HeaderMap::new()), Ok(()), "HTTP/1.0");
     }
 }

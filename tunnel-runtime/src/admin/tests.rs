@@ -211,16 +211,38 @@ async fn a_foreign_page_does_not_change_the_log_level() {
         );
         send(&serving, request.as_bytes()).await
     };
-    for foreign in ["Host: evil.example:10265", "Host: 127.0.0.1\r\nOrigin: http://evil.example"] {
+    for (foreign, reason) in [
+        ("Host: evil.example:10265", "is not this port's"),
+        ("Host: 127.0.0.1\r\nOrigin: http://evil.example", "may not change anything"),
+    ] {
         let answer = put(foreign).await;
-        assert!(
-            answer.starts_with("HTTP/1.1 403 ") && answer.contains("may not change anything"),
-            "{answer}"
-        );
+        assert!(answer.starts_with("HTTP/1.1 403 ") && answer.contains(reason), "{answer}");
     }
     assert_eq!(log.level(), before);
     assert!(put("Host: localhost:10265").await.starts_with("HTTP/1.1 200 "));
     assert_eq!(log.level(), logging::Level::Debug);
+}
+
+/// Otherwise a web page whose name is made to lead to 127.0.0.1 (DNS rebinding) would read what it likes.
+#[tokio::test]
+async fn another_name_reads_nothing() {
+    let (serving, _, _) = serve();
+    let get = async |path: &str, host: &str| {
+        let request = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
+        send(&serving, request.as_bytes()).await
+    };
+    let paths =
+        ["/metrics", "/healthz", "/status", "/connections", "/config", "/ui/", "/ui", "/", "/nothing"];
+    for path in paths {
+        let answer = get(path, "evil.example:10265").await;
+        assert!(answer.starts_with("HTTP/1.1 403 "), "{path}: {answer}");
+        assert!(answer.ends_with("name it by its IP address or as localhost\n"), "{path}: {answer}");
+    }
+    // As behind `kubectl port-forward`, and a kubelet's probe.
+    for host in ["localhost:8080", "127.0.0.1:10265"] {
+        let answer = get("/status", host).await;
+        assert!(answer.starts_with("HTTP/1.1 200 ") && answer.contains("42"), "{host}: {answer}");
+    }
 }
 
 #[tokio::test]
@@ -257,8 +279,9 @@ async fn through_the_tunnel_there_are_the_metrics_only() {
         let socket = TcpSocket::new_v4().unwrap();
         socket.bind((TUNNELLED, 0).into()).unwrap();
         let stream = socket.connect(serving.address()).await.unwrap();
+        // A scraper in the cloud may know the port by its node's name.
         let request = format!(
-            "{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nConnection: close\r\n\r\n5"
+            "{method} {path} HTTP/1.1\r\nHost: edge-1:10266\r\nContent-Length: 1\r\nConnection: close\r\n\r\n5"
         );
         exchange(stream, request.as_bytes()).await
     };

@@ -2,6 +2,7 @@
 
 mod accept;
 mod budget;
+mod failure_limit;
 mod places;
 mod shares;
 
@@ -10,6 +11,7 @@ use std::net::{IpAddr, Ipv6Addr};
 pub use accept::{Gate, Gated};
 pub use budget::Budget;
 pub(crate) use budget::Part;
+pub(crate) use failure_limit::FailureLimit;
 pub(crate) use places::{Place, Places};
 pub(crate) use shares::{Full, Share, Shares};
 

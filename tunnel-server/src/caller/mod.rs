@@ -5,6 +5,8 @@
 
 mod access;
 pub(crate) mod answer_cache;
+mod audiences;
+mod authenticator;
 mod bearer;
 mod certificate;
 mod identity;
@@ -15,6 +17,8 @@ mod tls;
 mod tokens;
 
 pub use access::{Access, kubelet_accesses, other_accesses};
+pub use audiences::{Audiences, DEFAULT_AUDIENCES, parse_audiences};
+pub(crate) use authenticator::{Authenticator, Shown};
 pub use bearer::bearer_token;
 pub use certificate::caller_of_certificate;
 pub use identity::{Caller, Refusal};
@@ -23,5 +27,4 @@ pub use review::Reviewer;
 pub use roots::ClientRoots;
 pub(crate) use roots::{ROOTS_CONFIGMAP, ROOTS_NAMESPACE};
 pub use tls::CallerTls;
-pub(crate) use tokens::Authenticator;
 pub use tokens::Tokens;

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus};
 use k8s_openapi::api::authorization::v1::{
     NonResourceAttributes, ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec,
 };
@@ -17,6 +17,7 @@ use tunnel_kube::request;
 use tunnel_runtime::NodeName;
 
 use super::access::Access;
+use super::audiences::Audiences;
 use super::identity::{Caller, Refusal};
 use super::questions::{Asker, Questions};
 use crate::caller::answer_cache::VerdictCache;
@@ -40,8 +41,7 @@ enum Right {
 /// Asks the API server about callers.
 pub struct Reviewer {
     client: kube::Client,
-    /// Required audience of tokens, if it is not the API server.
-    audience: Option<String>,
+    audiences: Audiences,
     /// Keyed by the token's hash: tokens themselves are not kept.
     tokens: VerdictCache<[u8; 32], Caller, String>,
     rights: VerdictCache<(Caller, Right), (), String>,
@@ -49,19 +49,15 @@ pub struct Reviewer {
 }
 
 impl Reviewer {
-    pub fn new(client: kube::Client) -> Self {
+    /// Tokens have to be for one of these audiences.
+    pub fn new(client: kube::Client, audiences: Audiences) -> Self {
         Self {
             client,
-            audience: None,
+            audiences,
             tokens: VerdictCache::new(YES, NO),
             rights: VerdictCache::new(YES, NO),
             questions: Arc::default(),
         }
-    }
-
-    /// Accepts tokens for this audience only.
-    pub(crate) fn for_audience(self, audience: &str) -> Self {
-        Self { audience: Some(audience.to_owned()), ..self }
     }
 
     /// Returns the turns at the API server, for code that asks it other questions about the same callers.
@@ -92,32 +88,34 @@ impl Reviewer {
     }
 
     async fn review_token(&self, token: &str) -> Result<Result<Caller, String>, Refusal> {
-        let review = TokenReview {
-            spec: TokenReviewSpec {
-                token: Some(token.to_owned()),
-                audiences: self.audience.clone().map(|audience| vec![audience]),
-            },
-            ..TokenReview::default()
-        };
-        let status = self.ask(review).await?.status.unwrap_or_default();
-        // An authenticator that does not support audiences returns none.
-        let for_us = |audience| status.audiences.iter().flatten().any(|one| one == audience);
-        if status.authenticated == Some(true) && !self.audience.as_ref().is_none_or(for_us) {
-            return Ok(Err(format!("the token is not for {}", self.audience.as_deref().unwrap_or_default())));
+        let Audiences { own, api_server } = &self.audiences;
+        if !own.is_empty() {
+            let status = self.review_for(token, Some(own.clone())).await?;
+            let named = status.audiences.as_deref().unwrap_or_default();
+            // An authenticator that does not know audiences names none: the token is for the API server.
+            let ours = own.iter().any(|own| named.contains(own)) || named.is_empty() && *api_server;
+            match status.authenticated == Some(true) {
+                true if ours => return Ok(owner(status)),
+                true if !api_server => return Ok(Err(format!("the token is not for {}", own.join(" or ")))),
+                false if !api_server => {
+                    let refused = owner(status);
+                    return Ok(refused.map_err(|why| format!("{why}; it has to be for {}", own.join(" or "))));
+                }
+                _ => {}
+            }
         }
-        let user = status.user.unwrap_or_default();
-        match user.username.filter(|name| !name.is_empty()) {
-            Some(name) if status.authenticated == Some(true) => Ok(Ok(Caller {
-                name,
-                groups: user.groups.unwrap_or_default(),
-                uid: user.uid,
-                extra: user.extra.unwrap_or_default(),
-            })),
-            _ => Ok(Err(match status.error.filter(|error| !error.is_empty()) {
-                Some(error) => format!("the API server does not accept the bearer token: {error}"),
-                None => "the API server does not accept the bearer token".to_owned(),
-            })),
-        }
+        Ok(owner(self.review_for(token, None).await?))
+    }
+
+    /// `audiences`: `None` for the API server's own.
+    async fn review_for(
+        &self,
+        token: &str,
+        audiences: Option<Vec<String>>,
+    ) -> Result<TokenReviewStatus, Refusal> {
+        let spec = TokenReviewSpec { token: Some(token.to_owned()), audiences };
+        let review = TokenReview { spec, ..TokenReview::default() };
+        Ok(self.ask(review).await?.status.unwrap_or_default())
     }
 
     /// Checks that the caller may do one of these to the node (SubjectAccessReview). They are asked in turn.
@@ -231,6 +229,23 @@ impl Reviewer {
     }
 }
 
+/// Returns the owner of a reviewed token, or the reason for having none.
+fn owner(status: TokenReviewStatus) -> Result<Caller, String> {
+    let user = status.user.unwrap_or_default();
+    match user.username.filter(|name| !name.is_empty()) {
+        Some(name) if status.authenticated == Some(true) => Ok(Caller {
+            name,
+            groups: user.groups.unwrap_or_default(),
+            uid: user.uid,
+            extra: user.extra.unwrap_or_default(),
+        }),
+        _ => Err(match status.error.filter(|error| !error.is_empty()) {
+            Some(error) => format!("the API server does not accept the bearer token: {error}"),
+            None => "the API server does not accept the bearer token".to_owned(),
+        }),
+    }
+}
+
 /// Formats the access as in "get nodes/metrics".
 fn in_words(Access { verb, subresource }: &Access) -> String {
     let verb = if verb.is_empty() { "use this method on" } else { *verb };
@@ -292,7 +307,7 @@ mod tests {
     use tunnel_kube::ClientSettings;
 
     use super::*;
-    use crate::caller::kubelet_accesses;
+    use crate::caller::{DEFAULT_AUDIENCES, kubelet_accesses, parse_audiences};
 
     const TOKENS: &str = "/apis/authentication.k8s.io/v1/tokenreviews";
     const RIGHTS: &str = "/apis/authorization.k8s.io/v1/subjectaccessreviews";
@@ -300,14 +315,27 @@ mod tests {
 
     /// Knows one token, whose user may read metrics of edge-1 and of this server, and do everything to edge-2.
     async fn reviewer() -> (ApiServer, Reviewer) {
+        reviewer_for("api-server").await
+    }
+
+    async fn reviewer_for(audiences: &str) -> (ApiServer, Reviewer) {
         let server = ApiServer::start();
         server.review("tokenreviews", |review| {
             let mut answer = review.clone();
+            // Of the API server's own audience if no other is asked for, as kube-apiserver does it.
+            let asked = review["spec"]["audiences"].as_array().map_or(&[][..], Vec::as_slice);
+            let user = json!({
+                "username": "prometheus", "uid": "7", "groups": ["monitoring"],
+                "extra": {"authentication.kubernetes.io/pod-name": ["p"]},
+            });
             answer["status"] = match review["spec"]["token"].as_str() {
-                Some("good") => json!({"authenticated": true, "user": {
-                    "username": "prometheus", "uid": "7", "groups": ["monitoring"],
-                    "extra": {"authentication.kubernetes.io/pod-name": ["p"]},
-                }}),
+                Some("good") if asked.is_empty() => json!({"authenticated": true, "user": user}),
+                Some("ours") if asked.contains(&json!("postern.internal")) => {
+                    json!({"authenticated": true, "user": user, "audiences": ["postern.internal"]})
+                }
+                // Of an authenticator that does not know audiences.
+                Some("unaware") => json!({"authenticated": true, "user": user}),
+                Some("another's") => json!({"authenticated": true, "user": user, "audiences": ["elsewhere"]}),
                 _ => json!({"authenticated": false, "error": "it has expired"}),
             };
             answer
@@ -330,7 +358,7 @@ mod tests {
         });
         let kubeconfig = server.kubeconfig();
         let connected = tunnel_kube::connect(Some(&kubeconfig), None, &ClientSettings::SERVER).await;
-        (server, Reviewer::new(connected.unwrap().0))
+        (server, Reviewer::new(connected.unwrap().0, parse_audiences(audiences).unwrap()))
     }
 
     fn node(name: &str) -> NodeName {
@@ -354,6 +382,45 @@ mod tests {
             );
         }
         assert_eq!(server.requests("create", TOKENS), 2, "each is asked once");
+    }
+
+    /// A token that is shown here must be good for nothing else, where the operator wants that.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_token_is_for_one_of_the_audiences() {
+        for (audiences, good, ours, unaware) in [
+            (DEFAULT_AUDIENCES, true, true, true),
+            ("postern.internal", false, true, false),
+            ("other,postern.internal", false, true, false),
+            ("other", false, false, false),
+            ("api-server", true, false, true),
+        ] {
+            let (_server, reviewer) = reviewer_for(audiences).await;
+            for (token, accepted) in [("good", good), ("ours", ours), ("unaware", unaware), ("bad", false)] {
+                let found = reviewer.caller_of_token(token, SOURCE).await;
+                assert_eq!(found.is_ok(), accepted, "{token} with {audiences}: {found:?}");
+                if let Err(refused) = found {
+                    assert!(matches!(refused, Refusal::Unauthenticated(_)), "{token}: {refused}");
+                    let named = audiences.contains("api-server")
+                        || refused.to_string().contains("for other")
+                        || refused.to_string().contains("for postern.internal");
+                    assert!(named, "{token} with {audiences}: {refused}");
+                }
+            }
+            if !audiences.contains("api-server") {
+                let refused = reviewer.caller_of_token("another's", SOURCE).await.unwrap_err();
+                assert!(refused.to_string().starts_with("the token is not for "), "{refused}");
+            }
+        }
+    }
+
+    /// The own audience is asked about first: a token for it costs one question.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_token_for_the_own_audience_is_asked_about_once() {
+        let (server, reviewer) = reviewer_for(DEFAULT_AUDIENCES).await;
+        reviewer.caller_of_token("ours", SOURCE).await.unwrap();
+        assert_eq!(server.requests("create", TOKENS), 1);
+        reviewer.caller_of_token("good", SOURCE).await.unwrap();
+        assert_eq!(server.requests("create", TOKENS), 3);
     }
 
     #[tokio::test(flavor = "multi_thread")]

@@ -1,22 +1,24 @@
 //! Tokens of a file in the format of kube-apiserver's `--token-auth-file`: `TOKEN,USER,UID[,"GROUP,GROUP"]` on each
-//! line. Also looks up the owner of a token, in the file or in the cluster.
+//! line.
 
 use std::collections::HashMap;
-use std::net::IpAddr;
-use std::sync::Arc;
 
-use arc_swap::ArcSwap;
 use sha2::{Digest as _, Sha256};
 
-use super::identity::{AUTHENTICATED, Caller, Refusal};
-use super::review::Reviewer;
+use super::identity::{AUTHENTICATED, Caller};
 
 /// Minimum length of a token: shorter ones can be guessed.
 const LEAST: usize = 6;
+/// Length below which a token could be guessed in time, although guessing is slowed down.
+const ENOUGH: usize = 16;
 
 /// Owners of tokens, by the token's hash: the tokens themselves are not kept.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Tokens(HashMap<[u8; 32], Caller>);
+pub struct Tokens {
+    callers: HashMap<[u8; 32], Caller>,
+    /// Lines with a token shorter than [`ENOUGH`].
+    short: Vec<usize>,
+}
 
 impl Tokens {
     /// Parses the text of a token file. Skips empty lines and those that begin with `#`.
@@ -24,7 +26,7 @@ impl Tokens {
     /// # Errors
     /// Names the line and the reason, never the token.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let mut tokens = HashMap::new();
+        let (mut callers, mut short) = (HashMap::new(), Vec::new());
         for (number, line) in text.lines().enumerate() {
             let line = line.trim();
             if line.is_empty() || line.starts_with('#') {
@@ -54,47 +56,29 @@ impl Tokens {
             let groups = groups.chain([AUTHENTICATED]).map(str::to_owned);
             let mut caller = Caller::new(user.to_owned(), groups.collect());
             caller.uid = Some(uid.to_owned()).filter(|uid| !uid.is_empty());
-            if tokens.insert(Sha256::digest(token.as_bytes()).into(), caller).is_some() {
+            if token.len() < ENOUGH {
+                short.push(number + 1);
+            }
+            if callers.insert(Sha256::digest(token.as_bytes()).into(), caller).is_some() {
                 return Err(wrong("the token of an earlier line"));
             }
         }
-        Ok(Self(tokens))
+        Ok(Self { callers, short })
+    }
+
+    pub(super) fn warn_of_short(&self) {
+        if !self.short.is_empty() {
+            tracing::warn!(
+                lines = ?self.short,
+                fix = "replace them by random ones of at least 16 characters",
+                "tokens of --token-auth-file are short enough to be guessed"
+            );
+        }
     }
 
     /// Compares tokens by their hashes, so that the time it takes reveals nothing about them.
-    fn caller(&self, token: &str) -> Option<&Caller> {
-        self.0.get::<[u8; 32]>(&Sha256::digest(token.as_bytes()).into())
-    }
-}
-
-/// Looks up the owners of tokens.
-pub(crate) struct Authenticator {
-    tokens: ArcSwap<Tokens>,
-    /// `None` without a cluster.
-    reviewer: Option<Arc<Reviewer>>,
-}
-
-impl Authenticator {
-    pub(crate) fn new(tokens: Tokens, reviewer: Option<Arc<Reviewer>>) -> Self {
-        Self { tokens: ArcSwap::from_pointee(tokens), reviewer }
-    }
-
-    pub(crate) fn set_tokens(&self, tokens: Tokens) {
-        self.tokens.store(tokens.into());
-    }
-
-    /// Returns the owner of the token. A client at the address `source` has shown it.
-    ///
-    /// # Errors
-    /// The token has no owner, or the API server does not answer.
-    pub(crate) async fn caller_of_token(&self, token: &str, source: IpAddr) -> Result<Caller, Refusal> {
-        if let Some(caller) = self.tokens.load().caller(token) {
-            return Ok(caller.clone());
-        }
-        match &self.reviewer {
-            Some(reviewer) => reviewer.caller_of_token(token, source).await,
-            None => Err(Refusal::Unauthenticated("the token is not in --token-auth-file".to_owned())),
-        }
+    pub(super) fn caller(&self, token: &str) -> Option<&Caller> {
+        self.callers.get::<[u8; 32]>(&Sha256::digest(token.as_bytes()).into())
     }
 }
 
@@ -102,23 +86,15 @@ impl Authenticator {
 mod tests {
     use super::*;
 
-    #[tokio::test]
-    async fn a_token_of_the_file_shows_its_user() {
-        let tokens = Tokens::parse("secret,alice,1,\"ops,dev\"\nothers,bob,2\n").unwrap();
-        let authenticator = Authenticator::new(tokens, None);
-        let source = IpAddr::from([10, 0, 0, 1]);
-        let alice = authenticator.caller_of_token("secret", source).await.unwrap();
-        assert_eq!((alice.name.as_str(), alice.uid.as_deref()), ("alice", Some("1")));
-        assert_eq!(alice.groups, ["ops", "dev", "system:authenticated"]);
-        let unknown = |refused| matches!(refused, Err(Refusal::Unauthenticated(_)));
-        assert!(unknown(authenticator.caller_of_token("Secret", source).await));
-        authenticator.set_tokens(Tokens::default());
-        assert!(unknown(authenticator.caller_of_token("secret", source).await));
+    #[test]
+    fn short_tokens_are_named_by_their_lines() {
+        let tokens = Tokens::parse("0123456789abcdef,a,1\n\n0123456789abcde,b,2\nsecret,c,3\n").unwrap();
+        assert_eq!(tokens.short, [3, 4]);
     }
 
     #[test]
     fn errors_name_the_line_and_not_the_token() {
-        assert_eq!(Tokens::parse("# a comment\n\nsecret,a,1\n").unwrap().0.len(), 1);
+        assert_eq!(Tokens::parse("# a comment\n\nsecret,a,1\n").unwrap().callers.len(), 1);
         for (text, reason) in [
             ("\nsecret", "line 2: not TOKEN,USER,UID[,\"GROUP,GROUP\"]"),
             ("abc,a,1", "line 1: the token has fewer than 6 characters"),

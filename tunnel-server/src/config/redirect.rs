@@ -11,7 +11,7 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_runtime::config::value::{self, List};
 use tunnel_runtime::config::{ConfigError, duration_text};
 
-use tunnel_redirect::{LEAST_ORPHAN_TIMEOUT, PinConfig, RedirectConfig};
+use tunnel_redirect::{LEAST_ORPHAN_TIMEOUT, OrphanPolicy, PinConfig, RedirectConfig};
 
 /// RFC 2544's benchmarking range, never routed on the Internet.
 const DEFAULT_RANGE: &str = "198.18.0.0/15";
@@ -49,9 +49,13 @@ pub struct RedirectFlags {
     #[arg(long, value_name = "DIR")]
     pub redirect_cgroup: Option<PathBuf>,
     /// How long, with a unit (s, m, h), at least 5s, the BPF programs redirect without a heartbeat of this process. Then
-    /// edge nodes' addresses are direct again.
+    /// --orphan-policy applies.
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = orphan_timeout)]
     pub orphan_timeout: Duration,
+    /// What becomes of connects to edge nodes after --orphan-timeout: direct leads them to whoever has the address in the
+    /// cloud's network; refuse has them fail until a server is back or `cleanup` removes the programs (needs --bpffs).
+    #[arg(long, value_name = "direct|refuse", value_enum, default_value_t, hide_possible_values = true)]
+    pub orphan_policy: OrphanPolicy,
 }
 
 /// What the redirect leaves in the kernel, for `cleanup` too.
@@ -81,6 +85,7 @@ impl RedirectFlags {
             clients: self.redirect_clients.clone(),
             state_dir: Some(state_dir.to_owned()),
             orphan_timeout: self.orphan_timeout,
+            orphan_policy: self.orphan_policy,
             ..self.ranges.start_config(state_dir)
         }
     }
@@ -89,6 +94,10 @@ impl RedirectFlags {
         if self.redirect_ports.is_empty() {
             let reason = "empty; name the ports to redirect";
             return Err(ConfigError::new("--redirect-ports", "", reason));
+        }
+        if self.orphan_policy == OrphanPolicy::Refuse && self.ranges.bpffs.is_none() {
+            let reason = "not possible with --bpffs=off, where the programs end with this process: give a BPF file system";
+            return Err(ConfigError::new("--orphan-policy", "refuse", reason));
         }
         let RedirectRanges { redirect_range, redirect_range_v6, .. } = self.ranges;
         let ranges: [(_, IpNet); 2] =

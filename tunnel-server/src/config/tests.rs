@@ -257,6 +257,14 @@ fn errors_name_key_value_and_reason() {
             "--admin-address: --insecure-port has port 10265 already; choose another",
         ),
         (&["--redirect=maybe"], "--redirect=maybe: use on or off"),
+        (
+            &["--orphan-policy=refuse", "--bpffs=off"],
+            "--orphan-policy=refuse: not possible with --bpffs=off, where the programs end with this process: give a BPF file system",
+        ),
+        (
+            &["--token-audience=a,"],
+            "--token-audience=a,: an audience is empty; name one or more, such as postern.internal,api-server",
+        ),
         (&["--redirect-ports=a"], "--redirect-ports=a: \"a\" is not a port; use 1 to 65535, comma-separated"),
         (&["--redirect-ports="], "--redirect-ports=: empty; name the ports to redirect"),
         (

@@ -1,7 +1,7 @@
 //! Checks that this host has what the redirect needs, and that the redirect works.
 
 use tunnel_doctor::{Checkup, Code, Finding, Outcome, Running, codes, metric};
-use tunnel_redirect::{RedirectConfig, RedirectError};
+use tunnel_redirect::{OrphanPolicy, RedirectConfig, RedirectError};
 
 use crate::config::Config;
 use crate::status::{RedirectState, StatusReport};
@@ -184,12 +184,13 @@ fn pins(options: &RedirectConfig, running: &Running<StatusReport>) -> Outcome {
 fn left_behind(options: &RedirectConfig) -> Outcome {
     match tunnel_redirect::left_behind(options) {
         Ok(folders) => {
+            let effect = match options.orphan_policy {
+                OrphanPolicy::Direct => "connects to edge nodes are direct after --orphan-timeout",
+                OrphanPolicy::Refuse => "connects to edge nodes fail (--orphan-policy=refuse)",
+            };
             let found = |folder: &std::path::PathBuf| {
-                Finding::new(
-                    &codes::PROGRAMS_LEFT_BEHIND,
-                    folder.display().to_string(),
-                    "tunnel-server cleanup",
-                )
+                let found = format!("{}: {effect}", folder.display());
+                Finding::new(&codes::PROGRAMS_LEFT_BEHIND, found, "tunnel-server cleanup")
             };
             Outcome::of(folders.iter().map(found).collect(), "nothing")
         }

@@ -46,8 +46,6 @@ impl CallerFiles {
 pub(crate) struct Callers {
     /// To ask the API server, if there is one.
     pub(super) client: Option<kube::Client>,
-    /// None: there is no cluster.
-    pub(super) reviewer: Option<Arc<Reviewer>>,
     /// None: no listener ends the TLS of callers.
     pub(super) tls: Option<Arc<CallerTls>>,
     pub(super) reception: Reception,
@@ -80,14 +78,17 @@ impl Callers {
         if let Some(tls) = &tls {
             follow_roots(tls, roots, client.as_ref(), runtime);
         }
-        let reviewer = client.clone().map(|client| Arc::new(Reviewer::new(client)));
+        let reviewer = client.clone().map(|client| {
+            let audiences = config.common.token_audience.clone();
+            Arc::new(Reviewer::new(client, audiences))
+        });
         let pods = client.clone().zip(reviewer.as_ref());
         let pods = pods.map(|(client, reviewer)| Arc::new(Pods::new(client, reviewer.questions())));
         let services = client.clone().map(ServiceEndpoints::new);
         let (policy_file, policy) = policy.unzip();
         let (token_file, tokens) = tokens.unzip();
         let gatekeeper = Arc::new(Gatekeeper {
-            authenticator: Arc::new(Authenticator::new(tokens.unwrap_or_default(), reviewer.clone())),
+            authenticator: Arc::new(Authenticator::new(tokens.unwrap_or_default(), reviewer)),
             services: services.map_or(Services::Resolver, Services::Cluster),
             policy: ArcSwap::from_pointee(policy.unwrap_or_default()),
             router: runtime.router.clone(),
@@ -105,7 +106,11 @@ impl Callers {
         let reception = Reception { gatekeeper, context: ListenerContext::of(runtime) };
         let asked = Shares::new(budget.places(&ASKED));
         let unauthenticated = Arc::new(Shares::new(budget.unauthenticated));
-        Self { client, reviewer, tls, reception, pods, asked, unauthenticated }
+        Self { client, tls, reception, pods, asked, unauthenticated }
+    }
+
+    pub(super) fn authenticator(&self) -> Arc<Authenticator> {
+        self.reception.gatekeeper.authenticator.clone()
     }
 
     /// The reception of workloads on edge nodes, for the links of their agents.

@@ -8,6 +8,7 @@ use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::config::value::{self, ListenAddress, Port};
 
 use crate::agent_port::{AgentsConfig, KonnectivityConfig};
+use crate::caller::{Audiences, DEFAULT_AUDIENCES, parse_audiences};
 use crate::listener::{ConnectConfig, EgressConfig, ListenerConfig, Others};
 
 pub const DEFAULT_ADMIN_ADDRESS: &str = "127.0.0.1:10265";
@@ -53,6 +54,10 @@ pub struct CommonConfig {
     /// changes; in a cluster besides those that the API server knows [default: none].
     #[arg(long, value_name = "FILE")]
     pub token_auth_file: Option<PathBuf>,
+    /// Audiences that a cluster's tokens may be for, at every listener that takes tokens of callers, comma-separated; api-server
+    /// stands for the API server's own. Without it a token that a caller shows here is good for nothing else.
+    #[arg(long, value_name = "LIST", default_value = DEFAULT_AUDIENCES, value_parser = parse_audiences)]
+    pub token_audience: Audiences,
 }
 
 impl ListenersConfig {

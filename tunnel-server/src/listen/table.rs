@@ -14,7 +14,7 @@ use super::config::ListenersConfig;
 use super::parts::Parts;
 use crate::admission::{Budget, Part, Shares};
 use crate::agent_port::{AGENTS_PARTS, KONNECTIVITY, Tokens};
-use crate::caller::Reviewer;
+use crate::caller::{Audiences, Reviewer};
 use crate::listener::{
     Admission, Connect, EGRESS, Egress, Front, Http, Https, Listener as _, MAP, MOST_SECURE_PORTS, Maps,
     MetricsListener, MetricsPage, Plain, Redirected, TargetTls,
@@ -181,7 +181,7 @@ fn konnectivity(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
     for socket in sockets {
         // They are known by these if they have no certificate.
         let reviewer = parts.callers.client.clone();
-        let reviewer = reviewer.map(|client| Reviewer::new(client).for_audience(&options.audience));
+        let reviewer = reviewer.map(|client| Reviewer::new(client, Audiences::only(&options.audience)));
         let tokens = Tokens { reviewer, user: options.user() };
         let port = agents.port.for_konnectivity(tokens, agents.peers.clone());
         parts.runtime.tasks.spawn(port.serve(parts.gates.agents(socket)));
@@ -194,7 +194,7 @@ fn https(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     let front = tls.zip(parts.own.targets.take()).map(|(tls, files)| {
         let (tasks, stop) = (&parts.runtime.tasks, &parts.runtime.stop);
         let targets = Some(TargetTls::start(files, parts.own.settings.clone(), tasks, stop));
-        let admission = Admission::Callers(parts.callers.reviewer.clone());
+        let admission = Admission::Callers(parts.callers.authenticator());
         Arc::new(Front { tls: Some(tls), targets, ..parts.front(Https::NAME, admission) })
     });
     let shares = Shares::new(places).with_unauthenticated(&parts.callers.unauthenticated);
@@ -215,7 +215,8 @@ fn plain(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     let config = &parts.config.listeners.plain;
     for socket in sockets {
         let (clients, ports) = (config.clients.clone(), config.ports.iter().copied().collect());
-        let admission = Admission::Listed { clients, ports, reviewer: parts.callers.reviewer.clone() };
+        let authenticator = parts.callers.authenticator();
+        let admission = Admission::Listed { clients, ports, authenticator, exposed_tokens: config.tokens };
         let front = parts.front(Plain::NAME, admission);
         let shares = Shares::new(places).with_unauthenticated(&parts.callers.unauthenticated);
         parts.serve(Plain(Arc::new(front)), socket, &shares);
@@ -244,14 +245,13 @@ fn connect(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
 
 fn metrics(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     for (socket, tls) in sockets.into_iter().zip(parts.callers.tls.clone()) {
-        let reviewer = parts.callers.reviewer.clone();
+        let authenticator = parts.callers.authenticator();
         let page = MetricsPage {
             registry: parts.registry.clone(),
-            authenticator: parts.callers.reception.gatekeeper.authenticator.clone(),
-            reviewer: reviewer.clone(),
+            authenticator: authenticator.clone(),
             gate: parts.gates.listeners.clone(),
         };
-        let front = parts.front(MetricsListener::NAME, Admission::Callers(reviewer));
+        let front = parts.front(MetricsListener::NAME, Admission::Callers(authenticator));
         let front = Front { tls: Some(tls), pods: None, metrics: Some(page), ..front };
         parts.serve(MetricsListener(Arc::new(front)), socket, &Shares::new(places));
     }

@@ -70,6 +70,9 @@ pub struct PlainConfig {
     #[arg(id = "plain-clients", long, value_name = "CIDRS", default_value = "", hide_default_value = true,
           value_parser = value::cidrs)]
     pub clients: List<IpNet>,
+    /// on or off: --plain-port takes bearer tokens of other hosts too, which everybody on the network path can read.
+    #[arg(id = "plain-tokens", long, value_name = "on|off", default_value = "off", value_parser = value::on_off)]
+    pub tokens: OnOff,
     /// Ports of nodes that these reach, comma-separated [default: every tunnelled port].
     #[arg(id = "plain-ports", long, value_name = "LIST", default_value = "", hide_default_value = true,
           value_parser = value::ports)]
@@ -207,8 +210,11 @@ impl ConnectConfig {
 
 impl PlainConfig {
     fn check(&self, standalone: bool) -> Result<(), ConfigError> {
-        let stray =
-            [("--plain-clients", !self.clients.is_empty()), ("--plain-ports", !self.ports.is_empty())];
+        let stray = [
+            ("--plain-clients", !self.clients.is_empty()),
+            ("--plain-tokens", self.tokens),
+            ("--plain-ports", !self.ports.is_empty()),
+        ];
         match (self.port, stray.into_iter().find(|(_, given)| *given)) {
             (None, Some((flag, _))) => {
                 let reason = "not supported without --plain-port";

@@ -16,13 +16,13 @@ use tunnel_runtime::{NodeName, NodeNameError};
 
 use super::ca_state::CaState;
 use super::error::PkiError;
-use super::failure_limit::FailureLimit;
 use super::issued::IssuedLedger;
 use super::metrics::PkiMetrics;
 use super::request::{RequestDenial, examine_request};
 use super::standing::{Refusal, Standing};
 use super::token::Token;
 use super::token_store::{TokenRefusal, TokenStore};
+use crate::admission::FailureLimit;
 
 /// Request extension: the certificate that the agent presented, verified in the TLS handshake.
 #[derive(Clone, Debug, Default)]

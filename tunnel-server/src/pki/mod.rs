@@ -32,7 +32,6 @@ mod ca;
 mod ca_state;
 mod enroll;
 mod error;
-mod failure_limit;
 mod issued;
 mod material;
 mod metrics;

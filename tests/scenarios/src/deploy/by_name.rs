@@ -76,16 +76,19 @@ async fn from_a_pod(cluster: &Cluster<'_>, address: &str) -> Result<()> {
     Ok(())
 }
 
-/// The host itself is outside of the pods' range: it needs the token of an account that may read the node's metrics.
+/// The host itself is outside of the pods' range: it needs the token of an account that may read the node's metrics, and
+/// may show it on its loopback only.
 async fn from_the_host(cluster: &Cluster<'_>, reader: &str, scraper: &str) -> Result<()> {
     let url = format!("http://{CLOUD}:{LISTENER}/metrics");
     let host = format!("Host: {EDGE_NODE}:{PORT}");
-    let ask = async |more: &[&str]| {
-        let asked = [url.as_str(), "-H", host.as_str()];
-        curl(cluster.testbed, &[&asked[..], more].concat()).await
+    let local = format!("http://127.0.0.1:{LISTENER}/metrics");
+    let ask_at = async |url: &str, more: &[&str]| {
+        curl(cluster.testbed, &[&[url, "-H", host.as_str()][..], more].concat()).await
     };
+    let ask = async |more: &[&str]| ask_at(&local, more).await;
     ask(&[]).await?.expect(401, "is not in --plain-clients, and the request has no bearer token")?;
     let bearer = |token: &str| format!("Authorization: Bearer {}", token.trim());
+    ask_at(&url, &["-H", &bearer(reader)]).await?.expect(403, "--plain-tokens=on")?;
     ask(&["-H", &bearer(reader)]).await?.expect(200, "GET /metrics")?;
     let refused = format!("system:serviceaccount:default:scraper cannot get nodes/metrics of {EDGE_NODE}");
     ask(&["-H", &bearer(scraper)]).await?.expect(403, &refused)

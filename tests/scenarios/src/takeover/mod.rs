@@ -41,6 +41,7 @@ scenarios! {
     an_agents_successor_dies_while_the_first_one_drains(limit = 180),
     killed_and_back(limit = 180),
     killed_and_gone(limit = 180),
+    killed_and_refusing(limit = 180),
 }
 
 /// Time limit for removing the pins of a dead server: it counts as dead after three seconds without a sign of life.
@@ -320,6 +321,28 @@ async fn killed_and_gone(testbed: &Testbed) -> Result<()> {
     server.start_again().await?;
     server.wait_connected("edge-1", true, agent::START).await?;
     visit(on_edge.address).await.map(drop)
+}
+
+/// Where the cloud's network has the addresses of edge nodes too, a connect must never go there.
+async fn killed_and_refusing(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).flag("--orphan-timeout=5s").flag("--orphan-policy=refuse");
+    let mut server = server.start().await?;
+    let _agents = agents(&server, 1).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    server.process.crash().await?;
+    expect_refused(on_edge.address).await?;
+    let kind = async || Ok(connect_error(on_edge.address, Duration::from_millis(500)).await?.kind());
+    // Before Linux 6.1 a program cannot choose the error.
+    wait_until("the programs to count the server as gone", Duration::from_secs(15), kind, |kind| {
+        *kind == ErrorKind::HostUnreachable
+    })
+    .await?;
+    let cleaned = server::run(testbed, &["cleanup", &bpffs(testbed)])?;
+    ensure!(cleaned.status.success(), "cleanup: {}", String::from_utf8_lossy(&cleaned.stderr));
+    let kind = kind().await?;
+    ensure!(kind == ErrorKind::TimedOut, "after the cleanup connect() ended with {kind:?}");
+    nothing_is_left(testbed)
 }
 
 fn bpffs(testbed: &Testbed) -> String {

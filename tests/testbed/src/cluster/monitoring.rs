@@ -20,6 +20,9 @@ const CONFIGURATION: &str = include_str!("../../../../deploy/prometheus/promethe
 const ALERTS: &str = include_str!("../../../../deploy/prometheus/alerts.yml");
 /// Path of Postern's CA in that configuration.
 const AUTHORITY: &str = "/etc/postern/ca.crt";
+/// Path of the token for the servers in that configuration.
+const TOKEN: &str = "/etc/postern/token";
+const ACCOUNT: &str = "prometheus-postern";
 /// A job for the same metrics of a server that is a process of the cloud host, which kubernetes_sd does not find.
 const PROCESS: &str = "
   - job_name: tunnel-server-process
@@ -51,9 +54,16 @@ async fn start_with(cluster: &Cluster<'_>, configuration: &str, authority: &Path
     cluster.kubectl.run(&patch).await?;
     let host = cluster.host(CLOUD_NODE)?;
     give_credentials(cluster, host).await?;
-    ensure!(configuration.contains(AUTHORITY), "the configuration names no {AUTHORITY}");
+    for path in [AUTHORITY, TOKEN] {
+        ensure!(configuration.contains(path), "the configuration names no {path}");
+    }
+    // As the kubelet projects it into a pod.
+    let ours = ["create", "token", ACCOUNT, "--namespace", NAMESPACE, "--audience=postern.internal"];
+    let token = cluster.testbed.dir().join("prometheus-token");
+    std::fs::write(&token, cluster.kubectl.run(&ours).await?.trim()).context("writing the token")?;
     let often = configuration
         .replace(AUTHORITY, &authority.display().to_string())
+        .replace(TOKEN, &token.display().to_string())
         .replace("scrape_interval: 30s", "scrape_interval: 2s")
         .replace("scrape_timeout: 10s", "scrape_timeout: 2s");
     std::fs::write(cluster.testbed.dir().join("alerts.yml"), ALERTS).context("writing the alerts")?;
@@ -67,7 +77,7 @@ async fn start_with(cluster: &Cluster<'_>, configuration: &str, authority: &Path
 /// Puts a token of its ServiceAccount and the cluster's CA at the paths that they have in a pod; /run is the host's
 /// own.
 async fn give_credentials(cluster: &Cluster<'_>, host: &Host) -> Result<()> {
-    let token = ["create", "token", "prometheus-postern", "--namespace", NAMESPACE];
+    let token = ["create", "token", ACCOUNT, "--namespace", NAMESPACE];
     let token = cluster.kubectl.run(&token).await?;
     let authority = std::fs::read_to_string(cluster.pki.file("ca.crt")).context("reading the CA")?;
     for (name, text) in [("token", token.trim()), ("ca.crt", &authority)] {

@@ -8,6 +8,7 @@ use tunnel_runtime::text::printable;
 
 use super::asked::Asked;
 use super::gatekeeper::{Denied, Gatekeeper};
+use crate::caller::Shown;
 use crate::listener::answer::Failure;
 use crate::listener::context::{ListenerContext, Reached};
 use crate::policy::Identity;
@@ -32,13 +33,10 @@ impl Reception {
         let identity = match &asked.token {
             // A workload is identified by its node, whatever token it shows.
             Some(_) if matches!(shown, Identity::Node(_)) => shown,
-            Some(_) if !secure => {
-                let reason = "a token or password is taken over TLS only: use this proxy as https://, and renew \
-                              the token, which others may have seen";
-                return Err(Failure::new(StatusCode::FORBIDDEN, reason));
-            }
             Some(token) => {
-                let known = self.gatekeeper.authenticator.caller_of_token(token, client).await;
+                let shown =
+                    Shown { token, client, exposed: (!secure).then_some("use this proxy as https://") };
+                let known = self.gatekeeper.authenticator.caller_of_token(shown).await;
                 known.map(Identity::Token).map_err(|refusal| Failure::from(refusal).at_proxy())?
             }
             None => shown,

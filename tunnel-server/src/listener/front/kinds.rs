@@ -1,6 +1,6 @@
 //! Parts of a listener that speaks HTTP.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ipnet::IpNet;
@@ -10,7 +10,7 @@ use super::metrics::MetricsPage;
 use super::pods::Pods;
 use super::target_tls::TargetTls;
 use crate::admission::Share;
-use crate::caller::{Caller, CallerTls, Reviewer};
+use crate::caller::{Authenticator, Caller, CallerTls};
 use crate::listener::connect::Reception;
 
 /// Maximum length of a request's head, in bytes.
@@ -21,10 +21,10 @@ pub(crate) enum Admission {
     /// Every client that reaches it: it listens on loopback.
     Everyone,
     /// Callers that the cluster's rules allow, or, without a cluster, every caller with a certificate.
-    Callers(Option<Arc<Reviewer>>),
+    Callers(Arc<Authenticator>),
     /// Clients in these ranges, to these ports (every tunnelled port if there are none); other clients as callers with
-    /// a token.
-    Listed { clients: Vec<IpNet>, ports: Vec<u16>, reviewer: Option<Arc<Reviewer>> },
+    /// a token, from other hosts only if the operator permits tokens that others can read.
+    Listed { clients: Vec<IpNet>, ports: Vec<u16>, authenticator: Arc<Authenticator>, exposed_tokens: bool },
     /// Clients of a proxy, for what the policy permits. They come from this edge node if there is one.
     Policy(Reception, Option<NodeName>),
 }
@@ -47,6 +47,11 @@ impl Front {
     /// True if a connection ends with its first refusal, which takes HTTP/1.1.
     pub(super) fn ends_with_refusal(&self) -> bool {
         self.is_proxy() || self.metrics.is_some()
+    }
+
+    /// True if others can read what a client at this address sends.
+    pub(super) fn is_exposed(&self, client: IpAddr) -> bool {
+        self.tls.is_none() && !client.to_canonical().is_loopback()
     }
 
     pub(super) fn is_proxy(&self) -> bool {

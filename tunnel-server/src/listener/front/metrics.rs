@@ -13,7 +13,7 @@ use tunnel_runtime::admin::exposition;
 
 use super::body::Body;
 use crate::admission::Gate;
-use crate::caller::{Authenticator, Caller, Refusal, Reviewer, bearer_token};
+use crate::caller::{Authenticator, Caller, Refusal, Shown, bearer_token};
 use crate::listener::answer::Failure;
 
 /// Path that the cluster's rules must allow the caller to read.
@@ -23,8 +23,6 @@ const PATH: &str = "/metrics";
 pub(crate) struct MetricsPage {
     pub(crate) registry: Arc<Registry>,
     pub(crate) authenticator: Arc<Authenticator>,
-    /// Checks that a caller may read; `None` without a cluster, when every authenticated caller may.
-    pub(crate) reviewer: Option<Arc<Reviewer>>,
     /// The listener's gate, which closes when a successor has taken over.
     pub(crate) gate: Gate,
 }
@@ -62,14 +60,17 @@ impl MetricsPage {
     async fn admit(&self, head: &Parts, shown: Option<&Caller>, client: IpAddr) -> Result<(), Refusal> {
         let caller = match (shown, bearer_token(&head.headers).map_err(Refusal::Unauthenticated)?) {
             (Some(caller), _) => caller.clone(),
-            (None, Some(token)) => self.authenticator.caller_of_token(token, client).await?,
+            (None, Some(token)) => {
+                self.authenticator.caller_of_token(Shown { token, client, exposed: None }).await?
+            }
             (None, None) => {
                 let reason = "a client certificate or a bearer token is needed";
                 return Err(Refusal::Unauthenticated(reason.to_owned()));
             }
         };
-        match &self.reviewer {
+        match self.authenticator.reviewer() {
             Some(reviewer) => reviewer.allow_path(&caller, PATH).await,
+            // Without a cluster every authenticated caller may.
             None => Ok(()),
         }
     }
@@ -129,7 +130,6 @@ mod tests {
             let page = MetricsPage {
                 registry: Arc::new(registry),
                 authenticator: Arc::new(Authenticator::new(tokens, None)),
-                reviewer: None,
                 gate: gate.clone(),
             };
             let front = Front {

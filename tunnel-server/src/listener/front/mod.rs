@@ -19,6 +19,8 @@ mod request;
 mod serve;
 mod socket;
 mod target_tls;
+#[cfg(test)]
+mod tokens_tests;
 mod tunnel;
 mod upgrade;
 

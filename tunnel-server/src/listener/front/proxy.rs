@@ -29,7 +29,7 @@ impl Served {
             (None, Some(caller)) => Identity::Certificate(caller.clone()),
             (None, None) => Identity::None,
         };
-        let secure = node.is_some() || self.front.tls.is_some() || client.is_loopback();
+        let secure = node.is_some() || !self.front.is_exposed(client);
         let (reached, caller) = reception.decide(&asked, identity, client, secure).await?;
         Ok(Admitted { reached, caller: Some(caller), by_token: false, on_edge: None })
     }

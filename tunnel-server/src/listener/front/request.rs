@@ -26,7 +26,9 @@ use super::socket::Faults;
 use super::tunnel::{Tunnel, established};
 use super::{expect, headers, upgrade};
 use crate::admission::{Full, Shares};
-use crate::caller::{Asker, Caller, Refusal, Reviewer, bearer_token, kubelet_accesses, other_accesses};
+use crate::caller::{
+    Asker, Authenticator, Caller, Refusal, Reviewer, Shown, bearer_token, kubelet_accesses, other_accesses,
+};
 use crate::listener::access_log::{AccessLogGuard, over_limit};
 use crate::listener::answer::Failure;
 use crate::listener::context::{ListenerContext, OpenRequest, Reached};
@@ -257,22 +259,25 @@ impl Served {
     }
 
     /// Returns the sender of the request, if this listener authenticates.
-    async fn caller(&self, headers: &HeaderMap) -> Result<Option<Caller>, Failure> {
+    pub(super) async fn caller(&self, headers: &HeaderMap) -> Result<Option<Caller>, Failure> {
         match &self.front.admission {
             Admission::Everyone | Admission::Policy(..) => Ok(None),
-            Admission::Callers(reviewer) => match self.identify(headers, reviewer.as_deref()).await? {
+            Admission::Callers(authenticator) => match self.identify(headers, authenticator, None).await? {
                 Some(caller) => Ok(Some(caller)),
                 None => Err(Refusal::Unauthenticated(
                     "a client certificate or a bearer token is needed".to_owned(),
                 )
                 .into()),
             },
-            Admission::Listed { clients, reviewer, .. } => {
+            Admission::Listed { clients, authenticator, exposed_tokens, .. } => {
                 let client = self.peer.client.ip().to_canonical();
                 if clients.iter().any(|net| net.contains(&client)) {
                     return Ok(None);
                 }
-                match self.identify(headers, reviewer.as_deref()).await? {
+                let exposed = (!exposed_tokens && self.front.is_exposed(client)).then_some(
+                    "use the https listener, or let the plain one take tokens with --plain-tokens=on",
+                );
+                match self.identify(headers, authenticator, exposed).await? {
                     Some(caller) => Ok(Some(caller)),
                     None => Err(Refusal::Unauthenticated(format!(
                         "{client} is not in --plain-clients, and the request has no bearer token"
@@ -286,25 +291,17 @@ impl Served {
     async fn identify(
         &self,
         headers: &HeaderMap,
-        reviewer: Option<&Reviewer>,
+        authenticator: &Authenticator,
+        exposed: Option<&'static str>,
     ) -> Result<Option<Caller>, Failure> {
         if let Some(caller) = &self.peer.caller {
             return Ok(Some(caller.clone()));
         }
-        let token = bearer_token(headers).map_err(Refusal::Unauthenticated)?;
-        match (token, reviewer) {
-            (None, _) => Ok(None),
-            (Some(token), Some(reviewer)) => {
-                let client = self.peer.client.ip();
-                // One connection may have many requests that wait for the answer, each with its head.
-                let _place = self.shares.unauthenticated(client).map_err(|full| self.over_limit(&full))?;
-                Ok(Some(reviewer.caller_of_token(token, client).await?))
-            }
-            (Some(_), None) => {
-                let reason = "without a cluster there is nobody who knows bearer tokens";
-                Err(Refusal::Unauthenticated(reason.to_owned()).into())
-            }
-        }
+        let Some(token) = bearer_token(headers).map_err(Refusal::Unauthenticated)? else { return Ok(None) };
+        let client = self.peer.client.ip();
+        // One connection may have many requests that wait for the answer, each with its head.
+        let _place = self.shares.unauthenticated(client).map_err(|full| self.over_limit(&full))?;
+        Ok(Some(authenticator.caller_in_cluster(Shown { token, client, exposed }).await?))
     }
 
     /// Resolves the node and the agent's target, if the caller may send this request there.
@@ -407,7 +404,7 @@ impl Served {
         caller: Option<&'a Caller>,
         port: u16,
     ) -> Result<Option<(&'a Caller, Option<&'a Reviewer>)>, Failure> {
-        let reviewer = match (&self.front.admission, caller) {
+        let authenticator = match (&self.front.admission, caller) {
             (Admission::Everyone, _) => return Ok(None),
             (Admission::Listed { ports, .. }, None) => {
                 if ports.is_empty() || ports.contains(&port) {
@@ -415,11 +412,13 @@ impl Served {
                 }
                 return Err(Refusal::Forbidden(format!("port {port} is not in --plain-ports")).into());
             }
-            (Admission::Callers(reviewer) | Admission::Listed { reviewer, .. }, _) => reviewer,
-            (Admission::Policy(..), _) => &None,
+            (Admission::Callers(authenticator) | Admission::Listed { authenticator, .. }, _) => {
+                Some(authenticator)
+            }
+            (Admission::Policy(..), _) => None,
         };
         match caller {
-            Some(caller) => Ok(Some((caller, reviewer.as_deref()))),
+            Some(caller) => Ok(Some((caller, authenticator.and_then(|known| known.reviewer())))),
             None => Err(Refusal::Unauthenticated("nobody knows the caller".to_owned()).into()),
         }
     }

@@ -1,10 +1,10 @@
-//! Limits failed enrolments per source address.
+//! Limits failed enrolments, and failed guesses of tokens, per source address.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use crate::admission::source_key;
+use super::source_key;
 
 /// Failures allowed in a row.
 const BURST: u32 = 10;
@@ -13,20 +13,18 @@ const REFILL: Duration = Duration::from_secs(6);
 /// Bounds the memory that unauthenticated clients can occupy.
 const MAX_ADDRESSES: usize = 4096;
 
-/// Counts failed enrolments by source address, so that an attacker who guesses tokens learns nothing and cannot fill the
-/// log.
+/// Counts failures by source address, so that an attacker who guesses tokens learns nothing and cannot fill the log.
 ///
-/// Only failures are counted and limited: agents behind one NAT share their address with unauthenticated clients, so a
-/// valid token or certificate is always served.
+/// Only failures are counted: agents and callers behind one NAT share their address with unauthenticated clients.
 #[derive(Debug, Default)]
-pub(super) struct FailureLimit {
+pub(crate) struct FailureLimit {
     /// Time at which all failures of the address expire; an address without an entry has none.
     clear_at: HashMap<IpAddr, Instant>,
 }
 
 impl FailureLimit {
     /// True if the address may fail once more and get the reason.
-    pub(super) fn allows(&self, address: IpAddr, now: Instant) -> bool {
+    pub(crate) fn allows(&self, address: IpAddr, now: Instant) -> bool {
         let debt = self
             .clear_at
             .get(&source_key(address))
@@ -34,7 +32,7 @@ impl FailureLimit {
         debt <= REFILL * (BURST - 1)
     }
 
-    pub(super) fn failed(&mut self, address: IpAddr, now: Instant) {
+    pub(crate) fn failed(&mut self, address: IpAddr, now: Instant) {
         let address = source_key(address);
         if self.clear_at.len() >= MAX_ADDRESSES && !self.clear_at.contains_key(&address) {
             self.clear_at.retain(|_, at| *at > now);
@@ -48,6 +46,13 @@ impl FailureLimit {
         }
         let at = self.clear_at.entry(address).or_insert(now);
         *at = (*at).max(now) + REFILL;
+    }
+
+    /// Takes back a failure that was none.
+    pub(crate) fn forgive(&mut self, address: IpAddr) {
+        if let Some(at) = self.clear_at.get_mut(&source_key(address)) {
+            *at = at.checked_sub(REFILL).unwrap_or(*at);
+        }
     }
 }
 
@@ -70,6 +75,8 @@ mod tests {
         limit.failed(bad, start + REFILL);
         assert!(!limit.allows(bad, start + REFILL));
         assert!(limit.allows(bad, start + REFILL * BURST));
+        limit.forgive(bad);
+        assert!(limit.allows(bad, start + REFILL));
     }
 
     #[test]
