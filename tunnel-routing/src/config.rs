@@ -1,7 +1,6 @@
 //! Input of the routes besides the nodes.
 
 use std::collections::{BTreeSet, HashSet};
-use std::net::IpAddr;
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_runtime::NodeName;
@@ -26,9 +25,9 @@ pub struct RouterConfig {
     pub exclude: Vec<IpNet>,
     /// Sources that may use the redirect, besides this host and its pods.
     pub clients: Vec<IpNet>,
-    /// This host's addresses: never an edge node's. The cloud node that has one of them is this host, whose pods may
-    /// use the redirect. [`host_addresses`] in production. Returns None if not known at present.
-    pub host_addresses: fn() -> Option<HashSet<IpAddr>>,
+    /// This host's addresses, each with its network: never an edge node's. The cloud node that has one of them is this
+    /// host, whose pods may use the redirect. [`host_addresses`] in production. Returns None if not known at present.
+    pub host_addresses: fn() -> Option<HashSet<IpNet>>,
 }
 
 impl RouterConfig {
@@ -53,12 +52,12 @@ impl RouterConfig {
     }
 }
 
-/// The addresses of this host's interfaces that identify it, without loopback and link-local ones. None if the kernel
-/// does not list them.
-pub fn host_addresses() -> Option<HashSet<IpAddr>> {
+/// The addresses of this host's interfaces that identify it, without loopback and link-local ones, with their networks.
+/// None if the kernel does not list them.
+pub fn host_addresses() -> Option<HashSet<IpNet>> {
     let listed = interface_addresses().inspect_err(
         |error| tracing::warn!(%error, "failed to list this host's addresses, keeping the known ones"),
     );
-    let addresses = listed.ok()?.into_iter().map(|entry| entry.address);
-    Some(addresses.filter(|address| identifies_host(*address)).collect())
+    let identifying = listed.ok()?.into_iter().filter(|entry| identifies_host(entry.address));
+    Some(identifying.filter_map(|entry| IpNet::new(entry.address, entry.prefix).ok()).collect())
 }

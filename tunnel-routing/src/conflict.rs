@@ -37,6 +37,8 @@ pub enum ConflictKind {
     NotEdge,
     /// The address belongs to this host, the API server, a Service or another node's pod: it leads to no edge node.
     Foreign,
+    /// The address lies in a network of this host or around a cloud node's address: it leads to no edge node.
+    CloudNetwork,
     /// An edge node without any address.
     NoAddress,
     /// A node with more addresses than are used.
@@ -53,7 +55,7 @@ pub enum ConflictKind {
 }
 
 impl ConflictKind {
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Ambiguous,
         Self::Taken,
         Self::CloudAndEdge,
@@ -61,6 +63,7 @@ impl ConflictKind {
         Self::Unroutable,
         Self::NotEdge,
         Self::Foreign,
+        Self::CloudNetwork,
         Self::NoAddress,
         Self::TooMany,
         Self::NoVirtualAddress,
@@ -78,6 +81,7 @@ impl ConflictKind {
             Self::Unroutable => "unroutable",
             Self::NotEdge => "not_edge",
             Self::Foreign => "foreign",
+            Self::CloudNetwork => "cloud_network",
             Self::NoAddress => "no_address",
             Self::TooMany => "too_many",
             Self::NoVirtualAddress => "no_virtual_address",
@@ -113,6 +117,10 @@ impl fmt::Display for Conflict {
             ConflictKind::NotEdge => ": it lies outside of --edge-addresses; it is not redirected",
             ConflictKind::Foreign => {
                 ": it belongs to this host, the API server, a Service or another node's pods; it is not used for the node"
+            }
+            ConflictKind::CloudNetwork => {
+                ": it lies in a network of this host, or in the /24 (/64) of a cloud node; it is not used for the node (if it \
+                 is the node's, name the edge nodes' networks with --edge-addresses)"
             }
             ConflictKind::NoAddress => ": the node has no address; only others can be reached",
             ConflictKind::TooMany => {

@@ -11,7 +11,7 @@ use ipnet::IpNet;
 
 use super::claims::Claims;
 use super::conflict::{Conflict, ConflictKind};
-use crate::inventory::Inventory;
+use crate::inventory::{Inventory, InventoryNode};
 
 /// Pod ranges of cloud nodes that are wider than these prefixes reserve no addresses: no node has so many pods, and a
 /// kubelet reports its own range.
@@ -31,6 +31,8 @@ pub(super) struct Rules<'a> {
     pub(super) pods: &'a [IpNet],
     /// This host's addresses.
     pub(super) host: &'a HashSet<IpAddr>,
+    /// The same with their networks.
+    pub(super) networks: &'a HashSet<IpNet>,
 }
 
 /// The node or nodes that an address leads to, by their indexes in the inventory.
@@ -90,10 +92,10 @@ impl Plan {
         named.sort_unstable();
         // A node that lists an address twice counts once.
         named.dedup();
-        let pods = PodRanges::new(inventory, rules);
+        let reserved = Reserved::new(inventory, rules, &plan.claims, now);
         for same in named.chunk_by(|(one, _), (other, _)| one == other) {
             let nodes = same.iter().map(|(_, place)| *place).collect();
-            plan.decide(same[0].0, nodes, inventory, rules, before, &pods);
+            plan.decide(same[0].0, nodes, inventory, rules, before, &reserved);
         }
         let cloud = plan.claims.excluded(now).filter(|address| !plan.claims.edge.contains_key(address));
         plan.excluded = rules.exclude.iter().copied().chain(cloud.map(IpNet::from)).collect();
@@ -112,7 +114,7 @@ impl Plan {
         inventory: &Inventory,
         rules: &Rules<'_>,
         before: &Claims,
-        pods: &PodRanges,
+        reserved: &Reserved,
     ) {
         let within = |ranges: &[IpNet]| ranges.iter().any(|range| range.contains(&address));
         let first = before.edge.get(&address);
@@ -124,12 +126,18 @@ impl Plan {
             Some(ConflictKind::NotEdge)
         } else if rules.host.contains(&address) || within(rules.foreign) {
             Some(ConflictKind::Foreign)
-        } else if first.is_some() {
-            // Cloud nodes' claims do not affect the node that already has the address.
-            None
-        } else if self.claims.cloud_nodes(address).next().is_some() {
+        } else if reserved.cloud.contains(&address)
+            || first.is_none() && self.claims.cloud_nodes(address).next().is_some()
+        {
             Some(ConflictKind::CloudAndEdge)
-        } else if pods.of_another(address, &nodes) {
+        } else if within(&reserved.own) {
+            Some(ConflictKind::CloudNetwork)
+        } else if first.is_some() {
+            // Nothing else of a cloud node affects the node that has the address: it may be an edge node without its label.
+            None
+        } else if around(address).is_some_and(|net| reserved.around.contains(&net)) {
+            Some(ConflictKind::CloudNetwork)
+        } else if reserved.pods.of_another(address, &nodes) {
             Some(ConflictKind::Foreign)
         } else {
             None
@@ -260,6 +268,37 @@ fn oldest(inventory: &Inventory, nodes: &[usize]) -> Option<usize> {
     }
 }
 
+/// Addresses that edge nodes do not get.
+struct Reserved {
+    /// Of cloud nodes, whoever had them before.
+    cloud: HashSet<IpAddr>,
+    /// This host's networks; empty with --edge-addresses, by which the operator says what is an edge node's.
+    own: Vec<IpNet>,
+    /// Networks around the addresses of cloud nodes, where others may follow; empty with --edge-addresses.
+    around: HashSet<IpNet>,
+    pods: PodRanges,
+}
+
+impl Reserved {
+    fn new(inventory: &Inventory, rules: &Rules<'_>, claims: &Claims, now: Instant) -> Self {
+        let (mut own, mut near) = (Vec::new(), HashSet::new());
+        if rules.edge_addresses.is_empty() {
+            let wide = |net: &&IpNet| net.prefix_len() < net.max_prefix_len();
+            own.extend(rules.networks.iter().filter(wide).map(IpNet::trunc));
+            let cloud = inventory.iter().filter(|node| claims.always_cloud(node));
+            let addresses = cloud.flat_map(|node| &node.addresses).filter(|address| is_host(**address));
+            near.extend(addresses.filter_map(|address| around(*address)));
+        }
+        let pods = PodRanges::new(inventory, rules, claims);
+        Self { cloud: claims.of_cloud(now), own, around: near, pods }
+    }
+}
+
+/// The usual network of a host with this address.
+fn around(address: IpAddr) -> Option<IpNet> {
+    IpNet::new(address, if address.is_ipv4() { 24 } else { 64 }).ok().map(|net| net.trunc())
+}
+
 /// Pod ranges that reserve addresses from other nodes: those of edge nodes that may be redirected, and those of cloud
 /// nodes. With --edge-addresses the latter do not count, as the operator named the edge nodes' addresses.
 struct PodRanges {
@@ -269,14 +308,14 @@ struct PodRanges {
 }
 
 impl PodRanges {
-    fn new(inventory: &Inventory, rules: &Rules<'_>) -> Self {
-        let counts = |edge: bool, range: IpNet| match edge {
+    fn new(inventory: &Inventory, rules: &Rules<'_>, claims: &Claims) -> Self {
+        let counts = |node: &InventoryNode, range: IpNet| match node.edge {
             true => within_pods(range, rules),
-            false => rules.edge_addresses.is_empty() && is_one_nodes(range),
+            false => rules.edge_addresses.is_empty() && claims.always_cloud(node) && is_one_nodes(range),
         };
         let mut ranges = HashMap::new();
         for (place, node) in inventory.iter().enumerate() {
-            for range in node.pod_cidrs.iter().map(IpNet::trunc).filter(|range| counts(node.edge, *range)) {
+            for range in node.pod_cidrs.iter().map(IpNet::trunc).filter(|range| counts(node, *range)) {
                 ranges.entry(range).or_insert(place);
             }
         }

@@ -31,8 +31,9 @@ const DEBOUNCE: Duration = Duration::from_secs(1);
 pub(super) struct Planner {
     pub(super) virtual_addresses: VirtualAddresses,
     pub(super) claims: Claims,
-    /// This host's addresses as last known.
+    /// This host's addresses as last known, and with their networks.
     pub(super) host: Arc<HashSet<IpAddr>>,
+    networks: HashSet<IpNet>,
     /// The API server and the Services.
     foreign: Vec<IpNet>,
     /// The last plan's table, whose routes keep their room in the kernel.
@@ -59,6 +60,7 @@ impl Planner {
             virtual_addresses: VirtualAddresses::new(config.redirect_range, config.redirect_range_v6),
             claims: Claims::default(),
             host: Arc::default(),
+            networks: HashSet::new(),
             foreign: config.foreign.clone(),
             table: Arc::default(),
             room: MAX_ROUTES,
@@ -82,8 +84,9 @@ impl Planner {
     /// Rereads this host's addresses; returns true if they changed.
     pub(super) fn refresh_host(&mut self, config: &RouterConfig) -> bool {
         match (config.host_addresses)() {
-            Some(addresses) if addresses != *self.host => {
-                self.host = Arc::new(addresses);
+            Some(networks) if networks != self.networks => {
+                self.host = Arc::new(networks.iter().map(IpNet::addr).collect());
+                self.networks = networks;
                 true
             }
             _ => false,
@@ -99,6 +102,7 @@ impl Planner {
             foreign: &self.foreign,
             pods: &config.pods,
             host: &self.host,
+            networks: &self.networks,
         };
         let mut plan = Plan::new(&inventory, &rules, &self.claims, now);
         let left_out = self.fit(&mut plan, &inventory);

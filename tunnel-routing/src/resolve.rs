@@ -40,7 +40,7 @@ impl Router {
     /// Resolves a name or an address, with or without brackets or a trailing dot. Addresses take precedence over names:
     /// whoever registers a Node could name it like another node's address.
     pub fn resolve(&self, host: &str) -> Resolved {
-        let bare = host.strip_suffix('.').unwrap_or(host);
+        let bare = bare(host);
         let literal = bare.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(bare);
         match literal.parse() {
             Ok(address) => self.resolve_address(address),
@@ -49,6 +49,11 @@ impl Router {
     }
 
     fn resolve_name(&self, name: String) -> Resolved {
+        let service = service_of(&name);
+        // No host has such a name, but whoever registers a Node could choose it.
+        if let (Some(service), Some("svc" | "svc.cluster.local")) = (&service, name.splitn(3, '.').nth(2)) {
+            return service.clone();
+        }
         let snapshot = self.snapshot();
         if let Some(found) = snapshot.by_name(&name) {
             return Resolved::Edge(found);
@@ -56,14 +61,15 @@ impl Router {
         if let Some(node) = snapshot.inventory().get(&name).filter(|node| node.edge) {
             return Resolved::WithoutAddress(node.name.clone());
         }
-        let mut labels = name.split('.');
-        match (labels.next(), labels.next(), labels.next()) {
-            (Some(service), Some(namespace), None | Some("svc"))
-                if !service.is_empty() && !namespace.is_empty() =>
-            {
-                Resolved::Service { name: service.to_owned(), namespace: namespace.to_owned() }
-            }
-            _ => Resolved::Unknown(name),
+        service.unwrap_or(Resolved::Unknown(name))
+    }
+
+    /// The Service that the host names, even if an edge node has the same name.
+    pub fn resolve_service(&self, host: &str) -> Option<Resolved> {
+        match self.resolve(host) {
+            found @ Resolved::Service { .. } => Some(found),
+            Resolved::Edge(_) | Resolved::WithoutAddress(_) => service_of(&bare(host).to_ascii_lowercase()),
+            _ => None,
         }
     }
 
@@ -85,20 +91,32 @@ impl Router {
         }
     }
 
-    /// Resolves an endpoint of a Service. `node` is the name in its EndpointSlice: it decides between nodes with one address,
-    /// and a pod of that node is reached there without `--edge-pod-routes` too.
-    pub fn resolve_endpoint(&self, address: IpAddr, node: Option<&str>) -> Resolved {
+    /// Resolves an endpoint of a Service. `node` is the name in its EndpointSlice, if it has one, and decides, whatever edge
+    /// nodes say of themselves: an edge node's endpoint is behind that node's tunnel, any other behind none.
+    pub fn resolve_endpoint(&self, endpoint: SocketAddr, node: Option<&str>) -> Resolved {
+        let address = endpoint.ip().to_canonical();
         let resolved = self.resolve_address(address);
         let Some(node) = node else { return resolved };
-        let found = match &resolved {
-            Resolved::Ambiguous { address, nodes } if nodes.iter().any(|known| known.as_str() == node) => {
-                let named = self.snapshot().by_name(node);
-                named.map(|named| Resolved::Edge(NodeAddress { address: *address, ..named }))
-            }
-            Resolved::Elsewhere(address) => self.snapshot().pod_of(node, *address).map(Resolved::Pod),
-            _ => None,
+        let snapshot = self.snapshot();
+        let known = snapshot.inventory().get(node);
+        // This server's own connect would be redirected.
+        let redirected = match &resolved {
+            Resolved::Here(_) | Resolved::VirtualAddress(_) => return resolved,
+            Resolved::Edge(found) if self.tunnels(endpoint.port()) => vec![found.node.clone()],
+            Resolved::Ambiguous { nodes, .. } if self.tunnels(endpoint.port()) => nodes.clone(),
+            Resolved::Pod(found) => vec![found.node.clone()],
+            _ => Vec::new(),
         };
-        found.unwrap_or(resolved)
+        match known.filter(|node| node.edge) {
+            Some(node) => {
+                let found = snapshot.at(node, address);
+                if found.pod { Resolved::Pod(found) } else { Resolved::Edge(found) }
+            }
+            None if redirected.is_empty() => Resolved::Elsewhere(address),
+            None => {
+                Resolved::Ambiguous { address, nodes: node.parse().into_iter().chain(redirected).collect() }
+            }
+        }
     }
 
     /// The target that the agent dials for a connection to `port` of a node or pod.
@@ -137,6 +155,23 @@ impl fmt::Display for Resolved {
             }
             Self::WithoutAddress(node) => write!(f, "node {node} has no address"),
         }
+    }
+}
+
+fn bare(host: &str) -> &str {
+    host.strip_suffix('.').unwrap_or(host)
+}
+
+/// The Service with this name, `SERVICE.NAMESPACE` with or without `.svc` and what follows.
+fn service_of(name: &str) -> Option<Resolved> {
+    let mut labels = name.split('.');
+    match (labels.next(), labels.next(), labels.next()) {
+        (Some(service), Some(namespace), None | Some("svc"))
+            if !service.is_empty() && !namespace.is_empty() =>
+        {
+            Some(Resolved::Service { name: service.to_owned(), namespace: namespace.to_owned() })
+        }
+        _ => None,
     }
 }
 

@@ -85,12 +85,10 @@ impl Snapshot {
         Some(NodeAddress { pod: true, ..found })
     }
 
-    /// The pod with the address, if this is an edge node and the address lies in its ranges. Only for who knows from elsewhere
-    /// that the pod runs there: a node may name ranges of others.
-    pub fn pod_of(&self, node: &str, address: IpAddr) -> Option<NodeAddress> {
-        let node = self.inventory.get(node).filter(|node| node.edge)?;
-        let has = node.pod_cidrs.iter().any(|range| range.contains(&address));
-        has.then(|| NodeAddress { pod: true, ..self.node_address(node, address) })
+    /// An address on the node, or of a pod there if the node does not name it. Only for who knows from elsewhere that it is
+    /// there.
+    pub fn at(&self, node: &InventoryNode, address: IpAddr) -> NodeAddress {
+        NodeAddress { pod: !node.addresses.contains(&address), ..self.node_address(node, address) }
     }
 
     /// Reports whether the node's inventory entry names the address, even if another node has it too.

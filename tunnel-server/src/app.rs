@@ -95,6 +95,12 @@ pub async fn build(mut config: Config, log: logging::Handle) -> anyhow::Result<B
     register_limits(postern);
     register_role(postern, config.role());
     let router = Arc::new(Router::new(config.router(Source::api_server(&config.source()).await), postern));
+    if config.redirect.edge_addresses.is_empty() {
+        tracing::warn!(
+            fix = "name the networks of edge nodes with --edge-addresses",
+            "edge nodes may name any address outside of the cloud nodes' networks"
+        );
+    }
     let lifetimes = Lifetimes::from_environment()?;
     let file_metrics = FileMetrics::register(postern);
     let files = Files::open(&mut config.listeners, &file_metrics)?;

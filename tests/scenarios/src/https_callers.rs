@@ -14,6 +14,7 @@ use crate::web::{Answer, Authority, Web, curl, shown};
 scenarios! {
     callers_reach_nodes_with_the_servers_certificate(edges = 2, quick),
     http_2_reaches_nodes,
+    its_own_names_come_before_those_of_nodes,
     nobody_without_a_certificate,
     a_target_with_anothers_certificate_is_refused,
     certificates_are_reloaded,
@@ -108,6 +109,19 @@ async fn callers_reach_nodes_with_the_servers_certificate(testbed: &Testbed) -> 
     let to = "edge-1:10250:10.70.0.1:10263";
     let answer = curl(testbed, &["--connect-to", to, "--insecure", "https://edge-1:10250/pods"]).await?;
     answer.expect(200, "client=none").context("passed through by SNI")?;
+    Ok(())
+}
+
+/// Whoever registers a Node may name it like a server.
+async fn its_own_names_come_before_those_of_nodes(testbed: &Testbed) -> Result<()> {
+    let cas = Cas::new(testbed)?;
+    let server = cas.server(testbed)?.flag("--cert-dns-names=edge-1").start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let metrics = Web::start(testbed, 1, 9100)?;
+    let to =
+        ["--connect-to", "edge-1:10263:10.70.0.1:10263", "https://edge-1:10263/", "-H", "Host: edge-1:9100"];
+    call(testbed, &cas, &to).await?.expect(200, "HTTP/1.1 client=")?;
+    ensure!(metrics.connections() == 1, "connections at the edge");
     Ok(())
 }
 

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, expect_unreachable, visit};
 use postern_testbed::inventory::{Inventory, node};
-use postern_testbed::server::{Builder, Server};
+use postern_testbed::server::{Builder, Server, run};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::{wait_for, wait_until};
 use postern_testbed::{NEIGHBOUR, Testbed};
@@ -18,6 +18,7 @@ scenarios! {
     broken_file_is_refused,
     two_nodes_with_one_address(edges = 2),
     cloud_and_edge_with_one_address,
+    an_edge_node_names_an_address_of_the_clouds_network,
     edge_inside_an_excluded_range(edges = 2),
 }
 
@@ -193,6 +194,33 @@ async fn cloud_and_edge_with_one_address(testbed: &Testbed) -> Result<()> {
     visit(on_edge.address).await?;
     expect_conflict(&server).await?;
     server.wait_log(&NEIGHBOUR.to_string()).await
+}
+
+/// A host of the cloud that is no Node: it is reached, unless the operator says that the address is an edge node's.
+async fn an_edge_node_names_an_address_of_the_clouds_network(testbed: &Testbed) -> Result<()> {
+    let neighbour = testbed.add_neighbour()?;
+    let mut inventory = Inventory::of(testbed)?;
+    inventory.nodes[1] = node("edge-1", true, &[testbed.edge(1).ip(), NEIGHBOUR.into()], &[]);
+    inventory.write()?;
+    let (mut server, _agent) = server_and_agent(testbed).await?;
+    server.wait_log("name the networks of edge nodes with --edge-addresses").await?;
+    let on_neighbour = Target::start(&neighbour, NEIGHBOUR, 10250, Behaviour::Echo)?;
+    visit(on_neighbour.address).await?;
+    visit(target(testbed, 1, 10250, Behaviour::Echo)?.address).await?;
+    ensure!(on_neighbour.connections() == 1, "the neighbour's address went elsewhere");
+    let counted = async |server: &Server<'_>| {
+        Ok::<_, anyhow::Error>(server.metrics().await?.sum("postern_inventory_conflicts", &[]))
+    };
+    ensure!(counted(&server).await? == 1.0, "the conflict is not counted");
+    let conflict = format!("address {NEIGHBOUR} of edge-1: it lies in a network of this host");
+    let status = run(testbed, &["status"])?;
+    let status = String::from_utf8_lossy(&status.stdout);
+    ensure!(status.contains(&conflict) && status.contains("--edge-addresses"), "{status}");
+    server.process.stop().await?;
+    let flag = format!("--edge-addresses={NEIGHBOUR}/32,{}/32", testbed.edge(1).ip());
+    let again = Builder::new(testbed).flag(flag).start().await?;
+    ensure!(counted(&again).await? == 0.0, "the operator said so");
+    Ok(())
 }
 
 async fn edge_inside_an_excluded_range(testbed: &Testbed) -> Result<()> {

@@ -31,6 +31,19 @@ impl Selector {
         if self.keep && edge { labels.clone() } else { BTreeMap::new() }
     }
 
+    /// A key of which a kubelet may set the label on its own Node, although the cluster has the admission plugin
+    /// NodeRestriction. Other keys below kubernetes.io, which it forbids too, it may permit in later versions.
+    pub fn set_by_kubelets(&self) -> Option<&str> {
+        const ROLE: &str = "node-role.kubernetes.io";
+        const RESTRICTED: &str = "node-restriction.kubernetes.io";
+        let may_set = |key: &&str| {
+            let domain = key.split_once('/').map_or("", |(domain, _)| domain);
+            let within = domain.strip_suffix(RESTRICTED);
+            domain != ROLE && !within.is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+        };
+        self.any.iter().flatten().map(key).find(may_set)
+    }
+
     pub fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
         self.any.iter().any(|all| all.iter().all(|requirement| requirement.matches(labels)))
     }
@@ -67,6 +80,17 @@ impl FromStr for Selector {
     fn from_str(s: &str) -> Result<Self, Self::Err> {
         let any = s.split("||").map(conjunction).collect::<Result<_, _>>()?;
         Ok(Self { any, keep: false })
+    }
+}
+
+fn key(requirement: &Expression) -> &str {
+    match requirement {
+        Expression::In(key, _)
+        | Expression::NotIn(key, _)
+        | Expression::Equal(key, _)
+        | Expression::NotEqual(key, _)
+        | Expression::Exists(key)
+        | Expression::DoesNotExist(key) => key,
     }
 }
 

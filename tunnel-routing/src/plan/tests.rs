@@ -1,7 +1,6 @@
 //! Tests the rules for edge nodes' addresses. The rest is tested through the router.
 
 use super::*;
-use crate::inventory::InventoryNode;
 
 fn net(text: &str) -> IpNet {
     text.parse().unwrap()
@@ -46,6 +45,7 @@ fn a_node_with_too_many_addresses_is_a_conflict() {
         foreign: &[],
         pods: &[],
         host: &host,
+        networks: &HashSet::new(),
     };
     let plan = Plan::new(&inventory, &rules, &Claims::default(), Instant::now());
     let nodes = vec!["cloud-2".parse().unwrap()];
@@ -77,8 +77,9 @@ fn pods_keep_their_addresses_from_other_nodes() {
             foreign: &[],
             pods: &pods,
             host: &host,
+            networks: &HashSet::new(),
         };
-        PodRanges::new(&inventory, &rules)
+        PodRanges::new(&inventory, &rules, &Claims::default())
     };
     for (address, nodes, of_another) in [
         ("10.16.0.1", &[one][..], true),

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
 use super::tests::{
-    clients, config, inventory, ip, metrics, name, net, node, route, router, set_live, with_pods,
+    HOST, clients, config, inventory, ip, metrics, name, net, node, route, router, set_live, with_pods,
 };
 use super::*;
 use crate::inventory::InventoryNode;
@@ -68,7 +68,7 @@ fn hijacked(router: &Router, more: &[&str]) -> Vec<String> {
 #[test]
 fn a_node_does_not_get_what_is_somebody_elses() {
     let (router, registry) = router();
-    // This host, a cloud node, its pods, a Service, --exclude, a virtual address, loopback, other edge nodes.
+    // This host, a cloud node, its pods, a Service, the cloud node's network, a virtual address, loopback, other edge nodes.
     let others = [
         "10.0.0.1",
         "10.0.0.2",
@@ -91,7 +91,7 @@ fn a_node_does_not_get_what_is_somebody_elses() {
     );
     let metrics = metrics(&registry);
     for (kind, count) in
-        [("foreign", 3), ("cloud_and_edge", 1), ("excluded", 1), ("unroutable", 2), ("taken", 2)]
+        [("foreign", 3), ("cloud_and_edge", 1), ("cloud_network", 1), ("unroutable", 2), ("taken", 2)]
     {
         let line = format!("inventory_conflicts{{kind=\"{kind}\"}} {count}\n");
         assert!(metrics.contains(&line), "{line}{metrics}");
@@ -262,6 +262,102 @@ fn an_edge_node_that_drops_its_label_excludes_nothing_of_others() {
         assert_eq!(virtual_address(&router), first);
     }
     assert!(metrics(&registry).contains("inventory_conflicts{kind=\"no_virtual_address\"} 0\n"));
+}
+
+/// Adds addresses of edge-1 to what is there; returns those that lead to it, at any listener.
+fn got(router: &Router, nodes: &[InventoryNode], addresses: &[&str], now: Instant) -> Vec<String> {
+    let nodes = nodes.iter().cloned().chain([node("edge-1", true, addresses)]);
+    router.set_inventory_at(inventory(nodes.collect()), now);
+    let routes = ways(router);
+    let leads = |address: &&&str| {
+        let found = matches!(router.snapshot().by_address(ip(address)), ByAddress::Unique(_));
+        assert_eq!(found, routes.contains_key(&IpNet::from(ip(address))), "{address}");
+        found
+    };
+    addresses.iter().filter(leads).map(ToString::to_string).collect()
+}
+
+#[test]
+fn an_edge_node_gets_nothing_in_the_networks_of_the_cloud() {
+    HOST.set(Some(HashSet::from([net("10.70.3.1/20"), net("fd70::1/64")])));
+    let cloud = [node("cloud-2", false, &["10.71.0.2", "fd71::2"])];
+    let near = ["10.70.9.9", "fd70::9", "10.71.0.99", "fd71::99"];
+    let all = [&near[..], &["10.70.16.9", "10.71.1.99", "fd71:0:0:1::99"]].concat();
+    let (router, registry) = router();
+    assert_eq!(got(&router, &cloud, &all, Instant::now()), all[4..]);
+    assert!(metrics(&registry).contains("inventory_conflicts{kind=\"cloud_network\"} 4\n"));
+    let told = router.snapshot().conflicts().iter().map(ToString::to_string).collect::<Vec<_>>();
+    assert!(told.len() == 4 && told.iter().all(|text| text.contains("--edge-addresses")), "{told:?}");
+    // Unless the operator says so.
+    let edge_addresses = ["10.64.0.0/10", "fd70::/15"].map(net).to_vec();
+    let router = Router::new(RouterConfig { edge_addresses, ..config() }, &mut Registry::default());
+    assert_eq!(got(&router, &cloud, &all, Instant::now()), all);
+}
+
+#[test]
+fn a_cloud_node_that_comes_takes_the_addresses_around_it_from_nobody() {
+    let (router, _) = router();
+    let start = Instant::now();
+    let later = start + 2 * CLOUD_CLAIM_DELAY;
+    assert_eq!(got(&router, &[node("cloud-1", false, &["10.0.0.2"])], &["10.8.0.1"], start), ["10.8.0.1"]);
+    // It may be an edge node whose label is missing.
+    let cloud = [node("cloud-2", false, &["10.8.0.9"])];
+    assert_eq!(got(&router, &cloud, &["10.8.0.1", "10.8.0.2"], start), ["10.8.0.1"]);
+    assert_eq!(got(&router, &cloud, &["10.8.0.1", "10.8.0.2"], later), ["10.8.0.1"]);
+    let edge = [node("cloud-2", true, &["10.8.0.9"])];
+    assert_eq!(got(&router, &edge, &["10.8.0.1", "10.8.0.2"], later), ["10.8.0.1", "10.8.0.2"]);
+    // One that was an edge node is not the cloud.
+    assert_eq!(
+        got(&router, &cloud, &["10.8.0.1", "10.8.0.2", "10.8.0.3"], later),
+        ["10.8.0.1", "10.8.0.2", "10.8.0.3"]
+    );
+}
+
+#[test]
+fn a_cloud_node_that_comes_later_gets_its_address_after_a_while() {
+    for edge_addresses in [vec![], vec![net("10.64.0.0/10")]] {
+        let router = Router::new(RouterConfig { edge_addresses, ..config() }, &mut Registry::default());
+        let (start, address) = (Instant::now(), "10.70.0.99");
+        assert_eq!(got(&router, &[node("cloud-1", false, &["10.0.0.2"])], &[address], start), [address]);
+        let cloud = [node("cloud-2", false, &[address])];
+        assert_eq!(got(&router, &cloud, &[address], start), [address], "its label may be missing");
+        assert_eq!(conflicts(&router, ConflictKind::Taken)[0].nodes, [name("cloud-2")]);
+        let ripe = start + CLOUD_CLAIM_DELAY;
+        assert_eq!(*router.due().borrow(), Some(ripe));
+        router.refresh_at(ripe);
+        assert_eq!(route(&router.desired(), address), None);
+        assert_eq!(router.snapshot().by_address(ip(address)), ByAddress::Unknown);
+        assert!(excluded(&router).contains(&net("10.70.0.99/32")));
+        assert_eq!(conflicts(&router, ConflictKind::CloudAndEdge)[0].nodes, [name("edge-1")]);
+    }
+}
+
+#[test]
+fn a_node_that_was_an_edge_node_takes_nothing_as_a_cloud_node() {
+    let nodes = |edge: bool| {
+        let former = with_pods("former", edge, "10.8.0.2", "10.9.0.0/16");
+        vec![former, node("cloud-1", false, &["10.0.0.2"]), node("edge-2", true, &["10.8.0.2"])]
+    };
+    let (before, _) = router();
+    before.set_inventory(inventory(nodes(true).split_off(1)));
+    before.set_inventory(inventory(nodes(true)));
+    assert_eq!(conflicts(&before, ConflictKind::Taken)[0].nodes, [name("former")], "it holds nothing");
+    let (restarted, _) = router();
+    restarted.restore_claims(before.stored_claims().unwrap()).unwrap();
+    for router in [before, restarted] {
+        let start = Instant::now();
+        router.set_inventory_at(inventory(nodes(false)), start);
+        router.refresh_at(start + 2 * CLOUD_CLAIM_DELAY);
+        assert_eq!(ways(&router).get(&net("10.8.0.2/32")).unwrap().0, name("edge-2"));
+        // Nor do its pods' ranges keep an address from an edge node.
+        let now = start + 2 * CLOUD_CLAIM_DELAY;
+        assert_eq!(got(&router, &nodes(false), &["10.9.0.7"], now), ["10.9.0.7"]);
+        // A Node of that name that is created later is another one.
+        router.set_inventory_at(inventory(nodes(false).split_off(1)), now);
+        router.set_inventory_at(inventory(nodes(false)), now);
+        router.refresh_at(now + CLOUD_CLAIM_DELAY);
+        assert_eq!(ways(&router).get(&net("10.8.0.2/32")), None);
+    }
 }
 
 #[test]

@@ -24,7 +24,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         3 => nodes.prop_map(|nodes| Step::Inventory(nodes.into_iter().map(|(n, (edge, a))| (n, edge, a)).collect())),
         2 => (0u8..8, any::<bool>()).prop_map(|(n, live)| Step::Live(n, live)),
-        1 => (1u64..400).prop_map(Step::Wait),
+        1 => (1u64..700).prop_map(Step::Wait),
     ];
     prop::collection::vec(step, 1..30)
 }
@@ -44,6 +44,8 @@ struct Model {
     holders: HashMap<IpAddr, NodeName>,
     /// Time from which the cloud node's address is excluded.
     cloud: HashMap<(NodeName, IpAddr), Instant>,
+    /// Nodes that are or were edge nodes.
+    edge: HashSet<NodeName>,
     expected: HashMap<IpAddr, Expect>,
 }
 
@@ -63,8 +65,10 @@ impl Model {
         let claims = cloud.iter().flat_map(|node| node.addresses.iter().map(|a| (node.name.clone(), *a)));
         self.cloud =
             claims.map(|claim| (claim.clone(), self.cloud.get(&claim).copied().unwrap_or(since))).collect();
+        let edge = |node: &&InventoryNode| node.edge || self.edge.contains(&node.name);
+        self.edge = self.nodes.iter().filter(edge).map(|node| node.name.clone()).collect();
         for address in addresses() {
-            let expected = self.decide(address);
+            let expected = self.decide(address, now);
             match &expected {
                 Some((holder, Expect::Direct | Expect::To(_))) => {
                     self.holders.insert(address, holder.clone());
@@ -81,7 +85,7 @@ impl Model {
     }
 
     /// The holder of the address, and the outcome. None if nobody has it and it is direct.
-    fn decide(&self, address: IpAddr) -> Option<(NodeName, Expect)> {
+    fn decide(&self, address: IpAddr, now: Instant) -> Option<(NodeName, Expect)> {
         let excluded = tests::config().exclude.iter().any(|net| net.contains(&address));
         let mut edges: Vec<_> =
             self.nodes.iter().filter(|node| node.edge && node.addresses.contains(&address)).collect();
@@ -92,11 +96,15 @@ impl Model {
         if address == tests::ip("10.0.0.1") {
             return None;
         }
+        let claims = || self.cloud.iter().filter(|((_, claimed), _)| *claimed == address);
+        if claims().any(|((name, _), from)| *from <= now && !self.edge.contains(name)) {
+            return None;
+        }
         let holder = self.holders.get(&address);
         if let Some(holder) = edges.iter().find(|node| Some(&node.name) == holder) {
             return Some(to(&holder.name));
         }
-        if self.cloud.keys().any(|(_, claimed)| *claimed == address) {
+        if claims().next().is_some() {
             return None;
         }
         if edges.len() == 1 {
@@ -122,13 +130,16 @@ impl Model {
 proptest! {
     #[test]
     fn routes_agree_with_the_rules(steps in steps()) {
-        let (router, _) = tests::router();
+        // Else the cloud nodes' network has no edge node.
+        let config = RouterConfig { edge_addresses: vec![tests::net("10.0.0.0/24")], ..tests::config() };
+        let router = Router::new(config, &mut Registry::default());
         let (mut model, mut live, mut now) = (Model::default(), HashSet::new(), Instant::now());
         for step in steps {
             match step {
                 Step::Wait(seconds) => {
                     now += Duration::from_secs(seconds);
                     router.refresh_at(now);
+                    model.follow(model.nodes.clone(), now);
                 }
                 Step::Live(n, up) => {
                     let name = tests::name(&format!("n{n}"));

@@ -8,9 +8,10 @@ mod option;
 use std::io;
 use std::net::IpAddr;
 
-use ipnet::IpNet;
+use ipnet::{IpNet, ip_mask_to_prefix};
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
+use nix::sys::socket::SockaddrStorage;
 
 pub use address::{identifies_host, source_address};
 pub use changes::{Ended, NetChanges};
@@ -21,6 +22,8 @@ pub use option::refine;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InterfaceAddress {
     pub address: IpAddr,
+    /// Length of its network's prefix.
+    pub prefix: u8,
     /// True if the interface is up.
     pub up: bool,
 }
@@ -31,12 +34,18 @@ pub struct InterfaceAddress {
 /// Fails if the kernel does not list them (getifaddrs(3)).
 pub fn interface_addresses() -> io::Result<Vec<InterfaceAddress>> {
     let interfaces = getifaddrs()?.filter_map(|interface| {
-        let address = interface.address?;
-        let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
-        let address = v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))?;
-        Some(InterfaceAddress { address, up: interface.flags.contains(InterfaceFlags::IFF_UP) })
+        let address = ip_of(&interface.address?)?;
+        let mask = interface.netmask.as_ref().and_then(ip_of);
+        let prefix = mask.and_then(|mask| ip_mask_to_prefix(mask).ok());
+        let prefix = prefix.unwrap_or_else(|| IpNet::from(address).prefix_len());
+        Some(InterfaceAddress { address, prefix, up: interface.flags.contains(InterfaceFlags::IFF_UP) })
     });
     Ok(interfaces.collect())
+}
+
+fn ip_of(address: &SockaddrStorage) -> Option<IpAddr> {
+    let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
+    v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))
 }
 
 /// True if one of the ranges permits this host to dial `address` for others. A wide range does not include this host
@@ -55,7 +64,8 @@ mod tests {
     #[test]
     fn this_host_has_a_loopback_address_which_does_not_identify_it() {
         let addresses = interface_addresses().unwrap();
-        assert!(addresses.iter().any(|entry| entry.address.is_loopback()), "{addresses:?}");
+        let loopback = |entry: &InterfaceAddress| entry.address == IpAddr::from([127, 0, 0, 1]);
+        assert!(addresses.iter().any(|entry| loopback(entry) && entry.prefix == 8), "{addresses:?}");
         for (address, expected) in [
             ("127.0.0.1", false),
             ("169.254.1.1", false),

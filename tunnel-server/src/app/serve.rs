@@ -162,7 +162,7 @@ fn kube_parts<'a>(
     let writes = Writes {
         server_names: config.server_names(),
         node_condition: config.writes.node_condition,
-        dns_records: config.writes.dns_records,
+        dns_records: config.writes.dns_records.then(|| config.writes.dns_zones.clone()),
         pki_metrics: metrics.pki.clone(),
         revocations: RevocationStore::new(state_dir),
         standing,

@@ -26,7 +26,8 @@ use std::time::Duration;
 use clap::Args;
 use ipnet::IpNet;
 use tunnel_link::link::Congestion;
-use tunnel_runtime::config::value::{self, OnOff};
+use tunnel_runtime::NodeName;
+use tunnel_runtime::config::value::{self, List, OnOff};
 use tunnel_runtime::config::{ConfigError, ConfigFile, HostPort, Ignored};
 use tunnel_runtime::logging::LogConfig;
 
@@ -124,6 +125,10 @@ pub struct WritesConfig {
     #[arg(long, value_name = "on|off", alias = "enable-dns-controller", default_value = "on", num_args = 0..=1,
           default_missing_value = "on", value_parser = value::on_off)]
     pub dns_records: OnOff,
+    /// Zones of the nodes' names, comma-separated, for DNS records of names with dots: any other such name could be that of a
+    /// Service or of a host elsewhere [default: none].
+    #[arg(long, value_name = "ZONES", default_value = "", hide_default_value = true, value_parser = value::list::<NodeName, List<_>>)]
+    pub dns_zones: List<NodeName>,
     /// on or off: also keep a condition PosternTunnel on each edge node, which takes the right to patch the status of Nodes.
     #[arg(long, value_name = "on|off", default_value = "off", value_parser = value::on_off)]
     pub node_condition: OnOff,

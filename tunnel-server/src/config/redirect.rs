@@ -28,8 +28,9 @@ pub struct RedirectFlags {
     /// Addresses that are never redirected, comma-separated [default: none; cloud nodes never are].
     #[arg(long, value_name = "CIDRS", default_value = "", hide_default_value = true, value_parser = value::cidrs)]
     pub exclude: List<IpNet>,
-    /// Where the addresses of edge nodes are, comma-separated: only these are redirected [default: anywhere but what is
-    /// known to be others']. A kubelet reports its own addresses, so name the edge networks where you can.
+    /// Where the addresses of edge nodes are, comma-separated: only these are redirected [default: anywhere but in this host's
+    /// networks, the /24 or /64 of a cloud node, and what else is known to be others']. A kubelet reports its own addresses, so
+    /// name the edge networks where you can.
     #[arg(long, value_name = "CIDRS", default_value = "", hide_default_value = true, value_parser = value::cidrs)]
     pub edge_addresses: List<IpNet>,
     /// The cluster's ranges of Service addresses, comma-separated: never an edge node's [default: none; with Kubernetes 1.33

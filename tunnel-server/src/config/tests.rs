@@ -112,6 +112,7 @@ fn every_flag_has_an_effect() {
         "--edge-pod-routes=10.244.0.0/16,10.245.0.0/16",
         "--node-condition=on",
         "--dns-records=off",
+        "--dns-zones=edge.example.org,b.example.org",
         "--connect-port=5",
         "--metrics-port=6",
         "--policy=/etc/policy.yaml",
@@ -125,6 +126,7 @@ fn every_flag_has_an_effect() {
     .unwrap();
     assert_eq!(config.redirect.edge_pod_routes.len(), 2);
     assert!(config.writes.node_condition && !config.writes.dns_records);
+    assert_eq!(config.writes.dns_zones.len(), 2);
     assert_eq!(
         (config.listeners.connect.connect_port, config.listeners.common.metrics_port),
         (Some(5), Some(6))

@@ -28,6 +28,7 @@ use tokio_util::sync::CancellationToken;
 use tunnel_kube::{Health, KubeError};
 use tunnel_routing::Router;
 use tunnel_routing::inventory::{Inventory, Selector};
+use tunnel_runtime::NodeName;
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::ReadyGuard;
 
@@ -97,8 +98,8 @@ pub struct Writes {
     pub server_names: ServerNames,
     /// Edge nodes get the condition `PosternTunnel`.
     pub node_condition: bool,
-    /// DNS records of the nodes are written.
-    pub dns_records: bool,
+    /// DNS records of the nodes are written, with the zones of their names.
+    pub dns_records: Option<Vec<NodeName>>,
     pub pki_metrics: PkiMetrics,
     pub revocations: RevocationStore,
     pub standing: Standing,
@@ -118,7 +119,7 @@ impl Kube {
     ) -> Result<Self, KubeError> {
         let (client, namespace) = options.connect().await?;
         let records_left_out = Gauge::default();
-        let help = "Edge nodes without a DNS record because the ConfigMap is full; 0 on servers that do not write it";
+        let help = "Nodes without a DNS record, as the ConfigMap is full or --dns-zones lacks their names'; 0 on servers that do not write it";
         registry.register("dns_records_left_out", help, records_left_out.clone());
         Ok(Self {
             client,
@@ -239,8 +240,8 @@ impl Kube {
         tasks.spawn(authority::follow(context.clone(), state_dir));
         tasks.spawn(revocations::follow(context.clone(), writes.revocations));
         tasks.spawn(csr::run(writers.clone(), certificate.ca(), writes.standing, writes.pki_metrics));
-        if writes.dns_records {
-            tasks.spawn(dns::run(writers.clone(), events.clone(), self.records_left_out));
+        if let Some(zones) = writes.dns_records {
+            tasks.spawn(dns::run(writers.clone(), events.clone(), zones, self.records_left_out));
         }
         tasks.spawn(service::run(writers.clone(), listeners));
         let (sessions, peers) = (runtime.sessions.clone(), runtime.peers.clone());

@@ -16,7 +16,7 @@ use super::front::reached_over_http;
 use super::{Https, OpenRequest, map};
 use crate::caller::{Authenticator, Tokens};
 use crate::maps::{Map, Target};
-use crate::policy::{Identity, Policy};
+use crate::policy::{Identity, Origin, Policy};
 
 const PORT: u16 = 10250;
 
@@ -25,7 +25,7 @@ const POLICY: &str = "rules:\n- name: all\n  from: [{clients: [0.0.0.0/0]}]\n  t
     - {nodes: edge, addresses: [0.0.0.0/0, '::/0'], ports: ['*']}\n  \
     - {addresses: [0.0.0.0/0, '::/0'], ports: ['*']}\n";
 
-/// Nodes named like addresses, of each other and of others; two with one address; pods inside and outside the range
+/// Nodes named like addresses, of each other and of others, and like Services; two with one address; pods inside and outside the range
 /// that is redirected.
 fn router() -> Arc<Router> {
     let node = |name: &str, addresses: &[&str]| InventoryNode {
@@ -54,6 +54,9 @@ fn router() -> Arc<Router> {
         node("nowhere", &[]),
         pods("edge-2", "10.8.0.2", "10.244.2.0/24"),
         pods("edge-3", "10.8.0.3", "10.99.3.0/24"),
+        node("web.shop", &["10.8.0.10"]),
+        node("web.shop.svc.cluster.local", &["10.8.0.11"]),
+        InventoryNode::new("cloud-1".parse().unwrap()),
     ]));
     Arc::new(router)
 }
@@ -86,13 +89,17 @@ fn at_map(host: &str, router: &Router) -> Option<String> {
     Some(of_request(map::request(&map, router)))
 }
 
-async fn at_connect(host: &str, router: &Arc<Router>) -> String {
-    let gatekeeper = Gatekeeper {
+fn gatekeeper(policy: Policy, router: &Arc<Router>) -> Gatekeeper {
+    Gatekeeper {
         authenticator: Arc::new(Authenticator::new(Tokens::default(), None)),
         services: Services::Resolver,
-        policy: ArcSwap::from_pointee(Policy::parse(POLICY).unwrap()),
+        policy: ArcSwap::from_pointee(policy),
         router: router.clone(),
-    };
+    }
+}
+
+async fn at_connect(host: &str, router: &Arc<Router>) -> String {
+    let gatekeeper = gatekeeper(Policy::parse(POLICY).unwrap(), router);
     let client = "10.0.0.1".parse().unwrap();
     match gatekeeper.reach(&Identity::None, client, host, PORT).await {
         Ok((Reached::Edge(request), _)) => to(&request.node, request.target),
@@ -136,7 +143,7 @@ async fn each_kind_of_host_at_each_listener() {
         // A pod, which has no kubelet, in a range that is redirected, and in one that is not.
         ("10.244.2.7", "edge-2 10.244.2.7:10250", NO, "edge-2 10.244.2.7:10250", "edge-2 10.244.2.7:10250"),
         ("10.99.3.7", NO, NO, "direct 10.99.3.7:10250", "direct 10.99.3.7:10250"),
-        ("web.shop", NO, NO, "denied", "direct web.shop:10250"),
+        ("api.shop", NO, NO, "denied", "direct api.shop:10250"),
         ("web.shop.svc.cluster.local", NO, NO, "denied", "direct web.shop.svc.cluster.local:10250"),
         // Loopback, also where a node has that name; a virtual address; an address that belongs to no node.
         ("127.0.0.1", NO, NO, "denied", NO),
@@ -168,23 +175,72 @@ fn a_port_of_the_nodes_loopback_is_not_the_pods() {
 }
 
 #[test]
-fn a_slice_says_which_of_several_nodes_has_the_address() {
+fn an_endpoint_is_its_nodes_and_nobody_elses() {
     let router = router();
-    let resolve = |address: &str, node| router.resolve_endpoint(address.parse().unwrap(), node);
-    let Resolved::Edge(found) = resolve("10.8.0.66", Some("twin-2")) else { panic!("it is twin-2's") };
-    assert_eq!((found.node.as_str(), found.address.to_string().as_str()), ("twin-2", "10.8.0.66"));
-    for node in [None, Some("edge-1")] {
-        let unclear = resolve("10.8.0.66", node).on_edge().unwrap_err();
-        assert_eq!(unclear, "10.8.0.66 is the address of twin-1, twin-2: name the node instead");
+    let leads = |endpoint: &str, node| match router.resolve_endpoint(endpoint.parse().unwrap(), node) {
+        Resolved::Edge(found) => to(&found.node, router.dialled(&found, PORT)),
+        Resolved::Pod(pod) => format!("pod {}", to(&pod.node, router.dialled(&pod, PORT))),
+        Resolved::Elsewhere(address) => format!("cloud {address}"),
+        other => other.to_string(),
+    };
+    // Each with the node that its slice names.
+    for (endpoint, node, expected) in [
+        // A cloud node's, and one's whose Node is not known yet, whatever edge nodes name.
+        ("10.9.9.9:443", Some("cloud-1"), "cloud 10.9.9.9"),
+        ("10.8.0.1:443", Some("cloud-1"), "cloud 10.8.0.1"),
+        ("10.8.0.66:443", Some("cloud-1"), "cloud 10.8.0.66"),
+        ("10.8.0.1:443", Some("new"), "cloud 10.8.0.1"),
+        ("10.99.3.7:443", Some("cloud-1"), "cloud 10.99.3.7"),
+        // The redirect would lead this server's own connect to the edge node.
+        (
+            "10.8.0.1:10250",
+            Some("cloud-1"),
+            "10.8.0.1 is the address of cloud-1, edge-1: name the node instead",
+        ),
+        (
+            "10.244.2.7:443",
+            Some("cloud-1"),
+            "10.244.2.7 is the address of cloud-1, edge-2: name the node instead",
+        ),
+        // An edge node's, whose agent decides about what is not its own.
+        ("10.8.0.1:443", Some("edge-1"), "edge-1 10.8.0.1:10250"),
+        ("10.8.0.66:443", Some("twin-2"), "twin-2 10.8.0.66:10250"),
+        ("10.8.0.2:443", Some("edge-1"), "pod edge-1 10.8.0.2:10250"),
+        ("10.244.2.7:443", Some("edge-2"), "pod edge-2 10.244.2.7:10250"),
+        ("10.244.2.7:443", Some("edge-1"), "pod edge-1 10.244.2.7:10250"),
+        ("10.99.3.7:443", Some("edge-3"), "pod edge-3 10.99.3.7:10250"),
+        ("10.70.0.5:443", Some("edge-1"), "pod edge-1 10.70.0.5:10250"),
+        // Nobody's: as any other address.
+        ("10.8.0.1:443", None, "edge-1 10.8.0.1:10250"),
+        ("10.8.0.66:443", None, "10.8.0.66 is the address of twin-1, twin-2: name the node instead"),
+        ("10.9.9.9:443", None, "cloud 10.9.9.9"),
+        ("127.0.0.1:443", Some("edge-1"), "127.0.0.1 is not the address of an edge node"),
+        ("198.18.0.1:443", Some("edge-1"), "198.18.0.1 is not the address of an edge node"),
+    ] {
+        assert_eq!(leads(endpoint, node), expected, "{endpoint} of {node:?}");
     }
-    let elsewhere = |address: &str| Resolved::Elsewhere(address.parse().unwrap());
-    assert_eq!(resolve("10.9.9.9", Some("edge-1")), elsewhere("10.9.9.9"));
-    // A pod outside of the routed ranges: its own node's only.
-    let Resolved::Pod(pod) = resolve("10.99.3.7", Some("edge-3")) else { panic!("it is edge-3's") };
-    assert_eq!((pod.node.as_str(), pod.address.to_string().as_str()), ("edge-3", "10.99.3.7"));
-    for node in [None, Some("edge-2"), Some("cloud-9")] {
-        assert_eq!(resolve("10.99.3.7", node), elsewhere("10.99.3.7"));
+}
+
+/// A Node may have the name of a Service.
+#[test]
+fn a_service_that_a_rule_opens_comes_before_a_node_of_its_name() {
+    let services = "- {service: web.shop, ports: [443]}\n";
+    let (router, client) = (router(), "10.0.0.1".parse().unwrap());
+    let origin = Origin { identity: &Identity::None, client, node: None };
+    let meant = |policy: &str, host: &str, port| {
+        let policy = Policy::parse(policy).unwrap();
+        matches!(
+            gatekeeper(policy.clone(), &router).meant(&policy, origin, host, port),
+            Resolved::Service { .. }
+        )
+    };
+    let with = format!("{POLICY}  {services}");
+    for host in ["web.shop", "WEB.shop.", "web.shop.svc", "web.shop.svc.cluster.local"] {
+        assert!(meant(&with, host, 443), "{host}");
     }
+    assert!(!meant(&with, "web.shop", 80) && !meant(POLICY, "web.shop", 443) && !meant(&with, "edge-1", 443));
+    // Nobody else has such a name.
+    assert!(meant(POLICY, "web.shop.svc", 443) && meant(POLICY, "web.shop.svc.cluster.local", 443));
 }
 
 #[test]

@@ -1,7 +1,7 @@
-//! The https listener. A ClientHello whose SNI names a node is passed through: the kubelet gets every byte unchanged,
-//! and decides. One that names this server, or no server, as for a URL with an address, has its TLS ended here if that
-//! is enabled; then each request names its node. Any other name gets an alert. Further ports lead to other ports of
-//! nodes than the kubelet's.
+//! The https listener. A ClientHello that names this server, or no server, as for a URL with an address, has its TLS ended
+//! here if that is enabled; then each request names its node. One whose SNI names a node is passed through: the kubelet
+//! gets every byte unchanged, and decides. This server's names come first, as a Node may be named like it. Any other name
+//! gets an alert. Further ports lead to other ports of nodes than the kubelet's.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ impl Https {
         }
     }
 
-    /// Returns the front end if a client that names no node addresses this server.
+    /// Returns the front end if a client addresses this server.
     fn is_meant(&self, name: Option<&str>) -> Option<&Arc<Front>> {
         let front = self.front.as_ref()?;
         let own = name.is_none_or(|name| front.tls.as_ref().is_some_and(|tls| tls.is_own_name(name)));
@@ -75,10 +75,12 @@ impl Listener for Https {
                 return Err(OpenError::Client(error.to_string()));
             }
         };
-        match (self.request(name.as_deref(), router), self.is_meant(name.as_deref())) {
-            (Ok(request), _) => Ok(Opened::Relayed(OpenRequest { prefix: read.freeze(), ..request })),
-            (Err(_), Some(front)) => Ok(Opened::Served { front: front.clone(), prefix: read.freeze() }),
-            (Err(reason), None) => {
+        if let Some(front) = self.is_meant(name.as_deref()) {
+            return Ok(Opened::Served { front: front.clone(), prefix: read.freeze() });
+        }
+        match self.request(name.as_deref(), router) {
+            Ok(request) => Ok(Opened::Relayed(OpenRequest { prefix: read.freeze(), ..request })),
+            Err(reason) => {
                 alert(socket, UNRECOGNIZED_NAME).await;
                 Err(OpenError::Client(reason))
             }

@@ -4,6 +4,7 @@
 mod caller;
 mod file;
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 pub use caller::{Destination, Identity, Origin};
@@ -116,6 +117,17 @@ impl Who {
                      everybody write clients: [0.0.0.0/0, \"::/0\"]"
                 ));
             }
+        }
+        if let Some(key) = self.nodes.as_ref().and_then(|nodes| nodes.0.set_by_kubelets()) {
+            return Err(format!(
+                "nodes: a kubelet may set the label {key:?} of its own Node; use labels below node-restriction.kubernetes.io/ \
+                 or node-role.kubernetes.io/, or name each node with `node`"
+            ));
+        }
+        if self.nodes.as_ref().is_some_and(|nodes| nodes.0.matches(&BTreeMap::new())) {
+            let reason =
+                "nodes: it matches a node without labels, which any new Node is; also ask for a label";
+            return Err(reason.to_owned());
         }
         let kinds = [
             ("cn or organization", self.cn.is_some() || self.organization.is_some()),
@@ -266,7 +278,7 @@ rules:
     ports: ["*"]
 - name: from the edge
   from:
-  - nodes: site=berlin
+  - nodes: node-restriction.kubernetes.io/site=berlin
   to:
   - service: Prometheus.Monitoring
     ports: [9090]
@@ -342,7 +354,9 @@ rules:
     #[test]
     fn workloads_on_edge_nodes_reach_what_their_node_may() {
         let policy = Policy::parse(POLICY).unwrap();
-        let (berlin, rome) = (node("edge-7", &[("site", "berlin")]), node("edge-8", &[("site", "rome")]));
+        let protected = "node-restriction.kubernetes.io/site";
+        let berlin = node("edge-7", &[(protected, "berlin")]);
+        let rome = node("edge-8", &[(protected, "rome"), ("site", "berlin")]);
         let api: IpAddr = "10.96.0.1".parse().unwrap();
         let ask = |from: &InventoryNode, client: &str, to, port| {
             let identity = Identity::Node(from.name.clone());
@@ -385,6 +399,52 @@ rules:
         }
         assert!(permits(&all, "10.80.0.1") && permits(&all, "fd00::1"));
         assert!(permits(&own, "127.0.0.1") && !permits(&own, "0.0.0.0") && !permits(&own, "10.80.0.1"));
+    }
+
+    #[test]
+    fn callers_are_told_apart_only_by_labels_that_no_kubelet_sets() {
+        let parse = |selector: &str| {
+            let to = "to: [{service: a.b, ports: [1]}]";
+            Policy::parse(&format!("rules:\n- name: a\n  from: [{{nodes: '{selector}'}}]\n  {to}\n"))
+        };
+        for permitted in [
+            "node-role.kubernetes.io/edge",
+            "node-restriction.kubernetes.io/site in (berlin, rome),node-role.kubernetes.io/edge",
+            "fleet.example.org.node-restriction.kubernetes.io/site=berlin",
+            "node-role.kubernetes.io/edge,!node-restriction.kubernetes.io/guest || node-role.kubernetes.io/hq",
+        ] {
+            assert!(parse(permitted).is_ok(), "{permitted}");
+        }
+        for (refused, key) in [
+            ("site=berlin", "site"),
+            ("openyurt.io/is-edge-worker=true", "openyurt.io/is-edge-worker"),
+            ("kubernetes.io/hostname in (a)", "kubernetes.io/hostname"),
+            ("topology.kubernetes.io/zone=a", "topology.kubernetes.io/zone"),
+            ("a.node.kubernetes.io/b", "a.node.kubernetes.io/b"),
+            ("node-role.kubernetes.io/edge,site!=rome", "site"),
+            ("node-role.kubernetes.io/edge || !x", "x"),
+            ("xnode-restriction.kubernetes.io/a", "xnode-restriction.kubernetes.io/a"),
+            ("x.node-role.kubernetes.io/a", "x.node-role.kubernetes.io/a"),
+            ("node-restriction.kubernetes.io.example.org/a", "node-restriction.kubernetes.io.example.org/a"),
+        ] {
+            let error = parse(refused).expect_err(refused);
+            for part in ["rules[0].from[0]", "nodes", &format!("{key:?}"), "node-restriction.kubernetes.io/"]
+            {
+                assert!(error.contains(part), "{refused}: {error:?} lacks {part:?}");
+            }
+        }
+        // A Node that is registered anew, or by a stranger, has no label.
+        for refused in
+            ["!node-role.kubernetes.io/guest", "node-role.kubernetes.io/a || node-role.kubernetes.io/b!=c"]
+        {
+            let error = parse(refused).expect_err(refused);
+            assert!(error.contains("rules[0].from[0]") && error.contains("without labels"), "{error}");
+        }
+        // Destinations are reached, and gain nothing.
+        assert!(
+            Policy::parse("rules:\n- name: a\n  from: [{cn: x}]\n  to: [{nodes: site=a, ports: [1]}]\n")
+                .is_ok()
+        );
     }
 
     #[test]

@@ -54,7 +54,7 @@ async fn start(api: &ApiServer, dns_records: bool) -> (Health, DropGuard) {
     let writes = Writes {
         server_names,
         node_condition: false,
-        dns_records,
+        dns_records: dns_records.then(Vec::new),
         pki_metrics,
         revocations: RevocationStore::new(&state_dir),
         standing: Standing::new(revocations, nodes, true),

@@ -44,16 +44,26 @@ pub struct Text {
     pub records: usize,
     /// Number of records without room.
     pub left_out: usize,
+    /// Number of nodes whose names could be somebody else's.
+    pub refused: usize,
 }
 
 /// Returns the records, sorted, one per line: address, tab, node name. Edge nodes get `internal`, the internal
-/// Service's address, the others their own address. A node without address has no record.
+/// Service's address, the others their own address. A node without address has no record, nor has one whose name has dots
+/// outside of `zones`: the record would be found before those of the cluster and of the Internet with this name.
 ///
 /// If they exceed [`MOST_BYTES`], several names share a line. If that is still too much, the last edge nodes in name
 /// order are left out.
-pub fn records(inventory: &Inventory, internal: Option<IpAddr>) -> Text {
+pub fn records(inventory: &Inventory, internal: Option<IpAddr>, zones: &[NodeName]) -> Text {
+    let is_nodes = |name: &str| {
+        let within =
+            |zone: &NodeName| name.strip_suffix(zone.as_str()).is_some_and(|rest| rest.ends_with('.'));
+        !name.contains('.') || zones.iter().any(within)
+    };
+    let refused = inventory.iter().filter(|node| !is_nodes(node.name.as_str())).count();
     let records: Vec<(IpAddr, &NodeName)> = inventory
         .iter()
+        .filter(|node| is_nodes(node.name.as_str()))
         .filter_map(|node| {
             let address = if node.edge { internal } else { node.addresses.first().copied() };
             Some((address?, &node.name))
@@ -62,7 +72,7 @@ pub fn records(inventory: &Inventory, internal: Option<IpAddr>) -> Text {
     let mut lines: Vec<String> = records.iter().map(|(address, name)| format!("{address}\t{name}")).collect();
     if lines.iter().map(|line| line.len() + 1).sum::<usize>() <= MOST_BYTES {
         lines.sort_unstable();
-        return Text { text: lines.join("\n"), records: records.len(), left_out: 0 };
+        return Text { text: lines.join("\n"), records: records.len(), left_out: 0, refused };
     }
     // Cloud nodes first.
     let mut by_address: BTreeMap<(bool, IpAddr), Vec<&NodeName>> = BTreeMap::new();
@@ -88,12 +98,12 @@ pub fn records(inventory: &Inventory, internal: Option<IpAddr>) -> Text {
             written += 1;
         }
     }
-    Text { text, records: written, left_out: records.len() - written }
+    Text { text, records: written, left_out: records.len() - written, refused }
 }
 
 /// Keeps the records current while this server leads, until the stop signal. Nothing is written before the nodes are
-/// known. `left_out` is set to the number of records without room.
-pub async fn run(context: KubeContext, events: Events, left_out: Gauge) {
+/// known. `zones` are those of nodes' names with dots. `left_out` is set to the number of nodes without a record.
+pub async fn run(context: KubeContext, events: Events, zones: Vec<NodeName>, left_out: Gauge) {
     let KubeContext { client, namespace, names, health, stop, .. } = context.clone();
     let api = Api::namespaced(client.clone(), &namespace);
     let services = Api::namespaced(client, &namespace);
@@ -117,8 +127,10 @@ pub async fn run(context: KubeContext, events: Events, left_out: Gauge) {
         service: Followed::default(),
         nodes_known: false,
         not_before: None,
+        zones,
         left_out,
         told: 0,
+        refused: 0,
         addressing: Attempts::new("giving edge nodes DNS records"),
     };
     reconcile::run(target, inputs, DEBOUNCE, Attempts::new("writing the DNS records"), stop).await;
@@ -140,9 +152,12 @@ struct Records {
     nodes_known: bool,
     /// Earliest time of the next write.
     not_before: Option<Instant>,
+    zones: Vec<NodeName>,
     left_out: Gauge,
     /// Last reported number of records without room.
     told: usize,
+    /// The same of nodes whose names are not for records.
+    refused: usize,
     addressing: Attempts,
 }
 
@@ -172,8 +187,10 @@ impl Reconcile for Records {
         let inventory = self.context.inventory.borrow().clone();
         let address = self.service.object.as_ref().and_then(cluster_ip);
         self.report_address(address, inventory.counts().0);
-        let Text { text: wanted, records, left_out } = records(&inventory, address);
+        let Text { text: wanted, records, left_out, refused } = records(&inventory, address, &self.zones);
         self.report_left_out(records, left_out);
+        self.report_refused(refused);
+        self.left_out.set(i64::try_from(left_out + refused).unwrap_or(i64::MAX));
         let is = self.configmap.object.as_ref().and_then(|configmap| configmap.data.as_ref()?.get(KEY));
         if is != Some(&wanted) {
             let name = &self.context.names.dns_configmap;
@@ -201,7 +218,6 @@ impl Reconcile for Records {
 impl Records {
     /// Reports records without room: when the first appear, when they have doubled, and when all have room again.
     fn report_left_out(&mut self, records: usize, left_out: usize) {
-        self.left_out.set(i64::try_from(left_out).unwrap_or(i64::MAX));
         if (left_out == 0) == (self.told == 0) && left_out <= 2 * self.told {
             return;
         }
@@ -218,6 +234,17 @@ impl Records {
         tracing::warn!(configmap = %names.dns_configmap, records, left_out, "ConfigMap is full, edge nodes have no DNS record");
         let regarding = events::object("ConfigMap", namespace, &names.dns_configmap);
         self.events.publish(regarding, EventType::Warning, "RecordsLeftOut", note);
+    }
+
+    /// Reports nodes whose names are not for records, when their number grows.
+    fn report_refused(&mut self, refused: usize) {
+        if std::mem::replace(&mut self.refused, refused) < refused {
+            tracing::warn!(
+                refused,
+                fix = "name the zones of the nodes' names with --dns-zones",
+                "nodes whose names have dots have no DNS record"
+            );
+        }
     }
 
     /// Reports that edge nodes have no records because the internal Service has no address, if there are edge nodes.
@@ -270,7 +297,7 @@ mod tests {
     }
 
     fn text(nodes: &[InventoryNode]) -> String {
-        records(&nodes.to_vec().into(), Some("10.96.7.7".parse().unwrap())).text
+        records(&nodes.to_vec().into(), Some("10.96.7.7".parse().unwrap()), &[]).text
     }
 
     #[test]
@@ -285,6 +312,24 @@ mod tests {
         let external = node("cloud-2", false, &["203.0.113.2"]);
         let none = node("cloud-3", false, &[]);
         assert_eq!(text(&[both, external, none]), "10.0.0.1\tcloud-1\n203.0.113.2\tcloud-2");
+    }
+
+    #[test]
+    fn no_record_shadows_another_name() {
+        let names =
+            ["redis.prod.svc.cluster.local", "10.70.0.10", "registry.example.org", "web.shop", "example.org"];
+        let nodes = names.map(|name| node(name, false, &["203.0.113.9"]));
+        let edges =
+            [edge("edge-1"), edge("b.edge.example.org"), edge("edge.example.org"), edge("bedge.example.org")];
+        let inventory = nodes.into_iter().chain(edges).collect();
+        let written = |zones: &[&str]| {
+            let zones: Vec<_> = zones.iter().map(|zone| zone.parse().unwrap()).collect();
+            let Text { text, refused, .. } = records(&inventory, Some("10.96.7.7".parse().unwrap()), &zones);
+            (text, refused)
+        };
+        assert_eq!(written(&[]), ("10.96.7.7\tedge-1".to_owned(), 8));
+        let zoned = "10.96.7.7\tb.edge.example.org\n10.96.7.7\tedge-1".to_owned();
+        assert_eq!(written(&["edge.example.org"]), (zoned, 7));
     }
 
     #[test]
@@ -314,14 +359,14 @@ mod tests {
     #[test]
     fn without_the_internal_service_edge_nodes_have_no_record() {
         let inventory = vec![edge("edge-1"), node("cloud-1", false, &["10.0.0.1"])].into();
-        assert_eq!(records(&inventory, None).text, "10.0.0.1\tcloud-1");
+        assert_eq!(records(&inventory, None, &[]).text, "10.0.0.1\tcloud-1");
     }
 
     #[test]
     fn addresses_may_be_ipv6() {
         let inventory = vec![edge("edge-1"), node("cloud-1", false, &["fd00::1"])].into();
         let internal = Some("fd00:96::a".parse().unwrap());
-        assert_eq!(records(&inventory, internal).text, "fd00:96::a\tedge-1\nfd00::1\tcloud-1");
+        assert_eq!(records(&inventory, internal, &[]).text, "fd00:96::a\tedge-1\nfd00::1\tcloud-1");
     }
 
     #[test]
@@ -329,7 +374,7 @@ mod tests {
         let fleet = |count: usize, length: usize| {
             let edge = (0..count).map(|n| edge(&format!("edge-{n:0length$}")));
             let cloud = (0..3).map(|n| node(&format!("cloud-{n}"), false, &[&format!("10.0.0.{n}")]));
-            records(&edge.chain(cloud).collect(), Some("10.96.7.7".parse().unwrap()))
+            records(&edge.chain(cloud).collect(), Some("10.96.7.7".parse().unwrap()), &[])
         };
         // 23 bytes each.
         let plain = fleet(40_000, 7);

@@ -64,7 +64,7 @@ impl Gatekeeper {
             return Err(Denied::Policy);
         }
         let permitted = |to| policy.permits(origin, to, port).map(str::to_owned).ok_or(Denied::Policy);
-        match self.router.resolve(host) {
+        match self.meant(&policy, origin, host, port) {
             Resolved::Edge(found) | Resolved::Pod(found) => {
                 let Some(node) = snapshot.inventory().get(found.node.as_str()) else {
                     return Err(Denied::Unclear(format!("node {} has just left", found.node)));
@@ -91,6 +91,18 @@ impl Gatekeeper {
         }
     }
 
+    /// What the host is: a Service that a rule opens to the caller comes before a node of that name, since whoever
+    /// registers a Node may name it like a Service.
+    pub(crate) fn meant(&self, policy: &Policy, origin: Origin<'_>, host: &str, port: u16) -> Resolved {
+        if let Some(service) = self.router.resolve_service(host)
+            && let Resolved::Service { name, namespace } = &service
+            && policy.permits(origin, Destination::Service(&format!("{name}.{namespace}")), port).is_some()
+        {
+            return service;
+        }
+        self.router.resolve(host)
+    }
+
     fn on_edge(&self, found: NodeAddress, port: u16) -> Reached {
         let target = self.router.dialled(&found, port);
         Reached::Edge(OpenRequest::to_found(found, target, Bytes::new()))
@@ -101,7 +113,7 @@ impl Gatekeeper {
     async fn endpoint(&self, name: &str, namespace: &str, port: u16) -> Result<Reached, Denied> {
         let endpoints = self.endpoints(name, namespace, port).await.map_err(Denied::Unavailable)?;
         let resolve = |endpoint: &Endpoint| {
-            let resolved = self.router.resolve_endpoint(endpoint.address.ip(), endpoint.node.as_deref());
+            let resolved = self.router.resolve_endpoint(endpoint.address, endpoint.node.as_deref());
             (!matches!(resolved, Resolved::Here(_))).then_some((endpoint.address, resolved))
         };
         let mut elsewhere: Vec<_> = endpoints.iter().filter_map(resolve).collect();

@@ -71,7 +71,7 @@ pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Meant
 /// Resolves an endpoint of a Service. Returns `None` if it cannot be reached.
 pub(super) fn of_endpoint(endpoint: &Endpoint, router: &Router, direct: &Direct) -> Option<Destination> {
     let address = endpoint.address;
-    match router.resolve_endpoint(address.ip(), endpoint.node.as_deref()) {
+    match router.resolve_endpoint(address, endpoint.node.as_deref()) {
         Resolved::Edge(found) | Resolved::Pod(found) => Some(through_tunnel(found, address.port(), router)),
         Resolved::Here(_) | Resolved::Elsewhere(_) => direct.destination(address),
         _ => None,

@@ -30,7 +30,7 @@ impl Fixture {
 async fn records_follow_the_nodes_and_each_state_is_written_once() {
     let fixture = Fixture::new(true).await;
     fixture.internal_service("10.96.0.9", &json!([]));
-    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Gauge::default()));
+    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Vec::new(), Gauge::default()));
     fixture.nodes(&["edge-2", "edge-1"], &["cloud-1"]);
     fixture.has_records("10.0.0.1\tcloud-1\n10.96.0.9\tedge-1\n10.96.0.9\tedge-2").await;
     // The same nodes again, then others: only the second is a write.
@@ -48,7 +48,7 @@ async fn a_restart_does_not_empty_the_records() {
     fixture.internal_service("10.96.0.9", &json!([]));
     let before = "10.96.0.9\tedge-1";
     fixture.api.put(CONFIGMAPS, json!({"metadata": {"name": NAME}, "data": {"tunnel-nodes": before}}));
-    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Gauge::default()));
+    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Vec::new(), Gauge::default()));
     eventually("both watches", || {
         let open = [CONFIGMAPS, SERVICES].iter().all(|path| fixture.api.open_watches(path) > 0);
         open.then_some(())
@@ -65,7 +65,7 @@ async fn changes_of_other_writers_are_reverted_and_other_keys_stay() {
     let fixture = Fixture::new(true).await;
     fixture.internal_service("10.96.0.9", &json!([]));
     fixture.api.put(CONFIGMAPS, json!({"metadata": {"name": NAME}, "data": {"theirs": "kept"}}));
-    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Gauge::default()));
+    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Vec::new(), Gauge::default()));
     fixture.nodes(&["edge-1"], &[]);
     fixture.has_records("10.96.0.9\tedge-1").await;
     fixture
@@ -84,8 +84,8 @@ async fn only_the_leader_writes() {
     // Another server with other nodes, which sees every write.
     let (other, theirs) = fixture.other().await;
     theirs.inventory.send_replace(inventory(&["edge-9"], &[]));
-    tokio::spawn(dns::run(other, fixture.events.clone(), Gauge::default()));
-    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Gauge::default()));
+    tokio::spawn(dns::run(other, fixture.events.clone(), Vec::new(), Gauge::default()));
+    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Vec::new(), Gauge::default()));
     for edge in ["edge-1", "edge-2", "edge-3"] {
         fixture.nodes(&[edge], &[]);
         fixture.has_records(&format!("10.96.0.9\t{edge}")).await;
@@ -99,7 +99,7 @@ async fn only_the_leader_writes() {
 #[tokio::test]
 async fn edge_nodes_have_no_record_while_the_service_has_no_address() {
     let fixture = Fixture::new(true).await;
-    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Gauge::default()));
+    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Vec::new(), Gauge::default()));
     fixture.nodes(&["edge-1"], &["cloud-1"]);
     fixture.has_records("10.0.0.1\tcloud-1").await;
     let count = |text: &str| {
@@ -122,7 +122,7 @@ async fn failed_writes_are_repeated() {
     for fault in [Fault::Status(403), Fault::Status(500), Fault::TooManyRequests { retry_after: 1 }] {
         fixture.api.inject("patch", "configmaps", fault, 1);
     }
-    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Gauge::default()));
+    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Vec::new(), Gauge::default()));
     fixture.nodes(&["edge-1"], &[]);
     fixture.has_records("10.96.0.9\tedge-1").await;
     assert!(fixture.api.faults_are_spent());
@@ -137,7 +137,7 @@ async fn failed_writes_are_repeated() {
 async fn changes_without_end_are_few_writes() {
     let fixture = Fixture::new(true).await;
     fixture.internal_service("10.96.0.9", &json!([]));
-    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Gauge::default()));
+    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Vec::new(), Gauge::default()));
     let (began, mut tick) = (Instant::now(), tokio::time::interval(Duration::from_millis(10)));
     for n in 0..400 {
         tick.tick().await;
@@ -155,7 +155,7 @@ async fn large_records_are_written_seldom_and_what_does_not_fit_is_told() {
     let fixture = Fixture::new(true).await;
     fixture.internal_service("10.96.0.9", &json!([]));
     let left_out = Gauge::default();
-    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), left_out.clone()));
+    tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone(), Vec::new(), left_out.clone()));
     let names: Vec<_> = (0..100_000).map(|n| format!("edge-{n:010}")).collect();
     let names: Vec<_> = names.iter().map(String::as_str).collect();
     fixture.nodes(&names, &["cloud-1"]);
