@@ -9,6 +9,7 @@ mod conflict;
 mod desired;
 mod follow;
 pub mod inventory;
+mod own_ports;
 mod plan;
 mod planner;
 mod report;

@@ -7,21 +7,27 @@ mod access;
 pub(crate) mod answer_cache;
 mod bearer;
 mod certificate;
+mod certified;
 mod identity;
 mod questions;
 mod review;
 mod roots;
+mod shown;
 mod tls;
 mod tokens;
 
 pub use access::{Access, kubelet_accesses, other_accesses};
 pub use bearer::bearer_token;
 pub use certificate::caller_of_certificate;
+#[cfg(test)]
+pub(crate) use certified::tests::CallersCa;
+pub(crate) use certified::{Accepted, Certified};
 pub use identity::{Caller, Refusal};
 pub(crate) use questions::{Asker, Questions};
 pub use review::Reviewer;
 pub use roots::ClientRoots;
 pub(crate) use roots::{ROOTS_CONFIGMAP, ROOTS_NAMESPACE};
+pub(crate) use shown::{Shown, Token};
 pub use tls::CallerTls;
 pub(crate) use tokens::Authenticator;
 pub use tokens::Tokens;

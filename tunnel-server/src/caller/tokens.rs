@@ -83,6 +83,11 @@ impl Authenticator {
         self.tokens.store(tokens.into());
     }
 
+    /// True if the API server has to be asked whose the token is.
+    pub(crate) fn asks_about(&self, token: &str) -> bool {
+        self.reviewer.is_some() && self.tokens.load().caller(token).is_none()
+    }
+
     /// Returns the owner of the token. A client at the address `source` has shown it.
     ///
     /// # Errors

@@ -95,8 +95,8 @@ async fn at_connect(host: &str, router: &Arc<Router>) -> String {
     };
     let client = "10.0.0.1".parse().unwrap();
     match gatekeeper.reach(&Identity::None, client, host, PORT).await {
-        Ok((Reached::Edge(request), _)) => to(&request.node, request.target),
-        Ok((Reached::Cloud(target), _)) => format!("direct {target}"),
+        Ok((Reached::Edge(request), ..)) => to(&request.node, request.target),
+        Ok((Reached::Cloud(target), ..)) => format!("direct {target}"),
         Err(Denied::Policy) => "denied".to_owned(),
         Err(Denied::Unclear(_) | Denied::Unavailable(_)) => "refused".to_owned(),
     }

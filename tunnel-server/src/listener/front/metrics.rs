@@ -1,7 +1,6 @@
 //! `/metrics` for other hosts, for authenticated callers. The admin port answers the same on loopback, without
 //! authentication.
 
-use std::net::IpAddr;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -12,8 +11,9 @@ use prometheus_client::registry::Registry;
 use tunnel_runtime::admin::exposition;
 
 use super::body::Body;
+use super::kinds::Peer;
 use crate::admission::Gate;
-use crate::caller::{Authenticator, Caller, Refusal, Reviewer, bearer_token};
+use crate::caller::{Authenticator, Refusal, Reviewer, bearer_token};
 use crate::listener::answer::Failure;
 
 /// Path that the cluster's rules must allow the caller to read.
@@ -30,20 +30,14 @@ pub(crate) struct MetricsPage {
 }
 
 impl MetricsPage {
-    /// `shown`: the caller in the client certificate.
-    pub(super) async fn answer(
-        &self,
-        head: &Parts,
-        shown: Option<&Caller>,
-        client: IpAddr,
-    ) -> Result<Response<Body>, Failure> {
+    pub(super) async fn answer(&self, head: &Parts, peer: &Peer) -> Result<Response<Body>, Failure> {
         if head.uri.path() != PATH {
             return Err(Failure::new(StatusCode::NOT_FOUND, "only /metrics is here"));
         }
         if head.method != Method::GET {
             return Err(Failure::new(StatusCode::METHOD_NOT_ALLOWED, "use GET"));
         }
-        self.admit(head, shown, client).await?;
+        self.admit(head, peer).await?;
         let (registry, headers) = (self.registry.clone(), head.headers.clone());
         // Encoding takes milliseconds, in which other listeners should not wait.
         let encoded = tokio::task::spawn_blocking(move || exposition(&registry, &headers)).await;
@@ -59,10 +53,11 @@ impl MetricsPage {
     }
 
     /// Checks that the caller may read. A certificate takes precedence over a token, as at the https listener.
-    async fn admit(&self, head: &Parts, shown: Option<&Caller>, client: IpAddr) -> Result<(), Refusal> {
-        let caller = match (shown, bearer_token(&head.headers).map_err(Refusal::Unauthenticated)?) {
-            (Some(caller), _) => caller.clone(),
-            (None, Some(token)) => self.authenticator.caller_of_token(token, client).await?,
+    async fn admit(&self, head: &Parts, peer: &Peer) -> Result<(), Refusal> {
+        let token = bearer_token(&head.headers).map_err(Refusal::Unauthenticated)?;
+        let caller = match (peer.certificate()?, token) {
+            (Some((caller, _)), _) => caller.clone(),
+            (None, Some(token)) => self.authenticator.caller_of_token(token, peer.client.ip()).await?,
             (None, None) => {
                 let reason = "a client certificate or a bearer token is needed";
                 return Err(Refusal::Unauthenticated(reason.to_owned()));
@@ -94,7 +89,7 @@ mod tests {
     use super::super::{Admission, Front};
     use super::*;
     use crate::admission::Shares;
-    use crate::caller::{CallerTls, Tokens};
+    use crate::caller::{CallerTls, CallersCa, Tokens};
     use crate::listener::context::ListenerContext;
     use crate::metrics::Metrics;
 
@@ -271,6 +266,23 @@ mod tests {
             let rest = timeout(PATIENCE, stream.read_to_end(&mut answer)).await.expect("it ends").unwrap();
             assert_eq!(rest, 0);
         }
+    }
+
+    #[tokio::test]
+    async fn a_kept_connection_ends_with_its_callers_certificate() {
+        let site = Site::new();
+        let mut kept = site.connect(true).await;
+        kept.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
+        let mut answer = [0; 4096];
+        let read = timeout(PATIENCE, kept.read(&mut answer)).await.expect("an answer").unwrap();
+        assert!(
+            answer[..read].starts_with(b"HTTP/1.1 200 "),
+            "{:?}",
+            String::from_utf8_lossy(&answer[..read])
+        );
+        site.front.tls.as_ref().unwrap().accept_roots(CallersCa::new().bundle()).unwrap();
+        let rest = timeout(PATIENCE, kept.read_to_end(&mut Vec::new())).await.expect("it ends");
+        assert!(rest.is_ok(), "{rest:?}");
     }
 
     #[tokio::test]
