@@ -1,6 +1,7 @@
 //! `/metrics` for other hosts, for authenticated callers. The admin port answers the same on loopback, without
 //! authentication.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -11,9 +12,8 @@ use prometheus_client::registry::Registry;
 use tunnel_runtime::admin::exposition;
 
 use super::body::Body;
-use super::kinds::Peer;
 use crate::admission::Gate;
-use crate::caller::{Authenticator, Refusal, Reviewer, bearer_token};
+use crate::caller::{Authenticator, Caller, Refusal, Reviewer, bearer_token};
 use crate::listener::answer::Failure;
 
 /// Path that the cluster's rules must allow the caller to read.
@@ -30,14 +30,20 @@ pub(crate) struct MetricsPage {
 }
 
 impl MetricsPage {
-    pub(super) async fn answer(&self, head: &Parts, peer: &Peer) -> Result<Response<Body>, Failure> {
+    /// `shown`: the caller in the client certificate, or why that is accepted no longer.
+    pub(super) async fn answer(
+        &self,
+        head: &Parts,
+        shown: Result<Option<&Caller>, Refusal>,
+        client: IpAddr,
+    ) -> Result<Response<Body>, Failure> {
         if head.uri.path() != PATH {
             return Err(Failure::new(StatusCode::NOT_FOUND, "only /metrics is here"));
         }
         if head.method != Method::GET {
             return Err(Failure::new(StatusCode::METHOD_NOT_ALLOWED, "use GET"));
         }
-        self.admit(head, peer).await?;
+        self.admit(head, shown?, client).await?;
         let (registry, headers) = (self.registry.clone(), head.headers.clone());
         // Encoding takes milliseconds, in which other listeners should not wait.
         let encoded = tokio::task::spawn_blocking(move || exposition(&registry, &headers)).await;
@@ -53,11 +59,10 @@ impl MetricsPage {
     }
 
     /// Checks that the caller may read. A certificate takes precedence over a token, as at the https listener.
-    async fn admit(&self, head: &Parts, peer: &Peer) -> Result<(), Refusal> {
-        let token = bearer_token(&head.headers).map_err(Refusal::Unauthenticated)?;
-        let caller = match (peer.certificate()?, token) {
-            (Some((caller, _)), _) => caller.clone(),
-            (None, Some(token)) => self.authenticator.caller_of_token(token, peer.client.ip()).await?,
+    async fn admit(&self, head: &Parts, shown: Option<&Caller>, client: IpAddr) -> Result<(), Refusal> {
+        let caller = match (shown, bearer_token(&head.headers).map_err(Refusal::Unauthenticated)?) {
+            (Some(caller), _) => caller.clone(),
+            (None, Some(token)) => self.authenticator.caller_of_token(token, client).await?,
             (None, None) => {
                 let reason = "a client certificate or a bearer token is needed";
                 return Err(Refusal::Unauthenticated(reason.to_owned()));

@@ -100,7 +100,9 @@ pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> 
     let upgrade = request.extensions().get::<OnUpgrade>().cloned();
     let answered = match &served.front.metrics {
         Some(page) => {
-            let answered = page.answer(&request.into_parts().0, &served.peer).await;
+            let (peer, head) = (&served.peer, request.into_parts().0);
+            let shown = peer.certificate().map(|shown| shown.map(|(caller, _)| caller));
+            let answered = page.answer(&head, shown, peer.client.ip()).await;
             answered.inspect_err(|failure| served.turned_away(failure))
         }
         None => forward(served, request).await,
