@@ -11,6 +11,7 @@ use arc_swap::ArcSwap;
 use ipnet::IpNet;
 use tokio::sync::watch;
 use tunnel_runtime::config::{TargetNet, TargetRule};
+use tunnel_runtime::net::Reach;
 
 /// Decides whether a target may be dialled.
 #[derive(Debug)]
@@ -30,7 +31,9 @@ pub enum Denied {
     Port,
     #[error("it is not the address of a single host")]
     NotAHost,
-    #[error("it is link-local; only an --allow-target that lies within the link-local range allows it")]
+    #[error(
+        "it is link-local or a cloud's metadata service; only an --allow-target that lies within such a range allows it"
+    )]
     LinkLocal,
     #[error(
         "it is loopback, and the server does not name the port; an --allow-target within the loopback range would allow it"
@@ -149,43 +152,7 @@ impl Policy {
     fn allows(&self, rule: &TargetRule, address: IpAddr, port: u16, reach: Reach) -> bool {
         match &rule.net {
             TargetNet::Node => reach == Reach::Host && self.is_own(address) && rule.ports.contains(port),
-            // 0.0.0.0/0 must not open the loopback or a cloud's metadata service (169.254.169.254). That takes a rule
-            // within such a range.
-            TargetNet::Net(net) => {
-                let within = || Reach::of(net.network()) == reach && Reach::of(net.broadcast()) == reach;
-                rule.names(address, port) && (reach == Reach::Host || within())
-            }
-        }
-    }
-}
-
-/// The kind of host that an address leads to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reach {
-    /// No single host: unspecified, multicast, broadcast, 0.0.0.0/8.
-    Nothing,
-    Loopback,
-    LinkLocal,
-    Host,
-}
-
-impl Reach {
-    fn of(address: IpAddr) -> Self {
-        if address.is_loopback() {
-            return Self::Loopback;
-        }
-        let (nothing, link_local) = match address {
-            IpAddr::V4(v4) => {
-                (v4.octets()[0] == 0 || v4.is_multicast() || v4.is_broadcast(), v4.is_link_local())
-            }
-            IpAddr::V6(v6) => (v6.is_unspecified() || v6.is_multicast(), v6.is_unicast_link_local()),
-        };
-        if nothing {
-            Self::Nothing
-        } else if link_local {
-            Self::LinkLocal
-        } else {
-            Self::Host
+            TargetNet::Net(net) => rule.names(address, port) && reach.is_meant_by(net),
         }
     }
 }
@@ -349,6 +316,7 @@ mod tests {
             "169.254.169.254:80",
             "169.254.1.1:80",
             "[fe80::1]:80",
+            "[fd00:ec2::254]:80",
             "[ff02::1]:80",
             "0.0.0.0:80",
         ] {

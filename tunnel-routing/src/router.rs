@@ -30,6 +30,7 @@ use super::awaited::Awaited;
 use super::claims::{Claims, StoredClaims};
 use super::config::RouterConfig;
 use super::desired::{Desired, Table};
+use super::own_ports::OwnPorts;
 use super::planner::{Planned, Planner};
 use super::snapshot::Snapshot;
 use crate::inventory::Inventory;
@@ -55,6 +56,7 @@ pub struct Router {
     due: watch::Sender<Option<Instant>>,
     gives_up: watch::Sender<Option<Instant>>,
     claims: watch::Sender<u64>,
+    pub own_ports: OwnPorts,
 }
 
 /// Port sets that the listeners look up.
@@ -113,10 +115,16 @@ impl Router {
             due: watch::Sender::new(None),
             gives_up: watch::Sender::new(None),
             claims: watch::Sender::new(0),
+            own_ports: OwnPorts::default(),
         };
         // Exclusions and clients take effect from the start.
         router.set_inventory(Inventory::default());
         router
+    }
+
+    /// True if one of Postern's own listeners is there.
+    pub fn is_own_port(&self, target: SocketAddr) -> bool {
+        self.own_ports.has(target, self.tunnels(target.port()))
     }
 
     /// Replaces the nodes. Nodes that stay keep their virtual addresses. Slow with many nodes: see [`update`](super::update).

@@ -34,7 +34,15 @@ impl<T> Live<T> {
 
     /// Returns all objects, in no particular order.
     pub fn all(&self) -> Vec<Arc<T>> {
-        self.parts.iter().flat_map(|part| part.lock().values().cloned().collect::<Vec<_>>()).collect()
+        self.all_that(|_| true)
+    }
+
+    /// Returns the objects that `wanted` accepts, which must be quick: the others change meanwhile.
+    pub fn all_that(&self, wanted: impl Fn(&T) -> bool) -> Vec<Arc<T>> {
+        let of = |part: &Mutex<BTreeMap<u64, Arc<T>>>| {
+            part.lock().values().filter(|item| wanted(item)).cloned().collect::<Vec<_>>()
+        };
+        self.parts.iter().flat_map(of).collect()
     }
 
     fn part(&self, id: u64) -> MutexGuard<'_, BTreeMap<u64, Arc<T>>> {

@@ -4,7 +4,6 @@
 use std::process::ExitCode;
 
 use anyhow::Context;
-use tunnel_redirect;
 use tunnel_runtime::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_runtime::lifecycle::{Shutdown, block_on, forbid_core_dumps};
 use tunnel_runtime::logging;
@@ -53,7 +52,7 @@ fn ended(done: anyhow::Result<u8>) -> ExitCode {
 
 fn run(config: Config) -> anyhow::Result<()> {
     // Before the thread that writes the log: each thread has capabilities of its own.
-    let given_up = redirect::give_up_capabilities(config.redirect_start().as_ref());
+    let given_up = tunnel_redirect::give_up_capabilities(config.redirect_start().as_ref());
     let (log, _written) = logging::init(config.log)?;
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),

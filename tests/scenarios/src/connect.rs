@@ -14,7 +14,8 @@ use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::{wait_for, wait_until};
 use postern_testbed::{CLOUD, NEIGHBOUR, Testbed, prometheus};
 use rcgen::{BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
-use tokio::io::AsyncWriteExt as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 
 use crate::common::{expect_reset, target};
 use crate::web::Web;
@@ -244,6 +245,17 @@ async fn a_duplicated_address_is_reached_by_name(testbed: &Testbed) -> Result<()
     Ok(())
 }
 
+/// Opens a tunnel through the listener, without a token; `None` if it is refused.
+async fn tunnel(to: &str) -> Result<Option<TcpStream>> {
+    let mut stream = connect(([127, 0, 0, 1], PORT)).await?;
+    stream.write_all(format!("CONNECT {to} HTTP/1.1\r\n\r\n").as_bytes()).await?;
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(tokio::time::timeout(SOON, stream.read_u8()).await.context("no whole answer")??);
+    }
+    Ok(head.starts_with(b"HTTP/1.1 200 ").then_some(stream))
+}
+
 async fn the_policy_follows_its_file(testbed: &Testbed) -> Result<()> {
     const RULE: &str =
         "rules:\n- name: a\n  from: [{clients: [127.0.0.0/8]}]\n  to: [{node: edge-1, ports: [9100]}]\n";
@@ -273,8 +285,23 @@ async fn the_policy_follows_its_file(testbed: &Testbed) -> Result<()> {
         "policy check said {said:?}"
     );
 
-    write(testbed, "policy.yaml", "rules: []\n")?;
+    // What is open goes on with another rule, and ends with the last one that permits it.
+    let _echo = target(testbed, 1, 9101, Behaviour::Echo)?;
+    let both = RULE.replace("9100", "9100, 9101");
+    write(testbed, "policy.yaml", &both)?;
+    let mut held = wait_for("a connection by the rule", SOON, async || tunnel("edge-1:9101").await).await?;
+    write(testbed, "policy.yaml", &RULE.replace("9100", "9101").replace("name: a", "name: b"))?;
     wait_until("the rule to be gone", SOON, status, |reached| !*reached).await?;
+    client::echo(&mut held, b"by another rule").await?;
+    write(testbed, "policy.yaml", "rules: []\n")?;
+    let end = client::end_of(&mut held, SOON).await.context("without its rule")?;
+    ensure!(end == client::End::Reset, "without its rule: {end:?}");
+    let why = "the policy no longer permits nobody to reach this";
+    server
+        .wait_access("of what lost its rule", |line| {
+            line.text("outcome") == "denied" && line.text("error") == why
+        })
+        .await?;
     let checked = server::run(testbed, &["policy", "check", &path.display().to_string()])?;
     ensure!(checked.status.success(), "policy check of a good file: {checked:?}");
     Ok(())
@@ -444,7 +471,10 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
             line.text("listener") == "map" && line.text("node") == "edge-2"
         })
         .await?;
-    client::echo(&mut held, b"still relayed").await?;
+    let end = client::end_of(&mut held, SOON).await.context("through the map that leads elsewhere")?;
+    ensure!(end == client::End::Reset, "through the map that leads elsewhere: {end:?}");
+    let mut held = connect(([127, 0, 0, 1], 3001)).await?;
+    client::echo(&mut held, b"to the second").await?;
     // An invalid file, and one whose port is taken.
     write(testbed, "maps.yaml", &second.replace("target: 9101", "target: ssh"))?;
     server.wait_log("\\\"ssh\\\" is not a port of the node").await?;
@@ -475,9 +505,17 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
         wait_until("the map to have moved", SOON, reaches, |reaches| *reaches == reached).await?;
     }
     visit(([127, 0, 0, 1], 3001).into()).await?;
+    client::echo(&mut held, b"the map has only moved").await?;
     write(testbed, "maps.yaml", "maps: []\n")?;
     wait_until("the maps to be gone", SOON, async || Ok(reaches(new).await), |reached| !*reached).await?;
-    client::echo(&mut held, b"relayed to its end").await?;
+    let end = client::end_of(&mut held, SOON).await.context("without its map")?;
+    ensure!(end == client::End::Reset, "without its map: {end:?}");
+    server
+        .wait_access("of what lost its map", |line| {
+            line.text("outcome") == "denied"
+                && line.text("error").starts_with("no map leads 127.0.0.1 to 9101")
+        })
+        .await?;
     drop(first);
     Ok(())
 }

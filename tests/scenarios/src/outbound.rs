@@ -165,8 +165,15 @@ async fn workloads_reach_what_their_node_may(testbed: &Testbed) -> Result<()> {
     drop(stream);
     server.wait_access("to another edge", line("edge-2", "ok")).await?;
 
-    // A revoked node's workloads reach nothing any more.
+    // A revoked node's workloads reach nothing any more, and what they have open ends.
     server.run(&["agent", "revoke", "edge-1"])?;
+    let end = client::end_of(&mut mapped, SOON).await.context("a revoked node's connection")?;
+    ensure!(end == client::End::Reset, "a revoked node's connection ended with {end:?}");
+    server
+        .wait_access("of a revoked node", |line| {
+            line.text("outcome") == "denied" && line.text("error").starts_with("node edge-1 was revoked")
+        })
+        .await?;
     let revoked = async || {
         let mut stream = client::connect_from(one, local, SOON).await?;
         Ok(client::echo(&mut stream, b"still there?").await.is_err())
@@ -187,8 +194,18 @@ async fn a_range_opens_no_edge_node_however_wide_it_is(testbed: &Testbed) -> Res
     let (mut stream, head) = connect(one, &format!("{CLOUD}:9300")).await?;
     ensure!(head.starts_with("HTTP/1.1 200 "), "what the rule is for: {head:?}");
     client::echo(&mut stream, b"into the cloud").await?;
-    for to in [token.as_str(), "127.0.0.1:10264", "0.0.0.0:10264", "[::1]:10264", "[::ffff:127.0.0.1]:10265"]
-    {
+    // Its own listeners at its own address, and a cloud's metadata service.
+    let own = [10262, 10263].map(|port| format!("{CLOUD}:{port}"));
+    for to in [
+        token.as_str(),
+        "127.0.0.1:10264",
+        "0.0.0.0:10264",
+        "[::1]:10264",
+        "[::ffff:127.0.0.1]:10265",
+        &own[0],
+        &own[1],
+        "169.254.169.254:80",
+    ] {
         let (_, head) = connect(one, to).await.context(to.to_owned())?;
         ensure!(head.starts_with("HTTP/1.1 403 "), "CONNECT {to}: {head:?}");
     }

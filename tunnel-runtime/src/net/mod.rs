@@ -4,6 +4,7 @@ mod address;
 mod changes;
 mod lookup;
 mod option;
+mod reach;
 
 use std::io;
 use std::net::IpAddr;
@@ -17,6 +18,7 @@ pub use address::{identifies_host, source_address};
 pub use changes::{Ended, NetChanges};
 pub use lookup::{lookup, lookup_holding};
 pub use option::refine;
+pub use reach::Reach;
 
 /// An address of one of this host's interfaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,13 +50,14 @@ fn ip_of(address: &SockaddrStorage) -> Option<IpAddr> {
     v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))
 }
 
-/// True if one of the ranges permits this host to dial `address` for others. A wide range does not include this host
-/// itself: the unspecified address is in no range, and loopback only in a loopback range, because programs that listen
-/// there trust every client.
-pub fn may_dial(ranges: &[IpNet], address: IpAddr) -> bool {
+/// True if one of the ranges permits this host to dial `address` for others. A wide range means neither this host
+/// itself nor its neighbours, see [`Reach`]. `alone`: only a range of this single address will do.
+pub fn may_dial(ranges: &[IpNet], address: IpAddr, alone: bool) -> bool {
     let address = address.to_canonical();
-    let meant = |range: &IpNet| !address.is_loopback() || range.network().is_loopback();
-    !address.is_unspecified() && ranges.iter().any(|range| range.contains(&address) && meant(range))
+    let reach = Reach::of(address);
+    let meant =
+        |range: &&IpNet| reach.is_meant_by(range) && (!alone || range.prefix_len() == range.max_prefix_len());
+    ranges.iter().filter(meant).any(|range| range.contains(&address))
 }
 
 #[cfg(test)]
@@ -91,11 +94,34 @@ mod tests {
             ("::ffff:0.0.0.0", false),
             ("::", false),
         ] {
-            assert_eq!(may_dial(&all, address.parse().unwrap()), expected, "{address}");
+            assert_eq!(may_dial(&all, address.parse().unwrap(), false), expected, "{address}");
         }
         let own: [IpNet; 1] = ["127.0.0.0/8".parse().unwrap()];
-        assert!(may_dial(&own, "127.0.0.1".parse().unwrap()));
-        assert!(!may_dial(&own, "10.0.0.1".parse().unwrap()));
-        assert!(!may_dial(&[], "10.0.0.1".parse().unwrap()));
+        let may_dial = |ranges: &[IpNet], address: &str| may_dial(ranges, address.parse().unwrap(), false);
+        assert!(may_dial(&own, "127.0.0.1"));
+        assert!(!may_dial(&own, "10.0.0.1"));
+        assert!(!may_dial(&[], "10.0.0.1"));
+    }
+
+    /// Otherwise a wide range gives the credentials of a cloud's instance to every caller.
+    #[test]
+    fn a_metadata_service_needs_a_range_of_its_own() {
+        let dials = |ranges: &[&str], address: &str| {
+            let ranges: Vec<IpNet> = ranges.iter().map(|range| range.parse().unwrap()).collect();
+            may_dial(&ranges, address.parse().unwrap(), false)
+        };
+        let wide = ["0.0.0.0/0", "169.0.0.0/8", "::/0", "fd00::/8", "fe00::/8"];
+        for (address, own) in [
+            ("169.254.169.254", "169.254.0.0/16"),
+            ("169.254.169.254", "169.254.169.254/32"),
+            ("::ffff:169.254.169.254", "169.254.169.254/32"),
+            ("fe80::a9fe:a9fe", "fe80::/10"),
+            ("fd00:ec2::254", "fd00:ec2::254/128"),
+            ("fd20:ce::254", "fd20:ce::254/128"),
+        ] {
+            assert!(!dials(&wide, address), "{address}");
+            assert!(dials(&[own], address), "{address} by {own}");
+        }
+        assert!(dials(&wide, "169.1.1.1") && dials(&wide, "fd00:ec2::253"));
     }
 }

@@ -25,6 +25,8 @@ use super::link::LinkContext;
 use super::redirectors::Redirector as Standing;
 use crate::admission::{Share, Shares};
 use crate::listener::{self, EDGE, Reception, Workload, WorkloadMap};
+use crate::metrics::Connection;
+use crate::pki::Refusal;
 
 /// Maximum length of a target; longer ones are not a host and port.
 const MAX_TARGET: usize = 300;
@@ -70,7 +72,10 @@ pub(super) async fn serve(
         tokio::select! {
             biased;
             dead = &mut dead => break dead.to_string(),
-            refusal = &mut refused => break refusal.to_string(),
+            refusal = &mut refused => {
+                on_link.withdraw(&refusal);
+                break refusal.to_string();
+            }
             () = context.draining.cancelled(), if !draining => {
                 // The agent uses another server for new streams.
                 draining = true;
@@ -97,6 +102,15 @@ struct OnLink {
 }
 
 impl OnLink {
+    /// Ends the workloads' connections with the reason for which their link ends.
+    fn withdraw(&self, refusal: &Refusal) {
+        let of_link = |connection: &Arc<Connection>| {
+            connection.listener == EDGE && connection.client == self.agent.peer
+        };
+        let connections = self.from_edge.reception.context.metrics.judged_connections();
+        connections.iter().filter(|one| of_link(one)).for_each(|one| one.withdraw(refusal.to_string()));
+    }
+
     /// Relays the stream to one of a pair of sockets, and makes the other one a listener's client.
     async fn relay(self: Arc<Self>, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
         if request.uri().path() != EDGE_RELAY_PATH {

@@ -1,5 +1,6 @@
 //! Starts every part of the server.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -21,7 +22,7 @@ use crate::doctor::warn_of_taken_pod_ports;
 use crate::kube::{Parts as KubeParts, Reads, Writes};
 use crate::listen::{AgentPorts, Callers, Own, Parts, places};
 use crate::listener::ListenerContext;
-use crate::listener::end_moved;
+use crate::listener::{end_moved, judge_open};
 use crate::peers::{self, PeerContext, RedirectorLinks};
 use crate::pki::{EnrollPolicy, EnrollService, RevocationStore, ServerCertificate, Standing, follow_bundle};
 use crate::runtime::Runtime;
@@ -49,6 +50,9 @@ impl Bound {
         let Found { running: before, orphans } = self.found;
         let gates = Gates::new(before.is_none() && orphans.is_empty());
         let budget = Budget::of(open_files, Limits::of_process().memory.amount);
+        let own = certificate.as_ref().map(|certificate| certificate.tls());
+        let named = move |address: IpAddr| own.as_ref().is_some_and(|own| own.names(&address.to_string()));
+        runtime.router.own_ports.start(config.listeners.own_ports(), peers.clone(), Box::new(named));
         let callers = Callers::new(&config.listeners, files.callers, runtime, client, caller_tls, &budget);
         let agents = certificate.as_ref().map(|certificate| {
             let links =
@@ -118,6 +122,7 @@ async fn start_routes(config: &Config, runtime: &Runtime) {
     let Runtime { router, tasks, stop, .. } = runtime;
     tasks.spawn(follow(router.clone(), stop.clone()));
     tasks.spawn(end_moved(router.clone(), runtime.metrics.clone(), stop.clone()));
+    tasks.spawn(judge_open(runtime.metrics.clone(), runtime.rights.clone(), stop.clone()));
     tasks.spawn(keep_claims(router.clone(), config.process.state_dir.clone(), stop.clone()));
     let Some(redirect) = &runtime.redirect else { return };
     let (routes, readiness) = (router.clone(), runtime.readiness.clone());

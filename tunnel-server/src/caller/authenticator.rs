@@ -23,7 +23,7 @@ const REMEMBERED: Duration = Duration::from_secs(24 * 3600);
 
 /// A token that a client has shown.
 #[derive(Clone, Copy)]
-pub(crate) struct Shown<'a> {
+pub(crate) struct ShownToken<'a> {
     pub(crate) token: &'a str,
     pub(crate) client: IpAddr,
     /// Set if others can read it: what the client should do instead.
@@ -56,15 +56,20 @@ impl Authenticator {
         self.tokens.store(tokens.into());
     }
 
-    pub(crate) fn reviewer(&self) -> Option<&Reviewer> {
-        self.reviewer.as_deref()
+    pub(crate) fn reviewer(&self) -> Option<&Arc<Reviewer>> {
+        self.reviewer.as_ref()
+    }
+
+    /// True if the API server has to be asked whose the token is.
+    pub(crate) fn asks_about(&self, token: &str) -> bool {
+        self.reviewer.is_some() && self.tokens.load().caller(token).is_none()
     }
 
     /// Returns the owner of a token of the file or the cluster.
     ///
     /// # Errors
     /// The token has no owner or is not looked up, or the API server does not answer.
-    pub(crate) async fn caller_of_token(&self, shown: Shown<'_>) -> Result<Caller, Refusal> {
+    pub(crate) async fn caller_of_token(&self, shown: ShownToken<'_>) -> Result<Caller, Refusal> {
         self.judge(shown, async || {
             if let Some(caller) = self.tokens.load().caller(shown.token) {
                 return Ok(caller.clone());
@@ -78,14 +83,14 @@ impl Authenticator {
     ///
     /// # Errors
     /// Same as [`Self::caller_of_token`].
-    pub(crate) async fn caller_in_cluster(&self, shown: Shown<'_>) -> Result<Caller, Refusal> {
+    pub(crate) async fn caller_in_cluster(&self, shown: ShownToken<'_>) -> Result<Caller, Refusal> {
         self.judge(shown, async || {
             self.ask(shown, "without a cluster there is nobody who knows bearer tokens").await
         })
         .await
     }
 
-    async fn ask(&self, shown: Shown<'_>, no_cluster: &str) -> Result<Caller, Refusal> {
+    async fn ask(&self, shown: ShownToken<'_>, no_cluster: &str) -> Result<Caller, Refusal> {
         match &self.reviewer {
             Some(reviewer) => reviewer.caller_of_token(shown.token, shown.client).await,
             None => Err(Refusal::Unauthenticated(no_cluster.to_owned())),
@@ -95,7 +100,7 @@ impl Authenticator {
     /// Looks the token up if the rules permit that.
     async fn judge(
         &self,
-        Shown { token, client, exposed }: Shown<'_>,
+        ShownToken { token, client, exposed }: ShownToken<'_>,
         look_up: impl AsyncFnOnce() -> Result<Caller, Refusal>,
     ) -> Result<Caller, Refusal> {
         if let Some(instead) = exposed {
@@ -136,8 +141,8 @@ mod tests {
         Authenticator::new(Tokens::parse("secret,alice,1,\"ops,dev\"\nothers,bob,2\n").unwrap(), None)
     }
 
-    fn shown(token: &str, last: u8) -> Shown<'_> {
-        Shown { token, client: IpAddr::from([10, 0, 0, last]), exposed: None }
+    fn shown(token: &str, last: u8) -> ShownToken<'_> {
+        ShownToken { token, client: IpAddr::from([10, 0, 0, last]), exposed: None }
     }
 
     #[tokio::test]
@@ -156,7 +161,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_token_that_others_can_read_is_not_looked_up() {
-        let exposed = Shown { exposed: Some("use https://"), ..shown("secret", 1) };
+        let exposed = ShownToken { exposed: Some("use https://"), ..shown("secret", 1) };
         let refused = authenticator().caller_of_token(exposed).await.unwrap_err();
         assert!(matches!(&refused, Refusal::Forbidden(why) if why.contains("use https://")), "{refused}");
     }

@@ -12,6 +12,8 @@ use tunnel_pki::{
     IdentityError, PrivateKey, ServerTls, TrustBundle, caller_config, caller_verifier, certified,
 };
 
+use super::certified::Accepted;
+
 const HTTP_1: &[u8] = b"http/1.1";
 const HTTP_2: &[u8] = b"h2";
 
@@ -21,6 +23,7 @@ pub struct CallerTls {
     /// The same certificate if it is a server's, which has names.
     own: Option<Arc<ServerTls>>,
     config: ArcSwap<ServerConfig>,
+    accepted: Accepted,
 }
 
 impl CallerTls {
@@ -55,7 +58,7 @@ impl CallerTls {
         own: Option<Arc<ServerTls>>,
     ) -> Result<Self, IdentityError> {
         let config = config(&certificate, Arc::new(NoClientAuth))?;
-        Ok(Self { certificate, own, config: ArcSwap::from_pointee(config) })
+        Ok(Self { certificate, own, config: ArcSwap::from_pointee(config), accepted: Accepted::default() })
     }
 
     /// Lets callers show a certificate that one of these roots has signed, from now on.
@@ -64,8 +67,14 @@ impl CallerTls {
     /// rustls rejects the roots; the earlier ones stay.
     pub fn accept_roots(&self, roots: &TrustBundle) -> Result<(), IdentityError> {
         let verifier = caller_verifier(roots.root_store(), false)?;
-        self.config.store(Arc::new(config(&self.certificate, verifier)?));
+        self.config.store(Arc::new(config(&self.certificate, verifier.clone())?));
+        self.accepted.set(verifier);
         Ok(())
+    }
+
+    /// The verifier in effect, for callers' certificates that have been accepted before.
+    pub(crate) fn accepted(&self) -> &Accepted {
+        &self.accepted
     }
 
     /// Returns an acceptor for HTTP/2 and HTTP/1.1 with the current settings; take a new one for each connection.

@@ -94,13 +94,16 @@ impl Callers {
             router: runtime.router.clone(),
         });
         let keeper = gatekeeper.clone();
+        let rights = runtime.rights.clone();
         follow(policy_file, runtime, move |policy| {
             keeper.policy.store(Arc::new(policy));
+            rights.notify_one();
             Ok(())
         });
-        let authenticator = gatekeeper.authenticator.clone();
+        let (authenticator, rights) = (gatekeeper.authenticator.clone(), runtime.rights.clone());
         follow(token_file, runtime, move |tokens| {
             authenticator.set_tokens(tokens);
+            rights.notify_one();
             Ok(())
         });
         let reception = Reception { gatekeeper, context: ListenerContext::of(runtime) };
@@ -126,6 +129,13 @@ fn follow_roots(
     client: Option<&kube::Client>,
     runtime: &Runtime,
 ) {
+    let (mut changes, rights) = (tls.accepted().changes(), runtime.rights.clone());
+    let changed = async move {
+        while changes.changed().await.is_ok() {
+            rights.notify_one();
+        }
+    };
+    runtime.tasks.spawn(runtime.stop.clone().run_until_cancelled_owned(changed));
     match (roots, client) {
         (Some((file, roots)), _) => {
             if let Err(error) = tls.accept_roots(&roots) {

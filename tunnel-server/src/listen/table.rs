@@ -1,6 +1,6 @@
 //! The table of listeners.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::iter::once;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::listener::{
     Admission, Connect, EGRESS, Egress, Front, Http, Https, Listener as _, MAP, MOST_SECURE_PORTS, Maps,
     MetricsListener, MetricsPage, Plain, Redirected, TargetTls,
 };
-use crate::maps::{MOST as MOST_MAPS, check, overlap};
+use crate::maps::{MOST as MOST_MAPS, Map, check, overlap};
 use crate::status::AGENTS;
 
 /// A row of the table.
@@ -143,6 +143,14 @@ impl ListenersConfig {
         LISTENERS.iter().flat_map(|row| (row.addresses)(self)).collect()
     }
 
+    /// Returns the ports that other hosts may reach, except those of the file of maps.
+    pub(crate) fn own_ports(&self) -> BTreeSet<u16> {
+        let maps = &self.connect.maps_of_file;
+        let of_file = |address: SocketAddr| maps.iter().any(|map| map.listen == address);
+        let own = self.addresses().into_iter().map(|(_, address)| address);
+        reachable(own.filter(|address| !of_file(*address)))
+    }
+
     /// Checks and completes the settings that depend on several flags. See [`Self::complete`].
     ///
     /// # Errors
@@ -165,6 +173,12 @@ impl ListenersConfig {
         }
         Ok(())
     }
+}
+
+/// Loopback, which only a range of its own opens, has ports that no other host reaches.
+fn reachable(addresses: impl IntoIterator<Item = SocketAddr>) -> BTreeSet<u16> {
+    let reachable = addresses.into_iter().filter(|address| !address.ip().is_loopback());
+    reachable.map(|address| address.port()).collect()
 }
 
 fn agents(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
@@ -231,8 +245,9 @@ fn egress(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
         parts.runtime.drain.spawn(egress.clone().serve_unix(socket, parts.gates.listeners.clone()));
     }
     for (socket, tls) in sockets.into_iter().zip(parts.own.egress_tls.take()) {
-        parts.runtime.drain.spawn(egress.clone().serve_tls(parts.gates.listener(socket), tls.current()));
-        parts.runtime.tasks.spawn(tls.follow(parts.runtime.stop.clone()));
+        let listener = parts.gates.listener(socket);
+        parts.runtime.drain.spawn(egress.clone().serve_tls(listener, tls.current(), tls.accepted()));
+        parts.runtime.tasks.spawn(tls.follow(parts.runtime.rights.clone(), parts.runtime.stop.clone()));
     }
 }
 
@@ -263,10 +278,19 @@ fn maps(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     let maps = Maps::new(connect.maps.clone(), gate, parts.context(), shares, parts.sockets.clone());
     maps.start(connect.all_maps().into_iter().zip(sockets));
     if let Some(file) = parts.own.maps.take() {
-        let maps = Arc::new(maps);
-        let apply = move |of_file| {
-            let maps = maps.clone();
-            async move { maps.replace(of_file).await }
+        let listen = |maps: &[Map]| reachable(maps.iter().map(|map| map.listen));
+        let (maps, router) = (Arc::new(maps), parts.runtime.router.clone());
+        let rights = parts.runtime.rights.clone();
+        router.own_ports.set_maps(listen(&connect.maps_of_file));
+        let apply = move |of_file: Vec<Map>| {
+            let (maps, router, rights) = (maps.clone(), router.clone(), rights.clone());
+            async move {
+                let ports = listen(&of_file);
+                maps.replace(of_file).await?;
+                router.own_ports.set_maps(ports);
+                rights.notify_one();
+                Ok(())
+            }
         };
         parts.runtime.tasks.spawn(file.run(apply, parts.runtime.stop.clone()));
     }

@@ -16,7 +16,7 @@ use tunnel_runtime::live::Present;
 use super::context::{Failed, ListenerContext, OpenRequest, Reached};
 use super::moved::end_if_moved;
 use crate::admission::{Full, Share, Shares};
-use crate::metrics::{Connection, Failure, Metrics, Relayed};
+use crate::metrics::{Admitted, Connection, Failure, Metrics, Permit, Relayed};
 use crate::session::Link;
 
 /// The `tracing` target of the access log's events.
@@ -104,6 +104,12 @@ impl AccessLogGuard {
     pub(crate) fn called_by(&self, caller: &dyn Display) {
         // A listener identifies the caller only once.
         let _ = self.connection.caller.set(caller.to_string().into());
+    }
+
+    /// Keeps what the connection was admitted by, to judge it again while it is open.
+    pub(crate) fn admitted_by(&self, permit: Arc<dyn Permit>) {
+        // It is admitted only once.
+        let _ = self.connection.admitted.set(Box::new(Admitted::new(permit)));
     }
 
     /// Cancelled when the connection has to end.
@@ -207,6 +213,13 @@ pub(super) fn over_limit(metrics: &Metrics, listener: &'static str, client: Sock
 impl Drop for AccessLogGuard {
     fn drop(&mut self) {
         let connection = &*self.connection;
+        if let Some(reason) = connection.admitted.get().and_then(|admitted| admitted.withdrawn())
+            && self.outcome != Outcome::Ok
+        {
+            // However far its end has come: the relay, the target and the client each have words of their own for it.
+            self.outcome = Outcome::Denied;
+            reason.clone_into(&mut self.detail);
+        }
         let (to_node, from_node) = connection.bytes();
         let took = connection.started.elapsed();
         self.metrics.closed(connection.listener, self.outcome, took);

@@ -80,8 +80,8 @@ pub(super) async fn pump(
     let (abort, traffic) = record.relaying(None, &Totals::default());
     let ending = async {
         tokio::select! {
-            () = record.forced().cancelled() => {}
-            _ = abort.triggered() => {}
+            () = record.forced().cancelled() => (Outcome::Shutdown, ""),
+            aborted = abort.triggered() => aborted,
         }
     };
     let ended = tokio::select! {
@@ -94,9 +94,9 @@ pub(super) async fn pump(
             outcome: Outcome::ClientReset,
             reason: "the caller has gone".to_owned(),
         }),
-        () = ending => Err(Failed {
-            outcome: Outcome::Shutdown,
-            reason: "this server stops".to_owned(),
+        (outcome, reason) = ending => Err(Failed {
+            outcome,
+            reason: if reason.is_empty() { "this server stops" } else { reason }.to_owned(),
         }),
     };
     if ended.is_ok() {

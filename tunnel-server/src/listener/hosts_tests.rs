@@ -16,7 +16,7 @@ use super::front::reached_over_http;
 use super::{Https, OpenRequest, map};
 use crate::caller::{Authenticator, Tokens};
 use crate::maps::{Map, Target};
-use crate::policy::{Identity, Origin, Policy};
+use crate::policy::{Identity, Policy};
 
 const PORT: u16 = 10250;
 
@@ -102,8 +102,8 @@ async fn at_connect(host: &str, router: &Arc<Router>) -> String {
     let gatekeeper = gatekeeper(Policy::parse(POLICY).unwrap(), router);
     let client = "10.0.0.1".parse().unwrap();
     match gatekeeper.reach(&Identity::None, client, host, PORT).await {
-        Ok((Reached::Edge(request), _)) => to(&request.node, request.target),
-        Ok((Reached::Cloud(target), _)) => format!("direct {target}"),
+        Ok((Reached::Edge(request), ..)) => to(&request.node, request.target),
+        Ok((Reached::Cloud(target), ..)) => format!("direct {target}"),
         Err(Denied::Policy) => "denied".to_owned(),
         Err(Denied::Unclear(_) | Denied::Unavailable(_)) => "refused".to_owned(),
     }
@@ -226,13 +226,10 @@ fn an_endpoint_is_its_nodes_and_nobody_elses() {
 fn a_service_that_a_rule_opens_comes_before_a_node_of_its_name() {
     let services = "- {service: web.shop, ports: [443]}\n";
     let (router, client) = (router(), "10.0.0.1".parse().unwrap());
-    let origin = Origin { identity: &Identity::None, client, node: None };
     let meant = |policy: &str, host: &str, port| {
         let policy = Policy::parse(policy).unwrap();
-        matches!(
-            gatekeeper(policy.clone(), &router).meant(&policy, origin, host, port),
-            Resolved::Service { .. }
-        )
+        let meant = gatekeeper(policy, &router).meant(&Identity::None, client, host, port);
+        matches!(meant, Resolved::Service { .. })
     };
     let with = format!("{POLICY}  {services}");
     for host in ["web.shop", "WEB.shop.", "web.shop.svc", "web.shop.svc.cluster.local"] {

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 
@@ -20,25 +20,55 @@ use super::context::{ListenerContext, OpenError, OpenRequest};
 use super::open::{Listener, Opened};
 use crate::admission::{Gate, Shares};
 use crate::maps::{Map, Target, check, overlap};
+use crate::metrics::{Judgement, Permit};
 
 /// The name of all maps' listeners in logs and metrics.
 pub(crate) const MAP: &str = "map";
 /// The same as in [`TcpListener::bind`].
 const BACKLOG: u32 = 128;
 
-struct Mapped(Arc<ArcSwap<Map>>);
+struct Mapped {
+    map: Arc<ArcSwap<Map>>,
+    open: Arc<OpenMaps>,
+}
+
+type OpenMaps = Mutex<HashMap<SocketAddr, Open>>;
+
+/// A client that a map has led to its target.
+struct Led {
+    map: Arc<Map>,
+    client: IpAddr,
+    open: Arc<OpenMaps>,
+}
+
+#[tonic::async_trait]
+impl Permit for Led {
+    async fn judge(&self) -> Judgement {
+        let Map { node, target, .. } = &*self.map;
+        let leads = |open: &Open| {
+            let map = open.map.load();
+            map.node == *node && map.target == *target && map.permits(self.client)
+        };
+        if self.open.lock().values().any(leads) {
+            return Judgement::Holds;
+        }
+        let client = self.client.to_canonical();
+        Judgement::Withdrawn(format!("no map leads {client} to {target} of {node} any more"))
+    }
+}
 
 impl Listener for Mapped {
     const NAME: &'static str = MAP;
     const READS: bool = false;
 
     async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opened, OpenError> {
-        let map = self.0.load_full();
+        let map = self.map.load_full();
         let client = socket.peer_addr()?.ip();
         if !map.permits(client) {
             return Err(OpenError::Client(format!("{} is not for {}", map.listen, client.to_canonical())));
         }
-        request(&map, router).map(Opened::Relayed).map_err(OpenError::Client)
+        let request = request(&map, router).map_err(OpenError::Client)?;
+        Ok(Opened::Permitted(request, Arc::new(Led { map, client, open: self.open.clone() })))
     }
 }
 
@@ -72,7 +102,7 @@ pub(super) fn request(map: &Map, router: &Router) -> Result<OpenRequest, String>
 /// A map whose listener is open.
 struct Open {
     map: Arc<ArcSwap<Map>>,
-    /// Ends the accepting; connections are relayed to their end.
+    /// Ends the accepting.
     closed: CancellationToken,
 }
 
@@ -80,7 +110,7 @@ struct Open {
 pub(crate) struct Maps {
     /// Maps from flags.
     fixed: Vec<Map>,
-    open: Mutex<HashMap<SocketAddr, Open>>,
+    open: Arc<OpenMaps>,
     gate: Gate,
     context: ListenerContext,
     shares: Shares,
@@ -96,7 +126,7 @@ impl Maps {
         shares: Shares,
         sockets: Arc<Copies>,
     ) -> Self {
-        Self { fixed, open: Mutex::default(), gate, context, shares, sockets }
+        Self { fixed, open: Arc::default(), gate, context, shares, sockets }
     }
 
     /// Serves maps whose listeners are bound; a successor can get them already.
@@ -106,7 +136,8 @@ impl Maps {
         }
     }
 
-    /// Replaces the maps from the file. Connections of a removed map are relayed to their end.
+    /// Replaces the maps from the file. Connections through a map that is gone, or leads elsewhere, end when they are
+    /// judged again.
     ///
     /// # Errors
     /// One map cannot be listened on; the error names it, its address and the reason. Nothing has changed then.
@@ -171,7 +202,7 @@ impl Maps {
         let (listen, closed) = (map.listen, CancellationToken::new());
         let map = Arc::new(ArcSwap::from_pointee(map));
         let accepting = super::serve(
-            Mapped(map.clone()),
+            Mapped { map: map.clone(), open: self.open.clone() },
             self.gate.guard(listener),
             self.context.clone(),
             self.shares.clone(),
@@ -214,6 +245,32 @@ mod tests {
             target: Target::Port(22),
             clients: vec!["127.0.0.0/8".parse().unwrap()],
         }
+    }
+
+    #[tokio::test]
+    async fn a_client_is_led_as_long_as_a_map_does_so() {
+        let listen = SocketAddr::from(([127, 0, 0, 1], 2222));
+        let at = |map: Map| {
+            (map.listen, Open { map: Arc::new(ArcSwap::from_pointee(map)), closed: CancellationToken::new() })
+        };
+        let open = Arc::new(Mutex::new(HashMap::from([at(map(listen))])));
+        let led = Led { map: Arc::new(map(listen)), client: [127, 0, 0, 1].into(), open: open.clone() };
+        assert_eq!(led.judge().await, Judgement::Holds);
+        let moved = SocketAddr::from(([0, 0, 0, 0], 2222));
+        for (maps, holds) in [
+            (vec![map(moved)], true),
+            (vec![Map { clients: vec!["10.0.0.0/8".parse().unwrap()], ..map(listen) }], false),
+            (vec![Map { node: "edge-2".parse().unwrap(), ..map(listen) }], false),
+            (vec![Map { target: Target::Port(23), ..map(listen) }], false),
+            (vec![Map { target: Target::Port(23), ..map(listen) }, map(moved)], true),
+            (vec![], false),
+        ] {
+            *open.lock() = maps.iter().cloned().map(at).collect();
+            let judgement = led.judge().await;
+            assert_eq!(judgement == Judgement::Holds, holds, "{maps:?}: {judgement:?}");
+        }
+        let gone = "no map leads 127.0.0.1 to 22 of edge-1 any more".to_owned();
+        assert_eq!(led.judge().await, Judgement::Withdrawn(gone));
     }
 
     /// True if something listens there. An accepted connection is reset, maybe before connect() has returned.

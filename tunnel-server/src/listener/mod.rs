@@ -18,6 +18,7 @@ mod front;
 mod hosts_tests;
 mod http;
 mod https;
+mod judge;
 mod map;
 mod moved;
 mod open;
@@ -48,6 +49,7 @@ pub(crate) use front::{Admission, Front, MetricsPage, Pods, TargetFiles, TargetT
 pub use front::{Wanted, parse_destination, target_head};
 pub(crate) use http::{Http, MetricsListener, Plain};
 pub(crate) use https::Https;
+pub(crate) use judge::judge_open;
 pub(crate) use map::{MAP, Maps};
 pub(crate) use moved::end_moved;
 pub(crate) use open::{Listener, Opened};
@@ -108,8 +110,9 @@ pub(crate) async fn receive<D: Listener>(
     let client = listener.client(&socket, accepted, &context.router);
     // Armed here, once for every accepted connection: after any failure the client sees a reset, not an end of file.
     prepare_socket(&socket);
-    let request = match listener.open(&mut socket, &context.router).await {
-        Ok(Opened::Relayed(request)) => request,
+    let (request, permit) = match listener.open(&mut socket, &context.router).await {
+        Ok(Opened::Relayed(request)) => (request, None),
+        Ok(Opened::Permitted(request, permit)) => (request, Some(permit)),
         Ok(Opened::Ended) => return,
         Ok(Opened::Served { front, prefix }) => {
             // Boxed: otherwise relayed connections would hold its memory too.
@@ -127,6 +130,9 @@ pub(crate) async fn receive<D: Listener>(
         place.known();
     }
     let mut record = AccessLogGuard::new(D::NAME, client, &request, &context);
+    if let Some(permit) = permit {
+        record.admitted_by(permit);
+    }
     let place = place.map_or_else(|| shares.admit_as(D::source(&socket, client.ip(), &context.router)), Ok);
     let way = match upstream::way(&context, &request, client, place, &mut record).await {
         Ok(way) => way,

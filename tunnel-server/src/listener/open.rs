@@ -10,6 +10,7 @@ use tunnel_routing::Router;
 use super::context::{OpenError, OpenRequest};
 use super::front::Front;
 use crate::admission::source_key;
+use crate::metrics::Permit;
 
 /// A kind of listener, which finds the node of each accepted connection.
 pub(crate) trait Listener: Send + Sync + 'static {
@@ -40,6 +41,8 @@ pub(crate) trait Listener: Send + Sync + 'static {
 pub(crate) enum Opened {
     /// The connection is relayed to one node, byte by byte.
     Relayed(OpenRequest),
+    /// The same, as long as the client may.
+    Permitted(OpenRequest, Arc<dyn Permit>),
     /// This server answers the client, and each request names its own node.
     Served {
         front: Arc<Front>,

@@ -14,7 +14,7 @@ use super::context::{OpenError, OpenRequest, Reached};
 use super::direct;
 use super::open::{Listener, Opened};
 use super::proxy::front;
-use crate::policy::Identity;
+use crate::caller::Shown;
 
 /// The listener's name in logs and metrics.
 pub(crate) const EDGE: &str = "edge";
@@ -49,16 +49,17 @@ impl Listener for WorkloadMap {
         let (host, port) = split_host(&self.target).map_err(OpenError::Client)?;
         let port = port.ok_or_else(|| OpenError::Client(format!("{:?} has no port", self.target)))?;
         let asked = Asked { host: host.to_owned(), port, token: None };
-        let decided = reception.decide(&asked, Identity::Node(node.clone()), agent.ip(), true).await;
-        let (reached, caller) = decided.map_err(|refused| OpenError::Client(refused.reason))?;
+        let decided = reception.decide(&asked, Shown::Node(node.clone()), agent.ip(), true).await;
+        let (reached, caller, permit) = decided.map_err(|refused| OpenError::Client(refused.reason))?;
         let target = match reached {
             Reached::Edge(request) => {
-                return Ok(Opened::Relayed(OpenRequest { caller: Some(caller), ..request }));
+                return Ok(Opened::Permitted(OpenRequest { caller: Some(caller), ..request }, permit));
             }
             Reached::Cloud(target) => target,
         };
         let record = AccessLogGuard::direct(EDGE, *agent, target, &reception.context);
         record.called_by(&caller);
+        record.admitted_by(permit);
         let ended = match direct::connect(target).await {
             Ok(to) => direct::relay(socket, to, Bytes::new(), &record).await,
             Err(failed) => Err(failed),

@@ -6,8 +6,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use tunnel_link::link::Flow;
+use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{Abort, Relaying, Side, Traffic};
 use tunnel_runtime::NodeName;
+
+use super::permit::Admitted;
 
 /// A connection from the moment its node is known.
 #[derive(Debug)]
@@ -27,6 +30,8 @@ pub(crate) struct Connection {
     pub(crate) via: OnceLock<Box<str>>,
     /// The caller, at a listener that authenticates.
     pub(crate) caller: OnceLock<Box<str>>,
+    /// Not set where nobody's right is judged.
+    pub(crate) admitted: OnceLock<Box<Admitted>>,
     /// Set once bytes may pass; the target may still be being dialled.
     pub(crate) relayed: OnceLock<Relayed>,
     answered: AtomicBool,
@@ -57,6 +62,7 @@ impl Connection {
             abort: Arc::default(),
             via: OnceLock::new(),
             caller: OnceLock::new(),
+            admitted: OnceLock::new(),
             relayed: OnceLock::new(),
             answered: AtomicBool::new(false),
         }
@@ -65,6 +71,14 @@ impl Connection {
     /// Sets the address that the client meant.
     pub(crate) fn with_found_by(self, found_by: Option<IpAddr>) -> Self {
         Self { found_by, ..self }
+    }
+
+    /// Ends it because the right to it is gone.
+    pub(crate) fn withdraw(&self, reason: String) {
+        if let Some(admitted) = self.admitted.get() {
+            admitted.withdraw(reason);
+            self.abort.trigger_for(Outcome::Denied, "the right to this connection is gone");
+        }
     }
 
     /// Called when the agent has answered the dial.

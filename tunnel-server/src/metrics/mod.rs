@@ -2,6 +2,7 @@
 
 mod connection;
 mod failures;
+mod permit;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,6 +20,7 @@ use tunnel_runtime::live::{Live, Present};
 pub(crate) use connection::{Connection, Relayed};
 pub(crate) use failures::Failure;
 use failures::{AtHop, Failures};
+pub(crate) use permit::{Admitted, Judgement, Permit};
 
 use crate::admission::Full;
 
@@ -154,6 +156,11 @@ impl Metrics {
     /// Returns the current connections.
     pub(crate) fn connections(&self) -> Vec<Arc<Connection>> {
         self.live.all()
+    }
+
+    /// Returns those whose right is judged again while they are open.
+    pub(crate) fn judged_connections(&self) -> Vec<Arc<Connection>> {
+        self.live.all_that(|connection| connection.admitted.get().is_some())
     }
 
     /// Ends each connection as soon as it relays nothing.

@@ -49,7 +49,11 @@ pub enum Destination<'a> {
     /// An address on an edge node, or of a pod there.
     Edge { node: &'a InventoryNode, address: IpAddr },
     /// An address that a server dials itself.
-    Cloud { address: IpAddr },
+    Cloud {
+        address: IpAddr,
+        /// True for a port of one of Postern's own listeners.
+        own: bool,
+    },
     /// A Service, `NAME.NAMESPACE` in lower case, wherever its endpoints are.
     Service(&'a str),
 }

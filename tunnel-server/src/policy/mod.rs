@@ -211,10 +211,11 @@ impl Target {
                     }
             }
             Destination::Service(name) => wanted.service.as_ref().is_some_and(|wanted| wanted.0 == name),
-            // A range in the cloud never opens edge nodes, however wide it is. Listeners on this host's loopback lead to
-            // all of them, so only a loopback range opens that.
-            Destination::Cloud { address } => {
-                !on_nodes && wanted.addresses.as_ref().is_some_and(|ranges| may_dial(&ranges.0, address))
+            // A range in the cloud never opens edge nodes, however wide it is. Postern's own listeners lead to all of
+            // them, so only a loopback range opens those on this host's loopback, and only their address itself others.
+            Destination::Cloud { address, own } => {
+                let opened = |ranges: &Ranges| may_dial(&ranges.0, address, own);
+                !on_nodes && wanted.addresses.as_ref().is_some_and(opened)
             }
         }
     }
@@ -363,7 +364,7 @@ rules:
             let caller = Origin { identity: &identity, client: client.parse().unwrap(), node: Some(from) };
             policy.permits(caller, to, port).map(str::to_owned)
         };
-        let cloud = |address| Destination::Cloud { address };
+        let cloud = |address| Destination::Cloud { address, own: false };
         let named = Destination::Service;
         assert_eq!(
             ask(&berlin, "1.1.1.1", named("prometheus.monitoring"), 9090).as_deref(),
@@ -391,7 +392,8 @@ rules:
         let nobody = Identity::None;
         let permits = |policy: &Policy, address: &str| {
             let caller = Origin { identity: &nobody, client: "10.0.0.1".parse().unwrap(), node: None };
-            policy.permits(caller, Destination::Cloud { address: address.parse().unwrap() }, 10264).is_some()
+            let to = Destination::Cloud { address: address.parse().unwrap(), own: false };
+            policy.permits(caller, to, 10264).is_some()
         };
         let (all, own) = (policy("0.0.0.0/0, \"::/0\""), policy("127.0.0.0/8"));
         for address in ["127.0.0.1", "::1", "::ffff:127.0.0.1", "0.0.0.0", "::"] {
@@ -399,6 +401,33 @@ rules:
         }
         assert!(permits(&all, "10.80.0.1") && permits(&all, "fd00::1"));
         assert!(permits(&own, "127.0.0.1") && !permits(&own, "0.0.0.0") && !permits(&own, "10.80.0.1"));
+    }
+
+    /// They lead to edge nodes, and see the server's address as the client's.
+    #[test]
+    fn a_range_opens_posterns_own_ports_only_if_it_is_the_address_itself() {
+        let policy = |range: &str| {
+            let to = format!("to: [{{addresses: ['{range}'], ports: [\"*\"]}}]");
+            Policy::parse(&format!("rules:\n- name: a\n  from: [{{clients: [10.0.0.0/8]}}]\n  {to}\n"))
+                .unwrap()
+        };
+        let identity = &Identity::None;
+        let caller = Origin { identity, client: "10.0.0.1".parse().unwrap(), node: None };
+        for (range, address, own, permitted) in [
+            ("10.70.0.0/24", "10.70.0.1", false, true),
+            ("10.70.0.0/24", "10.70.0.1", true, false),
+            ("10.70.0.0/31", "10.70.0.1", true, false),
+            ("10.70.0.1/32", "10.70.0.1", true, true),
+            ("fd00:70::/64", "fd00:70::1", true, false),
+            ("fd00:70::1", "fd00:70::1", true, true),
+        ] {
+            let to = Destination::Cloud { address: address.parse().unwrap(), own };
+            assert_eq!(
+                policy(range).permits(caller, to, 10263).is_some(),
+                permitted,
+                "{range} {address} {own}"
+            );
+        }
     }
 
     #[test]

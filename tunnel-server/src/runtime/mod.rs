@@ -7,6 +7,7 @@ pub mod settings;
 use std::sync::Arc;
 
 use prometheus_client::registry::Registry;
+use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_redirect::Redirect;
@@ -35,6 +36,8 @@ pub struct Runtime {
     pub readiness: Readiness,
     /// Counts what is relayed, and knows when the server drains and when connections have to end.
     pub drain: Drain,
+    /// Notified when callers' rights may have changed, to judge open connections at once.
+    pub rights: Arc<Notify>,
     pub tasks: TaskTracker,
     /// Ends the tasks and the links.
     pub stop: CancellationToken,
@@ -58,6 +61,7 @@ impl Runtime {
             workers,
             readiness: Readiness::new(),
             drain: Drain::new(Shutdown::new()),
+            rights: Arc::default(),
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
         }

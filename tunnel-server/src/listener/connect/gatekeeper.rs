@@ -6,13 +6,14 @@ use std::sync::Arc;
 use arc_swap::ArcSwap;
 use bytes::Bytes;
 use rand::seq::SliceRandom as _;
-use tunnel_routing::{NodeAddress, Resolved, Router};
+use tunnel_routing::{NodeAddress, Resolved, Router, Snapshot};
 use tunnel_runtime::text::printable;
 
-use crate::caller::Authenticator;
+use crate::caller::{Authenticator, Refusal, Shown, ShownToken};
 use crate::kube::{Endpoint, ServiceEndpoints};
 use crate::listener::context::{OpenRequest, Reached};
 use crate::listener::direct;
+use crate::metrics::{Judgement, Permit};
 use crate::policy::{Destination, Identity, Origin, Policy};
 
 /// Source of the endpoints of Services.
@@ -30,6 +31,15 @@ pub(crate) struct Gatekeeper {
     pub(crate) router: Arc<Router>,
 }
 
+/// A destination by which the policy decides.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Meant {
+    Edge(NodeAddress),
+    Cloud(IpAddr),
+    /// `NAME.NAMESPACE`.
+    Service(String),
+}
+
 /// Reason for which a caller reaches nothing.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Denied {
@@ -41,7 +51,60 @@ pub(crate) enum Denied {
 }
 
 impl Gatekeeper {
-    /// Returns the destination that this host and port stand for, and the name of the rule that permits it.
+    /// Returns who has shown this. `exposed`: others can read it; what the client should do instead.
+    ///
+    /// # Errors
+    /// It is not accepted, or the API server does not answer.
+    pub(crate) async fn identify(
+        &self,
+        shown: &Shown,
+        client: IpAddr,
+        exposed: Option<&'static str>,
+    ) -> Result<Identity, Refusal> {
+        Ok(match shown {
+            Shown::Nothing => Identity::None,
+            Shown::Certificate(caller, certified) => {
+                certified.check().map_err(Refusal::Unauthenticated)?;
+                Identity::Certificate(caller.clone())
+            }
+            Shown::Token(token) => {
+                let shown = ShownToken { token: token.secret(), client, exposed };
+                Identity::Token(self.authenticator.caller_of_token(shown).await?)
+            }
+            Shown::Node(name) => Identity::Node(name.clone()),
+        })
+    }
+
+    /// Returns the name of the rule that permits the connection.
+    ///
+    /// # Errors
+    /// No rule does, or the node has left the inventory.
+    fn permitted(
+        &self,
+        identity: &Identity,
+        client: IpAddr,
+        meant: &Meant,
+        port: u16,
+    ) -> Result<String, Denied> {
+        let snapshot = self.router.snapshot();
+        let to = match meant {
+            Meant::Edge(found) => match snapshot.inventory().get(found.node.as_str()) {
+                Some(node) => Destination::Edge { node, address: found.address },
+                None => return Err(Denied::Unclear(format!("node {} has just left", found.node))),
+            },
+            Meant::Cloud(address) => Destination::Cloud {
+                address: *address,
+                own: self.router.is_own_port(SocketAddr::new(*address, port)),
+            },
+            Meant::Service(name) => Destination::Service(name),
+        };
+        let policy = self.policy.load();
+        let permitted = policy.permits(origin(&snapshot, identity, client), to, port);
+        permitted.map(str::to_owned).ok_or(Denied::Policy)
+    }
+
+    /// Returns the destination that this host and port stand for, as it is dialled and as the policy sees it, and the
+    /// name of the rule that permits it.
     ///
     /// # Errors
     /// The caller may not reach it, or there is no such destination. A caller that no rule matches learns nothing about
@@ -52,34 +115,27 @@ impl Gatekeeper {
         client: IpAddr,
         host: &str,
         port: u16,
-    ) -> Result<(Reached, String), Denied> {
-        let snapshot = self.router.snapshot();
-        let policy = self.policy.load_full();
-        let node = match identity {
-            Identity::Node(name) => snapshot.inventory().get(name.as_str()).map(|node| &**node),
-            _ => None,
-        };
-        let origin = Origin { identity, client, node };
-        if !policy.knows(origin) {
+    ) -> Result<(Reached, Meant, String), Denied> {
+        if !self.policy.load().knows(origin(&self.router.snapshot(), identity, client)) {
             return Err(Denied::Policy);
         }
-        let permitted = |to| policy.permits(origin, to, port).map(str::to_owned).ok_or(Denied::Policy);
-        match self.meant(&policy, origin, host, port) {
+        let permitted = |meant: &Meant| self.permitted(identity, client, meant, port);
+        match self.meant(identity, client, host, port) {
             Resolved::Edge(found) | Resolved::Pod(found) => {
-                let Some(node) = snapshot.inventory().get(found.node.as_str()) else {
-                    return Err(Denied::Unclear(format!("node {} has just left", found.node)));
-                };
-                let rule = permitted(Destination::Edge { node, address: found.address })?;
-                Ok((self.on_edge(found, port), rule))
+                let meant = Meant::Edge(found.clone());
+                let rule = permitted(&meant)?;
+                Ok((self.on_edge(found, port), meant, rule))
             }
             Resolved::VirtualAddress(_) => Err(Denied::Policy),
             Resolved::Here(address) | Resolved::Elsewhere(address) => {
-                let rule = permitted(Destination::Cloud { address })?;
-                Ok((Reached::Cloud(SocketAddr::new(address, port)), rule))
+                let meant = Meant::Cloud(address);
+                let rule = permitted(&meant)?;
+                Ok((Reached::Cloud(SocketAddr::new(address, port)), meant, rule))
             }
             Resolved::Service { name, namespace } => {
-                let rule = permitted(Destination::Service(&format!("{name}.{namespace}")))?;
-                Ok((self.endpoint(&name, &namespace, port).await?, rule))
+                let meant = Meant::Service(format!("{name}.{namespace}"));
+                let rule = permitted(&meant)?;
+                Ok((self.endpoint(&name, &namespace, port).await?, meant, rule))
             }
             Resolved::Unknown(name) => Err(Denied::Unclear(format!(
                 "{:?} is not an edge node's name, an address, or SERVICE.NAMESPACE",
@@ -93,10 +149,10 @@ impl Gatekeeper {
 
     /// What the host is: a Service that a rule opens to the caller comes before a node of that name, since whoever
     /// registers a Node may name it like a Service.
-    pub(crate) fn meant(&self, policy: &Policy, origin: Origin<'_>, host: &str, port: u16) -> Resolved {
+    pub(crate) fn meant(&self, identity: &Identity, client: IpAddr, host: &str, port: u16) -> Resolved {
         if let Some(service) = self.router.resolve_service(host)
             && let Resolved::Service { name, namespace } = &service
-            && policy.permits(origin, Destination::Service(&format!("{name}.{namespace}")), port).is_some()
+            && self.permitted(identity, client, &Meant::Service(format!("{name}.{namespace}")), port).is_ok()
         {
             return service;
         }
@@ -108,13 +164,15 @@ impl Gatekeeper {
         Reached::Edge(OpenRequest::to_found(found, target, Bytes::new()))
     }
 
-    /// Picks one endpoint of a Service. Skips this server's loopback, where listeners trust every client: only a rule's
-    /// address range may open it, since a rule does not control the addresses behind a name.
+    /// Picks one endpoint of a Service. Skips this server's loopback, where listeners trust every client, and the ports
+    /// of Postern's own listeners: only a rule's address range may open them, since a rule does not control the
+    /// addresses behind a name.
     async fn endpoint(&self, name: &str, namespace: &str, port: u16) -> Result<Reached, Denied> {
         let endpoints = self.endpoints(name, namespace, port).await.map_err(Denied::Unavailable)?;
         let resolve = |endpoint: &Endpoint| {
             let resolved = self.router.resolve_endpoint(endpoint.address, endpoint.node.as_deref());
-            (!matches!(resolved, Resolved::Here(_))).then_some((endpoint.address, resolved))
+            let here = matches!(resolved, Resolved::Here(_)) || self.router.is_own_port(endpoint.address);
+            (!here).then_some((endpoint.address, resolved))
         };
         let mut elsewhere: Vec<_> = endpoints.iter().filter_map(resolve).collect();
         elsewhere.shuffle(&mut rand::rng());
@@ -126,7 +184,7 @@ impl Gatekeeper {
             Some((_, unclear @ Resolved::Ambiguous { .. })) => Err(Denied::Unavailable(unclear.to_string())),
             Some((address, _)) => Ok(Reached::Cloud(address)),
             None => {
-                let reason = format!("{name}.{namespace} has no address but loopback");
+                let reason = format!("{name}.{namespace} has no address but loopback and Postern's own");
                 Err(Denied::Unavailable(reason))
             }
         }
@@ -140,6 +198,126 @@ impl Gatekeeper {
                 let found = direct::resolve(&host, port).await.map_err(|error| format!("{host}: {error}"))?;
                 Ok(found.into_iter().map(|address| Endpoint { address, node: None }).collect())
             }
+        }
+    }
+}
+
+fn origin<'a>(snapshot: &'a Snapshot, identity: &'a Identity, client: IpAddr) -> Origin<'a> {
+    let node = match identity {
+        Identity::Node(name) => snapshot.inventory().get(name.as_str()).map(|node| &**node),
+        _ => None,
+    };
+    Origin { identity, client, node }
+}
+
+/// A destination that a caller was permitted to reach.
+pub(super) struct Permitted {
+    pub(super) gatekeeper: Arc<Gatekeeper>,
+    pub(super) shown: Shown,
+    pub(super) client: IpAddr,
+    pub(super) meant: Meant,
+    pub(super) port: u16,
+}
+
+impl Permitted {
+    /// True if a node of the rule, or its address, is missing: an inventory may be replaced in two steps.
+    fn may_come_back(&self, identity: &Identity) -> bool {
+        let snapshot = self.gatekeeper.router.snapshot();
+        let caller_left = match identity {
+            Identity::Node(name) => snapshot.inventory().get(name.as_str()).is_none(),
+            _ => false,
+        };
+        let target_left = match &self.meant {
+            Meant::Edge(found) => !found.pod && !snapshot.names(&found.node, found.address),
+            Meant::Cloud(_) | Meant::Service(_) => false,
+        };
+        caller_left || target_left
+    }
+}
+
+#[tonic::async_trait]
+impl Permit for Permitted {
+    fn asker(&self) -> Option<[u8; 32]> {
+        let Shown::Token(token) = &self.shown else { return None };
+        self.gatekeeper.authenticator.asks_about(token.secret()).then(|| self.shown.digest())
+    }
+
+    async fn judge(&self) -> Judgement {
+        let identity = match self.gatekeeper.identify(&self.shown, self.client, None).await {
+            Ok(identity) => identity,
+            Err(refusal) => return refusal.into(),
+        };
+        match self.gatekeeper.permitted(&identity, self.client, &self.meant, self.port) {
+            Ok(_) => Judgement::Holds,
+            Err(Denied::Policy) => {
+                let reason = format!("the policy no longer permits {identity} to reach this");
+                if self.may_come_back(&identity) {
+                    Judgement::Unknown(reason)
+                } else {
+                    Judgement::Withdrawn(reason)
+                }
+            }
+            Err(Denied::Unclear(reason) | Denied::Unavailable(reason)) => Judgement::Unknown(reason),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus_client::registry::Registry;
+    use tunnel_routing::ByAddress;
+    use tunnel_routing::inventory::{Inventory, InventoryNode};
+
+    use super::*;
+    use crate::caller::Tokens;
+
+    const POLICY: &str = "rules:\n- {name: a, from: [{nodes: site}], to: [{node: edge-2, ports: [22]}]}\n";
+
+    fn node(name: &str, address: &str, label: &str) -> InventoryNode {
+        InventoryNode {
+            edge: true,
+            addresses: vec![address.parse().unwrap()],
+            labels: [(label.to_owned(), String::new())].into(),
+            ..InventoryNode::new(name.parse().unwrap())
+        }
+    }
+
+    #[tokio::test]
+    async fn a_missing_node_is_not_a_missing_right() {
+        let router = crate::runtime::without_nodes(&mut Registry::default());
+        let (one, two) = (node("edge-1", "10.8.0.1", "site"), node("edge-2", "10.8.0.2", "site"));
+        router.set_inventory(Inventory::from(vec![one.clone(), two.clone()]));
+        let ByAddress::Unique(found) = router.snapshot().by_address("10.8.0.2".parse().unwrap()) else {
+            panic!("it is edge-2's")
+        };
+        let gatekeeper = Arc::new(Gatekeeper {
+            authenticator: Arc::new(Authenticator::new(Tokens::default(), None)),
+            services: Services::Resolver,
+            policy: ArcSwap::from_pointee(Policy::parse(POLICY).unwrap()),
+            router: router.clone(),
+        });
+        let permit = Permitted {
+            gatekeeper,
+            shown: Shown::Node(one.name.clone()),
+            client: [10, 0, 0, 1].into(),
+            meant: Meant::Edge(found),
+            port: 22,
+        };
+        assert_eq!(permit.judge().await, Judgement::Holds);
+        for (nodes, withdrawn) in [
+            (vec![two.clone()], false),
+            (vec![one.clone()], false),
+            (vec![one.clone(), node("edge-2", "10.8.0.3", "site")], false),
+            (vec![node("edge-1", "10.8.0.1", "other"), two.clone()], true),
+        ] {
+            router.set_inventory(Inventory::from(nodes.clone()));
+            let judgement = permit.judge().await;
+            let expected = if withdrawn {
+                matches!(judgement, Judgement::Withdrawn(_))
+            } else {
+                matches!(judgement, Judgement::Unknown(_))
+            };
+            assert!(expected, "{nodes:?}: {judgement:?}");
         }
     }
 }

@@ -7,10 +7,11 @@ use http::StatusCode;
 use tunnel_runtime::text::printable;
 
 use super::asked::Asked;
-use super::gatekeeper::{Denied, Gatekeeper};
-use crate::caller::Shown;
+use super::gatekeeper::{Denied, Gatekeeper, Permitted};
+use crate::caller::{Shown, Token};
 use crate::listener::answer::Failure;
 use crate::listener::context::{ListenerContext, Reached};
+use crate::metrics::Permit;
 use crate::policy::Identity;
 
 /// Authenticates callers, and permits what the policy permits.
@@ -21,28 +22,30 @@ pub(crate) struct Reception {
 }
 
 impl Reception {
-    /// Returns the permitted destination, and the caller's description for the log. `secure`: nobody else can read what
-    /// the client sends.
+    /// Returns the permitted destination, the caller's description for the log, and the permit. `secure`: nobody else
+    /// can read what the client sends.
     pub(crate) async fn decide(
         &self,
         asked: &Asked,
-        shown: Identity,
+        shown: Shown,
         client: IpAddr,
         secure: bool,
-    ) -> Result<(Reached, Box<str>), Failure> {
-        let identity = match &asked.token {
+    ) -> Result<(Reached, Box<str>, Arc<dyn Permit>), Failure> {
+        let shown = match &asked.token {
             // A workload is identified by its node, whatever token it shows.
-            Some(_) if matches!(shown, Identity::Node(_)) => shown,
-            Some(token) => {
-                let shown =
-                    Shown { token, client, exposed: (!secure).then_some("use this proxy as https://") };
-                let known = self.gatekeeper.authenticator.caller_of_token(shown).await;
-                known.map(Identity::Token).map_err(|refusal| Failure::from(refusal).at_proxy())?
-            }
+            Some(_) if matches!(shown, Shown::Node(_)) => shown,
+            Some(token) => Shown::Token(Token::new(token)),
             None => shown,
         };
+        let exposed = (!secure).then_some("use this proxy as https://");
+        let identity = self.gatekeeper.identify(&shown, client, exposed).await;
+        let identity = identity.map_err(|refusal| Failure::from(refusal).at_proxy())?;
         match self.gatekeeper.reach(&identity, client, &asked.host, asked.port).await {
-            Ok((reached, rule)) => Ok((reached, format!("{identity} by {}", printable(&rule, 80)).into())),
+            Ok((reached, meant, rule)) => {
+                let caller = format!("{identity} by {}", printable(&rule, 80)).into();
+                let (gatekeeper, port) = (self.gatekeeper.clone(), asked.port);
+                Ok((reached, caller, Arc::new(Permitted { gatekeeper, shown, client, meant, port })))
+            }
             Err(Denied::Policy) => {
                 let (host, port) = (printable(&asked.host, 100), asked.port);
                 let reason =

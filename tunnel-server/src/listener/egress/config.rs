@@ -35,7 +35,7 @@ pub struct EgressConfig {
     #[arg(long, value_name = "FILE", alias = "server-key")]
     egress_key: Option<PathBuf>,
     /// Addresses that are no edge node's and that this server dials itself for callers of this listener, comma-separated: cloud
-    /// nodes, Services, pods [default: none, such connections are refused].
+    /// nodes, Services, pods; link-local ones only by a range within these [default: none, such connections are refused].
     #[arg(id = "egress-direct", long, value_name = "CIDRS", default_value = "", hide_default_value = true,
           value_parser = value::cidrs)]
     pub direct: List<IpNet>,

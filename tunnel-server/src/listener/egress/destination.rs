@@ -33,13 +33,13 @@ pub(super) enum Meant {
 pub(super) struct Direct(pub(super) Vec<IpNet>);
 
 impl Direct {
-    pub(super) fn allows(&self, address: IpAddr) -> bool {
-        may_dial(&self.0, address)
+    pub(super) fn allows(&self, target: SocketAddr, router: &Router) -> bool {
+        may_dial(&self.0, target.ip(), router.is_own_port(target))
     }
 
     /// Returns `None` if this server may not dial the address.
-    pub(super) fn destination(&self, address: SocketAddr) -> Option<Destination> {
-        self.allows(address.ip()).then(|| Destination::Direct(address.ip().to_string(), address.port()))
+    pub(super) fn destination(&self, address: SocketAddr, router: &Router) -> Option<Destination> {
+        self.allows(address, router).then(|| Destination::Direct(address.ip().to_string(), address.port()))
     }
 }
 
@@ -73,7 +73,7 @@ pub(super) fn of_endpoint(endpoint: &Endpoint, router: &Router, direct: &Direct)
     let address = endpoint.address;
     match router.resolve_endpoint(address, endpoint.node.as_deref()) {
         Resolved::Edge(found) | Resolved::Pod(found) => Some(through_tunnel(found, address.port(), router)),
-        Resolved::Here(_) | Resolved::Elsewhere(_) => direct.destination(address),
+        Resolved::Here(_) | Resolved::Elsewhere(_) => direct.destination(address, router),
         _ => None,
     }
 }
@@ -98,7 +98,7 @@ pub(super) mod tests {
         let anything = Direct(vec!["0.0.0.0/0".parse().unwrap(), "::/0".parse().unwrap()]);
         let found = find(&format!("{host}:{port}"), router, &anything).map(|meant| match meant {
             Meant::Known(destination) => Some(destination),
-            Meant::Elsewhere(address) => anything.destination(address),
+            Meant::Elsewhere(address) => anything.destination(address, router),
         });
         match found {
             Ok(Some(Destination::Edge(request))) => format!("{} {}", request.node, request.target),

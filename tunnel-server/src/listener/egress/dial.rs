@@ -12,6 +12,7 @@ use tunnel_runtime::text::printable;
 use super::destination::{Destination, Direct, Meant, find, not_allowed, of_endpoint};
 use super::services::{ClusterServices, Wanted};
 use crate::admission::Shares;
+use crate::caller::Certified;
 use crate::kube::Endpoint;
 use crate::listener::access_log::AccessLogGuard;
 use crate::listener::context::{Failed, ListenerContext, OpenRequest};
@@ -28,6 +29,25 @@ pub(super) struct Caller {
     pub(super) address: SocketAddr,
     /// From its certificate, or its process's credentials from the kernel.
     pub(super) name: Arc<str>,
+    /// `None` at the Unix socket, where nobody's right is judged.
+    pub(super) certified: Option<Arc<Certified>>,
+}
+
+impl Caller {
+    fn noted_in(&self, record: &AccessLogGuard) {
+        record.called_by(&self.name);
+        if let Some(certified) = &self.certified {
+            record.admitted_by(certified.clone());
+        }
+    }
+
+    /// Waits until the caller's certificate is accepted no longer.
+    pub(super) async fn lapsed(&self) {
+        match &self.certified {
+            Some(certified) => certified.lapsed().await,
+            None => std::future::pending().await,
+        }
+    }
 }
 
 /// State for dialling.
@@ -66,6 +86,9 @@ impl Dialler {
         gone: impl Future<Output = ()>,
     ) -> Result<Connected, Failed> {
         let mut gone = pin!(gone);
+        if let Some(Err(reason)) = caller.certified.as_ref().map(|certified| certified.check()) {
+            return Err(self.turned_away(Failed { outcome: Outcome::Denied, reason }, caller));
+        }
         let choice = tokio::select! {
             biased;
             choice = self.choose(address) => choice,
@@ -96,7 +119,7 @@ impl Dialler {
             Meant::Known(destination) => return Ok(Choice::One(destination)),
             Meant::Elsewhere(address) => address,
         };
-        let direct = self.direct.destination(address);
+        let direct = self.direct.destination(address, &self.context.router);
         if let Some(services) = &self.services {
             let reached = |endpoint: &Endpoint| self.endpoint(endpoint).is_some();
             match services.find(address, direct.is_none(), reached).await {
@@ -160,7 +183,7 @@ impl Dialler {
         gone: impl Future<Output = ()>,
     ) -> Result<Connected, Failed> {
         let mut record = AccessLogGuard::new(NAME, caller.address, &request, &self.context);
-        record.called_by(&caller.name);
+        caller.noted_in(&record);
         let place = self.shares.admit(caller.address.ip());
         let opened = tokio::select! {
             biased;
@@ -185,7 +208,7 @@ impl Dialler {
         };
         let target = target.map_err(|failed| self.turned_away(failed, caller))?;
         let mut record = AccessLogGuard::direct(NAME, caller.address, target, &self.context);
-        record.called_by(&caller.name);
+        caller.noted_in(&record);
         let place = self.shares.admit(caller.address.ip());
         let opened = tokio::select! {
             biased;
@@ -200,7 +223,8 @@ impl Dialler {
         let denied = |reason| Failed { outcome: Outcome::Denied, reason };
         let shown = printable(host, 100);
         let targets = direct::resolve(host, port).await.map_err(|error| not_resolved(&shown, &error))?;
-        let allowed = targets.iter().copied().find(|target| self.direct.allows(target.ip()));
+        let allowed =
+            targets.iter().copied().find(|target| self.direct.allows(*target, &self.context.router));
         allowed.ok_or_else(|| {
             denied(
                 targets.first().map_or_else(

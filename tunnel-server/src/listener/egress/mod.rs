@@ -36,6 +36,7 @@ use super::access_log::over_limit;
 use super::context::ListenerContext;
 use super::preface::{PrefaceError, read_preface};
 use crate::admission::{Gate, Gated, Share, Shares};
+use crate::caller::{Accepted, Certified};
 use crate::session::Workers;
 use authority::{Masked, PREFACE};
 use destination::Direct;
@@ -113,7 +114,12 @@ impl Egress {
     }
 
     /// Serves the port until the drain starts.
-    pub(crate) async fn serve_tls(self, mut listener: Gated, tls: Arc<ArcSwap<ServerConfig>>) {
+    pub(crate) async fn serve_tls(
+        self,
+        mut listener: Gated,
+        tls: Arc<ArcSwap<ServerConfig>>,
+        accepted: Accepted,
+    ) {
         loop {
             let (socket, client) = tokio::select! {
                 biased;
@@ -126,10 +132,10 @@ impl Egress {
                 continue;
             };
             let acceptor = tls::acceptor(&tls);
-            let dialler = self.dialler.clone();
+            let (dialler, accepted) = (self.dialler.clone(), accepted.clone());
             let work = async move {
                 let _place = place;
-                if let Err(reason) = receive_tls(dialler.clone(), socket, client, acceptor).await {
+                if let Err(reason) = receive_tls(dialler.clone(), socket, client, acceptor, accepted).await {
                     dialler.context.metrics.turned_away(NAME);
                     tracing::warn!(listener = NAME, %client, reason, "connection rejected");
                 }
@@ -155,6 +161,7 @@ impl Egress {
                 |_| "a process".into(),
                 |of| format!("uid={} pid={}", of.uid(), of.pid().unwrap_or_default()).into(),
             ),
+            certified: None,
         };
         let Some(place) = self.admit(caller.address) else { return };
         let dialler = self.dialler.clone();
@@ -178,6 +185,7 @@ async fn receive_tls(
     socket: TcpStream,
     client: SocketAddr,
     acceptor: tokio_rustls::TlsAcceptor,
+    accepted: Accepted,
 ) -> Result<(), String> {
     prepare_socket(&socket);
     let stream = match tokio::time::timeout(HANDSHAKE, acceptor.accept(socket)).await {
@@ -187,7 +195,8 @@ async fn receive_tls(
     };
     let certificates = stream.get_ref().1.peer_certificates().unwrap_or_default();
     let name = certificates.first().map(tls::common_name).unwrap_or_default();
-    let caller = Caller { address: client, name: name.into() };
+    let certified = Certified::new(certificates, accepted).map(Arc::new);
+    let caller = Caller { address: client, name: name.into(), certified };
     let (read, write, watched) = halves::of_tls(stream).map_err(|error| error.to_string())?;
     let shutdown = dialler.context.drain.shutdown().clone();
     let over = serve(dialler, caller, read, write, watched.clone()).await;

@@ -55,14 +55,15 @@ impl ProxyService for Proxy {
     }
 }
 
-/// Serves one HTTP/2 connection until it ends. A drain lets its streams finish.
+/// Serves one HTTP/2 connection until it ends. A drain lets its streams finish, and so does the end of the caller's
+/// certificate, with which these end themselves.
 pub(super) async fn serve(
     dialler: Arc<Dialler>,
     caller: Caller,
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
 ) -> Over {
     let shutdown = dialler.context.drain.shutdown().clone();
-    let address = caller.address;
+    let (address, shown) = (caller.address, caller.clone());
     let service =
         ProxyServiceServer::new(Proxy { dialler, caller }).max_decoding_message_size(LARGEST_MESSAGE);
     let connection = http2::Builder::new(TokioExecutor::new())
@@ -75,9 +76,15 @@ pub(super) async fn serve(
         .keep_alive_timeout(KEEPALIVE.1)
         .serve_connection(TokioIo::new(stream), TowerToHyperService::new(service));
     let mut connection = std::pin::pin!(connection);
+    let over = async {
+        tokio::select! {
+            () = shutdown.draining() => {}
+            () = shown.lapsed() => {}
+        }
+    };
     let ended = tokio::select! {
         ended = connection.as_mut() => ended,
-        () = shutdown.draining() => {
+        () = over => {
             connection.as_mut().graceful_shutdown();
             tokio::select! {
                 ended = connection => ended,

@@ -4,7 +4,7 @@ mod services;
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use hyper_util::rt::TokioIo;
@@ -18,9 +18,12 @@ use tonic::transport::Endpoint;
 use tunnel_link::konnectivity::Packet;
 use tunnel_link::konnectivity::packet::Payload;
 use tunnel_link::konnectivity::proxy_service_client::ProxyServiceClient;
+use tunnel_link::outcome::{Hop, Outcome};
 
 use super::*;
 use crate::admission::Gate;
+use crate::caller::CallersCa;
+use crate::listener::judge::judge_all;
 use crate::metrics::Metrics;
 
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -303,4 +306,42 @@ async fn a_banner_comes_behind_the_answer() {
     }
     drop(busy);
     greet.abort();
+}
+
+#[tokio::test]
+async fn a_callers_connection_ends_with_its_certificate() {
+    let context = ListenerContext::without_nodes();
+    let metrics = context.metrics.clone();
+    let direct = Direct(vec!["127.0.0.0/8".parse().unwrap()]);
+    let dialler = Dialler { context, shares: Shares::new(10), direct, services: None };
+    let (accepted, certified) = CallersCa::new().certified(6 * PATIENCE);
+    let caller = Caller {
+        address: ([127, 0, 0, 1], 40000).into(),
+        name: "kube-apiserver".into(),
+        certified: Some(certified),
+    };
+    let (listener, address) = target().await;
+    let Ok(connected) = dialler.dial(&address, &caller, std::future::pending()).await else {
+        panic!("the certificate is accepted");
+    };
+    let (mut target, _) = listener.accept().await.unwrap();
+    let (near, mut far) = tokio::io::duplex(100);
+    let relayed = tokio::spawn(async move {
+        let (mut read, mut write) = tokio::io::split(near);
+        connected.run(&mut read, &mut write, std::future::pending()).await
+    });
+    target.write_all(b"x").await.unwrap();
+    assert_eq!(timeout(PATIENCE, far.read_u8()).await.expect("it is relayed").unwrap(), b'x');
+    judge_all(&metrics, Instant::now()).await;
+    assert!(!relayed.is_finished());
+    accepted.set(CallersCa::new().verifier());
+    judge_all(&metrics, Instant::now()).await;
+    let failed = timeout(PATIENCE, relayed).await.expect("it ends").unwrap().unwrap_err();
+    assert_eq!(failed.outcome, Outcome::Denied);
+    let detail = metrics.failures()[&Hop::Policy].recent[0].detail.clone();
+    assert!(detail.starts_with("the client certificate is no longer accepted"), "{detail}");
+    let Err(refused) = dialler.dial(&address, &caller, std::future::pending()).await else {
+        panic!("it reaches nothing more");
+    };
+    assert_eq!(refused.outcome, Outcome::Denied);
 }

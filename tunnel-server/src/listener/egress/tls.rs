@@ -4,10 +4,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{ResolvesServerCert, ResolvesServerCertUsingSni};
 use rustls::{CertificateError, RootCertStore, ServerConfig};
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use tokio::sync::Notify;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tunnel_pki::{ServerTls, caller_config, caller_verifier, certified, client_verifier};
@@ -16,6 +18,7 @@ use tunnel_runtime::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts, read
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 
 use super::config::EgressTlsConfig;
+use crate::caller::Accepted;
 
 /// Checks that the files can be used.
 pub(super) fn check(config: &EgressTlsConfig) -> Result<(), ConfigError> {
@@ -25,9 +28,13 @@ pub(super) fn check(config: &EgressTlsConfig) -> Result<(), ConfigError> {
 
 /// TLS settings, and the files that they follow.
 pub(crate) struct EgressTls {
-    file: ReloadedFile<ServerConfig>,
+    file: ReloadedFile<Settings>,
     current: Arc<ArcSwap<ServerConfig>>,
+    accepted: Accepted,
 }
+
+/// The verifier is in the settings too, which do not give it out.
+type Settings = (ServerConfig, Arc<dyn ClientCertVerifier>);
 
 impl EgressTls {
     /// # Errors
@@ -39,18 +46,28 @@ impl EgressTls {
     ) -> Result<Self, ConfigError> {
         let files = files(&config);
         let parse = move |texts: &Texts| server_config(&config, texts, own.clone());
-        let (file, first) = ReloadedFile::open("egress-tls", files, parse, metrics)?;
-        Ok(Self { file, current: Arc::new(ArcSwap::from_pointee(first)) })
+        let (file, (first, verifier)) = ReloadedFile::open("egress-tls", files, parse, metrics)?;
+        let accepted = Accepted::default();
+        accepted.set(verifier);
+        Ok(Self { file, current: Arc::new(ArcSwap::from_pointee(first)), accepted })
+    }
+
+    /// The verifier in effect, for callers' certificates that have been accepted before.
+    pub(crate) fn accepted(&self) -> Accepted {
+        self.accepted.clone()
     }
 
     pub(crate) fn current(&self) -> Arc<ArcSwap<ServerConfig>> {
         self.current.clone()
     }
 
-    pub(crate) async fn follow(self, stop: CancellationToken) {
-        let Self { file, current } = self;
-        let apply = |config| {
+    /// Notifies `changed` of each change.
+    pub(crate) async fn follow(self, changed: Arc<Notify>, stop: CancellationToken) {
+        let Self { file, current, accepted } = self;
+        let apply = |(config, verifier)| {
             current.store(Arc::new(config));
+            accepted.set(verifier);
+            changed.notify_one();
             std::future::ready(Ok(()))
         };
         file.run(apply, stop).await;
@@ -75,7 +92,7 @@ fn server_config(
     config: &EgressTlsConfig,
     texts: &Texts,
     own: Arc<dyn ResolvesServerCert>,
-) -> Result<ServerConfig, ConfigError> {
+) -> Result<Settings, ConfigError> {
     let bad =
         |key: &str, path: &Path, reason: String| ConfigError::new(key, path.display().to_string(), reason);
     let bad_ca = |reason: String| bad("--egress-client-ca", &config.client_ca, reason);
@@ -108,7 +125,8 @@ fn server_config(
         }
         None => own,
     };
-    caller_config(shown, verifier, &[b"h2", b"http/1.1"]).map_err(|error| bad_ca(error.to_string()))
+    let settings = caller_config(shown, verifier.clone(), &[b"h2", b"http/1.1"]);
+    settings.map(|settings| (settings, verifier)).map_err(|error| bad_ca(error.to_string()))
 }
 
 /// Returns a certificate's common name; empty if it has none.

@@ -10,7 +10,7 @@ use super::metrics::MetricsPage;
 use super::pods::Pods;
 use super::target_tls::TargetTls;
 use crate::admission::Share;
-use crate::caller::{Authenticator, Caller, CallerTls};
+use crate::caller::{Authenticator, Caller, CallerTls, Certified, Refusal, Reviewer};
 use crate::listener::connect::Reception;
 
 /// Maximum length of a request's head, in bytes.
@@ -54,6 +54,16 @@ impl Front {
         self.tls.is_none() && !client.to_canonical().is_loopback()
     }
 
+    /// Who is asked about callers.
+    pub(super) fn reviewer(&self) -> Option<&Arc<Reviewer>> {
+        match &self.admission {
+            Admission::Callers(authenticator) | Admission::Listed { authenticator, .. } => {
+                authenticator.reviewer()
+            }
+            Admission::Everyone | Admission::Policy(..) => None,
+        }
+    }
+
     pub(super) fn is_proxy(&self) -> bool {
         matches!(self.admission, Admission::Policy(..))
     }
@@ -63,14 +73,37 @@ impl Front {
 pub(super) struct Peer {
     pub(super) client: SocketAddr,
     /// From its certificate.
-    pub(super) caller: Option<Caller>,
+    certificate: Option<(Caller, Arc<Certified>)>,
     /// The connection's place, if it has one.
     place: Mutex<Option<Share>>,
 }
 
 impl Peer {
-    pub(super) fn new(client: SocketAddr, caller: Option<Caller>, place: Option<Share>) -> Self {
-        Self { client, caller, place: Mutex::new(place) }
+    pub(super) fn new(
+        client: SocketAddr,
+        certificate: Option<(Caller, Arc<Certified>)>,
+        place: Option<Share>,
+    ) -> Self {
+        Self { client, certificate, place: Mutex::new(place) }
+    }
+
+    /// Returns the certificate that it has shown.
+    ///
+    /// # Errors
+    /// A handshake would not accept it any more.
+    pub(super) fn certificate(&self) -> Result<Option<&(Caller, Arc<Certified>)>, Refusal> {
+        if let Some((_, certified)) = &self.certificate {
+            certified.check().map_err(Refusal::Unauthenticated)?;
+        }
+        Ok(self.certificate.as_ref())
+    }
+
+    /// Waits until its certificate is accepted no longer.
+    pub(super) async fn lapsed(&self) {
+        match &self.certificate {
+            Some((_, certified)) => certified.lapsed().await,
+            None => std::future::pending().await,
+        }
     }
 
     /// Called when one of its requests was admitted: it no longer counts as unauthenticated.

@@ -13,7 +13,7 @@ use tunnel_runtime::admin::exposition;
 
 use super::body::Body;
 use crate::admission::Gate;
-use crate::caller::{Authenticator, Caller, Refusal, Shown, bearer_token};
+use crate::caller::{Authenticator, Caller, Refusal, ShownToken, bearer_token};
 use crate::listener::answer::Failure;
 
 /// Path that the cluster's rules must allow the caller to read.
@@ -28,11 +28,11 @@ pub(crate) struct MetricsPage {
 }
 
 impl MetricsPage {
-    /// `shown`: the caller in the client certificate.
+    /// `shown`: the caller in the client certificate, or why that is accepted no longer.
     pub(super) async fn answer(
         &self,
         head: &Parts,
-        shown: Option<&Caller>,
+        shown: Result<Option<&Caller>, Refusal>,
         client: IpAddr,
     ) -> Result<Response<Body>, Failure> {
         if head.uri.path() != PATH {
@@ -41,7 +41,7 @@ impl MetricsPage {
         if head.method != Method::GET {
             return Err(Failure::new(StatusCode::METHOD_NOT_ALLOWED, "use GET"));
         }
-        self.admit(head, shown, client).await?;
+        self.admit(head, shown?, client).await?;
         let (registry, headers) = (self.registry.clone(), head.headers.clone());
         // Encoding takes milliseconds, in which other listeners should not wait.
         let encoded = tokio::task::spawn_blocking(move || exposition(&registry, &headers)).await;
@@ -61,7 +61,7 @@ impl MetricsPage {
         let caller = match (shown, bearer_token(&head.headers).map_err(Refusal::Unauthenticated)?) {
             (Some(caller), _) => caller.clone(),
             (None, Some(token)) => {
-                self.authenticator.caller_of_token(Shown { token, client, exposed: None }).await?
+                self.authenticator.caller_of_token(ShownToken { token, client, exposed: None }).await?
             }
             (None, None) => {
                 let reason = "a client certificate or a bearer token is needed";
@@ -95,7 +95,7 @@ mod tests {
     use super::super::{Admission, Front};
     use super::*;
     use crate::admission::Shares;
-    use crate::caller::{CallerTls, Tokens};
+    use crate::caller::{CallerTls, CallersCa, Tokens};
     use crate::listener::context::ListenerContext;
     use crate::metrics::Metrics;
 
@@ -271,6 +271,23 @@ mod tests {
             let rest = timeout(PATIENCE, stream.read_to_end(&mut answer)).await.expect("it ends").unwrap();
             assert_eq!(rest, 0);
         }
+    }
+
+    #[tokio::test]
+    async fn a_kept_connection_ends_with_its_callers_certificate() {
+        let site = Site::new();
+        let mut kept = site.connect(true).await;
+        kept.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
+        let mut answer = [0; 4096];
+        let read = timeout(PATIENCE, kept.read(&mut answer)).await.expect("an answer").unwrap();
+        assert!(
+            answer[..read].starts_with(b"HTTP/1.1 200 "),
+            "{:?}",
+            String::from_utf8_lossy(&answer[..read])
+        );
+        site.front.tls.as_ref().unwrap().accept_roots(CallersCa::new().bundle()).unwrap();
+        let rest = timeout(PATIENCE, kept.read_to_end(&mut Vec::new())).await.expect("it ends");
+        assert!(rest.is_ok(), "{rest:?}");
     }
 
     #[tokio::test]

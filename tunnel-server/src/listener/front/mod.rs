@@ -16,6 +16,7 @@ mod metrics;
 mod pods;
 mod proxy;
 mod request;
+mod right;
 mod serve;
 mod socket;
 mod target_tls;

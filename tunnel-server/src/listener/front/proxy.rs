@@ -5,9 +5,9 @@ use hyper::body::{Body as _, Incoming};
 use tunnel_runtime::NodeName;
 
 use super::request::{Admitted, Served};
+use crate::caller::Shown;
 use crate::listener::answer::Failure;
 use crate::listener::connect::{Reception, parse};
-use crate::policy::Identity;
 
 impl Served {
     /// Resolves the target, if the policy permits it. `node`: the edge node that the client is on, if any.
@@ -24,13 +24,14 @@ impl Served {
             return Err(Failure::bad_request("a CONNECT request has no body"));
         }
         let client = self.peer.client.ip().to_canonical();
-        let identity = match (node, &self.peer.caller) {
-            (Some(node), _) => Identity::Node(node.clone()),
-            (None, Some(caller)) => Identity::Certificate(caller.clone()),
-            (None, None) => Identity::None,
-        };
+        let shown =
+            match (node, self.peer.certificate().map_err(|refusal| Failure::from(refusal).at_proxy())?) {
+                (Some(node), _) => Shown::Node(node.clone()),
+                (None, Some((caller, certified))) => Shown::Certificate(caller.clone(), certified.clone()),
+                (None, None) => Shown::Nothing,
+            };
         let secure = node.is_some() || !self.front.is_exposed(client);
-        let (reached, caller) = reception.decide(&asked, identity, client, secure).await?;
-        Ok(Admitted { reached, caller: Some(caller), by_token: false, on_edge: None })
+        let (reached, caller, permit) = reception.decide(&asked, shown, client, secure).await?;
+        Ok(Admitted { reached, caller: Some(caller), permit: Some(permit), by_token: false, on_edge: None })
     }
 }

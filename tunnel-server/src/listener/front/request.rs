@@ -22,17 +22,20 @@ use super::body::{AnswerBody, Body, Exchange, empty};
 use super::destination::{Wanted, parse_destination};
 use super::kinds::{Admission, Front, MAX_HEAD, Peer};
 use super::pods::Pods;
+use super::right::Right;
 use super::socket::Faults;
 use super::tunnel::{Tunnel, established};
 use super::{expect, headers, upgrade};
 use crate::admission::{Full, Shares};
 use crate::caller::{
-    Asker, Authenticator, Caller, Refusal, Reviewer, Shown, bearer_token, kubelet_accesses, other_accesses,
+    Access, Asker, Authenticator, Caller, Refusal, Reviewer, Shown, ShownToken, Token, bearer_token,
+    kubelet_accesses, other_accesses,
 };
 use crate::listener::access_log::{AccessLogGuard, over_limit};
 use crate::listener::answer::Failure;
 use crate::listener::context::{ListenerContext, OpenRequest, Reached};
 use crate::listener::upstream::Upstream;
+use crate::metrics::Permit;
 
 const TOO_LARGE: &str = "the request's head is larger than 64 KiB";
 
@@ -54,6 +57,8 @@ pub(super) struct Admitted {
     pub(super) reached: Reached,
     /// The caller, for the log; `None` if the listener does not authenticate.
     pub(super) caller: Option<Box<str>>,
+    /// `None` if nobody's right was judged.
+    pub(super) permit: Option<Arc<dyn Permit>>,
     /// True if the request's Authorization was for this server.
     pub(super) by_token: bool,
     /// `None` for a proxy's request, whose URL says all.
@@ -70,6 +75,8 @@ pub(super) struct Destination {
     host: Option<String>,
     /// True if the target's certificate is the node's.
     on_node: bool,
+    /// Accesses to the node of which the caller must have one; empty if nobody is asked.
+    accesses: Vec<Access>,
 }
 
 impl Destination {
@@ -95,7 +102,8 @@ pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> 
     let answered = match &served.front.metrics {
         Some(page) => {
             let (peer, head) = (&served.peer, request.into_parts().0);
-            let answered = page.answer(&head, peer.caller.as_ref(), peer.client.ip()).await;
+            let shown = peer.certificate().map(|shown| shown.map(|(caller, _)| caller));
+            let answered = page.answer(&head, shown, peer.client.ip()).await;
             answered.inspect_err(|failure| served.turned_away(failure))
         }
         None => forward(served, request).await,
@@ -139,6 +147,9 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
     record.presume(Outcome::ClientReset);
     if let Some(caller) = &admitted.caller {
         record.called_by(caller);
+    }
+    if let Some(permit) = &admitted.permit {
+        record.admitted_by(permit.clone());
     }
     let own = served.front.is_proxy().then(|| served.peer.take_place()).flatten();
     let place = own.map_or_else(|| served.shares.admit(client_address.ip()), Ok);
@@ -237,12 +248,19 @@ impl Served {
         if head.method == Method::CONNECT {
             return Err(Failure::new(StatusCode::METHOD_NOT_ALLOWED, "this listener does not take CONNECT"));
         }
-        let caller = self.caller(&head.headers).await?;
+        let (caller, shown) = self.caller(&head.headers).await?.unzip();
         let destination = self.destination(caller.as_ref(), &head.method, &wanted).await?;
+        let by_token = matches!(shown, Some(Shown::Token(_)));
+        let permit = shown.map(|shown| {
+            let (node, accesses) = (destination.node.node.clone(), destination.accesses.clone());
+            let (reviewer, client) = (self.front.reviewer().cloned(), self.peer.client.ip());
+            Arc::new(Right { reviewer, shown, client, node, accesses }) as Arc<dyn Permit>
+        });
         Ok(Admitted {
             reached: Reached::Edge(destination.request()),
             caller: caller.as_ref().map(|caller| caller.to_string().into()),
-            by_token: caller.is_some() && self.peer.caller.is_none(),
+            permit,
+            by_token,
             on_edge: Some(destination),
         })
     }
@@ -259,7 +277,7 @@ impl Served {
     }
 
     /// Returns the sender of the request, if this listener authenticates.
-    pub(super) async fn caller(&self, headers: &HeaderMap) -> Result<Option<Caller>, Failure> {
+    pub(super) async fn caller(&self, headers: &HeaderMap) -> Result<Option<(Caller, Shown)>, Failure> {
         match &self.front.admission {
             Admission::Everyone | Admission::Policy(..) => Ok(None),
             Admission::Callers(authenticator) => match self.identify(headers, authenticator, None).await? {
@@ -293,15 +311,16 @@ impl Served {
         headers: &HeaderMap,
         authenticator: &Authenticator,
         exposed: Option<&'static str>,
-    ) -> Result<Option<Caller>, Failure> {
-        if let Some(caller) = &self.peer.caller {
-            return Ok(Some(caller.clone()));
+    ) -> Result<Option<(Caller, Shown)>, Failure> {
+        if let Some((caller, certified)) = self.peer.certificate()? {
+            return Ok(Some((caller.clone(), Shown::Certificate(caller.clone(), certified.clone()))));
         }
         let Some(token) = bearer_token(headers).map_err(Refusal::Unauthenticated)? else { return Ok(None) };
         let client = self.peer.client.ip();
         // One connection may have many requests that wait for the answer, each with its head.
         let _place = self.shares.unauthenticated(client).map_err(|full| self.over_limit(&full))?;
-        Ok(Some(authenticator.caller_in_cluster(Shown { token, client, exposed }).await?))
+        let caller = authenticator.caller_in_cluster(ShownToken { token, client, exposed }).await?;
+        Ok(Some((caller, Shown::Token(Token::new(token)))))
     }
 
     /// Resolves the node and the agent's target, if the caller may send this request there.
@@ -316,8 +335,8 @@ impl Served {
         match (host.on_edge(), &wanted.pod, &self.front.pods) {
             (Ok(node), ..) => {
                 let destination = self.at(node, wanted, named)?;
-                self.admit(caller, method, wanted, &destination).await?;
-                Ok(destination)
+                let accesses = self.admit(caller, method, wanted, &destination).await?;
+                Ok(Destination { accesses, ..destination })
             }
             (Err(_), Some(pod), Some(pods)) if named.is_none() => {
                 self.at_pod(pods, pod, caller, method, wanted).await
@@ -345,14 +364,15 @@ impl Served {
         });
         let known = found.as_ref().ok();
         let port = known.map_or(DEFAULT_KUBELET_PORT, |node| node.kubelet_port);
+        let mut accesses = Vec::new();
         if let Some((caller, Some(reviewer))) = self.judge(caller, port)? {
             let path = wanted.path.as_ref().map_err(Failure::bad_request)?;
-            let accesses = kubelet_accesses(method, path);
+            accesses = kubelet_accesses(method, path);
             reviewer.allow_at_pod(caller, &accesses, known.map(|node| &node.node)).await?;
         }
         let node = found?;
         let target = SocketAddr::new(node.address, node.kubelet_port);
-        Ok(Destination { node, target, found: true, host: Some(target.to_string()), on_node: true })
+        Ok(Destination { node, target, found: true, host: Some(target.to_string()), on_node: true, accesses })
     }
 
     fn at(&self, node: NodeAddress, wanted: &Wanted, named: Option<&str>) -> Result<Destination, Failure> {
@@ -376,25 +396,26 @@ impl Served {
             Some(dest) => dest.ip().is_loopback() || router.snapshot().names(&node.node, dest.ip()),
             None => !node.pod,
         };
-        Ok(Destination { node, target, found: wanted.dest.is_none(), host, on_node })
+        Ok(Destination { node, target, found: wanted.dest.is_none(), host, on_node, accesses: Vec::new() })
     }
 
-    /// Checks that the caller may send this request.
+    /// Checks that the caller may send this request. Returns the accesses of which it must have one.
     async fn admit(
         &self,
         caller: Option<&Caller>,
         method: &Method,
         wanted: &Wanted,
         destination: &Destination,
-    ) -> Result<(), Failure> {
+    ) -> Result<Vec<Access>, Failure> {
         let port = destination.target.port();
-        let Some((caller, reviewer)) = self.judge(caller, port)? else { return Ok(()) };
+        let Some((caller, reviewer)) = self.judge(caller, port)? else { return Ok(Vec::new()) };
         let path = wanted.path.as_ref().map_err(Failure::bad_request)?;
         // Without a cluster, the certificate is all that is known of the caller.
-        let Some(reviewer) = reviewer else { return Ok(()) };
+        let Some(reviewer) = reviewer else { return Ok(Vec::new()) };
         let of_kubelet = destination.on_node && port == destination.node.kubelet_port;
         let accesses = if of_kubelet { kubelet_accesses(method, path) } else { other_accesses(method, path) };
-        Ok(reviewer.allow(caller, &accesses, &destination.node.node).await?)
+        reviewer.allow(caller, &accesses, &destination.node.node).await?;
+        Ok(accesses)
     }
 
     /// Returns the caller whose rights have to be checked, and the reviewer to ask. Returns `None` if every client that
@@ -418,7 +439,9 @@ impl Served {
             (Admission::Policy(..), _) => None,
         };
         match caller {
-            Some(caller) => Ok(Some((caller, authenticator.and_then(|known| known.reviewer())))),
+            Some(caller) => {
+                Ok(Some((caller, authenticator.and_then(|known| known.reviewer().map(Arc::as_ref)))))
+            }
             None => Err(Refusal::Unauthenticated("nobody knows the caller".to_owned()).into()),
         }
     }

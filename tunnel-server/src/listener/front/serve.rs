@@ -21,7 +21,7 @@ use super::metrics::MetricsPage;
 use super::request::{self, Served};
 use super::socket::{Faults, PrefixedSocket};
 use crate::admission::{Share, Shares};
-use crate::caller::caller_of_certificate;
+use crate::caller::{Certified, caller_of_certificate};
 use crate::listener::context::{ListenerContext, OpenError};
 use crate::listener::first_request::FirstRequest;
 use crate::listener::preface;
@@ -55,9 +55,9 @@ impl Front {
         let faults = Faults::default();
         let watched = Arc::new(socket);
         let socket = PrefixedSocket::new(watched.clone(), prefix, faults.clone());
-        let served = |caller| Served {
+        let served = |certificate| Served {
             front: self.clone(),
-            peer: Peer::new(client, caller, place),
+            peer: Peer::new(client, certificate, place),
             faults,
             context: context.clone(),
             shares: shares.clone(),
@@ -79,11 +79,16 @@ impl Front {
         };
         let (_, session) = stream.get_ref();
         let h2 = session.alpn_protocol() == Some(b"h2");
-        let caller = match session.peer_certificates().and_then(<[_]>::first) {
-            Some(certificate) => Some(caller_of_certificate(certificate).map_err(OpenError::Client)?),
+        let certified =
+            Certified::new(session.peer_certificates().unwrap_or_default(), tls.accepted().clone());
+        let certificate = match certified {
+            Some(certified) => {
+                let caller = caller_of_certificate(certified.leaf()).map_err(OpenError::Client)?;
+                Some((caller, Arc::new(certified)))
+            }
             None => None,
         };
-        http(stream, h2, watched, served(caller)).await
+        http(stream, h2, watched, served(certificate)).await
     }
 }
 
@@ -107,6 +112,8 @@ where
         tokio::select! {
             () = shutdown.draining() => {}
             () = handed_over(page) => {}
+            // The client comes back with another one.
+            () = served.peer.lapsed() => {}
         }
         first.wait().await;
     };

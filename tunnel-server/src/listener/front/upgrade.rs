@@ -19,7 +19,12 @@ pub(super) async fn relay(client: OnUpgrade, target: OnUpgrade, exchange: Exchan
     };
     let Ok(client) = client.await else { return exchange.abandoned() };
     let (mut client, mut target) = (TokioIo::new(client), TokioIo::new(target));
-    match copy_bidirectional_with_sizes(&mut client, &mut target, BUFFER, BUFFER).await {
+    let ended = tokio::select! {
+        ended = copy_bidirectional_with_sizes(&mut client, &mut target, BUFFER, BUFFER) => ended,
+        // Also while a client that does not read keeps the copying from noticing.
+        failed = exchange.record.aborted() => return exchange.broken(&failed.reason),
+    };
+    match ended {
         Ok(_) => exchange.complete(),
         // The error does not tell which end it was. The pipe knows if it was the target's.
         Err(error) => exchange.severed(&error),

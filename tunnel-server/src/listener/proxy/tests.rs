@@ -1,6 +1,6 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
@@ -10,13 +10,15 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
+use tunnel_link::outcome::{Hop, Outcome};
 use tunnel_pki::{ServerTls, TrustBundle};
 
 use super::*;
 use crate::admission::Shares;
-use crate::caller::{Authenticator, Tokens};
+use crate::caller::{Authenticator, Shown, Tokens};
 use crate::listener::connect::{Gatekeeper, Services, parse};
 use crate::listener::context::ListenerContext;
+use crate::listener::judge::judge_all;
 use crate::listener::receive;
 use crate::policy::Policy;
 
@@ -275,9 +277,8 @@ async fn a_token_is_taken_over_tls_or_from_this_host() {
     let asked = http::Request::connect("127.0.0.1:1").header("proxy-authorization", "Bearer alices-token");
     let asked = parse(&asked.body(()).unwrap().into_parts().0).unwrap();
     let elsewhere = "192.0.2.1".parse().unwrap();
-    let refused =
-        site.listener.reception.decide(&asked, crate::policy::Identity::None, elsewhere, false).await;
-    assert!(refused.unwrap_err().reason.starts_with("a token or password is taken over TLS only"));
+    let refused = site.listener.reception.decide(&asked, Shown::Nothing, elsewhere, false).await;
+    assert!(refused.err().unwrap().reason.starts_with("a token or password is taken over TLS only"));
 }
 
 #[tokio::test]
@@ -321,4 +322,83 @@ async fn rest_unhurried(stream: &mut TcpStream) -> String {
     let mut all = String::new();
     stream.read_to_string(&mut all).await.unwrap();
     all
+}
+
+/// The rules, the tokens' owners and the certificate's CA may change while a connection is open.
+#[tokio::test]
+async fn an_open_connection_ends_when_its_right_is_gone() {
+    const TO: &str = "to: [{addresses: [127.0.0.0/8], ports: ['*']}]";
+    let by_token = format!("rules:\n- name: tokens\n  from: [{{user: alice}}]\n  {TO}\n");
+    let other = format!("rules:\n- name: another\n  from: [{{clients: [127.0.0.0/8]}}]\n  {TO}\n");
+    for (policy, token) in [(ALL, ""), (by_token.as_str(), "Proxy-Authorization: Bearer alices-token\r\n")] {
+        let site = Site::new(policy);
+        let keeper = site.listener.reception.gatekeeper.clone();
+        let metrics = site.context.metrics.clone();
+        let (listener, address) = target().await;
+        let mut client = site.client(false).await;
+        client.write_all(format!("CONNECT {address} HTTP/1.1\r\n{token}\r\n").as_bytes()).await.unwrap();
+        let (mut target, _) = listener.accept().await.unwrap();
+        head(&mut client).await;
+        if token.is_empty() {
+            // Another rule that permits the same will do.
+            keeper.policy.store(Arc::new(Policy::parse(&other).unwrap()));
+        }
+        judge_all(&metrics, Instant::now()).await;
+        client.write_all(b"x").await.unwrap();
+        assert_eq!(timeout(PATIENCE, target.read_u8()).await.expect("it is relayed").unwrap(), b'x');
+        let reason = if token.is_empty() {
+            keeper.policy.store(Arc::new(Policy::default()));
+            "the policy no longer permits nobody to reach this"
+        } else {
+            keeper.authenticator.set_tokens(Tokens::default());
+            "the token is not in --token-auth-file"
+        };
+        judge_all(&metrics, Instant::now()).await;
+        let end = timeout(PATIENCE, client.read(&mut [0])).await.expect("it ends");
+        assert_eq!(end.unwrap_err().kind(), std::io::ErrorKind::ConnectionReset, "{reason}");
+        let end = timeout(PATIENCE, target.read(&mut [0])).await.expect("its target's as well");
+        assert_eq!(end.unwrap_err().kind(), std::io::ErrorKind::ConnectionReset, "{reason}");
+        let logged = async {
+            while metrics.failures().is_empty() {
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(PATIENCE, logged).await.expect("it is recorded");
+        let last = metrics.failures()[&Hop::Policy].recent[0].clone();
+        assert_eq!((last.outcome, last.detail.as_str()), (Outcome::Denied, reason));
+    }
+}
+
+#[tokio::test]
+async fn an_upgraded_connection_and_a_running_answer_end_with_their_right() {
+    const UPGRADE: &str = "Connection: Upgrade\r\nUpgrade: x\r\n";
+    let switching = format!("HTTP/1.1 101 Switching Protocols\r\n{UPGRADE}\r\n");
+    for (wanted, answer) in
+        [(UPGRADE, switching.as_str()), ("", "HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf of it")]
+    {
+        let site = Site::new(ALL);
+        let (listener, address) = target().await;
+        let mut client = site.client(false).await;
+        let request = format!("GET http://{address}/ HTTP/1.1\r\nHost: {address}\r\n{wanted}\r\n");
+        client.write_all(request.as_bytes()).await.unwrap();
+        let (mut target, _) = listener.accept().await.unwrap();
+        head(&mut target).await;
+        target.write_all(answer.as_bytes()).await.unwrap();
+        head(&mut client).await;
+        site.listener.reception.gatekeeper.policy.store(Arc::new(Policy::default()));
+        judge_all(&site.context.metrics, Instant::now()).await;
+        let end = timeout(PATIENCE, client.read_to_end(&mut Vec::new())).await.expect("it ends");
+        assert_eq!(end.unwrap_err().kind(), std::io::ErrorKind::ConnectionReset, "{answer:?}");
+        let mut rest = Vec::new();
+        let end = timeout(PATIENCE, target.read_to_end(&mut rest)).await.expect("its target's as well");
+        assert_eq!(end.unwrap_err().kind(), std::io::ErrorKind::ConnectionReset, "{answer:?}");
+        let logged = async {
+            while site.context.metrics.failures().is_empty() {
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(PATIENCE, logged).await.expect("it is recorded");
+        let last = site.context.metrics.failures()[&Hop::Policy].recent[0].clone();
+        assert_eq!(last.detail, "the policy no longer permits nobody to reach this", "{answer:?}");
+    }
 }

@@ -1,0 +1,145 @@
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use futures_util::FutureExt as _;
+use parking_lot::Mutex;
+use tunnel_link::outcome::{Hop, Outcome};
+
+use super::*;
+use crate::listener::{AccessLogGuard, ListenerContext};
+use crate::metrics::Permit;
+
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Answers what it is told, or never.
+struct Fake {
+    asker: Option<[u8; 32]>,
+    answer: Mutex<Option<Judgement>>,
+    asked: AtomicUsize,
+}
+
+impl Fake {
+    fn new(asker: Option<u8>, answer: Option<Judgement>) -> Arc<Self> {
+        let asker = asker.map(|asker| [asker; 32]);
+        Arc::new(Self { asker, answer: Mutex::new(answer), asked: AtomicUsize::new(0) })
+    }
+
+    fn says(&self, answer: Judgement) {
+        *self.answer.lock() = Some(answer);
+    }
+
+    fn asked(&self) -> usize {
+        self.asked.load(Ordering::Relaxed)
+    }
+}
+
+#[tonic::async_trait]
+impl Permit for Fake {
+    fn asker(&self) -> Option<[u8; 32]> {
+        self.asker
+    }
+
+    async fn judge(&self) -> Judgement {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        let answer = self.answer.lock().clone();
+        match answer {
+            Some(answer) => answer,
+            None => std::future::pending().await,
+        }
+    }
+}
+
+fn open(context: &ListenerContext, permit: Option<&Arc<Fake>>) -> AccessLogGuard {
+    let (client, target) = ("10.70.0.9:40000".parse().unwrap(), "10.70.0.1:22".parse().unwrap());
+    let record = AccessLogGuard::direct("connect", client, target, context);
+    if let Some(permit) = permit {
+        record.admitted_by(permit.clone());
+    }
+    record
+}
+
+fn is_ended(record: &AccessLogGuard) -> bool {
+    record.aborted().now_or_never().is_some()
+}
+
+fn gone() -> Judgement {
+    Judgement::Withdrawn("the token is gone".to_owned())
+}
+
+fn unknown() -> Judgement {
+    Judgement::Unknown("no answer".to_owned())
+}
+
+#[tokio::test]
+async fn a_connection_ends_with_its_right_and_the_log_says_why() {
+    let context = ListenerContext::without_nodes();
+    let permit = Fake::new(Some(1), Some(Judgement::Holds));
+    let (judged, unjudged) = (open(&context, Some(&permit)), open(&context, None));
+    judge_all(&context.metrics, Instant::now()).await;
+    assert!(!is_ended(&judged));
+    permit.says(gone());
+    judge_all(&context.metrics, Instant::now()).await;
+    assert!(is_ended(&judged) && !is_ended(&unjudged));
+    // Whatever its relay makes of that.
+    judged.end(Outcome::ClientReset, &"broken pipe");
+    let ended = context.metrics.failures();
+    let last = &ended[&Hop::Policy].recent[0];
+    assert_eq!((last.outcome, last.detail.as_str()), (Outcome::Denied, "the token is gone"));
+    unjudged.end(Outcome::Ok, &"");
+}
+
+#[tokio::test]
+async fn while_nobody_answers_nothing_ends_for_a_bounded_time() {
+    let context = ListenerContext::without_nodes();
+    let permit = Fake::new(Some(1), Some(unknown()));
+    let (record, now) = (open(&context, Some(&permit)), Instant::now());
+    judge_all(&context.metrics, now + UNKNOWN - Duration::from_secs(1)).await;
+    assert!(!is_ended(&record));
+    permit.says(Judgement::Holds);
+    judge_all(&context.metrics, now + UNKNOWN).await;
+    permit.says(unknown());
+    judge_all(&context.metrics, now + 2 * UNKNOWN - Duration::from_secs(1)).await;
+    assert!(!is_ended(&record), "it was known to hold since");
+    judge_all(&context.metrics, now + 2 * UNKNOWN).await;
+    assert!(is_ended(&record));
+    record.end(Outcome::TargetReset, &"");
+    let detail = context.metrics.failures()[&Hop::Policy].recent[0].detail.clone();
+    assert_eq!(detail, "its right could not be judged for 15 min: no answer");
+}
+
+#[tokio::test]
+async fn an_api_server_that_does_not_answer_is_asked_once_for_each_caller() {
+    let context = ListenerContext::without_nodes();
+    let permits: Vec<_> = [1, 1, 1, 2].map(|asker| Fake::new(Some(asker), Some(unknown()))).into();
+    let _open: Vec<_> = permits.iter().map(|permit| open(&context, Some(permit))).collect();
+    judge_all(&context.metrics, Instant::now()).await;
+    assert_eq!(permits[..3].iter().map(|permit| permit.asked()).sum::<usize>(), 1);
+    assert_eq!(permits[3].asked(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_change_is_judged_at_once_and_everything_every_20_s() {
+    let context = ListenerContext::without_nodes();
+    let (silent, permit) = (Fake::new(Some(1), None), Fake::new(None, Some(Judgement::Holds)));
+    let (_waits, record) = (open(&context, Some(&silent)), open(&context, Some(&permit)));
+    let (changed, stop) = (Arc::<Notify>::default(), CancellationToken::new());
+    let judging = tokio::spawn(judge_open(context.metrics.clone(), changed.clone(), stop.clone()));
+    while silent.asked() == 0 {
+        tokio::task::yield_now().await;
+    }
+    // The API server does not answer.
+    permit.says(gone());
+    changed.notify_one();
+    let ended = tokio::time::timeout(Duration::from_secs(1), record.aborted()).await.expect("at once");
+    assert_eq!(ended.outcome, Outcome::Denied);
+    silent.says(Judgement::Holds);
+    changed.notify_one();
+    let asked = permit.asked();
+    let again = async {
+        while permit.asked() < asked + 3 {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+    };
+    tokio::time::timeout(3 * EVERY, again).await.expect("every 20 s");
+    stop.cancel();
+    tokio::time::timeout(PATIENCE, judging).await.expect("it stops").unwrap();
+}
