@@ -185,8 +185,8 @@ fn turn_away(
     record.via(&caller.server_id);
     match respond.send_informational(proceed()) {
         Ok(()) => {
-            refuse(&mut respond, outcome.code(), reason.clone());
             record.end(outcome, &reason);
+            refuse(&mut respond, outcome.code(), reason);
         }
         Err(error) => record.end(Outcome::ClientReset, &error),
     }
