@@ -32,7 +32,7 @@ use super::config::RouterConfig;
 use super::desired::{Desired, Table};
 use super::own_ports::OwnPorts;
 use super::planner::{Planned, Planner};
-use super::snapshot::Snapshot;
+use super::snapshot::{ByAddress, Snapshot};
 use crate::inventory::Inventory;
 
 /// Maximum number of nodes looked up under one lock, so that a session that starts or ends is not blocked for longer.
@@ -312,6 +312,22 @@ impl Router {
         // Programs that listen on loopback only use 127.0.0.1, whatever the node's own address family.
         let loopback = self.ports.load().loopback.contains(&port);
         SocketAddr::new(if loopback { Ipv4Addr::LOCALHOST.into() } else { address }, port)
+    }
+
+    /// Reports whether the redirect leads clients to this target on the node: a tunnelled port of an address that is its own,
+    /// or of its loopback, or any port of a pod there.
+    pub fn redirects(&self, node: &NodeName, target: SocketAddr) -> bool {
+        let (address, snapshot, ports) = (target.ip().to_canonical(), self.snapshot(), self.ports.load());
+        let tunnelled = ports.tunnelled.contains(&target.port());
+        if address.is_loopback() {
+            let edge = snapshot.inventory().get(node.as_str()).is_some_and(|known| known.edge);
+            return edge && tunnelled && ports.loopback.contains(&target.port());
+        }
+        match snapshot.by_address(address) {
+            ByAddress::Unique(found) => tunnelled && found.node == *node,
+            ByAddress::Ambiguous(_) => false,
+            ByAddress::Unknown => snapshot.by_pod(address).is_some_and(|pod| pod.node == *node),
+        }
     }
 
     /// Reports whether the address is a virtual one (in a redirect range). It stands for an edge node for any client on

@@ -3,20 +3,24 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use hyper_util::rt::TokioIo;
+use bytes::Bytes;
+use h2::client::SendRequest;
 use jiff::Timestamp;
 use tokio::io::AsyncReadExt;
+use tokio::task::JoinHandle;
 use tonic::Code;
-use tonic::transport::Endpoint;
+use tunnel_link::grpc;
 use tunnel_link::proto::peer_client::PeerClient;
 use tunnel_link::proto::{Holdings, RenewRequest, WatchRequest};
+use tunnel_link::relay::{NODE_HEADER, PEER_RELAY_PATH, TARGET_HEADER};
 use tunnel_pki::enrol::EnrollConfig;
 use tunnel_pki::{
     ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, AgentIdentity, Holder, PrivateKey, TrustBundle, agent_tls, create_csr,
 };
+use tunnel_routing::inventory::{Inventory, Selector, parse};
 use tunnel_server::pki::{Revocation, Revocations};
 
-use crate::harness::{DEADLINE, TestServer, client, connect, enroll, node};
+use crate::harness::{DEADLINE, TestServer, client, connect, enroll, eventually, node};
 use crate::kubernetes::Port;
 
 fn token(server: &TestServer, holder: Holder) -> String {
@@ -33,17 +37,60 @@ async fn enrolled(server: &TestServer) -> AgentIdentity {
     identity
 }
 
-/// Asks a server for the nodes that it has.
+/// A link of a redirector's, or of whoever has its certificate.
+struct Link {
+    send: SendRequest<Bytes>,
+    driver: JoinHandle<Result<(), h2::Error>>,
+}
+
+impl Link {
+    async fn open(port: &Port, identity: &AgentIdentity) -> Self {
+        let stream = connect(&port.address, agent_tls(identity, ALPN_PEER).unwrap()).await.unwrap();
+        let (send, connection) = h2::client::handshake(stream).await.unwrap();
+        Self { send, driver: tokio::spawn(connection) }
+    }
+
+    /// Asks the server for the nodes that it has.
+    async fn watch(&self) -> Result<tonic::Streaming<Holdings>, tonic::Status> {
+        let mut client = PeerClient::with_origin(grpc::Channel::new(self.send.clone()), grpc::origin());
+        Ok(client.watch(WatchRequest::default()).await?.into_inner())
+    }
+
+    /// Asks for a connection, which this server cannot make; the answer says why.
+    async fn relay(&self, node: &str, target: &str) -> tonic::Status {
+        let request = http::Request::post(format!("https://server{PEER_RELAY_PATH}"))
+            .header(NODE_HEADER, node)
+            .header(TARGET_HEADER, target)
+            .body(())
+            .unwrap();
+        let mut send = self.send.clone().ready().await.unwrap();
+        let (answer, _body) = send.send_request(request, false).unwrap();
+        let answer = answer.await.unwrap();
+        tonic::Status::from_header_map(answer.headers()).expect("it is refused")
+    }
+
+    async fn ended(self) -> Result<(), h2::Error> {
+        tokio::time::timeout(DEADLINE, self.driver).await.expect("the link ends").unwrap()
+    }
+}
+
 async fn watch(port: &Port, identity: &AgentIdentity) -> Result<tonic::Streaming<Holdings>, tonic::Status> {
     let tls = agent_tls(identity, ALPN_PEER).unwrap();
-    let mut stream = Some(TokioIo::new(connect(&port.address, tls).await.unwrap()));
-    let connector = tower::service_fn(move |_: http::Uri| {
-        let stream = stream.take();
-        async move { stream.ok_or_else(|| std::io::Error::other("once only")) }
-    });
-    let channel = Endpoint::from_static("http://test").connect_with_connector(connector).await;
-    let channel = channel.map_err(|error| tonic::Status::unavailable(error.to_string()))?;
-    Ok(PeerClient::new(channel).watch(WatchRequest::default()).await?.into_inner())
+    let stream = connect(&port.address, tls).await.unwrap();
+    let link = h2::client::handshake(stream).await;
+    let (send, connection) = link.map_err(|error| tonic::Status::unavailable(error.to_string()))?;
+    Link { send, driver: tokio::spawn(connection) }.watch().await
+}
+
+fn nodes(cloud_2_is_an_edge: bool) -> Inventory {
+    let label = if cloud_2_is_an_edge { "enable" } else { "disable" };
+    let text = format!(
+        "{{kind: List, items: [
+            {{metadata: {{name: cloud-2, labels: {{superedge.io/edge-node: {label}}}}}}},
+            {{metadata: {{name: edge-1, labels: {{superedge.io/edge-node: enable}}}},
+              status: {{addresses: [{{type: InternalIP, address: 192.0.2.1}}]}}}}]}}"
+    );
+    parse(&text, &Selector::default()).unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -102,4 +149,105 @@ async fn a_token_is_for_one_of_the_two() {
         let error = enroll(&config).await.unwrap_err().to_string();
         assert!(error.contains(&format!("the token is for the {other} of its node")), "{error}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_edge_nodes_kubelet_gets_none() {
+    let server = TestServer::start().await;
+    let identity = enrolled(&server).await;
+    let port = Port::of(&server, "server-a").await;
+    port.nodes.send_replace(Some(Arc::new(nodes(false))));
+    let mut told = watch(&port, &identity).await.unwrap();
+    // It is an edge node now: the link ends, and the next one is refused.
+    for known in [&port.nodes, &server.nodes] {
+        known.send_replace(Some(Arc::new(nodes(true))));
+    }
+    let ended = async { while let Ok(Some(_)) = told.message().await {} };
+    tokio::time::timeout(DEADLINE, ended).await.expect("the link ends");
+    let refused = watch(&port, &identity).await.expect_err("it is refused");
+    assert!(refused.message().contains("cloud-2 is an edge node"), "{refused}");
+    // So are a renewal and an enrolment.
+    let mut enrollment = client(&server.address, agent_tls(&identity, ALPN_GRPC).unwrap()).await;
+    let csr = create_csr(&PrivateKey::generate().unwrap()).unwrap();
+    let refused = enrollment.renew(RenewRequest { csr }).await.expect_err("it is refused");
+    assert!(refused.message().contains("cloud-2 is an edge node"), "{refused}");
+    let token = token(&server, Holder::Redirector);
+    let config =
+        EnrollConfig { holder: Holder::Redirector, ..server.agent("cloud-2", "again", Some(&token)) };
+    let error = enroll(&config).await.expect_err("it is refused").to_string();
+    assert!(error.contains("cloud-2 is an edge node"), "{error}");
+    assert_eq!(server.metrics.enrollments("renew", "edge_node"), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn it_reaches_tunnelled_ports_of_the_node_only() {
+    let server = TestServer::start().await;
+    let identity = enrolled(&server).await;
+    let port = Port::of(&server, "server-a").await;
+    port.router.set_inventory(nodes(false));
+    let link = Link::open(&port, &identity).await;
+    for (node, target) in [
+        ("edge-1", "192.0.2.1:22"),
+        ("edge-1", "192.0.2.2:10250"),
+        ("edge-1", "127.0.0.1:10250"),
+        ("edge-2", "192.0.2.1:10250"),
+        ("cloud-2", "192.0.2.1:10250"),
+    ] {
+        let refused = link.relay(node, target).await;
+        assert_eq!(refused.code(), Code::PermissionDenied, "{node} {target}: {refused}");
+        assert!(refused.message().contains("a redirector reaches"), "{refused}");
+    }
+    let no_agent = link.relay("edge-1", "192.0.2.1:10250").await;
+    assert_eq!(no_agent.code(), Code::FailedPrecondition, "{no_agent}");
+    // The ports that agents dial on loopback.
+    port.router.set_ports(&[9100].into(), &[9100].into());
+    assert_eq!(link.relay("edge-1", "127.0.0.1:9100").await.code(), Code::FailedPrecondition);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn its_links_calls_and_streams_are_few() {
+    let server = TestServer::start().await;
+    let identity = enrolled(&server).await;
+    let port = Port::of(&server, "server-a").await;
+    let first = Link::open(&port, &identity).await;
+    let mut told = first.watch().await.unwrap();
+    assert_eq!(told.message().await.unwrap().unwrap().server_id, "server-a");
+    let refused = first.watch().await.expect_err("a second Watch");
+    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
+    assert!(refused.message().contains("has a Watch already"), "{refused}");
+    // Another one once the first has ended.
+    drop(told);
+    eventually("a Watch after the first one", async || first.watch().await.ok()).await;
+    let streams = first.send.current_max_send_streams();
+    assert!(streams < 1024, "{streams} streams at a time, of a server with 1024 files");
+
+    // Its oldest link makes room for a ninth one: that may be a lost one.
+    let mut more = Vec::new();
+    for _ in 0..7 {
+        let link = Link::open(&port, &identity).await;
+        link.watch().await.unwrap();
+        more.push(link);
+    }
+    let ninth = eventually("a ninth link", async || {
+        let link = Link::open(&port, &identity).await;
+        link.watch().await.is_ok().then_some(link)
+    })
+    .await;
+    let _ = first.ended().await;
+    assert!(more.iter().all(|link| !link.driver.is_finished()) && !ninth.driver.is_finished());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn handshakes_do_not_wait_for_the_threads_that_relay() {
+    let server = TestServer::start().await;
+    let identity = enrolled(&server).await;
+    let port = Port::of(&server, "server-a").await;
+    let (go_on, blocked) = std::sync::mpsc::channel::<()>();
+    port.workers.next().spawn(async move {
+        let _ = blocked.recv();
+    });
+    let shaken = connect(&port.address, agent_tls(&identity, ALPN_PEER).unwrap());
+    let shaken = tokio::time::timeout(Duration::from_secs(10), shaken).await;
+    drop(go_on);
+    shaken.expect("the handshake is done while the only thread of the links is busy").unwrap();
 }

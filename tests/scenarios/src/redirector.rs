@@ -32,7 +32,8 @@ struct Fleet<'a> {
 
 impl<'a> Fleet<'a> {
     async fn start(testbed: &'a Testbed, neighbour: &'a Namespace) -> Result<Self> {
-        let server = Builder::alone_on_neighbour(testbed, neighbour).start().await?;
+        // It lets redirectors reach the ports that it would redirect itself.
+        let server = Builder::alone_on_neighbour(testbed, neighbour).ports(server::PORTS).start().await?;
         let agent = Agent::enrol(&server, 1).await?;
         let token: Token = serde_json::from_str(&server.run(&[
             "token",

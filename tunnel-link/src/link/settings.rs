@@ -50,6 +50,11 @@ pub const MAX_HEADERS: u32 = 16 << 10;
 /// Stream resets that may be remembered or pending before the peer counts as hostile. Both ends are authenticated, and
 /// thousands of clients may give up at the same time.
 pub const MAX_RESETS: usize = 1 << 17;
+/// Streams of a link beyond the admitted ones: each takes one until it is refused, which is better than letting it wait.
+const REFUSALS: u32 = 128;
+/// Frames for streams that are forgotten, or in error, that a link may receive in its life. Each is answered with a reset,
+/// and these wait if the peer does not read: about 4 MB. Late data comes for a few streams a day on a bad path.
+const MAX_WRONG_FRAMES: usize = 1 << 13;
 /// Time for which a stream reset by this end is remembered, so that late frames for it are ignored.
 pub const RESET_MEMORY: Duration = Duration::from_secs(5);
 
@@ -114,6 +119,23 @@ pub fn server_builder() -> h2::server::Builder {
     builder
 }
 
+/// HTTP/2 settings of a server's end of a link on which the other end opens streams, of which at most `admitted` are
+/// admitted at a time.
+///
+/// No more resets wait or are remembered than there are streams: all clients of the other end may give up at once. h2's
+/// default of 20 would end a link that was silent for a moment.
+pub fn admitting_builder(admitted: u32) -> h2::server::Builder {
+    let streams = admitted.saturating_add(REFUSALS).min(MAX_STREAMS);
+    let resets = streams as usize;
+    let mut builder = server_builder();
+    builder
+        .max_concurrent_streams(streams)
+        .max_concurrent_reset_streams(resets)
+        .max_pending_accept_reset_streams(resets)
+        .max_local_error_reset_streams(Some(MAX_WRONG_FRAMES));
+    builder
+}
+
 /// Sets the options of the link's socket.
 pub fn tune_link(socket: &TcpStream) {
     tune(socket, &keepalive());
@@ -152,7 +174,58 @@ pub(crate) const fn keepalive() -> TcpKeepalive {
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
+    use tokio::io::AsyncWriteExt as _;
+
     use super::*;
+
+    /// A client that opens streams and resets each at once, and the end to which it has done so.
+    async fn opened_and_reset(streams: u32, builder: &h2::server::Builder) -> Result<usize, h2::Error> {
+        let frame = |kind: u8, flags: u8, stream: u32, payload: &[u8]| {
+            let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+            [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+        };
+        let mut bytes = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(), frame(4, 0, 0, &[])].concat();
+        for stream in (1..).step_by(2).take(streams as usize) {
+            // END_HEADERS; POST, https, /.
+            bytes.extend(frame(1, 4, stream, &[0x83, 0x87, 0x84]));
+            bytes.extend(frame(3, 0, stream, &8u32.to_be_bytes()));
+        }
+        let (mut near, far) = tokio::io::duplex(bytes.len());
+        near.write_all(&bytes).await.unwrap();
+        near.shutdown().await.unwrap();
+        let mut link = builder.handshake::<_, Bytes>(far).await?;
+        let mut accepted = 0;
+        while let Some(stream) = link.accept().await {
+            stream?;
+            accepted += 1;
+        }
+        Ok(accepted)
+    }
+
+    #[tokio::test]
+    async fn resets_are_bounded_by_the_streams_that_are_admitted() {
+        let builder = admitting_builder(10);
+        assert!(opened_and_reset(10, &builder).await.is_ok(), "all clients have given up");
+        let flood = opened_and_reset(1000, &builder).await.unwrap_err();
+        assert_eq!(flood.reason(), Some(h2::Reason::ENHANCE_YOUR_CALM), "{flood}");
+    }
+
+    #[tokio::test]
+    async fn the_other_end_is_told_how_many_streams_it_may_open() {
+        let (near, far) = tokio::io::duplex(1 << 16);
+        let builder = admitting_builder(10);
+        let link =
+            tokio::spawn(async move { builder.handshake::<_, Bytes>(far).await?.accept().await.transpose() });
+        let (send, connection) = client_builder().handshake::<_, Bytes>(near).await.unwrap();
+        let driver = tokio::spawn(connection);
+        let mut send = send.ready().await.unwrap();
+        let (answer, _) = send.send_request(http::Request::new(()), true).unwrap();
+        // The settings come before the request is accepted.
+        drop((link.await.unwrap().unwrap(), answer.await));
+        assert_eq!(send.current_max_send_streams(), (10 + REFUSALS) as usize);
+        driver.abort();
+    }
 
     #[test]
     fn a_window_leaves_room_for_another_where_little_may_be_held() {

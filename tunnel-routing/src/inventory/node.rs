@@ -25,6 +25,9 @@ pub struct InventoryNode {
     /// Creation time of the Node: one created again under the same name is a different node. None if it is not certain,
     /// as in a file.
     pub created: Option<SystemTime>,
+    /// True for a cloud node whose Node was an edge node's before: a kubelet can drop that label of its own Node.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub was_edge: bool,
     /// Labels of an edge node, if they are needed (see [`Selector::keep_labels`](super::Selector::keep_labels)).
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
@@ -41,8 +44,18 @@ impl InventoryNode {
             kubelet_port: DEFAULT_KUBELET_PORT,
             pod_cidrs: Vec::new(),
             created: None,
+            was_edge: false,
             labels: BTreeMap::new(),
         }
+    }
+}
+
+impl InventoryNode {
+    /// Remembers from what was known `before` that the same Node was an edge node's.
+    pub fn following(self, before: Option<&Self>) -> Self {
+        let was =
+            before.is_some_and(|before| (before.edge || before.was_edge) && before.created == self.created);
+        Self { was_edge: was && !self.edge, ..self }
     }
 }
 
@@ -221,5 +234,6 @@ pub fn read_node<T: Text, P: Copy + Into<i64>, E>(
         }
     }
     let labels = BTreeMap::new();
-    Ok(InventoryNode { name, edge, addresses, left_out, kubelet_port, pod_cidrs, created: None, labels })
+    let (created, was_edge) = (None, false);
+    Ok(InventoryNode { name, edge, addresses, left_out, kubelet_port, pod_cidrs, created, was_edge, labels })
 }

@@ -46,6 +46,7 @@ pub(super) fn node(name: &str, edge: bool, addresses: &[&str]) -> InventoryNode 
         kubelet_port: 10250,
         pod_cidrs: Vec::new(),
         created: None,
+        was_edge: false,
         labels: BTreeMap::new(),
     }
 }

@@ -96,6 +96,20 @@ impl Shares {
         })
     }
 
+    /// Takes a place for a connection that another server forwards, for which that has taken its client's share.
+    pub(crate) fn admit_forwarded(&self, client: IpAddr) -> Result<Share, Full> {
+        self.take(client, true).map_err(|_| Full::Listener { limit: self.limit })
+    }
+
+    /// Maximum number of connections of one source.
+    pub(crate) fn most_of(&self, source: IpAddr) -> u32 {
+        if source_key(source).is_loopback() { self.limit } else { self.limit.div_ceil(2) }
+    }
+
+    pub(crate) fn limit(&self) -> u32 {
+        self.limit
+    }
+
     /// Returns the same shares with the limit that an agent accepts now, which may change.
     pub(crate) fn within(&self, limit: u32) -> Self {
         Self { limit, ..self.clone() }

@@ -25,7 +25,7 @@ use tunnel_link::proto::{
     agent_event, notice,
 };
 use tunnel_link::relay::{StallBound, Totals};
-use tunnel_pki::TrustBundle;
+use tunnel_pki::{Holder, TrustBundle};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::backoff::jittered;
 use tunnel_runtime::text::printable;
@@ -183,7 +183,7 @@ async fn session(
         notify(&mut client, refused(end.to_string())).await;
         return end;
     }
-    if let Err(refusal) = context.standing.judge(&node, issued) {
+    if let Err(refusal) = context.standing.judge((Holder::Agent, &node), issued) {
         return not_admitted(&mut client, refusal).await;
     }
     if hello.link > 0 {
@@ -226,7 +226,7 @@ async fn session(
     }
     let registered = Registered { context, session: session.clone() };
     // The node may have been revoked after the first check and before the registration, unseen by `shut_out`.
-    if let Err(refusal) = context.standing.judge(&session.node, issued) {
+    if let Err(refusal) = context.standing.judge((Holder::Agent, &session.node), issued) {
         session.refuse(refusal);
     }
     place.attached();

@@ -16,19 +16,56 @@ use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{CLIENT_HEADER, Ended, Forward, NODE_HEADER, TARGET_HEADER, UNLESS_SILENT_HEADER};
 use tunnel_runtime::NodeName;
 
-use crate::admission::{Full, source_key};
+use crate::admission::{Share, Shares, source_key};
 use crate::listener::{AccessLogGuard, ListenerContext, OpenRequest};
 use crate::session::{Asked, Sessions, dialled};
 
 /// Name in the access log and in metrics.
 pub(super) const LISTENER: &str = "peer";
 
-/// The server that forwards connections.
+/// The server or redirector that forwards connections.
 pub(super) struct Caller {
     pub(super) server_id: String,
     pub(super) peer: SocketAddr,
+    pub(super) redirector: bool,
+    pub(super) shares: Shares,
     /// The state of its link.
     pub(super) flow: Arc<Flow>,
+}
+
+impl Caller {
+    /// Takes a place for a connection. What a redirector says of its clients is not believed: it is one source, and has no
+    /// other way to a node than the redirect.
+    ///
+    /// # Errors
+    /// The outcome and its reason.
+    fn admit(
+        &self,
+        listeners: &ListenerContext,
+        wanted: &OpenRequest,
+        client: SocketAddr,
+    ) -> Result<Share, (Outcome, String)> {
+        let share = if self.redirector {
+            let OpenRequest { node, target, .. } = wanted;
+            if !listeners.router.redirects(node, *target) {
+                let reason =
+                    format!("a redirector reaches tunnelled ports only, and {target} on {node} is none");
+                return Err((Outcome::Denied, reason));
+            }
+            self.shares.admit(self.peer.ip())
+        } else {
+            let source = match client.ip() {
+                // The client is on the other server's host, not on this one.
+                local if local.is_loopback() || listeners.router.is_virtual(local) => self.peer.ip(),
+                other => other,
+            };
+            self.shares.admit_forwarded(source_key(source))
+        };
+        share.map_err(|full| {
+            listeners.metrics.over_limit(LISTENER, &full);
+            (Outcome::Busy, full.to_string())
+        })
+    }
 }
 
 /// The connection that a request asks for, and its client.
@@ -49,41 +86,49 @@ fn wanted(
     Ok((OpenRequest::new(node, target, Bytes::new()), client))
 }
 
-/// Serves one Relay stream of another server, from the request to the end of both directions.
+/// Takes a place for one Relay stream of another server. The future serves it to the end of both directions; there is none if
+/// it was refused.
 pub(super) fn serve_forwarded(
-    listeners: ListenerContext,
-    caller: Arc<Caller>,
+    listeners: &ListenerContext,
+    caller: &Arc<Caller>,
     request: Request<RecvStream>,
-    respond: SendResponse<Bytes>,
-) -> impl Future<Output = ()> + Send {
+    mut respond: SendResponse<Bytes>,
+) -> Option<impl Future<Output = ()> + Send + use<>> {
     // Outside the future, which would keep room for the request's headers until the end.
-    let wanted = wanted(request.headers(), &caller, &listeners.sessions);
-    forward(listeners, caller, wanted, (request.into_body(), respond))
+    let (wanted, client) = match wanted(request.headers(), caller, &listeners.sessions) {
+        Ok(wanted) => wanted,
+        Err(status) => {
+            grpc::refuse(&mut respond, &status);
+            return None;
+        }
+    };
+    match caller.admit(listeners, &wanted, client) {
+        Ok(share) => {
+            let stream = (request.into_body(), respond);
+            Some(forward(listeners.clone(), caller.clone(), (wanted, client, share), stream))
+        }
+        Err(refusal) => {
+            turn_away(listeners, caller, &wanted, client, respond, refusal);
+            None
+        }
+    }
 }
 
 async fn forward(
     listeners: ListenerContext,
     caller: Arc<Caller>,
-    wanted: Result<(OpenRequest, SocketAddr), Status>,
+    (wanted, client, mut share): (OpenRequest, SocketAddr, Share),
     (body, mut respond): (RecvStream, SendResponse<Bytes>),
 ) {
-    let (wanted, client) = match wanted {
-        Ok(wanted) => wanted,
-        Err(status) => return grpc::refuse(&mut respond, &status),
-    };
     let Some(session) = listeners.sessions.get(&wanted.node) else {
         let reason = format!("no agent of {} is attached to this server", wanted.node);
         return refuse(&mut respond, Code::FailedPrecondition, reason);
     };
-    let source = match client.ip() {
-        // The client is on the other server's host, not on this one.
-        local if local.is_loopback() || listeners.router.is_virtual(local) => caller.peer.ip(),
-        other => other,
-    };
-    let place = match session.places().admit_at_agent(source_key(source)) {
-        Ok(place) => place,
-        Err(full) => return no_place(&listeners, &caller, &wanted, client, respond, &full),
-    };
+    if let Err(full) = share.reaches(&wanted.node, Some(session.places())) {
+        listeners.metrics.over_limit(LISTENER, &full);
+        let refusal = (Outcome::Busy, full.to_string());
+        return turn_away(&listeners, &caller, &wanted, client, respond, refusal);
+    }
     let link = session.links.take();
     // Boxed, like the answer below: its memory is freed once it is done.
     let asked = match Box::pin(session.ask(&link, wanted.target)).await {
@@ -92,7 +137,7 @@ async fn forward(
     };
     let mut record = AccessLogGuard::new(LISTENER, client, &wanted, &listeners);
     record.via(&caller.server_id);
-    record.hold(place);
+    record.hold(share);
     if let Err(error) = respond.send_informational(proceed()) {
         return record.end(Outcome::ClientReset, &error);
     }
@@ -127,22 +172,21 @@ async fn forward(
     }
 }
 
-/// Answers as if the agent had refused: no other server has more places for this session.
-fn no_place(
+/// Answers as if the agent had refused: no other server has more places for this session, or another rule.
+fn turn_away(
     listeners: &ListenerContext,
     caller: &Caller,
     wanted: &OpenRequest,
     client: SocketAddr,
     mut respond: SendResponse<Bytes>,
-    full: &Full,
+    (outcome, reason): (Outcome, String),
 ) {
     let record = AccessLogGuard::new(LISTENER, client, wanted, listeners);
     record.via(&caller.server_id);
-    listeners.metrics.over_limit(LISTENER, full);
     match respond.send_informational(proceed()) {
         Ok(()) => {
-            refuse(&mut respond, Outcome::Busy.code(), full.to_string());
-            record.end(Outcome::Busy, full);
+            record.end(outcome, &reason);
+            refuse(&mut respond, outcome.code(), reason);
         }
         Err(error) => record.end(Outcome::ClientReset, &error),
     }
@@ -167,7 +211,7 @@ mod tests {
     /// Every forwarded connection holds this much until its end. Measured: 3,496 bytes.
     #[test]
     fn the_future_of_a_connection_stays_small() {
-        let size = size_of_future(serve_forwarded);
+        let size = size_of_future(forward);
         assert!(size <= 3504, "{size} bytes");
     }
 }

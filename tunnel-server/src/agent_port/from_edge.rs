@@ -19,11 +19,12 @@ use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{
     Abort, EDGE_RELAY_PATH, Relay, Side, StallBound, TARGET_HEADER, Traffic, prepare_socket,
 };
+use tunnel_runtime::NodeName;
 
 use super::forwarded::refuse;
 use super::link::LinkContext;
-use super::redirectors::Redirector as Standing;
-use crate::admission::{Share, Shares};
+use super::redirectors::Judged;
+use crate::admission::{Place, Share, Shares};
 use crate::listener::{self, EDGE, Reception, Workload, WorkloadMap};
 use crate::metrics::Connection;
 use crate::pki::Refusal;
@@ -41,7 +42,7 @@ pub struct FromEdge {
 
 /// An agent, as identified by its certificate.
 pub(super) struct Agent {
-    pub(super) standing: Standing,
+    pub(super) standing: Judged,
     pub(super) peer: SocketAddr,
 }
 
@@ -51,11 +52,12 @@ pub(super) async fn serve(
     from_edge: FromEdge,
     stream: Box<TlsStream<TcpStream>>,
     agent: Agent,
-    place: Share,
+    (linked, share): (Place<NodeName>, Share),
 ) {
     let io = LinkIo::new(*stream);
     let flow = io.flow();
-    let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::server_builder().handshake(io));
+    let builder = link::admitting_builder(from_edge.shares.most_of(agent.peer.ip()));
+    let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, builder.handshake(io));
     let Ok(Ok(mut link)) = handshake.await else {
         return tracing::debug!(peer = %agent.peer, "HTTP/2 handshake with an agent failed");
     };
@@ -76,21 +78,26 @@ pub(super) async fn serve(
                 on_link.withdraw(&refusal);
                 break refusal.to_string();
             }
+            () = linked.evicted() => {
+                context.metrics.handshake("evicted");
+                break "evicted: the agent has too many outbound links".to_owned();
+            }
             () = context.draining.cancelled(), if !draining => {
                 // The agent uses another server for new streams.
                 draining = true;
                 link.graceful_shutdown();
             }
             accepted = link::accept(&mut link, &flow) => match accepted {
-                Some(Ok((request, respond))) => {
-                    tokio::spawn(on_link.clone().relay(request, respond));
-                }
+                Some(Ok((request, mut respond))) => match on_link.admit(&request) {
+                    Ok(place) => drop(tokio::spawn(on_link.clone().relay(request, respond, place))),
+                    Err((code, reason)) => refuse(&mut respond, code, reason),
+                },
                 Some(Err(error)) => break link::reason(&error),
                 None => break "the agent closed it".to_owned(),
             },
         }
     };
-    drop(place);
+    drop(share);
     tracing::debug!(%node, reason = end, "outbound link ended");
 }
 
@@ -111,19 +118,25 @@ impl OnLink {
         connections.iter().filter(|one| of_link(one)).for_each(|one| one.withdraw(refusal.to_string()));
     }
 
-    /// Relays the stream to one of a pair of sockets, and makes the other one a listener's client.
-    async fn relay(self: Arc<Self>, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
+    /// Takes a place for a stream, before a task is spawned for it.
+    fn admit(&self, request: &Request<RecvStream>) -> Result<Share, (Code, String)> {
         if request.uri().path() != EDGE_RELAY_PATH {
-            return refuse(&mut respond, Code::Unimplemented, "no such method".to_owned());
+            return Err((Code::Unimplemented, "no such method".to_owned()));
         }
+        self.from_edge.shares.admit(self.agent.peer.ip()).map_err(|full| {
+            self.from_edge.reception.context.metrics.over_limit(EDGE, &full);
+            (Code::ResourceExhausted, full.to_string())
+        })
+    }
+
+    /// Relays the stream to one of a pair of sockets, and makes the other one a listener's client.
+    async fn relay(
+        self: Arc<Self>,
+        request: Request<RecvStream>,
+        mut respond: SendResponse<Bytes>,
+        place: Share,
+    ) {
         let FromEdge { reception, shares } = &self.from_edge;
-        let place = match shares.admit(self.agent.peer.ip()) {
-            Ok(place) => place,
-            Err(full) => {
-                reception.context.metrics.over_limit(EDGE, &full);
-                return refuse(&mut respond, Code::ResourceExhausted, full.to_string());
-            }
-        };
         let target = request.headers().get(TARGET_HEADER).map(|target| target.to_str().unwrap_or_default());
         let target = target.map(|target| target.chars().take(MAX_TARGET).collect::<String>());
         let (client, mut other) = match pair().await {

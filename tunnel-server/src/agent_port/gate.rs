@@ -6,18 +6,28 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tunnel_link::link::HANDSHAKE_TIMEOUT;
 use tunnel_runtime::NodeName;
 
 use super::known::KnownSources;
-use crate::admission::{Budget, Part, Place, Places, source_key};
+use super::rate::HandshakeRate;
+use crate::admission::{Budget, Part, Place, Places, Shares, source_key};
 
 /// Maximum number of unattached connections with one node's certificate: an agent needs one for its link to each
 /// address of this server, and one to renew.
 const PER_NODE: u32 = 16;
+
+/// Maximum number of outbound links of one agent, and of links of one server or redirector, however many addresses of this
+/// server it knows: one each, again while its successor starts, and those that are used up or lost and not over yet.
+const LINKS_OF_ONE: u32 = 8;
+/// Links of other servers and of redirectors, in what the parts of all kinds leave.
+const LINKED: Part = Part::new(1, 16);
+/// Connections that other servers and redirectors have forwarded at a time: as many as all listeners of one may have.
+const FORWARDED: Part = Part::new(37, 64);
 
 /// More concurrent handshakes would only wait for each other's signatures.
 const MOST_HANDSHAKES: u32 = 4096;
@@ -51,6 +61,13 @@ pub(super) struct Gate {
     enrolments: Places<IpAddr>,
     additional: Arc<Semaphore>,
     sources: Arc<KnownSources>,
+    rate: Mutex<HandshakeRate>,
+    /// Links of servers and redirectors, by what they are called in the log.
+    peers: Places<String>,
+    /// Outbound links. Their shares at the listener bound all of them together.
+    outbound: Places<NodeName>,
+    /// Connections on the links of servers and redirectors.
+    pub(super) forwarded: Shares,
 }
 
 impl Gate {
@@ -62,14 +79,35 @@ impl Gate {
             enrolments: Places::new(budget.places(&ENROLMENTS), u32::MAX),
             additional: Arc::new(Semaphore::new(budget.places(&ADDITIONAL) as usize)),
             sources: Arc::default(),
+            rate: Mutex::default(),
+            // A link that works does not make room for another one's.
+            peers: Places::new(budget.places(&LINKED), LINKS_OF_ONE).undisturbed_for(Duration::MAX),
+            outbound: Places::new(u32::MAX, LINKS_OF_ONE).undisturbed_for(Duration::MAX),
+            forwarded: Shares::new(budget.places(&FORWARDED)),
         }
     }
 
     /// Takes a place for a handshake.
     pub(super) fn handshake(&self, address: IpAddr) -> Option<Place<IpAddr>> {
         let (source, now) = (source_key(address), Instant::now());
-        let known = self.sources.contains(source).then(|| self.known.admit(source, now)).flatten();
-        known.or_else(|| self.unauthenticated.admit(source, now))
+        let known = self.sources.contains(source);
+        if let Some(place) = known.then(|| self.known.admit(source, now)).flatten() {
+            return Some(place);
+        }
+        if !known && !self.rate.lock().take(source, now) {
+            return None;
+        }
+        self.unauthenticated.admit(source, now)
+    }
+
+    /// Takes a place for the link of a server or a redirector; its oldest one makes room if it has too many.
+    pub(super) fn peer(&self, caller: &str) -> Option<Place<String>> {
+        self.peers.admit(caller.to_owned(), Instant::now())
+    }
+
+    /// The same for the outbound link of an agent.
+    pub(super) fn outbound(&self, node: &NodeName) -> Option<Place<NodeName>> {
+        self.outbound.admit(node.clone(), Instant::now())
     }
 
     /// Takes a place for a connection with the certificate of `node`, until it is a session.
@@ -129,6 +167,34 @@ mod tests {
             rounds += 1;
             assert!(rounds <= 3, "{left} of 1000 are left after three attempts of each");
         }
+    }
+
+    #[test]
+    fn an_unknown_source_gets_so_many_handshakes_at_once_and_a_known_one_any_number() {
+        let gate = Gate::new(&Budget::of(20_000, 1 << 30));
+        let (unknown, other): (IpAddr, IpAddr) = ([192, 0, 2, 1].into(), [192, 0, 2, 2].into());
+        // Each is over at once.
+        let handshakes = |source: IpAddr| (0..5000).filter(|_| gate.handshake(source).is_some()).count();
+        assert!(handshakes(unknown) < 2000);
+        assert!(gate.handshake(unknown).is_none() && gate.handshake(other).is_some());
+        gate.certified(&"edge-1".parse().unwrap(), unknown).unwrap().attached();
+        assert_eq!(handshakes(unknown), 5000);
+    }
+
+    #[test]
+    fn one_server_or_agent_has_few_links_and_its_oldest_makes_room() {
+        let gate = Gate::new(&Budget::of(20_000, 1 << 30));
+        let held: Vec<_> = (0..100).filter_map(|_| gate.peer("redirector of cloud-2")).collect();
+        assert_eq!(held.len(), LINKS_OF_ONE as usize, "none is a second old");
+        let node = "edge-1".parse().unwrap();
+        let outbound: Vec<_> = (0..100).filter_map(|_| gate.outbound(&node)).collect();
+        assert_eq!(outbound.len(), LINKS_OF_ONE as usize);
+        // Many others have theirs too: if all places are taken, the one with the most makes room.
+        let others: Vec<_> =
+            (0..10_000).filter_map(|n| gate.peer(&format!("redirector of host-{n}"))).collect();
+        assert!(others.len() > 500, "{}", others.len());
+        assert!(others.iter().all(|place| !place.is_evicted()));
+        assert_eq!(held.iter().filter(|place| !place.is_evicted()).count(), 1);
     }
 
     #[test]

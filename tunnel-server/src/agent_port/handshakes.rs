@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,9 +21,9 @@ use crate::session::Workers;
 /// Maximum wait for a client's first byte. An agent sends it at once.
 const SILENCE: Duration = Duration::from_secs(3);
 
-/// A connection before its handshake, on the worker that serves it.
+/// A connection after its handshake, on the worker that serves it.
 pub(super) struct Connection {
-    pub(super) socket: std::net::TcpStream,
+    pub(super) stream: TlsStream<TcpStream>,
     pub(super) peer: SocketAddr,
     pub(super) place: Place<IpAddr>,
     pub(super) worker: Handle,
@@ -41,12 +42,13 @@ pub(super) struct Handshakes {
 }
 
 impl Handshakes {
-    /// Accepts connections of `port` until the drain starts, and serves each on a worker. Counts and logs failures.
+    /// Accepts connections of `port` until the drain starts, does their handshakes on threads for that, and serves each on a
+    /// worker. Counts and logs failures.
     pub(super) async fn accept<F>(
         &self,
         port: &'static str,
         mut listener: Gated,
-        serve: impl Fn(Connection) -> F,
+        serve: impl Fn(Connection) -> F + Clone + Send + 'static,
     ) where
         F: Future<Output = Result<(), Error>> + Send + 'static,
     {
@@ -66,25 +68,47 @@ impl Handshakes {
                     continue;
                 }
             };
-            let (worker, context) = (self.workers.next(), self.context.clone());
-            let served = serve(Connection { socket, peer, place, worker: worker.clone() });
-            worker.spawn(self.links.track_future(async move {
-                if let Some(Err(error)) = context.stop.run_until_cancelled(served).await {
-                    context.metrics.handshake(error.label());
-                    match error {
-                        Error::Failed(_) => {
-                            tracing::info!(%peer, port, %error, "handshake failed on the agent port");
-                        }
-                        // Unauthenticated clients can cause any number of these.
-                        _ => tracing::debug!(%peer, port, %error, "connection to the agent port closed"),
-                    }
-                }
+            let (handshakes, serve) = (self.clone(), serve.clone());
+            self.workers.next_handshake().spawn(self.links.track_future(async move {
+                let shaken = handshakes.until_stop((peer, port), handshakes.shake(socket, &place)).await;
+                let Some(mut stream) = shaken else { return };
+                let worker = handshakes.workers.next().clone();
+                let (links, on_worker) = (handshakes.links.clone(), worker.clone());
+                on_worker.spawn(links.track_future(async move {
+                    let served = async move {
+                        move_here(&mut stream)?;
+                        serve(Connection { stream, peer, place, worker }).await
+                    };
+                    handshakes.until_stop((peer, port), served).await;
+                }));
             }));
         }
     }
 
+    /// Counts and logs a failure.
+    async fn until_stop<T>(
+        &self,
+        (peer, port): (SocketAddr, &'static str),
+        work: impl Future<Output = Result<T, Error>>,
+    ) -> Option<T> {
+        match self.context.stop.run_until_cancelled(work).await? {
+            Ok(done) => Some(done),
+            Err(error) => {
+                self.context.metrics.handshake(error.label());
+                match error {
+                    Error::Failed(_) => {
+                        tracing::info!(%peer, port, %error, "handshake failed on the agent port");
+                    }
+                    // Unauthenticated clients can cause any number of these.
+                    _ => tracing::debug!(%peer, port, %error, "connection to the agent port closed"),
+                }
+                None
+            }
+        }
+    }
+
     /// Does the handshake of a connection, unless its place is needed for another.
-    pub(super) async fn shake(
+    async fn shake(
         &self,
         socket: std::net::TcpStream,
         place: &Place<IpAddr>,
@@ -108,6 +132,15 @@ impl Handshakes {
     }
 }
 
+/// Moves the stream's socket to the runtime of this thread.
+fn move_here(stream: &mut TlsStream<TcpStream>) -> io::Result<()> {
+    let socket = stream.get_mut().0;
+    // tokio cannot be asked for the socket itself without taking it out of the stream.
+    let copy = std::net::TcpStream::from(socket.as_fd().try_clone_to_owned()?);
+    *socket = TcpStream::from_std(copy)?;
+    Ok(())
+}
+
 /// Reason that a connection got no further than its handshake.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
@@ -117,6 +150,8 @@ pub(super) enum Error {
     Evicted,
     #[error("too many unattached connections, of this node or in total")]
     Busy,
+    #[error("it has as many links with this server as one may have, or all servers and redirectors have")]
+    Links,
     #[error(transparent)]
     Failed(#[from] io::Error),
 }
@@ -126,7 +161,7 @@ impl Error {
         match self {
             Self::Silent => "silent",
             Self::Evicted => "evicted",
-            Self::Busy => "turned_away",
+            Self::Busy | Self::Links => "turned_away",
             Self::Failed(_) => "failed",
         }
     }

@@ -13,6 +13,7 @@ mod known;
 mod konnectivity;
 mod link;
 mod peer;
+mod rate;
 mod redirectors;
 mod shut_out;
 
@@ -24,7 +25,7 @@ use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 use tunnel_link::link::LinkIo;
 use tunnel_pki::{
-    ALPN_EDGE, ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, Client, ServerTls, client_of_certificate, validity,
+    ALPN_EDGE, ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, Client, Holder, ServerTls, client_of_certificate, validity,
 };
 use tunnel_runtime::config::HostPort;
 
@@ -43,7 +44,8 @@ use crate::session::Workers;
 use attach::Presented;
 use enroll::{EnrollConnections, EnrollPlace};
 use handshakes::{Connection, Error, Handshakes};
-use redirectors::Redirector;
+use peer::Incoming;
+use redirectors::Judged;
 
 pub struct AgentPort {
     handshakes: Handshakes,
@@ -82,11 +84,12 @@ impl AgentPort {
 
     /// Accepts connections until the drain starts.
     pub async fn serve(self: Arc<Self>, listener: Gated) {
-        let serve = |connection| {
+        let handshakes = self.handshakes.clone();
+        let serve = move |connection| {
             let port = self.clone();
             async move { port.serve_one(connection).await }
         };
-        self.handshakes.accept("agents", listener, serve).await;
+        handshakes.accept("agents", listener, serve).await;
     }
 
     /// The port of konnectivity's agents, whose sessions are as good as others. `peers`: the other servers.
@@ -110,8 +113,7 @@ impl AgentPort {
         self.handshakes.links.wait().await;
     }
 
-    async fn serve_one(&self, Connection { socket, peer, place, worker }: Connection) -> Result<(), Error> {
-        let stream = self.handshakes.shake(socket, &place).await?;
+    async fn serve_one(&self, Connection { stream, peer, place, worker }: Connection) -> Result<(), Error> {
         let connection = stream.get_ref().1;
         let certificate = connection.peer_certificates().and_then(|chain| chain.first()).cloned();
         let denied = io::ErrorKind::PermissionDenied;
@@ -147,16 +149,21 @@ impl AgentPort {
                         let validity =
                             validity(certificate).map_err(|error| io::Error::new(denied, error))?;
                         let (issued, standing) = (validity.issued(), self.context.standing.clone());
-                        (format!("redirector of {node}"), Some(Redirector { node, issued, standing }))
+                        let caller = format!("redirector of {node}");
+                        (caller, Some(Judged { holder: Holder::Redirector, node, issued, standing }))
                     }
                     _ => {
                         let reason = "it needs the certificate of a server or of a redirector";
                         return Err(io::Error::new(denied, reason).into());
                     }
                 };
+                let gate = &self.handshakes.gate;
+                let linked = gate.peer(&caller).ok_or(Error::Links)?;
                 drop(place);
                 let (context, listeners) = (self.context.clone(), self.listeners.clone());
-                let link = peer::serve(context, listeners, Box::new(stream), peer, caller, redirector);
+                let (server_id, shares) = (caller, gate.forwarded.clone());
+                let incoming = Incoming { peer, server_id, redirector, place: linked, shares };
+                let link = peer::serve(context, listeners, Box::new(stream), incoming);
                 let link = self.context.stop.clone().run_until_cancelled_owned(Box::pin(link));
                 worker.spawn(self.handshakes.links.track_future(link));
             }
@@ -169,14 +176,15 @@ impl AgentPort {
                     return Err(io::Error::new(denied, reason).into());
                 };
                 let validity = validity(certificate).map_err(|error| io::Error::new(denied, error))?;
-                let standing =
-                    Redirector { node, issued: validity.issued(), standing: self.context.standing.clone() };
+                let (issued, standing) = (validity.issued(), self.context.standing.clone());
+                let standing = Judged { holder: Holder::Agent, node, issued, standing };
                 standing.judge().map_err(|refusal| io::Error::new(denied, refusal.to_string()))?;
                 let mut share = from_edge.shares.admit(peer.ip()).map_err(|_| Error::Busy)?;
                 share.reaches(&standing.node, None).map_err(|_| Error::Busy)?;
+                let linked = self.handshakes.gate.outbound(&standing.node).ok_or(Error::Links)?;
                 drop(place);
-                let agent = from_edge::Agent { standing, peer };
-                let link = from_edge::serve(self.context.clone(), from_edge, Box::new(stream), agent, share);
+                let (agent, places) = (from_edge::Agent { standing, peer }, (linked, share));
+                let link = from_edge::serve(self.context.clone(), from_edge, Box::new(stream), agent, places);
                 let link = self.context.stop.clone().run_until_cancelled_owned(Box::pin(link));
                 worker.spawn(self.handshakes.links.track_future(link));
             }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use tokio::net::TcpStream;
 use tokio::sync::broadcast::error::{RecvError, TryRecvError};
-use tokio::sync::{broadcast, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, mpsc};
 use tokio::task::JoinSet;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
@@ -19,28 +19,42 @@ use tunnel_link::proto::{Holdings, Segment, WatchRequest};
 use tunnel_link::relay::PEER_RELAY_PATH;
 use tunnel_runtime::text::printable;
 
-use super::forwarded::{Caller, serve_forwarded};
+use super::forwarded::{Caller, LISTENER, serve_forwarded};
 use super::link::{Handover, LinkContext};
-use super::redirectors::Redirector;
+use super::redirectors::Judged;
+use crate::admission::{Place, Shares};
 use crate::listener::ListenerContext;
 use crate::pki::Refusal;
 use crate::session::Move;
 
 /// Maximum number of nodes in one message.
 const PART: usize = 1000;
+/// Maximum number of calls of a link at a time, besides forwarded connections. There is one, which lasts.
+const MOST_CALLS: usize = 4;
+
+/// A link before HTTP/2 begins.
+pub(super) struct Incoming {
+    pub(super) peer: SocketAddr,
+    /// From the certificate: the server's id, or the redirector's node in words.
+    pub(super) server_id: String,
+    /// Set for a redirector.
+    pub(super) redirector: Option<Judged>,
+    pub(super) place: Place<String>,
+    /// Of the connections to forward.
+    pub(super) shares: Shares,
+}
 
 /// Serves the link until it ends. A redirector, which has no CA, also gets the roots.
 pub(super) async fn serve(
     context: Arc<LinkContext>,
     listeners: ListenerContext,
     stream: Box<TlsStream<TcpStream>>,
-    peer: SocketAddr,
-    server_id: String,
-    redirector: Option<Redirector>,
+    Incoming { peer, server_id, redirector, place, shares }: Incoming,
 ) {
     let io = LinkIo::new(*stream);
     let flow = io.flow();
-    let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::server_builder().handshake(io));
+    let admitted = if redirector.is_some() { shares.most_of(peer.ip()) } else { shares.limit() };
+    let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::admitting_builder(admitted).handshake(io));
     let Ok(Ok(mut link)) = handshake.await else {
         tracing::debug!(%peer, server_id, "HTTP/2 handshake with another server failed");
         return;
@@ -53,10 +67,15 @@ pub(super) async fn serve(
         tracing::info!(%peer, server_id, "incoming peer link established");
     }
     let refusal = redirector.as_ref().and_then(|redirector| redirector.judge().err());
-    let caller = Arc::new(Caller { server_id, peer, flow: flow.clone() });
     let told = redirector.is_some();
-    let service =
-        PeerServer::new(PeerService { context: context.clone(), bundle: told, refusal: refusal.clone() });
+    let caller = Arc::new(Caller { server_id, peer, redirector: told, shares, flow: flow.clone() });
+    let calls = Arc::new(Semaphore::new(MOST_CALLS));
+    let service = PeerServer::new(PeerService {
+        context: context.clone(),
+        bundle: told,
+        refusal: refusal.clone(),
+        watching: Arc::new(Semaphore::new(1)),
+    });
     let refused = async {
         match (&redirector, &refusal) {
             // It gets the reason first, in answer to its calls.
@@ -79,16 +98,36 @@ pub(super) async fn serve(
             Some(ended) = watching.join_next() => {
                 break ended.map_or_else(|error| error.to_string(), |dead| dead.to_string());
             }
-            refusal = &mut refused => break refusal.to_string(),
+            refusal = &mut refused => {
+                context.metrics.session_refused(refusal.label());
+                break refusal.to_string();
+            }
+            () = place.evicted() => {
+                context.metrics.handshake("evicted");
+                break "evicted: it has too many links with this server".to_owned();
+            }
             accepted = link::accept(&mut link, &flow) => match accepted {
                 Some(Ok((request, respond)))
                     if request.uri().path() == PEER_RELAY_PATH && refusal.is_none() =>
                 {
-                    tokio::spawn(serve_forwarded(listeners.clone(), caller.clone(), request, respond));
+                    if let Some(forwarding) = serve_forwarded(&listeners, &caller, request, respond) {
+                        tokio::spawn(forwarding);
+                    }
                 }
-                Some(Ok((request, respond))) => {
-                    tokio::spawn(grpc::serve(service.clone(), request, respond));
-                }
+                Some(Ok((request, mut respond))) => match calls.clone().try_acquire_owned() {
+                    Ok(call) => {
+                        let serving = grpc::serve(service.clone(), request, respond);
+                        tokio::spawn(async move {
+                            serving.await;
+                            drop(call);
+                        });
+                    }
+                    Err(_) => {
+                        context.metrics.turned_away(LISTENER);
+                        let reason = format!("this link has {MOST_CALLS} calls already");
+                        grpc::refuse(&mut respond, &Status::resource_exhausted(reason));
+                    }
+                },
                 Some(Err(error)) => break link::reason(&error),
                 None => break "the other server closed the connection".to_owned(),
             },
@@ -105,6 +144,8 @@ struct PeerService {
     bundle: bool,
     /// Set if nothing may be forwarded for this client.
     refusal: Option<Refusal>,
+    /// Has one permit: each Watch copies the names of all nodes.
+    watching: Arc<Semaphore>,
 }
 
 #[tonic::async_trait]
@@ -116,11 +157,16 @@ impl Peer for PeerService {
         if let Some(refusal) = &self.refusal {
             return Err(Status::unauthenticated(refusal.to_string()));
         }
+        let Ok(watching) = self.watching.clone().try_acquire_owned() else {
+            self.context.metrics.turned_away(LISTENER);
+            tracing::debug!("second Watch of a peer link refused");
+            return Err(Status::resource_exhausted("this link has a Watch already"));
+        };
         let WatchRequest { server_id, server_version } = request.into_inner();
         let (server_id, version) = (printable(&server_id, 128), printable(&server_version, 64));
         tracing::debug!(server_id, version, "another server watches the attached nodes");
         let (sender, receiver) = mpsc::channel(1);
-        tokio::spawn(tell(self.context.clone(), self.bundle, sender));
+        tokio::spawn(tell(self.context.clone(), self.bundle, (sender, watching)));
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
@@ -131,7 +177,13 @@ impl Peer for PeerService {
 }
 
 /// Sends the attached nodes, until either server ends or the other one is too slow; it then asks again.
-async fn tell(context: Arc<LinkContext>, roots: bool, sender: mpsc::Sender<Result<Holdings, Status>>) {
+///
+/// The permit is dropped before the sender, at whose end the client asks anew.
+async fn tell(
+    context: Arc<LinkContext>,
+    roots: bool,
+    (sender, _watching): (mpsc::Sender<Result<Holdings, Status>>, OwnedSemaphorePermit),
+) {
     let mut bundle = context.bundle.clone();
     let trust_bundle = if roots { bundle.borrow_and_update().to_pem() } else { String::new() };
     // State in the first message: sending all attached nodes may take a while.
@@ -217,7 +269,8 @@ mod tests {
     async fn a_server_that_begins_to_stop_while_it_tells_what_it_has_says_so() {
         let (context, _inputs) = context();
         let (sender, mut told) = mpsc::channel(1);
-        let telling = tokio::spawn(tell(context.clone(), false, sender));
+        let watching = Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap();
+        let telling = tokio::spawn(tell(context.clone(), false, (sender, watching)));
         while told.is_empty() {
             tokio::task::yield_now().await;
         }

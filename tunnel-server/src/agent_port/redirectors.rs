@@ -1,7 +1,8 @@
-//! Checks continuously that a redirector may keep its link.
+//! Checks continuously that a redirector, or an agent at its outbound link, may keep it.
 
 use std::time::{Duration, SystemTime};
 
+use tunnel_pki::Holder;
 use tunnel_runtime::NodeName;
 
 use crate::pki::{Refusal, Standing};
@@ -9,18 +10,19 @@ use crate::pki::{Refusal, Standing};
 /// Wait after a refusal that may pass in a moment.
 const PASSING: Duration = Duration::from_secs(5);
 
-/// A redirector's certificate, and the state by which it is judged.
-pub(super) struct Redirector {
+/// A certificate, and the state by which it is judged.
+pub(super) struct Judged {
+    pub(super) holder: Holder,
     pub(super) node: NodeName,
     pub(super) issued: SystemTime,
     pub(super) standing: Standing,
 }
 
-impl Redirector {
+impl Judged {
     /// # Errors
     /// The reason of the refusal.
     pub(super) fn judge(&self) -> Result<(), Refusal> {
-        self.standing.judge(&self.node, self.issued)
+        self.standing.judge((self.holder, &self.node), self.issued)
     }
 
     /// Waits until the certificate is refused.

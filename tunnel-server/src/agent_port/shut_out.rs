@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
+use tunnel_pki::Holder;
 use tunnel_runtime::NodeName;
 
 use super::link::LinkContext;
@@ -37,7 +38,9 @@ pub(super) async fn run(context: &LinkContext) {
         };
         judged_by = Some(known);
         for session in concerned {
-            let Err(refusal) = standing.judge(&session.node, session.issued) else { continue };
+            let Err(refusal) = standing.judge((Holder::Agent, &session.node), session.issued) else {
+                continue;
+            };
             let over = before.get(&session.id).map_or(now + GRACE, |(_, over)| *over);
             if refusal.may_pass() && now < over {
                 missing.insert(session.id, (session.node.clone(), over));

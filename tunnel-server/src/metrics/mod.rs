@@ -109,7 +109,7 @@ impl Metrics {
         ] {
             let _ = metrics.handshakes.get_or_create(&[("result", result)]);
         }
-        for result in ["impostor", "flood", "older", "revoked", "superseded", "unknown_node"] {
+        for result in ["impostor", "flood", "older", "revoked", "superseded", "unknown_node", "edge_node"] {
             let _ = metrics.sessions_refused.get_or_create(&[("result", result)]);
         }
         for client in ["certified", "unauthenticated"] {

@@ -263,7 +263,7 @@ impl Inner {
         let token: Token = request.token.parse().map_err(|_| TokenRefusal::Unknown)?;
         let standing = &self.policy.standing;
         // Checked before the token is bound to a key: it may be meant for the time after the readmission.
-        standing.not_revoked(&node)?;
+        standing.may_enrol((holder, &node))?;
         self.tokens.redeem(
             &token,
             (holder, &node),
@@ -297,7 +297,7 @@ impl Inner {
                 "the certificate's root is no longer trusted; enrol with a new token".into(),
             ));
         }
-        self.policy.standing.judge(&node, validity.issued())?;
+        self.policy.standing.judge((holder, &node), validity.issued())?;
         let (holder, key) = Self::key(&request.csr, Some(holder), &node)?;
         self.issue(holder, node, &key)
     }

@@ -1,11 +1,12 @@
-//! Decides if a node's agent may have sessions and certificates, by the revocations and the inventory, at every attach,
-//! enrolment and renewal.
+//! Decides if a node's agent may have sessions and certificates, and its redirector links and certificates, by the
+//! revocations and the inventory, at every attach, link, enrolment and renewal.
 
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use jiff::Timestamp;
 use tokio::sync::watch;
+use tunnel_pki::Holder;
 use tunnel_routing::inventory::Inventory;
 use tunnel_runtime::NodeName;
 
@@ -14,7 +15,7 @@ use super::revocations::Revocations;
 /// The nodes of the inventory, with their creation times if known.
 pub type KnownNodes = Inventory;
 
-/// Reason to refuse an agent with a valid certificate.
+/// Reason to refuse an agent or a redirector with a valid certificate.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     #[error("node {0} was revoked at {1:.0}; `tunnel-server agent readmit {0}` lets it enrol again")]
@@ -36,6 +37,11 @@ pub enum Refusal {
         "node {0} is not in the server's inventory; add it there, or start the server with --unknown-agents=allow"
     )]
     Unknown(NodeName),
+    #[error(
+        "{0} is an edge node, or its Node was one: a redirector reaches every edge node, so it runs on cloud hosts only \
+         (if the host has moved to the cloud, delete its Node, which it then registers again)"
+    )]
+    Edge(NodeName),
 }
 
 impl Refusal {
@@ -45,6 +51,7 @@ impl Refusal {
             Self::Revoked(..) | Self::Damaged(_) => "revoked",
             Self::Superseded(..) | Self::Recreated(_) => "superseded",
             Self::Unknown(_) => "unknown_node",
+            Self::Edge(_) => "edge_node",
         }
     }
 
@@ -64,7 +71,7 @@ impl Refusal {
     }
 }
 
-/// Decides at any moment which agents may have sessions and certificates. Clones share the state.
+/// Decides at any moment which agents and redirectors may have links and certificates. Clones share the state.
 #[derive(Clone, Debug)]
 pub struct Standing {
     revocations: watch::Receiver<Arc<Revocations>>,
@@ -89,12 +96,12 @@ impl Standing {
         Self { revocations, nodes, refuse_unknown }
     }
 
-    /// Judges an agent by the node and the time of issue of its certificate.
+    /// Judges an agent or a redirector by the node and the time of issue of its certificate.
     ///
     /// # Errors
     /// The reason for the refusal.
-    pub fn judge(&self, node: &NodeName, issued: SystemTime) -> Result<(), Refusal> {
-        self.not_revoked(node)?;
+    pub fn judge(&self, (holder, node): (Holder, &NodeName), issued: SystemTime) -> Result<(), Refusal> {
+        self.may_enrol((holder, node))?;
         if let Some(record) = self.revocations.borrow().records.get(node)
             && issued <= record.issued_after()
         {
@@ -111,11 +118,23 @@ impl Standing {
         }
     }
 
-    /// Checks that the node may have a new certificate.
+    /// Checks that the node's agent or redirector may have a new certificate.
     ///
     /// # Errors
-    /// If it is revoked.
-    pub fn not_revoked(&self, node: &NodeName) -> Result<(), Refusal> {
+    /// If the node is revoked, or the redirector's node is an edge node: its kubelet can drop most labels of its own Node,
+    /// and so be given a redirector's pod.
+    pub fn may_enrol(&self, (holder, node): (Holder, &NodeName)) -> Result<(), Refusal> {
+        self.not_revoked(node)?;
+        let nodes = self.nodes.borrow();
+        match nodes.as_ref().and_then(|nodes| nodes.get(node.as_str())) {
+            Some(known) if holder == Holder::Redirector && (known.edge || known.was_edge) => {
+                Err(Refusal::Edge(node.clone()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn not_revoked(&self, node: &NodeName) -> Result<(), Refusal> {
         let known = self.revocations.borrow();
         if known.damaged.contains(node) {
             return Err(Refusal::Damaged(node.clone()));
@@ -170,6 +189,10 @@ mod tests {
         name.parse().unwrap()
     }
 
+    fn judge(standing: &Standing, node: &NodeName, issued: SystemTime) -> Result<(), Refusal> {
+        standing.judge((Holder::Agent, node), issued)
+    }
+
     type Nodes = watch::Sender<Option<Arc<KnownNodes>>>;
 
     /// Nodes with their creation times.
@@ -191,24 +214,24 @@ mod tests {
         let (standing, revocations, _nodes) = standing(true);
         let (edge, now) = (node("edge-1"), Timestamp::now());
         let issued = SystemTime::from(now) - Duration::from_secs(1000);
-        assert_eq!(standing.judge(&edge, issued), Ok(()));
+        assert_eq!(judge(&standing, &edge, issued), Ok(()));
         let publish = |record: Revocation| {
             let records = [(record.node.clone(), record)].into();
             revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
         };
         let revoked = Revocation::revoke(None, &edge, now);
         publish(revoked.clone());
-        assert_eq!(standing.judge(&edge, issued), Err(Refusal::Revoked(edge.clone(), now)));
+        assert_eq!(judge(&standing, &edge, issued), Err(Refusal::Revoked(edge.clone(), now)));
         assert!(standing.not_revoked(&edge).is_err() && standing.not_revoked(&node("edge-2")).is_ok());
         // In the same second.
         publish(revoked.readmit(now).unwrap());
-        let refusal = standing.judge(&edge, issued).unwrap_err();
+        let refusal = judge(&standing, &edge, issued).unwrap_err();
         assert!(refusal.wants_enrolment(), "{refusal}");
         // By a server whose clock is slightly ahead.
-        assert!(standing.judge(&edge, SystemTime::from(now) + Duration::from_secs(30)).is_err());
+        assert!(judge(&standing, &edge, SystemTime::from(now) + Duration::from_secs(30)).is_err());
         assert_eq!(standing.not_revoked(&edge), Ok(()));
         let next = standing.issue_after(&edge) + Duration::from_secs(1);
-        assert_eq!(standing.judge(&edge, next), Ok(()));
+        assert_eq!(judge(&standing, &edge, next), Ok(()));
         assert_eq!(standing.tokens_void_until(&edge), Some(now));
     }
 
@@ -220,7 +243,8 @@ mod tests {
             (Refusal::Damaged(edge.clone()), false, false, false),
             (Refusal::Superseded(edge.clone(), now), true, false, false),
             (Refusal::Recreated(edge.clone()), true, false, true),
-            (Refusal::Unknown(edge), false, true, true),
+            (Refusal::Unknown(edge.clone()), false, true, true),
+            (Refusal::Edge(edge), false, false, false),
         ] {
             let found = (refusal.wants_enrolment(), refusal.is_for_now(), refusal.may_pass());
             assert_eq!(found, (wants_enrolment, is_for_now, may_pass), "{refusal}");
@@ -268,7 +292,10 @@ mod tests {
         let (standing, revocations, _nodes) = standing(false);
         let damaged = [node("edge-1")].into();
         revocations.send_replace(Arc::new(Revocations { damaged, ..Revocations::default() }));
-        assert_eq!(standing.judge(&node("edge-1"), SystemTime::now()), Err(Refusal::Damaged(node("edge-1"))));
+        assert_eq!(
+            judge(&standing, &node("edge-1"), SystemTime::now()),
+            Err(Refusal::Damaged(node("edge-1")))
+        );
     }
 
     #[test]
@@ -276,14 +303,29 @@ mod tests {
         let now = SystemTime::now();
         for refuse in [true, false] {
             let (standing, _revocations, known) = standing(refuse);
-            assert_eq!(standing.judge(&node("edge-1"), now), Ok(()), "it is not known");
+            assert_eq!(judge(&standing, &node("edge-1"), now), Ok(()), "it is not known");
             known.send_replace(nodes([("edge-2", None), ("edge-3", Some(now))]));
-            let unknown = standing.judge(&node("edge-1"), now);
+            let unknown = judge(&standing, &node("edge-1"), now);
             assert_eq!(unknown, if refuse { Err(Refusal::Unknown(node("edge-1"))) } else { Ok(()) });
-            assert_eq!(standing.judge(&node("edge-2"), now), Ok(()));
-            assert_eq!(standing.judge(&node("edge-3"), now), Ok(()));
+            assert_eq!(judge(&standing, &node("edge-2"), now), Ok(()));
+            assert_eq!(judge(&standing, &node("edge-3"), now), Ok(()));
             let before = now - Duration::from_secs(1);
-            assert_eq!(standing.judge(&node("edge-3"), before), Err(Refusal::Recreated(node("edge-3"))));
+            assert_eq!(judge(&standing, &node("edge-3"), before), Err(Refusal::Recreated(node("edge-3"))));
+        }
+    }
+
+    #[test]
+    fn an_edge_node_has_an_agent_and_no_redirector() {
+        let (standing, _revocations, known) = standing(true);
+        let (host, now) = (node("host"), SystemTime::now());
+        let named =
+            |edge, was_edge| InventoryNode { edge, was_edge, ..InventoryNode::new("host".parse().unwrap()) };
+        for (edge, was_edge) in [(false, false), (true, false), (false, true)] {
+            known.send_replace(Some(Arc::new([named(edge, was_edge)].into_iter().collect())));
+            let expected = if edge || was_edge { Err(Refusal::Edge(host.clone())) } else { Ok(()) };
+            assert_eq!(standing.judge((Holder::Redirector, &host), now), expected);
+            assert_eq!(standing.may_enrol((Holder::Redirector, &host)), expected);
+            assert_eq!(standing.judge((Holder::Agent, &host), now), Ok(()));
         }
     }
 }

@@ -111,6 +111,7 @@ pub(crate) fn inventory(edge: &[&str], cloud: &[&str]) -> Arc<Inventory> {
         kubelet_port: DEFAULT_KUBELET_PORT,
         pod_cidrs: Vec::new(),
         created: None,
+        was_edge: false,
         labels: BTreeMap::new(),
     };
     let edge = edge.iter().map(|name| node(name, true, "192.168.50.2".into()));

@@ -126,6 +126,7 @@ fn node(n: u32) -> InventoryNode {
         kubelet_port: PORT,
         pod_cidrs: Vec::new(),
         created: None,
+        was_edge: false,
         labels: BTreeMap::new(),
     }
 }

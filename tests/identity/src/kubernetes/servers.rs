@@ -26,7 +26,7 @@ use tunnel_runtime::lifecycle::{Drain, Shutdown};
 use tunnel_server::agent_port::{AgentPort, Budget, Gate, Handover, LinkContext};
 use tunnel_server::listener::ListenerContext;
 use tunnel_server::peers::{self, PeerContext, Peers};
-use tunnel_server::pki::{EnrollPolicy, EnrollService, PkiMetrics, Revocations, Standing};
+use tunnel_server::pki::{EnrollPolicy, EnrollService, KnownNodes, PkiMetrics, Revocations, Standing};
 use tunnel_server::runtime::settings::Settings;
 use tunnel_server::session::{MOST_STREAMS, Sessions, Workers};
 
@@ -43,8 +43,11 @@ pub(crate) struct Port {
     id: String,
     pub(super) sessions: Arc<Sessions>,
     pub(super) peers: Arc<Peers>,
-    workers: Arc<Workers>,
+    pub(crate) workers: Arc<Workers>,
+    pub(crate) router: Arc<Router>,
     pub(crate) revocations: watch::Sender<Arc<Revocations>>,
+    /// None if the inventory is not known.
+    pub(crate) nodes: watch::Sender<Option<Arc<KnownNodes>>>,
     pub(super) standing: Standing,
     stop: CancellationToken,
     /// The sessions follow it, and end with it.
@@ -79,7 +82,8 @@ impl Port {
         let (settings, known) = watch::channel(Arc::default());
         let stop = CancellationToken::new();
         let revocations = watch::Sender::<Arc<Revocations>>::default();
-        let standing = Standing::new(revocations.subscribe(), watch::channel(None).1, true);
+        let (nodes, known_nodes) = watch::channel(None);
+        let standing = Standing::new(revocations.subscribe(), known_nodes, true);
         let context = LinkContext {
             server_id: id.to_owned(),
             bundle: trusted,
@@ -104,7 +108,7 @@ impl Port {
         );
         let peers = Arc::new(Peers::new(router.clone()));
         let listeners = ListenerContext {
-            router,
+            router: router.clone(),
             sessions: sessions.clone(),
             peers: peers.clone(),
             metrics,
@@ -123,7 +127,9 @@ impl Port {
             sessions,
             peers,
             workers,
+            router,
             revocations,
+            nodes,
             standing,
             stop,
             _followed: bundle,

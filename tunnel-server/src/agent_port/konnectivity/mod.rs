@@ -72,15 +72,15 @@ impl KonnectivityPort {
 
     /// Accepts connections until the drain starts.
     pub(crate) async fn serve(self: Arc<Self>, listener: Gated) {
-        let serve = |connection| {
+        let handshakes = self.handshakes.clone();
+        let serve = move |connection| {
             let port = self.clone();
             async move { port.serve_one(connection).await }
         };
-        self.handshakes.accept(NAME, listener, serve).await;
+        handshakes.accept(NAME, listener, serve).await;
     }
 
-    async fn serve_one(&self, Connection { socket, peer, place, worker }: Connection) -> Result<(), Error> {
-        let stream = self.handshakes.shake(socket, &place).await?;
+    async fn serve_one(&self, Connection { stream, peer, place, worker }: Connection) -> Result<(), Error> {
         let certificate = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first()).cloned();
         let denied = |why: &dyn ToString| io::Error::new(io::ErrorKind::PermissionDenied, why.to_string());
         let certified = match &certificate {

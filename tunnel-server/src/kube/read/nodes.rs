@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
@@ -33,7 +34,8 @@ const MAX_SKIPPED: usize = 8;
 /// are Ready or not.
 ///
 /// Unless `allow_empty` is set, nodes that vanish all at once are kept, because that is more likely a mistake of the
-/// API server. An empty list is refused, even the first one if `last_known` returns nodes of an earlier run.
+/// API server. An empty list is refused, even the first one if `last_known` returns nodes of an earlier run. These also tell
+/// which nodes were edge nodes before.
 ///
 /// A name, an address or a port that cannot be used is left out with a warning; the rest of its node stays.
 pub async fn run<F: Future<Output = ()> + Send, K: Future<Output = Inventory> + Send>(
@@ -67,7 +69,7 @@ pub async fn run<F: Future<Output = ()> + Send, K: Future<Output = Inventory> + 
             }
             event = events.next() => {
                 let Some(event) = event else { return };
-                if matches!(event, Event::InitDone) && nodes.needs_last_known() {
+                if matches!(event, Event::InitDone) && nodes.is_first_list() {
                     nodes.inventory = last_known().await;
                     had_nodes = !nodes.inventory.is_empty();
                 }
@@ -126,9 +128,10 @@ impl Nodes {
         !self.allow_empty && self.listed.values().all(|known| known.node.is_none())
     }
 
-    /// True if the nodes known to an earlier run are needed to judge the list.
-    fn needs_last_known(&self) -> bool {
-        !self.complete && self.lists_none() && self.inventory.is_empty()
+    /// True if the nodes known to an earlier run are needed to judge the list: one without nodes, and nodes that are edge nodes
+    /// no more.
+    fn is_first_list(&self) -> bool {
+        !self.complete && self.inventory.is_empty()
     }
 
     fn inventory(&self) -> Inventory {
@@ -156,7 +159,8 @@ impl Nodes {
             Event::InitDone => {
                 let (mut nodes, mut skipped) = (Vec::with_capacity(self.listed.len()), BTreeMap::new());
                 for (name, known) in std::mem::take(&mut self.listed) {
-                    nodes.extend(known.node);
+                    let before = self.inventory.get(&name).map(Arc::as_ref);
+                    nodes.extend(known.node.map(|node| node.following(before)));
                     if !known.skipped.is_empty() {
                         skipped.insert(name, known.skipped);
                     }
@@ -184,7 +188,10 @@ impl Nodes {
             self.skipped.insert(name.to_owned(), known.skipped);
         }
         match known.node {
-            Some(node) => self.inventory.insert(node),
+            Some(node) => {
+                let node = node.following(self.inventory.get(name).map(Arc::as_ref));
+                self.inventory.insert(node)
+            }
             None => self.inventory.remove(name),
         }
     }
@@ -274,6 +281,34 @@ mod tests {
             assert!(!nodes.apply(Event::InitApply(item.clone())));
         }
         nodes.apply(Event::InitDone)
+    }
+
+    #[test]
+    fn a_node_that_drops_its_edge_label_was_one() {
+        let labelled = |label: &str, created: &str| {
+            slim(&json!({"metadata": {"name": "edge-1", "creationTimestamp": created,
+                "labels": {"superedge.io/edge-node": label}}}))
+        };
+        let (first, again) = ("2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z");
+        let was_edge = |nodes: &Nodes| nodes.inventory().get("edge-1").map(|node| node.was_edge);
+        let mut nodes = Nodes::new(Selector::default(), false);
+        assert!(listed(&mut nodes, &[labelled("enable", first)]));
+        assert_eq!(was_edge(&nodes), Some(false));
+        assert!(nodes.apply(Event::Apply(labelled("", first))));
+        assert_eq!(was_edge(&nodes), Some(true));
+        // Whatever it writes next, and when the nodes are listed anew, by this run or another one.
+        nodes.apply(Event::Apply(labelled("x", first)));
+        listed(&mut nodes, &[labelled("", first)]);
+        assert_eq!(was_edge(&nodes), Some(true));
+        let kept = serde_json::to_string(&nodes.inventory()).unwrap();
+        let mut nodes = Nodes::new(Selector::default(), false);
+        assert!(nodes.is_first_list());
+        nodes.inventory = serde_json::from_str(&kept).unwrap();
+        listed(&mut nodes, &[labelled("", first)]);
+        assert_eq!(was_edge(&nodes), Some(true));
+        // Another Node of that name is another one.
+        nodes.apply(Event::Apply(labelled("", again)));
+        assert_eq!(was_edge(&nodes), Some(false));
     }
 
     fn names(nodes: &Nodes) -> Vec<String> {
@@ -447,7 +482,7 @@ mod tests {
     fn after_a_first_list_without_nodes_those_known_before_count_with_the_first_that_comes() {
         let mut nodes = Nodes::new(Selector::default(), false);
         nodes.apply(Event::Init);
-        assert!(nodes.needs_last_known());
+        assert!(nodes.is_first_list());
         nodes.inventory = [node("a", "10.0.0.1"), node("b", "10.0.0.2")]
             .iter()
             .filter_map(|node| read(node, &Selector::default()).node)
@@ -457,13 +492,7 @@ mod tests {
         assert_eq!(names(&nodes), ["a", "b"]);
         assert!(!nodes.apply(Event::Apply(node("a", "10.0.0.1"))), "a heartbeat");
         nodes.apply(Event::Init);
-        assert!(!nodes.needs_last_known());
-
-        let mut other = Nodes::new(Selector::default(), false);
-        other.apply(Event::Init);
-        other.apply(Event::InitApply(node("a", "10.0.0.1")));
-        assert!(!other.needs_last_known(), "there are nodes");
-        assert!(!Nodes::new(Selector::default(), true).needs_last_known(), "none is allowed");
+        assert!(!nodes.is_first_list());
     }
 
     #[test]

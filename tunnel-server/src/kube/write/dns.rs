@@ -288,6 +288,7 @@ mod tests {
             kubelet_port: DEFAULT_KUBELET_PORT,
             pod_cidrs: Vec::new(),
             created: None,
+            was_edge: false,
             labels: BTreeMap::new(),
         }
     }

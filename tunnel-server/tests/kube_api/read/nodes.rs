@@ -137,7 +137,14 @@ fn truth(server: &ApiServer) -> Inventory {
         let item = items.iter().find(|item| item["metadata"]["name"] == node.name.as_str()).unwrap();
         Some(time(item["metadata"]["creationTimestamp"].as_str().unwrap()))
     };
-    truth.iter().map(|node| InventoryNode { created: created(node), ..(**node).clone() }).collect()
+    // Nor does it know that this one was an edge node.
+    let was_edge = |node: &InventoryNode| node.name.as_str() == "c" && !node.edge;
+    let known = |node: &InventoryNode| InventoryNode {
+        created: created(node),
+        was_edge: was_edge(node),
+        ..node.clone()
+    };
+    truth.iter().map(|node| known(node)).collect()
 }
 
 fn time(text: &str) -> SystemTime {

@@ -282,7 +282,7 @@ async fn a_revoked_node_is_denied_until_it_is_readmitted() {
     server.put(CSRS, of_node("readmitted", "edge-1"));
     let chain = signed(&server, "readmitted").await;
     let validity = validity(&chain[0]).unwrap();
-    assert_eq!(standing.judge(&edge, validity.issued()), Ok(()));
+    assert_eq!(standing.judge((Holder::Agent, &edge), validity.issued()), Ok(()));
     assert!(validity.not_before < SystemTime::now(), "and is valid already");
     signer.stop().await;
 }

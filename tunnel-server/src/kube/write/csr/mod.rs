@@ -9,7 +9,7 @@
 //!   ServiceAccount with such a token;
 //! * extensions: none may be requested; usages: `client auth`, and optionally `digital signature`;
 //! * lifetime: that of all agents' certificates; `spec.expirationSeconds` can shorten it;
-//! * a revoked node (`tunnel-server agent revoke`) gets no certificate until it is readmitted;
+//! * a revoked node (`tunnel-server agent revoke`) gets no certificate until it is readmitted, an edge node none of a redirector;
 //! * everything else is denied with the reason. Requests for other signers are ignored.
 //!
 //! Requests are not deleted here: kube-controller-manager deletes those of every signer, finished ones after an hour,
@@ -38,7 +38,7 @@ use tunnel_kube::{FIELD_MANAGER, SIGNER, request};
 
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
 use crate::kube::error::ClusterError;
-use crate::pki::{CaState, PkiError, PkiMetrics, Standing};
+use crate::pki::{CaState, PkiError, PkiMetrics, Refusal, Standing};
 
 const APPROVED: &str = "Approved";
 const DENIED: &str = "Denied";
@@ -131,9 +131,12 @@ enum Step {
 
 fn step(csr: &CertificateSigningRequest, accounts: Accounts<'_>, standing: &Standing) -> Step {
     let verdict = match judge(csr, accounts) {
-        Verdict::Approve(approved) => match standing.not_revoked(&approved.node) {
+        Verdict::Approve(approved) => match standing.may_enrol((approved.holder, &approved.node)) {
             Ok(()) => Verdict::Approve(approved),
-            Err(refusal) => Verdict::Deny { reason: "NodeRevoked", message: refusal.to_string() },
+            Err(refusal) => {
+                let reason = if matches!(refusal, Refusal::Edge(_)) { "EdgeNode" } else { "NodeRevoked" };
+                Verdict::Deny { reason, message: refusal.to_string() }
+            }
         },
         other => other,
     };

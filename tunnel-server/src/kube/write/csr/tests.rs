@@ -3,6 +3,7 @@
 use k8s_openapi::api::certificates::v1::CertificateSigningRequestSpec;
 use rcgen::CertificateParams;
 use tunnel_pki::{Holder, PrivateKey};
+use tunnel_routing::inventory::InventoryNode;
 
 use super::*;
 
@@ -31,10 +32,11 @@ fn bad() -> CertificateSigningRequest {
     request("system:node:edge-2")
 }
 
+const ACCOUNTS: Accounts<'_> =
+    Accounts { namespace: "kube-system", agent: "tunnel-agent", redirector: "tunnel-redirector" };
+
 fn next(csr: &CertificateSigningRequest) -> Step {
-    let accounts =
-        Accounts { namespace: "kube-system", agent: "tunnel-agent", redirector: "tunnel-redirector" };
-    step(csr, accounts, &Standing::default())
+    step(csr, ACCOUNTS, &Standing::default())
 }
 
 #[test]
@@ -60,6 +62,27 @@ fn a_bad_request_is_never_signed() {
         }
     }
     assert!(matches!(next(&with_condition(approved, FAILED, "x", String::new())), Step::Ignore));
+}
+
+#[test]
+fn an_edge_nodes_redirector_is_denied() {
+    let mut csr = request("system:serviceaccount:kube-system:tunnel-redirector");
+    let mut params = CertificateParams::default();
+    params.distinguished_name = Holder::Redirector.distinguished_name(&"edge-1".parse().unwrap());
+    let pem = params.serialize_request(&PrivateKey::generate().unwrap()).unwrap().pem().unwrap();
+    csr.spec.request = ByteString(pem.into_bytes());
+    let bound = [("node-name", "edge-1"), ("pod-name", "tunnel-redirector-x")];
+    let bound =
+        bound.map(|(key, value)| (format!("authentication.kubernetes.io/{key}"), vec![value.to_owned()]));
+    csr.spec.extra = Some(bound.into());
+    assert!(matches!(next(&csr), Step::Approve(_)), "nothing is known of the node");
+    for (edge, was_edge) in [(true, false), (false, true)] {
+        let node = InventoryNode { edge, was_edge, ..InventoryNode::new("edge-1".parse().unwrap()) };
+        let known = watch::channel(Some(Arc::new([node].into_iter().collect()))).1;
+        let standing = Standing::new(watch::channel(Arc::default()).1, known, true);
+        let denied = step(&csr, ACCOUNTS, &standing);
+        assert!(matches!(denied, Step::Deny { reason: "EdgeNode", .. }), "{denied:?}");
+    }
 }
 
 #[test]
