@@ -8,7 +8,7 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use tunnel_runtime::NodeName;
 
-use crate::inventory::{Inventory, InventoryNode};
+use crate::inventory::Inventory;
 
 /// Time after which a cloud node's address is excluded from the redirect: an edge node that drops its own label must
 /// not decide at once which addresses are direct for everybody.
@@ -25,8 +25,6 @@ pub(super) struct Claims {
     pub(super) pods: HashMap<IpNet, NodeName>,
     /// Cloud nodes that name an address, and the time from which it is excluded.
     cloud: HashMap<IpAddr, Vec<(NodeName, Instant)>>,
-    /// Nodes of the inventory that are edge nodes, or were since they joined it: their kubelets may drop the label.
-    edge_nodes: HashSet<NodeName>,
 }
 
 impl Claims {
@@ -51,20 +49,15 @@ impl Claims {
             }
         }
         let edge = HashMap::with_capacity(self.edge.len());
-        let edge_nodes = inventory.iter().filter(|node| node.edge || self.edge_nodes.contains(&node.name));
-        let edge_nodes = edge_nodes.map(|node| node.name.clone()).collect();
-        Self { known: true, edge, pods: HashMap::new(), cloud, edge_nodes }
-    }
-
-    /// Reports whether this is a cloud node that never was an edge node.
-    pub(super) fn always_cloud(&self, node: &InventoryNode) -> bool {
-        !node.edge && !self.edge_nodes.contains(&node.name)
+        Self { known: true, edge, pods: HashMap::new(), cloud }
     }
 
     /// Addresses that nodes which never were edge nodes have had for long enough: no edge node keeps them. Not at once,
     /// as an edge node may get its label only some time after it has joined.
-    pub(super) fn of_cloud(&self, now: Instant) -> HashSet<IpAddr> {
-        let theirs = |(name, from): &(NodeName, Instant)| *from <= now && !self.edge_nodes.contains(name);
+    pub(super) fn of_cloud(&self, inventory: &Inventory, now: Instant) -> HashSet<IpAddr> {
+        let always_cloud =
+            |name: &NodeName| inventory.get(name.as_str()).is_some_and(|node| node.always_cloud());
+        let theirs = |(name, from): &(NodeName, Instant)| *from <= now && always_cloud(name);
         let old = self.cloud.iter().filter(|(_, claims)| claims.iter().any(theirs));
         old.map(|(address, _)| *address).collect()
     }
@@ -108,9 +101,6 @@ pub struct StoredClaims {
     pods: HashMap<IpNet, NodeName>,
     /// Address, node, and the time from which the address is excluded, in seconds since 1970.
     cloud: Vec<(IpAddr, NodeName, u64)>,
-    /// Those that have neither an address nor pods above.
-    #[serde(default, skip_serializing_if = "HashSet::is_empty")]
-    edge_nodes: HashSet<NodeName>,
 }
 
 const VERSION: u32 = 1;
@@ -129,9 +119,7 @@ impl Claims {
             let delay = Duration::from_secs(from.saturating_sub(seconds)).min(CLOUD_CLAIM_DELAY);
             cloud.entry(address).or_default().push((node, now + delay));
         }
-        let holders = stored.edge.values().chain(stored.pods.values()).cloned();
-        let edge_nodes = stored.edge_nodes.into_iter().chain(holders).collect();
-        Ok(Self { known: true, edge: stored.edge, pods: stored.pods, cloud, edge_nodes })
+        Ok(Self { known: true, edge: stored.edge, pods: stored.pods, cloud })
     }
 
     pub(super) fn store(&self, now: Instant, clock: SystemTime) -> StoredClaims {
@@ -141,13 +129,11 @@ impl Claims {
                 (*address, node.clone(), seconds + from.saturating_duration_since(now).as_secs())
             })
         });
-        let holders: HashSet<_> = self.edge.values().chain(self.pods.values()).collect();
         StoredClaims {
             version: VERSION,
             edge: self.edge.clone(),
             pods: self.pods.clone(),
             cloud: cloud.collect(),
-            edge_nodes: self.edge_nodes.iter().filter(|name| !holders.contains(name)).cloned().collect(),
         }
     }
 }
@@ -159,6 +145,7 @@ fn since_1970(clock: SystemTime) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::inventory::InventoryNode;
 
     fn name(text: &str) -> NodeName {
         text.parse().unwrap()
@@ -193,7 +180,6 @@ mod tests {
         let mut claims = first.followed_by(&both, before);
         claims.edge.insert(edge, name("edge-1"));
         claims.pods.insert("10.244.1.0/24".parse().unwrap(), name("edge-1"));
-        claims.edge_nodes.extend([name("edge-1"), name("edge-2")]);
         let at = |later| Claims::restore(claims.store(now, clock), now, later).unwrap();
         assert_eq!(at(clock), claims);
         let later = at(clock + Duration::from_secs(150));

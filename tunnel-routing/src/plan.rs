@@ -285,12 +285,12 @@ impl Reserved {
         if rules.edge_addresses.is_empty() {
             let wide = |net: &&IpNet| net.prefix_len() < net.max_prefix_len();
             own.extend(rules.networks.iter().filter(wide).map(IpNet::trunc));
-            let cloud = inventory.iter().filter(|node| claims.always_cloud(node));
+            let cloud = inventory.iter().filter(|node| node.always_cloud());
             let addresses = cloud.flat_map(|node| &node.addresses).filter(|address| is_host(**address));
             near.extend(addresses.filter_map(|address| around(*address)));
         }
         let pods = PodRanges::new(inventory, rules, claims);
-        Self { cloud: claims.of_cloud(now), own, around: near, pods }
+        Self { cloud: claims.of_cloud(inventory, now), own, around: near, pods }
     }
 }
 
@@ -311,7 +311,7 @@ impl PodRanges {
     fn new(inventory: &Inventory, rules: &Rules<'_>, claims: &Claims) -> Self {
         let counts = |node: &InventoryNode, range: IpNet| match node.edge {
             true => within_pods(range, rules),
-            false => rules.edge_addresses.is_empty() && claims.always_cloud(node) && is_one_nodes(range),
+            false => rules.edge_addresses.is_empty() && node.always_cloud() && is_one_nodes(range),
         };
         let mut ranges = HashMap::new();
         for (place, node) in inventory.iter().enumerate() {

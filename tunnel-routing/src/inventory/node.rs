@@ -57,6 +57,11 @@ impl InventoryNode {
             before.is_some_and(|before| (before.edge || before.was_edge) && before.created == self.created);
         Self { was_edge: was && !self.edge, ..self }
     }
+
+    /// True for a cloud node that never was an edge node.
+    pub fn always_cloud(&self) -> bool {
+        !self.edge && !self.was_edge
+    }
 }
 
 /// The kubelet's default port.

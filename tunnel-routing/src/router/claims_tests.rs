@@ -232,6 +232,7 @@ fn an_edge_node_that_drops_its_label_excludes_nothing_of_others() {
     // It claims others' addresses, one that nobody has, and this host's, for its pods.
     let mut flipped = everybody();
     flipped[1] = with_pods("edge-1", false, "10.8.0.1", "10.244.9.0/24");
+    flipped[1].was_edge = true;
     flipped[1].addresses.extend(["10.8.0.2", "10.8.0.3", "10.0.0.2", "10.70.0.99"].map(ip));
     let check = |now: Instant| {
         let after = ways(&router);
@@ -306,9 +307,10 @@ fn a_cloud_node_that_comes_takes_the_addresses_around_it_from_nobody() {
     assert_eq!(got(&router, &cloud, &["10.8.0.1", "10.8.0.2"], later), ["10.8.0.1"]);
     let edge = [node("cloud-2", true, &["10.8.0.9"])];
     assert_eq!(got(&router, &edge, &["10.8.0.1", "10.8.0.2"], later), ["10.8.0.1", "10.8.0.2"]);
-    // One that was an edge node is not the cloud.
+    let [former] = cloud;
+    let former = [InventoryNode { was_edge: true, ..former }];
     assert_eq!(
-        got(&router, &cloud, &["10.8.0.1", "10.8.0.2", "10.8.0.3"], later),
+        got(&router, &former, &["10.8.0.1", "10.8.0.2", "10.8.0.3"], later),
         ["10.8.0.1", "10.8.0.2", "10.8.0.3"]
     );
 }
@@ -336,7 +338,11 @@ fn a_cloud_node_that_comes_later_gets_its_address_after_a_while() {
 fn a_node_that_was_an_edge_node_takes_nothing_as_a_cloud_node() {
     let nodes = |edge: bool| {
         let former = with_pods("former", edge, "10.8.0.2", "10.9.0.0/16");
-        vec![former, node("cloud-1", false, &["10.0.0.2"]), node("edge-2", true, &["10.8.0.2"])]
+        vec![
+            InventoryNode { was_edge: !edge, ..former },
+            node("cloud-1", false, &["10.0.0.2"]),
+            node("edge-2", true, &["10.8.0.2"]),
+        ]
     };
     let (before, _) = router();
     before.set_inventory(inventory(nodes(true).split_off(1)));
@@ -354,7 +360,9 @@ fn a_node_that_was_an_edge_node_takes_nothing_as_a_cloud_node() {
         assert_eq!(got(&router, &nodes(false), &["10.9.0.7"], now), ["10.9.0.7"]);
         // A Node of that name that is created later is another one.
         router.set_inventory_at(inventory(nodes(false).split_off(1)), now);
-        router.set_inventory_at(inventory(nodes(false)), now);
+        let mut created_again = nodes(false);
+        created_again[0].was_edge = false;
+        router.set_inventory_at(inventory(created_again), now);
         router.refresh_at(now + CLOUD_CLAIM_DELAY);
         assert_eq!(ways(&router).get(&net("10.8.0.2/32")), None);
     }

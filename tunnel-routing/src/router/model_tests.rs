@@ -44,8 +44,6 @@ struct Model {
     holders: HashMap<IpAddr, NodeName>,
     /// Time from which the cloud node's address is excluded.
     cloud: HashMap<(NodeName, IpAddr), Instant>,
-    /// Nodes that are or were edge nodes.
-    edge: HashSet<NodeName>,
     expected: HashMap<IpAddr, Expect>,
 }
 
@@ -65,8 +63,6 @@ impl Model {
         let claims = cloud.iter().flat_map(|node| node.addresses.iter().map(|a| (node.name.clone(), *a)));
         self.cloud =
             claims.map(|claim| (claim.clone(), self.cloud.get(&claim).copied().unwrap_or(since))).collect();
-        let edge = |node: &&InventoryNode| node.edge || self.edge.contains(&node.name);
-        self.edge = self.nodes.iter().filter(edge).map(|node| node.name.clone()).collect();
         for address in addresses() {
             let expected = self.decide(address, now);
             match &expected {
@@ -97,7 +93,9 @@ impl Model {
             return None;
         }
         let claims = || self.cloud.iter().filter(|((_, claimed), _)| *claimed == address);
-        if claims().any(|((name, _), from)| *from <= now && !self.edge.contains(name)) {
+        let always_cloud =
+            |name: &NodeName| self.nodes.iter().any(|node| node.name == *name && node.always_cloud());
+        if claims().any(|((name, _), from)| *from <= now && always_cloud(name)) {
             return None;
         }
         let holder = self.holders.get(&address);
@@ -153,7 +151,9 @@ proptest! {
                             let addresses: Vec<_> = a.iter().map(|a| format!("10.0.0.{a}")).collect();
                             let addresses: Vec<_> = addresses.iter().map(String::as_str).collect();
                             let created = (n % 3 != 0).then(|| UNIX_EPOCH + Duration::from_secs(u64::from(n / 2)));
-                            InventoryNode { created, ..tests::node(&format!("n{n}"), edge, &addresses) }
+                            let node = tests::node(&format!("n{n}"), edge, &addresses);
+                            let before = model.nodes.iter().find(|before| before.name == node.name);
+                            InventoryNode { created, ..node }.following(before)
                         })
                         .collect();
                     router.set_inventory_at(nodes.clone().into(), now);

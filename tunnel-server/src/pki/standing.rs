@@ -127,7 +127,7 @@ impl Standing {
         self.not_revoked(node)?;
         let nodes = self.nodes.borrow();
         match nodes.as_ref().and_then(|nodes| nodes.get(node.as_str())) {
-            Some(known) if holder == Holder::Redirector && (known.edge || known.was_edge) => {
+            Some(known) if holder == Holder::Redirector && !known.always_cloud() => {
                 Err(Refusal::Edge(node.clone()))
             }
             _ => Ok(()),

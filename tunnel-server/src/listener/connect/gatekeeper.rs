@@ -271,13 +271,13 @@ mod tests {
     use super::*;
     use crate::caller::Tokens;
 
-    const POLICY: &str = "rules:\n- {name: a, from: [{nodes: site}], to: [{node: edge-2, ports: [22]}]}\n";
+    const POLICY: &str = "rules:\n- {name: a, from: [{nodes: node-restriction.kubernetes.io/site}], to: [{node: edge-2, ports: [22]}]}\n";
 
     fn node(name: &str, address: &str, label: &str) -> InventoryNode {
         InventoryNode {
             edge: true,
             addresses: vec![address.parse().unwrap()],
-            labels: [(label.to_owned(), String::new())].into(),
+            labels: [(format!("node-restriction.kubernetes.io/{label}"), String::new())].into(),
             ..InventoryNode::new(name.parse().unwrap())
         }
     }

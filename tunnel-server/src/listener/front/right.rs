@@ -84,7 +84,11 @@ mod tests {
                 answer
             };
             server.review("tokenreviews", move |review| {
-                answer(review, json!({"authenticated": token, "user": {"username": "alice"}}))
+                let audiences = ["postern.internal"];
+                answer(
+                    review,
+                    json!({"authenticated": token, "user": {"username": "alice"}, "audiences": audiences}),
+                )
             });
             server.review("subjectaccessreviews", move |review| {
                 let known = review["spec"]["user"] == "alice";
