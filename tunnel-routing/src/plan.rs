@@ -289,7 +289,7 @@ impl Reserved {
             let addresses = cloud.flat_map(|node| &node.addresses).filter(|address| is_host(**address));
             near.extend(addresses.filter_map(|address| around(*address)));
         }
-        let pods = PodRanges::new(inventory, rules, claims);
+        let pods = PodRanges::new(inventory, rules);
         Self { cloud: claims.of_cloud(inventory, now), own, around: near, pods }
     }
 }
@@ -308,7 +308,7 @@ struct PodRanges {
 }
 
 impl PodRanges {
-    fn new(inventory: &Inventory, rules: &Rules<'_>, claims: &Claims) -> Self {
+    fn new(inventory: &Inventory, rules: &Rules<'_>) -> Self {
         let counts = |node: &InventoryNode, range: IpNet| match node.edge {
             true => within_pods(range, rules),
             false => rules.edge_addresses.is_empty() && node.always_cloud() && is_one_nodes(range),

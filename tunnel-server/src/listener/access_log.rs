@@ -20,7 +20,7 @@ use crate::metrics::{Admitted, Connection, Failure, Metrics, Permit, Relayed};
 use crate::session::Link;
 
 /// The `tracing` target of the access log's events.
-const ACCESS: &str = "crate::access";
+const ACCESS: &str = "tunnel_server::access";
 
 /// A connection from the moment its node is known. Dropping it without [`AccessLogGuard::end`], as when its task is
 /// cancelled or panics, also records it.
