@@ -449,7 +449,8 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
         .await?;
     let first = Agent::enrol(&server, 1).await?;
     let _second = Agent::enrol(&server, 2).await?;
-    let _targets = [target(testbed, 1, 9101, Behaviour::Echo)?, target(testbed, 2, 9101, Behaviour::Echo)?];
+    let echo = |edge, port| target(testbed, edge, port, Behaviour::Echo);
+    let _targets = [echo(1, 9101)?, echo(2, 9101)?, echo(2, 9102)?];
     visit(([127, 0, 0, 1], 3001).into()).await?;
     // The allow-list has the neighbour but not this host; the agent's own allow-list decides about the target.
     expect_reset((CLOUD, 3000).into()).await?;
@@ -461,7 +462,7 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
     let mut held = connect(([127, 0, 0, 1], 3001)).await?;
     client::echo(&mut held, b"before").await?;
     // One map gets another target and one is new; then the first is removed.
-    let second = "maps:\n- {listen: '127.0.0.1:3001', node: edge-2, target: 9101}\n- {listen: '127.0.0.1:3002', node: edge-1, target: 9101}\n";
+    let second = "maps:\n- {listen: '127.0.0.1:3001', node: edge-2, target: 9101}\n- {listen: '127.0.0.1:3002', node: edge-2, target: 9102}\n";
     write(testbed, "maps.yaml", second)?;
     let new = SocketAddr::from(([127, 0, 0, 1], 3002));
     wait_until("the new map", SOON, async || Ok(reaches(new).await), |reached| *reached).await?;
