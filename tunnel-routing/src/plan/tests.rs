@@ -79,7 +79,7 @@ fn pods_keep_their_addresses_from_other_nodes() {
             host: &host,
             networks: &HashSet::new(),
         };
-        PodRanges::new(&inventory, &rules, &Claims::default())
+        PodRanges::new(&inventory, &rules)
     };
     for (address, nodes, of_another) in [
         ("10.16.0.1", &[one][..], true),
