@@ -14,7 +14,7 @@ use tunnel_routing::Desired;
 
 use super::cgroup::Cgroup;
 use super::claim::Claim;
-use super::config::RedirectConfig;
+use super::config::{OrphanPolicy, RedirectConfig};
 use super::error::RedirectError;
 use super::load::{self, Programs};
 use super::map_contents::MapContents;
@@ -63,6 +63,12 @@ impl Redirect {
         let mut ebpf = load::open(&config, features, log)?;
         let program_log = if log { Some(ProgramLog::new(&mut ebpf)?) } else { None };
         let (pins, not_pinned) = pins(&config, &netns, &ebpf);
+        if let (OrphanPolicy::Refuse, Some(reason), Some(pinned)) =
+            (config.orphan_policy, &not_pinned, &config.pins)
+        {
+            // Without pins a killed server's programs are gone at once.
+            return Err(RedirectError::Pin { path: pinned.dir.clone(), reason: reason.clone() });
+        }
         let mut maps = Maps::take(&mut ebpf)?;
         // The maps must be open while the programs that use them are loaded.
         let programs = Programs::load(ebpf, pins)?;

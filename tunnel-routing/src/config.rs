@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashSet};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_runtime::NodeName;
-use tunnel_runtime::net::{identifies_host, interface_addresses};
+use tunnel_runtime::net::{InterfaceAddress, identifies_host, interface_addresses};
 
 /// Settings that do not change at run time.
 #[derive(Clone, Debug)]
@@ -59,5 +59,10 @@ pub fn host_addresses() -> Option<HashSet<IpNet>> {
         |error| tracing::warn!(%error, "failed to list this host's addresses, keeping the known ones"),
     );
     let identifying = listed.ok()?.into_iter().filter(|entry| identifies_host(entry.address));
-    Some(identifying.filter_map(|entry| IpNet::new(entry.address, entry.prefix).ok()).collect())
+    // Nobody is reached through an interface that is down.
+    let network = |entry: InterfaceAddress| match entry.up {
+        true => IpNet::new(entry.address, entry.prefix).ok(),
+        false => Some(IpNet::from(entry.address)),
+    };
+    Some(identifying.filter_map(network).collect())
 }

@@ -58,7 +58,8 @@ impl OwnPorts {
 
 /// If the kernel does not say, every address may be.
 fn is_this_host(address: IpAddr) -> bool {
-    interface_addresses().map_or(true, |own| own.iter().any(|own| own.address == address))
+    address.is_loopback()
+        || interface_addresses().map_or(true, |own| own.iter().any(|own| own.address == address))
 }
 
 impl std::fmt::Debug for OwnPorts {
@@ -89,6 +90,7 @@ mod tests {
             ("127.0.0.1:10263", true),
             ("[::ffff:127.0.0.1]:10263", true),
             ("127.0.0.1:2222", true),
+            ("127.0.0.2:10263", true),
             ("127.0.0.1:10250", false),
             ("10.70.0.2:10263", true),
             ("10.70.0.2:443", false),

@@ -143,6 +143,10 @@ impl Plan {
             None
         };
         if let Some(kind) = refused {
+            // It has the address again once the network is gone: an interface may come and go.
+            if let (ConflictKind::CloudNetwork, Some(first)) = (kind, first) {
+                self.claims.edge.insert(address, inventory[first].name.clone());
+            }
             return self.conflict(kind, Some(address), inventory, &nodes);
         }
         let holder = match first.or_else(|| oldest(inventory, &nodes)) {

@@ -32,7 +32,7 @@ use super::config::RouterConfig;
 use super::desired::{Desired, Table};
 use super::own_ports::OwnPorts;
 use super::planner::{Planned, Planner};
-use super::snapshot::{ByAddress, Snapshot};
+use super::snapshot::Snapshot;
 use crate::inventory::Inventory;
 
 /// Maximum number of nodes looked up under one lock, so that a session that starts or ends is not blocked for longer.
@@ -319,15 +319,15 @@ impl Router {
     pub fn redirects(&self, node: &NodeName, target: SocketAddr) -> bool {
         let (address, snapshot, ports) = (target.ip().to_canonical(), self.snapshot(), self.ports.load());
         let tunnelled = ports.tunnelled.contains(&target.port());
+        let edge = snapshot.inventory().get(node.as_str()).is_some_and(|known| known.edge);
         if address.is_loopback() {
-            let edge = snapshot.inventory().get(node.as_str()).is_some_and(|known| known.edge);
             return edge && tunnelled && ports.loopback.contains(&target.port());
         }
-        match snapshot.by_address(address) {
-            ByAddress::Unique(found) => tunnelled && found.node == *node,
-            ByAddress::Ambiguous(_) => false,
-            ByAddress::Unknown => snapshot.by_pod(address).is_some_and(|pod| pod.node == *node),
+        // Who holds an address may be decided otherwise here than where the client is, by interfaces and claims.
+        if snapshot.names(node, address) {
+            return edge && tunnelled;
         }
+        snapshot.by_pod(address).is_some_and(|pod| pod.node == *node)
     }
 
     /// Reports whether the address is a virtual one (in a redirect range). It stands for an edge node for any client on

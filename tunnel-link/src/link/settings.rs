@@ -55,6 +55,8 @@ const REFUSALS: u32 = 128;
 /// Frames for streams that are forgotten, or in error, that a link may receive in its life. Each is answered with a reset,
 /// and these wait if the peer does not read: about 4 MB. Late data comes for a few streams a day on a bad path.
 const MAX_WRONG_FRAMES: usize = 1 << 13;
+/// Maximum number of streams that the other end has opened and reset before they were accepted, each of some hundred bytes.
+const MAX_WAITING_RESETS: usize = 1 << 13;
 /// Time for which a stream reset by this end is remembered, so that late frames for it are ignored.
 pub const RESET_MEMORY: Duration = Duration::from_secs(5);
 
@@ -122,16 +124,15 @@ pub fn server_builder() -> h2::server::Builder {
 /// HTTP/2 settings of a server's end of a link on which the other end opens streams, of which at most `admitted` are
 /// admitted at a time.
 ///
-/// No more resets wait or are remembered than there are streams: all clients of the other end may give up at once. h2's
-/// default of 20 would end a link that was silent for a moment.
+/// After a stall the resets of all that gave up meanwhile arrive at once, of many more streams than are open at a time.
+/// h2's default of 20 would end the link, and with it everybody else's connections.
 pub fn admitting_builder(admitted: u32) -> h2::server::Builder {
     let streams = admitted.saturating_add(REFUSALS).min(MAX_STREAMS);
-    let resets = streams as usize;
     let mut builder = server_builder();
     builder
         .max_concurrent_streams(streams)
-        .max_concurrent_reset_streams(resets)
-        .max_pending_accept_reset_streams(resets)
+        .max_concurrent_reset_streams(streams as usize)
+        .max_pending_accept_reset_streams(MAX_WAITING_RESETS.max(streams as usize))
         .max_local_error_reset_streams(Some(MAX_WRONG_FRAMES));
     builder
 }
@@ -204,10 +205,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn resets_are_bounded_by_the_streams_that_are_admitted() {
+    async fn resets_are_bounded_and_those_of_a_stall_end_no_link() {
         let builder = admitting_builder(10);
-        assert!(opened_and_reset(10, &builder).await.is_ok(), "all clients have given up");
-        let flood = opened_and_reset(1000, &builder).await.unwrap_err();
+        assert!(opened_and_reset(1000, &builder).await.is_ok(), "many have given up during a stall");
+        let flood = opened_and_reset(10_000, &builder).await.unwrap_err();
         assert_eq!(flood.reason(), Some(h2::Reason::ENHANCE_YOUR_CALM), "{flood}");
     }
 

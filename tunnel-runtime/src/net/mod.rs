@@ -118,6 +118,7 @@ mod tests {
             ("fe80::a9fe:a9fe", "fe80::/10"),
             ("fd00:ec2::254", "fd00:ec2::254/128"),
             ("fd20:ce::254", "fd20:ce::254/128"),
+            ("100.100.100.200", "100.100.100.200/32"),
         ] {
             assert!(!dials(&wide, address), "{address}");
             assert!(dials(&[own], address), "{address} by {own}");

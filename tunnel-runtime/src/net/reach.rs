@@ -1,12 +1,15 @@
 //! Kinds of hosts that addresses lead to.
 
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipnet::IpNet;
 
-/// Metadata services outside of the link-local ranges: Amazon's and Google's.
-const METADATA: [Ipv6Addr; 2] =
-    [Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254), Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254)];
+/// Metadata services outside of the link-local ranges: Amazon's, Google's and Alibaba's.
+const METADATA: [IpAddr; 3] = [
+    IpAddr::V6(Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254)),
+    IpAddr::V6(Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254)),
+    IpAddr::V4(Ipv4Addr::new(100, 100, 100, 200)),
+];
 
 /// The kind of host that an address leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,14 +34,11 @@ impl Reach {
             IpAddr::V4(v4) => {
                 (v4.octets()[0] == 0 || v4.is_multicast() || v4.is_broadcast(), v4.is_link_local())
             }
-            IpAddr::V6(v6) => (
-                v6.is_unspecified() || v6.is_multicast(),
-                v6.is_unicast_link_local() || METADATA.contains(&v6),
-            ),
+            IpAddr::V6(v6) => (v6.is_unspecified() || v6.is_multicast(), v6.is_unicast_link_local()),
         };
         if nothing {
             Self::Nothing
-        } else if link_local {
+        } else if link_local || METADATA.contains(&address) {
             Self::LinkLocal
         } else {
             Self::Host

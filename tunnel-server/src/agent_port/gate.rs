@@ -1,7 +1,7 @@
 //! Limits the connections to the agent port, with a place for each stage that they pass.
 //!
-//! Until the end of its handshake a connection competes by its address; addresses from which agents have attached have
-//! separate places. With a certificate it competes only with those of the same node, for a link or for a renewal.
+//! Until the end of its handshake a connection competes by its address; addresses from which agents have attached or
+//! servers and redirectors have linked have separate places. With a certificate it competes only with those of the same node, for a link or for a renewal.
 //! Without one it can only be an enrolment, and these have separate places.
 
 use std::net::IpAddr;
@@ -34,9 +34,9 @@ const MOST_HANDSHAKES: u32 = 4096;
 /// An enrolment takes tens of milliseconds.
 const MOST_ENROLMENTS: u32 = 1024;
 
-/// Handshakes from sources from which no agent has attached yet.
+/// Handshakes from unknown sources.
 const UNAUTHENTICATED: Part = Part::new(1, 16).at_most(MOST_HANDSHAKES);
-/// Handshakes from sources from which an agent has attached before.
+/// Handshakes from sources from which an agent has attached before, or a server or redirector has linked.
 const KNOWN: Part = Part::new(1, 32).at_most(MOST_HANDSHAKES);
 /// Connections that have shown a certificate: links until they are attached, and renewals.
 const CERTIFIED: Part = Part::new(1, 32).at_most(MOST_HANDSHAKES);
@@ -60,7 +60,8 @@ pub(super) struct Gate {
     certified: Places<NodeName>,
     enrolments: Places<IpAddr>,
     additional: Arc<Semaphore>,
-    sources: Arc<KnownSources>,
+    sources: Arc<KnownSources<NodeName>>,
+    linked: KnownSources<String>,
     rate: Mutex<HandshakeRate>,
     /// Links of servers and redirectors, by what they are called in the log.
     peers: Places<String>,
@@ -79,6 +80,7 @@ impl Gate {
             enrolments: Places::new(budget.places(&ENROLMENTS), u32::MAX),
             additional: Arc::new(Semaphore::new(budget.places(&ADDITIONAL) as usize)),
             sources: Arc::default(),
+            linked: KnownSources::default(),
             rate: Mutex::default(),
             // A link that works does not make room for another one's.
             peers: Places::new(budget.places(&LINKED), LINKS_OF_ONE).undisturbed_for(Duration::MAX),
@@ -90,7 +92,7 @@ impl Gate {
     /// Takes a place for a handshake.
     pub(super) fn handshake(&self, address: IpAddr) -> Option<Place<IpAddr>> {
         let (source, now) = (source_key(address), Instant::now());
-        let known = self.sources.contains(source);
+        let known = self.sources.contains(source) || self.linked.contains(source);
         if let Some(place) = known.then(|| self.known.admit(source, now)).flatten() {
             return Some(place);
         }
@@ -101,8 +103,10 @@ impl Gate {
     }
 
     /// Takes a place for the link of a server or a redirector; its oldest one makes room if it has too many.
-    pub(super) fn peer(&self, caller: &str) -> Option<Place<String>> {
-        self.peers.admit(caller.to_owned(), Instant::now())
+    pub(super) fn peer(&self, caller: &str, address: IpAddr) -> Option<Place<String>> {
+        let place = self.peers.admit(caller.to_owned(), Instant::now())?;
+        self.linked.remember(&caller.to_owned(), address);
+        Some(place)
     }
 
     /// The same for the outbound link of an agent.
@@ -129,7 +133,7 @@ pub(super) struct Certified {
     address: IpAddr,
     node: NodeName,
     additional: Arc<Semaphore>,
-    sources: Arc<KnownSources>,
+    sources: Arc<KnownSources<NodeName>>,
 }
 
 impl Certified {
@@ -179,19 +183,24 @@ mod tests {
         assert!(gate.handshake(unknown).is_none() && gate.handshake(other).is_some());
         gate.certified(&"edge-1".parse().unwrap(), unknown).unwrap().attached();
         assert_eq!(handshakes(unknown), 5000);
+        let (server, host) = ("server cloud-2", [192, 0, 2, 3].into());
+        let _link = gate.peer(server, host).unwrap();
+        assert_eq!(handshakes(host), 5000, "a server dials again whatever a neighbour of it does");
     }
 
     #[test]
     fn one_server_or_agent_has_few_links_and_its_oldest_makes_room() {
         let gate = Gate::new(&Budget::of(20_000, 1 << 30));
-        let held: Vec<_> = (0..100).filter_map(|_| gate.peer("redirector of cloud-2")).collect();
+        let held: Vec<_> =
+            (0..100).filter_map(|_| gate.peer("redirector of cloud-2", [10, 0, 0, 2].into())).collect();
         assert_eq!(held.len(), LINKS_OF_ONE as usize, "none is a second old");
         let node = "edge-1".parse().unwrap();
         let outbound: Vec<_> = (0..100).filter_map(|_| gate.outbound(&node)).collect();
         assert_eq!(outbound.len(), LINKS_OF_ONE as usize);
         // Many others have theirs too: if all places are taken, the one with the most makes room.
-        let others: Vec<_> =
-            (0..10_000).filter_map(|n| gate.peer(&format!("redirector of host-{n}"))).collect();
+        let others: Vec<_> = (0..10_000)
+            .filter_map(|n| gate.peer(&format!("redirector of host-{n}"), [10, 0, 0, 3].into()))
+            .collect();
         assert!(others.len() > 500, "{}", others.len());
         assert!(others.iter().all(|place| !place.is_evicted()));
         assert_eq!(held.iter().filter(|place| !place.is_evicted()).count(), 1);

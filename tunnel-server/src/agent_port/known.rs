@@ -1,59 +1,66 @@
-//! Sources from which agents have attached: their handshakes do not compete with those from unknown sources.
+//! Sources from which agents have attached, or servers and redirectors have linked: their handshakes do not compete with
+//! those from unknown sources.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 use std::net::IpAddr;
 
 use parking_lot::Mutex;
-use tunnel_runtime::NodeName;
 
 use crate::admission::source_key;
 
-/// Maximum number of remembered nodes.
-const MOST_NODES: usize = 1 << 17;
+/// Maximum number of remembered clients.
+const MOST: usize = 1 << 17;
 
-/// The source of each node's last session, for as long as this process lives. There is one per node, so that an agent
-/// with many addresses cannot push out the others.
-#[derive(Debug, Default)]
-pub(super) struct KnownSources(Mutex<Known>);
+/// The source of each client's last session or link, for as long as this process lives. There is one per client, so that
+/// one with many addresses cannot push out the others.
+#[derive(Debug)]
+pub(super) struct KnownSources<Client>(Mutex<Known<Client>>);
 
-#[derive(Debug, Default)]
-struct Known {
-    of_node: HashMap<NodeName, IpAddr>,
-    /// Number of nodes of each source.
-    nodes: HashMap<IpAddr, u32>,
+#[derive(Debug)]
+struct Known<Client> {
+    of_client: HashMap<Client, IpAddr>,
+    /// Number of clients of each source.
+    clients: HashMap<IpAddr, u32>,
 }
 
-impl KnownSources {
-    pub(super) fn remember(&self, node: &NodeName, address: IpAddr) {
+impl<Client> Default for KnownSources<Client> {
+    fn default() -> Self {
+        Self(Mutex::new(Known { of_client: HashMap::new(), clients: HashMap::new() }))
+    }
+}
+
+impl<Client: Clone + Eq + Hash> KnownSources<Client> {
+    pub(super) fn remember(&self, client: &Client, address: IpAddr) {
         let source = source_key(address);
         let mut known = self.0.lock();
-        if known.of_node.get(node) == Some(&source) {
+        if known.of_client.get(client) == Some(&source) {
             return;
         }
-        // Forgets any other node: among so many, one that competes with unknown sources once makes no difference.
-        if known.of_node.len() >= MOST_NODES
-            && !known.of_node.contains_key(node)
-            && let Some(other) = known.of_node.keys().next().cloned()
+        // Forgets any other one: among so many, one that competes with unknown sources once makes no difference.
+        if known.of_client.len() >= MOST
+            && !known.of_client.contains_key(client)
+            && let Some(other) = known.of_client.keys().next().cloned()
         {
             known.forget(&other);
         }
-        known.forget(node);
-        known.of_node.insert(node.clone(), source);
-        *known.nodes.entry(source).or_default() += 1;
+        known.forget(client);
+        known.of_client.insert(client.clone(), source);
+        *known.clients.entry(source).or_default() += 1;
     }
 
     pub(super) fn contains(&self, address: IpAddr) -> bool {
-        self.0.lock().nodes.contains_key(&source_key(address))
+        self.0.lock().clients.contains_key(&source_key(address))
     }
 }
 
-impl Known {
-    fn forget(&mut self, node: &NodeName) {
-        let Some(source) = self.of_node.remove(node) else { return };
-        if let Some(count) = self.nodes.get_mut(&source) {
+impl<Client: Eq + Hash> Known<Client> {
+    fn forget(&mut self, client: &Client) {
+        let Some(source) = self.of_client.remove(client) else { return };
+        if let Some(count) = self.clients.get_mut(&source) {
             *count -= 1;
             if *count == 0 {
-                self.nodes.remove(&source);
+                self.clients.remove(&source);
             }
         }
     }
@@ -61,6 +68,8 @@ impl Known {
 
 #[cfg(test)]
 mod tests {
+    use tunnel_runtime::NodeName;
+
     use super::*;
 
     fn node(number: usize) -> NodeName {
@@ -88,11 +97,11 @@ mod tests {
             known.remember(&node(1), number.to_be_bytes().into());
         }
         assert!(known.contains([192, 0, 2, 1].into()));
-        assert_eq!(known.0.lock().nodes.len(), 2);
-        for number in 0..MOST_NODES + 10 {
+        assert_eq!(known.0.lock().clients.len(), 2);
+        for number in 0..MOST + 10 {
             known.remember(&node(number), [192, 0, 2, 1].into());
         }
         let known = known.0.lock();
-        assert_eq!((known.of_node.len(), known.nodes.len()), (MOST_NODES, 1));
+        assert_eq!((known.of_client.len(), known.clients.len()), (MOST, 1));
     }
 }

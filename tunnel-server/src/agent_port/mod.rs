@@ -158,7 +158,7 @@ impl AgentPort {
                     }
                 };
                 let gate = &self.handshakes.gate;
-                let linked = gate.peer(&caller).ok_or(Error::Links)?;
+                let linked = gate.peer(&caller, peer.ip()).ok_or(Error::Links)?;
                 drop(place);
                 let (context, listeners) = (self.context.clone(), self.listeners.clone());
                 let (server_id, shares) = (caller, gate.forwarded.clone());

@@ -112,7 +112,8 @@ impl Authenticator {
             return look_up().await;
         }
         let key = (Sha256::digest(token).into(), source_key(client));
-        if self.good.get(&key).is_none() {
+        let counted = self.good.get(&key).is_none();
+        if counted {
             // Counted before it is looked up, as many may be looked up at a time.
             let (mut failures, now) = (self.failures.lock(), Instant::now());
             if !failures.allows(client, now) {
@@ -123,7 +124,7 @@ impl Authenticator {
             failures.failed(client, now);
         }
         let found = look_up().await;
-        if !matches!(found, Err(Refusal::Unauthenticated(_))) && self.good.get(&key).is_none() {
+        if counted && !matches!(found, Err(Refusal::Unauthenticated(_))) {
             self.failures.lock().forgive(client);
         }
         if found.is_ok() {

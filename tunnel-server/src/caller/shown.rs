@@ -56,8 +56,8 @@ impl Shown {
 impl From<Refusal> for Judgement {
     fn from(refusal: Refusal) -> Self {
         match refusal {
-            Refusal::Unauthenticated(reason) | Refusal::Forbidden(reason) => Self::Withdrawn(reason),
-            Refusal::Unavailable(reason) | Refusal::TooManyFailures(reason) => Self::Unknown(reason),
+            Refusal::Unauthenticated(reason) | Refusal::Forbidden(reason) => Self::Refused(reason),
+            Refusal::Unavailable(reason) | Refusal::TooManyFailures(reason) => Self::Unanswered(reason),
         }
     }
 }

@@ -119,7 +119,7 @@ impl Kube {
     ) -> Result<Self, KubeError> {
         let (client, namespace) = options.connect().await?;
         let records_left_out = Gauge::default();
-        let help = "Nodes without a DNS record, as the ConfigMap is full or --dns-zones lacks their names'; 0 on servers that do not write it";
+        let help = "Nodes without a DNS record: the ConfigMap is full, or their names have dots and are in no zone of --dns-zones; 0 on servers that do not write it";
         registry.register("dns_records_left_out", help, records_left_out.clone());
         Ok(Self {
             client,

@@ -55,7 +55,7 @@ pub struct CommonConfig {
     #[arg(long, value_name = "FILE")]
     pub token_auth_file: Option<PathBuf>,
     /// Audiences that a cluster's tokens may be for, at every listener that takes tokens of callers, comma-separated; api-server
-    /// stands for the API server's own. Without it a token that a caller shows here is good for nothing else.
+    /// stands for the API server's own. If it is left out, a token that a caller shows here is good for nothing else.
     #[arg(long, value_name = "LIST", default_value = DEFAULT_AUDIENCES, value_parser = parse_audiences)]
     pub token_audience: Audiences,
 }

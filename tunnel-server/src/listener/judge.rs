@@ -11,15 +11,15 @@ use tokio_util::sync::CancellationToken;
 
 use crate::metrics::{Connection, Judgement, Metrics};
 
-/// Interval. With the 30 s for which an answer of the API server is remembered, a withdrawn right ends a connection
-/// within a minute.
-const EVERY: Duration = Duration::from_secs(20);
+/// Interval. With the 30 s for which an answer of the API server is remembered, and as it has to say no twice, a withdrawn
+/// right ends a connection within a minute.
+const EVERY: Duration = Duration::from_secs(15);
 /// Time for which a connection goes on although its right cannot be judged: longer than an upgrade of the API server.
 const UNKNOWN: Duration = Duration::from_secs(15 * 60);
 /// Maximum number of callers for which the API server is asked at a time.
 const AT_A_TIME: usize = 8;
 
-/// Judges all until `stop`, every 20 s and whenever `changed` is notified.
+/// Judges all until `stop`, every 15 s and whenever `changed` is notified.
 pub(crate) async fn judge_open(metrics: Metrics, changed: Arc<Notify>, stop: CancellationToken) {
     loop {
         let judged = async {
@@ -53,18 +53,19 @@ async fn judge_each(connections: Vec<Arc<Connection>>, now: Instant) {
     for connection in connections {
         let Some(admitted) = connection.admitted.get() else { continue };
         let judgement = match &unanswered {
-            Some(reason) => Judgement::Unknown(String::clone(reason)),
+            Some(reason) => Judgement::Unanswered(String::clone(reason)),
             None => admitted.permit.judge().await,
         };
         match judgement {
             Judgement::Holds => admitted.holds(now),
-            Judgement::Withdrawn(reason) => connection.withdraw(reason),
-            Judgement::Unknown(reason) => {
+            Judgement::Refused(_) if admitted.permit.asker().is_some() && !admitted.refused_again() => {}
+            Judgement::Withdrawn(reason) | Judgement::Refused(reason) => connection.withdraw(reason),
+            Judgement::Unknown(ref reason) | Judgement::Unanswered(ref reason) => {
                 if admitted.unknown_for(now) >= UNKNOWN {
                     let minutes = UNKNOWN.as_secs() / 60;
                     connection.withdraw(format!("its right could not be judged for {minutes} min: {reason}"));
                 }
-                if admitted.permit.asker().is_some() {
+                if let Judgement::Unanswered(reason) = judgement {
                     unanswered = Some(reason);
                 }
             }

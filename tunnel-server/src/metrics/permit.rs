@@ -1,6 +1,7 @@
 //! What a connection was admitted by, to judge it again while it is open.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -11,8 +12,12 @@ use parking_lot::Mutex;
 pub(crate) enum Judgement {
     Holds,
     Withdrawn(String),
+    /// The API server says no. It also says so while a webhook that it asks fails, so this counts the second time.
+    Refused(String),
     /// The question cannot be answered now.
     Unknown(String),
+    /// The same, since the API server does not answer.
+    Unanswered(String),
 }
 
 /// A right that was asked for when a connection was opened.
@@ -32,12 +37,18 @@ pub(crate) struct Admitted {
     pub(crate) permit: Arc<dyn Permit>,
     /// When it was last known to hold.
     known: Mutex<Instant>,
+    refused: AtomicBool,
     withdrawn: OnceLock<String>,
 }
 
 impl Admitted {
     pub(crate) fn new(permit: Arc<dyn Permit>) -> Self {
-        Self { permit, known: Mutex::new(Instant::now()), withdrawn: OnceLock::new() }
+        Self {
+            permit,
+            known: Mutex::new(Instant::now()),
+            refused: AtomicBool::new(false),
+            withdrawn: OnceLock::new(),
+        }
     }
 
     /// Returns the time for which the right could not be judged.
@@ -47,6 +58,12 @@ impl Admitted {
 
     pub(crate) fn holds(&self, now: Instant) {
         *self.known.lock() = now;
+        self.refused.store(false, Ordering::Relaxed);
+    }
+
+    /// Returns true if it has been refused once more since it was known to hold.
+    pub(crate) fn refused_again(&self) -> bool {
+        self.refused.swap(true, Ordering::Relaxed)
     }
 
     /// Notes why the connection is ended; only the first reason counts.

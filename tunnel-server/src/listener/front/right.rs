@@ -99,7 +99,7 @@ mod tests {
         assert_eq!(right(&server).await.judge().await, Judgement::Holds);
         say(false, true);
         let withdrawn = |judgement: Judgement, word: &str| {
-            assert!(matches!(&judgement, Judgement::Withdrawn(why) if why.contains(word)), "{judgement:?}");
+            assert!(matches!(&judgement, Judgement::Refused(why) if why.contains(word)), "{judgement:?}");
         };
         withdrawn(right(&server).await.judge().await, "does not accept the bearer token");
         say(true, false);
@@ -107,6 +107,6 @@ mod tests {
         let silent = right(&server).await;
         server.down();
         let judgement = silent.judge().await;
-        assert!(matches!(judgement, Judgement::Unknown(_)), "{judgement:?}");
+        assert!(matches!(judgement, Judgement::Unanswered(_)), "{judgement:?}");
     }
 }

@@ -65,6 +65,14 @@ fn gone() -> Judgement {
     Judgement::Withdrawn("the token is gone".to_owned())
 }
 
+fn refused() -> Judgement {
+    Judgement::Refused("the token is gone".to_owned())
+}
+
+fn unanswered() -> Judgement {
+    Judgement::Unanswered("no answer".to_owned())
+}
+
 fn unknown() -> Judgement {
     Judgement::Unknown("no answer".to_owned())
 }
@@ -76,7 +84,12 @@ async fn a_connection_ends_with_its_right_and_the_log_says_why() {
     let (judged, unjudged) = (open(&context, Some(&permit)), open(&context, None));
     judge_all(&context.metrics, Instant::now()).await;
     assert!(!is_ended(&judged));
-    permit.says(gone());
+    // A webhook of the API server has failed once.
+    for answer in [refused(), Judgement::Holds, refused()] {
+        permit.says(answer);
+        judge_all(&context.metrics, Instant::now()).await;
+    }
+    assert!(!is_ended(&judged));
     judge_all(&context.metrics, Instant::now()).await;
     assert!(is_ended(&judged) && !is_ended(&unjudged));
     // Whatever its relay makes of that.
@@ -109,15 +122,27 @@ async fn while_nobody_answers_nothing_ends_for_a_bounded_time() {
 #[tokio::test]
 async fn an_api_server_that_does_not_answer_is_asked_once_for_each_caller() {
     let context = ListenerContext::without_nodes();
-    let permits: Vec<_> = [1, 1, 1, 2].map(|asker| Fake::new(Some(asker), Some(unknown()))).into();
+    let permits: Vec<_> = [1, 1, 1, 2].map(|asker| Fake::new(Some(asker), Some(unanswered()))).into();
     let _open: Vec<_> = permits.iter().map(|permit| open(&context, Some(permit))).collect();
     judge_all(&context.metrics, Instant::now()).await;
     assert_eq!(permits[..3].iter().map(|permit| permit.asked()).sum::<usize>(), 1);
     assert_eq!(permits[3].asked(), 1);
 }
 
+#[tokio::test]
+async fn a_target_that_is_not_known_now_keeps_no_other_connection_of_its_caller() {
+    let context = ListenerContext::without_nodes();
+    let (permits, other) =
+        ([0; 3].map(|_| Fake::new(Some(1), Some(unknown()))), Fake::new(Some(1), Some(gone())));
+    let _open: Vec<_> = permits.iter().map(|permit| open(&context, Some(permit))).collect();
+    let record = open(&context, Some(&other));
+    let _open: Vec<_> = permits.iter().map(|permit| open(&context, Some(permit))).collect();
+    judge_all(&context.metrics, Instant::now()).await;
+    assert!(is_ended(&record));
+}
+
 #[tokio::test(start_paused = true)]
-async fn a_change_is_judged_at_once_and_everything_every_20_s() {
+async fn a_change_is_judged_at_once_and_everything_every_15_s() {
     let context = ListenerContext::without_nodes();
     let (silent, permit) = (Fake::new(Some(1), None), Fake::new(None, Some(Judgement::Holds)));
     let (_waits, record) = (open(&context, Some(&silent)), open(&context, Some(&permit)));
@@ -139,7 +164,7 @@ async fn a_change_is_judged_at_once_and_everything_every_20_s() {
             tokio::time::sleep(Duration::from_secs(1)).await;
         }
     };
-    tokio::time::timeout(3 * EVERY, again).await.expect("every 20 s");
+    tokio::time::timeout(3 * EVERY, again).await.expect("every 15 s");
     stop.cancel();
     tokio::time::timeout(PATIENCE, judging).await.expect("it stops").unwrap();
 }
