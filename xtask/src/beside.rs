@@ -1,9 +1,11 @@
-//! Builds what scenarios need beside a whole run, at idle priority: scenarios mostly wait, so that the CPUs have time for it.
-//! A scenario that needs a build waits until it is done.
+//! Builds what scenarios need beside a whole run, at the lowest priority: scenarios mostly wait, so that the CPUs have time for
+//! it. A scenario that needs a build waits until it is done, and raises the priority while no other one runs: something else
+//! may keep the machine busy.
 //!
 //! A separate process builds one after the other. For each it leaves a file in its folder: the variables that tell
 //! scenarios where the result is, or the error. The fuzz targets and the mutation tests run there too and leave their result.
 use std::fs::{self, File};
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode};
 use std::thread;
@@ -53,11 +55,11 @@ impl Beside {
         let names: Vec<_> = Need::value_variants().iter().map(|need| need.title()).collect();
         let names = names.join(", ");
         println!(
-            "beside the scenarios, at idle priority: {names}, the fuzz targets' runs, the mutation tests (log: {})",
+            "beside the scenarios, at the lowest priority: {names}, the fuzz targets' runs, the mutation tests (log: {})",
             log.display()
         );
         let mut command = program("setsid");
-        command.args(["chrt", "--idle", "0"]);
+        command.args(["nice", "-n", "19"]);
         // Through /proc: cargo may have replaced the file since.
         command.arg(format!("/proc/{}/exe", std::process::id()));
         command.arg("beside").arg(&folder);
@@ -81,6 +83,9 @@ impl Beside {
     /// Waits until `need` has been built, or has failed.
     pub(crate) fn wait(&mut self, need: Need) -> Result<()> {
         let file = self.folder.join(name_of(&need));
+        if !file.exists() {
+            self.raise();
+        }
         loop {
             // Checked before the file: the process may end right after it has written that.
             let ended = self.child.try_wait().context("waiting for what is built beside the scenarios")?;
@@ -92,8 +97,16 @@ impl Beside {
         }
     }
 
+    /// Gives it the usual priority, once nothing else is left to do. Failing, it takes longer.
+    fn raise(&self) {
+        let id = self.child.id().to_string();
+        let _ = fs::write(format!("/proc/{id}/autogroup"), "0");
+        let _ = program("renice").args(["-n", "0", "-g", &id]).output();
+    }
+
     /// Waits until everything is done, and returns the time that each took.
     pub(crate) fn finish(&mut self) -> Result<String> {
+        self.raise();
         let status = self.child.wait().context("waiting for what is built beside the scenarios")?;
         let log = fs::read_to_string(self.folder.join("log")).unwrap_or_default();
         ensure!(
@@ -128,7 +141,9 @@ const TOOK: &str = "took: ";
 /// Entry point of the process that builds.
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     let folder = &options.folder;
-    let running = File::create(folder.join("running.tmp")).context("creating the lock")?;
+    let mut running = File::create(folder.join("running.tmp")).context("creating the lock")?;
+    // Its session and process group have this ID too.
+    write!(running, "{}", std::process::id()).context("writing the lock")?;
     running.lock().context("locking it")?;
     fs::rename(folder.join("running.tmp"), folder.join(RUNNING)).context("renaming it")?;
     follow_parent();

@@ -1,7 +1,8 @@
 //! Builds that scenarios need and that `cargo xtask test` makes while other scenarios run.
 use std::fs::{self, File};
 use std::path::Path;
-use std::time::Duration;
+use std::process::Command;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
@@ -9,13 +10,46 @@ use anyhow::{Context as _, Result, bail, ensure};
 const VARIABLE: &str = "POSTERN_NEEDS";
 /// Prefix of a file about a failed build.
 const FAILED: &str = "failed: ";
-/// File in the folder that is locked by the building process.
+/// File in the folder that is locked by the building process, and has its ID.
 const RUNNING: &str = "running";
 
-/// Waits until the builds for scenarios of this kind are ready. Returns the variables with their paths.
-pub(crate) fn wait(kind: &str) -> Result<Vec<(String, String)>> {
+/// Time for which no scenario has run before the builds are no longer made at the lowest priority.
+const IDLE: Duration = Duration::from_secs(10);
+/// Priorities of nice(1).
+const USUAL: i32 = 0;
+const LOWEST: i32 = 19;
+
+/// Waits until the builds for scenarios of this kind are ready. Returns the variables with their paths. `any_runs` tells
+/// whether a scenario runs.
+pub(crate) fn wait(kind: &str, any_runs: impl Fn() -> bool) -> Result<Vec<(String, String)>> {
     let Some(folder) = std::env::var_os(VARIABLE) else { return Ok(Vec::new()) };
-    let (file, running) = (Path::new(&folder).join(kind), Path::new(&folder).join(RUNNING));
+    let folder = Path::new(&folder);
+    let (mut since, mut raised) = (Instant::now(), false);
+    let variables = wait_for(folder, kind, || {
+        if any_runs() {
+            since = Instant::now();
+        } else if !raised && since.elapsed() >= IDLE {
+            raised = true;
+            prioritise(folder, USUAL);
+        }
+    });
+    if raised {
+        prioritise(folder, LOWEST);
+    }
+    variables
+}
+
+/// Sets the priority of what builds. Failing, it takes longer.
+fn prioritise(folder: &Path, nice: i32) {
+    let Ok(id) = fs::read_to_string(folder.join(RUNNING)) else { return };
+    let nice = nice.to_string();
+    // Where the kernel groups processes by session, the group's priority counts (sched(7)).
+    let _ = fs::write(format!("/proc/{id}/autogroup"), &nice);
+    let _ = Command::new("renice").args(["-n", &nice, "-g", &id]).output();
+}
+
+fn wait_for(folder: &Path, kind: &str, mut waiting: impl FnMut()) -> Result<Vec<(String, String)>> {
+    let (file, running) = (folder.join(kind), folder.join(RUNNING));
     loop {
         // Checked before the file is read, which may be the last that is built.
         let ended = has_ended(&running)?;
@@ -23,6 +57,7 @@ pub(crate) fn wait(kind: &str) -> Result<Vec<(String, String)>> {
             return Ok(variables);
         }
         ensure!(!ended, "what builds {} has ended without it: see the log beside it", file.display());
+        waiting();
         std::thread::sleep(Duration::from_millis(200));
     }
 }
@@ -66,5 +101,30 @@ mod tests {
         assert!(!has_ended(&folder.path().join(RUNNING)).unwrap());
         drop(running);
         assert!(has_ended(&folder.path().join(RUNNING)).unwrap());
+    }
+
+    #[test]
+    fn who_waits_sets_the_priority_of_what_builds() {
+        let folder = tempfile::tempdir().unwrap();
+        let running = File::create(folder.path().join(RUNNING)).unwrap();
+        running.lock().unwrap();
+        let mut builds = Command::new("setsid").args(["sleep", "60"]).spawn().unwrap();
+        // Its own session and group once setsid has made way for sleep.
+        let stat = || fs::read_to_string(format!("/proc/{}/stat", builds.id())).unwrap();
+        while !stat().contains("(sleep)") {
+            std::thread::yield_now();
+        }
+        fs::write(folder.path().join(RUNNING), builds.id().to_string()).unwrap();
+        let nice = || stat().rsplit(") ").next().unwrap().split(' ').nth(16).unwrap().to_owned();
+        let mut waited = 0;
+        let found = wait_for(folder.path(), "images", || {
+            waited += 1;
+            prioritise(folder.path(), LOWEST);
+            assert_eq!(nice(), "19");
+            fs::write(folder.path().join("images"), "A=b\n").unwrap();
+        });
+        builds.kill().unwrap();
+        builds.wait().unwrap();
+        assert_eq!((found.unwrap(), waited), (vec![("A".to_owned(), "b".to_owned())], 1));
     }
 }

@@ -139,7 +139,8 @@ fn in_one_line(error: &anyhow::Error) -> String {
 fn in_own_process(place: usize, scenario: &Scenario) -> Result<(), Failed> {
     let variables = match scenario.kind {
         "" => Vec::new(),
-        kind => needs::wait(kind).map_err(|error| Failed::from(format!("{error:#}")))?,
+        kind => needs::wait(kind, || !lock(&LIVE).is_empty())
+            .map_err(|error| Failed::from(format!("{error:#}")))?,
     };
     let _slot = SLOTS.get_or_init(|| Slots::new(CONCURRENT)).enter(place, scenario.load());
     let (id, from) = (Id::new(Kind::Test), Instant::now());
