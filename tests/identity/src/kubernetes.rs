@@ -75,6 +75,7 @@ fn links_to(state_dir: &Path, max_servers: &str, identity: watch::Receiver<Arc<A
         "--congestion-control=system".to_owned(),
         "--max-links=1".to_owned(),
         "--keepalive=10s".to_owned(),
+        "--loopback-ports=*".to_owned(),
         format!("--max-servers={max_servers}"),
         format!("--state-dir={}", state_dir.display()),
     ];

@@ -20,6 +20,9 @@ use super::session_end::Refusal;
 use super::shared::Shared;
 use crate::dial::Dialler;
 
+/// Maximum number of ports in one line of the log.
+const LOGGED: usize = 8;
+
 type EventResult = Result<AgentEvent, tonic::Status>;
 
 /// One link of a session with one server: the first, by which the server controls the session, or an additional one.
@@ -192,6 +195,22 @@ impl SessionState {
     pub(super) fn connection(&self) -> ConnectionGuard {
         self.common.connections.fetch_add(1, Ordering::Relaxed);
         let active = self.shared.runtime.metrics.connections_active.clone();
+        /// Stores the loopback ports that the server names. The agent's policy bounds them at each dial.
+        pub(super) fn name_loopback_ports(&self, ports: BTreeSet<u16>) {
+            let policy = &self.shared.runtime.policy;
+            let refused: Vec<_> =
+                ports.iter().filter(|port| !policy.opens_loopback(**port)).take(LOGGED).collect();
+            let changed = **self.common.loopback_ports.load() != ports;
+            if changed && !refused.is_empty() && policy.follows_servers() {
+                tracing::warn!(
+                    server = %self.server, ports = ?refused,
+                    fix = "add them to --loopback-ports if servers may open them",
+                    "server names loopback ports that --loopback-ports does not contain, keeping them closed"
+                );
+            }
+            self.common.loopback_ports.store(Arc::new(ports));
+        }
+
         active.inc();
         ConnectionGuard { common: self.common.clone(), active }
     }
