@@ -48,6 +48,7 @@ impl Agent for AgentService {
             link: session.link,
             features: features(&session.shared),
             successor: session.shared.runtime.handover.is_successor(),
+            finishing: session.finishing.clone(),
         };
         // The queue may already hold events: the machine was resumed meanwhile, or this agent drains.
         let hello = AgentEvent { event: Some(agent_event::Event::Hello(hello)) };

@@ -9,11 +9,11 @@ mod forwarded;
 mod from_edge;
 mod gate;
 mod handshakes;
+mod judged;
 mod known;
 mod konnectivity;
 mod link;
 mod peer;
-mod redirectors;
 mod shut_out;
 
 use std::collections::BTreeSet;
@@ -23,9 +23,7 @@ use std::sync::Arc;
 use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 use tunnel_link::link::LinkIo;
-use tunnel_pki::{
-    ALPN_EDGE, ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, Client, ServerTls, client_of_certificate, validity,
-};
+use tunnel_pki::{ALPN_EDGE, ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, Client, ServerTls, client_of_certificate};
 use tunnel_runtime::config::HostPort;
 
 pub use self::from_edge::FromEdge;
@@ -43,7 +41,7 @@ use crate::session::Workers;
 use attach::Presented;
 use enroll::{EnrollConnections, EnrollPlace};
 use handshakes::{Connection, Error, Handshakes};
-use redirectors::Redirector;
+use judged::Judged;
 
 pub struct AgentPort {
     handshakes: Handshakes,
@@ -122,8 +120,8 @@ impl AgentPort {
                 let (Some(Client::Agent(node)), Some(certificate)) = (client, &certificate) else {
                     return Err(io::Error::new(denied, "an agent's link needs a client certificate").into());
                 };
-                let validity = validity(certificate).map_err(|error| io::Error::new(denied, error))?;
-                let issued = validity.issued();
+                let credential = self.context.credential(certificate);
+                let credential = credential.map_err(|error| io::Error::new(denied, error))?;
                 let certified = self.handshakes.gate.certified(&node, peer.ip()).ok_or(Error::Busy)?;
                 drop(place);
                 // A task of its own frees the memory of the handshake: there are as many links as agents.
@@ -133,7 +131,7 @@ impl AgentPort {
                     self.context.clone(),
                     (io, flow),
                     peer,
-                    Presented { node, issued },
+                    Presented { node, credential },
                     worker.clone(),
                     certified,
                 );
@@ -141,22 +139,16 @@ impl AgentPort {
                 worker.spawn(self.handshakes.links.track_future(link));
             }
             Some(ALPN_PEER) => {
-                let (caller, redirector) = match (client, &certificate) {
-                    (Some(Client::Server(server_id)), _) => (server_id, None),
-                    (Some(Client::Redirector(node)), Some(certificate)) => {
-                        let validity =
-                            validity(certificate).map_err(|error| io::Error::new(denied, error))?;
-                        let (issued, standing) = (validity.issued(), self.context.standing.clone());
-                        (format!("redirector of {node}"), Some(Redirector { node, issued, standing }))
-                    }
-                    _ => {
-                        let reason = "it needs the certificate of a server or of a redirector";
-                        return Err(io::Error::new(denied, reason).into());
-                    }
+                let (Some(client @ (Client::Server(_) | Client::Redirector(_))), Some(certificate)) =
+                    (client, &certificate)
+                else {
+                    let reason = "it needs the certificate of a server or of a redirector";
+                    return Err(io::Error::new(denied, reason).into());
                 };
+                let judged = Judged::new(self.context.clone(), client, certificate);
+                let judged = judged.map_err(|error| io::Error::new(denied, error))?;
                 drop(place);
-                let (context, listeners) = (self.context.clone(), self.listeners.clone());
-                let link = peer::serve(context, listeners, Box::new(stream), peer, caller, redirector);
+                let link = peer::serve(judged, self.listeners.clone(), Box::new(stream), peer);
                 let link = self.context.stop.clone().run_until_cancelled_owned(Box::pin(link));
                 worker.spawn(self.handshakes.links.track_future(link));
             }
@@ -168,15 +160,17 @@ impl AgentPort {
                     let reason = "this server has no --policy, which would say what workloads may reach";
                     return Err(io::Error::new(denied, reason).into());
                 };
-                let validity = validity(certificate).map_err(|error| io::Error::new(denied, error))?;
-                let standing =
-                    Redirector { node, issued: validity.issued(), standing: self.context.standing.clone() };
-                standing.judge().map_err(|refusal| io::Error::new(denied, refusal.to_string()))?;
+                let judged = Judged::new(self.context.clone(), Client::Agent(node.clone()), certificate);
+                let judged = judged.map_err(|error| io::Error::new(denied, error))?;
+                if let Err(refusal) = judged.judge() {
+                    self.context.metrics.session_refused(refusal.label());
+                    return Err(io::Error::new(denied, refusal.to_string()).into());
+                }
                 let mut share = from_edge.shares.admit(peer.ip()).map_err(|_| Error::Busy)?;
-                share.reaches(&standing.node, None).map_err(|_| Error::Busy)?;
+                share.reaches(&node, None).map_err(|_| Error::Busy)?;
                 drop(place);
-                let agent = from_edge::Agent { standing, peer };
-                let link = from_edge::serve(self.context.clone(), from_edge, Box::new(stream), agent, share);
+                let agent = from_edge::Agent { node, judged, peer };
+                let link = from_edge::serve(from_edge, Box::new(stream), agent, share);
                 let link = self.context.stop.clone().run_until_cancelled_owned(Box::pin(link));
                 worker.spawn(self.handshakes.links.track_future(link));
             }

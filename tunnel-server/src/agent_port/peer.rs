@@ -11,19 +11,21 @@ use tokio::sync::{broadcast, mpsc};
 use tokio::task::JoinSet;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 use tunnel_link::grpc;
 use tunnel_link::link::{self, HANDSHAKE_TIMEOUT, LinkIo};
 use tunnel_link::proto::peer_server::{Peer, PeerServer};
 use tunnel_link::proto::{Holdings, Segment, WatchRequest};
 use tunnel_link::relay::PEER_RELAY_PATH;
+use tunnel_pki::Client;
 use tunnel_runtime::text::printable;
 
 use super::forwarded::{Caller, serve_forwarded};
+use super::judged::Judged;
 use super::link::{Handover, LinkContext};
-use super::redirectors::Redirector;
 use crate::listener::ListenerContext;
-use crate::pki::Refusal;
+use crate::pki::{Refusal, Revocations};
 use crate::session::Move;
 
 /// Maximum number of nodes in one message.
@@ -31,13 +33,16 @@ const PART: usize = 1000;
 
 /// Serves the link until it ends. A redirector, which has no CA, also gets the roots.
 pub(super) async fn serve(
-    context: Arc<LinkContext>,
+    judged: Judged,
     listeners: ListenerContext,
     stream: Box<TlsStream<TcpStream>>,
     peer: SocketAddr,
-    server_id: String,
-    redirector: Option<Redirector>,
 ) {
+    let context = judged.context.clone();
+    let (server_id, whose) = match &judged.client {
+        Client::Server(id) => (id.clone(), "peer"),
+        Client::Agent(node) | Client::Redirector(node) => (format!("redirector of {node}"), "redirector"),
+    };
     let io = LinkIo::new(*stream);
     let flow = io.flow();
     let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::server_builder().handshake(io));
@@ -48,24 +53,25 @@ pub(super) async fn serve(
     let Some(pings) = link.ping_pong() else { return };
     // Every server dials all addresses, and learns from the answer that one is its own.
     if server_id != context.server_id {
-        let whose = if redirector.is_some() { "redirector" } else { "peer" };
         context.metrics.handshake(whose);
         tracing::info!(%peer, server_id, "incoming peer link established");
     }
-    let refusal = redirector.as_ref().and_then(|redirector| redirector.judge().err());
+    let refusal = judged.judge().err();
     let caller = Arc::new(Caller { server_id, peer, flow: flow.clone() });
-    let told = redirector.is_some();
-    let service =
-        PeerServer::new(PeerService { context: context.clone(), bundle: told, refusal: refusal.clone() });
+    let service = PeerServer::new(PeerService {
+        context: context.clone(),
+        bundle: matches!(judged.client, Client::Redirector(_)),
+        refusal: refusal.clone(),
+        new_link: judged.new_link.clone(),
+    });
     let refused = async {
-        match (&redirector, &refusal) {
+        match &refusal {
             // It gets the reason first, in answer to its calls.
-            (Some(_), Some(refusal)) => {
+            Some(refusal) => {
                 tokio::time::sleep(HANDSHAKE_TIMEOUT).await;
                 refusal.clone()
             }
-            (Some(redirector), None) => redirector.refused().await,
-            (None, _) => std::future::pending().await,
+            None => judged.refused().await,
         }
     };
     let mut refused = std::pin::pin!(refused);
@@ -79,7 +85,11 @@ pub(super) async fn serve(
             Some(ended) = watching.join_next() => {
                 break ended.map_or_else(|error| error.to_string(), |dead| dead.to_string());
             }
-            refusal = &mut refused => break refusal.to_string(),
+            refusal = &mut refused => {
+                context.metrics.session_refused(refusal.label());
+                tracing::warn!(%peer, server_id = caller.server_id, reason = %refusal, "peer link refused");
+                break refusal.to_string();
+            }
             accepted = link::accept(&mut link, &flow) => match accepted {
                 Some(Ok((request, respond)))
                     if request.uri().path() == PEER_RELAY_PATH && refusal.is_none() =>
@@ -105,6 +115,8 @@ struct PeerService {
     bundle: bool,
     /// Set if nothing may be forwarded for this client.
     refusal: Option<Refusal>,
+    /// Cancelled when the client is to make a new link.
+    new_link: CancellationToken,
 }
 
 #[tonic::async_trait]
@@ -120,7 +132,7 @@ impl Peer for PeerService {
         let (server_id, version) = (printable(&server_id, 128), printable(&server_version, 64));
         tracing::debug!(server_id, version, "another server watches the attached nodes");
         let (sender, receiver) = mpsc::channel(1);
-        tokio::spawn(tell(self.context.clone(), self.bundle, sender));
+        tokio::spawn(tell(self.context.clone(), self.bundle, self.new_link.clone(), sender));
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
@@ -131,13 +143,19 @@ impl Peer for PeerService {
 }
 
 /// Sends the attached nodes, until either server ends or the other one is too slow; it then asks again.
-async fn tell(context: Arc<LinkContext>, roots: bool, sender: mpsc::Sender<Result<Holdings, Status>>) {
+async fn tell(
+    context: Arc<LinkContext>,
+    roots: bool,
+    new_link: CancellationToken,
+    sender: mpsc::Sender<Result<Holdings, Status>>,
+) {
+    let mut revocations = context.standing.revocations();
     let mut bundle = context.bundle.clone();
     let trust_bundle = if roots { bundle.borrow_and_update().to_pem() } else { String::new() };
     // State in the first message: sending all attached nodes may take a while.
     let mut handover = context.handover.clone();
     let taken_over = *handover.borrow_and_update() != Handover::Nothing;
-    let mut draining_told = taken_over || context.draining.is_cancelled();
+    let mut draining_told = taken_over || context.draining.is_cancelled() || new_link.is_cancelled();
     let (nodes, mut moves) = context.sessions.follow();
     let first = Holdings {
         server_id: context.server_id.clone(),
@@ -151,6 +169,7 @@ async fn tell(context: Arc<LinkContext>, roots: bool, sender: mpsc::Sender<Resul
         gained: part.iter().map(ToString::to_string).collect(),
         ..Holdings::default()
     }));
+    parts.extend(revoked(&revocations.borrow_and_update()));
     parts.push(Holdings { complete: true, ..Holdings::default() });
     for part in parts {
         if sender.send(Ok(part)).await.is_err() {
@@ -169,6 +188,7 @@ async fn tell(context: Arc<LinkContext>, roots: bool, sender: mpsc::Sender<Resul
             () = async {
                 tokio::select! {
                     () = context.draining.cancelled() => {}
+                    () = new_link.cancelled() => {}
                     Ok(()) = handover.changed() => {}
                 }
             }, if !draining_told => {
@@ -178,6 +198,15 @@ async fn tell(context: Arc<LinkContext>, roots: bool, sender: mpsc::Sender<Resul
             Ok(()) = bundle.changed(), if roots => {
                 Holdings { trust_bundle: bundle.borrow_and_update().to_pem(), ..Holdings::default() }
             }
+            Ok(()) = revocations.changed() => {
+                let parts = revoked(&revocations.borrow_and_update());
+                for part in parts {
+                    if sender.send(Ok(part)).await.is_err() {
+                        return;
+                    }
+                }
+                continue;
+            }
             () = context.stop.cancelled() => return,
             () = sender.closed() => return,
         };
@@ -185,6 +214,13 @@ async fn tell(context: Arc<LinkContext>, roots: bool, sender: mpsc::Sender<Resul
             return;
         }
     }
+}
+
+/// All revocations, also those that have ended: the other server keeps the newest of each.
+fn revoked(known: &Revocations) -> Vec<Holdings> {
+    let records: Vec<_> =
+        known.records.values().filter_map(|record| serde_json::to_string(record).ok()).collect();
+    records.chunks(PART).map(|part| Holdings { revocations: part.to_vec(), ..Holdings::default() }).collect()
 }
 
 /// Merges the move and those that have arrived since into one message. Only the last one of a node counts. None if some
@@ -217,7 +253,7 @@ mod tests {
     async fn a_server_that_begins_to_stop_while_it_tells_what_it_has_says_so() {
         let (context, _inputs) = context();
         let (sender, mut told) = mpsc::channel(1);
-        let telling = tokio::spawn(tell(context.clone(), false, sender));
+        let telling = tokio::spawn(tell(context.clone(), false, CancellationToken::new(), sender));
         while told.is_empty() {
             tokio::task::yield_now().await;
         }
