@@ -397,6 +397,7 @@ mod tests {
             own in prop::collection::vec(v4(), 0..3),
             rules in prop::collection::vec((v4(), 0u8..=32, 0u16..4), 0..4),
             loopback_port in 0u16..4,
+            bound in 1u16..4,
         ) {
             let parsed: Vec<TargetRule> = rules
                 .iter()
@@ -404,7 +405,8 @@ mod tests {
                 .map(|(ip, bits, port)| format!("{}:{port}", IpNet::new(*ip, *bits).unwrap().trunc()).parse().unwrap())
                 .collect();
             let IpAddr::V4(v4) = address else { unreachable!() };
-            let policy = Policy::new(parsed.clone(), watch::channel(Arc::new(own.clone())).1, Arc::default());
+            let policy = Policy::new(parsed.clone(), watch::channel(Arc::new(own.clone())).1, Arc::default())
+                .with_loopback(format!("1-{bound}").parse().unwrap());
             let ports = BTreeSet::from([loopback_port]);
             let class = |v4: std::net::Ipv4Addr| match v4.octets() {
                 [0, ..] | [224..=239, ..] | [255, 255, 255, 255] => 'n',
@@ -413,7 +415,7 @@ mod tests {
                 _ => 'h',
             };
             let expected = port != 0 && class(v4) != 'n' && if parsed.is_empty() {
-                match class(v4) { 'l' => loopback_port == port, 'k' => false, _ => own.contains(&address) }
+                match class(v4) { 'l' => loopback_port == port && port <= bound, 'k' => false, _ => own.contains(&address) }
             } else {
                 rules.iter().any(|(ip, bits, rule_port)| {
                     let IpNet::V4(net) = IpNet::new(*ip, *bits).unwrap().trunc() else { unreachable!() };

@@ -108,7 +108,7 @@ async fn a_revoked_server_is_linked_with_nobody() {
     let following = far.follow(&ca, &near);
     eventually("a link", || (!far.peers.all().is_empty()).then_some(())).await;
     // The one that is dialled ends the link, and says why. (The certificate of all of these servers names server-1.)
-    let revoked = Revocation::revoke(None, &server("server-1"), Timestamp::now());
+    let revoked = Revocation::revoke(None, server("server-1"), Timestamp::now());
     publish(&near, revoked.clone());
     eventually("its end", || far.peers.all().is_empty().then_some(())).await;
     let refused = client(&ca, &near).await.watch(WatchRequest::default()).await.unwrap_err();
@@ -117,12 +117,12 @@ async fn a_revoked_server_is_linked_with_nobody() {
     publish(&near, revoked.readmit(Timestamp::now()).unwrap());
     eventually("a link again", || (!far.peers.all().is_empty()).then_some(())).await;
     // The one that dials ends it as well.
-    publish(&far, Revocation::revoke(None, &server("server-a"), Timestamp::now()));
+    publish(&far, Revocation::revoke(None, server("server-a"), Timestamp::now()));
     eventually("its end", || far.peers.all().is_empty().then_some(())).await;
 
     // A server that learns that it is revoked lets its agents go.
     let (_identity, _agent) = attach(&ca, &near, "edge-1").await;
-    publish(&near, Revocation::revoke(None, &server("server-a"), Timestamp::now()));
+    publish(&near, Revocation::revoke(None, server("server-a"), Timestamp::now()));
     eventually("no session", || near.sessions.live().is_empty().then_some(())).await;
     drop(far);
     following.await.unwrap();
