@@ -10,14 +10,17 @@ use std::sync::Arc;
 use arc_swap::ArcSwap;
 use ipnet::IpNet;
 use tokio::sync::watch;
-use tunnel_runtime::config::{TargetNet, TargetRule};
+use tunnel_runtime::config::{PortSet, TargetNet, TargetRule};
 use tunnel_runtime::net::Reach;
 
 /// Decides whether a target may be dialled.
 #[derive(Debug)]
 pub struct Policy {
-    /// Empty: the node's own addresses and its pods on any port, and its loopback on the ports that the server names.
+    /// Empty: the node's own addresses and its pods on any port, and its loopback on those of the ports in `loopback`
+    /// that the server names.
     rules: Vec<TargetRule>,
+    /// None: no port.
+    loopback: Option<PortSet>,
     addresses: watch::Receiver<Arc<Vec<IpAddr>>>,
     pods: Arc<ArcSwap<Vec<IpNet>>>,
     /// The agent's own admin port.
@@ -39,6 +42,10 @@ pub enum Denied {
         "it is loopback, and the server does not name the port; an --allow-target within the loopback range would allow it"
     )]
     Loopback,
+    #[error(
+        "it is loopback, and the agent's --loopback-ports do not contain the port, which the server names; add it there"
+    )]
+    LoopbackBound,
     #[error("it is loopback, and no --allow-target within the loopback range allows it")]
     LoopbackRule,
     #[error(
@@ -60,13 +67,29 @@ impl Policy {
         addresses: watch::Receiver<Arc<Vec<IpAddr>>>,
         pods: Arc<ArcSwap<Vec<IpNet>>>,
     ) -> Self {
-        Self { rules, addresses, pods, admin: None }
+        Self { rules, loopback: None, addresses, pods, admin: None }
+    }
+
+    /// Sets `--loopback-ports`, the most that a server may open on loopback.
+    #[must_use]
+    pub fn with_loopback(self, ports: PortSet) -> Self {
+        Self { loopback: Some(ports), ..self }
+    }
+
+    /// True if a server may open the port on loopback.
+    pub(crate) fn opens_loopback(&self, port: u16) -> bool {
+        self.loopback.as_ref().is_some_and(|ports| ports.contains(port))
     }
 
     /// Sets the agent's own `--admin-address`.
     #[must_use]
     pub fn with_admin(self, admin: Option<SocketAddr>) -> Self {
         Self { admin, ..self }
+    }
+
+    /// True if the loopback ports that servers name count at all: only without rules.
+    pub(crate) fn follows_servers(&self) -> bool {
+        self.rules.is_empty()
     }
 
     /// True for the agent's own admin port.
@@ -124,7 +147,9 @@ impl Policy {
         let reach = Reach::of(address);
         let allowed = match reach {
             Reach::Nothing => return Err(Denied::NotAHost),
-            Reach::Loopback if self.rules.is_empty() => loopback_ports.contains(&port),
+            Reach::Loopback if self.rules.is_empty() => {
+                loopback_ports.contains(&port) && self.opens_loopback(port)
+            }
             Reach::Host if self.rules.is_empty() => self.is_own(address) || self.is_pod(address),
             // Also covers link-local without rules, which nothing allows.
             _ => self.rules.iter().any(|rule| self.allows(rule, address, port, reach)),
@@ -134,6 +159,7 @@ impl Policy {
         }
         Err(match (reach, self.rules.is_empty()) {
             (Reach::LinkLocal, _) => Denied::LinkLocal,
+            (Reach::Loopback, true) if loopback_ports.contains(&port) => Denied::LoopbackBound,
             (Reach::Loopback, true) => Denied::Loopback,
             (Reach::Loopback, false) => Denied::LoopbackRule,
             (_, true) => Denied::Foreign,
@@ -166,10 +192,33 @@ mod tests {
         let rules = rules.iter().map(|rule| rule.parse().unwrap()).collect();
         let own: Vec<IpAddr> = own.iter().map(|ip| ip.parse().unwrap()).collect();
         Policy::new(rules, watch::channel(Arc::new(own)).1, Arc::default())
+            .with_loopback("10266".parse().unwrap())
     }
 
     fn check(policy: &Policy, target: &str) -> Result<(), Denied> {
         policy.check(target.parse().unwrap(), &BTreeSet::from([10266]))
+    }
+
+    #[test]
+    fn a_server_opens_no_loopback_port_beyond_the_agents_own_bound() {
+        // All that a compromised server can say.
+        let named: BTreeSet<u16> = (1..=u16::MAX).collect();
+        let bounded = |ports: &str| policy(&[], &["10.8.0.7"]).with_loopback(ports.parse().unwrap());
+        let narrow = bounded("10266,8000-8099");
+        for (target, expected) in [
+            ("127.0.0.1:10266", Ok(())),
+            ("[::ffff:127.0.0.1]:8042", Ok(())),
+            ("127.0.0.1:2375", Err(Denied::LoopbackBound)),
+            ("[::1]:2379", Err(Denied::LoopbackBound)),
+            ("127.9.9.9:22", Err(Denied::LoopbackBound)),
+            ("10.8.0.7:22", Ok(())),
+        ] {
+            assert_eq!(narrow.check(target.parse().unwrap(), &named), expected, "{target}");
+        }
+        let unbounded = Policy::new(Vec::new(), watch::channel(Arc::default()).1, Arc::default());
+        assert_eq!(unbounded.check("127.0.0.1:10266".parse().unwrap(), &named), Err(Denied::LoopbackBound));
+        // The server has to name a port, too.
+        assert_eq!(check(&bounded("*"), "127.0.0.1:22"), Err(Denied::Loopback));
     }
 
     #[test]
@@ -348,6 +397,7 @@ mod tests {
             own in prop::collection::vec(v4(), 0..3),
             rules in prop::collection::vec((v4(), 0u8..=32, 0u16..4), 0..4),
             loopback_port in 0u16..4,
+            bound in 1u16..4,
         ) {
             let parsed: Vec<TargetRule> = rules
                 .iter()
@@ -355,7 +405,8 @@ mod tests {
                 .map(|(ip, bits, port)| format!("{}:{port}", IpNet::new(*ip, *bits).unwrap().trunc()).parse().unwrap())
                 .collect();
             let IpAddr::V4(v4) = address else { unreachable!() };
-            let policy = Policy::new(parsed.clone(), watch::channel(Arc::new(own.clone())).1, Arc::default());
+            let policy = Policy::new(parsed.clone(), watch::channel(Arc::new(own.clone())).1, Arc::default())
+                .with_loopback(format!("1-{bound}").parse().unwrap());
             let ports = BTreeSet::from([loopback_port]);
             let class = |v4: std::net::Ipv4Addr| match v4.octets() {
                 [0, ..] | [224..=239, ..] | [255, 255, 255, 255] => 'n',
@@ -364,7 +415,7 @@ mod tests {
                 _ => 'h',
             };
             let expected = port != 0 && class(v4) != 'n' && if parsed.is_empty() {
-                match class(v4) { 'l' => loopback_port == port, 'k' => false, _ => own.contains(&address) }
+                match class(v4) { 'l' => loopback_port == port && port <= bound, 'k' => false, _ => own.contains(&address) }
             } else {
                 rules.iter().any(|(ip, bits, rule_port)| {
                     let IpNet::V4(net) = IpNet::new(*ip, *bits).unwrap().trunc() else { unreachable!() };

@@ -39,10 +39,11 @@ pub struct Runtime {
 impl Runtime {
     pub fn new(config: Config, places: Places, metrics: Metrics) -> Self {
         let (addresses, pods) = (watch::Sender::default(), Arc::<ArcSwap<_>>::default());
-        let rules = config.given.targets.allow.clone();
-        let policy = Policy::new(rules, addresses.subscribe(), pods.clone());
+        let targets = config.given.targets.clone();
+        let policy = Policy::new(targets.allow, addresses.subscribe(), pods.clone());
+        let policy = policy.with_admin(config.given.admin_address).with_loopback(targets.loopback);
         Self {
-            policy: Arc::new(policy.with_admin(config.given.admin_address)),
+            policy: Arc::new(policy),
             config: Arc::new(config),
             started: Instant::now(),
             metrics,

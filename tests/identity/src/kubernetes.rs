@@ -2,6 +2,7 @@
 
 mod enrolment;
 mod forwarded;
+mod judged;
 mod links;
 mod load;
 mod servers;
@@ -62,18 +63,19 @@ async fn enrolment(api: &ApiServer, name: &str, state: &str) -> (Arc<CsrEnrolmen
 /// An agent's links, and what keeps their bundles' receiver.
 type Links = (Arc<LinkSet>, Runtime, mpsc::Receiver<Announced>);
 
-/// The links of edge-1.
+/// The links of the identity's node.
 fn links(state_dir: &Path, identity: watch::Receiver<Arc<AgentIdentity>>) -> Links {
     links_to(state_dir, "all", identity)
 }
 
 fn links_to(state_dir: &Path, max_servers: &str, identity: watch::Receiver<Arc<AgentIdentity>>) -> Links {
     let flags = [
-        "--node-name=edge-1".to_owned(),
+        format!("--node-name={}", identity.borrow().node),
         "--server=given.by.the.test:1".to_owned(),
         "--proxy=none".to_owned(),
         "--congestion-control=system".to_owned(),
         "--max-links=1".to_owned(),
+        "--loopback-ports=*".to_owned(),
         "--keepalive=10s".to_owned(),
         format!("--max-servers={max_servers}"),
         format!("--state-dir={}", state_dir.display()),

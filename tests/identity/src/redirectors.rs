@@ -118,7 +118,7 @@ async fn nothing_but_passing_on() {
 
     // Revoked, its link ends, and the next is refused with the reason.
     let record = Revocation::revoke(None, &node("cloud-2"), Timestamp::now());
-    let records = [(node("cloud-2"), record)].into();
+    let records = [(record.subject.clone(), record)].into();
     port.revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
     let ended = async { while let Ok(Some(_)) = told.message().await {} };
     tokio::time::timeout(DEADLINE, ended).await.expect("the link ends");

@@ -30,7 +30,7 @@ fn known(name: &str) -> Option<Arc<Inventory>> {
 }
 
 fn publish(server: &TestServer, record: Revocation) {
-    let records = [(record.node.clone(), record)].into();
+    let records = [(record.subject.clone(), record)].into();
     server.revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
 }
 

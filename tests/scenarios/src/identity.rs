@@ -288,7 +288,14 @@ async fn rotating_the_ca_loses_no_agent(testbed: &Testbed) -> Result<()> {
         roots.iter().all(|pem| pem.matches("BEGIN CERTIFICATE").count() == 1)
     })
     .await?;
-    echo(&mut held, b"after the retirement").await?;
+    // The agent links again with its renewed certificate, which vouches for the link of the connection. Others of the old root
+    // end after the server's --drain-timeout.
+    first.wait_log("the server is draining").await?;
+    wait_for("the next session", client::PATIENCE, async || Ok(visit(on_edge.address).await.ok())).await?;
+    never("a break after the retirement", Duration::from_secs(35), async || {
+        Ok(echo(&mut held, b"after the retirement").await.is_err())
+    })
+    .await?;
     first.crash(&server).await?;
     first.return_to(&server).await?;
     visit(on_edge.address).await?;

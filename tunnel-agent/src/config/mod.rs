@@ -16,7 +16,7 @@ use tunnel_pki::enrol::EnrolmentFlags;
 use tunnel_pki::{ExposeSecret, Holder, SecretString};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::config::value::{self, List, ListenAddress, OnOff};
-use tunnel_runtime::config::{ConfigError, ConfigFile, HostPort, Ignored, TargetRule};
+use tunnel_runtime::config::{ConfigError, ConfigFile, HostPort, Ignored, PortSet, TargetRule};
 use tunnel_runtime::logging::LogConfig;
 
 use crate::kube::{DEFAULT_SERVICE, KubeOptions};
@@ -98,10 +98,13 @@ pub struct TargetConfig {
     /// What the servers may reach, as CIDR:PORTS or node:PORTS; repeatable [default: this node, on any port].
     ///
     /// PORTS are ports and ranges such as 22,8000-8099 or *. The default is this node's own addresses on any port, and with
-    /// --pod-targets=on its pods. Loopback is closed unless a CIDR within it is given here or, with the default, the server names the port when a session
-    /// begins.
+    /// --pod-targets=on its pods. Loopback is closed unless a CIDR within it is given here or, with the default, by --loopback-ports.
     #[arg(id = "allow-target", long, value_name = "CIDR:PORTS")]
     pub allow: Vec<TargetRule>,
+    /// Ports of this node's loopback that the servers may open, as in --allow-target. Without that flag, a port is open if it is
+    /// named here and in the servers' `localhost-proxy-ports`. The default is this agent's metrics.
+    #[arg(id = "loopback-ports", long, value_name = "PORTS", default_value = "10266")]
+    pub loopback: PortSet,
     /// on or off: let the servers also reach this node's pods, for their --edge-pod-routes. Their ranges are read from this Node,
     /// which takes the right to get Nodes; not with --allow-target, which names them itself.
     #[arg(id = "pod-targets", long, value_name = "on|off", default_value = "off", value_parser = value::on_off)]

@@ -34,7 +34,7 @@ impl Agent for AgentService {
             .take_event_stream()
             .ok_or_else(|| Status::failed_precondition("this session is attached already"))?;
         if session.link == 0 {
-            session.common.loopback_ports.store(Arc::new(ports(&welcome.loopback_ports)));
+            session.name_loopback_ports(ports(&welcome.loopback_ports));
             if !welcome.trust_bundle.is_empty() {
                 session.announce(welcome.trust_bundle).await;
             }
@@ -48,6 +48,7 @@ impl Agent for AgentService {
             link: session.link,
             features: features(&session.shared),
             successor: session.shared.runtime.handover.is_successor(),
+            finishing: session.finishing.clone(),
         };
         // The queue may already hold events: the machine was resumed meanwhile, or this agent drains.
         let hello = AgentEvent { event: Some(agent_event::Event::Hello(hello)) };
@@ -101,7 +102,7 @@ impl Agent for AgentService {
                 return Ok(Response::new(NoticeAck {}));
             }
             Some(notice::Notice::LoopbackPorts(named)) => {
-                self.0.common.loopback_ports.store(Arc::new(ports(&named.ports)));
+                self.0.name_loopback_ports(ports(&named.ports));
                 return Ok(Response::new(NoticeAck {}));
             }
             Some(notice::Notice::OpenLinks(wanted)) => {

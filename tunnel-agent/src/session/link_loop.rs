@@ -24,6 +24,7 @@ use super::session_end::{Refusal, SessionEnd};
 use super::shared::Shared;
 use super::state::{SessionPhase, SessionState};
 use super::successor;
+use super::unended::{Epochs, Unended};
 use crate::reach::Server;
 
 /// Minimum pause after a failure.
@@ -140,6 +141,8 @@ pub struct LinkLoop {
     yielded: Mutex<Option<u64>>,
     /// Token of the session with a stopping server, until the next session is in use.
     outgoing: Mutex<Option<CancellationToken>>,
+    /// Epochs of the sessions that have not ended.
+    unended: Epochs,
     /// Cancelled when the agent drains, or when the server's address is gone.
     leaving: CancellationToken,
 }
@@ -154,6 +157,7 @@ impl LinkLoop {
             observed: Mutex::default(),
             yielded: Mutex::default(),
             outgoing: Mutex::default(),
+            unended: Epochs::default(),
             leaving,
         })
     }
@@ -345,12 +349,18 @@ impl LinkLoop {
             Err(error) => return SessionEnd::Connect(error),
         };
         let (asked, mut wanted) = mpsc::channel(MAX_LINKS as usize);
-        let state = Arc::new(SessionState::first(self.shared.clone(), &self.server, epoch, path, asked));
+        let unended = Unended::new(&self.unended, epoch);
+        let epochs = (epoch, unended.earlier());
+        let state = Arc::new(SessionState::first(self.shared.clone(), &self.server, epochs, path, asked));
         self.observed.lock().session = Some(state.clone());
         let server_drains = CancellationToken::new();
         let in_use = self.supersede(&state);
         let mut in_use = std::pin::pin!(in_use);
-        let mut serving = leftovers.spawn(serve(state.clone(), link, server_drains.clone()));
+        let serving = serve(state.clone(), link, server_drains.clone());
+        let mut serving = leftovers.spawn(async move {
+            let _unended = unended;
+            serving.await
+        });
         let left = async {
             self.leaving.cancelled().await;
             if self.shared.runtime.shutdown.is_draining() {

@@ -20,6 +20,9 @@ use super::session_end::Refusal;
 use super::shared::Shared;
 use crate::dial::Dialler;
 
+/// Maximum number of ports in one line of the log.
+const LOGGED: usize = 8;
+
 type EventResult = Result<AgentEvent, tonic::Status>;
 
 /// One link of a session with one server: the first, by which the server controls the session, or an additional one.
@@ -29,6 +32,8 @@ pub(super) struct SessionState {
     pub(super) server: Arc<str>,
     pub(super) path: Path,
     pub(super) epoch: u64,
+    /// Epochs of the earlier sessions with this server that finish what they relay.
+    pub(super) finishing: Vec<u64>,
     /// Number of the link in the session, 0 for the first.
     pub(super) link: u32,
     pub(super) common: Arc<Common>,
@@ -107,7 +112,7 @@ impl SessionState {
     pub(super) fn first(
         shared: Arc<Shared>,
         server: &str,
-        epoch: u64,
+        (epoch, finishing): (u64, Vec<u64>),
         path: Path,
         asked: mpsc::Sender<u32>,
     ) -> Self {
@@ -125,6 +130,7 @@ impl SessionState {
             server: server.into(),
             path,
             epoch,
+            finishing,
             link: 0,
             common: Arc::new(common),
             asked: Some(asked),
@@ -147,6 +153,7 @@ impl SessionState {
             server: first.server.clone(),
             path,
             epoch: first.epoch,
+            finishing: Vec::new(),
             link,
             common: first.common.clone(),
             asked: None,
@@ -186,6 +193,22 @@ impl SessionState {
         if self.first.is_none() {
             self.shared.attached.release(self.epoch);
         }
+    }
+
+    /// Stores the loopback ports that the server names. The agent's policy bounds them at each dial.
+    pub(super) fn name_loopback_ports(&self, ports: BTreeSet<u16>) {
+        let policy = &self.shared.runtime.policy;
+        let refused: Vec<_> =
+            ports.iter().filter(|port| !policy.opens_loopback(**port)).take(LOGGED).collect();
+        let changed = **self.common.loopback_ports.load() != ports;
+        if changed && !refused.is_empty() && policy.follows_servers() {
+            tracing::warn!(
+                server = %self.server, ports = ?refused,
+                fix = "add them to --loopback-ports if servers may open them",
+                "server names loopback ports that --loopback-ports does not contain, keeping them closed"
+            );
+        }
+        self.common.loopback_ports.store(Arc::new(ports));
     }
 
     /// Counts a relayed connection until the guard is dropped.

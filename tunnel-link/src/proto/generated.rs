@@ -27,6 +27,9 @@ pub struct Holdings {
     /// PEM; the roots that a redirector, which has no CA, trusts from now on. Empty: no change.
     #[prost(string, tag = "7")]
     pub trust_bundle: ::prost::alloc::string::String,
+    /// JSON as in the files of revoked/: revocations, and those that a readmission has ended. The newest of a name counts.
+    #[prost(string, repeated, tag = "8")]
+    pub revocations: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Welcome {
@@ -93,6 +96,10 @@ pub struct Hello {
     /// relays. Without this a newer session ends the older one.
     #[prost(bool, tag = "8")]
     pub successor: bool,
+    /// The epochs of this agent's earlier sessions with this server that finish what they relay. The certificate of this link
+    /// vouches for them: that of their own may be over.
+    #[prost(uint64, repeated, tag = "9")]
+    pub finishing: ::prost::alloc::vec::Vec<u64>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Addresses {

@@ -7,8 +7,9 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
+use arc_swap::ArcSwap;
 use h2::PingPong;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::Handle;
@@ -25,7 +26,7 @@ use tunnel_link::proto::{
     agent_event, notice,
 };
 use tunnel_link::relay::{StallBound, Totals};
-use tunnel_pki::{Holder, TrustBundle};
+use tunnel_pki::TrustBundle;
 use tunnel_runtime::NodeName;
 use tunnel_runtime::backoff::jittered;
 use tunnel_runtime::text::printable;
@@ -36,22 +37,24 @@ use super::link::{
     EVENT_SPAN, End, Handover, LinkContext, MAX_EVENTS, Transport, finish, idle, notify, refused,
 };
 use crate::admission::Shares;
-use crate::pki::Refusal;
+use crate::pki::{Credential, Refusal};
 use crate::runtime::settings::Settings;
 use crate::session::{Forgotten, Link, Links, Session, Streams};
 
 /// Maximum size of a control message from an agent, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;
+/// Time over which agents attach again.
+const SPREAD: Duration = Duration::from_secs(2);
 /// Pause before an unacknowledged notice is repeated.
 const AGAIN: Duration = Duration::from_secs(1);
 /// Maximum time for the last bytes on the additional links of an agent that has left.
 const LAST_BYTES: Duration = Duration::from_secs(10);
 
-/// Node of the agent's certificate, and the time of issue.
+/// Node of the agent's certificate, and what is kept of that.
 #[derive(Clone, Debug)]
 pub(super) struct Presented {
     pub(super) node: NodeName,
-    pub(super) issued: SystemTime,
+    pub(super) credential: Arc<Credential>,
 }
 
 /// Serves the link, given as byte stream and path state, until it ends, and logs the reason.
@@ -161,7 +164,7 @@ async fn session(
     context: &LinkContext,
     transport: Transport,
     peer: SocketAddr,
-    Presented { node, issued }: Presented,
+    Presented { node, credential }: Presented,
     worker: Handle,
     place: Certified,
     additional: &OnceLock<u32>,
@@ -183,7 +186,7 @@ async fn session(
         notify(&mut client, refused(end.to_string())).await;
         return end;
     }
-    if let Err(refusal) = context.standing.judge((Holder::Agent, &node), issued) {
+    if let Err(refusal) = context.judge_agent(&node, &credential) {
         return not_admitted(&mut client, refusal).await;
     }
     if hello.link > 0 {
@@ -202,7 +205,7 @@ async fn session(
         node,
         router: context.sessions.router().clone(),
         epoch: hello.epoch,
-        issued,
+        credential: ArcSwap::from(credential),
         refusal: OnceLock::new(),
         moving: AtomicBool::new(false),
         succeeded: CancellationToken::new(),
@@ -225,8 +228,9 @@ async fn session(
         }
     }
     let registered = Registered { context, session: session.clone() };
+    vouch(context, &session, &hello.finishing);
     // The node may have been revoked after the first check and before the registration, unseen by `shut_out`.
-    if let Err(refusal) = context.standing.judge((Holder::Agent, &session.node), issued) {
+    if let Err(refusal) = context.judge_agent(&session.node, &session.credential.load()) {
         session.refuse(refusal);
     }
     place.attached();
@@ -293,6 +297,16 @@ fn retire(context: &LinkContext, older: Option<Arc<Session>>, newer: &Session, s
             "session replaced by a newer one"
         );
         older.close();
+    }
+}
+
+/// The agent says by its present certificate which of its earlier sessions are its own: they finish their connections
+/// although their certificate's root was retired, or the certificate has expired.
+fn vouch(context: &LinkContext, session: &Session, epochs: &[u64]) {
+    for earlier in context.sessions.leaving_of(&session.node) {
+        if epochs.contains(&earlier.epoch) {
+            earlier.credential.store(session.credential.load_full());
+        }
     }
 }
 
@@ -427,10 +441,11 @@ async fn follow(
             // The session owns the sender.
             Ok(()) = wanted.changed(), if !draining_sent => {
                 if session.links.are_used_up() {
-                    // The agent attaches again, and this session finishes its connections.
-                    tracing::info!(node = %session.node, "link has used up its streams, asking the agent to attach again");
+                    // The agent attaches again, and this session finishes its connections. Those of a retired root are all
+                    // asked at once.
+                    tracing::info!(node = %session.node, "link has used up its streams or its certificate, asking the agent to attach again");
                     draining_sent = true;
-                    unheard.tell(false, Duration::ZERO);
+                    unheard.tell(false, jittered(SPREAD.min(context.drain_timeout / 2), 1.0));
                     continue;
                 }
                 let links = session.links.missing();

@@ -22,8 +22,7 @@ use tunnel_link::relay::{
 use tunnel_runtime::NodeName;
 
 use super::forwarded::refuse;
-use super::link::LinkContext;
-use super::redirectors::Judged;
+use super::judged::Judged;
 use crate::admission::{Place, Share, Shares};
 use crate::listener::{self, EDGE, Reception, Workload, WorkloadMap};
 use crate::metrics::Connection;
@@ -42,13 +41,13 @@ pub struct FromEdge {
 
 /// An agent, as identified by its certificate.
 pub(super) struct Agent {
-    pub(super) standing: Judged,
+    pub(super) node: NodeName,
+    pub(super) judged: Judged,
     pub(super) peer: SocketAddr,
 }
 
 /// Serves the link until it ends or the agent may no longer have one.
 pub(super) async fn serve(
-    context: Arc<LinkContext>,
     from_edge: FromEdge,
     stream: Box<TlsStream<TcpStream>>,
     agent: Agent,
@@ -62,19 +61,20 @@ pub(super) async fn serve(
         return tracing::debug!(peer = %agent.peer, "HTTP/2 handshake with an agent failed");
     };
     let Some(pings) = link.ping_pong() else { return };
+    let (context, node) = (agent.judged.context.clone(), agent.node.clone());
     context.metrics.handshake("outbound");
-    let node = agent.standing.node.clone();
     tracing::debug!(peer = %agent.peer, %node, "outbound link attached");
     let stalls = StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize);
     let on_link = Arc::new(OnLink { from_edge, flow: flow.clone(), stalls, agent });
     let mut dead = std::pin::pin!(link::keep_alive(pings, &flow, || on_link.stalls.sweep()));
-    let mut refused = std::pin::pin!(on_link.agent.standing.refused());
+    let mut refused = std::pin::pin!(on_link.agent.judged.refused());
     let mut draining = false;
     let end = loop {
         tokio::select! {
             biased;
             dead = &mut dead => break dead.to_string(),
             refusal = &mut refused => {
+                context.metrics.session_refused(refusal.label());
                 on_link.withdraw(&refusal);
                 break refusal.to_string();
             }
@@ -82,8 +82,13 @@ pub(super) async fn serve(
                 context.metrics.handshake("evicted");
                 break "evicted: the agent has too many outbound links".to_owned();
             }
-            () = context.draining.cancelled(), if !draining => {
-                // The agent uses another server for new streams.
+            () = async {
+                tokio::select! {
+                    () = context.draining.cancelled() => {}
+                    () = on_link.agent.judged.new_link.cancelled() => {}
+                }
+            }, if !draining => {
+                // The agent uses another server for new streams, or a new link.
                 draining = true;
                 link.graceful_shutdown();
             }
@@ -144,11 +149,8 @@ impl OnLink {
             Err(error) => return refuse(&mut respond, Code::ResourceExhausted, error.to_string()),
         };
         prepare_socket(&other);
-        let workload = Workload {
-            reception: reception.clone(),
-            node: self.agent.standing.node.clone(),
-            agent: self.agent.peer,
-        };
+        let workload =
+            Workload { reception: reception.clone(), node: self.agent.node.clone(), agent: self.agent.peer };
         let (context, shares, peer) = (reception.context.clone(), shares.clone(), self.agent.peer);
         let drain = context.drain.clone();
         match target {
@@ -180,7 +182,7 @@ impl OnLink {
             }
         };
         if let Err(error) = ended {
-            tracing::debug!(node = %self.agent.standing.node, %error, "outbound connection failed");
+            tracing::debug!(node = %self.agent.node, %error, "outbound connection failed");
         }
     }
 }

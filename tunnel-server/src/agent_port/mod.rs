@@ -9,12 +9,12 @@ mod forwarded;
 mod from_edge;
 mod gate;
 mod handshakes;
+mod judged;
 mod known;
 mod konnectivity;
 mod link;
 mod peer;
 mod rate;
-mod redirectors;
 mod shut_out;
 
 use std::collections::BTreeSet;
@@ -24,9 +24,7 @@ use std::sync::Arc;
 use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 use tunnel_link::link::LinkIo;
-use tunnel_pki::{
-    ALPN_EDGE, ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, Client, Holder, ServerTls, client_of_certificate, validity,
-};
+use tunnel_pki::{ALPN_EDGE, ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, Client, ServerTls, client_of_certificate};
 use tunnel_runtime::config::HostPort;
 
 pub use self::from_edge::FromEdge;
@@ -44,8 +42,8 @@ use crate::session::Workers;
 use attach::Presented;
 use enroll::{EnrollConnections, EnrollPlace};
 use handshakes::{Connection, Error, Handshakes};
+use judged::Judged;
 use peer::Incoming;
-use redirectors::Judged;
 
 pub struct AgentPort {
     handshakes: Handshakes,
@@ -124,8 +122,8 @@ impl AgentPort {
                 let (Some(Client::Agent(node)), Some(certificate)) = (client, &certificate) else {
                     return Err(io::Error::new(denied, "an agent's link needs a client certificate").into());
                 };
-                let validity = validity(certificate).map_err(|error| io::Error::new(denied, error))?;
-                let issued = validity.issued();
+                let credential = self.context.credential(certificate);
+                let credential = credential.map_err(|error| io::Error::new(denied, error))?;
                 let certified = self.handshakes.gate.certified(&node, peer.ip()).ok_or(Error::Busy)?;
                 drop(place);
                 // A task of its own frees the memory of the handshake: there are as many links as agents.
@@ -135,7 +133,7 @@ impl AgentPort {
                     self.context.clone(),
                     (io, flow),
                     peer,
-                    Presented { node, issued },
+                    Presented { node, credential },
                     worker.clone(),
                     certified,
                 );
@@ -143,27 +141,19 @@ impl AgentPort {
                 worker.spawn(self.handshakes.links.track_future(link));
             }
             Some(ALPN_PEER) => {
-                let (caller, redirector) = match (client, &certificate) {
-                    (Some(Client::Server(server_id)), _) => (server_id, None),
-                    (Some(Client::Redirector(node)), Some(certificate)) => {
-                        let validity =
-                            validity(certificate).map_err(|error| io::Error::new(denied, error))?;
-                        let (issued, standing) = (validity.issued(), self.context.standing.clone());
-                        let caller = format!("redirector of {node}");
-                        (caller, Some(Judged { holder: Holder::Redirector, node, issued, standing }))
-                    }
-                    _ => {
-                        let reason = "it needs the certificate of a server or of a redirector";
-                        return Err(io::Error::new(denied, reason).into());
-                    }
+                let (Some(client @ (Client::Server(_) | Client::Redirector(_))), Some(certificate)) =
+                    (client, &certificate)
+                else {
+                    let reason = "it needs the certificate of a server or of a redirector";
+                    return Err(io::Error::new(denied, reason).into());
                 };
+                let judged = Judged::new(self.context.clone(), client, certificate);
+                let judged = judged.map_err(|error| io::Error::new(denied, error))?;
                 let gate = &self.handshakes.gate;
-                let linked = gate.peer(&caller, peer.ip()).ok_or(Error::Links)?;
+                let linked = gate.peer(&judged.name(), peer.ip()).ok_or(Error::Links)?;
                 drop(place);
-                let (context, listeners) = (self.context.clone(), self.listeners.clone());
-                let (server_id, shares) = (caller, gate.forwarded.clone());
-                let incoming = Incoming { peer, server_id, redirector, place: linked, shares };
-                let link = peer::serve(context, listeners, Box::new(stream), incoming);
+                let incoming = Incoming { judged, peer, place: linked, shares: gate.forwarded.clone() };
+                let link = peer::serve(self.listeners.clone(), Box::new(stream), incoming);
                 let link = self.context.stop.clone().run_until_cancelled_owned(Box::pin(link));
                 worker.spawn(self.handshakes.links.track_future(link));
             }
@@ -175,16 +165,18 @@ impl AgentPort {
                     let reason = "this server has no --policy, which would say what workloads may reach";
                     return Err(io::Error::new(denied, reason).into());
                 };
-                let validity = validity(certificate).map_err(|error| io::Error::new(denied, error))?;
-                let (issued, standing) = (validity.issued(), self.context.standing.clone());
-                let standing = Judged { holder: Holder::Agent, node, issued, standing };
-                standing.judge().map_err(|refusal| io::Error::new(denied, refusal.to_string()))?;
+                let judged = Judged::new(self.context.clone(), Client::Agent(node.clone()), certificate);
+                let judged = judged.map_err(|error| io::Error::new(denied, error))?;
+                if let Err(refusal) = judged.judge() {
+                    self.context.metrics.session_refused(refusal.label());
+                    return Err(io::Error::new(denied, refusal.to_string()).into());
+                }
                 let mut share = from_edge.shares.admit(peer.ip()).map_err(|_| Error::Busy)?;
-                share.reaches(&standing.node, None).map_err(|_| Error::Busy)?;
-                let linked = self.handshakes.gate.outbound(&standing.node).ok_or(Error::Links)?;
+                share.reaches(&node, None).map_err(|_| Error::Busy)?;
+                let linked = self.handshakes.gate.outbound(&node).ok_or(Error::Links)?;
                 drop(place);
-                let (agent, places) = (from_edge::Agent { standing, peer }, (linked, share));
-                let link = from_edge::serve(self.context.clone(), from_edge, Box::new(stream), agent, places);
+                let (agent, places) = (from_edge::Agent { node, judged, peer }, (linked, share));
+                let link = from_edge::serve(from_edge, Box::new(stream), agent, places);
                 let link = self.context.stop.clone().run_until_cancelled_owned(Box::pin(link));
                 worker.spawn(self.handshakes.links.track_future(link));
             }

@@ -11,6 +11,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, mpsc};
 use tokio::task::JoinSet;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 use tunnel_link::grpc;
 use tunnel_link::link::{self, HANDSHAKE_TIMEOUT, LinkIo};
@@ -20,11 +21,11 @@ use tunnel_link::relay::PEER_RELAY_PATH;
 use tunnel_runtime::text::printable;
 
 use super::forwarded::{Caller, LISTENER, serve_forwarded};
+use super::judged::Judged;
 use super::link::{Handover, LinkContext};
-use super::redirectors::Judged;
 use crate::admission::{Place, Shares};
 use crate::listener::ListenerContext;
-use crate::pki::Refusal;
+use crate::pki::{Refusal, Revocations};
 use crate::session::Move;
 
 /// Maximum number of nodes in one message.
@@ -34,11 +35,9 @@ const MOST_CALLS: usize = 4;
 
 /// A link before HTTP/2 begins.
 pub(super) struct Incoming {
+    /// A server or a redirector.
+    pub(super) judged: Judged,
     pub(super) peer: SocketAddr,
-    /// From the certificate: the server's id, or the redirector's node in words.
-    pub(super) server_id: String,
-    /// Set for a redirector.
-    pub(super) redirector: Option<Judged>,
     pub(super) place: Place<String>,
     /// Of the connections to forward.
     pub(super) shares: Shares,
@@ -46,14 +45,14 @@ pub(super) struct Incoming {
 
 /// Serves the link until it ends. A redirector, which has no CA, also gets the roots.
 pub(super) async fn serve(
-    context: Arc<LinkContext>,
     listeners: ListenerContext,
     stream: Box<TlsStream<TcpStream>>,
-    Incoming { peer, server_id, redirector, place, shares }: Incoming,
+    Incoming { judged, peer, place, shares }: Incoming,
 ) {
+    let (context, server_id, redirector) = (judged.context.clone(), judged.name(), judged.is_redirector());
     let io = LinkIo::new(*stream);
     let flow = io.flow();
-    let admitted = if redirector.is_some() { shares.most_of(peer.ip()) } else { shares.limit() };
+    let admitted = if redirector { shares.most_of(peer.ip()) } else { shares.limit() };
     let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::admitting_builder(admitted).handshake(io));
     let Ok(Ok(mut link)) = handshake.await else {
         tracing::debug!(%peer, server_id, "HTTP/2 handshake with another server failed");
@@ -62,29 +61,27 @@ pub(super) async fn serve(
     let Some(pings) = link.ping_pong() else { return };
     // Every server dials all addresses, and learns from the answer that one is its own.
     if server_id != context.server_id {
-        let whose = if redirector.is_some() { "redirector" } else { "peer" };
-        context.metrics.handshake(whose);
+        context.metrics.handshake(if redirector { "redirector" } else { "peer" });
         tracing::info!(%peer, server_id, "incoming peer link established");
     }
-    let refusal = redirector.as_ref().and_then(|redirector| redirector.judge().err());
-    let told = redirector.is_some();
-    let caller = Arc::new(Caller { server_id, peer, redirector: told, shares, flow: flow.clone() });
+    let refusal = judged.judge().err();
+    let caller = Arc::new(Caller { server_id, peer, redirector, shares, flow: flow.clone() });
     let calls = Arc::new(Semaphore::new(MOST_CALLS));
     let service = PeerServer::new(PeerService {
         context: context.clone(),
-        bundle: told,
+        bundle: redirector,
         refusal: refusal.clone(),
+        new_link: judged.new_link.clone(),
         watching: Arc::new(Semaphore::new(1)),
     });
     let refused = async {
-        match (&redirector, &refusal) {
+        match &refusal {
             // It gets the reason first, in answer to its calls.
-            (Some(_), Some(refusal)) => {
+            Some(refusal) => {
                 tokio::time::sleep(HANDSHAKE_TIMEOUT).await;
                 refusal.clone()
             }
-            (Some(redirector), None) => redirector.refused().await,
-            (None, _) => std::future::pending().await,
+            None => judged.refused().await,
         }
     };
     let mut refused = std::pin::pin!(refused);
@@ -100,6 +97,7 @@ pub(super) async fn serve(
             }
             refusal = &mut refused => {
                 context.metrics.session_refused(refusal.label());
+                tracing::warn!(%peer, server_id = caller.server_id, reason = %refusal, "peer link refused");
                 break refusal.to_string();
             }
             () = place.evicted() => {
@@ -144,6 +142,8 @@ struct PeerService {
     bundle: bool,
     /// Set if nothing may be forwarded for this client.
     refusal: Option<Refusal>,
+    /// Cancelled when the client is to make a new link.
+    new_link: CancellationToken,
     /// Has one permit: each Watch copies the names of all nodes.
     watching: Arc<Semaphore>,
 }
@@ -166,7 +166,8 @@ impl Peer for PeerService {
         let (server_id, version) = (printable(&server_id, 128), printable(&server_version, 64));
         tracing::debug!(server_id, version, "another server watches the attached nodes");
         let (sender, receiver) = mpsc::channel(1);
-        tokio::spawn(tell(self.context.clone(), self.bundle, (sender, watching)));
+        let new_link = self.new_link.clone();
+        tokio::spawn(tell(self.context.clone(), self.bundle, new_link, (sender, watching)));
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
@@ -182,14 +183,16 @@ impl Peer for PeerService {
 async fn tell(
     context: Arc<LinkContext>,
     roots: bool,
+    new_link: CancellationToken,
     (sender, _watching): (mpsc::Sender<Result<Holdings, Status>>, OwnedSemaphorePermit),
 ) {
+    let mut revocations = context.standing.revocations();
     let mut bundle = context.bundle.clone();
     let trust_bundle = if roots { bundle.borrow_and_update().to_pem() } else { String::new() };
     // State in the first message: sending all attached nodes may take a while.
     let mut handover = context.handover.clone();
     let taken_over = *handover.borrow_and_update() != Handover::Nothing;
-    let mut draining_told = taken_over || context.draining.is_cancelled();
+    let mut draining_told = taken_over || context.draining.is_cancelled() || new_link.is_cancelled();
     let (nodes, mut moves) = context.sessions.follow();
     let first = Holdings {
         server_id: context.server_id.clone(),
@@ -203,6 +206,7 @@ async fn tell(
         gained: part.iter().map(ToString::to_string).collect(),
         ..Holdings::default()
     }));
+    parts.extend(revoked(&revocations.borrow_and_update()));
     parts.push(Holdings { complete: true, ..Holdings::default() });
     for part in parts {
         if sender.send(Ok(part)).await.is_err() {
@@ -221,6 +225,7 @@ async fn tell(
             () = async {
                 tokio::select! {
                     () = context.draining.cancelled() => {}
+                    () = new_link.cancelled() => {}
                     Ok(()) = handover.changed() => {}
                 }
             }, if !draining_told => {
@@ -230,6 +235,15 @@ async fn tell(
             Ok(()) = bundle.changed(), if roots => {
                 Holdings { trust_bundle: bundle.borrow_and_update().to_pem(), ..Holdings::default() }
             }
+            Ok(()) = revocations.changed() => {
+                let parts = revoked(&revocations.borrow_and_update());
+                for part in parts {
+                    if sender.send(Ok(part)).await.is_err() {
+                        return;
+                    }
+                }
+                continue;
+            }
             () = context.stop.cancelled() => return,
             () = sender.closed() => return,
         };
@@ -237,6 +251,13 @@ async fn tell(
             return;
         }
     }
+}
+
+/// All revocations, also those that have ended: the other server keeps the newest of each.
+fn revoked(known: &Revocations) -> Vec<Holdings> {
+    let records: Vec<_> =
+        known.records.values().filter_map(|record| serde_json::to_string(record).ok()).collect();
+    records.chunks(PART).map(|part| Holdings { revocations: part.to_vec(), ..Holdings::default() }).collect()
 }
 
 /// Merges the move and those that have arrived since into one message. Only the last one of a node counts. None if some
@@ -270,7 +291,8 @@ mod tests {
         let (context, _inputs) = context();
         let (sender, mut told) = mpsc::channel(1);
         let watching = Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap();
-        let telling = tokio::spawn(tell(context.clone(), false, (sender, watching)));
+        let telling =
+            tokio::spawn(tell(context.clone(), false, CancellationToken::new(), (sender, watching)));
         while told.is_empty() {
             tokio::task::yield_now().await;
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use arc_swap::ArcSwap;
 use rustls::ClientConfig;
 use tokio::sync::watch;
-use tunnel_pki::IdentityError;
+use tunnel_pki::{IdentityError, TrustBundle};
 use tunnel_runtime::lifecycle::Shutdown;
 
 use super::Bound;
@@ -15,7 +15,7 @@ use crate::caller::CallerTls;
 use crate::config::RedirectorConfig;
 use crate::listener::EgressTls;
 use crate::peers::RedirectorLinks;
-use crate::pki::{RevocationStore, Revocations, ServerCertificate, Standing};
+use crate::pki::{RevocationStore, ServerCertificate, Standing, follow_bundle};
 use crate::runtime::Runtime;
 
 pub(super) struct Identity {
@@ -23,6 +23,8 @@ pub(super) struct Identity {
     pub(super) certificate: Option<Arc<ServerCertificate>>,
     pub(super) redirector: Option<RedirectorLinks>,
     pub(super) standing: Standing,
+    /// The roots in force.
+    pub(super) roots: watch::Receiver<Arc<TrustBundle>>,
     pub(super) peer_tls: Arc<ArcSwap<ClientConfig>>,
     pub(super) caller_tls: Result<CallerTls, IdentityError>,
     /// None: the egress listener has no port.
@@ -51,16 +53,14 @@ impl Bound {
         let egress_tls = config.listeners.egress.tls.clone();
         let egress_tls = egress_tls.map(|tls| EgressTls::new(tls, own.clone(), &self.metrics.files));
         let egress_tls = egress_tls.transpose()?;
-        // Known before anyone is let in.
-        let revocations = RevocationStore::new(&config.process.state_dir);
-        let revoked = revocations.open()?;
-        let standing = self.standing(&revoked, said);
-        tasks.spawn(revocations.follow(revoked, stop.clone()));
+        let standing = self.standing(said)?;
+        let roots = follow_bundle(certificate.ca(), tasks, stop.clone());
         Ok(Some(Identity {
             peer_tls: certificate.peer_tls(),
             certificate: Some(Arc::new(certificate)),
             redirector: None,
             standing,
+            roots,
             caller_tls: CallerTls::new(own),
             egress_tls,
         }))
@@ -82,16 +82,22 @@ impl Bound {
         Ok(Some(Identity {
             peer_tls: redirector.tls(),
             certificate: None,
+            standing: self.standing(said)?,
+            roots: redirector.roots(),
             redirector: Some(redirector.start(said.peers.subscribe(), tasks, stop.clone())),
-            standing: self.standing(&watch::Sender::default(), said),
             // Its certificate is a client's: no scraper would take it for a server's.
             caller_tls: CallerTls::self_signed(config.node.as_str()),
             egress_tls: None,
         }))
     }
 
-    fn standing(&self, revoked: &watch::Sender<Arc<Revocations>>, said: &Said) -> Standing {
+    /// Reads the revocations, before anyone is let in, and follows them.
+    fn standing(&self, said: &Said) -> anyhow::Result<Standing> {
+        let revocations = RevocationStore::new(&self.config.process.state_dir);
+        let revoked = revocations.open()?;
+        let known = revoked.subscribe();
+        self.runtime.tasks.spawn(revocations.follow(revoked, self.runtime.stop.clone()));
         let refuse_unknown = self.config.listeners.agents.refuse_unknown;
-        Standing::new(revoked.subscribe(), said.known_nodes.subscribe(), refuse_unknown)
+        Ok(Standing::new(known, said.known_nodes.subscribe(), refuse_unknown))
     }
 }

@@ -18,7 +18,7 @@ use tunnel_pki::enrol::{
     Announced, CsrEnrolment, EnrollConfig, IdentityKeeper, IdentityMetrics, Pace, Recovery, Refused,
     ensure_identity, install_bundles, recover,
 };
-use tunnel_pki::{ALPN_PEER, Holder, agent_tls};
+use tunnel_pki::{ALPN_PEER, Holder, TrustBundle, agent_tls};
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::ReadyGuard;
 
@@ -36,6 +36,7 @@ pub(crate) struct Redirector {
     /// Set in a cluster.
     enrolment: Option<Arc<CsrEnrolment>>,
     tls: Arc<ArcSwap<ClientConfig>>,
+    roots: watch::Sender<Arc<TrustBundle>>,
     reach: Reach,
 }
 
@@ -77,13 +78,19 @@ impl Redirector {
             }
         };
         let tls = agent_tls(&identity, ALPN_PEER).context("the redirector's certificate")?;
+        let roots = watch::Sender::new(Arc::new(identity.bundle.clone()));
         let keeper = Arc::new(IdentityKeeper::with_recovery(enroll, identity, metrics, recovery));
-        Ok(Self { keeper, enrolment, tls: Arc::new(ArcSwap::from(tls)), reach })
+        Ok(Self { keeper, enrolment, tls: Arc::new(ArcSwap::from(tls)), roots, reach })
     }
 
     /// Returns the TLS settings for dialling servers, which are kept current.
     pub(crate) fn tls(&self) -> Arc<ArcSwap<ClientConfig>> {
         self.tls.clone()
+    }
+
+    /// Returns the trusted roots, which are kept current.
+    pub(crate) fn roots(&self) -> watch::Receiver<Arc<TrustBundle>> {
+        self.roots.subscribe()
     }
 
     /// Keeps the certificate valid until `stop`. `addresses`: the servers.
@@ -95,7 +102,7 @@ impl Redirector {
     ) -> RedirectorLinks {
         let (announced, bundles) = mpsc::channel::<Announced>(BUNDLES);
         let refusals = Arc::<Refusals>::default();
-        let Self { keeper, enrolment, tls, reach } = self;
+        let Self { keeper, enrolment, tls, roots, reach } = self;
         let refused = refusals.clone();
         tasks.spawn(stop.run_until_cancelled_owned(async move {
             let recovering = async {
@@ -108,7 +115,7 @@ impl Redirector {
             };
             tokio::join!(
                 install_bundles(keeper.clone(), reach, bundles),
-                follow_identity(&keeper, &tls),
+                follow_identity(&keeper, &tls, &roots),
                 follow_servers(&keeper, addresses),
                 recovering,
             );
@@ -118,13 +125,20 @@ impl Redirector {
 }
 
 /// Uses each new certificate, and new roots, for the links that are made from then on.
-async fn follow_identity(keeper: &IdentityKeeper, tls: &ArcSwap<ClientConfig>) {
+async fn follow_identity(
+    keeper: &IdentityKeeper,
+    tls: &ArcSwap<ClientConfig>,
+    roots: &watch::Sender<Arc<TrustBundle>>,
+) {
     let mut identities = keeper.subscribe();
     // This never fails, because the keeper has the sender.
     while identities.changed().await.is_ok() {
         let identity = identities.borrow_and_update().clone();
         match agent_tls(&identity, ALPN_PEER) {
-            Ok(config) => tls.store(config),
+            Ok(config) => {
+                tls.store(config);
+                roots.send_replace(Arc::new(identity.bundle.clone()));
+            }
             Err(error) => tracing::error!(%error, "failed to use the new certificate"),
         }
     }

@@ -7,6 +7,7 @@ use arc_swap::ArcSwap;
 use rustls::ClientConfig;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+use tunnel_pki::TrustBundle;
 use tunnel_redirect::Feeder;
 use tunnel_routing::{follow, keep_claims};
 use tunnel_runtime::admin::Serving;
@@ -23,8 +24,8 @@ use crate::kube::{Parts as KubeParts, Reads, Writes};
 use crate::listen::{AgentPorts, Callers, Own, Parts, places};
 use crate::listener::ListenerContext;
 use crate::listener::{end_moved, judge_open};
-use crate::peers::{self, PeerContext, RedirectorLinks};
-use crate::pki::{EnrollPolicy, EnrollService, RevocationStore, ServerCertificate, Standing, follow_bundle};
+use crate::peers::{self, PeerContext, RedirectorLinks, Trust};
+use crate::pki::{EnrollPolicy, EnrollService, RevocationStore, ServerCertificate, Standing};
 use crate::runtime::Runtime;
 use crate::runtime::settings::Settings;
 use crate::session::MOST_STREAMS;
@@ -35,7 +36,8 @@ impl Bound {
     pub(super) async fn serve(self, said: Said, identity: Identity) -> Running {
         let pending = self.runtime.readiness.pending("taking over");
         let (settings, peers) = (said.settings.subscribe(), said.peers.subscribe());
-        let Identity { certificate, redirector, standing, peer_tls, caller_tls, egress_tls } = identity;
+        let Identity { certificate, redirector, standing, roots, peer_tls, caller_tls, egress_tls } =
+            identity;
         let (config, runtime, metrics) = (&self.config, &self.runtime, &self.metrics);
         let client = self.source.client();
         let egress = &config.listeners.egress;
@@ -43,7 +45,9 @@ impl Bound {
         let parts = kube_parts(config, runtime, metrics, &said, certificate.clone(), standing.clone());
         self.source.start(parts).await;
         start_routes(config, runtime).await;
-        let to_peers = to_peers(config, runtime, peer_tls, redirector);
+        let keep_out = runtime.peers.clone().keep_out(standing.clone(), runtime.stop.clone());
+        runtime.tasks.spawn(keep_out);
+        let to_peers = to_peers(config, runtime, peer_tls, redirector, (roots.clone(), standing.clone()));
         runtime.tasks.spawn(peers::follow(Arc::new(to_peers), peers.clone()));
 
         let Sockets { listeners, files, copies, open_files } = self.sockets;
@@ -56,7 +60,7 @@ impl Bound {
         let callers = Callers::new(&config.listeners, files.callers, runtime, client, caller_tls, &budget);
         let agents = certificate.as_ref().map(|certificate| {
             let links =
-                links(config, runtime, certificate, &standing, settings.clone(), said.handover.subscribe());
+                links(config, runtime, roots.clone(), &standing, settings.clone(), said.handover.subscribe());
             let policy = EnrollPolicy { standing, tokens: config.token_enrollment() };
             let state_dir = &config.process.state_dir;
             let enroll = EnrollService::new(certificate.ca(), state_dir, policy, metrics.pki.clone());
@@ -183,11 +187,15 @@ fn to_peers(
     runtime: &Runtime,
     tls: Arc<ArcSwap<ClientConfig>>,
     redirector: Option<RedirectorLinks>,
+    (roots, standing): (watch::Receiver<Arc<TrustBundle>>, Standing),
 ) -> PeerContext {
+    let revocations = RevocationStore::new(&config.process.state_dir);
+    let drain_timeout = config.process.drain_timeout;
     PeerContext {
         server_id: runtime.server_id.clone(),
         tls,
         redirector,
+        trust: Trust { roots, standing, revocations, drain_timeout },
         workers: runtime.workers.clone(),
         peers: runtime.peers.clone(),
         congestion: config.process.congestion_control.clone(),
@@ -201,7 +209,7 @@ fn to_peers(
 fn links(
     config: &Config,
     runtime: &Runtime,
-    certificate: &ServerCertificate,
+    bundle: watch::Receiver<Arc<TrustBundle>>,
     standing: &Standing,
     settings: watch::Receiver<Arc<Settings>>,
     handover: watch::Receiver<Handover>,
@@ -209,7 +217,7 @@ fn links(
     let shutdown = runtime.drain.shutdown();
     LinkContext {
         server_id: runtime.server_id.clone(),
-        bundle: follow_bundle(certificate.ca(), &runtime.tasks, runtime.stop.clone()),
+        bundle,
         settings,
         sessions: runtime.sessions.clone(),
         standing: standing.clone(),

@@ -1,4 +1,4 @@
-//! `tunnel-server agent`: revokes agents' identities and readmits nodes.
+//! `tunnel-server agent`: revokes identities of agents, redirectors and servers, and readmits them.
 
 use std::io::{self, Write};
 
@@ -12,14 +12,17 @@ use super::cluster_args::ClusterArgs;
 use super::output::{Common, fail_if_any, print, print_json};
 use crate::kube::ObjectNames;
 use crate::kube::read::revocations::RevocationMap;
-use crate::pki::{PkiError, Revocation, RevocationStore, cluster_of};
+use crate::pki::{PkiError, Revocation, RevocationStore, Subject, cluster_of};
 
-/// Revoke agents' identities, readmit nodes, and list both.
+/// Revoke identities of agents, redirectors and servers, readmit them, and list both.
 ///
 /// A revoked node's sessions end within seconds, and its agent gets no session, no certificate and no enrolment until the
 /// node is readmitted. Then it must enrol again: earlier certificates and tokens, and copies of them, stay refused.
 ///
-/// Standalone, this works on --state-dir, which a running server follows; with several servers, repeat it on each. In a
+/// A revoked server loses its links with the others, and ends its agents' sessions once it learns of it. It has the CA's key:
+/// rotate the CA as well if that may be in other hands.
+///
+/// Standalone, this works on --state-dir, which a running server follows and tells the servers that it is linked with. In a
 /// cluster, all servers follow a ConfigMap: give --kubeconfig FILE, or --in-cluster in a server's pod.
 #[derive(Args, Clone, Debug)]
 pub struct AgentCommand {
@@ -38,11 +41,26 @@ pub struct AgentCommand {
 #[derive(Subcommand, Clone, Debug)]
 enum AgentAction {
     /// Revoke a node's agent, and any copy of its key.
-    Revoke { node: NodeName },
-    /// Let a revoked node enrol again.
-    Readmit { node: NodeName },
-    /// List the nodes that were revoked.
+    Revoke(Named),
+    /// Let a revoked node enrol again, or a server link again.
+    Readmit(Named),
+    /// List the nodes and servers that were revoked.
     List,
+}
+
+#[derive(Args, Clone, Debug)]
+struct Named {
+    /// NAME is a server, by the name of its host.
+    #[arg(long)]
+    server: bool,
+    /// The node.
+    name: NodeName,
+}
+
+impl Named {
+    fn subject(&self) -> Subject {
+        if self.server { Subject::Server(self.name.clone()) } else { Subject::Node(self.name.clone()) }
+    }
 }
 
 enum Store {
@@ -63,21 +81,32 @@ impl AgentCommand {
         let (store, now) = (self.store().await?, Timestamp::now());
         let (record, text) = match &self.action {
             AgentAction::List => return self.list(&store, out).await,
-            AgentAction::Revoke { node } => {
+            AgentAction::Revoke(named) => {
+                let subject = named.subject();
                 let record = match &store {
-                    Store::Files(files) => files.revoke(node, now)?,
-                    Store::ConfigMap(map) => map.revoke(node, now).await?,
+                    Store::Files(files) => files.revoke(&subject, now)?,
+                    Store::ConfigMap(map) => map.revoke(&subject, now).await?,
                 };
-                let text = "its sessions end within seconds; its certificates and tokens are refused. Next, once the node is \
-                            in order: agent readmit";
-                (record, format!("node {node} revoked: {text}\n"))
+                let text = match &subject {
+                    Subject::Node(_) => {
+                        "its sessions end within seconds; its certificates and tokens are refused. Next, once the node is \
+                         in order: agent readmit"
+                    }
+                    Subject::Server(_) => {
+                        "the other servers end their links with it within seconds, and it ends its agents' sessions. It \
+                         has the CA's key: if that may be in other hands, rotate the CA (ca introduce)"
+                    }
+                };
+                (record, format!("{} revoked: {text}\n", subject.named()))
             }
-            AgentAction::Readmit { node } => {
+            AgentAction::Readmit(named) => {
+                let subject = named.subject();
                 let record = match &store {
-                    Store::Files(files) => files.readmit(node, now)?,
-                    Store::ConfigMap(map) => map.readmit(node, now).await?,
+                    Store::Files(files) => files.readmit(&subject, now)?,
+                    Store::ConfigMap(map) => map.readmit(&subject, now).await?,
                 };
                 let text = match &store {
+                    _ if named.server => "the other servers link with it again",
                     Store::Files(_) => {
                         "its earlier certificates stay refused. On the node, remove the agent's state directory, which \
                          also makes a new key, and start the agent with a new token (token create)"
@@ -87,7 +116,7 @@ impl AgentCommand {
                          new key"
                     }
                 };
-                (record, format!("node {node} readmitted: {text}\n"))
+                (record, format!("{} readmitted: {text}\n", subject.named()))
             }
         };
         match self.common.output {
@@ -141,14 +170,14 @@ impl AgentCommand {
         if self.common.output == Format::Json {
             let row = |record: &Revocation| -> Value {
                 json!({
-                    "node": record.node, "state": state(record),
+                    "node": record.subject, "state": state(record),
                     "revoked": record.revoked, "readmitted": record.readmitted,
                 })
             };
             return print_json(out, &records.iter().map(row).collect());
         }
         if records.is_empty() {
-            return print(out, "no node was revoked\n");
+            return print(out, "no node or server was revoked\n");
         }
         let mut table = comfy_table::Table::new();
         table.load_style(comfy_table::presets::NOTHING).set_header([
@@ -160,7 +189,11 @@ impl AgentCommand {
         for record in records {
             let readmitted = record.readmitted.map(|at| format!("{at:.0}")).unwrap_or_default();
             let revoked = format!("{:.0}", record.revoked);
-            table.add_row([record.node.as_str(), state(record), revoked.as_str(), readmitted.as_str()]);
+            let name = match &record.subject {
+                Subject::Node(node) => node.to_string(),
+                server @ Subject::Server(_) => server.named(),
+            };
+            table.add_row([name.as_str(), state(record), revoked.as_str(), readmitted.as_str()]);
         }
         print(out, &format!("{table}\n"))
     }

@@ -51,7 +51,7 @@ pub enum Command {
     Cleanup(CleanupCommand),
     /// Create, list and revoke the tokens with which agents and redirectors enrol.
     Token(TokenCommand),
-    /// Revoke agents' identities, readmit nodes, and list both.
+    /// Revoke identities of agents, redirectors and servers, readmit them, and list both.
     Agent(AgentCommand),
     /// Show and rotate the CA.
     Ca(CaCommand),

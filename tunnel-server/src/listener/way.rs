@@ -66,6 +66,7 @@ impl Way {
             return Ok(Self::session(session));
         }
         let (mut reasons, mut silent) = (Vec::new(), Vec::new());
+        reasons.extend(context.peers.refusal(node).map(|refusal| format!("; {refusal}")));
         for peer in context.peers.holders(node) {
             match peer.ask(node, request.target, client, true).await {
                 Ok(on_peer) => return Ok(Self::Peer(Box::new(on_peer))),

@@ -32,6 +32,7 @@ use tunnel_runtime::text::printable;
 use super::held::Peers;
 use super::peer::Peer;
 use super::refusals::Refusals;
+use super::trust::{Distrust, Trust, learn, not_trusted};
 use crate::session::{Link, Streams, Workers};
 
 /// How long a link may be silent before the kernel asks whether the other server is there.
@@ -64,6 +65,7 @@ pub struct PeerContext {
     pub congestion: Congestion,
     /// None: this server has the CA.
     pub redirector: Option<RedirectorLinks>,
+    pub trust: Trust,
     /// How many streams a link opens before another one takes its place.
     pub most_streams: u32,
     /// Ends every connection: the time of the drain is up.
@@ -192,6 +194,8 @@ enum Error {
     Broken,
     #[error("superseded by a newer peer link")]
     Unneeded,
+    #[error(transparent)]
+    Distrust(#[from] Distrust),
 }
 
 impl Error {
@@ -258,6 +262,9 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
         return End::Itself;
     }
     let server_id = printable(&first.server_id, 128);
+    if let Err(refusal) = context.trust.standing.judge_server(&server_id) {
+        return End::Failed(Distrust::from(refusal).into());
+    }
     let told_by = (server_id.clone(), printable(&first.server_version, 64), address.to_owned());
     // Either way the server is dialled again, and this link finishes what it relays.
     let streams = Streams { most: context.most_streams, spent: draining.clone() };
@@ -271,7 +278,8 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
     let error = tokio::select! {
         biased;
         ended = driver.join_next() => ended_with(ended),
-        error = follow_holdings(&context.peers, &peer, (first, told), &mut client, context, chain) => error,
+        error = follow_holdings(&context.peers, &peer, (first, told), &mut client, context, chain.clone()) => error,
+        distrust = not_trusted(&context.trust, &peer, &chain) => distrust.into(),
         dead = link::keep_alive(pings, &flow, || peer.stalls.sweep()) => dead.into(),
         silence = silent(&flow) => Error::Silent(silence),
         () = peer.closed.cancelled() => Error::Broken,
@@ -357,6 +365,7 @@ async fn follow_holdings(
         let mut all = Some(HashSet::new());
         let mut next = Some(first);
         while let Some(mut holdings) = next {
+            learn(&context.trust, &peer.server_id, std::mem::take(&mut holdings.revocations)).await;
             let bundle = std::mem::take(&mut holdings.trust_bundle);
             if let Some(redirector) = context.redirector.as_ref().filter(|_| !bundle.is_empty()) {
                 let announced =

@@ -1,43 +1,87 @@
 //! The nodes of the other servers.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use tunnel_routing::{Holder, Router};
 use tunnel_runtime::NodeName;
 
 use super::peer::Peer;
+use crate::pki::{Refusal, Standing};
 
 /// The other servers and their nodes.
 pub struct Peers {
     up: RwLock<Vec<Arc<Peer>>>,
-    held: RwLock<HashMap<NodeName, Vec<Arc<Peer>>>>,
+    held: RwLock<HashMap<NodeName, Held>>,
+    /// Not set: no node is revoked.
+    standing: OnceLock<Standing>,
     router: Arc<Router>,
     changed: watch::Sender<u64>,
+}
+
+/// A node at other servers.
+#[derive(Default)]
+struct Held {
+    peers: Vec<Arc<Peer>>,
+    /// True if it is reached through them: it is not revoked.
+    offered: bool,
 }
 
 impl Peers {
     /// Creates an empty list. Updates `router` with the nodes of the other servers.
     pub fn new(router: Arc<Router>) -> Self {
-        Self { up: RwLock::default(), held: RwLock::default(), router, changed: watch::Sender::new(0) }
+        Self {
+            up: RwLock::default(),
+            held: RwLock::default(),
+            standing: OnceLock::new(),
+            router,
+            changed: watch::Sender::new(0),
+        }
+    }
+
+    /// Offers no route to revoked nodes, and forwards nothing to them, whatever the other servers say that they have. Call it
+    /// before the first link. The future follows the revocations until the stop.
+    pub fn keep_out(
+        self: Arc<Self>,
+        mut standing: Standing,
+        stop: CancellationToken,
+    ) -> impl Future<Output = ()> {
+        // Set once.
+        let _ = self.standing.set(standing.clone());
+        async move {
+            while stop.run_until_cancelled(standing.changed()).await.is_some() {
+                let mut held = self.held.write();
+                for (node, held) in &mut *held {
+                    self.offer(node, held);
+                }
+            }
+        }
+    }
+
+    /// The reason why nothing is forwarded to the node, if it is revoked.
+    pub fn refusal(&self, node: &NodeName) -> Option<Refusal> {
+        self.standing.get().and_then(|standing| standing.not_revoked(node).err())
     }
 
     /// Servers that have the node, the best one first. Draining ones come after the others. One that has not answered
-    /// comes last: asking it again would delay each connection by the time limit for its answer.
+    /// comes last: asking it again would delay each connection by the time limit for its answer. None if the node is revoked.
     pub fn holders(&self, node: &NodeName) -> Vec<Arc<Peer>> {
-        let held = self.held.read();
-        let mut holders = held.get(node).cloned().unwrap_or_default();
-        drop(held);
+        let all = self.held.read();
+        let held = all.get(node).filter(|_| self.refusal(node).is_none());
+        let mut holders = held.map(|held| held.peers.clone()).unwrap_or_default();
+        drop(all);
         // Cached, because the connection counts change meanwhile.
         holders.sort_by_cached_key(|peer| (peer.is_silent(), peer.is_draining(), peer.connections()));
         holders
     }
 
-    /// The nodes that any other server has.
+    /// The nodes that are reached through another server.
     pub fn nodes(&self) -> BTreeSet<NodeName> {
-        self.held.read().keys().cloned().collect()
+        let held = self.held.read();
+        held.iter().filter(|(_, held)| held.offered).map(|(node, _)| node.clone()).collect()
     }
 
     /// Incremented when a node appears at its first other server, or vanishes from its last. A receiver may see several
@@ -47,11 +91,13 @@ impl Peers {
     }
 
     /// Must be called under the lock, so that the router sees changes in the same order.
-    fn moved(&self, node: &NodeName, held: bool) {
-        if held {
-            self.router.set_live(node, Holder::Peers, true);
-        } else {
-            self.router.lose(node, Holder::Peers);
+    fn offer(&self, node: &NodeName, held: &mut Held) {
+        let revoked = self.refusal(node).is_some();
+        let offered = !held.peers.is_empty() && !revoked;
+        match (std::mem::replace(&mut held.offered, offered), offered) {
+            (true, false) if !revoked => self.router.lose(node, Holder::Peers),
+            (before, now) if before == now => return,
+            _ => self.router.set_live(node, Holder::Peers, offered),
         }
         self.changed.send_modify(|changes| *changes += 1);
     }
@@ -79,11 +125,9 @@ impl Peers {
             return;
         }
         let mut held = self.held.write();
-        let holders = held.entry(node.clone()).or_default();
-        holders.push(peer.clone());
-        if holders.len() == 1 {
-            self.moved(node, true);
-        }
+        let held = held.entry(node.clone()).or_default();
+        held.peers.push(peer.clone());
+        self.offer(node, held);
     }
 
     pub(super) fn lost(&self, peer: &Arc<Peer>, node: &NodeName) {
@@ -101,12 +145,12 @@ impl Peers {
     }
 
     fn remove(&self, peer: &Arc<Peer>, node: &NodeName) {
-        let mut held = self.held.write();
-        let Some(holders) = held.get_mut(node) else { return };
-        holders.retain(|other| !Arc::ptr_eq(other, peer));
-        if holders.is_empty() {
-            held.remove(node);
-            self.moved(node, false);
+        let mut all = self.held.write();
+        let Some(held) = all.get_mut(node) else { return };
+        held.peers.retain(|other| !Arc::ptr_eq(other, peer));
+        self.offer(node, held);
+        if held.peers.is_empty() {
+            all.remove(node);
         }
     }
 }
@@ -116,15 +160,53 @@ mod tests {
     use std::time::Duration;
 
     use prometheus_client::registry::Registry;
-    use tokio_util::sync::CancellationToken;
 
     use super::*;
+    use crate::pki::{Revocation, Revocations};
     use crate::session::test_link;
 
     async fn peer(server_id: &str) -> Arc<Peer> {
         let told_by = (server_id.to_owned(), "1.0.0".to_owned(), "10.70.0.2:10262".to_owned());
         let (closed, draining) = (CancellationToken::new(), CancellationToken::new());
         Arc::new(Peer::new(told_by, test_link(0, Duration::from_millis(1)).await, closed, draining))
+    }
+
+    #[tokio::test]
+    async fn nothing_is_forwarded_to_a_revoked_node_whatever_another_server_has() {
+        let (node, other): (NodeName, NodeName) = ("edge-1".parse().unwrap(), "edge-2".parse().unwrap());
+        let peers = Arc::new(Peers::new(crate::runtime::without_nodes(&mut Registry::default())));
+        let revocations = watch::Sender::<Arc<Revocations>>::default();
+        let standing = Standing::new(revocations.subscribe(), watch::channel(None).1, true);
+        let stop = CancellationToken::new();
+        let following = tokio::spawn(peers.clone().keep_out(standing, stop.clone()));
+        let publish = |record: &Revocation| {
+            let records = [(record.subject.clone(), record.clone())].into();
+            revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
+        };
+        let (peer, now) = (peer("server-b").await, jiff::Timestamp::now());
+        peers.gained(&peer, &node);
+        peers.gained(&peer, &other);
+        assert_eq!(peers.holders(&node).len(), 1);
+        let revoked = Revocation::revoke(None, &node, now);
+        let mut changed = peers.changed();
+        changed.mark_unchanged();
+        publish(&revoked);
+        // Connections at once, and the route as soon as the change is noticed.
+        assert!(peers.holders(&node).is_empty());
+        assert!(peers.refusal(&node).unwrap().to_string().contains("agent readmit edge-1"));
+        changed.changed().await.unwrap();
+        assert_eq!(peers.nodes(), [other.clone()].into());
+        assert!(peers.router.awaited(&node).is_none(), "no connection waits for it");
+        // Nor if the other server says it again.
+        peers.lost(&peer, &node);
+        peers.gained(&peer, &node);
+        assert_eq!((peers.nodes(), peers.holders(&other).len()), ([other.clone()].into(), 1));
+        changed.mark_unchanged();
+        publish(&revoked.readmit(now).unwrap());
+        changed.changed().await.unwrap();
+        assert_eq!((peers.nodes(), peers.holders(&node).len()), ([node, other].into(), 1));
+        stop.cancel();
+        following.await.unwrap();
     }
 
     #[tokio::test]

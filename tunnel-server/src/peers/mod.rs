@@ -8,6 +8,7 @@ mod held;
 mod metrics;
 mod peer;
 mod refusals;
+mod trust;
 
 pub use dial::{PeerContext, RedirectorLinks, follow};
 pub use held::Peers;
@@ -15,3 +16,4 @@ pub use metrics::register_peers;
 pub(crate) use peer::OnPeer;
 pub use peer::Peer;
 pub use refusals::Refusals;
+pub use trust::Trust;

@@ -26,7 +26,7 @@ pub enum PkiError {
     Token,
     #[error("no token with id {0:?}; `tunnel-server token list` shows those that there are")]
     NoSuchToken(String),
-    #[error("node {0} is not revoked; `tunnel-server agent list` shows those that are")]
+    #[error("{0} is not revoked; `tunnel-server agent list` shows those that are")]
     NotRevoked(String),
     #[error("{text}: {reason}")]
     Duration { text: String, reason: String },

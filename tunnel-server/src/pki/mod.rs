@@ -11,7 +11,7 @@
 //! | `ca/secret` | 0644 | in a cluster: name of the Secret that this directory is a copy of |
 //! | `tokens/<id>.json` | 0600 | an enrolment token: hash, node, dates, hash of the key that used it |
 //! | `issued/<node>` | 0600 | root and expiry of the node's latest certificate, so that no root is retired too early |
-//! | `revoked/<node>` | 0600 | a revoked node, and the time of its readmission |
+//! | `revoked/<node>`, `revoked/server_<host>` | 0600 | a revoked node or server, and the time of its readmission |
 //! | `server.json` | 0644 | addresses at which agents reach the running server |
 //! | `lock` | 0600 | the writers' lock |
 //!
@@ -25,11 +25,12 @@
 //! 3. `tunnel-server ca retire`, once `ca status` counts no node on the old root (it refuses before): the old root is
 //!    no longer trusted and its key is removed.
 //!
-//! Open sessions continue throughout: TLS verifies certificates only when a connection is made.
+//! TLS verifies certificates only when a connection is made, so links are judged again: see [`Credential`].
 
 mod bundle;
 mod ca;
 mod ca_state;
+mod credential;
 mod enroll;
 mod error;
 mod issued;
@@ -41,6 +42,7 @@ mod revocations;
 mod server_certificate;
 mod server_file;
 mod standing;
+mod subject;
 #[cfg(test)]
 mod tests;
 mod token;
@@ -49,6 +51,7 @@ mod token_store;
 pub use bundle::follow_bundle;
 pub use ca::{Ca, cluster_of};
 pub use ca_state::{CaState, IssuedCertificate, Lifetimes, Role, Root};
+pub use credential::Credential;
 pub use enroll::{EnrollPolicy, EnrollService, PeerAddress, PeerCertificate};
 pub use error::PkiError;
 pub use issued::{Issued, IssuedLedger};
@@ -60,6 +63,7 @@ pub use revocations::{Revocation, RevocationStore, Revocations};
 pub use server_certificate::{ServerCertificate, ServerNames};
 pub use server_file::{ServerFile, agent_addresses};
 pub use standing::{KnownNodes, Refusal, Standing};
+pub use subject::Subject;
 pub use token::{Token, parse_ttl};
 pub use token_store::{TokenRecord, TokenRefusal, TokenState, TokenStore};
 

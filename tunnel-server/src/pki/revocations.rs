@@ -1,5 +1,5 @@
-//! Revoked agents: one small file per node, written by the command line or copied from the cluster, and followed by the
-//! running server.
+//! Revoked agents, redirectors and servers: one small file each, written by the command line or copied from the cluster or from another
+//! server, and followed by the running server.
 //!
 //! A record is never removed. After a readmission it has the time after which a certificate must be issued, so that a
 //! copy of an older one stays out.
@@ -14,13 +14,13 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_runtime::NodeName;
 use tunnel_runtime::files;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::reloaded::FileWatch;
 
 use super::error::PkiError;
 use super::records::Records;
+use super::subject::Subject;
 
 const DIRECTORY: &str = "revoked";
 /// Interval at which the files are also read: not every file system has events.
@@ -29,11 +29,12 @@ const POLL: Duration = Duration::from_secs(10);
 /// readmission may be an older one. New ones are dated after it.
 const SKEW: Duration = Duration::from_secs(60);
 
-/// Record of a node that was revoked at least once.
+/// Record of an identity that was revoked at least once.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Revocation {
-    pub node: NodeName,
+    #[serde(rename = "node")]
+    pub subject: Subject,
     /// Time of the last revocation. Enrolment tokens created before are void.
     pub revoked: Timestamp,
     /// None while it is revoked.
@@ -53,8 +54,8 @@ impl Revocation {
     }
 
     /// Returns the record that follows `before`, which may have been written by a clock that is ahead.
-    pub fn revoke(before: Option<&Self>, node: &NodeName, now: Timestamp) -> Self {
-        Self { node: node.clone(), revoked: after(before, now), readmitted: None }
+    pub fn revoke(before: Option<&Self>, subject: impl Into<Subject>, now: Timestamp) -> Self {
+        Self { subject: subject.into(), revoked: after(before, now), readmitted: None }
     }
 
     /// Returns the readmitted record; None if it is not revoked.
@@ -72,9 +73,9 @@ fn after(before: Option<&Revocation>, now: Timestamp) -> Timestamp {
 /// All records.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Revocations {
-    pub records: BTreeMap<NodeName, Revocation>,
-    /// Nodes whose file is unusable: they count as revoked.
-    pub damaged: BTreeSet<NodeName>,
+    pub records: BTreeMap<Subject, Revocation>,
+    /// Those whose file is unusable: they count as revoked.
+    pub damaged: BTreeSet<Subject>,
 }
 
 /// The records of a state directory.
@@ -86,23 +87,24 @@ impl RevocationStore {
         Self(Records::new(state_dir, DIRECTORY))
     }
 
-    /// A node name is a valid file name: at most 253 characters of [a-z0-9.-], and never "." or "..".
-    fn read(&self, node: &NodeName) -> Result<Option<Revocation>, PkiError> {
+    /// A subject is a valid file name: a node's name has at most 253 characters of [a-z0-9.-], and is never "." or "..".
+    fn read(&self, subject: &Subject) -> Result<Option<Revocation>, PkiError> {
+        let (named, arguments) = (subject.named(), subject.arguments());
         let fix = format!(
-            "the node counts as revoked; write the file anew with `tunnel-server agent revoke {node}`, and then \
-             `agent readmit {node}` if it may return"
+            "{named} counts as revoked; write the file anew with `tunnel-server agent revoke {arguments}`, and then \
+             `agent readmit {arguments}` if it may return"
         );
-        let name = node.as_str();
-        let Some(record) = self.0.read::<Revocation>(name, &fix)? else { return Ok(None) };
-        if record.node != *node {
-            let reason = format_args!("it is about node {}", record.node);
-            return Err(PkiError::file(&self.0.path(name), &reason, fix));
+        let name = subject.to_string();
+        let Some(record) = self.0.read::<Revocation>(&name, &fix)? else { return Ok(None) };
+        if record.subject != *subject {
+            let reason = format_args!("it is about {}", record.subject.named());
+            return Err(PkiError::file(&self.0.path(&name), &reason, fix));
         }
         Ok(Some(record))
     }
 
     fn write(&self, record: &Revocation) -> Result<(), PkiError> {
-        self.0.write(record.node.as_str(), record)
+        self.0.write(&record.subject.to_string(), record)
     }
 
     /// Returns the records, and an error for each unusable file.
@@ -112,34 +114,34 @@ impl RevocationStore {
     pub fn load(&self) -> Result<(Revocations, Vec<PkiError>), PkiError> {
         let (mut known, mut errors) = (Revocations::default(), Vec::new());
         for name in self.0.names()? {
-            let Ok(node) = name.parse::<NodeName>() else { continue };
-            match self.read(&node) {
-                Ok(record) => known.records.extend(record.map(|record| (node, record))),
+            let Ok(subject) = name.parse::<Subject>() else { continue };
+            match self.read(&subject) {
+                Ok(record) => known.records.extend(record.map(|record| (subject, record))),
                 Err(error) => {
                     errors.push(error);
-                    known.damaged.insert(node);
+                    known.damaged.insert(subject);
                 }
             }
         }
         Ok((known, errors))
     }
 
-    /// Revokes the node, also if it is revoked already. A damaged file is replaced.
-    pub fn revoke(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, PkiError> {
-        let _lock = self.0.lock()?;
-        let before = self.read(node).ok().flatten();
-        let record = Revocation::revoke(before.as_ref(), node, now);
+    /// Revokes the identity, also if it is revoked already. A damaged file is replaced.
+    pub fn revoke(&self, subject: impl Into<Subject>, now: Timestamp) -> Result<Revocation, PkiError> {
+        let (_lock, subject) = (self.0.lock()?, subject.into());
+        let before = self.read(&subject).ok().flatten();
+        let record = Revocation::revoke(before.as_ref(), subject, now);
         self.write(&record)?;
         Ok(record)
     }
 
     /// Ends the revocation for certificates issued from now on.
-    pub fn readmit(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, PkiError> {
-        let _lock = self.0.lock()?;
-        let before = self.read(node)?;
+    pub fn readmit(&self, subject: impl Into<Subject>, now: Timestamp) -> Result<Revocation, PkiError> {
+        let (_lock, subject) = (self.0.lock()?, subject.into());
+        let before = self.read(&subject)?;
         let record = before
             .and_then(|before| before.readmit(now))
-            .ok_or_else(|| PkiError::NotRevoked(node.to_string()))?;
+            .ok_or_else(|| PkiError::NotRevoked(subject.named()))?;
         self.write(&record)?;
         Ok(record)
     }
@@ -149,7 +151,7 @@ impl RevocationStore {
     pub fn merge(&self, records: &[Revocation]) -> Result<(), PkiError> {
         let _lock = self.0.lock()?;
         for record in records {
-            match self.read(&record.node) {
+            match self.read(&record.subject) {
                 Ok(Some(known)) if known.order() >= record.order() => {}
                 _ => self.write(record)?,
             }
@@ -188,7 +190,7 @@ impl RevocationStore {
                     if text.is_empty() {
                         logged.clear();
                     } else if logged.is_new(&text) {
-                        tracing::error!(error = text, "failed to read a revocation, the node stays revoked");
+                        tracing::error!(error = text, "failed to read a revocation, it stays in effect");
                     }
                     publish.send_if_modified(|current| {
                         let changed = **current != known;
@@ -221,7 +223,7 @@ impl RevocationStore {
 }
 
 impl Revocations {
-    /// The nodes that are revoked now.
+    /// Those that are revoked now.
     pub fn revoked(&self) -> impl Iterator<Item = &Revocation> {
         self.records.values().filter(|record| record.readmitted.is_none())
     }
@@ -233,8 +235,8 @@ mod tests {
 
     use super::*;
 
-    fn node(name: &str) -> NodeName {
-        name.parse().unwrap()
+    fn node(name: &str) -> Subject {
+        Subject::Node(name.parse().unwrap())
     }
 
     fn store() -> (tempfile::TempDir, RevocationStore, Timestamp) {
@@ -250,15 +252,15 @@ mod tests {
     #[test]
     fn records_last_and_only_grow() {
         let (_directory, store, now) = store();
-        assert!(matches!(store.readmit(&node("edge-1"), now), Err(PkiError::NotRevoked(_))));
-        store.revoke(&node("edge-1"), now).unwrap();
+        assert!(matches!(store.readmit(node("edge-1"), now), Err(PkiError::NotRevoked(_))));
+        store.revoke(node("edge-1"), now).unwrap();
         let path = store.0.path("edge-1");
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
         // In the same second, and by a clock that is behind.
-        let readmitted = store.readmit(&node("edge-1"), later(now, -3600)).unwrap();
+        let readmitted = store.readmit(node("edge-1"), later(now, -3600)).unwrap();
         assert!(readmitted.readmitted.unwrap() > now);
-        assert!(store.readmit(&node("edge-1"), now).is_err(), "it is not revoked any more");
-        let again = store.revoke(&node("edge-1"), now).unwrap();
+        assert!(store.readmit(node("edge-1"), now).is_err(), "it is not revoked any more");
+        let again = store.revoke(node("edge-1"), now).unwrap();
         assert!(again.revoked > readmitted.readmitted.unwrap());
         assert_eq!(store.load().unwrap().0.records[&node("edge-1")], again);
     }
@@ -266,7 +268,7 @@ mod tests {
     #[test]
     fn a_damaged_file_keeps_its_node_out_and_is_reported_with_the_fix() {
         let (_directory, store, now) = store();
-        store.revoke(&node("edge-1"), now).unwrap();
+        store.revoke(node("edge-1"), now).unwrap();
         for text in ["", "{\"node\":", "{\"node\":\"edge-2\",\"revoked\":\"2026-01-01T00:00:00Z\"}", "\u{0}"]
         {
             fs::write(store.0.path("edge-1"), text).unwrap();
@@ -278,9 +280,9 @@ mod tests {
                 error.contains(path.to_str().unwrap()) && error.contains("agent revoke edge-1"),
                 "{error}"
             );
-            assert!(store.readmit(&node("edge-1"), now).is_err());
+            assert!(store.readmit(node("edge-1"), now).is_err());
         }
-        store.revoke(&node("edge-1"), now).unwrap();
+        store.revoke(node("edge-1"), now).unwrap();
         assert_eq!(store.load().unwrap().0.revoked().count(), 1);
     }
 
@@ -291,14 +293,14 @@ mod tests {
         fs::write(store.0.directory(), "").unwrap();
         assert!(store.load().is_err() && store.open().is_err());
         fs::remove_file(store.0.directory()).unwrap();
-        store.revoke(&node("edge-1"), now).unwrap();
+        store.revoke(node("edge-1"), now).unwrap();
         assert_eq!(**store.open().unwrap().borrow(), store.load().unwrap().0);
     }
 
     #[test]
     fn merging_takes_the_newer_record_and_removes_none() {
         let (_directory, store, now) = store();
-        let revoked = store.revoke(&node("edge-1"), now).unwrap();
+        let revoked = store.revoke(node("edge-1"), now).unwrap();
         let readmitted = revoked.readmit(later(now, 10)).unwrap();
         store.merge(&[]).unwrap();
         assert_eq!(store.load().unwrap().0.records[&node("edge-1")], revoked);
@@ -306,7 +308,7 @@ mod tests {
         store.merge(std::slice::from_ref(&revoked)).unwrap();
         assert_eq!(store.load().unwrap().0.records[&node("edge-1")], readmitted);
         // Of two with the same time, the revocation wins.
-        let same = Revocation::revoke(None, &node("edge-1"), readmitted.readmitted.unwrap());
+        let same = Revocation::revoke(None, node("edge-1"), readmitted.readmitted.unwrap());
         store.merge(&[readmitted, same.clone()]).unwrap();
         assert_eq!(store.load().unwrap().0.records[&node("edge-1")], same);
     }
@@ -323,14 +325,14 @@ mod tests {
             // The channel is closed when the task has ended.
             assert!(matches!(wait, Ok(Ok(_))), "{what}");
         };
-        store.revoke(&node("edge-1"), now).unwrap();
+        store.revoke(node("edge-1"), now).unwrap();
         until("revoked", |seen| seen.revoked().count() == 1).await;
         fs::write(store.0.path("edge-1"), "x").unwrap();
         until("damaged", |seen| seen.damaged.len() == 1).await;
-        store.revoke(&node("edge-1"), now).unwrap();
-        store.readmit(&node("edge-1"), now).unwrap();
+        store.revoke(node("edge-1"), now).unwrap();
+        store.readmit(node("edge-1"), now).unwrap();
         until("readmitted", |seen| seen.revoked().count() == 0 && seen.records.len() == 1).await;
-        store.revoke(&node("edge-2"), now).unwrap();
+        store.revoke(node("edge-2"), now).unwrap();
         until("another", |seen| seen.revoked().count() == 1).await;
         // The directory vanishes and returns with one more file.
         let (here, away) = (store.0.directory(), directory.path().join("away"));

@@ -11,6 +11,7 @@ use tunnel_routing::inventory::Inventory;
 use tunnel_runtime::NodeName;
 
 use super::revocations::Revocations;
+use super::subject::Subject;
 
 /// The nodes of the inventory, with their creation times if known.
 pub type KnownNodes = Inventory;
@@ -18,12 +19,20 @@ pub type KnownNodes = Inventory;
 /// Reason to refuse an agent or a redirector with a valid certificate.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    #[error("node {0} was revoked at {1:.0}; `tunnel-server agent readmit {0}` lets it enrol again")]
-    Revoked(NodeName, Timestamp),
     #[error(
-        "the revocation of node {0} cannot be read, so it stays in effect; the server's log names the file and the fix"
+        "{named} was revoked at {1:.0}; `tunnel-server agent readmit {arguments}` lets it return",
+        named = .0.named(), arguments = .0.arguments()
     )]
-    Damaged(NodeName),
+    Revoked(Subject, Timestamp),
+    #[error(
+        "the revocation of {} cannot be read, so it stays in effect; the server's log names the file and the fix",
+        .0.named()
+    )]
+    Damaged(Subject),
+    #[error("the root that signed this certificate was retired: renew the certificate, or enrol again")]
+    Retired,
+    #[error("this certificate has expired at {0:.0}: renew it, or enrol again")]
+    Expired(Timestamp),
     #[error(
         "node {0} was revoked, and this certificate is older than its readmission at {1:.0}: the agent must enrol again \
          (standalone: remove its state directory, which also makes a new key, and start it with a new token)"
@@ -50,6 +59,8 @@ impl Refusal {
         match self {
             Self::Revoked(..) | Self::Damaged(_) => "revoked",
             Self::Superseded(..) | Self::Recreated(_) => "superseded",
+            Self::Retired => "retired",
+            Self::Expired(_) => "expired",
             Self::Unknown(_) => "unknown_node",
             Self::Edge(_) => "edge_node",
         }
@@ -60,9 +71,14 @@ impl Refusal {
         matches!(self, Self::Superseded(..) | Self::Recreated(_))
     }
 
-    /// True if the agent should retry soon: its node may be about to be listed.
+    /// True if the agent should retry soon: its node may be about to be listed, or its certificate is renewed.
     pub const fn is_for_now(&self) -> bool {
-        matches!(self, Self::Unknown(_))
+        matches!(self, Self::Unknown(_)) || self.wants_new_link()
+    }
+
+    /// True if the client may have renewed its certificate since, and shows it with a new link.
+    pub const fn wants_new_link(&self) -> bool {
+        matches!(self, Self::Retired | Self::Expired(_))
     }
 
     /// True if the refusal may be momentary: an inventory file that is replaced in two steps.
@@ -102,7 +118,7 @@ impl Standing {
     /// The reason for the refusal.
     pub fn judge(&self, (holder, node): (Holder, &NodeName), issued: SystemTime) -> Result<(), Refusal> {
         self.may_enrol((holder, node))?;
-        if let Some(record) = self.revocations.borrow().records.get(node)
+        if let Some(record) = self.revocations.borrow().records.get(&node.into())
             && issued <= record.issued_after()
         {
             let at = record.readmitted.unwrap_or(record.revoked);
@@ -134,27 +150,49 @@ impl Standing {
         }
     }
 
-    fn not_revoked(&self, node: &NodeName) -> Result<(), Refusal> {
+    /// Checks the node's agent and redirector alike.
+    ///
+    /// # Errors
+    /// If the node is revoked.
+    pub fn not_revoked(&self, node: &NodeName) -> Result<(), Refusal> {
+        self.check(&node.into())
+    }
+
+    /// Judges a server by its ID.
+    ///
+    /// # Errors
+    /// If it is revoked.
+    pub fn judge_server(&self, id: &str) -> Result<(), Refusal> {
+        Subject::of_server(id).map_or(Ok(()), |server| self.check(&server))
+    }
+
+    fn check(&self, subject: &Subject) -> Result<(), Refusal> {
         let known = self.revocations.borrow();
-        if known.damaged.contains(node) {
-            return Err(Refusal::Damaged(node.clone()));
+        if known.damaged.contains(subject) {
+            return Err(Refusal::Damaged(subject.clone()));
         }
-        match known.records.get(node) {
+        match known.records.get(subject) {
             Some(record) if record.readmitted.is_none() => {
-                Err(Refusal::Revoked(node.clone(), record.revoked))
+                Err(Refusal::Revoked(subject.clone(), record.revoked))
             }
             _ => Ok(()),
         }
     }
 
+    /// All revocations, for the other servers.
+    pub(crate) fn revocations(&self) -> watch::Receiver<Arc<Revocations>> {
+        self.revocations.clone()
+    }
+
     /// The node's tokens created at or before this time are void.
     pub fn tokens_void_until(&self, node: &NodeName) -> Option<Timestamp> {
-        self.revocations.borrow().records.get(node).map(|record| record.revoked)
+        self.revocations.borrow().records.get(&node.into()).map(|record| record.revoked)
     }
 
     /// A new certificate of the node must count as issued after this time.
     pub fn issue_after(&self, node: &NodeName) -> SystemTime {
-        let readmitted = self.revocations.borrow().records.get(node).map(|record| record.issued_after());
+        let readmitted =
+            self.revocations.borrow().records.get(&node.into()).map(|record| record.issued_after());
         let created = self.nodes.borrow().as_ref().and_then(|nodes| nodes.get(node.as_str())?.created);
         readmitted.max(created).unwrap_or(SystemTime::UNIX_EPOCH)
     }
@@ -216,12 +254,12 @@ mod tests {
         let issued = SystemTime::from(now) - Duration::from_secs(1000);
         assert_eq!(judge(&standing, &edge, issued), Ok(()));
         let publish = |record: Revocation| {
-            let records = [(record.node.clone(), record)].into();
+            let records = [(record.subject.clone(), record)].into();
             revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
         };
         let revoked = Revocation::revoke(None, &edge, now);
         publish(revoked.clone());
-        assert_eq!(judge(&standing, &edge, issued), Err(Refusal::Revoked(edge.clone(), now)));
+        assert_eq!(judge(&standing, &edge, issued), Err(Refusal::Revoked((&edge).into(), now)));
         assert!(standing.not_revoked(&edge).is_err() && standing.not_revoked(&node("edge-2")).is_ok());
         // In the same second.
         publish(revoked.readmit(now).unwrap());
@@ -239,8 +277,10 @@ mod tests {
     fn a_refusal_says_what_may_end_it() {
         let (edge, now) = (node("edge-1"), Timestamp::now());
         for (refusal, wants_enrolment, is_for_now, may_pass) in [
-            (Refusal::Revoked(edge.clone(), now), false, false, false),
-            (Refusal::Damaged(edge.clone()), false, false, false),
+            (Refusal::Revoked((&edge).into(), now), false, false, false),
+            (Refusal::Damaged((&edge).into()), false, false, false),
+            (Refusal::Retired, false, true, false),
+            (Refusal::Expired(now), false, true, false),
             (Refusal::Superseded(edge.clone(), now), true, false, false),
             (Refusal::Recreated(edge.clone()), true, false, true),
             (Refusal::Unknown(edge.clone()), false, true, true),
@@ -259,7 +299,7 @@ mod tests {
         assert_eq!(standing.tokens_void_until(&edge), None);
         let record = Revocation::revoke(None, &edge, now).readmit(now).unwrap();
         let readmitted = record.issued_after();
-        let records = [(edge.clone(), record)].into();
+        let records = [((&edge).into(), record)].into();
         revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
         assert_eq!(standing.issue_after(&edge), readmitted);
         for (created, after) in [
@@ -288,13 +328,33 @@ mod tests {
     }
 
     #[test]
+    fn a_server_is_revoked_by_its_host_and_readmitted() {
+        let (standing, revocations, _nodes) = standing(true);
+        let (server, now) = (Subject::Server("cloud-1".parse().unwrap()), Timestamp::now());
+        let publish = |record: Revocation| {
+            let records = [(record.subject.clone(), record)].into();
+            revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
+        };
+        let record = Revocation::revoke(None, &server, now);
+        publish(record.clone());
+        let refusal = standing.judge_server("cloud-1-0a1b2c3d").unwrap_err();
+        assert_eq!(refusal, Refusal::Revoked(server, now));
+        assert!(refusal.to_string().contains("agent readmit --server cloud-1"), "{refusal}");
+        assert_eq!(standing.judge_server("cloud-2-0a1b2c3d"), Ok(()));
+        let redirector = (Holder::Redirector, &node("cloud-1"));
+        assert_eq!(standing.judge(redirector, SystemTime::now()), Ok(()), "its host's redirector");
+        publish(record.readmit(now).unwrap());
+        assert_eq!(standing.judge_server("cloud-1-0a1b2c3d"), Ok(()));
+    }
+
+    #[test]
     fn a_damaged_record_revokes() {
         let (standing, revocations, _nodes) = standing(false);
-        let damaged = [node("edge-1")].into();
+        let damaged = [(&node("edge-1")).into()].into();
         revocations.send_replace(Arc::new(Revocations { damaged, ..Revocations::default() }));
         assert_eq!(
             judge(&standing, &node("edge-1"), SystemTime::now()),
-            Err(Refusal::Damaged(node("edge-1")))
+            Err(Refusal::Damaged((&node("edge-1")).into()))
         );
     }
 

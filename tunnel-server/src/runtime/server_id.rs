@@ -6,3 +6,15 @@ pub(crate) fn server_id() -> String {
         .map_or_else(|_| "server".into(), |name| name.to_string_lossy().into_owned());
     format!("{host}-{:08x}", rand::random::<u32>())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pki::Subject;
+
+    #[test]
+    fn servers_of_one_host_are_revoked_together() {
+        let [one, other] = [server_id(), server_id()].map(|id| Subject::of_server(&id));
+        assert_eq!(one, other);
+    }
+}

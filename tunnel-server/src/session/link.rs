@@ -80,7 +80,12 @@ impl Link {
         }
     }
 
-    /// True if it has opened as many streams as it may and has to be replaced.
+    /// Has it replaced.
+    pub(super) fn spend(&self) {
+        self.streams.spent.cancel();
+    }
+
+    /// True if it has opened as many streams as it may, or its certificate is over: it has to be replaced.
     pub(super) fn is_spent(&self) -> bool {
         self.streams.spent.is_cancelled()
     }

@@ -161,6 +161,12 @@ impl Links {
         self.state.lock().links[0].link.is_spent()
     }
 
+    /// Has the agent attach again, as if the first link were spent.
+    pub(crate) fn use_up(&self) {
+        self.state.lock().links[0].link.spend();
+        self.wanted.send_modify(|_| ());
+    }
+
     /// Numbers of the links to request. Must not be called during a borrow of [`Self::wanted`], which is locked under
     /// the state.
     pub(crate) fn missing(&self) -> Vec<u32> {

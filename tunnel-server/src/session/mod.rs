@@ -12,8 +12,9 @@ mod workers;
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
-use std::time::{Instant, SystemTime};
+use std::time::Instant;
 
+use arc_swap::ArcSwap;
 use http::{HeaderMap, HeaderValue};
 use tokio_util::sync::CancellationToken;
 use tunnel_link::relay::{OF_NODE_HEADER, RELAY_PATH, RelayError, StallBound, Totals};
@@ -21,7 +22,7 @@ use tunnel_routing::Router;
 use tunnel_runtime::NodeName;
 
 use crate::admission::Shares;
-use crate::pki::Refusal;
+use crate::pki::{Credential, Refusal};
 
 pub(crate) use link::Streams;
 pub use link::{Link, MOST_STREAMS, Taken};
@@ -45,8 +46,8 @@ pub struct Session {
     pub(crate) router: Arc<Router>,
     /// Number of the session: a newer session of the node has a higher one and replaces this one.
     pub epoch: u64,
-    /// Time of issue of the agent's certificate.
-    pub issued: SystemTime,
+    /// What is kept of the agent's certificate.
+    pub(crate) credential: ArcSwap<Credential>,
     /// Set once the agent may no longer have a session; see [`Session::refuse`].
     pub(crate) refusal: OnceLock<Refusal>,
     /// Set once the agent was told to look for another server.

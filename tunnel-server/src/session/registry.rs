@@ -276,12 +276,13 @@ mod tests {
     use std::sync::OnceLock;
     use std::sync::atomic::AtomicBool;
 
+    use arc_swap::ArcSwap;
     use prometheus_client::registry::Registry;
     use tokio_util::sync::CancellationToken;
     use tunnel_link::relay::{StallBound, Totals};
 
     use super::*;
-    use crate::pki::Refusal;
+    use crate::pki::{Credential, Refusal};
     use crate::session::Links;
     use crate::session::links::tests::link;
 
@@ -299,7 +300,7 @@ mod tests {
                 node: node.parse().unwrap(),
                 router: self.router.clone(),
                 epoch,
-                issued: SystemTime::now(),
+                credential: ArcSwap::from_pointee(Credential::token(SystemTime::now())),
                 refusal: OnceLock::new(),
                 moving: AtomicBool::new(false),
                 succeeded: CancellationToken::new(),

@@ -116,6 +116,11 @@
 {{- if .Values.server.edgePodRoutes }}
 - --pod-targets=on
 {{- end }}
+{{- with .Values.tunnelledPorts.loopback }}
+{{- if ne (join "," .) "10266" }}
+- "--loopback-ports={{ join "," . }}"
+{{- end }}
+{{- end }}
 {{- range .Values.agent.allowTargets }}
 - {{ printf "--allow-target=%s" . | quote }}
 {{- end }}

@@ -368,7 +368,7 @@ async fn an_agent_of_a_readmitted_node_enrols_again() {
 
     let now = jiff::Timestamp::now();
     let record = Revocation::revoke(None, &node("edge-1"), now).readmit(now).unwrap();
-    let records = [(node("edge-1"), record)].into();
+    let records = [(record.subject.clone(), record)].into();
     port.revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
     eventually("the session ends", || port.sessions.live().is_empty().then_some(())).await;
     let refused = links.clone();

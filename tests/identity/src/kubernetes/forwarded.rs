@@ -25,12 +25,12 @@ async fn refusal(server: &TestServer, port: &Port) -> Status {
     client(server, port).await.relay(request).await.expect_err("it is refused")
 }
 
-async fn client(server: &TestServer, port: &Port) -> PeerClient<Channel> {
+pub(super) async fn client(server: &TestServer, port: &Port) -> PeerClient<Channel> {
     PeerClient::new(channel(&port.address, server.certificate.peer_tls().load_full()).await)
 }
 
 /// A connection from edge-1 to `target`.
-fn wanted<T>(segments: T, target: SocketAddr) -> Request<T> {
+pub(super) fn wanted<T>(segments: T, target: SocketAddr) -> Request<T> {
     let mut request = Request::new(segments);
     request.metadata_mut().insert(NODE_HEADER, "edge-1".parse().unwrap());
     request.metadata_mut().insert(TARGET_HEADER, target.to_string().parse().unwrap());
@@ -64,8 +64,8 @@ async fn it_is_not_forwarded_again() {
     following.await.unwrap();
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_link_that_is_used_up_is_replaced_and_finishes_what_it_relays() {
+/// A target that sends back what it gets.
+pub(super) async fn echo() -> SocketAddr {
     let echo = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let target = echo.local_addr().unwrap();
     tokio::spawn(async move {
@@ -76,6 +76,12 @@ async fn a_link_that_is_used_up_is_replaced_and_finishes_what_it_relays() {
             });
         }
     });
+    target
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_link_that_is_used_up_is_replaced_and_finishes_what_it_relays() {
+    let target = echo().await;
     let server = TestServer::start().await;
     let (config, identity) = server.enrolled("edge-1").await;
     let port = Port::with_links_of(20, &server, "server-a").await;

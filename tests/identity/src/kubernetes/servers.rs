@@ -25,8 +25,10 @@ use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::{Drain, Shutdown};
 use tunnel_server::agent_port::{AgentPort, Budget, Gate, Handover, LinkContext};
 use tunnel_server::listener::ListenerContext;
-use tunnel_server::peers::{self, PeerContext, Peers};
-use tunnel_server::pki::{EnrollPolicy, EnrollService, KnownNodes, PkiMetrics, Revocations, Standing};
+use tunnel_server::peers::{self, PeerContext, Peers, Trust};
+use tunnel_server::pki::{
+    EnrollPolicy, EnrollService, KnownNodes, PkiMetrics, RevocationStore, Revocations, Standing,
+};
 use tunnel_server::runtime::settings::Settings;
 use tunnel_server::session::{MOST_STREAMS, Sessions, Workers};
 
@@ -36,6 +38,9 @@ use crate::harness::{TestServer, node};
 pub(super) const SERVICES: &str = "/api/v1/namespaces/kube-system/services";
 pub(super) const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices";
 pub(super) const SERVICE: &str = "x-tunnel-server-svc";
+
+/// Time for connections on links whose certificate is over.
+pub(super) const DRAIN: Duration = Duration::from_secs(1);
 
 /// A server's agent port: real sessions.
 pub(crate) struct Port {
@@ -50,8 +55,10 @@ pub(crate) struct Port {
     pub(crate) nodes: watch::Sender<Option<Arc<KnownNodes>>>,
     pub(super) standing: Standing,
     stop: CancellationToken,
-    /// The sessions follow it, and end with it.
-    _followed: watch::Sender<Arc<TrustBundle>>,
+    /// Those in force. The sessions follow it, and end with it.
+    pub(super) roots: watch::Sender<Arc<TrustBundle>>,
+    /// Takes what the other servers tell.
+    pub(super) store: RevocationStore,
     pub(super) settings: watch::Sender<Arc<Settings>>,
 }
 
@@ -97,7 +104,7 @@ impl Port {
             stop: stop.clone(),
             congestion: Congestion::System,
             most_streams,
-            drain_timeout: Duration::from_secs(1),
+            drain_timeout: DRAIN,
         };
         let workers = Arc::new(Workers::start(1).unwrap());
         let enroll = EnrollService::new(
@@ -132,7 +139,8 @@ impl Port {
             nodes,
             standing,
             stop,
-            _followed: bundle,
+            roots: bundle,
+            store: RevocationStore::new(&server.directory.path().join(id)),
             settings,
         }
     }
@@ -147,6 +155,12 @@ impl Port {
             peers: self.peers.clone(),
             congestion: Congestion::System,
             redirector: None,
+            trust: Trust {
+                roots: self.roots.subscribe(),
+                standing: self.standing.clone(),
+                revocations: self.store.clone(),
+                drain_timeout: DRAIN,
+            },
             most_streams: MOST_STREAMS,
             forced: CancellationToken::new(),
             stop: self.stop.clone(),

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicUsize;
+use std::time::SystemTime;
 
 use bytes::Bytes;
 use prometheus_client::registry::Registry;
@@ -108,7 +109,10 @@ impl Site {
         let (context, inputs) = context();
         let (draining, sessions) = (context.draining.clone(), context.sessions.clone());
         let peer: SocketAddr = "203.0.113.9:40000".parse().unwrap();
-        let presented = Presented { node: "edge-1".parse().unwrap(), issued: SystemTime::now() };
+        let presented = Presented {
+            node: "edge-1".parse().unwrap(),
+            credential: Arc::new(Credential::token(SystemTime::now())),
+        };
         let gate = Gate::new(&Budget::of(2_000, 1 << 30));
         let place = gate.certified(&presented.node, peer.ip()).unwrap();
         tokio::spawn(run(context, (near, Arc::default()), peer, presented, Handle::current(), place));

@@ -28,7 +28,7 @@ use tokio_util::task::TaskTracker;
 use tunnel_link::konnectivity::LARGEST_MESSAGE;
 use tunnel_link::konnectivity::agent_service_server::AgentServiceServer;
 use tunnel_link::link::{PING_INTERVAL, PING_TIMEOUT};
-use tunnel_pki::{Client, client_of_certificate, validity};
+use tunnel_pki::{Client, client_of_certificate};
 use tunnel_runtime::config::HostPort;
 
 use super::attach::Presented;
@@ -86,8 +86,8 @@ impl KonnectivityPort {
         let certified = match &certificate {
             Some(certificate) => match client_of_certificate(certificate).map_err(|error| denied(&error))? {
                 Client::Agent(node) => {
-                    let issued = validity(certificate).map_err(|error| denied(&error))?.issued();
-                    Some(Presented { node, issued })
+                    let credential = self.context.link.credential(certificate);
+                    Some(Presented { node, credential: credential.map_err(|error| denied(&error))? })
                 }
                 _ => return Err(denied(&"its certificate is not an agent's").into()),
             },

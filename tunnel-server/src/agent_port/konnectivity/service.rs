@@ -24,6 +24,7 @@ use super::identity::node_by_token;
 use super::state::Agent;
 use crate::agent_port::attach::{self, Presented};
 use crate::agent_port::gate::Certified;
+use crate::pki::Credential;
 use crate::session::Sessions;
 
 /// Version shown for such an agent.
@@ -72,7 +73,7 @@ impl AgentService for Service {
                 let node = node_by_token(&self.context.tokens, metadata, peer.ip()).await;
                 let node = node.map_err(turned_away)?;
                 // Now: the API server accepts no token of a deleted node.
-                Presented { node, issued: SystemTime::now() }
+                Presented { node, credential: Arc::new(Credential::token(SystemTime::now())) }
             }
         };
         let node = presented.node.clone();

@@ -1,4 +1,4 @@
-//! The revoked nodes, in a ConfigMap that no node can write: one entry per node. Every server follows it and keeps a
+//! The revoked nodes and servers, in a ConfigMap that no node can write: one entry each. Every server follows it and keeps a
 //! copy in its state directory; the copy decides, also while the API server is unavailable.
 //!
 //! A deleted ConfigMap or entry readmits nobody: it would let a copied identity in again.
@@ -15,13 +15,12 @@ use kube::{Api, Client};
 use serde_json::json;
 use tokio::time::Instant;
 use tunnel_kube::{Attempts, FIELD_MANAGER, Followed, named};
-use tunnel_runtime::NodeName;
 use tunnel_runtime::text::printable;
 
 use crate::kube::context::KubeContext;
 use crate::kube::error::ClusterError;
 use crate::kube::reconcile::{self, Reconcile};
-use crate::pki::{PkiError, Revocation, RevocationStore};
+use crate::pki::{PkiError, Revocation, RevocationStore, Subject};
 
 const ANSWER: Duration = Duration::from_secs(10);
 
@@ -69,42 +68,52 @@ impl RevocationMap {
         Ok(store.merge(&records)?)
     }
 
-    fn unusable(&self, node: &NodeName, reason: String) -> ClusterError {
-        let object = format!("ConfigMap {}, key {node}", self.label());
-        let fix =
-            format!("the node counts as revoked: `tunnel-server agent revoke {node}` writes the entry anew");
+    fn unusable(&self, subject: &Subject, reason: String) -> ClusterError {
+        let object = format!("ConfigMap {}, key {subject}", self.label());
+        let (named, arguments) = (subject.named(), subject.arguments());
+        let fix = format!(
+            "{named} counts as revoked: `tunnel-server agent revoke {arguments}` writes the entry anew"
+        );
         ClusterError::Malformed { object, reason, fix }
     }
 
     /// See [`RevocationStore::revoke`].
-    pub async fn revoke(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, ClusterError> {
-        let present = self.get().await?;
-        let before = entries(present.as_ref()).0.into_iter().find(|record| record.node == *node);
-        let record = Revocation::revoke(before.as_ref(), node, now);
+    pub async fn revoke(
+        &self,
+        subject: impl Into<Subject>,
+        now: Timestamp,
+    ) -> Result<Revocation, ClusterError> {
+        let (present, subject) = (self.get().await?, subject.into());
+        let before = entries(present.as_ref()).0.into_iter().find(|record| record.subject == subject);
+        let record = Revocation::revoke(before.as_ref(), subject, now);
         self.write(present, &record).await?;
         Ok(record)
     }
 
     /// See [`RevocationStore::readmit`].
-    pub async fn readmit(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, ClusterError> {
-        let present = self.get().await?;
+    pub async fn readmit(
+        &self,
+        subject: impl Into<Subject>,
+        now: Timestamp,
+    ) -> Result<Revocation, ClusterError> {
+        let (present, subject) = (self.get().await?, subject.into());
         let (good, bad) = entries(present.as_ref());
-        if let Some((node, reason)) = bad.into_iter().find(|(name, _)| name == node) {
-            return Err(self.unusable(&node, reason));
+        if let Some((subject, reason)) = bad.into_iter().find(|(name, _)| *name == subject) {
+            return Err(self.unusable(&subject, reason));
         }
-        let before = good.into_iter().find(|record| record.node == *node);
+        let before = good.into_iter().find(|record| record.subject == subject);
         let record = before
             .and_then(|before| before.readmit(now))
-            .ok_or_else(|| PkiError::NotRevoked(node.to_string()))?;
+            .ok_or_else(|| PkiError::NotRevoked(subject.named()))?;
         self.write(present, &record).await?;
         Ok(record)
     }
 
     /// Writes a record, if the ConfigMap has not changed since it was read.
     async fn write(&self, present: Option<ConfigMap>, record: &Revocation) -> Result<(), ClusterError> {
-        let text =
-            serde_json::to_string(record).map_err(|error| self.unusable(&record.node, error.to_string()))?;
-        let data = BTreeMap::from([(record.node.to_string(), text)]);
+        let text = serde_json::to_string(record)
+            .map_err(|error| self.unusable(&record.subject, error.to_string()))?;
+        let data = BTreeMap::from([(record.subject.to_string(), text)]);
         match present {
             Some(present) => {
                 let version = present.metadata.resource_version;
@@ -128,18 +137,18 @@ impl RevocationMap {
     }
 }
 
-type Unusable = Vec<(NodeName, String)>;
+type Unusable = Vec<(Subject, String)>;
 
-/// Returns the records and the unusable entries. Keys that are not node names are ignored.
+/// Returns the records and the unusable entries. Keys that name no node or server are ignored.
 fn entries(configmap: Option<&ConfigMap>) -> (Vec<Revocation>, Unusable) {
     let (mut good, mut bad) = (Vec::new(), Vec::new());
     let data = configmap.and_then(|configmap| configmap.data.as_ref());
     for (key, text) in data.into_iter().flatten() {
-        let Ok(node) = key.parse::<NodeName>() else { continue };
+        let Ok(subject) = key.parse::<Subject>() else { continue };
         match serde_json::from_str::<Revocation>(text) {
-            Ok(record) if record.node == node => good.push(record),
-            Ok(record) => bad.push((node, format!("it is about node {}", record.node))),
-            Err(error) => bad.push((node, printable(&error.to_string(), 200))),
+            Ok(record) if record.subject == subject => good.push(record),
+            Ok(record) => bad.push((subject, format!("it is about {}", record.subject.named()))),
+            Err(error) => bad.push((subject, printable(&error.to_string(), 200))),
         }
     }
     (good, bad)
@@ -148,7 +157,7 @@ fn entries(configmap: Option<&ConfigMap>) -> (Vec<Revocation>, Unusable) {
 /// Returns the records for the copy. An unusable entry counts as a revocation, unless the copy knows its former state.
 fn to_copy(configmap: Option<&ConfigMap>) -> (Vec<Revocation>, Unusable) {
     let (mut records, bad) = entries(configmap);
-    records.extend(bad.iter().map(|(node, _)| Revocation::revoke(None, node, Timestamp::UNIX_EPOCH)));
+    records.extend(bad.iter().map(|(subject, _)| Revocation::revoke(None, subject, Timestamp::UNIX_EPOCH)));
     (records, bad)
 }
 
@@ -188,7 +197,8 @@ impl Reconcile for Copy {
         if bad.is_empty() {
             attempts.succeeded();
         } else {
-            let bad = bad.into_iter().map(|(node, reason)| self.map.unusable(&node, reason).to_string());
+            let bad =
+                bad.into_iter().map(|(subject, reason)| self.map.unusable(&subject, reason).to_string());
             attempts.report(&bad.collect::<Vec<_>>().join("; "));
         }
         Ok(None)

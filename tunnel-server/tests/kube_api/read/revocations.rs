@@ -6,18 +6,17 @@ use jiff::Timestamp;
 use postern_fake_kube::{ApiServer, eventually};
 use serde_json::json;
 use tokio_util::sync::DropGuard;
-use tunnel_runtime::NodeName;
 use tunnel_server::kube::ClusterError;
 use tunnel_server::kube::read::revocations::{RevocationMap, follow};
-use tunnel_server::pki::{PkiError, RevocationStore, Revocations};
+use tunnel_server::pki::{PkiError, RevocationStore, Revocations, Subject};
 
 use crate::fixture::{Inputs, client, context};
 
 const CONFIGMAPS: &str = "/api/v1/namespaces/kube-system/configmaps";
 const NAME: &str = "tunnel-revoked-agents";
 
-fn node(name: &str) -> NodeName {
-    name.parse().unwrap()
+fn node(name: &str) -> Subject {
+    Subject::Node(name.parse().unwrap())
 }
 
 async fn map(api: &ApiServer) -> RevocationMap {

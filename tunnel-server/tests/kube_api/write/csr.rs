@@ -266,7 +266,7 @@ async fn a_revoked_node_is_denied_until_it_is_readmitted() {
     let edge: NodeName = "edge-1".parse().unwrap();
     let record = Revocation::revoke(None, &edge, jiff::Timestamp::now());
     let publish = |record: Revocation| {
-        let records = [(edge.clone(), record)].into();
+        let records = [(record.subject.clone(), record)].into();
         revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
     };
     publish(record.clone());

@@ -1,0 +1,155 @@
+//! What is kept of a link's certificate, to judge it while the link lasts: TLS verifies it only when the link is made.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use jiff::Timestamp;
+use rustls_pki_types::CertificateDer;
+use tunnel_pki::{IdentityError, TrustBundle, validity};
+
+use super::standing::Refusal;
+
+/// Time for which a link outlasts its certificate. Servers' clocks may differ by an hour.
+const AFTER_EXPIRY: Duration = Duration::from_secs(3600);
+
+/// By what a client was let in.
+#[derive(Clone, Debug)]
+pub struct Credential {
+    /// Time of issue.
+    pub issued: SystemTime,
+    /// None: a token, which the API server has reviewed.
+    certificate: Option<Certificate>,
+}
+
+#[derive(Clone, Debug)]
+struct Certificate {
+    not_after: SystemTime,
+    /// Those of its time, which all links share, and which of them has signed it.
+    roots: Arc<TrustBundle>,
+    signer: Option<usize>,
+}
+
+impl Credential {
+    /// `roots` are those in force.
+    ///
+    /// # Errors
+    /// The certificate cannot be read.
+    pub fn of(certificate: &CertificateDer<'_>, roots: &Arc<TrustBundle>) -> Result<Self, IdentityError> {
+        let (validity, signer) = (validity(certificate)?, roots.issuer_of(certificate));
+        let roots = roots.clone();
+        let certificate = Certificate { not_after: validity.not_after, roots, signer };
+        Ok(Self { issued: validity.issued(), certificate: Some(certificate) })
+    }
+
+    /// A token that was reviewed at `issued`.
+    pub fn token(issued: SystemTime) -> Self {
+        Self { issued, certificate: None }
+    }
+
+    /// Judges it by the roots in force and the time.
+    ///
+    /// # Errors
+    /// Its root was retired, or it has expired.
+    pub fn judge(&self, roots: &Arc<TrustBundle>, now: SystemTime) -> Result<(), Refusal> {
+        let Some(certificate) = &self.certificate else { return Ok(()) };
+        let signer = certificate.signer.and_then(|signer| certificate.roots.roots().get(signer));
+        if signer.is_none_or(|signer| !roots.roots().contains(signer)) {
+            return Err(Refusal::Retired);
+        }
+        if now >= certificate.not_after {
+            return Err(Refusal::Expired(Timestamp::try_from(certificate.not_after).unwrap_or_default()));
+        }
+        Ok(())
+    }
+}
+
+impl Refusal {
+    /// Time from when it is noticed until it ends a link: None if it ends it at once. `drain`: the time that links get to
+    /// finish their connections. A client whose certificate or root is over is asked for a new link first.
+    fn grace(&self, drain: Duration) -> Option<Duration> {
+        match self {
+            Self::Retired => Some(drain),
+            Self::Expired(_) => Some(AFTER_EXPIRY.max(drain)),
+            _ if self.may_pass() => Some(MISSING),
+            _ => None,
+        }
+    }
+
+    /// The time at which it ends a link. `before`: the time that an earlier refusal of the same link has set.
+    pub(crate) fn ends<T: Copy + Ord + std::ops::Add<Duration, Output = T>>(
+        &self,
+        before: Option<T>,
+        now: T,
+        drain: Duration,
+    ) -> T {
+        let end = self.grace(drain).map_or(now, |grace| now + grace);
+        before.map_or(end, |before| before.min(end))
+    }
+}
+
+/// Time that a node may be missing: an inventory file may be replaced in two steps, and a Node created again at once.
+const MISSING: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use tunnel_pki::{PrivateKey, create_csr, public_key_of_csr};
+
+    use super::super::{Ca, Lifetimes, Subject};
+    use super::*;
+
+    #[test]
+    fn a_retired_root_and_the_end_of_a_certificate_are_noticed_while_a_link_lasts() {
+        let directory = tempfile::tempdir().unwrap();
+        let ca = Ca::load_or_create(&directory.path().join("server"), Lifetimes::default()).unwrap();
+        let roots = || Arc::new(ca.state().unwrap().bundle().clone());
+        let issue = || {
+            let key = public_key_of_csr(&create_csr(&PrivateKey::generate().unwrap()).unwrap()).unwrap();
+            let issued = ca.state().unwrap().issue_agent(&"edge-1".parse().unwrap(), &key).unwrap();
+            (Credential::of(&issued.chain[0], &roots()).unwrap(), issued.not_after)
+        };
+        let (old, not_after) = issue();
+        let now = SystemTime::now();
+        assert_eq!(old.judge(&roots(), now), Ok(()));
+        assert_eq!(old.judge(&roots(), not_after - Duration::from_secs(1)), Ok(()));
+        assert!(matches!(old.judge(&roots(), not_after), Err(Refusal::Expired(_))));
+        ca.introduce().unwrap();
+        ca.activate().unwrap();
+        let (new, _) = issue();
+        assert_eq!(
+            (old.judge(&roots(), now), new.judge(&roots(), now)),
+            (Ok(()), Ok(())),
+            "both are trusted"
+        );
+        ca.retire(true).unwrap();
+        assert_eq!((old.judge(&roots(), now), new.judge(&roots(), now)), (Err(Refusal::Retired), Ok(())));
+        // A certificate of a root that is not in force is none, whenever it was shown.
+        let other = tempfile::tempdir().unwrap();
+        let other = Ca::load_or_create(&other.path().join("server"), Lifetimes::default()).unwrap();
+        let key = public_key_of_csr(&create_csr(&PrivateKey::generate().unwrap()).unwrap()).unwrap();
+        let foreign = other.state().unwrap().issue_agent(&"edge-1".parse().unwrap(), &key).unwrap();
+        let foreign = Credential::of(&foreign.chain[0], &roots()).unwrap();
+        assert_eq!(foreign.judge(&roots(), now), Err(Refusal::Retired));
+        assert_eq!(Credential::token(now).judge(&roots(), not_after), Ok(()));
+    }
+
+    #[test]
+    fn a_refusal_says_when_it_ends_a_link() {
+        let (now, drain) = (Instant::now(), Duration::from_secs(30));
+        let ends = |refusal: &Refusal, before: Option<Instant>| refusal.ends(before, now, drain) - now;
+        let edge = "edge-1".parse().unwrap();
+        let revoked = Refusal::Revoked(Subject::Node("edge-1".parse().unwrap()), Timestamp::now());
+        let later = Some(now + Duration::from_secs(100_000));
+        for (refusal, seconds) in [
+            (revoked, 0),
+            (Refusal::Unknown(edge), 5),
+            (Refusal::Retired, 30),
+            (Refusal::Expired(Timestamp::now()), 3600),
+        ] {
+            assert_eq!(ends(&refusal, None).as_secs(), seconds, "{refusal}");
+            assert_eq!(ends(&refusal, later).as_secs(), seconds, "{refusal}");
+            assert_eq!(ends(&refusal, Some(now)).as_secs(), 0, "{refusal}: an earlier one counts on");
+        }
+    }
+}
