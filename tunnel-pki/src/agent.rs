@@ -1,8 +1,10 @@
 //! Certificate, key and trusted roots of an agent or a redirector.
 
 use std::fmt;
+use std::sync::OnceLock;
 use std::time::SystemTime;
 
+use rustls::ClientConfig;
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tunnel_runtime::NodeName;
@@ -27,6 +29,9 @@ pub struct AgentIdentity {
     /// Roots that may sign a server's certificate.
     pub bundle: TrustBundle,
     validity: Validity,
+    /// Made for the first link. It has the sessions that links resume, so those of another certificate, or of other roots, are
+    /// not resumed.
+    pub(super) tls: OnceLock<ClientConfig>,
 }
 
 impl AgentIdentity {
@@ -47,7 +52,7 @@ impl AgentIdentity {
         if !request::matches(&PrivateKey::from_der(&key)?, leaf)? {
             return Err(IdentityError::Key("it is not the certificate's key".into()));
         }
-        Ok(Self { holder, node, chain, key, bundle, validity })
+        Ok(Self { holder, node, chain, key, bundle, validity, tls: OnceLock::new() })
     }
 
     /// [`AgentIdentity::new`] from PEM.
@@ -70,6 +75,7 @@ impl AgentIdentity {
             key: Zeroizing::new(self.key.clone_key()),
             bundle,
             validity: self.validity,
+            tls: OnceLock::new(),
         }
     }
 

@@ -18,6 +18,7 @@ mod holder;
 mod inspect;
 mod key;
 mod request;
+mod tickets;
 mod tls;
 mod verify;
 
@@ -37,6 +38,7 @@ pub use inspect::{HttpsAnswer, ask_https, describe_certificate, names_a_tunnel_s
 pub use key::PrivateKey;
 pub use request::{CsrKey, create_csr, create_named_csr, public_key_of_csr};
 pub use secrecy::{ExposeSecret, SecretString};
+pub use tickets::Tickets;
 pub use tls::{
     ALPN_EDGE, ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, ServerTls, agent_tls, anonymous_tls, caller_config,
     caller_verifier, certified, concerns_certificates, foreign_tls, peer_tls, pinned_tls, refusal,

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use rustls::client::Resumption;
+use rustls::client::{Resumption, TicketRequest};
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{
     ClientHello, NoServerSessionStorage, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier,
@@ -22,6 +22,7 @@ use super::agent::AgentIdentity;
 use super::bundle::TrustBundle;
 use super::certificate::{SERVER_NAME, client_of_certificate, parse_ca_hash};
 use super::error::IdentityError;
+use super::tickets::Tickets;
 use super::verify::{Trust, client_verifier, provider, refuse, server_verifier};
 
 /// ALPN protocol (RFC 7301) of the tunnel: the agent serves gRPC on the connection that it dialled.
@@ -32,6 +33,9 @@ pub const ALPN_PEER: &[u8] = b"postern-peer/1";
 pub const ALPN_EDGE: &[u8] = b"postern-edge/1";
 /// ALPN protocol of ordinary gRPC on the same port.
 pub const ALPN_GRPC: &[u8] = b"h2";
+
+/// An attempt that a busy server turns away uses one up.
+const WANTED_TICKETS: TicketRequest = TicketRequest { new_session_count: 2, resumption_count: 2 };
 
 fn tls_error(error: impl std::fmt::Display) -> IdentityError {
     IdentityError::Tls(error.to_string())
@@ -76,15 +80,30 @@ fn finish(mut config: ClientConfig, alpn: &[u8]) -> Arc<ClientConfig> {
     config.alpn_protocols = vec![alpn.to_vec()];
     // Every handshake must present the current certificate and be checked against the current roots.
     config.resumption = Resumption::disabled();
+    config.send_ticket_request = None;
     Arc::new(config)
 }
 
 /// TLS 1.3 with the agent's certificate. The server's certificate must be signed by one of the identity's roots and
-/// name [`SERVER_NAME`].
+/// name [`SERVER_NAME`]. An agent's links resume earlier sessions of the same identity.
 pub fn agent_tls(identity: &AgentIdentity, alpn: &[u8]) -> Result<Arc<ClientConfig>, IdentityError> {
-    let config = client(Trust::Roots(Arc::new(identity.bundle.root_store())))?
-        .with_client_cert_resolver(certified(identity.chain.clone(), &identity.key)?);
-    Ok(finish(config, alpn))
+    let config = match identity.tls.get() {
+        Some(config) => config,
+        None => {
+            let mut config = client(Trust::Roots(Arc::new(identity.bundle.root_store())))?
+                .with_client_cert_resolver(certified(identity.chain.clone(), &identity.key)?);
+            config.resumption = Resumption::in_memory_sessions(1);
+            config.send_ticket_request = Some(WANTED_TICKETS);
+            identity.tls.get_or_init(|| config)
+        }
+    };
+    let mut config = config.clone();
+    if alpn != ALPN_TUNNEL && alpn != ALPN_EDGE {
+        // Others look at the certificate that the server has now, which a resumed session does not show.
+        return Ok(finish(config, alpn));
+    }
+    config.alpn_protocols = vec![alpn.to_vec()];
+    Ok(Arc::new(config))
 }
 
 /// TLS 1.3 for connecting to other servers: presents a server's certificate, and requires one signed by one of these
@@ -194,7 +213,8 @@ fn refuses_certificate(alert: AlertDescription) -> bool {
 ///
 /// TLS 1.3 only, ALPN [`ALPN_TUNNEL`], [`ALPN_PEER`], [`ALPN_EDGE`] and [`ALPN_GRPC`]. A client certificate is
 /// optional (enrolment has none yet). If present, it must be signed by a client root and have exactly the format of an
-/// agent's, a server's or a redirector's. Sessions are not resumed.
+/// agent's, a server's or a redirector's. Who showed one and asks for tickets (RFC 9149), as agents do, may resume its
+/// session: [`Tickets`] says what is verified then.
 #[derive(Debug)]
 pub struct ServerTls {
     config: ArcSwap<ServerConfig>,
@@ -202,7 +222,7 @@ pub struct ServerTls {
 }
 
 impl ServerTls {
-    /// Creates the settings. `chain` is leaf first and should include the CA's certificate, which a first enrolment
+    /// Creates the settings. Without `tickets`, no session is resumed. `chain` is leaf first and should include the CA's certificate, which a first enrolment
     /// pins by hash.
     ///
     /// # Errors
@@ -211,9 +231,10 @@ impl ServerTls {
         chain: Vec<CertificateDer<'static>>,
         key: &PrivateKeyDer<'_>,
         client_roots: &TrustBundle,
+        tickets: Option<Tickets>,
     ) -> Result<Self, IdentityError> {
         let leaf = leaf(&chain)?;
-        let config = server_config(chain, key, client_roots.root_store())?;
+        let config = server_config(chain, key, client_roots.root_store(), tickets)?;
         Ok(Self { config: ArcSwap::from(config), leaf: ArcSwap::from_pointee(leaf) })
     }
 
@@ -226,9 +247,10 @@ impl ServerTls {
         chain: Vec<CertificateDer<'static>>,
         key: &PrivateKeyDer<'_>,
         client_roots: &TrustBundle,
+        tickets: Option<Tickets>,
     ) -> Result<(), IdentityError> {
         let leaf = leaf(&chain)?;
-        self.config.store(server_config(chain, key, client_roots.root_store())?);
+        self.config.store(server_config(chain, key, client_roots.root_store(), tickets)?);
         self.leaf.store(Arc::new(leaf));
         Ok(())
     }
@@ -301,6 +323,7 @@ fn server_config(
     chain: Vec<CertificateDer<'static>>,
     key: &PrivateKeyDer<'_>,
     client_roots: RootCertStore,
+    tickets: Option<Tickets>,
 ) -> Result<Arc<ServerConfig>, IdentityError> {
     let verifier = client_verifier(caller_verifier(client_roots, false)?, |certificate| {
         client_of_certificate(certificate).map(drop).map_err(refuse)
@@ -313,6 +336,10 @@ fn server_config(
     config.alpn_protocols =
         vec![ALPN_TUNNEL, ALPN_PEER, ALPN_EDGE, ALPN_GRPC].into_iter().map(<[u8]>::to_vec).collect();
     without_resumption(&mut config);
+    if let Some(tickets) = tickets {
+        config.ticketer = Arc::new(tickets);
+        config.max_tls13_tickets = usize::from(WANTED_TICKETS.new_session_count);
+    }
     Ok(Arc::new(config))
 }
 

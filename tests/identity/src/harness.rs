@@ -14,6 +14,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use jiff::Timestamp;
 use postern_testbed::wait::wait_for;
 use rustls::ClientConfig;
+use rustls::client::Resumption;
 use rustls_pki_types::CertificateDer;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -239,7 +240,10 @@ pub(crate) struct Session {
 impl Session {
     /// Fails also when the server refuses the agent's certificate, which in TLS 1.3 shows only after the handshake.
     pub(crate) async fn open(address: &str, identity: &AgentIdentity) -> std::io::Result<Self> {
-        let stream = connect(address, agent_tls(identity, ALPN_TUNNEL).unwrap()).await?;
+        let mut tls = ClientConfig::clone(&agent_tls(identity, ALPN_TUNNEL).unwrap());
+        // It shows what the server presents now, and the echo judges nobody.
+        tls.resumption = Resumption::disabled();
+        let stream = connect(address, Arc::new(tls)).await?;
         let server_chain = stream.get_ref().1.peer_certificates().unwrap().to_vec();
         let mut session = Self { stream, server_chain };
         session.echo().await?;

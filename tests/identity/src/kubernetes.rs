@@ -61,10 +61,10 @@ async fn enrolment(api: &ApiServer, name: &str, state: &str) -> (Arc<CsrEnrolmen
 }
 
 /// An agent's links, and what keeps their bundles' receiver.
-type Links = (Arc<LinkSet>, Runtime, mpsc::Receiver<Announced>);
+pub(crate) type Links = (Arc<LinkSet>, Runtime, mpsc::Receiver<Announced>);
 
 /// The links of the identity's node.
-fn links(state_dir: &Path, identity: watch::Receiver<Arc<AgentIdentity>>) -> Links {
+pub(crate) fn links(state_dir: &Path, identity: watch::Receiver<Arc<AgentIdentity>>) -> Links {
     links_to(state_dir, "all", identity)
 }
 

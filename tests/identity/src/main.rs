@@ -8,6 +8,7 @@ mod harness;
 mod impostors;
 mod kubernetes;
 mod redirectors;
+mod resumption;
 mod revocation;
 mod rotation;
 mod server;

@@ -123,6 +123,7 @@ impl Handshakes {
                 tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(socket))
                     .await
                     .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "TLS handshake took too long"))??;
+            self.context.metrics.tls_handshake(stream.get_ref().1.handshake_kind());
             Ok(stream)
         };
         tokio::select! {

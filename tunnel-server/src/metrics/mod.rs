@@ -13,6 +13,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
+use rustls::HandshakeKind;
 use tunnel_link::outcome::{Hop, Outcome};
 use tunnel_link::relay::{Totals, end_quiet};
 use tunnel_runtime::live::{Live, Present};
@@ -37,6 +38,7 @@ pub struct Metrics {
     dial_seconds: Histogram,
     connection_seconds: Histogram,
     handshakes: By<1, Counter>,
+    tls_handshakes: By<1, Counter>,
     sessions_refused: By<1, Counter>,
     enrolments: By<2, Counter>,
     failures: Arc<Failures>,
@@ -64,6 +66,7 @@ impl Metrics {
             dial_seconds: Histogram::new(exponential_buckets(0.0005, 4.0, 8)),
             connection_seconds: Histogram::new(exponential_buckets(0.001, 8.0, 8)),
             handshakes: Family::default(),
+            tls_handshakes: Family::default(),
             sessions_refused: Family::default(),
             enrolments: Family::default(),
             failures: Arc::default(),
@@ -88,6 +91,8 @@ impl Metrics {
             m.connection_seconds,
         );
         registry.register("agent_handshakes", "Connections to the agent port, by result", m.handshakes);
+        let help = "TLS handshakes that succeeded on the agent port, by whether they resumed a session";
+        registry.register("agent_tls_handshakes", help, m.tls_handshakes);
         let help = "Sessions refused after their handshake, by reason";
         registry.register("agent_sessions_refused", help, m.sessions_refused);
         let help = "Connections for an enrolment or a renewal, by whether the client showed a certificate and how they ended";
@@ -108,6 +113,9 @@ impl Metrics {
             "evicted",
         ] {
             let _ = metrics.handshakes.get_or_create(&[("result", result)]);
+        }
+        for resumed in ["true", "false"] {
+            let _ = metrics.tls_handshakes.get_or_create(&[("resumed", resumed)]);
         }
         for result in ["impostor", "flood", "older", "revoked", "superseded", "unknown_node", "edge_node"] {
             let _ = metrics.sessions_refused.get_or_create(&[("result", result)]);
@@ -194,6 +202,11 @@ impl Metrics {
 
     pub(crate) fn handshake(&self, result: &'static str) {
         self.handshakes.get_or_create(&[("result", result)]).inc();
+    }
+
+    pub(crate) fn tls_handshake(&self, kind: Option<HandshakeKind>) {
+        let resumed = if kind == Some(HandshakeKind::Resumed) { "true" } else { "false" };
+        self.tls_handshakes.get_or_create(&[("resumed", resumed)]).inc();
     }
 
     pub(crate) fn session_refused(&self, result: &'static str) {

@@ -10,7 +10,7 @@ use rcgen::{
 use rustls_pki_types::CertificateDer;
 use serde::Serialize;
 use tunnel_pki::{
-    BACKDATE, CsrKey, Holder, PEER_COMMON_NAME_PREFIX, PEER_ORGANIZATION, PrivateKey, SERVER_NAME,
+    BACKDATE, CsrKey, Holder, PEER_COMMON_NAME_PREFIX, PEER_ORGANIZATION, PrivateKey, SERVER_NAME, Tickets,
     TrustBundle, Validity, public_key_hash, validity,
 };
 use tunnel_runtime::NodeName;
@@ -184,6 +184,12 @@ impl CaState {
             .first()
             .and_then(|root| Some((root, root.signer.as_ref()?)))
             .ok_or_else(|| PkiError::Sign("the key of the signing root is not here".into()))
+    }
+
+    /// The same for all servers with these roots.
+    pub(super) fn tickets(&self) -> Result<Tickets, PkiError> {
+        let (_, issuer) = self.signer()?;
+        Ok(Tickets::new(issuer.key(), &self.bundle))
     }
 
     /// Signs a certificate for the node: `O=postern:agents`, `CN=postern:node:<node>`, client authentication only.

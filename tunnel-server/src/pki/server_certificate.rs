@@ -78,7 +78,7 @@ impl ServerCertificate {
         let sans = names.sans();
         let (issued, key) = state.issue_server(&sans.0, &sans.1)?;
         let validity = leaf_validity(&issued)?;
-        let tls = Arc::new(ServerTls::new(issued.chain, &key.to_der(), state.bundle())?);
+        let tls = Arc::new(ServerTls::new(issued.chain, &key.to_der(), state.bundle(), Some(state.tickets()?))?);
         let peer_tls = Arc::new(ArcSwap::from(peer_config(&state, server_id)?));
         let (names_sender, names) = watch::channel(names);
         let (state_sender, state_receiver) = watch::channel(state);
@@ -191,7 +191,7 @@ impl Renewal {
         let (issued, key) = state.issue_server(&sans.0, &sans.1)?;
         let validity = leaf_validity(&issued)?;
         let peer_tls = peer_config(&state, &self.server_id)?;
-        self.tls.replace(issued.chain, &key.to_der(), state.bundle())?;
+        self.tls.replace(issued.chain, &key.to_der(), state.bundle(), Some(state.tickets()?))?;
         self.peer_tls.store(peer_tls);
         (self.validity, self.sans, self.fingerprint) = (validity, sans, fingerprint);
         tracing::info!(

@@ -46,7 +46,7 @@ pub(super) const DRAIN: Duration = Duration::from_secs(1);
 pub(crate) struct Port {
     pub(crate) address: String,
     id: String,
-    pub(super) sessions: Arc<Sessions>,
+    pub(crate) sessions: Arc<Sessions>,
     pub(super) peers: Arc<Peers>,
     pub(crate) workers: Arc<Workers>,
     pub(crate) router: Arc<Router>,
@@ -60,6 +60,7 @@ pub(crate) struct Port {
     /// Takes what the other servers tell.
     pub(super) store: RevocationStore,
     pub(super) settings: watch::Sender<Arc<Settings>>,
+    registry: Registry,
 }
 
 impl Drop for Port {
@@ -142,6 +143,7 @@ impl Port {
             roots: bundle,
             store: RevocationStore::new(&server.directory.path().join(id)),
             settings,
+            registry,
         }
     }
 
@@ -168,6 +170,14 @@ impl Port {
         let address: HostPort = other.address.parse().unwrap();
         let (_, addresses) = watch::channel(Arc::new(BTreeSet::from([address])));
         tokio::spawn(peers::follow(Arc::new(context), addresses))
+    }
+
+    /// Number of handshakes that resumed a session.
+    pub(crate) fn resumed(&self) -> u64 {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &self.registry).unwrap();
+        let name = r#"agent_tls_handshakes_total{resumed="true"} "#;
+        text.lines().find_map(|line| line.strip_prefix(name)).unwrap().parse().unwrap()
     }
 
     fn port(&self) -> u16 {

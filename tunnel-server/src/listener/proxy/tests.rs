@@ -46,7 +46,7 @@ impl Site {
         let key = KeyPair::generate().unwrap();
         let own = CertificateParams::new(["localhost".to_owned()]).unwrap().signed_by(&key, &issuer).unwrap();
         let key = PrivateKeyDer::Pkcs8(key.serialize_der().into());
-        let tls = ServerTls::new(vec![own.der().clone()], &key, &roots).unwrap();
+        let tls = ServerTls::new(vec![own.der().clone()], &key, &roots, None).unwrap();
         let context = ListenerContext::without_nodes();
         let tokens = Tokens::parse("alices-token,alice,1\n").unwrap();
         let gatekeeper = Gatekeeper {
