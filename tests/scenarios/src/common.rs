@@ -276,8 +276,5 @@ pub(crate) async fn session_of(server: &Server<'_>, index: usize) -> Result<serd
 /// Waits until exactly this number of sessions was refused for this reason: a server counts one once its agent has been
 /// told and its link is closed.
 pub(crate) async fn refusals_counted(server: &Server<'_>, reason: &str, count: f64) -> Result<()> {
-    let refused = [("result", reason)];
-    let counted = async || Ok(server.metrics().await?.sum("postern_agent_sessions_refused_total", &refused));
-    let what = format!("{count} sessions to be counted as refused: {reason}");
-    wait_until(&what, client::PATIENCE, counted, |counted| *counted == count).await.map(drop)
+    server.expect_metric("postern_agent_sessions_refused_total", &[("result", reason)], count).await
 }

@@ -275,8 +275,7 @@ async fn the_policy_follows_its_file(testbed: &Testbed) -> Result<()> {
     server.wait_log("keeping its last good content").await?;
     server.wait_log("rules[0].to[0].ports").await?;
     ensure!(status().await?, "a bad file took the rules away");
-    let metrics = server.metrics().await?;
-    metrics.expect("postern_file_in_effect", &[("file", "policy")], 0.0)?;
+    server.expect_metric("postern_file_in_effect", &[("file", "policy")], 0.0).await?;
     let checked = server::run(testbed, &["policy", "check", &path.display().to_string()])?;
     let said = String::from_utf8_lossy(&checked.stderr).into_owned();
     ensure!(checked.status.code() == Some(64), "policy check ended with {}", checked.status);
@@ -489,12 +488,11 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
     visit(new).await?;
     visit(([127, 0, 0, 1], 3001).into()).await?;
     let in_effect = [("file", "maps")];
-    server.metrics().await?.expect("postern_file_in_effect", &in_effect, 0.0)?;
+    server.expect_metric("postern_file_in_effect", &in_effect, 0.0).await?;
     // Once the port is free the file takes effect, without another change.
     let third = taken.address;
     drop(taken);
-    let used = async || Ok(server.metrics().await?.sum("postern_file_in_effect", &in_effect));
-    wait_until("the file to be in effect", SOON, used, |used| *used == 1.0).await?;
+    server.expect_metric("postern_file_in_effect", &in_effect, 1.0).await?;
     visit(third).await?;
     // One map moves to an address that overlaps its current one, and back.
     let own = "'127.0.0.1:3001', node: edge-2";

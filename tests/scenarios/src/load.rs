@@ -79,17 +79,12 @@ async fn bulk_both_ways(testbed: &Testbed) -> Result<()> {
         .wait_access("of the upload", |line| line.text("destination") == sink.address.to_string())
         .await?;
     ensure!(line.bytes_to_node()? == BULK && line.text("outcome") == "ok", "access line {line:?}");
-    let metrics = server.metrics().await?;
     #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
     let bulk = BULK as f64;
-    ensure!(
-        metrics.sum("postern_relayed_bytes_total", &[("direction", "from_node")]) >= bulk,
-        "bytes from the node"
-    );
-    ensure!(
-        metrics.sum("postern_relayed_bytes_total", &[("direction", "to_node")]) >= bulk,
-        "bytes to the node"
-    );
+    for direction in ["from_node", "to_node"] {
+        let relayed = [("direction", direction)];
+        server.wait_metric("postern_relayed_bytes_total", &relayed, |bytes| bytes >= bulk).await?;
+    }
     Ok(())
 }
 
@@ -214,8 +209,7 @@ async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<(
     let stalling = async {
         let stalled = stalled_readers(&target, COUNT, LENGTH).await?;
         resets_settled(async || {
-            let metrics = server.metrics().await?;
-            Ok(metrics.sum("postern_connections_total", &[("outcome", "stalled")]))
+            server.metric_or_zero("postern_connections_total", &[("outcome", "stalled")]).await
         })
         .await?;
         Ok(stalled)
@@ -325,8 +319,8 @@ async fn two_thousand_concurrent_connections(testbed: &Testbed) -> Result<()> {
     figure(&format!("{COUNT} connections opened and used in {:.1?}", start.elapsed()));
     #[expect(clippy::cast_precision_loss, reason = "2000 fits")]
     let count = COUNT as f64;
-    agent.metrics().await?.expect("postern_agent_connections_active", &[], count)?;
-    server.metrics().await?.expect("postern_connections_active", &[], count)?;
+    agent.expect_metric("postern_agent_connections_active", &[], count).await?;
+    server.expect_metric("postern_connections_active", &[], count).await?;
     let kib = |now: u64, before: u64| now.saturating_sub(before) / 1024 / COUNT as u64;
     figure(&format!(
         "each open connection holds {} KiB in the server and {} KiB in the agent",
@@ -339,10 +333,5 @@ async fn two_thousand_concurrent_connections(testbed: &Testbed) -> Result<()> {
     drop(open);
     let open = async || Ok(on_edge.open());
     wait_until("all connections to be closed", client::PATIENCE, open, |open| *open == 0).await?;
-    let metrics = async || server.metrics().await;
-    wait_until("the server to count none", client::PATIENCE, metrics, |metrics| {
-        metrics.sum("postern_connections_active", &[]) == 0.0
-    })
-    .await?;
-    Ok(())
+    server.expect_metric("postern_connections_active", &[], 0.0).await
 }

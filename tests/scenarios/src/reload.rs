@@ -115,12 +115,11 @@ async fn broken_file_is_refused(testbed: &Testbed) -> Result<()> {
         ("\u{0}\u{1}", "nodes.yaml"),
     ];
     for (text, expected) in broken {
-        let before = server.process.output()?.len();
+        let before = server.process.mark()?;
         inventory.write_raw(text)?;
         wait_for(&format!("a log line about the broken file with {expected:?}"), SOON, async || {
-            let log = server.process.output()?;
-            let new = log.get(before..).unwrap_or_default();
-            Ok(new.lines().any(|line| line.contains("nodes.yaml") && line.contains(expected)).then_some(()))
+            let log = server.process.output_since(before)?;
+            Ok(log.lines().any(|line| line.contains("nodes.yaml") && line.contains(expected)).then_some(()))
         })
         .await?;
         visit(on_edge.address).await?;
@@ -144,12 +143,7 @@ async fn broken_file_is_refused(testbed: &Testbed) -> Result<()> {
 }
 
 async fn expect_conflict(server: &Server<'_>) -> Result<()> {
-    let metrics = server.metrics().await?;
-    ensure!(
-        metrics.sum("postern_inventory_conflicts", &[]) >= 1.0,
-        "the conflict is not counted: {metrics:?}"
-    );
-    Ok(())
+    server.wait_metric("postern_inventory_conflicts", &[], |conflicts| conflicts >= 1.0).await.map(drop)
 }
 
 async fn two_nodes_with_one_address(testbed: &Testbed) -> Result<()> {
@@ -208,10 +202,7 @@ async fn an_edge_node_names_an_address_of_the_clouds_network(testbed: &Testbed) 
     visit(on_neighbour.address).await?;
     visit(target(testbed, 1, 10250, Behaviour::Echo)?.address).await?;
     ensure!(on_neighbour.connections() == 1, "the neighbour's address went elsewhere");
-    let counted = async |server: &Server<'_>| {
-        Ok::<_, anyhow::Error>(server.metrics().await?.sum("postern_inventory_conflicts", &[]))
-    };
-    ensure!(counted(&server).await? == 1.0, "the conflict is not counted");
+    server.expect_metric("postern_inventory_conflicts", &[], 1.0).await?;
     let conflict = format!("address {NEIGHBOUR} of edge-1: it lies in a network of this host");
     let status = run(testbed, &["status"])?;
     let status = String::from_utf8_lossy(&status.stdout);
@@ -219,8 +210,7 @@ async fn an_edge_node_names_an_address_of_the_clouds_network(testbed: &Testbed) 
     server.process.stop().await?;
     let flag = format!("--edge-addresses={NEIGHBOUR}/32,{}/32", testbed.edge(1).ip());
     let again = Builder::new(testbed).flag(flag).start().await?;
-    ensure!(counted(&again).await? == 0.0, "the operator said so");
-    Ok(())
+    again.expect_metric("postern_inventory_conflicts", &[], 0.0).await.context("the operator said so")
 }
 
 async fn edge_inside_an_excluded_range(testbed: &Testbed) -> Result<()> {

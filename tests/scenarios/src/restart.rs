@@ -327,11 +327,7 @@ async fn agents_come_back_after_a_server_restart(testbed: &Testbed) -> Result<()
             server.wait_connected(&edge.name, true, Duration::from_secs(30)).await?;
         }
     }
-    let metrics = async || server.metrics().await;
-    wait_until("three tunnels in the metrics", client::PATIENCE, metrics, |metrics| {
-        metrics.sum("postern_tunnels", &[]) == 3.0
-    })
-    .await?;
+    server.expect_metric("postern_tunnels", &[], 3.0).await?;
     for agent in &mut agents {
         ensure!(agent.process.ended()?.is_none(), "an agent ended");
     }

@@ -340,17 +340,17 @@ impl<'a> Fleet<'a> {
         let idle = async || {
             let mut open = 0.0;
             for server in &self.servers {
-                open += server.metrics().await?.sum("postern_connections_active", &[]);
+                open += server.metric("postern_connections_active", &[]).await?;
             }
             Ok(open)
         };
         wait_until("every connection to end", Duration::from_secs(30), idle, |open| *open == 0.0).await?;
         let mut held = Held::new();
         for (at, server) in self.servers.iter().enumerate() {
-            held.extend(of_process(&server_name(at), &server.metrics().await?));
+            held.extend(of_process(&server_name(at), &server.metrics().await?)?);
         }
         for (at, agent) in self.agents.iter().enumerate() {
-            held.extend(of_process(&agent_name(at), &agent.metrics().await?));
+            held.extend(of_process(&agent_name(at), &agent.metrics().await?)?);
         }
         for (map, entries) in maps::entries(self.servers[0].process.pid())? {
             held.insert(format!("entries of {map}"), f64::from(u32::try_from(entries)?));

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
-use postern_testbed::client::{PATIENCE, echo};
+use postern_testbed::client::echo;
 use postern_testbed::metrics::Metrics;
 use postern_testbed::process::Process;
 use postern_testbed::report::figure;
@@ -122,8 +122,7 @@ async fn lost(server: &Server<'_>, agent: &mut Agent<'_>, socket: &Path) -> Resu
         let socket = socket.to_owned();
         under_way.spawn(async move { failure([socket.as_path(); 2], "edge-2:9103", number).await });
     }
-    let active = async || Ok(server.metrics().await?.sum("postern_connections_active", &[]) as usize);
-    wait_until("the dials to be under way", PATIENCE, active, |active| *active == FEW).await?;
+    server.expect_metric("postern_connections_active", &[], FEW as f64).await?;
     agent.crash(server).await?;
     while let Some(done) = under_way.join_next().await {
         let answer = done??;
@@ -182,8 +181,8 @@ async fn dials<D: Future<Output = Result<()>> + Send + 'static>(
 
 /// Returns the numbers of connections, tasks and open files of a program.
 fn left(process: &Process, metrics: &Metrics, open: &str) -> Result<(u64, u64, u64)> {
-    let open = metrics.sum(open, &[]);
-    let tasks = metrics.sum("postern_tasks", &[]);
+    let open = metrics.sum(open, &[])?;
+    let tasks = metrics.sum("postern_tasks", &[])?;
     let files = std::fs::read_dir(format!("/proc/{}/fd", process.pid()))?.count();
     Ok((open as u64, tasks as u64, files as u64))
 }

@@ -95,9 +95,7 @@ async fn nobody_notices(testbed: &Testbed) -> Result<()> {
             .await
         })
         .await?;
-        for line in first.access_log()? {
-            ensure!(line.text("outcome") == "ok", "at the first server: {line:?}");
-        }
+        first.expect_every_access(|line| line.text("outcome") == "ok")?;
         ensure!(server_id(&replaced).await? != before, "the first server still answers");
         first = replaced;
     }
@@ -105,8 +103,8 @@ async fn nobody_notices(testbed: &Testbed) -> Result<()> {
         ensure!(first.is_connected(&edge.name).await?, "{} is not attached to the last server", edge.name);
     }
     for agent in &agents {
-        let ended = agent.metrics().await?.sum("postern_agent_sessions_started_total", &[]);
-        ensure!(ended == 4.0, "{ended} sessions for one server and three successors");
+        // One server and three successors.
+        agent.expect_metric("postern_agent_sessions_started_total", &[], 4.0).await?;
     }
     let status = first.process.stop().await?;
     ensure!(status.code() == Some(0), "the last server ended with {status}");
@@ -245,9 +243,7 @@ async fn a_server_that_waits_no_longer_leaves_the_redirect(testbed: &Testbed) ->
 
 /// Waits until the agent has begun this number of sessions.
 async fn wait_sessions(agent: &Agent<'_>, count: f64) -> Result<()> {
-    let begun = async || Ok(agent.metrics().await?.sum("postern_agent_sessions_started_total", &[]));
-    let what = format!("{} to begin {count} sessions", agent.process.name());
-    wait_until(&what, agent::START, begun, |begun| *begun >= count).await.map(drop)
+    agent.wait_metric("postern_agent_sessions_started_total", &[], |begun| begun >= count).await.map(drop)
 }
 
 /// Expects that connects are refused at once, and never go to the edge's own network.

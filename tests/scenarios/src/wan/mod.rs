@@ -257,17 +257,11 @@ async fn a_busy_node_has_more_links(testbed: &Testbed) -> Result<()> {
     let links = on_each_link(&server).await?;
     let (on_links, most) = (links.iter().sum::<u64>(), links.iter().max());
     ensure!(links.len() == 8 && on_links == 9 && most == Some(&2), "{links:?}");
-    let metrics = server.metrics().await?;
-    metrics.expect("postern_links", &[], 8.0)?;
+    server.expect_metric("postern_links", &[], 8.0).await?;
     let median = [("quantile", "0.5")];
-    let (rtt, rate) = (
-        metrics.sum("postern_link_rtt_seconds", &median),
-        metrics.sum("postern_link_delivery_rate_bytes", &median),
-    );
-    ensure!(
-        (0.04..1.0).contains(&rtt) && rate > 0.0,
-        "the median of 40 ms is {rtt} s, {rate} bytes a second"
-    );
+    let plausible = |rtt| (0.04..1.0).contains(&rtt);
+    server.wait_metric("postern_link_rtt_seconds", &median, plausible).await.context("of 40 ms")?;
+    server.wait_metric("postern_link_delivery_rate_bytes", &median, |rate| rate > 0.0).await?;
     // One link fails: only its connections are reset.
     let session = session_of(&server, 0).await?;
     let (first, others) = ports_of_links(testbed, &session)?;
@@ -352,8 +346,7 @@ async fn a_small_receive_window_is_named(testbed: &Testbed) -> Result<()> {
     figure(&format!("limited by the window for {window:.2} of the time, by the buffer for {buffer:.2}"));
     ensure!(window > 0.5 && buffer < 0.5, "{session}");
     let worst = [("quantile", "0.99")];
-    let metric = server.metrics().await?.sum("postern_link_window_limited_ratio", &worst);
-    ensure!(metric > 0.5, "postern_link_window_limited_ratio is {metric}");
+    server.wait_metric("postern_link_window_limited_ratio", &worst, |ratio| ratio > 0.5).await?;
     let text = server::run(testbed, &["status"])?.stdout;
     let text = String::from_utf8_lossy(&text);
     ensure!(text.contains(" window "), "the table does not name the window: {text}");
@@ -395,8 +388,7 @@ fn local_port(line: &str) -> Option<&str> {
 
 /// Returns the number of sessions that agents have begun, as the server counts them.
 async fn session(server: &Server<'_>) -> Result<f64> {
-    let metrics = server.metrics().await?;
-    Ok(metrics.sum("postern_agent_handshakes_total", &[("result", "attached")]))
+    server.metric("postern_agent_handshakes_total", &[("result", "attached")]).await
 }
 
 async fn a_full_line_of_1_mbit_keeps_its_link(testbed: &Testbed) -> Result<()> {

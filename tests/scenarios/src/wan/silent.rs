@@ -85,12 +85,7 @@ pub(super) async fn nat_forgets_the_link(testbed: &Testbed) -> Result<()> {
     testbed.forget_mappings()?;
     usable(shell.address, "the NAT forgot the link").await?;
     // Without waiting for PING's timeout.
-    let log = agent.process.output()?;
-    ensure!(
-        log.contains("it is silent, and another connection to the server works"),
-        "the agent's log: {log}"
-    );
-    Ok(())
+    agent.wait_log("it is silent, and another connection to the server works").await
 }
 
 pub(super) async fn the_edge_gets_another_address(testbed: &Testbed) -> Result<()> {
@@ -112,9 +107,7 @@ pub(super) async fn the_edge_gets_another_address(testbed: &Testbed) -> Result<(
     let start = Instant::now();
     wait_until("a new connection", PATIENCE, works, |_| true).await?;
     figure(&format!("usable {:.1?} after the edge has another address", start.elapsed()));
-    let log = agent.process.output()?;
-    ensure!(log.contains("link lost its address, replacing it"), "the agent's log: {log}");
-    Ok(())
+    agent.wait_log("link lost its address, replacing it").await
 }
 
 pub(super) async fn the_edge_was_asleep(testbed: &Testbed) -> Result<()> {
@@ -131,9 +124,6 @@ pub(super) async fn the_edge_was_asleep(testbed: &Testbed) -> Result<()> {
     clock.set(Duration::from_secs(3600))?;
     agent.process.signal(Signal::SIGCONT)?;
     usable(shell.address, "the edge has woken up").await?;
-    let log = agent.process.output()?;
-    for line in ["asleep_s=3600", "it is silent, and another connection to the server works"] {
-        ensure!(log.contains(line), "no {line:?} in the agent's log: {log}");
-    }
-    Ok(())
+    agent.wait_log("asleep_s=3600").await?;
+    agent.wait_log("it is silent, and another connection to the server works").await
 }
