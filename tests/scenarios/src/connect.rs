@@ -271,6 +271,7 @@ async fn the_policy_follows_its_file(testbed: &Testbed) -> Result<()> {
     let path = write(testbed, "policy.yaml", RULE)?;
     wait_until("the rule to take effect", SOON, status, |reached| *reached).await?;
 
+    testbed.expect_error("is not a port, a range such as");
     write(testbed, "policy.yaml", &RULE.replace("9100", "91000"))?;
     server.wait_log("keeping its last good content").await?;
     server.wait_log("rules[0].to[0].ports").await?;
@@ -477,6 +478,7 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
     client::echo(&mut held, b"to the second").await?;
     // An invalid file, and one whose port is taken.
     write(testbed, "maps.yaml", &second.replace("target: 9101", "target: ssh"))?;
+    testbed.expect_error("maps[0].target: ");
     server.wait_log("\\\"ssh\\\" is not a port of the node").await?;
     let taken = Target::start(&testbed.cloud, [127, 0, 0, 1], 3003, Behaviour::Echo)?;
     write(
@@ -484,6 +486,7 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
         "maps.yaml",
         &format!("{second}- {{listen: '127.0.0.1:3003', node: edge-1, target: 9101}}\n"),
     )?;
+    testbed.expect_error("maps[2].listen: cannot listen");
     server.wait_log("cannot listen on 127.0.0.1:3003").await?;
     visit(new).await?;
     visit(([127, 0, 0, 1], 3001).into()).await?;

@@ -85,6 +85,8 @@ async fn an_agent_without_a_writable_disk_stays_reachable(testbed: &Testbed) -> 
     let end = SystemTime::now() + Duration::from_secs(25);
     let old = Authority::open(&testbed.dir().join("server"))?.agent("edge-1", &key, begin..end)?;
     fs::write(disk.file("agent.crt"), &old)?;
+    testbed.expect_error("No space left on device");
+    testbed.expect_error("failed to store the new certificate or trusted roots, retrying");
     disk.fill()?;
     agent.return_to(&server).await?;
     visit(on_edge.address).await?;
@@ -106,6 +108,7 @@ async fn an_agent_without_a_writable_disk_stays_reachable(testbed: &Testbed) -> 
         Ok((fs::read_to_string(disk.file("agent.crt"))? != old).then_some(()))
     })
     .await?;
+    testbed.expect_error("Read-only file system");
     disk.remount("ro")?;
     agent.crash(&server).await?;
     agent.return_to(&server).await?;

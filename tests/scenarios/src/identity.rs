@@ -106,6 +106,7 @@ async fn printed_command_works_unchanged(testbed: &Testbed) -> Result<()> {
 
 /// Starts an agent with a token that must not work, and expects the reason in its log or in the server's.
 async fn refused<'a>(server: &Server<'a>, builder: Builder<'a>, reason: &str) -> Result<()> {
+    server.testbed().expect_error("enrolment refused");
     let mut agent = builder.spawn()?;
     wait_for(&format!("the agent's log to contain {reason:?}"), agent::START, async || {
         Ok(agent.process.output()?.to_lowercase().contains(reason).then_some(()))
@@ -225,6 +226,7 @@ async fn expired_certificate_is_refused(testbed: &Testbed) -> Result<()> {
     let (server, mut agent) = server_and_agent(testbed).await?;
     agent.crash(&server).await?;
     let hour = Duration::from_secs(3600);
+    testbed.expect_error("certificate has expired and there is no --token");
     replace_certificate(testbed, &agent, SystemTime::now() - 2 * hour..SystemTime::now() - hour)?;
     agent.start_again()?;
     wait_for("the agent to report that its certificate has expired", agent::START, async || {

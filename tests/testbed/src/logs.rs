@@ -31,8 +31,9 @@ fn panics(dir: &Path) -> Vec<String> {
 /// Returns lines of Postern's programs at level ERROR, in either log format, each with its log's name.
 fn errors(dir: &Path) -> Vec<String> {
     lines(dir, |line| {
-        line.contains(r#""level":"ERROR""#)
-            || line.split_whitespace().nth(1).is_some_and(|word| word == "ERROR")
+        let mut words = line.split_whitespace();
+        let dated = words.next().is_some_and(|word| word.starts_with("20") && word.ends_with('Z'));
+        line.contains(r#""level":"ERROR""#) || (dated && words.next() == Some("ERROR"))
     })
 }
 
@@ -144,7 +145,7 @@ mod tests {
             texts.iter().for_each(|(text, optional)| announced.add(text, *optional));
             announced.judge(&dir).map_err(|error| error.to_string())
         };
-        write("2026-11-27T08:00:00Z  WARN tunnel_agent: no ERROR yet\n");
+        write("2026-11-27T08:00:00Z  WARN tunnel_agent: no ERROR yet\nscenarios: ERROR of another program\n");
         let quiet = [judged(&[]), judged(&[("expired", true)]), judged(&[("expired", false)])];
         write("2026-11-27T08:00:00Z ERROR session{node=a}: tunnel_agent: certificate has expired\n");
         let loud = [judged(&[]), judged(&[("expired", false)]), judged(&[("refused", true)])];
