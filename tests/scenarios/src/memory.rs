@@ -1,4 +1,5 @@
 //! Floods under the memory limit of a container: they cause resets and are counted, but never an OOM kill.
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::path::Path;
 
@@ -183,7 +184,9 @@ async fn send_until_reset(mut stream: TcpStream) -> Result<()> {
     let mut left = LENGTH;
     while left > 0 {
         let part = left.min(chunk.len());
-        if stream.write_all(&chunk[..part]).await.is_err() {
+        if let Err(error) = stream.write_all(&chunk[..part]).await {
+            let reset = matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe);
+            ensure!(reset, "sending to a target that never reads: {error}");
             return Ok(());
         }
         left -= part;

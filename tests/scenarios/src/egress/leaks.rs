@@ -33,6 +33,8 @@ const WARM_UP: usize = 2_000;
 /// Number of dials in each later round. Bounded structures are full after five rounds; leaks grow in every one.
 const ROUND: usize = 4_000;
 const ROUNDS: usize = 8;
+/// Number of rounds without growth: what leaks grows in each, and one may be level because the allocator found room.
+const LEVEL: u32 = 2;
 /// Maximum growth of memory per round: 64 bytes per dial.
 const GROWTH: u64 = 256 << 10;
 
@@ -198,22 +200,22 @@ async fn nothing_is_left<D: Future<Output = Result<()>> + Send + 'static>(
     let settled = |(open, now_tasks, now_files): &(u64, u64, u64)| {
         *open == 0 && *now_tasks <= tasks + 2 && *now_files <= files + 2
     };
-    let (mut memory, mut grows) = (Vec::new(), true);
+    let (mut memory, mut level) = (Vec::new(), 0);
     for count in std::iter::once(WARM_UP).chain([ROUND; ROUNDS]) {
         first().await?;
         dials(&dial, count).await?;
         let what = format!("nothing to be left of {count} dials");
         wait_until(&what, Duration::from_secs(90), &left, settled).await?;
         let now = process.anonymous_bytes()?;
-        grows = memory.last().is_none_or(|before| now.saturating_sub(*before) > GROWTH);
+        level += u32::from(memory.last().is_some_and(|before| now.saturating_sub(*before) <= GROWTH));
         memory.push(now);
-        if !grows && memory.len() > 2 {
+        if level == LEVEL {
             break;
         }
     }
     let kib: Vec<_> = memory.iter().map(|bytes| bytes >> 10).collect();
     figure(&format!("memory after {WARM_UP} dials, and after each {ROUND} more: {kib:?} KiB"));
-    ensure!(!grows, "memory grew in each round: {kib:?} KiB");
+    ensure!(level == LEVEL, "memory grew in all rounds but {level}: {kib:?} KiB");
     Ok(())
 }
 
