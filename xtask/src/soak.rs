@@ -1,7 +1,8 @@
 //! `cargo xtask soak` and `cargo xtask chaos`: the scenarios with faults, for as long as wanted instead of a part of a minute.
 use std::process::{Command, ExitCode};
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 
 use crate::command::{build, built, is_root, program, run_in_foreground};
 use crate::demo::PROGRAMS;
@@ -19,9 +20,9 @@ pub(crate) struct ChaosOptions {
     /// How long, such as 0.5; what was begun is ended, and checked.
     #[arg(long, default_value_t = 5.0, value_name = "N")]
     minutes: f64,
-    /// The sequence of events.
-    #[arg(long, default_value_t = 1, value_name = "N")]
-    seed: u64,
+    /// The sequence of events; another one each time unless given.
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
     /// One run each for so many seeds, from --seed on.
     #[arg(long, default_value_t = 1, value_name = "N")]
     seeds: u64,
@@ -46,7 +47,9 @@ pub(crate) fn run_chaos(options: &ChaosOptions) -> Result<ExitCode> {
     );
     ensure!((1..=1_000).contains(&options.seeds), "--seeds={}: give a number from 1 to 1000", options.seeds);
     let mut failed = Vec::new();
-    for seed in (options.seed..).take(usize::try_from(options.seeds)?) {
+    let now = || SystemTime::now().duration_since(UNIX_EPOCH).context("this machine's clock");
+    let first = options.seed.map_or_else(|| now().map(|now| now.as_secs()), Ok)?;
+    for seed in (first..).take(usize::try_from(options.seeds)?) {
         let mut command = scenario("chaos", "chaos::nothing_is_wrong_after_everything_went_wrong")?;
         command.env("POSTERN_CHAOS_SECONDS", format!("{:.0}", (options.minutes * 60.0).round()));
         command.env("POSTERN_CHAOS_SEED", seed.to_string());

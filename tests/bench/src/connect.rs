@@ -221,8 +221,8 @@ pub(crate) async fn with_nodes(
     let expected = load::as_f64(nodes as u64);
     let seen = async || {
         let metrics = server.metrics().await?;
-        let edges = metrics.sum("postern_inventory_nodes", &[("role", "edge")]);
-        Ok((edges, metrics.sum("postern_redirect_current", &[])))
+        let edges = metrics.sum_or_zero("postern_inventory_nodes", &[("role", "edge")])?;
+        Ok((edges, metrics.sum("postern_redirect_current", &[])?))
     };
     wait_until(&what, limit, seen, |seen| *seen == (expected, 1.0)).await?;
     Ok(())

@@ -1,7 +1,6 @@
 //! The arm64 builds, run by qemu on machines of another architecture.
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
@@ -11,7 +10,6 @@ use postern_testbed::process::arm64_program;
 use postern_testbed::report::figure;
 use postern_testbed::server::{self, START};
 use postern_testbed::target::Behaviour;
-use postern_testbed::wait::wait_until;
 use tokio::io::AsyncWriteExt as _;
 
 use crate::common::{self, expect_reset, target};
@@ -45,12 +43,10 @@ async fn agent_relays_checked_bytes(testbed: &Testbed) -> Result<()> {
     agent.crash(&server).await?;
     agent.return_to(&server).await?;
     echo(&mut connect(echoes.address).await?, b"hello again").await?;
-    let metrics = async || agent.metrics().await;
-    wait_until("the agent's metrics", Duration::from_secs(10), metrics, |metrics| {
-        metrics.sum("postern_agent_connections_total", &[("outcome", "ok")]) >= 1.0
-    })
-    .await?;
-    Ok(())
+    agent
+        .wait_metric("postern_agent_connections_total", &[("outcome", "ok")], |count| count >= 1.0)
+        .await
+        .map(drop)
 }
 
 /// The server's listeners and its link: every function that needs no BPF.

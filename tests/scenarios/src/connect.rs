@@ -271,12 +271,12 @@ async fn the_policy_follows_its_file(testbed: &Testbed) -> Result<()> {
     let path = write(testbed, "policy.yaml", RULE)?;
     wait_until("the rule to take effect", SOON, status, |reached| *reached).await?;
 
+    testbed.expect_error("is not a port, a range such as");
     write(testbed, "policy.yaml", &RULE.replace("9100", "91000"))?;
     server.wait_log("keeping its last good content").await?;
     server.wait_log("rules[0].to[0].ports").await?;
     ensure!(status().await?, "a bad file took the rules away");
-    let metrics = server.metrics().await?;
-    metrics.expect("postern_file_in_effect", &[("file", "policy")], 0.0)?;
+    server.expect_metric("postern_file_in_effect", &[("file", "policy")], 0.0).await?;
     let checked = server::run(testbed, &["policy", "check", &path.display().to_string()])?;
     let said = String::from_utf8_lossy(&checked.stderr).into_owned();
     ensure!(checked.status.code() == Some(64), "policy check ended with {}", checked.status);
@@ -478,6 +478,7 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
     client::echo(&mut held, b"to the second").await?;
     // An invalid file, and one whose port is taken.
     write(testbed, "maps.yaml", &second.replace("target: 9101", "target: ssh"))?;
+    testbed.expect_error("maps[0].target: ");
     server.wait_log("\\\"ssh\\\" is not a port of the node").await?;
     let taken = Target::start(&testbed.cloud, [127, 0, 0, 1], 3003, Behaviour::Echo)?;
     write(
@@ -485,16 +486,16 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
         "maps.yaml",
         &format!("{second}- {{listen: '127.0.0.1:3003', node: edge-1, target: 9101}}\n"),
     )?;
+    testbed.expect_error("maps[2].listen: cannot listen");
     server.wait_log("cannot listen on 127.0.0.1:3003").await?;
     visit(new).await?;
     visit(([127, 0, 0, 1], 3001).into()).await?;
     let in_effect = [("file", "maps")];
-    server.metrics().await?.expect("postern_file_in_effect", &in_effect, 0.0)?;
+    server.expect_metric("postern_file_in_effect", &in_effect, 0.0).await?;
     // Once the port is free the file takes effect, without another change.
     let third = taken.address;
     drop(taken);
-    let used = async || Ok(server.metrics().await?.sum("postern_file_in_effect", &in_effect));
-    wait_until("the file to be in effect", SOON, used, |used| *used == 1.0).await?;
+    server.expect_metric("postern_file_in_effect", &in_effect, 1.0).await?;
     visit(third).await?;
     // One map moves to an address that overlaps its current one, and back.
     let own = "'127.0.0.1:3001', node: edge-2";

@@ -85,15 +85,13 @@ async fn an_agent_without_a_writable_disk_stays_reachable(testbed: &Testbed) -> 
     let end = SystemTime::now() + Duration::from_secs(25);
     let old = Authority::open(&testbed.dir().join("server"))?.agent("edge-1", &key, begin..end)?;
     fs::write(disk.file("agent.crt"), &old)?;
+    testbed.expect_error("No space left on device");
+    testbed.expect_error("failed to store the new certificate or trusted roots, retrying");
     disk.fill()?;
     agent.return_to(&server).await?;
     visit(on_edge.address).await?;
-    wait_for("the renewed certificate to be in use", Duration::from_secs(60), async || {
-        let renewed =
-            agent.metrics().await?.sum("postern_agent_certificate_renewals_total", &[("outcome", "renewed")]);
-        Ok((renewed > 0.0).then_some(()))
-    })
-    .await?;
+    let (name, renewed) = ("postern_agent_certificate_renewals_total", [("outcome", "renewed")]);
+    agent.wait_metric_for(Duration::from_secs(60), name, &renewed, |count| count > 0.0).await?;
     ensure!(fs::read_to_string(disk.file("agent.crt"))? == old, "the disk was not full");
     // With the old certificate it could no longer attach.
     wait_for("the old certificate to expire", Duration::from_secs(60), async || {
@@ -110,6 +108,7 @@ async fn an_agent_without_a_writable_disk_stays_reachable(testbed: &Testbed) -> 
         Ok((fs::read_to_string(disk.file("agent.crt"))? != old).then_some(()))
     })
     .await?;
+    testbed.expect_error("Read-only file system");
     disk.remount("ro")?;
     agent.crash(&server).await?;
     agent.return_to(&server).await?;

@@ -87,10 +87,7 @@ impl<'a> Pair<'a> {
             format!("the first server to know that the other {} the node", if has { "has" } else { "lost" });
         let via = async || holders(&self.first).await;
         wait_until(&what, limit, via, |servers| servers.len() == usize::from(has)).await?;
-        if has {
-            client::session_began();
-        }
-        Ok(())
+        if has { self.first.session_began("edge-1").await } else { Ok(()) }
     }
 }
 
@@ -148,12 +145,7 @@ async fn a_dial_times_out_behind_another_server(testbed: &Testbed) -> Result<()>
     let line = pair.second.wait_access("timed out", timed_out).await?;
     ensure!(line.text("listener") == "peer", "at the second server: {line:?}");
     // The agent gave up itself: no server lost patience with it.
-    let metrics = async || pair.agent.metrics().await;
-    wait_until("the agent to have given up", client::PATIENCE, metrics, |metrics| {
-        metrics.sum("postern_agent_dials_total", &[("outcome", "timed_out")]) == 1.0
-    })
-    .await
-    .map(drop)
+    pair.agent.expect_metric("postern_agent_dials_total", &[("outcome", "timed_out")], 1.0).await
 }
 
 async fn bytes_are_forwarded_beside_stalled_readers(testbed: &Testbed) -> Result<()> {
@@ -261,7 +253,7 @@ impl<'a> Holders<'a> {
         third.wait_connected("edge-1", true, agent::START).await?;
         let known = async || holders(&first).await;
         let ids = wait_until("the first server to know both", TOLD, known, |ids| ids.len() == 2).await?;
-        client::session_began();
+        first.session_began("edge-1").await?;
 
         let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
         visit(on_edge.address).await?;
@@ -354,10 +346,7 @@ async fn a_server_is_replaced(testbed: &Testbed) -> Result<()> {
     .await?;
     ensure!(third.is_connected("edge-1").await?, "the agent is not attached to the third server");
     pair.wait_told(true).await?;
-    for line in pair.first.access_log()? {
-        ensure!(line.text("outcome") == "ok" && !line.text("via").is_empty(), "{line:?}");
-    }
-    Ok(())
+    pair.first.expect_every_access(|line| line.text("outcome") == "ok" && !line.text("via").is_empty())
 }
 
 /// The successor has no agent to wait for, and reaches the server that has one only after a while.
@@ -378,8 +367,8 @@ async fn a_successor_waits_for_what_the_other_servers_have(testbed: &Testbed) ->
         anyhow::Ok(third)
     })
     .await?;
-    for line in pair.first.access_log()?.into_iter().chain(third.access_log()?) {
-        ensure!(line.text("outcome") == "ok" && !line.text("via").is_empty(), "{line:?}");
+    for server in [&pair.first, &third] {
+        server.expect_every_access(|line| line.text("outcome") == "ok" && !line.text("via").is_empty())?;
     }
     let log = third.process.output()?;
     ensure!(!log.contains("nodes of other servers not found"), "the third server did not wait");

@@ -1,7 +1,7 @@
 //! Resources that a program holds, and the check that they do not grow.
 use std::collections::BTreeMap;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use postern_testbed::metrics::Metrics;
 
 /// Makes resident memory match allocated memory: glibc's allocator keeps freed memory per thread (mallopt(3)).
@@ -16,15 +16,16 @@ pub(crate) const ALLOCATOR: [(&str, &str); 4] = [
 pub(crate) type Held = BTreeMap<String, f64>;
 
 /// Returns the resources that a program reports in its metrics.
-pub(crate) fn of_process<'a>(program: &'a str, metrics: &'a Metrics) -> impl Iterator<Item = (String, f64)> {
+pub(crate) fn of_process(program: &str, metrics: &Metrics) -> Result<Held> {
     [
         ("memory", "process_resident_memory_bytes"),
         ("sockets", "process_open_fds"),
         ("threads", "process_threads"),
         ("tasks", "postern_tasks"),
     ]
+    .map(|(what, metric)| Ok((format!("{program}'s {what}"), metrics.sum(metric, &[])?)))
     .into_iter()
-    .map(move |(what, metric)| (format!("{program}'s {what}"), metrics.sum(metric, &[])))
+    .collect()
 }
 
 /// Describes the growth; fails if a resource grew by more than 5 % plus its slack for fluctuations. Slack is found by
@@ -32,7 +33,7 @@ pub(crate) fn of_process<'a>(program: &'a str, metrics: &'a Metrics) -> impl Ite
 pub(crate) fn growth(before: &Held, after: &Held, slack: &[(&str, f64)]) -> Result<String> {
     let mut changes = Vec::new();
     for (what, before) in before {
-        let after = after.get(what).copied().unwrap_or_default();
+        let after = *after.get(what).with_context(|| format!("{what} are not reported any more"))?;
         let slack = slack.iter().find(|(name, _)| what.ends_with(name)).map_or(0.0, |(_, slack)| *slack);
         ensure!(after <= before * 1.05 + slack, "{what} grew from {before:.0} to {after:.0}");
         changes.push(format!("{what} {before:.0} -> {after:.0}"));
@@ -51,5 +52,6 @@ mod tests {
         assert!(growth(&held(100.0), &held(106.0), &[]).is_err());
         assert!(growth(&held(100.0), &held(115.0), &[("sockets", 10.0)]).is_ok());
         assert!(growth(&held(100.0), &held(116.0), &[("sockets", 10.0)]).is_err());
+        assert!(growth(&held(100.0), &Held::new(), &[]).is_err(), "nobody knows");
     }
 }

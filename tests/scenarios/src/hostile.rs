@@ -159,11 +159,9 @@ async fn two_real_agents_of_one_node_do_not_flap(testbed: &Testbed) -> Result<()
     })
     .await?;
     // It retries after one to two minutes and is refused as long as the newer session lives.
-    let refused = async || {
-        Ok(server.metrics().await?.sum("postern_agent_sessions_refused_total", &[("result", "older")]))
-    };
-    wait_until("the older agent to be refused", Duration::from_secs(140), refused, |count| *count >= 1.0)
-        .await?;
+    let (name, older, limit) =
+        ("postern_agent_sessions_refused_total", [("result", "older")], Duration::from_secs(140));
+    server.wait_metric_for(limit, name, &older, |count| count >= 1.0).await?;
     ensure!(attached(&server)? == EACH_ONCE, "the sessions alternated");
     ensure!(
         server.is_connected("edge-1").await?,
@@ -208,15 +206,18 @@ async fn no_certificate(testbed: &Testbed) -> Result<()> {
     let ns = &testbed.edge(1).ns;
     let roots = || tls::roots(&agent.state_dir().join("ca.crt"));
     // In TLS 1.3 a client learns of its refusal only from its first read.
+    let mut handshakes = 0;
     for alpn in [b"postern/1".as_slice(), b"http/1.1", b"postern/2"] {
         let Ok(mut stream) = hostile_peer::dial(ns, address, roots()?, None, alpn).await else { continue };
+        handshakes += 1;
         let mut bytes = Vec::new();
         let read = tokio::time::timeout(client::PATIENCE, stream.read_to_end(&mut bytes)).await;
         let read =
             read.with_context(|| format!("not closed, with ALPN {}", String::from_utf8_lossy(alpn)))?;
         ensure!(read.is_err() || bytes.is_empty(), "the server sent data without a certificate: {bytes:?}");
     }
-    server.metrics().await?.expect("postern_tunnels", &[], 1.0)?;
+    ensure!(handshakes > 0, "no handshake came about");
+    server.expect_metric("postern_tunnels", &[], 1.0).await?;
     Ok(())
 }
 
@@ -342,7 +343,7 @@ async fn target_outside_the_policy(testbed: &Testbed) -> Result<()> {
             line.text("outcome") == "denied" && line.text("destination") == no.address.to_string()
         })
         .await?;
-    agent.metrics().await?.expect("postern_agent_dials_total", &[("outcome", "denied")], 1.0)?;
+    agent.expect_metric("postern_agent_dials_total", &[("outcome", "denied")], 1.0).await?;
     Ok(())
 }
 
@@ -476,17 +477,11 @@ async fn garbage_on_every_port(testbed: &Testbed) -> Result<()> {
     // Answered connections count as refused callers; at the http listener, bytes after a refused request count too.
     let (http, https) =
         (taken(HTTP, HERE), seen(HTTPS, HERE, Heard::Answer) + seen(HTTPS, OUTSIDE, Heard::Answer));
-    let counted = async || {
-        let metrics = server.metrics().await?;
-        Ok(["http", "https"]
-            .map(|listener| metrics.sum("postern_callers_refused_total", &[("listener", listener)])))
-    };
-    #[expect(clippy::cast_precision_loss, reason = "thousands fit")]
-    let (http, https) = (http as f64, https as f64);
-    wait_until("the listeners to count whom they turned away", client::PATIENCE, counted, |counted| {
-        counted[0] >= http && counted[1] >= https
-    })
-    .await?;
+    for (listener, turned_away) in [("http", http), ("https", https)] {
+        #[expect(clippy::cast_precision_loss, reason = "thousands fit")]
+        let all = |counted| counted >= turned_away as f64;
+        server.wait_metric("postern_callers_refused_total", &[("listener", listener)], all).await?;
+    }
     echo(&mut held, b"after").await?;
     ensure!(server.get("/healthz").await?.0 == 200, "/healthz");
     server.wait_connected("edge-1", true, agent::START).await?;

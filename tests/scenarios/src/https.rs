@@ -8,7 +8,6 @@ use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, connect, echo};
 use postern_testbed::server::{self, Builder};
 use postern_testbed::target::{Behaviour, Target};
-use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
 use rustls::pki_types::{PrivatePkcs8KeyDer, ServerName};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -129,9 +128,7 @@ async fn tls_ends_at_the_edge(testbed: &Testbed) -> Result<()> {
             "access line {line:?}"
         );
     }
-    let metrics = server.metrics().await?;
-    metrics.expect("postern_connections_total", &[("listener", "https")], 2.0)?;
-    Ok(())
+    server.expect_metric("postern_connections_total", &[("listener", "https")], 2.0).await
 }
 
 async fn hello_in_single_bytes(testbed: &Testbed) -> Result<()> {
@@ -192,13 +189,7 @@ async fn unknown_names_get_an_alert(testbed: &Testbed) -> Result<()> {
 
 /// Waits until the listener has counted a client, which it does after answering.
 async fn turned_away(server: &server::Server<'_>, clients: f64) -> Result<()> {
-    let count =
-        async || Ok(server.metrics().await?.sum("postern_callers_refused_total", &[("listener", "https")]));
-    let what = format!("{clients} clients to be counted");
-    wait_until(&what, client::PATIENCE, count, |count| *count >= clients).await?;
-    let count = count().await?;
-    ensure!(count == clients, "{count} clients were counted, expected {clients}");
-    Ok(())
+    server.expect_metric("postern_callers_refused_total", &[("listener", "https")], clients).await
 }
 
 async fn plaintext_is_refused(testbed: &Testbed) -> Result<()> {

@@ -212,6 +212,7 @@ async fn certificates_are_reloaded(testbed: &Testbed) -> Result<()> {
     // A file that becomes invalid: its last good content stays in effect.
     let file = cas.nodes.file();
     std::fs::write(&file, "broken")?;
+    testbed.expect_error("trust bundle: it has no certificate");
     server.wait_log("keeping its last good content").await?;
     // Both change together: the kubelet accepts only certificates of the same CA.
     later.client("postern-kubelet-client")?;

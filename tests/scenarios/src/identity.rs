@@ -57,8 +57,8 @@ async fn enrols_once_and_keeps_its_key(testbed: &Testbed) -> Result<()> {
     let shown = [
         server.get("/status").await?.1,
         agent.get("/status").await?.1,
-        server.process.output()?,
-        agent.process.output()?,
+        server.process.output_of_all()?,
+        agent.process.output_of_all()?,
     ];
     ensure!(
         shown.iter().all(|text| !text.contains(&line) && !text.contains("PRIVATE KEY")),
@@ -106,6 +106,7 @@ async fn printed_command_works_unchanged(testbed: &Testbed) -> Result<()> {
 
 /// Starts an agent with a token that must not work, and expects the reason in its log or in the server's.
 async fn refused<'a>(server: &Server<'a>, builder: Builder<'a>, reason: &str) -> Result<()> {
+    server.testbed().expect_error("enrolment refused");
     let mut agent = builder.spawn()?;
     wait_for(&format!("the agent's log to contain {reason:?}"), agent::START, async || {
         Ok(agent.process.output()?.to_lowercase().contains(reason).then_some(()))
@@ -146,9 +147,7 @@ async fn bad_tokens_are_refused(testbed: &Testbed) -> Result<()> {
     server.wait_connected("edge-1", true, agent::START).await?;
     first.crash(&server).await?;
     refused(&server, Builder::new(&server, 1).named("agent-second").token(token), "already used").await?;
-    let metrics = server.metrics().await?;
-    metrics.expect("postern_enrollments_total", &[("outcome", "issued")], 1.0)?;
-    Ok(())
+    server.expect_metric("postern_enrollments_total", &[("outcome", "issued")], 1.0).await
 }
 
 fn tokens(server: &Server<'_>) -> Result<Vec<Value>> {
@@ -219,18 +218,15 @@ async fn renewal_drops_no_connection(testbed: &Testbed) -> Result<()> {
     agent.wait_log("it is silent, and another connection to the server works").await?;
     agent.crash(&server).await?;
     agent.return_to(&server).await?;
-    let metrics = server.metrics().await?;
-    ensure!(
-        metrics.sum("postern_enrollments_total", &[("call", "renew"), ("outcome", "issued")]) >= 1.0,
-        "{metrics:?}"
-    );
-    Ok(())
+    let renewed = [("call", "renew"), ("outcome", "issued")];
+    server.wait_metric("postern_enrollments_total", &renewed, |count| count >= 1.0).await.map(drop)
 }
 
 async fn expired_certificate_is_refused(testbed: &Testbed) -> Result<()> {
     let (server, mut agent) = server_and_agent(testbed).await?;
     agent.crash(&server).await?;
     let hour = Duration::from_secs(3600);
+    testbed.expect_error("certificate has expired and there is no --token");
     replace_certificate(testbed, &agent, SystemTime::now() - 2 * hour..SystemTime::now() - hour)?;
     agent.start_again()?;
     wait_for("the agent to report that its certificate has expired", agent::START, async || {
@@ -390,9 +386,8 @@ async fn agent_of_an_unknown_node_is_refused(testbed: &Testbed) -> Result<()> {
     inventory.nodes.retain(|node| node["metadata"]["name"] != "edge-1");
     inventory.write()?;
     let refused = [("result", "unknown_node")];
-    let count = async || Ok(server.metrics().await?.sum("postern_agent_sessions_refused_total", &refused));
-    wait_until("the session to end", Duration::from_secs(20), count, |count| *count >= 1.0).await?;
-    server.metrics().await?.expect("postern_tunnels", &[], 0.0)?;
+    server.wait_metric("postern_agent_sessions_refused_total", &refused, |count| count >= 1.0).await?;
+    server.expect_metric("postern_tunnels", &[], 0.0).await?;
     wait_for("the agent to say why", client::PATIENCE, async || {
         Ok(agent.process.output()?.contains("not in the server's inventory").then_some(()))
     })

@@ -213,10 +213,12 @@ async fn wait_full(server: &Server<'_>, flood: &Flood) -> Result<()> {
     flood.wait_opened(flood.opened.load(Ordering::Relaxed) + 500).await?;
     let sent_away = async || {
         let metrics = server.metrics().await?;
-        let handshakes = |result| metrics.sum("postern_agent_handshakes_total", &[("result", result)]);
-        let enrolments = |result| metrics.sum("postern_enrollment_connections_total", &[("result", result)]);
-        let handshakes = handshakes("turned_away") + handshakes("evicted") + handshakes("failed");
-        Ok(handshakes / 20.0 + enrolments("evicted") + enrolments("refused") + enrolments("idle"))
+        let sum = |name, results: [&str; 3]| -> Result<f64> {
+            results.iter().map(|result| metrics.sum_or_zero(name, &[("result", result)])).sum()
+        };
+        let handshakes = sum("postern_agent_handshakes_total", ["turned_away", "evicted", "failed"])?;
+        let enrolments = sum("postern_enrollment_connections_total", ["evicted", "refused", "idle"])?;
+        Ok(handshakes / 20.0 + enrolments)
     };
     wait_until("the bound to be reached", Duration::from_secs(60), sent_away, |count| *count >= 250.0)
         .await?;
@@ -254,9 +256,8 @@ async fn this_host_is_another_source_at_each_node_by_ipv6(testbed: &Testbed) -> 
     ));
     // A third of the files, and then a third of the rest.
     ensure!(first >= 100 && second >= first / 2, "{first} connections to edge-1, {second} to edge-2");
-    let over = server.metrics().await?.sum("postern_connections_over_limit_total", &[("reason", "source")]);
-    ensure!(over >= 20.0, "{over} connections were refused for their source");
-    Ok(())
+    let (over, reason) = ("postern_connections_over_limit_total", [("reason", "source")]);
+    server.wait_metric(over, &reason, |refused| refused >= 20.0).await.map(drop)
 }
 
 async fn greedy_clients_leave_open_files_to_the_others(testbed: &Testbed) -> Result<()> {
@@ -285,17 +286,15 @@ async fn greedy_clients_leave_open_files_to_the_others(testbed: &Testbed) -> Res
     let mut inventory = Inventory::of(testbed)?;
     inventory.nodes.push(node("edge-9", true, &[Ipv4Addr::new(192, 168, 99, 9).into()], &[]));
     inventory.write()?;
-    let edges = async || Ok(server.metrics().await?.sum("postern_inventory_nodes", &[("role", "edge")]));
-    wait_until("the inventory to be read again", client::PATIENCE, edges, |edges| *edges == 3.0).await?;
+    server.expect_metric("postern_inventory_nodes", &[("role", "edge")], 3.0).await?;
     server
         .wait_access("of a refused client", |line| {
             line.text("outcome") == "busy" && line.text("error").contains("connections open")
         })
         .await?;
-    let metrics = server.metrics().await?;
     for reason in ["source", "node"] {
-        let refused = metrics.sum("postern_connections_over_limit_total", &[("reason", reason)]);
-        ensure!(refused >= 1.0, "no connection was refused for its {reason}");
+        let over = "postern_connections_over_limit_total";
+        server.wait_metric(over, &[("reason", reason)], |refused| refused >= 1.0).await?;
     }
     ensure!(!server.process.output()?.contains("failed to accept"), "the open files were used up");
     // Held connections still work, and released ones make room for new ones.
@@ -336,10 +335,8 @@ async fn the_http_listener_answers_beside_silent_clients(
     let _web = Web::start(testbed, 1, 9100)?;
     let clients = clients_host(testbed)?;
     let flood = Flood::start(&clients, (CLOUD, port).into(), 100, &Client::Silent)?;
-    let refused = async || {
-        Ok(server.metrics().await?.sum("postern_connections_over_limit_total", &[("listener", full)]))
-    };
-    wait_until("the listener to be full", client::PATIENCE, refused, |refused| *refused >= 100.0).await?;
+    let (over, listener) = ("postern_connections_over_limit_total", [("listener", full)]);
+    server.wait_metric(over, &listener, |refused| refused >= 100.0).await?;
     let listener: SocketAddr = ([127, 0, 0, 1], 10264).into();
     for _ in 0..20 {
         let mut stream = connect(listener).await?;
@@ -364,12 +361,12 @@ async fn two_thousand_connects_at_once(testbed: &Testbed) -> Result<()> {
     let open = at_once(COUNT, || hold(address, b"one of many")).await?;
     figure(&format!("{COUNT} connects at once were all relayed after {:.1?}", start.elapsed()));
     drop(open);
-    let busy = server.metrics().await?.sum("postern_connections_total", &[("outcome", "busy")]);
-    ensure!(busy == 0.0, "{busy} of them were refused");
-    let dials = agent.metrics().await?.sum("postern_agent_dials_total", &[("outcome", "ok")]);
     #[expect(clippy::cast_precision_loss, reason = "2000 fits")]
     let count = COUNT as f64;
-    ensure!(dials > count, "{dials} dials for {COUNT} connections and a visit");
+    // A visit was dialled too.
+    agent.wait_metric("postern_agent_dials_total", &[("outcome", "ok")], |dials| dials > count).await?;
+    let busy = server.metric_or_zero("postern_connections_total", &[("outcome", "busy")]).await?;
+    ensure!(busy == 0.0, "{busy} of them were refused");
     Ok(())
 }
 
@@ -382,12 +379,8 @@ async fn black_holed_dials_leave_turns_to_others(testbed: &Testbed) -> Result<()
     let holed = at_once(COUNT, || expect_reset(hole));
     let reached = async {
         // Dials count when they end: the first ones to the black hole after five seconds.
-        let ended = async || {
-            let metrics = agent.metrics().await?;
-            Ok(metrics.sum("postern_agent_dials_total", &[("outcome", "timed_out")]))
-        };
-        wait_until("the first dials to be given up", client::PATIENCE, ended, |ended| *ended >= 1.0).await?;
-        Ok(())
+        let outcome = [("outcome", "timed_out")];
+        agent.wait_metric("postern_agent_dials_total", &outcome, |ended| ended >= 1.0).await.map(drop)
     };
     alongside("1,500 black-holed dials", healthy.address, async {
         let (_, ()) = tokio::try_join!(holed, reached)?;
@@ -395,11 +388,12 @@ async fn black_holed_dials_leave_turns_to_others(testbed: &Testbed) -> Result<()
     })
     .await?;
     // Dials that did not start in time count as busy, the others as timed out.
-    let metrics = agent.metrics().await?;
-    let ended = |outcome| metrics.sum("postern_agent_dials_total", &[("outcome", outcome)]);
     #[expect(clippy::cast_precision_loss, reason = "1500 fits")]
     let count = COUNT as f64;
-    let all = ended("timed_out") + ended("busy");
-    ensure!(all == count, "{all} of {COUNT} dials ended as timed out or without a turn");
-    Ok(())
+    let ended = async || {
+        let metrics = agent.metrics().await?;
+        let ended = |outcome| metrics.sum_or_zero("postern_agent_dials_total", &[("outcome", outcome)]);
+        Ok(ended("timed_out")? + ended("busy")?)
+    };
+    wait_until("every dial to be counted", client::PATIENCE, ended, |all| *all == count).await.map(drop)
 }

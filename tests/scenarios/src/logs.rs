@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use nix::fcntl::{FcntlArg, fcntl};
 use postern_testbed::Testbed;
+use postern_testbed::admin::Admin;
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::client::visit;
-use postern_testbed::metrics::Metrics;
 use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::Behaviour;
 
@@ -43,8 +43,8 @@ async fn with_output<'a>(
     Ok((server, agent))
 }
 
-fn lost(metrics: &Metrics, reason: &str) -> f64 {
-    metrics.sum("postern_log_lines_lost_total", &[("reason", reason)])
+async fn lost(admin: &Admin<'_>, reason: &str) -> Result<f64> {
+    admin.metric("postern_log_lines_lost_total", &[("reason", reason)]).await
 }
 
 async fn nobody_reads_standard_error(testbed: &Testbed) -> Result<()> {
@@ -55,11 +55,11 @@ async fn nobody_reads_standard_error(testbed: &Testbed) -> Result<()> {
     loop {
         at_once(100, || async move { visit(on_edge.address).await }).await?;
         ensure!(server.get("/healthz").await?.0 == 200, "/healthz");
-        let (of_server, of_agent) = (server.metrics().await?, agent.metrics().await?);
-        if lost(&of_server, "queue_full") > 0.0 && lost(&of_agent, "queue_full") > 0.0 {
+        let (of_server, of_agent) = (lost(&server, "queue_full").await?, lost(&agent, "queue_full").await?);
+        if of_server > 0.0 && of_agent > 0.0 {
             break;
         }
-        ensure!(begin.elapsed() < LIMIT, "no line was dropped: {of_server:?} {of_agent:?}");
+        ensure!(begin.elapsed() < LIMIT, "dropped lines: {of_server} of the server, {of_agent} of the agent");
     }
     ensure!(server.is_connected("edge-1").await?, "the tunnel was lost");
     // Standard error is read again, and has a line about the lost ones.
@@ -87,8 +87,9 @@ async fn standard_error_fails(testbed: &Testbed) -> Result<()> {
     let mut agent = agent::Builder::new(&server, 1).token(token).stderr(closed).spawn()?;
     server.wait_connected("edge-1", true, agent::START).await?;
     visit(target(testbed, 1, 10250, Behaviour::Echo)?.address).await?;
-    for metrics in [server.metrics().await?, agent.metrics().await?] {
-        ensure!(lost(&metrics, "write_failed") > 0.0, "failed writes are not counted: {metrics:?}");
+    for admin in [&*server, &*agent] {
+        let failed = [("reason", "write_failed")];
+        admin.wait_metric("postern_log_lines_lost_total", &failed, |lost| lost > 0.0).await?;
     }
     for process in [&mut agent.process, &mut server.process] {
         let status = process.stop().await?;

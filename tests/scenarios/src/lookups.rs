@@ -94,10 +94,10 @@ async fn a_name_that_does_not_exist_is_asked_for_ever_less(testbed: &Testbed) ->
 
 /// Waits for the first pause of at least this length that the agent logs from now on.
 async fn pause_of_at_least(agent: &Agent<'_>, least: Duration) -> Result<Duration> {
-    let before = agent.process.output()?.lines().count();
+    let before = agent.process.mark()?;
     wait_for("a long pause between two attempts", Duration::from_secs(150), async || {
-        let log = agent.process.output()?;
-        let last = log.lines().skip(before).filter_map(|line| {
+        let log = agent.process.output_since(before)?;
+        let last = log.lines().filter_map(|line| {
             let line: serde_json::Value = serde_json::from_str(line).ok()?;
             line.pointer("/fields/retry_in_ms").or(line.get("retry_in_ms"))?.as_u64()
         });

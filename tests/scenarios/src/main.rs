@@ -121,7 +121,40 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
+
+    /// Calls `see` with each source file below the folder.
+    fn sources(folder: &Path, see: &mut impl FnMut(&Path, &str)) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            match path.is_dir() {
+                true => sources(&path, see),
+                false => see(&path, &std::fs::read_to_string(&path).unwrap()),
+            }
+        }
+    }
+
+    #[test]
+    fn metrics_are_waited_for() {
+        // A program counts after it has acted: what is read once may not be counted yet. Spelt in two parts, because
+        // this file is read too.
+        let once = [concat!("metrics()", ".await?."), concat!("metrics", ".expect(")];
+        let judged = |line: &str| line.contains("ensure!") && line.contains(concat!(".met", "ric"));
+        let mut seen = 0;
+        sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut |path, text| {
+            for (number, line) in (1..).zip(text.lines()) {
+                seen += usize::from(line.contains(".expect_metric("));
+                assert!(
+                    !once.iter().any(|once| line.contains(once)) && !judged(line),
+                    "{}:{number} reads a metric once: wait with expect_metric or wait_metric",
+                    path.display()
+                );
+            }
+        });
+        assert!(seen > 20, "only {seen} lines wait for a metric");
+    }
 
     #[test]
     fn scenarios_that_have_to_find_faults_exist() {

@@ -1,12 +1,13 @@
 //! Floods under the memory limit of a container: they cause resets and are counted, but never an OOM kill.
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::path::Path;
 
 use anyhow::{Context as _, Result, ensure};
+use postern_testbed::admin::Admin;
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::cgroup::MemoryLimit;
 use postern_testbed::client::{self, End, connect, connect_from, echo, end_of, visit};
-use postern_testbed::metrics::Metrics;
 use postern_testbed::netns::Namespace;
 use postern_testbed::process::Process;
 use postern_testbed::report::figure;
@@ -39,11 +40,11 @@ const LENGTH: usize = 3_000_000;
 
 /// Expects a limit on unread data of a sixth of the memory limit; the metric shows the value that the program derived
 /// from its cgroup.
-fn expect_budget(metrics: &Metrics, limit: &MemoryLimit) -> Result<()> {
+async fn expect_budget(admin: &Admin<'_>, limit: &MemoryLimit) -> Result<()> {
     #[expect(clippy::cast_precision_loss, reason = "megabytes fit")]
     let sixth = (limit.bytes() / 6) as f64;
-    metrics.expect("postern_stalled_limit_bytes", &[], sixth)?;
-    metrics.expect("postern_stalled_bytes", &[], 0.0)
+    admin.expect_metric("postern_stalled_limit_bytes", &[], sixth).await?;
+    admin.expect_metric("postern_stalled_bytes", &[], 0.0).await
 }
 
 /// Returns the path at which a shipped DaemonSet mounts the host's cgroups.
@@ -69,7 +70,7 @@ async fn a_pods_limits_are_found(testbed: &Testbed) -> Result<()> {
         let limits = testbed.limits_on_cloud(name, SERVER, 150_000)?.in_pod(hosts);
         let builder = server::Builder::new(testbed).memory(&limits).flag("--redirect=off");
         let mut server = builder.start().await?;
-        expect_limits(&server.metrics().await?, &limits)?;
+        expect_limits(&server, &limits).await?;
         let line =
             server.process.output()?.lines().any(|line| {
                 line.contains("process limits") && line.contains(&format!("\"memory\":{SERVER}"))
@@ -77,7 +78,7 @@ async fn a_pods_limits_are_found(testbed: &Testbed) -> Result<()> {
         ensure!(line, "{name}: the log does not say the limits");
         let limit = testbed.limit_on_edge(&format!("agent-{name}"), AGENT)?.in_pod(hosts);
         let mut agent = agent::Builder::new(&server, 1).memory(&limit).enrol(&server).await?;
-        expect_limits(&agent.metrics().await?, &limit)?;
+        expect_limits(&agent, &limit).await?;
         limit.expect_kept(agent.process.pid())?;
         agent.process.stop().await?;
         limits.expect_kept(server.process.pid())?;
@@ -87,25 +88,25 @@ async fn a_pods_limits_are_found(testbed: &Testbed) -> Result<()> {
 }
 
 /// Expects the limits that the program has found, and the files that contain them.
-fn expect_limits(metrics: &Metrics, limit: &MemoryLimit) -> Result<()> {
-    expect_budget(metrics, limit)?;
+async fn expect_limits(admin: &Admin<'_>, limit: &MemoryLimit) -> Result<()> {
+    expect_budget(admin, limit).await?;
     #[expect(clippy::cast_precision_loss, reason = "megabytes fit")]
-    metrics.expect("postern_memory_limit_bytes", &[], limit.bytes() as f64)?;
-    let of_machine = metrics.sum("postern_memory_limit_bytes", &[("from", "/proc/meminfo")]);
+    let bytes = limit.bytes() as f64;
+    admin.expect_metric("postern_memory_limit_bytes", &[], bytes).await?;
+    let machine = [("from", "/proc/meminfo")];
+    let of_machine = admin.metric_or_zero("postern_memory_limit_bytes", &machine).await?;
     ensure!(of_machine == 0.0, "it is the machine's memory");
     match limit.cpus() {
-        Some(cpus) => metrics.expect("postern_cpu_limit", &[], cpus),
+        Some(cpus) => admin.expect_metric("postern_cpu_limit", &[], cpus).await,
         None => Ok(()),
     }
 }
 
 /// Waits until the unread data is near its limit: not far below it and, after the grace period, not above it.
-async fn expect_held(metrics: impl AsyncFn() -> Result<Metrics>) -> Result<()> {
+async fn expect_held(admin: &Admin<'_>) -> Result<()> {
     let ratio = async || {
-        let metrics = metrics().await?;
-        let [held, bound] =
-            ["postern_stalled_bytes", "postern_stalled_limit_bytes"].map(|name| metrics.sum(name, &[]));
-        Ok(held / bound)
+        let metrics = admin.metrics().await?;
+        Ok(metrics.sum("postern_stalled_bytes", &[])? / metrics.sum("postern_stalled_limit_bytes", &[])?)
     };
     let at_bound = |ratio: &f64| *ratio > 0.5 && *ratio <= 1.0;
     wait_until("what is held over its bound to be 0.5 to 1", client::PATIENCE, ratio, at_bound).await?;
@@ -129,7 +130,7 @@ fn expect_alive(process: &mut Process, limit: &MemoryLimit) -> Result<()> {
 }
 
 async fn stalled_at(server: &Server<'_>) -> Result<f64> {
-    Ok(server.metrics().await?.sum("postern_connections_total", &[("outcome", "stalled")]))
+    server.metric_or_zero("postern_connections_total", &[("outcome", "stalled")]).await
 }
 
 /// The flood is within the server's limit for one node, but not within its memory. The link with the most unread data
@@ -140,7 +141,7 @@ async fn stalled_readers_of_two_nodes(testbed: &Testbed) -> Result<()> {
     let limit = testbed.limit_on_cloud("tunnel-server", SERVER)?;
     let mut server = server::Builder::new(testbed).memory(&limit).start().await?;
     let _agents = (Agent::enrol(&server, 1).await?, Agent::enrol(&server, 2).await?);
-    expect_budget(&server.metrics().await?, &limit)?;
+    expect_budget(&server, &limit).await?;
     let greedy = load_target::Target::start(testbed, 1).await?;
     let modest = load_target::Target::start(testbed, 2).await?;
     let kept = stalled_readers(&modest, MODEST, LENGTH).await?;
@@ -154,10 +155,8 @@ async fn stalled_readers_of_two_nodes(testbed: &Testbed) -> Result<()> {
         Ok(flood)
     })
     .await?;
-    alongside("its own node's flood", greedy.at(load_target::ECHO), async {
-        expect_held(async || server.metrics().await).await
-    })
-    .await?;
+    alongside("its own node's flood", greedy.at(load_target::ECHO), async { expect_held(&server).await })
+        .await?;
     expect_alive(&mut server.process, &limit)?;
     let lines: Vec<_> =
         server.access_log()?.into_iter().filter(|line| line.text("outcome") == "stalled").collect();
@@ -176,9 +175,7 @@ async fn stalled_readers_of_two_nodes(testbed: &Testbed) -> Result<()> {
         let end = end_of(&mut stream, client::PATIENCE).await?;
         ensure!(end == End::Eof(LENGTH), "one within the bound ended with {end:?}");
     }
-    let held = async || Ok(server.metrics().await?.sum("postern_stalled_bytes", &[]));
-    wait_until("nothing to be held any more", client::PATIENCE, held, |held| *held == 0.0).await?;
-    Ok(())
+    server.expect_metric("postern_stalled_bytes", &[], 0.0).await
 }
 
 /// Sends until the other end resets the connection, which is success.
@@ -187,7 +184,9 @@ async fn send_until_reset(mut stream: TcpStream) -> Result<()> {
     let mut left = LENGTH;
     while left > 0 {
         let part = left.min(chunk.len());
-        if stream.write_all(&chunk[..part]).await.is_err() {
+        if let Err(error) = stream.write_all(&chunk[..part]).await {
+            let reset = matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe);
+            ensure!(reset, "sending to a target that never reads: {error}");
             return Ok(());
         }
         left -= part;
@@ -208,7 +207,7 @@ async fn targets_that_never_read_beside_two_thousand_connections(testbed: &Testb
     let limit = testbed.limit_on_edge("tunnel-agent", AGENT)?;
     let server = crate::common::server(testbed).await?;
     let mut agent = agent::Builder::new(&server, 1).memory(&limit).enrol(&server).await?;
-    expect_budget(&agent.metrics().await?, &limit)?;
+    expect_budget(&agent, &limit).await?;
     let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
     let never_reads = target(testbed, 1, 9100, Behaviour::NeverReads)?;
     let on_edge = target(testbed, 1, 9101, Behaviour::Echo)?;
@@ -229,20 +228,18 @@ async fn targets_that_never_read_beside_two_thousand_connections(testbed: &Testb
         }
         resets_settled(async || {
             limit.expect_kept(agent.process.pid())?;
-            let metrics = agent.metrics().await?;
-            Ok(metrics.sum("postern_agent_connections_total", &[("outcome", "stalled")]))
+            agent.metric_or_zero("postern_agent_connections_total", &[("outcome", "stalled")]).await
         })
         .await
     })
     .await?;
-    expect_held(async || agent.metrics().await).await?;
-    let metrics = agent.metrics().await?;
+    expect_held(&agent).await?;
+    let resets = agent.metric("postern_agent_connections_total", &[("outcome", "stalled")]).await?;
     expect_alive(&mut agent.process, &limit)?;
     for stream in &mut open {
         echo(stream, b"still there").await.context("one of the connections beside them")?;
     }
     // Each reset reached its client, and the server logs the reason.
-    let resets = metrics.sum("postern_agent_connections_total", &[("outcome", "stalled")]);
     figure(&format!("{resets} of {STUCK} were reset"));
     let logged = async || stalled_at(&server).await;
     wait_until("the server to log every reset", client::PATIENCE, logged, |logged| *logged == resets).await?;
@@ -273,7 +270,7 @@ async fn downloads_that_nobody_reads_from_a_small_agent(testbed: &Testbed) -> Re
         let unread = stalled_readers(&source, UNREAD as usize, LENGTH).await?;
         let held = async || {
             limit.expect_kept(agent.process.pid())?;
-            Ok(server.metrics().await?.sum("postern_stalled_bytes", &[]))
+            server.metric("postern_stalled_bytes", &[]).await
         };
         let windows = f64::from(UNREAD) * f64::from(1 << 19);
         wait_until("the server to hold what they do not read", client::PATIENCE, held, |held| {
@@ -321,12 +318,9 @@ async fn heads_that_clients_never_end(testbed: &Testbed) -> Result<()> {
         }
         for listener in ["plain", "https"] {
             let of_listener = [("listener", listener), ("reason", "unauthenticated")];
-            let refused = async || {
-                Ok(server.metrics().await?.sum("postern_connections_over_limit_total", &of_listener))
-            };
-            let what = format!("the {listener} listener to refuse unauthenticated clients");
             // Some of them are accepted by the kernel only.
-            let refused = wait_until(&what, client::PATIENCE, refused, |refused| *refused > 0.0).await?;
+            let over = "postern_connections_over_limit_total";
+            let refused = server.wait_metric(over, &of_listener, |refused| refused > 0.0).await?;
             figure(&format!(
                 "the {listener} listener reset {refused} of {} unauthenticated clients",
                 CLIENTS / 2
@@ -375,8 +369,9 @@ async fn idle_connections_to_a_small_agent(testbed: &Testbed) -> Result<()> {
             line.text("outcome") == "busy" && line.text("error").contains("whose agent has room for")
         })
         .await?;
-    let refused = server.metrics().await?.sum("postern_connections_over_limit_total", &[("reason", "agent")]);
-    ensure!(refused >= 1.0, "no connection was refused for its source's part of the agent");
+    // For its source's part of the agent.
+    let (over, reason) = ("postern_connections_over_limit_total", [("reason", "agent")]);
+    server.wait_metric(over, &reason, |refused| refused >= 1.0).await?;
     let mut other = connect_from(&pod, on_first.address, client::PATIENCE).await?;
     echo(&mut other, b"another client").await.context("another client of the same node")?;
     drop(other);
@@ -426,8 +421,7 @@ async fn expect_busy_agent(server: &Server<'_>, agent: &Agent<'_>) -> Result<()>
             line.text("outcome") == "busy" && line.text("error").contains("has open files and memory for")
         })
         .await?;
-    let busy = agent.metrics().await?.sum("postern_agent_dials_total", &[("outcome", "busy")]);
-    ensure!(busy >= 1.0, "the agent has counted no dial that it refused");
+    agent.wait_metric("postern_agent_dials_total", &[("outcome", "busy")], |busy| busy >= 1.0).await?;
     for output in [server.process.output()?, agent.process.output()?] {
         ensure!(!output.contains("Too many open files"), "files were used up: {output}");
     }
@@ -477,10 +471,9 @@ async fn idle_connections_of_several_sources(testbed: &Testbed) -> Result<()> {
             line.text("outcome") == "busy" && line.text("error").contains("connections open")
         })
         .await?;
-    let metrics = server.metrics().await?;
     for reason in ["source", "node"] {
-        let refused = metrics.sum("postern_connections_over_limit_total", &[("reason", reason)]);
-        ensure!(refused >= 1.0, "no connection was refused for its {reason}");
+        let over = "postern_connections_over_limit_total";
+        server.wait_metric(over, &[("reason", reason)], |refused| refused >= 1.0).await?;
     }
     another_source(&pod, 6)?;
     let mut other = connect_from(&pod, on_second.address, client::PATIENCE).await?;

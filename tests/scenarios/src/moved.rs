@@ -103,7 +103,7 @@ async fn the_next_holder_of_a_nodes_address_is_never_dialled(testbed: &Testbed) 
             neighbour.address
         );
     }
-    agent.metrics().await?.expect("postern_agent_dials_total", &[("outcome", "denied")], 1.0)
+    agent.expect_metric("postern_agent_dials_total", &[("outcome", "denied")], 1.0).await
 }
 
 /// Two addresses of edge 1 besides the one that its agent's link uses: one moves to edge 2, although edge 1 keeps it on

@@ -5,7 +5,7 @@ use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, connect, digest, pattern_digest, visit};
 use postern_testbed::inventory::Inventory;
-use postern_testbed::process::{Process, log_file, program};
+use postern_testbed::process::{Process, program};
 use postern_testbed::server::{self, Builder};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
@@ -83,13 +83,10 @@ async fn expect_64(testbed: &Testbed, name: &str, flags: &[&str], expected: &[&s
     let mut command = testbed.on_cloud().command(&program(name)?);
     command.args(flags);
     let log = format!("{name}-misconfigured");
-    // Measured before the start: all of the log may be there a moment later.
-    let before = std::fs::metadata(log_file(testbed.dir(), &log)).map_or(0, |log| log.len() as usize);
     let mut process = Process::spawn(testbed.dir(), &log, command)?;
     let status =
         process.wait_exit(Duration::from_secs(10)).await.with_context(|| format!("{name} {flags:?}"))?;
-    let output = process.output()?;
-    let said = output.get(before.min(output.len())..).unwrap_or_default();
+    let said = process.output()?;
     ensure!(status.code() == Some(BAD_CONFIGURATION), "{name} {flags:?} ended with {status}: {said}");
     for word in expected {
         ensure!(said.contains(word), "{name} {flags:?} does not name {word:?}: {said}");

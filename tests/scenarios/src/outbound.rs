@@ -244,11 +244,7 @@ async fn impatient(ns: &Namespace, count: usize) -> Result<()> {
 }
 
 async fn wait_outbound(agent: &Agent<'_>, outcome: &str, count: f64) -> Result<()> {
-    let ended = async || {
-        let metrics = agent.metrics().await?;
-        Ok(metrics.sum("postern_agent_outbound_connections_total", &[("outcome", outcome)]))
-    };
-    wait_until(&format!("{count} times {outcome}"), SOON, ended, |ended| *ended == count).await.map(drop)
+    agent.expect_metric("postern_agent_outbound_connections_total", &[("outcome", outcome)], count).await
 }
 
 async fn who_waits_for_a_server_is_told_with_all_others(testbed: &Testbed) -> Result<()> {

@@ -62,17 +62,12 @@ async fn by_edge_address(testbed: &Testbed) -> Result<()> {
         ensure!(line.text("client") == client.to_string(), "client of {line:?}, expected {client}");
         let length = format!("hello {}", edge.name).len() as u64;
         ensure!(line.bytes_to_node()? == length && line.bytes_from_node()? == length, "bytes of {line:?}");
-        let metrics = async || agent.metrics().await;
-        wait_until("the agent's metrics to count it", client::PATIENCE, metrics, |metrics| {
-            metrics.sum("postern_agent_connections_total", &[("outcome", "ok")]) == 1.0
-                && metrics.sum("postern_agent_connections_active", &[]) == 0.0
-        })
-        .await?;
+        agent.expect_metric("postern_agent_connections_total", &[("outcome", "ok")], 1.0).await?;
+        agent.expect_metric("postern_agent_connections_active", &[], 0.0).await?;
     }
-    let metrics = server.metrics().await?;
-    metrics.expect("postern_connections_total", &[("listener", "redirect"), ("outcome", "ok")], 2.0)?;
-    metrics.expect("postern_tunnels", &[], 2.0)?;
-    Ok(())
+    let ok = [("listener", "redirect"), ("outcome", "ok")];
+    server.expect_metric("postern_connections_total", &ok, 2.0).await?;
+    server.expect_metric("postern_tunnels", &[], 2.0).await
 }
 
 async fn by_edge_address_ipv6(testbed: &Testbed) -> Result<()> {
@@ -207,12 +202,7 @@ pub(crate) async fn refused(testbed: &Testbed, server: &Server<'_>, agent: &Agen
     expect_reset(address).await?;
     expect_reset(address).await?;
     server.wait_access("refused", of_connection("edge-1", &address.to_string(), "refused")).await?;
-    let metrics = async || agent.metrics().await;
-    wait_until("two refusals in the agent's metrics", client::PATIENCE, metrics, |metrics| {
-        metrics.sum("postern_agent_dials_total", &[("outcome", "refused")]) == 2.0
-    })
-    .await?;
-    Ok(())
+    agent.expect_metric("postern_agent_dials_total", &[("outcome", "refused")], 2.0).await
 }
 
 async fn resets_travel_both_ways(testbed: &Testbed) -> Result<()> {

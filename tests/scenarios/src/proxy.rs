@@ -163,6 +163,7 @@ async fn a_proxy_that_opens_tls_is_named(testbed: &Testbed) -> Result<()> {
         let attached = Builder::new(&server, 1).env("HTTPS_PROXY", &url("")).spawn()?;
         attached.wait_log(says).await?;
         drop(attached);
+        testbed.expect_error("the server's CA is not the expected one: it presented no CA");
         let stranger = builder(&server, &url(""))?.named("stranger").spawn()?;
         stranger.wait_log(says).await
     };

@@ -63,8 +63,8 @@ async fn cilium_without_socket_load_balancing(testbed: &Testbed) -> Result<()> {
         cilium_starts(testbed)?;
         let start = std::time::Instant::now();
         // The repairs are counted, because connects might still be redirected by programs of the previous round.
-        let repairs = async || Ok(server.metrics().await?.sum("postern_redirect_mended_total", &[]));
-        wait_until("the repair", NOTICED, repairs, |repairs| *repairs >= f64::from(round)).await?;
+        let repaired = |repairs| repairs >= f64::from(round);
+        server.wait_metric_for(NOTICED, "postern_redirect_mended_total", &[], repaired).await?;
         wait_until("redirected connects", NOTICED, visited, |_| true).await?;
         figure(&format!("connects are redirected again {:.1?} after Cilium's start", start.elapsed()));
     }
@@ -104,11 +104,9 @@ async fn lost_route_is_restored(testbed: &Testbed) -> Result<()> {
         .await?;
     figure(&format!("a lost redirect route is back after {:.1?}", start.elapsed()));
     visit(on_edge.address).await?;
-    let repairs = async || Ok(server.metrics().await?.sum("postern_redirect_mended_total", &[]));
-    wait_until("the repair to be counted", NOTICED, repairs, |repairs| *repairs >= 1.0).await?;
-    // The verification after the repair went through the listener like any other connection.
-    let verified = server.metrics().await?.sum("postern_redirect_verified", &[]);
-    ensure!(verified == 1.0, "the redirect counts as broken after its repair");
+    server.wait_metric_for(NOTICED, "postern_redirect_mended_total", &[], |repairs| repairs >= 1.0).await?;
+    // The verification after the repair goes through the listener like any other connection.
+    server.expect_metric("postern_redirect_verified", &[], 1.0).await?;
     let status = server.status().await?;
     ensure!(status["redirect"]["state"] == "on", "{}", status["redirect"]);
     Ok(())

@@ -73,10 +73,7 @@ impl<'a> Fleet<'a> {
             Ok(via.len())
         };
         wait_until(&what, TOLD, via, |servers| *servers == usize::from(has)).await?;
-        if has {
-            client::session_began();
-        }
-        Ok(())
+        if has { self.redirector.session_began("edge-1").await } else { Ok(()) }
     }
 }
 
@@ -103,8 +100,8 @@ async fn a_redirector_has_connections_forwarded(testbed: &Testbed) -> Result<()>
     let text = server::run(testbed, &["status"])?;
     let text = String::from_utf8_lossy(&text.stdout);
     ensure!(text.starts_with("tunnel-redirector "), "its status:\n{text}");
-    fleet.redirector.metrics().await?.expect("postern_role", &[("role", "redirector")], 1.0)?;
-    fleet.server.metrics().await?.expect("postern_role", &[("role", "server")], 1.0)?;
+    fleet.redirector.expect_metric("postern_role", &[("role", "redirector")], 1.0).await?;
+    fleet.server.expect_metric("postern_role", &[("role", "server")], 1.0).await?;
 
     // The server dies: connects fail at once. It comes back, and so does its agent.
     fleet.server.process.crash().await?;

@@ -33,8 +33,6 @@ static KILLED_AT: OnceLock<Instant> = OnceLock::new();
 
 static LIVE: Mutex<Vec<Id>> = Mutex::new(Vec::new());
 static TOOK: Mutex<Vec<Took>> = Mutex::new(Vec::new());
-/// Lines of the programs at level ERROR, each with its scenario.
-static ERRORS: Mutex<Vec<(&str, String)>> = Mutex::new(Vec::new());
 static SLOTS: OnceLock<Slots> = OnceLock::new();
 
 /// The `scenarios` program; `--run NAME --id ID`, `--target` and `--visit` are for the processes that it starts itself.
@@ -82,9 +80,6 @@ fn dispatch(mut args: Vec<OsString>, mut scenarios: Vec<&'static Scenario>) -> R
     if took.len() > 1 {
         print!("{}", durations::summary(start, took));
     }
-    for (scenario, line) in std::mem::take(&mut *lock(&ERRORS)) {
-        println!("logged at ERROR: {scenario}: {line}");
-    }
     Ok(conclusion.exit_code())
 }
 
@@ -123,6 +118,7 @@ fn work(scenario: &Scenario, id: Id) -> Result<()> {
     let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().context("runtime")?;
     let result = runtime.block_on((scenario.run)(&testbed)).and_then(|()| faults::all_found(scenario.name()));
     runtime.shutdown_timeout(Duration::from_secs(2));
+    let result = result.and_then(|()| testbed.judge_logs());
     result.inspect_err(|error| progress(&format!("FAILED  {}", in_one_line(error))))
 }
 
@@ -147,8 +143,6 @@ fn in_own_process(place: usize, scenario: &Scenario) -> Result<(), Failed> {
     lock(&LIVE).push(id.clone());
     let result =
         supervise(scenario, &id, variables).or_else(|error| bail!("{error:#}{}", kept(scenario, &id)));
-    let errors = logs::errors(&id.dir()).into_iter().map(|line| (scenario.name(), line));
-    lock(&ERRORS).extend(errors);
     let removed = sweep::remove(&id);
     lock(&LIVE).retain(|live| *live != id);
     let (name, cluster) = (scenario.name(), scenario.has_cluster());
@@ -179,8 +173,6 @@ fn supervise(scenario: &Scenario, id: &Id, variables: Vec<(String, String)>) -> 
     match status {
         Some(status) if status.success() => {
             ensure!(left.is_empty(), "passed, but left behind: {}", left.join(", "));
-            let panics = logs::panics(&dir);
-            ensure!(panics.is_empty(), "passed, but there was a panic:\n{}", panics.join("\n"));
         }
         Some(status) => {
             bail!("ended with {status} after {:.1?}\n{}", start.elapsed(), logs::ends(&dir))

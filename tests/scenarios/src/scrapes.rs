@@ -75,13 +75,9 @@ async fn callers_read_metrics_by_token_or_certificate(testbed: &Testbed) -> Resu
     ensure!(!plain.ok && plain.status == 0, "without TLS: {plain:?}");
 
     // The same from an operator's view: metrics, log and status.
-    let metrics = server.metrics().await?;
-    let refused = metrics.sum("postern_callers_refused_total", &[("listener", "metrics")]);
-    ensure!(refused >= 3.0, "{refused} callers were refused");
-    ensure!(
-        metrics.sum("postern_connections_total", &[("listener", "metrics")]) >= 2.0,
-        "no connection is counted"
-    );
+    let listener = [("listener", "metrics")];
+    server.wait_metric("postern_callers_refused_total", &listener, |refused| refused >= 3.0).await?;
+    server.wait_metric("postern_connections_total", &listener, |count| count >= 2.0).await?;
     server.wait_log("a client certificate or a bearer token is needed").await?;
     ensure!(!server.process.output()?.contains("wrong-token"), "the log has a token");
     let status = server.status().await?;
@@ -104,8 +100,7 @@ async fn one_source_does_not_take_the_listener(testbed: &Testbed) -> Result<()> 
     }
     ensure!(!held.is_empty(), "no connection was taken");
     let bound = [("listener", "metrics"), ("reason", "source")];
-    let refused = async || Ok(server.metrics().await?.sum("postern_connections_over_limit_total", &bound));
-    wait_until("connections to be refused", SOON, refused, |refused| *refused > 0.0).await?;
+    server.wait_metric("postern_connections_over_limit_total", &bound, |refused| refused > 0.0).await?;
     // Another source has its own share. The certificate includes this host's addresses.
     let ca = shown(&testbed.dir().join("server/ca/ca.crt"));
     let local = format!("https://127.0.0.1:{PORT}/metrics");
@@ -135,9 +130,8 @@ async fn a_successor_answers_at_once(testbed: &Testbed) -> Result<()> {
     ensure!(ended.code() == Some(0), "the first server ended with {ended}");
     ask_with(testbed, "prometheus-token").await?.expect(200, METRIC)?;
     // Counted at the connection's end, which the server notices after its client.
-    let answered =
-        async || Ok(second.metrics().await?.sum("postern_connections_total", &[("listener", "metrics")]));
-    wait_until("the second server to count it", SOON, answered, |answered| *answered > 0.0).await?;
+    let listener = [("listener", "metrics")];
+    second.wait_metric("postern_connections_total", &listener, |answered| answered > 0.0).await?;
     Ok(())
 }
 

@@ -74,7 +74,7 @@ async fn what_is_held_does_not_grow(testbed: &Testbed) -> Result<()> {
 async fn held(server: &Server<'_>, agent: &Agent<'_>) -> Result<Held> {
     let idle = async || {
         let metrics = server.metrics().await?;
-        Ok((metrics.sum("postern_connections_active", &[]), metrics.sum("postern_tunnels", &[])))
+        Ok((metrics.sum("postern_connections_active", &[])?, metrics.sum("postern_tunnels", &[])?))
     };
     wait_until("every connection to end", Duration::from_secs(60), idle, |now| *now == (0.0, 2.0)).await?;
     let status = server.status().await?;
@@ -84,7 +84,7 @@ async fn held(server: &Server<'_>, agent: &Agent<'_>) -> Result<Held> {
         held.insert(format!("server's {count}"), value);
     }
     for (program, metrics) in [("server", server.metrics().await?), ("agent", agent.metrics().await?)] {
-        held.extend(of_process(program, &metrics));
+        held.extend(of_process(program, &metrics)?);
     }
     Ok(held)
 }
@@ -223,15 +223,13 @@ async fn shake(testbed: &Testbed, server: &Server<'_>, other: &mut Agent<'_>, nu
                 (0..200u8).map(|n| node(&format!("passing-{n}"), true, &[[10, 99, 0, n].into()], &[])),
             );
             inventory.write()?;
-            let edges = async |count: f64| {
-                let now =
-                    async || Ok(server.metrics().await?.sum("postern_inventory_nodes", &[("role", "edge")]));
-                wait_until("the inventory to be in effect", agent::START, now, |now| *now == count).await
+            let edges = async |count| {
+                server.expect_metric("postern_inventory_nodes", &[("role", "edge")], count).await
             };
             edges(202.0).await?;
             inventory.nodes.truncate(3);
             inventory.write()?;
-            edges(2.0).await.map(drop)
+            edges(2.0).await
         }
         3 => {
             for port in [10262, 10263] {

@@ -1,16 +1,16 @@
 //! The real tunnel-agent on an edge host.
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::ops::Deref;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use serde_json::Value;
 
+use crate::admin::Admin;
 use crate::cgroup::MemoryLimit;
 use crate::client;
-use crate::metrics::Metrics;
 use crate::process::{self, Process};
 use crate::server::{Server, Token};
 use crate::topology::Testbed;
@@ -171,7 +171,9 @@ impl<'a> Builder<'a> {
     /// Starts the program, without waiting for its tunnel.
     pub fn spawn(self) -> Result<Agent<'a>> {
         let process = self.process()?;
-        Ok(Agent { builder: self, process })
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 10266));
+        let admin = Admin::new(&self.testbed.edge(self.edge).ns, address);
+        Ok(Agent { builder: self, admin, process })
     }
 
     fn process(&self) -> Result<Process> {
@@ -221,7 +223,16 @@ impl<'a> Builder<'a> {
 #[derive(Debug)]
 pub struct Agent<'a> {
     builder: Builder<'a>,
+    admin: Admin<'a>,
     pub process: Process,
+}
+
+impl<'a> Deref for Agent<'a> {
+    type Target = Admin<'a>;
+
+    fn deref(&self) -> &Admin<'a> {
+        &self.admin
+    }
 }
 
 impl<'a> Agent<'a> {
@@ -253,26 +264,14 @@ impl<'a> Agent<'a> {
 
     /// Starts one more agent with the same flags, and waits until it has taken over from this one.
     pub async fn take_over(&self) -> Result<Self> {
-        let log = process::log_file(self.builder.testbed.dir(), &self.successors_name());
-        // Another agent may have logged there before.
-        let times = || {
-            let log = std::fs::read_to_string(&log).unwrap_or_default();
-            log.matches("took over from the agent before").count()
-        };
-        let before = times();
         let agent = self.successor()?;
-        let what = "the second agent to take over";
-        wait_until(what, START, async || Ok(times()), |times| *times > before).await?;
+        agent.wait_log("took over from the agent before").await?;
         Ok(agent)
     }
 
     /// Starts one more agent with the same flags.
     pub fn successor(&self) -> Result<Self> {
-        Builder { name: self.successors_name(), ..self.builder.clone() }.spawn()
-    }
-
-    fn successors_name(&self) -> String {
-        format!("{}+", self.builder.name)
+        Builder { name: format!("{}+", self.builder.name), ..self.builder.clone() }.spawn()
     }
 
     /// Kills the agent, and waits until the server has noticed.
@@ -287,32 +286,10 @@ impl<'a> Agent<'a> {
         server.wait_connected(&self.builder.node, true, START).await
     }
 
-    /// Gets an admin page: status and body.
-    pub async fn get(&self, path: &str) -> Result<(u16, String)> {
-        let ns = &self.builder.testbed.edge(self.builder.edge).ns;
-        let address = "127.0.0.1:10266".parse().context("the agent's admin address")?;
-        let stream = client::connect_from(ns, address, client::PATIENCE)
-            .await
-            .context("connecting to the agent's admin port")?;
-        client::http(stream, "GET", path, "").await
-    }
-
-    pub async fn metrics(&self) -> Result<Metrics> {
-        let (status, body) = self.get("/metrics").await?;
-        ensure!(status == 200, "/metrics answered {status}: {body}");
-        Metrics::parse(&body)
-    }
-
-    pub async fn status(&self) -> Result<Value> {
-        let (status, body) = self.get("/status").await?;
-        ensure!(status == 200, "/status answered {status}: {body}");
-        serde_json::from_str(&body).with_context(|| format!("/status is not JSON: {body}"))
-    }
-
     /// Waits for a text in the log of the current process; earlier processes' lines do not count.
     pub async fn wait_log(&self, text: &str) -> Result<()> {
         let what = format!("the agent's log to contain {text:?}");
-        wait_until(&what, START, async || self.process.own_output(), |log| log.contains(text)).await?;
+        wait_until(&what, START, async || self.process.output(), |log| log.contains(text)).await?;
         Ok(())
     }
 

@@ -1,6 +1,7 @@
 //! A client on the cloud host: connects, exchanges bytes, checks how a connection ended; also HTTP for the admin pages.
+use std::collections::BTreeMap;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,7 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 
 use crate::netns::Namespace;
+use crate::report::progress;
 use crate::wait::wait_until;
 
 /// Time limit for one step of a client before the scenario fails.
@@ -24,28 +26,38 @@ pub const PATIENCE: Duration = Duration::from_secs(20);
 /// Maximum delay of the kernel's routes behind a session's start; milliseconds in practice.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// End of the time in which routes may still lag behind the last session start that the test saw.
-static SETTLED: Mutex<Option<Instant>> = Mutex::new(None);
+/// End of the time in which the route to an address may still lag behind a session's start that the test saw.
+static SETTLED: Mutex<BTreeMap<IpAddr, Instant>> = Mutex::new(BTreeMap::new());
 
-/// Notes that a session has just begun, here or at another server: for a second a connect() may still find no route.
-pub fn session_began() {
-    *SETTLED.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now() + SETTLE);
+/// Notes that a session of the node with these addresses has just begun.
+pub(crate) fn session_began(addresses: &[IpAddr]) {
+    let settled = Instant::now() + SETTLE;
+    let mut all = SETTLED.lock().unwrap_or_else(PoisonError::into_inner);
+    all.extend(addresses.iter().map(|address| (*address, settled)));
 }
 
-/// Connects, with a deadline. EHOSTUNREACH is retried only right after a session has begun: at any other time it means
-/// a lost route.
+/// Connects, with a deadline. EHOSTUNREACH is retried, and reported, only right after a session of the address's node
+/// has begun: at any other time it means a lost route.
 pub async fn connect(address: impl Into<SocketAddr>) -> Result<TcpStream> {
     let address = address.into();
-    let settled = SETTLED.lock().unwrap_or_else(PoisonError::into_inner).unwrap_or_else(Instant::now);
+    let settled = SETTLED.lock().unwrap_or_else(PoisonError::into_inner).get(&address.ip()).copied();
+    let (start, mut retries) = (Instant::now(), 0);
     // Not `wait_for`, whose future cannot be spawned.
-    loop {
+    let result = loop {
         match attempt(address, PATIENCE).await {
-            Err(error) if is_unreachable(&error) && Instant::now() < settled => {
+            Err(error)
+                if is_unreachable(&error) && settled.is_some_and(|settled| Instant::now() < settled) =>
+            {
+                retries += 1;
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
-            result => return result.with_context(|| format!("connecting to {address}")),
+            result => break result,
         }
+    };
+    if retries > 0 {
+        progress(&format!("no route to {address} for {:.0?}, in {retries} connects", start.elapsed()));
     }
+    result.with_context(|| format!("connecting to {address}"))
 }
 
 /// Makes one connect(); exceeding `limit` is an error of kind TimedOut.

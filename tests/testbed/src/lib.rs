@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 pub mod access_log;
+pub mod admin;
 pub mod agent;
 pub mod asleep;
 pub mod authority;

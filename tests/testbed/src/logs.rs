@@ -1,8 +1,9 @@
 //! The logs of a run: one per program, below `logs` in the run's folder.
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 
 /// Number of lines of each log that a failure shows.
 const LINES_SHOWN: usize = 60;
@@ -23,13 +24,51 @@ pub fn ends(dir: &Path) -> String {
 }
 
 /// Returns lines that report a panic, each with its log's name.
-pub fn panics(dir: &Path) -> Vec<String> {
+fn panics(dir: &Path) -> Vec<String> {
     lines(dir, |line| line.contains("panicked at"))
 }
 
-/// Returns lines of Postern's programs at level ERROR, each with its log's name.
-pub fn errors(dir: &Path) -> Vec<String> {
-    lines(dir, |line| line.contains(r#""level":"ERROR""#) || line.contains(" ERROR tunnel_"))
+/// Returns lines of Postern's programs at level ERROR, in either log format, each with its log's name.
+fn errors(dir: &Path) -> Vec<String> {
+    lines(dir, |line| {
+        let mut words = line.split_whitespace();
+        let dated = words.next().is_some_and(|word| word.starts_with("20") && word.ends_with('Z'));
+        line.contains(r#""level":"ERROR""#) || (dated && words.next() == Some("ERROR"))
+    })
+}
+
+/// The ERROR lines that a scenario provokes.
+#[derive(Debug, Default)]
+pub(crate) struct Announced(Mutex<Vec<Announcement>>);
+
+#[derive(Debug)]
+struct Announcement {
+    text: String,
+    /// True if it may be missing, because a race determines whether it is logged.
+    optional: bool,
+}
+
+impl Announced {
+    pub(crate) fn add(&self, text: &str, optional: bool) {
+        let announcement = Announcement { text: text.to_owned(), optional };
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(announcement);
+    }
+
+    /// Fails if a program panicked, logged an ERROR without an announced text, or did not log an announced one.
+    pub(crate) fn judge(&self, dir: &Path) -> Result<()> {
+        let panics = panics(dir);
+        ensure!(panics.is_empty(), "a program panicked:\n{}", panics.join("\n"));
+        let (announced, errors) = (self.0.lock().unwrap_or_else(PoisonError::into_inner), errors(dir));
+        let surprises: Vec<_> =
+            errors.iter().filter(|line| !announced.iter().any(|one| line.contains(&one.text))).collect();
+        ensure!(surprises.is_empty(), "ERROR lines that no `expect_error` announces:\n{surprises:#?}");
+        let missing = announced
+            .iter()
+            .filter(|one| !one.optional && !errors.iter().any(|line| line.contains(&one.text)));
+        let missing: Vec<_> = missing.map(|one| &one.text).collect();
+        ensure!(missing.is_empty(), "announced by `expect_error`, but not logged: {missing:?}");
+        Ok(())
+    }
 }
 
 /// Copies the logs of a failed run to `to`, replacing those of an earlier run.
@@ -83,6 +122,7 @@ mod tests {
         fs::write(dir.join("logs/server.log"), server).unwrap();
         fs::write(dir.join("logs/kubelet.log"), "E1126 failed\nlast\n").unwrap();
         let found = (panics(&dir), errors(&dir), ends(&dir), keep(&dir, &to));
+        let judged = Announced::default().judge(&dir);
         let mut copies: Vec<_> = fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         copies.sort();
         fs::remove_dir_all(&dir).unwrap();
@@ -90,7 +130,31 @@ mod tests {
         kept.unwrap();
         assert!(panics.len() == 1 && panics[0].starts_with("server.log: "), "{panics:?}");
         assert_eq!(errors, panics);
+        assert!(judged.unwrap_err().to_string().contains("a program panicked"));
         assert!(ends.contains("kubelet.log: last 2 of 2 lines") && ends.contains("E1126 failed"), "{ends}");
         assert_eq!(copies, ["kubelet.log", "server.log"]);
+    }
+
+    #[test]
+    fn an_error_is_announced_and_an_announced_one_comes() {
+        let dir = Id::new(Kind::Test).dir();
+        fs::create_dir_all(dir.join("logs")).unwrap();
+        let write = |text: &str| fs::write(dir.join("logs/agent.log"), text).unwrap();
+        let judged = |texts: &[(&str, bool)]| {
+            let announced = Announced::default();
+            texts.iter().for_each(|(text, optional)| announced.add(text, *optional));
+            announced.judge(&dir).map_err(|error| error.to_string())
+        };
+        write("2026-11-27T08:00:00Z  WARN tunnel_agent: no ERROR yet\nscenarios: ERROR of another program\n");
+        let quiet = [judged(&[]), judged(&[("expired", true)]), judged(&[("expired", false)])];
+        write("2026-11-27T08:00:00Z ERROR session{node=a}: tunnel_agent: certificate has expired\n");
+        let loud = [judged(&[]), judged(&[("expired", false)]), judged(&[("refused", true)])];
+        fs::remove_dir_all(&dir).unwrap();
+        assert!(quiet[0].is_ok() && quiet[1].is_ok(), "{quiet:?}");
+        assert!(quiet[2].as_ref().is_err_and(|error| error.contains("not logged")), "{quiet:?}");
+        assert!(loud[1].is_ok(), "{loud:?}");
+        for surprise in [&loud[0], &loud[2]] {
+            assert!(surprise.as_ref().is_err_and(|error| error.contains("certificate has")), "{loud:?}");
+        }
     }
 }

@@ -2,7 +2,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, ensure};
 
 /// One line of /metrics.
 #[derive(Clone, Debug, PartialEq)]
@@ -32,25 +32,35 @@ impl Metrics {
         })
     }
 
-    /// Returns the sum of a metric over all series with these labels; 0 if there are none.
+    /// Returns the sum of a metric over all series with these labels.
     ///
-    /// # Panics
-    /// If the page has no such metric: a test that asks for a misspelt name would pass with 0.
-    pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
-        assert!(self.has(name), "there is no metric {name}, only {:?}", self.families);
-        self.matching(name, labels).map(|sample| sample.value).sum()
+    /// # Errors
+    /// If there is no such series: a test that asks for a misspelt name or label would pass with 0.
+    pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> Result<f64> {
+        let sum = self.sum_or_zero(name, labels)?;
+        let series = self.samples.iter().filter(|sample| sample.name == name);
+        ensure!(
+            self.matching(name, labels).next().is_some(),
+            "{name} has no series with {labels:?}, only {:?}",
+            series.map(ToString::to_string).collect::<Vec<_>>()
+        );
+        Ok(sum)
     }
 
-    /// Fails with the metric's series in the error unless their sum is `expected`.
-    pub fn expect(&self, name: &str, labels: &[(&str, &str)], expected: f64) -> Result<()> {
-        let sum = self.sum(name, labels);
-        // Whole numbers: exact below 2^53.
-        if sum == expected {
-            return Ok(());
-        }
-        let series = self.samples.iter().filter(|sample| sample.name == name);
-        let series: Vec<String> = series.map(ToString::to_string).collect();
-        bail!("{name}{labels:?} is {sum}, expected {expected}:\n{}", series.join("\n"))
+    /// As [`Self::sum`], but 0 if no series has these values of the labels: for series that appear with their first
+    /// event.
+    ///
+    /// # Errors
+    /// If there is no such metric, or it has other labels.
+    pub fn sum_or_zero(&self, name: &str, labels: &[(&str, &str)]) -> Result<f64> {
+        ensure!(self.has(name), "there is no metric {name}, only {:?}", self.families);
+        let mut series = self.samples.iter().filter(|sample| sample.name == name).peekable();
+        let labelled = |sample: &Sample| labels.iter().all(|(key, _)| sample.labels.contains_key(*key));
+        ensure!(
+            series.peek().is_none() || series.any(labelled),
+            "{name} does not have all labels of {labels:?}"
+        );
+        Ok(self.matching(name, labels).map(|sample| sample.value).sum())
     }
 
     /// Reports whether the page has the metric, with or without a series. A histogram is present as `_bucket`, `_sum`
@@ -121,21 +131,26 @@ mod tests {
     fn a_page_is_read() {
         let page = "# HELP a_total text\n# TYPE a_total counter\n# TYPE none_total counter\na_total{x=\"1\",y=\"q\\\"}u\"} 3\na_total{x=\"2\"} 4.5\nplain 7 1700000000\n# EOF\n";
         let metrics = Metrics::parse(page).unwrap();
-        assert_eq!(metrics.sum("a_total", &[]), 7.5);
-        assert_eq!(metrics.sum("a_total", &[("x", "1")]), 3.0);
-        assert_eq!(metrics.sum("a_total", &[("y", "q\"}u")]), 3.0);
-        assert_eq!(metrics.sum("plain", &[]), 7.0);
-        metrics.expect("a_total", &[("x", "1")], 3.0).unwrap();
-        assert!(metrics.expect("a_total", &[], 3.0).unwrap_err().to_string().contains("7.5"));
-        assert_eq!(metrics.sum("none_total", &[]), 0.0, "a metric without a series");
+        let sum = |name, labels: &[(&str, &str)]| metrics.sum(name, labels).unwrap();
+        assert_eq!(sum("a_total", &[]), 7.5);
+        assert_eq!(sum("a_total", &[("x", "1")]), 3.0);
+        assert_eq!(sum("a_total", &[("y", "q\"}u")]), 3.0);
+        assert_eq!(sum("plain", &[]), 7.0);
         assert!(metrics.has("plain") && !metrics.has("a"));
     }
 
     #[test]
-    #[should_panic(expected = "there is no metric b_total")]
-    fn a_metric_that_nobody_exposes_is_not_zero() {
-        let metrics = Metrics::parse("# TYPE a_total counter\na_total 3\n").unwrap();
-        metrics.sum("b_total", &[]);
+    fn what_nobody_exposes_is_not_zero() {
+        let page = "# TYPE a_total counter\na_total{x=\"1\"} 3\n# TYPE none_total counter\n";
+        let metrics = Metrics::parse(page).unwrap();
+        let error = |name, labels: &[(&str, &str)]| metrics.sum(name, labels).unwrap_err().to_string();
+        assert!(error("b_total", &[]).contains("no metric b_total"));
+        assert!(error("a_total", &[("x", "2")]).contains("no series"));
+        assert!(error("none_total", &[]).contains("no series"));
+        let or_zero = |name, labels: &[(&str, &str)]| metrics.sum_or_zero(name, labels);
+        assert_eq!(or_zero("a_total", &[("x", "2")]).unwrap(), 0.0, "not counted yet");
+        assert_eq!(or_zero("none_total", &[("x", "2")]).unwrap(), 0.0, "not counted yet");
+        assert!(or_zero("b_total", &[]).is_err() && or_zero("a_total", &[("y", "1")]).is_err());
     }
 
     #[test]

@@ -76,6 +76,10 @@ shift
 exec "$@"
 "#;
 
+/// A place in a log.
+#[derive(Debug, Clone, Copy)]
+pub struct Mark(usize);
+
 /// A running program. Dropping it kills its whole process group.
 #[derive(Debug)]
 pub struct Process {
@@ -132,20 +136,31 @@ impl Process {
         self.child.id()
     }
 
-    /// Returns the whole log, including that of earlier processes of this name.
+    /// Returns the output of this process. That of earlier ones of this name is in the same file, and does not count.
     pub fn output(&self) -> Result<String> {
-        self.output_from(0)
+        self.output_since(Mark(self.begins))
     }
 
-    /// Returns the output of this process only.
-    pub fn own_output(&self) -> Result<String> {
-        self.output_from(self.begins)
+    /// Returns the output of this process and of all earlier ones of this name, for what none may have written.
+    pub fn output_of_all(&self) -> Result<String> {
+        self.output_since(Mark(0))
     }
 
-    fn output_from(&self, begins: usize) -> Result<String> {
-        let log = self.log.as_ref().with_context(|| format!("{} has no log", self.name))?;
+    /// Returns the end of the log so far, after which a phase of a test begins.
+    pub fn mark(&self) -> Result<Mark> {
+        let log = self.log()?;
+        let written = fs::metadata(log).with_context(|| format!("reading {}", log.display()))?.len();
+        usize::try_from(written).context("the length of a log").map(Mark)
+    }
+
+    pub fn output_since(&self, mark: Mark) -> Result<String> {
+        let log = self.log()?;
         let bytes = fs::read(log).with_context(|| format!("reading {}", log.display()))?;
-        Ok(String::from_utf8_lossy(bytes.get(begins..).unwrap_or_default()).into_owned())
+        Ok(String::from_utf8_lossy(bytes.get(mark.0..).unwrap_or_default()).into_owned())
+    }
+
+    fn log(&self) -> Result<&Path> {
+        self.log.as_deref().with_context(|| format!("{} has no log", self.name))
     }
 
     pub fn ended(&mut self) -> Result<Option<ExitStatus>> {

@@ -1,6 +1,7 @@
 //! The real tunnel-server on the cloud host.
 use std::fs;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::Deref;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
@@ -10,13 +11,12 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize;
-use serde_json::Value;
 
 use crate::access_log::{self, AccessLine};
+use crate::admin::Admin;
 use crate::cgroup::{Cgroup, MemoryLimit};
 use crate::client;
 use crate::inventory::{self, Inventory};
-use crate::metrics::Metrics;
 use crate::netns::Namespace;
 use crate::process::{self, Placement, Process};
 use crate::topology::{CLOUD, CloudHost, NEIGHBOUR, Testbed};
@@ -249,7 +249,7 @@ impl<'a> Builder<'a> {
             Inventory::of(self.testbed)?;
         }
         let process = self.spawn()?;
-        let mut server = Server { builder: self, process };
+        let mut server = Server::new(self, process);
         server.wait_ready().await?;
         Ok(server)
     }
@@ -313,7 +313,16 @@ fn copy_ca(testbed: &Testbed, state: &str) -> Result<()> {
 #[derive(Debug)]
 pub struct Server<'a> {
     builder: Builder<'a>,
+    admin: Admin<'a>,
     pub process: Process,
+}
+
+impl<'a> Deref for Server<'a> {
+    type Target = Admin<'a>;
+
+    fn deref(&self) -> &Admin<'a> {
+        &self.admin
+    }
 }
 
 impl<'a> Server<'a> {
@@ -333,8 +342,7 @@ impl<'a> Server<'a> {
     /// Starts one more server with the same flags, and waits until it has taken over from this one.
     pub async fn take_over(&self) -> Result<Self> {
         let mut server = self.successor()?;
-        let took = || Ok(server.process.output()?.contains("took over from the previous server"));
-        wait_until("the second server to take over", START, async || took(), |took| *took).await?;
+        server.wait_log("took over from the previous server").await?;
         server.wait_ready().await?;
         Ok(server)
     }
@@ -344,7 +352,13 @@ impl<'a> Server<'a> {
         let name = format!("{}+", self.builder.name);
         let builder = Builder { name, ..self.builder.clone() };
         let process = builder.spawn()?;
-        Ok(Self { builder, process })
+        Ok(Self::new(builder, process))
+    }
+
+    const fn new(builder: Builder<'a>, process: Process) -> Self {
+        let Host { ns, admin_port, .. } = builder.host;
+        let address = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), admin_port);
+        Self { builder, admin: Admin::new(ns, address), process }
     }
 
     async fn wait_ready(&mut self) -> Result<()> {
@@ -355,28 +369,6 @@ impl<'a> Server<'a> {
             Ok(matches!(self.get("/readyz").await, Ok((200, _))).then_some(()))
         })
         .await
-    }
-
-    /// Gets an admin page: status and body.
-    pub async fn get(&self, path: &str) -> Result<(u16, String)> {
-        let Host { ns, admin_port, .. } = self.builder.host;
-        let admin = SocketAddr::from((Ipv4Addr::LOCALHOST, admin_port));
-        let stream = client::connect_from(ns, admin, client::PATIENCE)
-            .await
-            .context("connecting to the server's admin port")?;
-        client::http(stream, "GET", path, "").await
-    }
-
-    pub async fn metrics(&self) -> Result<Metrics> {
-        let (status, body) = self.get("/metrics").await?;
-        ensure!(status == 200, "/metrics answered {status}: {body}");
-        Metrics::parse(&body)
-    }
-
-    pub async fn status(&self) -> Result<Value> {
-        let (status, body) = self.get("/status").await?;
-        ensure!(status == 200, "/status answered {status}: {body}");
-        serde_json::from_str(&body).with_context(|| format!("/status is not JSON: {body}"))
     }
 
     /// Reports whether /status shows a live tunnel to `node`; an error if it does not list the node.
@@ -393,23 +385,43 @@ impl<'a> Server<'a> {
     pub async fn wait_connected(&self, node: &str, connected: bool, limit: Duration) -> Result<()> {
         let what = format!("{node} to be {}", if connected { "connected" } else { "disconnected" });
         wait_until(&what, limit, async || self.is_connected(node).await, |seen| *seen == connected).await?;
-        if connected {
-            client::session_began();
-        }
+        if connected { self.session_began(node).await } else { Ok(()) }
+    }
+
+    /// Notes that a session of this node has begun, here or at another server: for a second, connects to its addresses
+    /// may find no route.
+    pub async fn session_began(&self, node: &str) -> Result<()> {
+        let status = self.status().await?;
+        let nodes = status["nodes"].as_array().into_iter().flatten();
+        let addresses =
+            nodes.filter(|entry| entry["name"] == node).filter_map(|entry| entry["addresses"].as_array());
+        let addresses: Vec<IpAddr> =
+            addresses.flatten().filter_map(|address| address.as_str()?.parse().ok()).collect();
+        client::session_began(&addresses);
         Ok(())
     }
 
-    pub fn access_log(&self) -> Result<Vec<AccessLine>> {
-        Ok(access_log::parse(&self.process.output()?))
+    /// Fails unless there are access lines, of this server or of those before it, and all of them fit.
+    pub fn expect_every_access(&self, fits: impl Fn(&AccessLine) -> bool) -> Result<()> {
+        let lines = self.access_log()?;
+        ensure!(!lines.is_empty(), "{} relayed nothing", self.process.name());
+        let other = lines.iter().find(|line| !fits(line));
+        ensure!(other.is_none(), "at {}: {other:?}", self.process.name());
+        Ok(())
     }
 
-    /// Waits for an access line for which `accept` returns true; the error shows the last lines.
+    /// Returns the access lines of this server and of those before it.
+    pub fn access_log(&self) -> Result<Vec<AccessLine>> {
+        Ok(access_log::parse(&self.process.output_of_all()?))
+    }
+
+    /// Waits for an access line of this process for which `accept` returns true; the error shows the last lines.
     pub async fn wait_access(&self, what: &str, accept: impl Fn(&AccessLine) -> bool) -> Result<AccessLine> {
         let lines = wait_until(
             &format!("an access line: {what}"),
             Duration::from_secs(10),
             async || {
-                let mut lines = self.access_log()?;
+                let mut lines = access_log::parse(&self.process.output()?);
                 let fits = lines.iter().position(&accept);
                 let shown = lines.len().saturating_sub(5);
                 Ok(match fits {
@@ -426,7 +438,7 @@ impl<'a> Server<'a> {
     /// Waits for a text in the log of the current process; earlier processes' lines do not count.
     pub async fn wait_log(&self, text: &str) -> Result<()> {
         wait_for(&format!("the server's log to contain {text:?}"), Duration::from_secs(15), async || {
-            Ok(self.process.own_output()?.contains(text).then_some(()))
+            Ok(self.process.output()?.contains(text).then_some(()))
         })
         .await
     }

@@ -15,6 +15,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use crate::cgroup::{self, Cgroup, MemoryLimit};
 use crate::id::Id;
+use crate::logs::Announced;
 use crate::netns::Namespace;
 use crate::process::{self, Placement};
 use crate::sweep;
@@ -77,6 +78,7 @@ pub struct Testbed {
     pub edge_cgroup: Cgroup,
     home_cgroup: PathBuf,
     dir: PathBuf,
+    announced: Announced,
 }
 
 impl Testbed {
@@ -104,6 +106,7 @@ impl Testbed {
             home_cgroup,
             dir,
             id,
+            announced: Announced::default(),
         };
         testbed.wire_cloud()?;
         let router = testbed.router.clone();
@@ -125,6 +128,23 @@ impl Testbed {
     /// Returns the folder for state, logs and files of this run.
     pub fn dir(&self) -> &Path {
         &self.dir
+    }
+
+    /// Announces that a program logs a line at level ERROR with this text. Any other ERROR fails the scenario, and so
+    /// does this one if it is missing at the end.
+    pub fn expect_error(&self, text: &str) {
+        self.announced.add(text, false);
+    }
+
+    /// As [`Self::expect_error`], but a race determines whether it is logged.
+    pub fn allow_error(&self, text: &str) {
+        self.announced.add(text, true);
+    }
+
+    /// Fails if the logs have a panic or an ERROR that was not announced, or lack an announced one. For the end of a
+    /// run, when its programs have ended.
+    pub fn judge_logs(&self) -> Result<()> {
+        self.announced.judge(&self.dir)
     }
 
     /// Returns the BPF file system of this run.

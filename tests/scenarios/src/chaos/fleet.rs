@@ -14,6 +14,7 @@ use postern_testbed::server::{Builder, Server};
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, NEIGHBOUR, Testbed, maps};
 
+use super::felt::Felt;
 use super::load::{Addresses, Client, Way};
 use super::nodes::Nodes;
 use super::plan::{Change, Fault};
@@ -50,6 +51,7 @@ pub(super) struct Fleet<'a> {
     nodes: Nodes,
     rotation: Rotation,
     clients: Vec<Client>,
+    felt: Felt,
     /// Number of restarts of programs that had ended by themselves, as by an init system.
     pub(super) restarts: usize,
     /// Earliest time of the next restart.
@@ -122,6 +124,7 @@ impl<'a> Fleet<'a> {
             nodes,
             rotation: Rotation::default(),
             clients,
+            felt: Felt::default(),
             restarts: 0,
             next_restart: Instant::now(),
         })
@@ -131,9 +134,17 @@ impl<'a> Fleet<'a> {
         &self.clients
     }
 
+    /// Returns the faults that may still be felt.
+    pub(super) fn felt(&self) -> &Felt {
+        &self.felt
+    }
+
     pub(super) async fn apply(&mut self, change: Change) -> Result<()> {
         match change {
-            Change::Begins(fault) => self.begin(fault).await,
+            Change::Begins(fault) => {
+                self.felt.begins(fault);
+                self.begin(fault).await
+            }
             Change::Ends(fault) => self.end(fault).await,
         }
         .with_context(|| format!("{change:?}"))
@@ -286,13 +297,14 @@ impl<'a> Fleet<'a> {
         self.young.clear();
         let reached = async || {
             for client in &self.clients {
-                let run = client.run(Load::small(), Patience::SHORT, wrong);
+                let run = client.run(Load::SMALL, Patience::SHORT, wrong);
                 run.await.with_context(|| client.to_string())?;
             }
             Ok(())
         };
         let left = WORKS.saturating_sub(begin.elapsed());
         wait_until("every edge to be reached by every way", left, reached, |()| true).await?;
+        self.felt.recovered();
         Ok(begin.elapsed())
     }
 
@@ -340,17 +352,17 @@ impl<'a> Fleet<'a> {
         let idle = async || {
             let mut open = 0.0;
             for server in &self.servers {
-                open += server.metrics().await?.sum("postern_connections_active", &[]);
+                open += server.metric("postern_connections_active", &[]).await?;
             }
             Ok(open)
         };
         wait_until("every connection to end", Duration::from_secs(30), idle, |open| *open == 0.0).await?;
         let mut held = Held::new();
         for (at, server) in self.servers.iter().enumerate() {
-            held.extend(of_process(&server_name(at), &server.metrics().await?));
+            held.extend(of_process(&server_name(at), &server.metrics().await?)?);
         }
         for (at, agent) in self.agents.iter().enumerate() {
-            held.extend(of_process(&agent_name(at), &agent.metrics().await?));
+            held.extend(of_process(&agent_name(at), &agent.metrics().await?)?);
         }
         for (map, entries) in maps::entries(self.servers[0].process.pid())? {
             held.insert(format!("entries of {map}"), f64::from(u32::try_from(entries)?));

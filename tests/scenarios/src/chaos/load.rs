@@ -1,19 +1,24 @@
 //! Clients of every edge by every way, which connect again and again until they are stopped.
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
 use postern_testbed::client::connect_from;
 use postern_testbed::netns::Namespace;
+use rand::SeedableRng as _;
+use rand::rngs::StdRng;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
+use tokio::time::error::Elapsed;
 use tokio::time::{sleep, timeout};
 
+use super::felt::Felt;
 use super::stream::{Load, Patience, Wrong, exchange};
+use crate::common::THIRD;
 use crate::https::{KUBELET, client_hello};
 
 /// Pause between two connections of a client.
@@ -46,6 +51,16 @@ pub(super) enum Way {
     RedirectV6(IpAddr),
     /// Through the https listener of a server, from the server's own host.
     Listener(Namespace, Ipv4Addr),
+}
+
+impl Way {
+    /// Returns the server through which it goes, counted from 0.
+    fn server(&self) -> usize {
+        match self {
+            Self::Redirect(_) | Self::RedirectV6(_) => 0,
+            Self::Listener(_, server) => 1 + usize::from(*server == THIRD),
+        }
+    }
 }
 
 impl fmt::Display for Way {
@@ -93,10 +108,17 @@ async fn connect(address: IpAddr, limit: Duration) -> Result<TcpStream> {
     timeout(limit, connecting).await.context("connect() took too long")?.context("connecting")
 }
 
+fn is_slow(error: &anyhow::Error) -> bool {
+    let timed_out = |error: &std::io::Error| error.kind() == std::io::ErrorKind::TimedOut;
+    error.is::<Elapsed>() || error.downcast_ref().is_some_and(timed_out)
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Served {
     whole: AtomicU64,
     failed: AtomicU64,
+    /// Failures that no fault explains.
+    unexplained: Mutex<Vec<String>>,
 }
 
 /// Clients that run until they are stopped.
@@ -107,17 +129,33 @@ pub(super) struct Clients {
 }
 
 impl Clients {
-    pub(super) fn start(clients: &[Client], patience: Patience, wrong: &Wrong) -> Self {
+    /// Starts clients whose load the seed determines.
+    pub(super) fn start(
+        clients: &[Client],
+        patience: Patience,
+        seed: u64,
+        felt: &Felt,
+        wrong: &Wrong,
+    ) -> Self {
         let (stop, mut tasks, mut all) = (Arc::new(AtomicBool::new(false)), JoinSet::new(), Vec::new());
-        for client in clients {
+        for (number, client) in (0..).zip(clients) {
             let served = Arc::new(Served::default());
             all.push((client.clone(), served.clone()));
-            let (client, stop, wrong) = (client.clone(), stop.clone(), wrong.clone());
+            let (client, stop, felt, wrong) = (client.clone(), stop.clone(), felt.clone(), wrong.clone());
+            let mut rng = StdRng::seed_from_u64(seed.wrapping_add(number));
             tasks.spawn(async move {
                 while !stop.load(Ordering::Relaxed) {
-                    let count = match client.run(Load::any(), patience, &wrong).await {
+                    let from = Instant::now();
+                    let count = match client.run(Load::any(&mut rng), patience, &wrong).await {
                         Ok(()) => &served.whole,
-                        Err(_) => &served.failed,
+                        Err(error) => {
+                            // On a busy machine one may only be slow.
+                            if !is_slow(&error) && !felt.explains(client.edge, client.way.server(), from) {
+                                let what = format!("{client}: {error:#}");
+                                served.unexplained.lock().unwrap_or_else(PoisonError::into_inner).push(what);
+                            }
+                            &served.failed
+                        }
                     };
                     count.fetch_add(1, Ordering::Relaxed);
                     sleep(PACE).await;
@@ -125,6 +163,15 @@ impl Clients {
             });
         }
         Self { stop, tasks, served: all }
+    }
+
+    /// Fails if a connection failed that no fault explains.
+    pub(super) fn expect_explained(&self) -> Result<()> {
+        for (_, served) in &self.served {
+            let unexplained = served.unexplained.lock().unwrap_or_else(PoisonError::into_inner);
+            ensure!(unexplained.is_empty(), "no fault explains that these failed: {unexplained:#?}");
+        }
+        Ok(())
     }
 
     /// Stops them; returns the number of complete connections, the number of failed ones, and the ways by which none

@@ -17,6 +17,8 @@ const STEPS: usize = 10;
 pub(super) const ALL: usize = 3;
 /// Number of kinds of faults.
 const KINDS: usize = 16;
+/// The edge whose agent has a session with every server.
+pub(super) const ATTACHED_EVERYWHERE: usize = 0;
 
 /// A fault. Servers and edges are counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +73,30 @@ impl Fault {
                 | Self::Impostor(_)
                 | Self::Crowd
         )
+    }
+
+    /// Reports whether a connection to this edge through this server may fail by it, until all has recovered. Edge
+    /// [`ATTACHED_EVERYWHERE`] needs no other server than the client's own.
+    pub(super) fn touches(self, edge: usize, server: usize) -> bool {
+        match self {
+            Self::ServerKilled(at)
+            | Self::ServerStopped(at)
+            | Self::ServerFrozen(at)
+            | Self::ServerUpgraded(at)
+            | Self::SuccessorDies(at, _) => at == server || edge != ATTACHED_EVERYWHERE,
+            Self::ServersApart(one, other) => {
+                edge != ATTACHED_EVERYWHERE && (one == server || other == server)
+            }
+            Self::AgentKilled(at)
+            | Self::AgentFrozen(at)
+            | Self::LinkCut(at)
+            | Self::Unlabelled(at)
+            | Self::Impostor(at)
+            | Self::AgentUpgraded(at)
+            | Self::AddressChanged(at) => at == edge,
+            Self::MappingsForgotten | Self::CaRotated => true,
+            Self::Crowd => false,
+        }
     }
 
     fn parts(self) -> Vec<Part> {

@@ -11,10 +11,12 @@ use anyhow::{Context as _, Result, bail, ensure};
 use postern_testbed::Testbed;
 use postern_testbed::client::PATIENCE;
 use rand::Rng as _;
+use rand::rngs::StdRng;
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
+use tokio::time::error::Elapsed;
 use tokio::time::{sleep, timeout};
 
 /// A client's timeouts.
@@ -63,6 +65,8 @@ impl Wrong {
 enum Failure {
     /// The connection failed.
     Lost,
+    /// Nothing came in time.
+    Slow(Elapsed),
     Wrong(String),
 }
 
@@ -72,9 +76,9 @@ impl From<std::io::Error> for Failure {
     }
 }
 
-impl From<tokio::time::error::Elapsed> for Failure {
-    fn from(_: tokio::time::error::Elapsed) -> Self {
-        Self::Lost
+impl From<Elapsed> for Failure {
+    fn from(elapsed: Elapsed) -> Self {
+        Self::Slow(elapsed)
     }
 }
 
@@ -89,13 +93,10 @@ pub(super) struct Load {
 }
 
 impl Load {
-    pub(super) fn small() -> Self {
-        Self { seed: rand::random(), up: 16, down: 16, pause: Duration::ZERO }
-    }
+    pub(super) const SMALL: Self = Self { seed: 1, up: 16, down: 16, pause: Duration::ZERO };
 
     /// Draws a load: mostly small, sometimes large, sometimes long.
-    pub(super) fn any() -> Self {
-        let mut rng = rand::rng();
+    pub(super) fn any(rng: &mut StdRng) -> Self {
         let mut size = |most: u64| rng.random_range(1..=most);
         let (up, down, pause) = match size(20) {
             1 => (size(2_000_000), size(2_000_000), 0),
@@ -242,6 +243,7 @@ pub(super) async fn exchange(
     match outcome {
         Ok(()) => SockRef::from(&stream).set_linger(None).context("a connection that has ended"),
         Err(Failure::Lost) => bail!("the connection was lost"),
+        Err(Failure::Slow(elapsed)) => Err(elapsed).context("the connection stood still"),
         Err(Failure::Wrong(what)) => {
             wrong.add(format!("a client of edge {node} saw {what} ({load:?})"));
             bail!("{what}")

@@ -172,6 +172,7 @@ async fn a_port_that_another_program_takes_is_found(testbed: &Testbed) -> Result
         .iptables("-t nat -A OUTPUT -p tcp -d 198.18.0.0/15 --dport 9200 -j REDIRECT --to-ports 9")?;
     doctor(testbed, &[]).await?.expect("foreign-rules", "takes port 9200")?;
     // Each self-test takes the next port.
+    testbed.expect_error(":9200 did not reach the listener");
     let degraded = async || Ok(server.status().await?["redirect"]["state"] == "degraded");
     wait_until("the self-test of the port to fail", Duration::from_secs(100), degraded, |degraded| *degraded)
         .await?;

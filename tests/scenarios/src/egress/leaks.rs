@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
-use postern_testbed::client::{PATIENCE, echo};
+use postern_testbed::client::echo;
 use postern_testbed::metrics::Metrics;
 use postern_testbed::process::Process;
 use postern_testbed::report::figure;
@@ -33,6 +33,8 @@ const WARM_UP: usize = 2_000;
 /// Number of dials in each later round. Bounded structures are full after five rounds; leaks grow in every one.
 const ROUND: usize = 4_000;
 const ROUNDS: usize = 8;
+/// Number of rounds without growth: what leaks grows in each, and one may be level because the allocator found room.
+const LEVEL: u32 = 2;
 /// Maximum growth of memory per round: 64 bytes per dial.
 const GROWTH: u64 = 256 << 10;
 
@@ -122,8 +124,7 @@ async fn lost(server: &Server<'_>, agent: &mut Agent<'_>, socket: &Path) -> Resu
         let socket = socket.to_owned();
         under_way.spawn(async move { failure([socket.as_path(); 2], "edge-2:9103", number).await });
     }
-    let active = async || Ok(server.metrics().await?.sum("postern_connections_active", &[]) as usize);
-    wait_until("the dials to be under way", PATIENCE, active, |active| *active == FEW).await?;
+    server.expect_metric("postern_connections_active", &[], FEW as f64).await?;
     agent.crash(server).await?;
     while let Some(done) = under_way.join_next().await {
         let answer = done??;
@@ -182,8 +183,8 @@ async fn dials<D: Future<Output = Result<()>> + Send + 'static>(
 
 /// Returns the numbers of connections, tasks and open files of a program.
 fn left(process: &Process, metrics: &Metrics, open: &str) -> Result<(u64, u64, u64)> {
-    let open = metrics.sum(open, &[]);
-    let tasks = metrics.sum("postern_tasks", &[]);
+    let open = metrics.sum(open, &[])?;
+    let tasks = metrics.sum("postern_tasks", &[])?;
     let files = std::fs::read_dir(format!("/proc/{}/fd", process.pid()))?.count();
     Ok((open as u64, tasks as u64, files as u64))
 }
@@ -199,22 +200,22 @@ async fn nothing_is_left<D: Future<Output = Result<()>> + Send + 'static>(
     let settled = |(open, now_tasks, now_files): &(u64, u64, u64)| {
         *open == 0 && *now_tasks <= tasks + 2 && *now_files <= files + 2
     };
-    let (mut memory, mut grows) = (Vec::new(), true);
+    let (mut memory, mut level) = (Vec::new(), 0);
     for count in std::iter::once(WARM_UP).chain([ROUND; ROUNDS]) {
         first().await?;
         dials(&dial, count).await?;
         let what = format!("nothing to be left of {count} dials");
         wait_until(&what, Duration::from_secs(90), &left, settled).await?;
         let now = process.anonymous_bytes()?;
-        grows = memory.last().is_none_or(|before| now.saturating_sub(*before) > GROWTH);
+        level += u32::from(memory.last().is_some_and(|before| now.saturating_sub(*before) <= GROWTH));
         memory.push(now);
-        if !grows && memory.len() > 2 {
+        if level == LEVEL {
             break;
         }
     }
     let kib: Vec<_> = memory.iter().map(|bytes| bytes >> 10).collect();
     figure(&format!("memory after {WARM_UP} dials, and after each {ROUND} more: {kib:?} KiB"));
-    ensure!(!grows, "memory grew in each round: {kib:?} KiB");
+    ensure!(level == LEVEL, "memory grew in all rounds but {level}: {kib:?} KiB");
     Ok(())
 }
 

@@ -113,7 +113,9 @@ async fn both_protocols_reach_edges(testbed: &Testbed) -> Result<()> {
     ensure!(length == 20_000_000, "{length} bytes came over gRPC before {ended:?}");
     let Some(Payload::CloseResponse(close)) = ended else { anyhow::bail!("it ended with {ended:?}") };
     ensure!(close.connect_id == connect_id && close.error.is_empty(), "it ended with {close:?}");
-    server.metrics().await?.expect("postern_callers_refused_total", &[("listener", "egress")], 0.0)
+    let refused = server.metric_or_zero("postern_callers_refused_total", &[("listener", "egress")]).await?;
+    ensure!(refused == 0.0, "{refused} callers were refused");
+    Ok(())
 }
 
 async fn a_duplicated_address_is_reached_by_name(testbed: &Testbed) -> Result<()> {
@@ -399,12 +401,9 @@ async fn stalled_callers_and_targets_stall_nobody(testbed: &Testbed) -> Result<(
     killed.shutdown(std::net::Shutdown::Both)?;
     drop((stalled, callers, waiting, stuck, several));
     writers.abort_all();
-    let active =
-        async || Ok(server.metrics().await?.sum("postern_connections_active", &[("listener", "egress")]));
     // Connections whose targets have not taken everything linger.
-    wait_until("the stalled connections to end", Duration::from_secs(100), active, |active| *active == 0.0)
-        .await
-        .map(drop)
+    let (name, egress) = ("postern_connections_active", [("listener", "egress")]);
+    server.wait_metric_for(Duration::from_secs(100), name, &egress, |active| active == 0.0).await.map(drop)
 }
 
 async fn what_is_no_edges_is_dialled_where_allowed(testbed: &Testbed) -> Result<()> {

@@ -162,7 +162,7 @@ pub(super) async fn the_agent_attaches_to_konnectivitys_servers(testbed: &Testbe
     let status = agent.status().await?;
     ensure!(status["konnectivity"]["server_count"] == 2, "{status}");
     expect_ready(&agent, 200).await?;
-    agent.metrics().await?.expect("konnectivity_network_proxy_agent_open_server_connections", &[], 2.0)?;
+    agent.expect_metric("konnectivity_network_proxy_agent_open_server_connections", &[], 2.0).await?;
 
     let echoes = target(testbed, 1, ECHO, Behaviour::Echo)?;
     relays(testbed, &sockets, echoes.address).await?;

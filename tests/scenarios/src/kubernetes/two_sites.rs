@@ -81,8 +81,7 @@ async fn older(cluster: &Cluster<'_>) -> Result<Option<&'static str>> {
 
 async fn reported(cluster: &Cluster<'_>, server: &Server<'_>, kind: &str) -> Result<()> {
     let address = cluster.testbed.edge(1).address.to_string();
-    let metrics = server.metrics().await?;
-    metrics.expect("postern_inventory_conflicts", &[("kind", kind)], 1.0)?;
+    server.expect_metric("postern_inventory_conflicts", &[("kind", kind)], 1.0).await?;
     let status = server.status().await?;
     let conflicts = status["inventory"]["conflicts"].as_array().cloned().unwrap_or_default();
     let message = conflicts.iter().find_map(|conflict| conflict["message"].as_str()).unwrap_or_default();

@@ -152,7 +152,7 @@ async fn a_conflict_is_shown_while_there_is_one(testbed: &Testbed) -> Result<()>
     browser.shows("#conflicts", &shared.to_string()).await?;
     let shown = browser.text("#conflicts").await?;
     ensure!(["edge-1", "edge-2"].iter().all(|name| shown.contains(name)), "the page says {shown:?}");
-    server.metrics().await?.expect("postern_inventory_conflicts", &[], 1.0)?;
+    server.expect_metric("postern_inventory_conflicts", &[], 1.0).await?;
     let rows = browser.value("document.querySelectorAll('#conflicts tbody tr').length").await?;
     ensure!(rows == 1, "{rows} conflicts are shown");
 

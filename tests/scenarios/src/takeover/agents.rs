@@ -24,10 +24,7 @@ pub(super) async fn an_agent_is_replaced(testbed: &Testbed) -> Result<()> {
     let length = 30_000_000;
     let source = target(testbed, 1, 9100, Behaviour::Source(22, length))?;
     visit(on_edge.address).await?;
-    let down = async || {
-        let metrics = server.metrics().await?;
-        anyhow::Ok(metrics.sum("postern_redirect_verdicts_total", &[("outcome", "down")]))
-    };
+    let down = async || server.metric("postern_redirect_verdicts_total", &[("outcome", "down")]).await;
     let before = down().await?;
     for turn in 1..=3 {
         let epoch = session_of(&server, 0).await?["epoch"].clone();
@@ -57,13 +54,11 @@ pub(super) async fn an_agent_is_replaced(testbed: &Testbed) -> Result<()> {
         let replacing = alongside_map(testbed, replacing);
         agent = alongside("an agent's replacement", on_edge.address, replacing).await?;
         ensure!(session_of(&server, 0).await?["epoch"] != epoch, "the first agent's session is the live one");
-        agent.metrics().await?.expect("postern_agent_sessions_started_total", &[], 1.0)?;
+        agent.expect_metric("postern_agent_sessions_started_total", &[], 1.0).await?;
         let ready = agent.get("/readyz").await?;
         ensure!(ready.0 == 200, "/readyz of the second agent: {ready:?}");
     }
-    for line in server.access_log()? {
-        ensure!(line.text("outcome") == "ok", "{line:?}");
-    }
+    server.expect_every_access(|line| line.text("outcome") == "ok")?;
     let failed = down().await? - before;
     ensure!(failed == 0.0, "{failed} connects found no tunnel");
     let status = agent.process.stop().await?;
@@ -84,7 +79,7 @@ async fn leaving(server: &Server<'_>) -> Result<Vec<u64>> {
 async fn wait_leaving(server: &Server<'_>, connections: &[u64]) -> Result<()> {
     let what = format!("the sessions that leave to relay {connections:?}");
     wait_until(&what, ENDS, async || leaving(server).await, |seen| *seen == connections).await?;
-    server.metrics().await?.expect("postern_agent_sessions_leaving", &[], connections.len() as f64)
+    server.expect_metric("postern_agent_sessions_leaving", &[], connections.len() as f64).await
 }
 
 /// As during a long `kubectl logs -f`: each agent finishes its connections, however often the next one is replaced.
@@ -103,7 +98,7 @@ pub(super) async fn agents_are_replaced_while_earlier_ones_drain(testbed: &Testb
             echo(stream, b"after").await.context("on a connection held")?;
         }
     }
-    server.metrics().await?.expect("postern_tunnels", &[], 1.0)?;
+    server.expect_metric("postern_tunnels", &[], 1.0).await?;
 
     let mut second = agents.remove(1);
     drop(held.remove(1));
@@ -118,15 +113,13 @@ pub(super) async fn agents_are_replaced_while_earlier_ones_drain(testbed: &Testb
     ensure!(status.code() == Some(0), "the fourth agent ended with {status}");
     let ready = fifth.get("/readyz").await?;
     ensure!(ready.0 == 200, "/readyz of the fifth agent: {ready:?}");
-    fifth.metrics().await?.expect("postern_agent_sessions_started_total", &[], 1.0)?;
+    fifth.expect_metric("postern_agent_sessions_started_total", &[], 1.0).await?;
     wait_leaving(&server, &[1, 1]).await?;
     for (agent, stream) in agents.iter_mut().zip(held) {
         finishes(&mut agent.process, stream, on_edge.address).await?;
     }
     wait_leaving(&server, &[]).await?;
-    for line in server.access_log()? {
-        ensure!(line.text("outcome") == "ok", "{line:?}");
-    }
+    server.expect_every_access(|line| line.text("outcome") == "ok")?;
     let status = fifth.process.stop().await?;
     ensure!(status.code() == Some(0), "the last agent ended with {status}");
     ensure!(!fifth.state_dir().join("takeover").exists(), "its socket is left");
@@ -198,5 +191,5 @@ pub(super) async fn an_agents_successor_dies(testbed: &Testbed) -> Result<()> {
         Ok(())
     })
     .await?;
-    third.metrics().await?.expect("postern_agent_sessions_started_total", &[], 1.0)
+    third.expect_metric("postern_agent_sessions_started_total", &[], 1.0).await
 }

@@ -132,12 +132,6 @@ fn ended(what: &str, status: ExitStatus) -> Result<()> {
     Ok(())
 }
 
-/// Fails unless all of the server's connections ended with outcome `ok`.
 fn all_were_whole(server: &Server<'_>) -> Result<()> {
-    let lines = server.access_log()?;
-    ensure!(!lines.is_empty(), "{} relayed nothing", server.process.name());
-    for line in lines {
-        ensure!(line.text("outcome") == "ok", "at {}: {line:?}", server.process.name());
-    }
-    Ok(())
+    server.expect_every_access(|line| line.text("outcome") == "ok")
 }

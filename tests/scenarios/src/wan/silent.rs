@@ -18,12 +18,16 @@ use postern_testbed::wan::Path;
 use super::{PATIENCE, session};
 use crate::common::{hold, server_and_agent, target};
 
+/// Time limit for a link to be used again after its line was out.
+const USABLE: Duration = Duration::from_secs(5);
+
 pub(super) async fn outages_of_up_to_ten_seconds_are_survived(testbed: &Testbed) -> Result<()> {
     let wan = testbed.wan(1, Path::new(50, 50))?;
     let (server, _agent) = server_and_agent(testbed).await?;
     let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
     let before = session(&server).await?;
     let mut stream = hold(shell.address, b"before").await?;
+    let mut outages = Vec::new();
     for seconds in [5, 8, 10] {
         wan.set_out(true);
         let typing = async {
@@ -39,8 +43,11 @@ pub(super) async fn outages_of_up_to_ten_seconds_are_survived(testbed: &Testbed)
         let both = tokio::time::timeout(PATIENCE, async { tokio::try_join!(typing, outage) });
         let (usable, back) = both.await.with_context(|| format!("an outage of {seconds} s"))??;
         figure(&format!("usable {:.2?} after an outage of {seconds} s", usable - back));
+        outages.push(usable - back);
         ensure!(session(&server).await? == before, "the agent attached again after {seconds} s");
     }
+    // Beside other work it may take longer after one or two, but not after each.
+    ensure!(outages.iter().any(|usable| *usable <= USABLE), "usable again after {outages:?} each");
     Ok(())
 }
 
@@ -85,12 +92,7 @@ pub(super) async fn nat_forgets_the_link(testbed: &Testbed) -> Result<()> {
     testbed.forget_mappings()?;
     usable(shell.address, "the NAT forgot the link").await?;
     // Without waiting for PING's timeout.
-    let log = agent.process.output()?;
-    ensure!(
-        log.contains("it is silent, and another connection to the server works"),
-        "the agent's log: {log}"
-    );
-    Ok(())
+    agent.wait_log("it is silent, and another connection to the server works").await
 }
 
 pub(super) async fn the_edge_gets_another_address(testbed: &Testbed) -> Result<()> {
@@ -112,9 +114,7 @@ pub(super) async fn the_edge_gets_another_address(testbed: &Testbed) -> Result<(
     let start = Instant::now();
     wait_until("a new connection", PATIENCE, works, |_| true).await?;
     figure(&format!("usable {:.1?} after the edge has another address", start.elapsed()));
-    let log = agent.process.output()?;
-    ensure!(log.contains("link lost its address, replacing it"), "the agent's log: {log}");
-    Ok(())
+    agent.wait_log("link lost its address, replacing it").await
 }
 
 pub(super) async fn the_edge_was_asleep(testbed: &Testbed) -> Result<()> {
@@ -131,9 +131,6 @@ pub(super) async fn the_edge_was_asleep(testbed: &Testbed) -> Result<()> {
     clock.set(Duration::from_secs(3600))?;
     agent.process.signal(Signal::SIGCONT)?;
     usable(shell.address, "the edge has woken up").await?;
-    let log = agent.process.output()?;
-    for line in ["asleep_s=3600", "it is silent, and another connection to the server works"] {
-        ensure!(log.contains(line), "no {line:?} in the agent's log: {log}");
-    }
-    Ok(())
+    agent.wait_log("asleep_s=3600").await?;
+    agent.wait_log("it is silent, and another connection to the server works").await
 }
