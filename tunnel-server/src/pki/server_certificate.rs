@@ -78,7 +78,8 @@ impl ServerCertificate {
         let sans = names.sans();
         let (issued, key) = state.issue_server(&sans.0, &sans.1)?;
         let validity = leaf_validity(&issued)?;
-        let tls = Arc::new(ServerTls::new(issued.chain, &key.to_der(), state.bundle(), Some(state.tickets()?))?);
+        let tls =
+            Arc::new(ServerTls::new(issued.chain, &key.to_der(), state.bundle(), Some(state.tickets()?))?);
         let peer_tls = Arc::new(ArcSwap::from(peer_config(&state, server_id)?));
         let (names_sender, names) = watch::channel(names);
         let (state_sender, state_receiver) = watch::channel(state);

@@ -120,7 +120,8 @@ mod tests {
             let issuer = Issuer::new(params, key);
             let roots = TrustBundle::new(vec![root.clone()]).unwrap();
             let (certificate, key) = signed(&issuer, "localhost", ExtendedKeyUsagePurpose::ServerAuth);
-            let tls = CallerTls::new(Arc::new(ServerTls::new(vec![certificate], &key, &roots, None).unwrap()));
+            let tls =
+                CallerTls::new(Arc::new(ServerTls::new(vec![certificate], &key, &roots, None).unwrap()));
             let tls = tls.unwrap();
             tls.accept_roots(&roots).unwrap();
             let mut registry = Registry::default();
