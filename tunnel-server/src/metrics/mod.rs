@@ -20,6 +20,8 @@ use tunnel_runtime::live::{Live, Present};
 pub(crate) use connection::{Connection, Relayed};
 pub(crate) use failures::Failure;
 use failures::{AtHop, Failures};
+#[cfg(test)]
+pub(crate) use permit::UNANSWERED;
 pub(crate) use permit::{Admitted, Judgement, Permit};
 
 use crate::admission::Full;
@@ -109,7 +111,9 @@ impl Metrics {
         ] {
             let _ = metrics.handshakes.get_or_create(&[("result", result)]);
         }
-        for result in ["impostor", "flood", "older", "revoked", "superseded", "unknown_node", "edge_node"] {
+        for result in
+            ["impostor", "flood", "older", "revoked", "superseded", "unknown_node", "edge_node", "token"]
+        {
             let _ = metrics.sessions_refused.get_or_create(&[("result", result)]);
         }
         for client in ["certified", "unauthenticated"] {
