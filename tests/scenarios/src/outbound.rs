@@ -87,6 +87,21 @@ async fn edge<'a>(server: &Server<'a>, n: usize) -> Result<Agent<'a>> {
     Ok(agent)
 }
 
+/// Returns the open connections between two ports of the loopback interface, without those to the admin port.
+fn on_loopback(ns: &Namespace) -> Result<Vec<String>> {
+    const LOOPBACK: &str = "0100007F:";
+    const ESTABLISHED: &str = "01";
+    let admin = format!(":{:04X}", 10265);
+    let table = ns.output("cat", "/proc/net/tcp")?;
+    let rows = table.lines().skip(1).filter(|row| {
+        let fields: Vec<_> = row.split_whitespace().collect();
+        let [_, local, remote, state, ..] = fields[..] else { return false };
+        state == ESTABLISHED
+            && [local, remote].iter().all(|end| end.starts_with(LOOPBACK) && !end.ends_with(&admin))
+    });
+    Ok(rows.map(ToOwned::to_owned).collect())
+}
+
 async fn workloads_reach_what_their_node_may(testbed: &Testbed) -> Result<()> {
     const BYTES: u64 = 8 << 20;
     let server = server(testbed, POLICY)?.start().await?;
@@ -118,6 +133,10 @@ async fn workloads_reach_what_their_node_may(testbed: &Testbed) -> Result<()> {
     let local = SocketAddr::from(([127, 0, 0, 1], MAP));
     let mut mapped = client::connect_from(one, local, SOON).await?;
     client::echo(&mut mapped, b"through a map").await?;
+
+    // None of their bytes cross the loopback interface, where others of that host could capture them.
+    let crossing = on_loopback(&testbed.cloud)?;
+    ensure!(crossing.is_empty(), "with two connections open there are on loopback: {crossing:?}");
 
     // Targets that no rule permits, and targets that do not exist.
     for (ns, to, status) in [

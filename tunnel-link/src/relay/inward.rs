@@ -139,11 +139,7 @@ impl Inward<'_> {
             // reports the end. The rest of the request is discarded.
             Err(RelayError::Socket(error)) if self.side == Side::Agent => {
                 let _ = self.answer.broken.set(error.kind());
-                while let Some(Ok(chunk)) = stream.data().await {
-                    if stream.flow_control().release_capacity(chunk.len()).is_err() {
-                        break;
-                    }
-                }
+                discard(stream).await;
                 std::future::pending().await
             }
             ended => ended,
@@ -252,6 +248,15 @@ impl Delivery<'_> {
                 data = &data[written..];
                 self.traffic.count_to_socket(written);
             }
+        }
+    }
+}
+
+/// Takes the rest of a stream that nobody wants.
+pub(super) async fn discard(stream: &mut RecvStream) {
+    while let Some(Ok(chunk)) = stream.data().await {
+        if stream.flow_control().release_capacity(chunk.len()).is_err() {
+            break;
         }
     }
 }

@@ -22,7 +22,7 @@ pub use forward::{Ended, Forward};
 pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};
 pub use metrics::register_stalled;
 pub use outward::{SMALL_READ, next_size};
-pub use pipe::{Pipe, PipeEnd, PipeStatus, TunnelStream, pipe};
+pub use pipe::{Pipe, PipeEnd, PipeStatus, TunnelStream, pipe, pipe_of_client};
 pub use pump::Pump;
 pub use quiet::{Relaying, end_quiet};
 pub use socket::{end_on_drop, flushed, lost, prepare_socket, reset_on_drop};

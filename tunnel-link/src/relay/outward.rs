@@ -105,10 +105,9 @@ impl Outward<'_> {
 
     /// Relays the end of file, then watches for a reset of either side until the answer is complete as well.
     async fn end(&self, socket: &ReadHalf<'_>, send: &mut SendStream<Bytes>) -> Result<Sent, RelayError> {
-        let status = (GRPC_STATUS, HeaderValue::from_static("0"));
         let ended = match self.side {
             Side::Server => send.send_data(Bytes::new(), true),
-            Side::Agent => send.send_trailers(HeaderMap::from_iter([status])),
+            Side::Agent => send.send_trailers(status("0")),
         };
         if let Err(error) = ended {
             let error = send_error(send, error).await;
@@ -131,9 +130,8 @@ impl Outward<'_> {
     /// sends both and then resets the rest of the request.
     fn broken(&self, send: &mut SendStream<Bytes>, error: io::Error) -> RelayError {
         if self.side == Side::Agent {
-            let status = (GRPC_STATUS, HeaderValue::from_static(TARGET_RESET));
             // Fails only if the stream has been reset, which tells more.
-            let _ = send.send_trailers(HeaderMap::from_iter([status]));
+            let _ = send.send_trailers(status(TARGET_RESET));
         }
         RelayError::Socket(error)
     }
@@ -263,6 +261,11 @@ pub(super) enum Sent {
     /// Not everything was sent, because the answer was complete before. The answer has the reason, for example a
     /// failed dial.
     Unwanted,
+}
+
+/// The trailers of a stream.
+pub(super) fn status(status: &'static str) -> HeaderMap {
+    HeaderMap::from_iter([(GRPC_STATUS, HeaderValue::from_static(status))])
 }
 
 /// Turns NO_ERROR into a value: a peer that has answered in full may reset the rest of the request with it (RFC 9113

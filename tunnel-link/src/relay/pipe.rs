@@ -1,21 +1,25 @@
-//! Relays a byte stream of this process on one HTTP/2 stream, for listeners that speak the target's protocol
-//! themselves: HTTP or TLS. The owner of the [`TunnelStream`] reads and writes it like a socket; [`PipeEnd::run`]
-//! relays, on the thread that owns the link.
+//! Relays a byte stream of this process on one HTTP/2 stream: to a target, for listeners that speak its protocol
+//! themselves, HTTP or TLS; and from a client whose bytes come on such a stream. The owner of the [`TunnelStream`] reads
+//! and writes it like a socket; [`PipeEnd::run`] relays, on the thread that owns the link.
 
+use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
 use h2::{RecvStream, SendStream};
-use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf, ReadHalf};
 use tokio::net::TcpStream;
+use tokio::sync::SetOnce;
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::copy::{CopyError, copy};
-use super::error::Side;
+use super::error::{RelayError, Side};
 use super::pump::Pump;
 use super::socket::end_on_drop;
 use super::stall::{Abort, StallBound};
@@ -25,10 +29,12 @@ use crate::outcome::Outcome;
 
 /// Bytes buffered in each direction between the two ends of a pipe.
 const BUFFER: usize = 64 << 10;
-/// Maximum time for a target to close after its stream was shut down and dropped here.
+/// Maximum time for the other end to close after its stream was shut down and dropped here, and for a client to read what
+/// was written before a reset.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// A stream to a target behind a tunnel. Dropping it before shutdown resets the target's connection.
+/// A stream to a target or to a client behind a tunnel. Dropping it before shutdown resets its connection; a client first
+/// gets what was written.
 #[derive(Debug)]
 pub struct TunnelStream {
     io: DuplexStream,
@@ -46,13 +52,18 @@ pub struct PipeEnd {
 #[derive(Clone, Debug)]
 pub struct PipeStatus(Arc<Shared>);
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
+    /// As [`Side`] says it of sockets: the agent's end has a target, and here that is this process.
+    side: Side,
     abort: Arc<Abort>,
-    /// Cancelled when the other end was dropped after its shutdown.
+    /// Cancelled when the other end was dropped, which resets a target at once unless it was shut down.
     left: CancellationToken,
-    shut: std::sync::atomic::AtomicBool,
-    failed: OnceLock<(Outcome, String)>,
+    /// Cancelled when everything was read that the other end had written before its shutdown.
+    drained: CancellationToken,
+    /// True if a drop is an end of file: after a shutdown.
+    ends_well: AtomicBool,
+    failed: SetOnce<(Outcome, String)>,
 }
 
 /// Parameters for relaying a pipe, besides the streams.
@@ -66,10 +77,26 @@ pub struct Pipe<'a> {
     pub traffic: &'a Traffic,
 }
 
-/// Creates a stream and the end that is relayed.
+/// Creates a stream to a target, and the end that is relayed.
 pub fn pipe() -> (TunnelStream, PipeEnd) {
+    pipe_on(Side::Server)
+}
+
+/// The same for a client: this process is its target.
+pub fn pipe_of_client() -> (TunnelStream, PipeEnd) {
+    pipe_on(Side::Agent)
+}
+
+fn pipe_on(side: Side) -> (TunnelStream, PipeEnd) {
     let (near, far) = tokio::io::duplex(BUFFER);
-    let shared = Arc::<Shared>::default();
+    let shared = Arc::new(Shared {
+        side,
+        abort: Arc::default(),
+        left: CancellationToken::new(),
+        drained: CancellationToken::new(),
+        ends_well: AtomicBool::new(false),
+        failed: SetOnce::new(),
+    });
     (TunnelStream { io: near, shared: shared.clone() }, PipeEnd { io: far, shared })
 }
 
@@ -85,9 +112,24 @@ impl PipeStatus {
         self.0.failed.get().cloned()
     }
 
+    /// Waits for a failure.
+    pub async fn failed(&self) -> &(Outcome, String) {
+        self.0.failed.wait().await
+    }
+
     /// Ends the stream from outside.
     pub fn abort(&self, outcome: Outcome) {
         self.0.abort.trigger(outcome);
+    }
+
+    /// Makes dropping the stream an end of file.
+    pub fn end_on_drop(&self) {
+        self.0.ends_well.store(true, Ordering::Release);
+    }
+
+    /// Makes dropping the stream a reset, as it is at first.
+    pub fn reset_on_drop(&self) {
+        self.0.ends_well.store(false, Ordering::Release);
     }
 }
 
@@ -101,6 +143,10 @@ impl Shared {
         let mut relaying = std::pin::pin!(relaying);
         let lingered = async {
             self.left.cancelled().await;
+            if self.side == Side::Agent && self.ends_well() {
+                // However slowly the client reads.
+                self.drained.cancelled().await;
+            }
             tokio::time::sleep(LINGER).await;
         };
         let ended = tokio::select! {
@@ -112,7 +158,7 @@ impl Shared {
                 relaying.await
             }
             () = lingered => {
-                self.abort.trigger(Outcome::Ok);
+                self.abort.trigger(if self.ends_well() { Outcome::Ok } else { Outcome::TargetReset });
                 relaying.await
             }
         };
@@ -120,6 +166,10 @@ impl Shared {
             // Set it before the pipe ends, because the reader then looks for it.
             let _ = self.failed.set(failed);
         }
+    }
+
+    fn ends_well(&self) -> bool {
+        self.ends_well.load(Ordering::Acquire)
     }
 
     fn error(&self) -> Option<io::Error> {
@@ -158,18 +208,42 @@ impl AsyncWrite for TunnelStream {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.shared.shut.store(true, std::sync::atomic::Ordering::Release);
+        self.status().end_on_drop();
         Pin::new(&mut self.io).poll_shutdown(cx)
     }
 }
 
 impl Drop for TunnelStream {
     fn drop(&mut self) {
-        if self.shared.shut.load(std::sync::atomic::Ordering::Acquire) {
+        if self.shared.ends_well() || self.shared.side == Side::Agent {
             self.shared.left.cancel();
         } else {
             self.shared.abort.trigger(Outcome::ClientReset);
         }
+    }
+}
+
+/// What is written to a [`TunnelStream`].
+struct Written<'a> {
+    io: ReadHalf<DuplexStream>,
+    shared: &'a Shared,
+}
+
+impl AsyncRead for Written<'_> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        std::task::ready!(Pin::new(&mut self.io).poll_read(cx, buf))?;
+        if buf.filled().len() == before && buf.remaining() > 0 {
+            if self.shared.side == Side::Agent && !self.shared.ends_well() {
+                return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
+            }
+            self.shared.drained.cancel();
+        }
+        Poll::Ready(Ok(()))
     }
 }
 
@@ -183,11 +257,19 @@ impl PipeEnd {
         over: impl Future<Output = Outcome>,
     ) {
         let Self { io, shared } = self;
-        let (mut read, mut write) = tokio::io::split(io);
-        let pump = Pump { flow, stalls, abort: &shared.abort, traffic };
+        let (io, mut write) = tokio::io::split(io);
+        let (mut read, side) = (Written { io, shared: &shared }, shared.side);
+        let pump = Pump { side, flow, stalls, abort: &shared.abort, traffic };
         let pumping = async {
             let ended = pump.run(&mut read, &mut write, send, stream).await;
-            ended.map_err(|error| (error.outcome(Side::Server), error.to_string()))
+            if let (Side::Agent, Err(RelayError::Socket(_))) = (side, &ended) {
+                // The status follows everything else, and a client that does not read does not get that far.
+                let told = timeout(LINGER, poll_fn(|cx| send.poll_reset(cx))).await;
+                if told.is_err() {
+                    send.send_reset(Outcome::TargetReset.reset_reason());
+                }
+            }
+            ended.map_err(|error| (error.outcome(side), error.to_string()))
         };
         shared.relay(pumping, over).await;
     }

@@ -15,17 +15,21 @@ use h2::{RecvStream, SendStream};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_util::io::poll_read_buf;
 
+use super::TARGET_RESET;
 use super::error::{RelayError, Side};
 use super::frame::{FrameError, HEADER_LEN, header};
-use super::inward::{Delivery, ended_well};
-use super::outward::{Room, SMALL_READ, next_size, send_error, stream_reset};
+use super::inward::{Delivery, discard, ended_well};
+use super::outward::{Room, SMALL_READ, next_size, send_error, status, stream_reset};
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use crate::link::{Bulk, Flow};
+use crate::outcome::Outcome;
 
-/// Parameters for relaying on the server's end, besides the client and the stream.
+/// Parameters for relaying, besides the client and the stream.
 #[derive(Debug)]
 pub struct Pump<'a> {
+    /// The end of the tunnel that this is.
+    pub side: Side,
     /// Path estimates of the link.
     pub flow: &'a Flow,
     /// The link's limit on receivers that do not read.
@@ -56,8 +60,11 @@ impl Pump<'_> {
                 both.map(drop)
             }
         };
-        if let Err(error) = &ended {
-            send.send_reset(error.outcome(Side::Server).reset_reason());
+        match &ended {
+            Ok(()) => {}
+            // A status has been sent; RST_STREAM would discard the data queued before it.
+            Err(RelayError::Socket(_) | RelayError::Aborted(Outcome::Ok, _)) if self.side == Side::Agent => {}
+            Err(error) => send.send_reset(error.outcome(self.side).reset_reason()),
         }
         ended
     }
@@ -85,12 +92,24 @@ impl Pump<'_> {
                 reset = poll_fn(|cx| send.poll_reset(cx)) => {
                     return reset.map_or_else(RelayError::from, RelayError::Reset).unless_unwanted();
                 }
-                read = poll_fn(|cx| poll_read_buf(Pin::new(&mut *client), cx, &mut segment)) => {
-                    read.map_err(RelayError::Socket)?
+                read = poll_fn(|cx| poll_read_buf(Pin::new(&mut *client), cx, &mut segment)) => read,
+            };
+            let read = match read {
+                Ok(read) => read,
+                Err(error) => {
+                    if self.side == Side::Agent {
+                        // Fails only if the stream has been reset, which tells more.
+                        let _ = send.send_trailers(status(TARGET_RESET));
+                    }
+                    return Err(RelayError::Socket(error));
                 }
             };
             if read == 0 {
-                return match send.send_data(Bytes::new(), true) {
+                let ended = match self.side {
+                    Side::Server => send.send_data(Bytes::new(), true),
+                    Side::Agent => send.send_trailers(status("0")),
+                };
+                return match ended {
                     Ok(()) => Ok(()),
                     Err(error) => send_error(send, error).await.unless_unwanted(),
                 };
@@ -128,9 +147,18 @@ impl Pump<'_> {
         stream: &mut RecvStream,
         client: &mut (impl AsyncWrite + Unpin),
     ) -> Result<(), RelayError> {
-        let Self { flow, stalls, abort, traffic } = *self;
-        Delivery { flow, stalls, abort, traffic }.run(client, stream, |_| None).await?;
-        ended_well(stream).await?;
+        let Self { side, flow, stalls, abort, traffic } = *self;
+        match (side, Delivery { flow, stalls, abort, traffic }.run(client, stream, |_| None).await) {
+            // The other direction tells how the client has gone. The rest of the request is discarded.
+            (Side::Agent, Err(RelayError::Socket(_))) => {
+                discard(stream).await;
+                return Ok(());
+            }
+            (_, ended) => ended?,
+        }
+        if side == Side::Server {
+            ended_well(stream).await?;
+        }
         match poll_fn(|cx| Pin::new(&mut *client).poll_shutdown(cx)).await {
             // The client may already be gone.
             Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(RelayError::Socket(error)),

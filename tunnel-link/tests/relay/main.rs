@@ -2,6 +2,7 @@
 //! ends.
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop where it is")]
 
+mod clients;
 mod ends;
 mod pipes;
 mod stalls;

@@ -2,18 +2,18 @@
 
 mod accept;
 mod budget;
-mod failure_limit;
 mod places;
 mod shares;
+mod source_buckets;
 
 use std::net::{IpAddr, Ipv6Addr};
 
 pub use accept::{Gate, Gated};
 pub use budget::Budget;
 pub(crate) use budget::Part;
-pub(crate) use failure_limit::FailureLimit;
 pub(crate) use places::{Place, Places};
 pub(crate) use shares::{Full, Share, Shares};
+pub(crate) use source_buckets::SourceBuckets;
 
 /// Returns the key by which connections count as one source: an IPv4 address, or the /64 of an IPv6 address, within
 /// which an IPv6 host chooses its addresses freely.

@@ -1,30 +1,26 @@
 //! A link over which an agent opens streams for workloads on its node, to destinations in the cloud or on another node.
 //! The policy decides which destinations they may reach.
 
-use std::future::ready;
-use std::io;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use h2::RecvStream;
 use h2::server::SendResponse;
 use http::Request;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tokio_rustls::server::TlsStream;
 use tonic::Code;
 use tunnel_link::grpc::response;
 use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{
-    Abort, EDGE_RELAY_PATH, Relay, Side, StallBound, TARGET_HEADER, Traffic, prepare_socket,
-};
+use tunnel_link::relay::{EDGE_RELAY_PATH, Pipe, StallBound, TARGET_HEADER, Traffic, pipe_of_client};
 use tunnel_runtime::NodeName;
 
 use super::forwarded::refuse;
 use super::judged::Judged;
 use crate::admission::{Place, Share, Shares};
-use crate::listener::{self, EDGE, Reception, Workload, WorkloadMap};
+use crate::listener::{EDGE, Reception, Workload};
 use crate::metrics::Connection;
 use crate::pki::Refusal;
 
@@ -134,7 +130,7 @@ impl OnLink {
         })
     }
 
-    /// Relays the stream to one of a pair of sockets, and makes the other one a listener's client.
+    /// Makes the stream a client of the listener.
     async fn relay(
         self: Arc<Self>,
         request: Request<RecvStream>,
@@ -144,79 +140,18 @@ impl OnLink {
         let FromEdge { reception, shares } = &self.from_edge;
         let target = request.headers().get(TARGET_HEADER).map(|target| target.to_str().unwrap_or_default());
         let target = target.map(|target| target.chars().take(MAX_TARGET).collect::<String>());
-        let (client, mut other) = match pair().await {
-            Ok(pair) => pair,
-            Err(error) => return refuse(&mut respond, Code::ResourceExhausted, error.to_string()),
-        };
-        prepare_socket(&other);
+        let Ok(mut send) = respond.send_response(response(), false) else { return };
         let workload =
             Workload { reception: reception.clone(), node: self.agent.node.clone(), agent: self.agent.peer };
-        let (context, shares, peer) = (reception.context.clone(), shares.clone(), self.agent.peer);
-        let drain = context.drain.clone();
-        match target {
-            Some(target) => {
-                let listener = Arc::new(WorkloadMap { workload, target });
-                drain.spawn(listener::receive(listener, client, peer, context, shares, Some(place)));
-            }
-            None => {
-                let listener = Arc::new(workload);
-                drain.spawn(listener::receive(listener, client, peer, context, shares, Some(place)));
-            }
-        }
-        let Ok(mut send) = respond.send_response(response(), false) else { return };
-        let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
-        let relay = Relay {
-            side: Side::Agent,
-            flow: &self.flow,
-            stalls: &self.stalls,
-            abort: &abort,
-            traffic: &traffic,
+        // Not a pair of sockets: other processes of this host could capture its bytes.
+        let (client, relayed) = pipe_of_client();
+        let drain = &reception.context.drain;
+        drain.spawn(workload.serve(client, target, shares.clone(), place));
+        let pipe = Pipe { flow: &self.flow, stalls: &self.stalls, traffic: &Traffic::default() };
+        let over = async {
+            drain.shutdown().forced().await;
+            Outcome::Shutdown
         };
-        let body = ready(Ok(request.into_body()));
-        let mut running = std::pin::pin!(relay.run(&mut other, Bytes::new(), &mut send, body));
-        let ended = tokio::select! {
-            ended = &mut running => ended,
-            () = drain.shutdown().forced() => {
-                abort.trigger(Outcome::Shutdown);
-                running.await
-            }
-        };
-        if let Err(error) = ended {
-            tracing::debug!(node = %self.agent.node, %error, "outbound connection failed");
-        }
-    }
-}
-
-/// Returns two sockets that are connected to each other.
-///
-/// Listeners relay plain sockets, and depend on their backpressure, half-close and reset.
-async fn pair() -> io::Result<(TcpStream, TcpStream)> {
-    let listener = TcpListener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).await?;
-    let one = TcpStream::connect(listener.local_addr()?).await?;
-    let own = one.local_addr()?;
-    loop {
-        // Any process of this host may connect first.
-        let (other, peer) = listener.accept().await?;
-        if peer == own {
-            return Ok((one, other));
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-
-    use super::*;
-
-    #[tokio::test]
-    async fn a_pair_is_connected_with_itself() {
-        let (mut one, mut other) = pair().await.unwrap();
-        one.write_all(b"x").await.unwrap();
-        one.shutdown().await.unwrap();
-        let mut read = Vec::new();
-        other.read_to_end(&mut read).await.unwrap();
-        assert_eq!(read, b"x");
-        assert_eq!(one.peer_addr().unwrap(), other.local_addr().unwrap());
+        relayed.run(pipe, &mut send, request.into_body(), over).await;
     }
 }

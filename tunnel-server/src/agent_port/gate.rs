@@ -14,8 +14,7 @@ use tunnel_link::link::HANDSHAKE_TIMEOUT;
 use tunnel_runtime::NodeName;
 
 use super::known::KnownSources;
-use super::rate::HandshakeRate;
-use crate::admission::{Budget, Part, Place, Places, Shares, source_key};
+use crate::admission::{Budget, Part, Place, Places, Shares, SourceBuckets, source_key};
 
 /// Maximum number of unattached connections with one node's certificate: an agent needs one for its link to each
 /// address of this server, and one to renew.
@@ -28,6 +27,12 @@ const LINKS_OF_ONE: u32 = 8;
 const LINKED: Part = Part::new(1, 16);
 /// Connections that other servers and redirectors have forwarded at a time: as many as all listeners of one may have.
 const FORWARDED: Part = Part::new(37, 64);
+
+/// Handshakes at once from an unknown source: all agents behind one NAT come back when this server starts.
+const BURST: u32 = 1024;
+/// Time until one more is allowed.
+const REFILL: Duration = Duration::from_millis(20);
+const MOST_SOURCES: usize = 1 << 14;
 
 /// More concurrent handshakes would only wait for each other's signatures.
 const MOST_HANDSHAKES: u32 = 4096;
@@ -60,9 +65,9 @@ pub(super) struct Gate {
     certified: Places<NodeName>,
     enrolments: Places<IpAddr>,
     additional: Arc<Semaphore>,
-    sources: Arc<KnownSources<NodeName>>,
-    linked: KnownSources<String>,
-    rate: Mutex<HandshakeRate>,
+    sources: Arc<KnownSources>,
+    /// How many handshakes an unknown source may begin in a time: each costs a signature.
+    rate: Mutex<SourceBuckets>,
     /// Links of servers and redirectors, by what they are called in the log.
     peers: Places<String>,
     /// Outbound links. Their shares at the listener bound all of them together.
@@ -80,8 +85,7 @@ impl Gate {
             enrolments: Places::new(budget.places(&ENROLMENTS), u32::MAX),
             additional: Arc::new(Semaphore::new(budget.places(&ADDITIONAL) as usize)),
             sources: Arc::default(),
-            linked: KnownSources::default(),
-            rate: Mutex::default(),
+            rate: Mutex::new(SourceBuckets::new(BURST, REFILL, MOST_SOURCES)),
             // A link that works does not make room for another one's.
             peers: Places::new(budget.places(&LINKED), LINKS_OF_ONE).undisturbed_for(Duration::MAX),
             outbound: Places::new(u32::MAX, LINKS_OF_ONE).undisturbed_for(Duration::MAX),
@@ -92,7 +96,7 @@ impl Gate {
     /// Takes a place for a handshake.
     pub(super) fn handshake(&self, address: IpAddr) -> Option<Place<IpAddr>> {
         let (source, now) = (source_key(address), Instant::now());
-        let known = self.sources.contains(source) || self.linked.contains(source);
+        let known = self.sources.contains(source);
         if let Some(place) = known.then(|| self.known.admit(source, now)).flatten() {
             return Some(place);
         }
@@ -105,7 +109,7 @@ impl Gate {
     /// Takes a place for the link of a server or a redirector; its oldest one makes room if it has too many.
     pub(super) fn peer(&self, caller: &str, address: IpAddr) -> Option<Place<String>> {
         let place = self.peers.admit(caller.to_owned(), Instant::now())?;
-        self.linked.remember(&caller.to_owned(), address);
+        self.sources.remember(caller, address);
         Some(place)
     }
 
@@ -133,7 +137,7 @@ pub(super) struct Certified {
     address: IpAddr,
     node: NodeName,
     additional: Arc<Semaphore>,
-    sources: Arc<KnownSources<NodeName>>,
+    sources: Arc<KnownSources>,
 }
 
 impl Certified {
@@ -144,7 +148,7 @@ impl Certified {
 
     /// Frees the place, as the connection is a session now, and remembers its source.
     pub(super) fn attached(self) {
-        self.sources.remember(&self.node, self.address);
+        self.sources.remember(&format!("agent of {}", self.node), self.address);
     }
 }
 

@@ -2,7 +2,6 @@
 //! those from unknown sources.
 
 use std::collections::HashMap;
-use std::hash::Hash;
 use std::net::IpAddr;
 
 use parking_lot::Mutex;
@@ -14,24 +13,19 @@ const MOST: usize = 1 << 17;
 
 /// The source of each client's last session or link, for as long as this process lives. There is one per client, so that
 /// one with many addresses cannot push out the others.
-#[derive(Debug)]
-pub(super) struct KnownSources<Client>(Mutex<Known<Client>>);
+#[derive(Debug, Default)]
+pub(super) struct KnownSources(Mutex<Known>);
 
-#[derive(Debug)]
-struct Known<Client> {
-    of_client: HashMap<Client, IpAddr>,
+#[derive(Debug, Default)]
+struct Known {
+    /// By what the client is called in the log.
+    of_client: HashMap<String, IpAddr>,
     /// Number of clients of each source.
     clients: HashMap<IpAddr, u32>,
 }
 
-impl<Client> Default for KnownSources<Client> {
-    fn default() -> Self {
-        Self(Mutex::new(Known { of_client: HashMap::new(), clients: HashMap::new() }))
-    }
-}
-
-impl<Client: Clone + Eq + Hash> KnownSources<Client> {
-    pub(super) fn remember(&self, client: &Client, address: IpAddr) {
+impl KnownSources {
+    pub(super) fn remember(&self, client: &str, address: IpAddr) {
         let source = source_key(address);
         let mut known = self.0.lock();
         if known.of_client.get(client) == Some(&source) {
@@ -45,7 +39,7 @@ impl<Client: Clone + Eq + Hash> KnownSources<Client> {
             known.forget(&other);
         }
         known.forget(client);
-        known.of_client.insert(client.clone(), source);
+        known.of_client.insert(client.to_owned(), source);
         *known.clients.entry(source).or_default() += 1;
     }
 
@@ -54,8 +48,8 @@ impl<Client: Clone + Eq + Hash> KnownSources<Client> {
     }
 }
 
-impl<Client: Eq + Hash> Known<Client> {
-    fn forget(&mut self, client: &Client) {
+impl Known {
+    fn forget(&mut self, client: &str) {
         let Some(source) = self.of_client.remove(client) else { return };
         if let Some(count) = self.clients.get_mut(&source) {
             *count -= 1;
@@ -68,12 +62,10 @@ impl<Client: Eq + Hash> Known<Client> {
 
 #[cfg(test)]
 mod tests {
-    use tunnel_runtime::NodeName;
-
     use super::*;
 
-    fn node(number: usize) -> NodeName {
-        format!("edge-{number}").parse().unwrap()
+    fn node(number: usize) -> String {
+        format!("agent of edge-{number}")
     }
 
     #[test]

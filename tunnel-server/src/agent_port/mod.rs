@@ -14,7 +14,6 @@ mod known;
 mod konnectivity;
 mod link;
 mod peer;
-mod rate;
 mod shut_out;
 
 use std::collections::BTreeSet;

@@ -12,7 +12,7 @@ use sha2::{Digest as _, Sha256};
 use super::identity::{Caller, Refusal};
 use super::review::Reviewer;
 use super::tokens::Tokens;
-use crate::admission::{FailureLimit, source_key};
+use crate::admission::{SourceBuckets, source_key};
 use crate::caller::answer_cache::AnswerCache;
 
 /// Length from which a token is not guessed at any rate. Those of Kubernetes are much longer, so that a neighbour who
@@ -35,7 +35,7 @@ pub(crate) struct Authenticator {
     tokens: ArcSwap<Tokens>,
     /// `None` without a cluster.
     reviewer: Option<Arc<Reviewer>>,
-    failures: Mutex<FailureLimit>,
+    failures: Mutex<SourceBuckets>,
     /// Hashes of short tokens, each with the source that has shown it.
     good: AnswerCache<([u8; 32], IpAddr), ()>,
 }
@@ -46,7 +46,7 @@ impl Authenticator {
         Self {
             tokens: ArcSwap::from_pointee(tokens),
             reviewer,
-            failures: Mutex::default(),
+            failures: Mutex::new(SourceBuckets::of_failures()),
             good: AnswerCache::default(),
         }
     }
@@ -115,17 +115,15 @@ impl Authenticator {
         let counted = self.good.get(&key).is_none();
         if counted {
             // Counted before it is looked up, as many may be looked up at a time.
-            let (mut failures, now) = (self.failures.lock(), Instant::now());
-            if !failures.allows(client, now) {
+            if !self.failures.lock().take(client, Instant::now()) {
                 let reason = "too many tokens from this address had no owner, and this one was not shown there before; \
                               try again later";
                 return Err(Refusal::TooManyFailures(reason.to_owned()));
             }
-            failures.failed(client, now);
         }
         let found = look_up().await;
         if counted && !matches!(found, Err(Refusal::Unauthenticated(_))) {
-            self.failures.lock().forgive(client);
+            self.failures.lock().give_back(client);
         }
         if found.is_ok() {
             self.good.put(key, (), REMEMBERED);

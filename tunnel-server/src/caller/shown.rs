@@ -53,11 +53,13 @@ impl Shown {
     }
 }
 
-impl From<Refusal> for Judgement {
-    fn from(refusal: Refusal) -> Self {
-        match refusal {
-            Refusal::Unauthenticated(reason) | Refusal::Forbidden(reason) => Self::Refused(reason),
-            Refusal::Unavailable(reason) | Refusal::TooManyFailures(reason) => Self::Unanswered(reason),
+impl Refusal {
+    /// Judges an open connection by it. `asked`: the API server may have said it.
+    pub(crate) fn judgement(self, asked: bool) -> Judgement {
+        match self {
+            Self::Unauthenticated(reason) | Self::Forbidden(reason) if asked => Judgement::Refused(reason),
+            Self::Unauthenticated(reason) | Self::Forbidden(reason) => Judgement::Withdrawn(reason),
+            Self::Unavailable(reason) | Self::TooManyFailures(reason) => Judgement::Unanswered(reason),
         }
     }
 }

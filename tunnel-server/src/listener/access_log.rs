@@ -112,6 +112,12 @@ impl AccessLogGuard {
         let _ = self.connection.admitted.set(Box::new(Admitted::new(permit)));
     }
 
+    /// Names the connection to the client, which ends with this one if that does not end by itself when its right is gone.
+    pub(crate) fn cuts(&self, client: &CancellationToken) {
+        // There is only one.
+        let _ = self.connection.cut.set(client.clone());
+    }
+
     /// Cancelled when the connection has to end.
     pub(crate) fn forced(&self) -> &CancellationToken {
         self.in_flight.shutdown().forced_token()

@@ -49,13 +49,13 @@ pub(crate) use front::{Admission, Front, MetricsPage, Pods, TargetFiles, TargetT
 pub use front::{Wanted, parse_destination, target_head};
 pub(crate) use http::{Http, MetricsListener, Plain};
 pub(crate) use https::Https;
-pub(crate) use judge::judge_open;
+pub(crate) use judge::{judge_open, until_withdrawn};
 pub(crate) use map::{MAP, Maps};
 pub(crate) use moved::end_moved;
 pub(crate) use open::{Listener, Opened};
 pub(crate) use proxy::Connect;
 pub(crate) use redirect::Redirected;
-pub(crate) use workload::{EDGE, Workload, WorkloadMap};
+pub(crate) use workload::{EDGE, Workload};
 
 use crate::admission::{Gated, Share, Shares};
 use access_log::over_limit;
@@ -113,18 +113,17 @@ pub(crate) async fn receive<D: Listener>(
     let (request, permit) = match listener.open(&mut socket, &context.router).await {
         Ok(Opened::Relayed(request)) => (request, None),
         Ok(Opened::Permitted(request, permit)) => (request, Some(permit)),
-        Ok(Opened::Ended) => return,
         Ok(Opened::Served { front, prefix }) => {
             // Boxed: otherwise relayed connections would hold its memory too.
             let served = Box::pin(front.serve(socket, prefix, client, &context, &shares, place));
             if let Err(error) = served.await {
-                turned_away::<D>(&context, client, &error);
+                turned_away(D::NAME, &context, client, &error);
             }
             return;
         }
         // A reset could arrive before the self-test's connect() has returned.
         Err(OpenError::SelfTest) => return end_on_drop(&socket),
-        Err(error) => return turned_away::<D>(&context, client, &error),
+        Err(error) => return turned_away(D::NAME, &context, client, &error),
     };
     if let Some(place) = &mut place {
         place.known();
@@ -148,9 +147,14 @@ pub(crate) async fn receive<D: Listener>(
     }
 }
 
-fn turned_away<D: Listener>(context: &ListenerContext, client: SocketAddr, reason: &dyn std::fmt::Display) {
-    context.metrics.turned_away(D::NAME);
-    tracing::warn!(listener = D::NAME, %client, %reason, "connection rejected");
+fn turned_away(
+    listener: &'static str,
+    context: &ListenerContext,
+    client: SocketAddr,
+    reason: &dyn std::fmt::Display,
+) {
+    context.metrics.turned_away(listener);
+    tracing::warn!(listener, %client, %reason, "connection rejected");
 }
 
 #[expect(clippy::manual_async_fn, reason = "an async fn's future has room for each argument twice")]

@@ -49,6 +49,4 @@ pub(crate) enum Opened {
         /// Bytes that were already read from the client.
         prefix: Bytes,
     },
-    /// [`Listener::open`] has already relayed the connection to its end.
-    Ended,
 }

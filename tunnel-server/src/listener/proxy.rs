@@ -37,20 +37,20 @@ impl Listener for Connect {
             return Err(OpenError::Client("closed before a request".to_owned()));
         }
         let tls = (first == [TLS]).then(|| self.tls.clone());
-        Ok(front(&self.reception, Self::NAME, tls, None))
+        let front = front(&self.reception, Self::NAME, tls, None);
+        Ok(Opened::Served { front, prefix: Bytes::new() })
     }
 }
 
-/// Lets the front answer a connection as a proxy. `node`: the edge node that it comes from, if any.
+/// The front that answers a connection as a proxy. `node`: the edge node that it comes from, if any.
 pub(super) fn front(
     reception: &Reception,
     listener: &'static str,
     tls: Option<Arc<CallerTls>>,
     node: Option<NodeName>,
-) -> Opened {
+) -> Arc<Front> {
     let admission = Admission::Policy(reception.clone(), node);
-    let front = Front { listener, admission, tls, targets: None, pods: None, metrics: None };
-    Opened::Served { front: Arc::new(front), prefix: Bytes::new() }
+    Arc::new(Front { listener, admission, tls, targets: None, pods: None, metrics: None })
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use h2::{RecvStream, SendStream};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{Pipe, Pump, RelayError, Totals, TunnelStream, pipe};
+use tunnel_link::relay::{Pipe, Pump, RelayError, Side, Totals, TunnelStream, pipe};
 
 use super::access_log::AccessLogGuard;
 use super::context::{Failed, ListenerContext, OpenRequest, Reached};
@@ -117,7 +117,8 @@ impl Stream {
         let Self { way, mut send, stream } = self;
         let (abort, traffic) = record.relaying(Some(way.link()), way.relayed());
         let on = way.on();
-        let pump = Pump { flow: &on.link.flow, stalls: on.stalls, abort: &abort, traffic: &traffic };
+        let (side, flow, stalls) = (Side::Server, &*on.link.flow, on.stalls);
+        let pump = Pump { side, flow, stalls, abort: &abort, traffic: &traffic };
         let mut relaying = pin!(pump.run(read, write, &mut send, stream));
         let ended = tokio::select! {
             biased;

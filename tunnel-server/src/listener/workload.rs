@@ -3,23 +3,24 @@
 
 use std::net::SocketAddr;
 
-use bytes::Bytes;
-use tokio::net::TcpStream;
-use tunnel_routing::{Router, split_host};
+use tunnel_link::outcome::Outcome;
+use tunnel_link::relay::TunnelStream;
+use tunnel_routing::split_host;
 use tunnel_runtime::NodeName;
 
 use super::access_log::AccessLogGuard;
 use super::connect::{Asked, Reception};
-use super::context::{OpenError, OpenRequest, Reached};
-use super::direct;
-use super::open::{Listener, Opened};
+use super::context::{Failed, OpenError};
 use super::proxy::front;
+use super::turned_away;
+use super::upstream::Upstream;
+use crate::admission::{Share, Shares};
 use crate::caller::Shown;
 
 /// The listener's name in logs and metrics.
 pub(crate) const EDGE: &str = "edge";
 
-/// A workload that speaks to a proxy.
+/// A workload that speaks to a proxy, or whose target comes from its agent's static map.
 pub(crate) struct Workload {
     pub(crate) reception: Reception,
     pub(crate) node: NodeName,
@@ -27,44 +28,60 @@ pub(crate) struct Workload {
     pub(crate) agent: SocketAddr,
 }
 
-impl Listener for Workload {
-    const NAME: &'static str = EDGE;
-
-    async fn open(&self, _: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
-        Ok(front(&self.reception, EDGE, None, Some(self.node.clone())))
-    }
-}
-
-/// A workload whose target, `HOST:PORT`, comes from its agent's static map.
-pub(crate) struct WorkloadMap {
-    pub(crate) workload: Workload,
-    pub(crate) target: String,
-}
-
-impl Listener for WorkloadMap {
-    const NAME: &'static str = EDGE;
-
-    async fn open(&self, socket: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
-        let Workload { reception, node, agent } = &self.workload;
-        let (host, port) = split_host(&self.target).map_err(OpenError::Client)?;
-        let port = port.ok_or_else(|| OpenError::Client(format!("{:?} has no port", self.target)))?;
-        let asked = Asked { host: host.to_owned(), port, token: None };
-        let decided = reception.decide(&asked, Shown::Node(node.clone()), agent.ip(), true).await;
-        let (reached, caller, permit) = decided.map_err(|refused| OpenError::Client(refused.reason))?;
-        let target = match reached {
-            Reached::Edge(request) => {
-                return Ok(Opened::Permitted(OpenRequest { caller: Some(caller), ..request }, permit));
+impl Workload {
+    /// Serves one connection until it ends. `target` is `HOST:PORT`; without it the workload names that itself.
+    pub(crate) async fn serve(
+        self,
+        stream: TunnelStream,
+        target: Option<String>,
+        shares: Shares,
+        place: Share,
+    ) {
+        let context = self.reception.context.clone();
+        let agent = self.agent;
+        let served = match target {
+            Some(target) => self.lead(stream, &target, place).await,
+            None => {
+                let front = front(&self.reception, EDGE, None, Some(self.node));
+                // Boxed: otherwise those of a map would hold its memory too.
+                Box::pin(front.serve_piped(stream, agent, context.clone(), shares, place)).await
             }
-            Reached::Cloud(target) => target,
         };
-        let record = AccessLogGuard::direct(EDGE, *agent, target, &reception.context);
+        if let Err(error) = served {
+            turned_away(EDGE, &context, agent, &error);
+        }
+    }
+
+    /// Leads the connection to the target of a map.
+    async fn lead(self, stream: TunnelStream, target: &str, mut place: Share) -> Result<(), OpenError> {
+        let Self { reception, node, agent } = self;
+        let (host, port) = split_host(target).map_err(OpenError::Client)?;
+        let port = port.ok_or_else(|| OpenError::Client(format!("{target:?} has no port")))?;
+        let asked = Asked { host: host.to_owned(), port, token: None };
+        let decided = reception.decide(&asked, Shown::Node(node), agent.ip(), true).await;
+        let (reached, caller, permit) = decided.map_err(|refused| OpenError::Client(refused.reason))?;
+        place.known();
+        let mut record = AccessLogGuard::reaching(EDGE, agent, &reached, &reception.context);
         record.called_by(&caller);
         record.admitted_by(permit);
-        let ended = match direct::connect(target).await {
-            Ok(to) => direct::relay(socket, to, Bytes::new(), &record).await,
+        let pipe = stream.status();
+        let gone = async || drop(pipe.failed().await);
+        let opened = tokio::select! {
+            biased;
+            opened = Upstream::open(&reception.context, &reached, agent, Ok(place), &mut record) => opened,
+            () = gone() => {
+                let reason = "the workload did not wait for the answer".to_owned();
+                Err(Failed { outcome: Outcome::ClientReset, reason })
+            }
+        };
+        let ended = match opened {
+            Ok(upstream) => {
+                let (mut read, mut write) = tokio::io::split(stream);
+                upstream.pump(&record, &mut read, &mut write, gone()).await
+            }
             Err(failed) => Err(failed),
         };
         record.finish(&ended);
-        Ok(Opened::Ended)
+        Ok(())
     }
 }

@@ -3,14 +3,18 @@
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use tokio_util::sync::CancellationToken;
 use tunnel_link::link::Flow;
 use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{Abort, Relaying, Side, Traffic};
 use tunnel_runtime::NodeName;
 
 use super::permit::Admitted;
+
+/// Time in which a client that reads gets to the end of a connection whose right is gone.
+const ENDING: Duration = Duration::from_secs(3);
 
 /// A connection from the moment its node is known.
 #[derive(Debug)]
@@ -32,6 +36,8 @@ pub(crate) struct Connection {
     pub(crate) caller: OnceLock<Box<str>>,
     /// Not set where nobody's right is judged.
     pub(crate) admitted: OnceLock<Box<Admitted>>,
+    /// Cancelled if it does not end by itself when its right is gone.
+    pub(crate) cut: OnceLock<CancellationToken>,
     /// Set once bytes may pass; the target may still be being dialled.
     pub(crate) relayed: OnceLock<Relayed>,
     answered: AtomicBool,
@@ -63,6 +69,7 @@ impl Connection {
             via: OnceLock::new(),
             caller: OnceLock::new(),
             admitted: OnceLock::new(),
+            cut: OnceLock::new(),
             relayed: OnceLock::new(),
             answered: AtomicBool::new(false),
         }
@@ -74,10 +81,21 @@ impl Connection {
     }
 
     /// Ends it because the right to it is gone.
-    pub(crate) fn withdraw(&self, reason: String) {
-        if let Some(admitted) = self.admitted.get() {
-            admitted.withdraw(reason);
-            self.abort.trigger_for(Outcome::Denied, "the right to this connection is gone");
+    pub(crate) fn withdraw(self: &Arc<Self>, reason: String) {
+        let Some(admitted) = self.admitted.get() else { return };
+        if admitted.withdrawn().is_some() {
+            return;
+        }
+        admitted.withdraw(reason);
+        self.abort.trigger_for(Outcome::Denied, "the right to this connection is gone");
+        if let Some(cut) = self.cut.get().cloned() {
+            let open = Arc::downgrade(self);
+            tokio::spawn(async move {
+                tokio::time::sleep(ENDING).await;
+                if open.strong_count() > 0 {
+                    cut.cancel();
+                }
+            });
         }
     }
 

@@ -21,6 +21,8 @@ use tunnel_runtime::live::{Live, Present};
 pub(crate) use connection::{Connection, Relayed};
 pub(crate) use failures::Failure;
 use failures::{AtHop, Failures};
+#[cfg(test)]
+pub(crate) use permit::UNANSWERED;
 pub(crate) use permit::{Admitted, Judgement, Permit};
 
 use crate::admission::Full;
@@ -117,7 +119,19 @@ impl Metrics {
         for resumed in ["true", "false"] {
             let _ = metrics.tls_handshakes.get_or_create(&[("resumed", resumed)]);
         }
-        for result in ["impostor", "flood", "older", "revoked", "superseded", "unknown_node", "edge_node"] {
+        let results = [
+            "impostor",
+            "flood",
+            "older",
+            "revoked",
+            "superseded",
+            "retired",
+            "expired",
+            "unknown_node",
+            "edge_node",
+            "token",
+        ];
+        for result in results {
             let _ = metrics.sessions_refused.get_or_create(&[("result", result)]);
         }
         for client in ["certified", "unauthenticated"] {

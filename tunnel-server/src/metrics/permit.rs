@@ -1,7 +1,6 @@
 //! What a connection was admitted by, to judge it again while it is open.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -12,13 +11,17 @@ use parking_lot::Mutex;
 pub(crate) enum Judgement {
     Holds,
     Withdrawn(String),
-    /// The API server says no. It also says so while a webhook that it asks fails, so this counts the second time.
+    /// The same, but perhaps for a moment only: the API server also says no while a webhook that it asks fails, and an
+    /// inventory may be replaced in two steps. So this counts when it is said again.
     Refused(String),
     /// The question cannot be answered now.
-    Unknown(String),
-    /// The same, since the API server does not answer.
     Unanswered(String),
 }
+
+/// Time after which a refusal that is repeated counts: longer than the API server's no is remembered.
+const AGAIN: Duration = Duration::from_secs(6);
+/// Time for which a connection goes on although its right cannot be judged: longer than an upgrade of the API server.
+pub(crate) const UNANSWERED: Duration = Duration::from_secs(15 * 60);
 
 /// A right that was asked for when a connection was opened.
 #[tonic::async_trait]
@@ -35,35 +38,42 @@ pub(crate) trait Permit: Send + Sync {
 /// A permit, and what is known of it.
 pub(crate) struct Admitted {
     pub(crate) permit: Arc<dyn Permit>,
-    /// When it was last known to hold.
-    known: Mutex<Instant>,
-    refused: AtomicBool,
+    known: Mutex<Known>,
     withdrawn: OnceLock<String>,
+}
+
+struct Known {
+    /// When it was last known to hold.
+    held: Instant,
+    /// When it was first refused since.
+    refused: Option<Instant>,
 }
 
 impl Admitted {
     pub(crate) fn new(permit: Arc<dyn Permit>) -> Self {
-        Self {
-            permit,
-            known: Mutex::new(Instant::now()),
-            refused: AtomicBool::new(false),
-            withdrawn: OnceLock::new(),
+        let known = Mutex::new(Known { held: Instant::now(), refused: None });
+        Self { permit, known, withdrawn: OnceLock::new() }
+    }
+
+    /// Returns why the connection has to end, if it has to.
+    pub(crate) fn weigh(&self, judgement: Judgement, now: Instant) -> Option<String> {
+        let mut known = self.known.lock();
+        match judgement {
+            Judgement::Holds => {
+                *known = Known { held: now, refused: None };
+                None
+            }
+            Judgement::Withdrawn(reason) => Some(reason),
+            Judgement::Refused(reason) => {
+                let first = *known.refused.get_or_insert(now);
+                (now.saturating_duration_since(first) >= AGAIN).then_some(reason)
+            }
+            Judgement::Unanswered(reason) => {
+                let minutes = UNANSWERED.as_secs() / 60;
+                (now.saturating_duration_since(known.held) >= UNANSWERED)
+                    .then(|| format!("its right could not be judged for {minutes} min: {reason}"))
+            }
         }
-    }
-
-    /// Returns the time for which the right could not be judged.
-    pub(crate) fn unknown_for(&self, now: Instant) -> Duration {
-        now.saturating_duration_since(*self.known.lock())
-    }
-
-    pub(crate) fn holds(&self, now: Instant) {
-        *self.known.lock() = now;
-        self.refused.store(false, Ordering::Relaxed);
-    }
-
-    /// Returns true if it has been refused once more since it was known to hold.
-    pub(crate) fn refused_again(&self) -> bool {
-        self.refused.swap(true, Ordering::Relaxed)
     }
 
     /// Notes why the connection is ended; only the first reason counts.

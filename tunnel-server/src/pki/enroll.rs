@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use jiff::Timestamp;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{Semaphore, watch};
 use tonic::{Code, Request, Response, Status};
@@ -22,7 +22,7 @@ use super::request::{RequestDenial, examine_request};
 use super::standing::{Refusal, Standing};
 use super::token::Token;
 use super::token_store::{TokenRefusal, TokenStore};
-use crate::admission::FailureLimit;
+use crate::admission::SourceBuckets;
 
 /// Request extension: the certificate that the agent presented, verified in the TLS handshake.
 #[derive(Clone, Debug, Default)]
@@ -56,7 +56,7 @@ struct Inner {
     tokens: TokenStore,
     ledger: IssuedLedger,
     metrics: PkiMetrics,
-    failures: Mutex<FailureLimit>,
+    failures: Mutex<SourceBuckets>,
     permits: Arc<Semaphore>,
 }
 
@@ -139,7 +139,7 @@ impl EnrollService {
                 tokens: TokenStore::new(state_dir),
                 ledger: IssuedLedger::new(state_dir),
                 metrics,
-                failures: Mutex::default(),
+                failures: Mutex::new(SourceBuckets::of_failures()),
                 permits: Arc::new(Semaphore::new(CONCURRENT)),
             }),
         }
@@ -178,19 +178,9 @@ impl EnrollService {
 }
 
 impl Inner {
-    fn failures(&self) -> MutexGuard<'_, FailureLimit> {
-        // Plain numbers: a panic leaves nothing inconsistent.
-        self.failures.lock()
-    }
-
     /// Counts a failure of the address and returns true, unless it has made too many recently.
     fn may_fail(&self, source: IpAddr) -> bool {
-        let (mut failures, now) = (self.failures(), Instant::now());
-        let allowed = failures.allows(source, now);
-        if allowed {
-            failures.failed(source, now);
-        }
-        allowed
+        self.failures.lock().take(source, Instant::now())
     }
 
     /// Logs and counts the outcome, and converts it to the response.

@@ -33,6 +33,8 @@ pub enum Refusal {
     Retired,
     #[error("this certificate has expired at {0:.0}: renew it, or enrol again")]
     Expired(Timestamp),
+    #[error("the token by which this agent was let in is no longer accepted: {0}")]
+    Token(String),
     #[error(
         "node {0} was revoked, and this certificate is older than its readmission at {1:.0}: the agent must enrol again \
          (standalone: remove its state directory, which also makes a new key, and start it with a new token)"
@@ -61,6 +63,7 @@ impl Refusal {
             Self::Superseded(..) | Self::Recreated(_) => "superseded",
             Self::Retired => "retired",
             Self::Expired(_) => "expired",
+            Self::Token(_) => "token",
             Self::Unknown(_) => "unknown_node",
             Self::Edge(_) => "edge_node",
         }

@@ -13,6 +13,7 @@ use tunnel_runtime::NodeName;
 
 use super::Session;
 use crate::metrics::Metrics;
+use crate::pki::{Credential, Refusal};
 
 /// Number of moves that a follower may lag behind before it has to start again.
 const MOVES: usize = 1 << 12;
@@ -123,6 +124,14 @@ impl Sessions {
     /// Returns a node's live session, and those whose agents are leaving.
     pub(crate) fn linked_of(&self, node: &NodeName) -> impl Iterator<Item = Arc<Session>> + use<> {
         self.get(node).into_iter().chain(self.leaving_of(node))
+    }
+
+    /// Ends the node's sessions that were let in by this credential. Returns false if there are none.
+    pub(crate) fn refuse(&self, node: &NodeName, credential: &Arc<Credential>, refusal: &Refusal) -> bool {
+        let let_in = |session: &Arc<Session>| Arc::ptr_eq(&session.credential.load(), credential);
+        let sessions: Vec<_> = self.linked_of(node).filter(let_in).collect();
+        sessions.iter().for_each(|session| session.refuse(refusal.clone()));
+        !sessions.is_empty()
     }
 
     /// Returns the node's sessions whose agents are leaving, the oldest first.
@@ -282,7 +291,6 @@ mod tests {
     use tunnel_link::relay::{StallBound, Totals};
 
     use super::*;
-    use crate::pki::{Credential, Refusal};
     use crate::session::Links;
     use crate::session::links::tests::link;
 

@@ -263,6 +263,22 @@ async fn why_a_session_was_ended_by_its_server_is_remembered() {
     assert!(reason.contains("is not in the server's inventory"), "{reason}");
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_session_ends_with_the_token_that_let_it_in() {
+    let mut site = Site::attached().await;
+    let node = "edge-1".parse().unwrap();
+    let refusal = Refusal::Token("it has expired".to_owned());
+    let another = Arc::new(Credential::token(SystemTime::now()));
+    assert!(!site.sessions.refuse(&node, &another, &refusal), "of an earlier stream");
+    let own = site.sessions.get(&node).unwrap().credential.load_full();
+    assert!(site.sessions.refuse(&node, &own, &refusal));
+    let Some(notice::Notice::Refused(refused)) = site.notices.recv().await else { panic!("no refusal") };
+    assert!(refused.reason.ends_with("no longer accepted: it has expired"), "{}", refused.reason);
+    assert_eq!(site.notices.recv().await, None);
+    let reason = site.sessions.last_end(&node).unwrap().reason.unwrap();
+    assert_eq!(*reason, *refused.reason);
+}
+
 /// A server holds one per agent. Measured: 3,272 bytes.
 #[test]
 fn the_future_of_a_session_stays_small() {

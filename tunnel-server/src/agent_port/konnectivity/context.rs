@@ -24,7 +24,7 @@ pub(super) struct Context {
     pub(super) link: Arc<LinkContext>,
     pub(super) gate: Arc<Gate>,
     pub(super) links: TaskTracker,
-    pub(super) tokens: Tokens,
+    pub(super) tokens: Arc<Tokens>,
     /// The other servers: agents connect to as many servers as there are.
     pub(super) peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
 }

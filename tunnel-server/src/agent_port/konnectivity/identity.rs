@@ -2,13 +2,15 @@
 //! claim.
 
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use tonic::Status;
 use tonic::metadata::MetadataMap;
 use tunnel_runtime::NodeName;
 
 use super::context::Tokens;
-use crate::caller::{Caller, Refusal};
+use crate::caller::{Caller, Refusal, Token};
+use crate::metrics::{Judgement, Permit};
 
 /// The API server sets these for a token that is bound to a pod. A token bound to a node only was made by somebody who
 /// may create tokens and could choose the node.
@@ -17,49 +19,80 @@ const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
 const WANTED: &str =
     "a client certificate of this server's CA or a service account's token (authorization: Bearer) is needed";
 
-/// The node of the token in a call's metadata; the call came from `agent`.
+/// What an agent without a certificate was let in by.
+pub(super) struct ByToken {
+    tokens: Arc<Tokens>,
+    token: Token,
+    /// The address that has shown it.
+    agent: IpAddr,
+    pub(super) node: NodeName,
+}
+
+#[tonic::async_trait]
+impl Permit for ByToken {
+    async fn judge(&self) -> Judgement {
+        match node_of_token(&self.tokens, self.token.secret(), self.agent).await {
+            Ok(node) if node == self.node => Judgement::Holds,
+            Ok(node) => Judgement::Withdrawn(format!("it is a token of node {node} now")),
+            Err(refusal) => refusal.judgement(true),
+        }
+    }
+}
+
+/// Takes the token in a call's metadata; the call came from `agent`.
 ///
 /// # Errors
 /// There is no token, it is invalid or another user's, or it names no node.
-pub(super) async fn node_by_token(
-    tokens: &Tokens,
+pub(super) async fn by_token(
+    tokens: &Arc<Tokens>,
     metadata: &MetadataMap,
     agent: IpAddr,
-) -> Result<NodeName, Status> {
+) -> Result<ByToken, Status> {
     let token = metadata
         .get("authorization")
         .and_then(|value| value.to_str().ok())
         .and_then(|value| value.strip_prefix("Bearer "))
-        .ok_or_else(|| Status::unauthenticated(WANTED))?;
-    let Some(reviewer) = &tokens.reviewer else {
-        let reason = "tokens are checked by a cluster's API server, which this server has not: use a client certificate";
-        return Err(Status::unauthenticated(reason));
-    };
-    let caller = reviewer.caller_of_token(token.trim(), agent).await.map_err(|refusal| match refusal {
+        .ok_or_else(|| Status::unauthenticated(WANTED))?
+        .trim();
+    let node = node_of_token(tokens, token, agent).await.map_err(|refusal| match refusal {
         Refusal::Unavailable(reason) => Status::unavailable(reason),
+        Refusal::Forbidden(reason) => Status::permission_denied(reason),
         other => Status::unauthenticated(other.to_string()),
     })?;
-    node_of(&caller, &tokens.user)
+    Ok(ByToken { tokens: tokens.clone(), token: Token::new(token), agent, node })
 }
 
-fn node_of(caller: &Caller, user: &str) -> Result<NodeName, Status> {
+async fn node_of_token(tokens: &Tokens, token: &str, agent: IpAddr) -> Result<NodeName, Refusal> {
+    let Some(reviewer) = &tokens.reviewer else {
+        let reason = "tokens are checked by a cluster's API server, which this server has not: use a client certificate";
+        return Err(Refusal::Unauthenticated(reason.to_owned()));
+    };
+    let caller = reviewer.caller_of_token(token, agent).await?;
+    node_of(&caller, &tokens.user).map_err(Refusal::Forbidden)
+}
+
+fn node_of(caller: &Caller, user: &str) -> Result<NodeName, String> {
     if caller.name != user {
-        let reason = format!("{caller} is not {user}, whose tokens are taken here");
-        return Err(Status::permission_denied(reason));
+        return Err(format!("{caller} is not {user}, whose tokens are taken here"));
     }
     let single = |key: &str| match caller.extra.get(key).map(Vec::as_slice) {
         Some([one]) => Some(one.as_str()),
         _ => None,
     };
     let (Some(node), Some(_)) = (single(NODE_NAME), single(POD_NAME)) else {
-        return Err(Status::permission_denied("the token is not bound to a pod that runs on a node"));
+        return Err("the token is not bound to a pod that runs on a node".to_owned());
     };
-    node.parse().map_err(|error| Status::permission_denied(format!("the token's node {node:?}: {error}")))
+    node.parse().map_err(|error| format!("the token's node {node:?}: {error}"))
 }
 
 #[cfg(test)]
 mod tests {
+    use postern_fake_kube::ApiServer;
+    use serde_json::json;
+    use tunnel_kube::ClientSettings;
+
     use super::*;
+    use crate::caller::{Audiences, Reviewer};
 
     const USER: &str = "system:serviceaccount:kube-system:konnectivity-agent";
 
@@ -84,7 +117,51 @@ mod tests {
             (caller(USER, &[(NODE_NAME, &["Edge 1"]), bound[1]]), "the token's node"),
         ] {
             let error = node_of(&caller, USER).unwrap_err();
-            assert!(error.message().contains(reason), "{caller:?}: {error}");
+            assert!(error.contains(reason), "{caller:?}: {error}");
         }
+    }
+
+    /// Each reviewer remembers nothing yet, as after 30 s.
+    async fn shown(server: &ApiServer) -> ByToken {
+        let connected = tunnel_kube::connect(Some(&server.kubeconfig()), None, &ClientSettings::SERVER).await;
+        let reviewer = Reviewer::new(connected.unwrap().0, Audiences::only("system:konnectivity-server"));
+        ByToken {
+            tokens: Arc::new(Tokens { reviewer: Some(reviewer), user: USER.to_owned() }),
+            token: Token::new("a-token"),
+            agent: [10, 0, 0, 1].into(),
+            node: "edge-1".parse().unwrap(),
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_token_is_judged_again_while_its_agent_is_attached() {
+        let server = ApiServer::start();
+        let say = |status: serde_json::Value| {
+            server.review("tokenreviews", move |review| {
+                let mut answer = review.clone();
+                answer["status"] = status.clone();
+                answer
+            });
+        };
+        let of_node = |node: &str| {
+            let extra = json!({NODE_NAME: [node], POD_NAME: ["konnectivity-agent-x"]});
+            let audiences = ["system:konnectivity-server"];
+            json!({"authenticated": true, "audiences": audiences, "user": {"username": USER, "extra": extra}})
+        };
+        say(of_node("edge-1"));
+        assert_eq!(shown(&server).await.judge().await, Judgement::Holds);
+        say(of_node("edge-2"));
+        let judgement = shown(&server).await.judge().await;
+        assert!(matches!(&judgement, Judgement::Withdrawn(why) if why.contains("edge-2")), "{judgement:?}");
+        say(json!({"authenticated": false, "error": "it has expired"}));
+        let judgement = shown(&server).await.judge().await;
+        assert!(
+            matches!(&judgement, Judgement::Refused(why) if why.contains("has expired")),
+            "{judgement:?}"
+        );
+        let silent = shown(&server).await;
+        server.down();
+        let judgement = silent.judge().await;
+        assert!(matches!(judgement, Judgement::Unanswered(_)), "{judgement:?}");
     }
 }

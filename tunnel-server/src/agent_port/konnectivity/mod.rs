@@ -67,7 +67,7 @@ impl KonnectivityPort {
         peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
     ) -> Self {
         let Handshakes { context: link, gate, links, .. } = handshakes.clone();
-        Self { handshakes, context: Arc::new(Context { link, gate, links, tokens, peers }) }
+        Self { handshakes, context: Arc::new(Context { link, gate, links, tokens: Arc::new(tokens), peers }) }
     }
 
     /// Accepts connections until the drain starts.

@@ -20,11 +20,12 @@ use tunnel_runtime::text::printable;
 
 use super::agent;
 use super::context::Context;
-use super::identity::node_by_token;
+use super::identity::{ByToken, by_token};
 use super::state::Agent;
 use crate::agent_port::attach::{self, Presented};
 use crate::agent_port::gate::Certified;
-use crate::pki::Credential;
+use crate::listener::until_withdrawn;
+use crate::pki::{Credential, Refusal};
 use crate::session::Sessions;
 
 /// Version shown for such an agent.
@@ -67,13 +68,14 @@ impl AgentService for Service {
         let agent_id = single(metadata, "agentid").ok_or_else(|| {
             turned_away(Status::invalid_argument("one agentid is needed in the call's metadata"))
         })?;
-        let presented = match &self.certified {
-            Some(presented) => presented.clone(),
+        let (presented, by_token) = match &self.certified {
+            Some(presented) => (presented.clone(), None),
             None => {
-                let node = node_by_token(&self.context.tokens, metadata, peer.ip()).await;
-                let node = node.map_err(turned_away)?;
+                let by_token = by_token(&self.context.tokens, metadata, peer.ip()).await;
+                let by_token = by_token.map_err(turned_away)?;
                 // Now: the API server accepts no token of a deleted node.
-                Presented { node, credential: Arc::new(Credential::token(SystemTime::now())) }
+                let credential = Arc::new(Credential::token(SystemTime::now()));
+                (Presented { node: by_token.node.clone(), credential }, Some(by_token))
             }
         };
         let node = presented.node.clone();
@@ -106,6 +108,7 @@ impl AgentService for Service {
             context: self.context.clone(),
             peer,
             presented,
+            by_token,
             place,
             worker: self.worker.clone(),
             packets: packets.clone(),
@@ -136,11 +139,21 @@ fn hello(node: &NodeName, sessions: &Sessions, successor: bool) -> Hello {
     }
 }
 
+/// Waits until the token of an agent is no longer accepted.
+async fn lapsed(by_token: Option<ByToken>) -> String {
+    match by_token {
+        Some(by_token) => until_withdrawn(Arc::new(by_token)).await,
+        None => std::future::pending().await,
+    }
+}
+
 /// An accepted stream.
 struct Stream {
     context: Arc<Context>,
     peer: SocketAddr,
     presented: Presented,
+    /// Without a certificate.
+    by_token: Option<ByToken>,
     place: Certified,
     worker: Handle,
     packets: Packets,
@@ -149,7 +162,8 @@ struct Stream {
 impl Stream {
     /// Attaches, and relays until either end has ended the session.
     async fn run(self, incoming: Streaming<Packet>) -> Result<(), Status> {
-        let Self { context, peer, presented, place, worker, packets } = self;
+        let Self { context, peer, presented, by_token, place, worker, packets } = self;
+        let Presented { node, credential } = presented.clone();
         let older = context.link.sessions.get(&presented.node);
         if let Some(older) = &older {
             tokio::select! {
@@ -165,7 +179,18 @@ impl Stream {
         let session = attach::run(context.link.clone(), link, peer, presented, worker, place);
         let session = context.link.stop.clone().run_until_cancelled_owned(Box::pin(session));
         tokio::spawn(context.links.track_future(session));
-        agent::serve(Arc::new(Agent::new(hello, packets)), far, incoming).await
+        let mut serving = std::pin::pin!(agent::serve(Arc::new(Agent::new(hello, packets)), far, incoming));
+        let reason = tokio::select! {
+            ended = &mut serving => return ended,
+            reason = lapsed(by_token) => reason,
+        };
+        let refusal = Refusal::Token(reason);
+        if context.link.sessions.refuse(&node, &credential, &refusal) {
+            // The session tells the agent why it ends, as any other one.
+            return serving.await;
+        }
+        context.link.metrics.session_refused(refusal.label());
+        Err(Status::permission_denied(refusal.to_string()))
     }
 }
 

@@ -245,19 +245,19 @@ impl Permit for Permitted {
     async fn judge(&self) -> Judgement {
         let identity = match self.gatekeeper.identify(&self.shown, self.client, None).await {
             Ok(identity) => identity,
-            Err(refusal) => return refusal.into(),
+            Err(refusal) => return refusal.judgement(self.asker().is_some()),
         };
         match self.gatekeeper.permitted(&identity, self.client, &self.meant, self.port) {
             Ok(_) => Judgement::Holds,
             Err(Denied::Policy) => {
                 let reason = format!("the policy no longer permits {identity} to reach this");
                 if self.may_come_back(&identity) {
-                    Judgement::Unknown(reason)
+                    Judgement::Refused(reason)
                 } else {
                     Judgement::Withdrawn(reason)
                 }
             }
-            Err(Denied::Unclear(reason) | Denied::Unavailable(reason)) => Judgement::Unknown(reason),
+            Err(Denied::Unclear(reason) | Denied::Unavailable(reason)) => Judgement::Refused(reason),
         }
     }
 }
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_missing_node_is_not_a_missing_right() {
+    async fn a_missing_node_is_refused_and_a_missing_right_is_withdrawn() {
         let router = crate::runtime::without_nodes(&mut Registry::default());
         let (one, two) = (node("edge-1", "10.8.0.1", "site"), node("edge-2", "10.8.0.2", "site"));
         router.set_inventory(Inventory::from(vec![one.clone(), two.clone()]));
@@ -315,7 +315,7 @@ mod tests {
             let expected = if withdrawn {
                 matches!(judgement, Judgement::Withdrawn(_))
             } else {
-                matches!(judgement, Judgement::Unknown(_))
+                matches!(judgement, Judgement::Refused(_))
             };
             assert!(expected, "{nodes:?}: {judgement:?}");
         }

@@ -5,6 +5,7 @@
 //! Headers that concern one connection only (RFC 9110 section 7.6.1) are never forwarded, whoever named them. An
 //! upgraded connection is relayed as bytes.
 
+mod admitted;
 mod answer;
 mod backend;
 mod body;
@@ -25,11 +26,11 @@ mod tokens_tests;
 mod tunnel;
 mod upgrade;
 
+#[cfg(test)]
+pub(super) use admitted::tests::reached_over_http;
 pub use destination::{Wanted, parse_destination};
 pub use headers::target_head;
 pub(crate) use kinds::{Admission, Front};
 pub(crate) use metrics::MetricsPage;
 pub(crate) use pods::Pods;
-#[cfg(test)]
-pub(super) use request::tests::reached_over_http;
 pub(crate) use target_tls::{TargetFiles, TargetTls};

@@ -4,7 +4,8 @@ use http::request::Parts;
 use hyper::body::{Body as _, Incoming};
 use tunnel_runtime::NodeName;
 
-use super::request::{Admitted, Served};
+use super::admitted::Admitted;
+use super::request::Served;
 use crate::caller::Shown;
 use crate::listener::answer::Failure;
 use crate::listener::connect::{Reception, parse};

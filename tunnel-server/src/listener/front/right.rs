@@ -45,7 +45,10 @@ impl Permit for Right {
     }
 
     async fn judge(&self) -> Judgement {
-        self.ask().await.map_or_else(Judgement::from, |()| Judgement::Holds)
+        match self.ask().await {
+            Ok(()) => Judgement::Holds,
+            Err(refusal) => refusal.judgement(self.reviewer.is_some()),
+        }
     }
 }
 

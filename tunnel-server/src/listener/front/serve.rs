@@ -13,13 +13,13 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use tunnel_link::relay::lost;
+use tunnel_link::relay::TunnelStream;
 
 use super::body::Body;
 use super::kinds::{Front, MAX_HEAD, Peer};
 use super::metrics::MetricsPage;
 use super::request::{self, Served};
-use super::socket::{Faults, PrefixedSocket};
+use super::socket::{Faults, PrefixedSocket, Watched};
 use crate::admission::{Share, Shares};
 use crate::caller::{Certified, caller_of_certificate};
 use crate::listener::context::{ListenerContext, OpenError};
@@ -53,16 +53,12 @@ impl Front {
         place: Option<Share>,
     ) -> Result<(), OpenError> {
         let faults = Faults::default();
-        let watched = Arc::new(socket);
-        let socket = PrefixedSocket::new(watched.clone(), prefix, faults.clone());
-        let served = |certificate| Served {
-            front: self.clone(),
-            peer: Peer::new(client, certificate, place),
-            faults,
-            context: context.clone(),
-            shares: shares.clone(),
-            tunnel: parking_lot::Mutex::default(),
-            refused: parking_lot::Mutex::default(),
+        let socket = Arc::new(socket);
+        let watched = Watched::Socket(socket.clone());
+        let socket = PrefixedSocket::new(socket, prefix, faults.clone());
+        let served = |certificate| {
+            let peer = Peer::new(client, certificate, place);
+            Served::new(self.clone(), peer, faults, context.clone(), shares.clone())
         };
         let Some(tls) = &self.tls else {
             return http(socket, false, watched, served(None)).await;
@@ -90,10 +86,30 @@ impl Front {
         };
         http(stream, h2, watched, served(certificate)).await
     }
+
+    /// The same for a client whose bytes come through its node's agent.
+    ///
+    /// # Errors
+    /// The connection was given up before a request came; the error says why.
+    pub(crate) async fn serve_piped(
+        self: Arc<Self>,
+        stream: TunnelStream,
+        client: SocketAddr,
+        context: ListenerContext,
+        shares: Shares,
+        place: Share,
+    ) -> Result<(), OpenError> {
+        let pipe = stream.status();
+        // A connection between two requests ends with an end of file.
+        pipe.end_on_drop();
+        let peer = Peer::new(client, None, Some(place));
+        let served = Served::new(self, peer, Faults::Pipe(pipe.clone()), context, shares);
+        http(stream, false, Watched::Pipe(pipe), served).await
+    }
 }
 
-/// Answers the requests of a connection until it ends, or until it has become a tunnel. `watched`: its socket.
-async fn http<S>(stream: S, h2: bool, watched: Arc<TcpStream>, served: Served) -> Result<(), OpenError>
+/// Answers the requests of a connection until it ends, or until it has become a tunnel.
+async fn http<S>(stream: S, h2: bool, watched: Watched, served: Served) -> Result<(), OpenError>
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
@@ -119,29 +135,38 @@ where
     };
     let proxy = served.front.is_proxy();
     let patience = if proxy { preface::READ_TIMEOUT } else { IDLE };
-    let ended = if h2 {
-        let mut builder = http2::Builder::new(TokioExecutor::new());
-        builder
-            .timer(TokioTimer::new())
-            .max_concurrent_streams(MAX_STREAMS)
-            .max_header_list_size(u32::try_from(MAX_HEAD).unwrap_or(u32::MAX))
-            .keep_alive_interval(IDLE);
-        let service = service_fn(answer);
-        let mut connection = std::pin::pin!(builder.serve_connection(TokioIo::new(stream), service));
-        tokio::select! {
-            ended = connection.as_mut() => ended,
-            () = over => {
-                connection.as_mut().graceful_shutdown();
-                connection.await
+    let serving = async {
+        if h2 {
+            let mut builder = http2::Builder::new(TokioExecutor::new());
+            builder
+                .timer(TokioTimer::new())
+                .max_concurrent_streams(MAX_STREAMS)
+                .max_header_list_size(u32::try_from(MAX_HEAD).unwrap_or(u32::MAX))
+                .keep_alive_interval(IDLE);
+            let connection = builder.serve_connection(TokioIo::new(stream), service_fn(answer));
+            let mut connection = std::pin::pin!(connection);
+            tokio::select! {
+                ended = connection.as_mut() => ended,
+                () = over => {
+                    connection.as_mut().graceful_shutdown();
+                    connection.await
+                }
             }
+        } else {
+            http_1(stream, patience, over, answer).await
         }
-    } else {
-        tokio::select! {
-            ended = http_1(stream, patience, over, answer) => ended,
-            error = lost(&watched) => {
-                tracing::debug!(listener, %error, "a client's connection was lost");
-                return Ok(());
-            }
+    };
+    let ended = tokio::select! {
+        ended = serving => ended,
+        // HTTP/2 notices by itself, since it always reads.
+        error = watched.lost(), if !h2 => {
+            tracing::debug!(listener, error, "a client's connection was lost");
+            return Ok(());
+        }
+        // The error at the end of the answer waits for the client to read, and that may never happen.
+        () = served.cut.cancelled() => {
+            served.faults.report();
+            return Ok(());
         }
     };
     if let Some(tunnel) = served.tunnel.lock().take() {
@@ -159,7 +184,7 @@ where
     let late = proxy && matches!(&ended, Err(error) if error.is_timeout());
     let told = proxy && ended.as_ref().map_or_else(|error| late || error.is_parse(), |()| true);
     // An upgraded connection goes on with its socket.
-    if let Some(mut socket) = Arc::into_inner(watched).filter(|_| told) {
+    if let Some(mut socket) = watched.into_socket().filter(|_| told) {
         let last = if late && served.front.tls.is_none() { too_late() } else { String::new() };
         preface::answer(&mut socket, last.as_bytes()).await;
     }
@@ -247,6 +272,7 @@ mod tests {
     use tokio::net::TcpListener;
     use tokio::time::timeout;
     use tokio_util::sync::{CancellationToken, DropGuard};
+    use tunnel_link::relay::lost;
 
     use super::*;
 

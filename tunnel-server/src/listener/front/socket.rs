@@ -1,4 +1,4 @@
-//! A client's socket, with bytes that were already read from it.
+//! A client's socket, with bytes that were already read from it, and what watches that or another kind of connection.
 
 use std::io;
 use std::net::Shutdown;
@@ -11,16 +11,82 @@ use bytes::{Buf as _, Bytes};
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
-use tunnel_link::relay::{end_on_drop, reset_on_drop};
+use tunnel_link::relay::{PipeStatus, end_on_drop, flushed, lost, reset_on_drop};
 
-/// Tells a client's socket that an answer was cut off. It then closes with a reset, because the client could take an
+/// Tells a client's connection that an answer was cut off. It then closes with a reset, because the client could take an
 /// end of file for the end of the answer.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Faults(Arc<AtomicBool>);
+#[derive(Clone, Debug)]
+pub(super) enum Faults {
+    Socket(Arc<AtomicBool>),
+    Pipe(PipeStatus),
+}
+
+impl Default for Faults {
+    fn default() -> Self {
+        Self::Socket(Arc::default())
+    }
+}
 
 impl Faults {
     pub(super) fn report(&self) {
-        self.0.store(true, Ordering::Relaxed);
+        match self {
+            Self::Socket(reported) => reported.store(true, Ordering::Relaxed),
+            Self::Pipe(pipe) => pipe.reset_on_drop(),
+        }
+    }
+
+    fn reported(&self) -> bool {
+        matches!(self, Self::Socket(reported) if reported.load(Ordering::Relaxed))
+    }
+}
+
+/// A client's connection as seen by those who do not read or write it.
+#[derive(Debug)]
+pub(super) enum Watched {
+    Socket(Arc<TcpStream>),
+    Pipe(PipeStatus),
+}
+
+impl Watched {
+    /// Waits until it has failed. An end of file is no failure.
+    pub(super) async fn lost(&self) -> String {
+        match self {
+            Self::Socket(socket) => lost(socket).await.to_string(),
+            Self::Pipe(pipe) => pipe.failed().await.1.clone(),
+        }
+    }
+
+    /// Makes its close a reset.
+    pub(super) fn reset_on_drop(&self) {
+        match self {
+            Self::Socket(socket) => reset_on_drop(&**socket),
+            Self::Pipe(pipe) => pipe.reset_on_drop(),
+        }
+    }
+
+    /// Makes its close an end of file.
+    pub(super) fn end_on_drop(&self) {
+        match self {
+            Self::Socket(socket) => end_on_drop(&**socket),
+            Self::Pipe(pipe) => pipe.end_on_drop(),
+        }
+    }
+
+    /// Waits until the client has got what was written, which a reset would discard.
+    pub(super) async fn flushed(&self) {
+        match self {
+            Self::Socket(socket) => flushed(&**socket).await,
+            // There a reset comes behind everything else.
+            Self::Pipe(_) => {}
+        }
+    }
+
+    /// The socket, if it is one and nobody else has it.
+    pub(super) fn into_socket(self) -> Option<TcpStream> {
+        match self {
+            Self::Socket(socket) => Arc::into_inner(socket),
+            Self::Pipe(_) => None,
+        }
     }
 }
 
@@ -43,7 +109,7 @@ impl PrefixedSocket {
 
 impl Drop for PrefixedSocket {
     fn drop(&mut self) {
-        if self.faults.0.load(Ordering::Relaxed) {
+        if self.faults.reported() {
             reset_on_drop(&*self.socket);
         }
     }

@@ -26,15 +26,9 @@ async fn the_plain_listener_takes_no_token_of_another_host_unless_told_to() {
             Admission::Listed { clients: Vec::new(), ports: Vec::new(), authenticator, exposed_tokens };
         let front =
             Front { listener: "plain", admission, tls: None, targets: None, pods: None, metrics: None };
-        let served = Served {
-            front: Arc::new(front),
-            peer: Peer::new(client.parse().unwrap(), None, None),
-            faults: Faults::default(),
-            context: ListenerContext::without_nodes(),
-            shares: Shares::new(1),
-            tunnel: parking_lot::Mutex::default(),
-            refused: parking_lot::Mutex::default(),
-        };
+        let peer = Peer::new(client.parse().unwrap(), None, None);
+        let context = ListenerContext::without_nodes();
+        let served = Served::new(Arc::new(front), peer, Faults::default(), context, Shares::new(1));
         let mut headers = HeaderMap::new();
         headers.insert("authorization", "Bearer some-token".parse().unwrap());
         let refused = served.caller(&headers).await.unwrap_err();

@@ -1,18 +1,15 @@
 //! Connections that a client opened with CONNECT.
 
-use std::sync::Arc;
-
 use bytes::Bytes;
 use http::Response;
 use hyper::ext::ReasonPhrase;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
-use tokio::net::TcpStream;
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{end_on_drop, flushed, reset_on_drop};
+use tunnel_link::relay::reset_on_drop;
 
 use super::body::{Body, empty};
-use super::socket::PrefixedSocket;
+use super::socket::{PrefixedSocket, Watched};
 use crate::listener::access_log::AccessLogGuard;
 use crate::listener::upstream::Upstream;
 
@@ -31,8 +28,8 @@ pub(super) fn established() -> Response<Body> {
 }
 
 impl Tunnel {
-    /// Relays until both directions have ended, once hyper has left the client's `socket`.
-    pub(super) async fn run(self, socket: Arc<TcpStream>) {
+    /// Relays until both directions have ended, once hyper has left the client's connection.
+    pub(super) async fn run(self, watched: Watched) {
         let Self { client, upstream, record } = self;
         let Ok(client) = client.await else {
             return record.end(Outcome::ClientReset, &"the client left before it was connected");
@@ -43,7 +40,7 @@ impl Tunnel {
                 // A copy: hyper's buffer is larger, and the relay keeps the bytes until the end.
                 let prefix = Bytes::copy_from_slice(&plain.read_buf);
                 drop(plain);
-                return match Arc::into_inner(socket) {
+                return match watched.into_socket() {
                     Some(socket) => {
                         reset_on_drop(&socket);
                         upstream.relay(socket, prefix, record).await;
@@ -54,13 +51,14 @@ impl Tunnel {
             }
         };
         // Until both directions have ended well, whatever ends this resets the connection.
-        reset_on_drop(&*socket);
+        watched.reset_on_drop();
         let (mut read, mut write) = tokio::io::split(TokioIo::new(client));
-        let ended = upstream.pump(&record, &mut read, &mut write, std::future::pending()).await;
+        let gone = async { drop(watched.lost().await) };
+        let ended = upstream.pump(&record, &mut read, &mut write, gone).await;
         match &ended {
-            Ok(()) => end_on_drop(&*socket),
+            Ok(()) => watched.end_on_drop(),
             // A reset discards unsent data.
-            Err(failed) if failed.outcome == Outcome::TargetReset => flushed(&socket).await,
+            Err(failed) if failed.outcome == Outcome::TargetReset => watched.flushed().await,
             Err(_) => {}
         }
         record.finish(&ended);

@@ -6,7 +6,7 @@ use tunnel_link::outcome::{Hop, Outcome};
 
 use super::*;
 use crate::listener::{AccessLogGuard, ListenerContext};
-use crate::metrics::Permit;
+use crate::metrics::{Permit, UNANSWERED};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -73,24 +73,24 @@ fn unanswered() -> Judgement {
     Judgement::Unanswered("no answer".to_owned())
 }
 
-fn unknown() -> Judgement {
-    Judgement::Unknown("no answer".to_owned())
-}
-
 #[tokio::test]
 async fn a_connection_ends_with_its_right_and_the_log_says_why() {
     let context = ListenerContext::without_nodes();
     let permit = Fake::new(Some(1), Some(Judgement::Holds));
     let (judged, unjudged) = (open(&context, Some(&permit)), open(&context, None));
-    judge_all(&context.metrics, Instant::now()).await;
+    let mut now = Instant::now();
+    judge_all(&context.metrics, now).await;
     assert!(!is_ended(&judged));
     // A webhook of the API server has failed once.
     for answer in [refused(), Judgement::Holds, refused()] {
         permit.says(answer);
-        judge_all(&context.metrics, Instant::now()).await;
+        now += EVERY;
+        judge_all(&context.metrics, now).await;
     }
+    // A change has everything judged again, and the same answer is remembered.
+    judge_all(&context.metrics, now + Duration::from_secs(3)).await;
     assert!(!is_ended(&judged));
-    judge_all(&context.metrics, Instant::now()).await;
+    judge_all(&context.metrics, now + EVERY).await;
     assert!(is_ended(&judged) && !is_ended(&unjudged));
     // Whatever its relay makes of that.
     judged.end(Outcome::ClientReset, &"broken pipe");
@@ -103,16 +103,16 @@ async fn a_connection_ends_with_its_right_and_the_log_says_why() {
 #[tokio::test]
 async fn while_nobody_answers_nothing_ends_for_a_bounded_time() {
     let context = ListenerContext::without_nodes();
-    let permit = Fake::new(Some(1), Some(unknown()));
+    let permit = Fake::new(Some(1), Some(unanswered()));
     let (record, now) = (open(&context, Some(&permit)), Instant::now());
-    judge_all(&context.metrics, now + UNKNOWN - Duration::from_secs(1)).await;
+    judge_all(&context.metrics, now + UNANSWERED - Duration::from_secs(1)).await;
     assert!(!is_ended(&record));
     permit.says(Judgement::Holds);
-    judge_all(&context.metrics, now + UNKNOWN).await;
-    permit.says(unknown());
-    judge_all(&context.metrics, now + 2 * UNKNOWN - Duration::from_secs(1)).await;
+    judge_all(&context.metrics, now + UNANSWERED).await;
+    permit.says(unanswered());
+    judge_all(&context.metrics, now + 2 * UNANSWERED - Duration::from_secs(1)).await;
     assert!(!is_ended(&record), "it was known to hold since");
-    judge_all(&context.metrics, now + 2 * UNKNOWN).await;
+    judge_all(&context.metrics, now + 2 * UNANSWERED + Duration::from_secs(1)).await;
     assert!(is_ended(&record));
     record.end(Outcome::TargetReset, &"");
     let detail = context.metrics.failures()[&Hop::Policy].recent[0].detail.clone();
@@ -133,7 +133,7 @@ async fn an_api_server_that_does_not_answer_is_asked_once_for_each_caller() {
 async fn a_target_that_is_not_known_now_keeps_no_other_connection_of_its_caller() {
     let context = ListenerContext::without_nodes();
     let (permits, other) =
-        ([0; 3].map(|_| Fake::new(Some(1), Some(unknown()))), Fake::new(Some(1), Some(gone())));
+        ([0; 3].map(|_| Fake::new(Some(1), Some(refused()))), Fake::new(Some(1), Some(gone())));
     let _open: Vec<_> = permits.iter().map(|permit| open(&context, Some(permit))).collect();
     let record = open(&context, Some(&other));
     let _open: Vec<_> = permits.iter().map(|permit| open(&context, Some(permit))).collect();
@@ -167,4 +167,42 @@ async fn a_change_is_judged_at_once_and_everything_every_15_s() {
     tokio::time::timeout(3 * EVERY, again).await.expect("every 15 s");
     stop.cancel();
     tokio::time::timeout(PATIENCE, judging).await.expect("it stops").unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_slow_answer_delays_nobody_else() {
+    let queued = LONGEST * 2 + Duration::from_secs(1);
+    for (slow, late) in [(AT_A_TIME - 1, Duration::from_secs(1)), (2 * AT_A_TIME, queued)] {
+        let context = ListenerContext::without_nodes();
+        let silent: Vec<_> = (0..slow).map(|number| Fake::new(Some(number as u8), None)).collect();
+        let quick = Fake::new(Some(255), Some(Judgement::Holds));
+        let mut open_now: Vec<_> = silent.iter().map(|permit| open(&context, Some(permit))).collect();
+        open_now.push(open(&context, Some(&quick)));
+        let stop = CancellationToken::new();
+        let judging = tokio::spawn(judge_open(context.metrics.clone(), Arc::default(), stop.clone()));
+        for round in 1..=4 {
+            let asked = async {
+                while quick.asked() < round {
+                    sleep(Duration::from_millis(100)).await;
+                }
+            };
+            timeout(EVERY + late, asked).await.unwrap_or_else(|_| panic!("{slow} are slow, round {round}"));
+        }
+        assert!(silent.iter().all(|permit| permit.asked() > 0), "they are asked about too");
+        stop.cancel();
+        timeout(PATIENCE, judging).await.expect("it stops").unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_permit_is_judged_until_it_is_withdrawn() {
+    let permit = Fake::new(None, Some(Judgement::Holds));
+    let mut judging = tokio::spawn(until_withdrawn(permit.clone()));
+    assert!(timeout(10 * EVERY, &mut judging).await.is_err());
+    permit.says(refused());
+    let reason = timeout(Duration::from_secs(60), judging).await.expect("within a minute").unwrap();
+    assert_eq!(reason, "the token is gone");
+    let silent = tokio::spawn(until_withdrawn(Fake::new(None, None)));
+    let reason = timeout(UNANSWERED + 2 * EVERY + LONGEST, silent).await.expect("in the end").unwrap();
+    assert_eq!(reason, "its right could not be judged for 15 min: no answer within 10 s");
 }

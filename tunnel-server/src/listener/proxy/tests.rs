@@ -402,3 +402,21 @@ async fn an_upgraded_connection_and_a_running_answer_end_with_their_right() {
         assert_eq!(last.detail, "the policy no longer permits nobody to reach this", "{answer:?}");
     }
 }
+
+#[tokio::test]
+async fn a_client_that_does_not_read_is_cut_off_when_its_right_is_gone() {
+    let site = Site::new(ALL);
+    let (listener, address) = target().await;
+    let mut client = site.connect().await;
+    let request = format!("GET http://{address}/ HTTP/1.1\r\nHost: {address}\r\n\r\n");
+    client.write_all(request.as_bytes()).await.unwrap();
+    let (mut target, _) = listener.accept().await.unwrap();
+    head(&mut target).await;
+    target.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n").await.unwrap();
+    // Until everything in between is full.
+    let piece = vec![b'x'; 64 << 10];
+    while timeout(Duration::from_millis(500), target.write_all(&piece)).await.is_ok() {}
+    site.listener.reception.gatekeeper.policy.store(Arc::new(Policy::default()));
+    judge_all(&site.context.metrics, Instant::now()).await;
+    timeout(PATIENCE, tunnel_link::relay::lost(&client)).await.expect("it ends although nobody reads");
+}

@@ -1,0 +1,113 @@
+//! Limits what a source may do in a time: handshakes that strangers begin, failed enrolments, guesses of tokens.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+use super::source_key;
+
+/// A token bucket for each source, kept as the time at which it is full again. A source without an entry has a full one.
+#[derive(Debug)]
+pub(crate) struct SourceBuckets {
+    /// What a full bucket holds.
+    burst: u32,
+    /// Time until there is one more.
+    refill: Duration,
+    /// Bounds the memory that strangers can occupy. Above that the sources with the fullest buckets are forgotten.
+    most: usize,
+    full_at: HashMap<IpAddr, Instant>,
+}
+
+impl SourceBuckets {
+    pub(crate) fn new(burst: u32, refill: Duration, most: usize) -> Self {
+        Self { burst, refill, most, full_at: HashMap::new() }
+    }
+
+    /// For failures, so that who guesses learns nothing and cannot fill the log. Agents and callers behind one NAT share
+    /// their address with strangers: what succeeds is not counted.
+    pub(crate) fn of_failures() -> Self {
+        Self::new(10, Duration::from_secs(6), 4096)
+    }
+
+    /// Takes one, if the bucket of this address is not empty.
+    pub(crate) fn take(&mut self, address: IpAddr, now: Instant) -> bool {
+        let source = source_key(address);
+        if self.full_at.len() >= self.most && !self.full_at.contains_key(&source) {
+            self.forget(now);
+        }
+        let full_at = self.full_at.entry(source).or_insert(now);
+        let next = (*full_at).max(now) + self.refill;
+        let allowed = next.saturating_duration_since(now) <= self.refill * self.burst;
+        if allowed {
+            *full_at = next;
+        }
+        allowed
+    }
+
+    /// Gives back what was taken for nothing.
+    pub(crate) fn give_back(&mut self, address: IpAddr) {
+        if let Some(at) = self.full_at.get_mut(&source_key(address)) {
+            *at = at.checked_sub(self.refill).unwrap_or(*at);
+        }
+    }
+
+    /// Forgets sources whose buckets are full, and if these are few, the fuller half of all.
+    fn forget(&mut self, now: Instant) {
+        self.full_at.retain(|_, full_at| *full_at > now);
+        if self.full_at.len() > self.most / 2 {
+            let mut times: Vec<_> = self.full_at.values().copied().collect();
+            let (_, median, _) = times.select_nth_unstable(self.most / 2);
+            let median = *median;
+            self.full_at.retain(|_, full_at| *full_at > median);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn a_source_gets_a_burst_and_then_one_after_the_other() {
+        let refill = Duration::from_millis(20);
+        let (mut buckets, start) = (SourceBuckets::new(1024, refill, 1 << 14), Instant::now());
+        let mut taken = |source, now, times: u32| (0..times).filter(|_| buckets.take(source, now)).count();
+        let (source, other) = (address("192.0.2.1"), address("192.0.2.2"));
+        assert_eq!(taken(source, start, 5000), 1024);
+        assert_eq!(taken(source, start + refill * 3, 100), 3);
+        assert_eq!(taken(other, start, 1), 1);
+        assert_eq!(taken(source, start + refill * 1024 * 3, 5000), 1024);
+    }
+
+    #[test]
+    fn failures_are_allowed_in_a_burst_and_then_one_by_one() {
+        let (mut failures, start) = (SourceBuckets::of_failures(), Instant::now());
+        let (bad, refill) = (address("10.0.0.1"), failures.refill);
+        assert_eq!((0..100).filter(|_| failures.take(bad, start)).count(), 10);
+        assert!(!failures.take(address("::ffff:10.0.0.1"), start));
+        assert!(failures.take(address("10.0.0.2"), start));
+        assert!(failures.take(bad, start + refill));
+        assert!(!failures.take(bad, start + refill));
+        failures.give_back(bad);
+        assert!(failures.take(bad, start + refill));
+    }
+
+    #[test]
+    fn an_ipv6_network_is_one_source_and_memory_is_bounded() {
+        let (mut failures, now) = (SourceBuckets::of_failures(), Instant::now());
+        let mut host = 0;
+        while failures.take(address(&format!("2001:db8::{host:x}")), now) {
+            host += 1;
+        }
+        assert!(failures.take(address("2001:db8:0:1::"), now));
+        for number in 0..100_000u32 {
+            assert!(failures.take(number.to_be_bytes().into(), now));
+            assert!(failures.full_at.len() <= failures.most);
+        }
+        assert!(!failures.take(address("2001:db8::1"), now), "the busiest source is not forgotten");
+    }
+}
