@@ -9,7 +9,7 @@ use nix::sys::signal::Signal;
 use postern_testbed::agent::{self, Agent, START};
 use postern_testbed::client::{self, Pattern, connect, digest, echo, pattern_digest};
 use postern_testbed::percentiles::Times;
-use postern_testbed::report::{figure, progress};
+use postern_testbed::report::{figure, skipped};
 use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
@@ -26,7 +26,7 @@ use silent::{
 };
 
 scenarios! {
-    a_lossy_path_changes_no_byte,
+    a_lossy_path_changes_no_byte(quick),
     keystrokes_beside_a_download_on_a_slow_line,
     a_busy_node_has_more_links,
     a_silent_link_attracts_no_connections,
@@ -145,7 +145,7 @@ async fn two_links_are_enough_for_bbr(testbed: &Testbed) -> Result<()> {
     reno.process.stop().await?;
     server.wait_connected("edge-1", false, START).await?;
     if !Congestion::Auto.is_bbr() {
-        progress("this kernel has no BBR, or does not permit it: nothing to see");
+        skipped("this kernel has no BBR, or does not permit it");
         return Ok(());
     }
     let _bbr = agent::Builder::new(&server, 1).spawn()?;
