@@ -8,6 +8,7 @@ use anyhow::{Context as _, Result, anyhow, bail};
 
 use crate::cache;
 use crate::command::{cargo, cargo_home, output, program, run};
+use crate::tally::Tally;
 
 /// Days after which a database says too little.
 const LIMIT: u64 = 30;
@@ -24,7 +25,7 @@ enum Known {
 }
 
 /// Checks the advisories; cargo-deny must have downloaded the dependencies already, because it runs offline.
-pub(crate) fn check() -> Result<()> {
+pub(crate) fn check(tally: &mut Tally) -> Result<()> {
     let databases = cargo_home()?.join("advisory-dbs");
     // Through `output`, for the reason, which is its last line.
     if let Err(error) = output(cargo().args(["deny", "fetch", "db"])) {
@@ -43,10 +44,12 @@ pub(crate) fn check() -> Result<()> {
             run(cargo().args(["deny", "--offline", "--all-features", "check", "advisories"]))
         }
         Known::Nothing(days) => {
-            println!(
-                "advisories: NOT CHECKED, this machine has no database yet; after {days} more days without one this fails: {}",
+            let reason = format!(
+                "no database yet, after {days} more days without one this fails: {}",
                 fix(&databases)
             );
+            println!("advisories: NOT CHECKED, {reason}");
+            tally.skip("advisories", reason);
             Ok(())
         }
     }

@@ -1,5 +1,5 @@
-//! Builds what scenarios need beside a whole run, at the lowest priority: scenarios mostly wait, so that the CPUs have time for
-//! it. A scenario that needs a build waits until it is done, and raises the priority while no other one runs: something else
+//! Builds what scenarios need beside unit tests and scenarios, at the lowest priority: these mostly wait, so that the CPUs have
+//! time for it. A scenario that needs a build waits until it is done, and raises the priority while no other one runs: something else
 //! may keep the machine busy.
 //!
 //! A separate process builds one after the other. For each it leaves a file in its folder: the variables that tell
@@ -12,7 +12,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
-use clap::ValueEnum as _;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::{Pid, getpgrp, getppid};
 
@@ -40,11 +39,13 @@ pub(crate) struct Beside {
 pub(crate) struct Options {
     /// Gets a file for each.
     folder: PathBuf,
+    needs: Vec<Need>,
 }
 
 impl Beside {
-    pub(crate) fn start() -> Result<Self> {
-        for &need in Need::value_variants() {
+    /// Builds these, and if that is all of them, also runs the fuzz targets and the mutation tests.
+    pub(crate) fn start(needs: &[Need]) -> Result<Self> {
+        for need in needs {
             packages::install(need.packages())?;
         }
         let folder = target_dir()?.join("beside");
@@ -52,17 +53,15 @@ impl Beside {
         fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
         let log = folder.join("log");
         let output = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
-        let names: Vec<_> = Need::value_variants().iter().map(|need| need.title()).collect();
-        let names = names.join(", ");
-        println!(
-            "beside the scenarios, at the lowest priority: {names}, the fuzz targets' runs, the mutation tests (log: {})",
-            log.display()
-        );
+        let names: Vec<_> = needs.iter().map(|need| need.title()).collect();
+        let all =
+            if needs.contains(&Need::Fuzz) { ", the fuzz targets' runs, the mutation tests" } else { "" };
+        println!("beside this, at the lowest priority: {}{all} (log: {})", names.join(", "), log.display());
         let mut command = program("setsid");
         command.args(["nice", "-n", "19"]);
         // Through /proc: cargo may have replaced the file since.
         command.arg(format!("/proc/{}/exe", std::process::id()));
-        command.arg("beside").arg(&folder);
+        command.arg("beside").arg(&folder).args(needs.iter().map(name_of));
         command.stdout(output.try_clone().context("the log")?).stderr(output);
         let child = command.spawn().with_context(|| format!("starting {}", shown(&command)))?;
         let mut started = Self { folder, child };
@@ -149,13 +148,21 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     follow_parent();
     // A kernel that groups processes by session gives each group an equal share, however idle its members are (sched(7)).
     let _ = fs::write("/proc/self/autogroup", "19");
-    for &need in Need::value_variants() {
+    for &need in &options.needs {
         made(folder, &name_of(&need), || {
             let variables = need.make()?;
             let line = |(name, value): (String, PathBuf)| format!("{name}={}\n", value.display());
             Ok(variables.into_iter().map(line).collect())
         })?;
     }
+    if options.needs.contains(&Need::Fuzz) {
+        fuzz_and_mutate(folder)?;
+    }
+    drop(running);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn fuzz_and_mutate(folder: &Path) -> Result<()> {
     // Two at a time: each has one thread.
     for pair in fuzz::targets()?.chunks(2) {
         thread::scope(|scope| {
@@ -174,8 +181,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
             mutants::run_quick(group).map(|()| String::new())
         })?;
     }
-    drop(running);
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 fn fuzzed(folder: &Path, target: &str) -> Result<()> {

@@ -45,12 +45,16 @@ pub(crate) fn build_as(profile: &str, packages: &[&str]) -> Result<()> {
     run(cargo().args(["build", "--profile", profile]).args(packages))
 }
 
+/// Builds these programs as `cargo build --all-targets` does: without `--examples`, of which there are none, cargo leaves out
+/// features that only tests ask for, and compiles tokio and all that uses it once more.
+pub(crate) fn build_programs(names: &[&str]) -> Result<()> {
+    run(cargo().args(["build", "--examples"]).args(names.iter().flat_map(|name| ["--bin", name])))
+}
+
 /// A package of the workspace.
 pub(crate) struct Package {
     pub(crate) name: String,
     pub(crate) folder: PathBuf,
-    /// The integration tests: programs of their own below `tests/`.
-    pub(crate) tests: Vec<String>,
     is_default: bool,
 }
 
@@ -68,11 +72,8 @@ pub(crate) fn packages() -> Result<Vec<Package>> {
     for package in &list(&metadata["packages"]) {
         let manifest = PathBuf::from(text(&package["manifest_path"]));
         let folder = manifest.parent().context("cargo metadata has a package without a folder")?.to_owned();
-        let targets = list(&package["targets"]);
-        let tests = targets.iter().filter(|target| target["kind"][0] == "test");
-        let tests = tests.map(|target| text(&target["name"])).collect();
         let is_default = default.contains(&package["id"]);
-        packages.push(Package { name: text(&package["name"]), folder, tests, is_default });
+        packages.push(Package { name: text(&package["name"]), folder, is_default });
     }
     ensure!(packages.iter().any(|package| package.is_default), "cargo metadata names no default packages");
     Ok(packages)

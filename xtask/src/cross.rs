@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result, ensure};
 use clap::ValueEnum;
 
-use crate::command::{cargo, cargo_home, program, root, run, succeeds, target_dir};
+use crate::command::{cargo, cargo_home, default_packages, program, root, run, succeeds, target_dir};
 use crate::{cache, packages};
 
 /// cargo-zigbuild and zig, by their hashes.
@@ -57,16 +57,32 @@ pub(crate) fn build(arch: Arch, profile: Profile, names: &[&str]) -> Result<Path
     compile.env("CARGO_ZIGBUILD_ZIG_PATH", tools.join("ziglang/zig"));
     compile.args(["zigbuild", "--locked", "--target", arch.target()]);
     compile.args(names.iter().flat_map(|name| ["-p", name]));
-    compile.args((profile == Profile::Release).then_some("--release"));
+    match profile {
+        Profile::Release => {
+            compile.arg("--release");
+        }
+        // Test images carry few bytes, in a cluster or in emulation: optimising our own crates would take longer than it saves.
+        // Dependencies are those of any dev build.
+        Profile::Dev => {
+            let own = default_packages()?.into_iter().filter(|package| package.name.starts_with("tunnel-"));
+            compile.args(
+                own.map(|package| format!("--config=profile.dev.package.{}.opt-level=0", package.name)),
+            );
+        }
+    }
     // Told to strip debug information, as the profile says, zig's linker strips symbols too: `strip_debug` does it instead.
     compile.env("CARGO_PROFILE_RELEASE_STRIP", "none");
     let places = places(&target_dir)?;
     let variable = arch.target().replace('-', "_");
+    // Dev builds of all clones share their dependencies, which are compiled again where the flags differ. Debug information alone
+    // names the clone's folder there, and is removed.
+    let own = root();
+    let replaced = || places.iter().filter(|(from, _)| profile == Profile::Release || *from != own);
     let rustflags: Vec<String> =
-        places.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())).collect();
+        replaced().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())).collect();
     // The unit separator, because a path may have a space.
     compile.env("CARGO_ENCODED_RUSTFLAGS", rustflags.join("\x1f"));
-    let prefixes = places.iter().map(|(from, to)| format!("-ffile-prefix-map={}={to}", from.display()));
+    let prefixes = replaced().map(|(from, to)| format!("-ffile-prefix-map={}={to}", from.display()));
     let cflags: Vec<String> = prefixes.chain(WITHOUT_TIME.map(str::to_owned)).collect();
     compile.env(format!("CFLAGS_{variable}"), cflags.join(" "));
     run(&mut compile)?;

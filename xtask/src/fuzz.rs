@@ -127,7 +127,9 @@ pub(crate) fn run_target(target: &str, seconds: u32, quietly: bool) -> Result<()
         bail!("`{}` ended with {}:\n{}", shown(&command), output.status, end_of(&said));
     }
     let count = said.lines().find_map(|line| line.strip_prefix("stat::number_of_executed_units:"));
-    println!("{}: {} inputs in {seconds} s", name_of(target), count.unwrap_or_default().trim());
+    let count: u64 = count.and_then(|count| count.trim().parse().ok()).unwrap_or_default();
+    ensure!(count > 0, "`{}` tried no input:\n{}", shown(&command), end_of(&said));
+    println!("{}: {count} inputs in {seconds} s", name_of(target));
     Ok(())
 }
 

@@ -2,6 +2,7 @@
 use anyhow::Result;
 
 use crate::command::{cargo, need_cargo_tool, root, run};
+use crate::tally::Tally;
 use crate::{advisories, build_ebpf, circles};
 
 const DENY_VERSION: &str = "0.20.2";
@@ -21,7 +22,7 @@ const LAYERED: &[&str] = &[
     "xtask",
 ];
 
-pub(crate) fn run_lint() -> Result<()> {
+pub(crate) fn run_lint(tally: &mut Tally) -> Result<()> {
     run(cargo().args(["fmt", "--all", "--", "--check"]))?;
     run(cargo().args(["fmt", "--manifest-path", "fuzz/Cargo.toml", "--", "--check"]))?;
     println!("import circles: {}", LAYERED.join(", "));
@@ -29,13 +30,13 @@ pub(crate) fn run_lint() -> Result<()> {
     circles::check(&folders)?;
     run(cargo().args(["clippy", "--all-targets", "--", "-D", "warnings"]))?;
     build_ebpf::clippy()?;
-    deny()
+    deny(tally)
 }
 
-fn deny() -> Result<()> {
+fn deny(tally: &mut Tally) -> Result<()> {
     need_cargo_tool("cargo-deny", DENY_VERSION)?;
     run(cargo().args(["deny", "--all-features", "check", "bans", "licenses", "sources"]))?;
-    advisories::check()
+    advisories::check(tally)
 }
 
 #[cfg(test)]

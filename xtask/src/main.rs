@@ -6,6 +6,7 @@ mod bench;
 mod beside;
 mod build_ebpf;
 mod cache;
+mod chosen;
 mod circles;
 mod command;
 mod cross;
@@ -23,11 +24,13 @@ mod peers;
 mod provenance;
 mod release;
 mod sbom;
+mod scenarios;
 mod services;
 mod soak;
 mod source;
 mod tally;
 mod test;
+mod times;
 
 use std::process::ExitCode;
 
@@ -36,8 +39,9 @@ use clap::{Parser, Subcommand};
 
 use crate::tally::Tally;
 
-/// Bounds of CI's time on two cores, in minutes: with nothing built before, and with everything but this workspace.
-const CI_BOUND: &str = "75 cold, 40 warm";
+/// Bounds on two cores, in minutes: of CI, and of what a newcomer runs, from the clone and after a change.
+const CI_BOUND: &str = "45";
+const TEST_BOUND: &str = "25 from the clone, 10 warm";
 
 /// Builds, shows and tests Postern.
 #[derive(Parser)]
@@ -54,12 +58,12 @@ enum Command {
     /// A real Prometheus scrapes node exporters on two edges behind NAT; with --kubernetes, kubectl and Prometheus work on
     /// such a node of a real cluster (root).
     Demo(demo::Options),
-    /// Every test: unit and property tests, the redirect on the real kernel, scenarios, fuzz targets, the quick mutation
-    /// tests (root).
+    /// Unit and property tests, the redirect on the real kernel, and scenarios of every subject, with one cluster; or
+    /// everything, or what is named (root, but for unit tests).
     Test(test::Options),
     /// rustfmt --check, import circles, clippy -D warnings, cargo deny.
     Lint,
-    /// What CI runs: lint, then test.
+    /// What CI runs: lint, then `test --all`.
     Ci,
     /// The real Kubernetes, Prometheus, metrics-server, konnectivity, Helm and Cilium's loader that tests, demo and benchmark run, built once and kept in the user's cache;
     /// `peers test` runs konnectivity's own tests against tunnel-agent.
@@ -102,13 +106,16 @@ fn dispatch(command: Command) -> Result<ExitCode> {
             ExitCode::SUCCESS
         }),
         Command::Demo(options) => demo::run_demo(&options),
-        Command::Test(options) => test::run_tests(&options, Tally::new()),
-        Command::Lint => lint::run_lint().map(|()| ExitCode::SUCCESS),
+        Command::Test(options) => {
+            let tally = if options.is_short() { Tally::bounded(TEST_BOUND) } else { Tally::new() };
+            test::run_tests(&options, tally)
+        }
+        Command::Lint => lint::run_lint(&mut Tally::new()).map(|()| ExitCode::SUCCESS),
         Command::Ci => {
             let mut tally = Tally::bounded(CI_BOUND);
             tally.heading("lint");
-            lint::run_lint()?;
-            test::run_tests(&test::Options::default(), tally)
+            lint::run_lint(&mut tally)?;
+            test::run_tests(&test::Options::everything(), tally)
         }
         Command::Peers(options) => peer_tests::run(&options),
         Command::Image(options) => image::run_image(&options),

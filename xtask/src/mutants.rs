@@ -118,6 +118,11 @@ pub(crate) fn quick() -> impl Iterator<Item = (String, &'static Group)> {
     GROUPS.iter().filter(|group| group.quick).map(|group| (format!("mutants::{}", group.name), group))
 }
 
+/// Names of the other groups.
+pub(crate) fn slow() -> Vec<String> {
+    GROUPS.iter().filter(|group| !group.quick).map(|group| format!("mutants::{}", group.name)).collect()
+}
+
 pub(crate) fn run_quick(group: &Group) -> Result<()> {
     test(group, group.files, true)
 }

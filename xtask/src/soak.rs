@@ -4,7 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::command::{build, built, is_root, program, run_in_foreground};
+use crate::command::{build_programs, built, is_root, program, run_in_foreground};
 use crate::demo::PROGRAMS;
 use crate::{build_ebpf, packages};
 
@@ -69,7 +69,7 @@ fn scenario(what: &str, name: &str) -> Result<Command> {
     ensure!(is_root(), "needs root, as `cargo xtask test` does: run `sudo -E cargo xtask {what}`");
     packages::install(&[packages::TESTBED, packages::NAT])?;
     build_ebpf::run()?;
-    build(&[&["postern-scenarios"], PROGRAMS].concat())?;
+    build_programs(&[&["scenarios"], PROGRAMS].concat())?;
     let mut command = program(built("scenarios")?);
     command.args(["--exact", name]);
     Ok(command)

@@ -1,4 +1,4 @@
-//! Counts of passed and failed tests, and the time of each step.
+//! Counts of passed, failed and skipped tests, and the time of each step.
 use std::io::{BufRead as _, BufReader};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -6,17 +6,24 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 
 use crate::command::shown;
+use crate::times::{self, Times};
 
 /// Results of tests and steps.
 pub(crate) struct Tally {
     pub(crate) passed: u64,
     pub(crate) failed: u64,
     failures: Vec<String>,
+    /// What was left out, with the reason.
+    skipped: Vec<(String, String)>,
     start: Instant,
     /// Steps in the order of their start, and the start of each.
     steps: Vec<(String, Instant)>,
     /// Bound of the whole run's time, as text; it is printed, not enforced.
     bound: Option<&'static str>,
+    /// Seconds of each test program.
+    took: Times,
+    /// Those of scenarios in the last run.
+    scenarios: Times,
 }
 
 /// Number of test programs that are listed as the slowest.
@@ -24,8 +31,17 @@ const SLOWEST: usize = 10;
 
 impl Tally {
     pub(crate) fn new() -> Self {
-        let (failures, steps) = (Vec::new(), Vec::new());
-        Self { passed: 0, failed: 0, failures, start: Instant::now(), steps, bound: None }
+        Self {
+            passed: 0,
+            failed: 0,
+            failures: Vec::new(),
+            skipped: Vec::new(),
+            start: Instant::now(),
+            steps: Vec::new(),
+            bound: None,
+            took: Times::new(),
+            scenarios: times::file(SCENARIOS).map(|file| times::read(&file)).unwrap_or_default(),
+        }
     }
 
     /// A tally that prints a bound beside the total time.
@@ -44,6 +60,11 @@ impl Tally {
         self.failures.push(what);
     }
 
+    /// Notes what is left out; the last line has it.
+    pub(crate) fn skip(&mut self, what: impl Into<String>, reason: impl Into<String>) {
+        self.skipped.push((what.into(), reason.into()));
+    }
+
     /// Counts a step that is a test by itself.
     pub(crate) fn step(&mut self, what: &str, result: Result<()>) {
         match result {
@@ -55,25 +76,50 @@ impl Tally {
         }
     }
 
-    /// Prints how long each step took, what failed, and the counts on the last line.
-    pub(crate) fn report(&self) {
+    /// Prints how long each step took, what failed, and the counts on the last line. The times of a whole run, of which there
+    /// is more than one `kind`, are compared with those of the last one of that kind.
+    pub(crate) fn report(&self, kind: Option<&str>) {
         println!();
         let end = Instant::now();
         let ends = self.steps.iter().skip(1).map(|(_, start)| *start).chain([end]);
+        let mut took = self.took.clone();
         for ((step, start), end) in self.steps.iter().zip(ends) {
             println!("{:>5} min  {step}", minutes(end - *start));
+            took.insert(step.clone(), (end - *start).as_secs_f64());
         }
         let bound = self.bound.map(|bound| format!(" (bound: {bound})")).unwrap_or_default();
         println!("{:>5} min  in all{bound}", minutes(end - self.start));
+        took.insert("in all".to_owned(), (end - self.start).as_secs_f64());
+        if let Err(error) = self.compare(kind, &took) {
+            println!("the times cannot be compared: {error:#}");
+        }
         for failure in &self.failures {
             println!("FAILED: {failure}");
         }
-        println!("{} passed, {} failed", self.passed, self.failed);
+        println!("{} passed, {} failed{}", self.passed, self.failed, skips(&self.skipped));
     }
 
-    /// Runs a program that reports as libtest does, shows its output and adds up its results. Returns the lines that name
-    /// test binaries.
-    pub(crate) fn count(&mut self, command: &mut Command) -> Result<Vec<String>> {
+    /// Says what takes longer than in the last run, and keeps the times of a run without failures for the next one.
+    fn compare(&self, kind: Option<&str>, took: &Times) -> Result<()> {
+        let mut grown = times::grown(&self.scenarios, &times::read(&times::file(SCENARIOS)?));
+        if let Some(kind) = kind {
+            let file = times::file(kind)?;
+            grown.extend(times::grown(&times::read(&file), took));
+            if self.failed == 0 {
+                times::write(&file, took)?;
+            }
+        }
+        grown.iter().for_each(|line| println!("{line}"));
+        Ok(())
+    }
+
+    /// Runs a program that reports as libtest does, shows its output and adds up its results.
+    pub(crate) fn count(&mut self, command: &mut Command) -> Result<()> {
+        self.count_and(command, &mut || {})
+    }
+
+    /// Does so, and calls `running` whenever a test binary begins to run.
+    pub(crate) fn count_and(&mut self, command: &mut Command, running: &mut dyn FnMut()) -> Result<()> {
         eprintln!("+ {}", shown(command));
         // Cargo names the test binaries ("Running …") on standard error: both are needed, in order.
         let (reader, writer) = std::io::pipe().context("pipe")?;
@@ -95,6 +141,8 @@ impl Tally {
             if let Some((name, reason)) = failed_check(&line) {
                 // Counted with its scenario; without this, the end of a long log would not name it.
                 self.failures.push(format!("{name}: {reason}"));
+            } else if let Some((name, reason)) = skipped_check(&line) {
+                self.skip(name, reason);
             } else if is_passed_check(&line) {
                 self.passed += 1;
             } else if let Some(result) = result_line(&line) {
@@ -106,11 +154,13 @@ impl Tally {
                 }
             } else if line.trim_start().starts_with("Running ") {
                 binaries.push(line.trim().to_owned());
+                running();
             } else if let Some(name) = line.strip_prefix("test ").and_then(failed_name) {
                 named += 1;
                 self.failures.push(name.to_owned());
             }
         }
+        self.took.extend(took.iter().map(|(seconds, name)| (test_program(name), *seconds)));
         if took.len() > 1 {
             took.sort_by(|(one, _), (other, _)| other.total_cmp(one));
             println!("\nthe slowest of {} test programs:", took.len());
@@ -128,7 +178,7 @@ impl Tally {
         } else if failed > named {
             self.failures.push(format!("{} further tests of `{}`", failed - named, shown(command)));
         }
-        Ok(binaries)
+        Ok(())
     }
 }
 
@@ -136,6 +186,25 @@ impl Tally {
 pub(crate) fn minutes(time: Duration) -> String {
     let seconds = time.as_secs();
     format!("{}:{:02}", seconds / 60, seconds % 60)
+}
+
+/// Name of the kept times that `scenarios` writes.
+const SCENARIOS: &str = "scenarios";
+
+/// Formats what was left out.
+fn skips(skipped: &[(String, String)]) -> String {
+    if skipped.is_empty() {
+        return String::new();
+    }
+    let list: Vec<_> = skipped.iter().map(|(what, reason)| format!("{what} ({reason})")).collect();
+    format!(", {} skipped: {}", skipped.len(), list.join("; "))
+}
+
+/// Name of a test program, from a line such as `Running tests/cli.rs (target/debug/deps/cli-2ef024fd85f1481c)`: without the
+/// part that other sources change.
+fn test_program(line: &str) -> String {
+    line.rsplit_once('-').map_or(line, |(name, _)| name).rsplit('/').next().unwrap_or(line).to_owned()
+        + line.split(" (").next().unwrap_or_default().trim_start_matches("Running")
 }
 
 /// Scenario and text of a line about a scenario's progress.
@@ -153,6 +222,12 @@ fn is_passed_check(line: &str) -> bool {
 fn failed_check(line: &str) -> Option<(&str, &str)> {
     let (scenario, text) = progress(line)?;
     Some((scenario, text.strip_prefix("FAILED  ")?))
+}
+
+/// A scenario that has left something out, and the reason.
+fn skipped_check(line: &str) -> Option<(&str, &str)> {
+    let (scenario, text) = progress(line)?;
+    Some((scenario, text.strip_prefix("SKIPPED ")?))
 }
 
 fn failed_name(rest: &str) -> Option<&str> {
@@ -207,6 +282,23 @@ mod tests {
         assert!(!is_passed_check("  [ 12.3 s] kubernetes::outages: the cluster runs"));
         assert_eq!(failed_check("  [ 12.3 s] kubernetes::outages: the cluster runs"), None);
         assert!(!is_passed_check("test path::half_close ... ok"));
+    }
+
+    #[test]
+    fn what_is_left_out_is_on_the_last_line() {
+        let line = "  [  1.3 s] wan::bbr: SKIPPED this kernel has no BBR";
+        assert_eq!(skipped_check(line), Some(("wan::bbr", "this kernel has no BBR")));
+        let skipped = [("a".to_owned(), "of this".to_owned()), ("b".to_owned(), "of that".to_owned())];
+        assert_eq!(skips(&skipped), ", 2 skipped: a (of this); b (of that)");
+        assert_eq!(skips(&[]), "");
+    }
+
+    #[test]
+    fn test_programs_have_one_name_in_every_run() {
+        let name =
+            |hash: &str| test_program(&format!("Running tests/a-b/main.rs (/t-1/deps/kube_api-{hash})"));
+        assert_eq!(name("2ef024fd85f1481c"), "kube_api tests/a-b/main.rs");
+        assert_eq!(name("1"), name("2"));
     }
 
     #[test]

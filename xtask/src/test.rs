@@ -1,26 +1,29 @@
-//! `cargo xtask test`: runs and counts every test; with a filter, builds only what the filter needs, and
-//! installs only the Debian packages that the kinds of its tests need.
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+//! `cargo xtask test`: runs and counts tests. With names, builds only what these need, and installs only the Debian packages that
+//! the kinds of these tests need.
+use std::process::{Command, ExitCode};
 use std::thread;
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use clap::ValueEnum as _;
 
 use crate::beside::Beside;
-use crate::command::{Package, build, built, cargo, default_packages, is_root, name_of, program, run};
+use crate::chosen::Names;
+use crate::command::{build_programs, built, cargo, is_root, name_of, program, run};
 use crate::demo::PROGRAMS;
 use crate::kernel::{self, Kernel};
 use crate::needs::Need;
 use crate::peer_tests::Show;
+use crate::scenarios::{self, Scenarios};
 use crate::tally::Tally;
 use crate::{bench, build_ebpf, demo, fuzz, mutants, packages, peer_tests};
 
 /// Seconds that each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
-/// Number of unit tests that run at the same time: most of those that take long wait for programs that they have started.
-const TEST_THREADS: (&str, &str) = ("RUST_TEST_THREADS", "12");
+/// Packages whose tests are run by their programs.
+const SCENARIOS: &str = "postern-scenarios";
+const KERNEL_TESTS: &str = "postern-kernel-tests";
+/// Program of the latter.
+const REDIRECT_KERNEL: &str = "redirect_kernel";
 
 fn why_root() -> String {
     use packages::{BENCH, CLUSTER, DEMO, FUZZ, NAT, PIP, QEMU_USER, SCENARIOS, TESTBED, VIRTUAL_MACHINE};
@@ -51,75 +54,117 @@ Everything it makes is removed again, whether tests pass or fail.",
 
 #[derive(clap::Args, Default)]
 pub(crate) struct Options {
-    /// Only unit tests and a handful of scenarios; says what it leaves out.
-    #[arg(long)]
-    quick: bool,
-    /// Only the kernel tests of the redirect, the demo and the systemd units, on another kernel in virtual machines. A whole run
+    /// Everything, as CI does. Without it and without names: unit, property and kernel tests and a part of the scenarios.
+    #[arg(long, conflicts_with = "names")]
+    all: bool,
+    /// Only the kernel tests of the redirect, the demo and the systemd units, on another kernel in virtual machines. `--all`
     /// has 6.1.
-    #[arg(long, value_enum, conflicts_with_all = ["quick", "filter"])]
+    #[arg(long, value_enum, conflicts_with_all = ["all", "names", "skip", "list", "repeat", "keep"])]
     kernel: Option<Kernel>,
-    /// Only tests whose name contains this, such as `path::` or `https::tls_ends_at_the_edge`.
-    filter: Option<String>,
+    /// Names the tests, and runs none.
+    #[arg(long, conflicts_with_all = ["repeat", "keep"])]
+    list: bool,
+    /// Runs each scenario and kernel test so many times.
+    #[arg(long, value_name = "N")]
+    pub(crate) repeat: Option<usize>,
+    /// Keeps the logs of scenarios that pass as well.
+    #[arg(long)]
+    pub(crate) keep: bool,
+    #[command(flatten)]
+    pub(crate) names: Names,
 }
 
 impl Options {
-    fn runs_everything(&self) -> bool {
-        !self.quick && self.filter.is_none() && self.kernel.is_none()
+    pub(crate) fn everything() -> Self {
+        Self { all: true, ..Self::default() }
     }
 
-    fn selects(&self, name: &str) -> bool {
-        self.filter.as_ref().is_none_or(|filter| name.contains(filter))
+    /// Reports whether it runs such a test, of those that are only run by name or with `--all`.
+    fn runs(&self, name: &str) -> bool {
+        (self.all || self.names.are_given()) && self.names.select(name)
+    }
+
+    /// Reports whether it runs a part of everything.
+    pub(crate) fn is_short(&self) -> bool {
+        !self.all && !self.names.are_given()
+    }
+
+    /// Name of the kind of a run whose times are kept.
+    fn kind(&self) -> Option<&'static str> {
+        match (self.names.restrict(), self.all) {
+            (true, _) => None,
+            (false, true) => Some("test-all"),
+            (false, false) => Some("test"),
+        }
     }
 }
 
 pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode> {
-    println!("{}", why_root());
-    ensure!(is_root(), "not root: run `sudo -E cargo xtask test`");
-    packages::install(&[packages::TESTBED])?;
-
+    let packages = options.names.packages()?;
+    let programs = whole_programs(options);
+    if options.list {
+        return list(options, &packages, &programs);
+    }
     if let Some(kernel) = options.kernel {
+        need_root()?;
         build_everything(&mut tally)?;
         tally.heading(&format!("kernel {}", name_of(&kernel)));
         kernel::run(kernel, &mut tally)?;
-        tally.report();
-        return Ok(if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+        tally.report(None);
+        return Ok(exit_code(&tally));
     }
-    if options.runs_everything() {
+    let mut beside = None;
+    if !options.names.are_given() {
+        need_root()?;
+        if !options.all {
+            // Go compiles it, so that it holds none of cargo's locks.
+            beside = Some(Beside::start(&[Need::Cluster])?);
+        }
         build_everything(&mut tally)?;
-    } else {
-        tally.heading("building the scenarios");
-        build(&["postern-scenarios"])?;
     }
-    let scenarios = Scenarios::list(options)?;
-    let packages = tested_packages(options)?;
-    let programs: Vec<_> = if options.quick { Vec::new() } else { whole_programs(options) };
-    let needed =
-        !scenarios.names.is_empty() || !programs.is_empty() || packages.contains(&"tunnel-server".to_owned());
-    if needed && !options.runs_everything() {
+    let (scenarios, kernel_tests) = choose(options, &packages, &mut tally)?;
+    if options.names.are_given()
+        && !(scenarios.names.is_empty() && kernel_tests.is_empty() && programs.is_empty())
+    {
+        need_root()?;
         tally.heading("building the eBPF programs and the two programs");
         build_ebpf::run()?;
-        build(PROGRAMS)?;
+        build_programs(&[PROGRAMS, &[REDIRECT_KERNEL]].concat())?;
     }
-    run_units(options, &packages, &mut tally)?;
-    // From here on no step compiles: the builds beside the scenarios hold cargo's locks.
-    let mut beside = if options.runs_everything() { Some(Beside::start()?) } else { None };
-    run_scenarios(options, &scenarios, beside.as_ref(), &mut tally)?;
+    let others =
+        |name: &String| scenarios.names.iter().chain(&kernel_tests).any(|test| test.contains(name.as_str()));
+    if options.names.are_given() && options.names.given().iter().all(others) {
+        tally
+            .skip("unit tests", "every name is one of a scenario or kernel test: `cargo test -p CRATE NAME`");
+    } else {
+        run_units(options, &packages, &mut tally, &mut beside)?;
+    }
+    run_kernel_tests(options, &kernel_tests, &mut tally)?;
+    scenarios::run(options, &scenarios, beside.as_ref(), &mut tally)?;
     run_programs_and_peer_tests(options, &programs, beside.as_mut(), &mut tally);
     run_kernel(options, &mut tally);
-    if options.quick {
-        println!("\n{}", left_out(&scenarios)?);
-    } else {
-        if let Some(beside) = &mut beside {
-            tally.heading("the rest of what was built beside the scenarios");
-            let result = beside.finish().map(|took| println!("{took}"));
-            tally.step("what was built beside the scenarios", result);
-        }
-        run_fuzz(options, beside.as_ref(), &mut tally)?;
-        run_mutants(options, beside.as_ref(), &mut tally);
+    if let Some(beside) = &mut beside {
+        tally.heading("the rest of what was built beside the scenarios");
+        let result = beside.finish().map(|took| println!("{took}"));
+        tally.step("what was built beside the scenarios", result);
     }
-    tally.report();
-    ensure!(tally.passed + tally.failed > 0, "no test has a name with {:?}", options.filter);
-    Ok(if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    run_fuzz(options, beside.as_ref(), &mut tally)?;
+    run_mutants(options, beside.as_ref(), &mut tally);
+    skip_the_rest(options, &scenarios, &mut tally)?;
+    tally.report(options.kind());
+    ensure!(tally.passed + tally.failed > 0, "no test has a name with {:?}", options.names.given());
+    Ok(exit_code(&tally))
+}
+
+fn exit_code(tally: &Tally) -> ExitCode {
+    if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Unit tests alone do not.
+fn need_root() -> Result<()> {
+    println!("{}", why_root());
+    ensure!(is_root(), "not root: run `sudo -E cargo xtask test`");
+    packages::install(&[packages::TESTBED])
 }
 
 /// Builds in one command: built one by one, packages have other features, and libraries are compiled several times.
@@ -129,151 +174,116 @@ fn build_everything(tally: &mut Tally) -> Result<()> {
     run(cargo().args(["build", "--all-targets"]))
 }
 
-/// Packages that may have a test of such a name: their sources contain every part of it.
-fn tested_packages(options: &Options) -> Result<Vec<String>> {
-    let parts: Vec<&str> = options.filter.iter().flat_map(|filter| filter.split("::")).collect();
-    let mut found = Vec::new();
-    for package in default_packages()? {
-        let mut text = String::new();
-        for file in files_below(&package.folder)? {
-            if file.extension().is_some_and(|extension| extension == "rs") {
-                text += &file.to_string_lossy();
-                text += &fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
-            }
-        }
-        if parts.iter().all(|part| text.contains(part)) {
-            found.push(package.name);
-        }
+/// Prints the names of the tests that would be run.
+fn list(options: &Options, packages: &[String], programs: &[(&str, Run)]) -> Result<ExitCode> {
+    let (scenarios, kernel_tests) = choose(options, packages, &mut Tally::new())?;
+    if !packages.is_empty() {
+        run(units(options, packages).arg("--list"))?;
     }
-    Ok(found)
+    let fuzzed = fuzz::targets()?.into_iter().map(|target| fuzz::name_of(&target));
+    let others = programs.iter().map(|(name, _)| (*name).to_owned()).chain(fuzzed);
+    let others = others.chain(mutants::quick().map(|(name, _)| name));
+    let others = others.chain([peer_tests::NAME.to_owned(), kernel_name()]);
+    let others = others.filter(|name| options.runs(name));
+    kernel_tests.into_iter().chain(scenarios.names).chain(others).for_each(|name| println!("{name}: test"));
+    Ok(ExitCode::SUCCESS)
 }
 
-/// Files of one package: another package below it is not a part of it.
-fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    let entries = fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
-    for entry in entries {
-        let path = entry.with_context(|| format!("reading {}", folder.display()))?.path();
-        if !path.is_dir() {
-            files.push(path);
-        } else if !path.join("Cargo.toml").exists() {
-            files.extend(files_below(&path)?);
-        }
+/// Returns the chosen scenarios and kernel tests.
+fn choose(options: &Options, packages: &[String], tally: &mut Tally) -> Result<(Scenarios, Vec<String>)> {
+    let has = |name: &str| packages.iter().any(|package| package == name);
+    let wanted = [(SCENARIOS, "scenarios"), (KERNEL_TESTS, REDIRECT_KERNEL)];
+    let wanted: Vec<_> =
+        wanted.iter().filter(|(package, _)| has(package)).map(|(_, program)| *program).collect();
+    if (options.names.are_given() || options.list) && !wanted.is_empty() {
+        tally.heading("building the scenarios and the kernel tests");
+        build_programs(&wanted)?;
     }
-    Ok(files)
+    let scenarios = if has(SCENARIOS) { Scenarios::list(options)? } else { Scenarios::default() };
+    Ok((scenarios, if has(KERNEL_TESTS) { kernel_tests(options)? } else { Vec::new() }))
 }
 
-/// Describes the tests that `--quick` leaves out.
-fn left_out(quick: &Scenarios) -> Result<String> {
-    let all = Scenarios::list(&Options::default())?;
-    let tests: Vec<_> = default_packages()?
-        .into_iter()
-        .flat_map(|package| {
-            package.tests.into_iter().map(move |test| format!("{} of {}", test, package.name))
-        })
-        .collect();
-    Ok(format!(
-        "left out by --quick: the integration tests ({}), {} of {} scenarios, the demos, the benchmark's smoke run, konnectivity's own tests, the kernel in a virtual machine, the fuzz targets, the mutation tests",
-        tests.join(", "),
-        all.names.len() - quick.names.len(),
-        all.names.len()
-    ))
-}
-
-/// Reports whether one of the packages has a library: without any, `cargo test --lib` fails.
-fn any_library(packages: &[String]) -> Result<bool> {
-    let library = |package: &Package| package.folder.join("src/lib.rs").exists();
-    Ok(default_packages()?.iter().any(|package| packages.contains(&package.name) && library(package)))
-}
-
-fn run_units(options: &Options, packages: &[String], tally: &mut Tally) -> Result<()> {
-    if packages.is_empty() {
+/// Notes what this run leaves to others.
+fn skip_the_rest(options: &Options, scenarios: &Scenarios, tally: &mut Tally) -> Result<()> {
+    if options.names.are_given() {
         return Ok(());
     }
-    tally.heading("unit, property and kernel tests");
-    let mut tests = cargo();
-    tests.args(["test", "--no-fail-fast"]);
-    let (threads, count) = TEST_THREADS;
-    if std::env::var_os(threads).is_none() {
-        tests.env(threads, count);
+    if !options.all {
+        let all = Scenarios::list(&Options::everything())?.names.len();
+        let left = all - scenarios.names.len();
+        let (kernel, units) = (kernel_name(), "the systemd units");
+        let what = format!(
+            "{left} of {all} scenarios, demo, demo::kubernetes, {SMOKE}, {}, {kernel}, {units}, fuzz targets, mutation tests",
+            peer_tests::NAME
+        );
+        tally.skip(what, "`cargo xtask test --all` has them");
+        return Ok(());
     }
-    if options.quick || options.filter.is_some() {
-        tests.args(any_library(packages)?.then_some("--lib")).arg("--bins");
-    }
-    if options.filter.is_some() && !options.quick {
-        tests.arg("--tests");
-    }
-    if options.filter.is_some() {
-        tests.args(packages.iter().flat_map(|package| ["-p", package]));
-    }
-    tests.arg("--").args(&options.filter);
-    let names = tally.count(&mut tests)?;
-    if options.filter.is_none()
-        && !options.quick
-        && !names.iter().any(|line| line.contains("redirect_kernel"))
-    {
-        tally.fail("the kernel tests of the redirect (redirect_kernel) did not run".to_owned());
-    }
+    tally.skip(mutants::slow().join(", "), "an hour or two: `cargo xtask mutants`");
+    let others = Kernel::value_variants().iter().filter(|kernel| **kernel != kernel::IN_EVERY_RUN);
+    let others: Vec<_> = others.map(|kernel| format!("kernel::{}", name_of(kernel))).collect();
+    tally.skip(others.join(", "), "on request: `cargo xtask test --kernel NAME`");
+    tally.skip("release binaries", "tests run unoptimised ones: `cargo xtask release`");
     Ok(())
 }
 
-/// The scenarios that the options select.
-#[derive(Default)]
-struct Scenarios {
-    names: Vec<String>,
-    /// Builds that some of them need.
-    needs: Vec<Need>,
+/// The command that runs or lists unit, property and integration tests.
+fn units(options: &Options, packages: &[String]) -> Command {
+    let mut tests = cargo();
+    tests.args(["test", "--no-fail-fast"]);
+    if options.names.are_given() {
+        // Unit tests, too.
+        tests.arg("--tests").args(packages.iter().flat_map(|package| ["-p", package]));
+    }
+    tests.arg("--").args(options.names.arguments());
+    tests
 }
 
-impl Scenarios {
-    fn list(options: &Options) -> Result<Self> {
-        let mut list = program(built("scenarios")?);
-        list.args(options.quick.then_some("--quick")).arg("--list").args(&options.filter);
-        let output = list.output().context("listing the scenarios")?;
-        ensure!(output.status.success(), "`scenarios --list` ended with {}", output.status);
-        Ok(Self::parse(&String::from_utf8_lossy(&output.stdout)))
-    }
-
-    /// Parses lines such as `[cluster] kubernetes::in_cluster: test`.
-    fn parse(list: &str) -> Self {
-        let mut scenarios = Self::default();
-        for line in list.lines().filter_map(|line| line.strip_suffix(": test")) {
-            let (kind, name) =
-                line.strip_prefix('[').and_then(|rest| rest.split_once("] ")).unwrap_or(("", line));
-            if let Some(need) = Need::value_variants().iter().copied().find(|need| name_of(need) == kind)
-                && !scenarios.needs.contains(&need)
-            {
-                scenarios.needs.push(need);
-            }
-            scenarios.names.push(name.to_owned());
-        }
-        scenarios
-    }
-}
-
-fn run_scenarios(
+/// With `--all`, begins to build what scenarios need once cargo has nothing left to do for the tests. No later step compiles: what
+/// builds holds cargo's locks.
+fn run_units(
     options: &Options,
-    scenarios: &Scenarios,
-    beside: Option<&Beside>,
+    packages: &[String],
     tally: &mut Tally,
+    beside: &mut Option<Beside>,
 ) -> Result<()> {
-    if scenarios.names.is_empty() {
+    if packages.is_empty() {
         return Ok(());
     }
-    packages::install(&[packages::NAT, packages::SCENARIOS])?;
-    let mut command = program(built("scenarios")?);
-    match beside {
-        Some(beside) => beside.tell(&mut command),
-        None => {
-            for need in &scenarios.needs {
-                tally.heading(need.title());
-                command.envs(need.make()?);
-            }
+    tally.heading("unit and property tests");
+    let mut tests = units(options, packages);
+    let mut started = Ok(());
+    tally.count_and(&mut tests, &mut || {
+        if options.all && beside.is_none() && started.is_ok() {
+            started = Beside::start(Need::value_variants()).map(|new| *beside = Some(new));
         }
+    })?;
+    started
+}
+
+/// Names of the chosen kernel tests.
+fn kernel_tests(options: &Options) -> Result<Vec<String>> {
+    let output =
+        program(built(REDIRECT_KERNEL)?).arg("--list").output().context("listing the kernel tests")?;
+    ensure!(output.status.success(), "`{REDIRECT_KERNEL} --list` ended with {}", output.status);
+    let text = String::from_utf8_lossy(&output.stdout);
+    let names = text.lines().filter_map(|line| line.strip_suffix(": test"));
+    // Their program's name stands for all of them.
+    let chosen = |name: &&str| options.names.select(&format!("{REDIRECT_KERNEL} {name}"));
+    Ok(names.filter(chosen).map(str::to_owned).collect())
+}
+
+fn run_kernel_tests(options: &Options, chosen: &[String], tally: &mut Tally) -> Result<()> {
+    if chosen.is_empty() {
+        return Ok(());
     }
-    tally.heading("scenarios");
-    command.args(options.quick.then_some("--quick")).args(&options.filter);
-    tally.count(&mut command)?;
+    tally.heading("kernel tests of the redirect");
+    for _ in 0..options.repeat.unwrap_or(1) {
+        let mut tests = program(built(REDIRECT_KERNEL)?);
+        // Most of them wait.
+        tests.args(["--test-threads=12", "--exact"]).args(chosen);
+        tally.count(&mut tests)?;
+    }
     Ok(())
 }
 
@@ -289,13 +299,13 @@ fn whole_programs(options: &Options) -> Vec<(&'static str, Run)> {
         ("demo::kubernetes", |built| run_demo(built, true)),
         (SMOKE, bench::smoke),
     ];
-    programs.into_iter().filter(|(name, _)| options.selects(name)).collect()
+    programs.into_iter().filter(|(name, _)| options.runs(name)).collect()
 }
 
 fn run_demo(built: bool, kubernetes: bool) -> Result<ExitCode> {
     demo::install(kubernetes)?;
     if !built {
-        build(&["postern-demo"])?;
+        build_programs(&["demo"])?;
     }
     demo::run_demo_program(kubernetes)
 }
@@ -313,7 +323,7 @@ fn run_programs(
             Some(beside) if *name == SMOKE => beside.wait(Need::Rathole),
             _ => Ok(()),
         };
-        let result = waited.and_then(|()| run(options.runs_everything())).and_then(|code| {
+        let result = waited.and_then(|()| run(options.all)).and_then(|code| {
             ensure!(code == ExitCode::SUCCESS, "{name} ended with {code:?}");
             Ok(())
         });
@@ -328,16 +338,15 @@ fn run_programs_and_peer_tests(
     beside: Option<&mut Beside>,
     tally: &mut Tally,
 ) {
-    let wanted = !options.quick && options.selects(peer_tests::NAME);
+    let wanted = options.runs(peer_tests::NAME);
     thread::scope(|scope| {
-        let meanwhile =
-            (wanted && options.runs_everything()).then(|| scope.spawn(|| peer_tests::run_all(Show::Nothing)));
+        let meanwhile = (wanted && options.all).then(|| scope.spawn(|| peer_tests::run_all(Show::Nothing)));
         run_programs(options, programs, beside, tally);
         if wanted {
             tally.heading(peer_tests::NAME);
             let report = match meanwhile {
                 Some(thread) => thread.join().unwrap_or_else(|_| Err(anyhow!("its thread has panicked"))),
-                None => build(&["tunnel-agent"]).and_then(|()| peer_tests::run_all(Show::Progress)),
+                None => build_programs(&["tunnel-agent"]).and_then(|()| peer_tests::run_all(Show::Progress)),
             };
             match report {
                 Ok(report) => report.count(tally),
@@ -347,13 +356,21 @@ fn run_programs_and_peer_tests(
     });
 }
 
+fn kernel_name() -> String {
+    format!("kernel::{}", name_of(&kernel::IN_EVERY_RUN))
+}
+
 fn run_kernel(options: &Options, tally: &mut Tally) {
-    let name = format!("kernel::{}", name_of(&kernel::IN_EVERY_RUN));
-    if options.quick || !options.selects(&name) || cfg!(not(target_arch = "x86_64")) {
+    let name = kernel_name();
+    if !options.runs(&name) {
+        return;
+    }
+    if cfg!(not(target_arch = "x86_64")) {
+        tally.skip(name, "the virtual machine is an x86-64 one");
         return;
     }
     tally.heading(&name);
-    let built = if options.runs_everything() { Ok(()) } else { build_everything(tally) };
+    let built = if options.all { Ok(()) } else { build_everything(tally) };
     if let Err(error) = built.and_then(|()| kernel::run(kernel::IN_EVERY_RUN, tally)) {
         tally.step(&name, Err(error));
     }
@@ -361,8 +378,7 @@ fn run_kernel(options: &Options, tally: &mut Tally) {
 
 fn run_fuzz(options: &Options, beside: Option<&Beside>, tally: &mut Tally) -> Result<()> {
     let targets = fuzz::targets()?;
-    let chosen: Vec<_> =
-        targets.into_iter().filter(|target| options.selects(&fuzz::name_of(target))).collect();
+    let chosen: Vec<_> = targets.into_iter().filter(|target| options.runs(&fuzz::name_of(target))).collect();
     if chosen.is_empty() {
         return Ok(());
     }
@@ -397,7 +413,7 @@ fn run_fuzz(options: &Options, beside: Option<&Beside>, tally: &mut Tally) -> Re
 }
 
 fn run_mutants(options: &Options, beside: Option<&Beside>, tally: &mut Tally) {
-    let chosen: Vec<_> = mutants::quick().filter(|(name, _)| options.selects(name)).collect();
+    let chosen: Vec<_> = mutants::quick().filter(|(name, _)| options.runs(name)).collect();
     if chosen.is_empty() {
         return;
     }
@@ -418,57 +434,5 @@ fn run_mutants(options: &Options, beside: Option<&Beside>, tally: &mut Tally) {
             Ok(()) => tally.step(&name, mutants::run_quick(group)),
             Err(_) => tally.fail(format!("{name} (not started)")),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_listed_scenario_says_what_it_needs() {
-        let plain = Scenarios::parse("path::bytes: test\nhttps::sni: test\n\n2 tests, 0 benchmarks\n");
-        assert_eq!((plain.names.len(), plain.needs), (2, Vec::new()));
-        let some = Scenarios::parse(
-            "[cluster] kubernetes::kubectl: test\n[arm64] arm64::agent: test\n[cluster] kubernetes::cp: test\n",
-        );
-        assert_eq!((some.names[0].as_str(), some.names.len()), ("kubernetes::kubectl", 3));
-        assert_eq!(some.needs, [Need::Cluster, Need::Arm64]);
-    }
-
-    /// Doctests are off: rustdoc would compile each library once more to find none.
-    #[test]
-    fn libraries_have_no_examples_that_nobody_runs() {
-        for package in default_packages().unwrap() {
-            let manifest = fs::read_to_string(package.folder.join("Cargo.toml")).unwrap();
-            let library = package.folder.join("src/lib.rs").exists();
-            assert_eq!(manifest.contains("\ndoctest = false\n"), library, "{}", package.name);
-            for file in files_below(&package.folder.join("src")).unwrap() {
-                let text = fs::read_to_string(&file).unwrap();
-                let lines = text.lines().map(str::trim_start);
-                let comments =
-                    lines.filter_map(|line| line.strip_prefix("/// ").or_else(|| line.strip_prefix("//! ")));
-                let mut opening = comments.filter(|line| line.starts_with("```")).step_by(2);
-                assert!(opening.all(|line| line == "```text"), "{} has an example", file.display());
-            }
-        }
-    }
-
-    #[test]
-    fn packages_without_a_library_are_told() {
-        let any =
-            |names: &[&str]| any_library(&names.iter().map(ToString::to_string).collect::<Vec<_>>()).unwrap();
-        assert!(!any(&["xtask", "postern-bench"]));
-        assert!(any(&["xtask", "tunnel-link"]));
-    }
-
-    #[test]
-    fn a_filter_selects_the_packages_whose_sources_have_its_words() {
-        let packages = |filter: &str| {
-            tested_packages(&Options { filter: Some(filter.to_owned()), ..Options::default() }).unwrap()
-        };
-        let own = packages("a_filter_selects_the_packages_whose_sources_have_its_words");
-        assert_eq!(own, ["xtask"]);
-        assert!(packages("circles::tests").contains(&"xtask".to_owned()));
     }
 }

@@ -21,7 +21,7 @@ use crate::common::{expect_reset, target};
 use crate::web::Web;
 
 scenarios! {
-    curl_by_certificate_token_and_address(edges = 2),
+    curl_by_certificate_token_and_address(edges = 2, quick),
     a_refused_upgrade_ends_the_connection,
     a_duplicated_address_is_reached_by_name(twin),
     the_policy_follows_its_file,

@@ -7,7 +7,7 @@ use postern_testbed::Testbed;
 use crate::common::server_and_agent;
 
 scenarios! {
-    exactly_the_exposed_metrics_are_listed,
+    exactly_the_exposed_metrics_are_listed(quick),
 }
 
 pub(crate) const METRICS: &str = include_str!("../../../docs/metrics.md");

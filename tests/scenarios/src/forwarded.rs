@@ -21,7 +21,7 @@ use crate::common::{HEALTHY, THIRD, alongside, expect_reset, hold, pause, skip, 
 use crate::path;
 
 scenarios! {
-    every_end_is_forwarded,
+    every_end_is_forwarded(quick),
     a_dial_times_out_behind_another_server,
     bytes_are_forwarded_beside_stalled_readers(limit = 180),
     a_server_that_goes_takes_its_nodes_along(limit = 180),

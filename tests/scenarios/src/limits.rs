@@ -35,7 +35,7 @@ scenarios! {
     idle_enrolments_of_twenty_sources_lock_nobody_out(edges = 2, limit = 240),
     greedy_clients_leave_open_files_to_the_others(edges = 2, limit = 240),
     this_host_is_another_source_at_each_node_by_ipv6(edges = 2),
-    silent_clients_at_the_https_listener_leave_the_http_listener,
+    silent_clients_at_the_https_listener_leave_the_http_listener(quick),
     silent_clients_at_the_egress_port_leave_the_http_listener,
     two_thousand_connects_at_once(limit = 180),
     black_holed_dials_leave_turns_to_others,

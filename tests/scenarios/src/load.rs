@@ -26,7 +26,7 @@ scenarios! {
     healthy_traffic_with_a_stalled_reader,
     healthy_traffic_with_black_holed_dials,
     healthy_traffic_with_refused_dials,
-    healthy_traffic_with_a_slow_target,
+    healthy_traffic_with_a_slow_target(quick),
     healthy_traffic_with_bulk_downloads,
     hundred_stalled_readers_of_one_node(edges = 2, limit = 180),
     five_hundred_stalled_readers_of_one_node(limit = 300),

@@ -16,7 +16,7 @@ use crate::common::{at_once, target};
 
 scenarios! {
     nobody_reads_standard_error(limit = 240),
-    standard_error_fails,
+    standard_error_fails(quick),
 }
 
 /// One page, the minimum capacity of a pipe.

@@ -13,7 +13,7 @@ use postern_testbed::{CLOUD, Testbed};
 use crate::common::{Mounted, server};
 
 scenarios! {
-    one_kind_of_address_is_enough(limit = 240),
+    one_kind_of_address_is_enough(limit = 240, quick),
     one_kind_of_address_is_enough_with_musl(arm64, limit = 300),
     a_name_that_does_not_exist_is_asked_for_ever_less(limit = 300),
 }

@@ -29,7 +29,7 @@ scenarios! {
     downloads_that_nobody_reads_from_a_small_agent(limit = 300),
     heads_that_clients_never_end(limit = 180),
     idle_connections_to_a_small_agent(edges = 2, limit = 300),
-    idle_connections_to_an_agent_with_few_files,
+    idle_connections_to_an_agent_with_few_files(quick),
     idle_connections_of_several_sources(edges = 2, limit = 300),
 }
 

@@ -18,7 +18,7 @@ use crate::web::curl;
 
 scenarios! {
     the_next_holder_of_a_nodes_address_is_never_dialled,
-    held_connections_end_when_their_address_moves(edges = 2),
+    held_connections_end_when_their_address_moves(edges = 2, quick),
 }
 
 const KUBELET: u16 = 10250;

@@ -9,7 +9,7 @@ use tokio::io::AsyncWriteExt as _;
 use crate::common::{server, target};
 
 scenarios! {
-    connections_do_without_them,
+    connections_do_without_them(quick),
 }
 
 /// Keeps strace's output apart from the program's.

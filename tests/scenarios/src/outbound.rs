@@ -20,7 +20,7 @@ use crate::common::{hold, target};
 use crate::takeover::tokens;
 
 scenarios! {
-    workloads_reach_what_their_node_may(edges = 2),
+    workloads_reach_what_their_node_may(edges = 2, quick),
     a_range_opens_no_edge_node_however_wide_it_is,
     workloads_find_the_next_server,
     who_waits_for_a_server_is_told_with_all_others,

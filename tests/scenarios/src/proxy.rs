@@ -22,7 +22,7 @@ use crate::common::{server, target};
 use crate::doctor;
 
 scenarios! {
-    an_agent_gets_out_through_a_proxy,
+    an_agent_gets_out_through_a_proxy(quick),
     a_proxy_that_ends_idle_tunnels,
     servers_in_no_proxy_are_dialled_directly,
     a_proxy_that_opens_tls_is_named,

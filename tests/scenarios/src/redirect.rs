@@ -22,7 +22,7 @@ scenarios! {
     a_range_that_others_use_is_refused,
     rules_about_marks_of_others_do_not_meet_it,
     two_installations_on_one_host(edges = 2),
-    virtual_addresses_open_only_tunnelled_ports,
+    virtual_addresses_open_only_tunnelled_ports(quick),
     clients_of_ranges_that_no_node_names,
     no_thread_keeps_what_only_the_start_needs,
     cilium_without_socket_load_balancing(cilium),

@@ -16,7 +16,7 @@ use crate::hostile_peer::Credentials;
 use crate::path;
 
 scenarios! {
-    a_redirector_has_connections_forwarded(limit = 180),
+    a_redirector_has_connections_forwarded(limit = 180, quick),
     a_redirectors_certificate_is_good_for_nothing_else,
 }
 

@@ -14,7 +14,7 @@ use postern_testbed::{NEIGHBOUR, Testbed};
 use crate::common::{server, server_and_agent, target, within};
 
 scenarios! {
-    nodes_come_go_and_move(edges = 2),
+    nodes_come_go_and_move(edges = 2, quick),
     changes_take_effect_within_a_second(edges = 2),
     broken_file_is_refused,
     two_nodes_with_one_address(edges = 2),

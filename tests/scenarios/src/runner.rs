@@ -1,32 +1,33 @@
 //! Runs scenarios, each in a process of its own, and removes everything that a run made, however it ended.
+use std::cmp::Reverse;
 use std::convert::Infallible;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{Read as _, Seek as _, SeekFrom};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
+use clap::Parser as _;
 use libtest_mimic::{Arguments, Failed, Trial};
 use nix::sys::resource::{Resource, setrlimit};
 use postern_testbed::id::{Id, Kind};
 use postern_testbed::process::{Process, log_file};
 use postern_testbed::report::{FIGURE, PROGRESS, progress};
-use postern_testbed::{Shape, load_target, logs, supervisor, sweep, visitors};
+use postern_testbed::{Shape, cgroup, load_target, logs, snapshot, supervisor, sweep, visitors};
 use tokio::runtime::{Builder, Runtime};
 
+use crate::args::Args;
 use crate::doctor::faults;
-use crate::durations::{self, Took};
+use crate::durations::{self, Kept, Took};
 use crate::scenario::Scenario;
-use crate::slots::Slots;
+use crate::slots::{Places, Slots};
 use crate::{chaos, needs, soak};
 
 /// Limit of open files of a scenario and of the programs that it starts.
 const OPEN_FILES: u64 = 20_000;
-/// Number of concurrent scenarios: they spend most of their time waiting.
-const CONCURRENT: usize = 2;
 
 /// Time at which the scenario of this process is killed.
 static KILLED_AT: OnceLock<Instant> = OnceLock::new();
@@ -46,7 +47,7 @@ pub(crate) fn main(args: Vec<OsString>, scenarios: Vec<&'static Scenario>) -> Ex
     }
 }
 
-fn dispatch(mut args: Vec<OsString>, mut scenarios: Vec<&'static Scenario>) -> Result<ExitCode> {
+fn dispatch(args: Vec<OsString>, scenarios: Vec<&'static Scenario>) -> Result<ExitCode> {
     if args.get(1).is_some_and(|arg| arg == load_target::ARGUMENT) {
         return load_target::run().map(|()| ExitCode::SUCCESS);
     }
@@ -60,23 +61,34 @@ fn dispatch(mut args: Vec<OsString>, mut scenarios: Vec<&'static Scenario>) -> R
         work(scenario.with_context(|| format!("no scenario {name}"))?, text(4)?.parse()?)?;
         return Ok(ExitCode::SUCCESS);
     }
-    if let Some(quick) = args.iter().position(|arg| arg == "--quick") {
-        args.remove(quick);
-        scenarios.retain(|scenario| scenario.quick);
-    }
-    let mut arguments = Arguments::from_iter(args);
-    SLOTS.get_or_init(|| Slots::new(arguments.test_threads.unwrap_or(CONCURRENT)));
-    // One thread per scenario; the slots limit how many run.
-    arguments.test_threads = Some(scenarios.len().max(1));
-    if !arguments.list {
+    run(&Args::parse_from(args), scenarios)
+}
+
+fn run(args: &Args, mut scenarios: Vec<&'static Scenario>) -> Result<ExitCode> {
+    scenarios.retain(|scenario| args.selects(scenario));
+    let kept = target()?.map(|target| Kept::read(&target));
+    if !args.list {
+        let expected = |scenario: &&Scenario| kept.as_ref().map(|kept| kept.expected(scenario));
+        scenarios.sort_by_key(|scenario| Reverse(expected(scenario)));
         prepare()?;
     }
+    let scenarios: Vec<_> = std::iter::repeat_n(scenarios, args.repeat).flatten().collect();
+    let places = args.test_threads.map_or_else(Places::here, Places::new);
+    let slots: &'static Slots = SLOTS.get_or_init(|| Slots::new(places));
+    // One thread per scenario; the slots limit how many run.
+    let threads = Some(scenarios.len().max(1));
+    let arguments = Arguments { list: args.list, test_threads: threads, ..Arguments::default() };
+    let keep = args.keep;
     let trial = |(place, scenario): (usize, &'static Scenario)| {
-        Trial::test(scenario.name(), move || in_own_process(place, scenario)).with_kind(scenario.kind)
+        Trial::test(scenario.name(), move || in_own_process(slots, place, scenario, keep))
+            .with_kind(scenario.kind)
     };
     let start = Instant::now();
     let conclusion = libtest_mimic::run(&arguments, scenarios.into_iter().enumerate().map(trial).collect());
     let took = std::mem::take(&mut *lock(&TOOK));
+    if let Some(kept) = kept.filter(|_| !took.is_empty()) {
+        kept.update(&took).context("keeping the times of the scenarios")?;
+    }
     if took.len() > 1 {
         print!("{}", durations::summary(start, took));
     }
@@ -132,25 +144,37 @@ fn in_one_line(error: &anyhow::Error) -> String {
     }
 }
 
-fn in_own_process(place: usize, scenario: &Scenario) -> Result<(), Failed> {
+fn in_own_process(slots: &Slots, place: usize, scenario: &Scenario, keep: bool) -> Result<(), Failed> {
     let variables = match scenario.kind {
         "" => Vec::new(),
         kind => needs::wait(kind, || !lock(&LIVE).is_empty())
             .map_err(|error| Failed::from(format!("{error:#}")))?,
     };
-    let _slot = SLOTS.get_or_init(|| Slots::new(CONCURRENT)).enter(place, scenario.load());
+    let _slot = slots.enter(place, scenario.load());
     let (id, from) = (Id::new(Kind::Test), Instant::now());
     lock(&LIVE).push(id.clone());
-    let result =
-        supervise(scenario, &id, variables).or_else(|error| bail!("{error:#}{}", kept(scenario, &id)));
+    let mut used = Duration::ZERO;
+    let mut result = supervise(scenario, &id, variables, &mut used);
+    if keep || result.is_err() {
+        let place = kept(scenario, &id, if result.is_ok() { "kept" } else { "failed" });
+        match &mut result {
+            Ok(()) => println!("  {}: {place}", scenario.name()),
+            Err(error) => result = Err(anyhow!("{error:#}\n{place}")),
+        }
+    }
     let removed = sweep::remove(&id);
     lock(&LIVE).retain(|live| *live != id);
-    let (name, cluster) = (scenario.name(), scenario.has_cluster());
-    lock(&TOOK).push(Took { name, cluster, from, to: Instant::now() });
+    let (name, cluster, passed) = (scenario.name(), scenario.has_cluster(), result.is_ok());
+    lock(&TOOK).push(Took { name, cluster, from, to: Instant::now(), used, passed });
     result.and(removed).map_err(|error| Failed::from(format!("{error:#}")))
 }
 
-fn supervise(scenario: &Scenario, id: &Id, variables: Vec<(String, String)>) -> Result<()> {
+fn supervise(
+    scenario: &Scenario,
+    id: &Id,
+    variables: Vec<(String, String)>,
+    used: &mut Duration,
+) -> Result<()> {
     let (dir, name) = (id.dir(), scenario.name());
     fs::create_dir_all(dir.join("logs")).with_context(|| format!("creating {}", dir.display()))?;
     let mut command = supervisor::this_program(["--run", name, "--id", &id.to_string()])?;
@@ -158,7 +182,7 @@ fn supervise(scenario: &Scenario, id: &Id, variables: Vec<(String, String)>) -> 
     let mut worker = Process::spawn(&dir, "scenario", command)?;
     let log = log_file(&dir, "scenario");
     let start = Instant::now();
-    let mut shown = Shown { scenario: name, log: &log, at: 0, start };
+    let mut shown = Shown { scenario: name, log: &log, at: 0, start, id, used };
     runtime()?.block_on(async {
         tokio::select! {
             // The code below determines whether it ended or the limit came first.
@@ -168,6 +192,10 @@ fn supervise(scenario: &Scenario, id: &Id, variables: Vec<(String, String)>) -> 
     });
     shown.show_new();
     let status = worker.ended()?;
+    if status.is_none() {
+        // What waits for something in vain takes one itself.
+        snapshot::take(id);
+    }
     worker.kill_group();
     let left = sweep::leftovers(id)?;
     match status {
@@ -191,16 +219,23 @@ fn supervise(scenario: &Scenario, id: &Id, variables: Vec<(String, String)>) -> 
     Ok(())
 }
 
-/// Keeps the logs of a failed run below the target folder; returns a text with the path.
-fn kept(scenario: &Scenario, id: &Id) -> String {
-    let place = std::env::current_exe().ok();
-    let Some(target) = place.as_deref().and_then(Path::parent).and_then(Path::parent) else {
-        return String::new();
+/// Cargo's target folder, if this program is in one.
+fn target() -> Result<Option<PathBuf>> {
+    let program = std::env::current_exe().context("where this program is")?;
+    Ok(program.parent().and_then(Path::parent).map(Path::to_owned))
+}
+
+/// Keeps the logs of a run in a folder of the target folder; returns a text with the path.
+fn kept(scenario: &Scenario, id: &Id, folder: &str) -> String {
+    let keep = || {
+        let target = target()?.context("this program is in no target folder")?;
+        let to = target.join(folder).join(scenario.name().replace("::", "/"));
+        logs::keep(&id.dir(), &to)?;
+        anyhow::Ok(to)
     };
-    let to = target.join("failed").join(scenario.name().replace("::", "/"));
-    match logs::keep(&id.dir(), &to) {
-        Ok(()) => format!("\nthe whole logs are in {}", to.display()),
-        Err(error) => format!("\nthe logs are lost: {error:#}"),
+    match keep() {
+        Ok(to) => format!("its folder is {}", to.display()),
+        Err(error) => format!("the logs are lost: {error:#}"),
     }
 }
 
@@ -214,6 +249,9 @@ struct Shown<'a> {
     log: &'a Path,
     at: u64,
     start: Instant,
+    id: &'a Id,
+    /// Processor time that its programs have used. They take their cgroup along when they end.
+    used: &'a mut Duration,
 }
 
 impl Shown<'_> {
@@ -221,6 +259,7 @@ impl Shown<'_> {
         loop {
             tokio::time::sleep(Duration::from_millis(20)).await;
             self.show_new();
+            *self.used = cgroup::used(self.id).unwrap_or(*self.used);
         }
     }
 
@@ -271,8 +310,6 @@ fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use anyhow::anyhow;
-
     use super::*;
 
     #[test]

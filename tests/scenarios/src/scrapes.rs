@@ -11,7 +11,7 @@ use postern_testbed::{CLOUD, NEIGHBOUR, Testbed, client, prometheus};
 use crate::web::{Answer, Authority, curl, shown};
 
 scenarios! {
-    callers_read_metrics_by_token_or_certificate,
+    callers_read_metrics_by_token_or_certificate(quick),
     one_source_does_not_take_the_listener,
     a_successor_answers_at_once(limit = 180),
     prometheus_reads_a_server_and_a_redirector(limit = 180),

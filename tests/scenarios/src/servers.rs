@@ -20,7 +20,7 @@ use crate::common::{Mounted, alongside, hold, pause, server, target};
 use crate::https::{KUBELET, client_hello, expect_back};
 
 scenarios! {
-    one_of_two_is_killed(limit = 180),
+    one_of_two_is_killed(limit = 180, quick),
     two_that_do_not_reach_each_other(limit = 180),
     one_that_does_not_hear_its_agent_forwards_connections(limit = 180),
     a_silent_one_is_passed_by(limit = 180),

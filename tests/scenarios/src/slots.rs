@@ -1,5 +1,5 @@
-//! Schedules scenarios: at most one with a cluster, as two would compete for the processor and time out; beside it
-//! others, which mostly wait; and one of those that hardly use the machine at all.
+//! Schedules scenarios: as many at a time as the machine carries, half of them with a cluster; and beside them those that
+//! hardly use the machine at all.
 use std::collections::BTreeSet;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -14,6 +14,45 @@ pub(crate) enum Load {
     Waits,
 }
 
+/// Numbers of scenarios that run at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Places {
+    /// All but those that mostly wait, of which there may be as many again.
+    all: usize,
+    /// Those with a cluster among them.
+    clusters: usize,
+}
+
+/// Memory that a cluster is counted with, in GiB; any other scenario with one.
+const CLUSTER_GIB: usize = 4;
+
+impl Places {
+    /// Half of them may have a cluster. With one place they run one after the other.
+    pub(crate) fn new(all: usize) -> Self {
+        Self { all: all.max(1), clusters: (all / 2).max(1) }
+    }
+
+    /// As many as this machine carries.
+    pub(crate) fn here() -> Self {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        Self::carried_by(processors, available_gib().unwrap_or(usize::MAX))
+    }
+
+    /// A scenario with a cluster keeps half a processor busy, and most others a tenth. Two for each processor leave time for those
+    /// that bound how long anything stands still.
+    fn carried_by(processors: usize, gib: usize) -> Self {
+        let places = Self::new((processors * 2).min(gib));
+        Self { clusters: places.clusters.min(gib / CLUSTER_GIB).max(1), ..places }
+    }
+}
+
+fn available_gib() -> Option<usize> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: usize = line.trim().strip_suffix(" kB")?.parse().ok()?;
+    Some(kib / (1024 * 1024))
+}
+
 /// Slots of the running scenarios.
 pub(crate) struct Slots {
     state: Mutex<State>,
@@ -22,14 +61,11 @@ pub(crate) struct Slots {
 
 #[derive(Debug)]
 struct State {
-    /// Maximum number of concurrent scenarios.
-    places: usize,
-    /// True while a scenario with a cluster runs.
-    cluster: bool,
-    /// Number of other scenarios that run.
+    places: Places,
+    /// Numbers of scenarios that run.
+    clusters: usize,
     others: usize,
-    /// True while one that mostly waits runs beside them.
-    idler: bool,
+    idlers: usize,
     /// Scenarios that wait for a slot, by their place in the list.
     waiting_clusters: BTreeSet<usize>,
     waiting_others: BTreeSet<usize>,
@@ -43,12 +79,12 @@ pub(crate) struct Slot<'a> {
 }
 
 impl Slots {
-    pub(crate) fn new(places: usize) -> Self {
+    pub(crate) fn new(places: Places) -> Self {
         let state = State {
-            places: places.max(1),
-            cluster: false,
+            places,
+            clusters: 0,
             others: 0,
-            idler: false,
+            idlers: 0,
             waiting_clusters: BTreeSet::new(),
             waiting_others: BTreeSet::new(),
             waiting_idlers: BTreeSet::new(),
@@ -60,7 +96,7 @@ impl Slots {
     pub(crate) fn enter(&self, place: usize, load: Load) -> Slot<'_> {
         let mut state = self.lock();
         let load = state.counted(load);
-        state.wait(place, load);
+        state.waiting(load).insert(place);
         while !state.admits(place, load) {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -78,7 +114,7 @@ impl Slots {
 impl State {
     /// With a single slot, scenarios run strictly one after the other.
     fn counted(&self, load: Load) -> Load {
-        if load == Load::Waits && self.places == 1 { Load::Other } else { load }
+        if load == Load::Waits && self.places.all == 1 { Load::Other } else { load }
     }
 
     fn waiting(&mut self, load: Load) -> &mut BTreeSet<usize> {
@@ -89,39 +125,38 @@ impl State {
         }
     }
 
-    fn wait(&mut self, place: usize, load: Load) {
-        self.waiting(load).insert(place);
+    fn running(&mut self, load: Load) -> &mut usize {
+        match load {
+            Load::Cluster => &mut self.clusters,
+            Load::Other => &mut self.others,
+            Load::Waits => &mut self.idlers,
+        }
     }
 
-    /// One slot is reserved for clusters while there are any: they follow one another without a gap.
+    /// Slots are reserved for clusters while there are any: they follow one another without a gap.
     fn admits(&self, place: usize, load: Load) -> bool {
+        let Places { all, clusters } = self.places;
         match load {
             Load::Cluster => {
-                !self.cluster && self.others < self.places && self.waiting_clusters.first() == Some(&place)
+                self.clusters < clusters
+                    && self.clusters + self.others < all
+                    && self.waiting_clusters.first() == Some(&place)
             }
             Load::Other => {
-                let kept = usize::from(self.cluster || !self.waiting_clusters.is_empty());
-                self.others + kept < self.places && self.waiting_others.first() == Some(&place)
+                let kept = clusters.min(self.clusters + self.waiting_clusters.len());
+                self.others + kept < all && self.waiting_others.first() == Some(&place)
             }
-            Load::Waits => !self.idler && self.waiting_idlers.first() == Some(&place),
+            Load::Waits => self.idlers < all && self.waiting_idlers.first() == Some(&place),
         }
     }
 
     fn admit(&mut self, place: usize, load: Load) {
         self.waiting(load).remove(&place);
-        match load {
-            Load::Cluster => self.cluster = true,
-            Load::Other => self.others += 1,
-            Load::Waits => self.idler = true,
-        }
+        *self.running(load) += 1;
     }
 
     fn leave(&mut self, load: Load) {
-        match load {
-            Load::Cluster => self.cluster = false,
-            Load::Other => self.others -= 1,
-            Load::Waits => self.idler = false,
-        }
+        *self.running(load) -= 1;
     }
 }
 
@@ -138,10 +173,35 @@ mod tests {
     use super::*;
 
     fn state(places: usize, clusters: &[usize], others: &[usize]) -> State {
-        let mut state = Slots::new(places).state.into_inner().unwrap();
-        clusters.iter().for_each(|place| state.wait(*place, Cluster));
-        others.iter().for_each(|place| state.wait(*place, Other));
+        let mut state = Slots::new(Places::new(places)).state.into_inner().unwrap();
+        state.waiting(Cluster).extend(clusters);
+        state.waiting(Other).extend(others);
         state
+    }
+
+    #[test]
+    fn processors_and_memory_limit_them() {
+        let places = |all, clusters| Places { all, clusters };
+        assert_eq!(Places::carried_by(2, 16), places(4, 2));
+        assert_eq!(Places::carried_by(2, 6), places(4, 1), "memory for one cluster");
+        assert_eq!(Places::carried_by(2, 0), places(1, 1));
+        assert_eq!(Places::carried_by(16, 32), places(32, 8));
+        assert!(available_gib().is_some());
+    }
+
+    #[test]
+    fn clusters_run_beside_each_other_and_leave_places() {
+        let mut state = state(4, &[0, 1, 2], &[3, 4, 5]);
+        state.admit(0, Cluster);
+        state.admit(1, Cluster);
+        assert!(!state.admits(2, Cluster), "two are enough");
+        state.admit(3, Other);
+        state.admit(4, Other);
+        assert!(!state.admits(5, Other));
+        state.leave(Other);
+        assert!(state.admits(5, Other));
+        state.leave(Cluster);
+        assert!(state.admits(2, Cluster));
     }
 
     #[test]
@@ -168,13 +228,13 @@ mod tests {
         let mut state = state(2, &[1], &[0]);
         state.admit(0, Other);
         state.admit(1, Cluster);
-        state.wait(2, Waits);
-        state.wait(3, Waits);
+        state.waiting(Waits).extend([2, 3, 4]);
         assert!(state.admits(2, Waits) && !state.admits(3, Waits));
         state.admit(2, Waits);
-        assert!(!state.admits(3, Waits), "one at a time");
+        state.admit(3, Waits);
+        assert!(!state.admits(4, Waits), "two at a time");
         state.leave(Waits);
-        assert!(state.admits(3, Waits));
+        assert!(state.admits(4, Waits));
     }
 
     #[test]
@@ -189,11 +249,11 @@ mod tests {
 
     #[test]
     fn a_place_is_free_again_when_its_slot_is_dropped() {
-        let slots = Slots::new(1);
+        let slots = Slots::new(Places::new(1));
         drop(slots.enter(0, Cluster));
         drop(slots.enter(1, Waits));
         drop(slots.enter(2, Other));
         let _held = slots.enter(3, Cluster);
-        assert!(slots.lock().cluster);
+        assert_eq!(slots.lock().clusters, 1);
     }
 }

@@ -22,7 +22,7 @@ use crate::common::target;
 use crate::held::{ALLOCATOR, Held, growth, of_process};
 
 scenarios! {
-    what_is_held_does_not_grow(edges = 2, limit = 300),
+    what_is_held_does_not_grow(edges = 2, limit = 300, quick),
 }
 
 /// Duration in seconds; `cargo xtask soak` sets it. The runner adds it to the scenario's limit.

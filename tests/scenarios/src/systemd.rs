@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, ensure};
 use postern_testbed::{Testbed, process};
 
 scenarios! {
-    units_are_valid,
+    units_are_valid(quick),
     what_a_unit_may_write_is_writable,
 }
 

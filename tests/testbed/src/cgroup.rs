@@ -47,6 +47,13 @@ impl Cgroup {
 
 const PROCS: &str = "cgroup.procs";
 
+/// Returns the processor time that a run's programs have used, while it runs.
+pub fn used(id: &Id) -> Option<Duration> {
+    let text = fs::read_to_string(unified_mount().ok()?.join(id.to_string()).join("cpu.stat")).ok()?;
+    let microseconds = text.lines().find_map(|line| line.strip_prefix("usage_usec "))?.parse().ok()?;
+    Some(Duration::from_micros(microseconds))
+}
+
 /// A memory limit for one program, as a container has it: a cgroup of its own. The run's sweep removes it.
 #[derive(Debug, Clone)]
 pub struct MemoryLimit {

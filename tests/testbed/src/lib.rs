@@ -29,6 +29,7 @@ pub mod process;
 pub mod prometheus;
 pub mod report;
 pub mod server;
+pub mod snapshot;
 pub mod supervisor;
 pub mod sweep;
 pub mod target;

@@ -5,6 +5,8 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context as _, Result, ensure};
 
+use crate::snapshot;
+
 /// Number of lines of each log that a failure shows.
 const LINES_SHOWN: usize = 60;
 
@@ -71,12 +73,12 @@ impl Announced {
     }
 }
 
-/// Copies the logs of a failed run to `to`, replacing those of an earlier run.
+/// Copies the logs of a run, and what its hosts held when something was wrong, to `to`, replacing those of an earlier run.
 pub fn keep(dir: &Path, to: &Path) -> Result<()> {
     // It may not exist.
     fs::remove_dir_all(to).ok();
     fs::create_dir_all(to).with_context(|| format!("creating {}", to.display()))?;
-    for path in paths(dir) {
+    for path in paths(dir).into_iter().chain(snapshot::files(dir)) {
         let Some(name) = path.file_name() else { continue };
         fs::copy(&path, to.join(name)).with_context(|| format!("copying {}", path.display()))?;
     }

@@ -9,6 +9,11 @@ pub fn figure(text: &str) {
     println!("{FIGURE}{text}");
 }
 
+/// Reports what the scenario leaves out on this machine; `cargo xtask test` has it on its last line.
+pub fn skipped(reason: &str) {
+    progress(&format!("SKIPPED {reason}"));
+}
+
 /// Reports the progress of a long scenario.
 pub fn progress(text: &str) {
     println!("{PROGRESS}{text}");

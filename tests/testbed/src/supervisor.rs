@@ -13,8 +13,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::id::Id;
 use crate::logs;
 use crate::process::Process;
-use crate::sweep;
 use crate::topology::{Shape, Testbed};
+use crate::{snapshot, sweep};
 
 /// Fails unless this process runs as root.
 pub fn ensure_root(who: &str) -> Result<()> {
@@ -36,6 +36,7 @@ pub fn this_program<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Resul
 /// run yet.
 pub fn enter_run(id: Id, shape: Shape) -> Result<Testbed> {
     nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).context("asking to die with the supervisor")?;
+    snapshot::of_this_process(&id);
     let testbed = Testbed::new(id, shape)?;
     testbed.enter_cloud()?;
     Ok(testbed)

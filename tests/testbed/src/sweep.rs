@@ -28,10 +28,8 @@ pub fn namespaces_and_cgroups(id: &Id) -> Result<()> {
     for group in v1_groups(id)? {
         cgroup::destroy(&group)?;
     }
-    for name in names_in(Path::new(NETNS)) {
-        if Id::of_name(&name).as_ref() == Some(id) {
-            netns::run(Command::new("ip").args(["netns", "delete", &name]))?;
-        }
+    for (name, _) in namespaces(id) {
+        netns::run(Command::new("ip").args(["netns", "delete", &name]))?;
     }
     let bpffs = bpffs(id);
     match umount2(&bpffs, MntFlags::MNT_DETACH) {
@@ -60,11 +58,7 @@ pub fn leftovers(id: &Id) -> Result<Vec<String>> {
         found.push(format!("cgroup {}", group.display()));
     }
     found.extend(v1_groups(id)?.into_iter().map(|group| format!("cgroup {}", group.display())));
-    for name in names_in(Path::new(NETNS)) {
-        if Id::of_name(&name).as_ref() == Some(id) {
-            found.push(format!("network namespace {name}"));
-        }
-    }
+    found.extend(namespaces(id).map(|(name, _)| format!("network namespace {name}")));
     Ok(found)
 }
 
@@ -94,6 +88,16 @@ pub fn is_kept(id: &Id) -> bool {
 fn v1_groups(id: &Id) -> Result<Vec<PathBuf>> {
     let groups = cgroup::v1_mounts()?.into_iter().map(|mount| mount.join(id.to_string()));
     Ok(groups.filter(|group| group.exists()).collect())
+}
+
+/// Returns the run's network namespaces, each with its path.
+pub(crate) fn namespaces(id: &Id) -> impl Iterator<Item = (String, PathBuf)> {
+    let own =
+        names_in(Path::new(NETNS)).into_iter().filter(move |name| Id::of_name(name).as_ref() == Some(id));
+    own.map(|name| {
+        let path = Path::new(NETNS).join(&name);
+        (name, path)
+    })
 }
 
 fn names_in(dir: &Path) -> Vec<String> {

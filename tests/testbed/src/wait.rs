@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
+use crate::snapshot;
+
 /// Interval between two checks of a condition.
 const PERIOD: Duration = Duration::from_millis(20);
 
@@ -20,6 +22,7 @@ pub async fn wait_for<T>(
             return Ok(value);
         }
         if Instant::now() >= deadline {
+            snapshot::take_here();
             bail!("waited {limit:?} for {what}, in vain");
         }
         tokio::time::sleep(PERIOD).await;

@@ -24,7 +24,7 @@ use crate::held::growth;
 use crate::https::KUBELET;
 
 scenarios! {
-    nothing_is_wrong_after_everything_went_wrong(edges = 4, limit = 420),
+    nothing_is_wrong_after_everything_went_wrong(edges = 4, limit = 420, quick),
 }
 
 /// Minimum duration in seconds; `cargo xtask chaos` sets it. The runner adds it to the scenario's limit.

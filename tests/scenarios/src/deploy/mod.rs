@@ -68,7 +68,7 @@ scenarios! {
     programs_can_be_pinned(cluster, no_cluster),
     masters_of_every_distribution_get_a_server(cluster, no_cluster),
     redirectors_get_what_servers_get(cluster, no_cluster),
-    public_addresses_leave_no_node_port(cluster, no_cluster),
+    public_addresses_leave_no_node_port(cluster, no_cluster, quick),
     components_go_where_the_servers_are(cluster, no_cluster),
     chart_is_installed_upgraded_and_removed(images, limit = 600),
     the_guide_is_followed(images, limit = 420),

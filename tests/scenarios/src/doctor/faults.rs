@@ -79,7 +79,7 @@ pub(crate) const BY_SCENARIO: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// Codes whose fault a kernel test of tunnel-server puts in (tunnel-server/tests/redirect_kernel).
+/// Codes whose fault a kernel test puts in (tests/kernel).
 #[cfg(test)]
 const BY_KERNEL_TEST: &[(&str, &str)] = &[
     ("failures::foreign_exclusive_program", "foreign-exclusive-program"),
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn the_kernel_tests_expect_what_is_listed() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tunnel-server/tests/redirect_kernel");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernel/src");
         for (name, code) in BY_KERNEL_TEST {
             let module = name.split("::").next().unwrap();
             let text = fs::read_to_string(folder.join(module).with_extension("rs")).unwrap();

@@ -2,7 +2,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
-use postern_testbed::report::progress;
+use postern_testbed::report::{progress, skipped};
 
 use crate::runner::time_left;
 
@@ -67,7 +67,7 @@ impl Checks {
     /// Returns an error that names every failed check, if any.
     pub(super) fn finish(self) -> Result<()> {
         if self.left_out > 0 {
-            progress(&format!("{ONLY} left out {} checks", self.left_out));
+            skipped(&format!("{ONLY} leaves out {} checks", self.left_out));
         }
         ensure!(self.passed + self.failed.len() > 0, "no check has a name with {:?} ({ONLY})", self.only);
         if self.failed.is_empty() {

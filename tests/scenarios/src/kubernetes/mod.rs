@@ -30,7 +30,7 @@ use two_masters::two_masters;
 use two_sites::two_sites_with_one_address;
 
 scenarios! {
-    in_cluster(cluster, limit = 300),
+    in_cluster(cluster, limit = 300, quick),
     failures(cluster, limit = 360),
     outages(cluster, limit = 300),
     two_sites_with_one_address(cluster, twin, limit = 240),

@@ -18,7 +18,7 @@ use self::browser::Browser;
 use crate::common::{expect_reset, server, target};
 
 scenarios! {
-    it_shows_what_runs(edges = 3),
+    it_shows_what_runs(edges = 3, quick),
     it_is_used_with_the_keyboard(edges = 2),
     a_conflict_is_shown_while_there_is_one(edges = 2),
     what_comes_from_elsewhere_is_text,

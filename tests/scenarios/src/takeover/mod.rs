@@ -28,7 +28,7 @@ use ends::{ENDS, finishes};
 use pair::a_pair_and_its_agent_are_replaced_under_load;
 
 scenarios! {
-    nobody_notices(edges = 2, limit = 240),
+    nobody_notices(edges = 2, limit = 240, quick),
     a_pair_and_its_agent_are_replaced_under_load(limit = 240),
     a_successor_that_dies_is_replaced(edges = 2, limit = 180),
     a_successor_dies_while_the_first_one_drains(limit = 180),

@@ -26,7 +26,7 @@ use silent::{
 };
 
 scenarios! {
-    a_lossy_path_changes_no_byte,
+    a_lossy_path_changes_no_byte(quick),
     keystrokes_beside_a_download_on_a_slow_line,
     connect_and_echo_take_one_round_trip,
     a_busy_node_has_more_links,

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use clap::Parser as _;
 use libtest_mimic::{Arguments, Failed, Trial};
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
@@ -29,9 +30,22 @@ pub(crate) const WHOLE_MACHINE: &str = "POSTERN_KERNEL_WHOLE_MACHINE";
 const PREFIX: &str = "postern-redirect-test-";
 const DEADLINE: Duration = Duration::from_secs(180);
 
+/// libtest's command line, with more than one name.
+#[derive(clap::Parser)]
+struct Line {
+    #[command(flatten)]
+    arguments: Arguments,
+    more: Vec<String>,
+}
+
 /// The parent: libtest's command line over the cases.
 pub(crate) fn run_all(cases: Vec<Case>) -> ExitCode {
-    let arguments = Arguments::from_args();
+    let Line { mut arguments, more } = Line::parse();
+    let names: Vec<String> = arguments.filter.take().into_iter().chain(more).collect();
+    let chosen = |case: &str| {
+        let exact = arguments.exact;
+        names.iter().any(|name| if exact { case == name } else { case.contains(name.as_str()) })
+    };
     if !arguments.list {
         if !nix::unistd::geteuid().is_root() {
             eprintln!(
@@ -41,7 +55,8 @@ pub(crate) fn run_all(cases: Vec<Case>) -> ExitCode {
         }
         sweep();
     }
-    let trials = cases.into_iter().map(|(name, _)| Trial::test(name, move || run_child(name))).collect();
+    let cases = cases.into_iter().filter(|(name, _)| names.is_empty() || chosen(name));
+    let trials = cases.map(|(name, _)| Trial::test(name, move || run_child(name))).collect();
     libtest_mimic::run(&arguments, trials).exit_code()
 }
 

@@ -254,9 +254,8 @@ pub(crate) fn ip(arguments: &str) -> String {
 
 /// Codes of the findings of `tunnel-server doctor` on the case's host, on which no server runs.
 pub(crate) fn doctor() -> Vec<String> {
-    // In the virtual machine of another kernel it lies beside this program.
-    let beside = std::env::current_exe().expect("this program").with_file_name("tunnel-server");
-    let program = if beside.exists() { beside } else { env!("CARGO_BIN_EXE_tunnel-server").into() };
+    // Beside this program, also in the virtual machine of another kernel.
+    let program = std::env::current_exe().expect("this program").with_file_name("tunnel-server");
     let state = tempfile::tempdir().expect("a folder");
     let output = Command::new(program)
         .args(["doctor", "-o", "json", "--inventory=/nowhere", "--bpffs=off"])

@@ -4,7 +4,7 @@
 //! to, and in a network namespace of its own. The parent removes the cgroup whatever happens; namespaces and
 //! programs vanish with the process.
 //!
-//! `cargo test -p tunnel-server --test redirect_kernel` as root, after `cargo xtask build-ebpf`.
+//! `cargo xtask test redirect_kernel [NAME]` as root.
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a panic is how a case fails")]
 
 mod connects;
