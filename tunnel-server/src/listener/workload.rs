@@ -65,7 +65,9 @@ impl Workload {
         record.called_by(&caller);
         record.admitted_by(permit);
         let pipe = stream.status();
-        let gone = async || drop(pipe.failed().await);
+        let gone = async || {
+            pipe.failed().await;
+        };
         let opened = tokio::select! {
             biased;
             opened = Upstream::open(&reception.context, &reached, agent, Ok(place), &mut record) => opened,
