@@ -18,6 +18,7 @@ mod kernel;
 mod lint;
 mod mutants;
 mod needs;
+mod options;
 mod packages;
 mod peer_tests;
 mod peers;
@@ -60,7 +61,7 @@ enum Command {
     Demo(demo::Options),
     /// Unit and property tests, the redirect on the real kernel, and scenarios of every subject, with one cluster; or
     /// everything, or what is named (root, but for unit tests).
-    Test(test::Options),
+    Test(options::Options),
     /// rustfmt --check, import circles, clippy -D warnings, cargo deny.
     Lint,
     /// What CI runs: lint, then `test --all`.
@@ -115,7 +116,7 @@ fn dispatch(command: Command) -> Result<ExitCode> {
             let mut tally = Tally::bounded(CI_BOUND);
             tally.heading("lint");
             lint::run_lint(&mut tally)?;
-            test::run_tests(&test::Options::everything(), tally)
+            test::run_tests(&options::Options::everything(), tally)
         }
         Command::Peers(options) => peer_tests::run(&options),
         Command::Image(options) => image::run_image(&options),

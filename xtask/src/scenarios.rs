@@ -7,9 +7,9 @@ use clap::ValueEnum as _;
 use crate::beside::Beside;
 use crate::command::{built, name_of, program};
 use crate::needs::Need;
+use crate::options::Options;
 use crate::packages;
 use crate::tally::Tally;
-use crate::test::Options;
 
 /// The program `scenarios`, told what the options choose.
 fn program_of(options: &Options) -> Result<Command> {

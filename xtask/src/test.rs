@@ -7,11 +7,11 @@ use anyhow::{Context as _, Result, anyhow, ensure};
 use clap::ValueEnum as _;
 
 use crate::beside::Beside;
-use crate::chosen::Names;
 use crate::command::{build_programs, built, cargo, is_root, name_of, program, run};
 use crate::demo::PROGRAMS;
 use crate::kernel::{self, Kernel};
 use crate::needs::Need;
+use crate::options::Options;
 use crate::peer_tests::Show;
 use crate::scenarios::{self, Scenarios};
 use crate::tally::Tally;
@@ -50,53 +50,6 @@ Everything it makes is removed again, whether tests pass or fail.",
         names(&[NAT, BENCH]),
         names(&[FUZZ]),
     )
-}
-
-#[derive(clap::Args, Default)]
-pub(crate) struct Options {
-    /// Everything, as CI does. Without it and without names: unit, property and kernel tests and a part of the scenarios.
-    #[arg(long, conflicts_with = "names")]
-    all: bool,
-    /// Only the kernel tests of the redirect, the demo and the systemd units, on another kernel in virtual machines. `--all`
-    /// has 6.1.
-    #[arg(long, value_enum, conflicts_with_all = ["all", "names", "skip", "list", "repeat", "keep"])]
-    kernel: Option<Kernel>,
-    /// Names the tests, and runs none.
-    #[arg(long, conflicts_with_all = ["repeat", "keep"])]
-    list: bool,
-    /// Runs each scenario and kernel test so many times.
-    #[arg(long, value_name = "N")]
-    pub(crate) repeat: Option<usize>,
-    /// Keeps the logs of scenarios that pass as well.
-    #[arg(long)]
-    pub(crate) keep: bool,
-    #[command(flatten)]
-    pub(crate) names: Names,
-}
-
-impl Options {
-    pub(crate) fn everything() -> Self {
-        Self { all: true, ..Self::default() }
-    }
-
-    /// Reports whether it runs such a test, of those that are only run by name or with `--all`.
-    fn runs(&self, name: &str) -> bool {
-        (self.all || self.names.are_given()) && self.names.select(name)
-    }
-
-    /// Reports whether it runs a part of everything.
-    pub(crate) fn is_short(&self) -> bool {
-        !self.all && !self.names.are_given()
-    }
-
-    /// Name of the kind of a run whose times are kept.
-    fn kind(&self) -> Option<&'static str> {
-        match (self.names.restrict(), self.all) {
-            (true, _) => None,
-            (false, true) => Some("test-all"),
-            (false, false) => Some("test"),
-        }
-    }
 }
 
 pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode> {

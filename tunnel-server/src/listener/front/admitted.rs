@@ -15,8 +15,8 @@ use super::destination::{Wanted, parse_destination};
 use super::headers;
 use super::kinds::{Admission, MAX_HEAD};
 use super::pods::Pods;
-use super::request::Served;
 use super::right::Right;
+use super::served::Served;
 use crate::caller::{
     Access, Asker, Authenticator, Caller, Refusal, Reviewer, Shown, ShownToken, Token, bearer_token,
     kubelet_accesses, other_accesses,

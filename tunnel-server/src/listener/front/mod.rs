@@ -19,6 +19,7 @@ mod proxy;
 mod request;
 mod right;
 mod serve;
+mod served;
 mod socket;
 mod target_tls;
 #[cfg(test)]

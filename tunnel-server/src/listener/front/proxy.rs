@@ -5,7 +5,7 @@ use hyper::body::{Body as _, Incoming};
 use tunnel_runtime::NodeName;
 
 use super::admitted::Admitted;
-use super::request::Served;
+use super::served::Served;
 use crate::caller::Shown;
 use crate::listener::answer::Failure;
 use crate::listener::connect::{Reception, parse};

@@ -9,7 +9,6 @@ use http_body_util::BodyExt as _;
 use hyper::body::{Body as _, Incoming};
 use hyper::upgrade::OnUpgrade;
 use rustls_pki_types::ServerName;
-use tokio_util::sync::CancellationToken;
 use tunnel_link::outcome::Outcome;
 use tunnel_runtime::error::chain;
 
@@ -17,30 +16,12 @@ use super::admitted::{Admitted, Destination};
 use super::answer::{self, Reader, reader};
 use super::backend::{self, Tls};
 use super::body::{AnswerBody, Body, Exchange, empty};
-use super::kinds::{Front, Peer};
-use super::socket::Faults;
+use super::served::Served;
 use super::tunnel::{Tunnel, established};
 use super::{expect, headers, upgrade};
-use crate::admission::{Full, Shares};
-use crate::listener::access_log::{AccessLogGuard, over_limit};
+use crate::listener::access_log::AccessLogGuard;
 use crate::listener::answer::Failure;
-use crate::listener::context::ListenerContext;
 use crate::listener::upstream::Upstream;
-
-/// State that the requests of a connection share.
-pub(super) struct Served {
-    pub(super) front: Arc<Front>,
-    pub(super) peer: Peer,
-    pub(super) faults: Faults,
-    pub(super) context: ListenerContext,
-    pub(super) shares: Shares,
-    /// The connection's, after a CONNECT.
-    pub(super) tunnel: parking_lot::Mutex<Option<Tunnel>>,
-    /// Cancelled if the connection has to end although its client does not read.
-    pub(super) cut: CancellationToken,
-    /// Yields the connection after a request whose upgrade was refused: hyper leaves its end to its owner.
-    pub(super) refused: parking_lot::Mutex<Option<OnUpgrade>>,
-}
 
 /// Answers a request with the target's answer, or with the reason why there is none.
 pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> Response<Body> {
@@ -189,28 +170,6 @@ fn failed(record: AccessLogGuard, failure: Failure) -> Failure {
 }
 
 impl Served {
-    pub(super) fn new(
-        front: Arc<Front>,
-        peer: Peer,
-        faults: Faults,
-        context: ListenerContext,
-        shares: Shares,
-    ) -> Self {
-        let (tunnel, cut, refused) = Default::default();
-        Self { front, peer, faults, context, shares, tunnel, cut, refused }
-    }
-
-    fn turned_away(&self, failure: &Failure) {
-        let (listener, client) = (self.front.listener, self.peer.client);
-        self.context.metrics.turned_away(listener);
-        tracing::warn!(listener, %client, status = failure.status.as_u16(), reason = failure.reason, "connection rejected");
-    }
-
-    pub(super) fn over_limit(&self, full: &Full) -> Failure {
-        over_limit(&self.context.metrics, self.front.listener, self.peer.client, full);
-        Failure::of_outcome(Outcome::Busy, full.to_string())
-    }
-
     /// Returns the TLS settings for the target; `None` for plain HTTP.
     fn tls(&self, destination: Option<&Destination>, h2: bool) -> Result<Option<Tls>, Failure> {
         let (Some(targets), Some(destination)) = (&self.front.targets, destination) else { return Ok(None) };

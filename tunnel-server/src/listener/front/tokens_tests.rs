@@ -5,7 +5,7 @@ use std::sync::Arc;
 use http::{HeaderMap, StatusCode};
 
 use super::kinds::{Admission, Front, Peer};
-use super::request::Served;
+use super::served::Served;
 use super::socket::Faults;
 use crate::admission::Shares;
 use crate::caller::{Authenticator, Tokens};

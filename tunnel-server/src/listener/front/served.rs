@@ -1,0 +1,54 @@
+//! A connection, as its requests see it.
+
+use std::sync::Arc;
+
+use hyper::upgrade::OnUpgrade;
+use tokio_util::sync::CancellationToken;
+use tunnel_link::outcome::Outcome;
+
+use super::kinds::{Front, Peer};
+use super::socket::Faults;
+use super::tunnel::Tunnel;
+use crate::admission::{Full, Shares};
+use crate::listener::access_log::over_limit;
+use crate::listener::answer::Failure;
+use crate::listener::context::ListenerContext;
+
+/// State that the requests of a connection share.
+pub(super) struct Served {
+    pub(super) front: Arc<Front>,
+    pub(super) peer: Peer,
+    pub(super) faults: Faults,
+    pub(super) context: ListenerContext,
+    pub(super) shares: Shares,
+    /// The connection's, after a CONNECT.
+    pub(super) tunnel: parking_lot::Mutex<Option<Tunnel>>,
+    /// Cancelled if the connection has to end although its client does not read.
+    pub(super) cut: CancellationToken,
+    /// Yields the connection after a request whose upgrade was refused: hyper leaves its end to its owner.
+    pub(super) refused: parking_lot::Mutex<Option<OnUpgrade>>,
+}
+
+impl Served {
+    pub(super) fn new(
+        front: Arc<Front>,
+        peer: Peer,
+        faults: Faults,
+        context: ListenerContext,
+        shares: Shares,
+    ) -> Self {
+        let (tunnel, cut, refused) = Default::default();
+        Self { front, peer, faults, context, shares, tunnel, cut, refused }
+    }
+
+    pub(super) fn turned_away(&self, failure: &Failure) {
+        let (listener, client) = (self.front.listener, self.peer.client);
+        self.context.metrics.turned_away(listener);
+        tracing::warn!(listener, %client, status = failure.status.as_u16(), reason = failure.reason, "connection rejected");
+    }
+
+    pub(super) fn over_limit(&self, full: &Full) -> Failure {
+        over_limit(&self.context.metrics, self.front.listener, self.peer.client, full);
+        Failure::of_outcome(Outcome::Busy, full.to_string())
+    }
+}

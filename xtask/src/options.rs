@@ -1,0 +1,50 @@
+//! Options of `cargo xtask test`.
+use crate::chosen::Names;
+use crate::kernel::Kernel;
+
+#[derive(clap::Args, Default)]
+pub(crate) struct Options {
+    /// Everything, as CI does. Without it and without names: unit, property and kernel tests and a part of the scenarios.
+    #[arg(long, conflicts_with = "names")]
+    pub(crate) all: bool,
+    /// Only the kernel tests of the redirect, the demo and the systemd units, on another kernel in virtual machines. `--all`
+    /// has 6.1.
+    #[arg(long, value_enum, conflicts_with_all = ["all", "names", "skip", "list", "repeat", "keep"])]
+    pub(crate) kernel: Option<Kernel>,
+    /// Names the tests, and runs none.
+    #[arg(long, conflicts_with_all = ["repeat", "keep"])]
+    pub(crate) list: bool,
+    /// Runs each scenario and kernel test so many times.
+    #[arg(long, value_name = "N")]
+    pub(crate) repeat: Option<usize>,
+    /// Keeps the logs of scenarios that pass as well.
+    #[arg(long)]
+    pub(crate) keep: bool,
+    #[command(flatten)]
+    pub(crate) names: Names,
+}
+
+impl Options {
+    pub(crate) fn everything() -> Self {
+        Self { all: true, ..Self::default() }
+    }
+
+    /// Reports whether it runs such a test, of those that are only run by name or with `--all`.
+    pub(crate) fn runs(&self, name: &str) -> bool {
+        (self.all || self.names.are_given()) && self.names.select(name)
+    }
+
+    /// Reports whether it runs a part of everything.
+    pub(crate) fn is_short(&self) -> bool {
+        !self.all && !self.names.are_given()
+    }
+
+    /// Name of the kind of a run whose times are kept.
+    pub(crate) fn kind(&self) -> Option<&'static str> {
+        match (self.names.restrict(), self.all) {
+            (true, _) => None,
+            (false, true) => Some("test-all"),
+            (false, false) => Some("test"),
+        }
+    }
+}
