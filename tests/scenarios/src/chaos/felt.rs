@@ -4,9 +4,11 @@ use std::time::Instant;
 
 use super::plan::Fault;
 
-/// Faults, and when the fleet was seen to work again afterwards.
+/// A fault, and when the fleet was seen to work again afterwards.
+type Entry = (Fault, Option<Instant>);
+
 #[derive(Clone, Debug, Default)]
-pub(super) struct Felt(Arc<Mutex<Vec<(Fault, Option<Instant>)>>>);
+pub(super) struct Felt(Arc<Mutex<Vec<Entry>>>);
 
 impl Felt {
     pub(super) fn begins(&self, fault: Fault) {
@@ -26,7 +28,7 @@ impl Felt {
         self.lock().iter().any(|(fault, until)| felt(until) && fault.touches(edge, server))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<(Fault, Option<Instant>)>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Entry>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
