@@ -8,7 +8,7 @@ use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use tunnel_link::link::{self, Flow};
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{Pipe, Traffic, TunnelStream, lost, pipe_of_client, reset_on_drop};
+use tunnel_link::relay::{Pipe, Traffic, TunnelStream, pipe_of_client, reset_on_drop};
 
 use crate::support::{ServerEnd, pattern, relay, stalls, within};
 
@@ -77,11 +77,11 @@ async fn a_drop_resets_the_client_behind_what_was_written() {
 
 #[tokio::test]
 async fn a_client_that_does_not_read_is_reset_too() {
-    let (client, _end, mut stream) = opened().await;
+    let (_client, end, mut stream) = opened().await;
     let piece = vec![b'x'; 64 << 10];
     while tokio::time::timeout(Duration::from_millis(500), stream.write_all(&piece)).await.is_ok() {}
     drop(stream);
-    within(lost(&client)).await;
+    assert_eq!(within(end).await.unwrap().0, Err(Outcome::TargetReset));
 }
 
 #[tokio::test]
