@@ -10,6 +10,7 @@ use std::time::SystemTime;
 
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::hkdf::{HKDF_SHA256, Prk, Salt};
+use ring::rand::{SecureRandom as _, SystemRandom};
 use rustls::server::ProducesTickets;
 use sha2::{Digest as _, Sha256};
 
@@ -18,6 +19,8 @@ use super::key::PrivateKey;
 
 /// Time for which a key makes tickets, in seconds. It reads them for twice as long.
 const EPOCH: u32 = 6 * 3600;
+/// Bytes of a ticket that are random.
+const SALT: usize = 32;
 const LABEL: &[u8] = b"postern session tickets 1";
 /// A session in which the client showed no certificate is always smaller, one with a certificate never: it gets no ticket.
 const LEAST: usize = 360;
@@ -33,35 +36,39 @@ impl Tickets {
         Self(Salt::new(HKDF_SHA256, &all.finalize()).extract(key.to_der().secret_der()))
     }
 
-    fn key(&self, epoch: u32) -> Option<LessSafeKey> {
+    /// Each ticket has a key of its own, so that a nonce repeats with its salt only.
+    fn key(&self, epoch: u32, salt: &[u8; SALT]) -> Option<LessSafeKey> {
         let epoch = epoch.to_be_bytes();
-        let info = [LABEL, &epoch];
+        let info = [LABEL, &epoch, salt];
         Some(LessSafeKey::new(UnboundKey::from(self.0.expand(&info, &AES_256_GCM).ok()?)))
     }
 
     fn seal(&self, session: &[u8], epoch: u32) -> Option<Vec<u8>> {
-        let nonce: [u8; NONCE_LEN] = rand::random();
+        let mut salt = [0; SALT];
+        SystemRandom::new().fill(&mut salt).ok()?;
         let mut sealed = session.to_vec();
-        // Random ones of 96 bits do for 2³² tickets of a key (NIST SP 800-38D).
-        let unique = Nonce::assume_unique_for_key(nonce);
-        self.key(epoch)?.seal_in_place_append_tag(unique, Aad::empty(), &mut sealed).ok()?;
-        Some([&epoch.to_be_bytes()[..], &nonce, &sealed].concat())
+        self.key(epoch, &salt)?.seal_in_place_append_tag(only(), Aad::empty(), &mut sealed).ok()?;
+        Some([&epoch.to_be_bytes()[..], &salt, &sealed].concat())
     }
 
     fn open(&self, ticket: &[u8], now: u32) -> Option<Vec<u8>> {
         let (epoch, rest) = ticket.split_first_chunk()?;
-        let (nonce, sealed) = rest.split_first_chunk()?;
+        let (salt, sealed) = rest.split_first_chunk()?;
         let epoch = u32::from_be_bytes(*epoch);
-        // The next one is that of a server whose clock is ahead.
-        if epoch.abs_diff(now) > 1 {
+        // The next one is that of a server whose clock is ahead. A client may show many that are too short, for little.
+        if epoch.abs_diff(now) > 1 || sealed.len() < LEAST + AES_256_GCM.tag_len() {
             return None;
         }
         let mut sealed = sealed.to_vec();
-        let nonce = Nonce::assume_unique_for_key(*nonce);
-        let length = self.key(epoch)?.open_in_place(nonce, Aad::empty(), &mut sealed).ok()?.len();
+        let length = self.key(epoch, salt)?.open_in_place(only(), Aad::empty(), &mut sealed).ok()?.len();
         sealed.truncate(length);
         Some(sealed)
     }
+}
+
+/// The nonce of a key that seals once.
+fn only() -> Nonce {
+    Nonce::assume_unique_for_key([0; NONCE_LEN])
 }
 
 fn epoch() -> Option<u32> {
@@ -116,9 +123,10 @@ mod tests {
         let (old, new) = (root(&key), root(&other));
         let both = [old.roots(), new.roots()].concat();
         let (issuer, another) = (Tickets::new(&key, &old), Tickets::new(&key, &old));
-        let ticket = issuer.seal(b"a session", 100).unwrap();
+        let session = vec![7; LEAST];
+        let ticket = issuer.seal(&session, 100).unwrap();
         for now in 99..=101 {
-            assert_eq!(another.open(&ticket, now).as_deref(), Some(&b"a session"[..]), "{now}");
+            assert_eq!(another.open(&ticket, now).as_deref(), Some(&session[..]), "{now}");
         }
         assert_eq!((another.open(&ticket, 98), another.open(&ticket, 102)), (None, None));
         for (key, roots) in [
@@ -136,6 +144,6 @@ mod tests {
             changed[length] ^= 1;
             assert_eq!(another.open(&changed, 100), None, "byte {length}");
         }
-        assert_ne!(issuer.seal(b"a session", 100).unwrap(), ticket);
+        assert_ne!(issuer.seal(&session, 100).unwrap(), ticket);
     }
 }

@@ -1,4 +1,6 @@
 //! Options of `cargo xtask test`.
+use std::num::NonZeroUsize;
+
 use crate::chosen::Names;
 use crate::kernel::Kernel;
 
@@ -16,7 +18,7 @@ pub(crate) struct Options {
     pub(crate) list: bool,
     /// Runs each scenario and kernel test so many times.
     #[arg(long, value_name = "N")]
-    pub(crate) repeat: Option<usize>,
+    pub(crate) repeat: Option<NonZeroUsize>,
     /// Keeps the logs of scenarios that pass as well.
     #[arg(long)]
     pub(crate) keep: bool,
@@ -41,7 +43,7 @@ impl Options {
 
     /// Name of the kind of a run whose times are kept.
     pub(crate) fn kind(&self) -> Option<&'static str> {
-        match (self.names.restrict(), self.all) {
+        match (self.names.restrict() || self.repeat.is_some(), self.all) {
             (true, _) => None,
             (false, true) => Some("test-all"),
             (false, false) => Some("test"),

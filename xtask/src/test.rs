@@ -1,5 +1,6 @@
 //! `cargo xtask test`: runs and counts tests. With names, builds only what these need, and installs only the Debian packages that
 //! the kinds of these tests need.
+use std::num::NonZeroUsize;
 use std::process::{Command, ExitCode};
 use std::thread;
 
@@ -76,6 +77,11 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
         build_everything(&mut tally)?;
     }
     let (scenarios, kernel_tests) = choose(options, &packages, &mut tally)?;
+    // A package that has another name now, or a list of another format, must not pass for one without tests.
+    ensure!(
+        options.names.restrict() || !(scenarios.names.is_empty() || kernel_tests.is_empty()),
+        "no scenarios or no kernel tests were found"
+    );
     if options.names.are_given()
         && !(scenarios.names.is_empty() && kernel_tests.is_empty() && programs.is_empty())
     {
@@ -231,7 +237,7 @@ fn run_kernel_tests(options: &Options, chosen: &[String], tally: &mut Tally) -> 
         return Ok(());
     }
     tally.heading("kernel tests of the redirect");
-    for _ in 0..options.repeat.unwrap_or(1) {
+    for _ in 0..options.repeat.map_or(1, NonZeroUsize::get) {
         let mut tests = program(built(REDIRECT_KERNEL)?);
         // Most of them wait.
         tests.args(["--test-threads=12", "--exact"]).args(chosen);

@@ -10,15 +10,12 @@ use tokio::io::AsyncReadExt as _;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio_rustls::client::TlsStream;
-use tonic::Code;
-use tunnel_link::proto::RenewRequest;
 use tunnel_pki::{
-    ALPN_EDGE, ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, PrivateKey, agent_tls, anonymous_tls,
-    concerns_certificates, create_csr,
+    ALPN_EDGE, ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, agent_tls, anonymous_tls, concerns_certificates,
 };
 use tunnel_server::pki::{Lifetimes, PkiMetrics, Revocation, Revocations, ServerCertificate, ServerNames};
 
-use crate::harness::{DEADLINE, TestServer, client, connect, eventually, node};
+use crate::harness::{DEADLINE, TestServer, connect, eventually, node};
 use crate::kubernetes::{Port, links};
 
 const FULL: HandshakeKind = HandshakeKind::Full;
@@ -97,6 +94,8 @@ async fn an_agent_resumes_at_every_server_and_only_with_the_same_identity() {
     assert_eq!(kind(&port.address, &again, ALPN_TUNNEL).await, FULL);
     assert_eq!(kind(&port.address, &identity, ALPN_GRPC).await, FULL);
     assert_eq!(kind(&port.address, &identity, ALPN_TUNNEL).await, RESUMED);
+    // Who renews proves that it has the key.
+    shake(&port.address, resuming(&identity, ALPN_GRPC)).await.unwrap_err();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -111,14 +110,14 @@ async fn who_shows_no_certificate_or_does_not_ask_gets_no_ticket() {
         Arc::new(tls)
     };
     let stranger = remembering(anonymous_tls(&identity.bundle, ALPN_GRPC).unwrap(), asked);
-    let silent = remembering(agent_tls(&identity, ALPN_GRPC).unwrap(), None);
+    let silent = remembering(agent_tls(&identity, ALPN_TUNNEL).unwrap(), None);
     for tls in [stranger, silent] {
         for _ in 0..2 {
             assert_eq!(shake(&port.address, tls.clone()).await.unwrap().0, FULL);
         }
     }
     // The same settings resume where the certificate is shown and tickets are asked for.
-    let agent = remembering(agent_tls(&identity, ALPN_GRPC).unwrap(), asked);
+    let agent = remembering(agent_tls(&identity, ALPN_TUNNEL).unwrap(), asked);
     assert_eq!(shake(&port.address, agent.clone()).await.unwrap().0, FULL);
     assert_eq!(shake(&port.address, agent).await.unwrap().0, RESUMED);
 }
@@ -144,12 +143,6 @@ async fn an_expired_certificate_is_refused_when_it_resumes() {
     assert_eq!(kind(&port.address, &identity, ALPN_TUNNEL).await, FULL);
     eventually("its end", async || (SystemTime::now() > identity.not_after()).then_some(())).await;
     is_refused(&server, &port, &identity, "expired").await;
-    // Nor is it renewed.
-    let mut renewing = client(&server.address, resuming(&identity, ALPN_GRPC)).await;
-    let csr = create_csr(&PrivateKey::generate().unwrap()).unwrap();
-    let refused = renewing.renew(RenewRequest { csr }).await.unwrap_err();
-    assert_eq!(refused.code(), Code::Unauthenticated);
-    assert!(refused.message().contains("expired"), "{refused}");
 }
 
 /// It learns that from the alert of a full handshake, as an agent without a session does.

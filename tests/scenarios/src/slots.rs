@@ -25,6 +25,8 @@ pub(crate) struct Places {
 
 /// Memory that a cluster is counted with, in GiB; any other scenario with one.
 const CLUSTER_GIB: usize = 4;
+/// Each program takes inotify instances, of which a user has 128 in all.
+const MOST: usize = 32;
 
 impl Places {
     /// Half of them may have a cluster. With one place they run one after the other.
@@ -41,8 +43,11 @@ impl Places {
     /// A scenario with a cluster keeps half a processor busy, and most others a tenth. Two for each processor leave time for those
     /// that bound how long anything stands still.
     fn carried_by(processors: usize, gib: usize) -> Self {
-        let places = Self::new((processors * 2).min(gib));
-        Self { clusters: places.clusters.min(gib / CLUSTER_GIB).max(1), ..places }
+        // Two places with one cluster take five GiB.
+        let clusters = processors.min(gib / (CLUSTER_GIB + 1)).max(1);
+        let left = gib.saturating_sub(clusters * (CLUSTER_GIB - 1));
+        let places = Self::new((processors * 2).min(left).min(MOST));
+        Self { clusters: places.clusters.min(clusters), ..places }
     }
 }
 
@@ -183,9 +188,10 @@ mod tests {
     fn processors_and_memory_limit_them() {
         let places = |all, clusters| Places { all, clusters };
         assert_eq!(Places::carried_by(2, 16), places(4, 2));
-        assert_eq!(Places::carried_by(2, 6), places(4, 1), "memory for one cluster");
+        assert_eq!(Places::carried_by(2, 6), places(3, 1), "memory for one cluster");
         assert_eq!(Places::carried_by(2, 0), places(1, 1));
-        assert_eq!(Places::carried_by(16, 32), places(32, 8));
+        assert_eq!(Places::carried_by(16, 32), places(14, 6));
+        assert_eq!(Places::carried_by(64, 512), places(32, 16));
         assert!(available_gib().is_some());
     }
 

@@ -32,6 +32,8 @@ const BUFFER: usize = 64 << 10;
 /// Maximum time for the other end to close after its stream was shut down and dropped here, and for a client to read what
 /// was written before a reset.
 const LINGER: Duration = Duration::from_secs(5);
+/// Maximum time for a client to read what was written before the stream was shut down and dropped: 64 KiB.
+const LAST_BYTES: Duration = Duration::from_secs(60);
 
 /// A stream to a target or to a client behind a tunnel. Dropping it before shutdown resets its connection; a client first
 /// gets what was written.
@@ -144,8 +146,8 @@ impl Shared {
         let lingered = async {
             self.left.cancelled().await;
             if self.side == Side::Agent && self.ends_well() {
-                // However slowly the client reads.
-                self.drained.cancelled().await;
+                // Slowly or not at all: nothing counts what it holds by now.
+                let _ = timeout(LAST_BYTES, self.drained.cancelled()).await;
             }
             tokio::time::sleep(LINGER).await;
         };

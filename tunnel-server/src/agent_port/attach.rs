@@ -43,8 +43,9 @@ use crate::session::{Forgotten, Link, Links, Session, Streams};
 
 /// Maximum size of a control message from an agent, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;
-/// Time over which agents attach again.
+/// Least time over which agents attach again, and the number of sessions for each further second.
 const SPREAD: Duration = Duration::from_secs(2);
+const A_SECOND: u64 = 500;
 /// Pause before an unacknowledged notice is repeated.
 const AGAIN: Duration = Duration::from_secs(1);
 /// Maximum time for the last bytes on the additional links of an agent that has left.
@@ -445,7 +446,8 @@ async fn follow(
                     // asked at once.
                     tracing::info!(node = %session.node, "link has used up its streams or its certificate, asking the agent to attach again");
                     draining_sent = true;
-                    unheard.tell(false, jittered(SPREAD.min(context.drain_timeout / 2), 1.0));
+                    let spread = SPREAD.max(Duration::from_secs(context.sessions.count() as u64 / A_SECOND));
+                    unheard.tell(false, jittered(spread.min(context.drain_timeout / 2), 1.0));
                     continue;
                 }
                 let links = session.links.missing();

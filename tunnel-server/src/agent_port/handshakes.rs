@@ -6,12 +6,13 @@ use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustls::HandshakeKind;
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio_rustls::server::TlsStream;
 use tokio_util::task::TaskTracker;
 use tunnel_link::link::{HANDSHAKE_TIMEOUT, tune_link};
-use tunnel_pki::ServerTls;
+use tunnel_pki::{ALPN_EDGE, ALPN_TUNNEL, ServerTls};
 
 use super::gate::Gate;
 use super::link::LinkContext;
@@ -123,7 +124,14 @@ impl Handshakes {
                 tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(socket))
                     .await
                     .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "TLS handshake took too long"))??;
-            self.context.metrics.tls_handshake(stream.get_ref().1.handshake_kind());
+            let connection = stream.get_ref().1;
+            let resumed = connection.handshake_kind() == Some(HandshakeKind::Resumed);
+            self.context.metrics.tls_handshake(resumed);
+            // Any other proves that it has its key: a new certificate is good for longer than a session.
+            if resumed && !matches!(connection.alpn_protocol(), Some(ALPN_TUNNEL | ALPN_EDGE)) {
+                let reason = "only an agent's links resume a session";
+                return Err(io::Error::new(io::ErrorKind::PermissionDenied, reason).into());
+            }
             Ok(stream)
         };
         tokio::select! {

@@ -1,7 +1,7 @@
 //! Judges a client and its certificate when a link begins, and as long as it lasts.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use rustls_pki_types::CertificateDer;
 use tokio::time::{Instant, sleep_until};
@@ -39,7 +39,7 @@ impl LinkContext {
             Client::Redirector(node) => self.standing.judge((Holder::Redirector, node), credential.issued)?,
             Client::Server(id) => self.standing.judge_server(id)?,
         }
-        credential.judge(&self.bundle.borrow(), SystemTime::now())
+        credential.judge(&self.bundle.borrow(), Instant::now())
     }
 
     /// The same for the agent of a node.

@@ -18,7 +18,7 @@ use super::running::{Running, Said};
 use super::{Bound, Found, Registered, Sockets};
 use crate::admission::Budget;
 use crate::agent_port::{AgentPort, Handover, LinkContext};
-use crate::config::Config;
+use crate::config::{Config, NodeSource};
 use crate::doctor::warn_of_taken_pod_ports;
 use crate::kube::{Parts as KubeParts, Reads, Writes};
 use crate::listen::{AgentPorts, Callers, Own, Parts, places};
@@ -194,8 +194,14 @@ fn to_peers(
     PeerContext {
         server_id: runtime.server_id.clone(),
         tls,
+        trust: Trust {
+            roots,
+            standing,
+            revocations,
+            readmissions: redirector.is_some() || matches!(config.source(), NodeSource::File(_)),
+            drain_timeout,
+        },
         redirector,
-        trust: Trust { roots, standing, revocations, drain_timeout },
         workers: runtime.workers.clone(),
         peers: runtime.peers.clone(),
         congestion: config.process.congestion_control.clone(),

@@ -87,6 +87,20 @@ impl Reviewer {
         answer.map_err(Refusal::Unauthenticated)
     }
 
+    /// Asks about the token of a known caller, whatever was answered before.
+    ///
+    /// # Errors
+    /// The token has no owner, or the API server does not answer.
+    pub(crate) async fn caller_again(
+        &self,
+        token: &str,
+        known: &Caller,
+        source: IpAddr,
+    ) -> Result<Caller, Refusal> {
+        let _turn = self.questions.turn(Asker::new(Some(known), source)).await?;
+        self.review_token(token).await?.map_err(Refusal::Unauthenticated)
+    }
+
     async fn review_token(&self, token: &str) -> Result<Result<Caller, String>, Refusal> {
         let Audiences { own, api_server } = &self.audiences;
         if !own.is_empty() {

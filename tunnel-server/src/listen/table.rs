@@ -196,7 +196,7 @@ fn konnectivity(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
         // They are known by these if they have no certificate.
         let reviewer = parts.callers.client.clone();
         let reviewer = reviewer.map(|client| Reviewer::new(client, Audiences::only(&options.audience)));
-        let tokens = Tokens { reviewer, user: options.user() };
+        let tokens = Tokens::new(reviewer, options.user());
         let port = agents.port.for_konnectivity(tokens, agents.peers.clone());
         parts.runtime.tasks.spawn(port.serve(parts.gates.agents(socket)));
     }

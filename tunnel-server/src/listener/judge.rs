@@ -1,6 +1,6 @@
 //! Judges open connections again, and ends those whose right is gone.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,7 @@ use futures_util::stream::FuturesUnordered;
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
+use tunnel_runtime::backoff::jittered;
 
 use crate::metrics::{Admitted, Connection, Judgement, Metrics, Permit};
 
@@ -18,30 +19,34 @@ use crate::metrics::{Admitted, Connection, Judgement, Metrics, Permit};
 const EVERY: Duration = Duration::from_secs(15);
 /// Maximum number of callers for which the API server is asked at a time.
 const AT_A_TIME: usize = 16;
-/// Maximum time for one judgement: less than the interval, so that a slow one never meets the next.
+/// Maximum time for one judgement.
 const LONGEST: Duration = Duration::from_secs(10);
+/// Longest interval for a permit that is judged apart from the others, as there may be one for each node.
+const APART: Duration = Duration::from_secs(180);
 
 /// Judges all until `stop`, every 15 s and whenever `changed` is notified.
 pub(crate) async fn judge_open(metrics: Metrics, changed: Arc<Notify>, stop: CancellationToken) {
     let (mut judging, mut tick) = (Judging::new(metrics), interval(EVERY));
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        tokio::select! {
+        // Neither of these waits for an API server that does not answer.
+        let changed = tokio::select! {
             () = stop.cancelled() => return,
-            // Neither waits for an API server that does not answer.
-            () = changed.notified() => {}
-            _ = tick.tick() => {}
+            () = changed.notified() => true,
+            _ = tick.tick() => false,
             Some(()) = judging.one_asked() => continue,
-        }
-        judging.begin(now()).await;
+        };
+        judging.begin(now(), changed).await;
     }
 }
 
-/// Judges one permit every 15 s, and returns why it no longer holds.
-pub(crate) async fn until_withdrawn(permit: Arc<dyn Permit>) -> String {
+/// Judges one permit every three minutes at most, when it has one of the `turns`, and returns why it no longer holds.
+pub(crate) async fn until_withdrawn(permit: Arc<dyn Permit>, turns: &Semaphore) -> String {
     let admitted = Admitted::new(permit);
     loop {
-        sleep(EVERY).await;
+        sleep(jittered(APART, 0.25)).await;
+        // It is never closed.
+        let _turn = turns.acquire().await;
         let judgement = judge(&admitted).await;
         if let Some(reason) = admitted.weigh(judgement, now()) {
             return reason;
@@ -56,7 +61,8 @@ struct Judging {
     metrics: Metrics,
     /// One for each caller about whom the API server is asked: others do not wait for its answer.
     asked: FuturesUnordered<BoxFuture<'static, Asker>>,
-    under_way: HashSet<Asker>,
+    /// Their callers, and true for one about whom it has to be asked again, because something has changed since.
+    under_way: HashMap<Asker, bool>,
     turns: Arc<Semaphore>,
 }
 
@@ -66,9 +72,8 @@ impl Judging {
         Self { metrics, asked, under_way, turns: Arc::new(Semaphore::new(AT_A_TIME)) }
     }
 
-    /// Judges those about whom nobody is asked, and begins to ask about the others, unless that is under way. Those of one
-    /// caller are judged one after another: the first answers, which are remembered, serve all of them.
-    async fn begin(&mut self, now: Instant) {
+    /// Judges those about whom nobody is asked, and begins to ask about the others, unless that is under way.
+    async fn begin(&mut self, now: Instant, changed: bool) {
         let (mut here, mut asked) = (Vec::new(), HashMap::<_, Vec<_>>::new());
         for connection in self.metrics.judged_connections() {
             match connection.admitted.get().and_then(|admitted| admitted.permit.asker()) {
@@ -76,29 +81,46 @@ impl Judging {
                 Some(asker) => asked.entry(asker).or_default().push(connection),
             }
         }
-        // A judgement counts from when it is made, which may be much later.
-        let begun = Instant::now();
-        let clock = move || now + begun.elapsed();
         for (asker, connections) in asked {
-            if self.under_way.insert(asker) {
-                let turns = self.turns.clone();
-                self.asked.push(Box::pin(async move {
-                    // It is never closed.
-                    let _turn = turns.acquire().await;
-                    judge_each(connections, clock).await;
-                    asker
-                }));
+            match self.under_way.get_mut(&asker) {
+                Some(again) => *again |= changed,
+                None => self.ask(asker, connections, now),
             }
         }
-        judge_each(here, clock).await;
+        judge_each(here, since(now), None).await;
+    }
+
+    /// Those of one caller are judged one after another: the first answers, which are remembered, serve all of them.
+    fn ask(&mut self, asker: Asker, mut connections: Vec<Arc<Connection>>, now: Instant) {
+        // One about which nobody answers keeps the others from being judged, so it is not always the first.
+        let first = rand::random_range(0..connections.len().max(1));
+        connections.rotate_left(first);
+        self.under_way.insert(asker, false);
+        let turns = self.turns.clone();
+        self.asked.push(Box::pin(async move {
+            judge_each(connections, since(now), Some(&turns)).await;
+            asker
+        }));
     }
 
     /// Goes on until one caller has been asked about; `None` if none is.
     async fn one_asked(&mut self) -> Option<()> {
         let asker = self.asked.next().await?;
-        self.under_way.remove(&asker);
+        if self.under_way.remove(&asker) == Some(true) {
+            let of_caller = |connection: &Arc<Connection>| {
+                connection.admitted.get().and_then(|admitted| admitted.permit.asker()) == Some(asker)
+            };
+            let connections = self.metrics.judged_connections().into_iter().filter(of_caller).collect();
+            self.ask(asker, connections, now());
+        }
         Some(())
     }
+}
+
+/// A judgement counts from when it is made, which may be much later than `now`.
+fn since(now: Instant) -> impl Fn() -> Instant {
+    let begun = Instant::now();
+    move || now + begun.elapsed()
 }
 
 async fn judge(admitted: &Admitted) -> Judgement {
@@ -106,13 +128,25 @@ async fn judge(admitted: &Admitted) -> Judgement {
     timeout(LONGEST, admitted.permit.judge()).await.unwrap_or_else(unanswered)
 }
 
-async fn judge_each(connections: Vec<Arc<Connection>>, clock: impl Fn() -> Instant) {
+/// Each judgement waits for one of the `turns`, so that a caller with many connections does not keep one.
+async fn judge_each(
+    connections: Vec<Arc<Connection>>,
+    clock: impl Fn() -> Instant,
+    turns: Option<&Semaphore>,
+) {
     let mut unanswered = None;
     for connection in connections {
         let Some(admitted) = connection.admitted.get() else { continue };
         let judgement = match &unanswered {
             Some(judgement) => Judgement::clone(judgement),
-            None => judge(admitted).await,
+            None => {
+                let _turn = match turns {
+                    // It is never closed.
+                    Some(turns) => turns.acquire().await.ok(),
+                    None => None,
+                };
+                judge(admitted).await
+            }
         };
         if matches!(judgement, Judgement::Unanswered(_)) {
             unanswered = Some(judgement.clone());
@@ -134,7 +168,7 @@ fn now() -> Instant {
 #[cfg(test)]
 pub(super) async fn judge_all(metrics: &Metrics, now: Instant) {
     let mut judging = Judging::new(metrics.clone());
-    judging.begin(now).await;
+    judging.begin(now, false).await;
     while judging.one_asked().await.is_some() {}
 }
 

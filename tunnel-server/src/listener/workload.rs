@@ -79,7 +79,12 @@ impl Workload {
         let ended = match opened {
             Ok(upstream) => {
                 let (mut read, mut write) = tokio::io::split(stream);
-                upstream.pump(&record, &mut read, &mut write, gone()).await
+                let ended = upstream.pump(&record, &mut read, &mut write, gone()).await;
+                if ended.is_err() {
+                    // Also if one direction has ended well before.
+                    pipe.reset_on_drop();
+                }
+                ended
             }
             Err(failed) => Err(failed),
         };

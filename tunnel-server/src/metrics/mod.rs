@@ -13,7 +13,6 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
-use rustls::HandshakeKind;
 use tunnel_link::outcome::{Hop, Outcome};
 use tunnel_link::relay::{Totals, end_quiet};
 use tunnel_runtime::live::{Live, Present};
@@ -93,7 +92,7 @@ impl Metrics {
             m.connection_seconds,
         );
         registry.register("agent_handshakes", "Connections to the agent port, by result", m.handshakes);
-        let help = "TLS handshakes that succeeded on the agent port, by whether they resumed a session";
+        let help = "TLS handshakes that succeeded on the ports of agents, by whether they resumed a session";
         registry.register("agent_tls_handshakes", help, m.tls_handshakes);
         let help = "Sessions refused after their handshake, by reason";
         registry.register("agent_sessions_refused", help, m.sessions_refused);
@@ -218,8 +217,8 @@ impl Metrics {
         self.handshakes.get_or_create(&[("result", result)]).inc();
     }
 
-    pub(crate) fn tls_handshake(&self, kind: Option<HandshakeKind>) {
-        let resumed = if kind == Some(HandshakeKind::Resumed) { "true" } else { "false" };
+    pub(crate) fn tls_handshake(&self, resumed: bool) {
+        let resumed = if resumed { "true" } else { "false" };
         self.tls_handshakes.get_or_create(&[("resumed", resumed)]).inc();
     }
 

@@ -365,7 +365,7 @@ async fn follow_holdings(
         let mut all = Some(HashSet::new());
         let mut next = Some(first);
         while let Some(mut holdings) = next {
-            learn(&context.trust, &peer.server_id, std::mem::take(&mut holdings.revocations)).await;
+            learn(&context.trust, peer, std::mem::take(&mut holdings.revocations)).await;
             let bundle = std::mem::take(&mut holdings.trust_bundle);
             if let Some(redirector) = context.redirector.as_ref().filter(|_| !bundle.is_empty()) {
                 let announced =

@@ -6,16 +6,18 @@ use std::time::Duration;
 use jiff::Timestamp;
 use rustls_pki_types::CertificateDer;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until};
-use tunnel_pki::{IdentityError, TrustBundle};
+use tokio::time::{Instant, sleep, sleep_until};
+use tunnel_pki::{BACKDATE, IdentityError, TrustBundle};
 
 use super::peer::Peer;
-use crate::pki::{Refusal, Revocation, RevocationStore, Standing};
+use crate::pki::{Refusal, Revocation, RevocationStore, Revocations, Standing, Subject};
 
 /// How often a server's certificate is verified while its link lasts.
 const VERIFY: Duration = Duration::from_secs(300);
 /// How far the clock of a server that revokes may be ahead.
-const AHEAD: Duration = Duration::from_secs(86_400);
+const AHEAD: Duration = BACKDATE;
+/// Pause before records are stored again that could not be.
+const AGAIN: Duration = Duration::from_secs(10);
 
 /// What servers are judged by, and where their revocations are kept.
 pub struct Trust {
@@ -24,6 +26,8 @@ pub struct Trust {
     /// Which servers are revoked.
     pub standing: Standing,
     pub revocations: RevocationStore,
+    /// True if other servers may readmit nodes here: in a cluster, an object says that which no server writes unasked.
+    pub readmissions: bool,
     /// Time for connections to finish on a link whose server is not trusted any more.
     pub drain_timeout: Duration,
 }
@@ -71,30 +75,115 @@ pub(super) async fn not_trusted(trust: &Trust, peer: &Peer, chain: &[Certificate
 }
 
 /// Keeps the newer ones of the revocations that another server has told.
-pub(super) async fn learn(trust: &Trust, server_id: &str, told: Vec<String>) {
-    let latest = Timestamp::now().checked_add(AHEAD).unwrap_or(Timestamp::MAX);
+pub(super) async fn learn(trust: &Trust, peer: &Peer, told: Vec<String>) {
+    let (now, known) = (Timestamp::now(), trust.standing.revocations().borrow().clone());
     let (mut records, mut skipped) = (Vec::new(), 0_u64);
     for text in &told {
-        match serde_json::from_str::<Revocation>(text) {
-            // Nothing could ever follow it.
-            Ok(record) if record.revoked > latest || record.readmitted > Some(latest) => skipped += 1,
-            Ok(record) => records.push(record),
-            Err(_) => skipped += 1,
+        let told = serde_json::from_str::<Revocation>(text).map_err(|_| Skipped);
+        match told.and_then(|record| accepted(record, &known, now, trust.readmissions)) {
+            Ok(record) => records.extend(record),
+            Err(Skipped) => skipped += 1,
         }
     }
+    let server_id = peer.server_id.clone();
     if skipped > 0 {
         tracing::warn!(
             server_id,
             skipped,
-            "peer sent revocations that are malformed or of the future, ignoring these"
+            "peer sent revocations that are malformed, or readmissions of the future, ignoring these"
         );
     }
-    if records.is_empty() {
+    for record in records.iter().filter(|record| record.follows(known.records.get(&record.subject))) {
+        let (subject, revoked, readmitted) = (&record.subject, record.revoked, record.readmitted);
+        tracing::warn!(server_id, %subject, %revoked, ?readmitted, "learnt a revocation from a peer");
+    }
+    if records.is_empty() || stored(&trust.revocations, &server_id, &records).await {
         return;
     }
-    let store = trust.revocations.clone();
+    // The peer tells it again only with its next link.
+    let (store, closed) = (trust.revocations.clone(), peer.closed.clone());
+    tokio::spawn(closed.run_until_cancelled_owned(async move {
+        loop {
+            sleep(AGAIN).await;
+            if stored(&store, &server_id, &records).await {
+                return;
+            }
+        }
+    }));
+}
+
+/// Returns false if some could not be stored.
+async fn stored(store: &RevocationStore, server_id: &str, records: &[Revocation]) -> bool {
+    let (store, records) = (store.clone(), records.to_vec());
     // The task fails only if the runtime is being shut down.
-    if let Ok(Err(error)) = tokio::task::spawn_blocking(move || store.merge(&records)).await {
-        tracing::error!(server_id, %error, "failed to store the revocations of a peer");
+    let Ok(Err(error)) = tokio::task::spawn_blocking(move || store.merge(&records)).await else {
+        return true;
+    };
+    tracing::error!(server_id, %error, "failed to store the revocations of a peer");
+    false
+}
+
+/// A record is malformed, or of the future.
+#[derive(Debug, PartialEq, Eq)]
+struct Skipped;
+
+/// Returns what is kept of a told record. Nothing is, if it is a readmission that is not another server's to say, or of
+/// somebody whose own record cannot be read.
+fn accepted(
+    mut record: Revocation,
+    known: &Revocations,
+    now: Timestamp,
+    readmissions: bool,
+) -> Result<Option<Revocation>, Skipped> {
+    let latest = now.checked_add(AHEAD).unwrap_or(Timestamp::MAX);
+    if let Some(readmitted) = record.readmitted {
+        let taken = readmissions
+            && matches!(record.subject, Subject::Node(_))
+            && !known.damaged.contains(&record.subject);
+        // Certificates are dated after it, and none is dated that far ahead.
+        return if readmitted > latest { Err(Skipped) } else { Ok(taken.then_some(record)) };
+    }
+    if record.revoked > latest {
+        // By a clock that is ahead: nothing could follow it until then.
+        let is_revoked = known.records.get(&record.subject).is_some_and(|known| known.readmitted.is_none());
+        record.revoked = now;
+        return Ok((!is_revoked).then_some(record));
+    }
+    Ok(Some(record))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn others_revoke_and_readmit_only_where_that_is_theirs_to_say() {
+        let (now, hour) = (Timestamp::now(), Duration::from_secs(3600));
+        let node = |name: &str| Subject::Node(name.parse().unwrap());
+        let revoked = Revocation::revoke(None, node("edge-1"), now);
+        let readmitted = revoked.readmit(now).unwrap();
+        let of = |records: &[&Revocation], damaged: &[Subject]| Revocations {
+            records: records.iter().map(|record| (record.subject.clone(), (*record).clone())).collect(),
+            damaged: damaged.iter().cloned().collect(),
+        };
+        let none = Revocations::default();
+        for known in [&none, &of(&[&readmitted], &[]), &of(&[], &[node("edge-1")])] {
+            assert_eq!(accepted(revoked.clone(), known, now, false), Ok(Some(revoked.clone())));
+        }
+        assert_eq!(accepted(readmitted.clone(), &of(&[&revoked], &[]), now, false), Ok(None));
+        assert_eq!(accepted(readmitted.clone(), &of(&[], &[node("edge-1")]), now, true), Ok(None));
+        assert_eq!(
+            accepted(readmitted.clone(), &of(&[&revoked], &[]), now, true),
+            Ok(Some(readmitted.clone()))
+        );
+        let server = Subject::of_server("cloud-1-0123abcd").unwrap();
+        let back = Revocation::revoke(None, server, now).readmit(now).unwrap();
+        assert_eq!(accepted(back, &none, now, true), Ok(None), "no server readmits one");
+        // Clocks that are ahead.
+        let future = Revocation::revoke(None, node("edge-1"), now + 8 * hour);
+        let here = Revocation { revoked: now, ..future.clone() };
+        assert_eq!(accepted(future.clone(), &none, now, true), Ok(Some(here)));
+        assert_eq!(accepted(future.clone(), &of(&[&revoked], &[]), now, true), Ok(None), "it is revoked");
+        assert_eq!(accepted(future.readmit(now).unwrap(), &none, now, true), Err(Skipped));
     }
 }

@@ -5,11 +5,12 @@ use std::time::{Duration, SystemTime};
 
 use jiff::Timestamp;
 use rustls_pki_types::CertificateDer;
+use tokio::time::Instant;
 use tunnel_pki::{IdentityError, TrustBundle, validity};
 
 use super::standing::Refusal;
 
-/// Time for which a link outlasts its certificate. Servers' clocks may differ by an hour.
+/// Time for which a link outlasts its certificate, whose holder may not reach a server that renews it.
 const AFTER_EXPIRY: Duration = Duration::from_secs(3600);
 
 /// By what a client was let in.
@@ -24,6 +25,8 @@ pub struct Credential {
 #[derive(Clone, Debug)]
 struct Certificate {
     not_after: SystemTime,
+    /// Time at which links end that were made while it was valid. A wall clock that jumps ends none.
+    ends: Instant,
     /// Those of its time, which all links share, and which of them has signed it.
     roots: Arc<TrustBundle>,
     signer: Option<usize>,
@@ -36,8 +39,10 @@ impl Credential {
     /// The certificate cannot be read.
     pub fn of(certificate: &CertificateDer<'_>, roots: &Arc<TrustBundle>) -> Result<Self, IdentityError> {
         let (validity, signer) = (validity(certificate)?, roots.issuer_of(certificate));
-        let roots = roots.clone();
-        let certificate = Certificate { not_after: validity.not_after, roots, signer };
+        let (roots, not_after, now) = (roots.clone(), validity.not_after, Instant::now());
+        // TLS does not verify the certificate of a resumed session: it may have expired.
+        let ends = not_after.duration_since(SystemTime::now()).map_or(now, |left| now + left + AFTER_EXPIRY);
+        let certificate = Certificate { not_after, ends, roots, signer };
         Ok(Self { issued: validity.issued(), certificate: Some(certificate) })
     }
 
@@ -49,14 +54,14 @@ impl Credential {
     /// Judges it by the roots in force and the time.
     ///
     /// # Errors
-    /// Its root was retired, or it has expired.
-    pub fn judge(&self, roots: &Arc<TrustBundle>, now: SystemTime) -> Result<(), Refusal> {
+    /// Its root was retired, or its time is over.
+    pub fn judge(&self, roots: &Arc<TrustBundle>, now: Instant) -> Result<(), Refusal> {
         let Some(certificate) = &self.certificate else { return Ok(()) };
         let signer = certificate.signer.and_then(|signer| certificate.roots.roots().get(signer));
         if signer.is_none_or(|signer| !roots.roots().contains(signer)) {
             return Err(Refusal::Retired);
         }
-        if now >= certificate.not_after {
+        if now >= certificate.ends {
             return Err(Refusal::Expired(Timestamp::try_from(certificate.not_after).unwrap_or_default()));
         }
         Ok(())
@@ -68,8 +73,7 @@ impl Refusal {
     /// finish their connections. A client whose certificate or root is over is asked for a new link first.
     fn grace(&self, drain: Duration) -> Option<Duration> {
         match self {
-            Self::Retired => Some(drain),
-            Self::Expired(_) => Some(AFTER_EXPIRY.max(drain)),
+            Self::Retired | Self::Expired(_) => Some(drain),
             _ if self.may_pass() => Some(MISSING),
             _ => None,
         }
@@ -92,8 +96,6 @@ const MISSING: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
-
     use tunnel_pki::{PrivateKey, create_csr, public_key_of_csr};
 
     use super::super::{Ca, Lifetimes, Subject};
@@ -110,10 +112,12 @@ mod tests {
             (Credential::of(&issued.chain[0], &roots()).unwrap(), issued.not_after)
         };
         let (old, not_after) = issue();
-        let now = SystemTime::now();
+        let now = Instant::now();
         assert_eq!(old.judge(&roots(), now), Ok(()));
-        assert_eq!(old.judge(&roots(), not_after - Duration::from_secs(1)), Ok(()));
-        assert!(matches!(old.judge(&roots(), not_after), Err(Refusal::Expired(_))));
+        // It was shown while it was valid: the link has another hour, whatever the wall clock says.
+        let end = now + not_after.duration_since(SystemTime::now()).unwrap() + AFTER_EXPIRY;
+        assert_eq!(old.judge(&roots(), end - Duration::from_secs(60)), Ok(()));
+        assert!(matches!(old.judge(&roots(), end + Duration::from_secs(60)), Err(Refusal::Expired(_))));
         ca.introduce().unwrap();
         ca.activate().unwrap();
         let (new, _) = issue();
@@ -131,7 +135,7 @@ mod tests {
         let foreign = other.state().unwrap().issue_agent(&"edge-1".parse().unwrap(), &key).unwrap();
         let foreign = Credential::of(&foreign.chain[0], &roots()).unwrap();
         assert_eq!(foreign.judge(&roots(), now), Err(Refusal::Retired));
-        assert_eq!(Credential::token(now).judge(&roots(), not_after), Ok(()));
+        assert_eq!(Credential::token(SystemTime::now()).judge(&roots(), end + AFTER_EXPIRY), Ok(()));
     }
 
     #[test]
@@ -145,7 +149,7 @@ mod tests {
             (revoked, 0),
             (Refusal::Unknown(edge), 5),
             (Refusal::Retired, 30),
-            (Refusal::Expired(Timestamp::now()), 3600),
+            (Refusal::Expired(Timestamp::now()), 30),
         ] {
             assert_eq!(ends(&refusal, None).as_secs(), seconds, "{refusal}");
             assert_eq!(ends(&refusal, later).as_secs(), seconds, "{refusal}");

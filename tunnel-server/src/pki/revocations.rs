@@ -53,6 +53,11 @@ impl Revocation {
         (self.readmitted.unwrap_or(self.revoked), self.readmitted.is_none())
     }
 
+    /// Reports whether it is newer than the known one.
+    pub(crate) fn follows(&self, known: Option<&Self>) -> bool {
+        known.is_none_or(|known| known.order() < self.order())
+    }
+
     /// Returns the record that follows `before`, which may have been written by a clock that is ahead.
     pub fn revoke(before: Option<&Self>, subject: impl Into<Subject>, now: Timestamp) -> Self {
         Self { subject: subject.into(), revoked: after(before, now), readmitted: None }
@@ -148,15 +153,18 @@ impl RevocationStore {
 
     /// Takes over the records that are newer than those here. Removes nothing: a deleted object must not let a copied
     /// identity in again.
+    ///
+    /// # Errors
+    /// Some could not be written; the others were.
     pub fn merge(&self, records: &[Revocation]) -> Result<(), PkiError> {
         let _lock = self.0.lock()?;
+        let mut merged = Ok(());
         for record in records {
-            match self.read(&record.subject) {
-                Ok(Some(known)) if known.order() >= record.order() => {}
-                _ => self.write(record)?,
+            if record.follows(self.read(&record.subject).ok().flatten().as_ref()) {
+                merged = merged.and(self.write(record));
             }
         }
-        Ok(())
+        merged
     }
 
     /// Reads the records at the start. Returns the channel that [`RevocationStore::follow`] keeps up to date.

@@ -17,6 +17,8 @@ use crate::pki::{Credential, Refusal};
 
 /// Number of moves that a follower may lag behind before it has to start again.
 const MOVES: usize = 1 << 12;
+/// Interval at which a session is looked at that may be ended once it is not used.
+const UNUSED: Duration = Duration::from_secs(1);
 /// Number of nodes for which the end of the last session is kept; beyond it the oldest is dropped.
 const REMEMBERED: usize = 1 << 17;
 
@@ -134,9 +136,24 @@ impl Sessions {
         !sessions.is_empty()
     }
 
+    /// Returns once the node's session that the credential has let in relays nothing.
+    pub(crate) async fn unused(&self, node: &NodeName, credential: &Arc<Credential>) {
+        let used = |session: Arc<Session>| {
+            Arc::ptr_eq(&session.credential.load(), credential) && session.links.connections() > 0
+        };
+        while self.linked_of(node).any(used) {
+            tokio::time::sleep(UNUSED).await;
+        }
+    }
+
     /// Returns the node's sessions whose agents are leaving, the oldest first.
     pub(crate) fn leaving_of(&self, node: &NodeName) -> VecDeque<Arc<Session>> {
         self.leaving.lock().get(node).cloned().unwrap_or_default()
+    }
+
+    /// Returns the number of nodes with a live session.
+    pub(crate) fn count(&self) -> usize {
+        self.live.read().len()
     }
 
     /// Returns the nodes with a live session.

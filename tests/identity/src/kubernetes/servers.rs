@@ -161,6 +161,7 @@ impl Port {
                 roots: self.roots.subscribe(),
                 standing: self.standing.clone(),
                 revocations: self.store.clone(),
+                readmissions: true,
                 drain_timeout: DRAIN,
             },
             most_streams: MOST_STREAMS,

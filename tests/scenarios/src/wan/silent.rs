@@ -46,8 +46,9 @@ pub(super) async fn outages_of_up_to_ten_seconds_are_survived(testbed: &Testbed)
         outages.push(usable - back);
         ensure!(session(&server).await? == before, "the agent attached again after {seconds} s");
     }
-    // Beside other work it may take longer after one or two, but not after each.
-    ensure!(outages.iter().any(|usable| *usable <= USABLE), "usable again after {outages:?} each");
+    // Beside other work it may take longer after one.
+    let soon = outages.iter().filter(|usable| **usable <= USABLE).count();
+    ensure!(soon + 1 >= outages.len(), "usable again after {outages:?} each");
     Ok(())
 }
 

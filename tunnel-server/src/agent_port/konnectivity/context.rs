@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio_util::task::TaskTracker;
 use tunnel_runtime::config::HostPort;
 
@@ -11,12 +11,23 @@ use crate::agent_port::gate::Gate;
 use crate::agent_port::link::LinkContext;
 use crate::caller::Reviewer;
 
+/// Number of tokens that are judged again at a time: the API server has other questions to answer.
+const JUDGED_AT_A_TIME: usize = 8;
+
 /// Authentication of agents without a certificate, by service account tokens.
 pub(crate) struct Tokens {
     /// None without an API server to ask.
-    pub(crate) reviewer: Option<Reviewer>,
+    pub(super) reviewer: Option<Reviewer>,
     /// The user whose tokens are accepted.
-    pub(crate) user: String,
+    pub(super) user: String,
+    /// Taken while a token is judged that an agent was let in by.
+    pub(super) judging: Semaphore,
+}
+
+impl Tokens {
+    pub(crate) fn new(reviewer: Option<Reviewer>, user: String) -> Self {
+        Self { reviewer, user, judging: Semaphore::new(JUDGED_AT_A_TIME) }
+    }
 }
 
 /// State shared by all calls.

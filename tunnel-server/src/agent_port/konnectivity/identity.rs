@@ -3,13 +3,17 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use tonic::Status;
 use tonic::metadata::MetadataMap;
 use tunnel_runtime::NodeName;
 
 use super::context::Tokens;
 use crate::caller::{Caller, Refusal, Token};
+use crate::listener::until_withdrawn;
 use crate::metrics::{Judgement, Permit};
 
 /// The API server sets these for a token that is bound to a pod. A token bound to a node only was made by somebody who
@@ -25,13 +29,37 @@ pub(super) struct ByToken {
     token: Token,
     /// The address that has shown it.
     agent: IpAddr,
+    /// Its owner.
+    caller: Caller,
     pub(super) node: NodeName,
+}
+
+impl ByToken {
+    /// True if the token was good for a time that is over. The API server has verified what it says of that.
+    pub(super) fn has_expired(&self) -> bool {
+        expiry(self.token.secret()).is_some_and(|expiry| expiry <= SystemTime::now())
+    }
+
+    /// Waits until the token is no longer accepted; returns why.
+    pub(super) async fn lapsed(self: Arc<Self>) -> String {
+        let tokens = self.tokens.clone();
+        until_withdrawn(self, &tokens.judging).await
+    }
+}
+
+/// The time in a JSON Web Token (RFC 7519 §4.1.4) after which it is not accepted.
+fn expiry(token: &str) -> Option<SystemTime> {
+    let claims = URL_SAFE_NO_PAD.decode(token.split('.').nth(1)?).ok()?;
+    let claims: serde_json::Value = serde_json::from_slice(&claims).ok()?;
+    SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(claims["exp"].as_u64()?))
 }
 
 #[tonic::async_trait]
 impl Permit for ByToken {
     async fn judge(&self) -> Judgement {
-        match node_of_token(&self.tokens, self.token.secret(), self.agent).await {
+        let Some(reviewer) = &self.tokens.reviewer else { return Judgement::Holds };
+        let caller = reviewer.caller_again(self.token.secret(), &self.caller, self.agent).await;
+        match caller.and_then(|caller| node_of(&caller, &self.tokens.user).map_err(Refusal::Forbidden)) {
             Ok(node) if node == self.node => Judgement::Holds,
             Ok(node) => Judgement::Withdrawn(format!("it is a token of node {node} now")),
             Err(refusal) => refusal.judgement(true),
@@ -54,21 +82,25 @@ pub(super) async fn by_token(
         .and_then(|value| value.strip_prefix("Bearer "))
         .ok_or_else(|| Status::unauthenticated(WANTED))?
         .trim();
-    let node = node_of_token(tokens, token, agent).await.map_err(|refusal| match refusal {
+    let shown = caller_of_token(tokens, token, agent).await;
+    let shown = shown.and_then(|caller| {
+        let node = node_of(&caller, &tokens.user).map_err(Refusal::Forbidden)?;
+        Ok((caller, node))
+    });
+    let (caller, node) = shown.map_err(|refusal| match refusal {
         Refusal::Unavailable(reason) => Status::unavailable(reason),
         Refusal::Forbidden(reason) => Status::permission_denied(reason),
         other => Status::unauthenticated(other.to_string()),
     })?;
-    Ok(ByToken { tokens: tokens.clone(), token: Token::new(token), agent, node })
+    Ok(ByToken { tokens: tokens.clone(), token: Token::new(token), agent, caller, node })
 }
 
-async fn node_of_token(tokens: &Tokens, token: &str, agent: IpAddr) -> Result<NodeName, Refusal> {
+async fn caller_of_token(tokens: &Tokens, token: &str, agent: IpAddr) -> Result<Caller, Refusal> {
     let Some(reviewer) = &tokens.reviewer else {
         let reason = "tokens are checked by a cluster's API server, which this server has not: use a client certificate";
         return Err(Refusal::Unauthenticated(reason.to_owned()));
     };
-    let caller = reviewer.caller_of_token(token, agent).await?;
-    node_of(&caller, &tokens.user).map_err(Refusal::Forbidden)
+    reviewer.caller_of_token(token, agent).await
 }
 
 fn node_of(caller: &Caller, user: &str) -> Result<NodeName, String> {
@@ -121,14 +153,26 @@ mod tests {
         }
     }
 
-    /// Each reviewer remembers nothing yet, as after 30 s.
+    #[test]
+    fn a_token_says_when_it_expires() {
+        let token = |claims: &str| format!("e30.{}.c2ln", URL_SAFE_NO_PAD.encode(claims));
+        let second = |second| Some(SystemTime::UNIX_EPOCH + Duration::from_secs(second));
+        assert_eq!(expiry(&token(r#"{"exp":1700000000,"iss":"https://kubernetes"}"#)), second(1_700_000_000));
+        for token in ["", "opaque", "a.b.c", &token("{}"), &token(r#"{"exp":-1}"#), &token(r#"{"exp":"1"}"#)]
+        {
+            assert_eq!(expiry(token), None, "{token}");
+        }
+        assert_eq!(expiry(&token(r#"{"exp":18446744073709551615}"#)), None);
+    }
+
     async fn shown(server: &ApiServer) -> ByToken {
         let connected = tunnel_kube::connect(Some(&server.kubeconfig()), None, &ClientSettings::SERVER).await;
         let reviewer = Reviewer::new(connected.unwrap().0, Audiences::only("system:konnectivity-server"));
         ByToken {
-            tokens: Arc::new(Tokens { reviewer: Some(reviewer), user: USER.to_owned() }),
+            tokens: Arc::new(Tokens::new(Some(reviewer), USER.to_owned())),
             token: Token::new("a-token"),
             agent: [10, 0, 0, 1].into(),
+            caller: caller(USER, &[]),
             node: "edge-1".parse().unwrap(),
         }
     }
@@ -149,19 +193,20 @@ mod tests {
             json!({"authenticated": true, "audiences": audiences, "user": {"username": USER, "extra": extra}})
         };
         say(of_node("edge-1"));
-        assert_eq!(shown(&server).await.judge().await, Judgement::Holds);
+        let by_token = shown(&server).await;
+        assert_eq!(by_token.judge().await, Judgement::Holds);
+        // Each time it is asked, whatever was answered before.
         say(of_node("edge-2"));
-        let judgement = shown(&server).await.judge().await;
+        let judgement = by_token.judge().await;
         assert!(matches!(&judgement, Judgement::Withdrawn(why) if why.contains("edge-2")), "{judgement:?}");
         say(json!({"authenticated": false, "error": "it has expired"}));
-        let judgement = shown(&server).await.judge().await;
+        let judgement = by_token.judge().await;
         assert!(
             matches!(&judgement, Judgement::Refused(why) if why.contains("has expired")),
             "{judgement:?}"
         );
-        let silent = shown(&server).await;
         server.down();
-        let judgement = silent.judge().await;
+        let judgement = by_token.judge().await;
         assert!(matches!(judgement, Judgement::Unanswered(_)), "{judgement:?}");
     }
 }

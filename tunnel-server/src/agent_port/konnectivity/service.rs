@@ -24,7 +24,6 @@ use super::identity::{ByToken, by_token};
 use super::state::Agent;
 use crate::agent_port::attach::{self, Presented};
 use crate::agent_port::gate::Certified;
-use crate::listener::until_withdrawn;
 use crate::pki::{Credential, Refusal};
 use crate::session::Sessions;
 
@@ -37,6 +36,8 @@ const PIPE: usize = 256 << 10;
 /// Maximum time that an agent's second stream waits for the end of its first: an agent closes one to a server that it
 /// already has.
 const OLDER: Duration = Duration::from_secs(5);
+/// Maximum time that a session in use lasts once its agent's token has expired.
+const EXPIRED: Duration = Duration::from_secs(3600);
 
 /// The service of one connection.
 pub(super) struct Service {
@@ -139,14 +140,6 @@ fn hello(node: &NodeName, sessions: &Sessions, successor: bool) -> Hello {
     }
 }
 
-/// Waits until the token of an agent is no longer accepted.
-async fn lapsed(by_token: Option<ByToken>) -> String {
-    match by_token {
-        Some(by_token) => until_withdrawn(Arc::new(by_token)).await,
-        None => std::future::pending().await,
-    }
-}
-
 /// An accepted stream.
 struct Stream {
     context: Arc<Context>,
@@ -180,9 +173,19 @@ impl Stream {
         let session = context.link.stop.clone().run_until_cancelled_owned(Box::pin(session));
         tokio::spawn(context.links.track_future(session));
         let mut serving = std::pin::pin!(agent::serve(Arc::new(Agent::new(hello, packets)), far, incoming));
+        let lapsed = async {
+            let Some(by_token) = by_token.map(Arc::new) else { return std::future::pending().await };
+            let reason = by_token.clone().lapsed().await;
+            if by_token.has_expired() {
+                // The agent shows its next one only when it connects again.
+                let unused = context.link.sessions.unused(&node, &credential);
+                let _ = tokio::time::timeout(EXPIRED, unused).await;
+            }
+            reason
+        };
         let reason = tokio::select! {
             ended = &mut serving => return ended,
-            reason = lapsed(by_token) => reason,
+            reason = lapsed => reason,
         };
         let refusal = Refusal::Token(reason);
         if context.link.sessions.refuse(&node, &credential, &refusal) {

@@ -68,6 +68,7 @@ pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> 
 async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result<Response<Body>, Failure> {
     let wants =
         (request.version() == Version::HTTP_11).then(|| headers::wanted_upgrade(request.headers())).flatten();
+    let http1 = request.version() != Version::HTTP_2;
     let switches = wants.is_some() || request.method() == Method::CONNECT;
     let client = switches.then(|| hyper::upgrade::on(&mut request));
     let (mut head, body) = request.into_parts();
@@ -84,7 +85,10 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
     }
     if let Some(permit) = &admitted.permit {
         record.admitted_by(permit.clone());
-        record.cuts(&served.cut);
+        // Over HTTP/2 that would end other requests, and what is left of this one is a window of bytes.
+        if http1 {
+            record.cuts(&served.cut);
+        }
     }
     let own = served.front.is_proxy().then(|| served.peer.take_place()).flatten();
     let place = own.map_or_else(|| served.shares.admit(client_address.ip()), Ok);

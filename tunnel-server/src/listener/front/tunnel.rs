@@ -57,9 +57,14 @@ impl Tunnel {
         let ended = upstream.pump(&record, &mut read, &mut write, gone).await;
         match &ended {
             Ok(()) => watched.end_on_drop(),
-            // A reset discards unsent data.
-            Err(failed) if failed.outcome == Outcome::TargetReset => watched.flushed().await,
-            Err(_) => {}
+            Err(failed) => {
+                // A reset discards unsent data.
+                if failed.outcome == Outcome::TargetReset {
+                    watched.flushed().await;
+                }
+                // One direction may have ended well.
+                watched.reset_on_drop();
+            }
         }
         record.finish(&ended);
     }

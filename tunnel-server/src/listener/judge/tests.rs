@@ -195,14 +195,52 @@ async fn one_slow_answer_delays_nobody_else() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_change_counts_for_a_caller_who_is_being_asked_about() {
+    let context = ListenerContext::without_nodes();
+    let (slow, permit) = (Fake::new(Some(1), None), Fake::new(Some(1), Some(Judgement::Holds)));
+    let (_waits, record) = (open(&context, Some(&slow)), open(&context, Some(&permit)));
+    let (changed, stop) = (Arc::<Notify>::default(), CancellationToken::new());
+    let judging = tokio::spawn(judge_open(context.metrics.clone(), changed.clone(), stop.clone()));
+    while slow.asked() == 0 {
+        tokio::task::yield_now().await;
+    }
+    // Its answer is under way, and was perhaps given before.
+    slow.says(Judgement::Holds);
+    permit.says(gone());
+    changed.notify_one();
+    let ended = timeout(LONGEST + Duration::from_secs(1), record.aborted()).await.expect("not 15 s later");
+    assert_eq!(ended.outcome, Outcome::Denied);
+    stop.cancel();
+    timeout(PATIENCE, judging).await.expect("it stops").unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_question_that_nobody_answers_does_not_stand_for_a_caller_for_ever() {
+    let context = ListenerContext::without_nodes();
+    let (silent, permit) = (Fake::new(Some(1), Some(unanswered())), Fake::new(Some(1), Some(gone())));
+    let (_first, record) = (open(&context, Some(&silent)), open(&context, Some(&permit)));
+    let judged = async {
+        while !is_ended(&record) {
+            judge_all(&context.metrics, Instant::now()).await;
+        }
+    };
+    timeout(UNANSWERED, judged).await.expect("within a few rounds");
+}
+
+#[tokio::test(start_paused = true)]
 async fn one_permit_is_judged_until_it_is_withdrawn() {
-    let permit = Fake::new(None, Some(Judgement::Holds));
-    let mut judging = tokio::spawn(until_withdrawn(permit.clone()));
-    assert!(timeout(10 * EVERY, &mut judging).await.is_err());
+    let (permit, turns) = (Fake::new(None, Some(Judgement::Holds)), Arc::new(Semaphore::new(1)));
+    let judging = |permit: Arc<Fake>| {
+        let turns = turns.clone();
+        tokio::spawn(async move { until_withdrawn(permit, &turns).await })
+    };
+    let mut judged = judging(permit.clone());
+    assert!(timeout(10 * APART, &mut judged).await.is_err());
+    assert!((10..=14).contains(&permit.asked()), "{}", permit.asked());
     permit.says(refused());
-    let reason = timeout(Duration::from_secs(60), judging).await.expect("within a minute").unwrap();
+    let reason = timeout(2 * APART, judged).await.expect("when it is said twice").unwrap();
     assert_eq!(reason, "the token is gone");
-    let silent = tokio::spawn(until_withdrawn(Fake::new(None, None)));
-    let reason = timeout(UNANSWERED + 2 * EVERY + LONGEST, silent).await.expect("in the end").unwrap();
+    let silent = judging(Fake::new(None, None));
+    let reason = timeout(UNANSWERED + APART + 2 * LONGEST, silent).await.expect("in the end").unwrap();
     assert_eq!(reason, "its right could not be judged for 15 min: no answer within 10 s");
 }
