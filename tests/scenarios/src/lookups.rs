@@ -97,11 +97,11 @@ async fn pause_of_at_least(agent: &Agent<'_>, least: Duration) -> Result<Duratio
     let before = agent.process.mark()?;
     wait_for("a long pause between two attempts", Duration::from_secs(150), async || {
         let log = agent.process.output_since(before)?;
-        let last = log.lines().filter_map(|line| {
+        let mut pauses = log.lines().filter_map(|line| {
             let line: serde_json::Value = serde_json::from_str(line).ok()?;
             line.pointer("/fields/retry_in_ms").or(line.get("retry_in_ms"))?.as_u64()
         });
-        Ok(last.last().map(Duration::from_millis).filter(|pause| *pause >= least))
+        Ok(pauses.next_back().map(Duration::from_millis).filter(|pause| *pause >= least))
     })
     .await
 }

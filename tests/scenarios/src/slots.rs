@@ -1,4 +1,4 @@
-//! Schedules scenarios: as many at a time as the machine carries, half of them with a cluster; and beside them those that
+//! Schedules scenarios: as many at a time as the machine carries, some of them with a cluster; and beside them those that
 //! hardly use the machine at all.
 use std::collections::BTreeSet;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -40,14 +40,12 @@ impl Places {
         Self::carried_by(processors, available_gib().unwrap_or(usize::MAX))
     }
 
-    /// A scenario with a cluster keeps half a processor busy, and most others a tenth. Two for each processor leave time for those
-    /// that bound how long anything stands still.
+    /// A scenario with a cluster keeps half a processor busy, and most others a tenth, but some bound how long anything stands still.
     fn carried_by(processors: usize, gib: usize) -> Self {
-        // Two places with one cluster take five GiB.
         let clusters = processors.min(gib / (CLUSTER_GIB + 1)).max(1);
         let left = gib.saturating_sub(clusters * (CLUSTER_GIB - 1));
-        let places = Self::new((processors * 2).min(left).min(MOST));
-        Self { clusters: places.clusters.min(clusters), ..places }
+        let all = (processors * 3 / 2).min(left).clamp(1, MOST);
+        Self { all, clusters: clusters.min(all) }
     }
 }
 
@@ -187,11 +185,12 @@ mod tests {
     #[test]
     fn processors_and_memory_limit_them() {
         let places = |all, clusters| Places { all, clusters };
-        assert_eq!(Places::carried_by(2, 16), places(4, 2));
+        assert_eq!(Places::carried_by(1, 16), places(1, 1));
+        assert_eq!(Places::carried_by(2, 16), places(3, 2));
         assert_eq!(Places::carried_by(2, 6), places(3, 1), "memory for one cluster");
         assert_eq!(Places::carried_by(2, 0), places(1, 1));
         assert_eq!(Places::carried_by(16, 32), places(14, 6));
-        assert_eq!(Places::carried_by(64, 512), places(32, 16));
+        assert_eq!(Places::carried_by(64, 512), places(32, 32));
         assert!(available_gib().is_some());
     }
 

@@ -49,7 +49,7 @@ pub(super) fn front(
     tls: Option<Arc<CallerTls>>,
     node: Option<NodeName>,
 ) -> Arc<Front> {
-    let admission = Admission::Policy(reception.clone(), node);
+    let admission = Admission::Policy(Box::new(reception.clone()), node);
     Arc::new(Front { listener, admission, tls, targets: None, pods: None, metrics: None })
 }
 

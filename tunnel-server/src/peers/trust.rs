@@ -172,10 +172,7 @@ mod tests {
         }
         assert_eq!(accepted(readmitted.clone(), &of(&[&revoked], &[]), now, false), Ok(None));
         assert_eq!(accepted(readmitted.clone(), &of(&[], &[node("edge-1")]), now, true), Ok(None));
-        assert_eq!(
-            accepted(readmitted.clone(), &of(&[&revoked], &[]), now, true),
-            Ok(Some(readmitted.clone()))
-        );
+        assert_eq!(accepted(readmitted.clone(), &of(&[&revoked], &[]), now, true), Ok(Some(readmitted)));
         let server = Subject::of_server("cloud-1-0123abcd").unwrap();
         let back = Revocation::revoke(None, server, now).readmit(now).unwrap();
         assert_eq!(accepted(back, &none, now, true), Ok(None), "no server readmits one");

@@ -167,6 +167,7 @@ async fn a_conflict_is_shown_while_there_is_one(testbed: &Testbed) -> Result<()>
 async fn what_comes_from_elsewhere_is_text(testbed: &Testbed) -> Result<()> {
     let server = server(testbed).await?;
     let inventory = Inventory::of(testbed)?;
+    testbed.expect_error("is not an IP address");
     let mut bad = node("edge-9", true, &["192.168.90.2".parse()?], &[]);
     bad["status"]["addresses"][0]["address"] = "<img src=x onerror=\"window.hostile=1\">".into();
     inventory.write_raw(&serde_json::json!({"kind": "List", "items": [bad]}).to_string())?;

@@ -26,7 +26,7 @@ pub(crate) enum Admission {
     /// a token, from other hosts only if the operator permits tokens that others can read.
     Listed { clients: Vec<IpNet>, ports: Vec<u16>, authenticator: Arc<Authenticator>, exposed_tokens: bool },
     /// Clients of a proxy, for what the policy permits. They come from this edge node if there is one.
-    Policy(Reception, Option<NodeName>),
+    Policy(Box<Reception>, Option<NodeName>),
 }
 
 /// A listener that speaks HTTP.
