@@ -222,8 +222,8 @@ pub struct ServerTls {
 }
 
 impl ServerTls {
-    /// Creates the settings. Without `tickets`, no session is resumed. `chain` is leaf first and should include the CA's certificate, which a first enrolment
-    /// pins by hash.
+    /// Creates the settings. Without `tickets`, no session is resumed. `chain` is leaf first and should include the CA's
+    /// certificate, which a first enrolment pins by hash.
     ///
     /// # Errors
     /// Fails if rustls does not accept the certificate, the key or the roots.

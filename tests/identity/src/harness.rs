@@ -241,7 +241,7 @@ impl Session {
     /// Fails also when the server refuses the agent's certificate, which in TLS 1.3 shows only after the handshake.
     pub(crate) async fn open(address: &str, identity: &AgentIdentity) -> std::io::Result<Self> {
         let mut tls = ClientConfig::clone(&agent_tls(identity, ALPN_TUNNEL).unwrap());
-        // It shows what the server presents now, and the echo judges nobody.
+        // Only a full handshake shows the server's present certificate. The echo server checks nobody after it.
         tls.resumption = Resumption::disabled();
         let stream = connect(address, Arc::new(tls)).await?;
         let server_chain = stream.get_ref().1.peer_certificates().unwrap().to_vec();

@@ -94,7 +94,7 @@ async fn an_agent_resumes_at_every_server_and_only_with_the_same_identity() {
     assert_eq!(kind(&port.address, &again, ALPN_TUNNEL).await, FULL);
     assert_eq!(kind(&port.address, &identity, ALPN_GRPC).await, FULL);
     assert_eq!(kind(&port.address, &identity, ALPN_TUNNEL).await, RESUMED);
-    // Who renews proves that it has the key.
+    // A renewal takes a full handshake, which proves that the client has the key.
     shake(&port.address, resuming(&identity, ALPN_GRPC)).await.unwrap_err();
 }
 

@@ -180,19 +180,26 @@ impl Shared {
     }
 }
 
+/// Reads, and returns true at the end of file.
+fn poll_end(
+    io: &mut (impl AsyncRead + Unpin),
+    cx: &mut Context<'_>,
+    buf: &mut ReadBuf<'_>,
+) -> Poll<io::Result<bool>> {
+    let before = buf.filled().len();
+    std::task::ready!(Pin::new(io).poll_read(cx, buf))?;
+    Poll::Ready(Ok(buf.filled().len() == before && buf.remaining() > 0))
+}
+
 impl AsyncRead for TunnelStream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        let before = buf.filled().len();
-        std::task::ready!(Pin::new(&mut self.io).poll_read(cx, buf))?;
+        let ended = std::task::ready!(poll_end(&mut self.io, cx, buf))?;
         // A failure must not look like an end of file: an answer without a length would seem complete.
-        if buf.filled().len() == before
-            && buf.remaining() > 0
-            && let Some(error) = self.shared.error()
-        {
+        if ended && let Some(error) = self.shared.error() {
             return Poll::Ready(Err(error));
         }
         Poll::Ready(Ok(()))
@@ -237,9 +244,7 @@ impl AsyncRead for Written<'_> {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        let before = buf.filled().len();
-        std::task::ready!(Pin::new(&mut self.io).poll_read(cx, buf))?;
-        if buf.filled().len() == before && buf.remaining() > 0 {
+        if std::task::ready!(poll_end(&mut self.io, cx, buf))? {
             if self.shared.side == Side::Agent && !self.shared.ends_well() {
                 return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
             }

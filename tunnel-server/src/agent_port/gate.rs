@@ -1,7 +1,8 @@
 //! Limits the connections to the agent port, with a place for each stage that they pass.
 //!
-//! Until the end of its handshake a connection competes by its address; addresses from which agents have attached or
-//! servers and redirectors have linked have separate places. With a certificate it competes only with those of the same node, for a link or for a renewal.
+//! Until the end of its handshake a connection competes by its address; addresses from which agents have attached, or
+//! servers and redirectors have linked, have separate places. With a certificate it competes only with those of the same
+//! node, for a link or for a renewal.
 //! Without one it can only be an enrolment, and these have separate places.
 
 use std::net::IpAddr;

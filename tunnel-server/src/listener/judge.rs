@@ -76,7 +76,7 @@ impl Judging {
     async fn begin(&mut self, now: Instant, changed: bool) {
         let (mut here, mut asked) = (Vec::new(), HashMap::<_, Vec<_>>::new());
         for connection in self.metrics.judged_connections() {
-            match connection.admitted.get().and_then(|admitted| admitted.permit.asker()) {
+            match asker_of(&connection) {
                 None => here.push(connection),
                 Some(asker) => asked.entry(asker).or_default().push(connection),
             }
@@ -107,14 +107,17 @@ impl Judging {
     async fn one_asked(&mut self) -> Option<()> {
         let asker = self.asked.next().await?;
         if self.under_way.remove(&asker) == Some(true) {
-            let of_caller = |connection: &Arc<Connection>| {
-                connection.admitted.get().and_then(|admitted| admitted.permit.asker()) == Some(asker)
-            };
-            let connections = self.metrics.judged_connections().into_iter().filter(of_caller).collect();
+            let all = self.metrics.judged_connections().into_iter();
+            let connections = all.filter(|connection| asker_of(connection) == Some(asker)).collect();
             self.ask(asker, connections, now());
         }
         Some(())
     }
+}
+
+/// The caller about whom the API server has to be asked, if it has to.
+fn asker_of(connection: &Connection) -> Option<Asker> {
+    connection.admitted.get()?.permit.asker()
 }
 
 /// A judgement counts from when it is made, which may be much later than `now`.

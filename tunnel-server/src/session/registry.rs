@@ -128,20 +128,21 @@ impl Sessions {
         self.get(node).into_iter().chain(self.leaving_of(node))
     }
 
+    /// Returns the node's sessions that were let in by this credential.
+    fn let_in_by(&self, node: &NodeName, credential: &Arc<Credential>) -> impl Iterator<Item = Arc<Session>> {
+        self.linked_of(node).filter(|session| Arc::ptr_eq(&session.credential.load(), credential))
+    }
+
     /// Ends the node's sessions that were let in by this credential. Returns false if there are none.
     pub(crate) fn refuse(&self, node: &NodeName, credential: &Arc<Credential>, refusal: &Refusal) -> bool {
-        let let_in = |session: &Arc<Session>| Arc::ptr_eq(&session.credential.load(), credential);
-        let sessions: Vec<_> = self.linked_of(node).filter(let_in).collect();
+        let sessions: Vec<_> = self.let_in_by(node, credential).collect();
         sessions.iter().for_each(|session| session.refuse(refusal.clone()));
         !sessions.is_empty()
     }
 
-    /// Returns once the node's session that the credential has let in relays nothing.
+    /// Returns once no session of the node that was let in by this credential relays anything.
     pub(crate) async fn unused(&self, node: &NodeName, credential: &Arc<Credential>) {
-        let used = |session: Arc<Session>| {
-            Arc::ptr_eq(&session.credential.load(), credential) && session.links.connections() > 0
-        };
-        while self.linked_of(node).any(used) {
+        while self.let_in_by(node, credential).any(|session| session.links.connections() > 0) {
             tokio::time::sleep(UNUSED).await;
         }
     }

@@ -82,25 +82,16 @@ pub(super) async fn by_token(
         .and_then(|value| value.strip_prefix("Bearer "))
         .ok_or_else(|| Status::unauthenticated(WANTED))?
         .trim();
-    let shown = caller_of_token(tokens, token, agent).await;
-    let shown = shown.and_then(|caller| {
-        let node = node_of(&caller, &tokens.user).map_err(Refusal::Forbidden)?;
-        Ok((caller, node))
-    });
-    let (caller, node) = shown.map_err(|refusal| match refusal {
-        Refusal::Unavailable(reason) => Status::unavailable(reason),
-        Refusal::Forbidden(reason) => Status::permission_denied(reason),
-        other => Status::unauthenticated(other.to_string()),
-    })?;
-    Ok(ByToken { tokens: tokens.clone(), token: Token::new(token), agent, caller, node })
-}
-
-async fn caller_of_token(tokens: &Tokens, token: &str, agent: IpAddr) -> Result<Caller, Refusal> {
     let Some(reviewer) = &tokens.reviewer else {
         let reason = "tokens are checked by a cluster's API server, which this server has not: use a client certificate";
-        return Err(Refusal::Unauthenticated(reason.to_owned()));
+        return Err(Status::unauthenticated(reason));
     };
-    reviewer.caller_of_token(token, agent).await
+    let caller = reviewer.caller_of_token(token, agent).await.map_err(|refusal| match refusal {
+        Refusal::Unavailable(reason) => Status::unavailable(reason),
+        other => Status::unauthenticated(other.to_string()),
+    })?;
+    let node = node_of(&caller, &tokens.user).map_err(Status::permission_denied)?;
+    Ok(ByToken { tokens: tokens.clone(), token: Token::new(token), agent, caller, node })
 }
 
 fn node_of(caller: &Caller, user: &str) -> Result<NodeName, String> {

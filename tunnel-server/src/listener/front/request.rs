@@ -68,7 +68,6 @@ pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> 
 async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result<Response<Body>, Failure> {
     let wants =
         (request.version() == Version::HTTP_11).then(|| headers::wanted_upgrade(request.headers())).flatten();
-    let http1 = request.version() != Version::HTTP_2;
     let switches = wants.is_some() || request.method() == Method::CONNECT;
     let client = switches.then(|| hyper::upgrade::on(&mut request));
     let (mut head, body) = request.into_parts();
@@ -76,20 +75,7 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
     let admitted = admitted.inspect_err(|failure| served.turned_away(failure))?;
     served.peer.admitted();
     let (client_address, context) = (served.peer.client, &served.context);
-    let mut record =
-        AccessLogGuard::reaching(served.front.listener, client_address, &admitted.reached, context);
-    // hyper drops this future when the client leaves.
-    record.presume(Outcome::ClientReset);
-    if let Some(caller) = &admitted.caller {
-        record.called_by(caller);
-    }
-    if let Some(permit) = &admitted.permit {
-        record.admitted_by(permit.clone());
-        // Over HTTP/2 that would end other requests, and what is left of this one is a window of bytes.
-        if http1 {
-            record.cuts(&served.cut);
-        }
-    }
+    let mut record = served.record_of(&admitted, head.version);
     let own = served.front.is_proxy().then(|| served.peer.take_place()).flatten();
     let place = own.map_or_else(|| served.shares.admit(client_address.ip()), Ok);
     let opened = Upstream::open(context, &admitted.reached, client_address, place, &mut record).await;
@@ -174,6 +160,26 @@ fn failed(record: AccessLogGuard, failure: Failure) -> Failure {
 }
 
 impl Served {
+    /// The access log's record of a request in this version of HTTP.
+    fn record_of(&self, admitted: &Admitted, version: Version) -> AccessLogGuard {
+        let Admitted { reached, caller, permit, .. } = admitted;
+        let mut record =
+            AccessLogGuard::reaching(self.front.listener, self.peer.client, reached, &self.context);
+        // hyper drops the request's future when the client leaves.
+        record.presume(Outcome::ClientReset);
+        if let Some(caller) = caller {
+            record.called_by(caller);
+        }
+        if let Some(permit) = permit {
+            record.admitted_by(permit.clone());
+            // Over HTTP/2 that would end other requests, and what is left of this one is a window of bytes.
+            if version != Version::HTTP_2 {
+                record.cuts(&self.cut);
+            }
+        }
+        record
+    }
+
     /// Returns the TLS settings for the target; `None` for plain HTTP.
     fn tls(&self, destination: Option<&Destination>, h2: bool) -> Result<Option<Tls>, Failure> {
         let (Some(targets), Some(destination)) = (&self.front.targets, destination) else { return Ok(None) };
