@@ -3,12 +3,13 @@
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::time::Sleep;
 use tokio_rustls::TlsStream;
 use tunnel_runtime::net::refine;
 
@@ -19,6 +20,8 @@ use crate::tcp_info::delivery;
 
 /// Minimum time between two queries of the link's rate.
 const RATE_INTERVAL: Duration = Duration::from_millis(10);
+/// Maximum time for the other end to read the last bytes and to close. A slow link has much of it queued.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The byte stream under a link's HTTP/2.
 #[derive(Debug)]
@@ -29,6 +32,8 @@ pub struct LinkIo {
     rate_read: Instant,
     /// Maximum pause between two retransmissions, as set in the kernel.
     rto_max: Duration,
+    /// Set once everything is written and the other end has been told.
+    closing: Option<Pin<Box<Sleep>>>,
 }
 
 impl LinkIo {
@@ -39,6 +44,7 @@ impl LinkIo {
             flow: Arc::default(),
             rate_read: Instant::now(),
             rto_max: Duration::ZERO,
+            closing: None,
         };
         io.resize(io.flow.piece());
         let rtt = delivery(io.stream.get_ref().0).and_then(|delivery| delivery.shortest_rtt);
@@ -150,8 +156,24 @@ impl AsyncWrite for LinkIo {
         Pin::new(&mut *self.stream).poll_flush(cx)
     }
 
+    /// Completes once the other end has closed too. The kernel answers what arrives on a closed socket, a
+    /// WINDOW_UPDATE for example, with a reset, upon which the other end loses what it has not received yet (RFC 9112,
+    /// section 9.6, describes the same for HTTP/1.1).
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut *self.stream).poll_shutdown(cx)
+        let io = &mut *self;
+        if io.closing.is_none() {
+            ready!(Pin::new(&mut *io.stream).poll_shutdown(cx))?;
+        }
+        let closing = io.closing.get_or_insert_with(|| Box::pin(tokio::time::sleep(CLOSE_TIMEOUT)));
+        let mut scratch = [0; 1024];
+        while closing.as_mut().poll(cx).is_pending() {
+            let mut unwanted = ReadBuf::new(&mut scratch);
+            let read = ready!(Pin::new(&mut *io.stream).poll_read(cx, &mut unwanted));
+            if read.is_err() || unwanted.filled().is_empty() {
+                break;
+            }
+        }
+        Poll::Ready(Ok(()))
     }
 }
 
@@ -162,6 +184,7 @@ mod tests {
     use futures_util::FutureExt as _;
     use rustls::{ClientConfig, RootCertStore, ServerConfig};
     use rustls_pki_types::{PrivateKeyDer, ServerName};
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::TcpListener;
     use tokio_rustls::{TlsAcceptor, TlsConnector, server};
 
@@ -216,5 +239,30 @@ mod tests {
             .await;
             assert!(asked.now_or_never().is_some(), "{way}: no answer");
         }
+    }
+
+    #[tokio::test]
+    async fn what_was_written_arrives_though_the_other_end_still_sends() {
+        let (mut link, mut far) = link().await;
+        // Most of it stays in this end's kernel until the other end reads.
+        SockRef::from(far.get_ref().0).set_recv_buffer_size(4096).unwrap();
+        let written = [7; 64 << 10];
+        link.write_all(&written).await.unwrap();
+        let mut shutdown = tokio::spawn(async move { link.shutdown().await });
+        far.write_all(b"a WINDOW_UPDATE, say").await.unwrap();
+        assert!((&mut shutdown).now_or_never().is_none(), "the other end has not closed");
+        let mut read = Vec::new();
+        far.read_to_end(&mut read).await.unwrap();
+        assert_eq!(read, written);
+        drop(far);
+        shutdown.await.unwrap().unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_end_that_never_closes_is_not_waited_for_for_ever() {
+        let (mut link, _far) = link().await;
+        let start = tokio::time::Instant::now();
+        link.shutdown().await.unwrap();
+        assert!(start.elapsed() >= CLOSE_TIMEOUT);
     }
 }
