@@ -21,8 +21,7 @@ pub(crate) async fn ask(mut stream: impl AsyncRead + AsyncWrite + Unpin, request
     send(&mut stream, request).await?;
     let mut answer = Vec::new();
     let read = timeout(PATIENCE, stream.read_to_end(&mut answer)).await;
-    // A reset may follow the answer, because the listener may have unread bytes.
-    read.context("the listener neither answered nor closed")?.ok();
+    read.context("the listener neither answered nor closed")?.context("reading the answer to its end")?;
     Ok(String::from_utf8_lossy(&answer).into_owned())
 }
 
@@ -112,6 +111,19 @@ pub(crate) async fn an_expectation_is_answered<S: AsyncRead + AsyncWrite + Unpin
     arrives_whole(stream, &body).await?;
     let answer = ask(connect().await?, head("/unwanted").as_bytes()).await?;
     ensure!(answer.starts_with("HTTP/1.1 417 ") && answer.ends_with("keep it\n"), "{answer:?}");
+    Ok(())
+}
+
+/// A client that sends all of a body that nobody wants is not reset, and gets the answer.
+pub(crate) async fn an_unwanted_upload_is_answered<S: AsyncRead + AsyncWrite + Unpin>(
+    connect: impl AsyncFn() -> Result<S>,
+) -> Result<()> {
+    let mut stream = connect().await?;
+    let head = format!("POST / HTTP/1.1\r\nHost: edge-9:9100\r\nContent-Length: {UPLOAD}\r\n\r\n");
+    send(&mut stream, head.as_bytes()).await?;
+    Pattern::new(5, UPLOAD).write_to(&mut stream).await.context("sending a body after the answer")?;
+    let answer = ask(stream, b"").await?;
+    ensure!(answer.starts_with("HTTP/1.1 4"), "{answer:?}");
     Ok(())
 }
 

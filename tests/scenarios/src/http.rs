@@ -188,6 +188,7 @@ async fn bodies_of_any_length_pass(testbed: &Testbed) -> Result<()> {
     let before = web.read();
     front::an_expectation_is_answered(async || connect(listener()).await, HOST).await?;
     ensure!(web.read() == before, "{} bytes of an unwanted body arrived", web.read() - before);
+    front::an_unwanted_upload_is_answered(async || connect(listener()).await).await?;
     let url = format!("{LISTENER}/large");
     let answer = curl(testbed, &[&url, "-H", host]).await?;
     ensure!(answer.status == 200 && answer.body.len() == 32 << 20, "{} bytes of 32 MiB", answer.body.len());

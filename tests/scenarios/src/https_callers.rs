@@ -243,6 +243,7 @@ async fn an_expected_upload_arrives(testbed: &Testbed) -> Result<()> {
         let connect = async || connect(testbed, &cas).await;
         front::an_expectation_is_answered(connect, host).await.context(host)?;
     }
+    front::an_unwanted_upload_is_answered(async || connect(testbed, &cas).await).await?;
     let uploaded = |line: &postern_testbed::access_log::AccessLine| {
         line.text("listener") == "https" && line.bytes_to_node().is_ok_and(|bytes| bytes > front::UPLOAD)
     };

@@ -200,6 +200,12 @@ async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<(
     // The server's limit for each node, in receivers that each hold a whole window, the maximum for one. A blocked one
     // holds at least half of it: h2 announces consumed data only once it is the other half.
     const LEFT: usize = link::SERVER_STALL_BYTES / link::STREAM_WINDOW as usize;
+    for host in [&testbed.cloud, &testbed.edge(1).ns] {
+        // A reader's update of its window is sent once. If a queue of the kernel drops it, the sender's next probe
+        // repeats it, which after a stall of a minute is later than a client's patience here (Linux 6.15 and later can
+        // probe more often).
+        host.write("/proc/sys/net/ipv4/tcp_rto_max_ms", "5000").ok();
+    }
     let (server, _agent) = server_and_agent(testbed).await?;
     // In a process of its own: it fills 500 windows within the grace period.
     let target = load_target::Target::start(testbed, 1).await?;

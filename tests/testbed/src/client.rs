@@ -18,6 +18,7 @@ use tokio::time::timeout;
 
 use crate::netns::Namespace;
 use crate::report::progress;
+use crate::snapshot;
 use crate::wait::wait_until;
 
 /// Time limit for one step of a client before the scenario fails.
@@ -153,7 +154,10 @@ pub async fn end_of(stream: &mut TcpStream, limit: Duration) -> Result<End> {
         }
     })
     .await
-    .with_context(|| format!("the connection did not end within {limit:?}"))?
+    .unwrap_or_else(|_| {
+        snapshot::take_here();
+        bail!("the connection did not end within {limit:?}; {total} bytes came")
+    })
 }
 
 /// Returns the end of a connection that is to end at once: its reset may arrive before connect() returns.

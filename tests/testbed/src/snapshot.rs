@@ -40,7 +40,13 @@ pub fn take(id: &Id) {
 
 fn of_host(namespace: &Path) -> String {
     let mut text = String::new();
-    for line in ["ip -brief address", "ip route show table all", "ss -Htunapio exclude time-wait"] {
+    for line in [
+        "ip -brief address",
+        "ip route show table all",
+        "ss -Htunapio exclude time-wait",
+        // Segments that the kernel dropped, and why.
+        "cat /proc/net/netstat /proc/net/sockstat /proc/net/softnet_stat",
+    ] {
         text.push_str(&run(namespace, line));
     }
     let listeners = run(namespace, "ss -Htlnp");

@@ -24,6 +24,9 @@ use crate::tcp_info::{Delivery, Silence};
 
 /// Transmission time of one piece, in milliseconds.
 const PIECE_MS: u64 = 15;
+/// Transmission time of one piece of each stream that sends much, in milliseconds. HTTP/2 lets streams send in turn, so
+/// this is what a keystroke waits behind many downloads.
+const ROUND_MS: u64 = 120;
 /// Size of a piece before the link's rate is known, in bytes.
 const FIRST_PIECE: usize = 16 << 10;
 /// Round trips over which a stream's rate is measured. A receiver that pauses, and then takes all that one window held
@@ -98,9 +101,14 @@ impl Flow {
         self.window.load(Ordering::Relaxed)
     }
 
-    /// Returns how many bytes to hand to the link at a time, so that others need not wait long behind them.
-    pub fn piece(&self) -> usize {
+    /// Returns how many bytes the link takes at a time, so that others need not wait long behind them.
+    pub(super) fn piece(&self) -> usize {
         self.piece.load(Ordering::Relaxed)
+    }
+
+    /// Returns how many bytes a stream hands to the link at a time: a piece, or less when many send.
+    pub(crate) fn turn(&self) -> usize {
+        turn(self.piece(), self.rate(), self.bulk.load(Ordering::Relaxed))
     }
 
     /// Returns the bytes that the link has received.
@@ -214,6 +222,13 @@ impl Flow {
             self.owner.wake();
         }
     }
+}
+
+fn turn(piece: usize, rate: u64, bulk: usize) -> usize {
+    // The rate of a fast link, whose piece has the maximum size, or of one that has not been busy yet.
+    let rate = rate.max(piece as u64 * 1000 / PIECE_MS);
+    let round = usize::try_from(rate * ROUND_MS / 1000).unwrap_or(usize::MAX);
+    (round / bulk.max(1)).clamp(SMALLEST_PIECE, piece.max(SMALLEST_PIECE))
 }
 
 fn share(queue: usize, bulk: usize) -> usize {
@@ -407,5 +422,23 @@ mod tests {
         assert_eq!(delivered(0, false), LARGEST_PIECE, "nothing is known yet");
         assert_eq!((flow.rate(), flow.retransmits()), (0, 3));
         assert_eq!(flow.limits(), Some(Limits { receive_window: 0.5, send_buffer: 0.0 }));
+    }
+    #[test]
+    fn a_keystroke_waits_a_round_of_downloads_at_most() {
+        let piece_at =
+            |rate: u64| usize::try_from(rate * PIECE_MS / 1000).unwrap().clamp(SMALLEST_PIECE, LARGEST_PIECE);
+        for rate in [1_000_000, 12_500_000, 300_000_000] {
+            let piece = piece_at(rate);
+            assert_eq!(turn(piece, rate, 1), piece);
+            assert_eq!(turn(piece, rate, 4), piece, "a few need no smaller pieces");
+            for bulk in [30, 500] {
+                let turn = turn(piece, rate, bulk);
+                let round = turn * bulk;
+                let most = usize::try_from(rate * ROUND_MS / 1000).unwrap().max(bulk * SMALLEST_PIECE);
+                assert!(round <= most, "{bulk} pieces of {turn} bytes at {rate} B/s");
+            }
+        }
+        assert_eq!(turn(piece_at(300_000_000), 300_000_000, 500), 72_000, "a fast link's are not small");
+        assert_eq!(turn(FIRST_PIECE, 0, 1), FIRST_PIECE, "before the rate is known");
     }
 }

@@ -93,7 +93,7 @@ impl Outward<'_> {
                 return Box::pin(self.end(socket, send)).await;
             }
             if room == size {
-                size = next_size(size, read, self.flow.piece());
+                size = next_size(size, read, self.flow.turn());
                 bulk.set(size > SMALL_READ);
             }
             early = early.saturating_add(read.max(EARLY_SEGMENT));

@@ -115,7 +115,7 @@ impl Pump<'_> {
                 };
             }
             if room == size {
-                size = next_size(size, read, self.flow.piece());
+                size = next_size(size, read, self.flow.turn());
                 bulk.set(size > SMALL_READ);
             }
             let head = header(read).ok_or(RelayError::Frame(FrameError::Length))?;

@@ -10,8 +10,10 @@ use super::context::OpenError;
 
 /// Maximum time in which a client has to send its first bytes, which name the node.
 pub(super) const READ_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum time in which a client that is turned away has to read the reason.
+/// Maximum pause in what a client still sends after its last answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
+/// Maximum time for a client to read its last answer and to close.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) enum PrefaceError<E> {
     Invalid(E),
@@ -47,18 +49,19 @@ pub(super) fn timed_out(what: &str) -> String {
     format!("no whole {what} within {} s", READ_TIMEOUT.as_secs())
 }
 
-/// Sends a last `message` to a client, and gives it time to read it before the socket is reset.
+/// Sends a last `message` to a client, and gives it time to read what it was sent. It may still be sending a body that
+/// nobody wants: bytes that are unread at the close, or arrive later, make the kernel reset the connection, and the
+/// reset may overtake the answer (RFC 9112, section 9.6).
 pub(super) async fn answer(socket: &mut TcpStream, message: &[u8]) {
     let answering = async {
         socket.write_all(message).await?;
         socket.shutdown().await?;
-        // With unread bytes the close would become a reset, which may overtake the answer. The buffer is on the heap:
-        // inside the future it would take memory of every connection.
+        // On the heap: inside the future it would take memory of every connection.
         let mut rest = vec![0; 4096];
-        while socket.read(&mut rest).await? > 0 {}
+        while tokio::time::timeout(ANSWER_TIMEOUT, socket.read(&mut rest)).await?? > 0 {}
         std::io::Result::Ok(())
     };
-    if !matches!(tokio::time::timeout(ANSWER_TIMEOUT, answering).await, Ok(Ok(()))) {
-        tracing::debug!("rejected client did not read the response");
+    if !matches!(tokio::time::timeout(CLOSE_TIMEOUT, answering).await, Ok(Ok(()))) {
+        tracing::debug!("client did not read the last answer");
     }
 }

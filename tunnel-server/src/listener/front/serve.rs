@@ -183,7 +183,7 @@ where
         let _ = tokio::time::timeout(HANDSHAKE, TokioIo::new(client).shutdown()).await;
     }
     let late = proxy && matches!(&ended, Err(error) if error.is_timeout());
-    let told = proxy && ended.as_ref().map_or_else(|error| late || error.is_parse(), |()| true);
+    let told = ended.as_ref().map_or_else(|error| late || error.is_parse(), |()| true);
     // An upgraded connection goes on with its socket.
     if let Some(mut socket) = watched.into_socket().filter(|_| told) {
         let last = if late && served.front.tls.is_none() { too_late() } else { String::new() };
