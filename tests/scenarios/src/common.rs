@@ -225,6 +225,18 @@ pub(crate) async fn take_all(ns: &Namespace, address: SocketAddr, most: usize) -
     Ok(held)
 }
 
+/// Limits what the kernels of the cloud host and of the edges queue for sockets that nobody reads. All hosts of all
+/// scenarios share the machine's limit on it (tcp_mem), a gigabyte or so; beyond it the kernel drops segments, which
+/// retransmission timers repair after tens of seconds, or gives up.
+pub(crate) fn small_kernel_buffers(testbed: &Testbed) -> Result<()> {
+    for host in testbed.edges().iter().map(|edge| &edge.ns).chain([&testbed.cloud]) {
+        for buffer in ["tcp_rmem", "tcp_wmem"] {
+            host.write(&format!("/proc/sys/net/ipv4/{buffer}"), "4096 16384 131072")?;
+        }
+    }
+    Ok(())
+}
+
 /// Starts `count` clients of the target's source that each request `length` bytes and read none.
 pub(crate) async fn stalled_readers(
     target: &load_target::Target<'_>,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
-use postern_testbed::client::{self, End, Pattern, connect, digest, echo, end_of, pattern_digest, visit};
+use postern_testbed::client::{self, End, Pattern, connect, digest, echo, end_after, pattern_digest, visit};
 use postern_testbed::percentiles::Times;
 use postern_testbed::report::figure;
 use postern_testbed::target::Behaviour;
@@ -18,7 +18,7 @@ use tunnel_link::link;
 
 use crate::common::{
     HEALTHY, alongside, at_once, expect_reset, hold_many, pause, resets_settled, server_and_agent,
-    stalled_readers, target,
+    small_kernel_buffers, stalled_readers, target,
 };
 
 scenarios! {
@@ -154,6 +154,7 @@ async fn healthy_traffic_with_bulk_downloads(testbed: &Testbed) -> Result<()> {
 }
 
 async fn hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<()> {
+    small_kernel_buffers(testbed)?;
     let (server, agent) = server_and_agent(testbed).await?;
     let _other = Agent::enrol(&server, 2).await?;
     let source = target(testbed, 1, 9100, Behaviour::Source(4, 20_000_000))?;
@@ -200,12 +201,7 @@ async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<(
     // The server's limit for each node, in receivers that each hold a whole window, the maximum for one. A blocked one
     // holds at least half of it: h2 announces consumed data only once it is the other half.
     const LEFT: usize = link::SERVER_STALL_BYTES / link::STREAM_WINDOW as usize;
-    for host in [&testbed.cloud, &testbed.edge(1).ns] {
-        // A reader's update of its window is sent once. If a queue of the kernel drops it, the sender's next probe
-        // repeats it, which after a stall of a minute is later than a client's patience here (Linux 6.15 and later can
-        // probe more often).
-        host.write("/proc/sys/net/ipv4/tcp_rto_max_ms", "5000").ok();
-    }
+    small_kernel_buffers(testbed)?;
     let (server, _agent) = server_and_agent(testbed).await?;
     // In a process of its own: it fills 500 windows within the grace period.
     let target = load_target::Target::start(testbed, 1).await?;
@@ -244,11 +240,9 @@ async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<(
     for mut stream in stalled {
         let client = stream.local_addr()?.to_string();
         let was_reset = early.contains(&client);
-        if !was_reset {
-            // The target ends once no more bytes are requested. This fails if the client was reset meanwhile.
-            stream.shutdown().await.ok();
-        }
-        let end = end_of(&mut stream, client::PATIENCE).await.with_context(|| client.clone())?;
+        // The target closes when its client has: not before all bytes are here, because the kernel gives up what is left
+        // of a closed socket sooner.
+        let end = end_after(&mut stream, LENGTH, client::PATIENCE).await.with_context(|| client.clone())?;
         match end {
             End::Reset if was_reset => {}
             End::Eof(LENGTH) if !was_reset => {}
@@ -291,6 +285,7 @@ async fn trips_alongside<T>(
 }
 
 async fn targets_that_never_read(testbed: &Testbed) -> Result<()> {
+    small_kernel_buffers(testbed)?;
     let (server, agent) = server_and_agent(testbed).await?;
     let resident = || anyhow::Ok([server.process.resident_bytes()?, agent.process.resident_bytes()?]);
     let before = resident()?;

@@ -19,7 +19,9 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
-use crate::common::{HEALTHY, alongside, resets_settled, stalled_readers, take_all, target};
+use crate::common::{
+    HEALTHY, alongside, resets_settled, small_kernel_buffers, stalled_readers, take_all, target,
+};
 use crate::web::Web;
 
 scenarios! {
@@ -138,6 +140,7 @@ async fn stalled_at(server: &Server<'_>) -> Result<f64> {
 async fn stalled_readers_of_two_nodes(testbed: &Testbed) -> Result<()> {
     const GREEDY: usize = 400;
     const MODEST: usize = 10;
+    small_kernel_buffers(testbed)?;
     let limit = testbed.limit_on_cloud("tunnel-server", SERVER)?;
     let mut server = server::Builder::new(testbed).memory(&limit).start().await?;
     let _agents = (Agent::enrol(&server, 1).await?, Agent::enrol(&server, 2).await?);
@@ -262,6 +265,7 @@ async fn targets_that_never_read_beside_two_thousand_connections(testbed: &Testb
 /// its link is limited for all of them together.
 async fn downloads_that_nobody_reads_from_a_small_agent(testbed: &Testbed) -> Result<()> {
     const UNREAD: u32 = 240;
+    small_kernel_buffers(testbed)?;
     let limit = testbed.limit_on_edge("tunnel-agent", AGENT)?;
     let server = crate::common::server(testbed).await?;
     let mut agent = agent::Builder::new(&server, 1).memory(&limit).enrol(&server).await?;

@@ -141,13 +141,24 @@ pub enum End {
 
 /// Reads to the end.
 pub async fn end_of(stream: &mut TcpStream, limit: Duration) -> Result<End> {
+    end_after(stream, usize::MAX, limit).await
+}
+
+/// Reads to the end, and closes its own half once so many bytes have come.
+pub async fn end_after(stream: &mut TcpStream, last: usize, limit: Duration) -> Result<End> {
     let mut buffer = vec![0; 64 * 1024];
     let mut total = 0;
     timeout(limit, async {
         loop {
             match stream.read(&mut buffer).await {
                 Ok(0) => return Ok(End::Eof(total)),
-                Ok(n) => total += n,
+                Ok(n) => {
+                    total += n;
+                    if total >= last {
+                        // This fails if the connection was reset meanwhile, which the next read tells.
+                        stream.shutdown().await.ok();
+                    }
+                }
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(End::Reset),
                 Err(error) => return Err(error).context("reading to the end"),
             }
