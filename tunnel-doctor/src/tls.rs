@@ -205,7 +205,7 @@ mod tests {
         for versions in [&[&rustls::version::TLS12][..], &[&rustls::version::TLS13]] {
             let (chain, key) = leaf(&ca, "*.example.org", (-1, 1));
             let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialize_der()));
-            let provider = Arc::new(rustls::crypto::ring::default_provider());
+            let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
             let config = rustls::ServerConfig::builder_with_provider(provider)
                 .with_protocol_versions(versions)
                 .unwrap()

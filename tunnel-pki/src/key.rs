@@ -8,7 +8,7 @@ use zeroize::Zeroizing;
 
 use super::error::IdentityError;
 
-/// A private key. rcgen's copy is wiped on drop, and so are the PEM text and the DER; *ring*'s copy, used for signing,
+/// A private key. rcgen's copy is wiped on drop, and so are the PEM text and the DER; AWS-LC's copy, used for signing,
 /// is not.
 pub struct PrivateKey(Zeroizing<KeyPair>);
 

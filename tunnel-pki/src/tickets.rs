@@ -8,9 +8,9 @@
 use std::fmt;
 use std::time::SystemTime;
 
-use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
-use ring::hkdf::{HKDF_SHA256, Prk, Salt};
-use ring::rand::{SecureRandom as _, SystemRandom};
+use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
+use aws_lc_rs::hkdf::{HKDF_SHA256, Prk, Salt};
+use aws_lc_rs::rand::{SecureRandom as _, SystemRandom};
 use rustls::server::ProducesTickets;
 use sha2::{Digest as _, Sha256};
 

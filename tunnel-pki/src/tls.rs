@@ -66,8 +66,10 @@ pub fn certified(
     chain: Vec<CertificateDer<'static>>,
     key: &PrivateKeyDer<'_>,
 ) -> Result<Arc<SingleCertAndKey>, IdentityError> {
-    let certified =
-        CertifiedKey::new(chain, rustls::crypto::ring::sign::any_supported_type(key).map_err(tls_error)?);
+    let certified = CertifiedKey::new(
+        chain,
+        rustls::crypto::aws_lc_rs::sign::any_supported_type(key).map_err(tls_error)?,
+    );
     match certified.keys_match() {
         Ok(()) | Err(rustls::Error::InconsistentKeys(InconsistentKeys::Unknown)) => {
             Ok(Arc::new(SingleCertAndKey::from(certified)))

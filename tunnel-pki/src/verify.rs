@@ -20,7 +20,7 @@ use super::error::IdentityError;
 
 /// Passed explicitly everywhere: the process default belongs to the program that links this crate.
 pub(super) fn provider() -> Arc<CryptoProvider> {
-    Arc::new(rustls::crypto::ring::default_provider())
+    Arc::new(rustls::crypto::aws_lc_rs::default_provider())
 }
 
 pub(super) fn refuse(error: IdentityError) -> Error {

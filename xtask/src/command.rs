@@ -101,8 +101,8 @@ pub(crate) fn program(name: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// The cargo that runs this xtask, without the variables that it has set for xtask alone: ring's build script watches
-/// some, and would rebuild ring, and most of the tree with it, whenever `cargo build` and `cargo xtask` alternate.
+/// The cargo that runs this xtask, without the variables that it has set for xtask alone: a build script may watch
+/// some, and would rebuild its crate, and most of the tree with it, whenever `cargo build` and `cargo xtask` alternate.
 pub(crate) fn cargo() -> Command {
     let mut command = program(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     let own = |name: &str| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_");

@@ -18,7 +18,7 @@ use tunnel_pki::{ALPN_GRPC, ALPN_TUNNEL, Holder, SERVER_NAME};
 use crate::harness::{Session, TestServer, connect, enroll, eventually, node};
 
 fn provider() -> Arc<rustls::crypto::CryptoProvider> {
-    Arc::new(rustls::crypto::ring::default_provider())
+    Arc::new(rustls::crypto::aws_lc_rs::default_provider())
 }
 
 fn private(key: &KeyPair) -> PrivateKeyDer<'static> {

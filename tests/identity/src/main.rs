@@ -6,6 +6,7 @@
 mod enrolment;
 mod harness;
 mod impostors;
+mod key_exchange;
 mod kubernetes;
 mod redirectors;
 mod resumption;

@@ -38,7 +38,7 @@ fn listener_address() -> SocketAddr {
 }
 
 fn provider() -> Arc<rustls::crypto::CryptoProvider> {
-    Arc::new(rustls::crypto::ring::default_provider())
+    Arc::new(rustls::crypto::aws_lc_rs::default_provider())
 }
 
 /// Returns a ClientHello for `name`. rustls sends no IP address as a server name, so `name` overwrites one of the same

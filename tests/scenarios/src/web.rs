@@ -126,7 +126,7 @@ impl Authority {
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         let key = KeyPair::generate()?;
         let certificate = params.signed_by(&key, &self.issuer)?;
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
         let mut roots = rustls::RootCertStore::empty();
         roots.add(self.der.clone())?;
         let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider.clone())

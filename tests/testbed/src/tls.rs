@@ -48,10 +48,11 @@ pub async fn handshake(
     identity: Option<&Identity>,
     alpn: Option<&[u8]>,
 ) -> Result<TlsStream<TcpStream>> {
-    let builder = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .context("TLS versions")?
-        .with_root_certificates(roots);
+    let builder =
+        ClientConfig::builder_with_provider(Arc::new(rustls::crypto::aws_lc_rs::default_provider()))
+            .with_safe_default_protocol_versions()
+            .context("TLS versions")?
+            .with_root_certificates(roots);
     let mut config = match identity {
         Some(Identity(chain, key)) => builder
             .with_client_auth_cert(chain.clone(), key.clone_key())

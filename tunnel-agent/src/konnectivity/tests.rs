@@ -112,7 +112,7 @@ async fn serve(
     std::fs::write(dir.join("token"), "secret\n").unwrap();
     let private = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
     let mut tls =
-        rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::aws_lc_rs::default_provider()))
             .with_safe_default_protocol_versions()
             .unwrap()
             .with_no_client_auth()

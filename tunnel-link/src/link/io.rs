@@ -196,7 +196,7 @@ mod tests {
         let key = PrivateKeyDer::try_from(own.signing_key.serialize_der()).unwrap();
         let mut roots = RootCertStore::empty();
         roots.add(own.cert.der().clone()).unwrap();
-        let provider = || Arc::new(rustls::crypto::ring::default_provider());
+        let provider = || Arc::new(rustls::crypto::aws_lc_rs::default_provider());
         let connector = ClientConfig::builder_with_provider(provider())
             .with_safe_default_protocol_versions()
             .unwrap()

@@ -148,7 +148,7 @@ fn clocks_may_differ_by_an_hour() {
     let (peer, _) = state.issue_peer("cloud-1").unwrap();
     let mut roots = rustls::RootCertStore::empty();
     roots.add(state.roots()[0].certificate.clone()).unwrap();
-    let (roots, provider) = (Arc::new(roots), Arc::new(rustls::crypto::ring::default_provider()));
+    let (roots, provider) = (Arc::new(roots), Arc::new(rustls::crypto::aws_lc_rs::default_provider()));
     let servers =
         WebPkiServerVerifier::builder_with_provider(roots.clone(), provider.clone()).build().unwrap();
     let clients = WebPkiClientVerifier::builder_with_provider(roots, provider).build().unwrap();

@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail};
 use quinn::congestion::{BbrConfig, ControllerFactory, CubicConfig};
 use quinn::{Endpoint, EndpointConfig, ServerConfig, TokioRuntime, TransportConfig, VarInt};
-use rustls::crypto::{CryptoProvider, ring};
+use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use socket2::SockRef;
 
 /// Flow-control window of a stream: the largest that Postern's windows grow to.
@@ -25,9 +25,9 @@ const ALPN: &[u8] = b"bench";
 
 /// TLS with Postern's one suite. QUIC's first packets need AES-128 (RFC 9001 section 5.2).
 fn provider() -> Arc<CryptoProvider> {
-    use ring::cipher_suite::{TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384};
+    use aws_lc_rs::cipher_suite::{TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384};
     let cipher_suites = vec![TLS13_AES_256_GCM_SHA384, TLS13_AES_128_GCM_SHA256];
-    Arc::new(CryptoProvider { cipher_suites, ..ring::default_provider() })
+    Arc::new(CryptoProvider { cipher_suites, ..aws_lc_rs::default_provider() })
 }
 
 fn transport(congestion: &str) -> Result<Arc<TransportConfig>> {

@@ -4,7 +4,7 @@ use std::task::{Context, Poll, ready};
 
 use anyhow::Result;
 use bytes::BytesMut;
-use rustls::crypto::{CryptoProvider, ring};
+use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
@@ -17,8 +17,8 @@ use tunnel_link::relay::{SMALL_READ, end_on_drop, next_size};
 
 /// TLS with Postern's one suite.
 pub(super) fn provider() -> CryptoProvider {
-    let cipher_suites = vec![ring::cipher_suite::TLS13_AES_256_GCM_SHA384];
-    CryptoProvider { cipher_suites, ..ring::default_provider() }
+    let cipher_suites = vec![aws_lc_rs::cipher_suite::TLS13_AES_256_GCM_SHA384];
+    CryptoProvider { cipher_suites, ..aws_lc_rs::default_provider() }
 }
 
 /// Splits a socket that is tuned, and armed to close with a reset, into its two directions.

@@ -194,7 +194,7 @@ fn impostors(state: &Path) -> Result<[Impostor; 3]> {
 /// Accepts TLS connections with these certificates.
 async fn present(listener: TcpListener, chain: Vec<CertificateDer<'static>>, key: KeyPair) -> Result<()> {
     let config =
-        rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::aws_lc_rs::default_provider()))
             .with_safe_default_protocol_versions()?
             .with_no_client_auth()
             .with_single_cert(chain, PrivatePkcs8KeyDer::from(key.serialize_der()).into())?;

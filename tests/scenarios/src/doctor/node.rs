@@ -33,7 +33,7 @@ async fn kubelet(testbed: &Testbed, name: &str, status: &'static str) -> Result<
     let key = rcgen::KeyPair::generate()?;
     let certificate = rcgen::CertificateParams::new(vec![name.to_owned()])?.self_signed(&key)?;
     let config =
-        rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::aws_lc_rs::default_provider()))
             .with_safe_default_protocol_versions()?
             .with_no_client_auth()
             .with_single_cert(

@@ -66,7 +66,7 @@ async fn shake_hands(
     alpn: Option<&[u8]>,
 ) -> Result<TlsStream<TcpStream>> {
     let roots = tls::roots(&testbed.dir().join("server/ca/ca.crt"))?;
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let builder = ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()?
         .with_root_certificates(roots);

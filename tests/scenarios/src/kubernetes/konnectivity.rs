@@ -63,7 +63,7 @@ async fn token(cluster: &Cluster<'_>, audience: &str, bound: bool) -> Result<Str
 
 async fn call(testbed: &Testbed, token: Option<&str>) -> Result<Result<Attached, Status>> {
     let roots = tls::roots(&testbed.dir().join("server/ca/ca.crt"))?;
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let mut config = ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()?
         .with_root_certificates(roots)

@@ -43,10 +43,11 @@ impl Webhook {
         let pair = cluster.pki.server("webhook", "webhook", &["webhook.default.svc".to_owned()])?;
         let chain = CertificateDer::pem_file_iter(&pair.certificate)?.collect::<Result<Vec<_>, _>>()?;
         let key = PrivateKeyDer::from_pem_file(&pair.key)?;
-        let config = ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-            .with_safe_default_protocol_versions()?
-            .with_no_client_auth()
-            .with_single_cert(chain, key)?;
+        let config =
+            ServerConfig::builder_with_provider(Arc::new(rustls::crypto::aws_lc_rs::default_provider()))
+                .with_safe_default_protocol_versions()?
+                .with_no_client_auth()
+                .with_single_cert(chain, key)?;
         let listener = edge.ns.run(|| {
             std::net::TcpListener::bind(address).with_context(|| format!("listening on {address}"))
         })?;

@@ -131,7 +131,7 @@ impl TargetTls {
 }
 
 fn provider() -> Arc<rustls::crypto::CryptoProvider> {
-    Arc::new(rustls::crypto::ring::default_provider())
+    Arc::new(rustls::crypto::aws_lc_rs::default_provider())
 }
 
 impl Material {
@@ -174,7 +174,7 @@ fn certified(chain: &str, key: &str) -> Result<Arc<SingleCertAndKey>, String> {
     }
     let key = PrivateKeyDer::from_pem_slice(key.as_bytes())
         .map_err(|error| format!("--kubelet-client-key is not a private key in PEM: {error}"))?;
-    let key = rustls::crypto::ring::sign::any_supported_type(&key).map_err(|error| error.to_string())?;
+    let key = rustls::crypto::aws_lc_rs::sign::any_supported_type(&key).map_err(|error| error.to_string())?;
     let certified = CertifiedKey::new(chain, key);
     match certified.keys_match() {
         Ok(()) => Ok(Arc::new(SingleCertAndKey::from(certified))),
