@@ -3,6 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, anyhow};
 use prometheus_client::registry::Registry;
@@ -21,6 +22,9 @@ use tunnel_server::pki::Ca;
 
 use crate::network::Net;
 use crate::server;
+
+/// `--keepalive`.
+const KEEPALIVE: Duration = Duration::from_secs(10);
 
 /// One process of an agent.
 pub(crate) struct Agent {
@@ -62,12 +66,12 @@ impl Agent {
             "--congestion-control=system".to_owned(),
             "--max-links=1".to_owned(),
             "--max-servers=all".to_owned(),
-            "--keepalive=10s".to_owned(),
+            format!("--keepalive={}s", KEEPALIVE.as_secs()),
             format!("--state-dir={}", state_dir.display()),
         ];
         let cli = parse_flags::<Cli>(&flags).context("the agent's flags")?;
         let mut config = cli.run.config(Vec::new())?;
-        config.reach = Reach::over(net.at(host(index)));
+        config.reach = Reach::over(net.at(host(index), KEEPALIVE));
         let runtime =
             Runtime::new(config, Places::new(1024, 1 << 30), Metrics::new(&mut Registry::default()));
         runtime.addresses.send_replace(Arc::new(vec![host(index)]));

@@ -37,8 +37,8 @@ pub(crate) struct Fleet {
     processes: Vec<usize>,
     /// Servers that hand over.
     pub(crate) leaving: Vec<JoinHandle<()>>,
-    /// Reasons for each silent path.
-    silent: BTreeMap<(Host, Host), usize>,
+    /// Reasons for each silent path, and the time since when.
+    silent: BTreeMap<(Host, Host), (usize, Instant)>,
 }
 
 /// A host of the fleet.
@@ -170,21 +170,23 @@ impl Fleet {
     }
 
     fn silence(&mut self, one: Host, other: Host) {
-        *self.silent.entry((one, other)).or_default() += 1;
+        self.silent.entry((one, other)).or_insert_with(|| (0, Instant::now())).0 += 1;
         self.net.silence(one.address(), other.address());
     }
 
     fn heal(&mut self, one: Host, other: Host) {
-        let reasons = self.silent.entry((one, other)).or_default();
-        *reasons = reasons.saturating_sub(1);
+        let Some((reasons, _)) = self.silent.get_mut(&(one, other)) else { return };
+        *reasons -= 1;
         if *reasons == 0 {
             self.silent.remove(&(one, other));
             self.net.heal(one.address(), other.address());
         }
     }
 
-    pub(crate) fn is_silent(&self, one: Host, other: Host) -> bool {
-        self.silent.contains_key(&(one, other)) || self.silent.contains_key(&(other, one))
+    /// For how long nothing has passed between two hosts.
+    pub(crate) fn silence_between(&self, one: Host, other: Host) -> Option<Duration> {
+        let silent = self.silent.get(&(one, other)).or(self.silent.get(&(other, one)));
+        silent.map(|(_, since)| since.elapsed())
     }
 
     fn act(&mut self, event: Event, model: &mut Model) -> Result<()> {

@@ -12,7 +12,7 @@ use tunnel_runtime::NodeName;
 
 use crate::agent;
 use crate::fleet::{Fleet, Host};
-use crate::server::Server;
+use crate::server::{self, Server};
 
 /// An agent has a session with a server after so long without disturbance: at most a pause after failures (15 s), and what an
 /// agent takes to notice that a link is silent (`--keepalive` and its answer).
@@ -24,6 +24,8 @@ const MOVES: Duration = Duration::from_secs(3);
 const LINKS: Duration = Duration::from_secs(12);
 /// The same after an upgrade of the other server: it is dialled at once.
 const LINKS_AGAIN: Duration = Duration::from_millis(1500);
+/// A silent server is given up after 2.5 s, which are looked at every 0.5 s, and after what was still on its way.
+const SILENCE: Duration = Duration::from_millis(3500);
 /// The other servers know of a session after so long.
 const KNOWN: Duration = Duration::from_millis(500);
 
@@ -107,7 +109,7 @@ impl Model {
 
     fn is_due(&self, fleet: &Fleet, one: Host, other: Host) -> bool {
         let due = self.due.get(&(one.min(other), one.max(other)));
-        !fleet.is_silent(one, other) && due.is_some_and(|due| *due <= Instant::now())
+        fleet.silence_between(one, other).is_none() && due.is_some_and(|due| *due <= Instant::now())
     }
 
     /// Checks what must hold now.
@@ -122,6 +124,7 @@ impl Model {
             self.sessions(server)?;
             self.attached(fleet, index, server)?;
             self.known(fleet, index, server)?;
+            Self::given_up(fleet, index, server)?;
         }
         Ok(())
     }
@@ -153,6 +156,21 @@ impl Model {
             ensure!(
                 here.is_some() && here == there,
                 "{node} is not attached to {}: its session is {there:?}, the server's {here:?}",
+                server.id
+            );
+        }
+        Ok(())
+    }
+
+    /// A server that does not answer is given up: another one may have its nodes as well.
+    fn given_up(fleet: &Fleet, index: usize, server: &Server) -> Result<()> {
+        for other in 0..fleet.servers.len() {
+            let silence = fleet.silence_between(Host::Server(index), Host::Server(other));
+            let address = server::address(other).to_string();
+            let linked = || server.peers.all().iter().any(|peer| peer.address == address);
+            ensure!(
+                silence.is_none_or(|lasts| lasts < SILENCE) || !linked(),
+                "{} is linked with server-{other}, which is silent for {SILENCE:?}",
                 server.id
             );
         }

@@ -69,9 +69,9 @@ impl Net {
         self.0.lock().delays.insert(path(a, b), delay);
     }
 
-    /// The network as seen from a host.
-    pub(crate) fn at(&self, host: IpAddr) -> Arc<Host> {
-        Arc::new(Host { net: self.clone(), host })
+    /// The network as seen from a host, whose kernel asks whether the other end is there after so long without a byte.
+    pub(crate) fn at(&self, host: IpAddr, keepalive: Duration) -> Arc<Host> {
+        Arc::new(Host { net: self.clone(), host, keepalive })
     }
 
     /// Accepts connections from now on. A second listener at an address takes the first one's place.
@@ -127,13 +127,13 @@ impl Net {
     }
 
     /// Opens a connection. The listener gets the other end.
-    fn open_to(&self, host: IpAddr, to: SocketAddr) -> io::Result<End> {
+    fn open_to(&self, host: IpAddr, to: SocketAddr, keepalive: Duration) -> io::Result<End> {
         let mut state = self.0.lock();
         let listener = state.listeners.get(&to).cloned().ok_or(io::ErrorKind::ConnectionRefused)?;
         let number = state.next;
         state.next += 1;
         let from = SocketAddr::new(host, 10_000 + u16::try_from(number % 50_000).unwrap_or(0));
-        state.connections.insert(number, Connection::new(from, to));
+        state.connections.insert(number, Connection::new(from, to, keepalive));
         drop(state);
         let (near, far) = (End::new(self, number, 0, from, to), End::new(self, number, 1, to, from));
         let accepted = (Wire::Line(Box::new(far)), from);
@@ -157,6 +157,7 @@ impl Net {
 pub(crate) struct Host {
     net: Net,
     host: IpAddr,
+    keepalive: Duration,
 }
 
 impl std::fmt::Debug for Host {
@@ -167,7 +168,7 @@ impl std::fmt::Debug for Host {
 
 impl Network for Host {
     fn connect(&self, to: SocketAddr) -> Connecting {
-        let (net, host) = (self.net.clone(), self.host);
+        let (net, host, keepalive) = (self.net.clone(), self.host, self.keepalive);
         Box::pin(async move {
             let mut pause = SYN;
             while net.0.lock().is_silent(host, to.ip()) {
@@ -176,7 +177,7 @@ impl Network for Host {
             }
             let delay = net.0.lock().delay(host, to.ip());
             sleep(delay).await;
-            let end = net.open_to(host, to);
+            let end = net.open_to(host, to, keepalive);
             sleep(delay).await;
             Ok(Box::new(end?) as _)
         })

@@ -34,6 +34,9 @@ use crate::network::Net;
 /// Time for connections to finish.
 const DRAIN: Duration = Duration::from_secs(5);
 
+/// As the product sets it on links with other servers.
+const KEEPALIVE: Duration = Duration::from_secs(1);
+
 /// One process of a server.
 pub(crate) struct Server {
     pub(crate) id: String,
@@ -128,7 +131,7 @@ impl Server {
             tls: certificate.peer_tls(),
             workers,
             peers: peers.clone(),
-            reach: Reach::over(net.at(address.ip())),
+            reach: Reach::over(net.at(address.ip(), KEEPALIVE)),
             redirector: None,
             trust: Trust {
                 roots: trusted,

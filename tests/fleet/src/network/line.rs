@@ -17,8 +17,6 @@ use super::{Net, RETRANSMISSION, State, path};
 const MOST: usize = 256 << 10;
 /// The first retransmission of a kernel on a short path.
 const FIRST_RETRANSMISSION: Duration = Duration::from_millis(200);
-/// After so long without a byte the kernel of the end that dialled asks whether the other one is there (`--keepalive`).
-const KEEPALIVE: Duration = Duration::from_secs(10);
 
 /// What one end has sent.
 #[derive(Default)]
@@ -35,6 +33,8 @@ struct Direction {
 
 pub(super) struct Connection {
     ends: (SocketAddr, SocketAddr),
+    /// After so long without a byte the kernel of the end that dialled asks whether the other one is there.
+    keepalive: Duration,
     /// From the end that dialled, and to it.
     directions: [Direction; 2],
     dropped: [bool; 2],
@@ -47,10 +47,11 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    pub(super) fn new(from: SocketAddr, to: SocketAddr) -> Self {
+    pub(super) fn new(from: SocketAddr, to: SocketAddr, keepalive: Duration) -> Self {
         let now = Instant::now();
         Self {
             ends: (from, to),
+            keepalive,
             directions: Default::default(),
             dropped: [false; 2],
             heard: [now; 2],
@@ -308,13 +309,16 @@ impl Line for End {
     fn silence(&self) -> Option<Silence> {
         let side = self.side;
         self.with(|connection, silent, delay| {
-            silent?;
-            let lasts = connection.heard[side].elapsed();
+            let (since, keepalive) = (silent?, connection.keepalive);
+            let idle = since.saturating_duration_since(connection.heard[side]);
+            // Until the path fell silent, the kernel's questions were answered.
+            let answered = u32::try_from(idle.as_millis() / keepalive.as_millis()).unwrap_or_default();
+            let lasts = (connection.heard[side] + keepalive * answered).elapsed();
             let unacknowledged = connection.directions[side].unanswered.map(|since| Unacknowledged {
                 resent: since.elapsed() > FIRST_RETRANSMISSION + delay * 2,
                 pause: since.elapsed().clamp(FIRST_RETRANSMISSION, RETRANSMISSION),
             });
-            let probed = side == 0 && lasts > KEEPALIVE;
+            let probed = side == 0 && lasts > keepalive;
             (unacknowledged.is_some() || probed).then_some(Silence { lasts, unacknowledged })
         })
         .flatten()
