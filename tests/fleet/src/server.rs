@@ -137,6 +137,7 @@ impl Server {
                 roots: trusted,
                 standing,
                 revocations: RevocationStore::new(state_dir),
+                readmissions: true,
                 drain_timeout: DRAIN,
             },
             most_streams: MOST_STREAMS,

@@ -8,7 +8,6 @@ use bytes::Bytes;
 use h2::RecvStream;
 use h2::server::SendResponse;
 use http::Request;
-use tokio::net::TcpStream;
 use tokio_rustls::server::TlsStream;
 use tonic::Code;
 use tunnel_link::grpc::response;
