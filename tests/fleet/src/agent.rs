@@ -14,7 +14,7 @@ use tunnel_agent::metrics::Metrics;
 use tunnel_agent::places::Places;
 use tunnel_agent::reach::Reach;
 use tunnel_agent::runtime::Runtime;
-use tunnel_agent::session::{LinkPhase, LinkSet, Shared};
+use tunnel_agent::session::{LinkSet, Shared};
 use tunnel_doctor::parse_flags;
 use tunnel_pki::{AgentIdentity, PrivateKey, create_csr, public_key_of_csr};
 use tunnel_runtime::NodeName;
@@ -89,16 +89,6 @@ impl Agent {
             tokio::spawn(async move { while announced.recv().await.is_some() {} }),
         ];
         Ok(Self { runtime, links, tasks, _identity: sender })
-    }
-
-    /// The epoch of its session with the server at this address, if it is attached.
-    pub(crate) fn epoch(&self, server: usize) -> Option<u64> {
-        let address = server::address(server).to_string();
-        let links = self.links.status().into_iter();
-        links
-            .filter(|link| link.address == address && link.phase == LinkPhase::Attached)
-            .map(|link| link.epoch)
-            .next()
     }
 }
 

@@ -153,11 +153,11 @@ impl Fleet {
     }
 
     fn start_server(&mut self, index: usize) -> Result<Option<Server>> {
-        let id = format!("server-{index}.{}", self.processes[index]);
+        let process = (index, self.processes[index]);
         self.processes[index] += 1;
-        let dir = self.dir.join(&id);
+        let dir = self.dir.join(server::id_of(process));
         let count = self.plan.servers;
-        let server = Server::start(&self.net, &self.ca, &dir, (index, id), count, self.plan.files)?;
+        let server = Server::start(&self.net, &self.ca, &dir, process, count, self.plan.files)?;
         Ok(self.servers[index].replace(server))
     }
 

@@ -9,6 +9,7 @@ mod network;
 mod plan;
 mod seeds;
 mod server;
+mod view;
 
 use std::process::ExitCode;
 use std::time::Duration;

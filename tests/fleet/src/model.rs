@@ -1,7 +1,6 @@
 //! What must hold of a fleet at any time, and how soon after which disturbance.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::hash::{DefaultHasher, Hasher as _};
 use std::time::Duration;
 
@@ -12,7 +11,8 @@ use tunnel_runtime::NodeName;
 
 use crate::agent;
 use crate::fleet::{Fleet, Host};
-use crate::server::{self, Server};
+use crate::server::Server;
+use crate::view::View;
 
 /// An agent has a session with a server after so long without disturbance: at most a pause after failures (15 s), and what an
 /// agent takes to notice that a link is silent (`--keepalive` and its answer).
@@ -36,9 +36,10 @@ pub(crate) struct Model {
     due: BTreeMap<(Host, Host), Instant>,
     nodes: Vec<NodeName>,
     /// The highest epoch of each node at each process of a server.
-    epochs: BTreeMap<(String, usize), u64>,
+    epochs: BTreeMap<((usize, usize), usize), u64>,
     patience: Duration,
-    state: String,
+    /// As it was seen last.
+    view: View,
     trace: DefaultHasher,
 }
 
@@ -50,14 +51,14 @@ impl Model {
             nodes: (0..fleet.plan.agents).filter_map(|index| agent::node(index).ok()).collect(),
             epochs: BTreeMap::new(),
             patience: fleet.plan.patience.max(ATTACHES),
-            state: String::new(),
+            view: View::default(),
             trace: DefaultHasher::new(),
         }
     }
 
     /// Time after the last event until the fleet is as at first.
     pub(crate) fn settles(&self) -> Duration {
-        self.patience + Duration::from_secs(30)
+        self.patience + Duration::from_secs(10)
     }
 
     pub(crate) fn note(&mut self, what: &str) {
@@ -114,17 +115,17 @@ impl Model {
 
     /// Checks what must hold now.
     pub(crate) fn look(&mut self, fleet: &Fleet) -> Result<()> {
-        let state = shown(fleet, &self.nodes);
-        if state != self.state {
-            self.note(&state);
-            self.state = state;
+        let view = View::of(fleet, &self.nodes);
+        if view != self.view {
+            self.note(&view.to_string());
+            self.view = view;
         }
         for (index, server) in fleet.servers.iter().enumerate() {
             let Some(server) = server else { continue };
             self.sessions(server)?;
             self.attached(fleet, index, server)?;
             self.known(fleet, index, server)?;
-            Self::given_up(fleet, index, server)?;
+            self.given_up(fleet, index, server)?;
         }
         Ok(())
     }
@@ -137,7 +138,7 @@ impl Model {
             };
             let host = agent::host(agent);
             ensure!(session.peer.ip() == host, "{}: {} is at {}", server.id, session.node, session.peer);
-            let highest = self.epochs.entry((server.id.clone(), agent)).or_default();
+            let highest = self.epochs.entry((server.process, agent)).or_default();
             let (epoch, node) = (session.epoch, &session.node);
             ensure!(epoch >= *highest, "{}: {node} has epoch {epoch} after {highest}", server.id);
             *highest = epoch;
@@ -147,12 +148,13 @@ impl Model {
 
     /// Agents are attached, and both ends mean the same session.
     fn attached(&self, fleet: &Fleet, index: usize, server: &Server) -> Result<()> {
+        let Some(seen) = &self.view.servers[index] else { return Ok(()) };
         for (number, node) in self.nodes.iter().enumerate() {
-            let Some(agent) = &fleet.agents[number] else { continue };
+            let Some(agent) = &self.view.agents[number] else { continue };
             if !self.is_due(fleet, Host::Server(index), Host::Agent(number)) {
                 continue;
             }
-            let (here, there) = (server.epoch(node), agent.epoch(index));
+            let (here, there) = (seen.epochs[number], agent.epochs[index]);
             ensure!(
                 here.is_some() && here == there,
                 "{node} is not attached to {}: its session is {there:?}, the server's {here:?}",
@@ -163,13 +165,12 @@ impl Model {
     }
 
     /// A server that does not answer is given up: another one may have its nodes as well.
-    fn given_up(fleet: &Fleet, index: usize, server: &Server) -> Result<()> {
-        for other in 0..fleet.servers.len() {
-            let silence = fleet.silence_between(Host::Server(index), Host::Server(other));
-            let address = server::address(other).to_string();
-            let linked = || server.peers.all().iter().any(|peer| peer.address == address);
+    fn given_up(&self, fleet: &Fleet, index: usize, server: &Server) -> Result<()> {
+        let Some(seen) = &self.view.servers[index] else { return Ok(()) };
+        for other in &seen.linked {
+            let silence = fleet.silence_between(Host::Server(index), Host::Server(*other));
             ensure!(
-                silence.is_none_or(|lasts| lasts < SILENCE) || !linked(),
+                silence.is_none_or(|lasts| lasts < SILENCE),
                 "{} is linked with server-{other}, which is silent for {SILENCE:?}",
                 server.id
             );
@@ -180,18 +181,18 @@ impl Model {
     /// The other servers know whom this one has.
     fn known(&self, fleet: &Fleet, index: usize, server: &Server) -> Result<()> {
         for (other, follower) in fleet.servers.iter().enumerate() {
-            let Some(follower) = follower else { continue };
+            let (Some(follower), Some(seen)) = (follower, &self.view.servers[other]) else { continue };
             if other == index || !self.is_due(fleet, Host::Server(index), Host::Server(other)) {
                 continue;
             }
             for session in server.sessions.all() {
-                let node = &session.node;
-                let knows = || follower.peers.holders(node).iter().any(|peer| peer.server_id == server.id);
+                let Some(node) = self.nodes.iter().position(|node| *node == session.node) else { continue };
                 ensure!(
-                    session.since.elapsed() < KNOWN || knows(),
-                    "{} does not know that {} has {node}",
+                    session.since.elapsed() < KNOWN || seen.holders[node].contains(&server.process),
+                    "{} does not know that {} has {}",
                     follower.id,
-                    server.id
+                    server.id,
+                    session.node
                 );
             }
         }
@@ -219,28 +220,4 @@ impl Model {
         self.note(&format!("{} tasks", Handle::current().metrics().num_alive_tasks()));
         Ok(())
     }
-}
-
-/// What can be seen of the fleet.
-fn shown(fleet: &Fleet, nodes: &[NodeName]) -> String {
-    let mut text = String::new();
-    for server in fleet.servers.iter().flatten() {
-        // A string takes everything.
-        let _ = write!(text, "{}{}[", server.id, if server.is_settled() { "" } else { "!" });
-        for node in nodes {
-            let epoch = server.epoch(node).map_or(0, |epoch| epoch % 1_000_000);
-            let holders = server.peers.holders(node);
-            let holders: Vec<_> =
-                holders.iter().map(|peer| peer.server_id.trim_start_matches("server-")).collect();
-            let _ = write!(text, " {epoch}/{}", holders.join("+"));
-        }
-        text.push_str(" ] ");
-    }
-    for (index, agent) in fleet.agents.iter().enumerate() {
-        let Some(agent) = agent else { continue };
-        let phases: Vec<_> = agent.links.status().iter().map(|link| format!("{:?}", link.phase)).collect();
-        let _ = write!(text, "edge-{index}:{} ", phases.iter().map(|phase| &phase[..1]).collect::<String>());
-    }
-    let _ = write!(text, "{} open", fleet.net.open().len());
-    text
 }

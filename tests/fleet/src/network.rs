@@ -141,6 +141,10 @@ impl Net {
         Ok(near)
     }
 
+    pub(crate) fn number_open(&self) -> usize {
+        self.0.lock().connections.values().filter(|connection| connection.is_open()).count()
+    }
+
     /// The connections of which neither end is closed, by the hosts that they are between.
     pub(crate) fn open(&self) -> Vec<(SocketAddr, SocketAddr)> {
         self.0

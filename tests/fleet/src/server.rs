@@ -40,6 +40,8 @@ const KEEPALIVE: Duration = Duration::from_secs(1);
 /// One process of a server.
 pub(crate) struct Server {
     pub(crate) id: String,
+    /// Number of the server, and of this process of it.
+    pub(crate) process: (usize, usize),
     pub(crate) sessions: Arc<Sessions>,
     pub(crate) peers: Arc<Peers>,
     handover: watch::Sender<Handover>,
@@ -65,6 +67,21 @@ pub(crate) fn address(index: usize) -> SocketAddr {
     SocketAddr::new(IpAddr::V4(Ipv4Addr::new(10, 0, 0, last)), 10262)
 }
 
+/// The server at an address.
+pub(crate) fn index(address: &str) -> Option<usize> {
+    let last: usize = address.strip_suffix(":10262")?.rsplit('.').next()?.parse().ok()?;
+    last.checked_sub(1)
+}
+
+pub(crate) fn id_of((index, process): (usize, usize)) -> String {
+    format!("server-{index}.{process}")
+}
+
+pub(crate) fn process(id: &str) -> Option<(usize, usize)> {
+    let (index, process) = id.strip_prefix("server-")?.split_once('.')?;
+    Some((index.parse().ok()?, process.parse().ok()?))
+}
+
 pub(crate) fn host_port(address: SocketAddr) -> HostPort {
     HostPort { host: address.ip().to_string(), port: address.port() }
 }
@@ -75,10 +92,11 @@ impl Server {
         net: &Net,
         ca: &Ca,
         state_dir: &Path,
-        (index, id): (usize, String),
+        process: (usize, usize),
         count: usize,
         files: u32,
     ) -> Result<Self> {
+        let (index, id) = (process.0, id_of(process));
         let mut registry = Registry::default();
         let metrics = Metrics::new(&mut registry);
         let config =
@@ -151,6 +169,7 @@ impl Server {
         ];
         Ok(Self {
             id,
+            process,
             sessions,
             peers,
             handover,
