@@ -1,8 +1,10 @@
 /*
  * getrandom(2) of a simulation: its bytes follow from the seed. std asks here for the keys of its hash maps, by whose order
  * programs do things, and tokio for the branch with which `select!` begins; neither can be seeded otherwise: std has no hook, and
- * tokio's `rng_seed` needs `--cfg tokio_unstable` for everything. The crates getrandom and ring end up here too, without a
- * backend of their own. C, as a symbol that replaces another is `unsafe` in Rust; what compiles ring compiles it.
+ * tokio's `rng_seed` needs `--cfg tokio_unstable` for everything. The crate getrandom ends up here too. aws-lc makes system
+ * calls: keys and signatures differ from run to run, and nothing that happens depends on them.
+ *
+ * In C, because a symbol that replaces another is `unsafe` in Rust; what compiles aws-lc compiles this.
  */
 #define _GNU_SOURCE
 #include <stdint.h>

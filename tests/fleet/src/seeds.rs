@@ -23,6 +23,11 @@ pub(crate) fn of_now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
+/// No seed takes a second, unless programs do things for ever at one time.
+const LIMIT: Duration = Duration::from_secs(120);
+/// Failures after which no further seeds are begun.
+const ENOUGH: usize = 5;
+
 /// The folder of a run, in memory if there is such a place: programs sync what they write.
 struct Dir(PathBuf);
 
@@ -56,6 +61,14 @@ pub(crate) fn run(seed: u64, without: &[usize], log: &str) -> Result<bool> {
         said(panic);
     }));
     let dir = Dir::new()?;
+    let path = dir.0.clone();
+    std::thread::spawn(move || {
+        std::thread::sleep(LIMIT);
+        println!("seed {seed}: FAILED: not over after {LIMIT:?}");
+        // Nothing depends on it.
+        let _ = std::fs::remove_dir_all(path);
+        std::process::exit(1);
+    });
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
     let done = runtime.block_on(fleet::run(seed, without, &dir.0));
     let panicked = PANICKED.load(Ordering::Relaxed);
@@ -92,7 +105,8 @@ pub(crate) fn many(first: u64, count: u64, limit: Option<Duration>) -> Result<Ve
     let work = || -> Result<()> {
         loop {
             let number = next.fetch_add(1, Ordering::Relaxed);
-            if number >= count || limit.is_some_and(|limit| begin.elapsed() > limit) {
+            let over = number >= count || limit.is_some_and(|limit| begin.elapsed() > limit);
+            if over || failed.lock().len() >= ENOUGH {
                 return Ok(());
             }
             let seed = first.wrapping_add(number);
