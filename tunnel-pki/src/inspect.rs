@@ -11,6 +11,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
+use tunnel_link::link::Wire;
 use tunnel_runtime::text::printable;
 
 use super::certificate::{SERVER_NAME, alternative_names, parse, server_names_of_certificate};
@@ -25,8 +26,11 @@ const MAX_HEAD: u64 = 4 << 10;
 ///
 /// # Errors
 /// Fails if the peer does not speak TLS, or if it refuses.
-pub async fn presented_chain(stream: TcpStream, alpn: &[u8]) -> io::Result<Vec<CertificateDer<'static>>> {
-    let (chain, shaken) = shake_hands(stream, server_name(), alpn).await?;
+pub async fn presented_chain(
+    stream: impl Into<Wire>,
+    alpn: &[u8],
+) -> io::Result<Vec<CertificateDer<'static>>> {
+    let (chain, shaken) = shake_hands(stream.into(), server_name(), alpn).await?;
     match shaken {
         // The presented chain counts even if the rest of the handshake fails.
         Err(error) if chain.is_empty() => Err(error),
@@ -57,7 +61,7 @@ impl HttpsAnswer {
 /// Fails if the peer does not speak TLS, or does not answer.
 pub async fn ask_https(stream: TcpStream, name: ServerName<'static>, path: &str) -> io::Result<HttpsAnswer> {
     let host = name.to_str().into_owned();
-    let (chain, shaken) = shake_hands(stream, name, b"http/1.1").await?;
+    let (chain, shaken) = shake_hands(stream.into(), name, b"http/1.1").await?;
     let mut stream = shaken?;
     let request = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await?;
@@ -75,10 +79,10 @@ pub async fn ask_https(stream: TcpStream, name: ServerName<'static>, path: &str)
     Ok(HttpsAnswer { chain, names, status, line })
 }
 
-type Shaken = io::Result<TlsStream<TcpStream>>;
+type Shaken = io::Result<TlsStream<Wire>>;
 
 async fn shake_hands(
-    stream: TcpStream,
+    stream: Wire,
     name: ServerName<'static>,
     alpn: &[u8],
 ) -> io::Result<(Vec<CertificateDer<'static>>, Shaken)> {

@@ -4,7 +4,9 @@
 
 pub mod admin;
 pub mod backoff;
+pub mod blocking;
 pub mod cgroup;
+pub mod clock;
 pub mod config;
 pub mod error;
 pub mod fair;

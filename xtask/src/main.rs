@@ -12,6 +12,7 @@ mod command;
 mod cross;
 mod demo;
 mod ebpf_sources;
+mod fleet;
 mod fuzz;
 mod image;
 mod kernel;
@@ -81,6 +82,8 @@ enum Command {
     Fuzz(fuzz::Options),
     /// Changes one operator, branch or result at a time in the code that decides: a unit test has to notice each.
     Mutants(mutants::Options),
+    /// A simulated fleet of servers and agents: new seeds, or one of them.
+    Fleet(fleet::Options),
     /// Mixed load with faults for hours; fails if memory, sockets, tasks or map entries grow (root).
     Soak(soak::Options),
     /// What `test` builds beside its scenarios.
@@ -124,6 +127,7 @@ fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Bench(options) => bench::run_bench(&options),
         Command::Fuzz(options) => fuzz::run_all(&options),
         Command::Mutants(options) => mutants::run_all(&options),
+        Command::Fleet(options) => fleet::run(&options),
         Command::Soak(options) => soak::run_soak(&options),
         Command::Beside(options) => beside::run(&options),
         Command::Chaos(options) => soak::run_chaos(&options),

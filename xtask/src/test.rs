@@ -16,7 +16,7 @@ use crate::options::Options;
 use crate::peer_tests::Show;
 use crate::scenarios::{self, Scenarios};
 use crate::tally::Tally;
-use crate::{bench, build_ebpf, demo, fuzz, mutants, packages, peer_tests};
+use crate::{bench, build_ebpf, demo, fleet, fuzz, mutants, packages, peer_tests};
 
 /// Seconds that each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
@@ -172,7 +172,7 @@ fn skip_the_rest(options: &Options, scenarios: &Scenarios, tally: &mut Tally) ->
         let left = all - scenarios.names.len();
         let (kernel, units) = (kernel_name(), "the systemd units");
         let what = format!(
-            "{left} of {all} scenarios, demo, demo::kubernetes, {SMOKE}, {}, {kernel}, {units}, fuzz targets, mutation tests",
+            "{left} of {all} scenarios, demo, demo::kubernetes, {SMOKE}, {NEW_SEEDS}, {}, {kernel}, {units}, fuzz targets, mutation tests",
             peer_tests::NAME
         );
         tally.skip(what, "`cargo xtask test --all` has them");
@@ -250,10 +250,12 @@ fn run_kernel_tests(options: &Options, chosen: &[String], tally: &mut Tally) -> 
 type Run = fn(bool) -> Result<ExitCode>;
 
 const SMOKE: &str = "bench::smoke";
+const NEW_SEEDS: &str = "fleet::new_seeds";
 
 /// Programs that are tests by their exit codes. The benchmark's only checks that every line still gets a value.
 fn whole_programs(options: &Options) -> Vec<(&'static str, Run)> {
-    let programs: [(&str, Run); 3] = [
+    let programs: [(&str, Run); 4] = [
+        (NEW_SEEDS, fleet::run_new_seeds),
         ("demo", |built| run_demo(built, false)),
         ("demo::kubernetes", |built| run_demo(built, true)),
         (SMOKE, bench::smoke),

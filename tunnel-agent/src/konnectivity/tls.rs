@@ -6,10 +6,9 @@ use std::sync::Arc;
 use rustls::{ClientConfig, RootCertStore};
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tunnel_link::link::tune_link;
+use tunnel_link::link::{Wire, tune_link};
 use tunnel_pki::{ALPN_GRPC, Zeroizing, foreign_tls};
 use tunnel_runtime::config::{ConfigError, HostPort};
 use tunnel_runtime::error::chain;
@@ -64,7 +63,7 @@ pub(crate) async fn connect(
     reach: &Reach,
     server: &HostPort,
     tls: Arc<ClientConfig>,
-) -> Result<(TlsStream<TcpStream>, Option<String>), String> {
+) -> Result<(TlsStream<Wire>, Option<String>), String> {
     let reached = reach.connect(&Server::Named(server.to_string())).await;
     let Reached { stream, proxy, .. } =
         reached.map_err(|error| format!("connecting to {server}: {error}"))?;

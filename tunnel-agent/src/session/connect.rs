@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use h2::server::Connection;
 use rustls_pki_types::CertificateDer;
-use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsConnector, rustls};
-use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo, Wire};
 use tunnel_pki::server_name;
 
 use super::session_end::{SessionEnd, TCP};
@@ -60,7 +59,7 @@ async fn handshake(
     runtime: &Runtime,
     server: &Server,
     tls: Arc<rustls::ClientConfig>,
-) -> Result<(TlsStream<TcpStream>, Server, Option<String>), SessionEnd> {
+) -> Result<(TlsStream<Wire>, Server, Option<String>), SessionEnd> {
     let reached = within(TCP, runtime.config.reach.connect(server)).await?.map_err(SessionEnd::Connect)?;
     let Reached { stream, server, proxy } = reached;
     link::tune_probing_link(&stream, runtime.config.given.links.keepalive);
@@ -72,7 +71,7 @@ async fn handshake(
     }
 }
 
-fn presented(stream: &TlsStream<TcpStream>) -> Chain {
+fn presented(stream: &TlsStream<Wire>) -> Chain {
     stream.get_ref().1.peer_certificates().unwrap_or_default().into()
 }
 

@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::future::ready;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Instant;
 
 use futures_util::{Stream, StreamExt, stream};
+use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tunnel_link::link::{BBR_FEATURE, MAX_LINKS};

@@ -3,12 +3,13 @@
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, UNIX_EPOCH};
 
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
-use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout_at};
+use tunnel_runtime::blocking::blocking;
+use tunnel_runtime::clock::wall_clock;
 use tunnel_runtime::state_file::StateFile;
 
 /// Maximum wait for the disk. The server waits for ten seconds, and flash that others write to may take longer.
@@ -51,7 +52,7 @@ impl EpochSource {
     async fn next_within(&self, patience: Duration) -> io::Result<u64> {
         let until = Instant::now() + patience;
         let source = self.0.clone();
-        let epoch = spawn_blocking(move || source.choose()).await.map_err(io::Error::other)?;
+        let epoch = blocking(move || source.choose()).await?;
         let source = self.0.clone();
         let storing = async move {
             let turn = source.storing.clone().acquire_owned().await.map_err(io::Error::other)?;
@@ -59,7 +60,7 @@ impl EpochSource {
                 source.store();
                 drop(turn);
             };
-            spawn_blocking(store).await.map_err(io::Error::other)
+            blocking(store).await
         };
         match timeout_at(until, storing).await {
             Ok(stored) => stored?,
@@ -74,7 +75,7 @@ impl EpochSource {
 
 impl Source {
     fn choose(&self) -> u64 {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
+        let now = wall_clock().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
         let mut last = self.last.lock();
         // Another agent of this node, from which this one takes over, may have used higher epochs meanwhile.
         *last = self.file.read().ok().flatten().unwrap_or_default().max(*last);

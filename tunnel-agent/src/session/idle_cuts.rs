@@ -1,6 +1,8 @@
 //! Detects a proxy that closes idle links.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use super::session_end::SessionEnd;
 

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tunnel_pki::enrol::{IdentityKeeper, Refused};
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::ReadyGuard;

@@ -1,11 +1,12 @@
 //! Serves one session on a connected link until it ends.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use h2::PingPong;
 use tokio::sync::watch::Receiver;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tunnel_link::bench::BENCH_PATH;
 use tunnel_link::proto::agent_server::AgentServer;

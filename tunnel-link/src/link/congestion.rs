@@ -5,9 +5,9 @@ use std::io;
 use std::str::FromStr;
 
 use socket2::{Domain, SockRef, Socket, Type};
-use tokio::net::TcpStream;
-
 use tunnel_runtime::net::refine;
+
+use super::wire::Wire;
 
 /// Follows the measured rate and delay, so that a loss on a radio link does not halve the rate.
 const PREFERRED: &str = "bbr";
@@ -38,8 +38,10 @@ impl Congestion {
     }
 
     /// Sets it on a socket. A named algorithm was available when this program started.
-    pub fn set(&self, socket: &TcpStream) {
-        refine("TCP_CONGESTION", self.set_on(&SockRef::from(socket)));
+    pub fn set(&self, wire: &Wire) {
+        if let Some(socket) = wire.socket() {
+            refine("TCP_CONGESTION", self.set_on(&SockRef::from(socket)));
+        }
     }
 
     fn set_on(&self, socket: &Socket) -> io::Result<()> {
@@ -140,9 +142,10 @@ mod tests {
     #[tokio::test]
     async fn a_socket_has_it() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let socket = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        Congestion::Named("reno".to_owned()).set(&socket);
-        let name = SockRef::from(&socket).tcp_congestion().unwrap();
+        let socket = tokio::net::TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let wire = Wire::from(socket);
+        Congestion::Named("reno".to_owned()).set(&wire);
+        let name = SockRef::from(wire.socket().unwrap()).tcp_congestion().unwrap();
         assert!(name.starts_with(b"reno"), "{name:?}");
     }
 }

@@ -1,22 +1,21 @@
-//! Byte stream of a link: TLS over TCP, with buffers that follow the path and byte counters.
+//! Byte stream of a link: TLS, with buffers that follow the path and byte counters.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
-use tokio::time::Sleep;
+use tokio::time::{Instant, Sleep};
 use tokio_rustls::TlsStream;
 use tunnel_runtime::net::refine;
 
 use super::flow::Flow;
 use super::retransmission::{rto_max, set_rto_max};
 use super::settings::{not_sent_limit, tune_tls};
-use crate::tcp_info::delivery;
+use super::wire::Wire;
 
 /// Minimum time between two queries of the link's rate.
 const RATE_INTERVAL: Duration = Duration::from_millis(10);
@@ -27,7 +26,7 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct LinkIo {
     // Boxed, because futures that hold it are moved.
-    stream: Box<TlsStream<TcpStream>>,
+    stream: Box<TlsStream<Wire>>,
     flow: Arc<Flow>,
     rate_read: Instant,
     /// Maximum pause between two retransmissions, as set in the kernel.
@@ -38,7 +37,7 @@ pub struct LinkIo {
 
 impl LinkIo {
     /// Wraps a stream after its handshake, on a socket tuned by [`super::tune_link`].
-    pub fn new(stream: impl Into<TlsStream<TcpStream>>) -> Self {
+    pub fn new(stream: impl Into<TlsStream<Wire>>) -> Self {
         let mut io = Self {
             stream: Box::new(stream.into()),
             flow: Arc::default(),
@@ -47,7 +46,7 @@ impl LinkIo {
             closing: None,
         };
         io.resize(io.flow.piece());
-        let rtt = delivery(io.stream.get_ref().0).and_then(|delivery| delivery.shortest_rtt);
+        let rtt = io.wire().delivery().and_then(|delivery| delivery.shortest_rtt);
         if let Some(rtt) = rtt {
             // Measured in the handshake; used until a PING is answered.
             io.flow.rtt.assume(rtt);
@@ -55,6 +54,10 @@ impl LinkIo {
         }
         io.pause_at_most(rto_max(rtt.unwrap_or_default()));
         io
+    }
+
+    fn wire(&self) -> &Wire {
+        self.stream.get_ref().0
     }
 
     /// Returns the state shared by the link's streams.
@@ -68,7 +71,7 @@ impl LinkIo {
             TlsStream::Client(stream) => tune_tls(stream.get_mut().1, piece),
             TlsStream::Server(stream) => tune_tls(stream.get_mut().1, piece),
         }
-        let socket = self.stream.get_ref().0;
+        let Some(socket) = self.wire().socket() else { return };
         // Without it, small messages wait longer.
         refine("TCP_NOTSENT_LOWAT", SockRef::from(socket).set_tcp_notsent_lowat(not_sent_limit(piece)));
     }
@@ -77,7 +80,7 @@ impl LinkIo {
     fn pause_at_most(&mut self, pause: Duration) {
         self.rto_max = pause;
         // Without it the link works, but recovers later after an outage.
-        if let Err(error) = set_rto_max(self.stream.get_ref().0, pause) {
+        if let Some(Err(error)) = self.wire().socket().map(|socket| set_rto_max(socket, pause)) {
             tracing::debug!(%error, "failed to set the maximum retransmission timeout");
         }
     }
@@ -86,7 +89,7 @@ impl LinkIo {
     /// not read until a due PING has been written.
     fn answer_if_asked(&self) {
         if self.flow.is_asked() {
-            self.flow.answer(delivery(self.stream.get_ref().0).and_then(|delivery| delivery.silence));
+            self.flow.answer(self.wire().delivery().and_then(|delivery| delivery.silence));
         }
     }
 
@@ -102,7 +105,7 @@ impl LinkIo {
             return;
         }
         self.rate_read = now;
-        let Some(delivery) = delivery(self.stream.get_ref().0) else { return };
+        let Some(delivery) = self.wire().delivery() else { return };
         if let Some(piece) = self.flow.delivered(delivery) {
             self.resize(piece);
         }
@@ -185,7 +188,7 @@ mod tests {
     use rustls::{ClientConfig, RootCertStore, ServerConfig};
     use rustls_pki_types::{PrivateKeyDer, ServerName};
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    use tokio::net::TcpListener;
+    use tokio::net::{TcpListener, TcpStream};
     use tokio_rustls::{TlsAcceptor, TlsConnector, server};
 
     use super::*;
@@ -213,7 +216,7 @@ mod tests {
         let (far, _) = listener.accept().await.unwrap();
         let name = ServerName::try_from("link").unwrap();
         let (near, far) = tokio::try_join!(
-            TlsConnector::from(Arc::new(connector)).connect(name, near),
+            TlsConnector::from(Arc::new(connector)).connect(name, Wire::from(near)),
             TlsAcceptor::from(Arc::new(acceptor)).accept(far),
         )
         .unwrap();

@@ -11,6 +11,7 @@ mod liveness;
 mod retransmission;
 mod rtt;
 mod settings;
+mod wire;
 
 pub use congestion::Congestion;
 pub use error::{LinkDead, reason};
@@ -23,5 +24,6 @@ pub use liveness::keep_alive;
 pub use rtt::Rtt;
 pub(crate) use settings::SEND_BUFFER;
 pub use settings::*;
+pub use wire::{Line, Wire};
 
 pub use crate::tcp_info::{Silence, Unacknowledged};

@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use rustls::ConnectionCommon;
 use socket2::{SockRef, TcpKeepalive};
-use tokio::net::TcpStream;
 
 use tunnel_runtime::memory::stall_budget;
 use tunnel_runtime::net::refine;
+
+use super::wire::Wire;
 
 /// Initial HTTP/2 stream window, in bytes: what one tunnelled connection may have in flight, or held for a receiver
 /// that does not read.
@@ -138,20 +139,20 @@ pub fn admitting_builder(admitted: u32) -> h2::server::Builder {
 }
 
 /// Sets the options of the link's socket.
-pub fn tune_link(socket: &TcpStream) {
-    tune(socket, &keepalive());
+pub fn tune_link(wire: &Wire) {
+    tune(wire, &keepalive());
 }
 
 /// Like [`tune_link`], and has the kernel send keepalive probes once the link has been silent for this long. Only ends
 /// that dial do this: an agent's probes keep a NAT's mapping alive, and if the mapping was forgotten, the server's
 /// kernel answers with a reset.
-pub fn tune_probing_link(socket: &TcpStream, silence: Duration) {
-    tune(socket, &keepalive().with_time(silence).with_interval(PROBE_INTERVAL));
+pub fn tune_probing_link(wire: &Wire, silence: Duration) {
+    tune(wire, &keepalive().with_time(silence).with_interval(PROBE_INTERVAL));
 }
 
 /// Sets the options. None is essential: PINGs find a dead link if the kernel does not.
-fn tune(socket: &TcpStream, keepalive: &TcpKeepalive) {
-    let socket = SockRef::from(socket);
+fn tune(wire: &Wire, keepalive: &TcpKeepalive) {
+    let Some(socket) = wire.socket().map(SockRef::from) else { return };
     refine("TCP_NODELAY", socket.set_tcp_nodelay(true));
     refine("SO_KEEPALIVE", socket.set_tcp_keepalive(keepalive));
     refine("TCP_USER_TIMEOUT", socket.set_tcp_user_timeout(Some(PING_INTERVAL + PING_TIMEOUT)));

@@ -9,12 +9,12 @@ use http::Uri;
 use hyper_util::rt::TokioIo;
 use rustls::ClientConfig;
 use rustls_pki_types::CertificateDer;
-use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 use tower::service_fn;
+use tunnel_link::link::Wire;
 use tunnel_link::proto::EnrollResponse;
 use tunnel_link::proto::enrollment_client::EnrollmentClient;
 use tunnel_runtime::NodeName;
@@ -92,7 +92,7 @@ async fn connect(
     reach: &Reach,
     server: &str,
     tls: &Arc<ClientConfig>,
-) -> Result<(TlsStream<TcpStream>, Vec<CertificateDer<'static>>), AttemptError> {
+) -> Result<(TlsStream<Wire>, Vec<CertificateDer<'static>>), AttemptError> {
     let handshake = async {
         let reached = reach
             .connect(&Server::Named(server.to_owned()))

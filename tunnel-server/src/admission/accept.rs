@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
+use tunnel_link::link::Wire;
 
 /// Pause before the next attempt when the process or the host is out of resources.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -67,6 +68,19 @@ impl Gated {
                 accepted = accept(&self.listener, listener) => return accepted,
             }
         }
+    }
+}
+
+/// Where the connections of agents and of other servers come from.
+pub trait Accept: Send + 'static {
+    /// Returns the next connection of the port `name`, and its client's address.
+    fn accept(&mut self, name: &'static str) -> impl Future<Output = (Wire, SocketAddr)> + Send;
+}
+
+impl Accept for Gated {
+    async fn accept(&mut self, name: &'static str) -> (Wire, SocketAddr) {
+        let (socket, peer) = Self::accept(self, name).await;
+        (socket.into(), peer)
     }
 }
 

@@ -11,7 +11,6 @@ use hyper::body::Incoming;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use rustls_pki_types::CertificateDer;
-use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
@@ -19,7 +18,7 @@ use tonic::Status;
 use tonic::service::Routes;
 use tower::util::MapRequest;
 use tower::{Service, ServiceExt as _};
-use tunnel_link::link::{PING_INTERVAL, PING_TIMEOUT};
+use tunnel_link::link::{PING_INTERVAL, PING_TIMEOUT, Wire};
 use tunnel_link::proto::enrollment_server::EnrollmentServer;
 
 use super::gate::Certified;
@@ -117,7 +116,7 @@ impl EnrollConnections {
     /// Serves one request, and closes the connection after its answer.
     pub(super) async fn serve(
         &self,
-        stream: TlsStream<TcpStream>,
+        stream: TlsStream<Wire>,
         peer: SocketAddr,
         certificate: Option<CertificateDer<'static>>,
         place: EnrollPlace,

@@ -8,11 +8,10 @@ use bytes::Bytes;
 use h2::RecvStream;
 use h2::server::SendResponse;
 use http::Request;
-use tokio::net::TcpStream;
 use tokio_rustls::server::TlsStream;
 use tonic::Code;
 use tunnel_link::grpc::response;
-use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo, Wire};
 use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{EDGE_RELAY_PATH, Pipe, StallBound, TARGET_HEADER, Traffic, pipe_of_client};
 use tunnel_runtime::NodeName;
@@ -45,7 +44,7 @@ pub(super) struct Agent {
 /// Serves the link until it ends or the agent may no longer have one.
 pub(super) async fn serve(
     from_edge: FromEdge,
-    stream: Box<TlsStream<TcpStream>>,
+    stream: Box<TlsStream<Wire>>,
     agent: Agent,
     (linked, share): (Place<NodeName>, Share),
 ) {

@@ -7,10 +7,11 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::Instant;
 use tunnel_link::link::HANDSHAKE_TIMEOUT;
 use tunnel_runtime::NodeName;
 

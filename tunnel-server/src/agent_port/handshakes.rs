@@ -11,12 +11,12 @@ use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio_rustls::server::TlsStream;
 use tokio_util::task::TaskTracker;
-use tunnel_link::link::{HANDSHAKE_TIMEOUT, tune_link};
+use tunnel_link::link::{HANDSHAKE_TIMEOUT, Wire, tune_link};
 use tunnel_pki::{ALPN_EDGE, ALPN_TUNNEL, ServerTls};
 
 use super::gate::Gate;
 use super::link::LinkContext;
-use crate::admission::{Gated, Place};
+use crate::admission::{Accept, Place};
 use crate::session::Workers;
 
 /// Maximum wait for a client's first byte. An agent sends it at once.
@@ -24,7 +24,7 @@ const SILENCE: Duration = Duration::from_secs(3);
 
 /// A connection after its handshake, on the worker that serves it.
 pub(super) struct Connection {
-    pub(super) stream: TlsStream<TcpStream>,
+    pub(super) stream: TlsStream<Wire>,
     pub(super) peer: SocketAddr,
     pub(super) place: Place<IpAddr>,
     pub(super) worker: Handle,
@@ -48,13 +48,13 @@ impl Handshakes {
     pub(super) async fn accept<F>(
         &self,
         port: &'static str,
-        mut listener: Gated,
+        mut listener: impl Accept,
         serve: impl Fn(Connection) -> F + Clone + Send + 'static,
     ) where
         F: Future<Output = Result<(), Error>> + Send + 'static,
     {
         loop {
-            let (socket, peer) = tokio::select! {
+            let (wire, peer) = tokio::select! {
                 accepted = listener.accept(port) => accepted,
                 () = self.context.draining.cancelled() => return,
             };
@@ -62,16 +62,9 @@ impl Handshakes {
                 self.context.metrics.handshake("turned_away");
                 continue;
             };
-            let socket = match socket.into_std() {
-                Ok(socket) => socket,
-                Err(error) => {
-                    tracing::debug!(%peer, %error, "connection lost before its handshake");
-                    continue;
-                }
-            };
             let (handshakes, serve) = (self.clone(), serve.clone());
             self.workers.next_handshake().spawn(self.links.track_future(async move {
-                let shaken = handshakes.until_stop((peer, port), handshakes.shake(socket, &place)).await;
+                let shaken = handshakes.until_stop((peer, port), handshakes.shake(wire, &place)).await;
                 let Some(mut stream) = shaken else { return };
                 let worker = handshakes.workers.next().clone();
                 let (links, on_worker) = (handshakes.links.clone(), worker.clone());
@@ -109,19 +102,15 @@ impl Handshakes {
     }
 
     /// Does the handshake of a connection, unless its place is needed for another.
-    async fn shake(
-        &self,
-        socket: std::net::TcpStream,
-        place: &Place<IpAddr>,
-    ) -> Result<TlsStream<TcpStream>, Error> {
+    async fn shake(&self, wire: Wire, place: &Place<IpAddr>) -> Result<TlsStream<Wire>, Error> {
         let shaken = async {
-            let socket = TcpStream::from_std(socket)?;
-            tune_link(&socket);
-            self.context.congestion.set(&socket);
-            tokio::time::timeout(SILENCE, socket.readable()).await.map_err(|_| Error::Silent)??;
+            let mut wire = wire.move_here()?;
+            tune_link(&wire);
+            self.context.congestion.set(&wire);
+            tokio::time::timeout(SILENCE, wire.readable()).await.map_err(|_| Error::Silent)??;
             place.spoke();
             let stream =
-                tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(socket))
+                tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(wire))
                     .await
                     .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "TLS handshake took too long"))??;
             let connection = stream.get_ref().1;
@@ -142,8 +131,8 @@ impl Handshakes {
 }
 
 /// Moves the stream's socket to the runtime of this thread.
-fn move_here(stream: &mut TlsStream<TcpStream>) -> io::Result<()> {
-    let socket = stream.get_mut().0;
+fn move_here(stream: &mut TlsStream<Wire>) -> io::Result<()> {
+    let Wire::Tcp(socket) = stream.get_mut().0 else { return Ok(()) };
     // tokio cannot be asked for the socket itself without taking it out of the stream.
     let copy = std::net::TcpStream::from(socket.as_fd().try_clone_to_owned()?);
     *socket = TcpStream::from_std(copy)?;

@@ -28,7 +28,7 @@ use tunnel_runtime::config::HostPort;
 
 pub use self::from_edge::FromEdge;
 pub use self::link::{Handover, LinkContext};
-pub use crate::admission::{Budget, Gate, Gated};
+pub use crate::admission::{Accept, Budget, Gate, Gated};
 pub use config::AgentsConfig;
 pub use enroll::{enroll_routes, for_client};
 pub(crate) use gate::PARTS as AGENTS_PARTS;
@@ -80,7 +80,7 @@ impl AgentPort {
     }
 
     /// Accepts connections until the drain starts.
-    pub async fn serve(self: Arc<Self>, listener: Gated) {
+    pub async fn serve(self: Arc<Self>, listener: impl Accept) {
         let handshakes = self.handshakes.clone();
         let serve = move |connection| {
             let port = self.clone();

@@ -5,7 +5,6 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use tokio::net::TcpStream;
 use tokio::sync::broadcast::error::{RecvError, TryRecvError};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, mpsc};
 use tokio::task::JoinSet;
@@ -14,7 +13,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 use tunnel_link::grpc;
-use tunnel_link::link::{self, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_link::link::{self, HANDSHAKE_TIMEOUT, LinkIo, Wire};
 use tunnel_link::proto::peer_server::{Peer, PeerServer};
 use tunnel_link::proto::{Holdings, Segment, WatchRequest};
 use tunnel_link::relay::PEER_RELAY_PATH;
@@ -46,7 +45,7 @@ pub(super) struct Incoming {
 /// Serves the link until it ends. A redirector, which has no CA, also gets the roots.
 pub(super) async fn serve(
     listeners: ListenerContext,
-    stream: Box<TlsStream<TcpStream>>,
+    stream: Box<TlsStream<Wire>>,
     Incoming { judged, peer, place, shares }: Incoming,
 ) {
     let (context, server_id, redirector) = (judged.context.clone(), judged.name(), judged.is_redirector());

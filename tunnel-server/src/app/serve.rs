@@ -8,6 +8,7 @@ use rustls::ClientConfig;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_pki::TrustBundle;
+use tunnel_pki::enrol::reach::Reach;
 use tunnel_redirect::Feeder;
 use tunnel_routing::{follow, keep_claims};
 use tunnel_runtime::admin::Serving;
@@ -204,7 +205,7 @@ fn to_peers(
         redirector,
         workers: runtime.workers.clone(),
         peers: runtime.peers.clone(),
-        congestion: config.process.congestion_control.clone(),
+        reach: Reach::new(None, config.process.congestion_control.clone()),
         most_streams: MOST_STREAMS,
         forced: runtime.drain.shutdown().forced_token().clone(),
         stop: runtime.stop.clone(),

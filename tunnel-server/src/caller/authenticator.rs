@@ -3,11 +3,12 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use sha2::{Digest as _, Sha256};
+use tokio::time::Instant;
 
 use super::identity::{Caller, Refusal};
 use super::review::Reviewer;

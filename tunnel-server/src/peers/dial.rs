@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
@@ -12,12 +12,13 @@ use rustls_pki_types::CertificateDer;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tonic::{Code, Status, Streaming};
 use tunnel_link::grpc::{Channel, origin};
-use tunnel_link::link::{self, Congestion, Flow, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 use tunnel_link::proto::peer_client::PeerClient;
 use tunnel_link::proto::{Holdings, WatchRequest};
 use tunnel_pki::enrol::Announced;
@@ -62,7 +63,8 @@ pub struct PeerContext {
     pub tls: Arc<ArcSwap<ClientConfig>>,
     pub workers: Arc<Workers>,
     pub peers: Arc<Peers>,
-    pub congestion: Congestion,
+    /// How they are reached.
+    pub reach: Reach,
     /// None: this server has the CA.
     pub redirector: Option<RedirectorLinks>,
     pub trust: Trust,
@@ -290,8 +292,8 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
 
 /// The connection, and what the other server presented.
 async fn handshake(context: &PeerContext, address: &str) -> Result<(LinkIo, Chain), Error> {
-    let (reach, server) = (Reach::new(None, context.congestion.clone()), Server::Named(address.to_owned()));
-    let socket = within("TCP", reach.connect(&server)).await?.stream;
+    let server = Server::Named(address.to_owned());
+    let socket = within("TCP", context.reach.connect(&server)).await?.stream;
     link::tune_probing_link(&socket, KEEPALIVE);
     let connector = TlsConnector::from(context.tls.load_full());
     let stream = within("TLS", connector.connect(server_name(), socket)).await?;

@@ -1,8 +1,9 @@
 //! The time for which servers and a redirector have refused each other's certificates.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
+use tokio::time::Instant;
 
 /// The first and the last refusal since a server was last linked. Other failures in between do not count: a server that
 /// is unreachable refuses nothing.

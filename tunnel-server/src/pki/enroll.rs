@@ -2,12 +2,13 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use jiff::Timestamp;
 use parking_lot::Mutex;
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{Semaphore, watch};
+use tokio::time::Instant;
 use tonic::{Code, Request, Response, Status};
 use tunnel_link::proto::enrollment_server::Enrollment;
 use tunnel_link::proto::{EnrollRequest, EnrollResponse, RenewRequest};

@@ -12,10 +12,10 @@ mod workers;
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
 
 use arc_swap::ArcSwap;
 use http::{HeaderMap, HeaderValue};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tunnel_link::relay::{OF_NODE_HEADER, RELAY_PATH, RelayError, StallBound, Totals};
 use tunnel_routing::Router;

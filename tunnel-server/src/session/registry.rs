@@ -4,12 +4,14 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{broadcast, watch};
+use tokio::time::Instant;
 use tunnel_routing::{Holder, Router};
 use tunnel_runtime::NodeName;
+use tunnel_runtime::clock::wall_clock;
 
 use super::Session;
 use crate::metrics::Metrics;
@@ -209,7 +211,7 @@ impl Sessions {
     /// # Errors
     /// If the live session has the same or a newer epoch.
     pub fn register(&self, session: Arc<Session>) -> Result<Option<Arc<Session>>, Fenced> {
-        let (node, now) = (session.node.clone(), SystemTime::now());
+        let (node, now) = (session.node.clone(), wall_clock());
         let mut live = self.live.write();
         if let Some(current) = live.get(&node)
             && rank(current.epoch, now) >= rank(session.epoch, now)

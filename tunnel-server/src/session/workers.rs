@@ -49,6 +49,14 @@ impl Workers {
         Ok(workers)
     }
 
+    /// Uses the current runtime for everything, without threads.
+    pub fn here() -> Self {
+        let handles = vec![Handle::current(); 2];
+        let (next, next_handshake) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let (stop, threads) = (CancellationToken::new(), Vec::new());
+        Self { handles, links: 1, next, next_handshake, stop, threads }
+    }
+
     fn add(&mut self, name: String) -> io::Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()

@@ -25,7 +25,7 @@ use tokio_stream::Stream;
 use tonic::Request;
 use tonic::codegen::{BoxFuture, Service};
 use tonic::transport::{Channel, Endpoint};
-use tunnel_link::link;
+use tunnel_link::link::{self, Wire};
 use tunnel_link::proto::Segment;
 use tunnel_link::proto::agent_client::AgentClient;
 use tunnel_link::relay::{TARGET_HEADER, prepare_socket};
@@ -98,7 +98,7 @@ struct Connector {
 }
 
 impl Service<Uri> for Connector {
-    type Response = TokioIo<TlsStream<TcpStream>>;
+    type Response = TokioIo<TlsStream<Wire>>;
     type Error = io::Error;
     type Future = BoxFuture<Self::Response, io::Error>;
 
@@ -110,9 +110,10 @@ impl Service<Uri> for Connector {
         let Self { edge, tls } = self.clone();
         Box::pin(async move {
             let socket = TcpStream::connect(edge).await?;
-            link::tune_link(&socket);
             socket2::SockRef::from(&socket).set_tcp_notsent_lowat(128 << 10)?;
-            let mut stream = tls.connect(ServerName::from(edge.ip()), socket).await?;
+            let wire = Wire::from(socket);
+            link::tune_link(&wire);
+            let mut stream = tls.connect(ServerName::from(edge.ip()), wire).await?;
             link::tune_tls(stream.get_mut().1, link::LARGEST_PIECE);
             Ok(TokioIo::new(stream))
         })

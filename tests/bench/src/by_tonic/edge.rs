@@ -20,7 +20,7 @@ use tokio_stream::{Empty, StreamExt as _};
 use tonic::transport::Server;
 use tonic::transport::server::Connected;
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_link::link;
+use tunnel_link::link::{self, Wire};
 use tunnel_link::proto::agent_server::{Agent, AgentServer};
 use tunnel_link::proto::{AgentEvent, Notice, NoticeAck, Segment, Welcome};
 use tunnel_link::relay::{TARGET_HEADER, prepare_socket};
@@ -41,9 +41,10 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
             let tls = tls.clone();
             async move {
                 let socket = socket?;
-                link::tune_link(&socket);
                 socket2::SockRef::from(&socket).set_tcp_notsent_lowat(128 << 10)?;
-                let mut stream = tls.accept(socket).await?;
+                let wire = Wire::from(socket);
+                link::tune_link(&wire);
+                let mut stream = tls.accept(wire).await?;
                 link::tune_tls(stream.get_mut().1, link::LARGEST_PIECE);
                 io::Result::Ok(Link(stream))
             }
@@ -114,7 +115,7 @@ impl Agent for Dialing {
 }
 
 /// tonic requires `Connected` of the connections that it serves.
-struct Link(TlsStream<TcpStream>);
+struct Link(TlsStream<Wire>);
 
 impl Connected for Link {
     type ConnectInfo = ();

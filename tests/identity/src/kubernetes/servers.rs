@@ -15,6 +15,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tunnel_agent::kube::discover::Discovery;
 use tunnel_agent::kube::node as node_ranges;
+use tunnel_agent::reach::Reach;
 use tunnel_agent::runtime::Runtime;
 use tunnel_agent::session::{LinkPhase, LinkSet};
 use tunnel_link::link::Congestion;
@@ -155,7 +156,7 @@ impl Port {
             tls: server.certificate.peer_tls(),
             workers: self.workers.clone(),
             peers: self.peers.clone(),
-            congestion: Congestion::System,
+            reach: Reach::new(None, Congestion::System),
             redirector: None,
             trust: Trust {
                 roots: self.roots.subscribe(),

@@ -20,12 +20,25 @@ const NEXT_ROUND: Duration = Duration::from_millis(1500);
 /// # Errors
 /// The name does not resolve, as [`lookup`] says, or every address refuses.
 pub(super) async fn connect(server: &str) -> io::Result<TcpStream> {
-    let invalid = |reason| io::Error::new(io::ErrorKind::InvalidInput, format!("{server}: {reason}"));
-    let HostPort { host, port } = server.parse().map_err(invalid)?;
-    first_to_answer(&interleaved(lookup(&host, port).await?)).await
+    connect_by(server, TcpStream::connect::<SocketAddr>).await
 }
 
-async fn first_to_answer(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
+/// The same by another way to connect to one address.
+pub(super) async fn connect_by<T, F>(server: &str, connect: impl Fn(SocketAddr) -> F) -> io::Result<T>
+where
+    T: Send + 'static,
+    F: Future<Output = io::Result<T>> + Send + 'static,
+{
+    let invalid = |reason| io::Error::new(io::ErrorKind::InvalidInput, format!("{server}: {reason}"));
+    let HostPort { host, port } = server.parse().map_err(invalid)?;
+    first_to_answer(&interleaved(lookup(&host, port).await?), connect).await
+}
+
+async fn first_to_answer<T, F>(addresses: &[SocketAddr], connect: impl Fn(SocketAddr) -> F) -> io::Result<T>
+where
+    T: Send + 'static,
+    F: Future<Output = io::Result<T>> + Send + 'static,
+{
     if addresses.is_empty() {
         return Err(io::Error::new(io::ErrorKind::NotFound, "no address for this name"));
     }
@@ -47,7 +60,7 @@ async fn first_to_answer(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
                     next = addresses.iter();
                 }
                 if let Some(address) = next.next() {
-                    attempts.spawn(TcpStream::connect(*address));
+                    attempts.spawn(connect(*address));
                 }
                 pause = if next.len() == 0 { NEXT_ROUND } else { NEXT_ADDRESS };
             }
@@ -128,14 +141,20 @@ mod tests {
         let answering = answers.local_addr().unwrap();
         for others in [&[silent][..], &[refuses], &[silent, refuses], &[refuses, silent, silent]] {
             let all = [others, &[answering]].concat();
-            let connected = timeout(Duration::from_secs(20), first_to_answer(&all)).await;
+            let connected =
+                timeout(Duration::from_secs(20), first_to_answer(&all, TcpStream::connect::<SocketAddr>))
+                    .await;
             let stream = connected.unwrap_or_else(|_| panic!("not connected with {all:?}")).unwrap();
             assert_eq!(stream.peer_addr().unwrap(), answering, "{all:?}");
         }
-        let error = first_to_answer(&[refuses, refuses]).await.unwrap_err();
+        let error = first_to_answer(&[refuses, refuses], TcpStream::connect::<SocketAddr>).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
         // One refusal is not the end while another address may still answer.
-        let ended = timeout(Duration::from_secs(1), first_to_answer(&[silent, refuses])).await;
+        let ended = timeout(
+            Duration::from_secs(1),
+            first_to_answer(&[silent, refuses], TcpStream::connect::<SocketAddr>),
+        )
+        .await;
         assert!(ended.is_err(), "{ended:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! TCP connections to servers, direct or through an HTTP proxy.
+//! Connections to servers: by TCP, direct or through an HTTP proxy.
 
 mod direct;
 mod proxy;
@@ -6,18 +6,29 @@ mod proxy;
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
 
-use tokio::net::TcpStream;
-use tunnel_link::link::Congestion;
+use tunnel_link::link::{Congestion, Line, Wire};
 
 pub use proxy::{Proxy, ProxyFault, proxy_fault};
+
+/// A network other than the kernel's.
+pub trait Network: fmt::Debug + Send + Sync {
+    /// Connects, as connect(2) does.
+    fn connect(&self, to: SocketAddr) -> Connecting;
+}
+
+/// A connection of a [`Network`].
+pub type Connecting = Pin<Box<dyn Future<Output = io::Result<Box<dyn Line>>> + Send>>;
 
 /// Settings for connections to servers: the proxy and the congestion control.
 #[derive(Clone, Debug, Default)]
 pub struct Reach {
     proxy: Option<Arc<Proxy>>,
     congestion: Congestion,
+    /// None: the kernel's.
+    network: Option<Arc<dyn Network>>,
 }
 
 /// A server to connect to.
@@ -29,9 +40,9 @@ pub enum Server {
     At(SocketAddr),
 }
 
-/// A TCP connection to a server.
+/// A connection to a server.
 pub struct Reached {
-    pub stream: TcpStream,
+    pub stream: Wire,
     /// Connects to the same server again, as far as possible: behind a proxy the name may lead to other servers.
     pub server: Server,
     /// Address of the proxy.
@@ -40,7 +51,12 @@ pub struct Reached {
 
 impl Reach {
     pub fn new(proxy: Option<Proxy>, congestion: Congestion) -> Self {
-        Self { proxy: proxy.map(Arc::new), congestion }
+        Self { proxy: proxy.map(Arc::new), congestion, network: None }
+    }
+
+    /// Connects through this network, without a proxy.
+    pub fn over(network: Arc<dyn Network>) -> Self {
+        Self { network: Some(network), ..Self::default() }
     }
 
     pub fn proxy(&self) -> Option<&Proxy> {
@@ -70,10 +86,16 @@ impl Reach {
         if let (Server::Named(name), Some(proxy)) = (server, &self.proxy)
             && let Some(way) = proxy.way_to(name)
         {
-            let stream = way.connect(name).await?;
+            let stream = way.connect(name).await?.into();
             return Ok(Reached { stream, server: server.clone(), proxy: Some(way.address) });
         }
-        let stream = direct::connect(&server.to_string()).await?;
+        let stream = match self.network.clone() {
+            None => direct::connect(&server.to_string()).await?.into(),
+            Some(network) => {
+                let connect = move |address| network.connect(address);
+                Wire::Line(direct::connect_by(&server.to_string(), connect).await?)
+            }
+        };
         let server = Server::At(stream.peer_addr()?);
         Ok(Reached { stream, server, proxy: None })
     }

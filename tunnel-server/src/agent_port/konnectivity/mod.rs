@@ -33,7 +33,7 @@ use tunnel_runtime::config::HostPort;
 
 use super::attach::Presented;
 use super::handshakes::{Connection, Error, Handshakes};
-use crate::admission::Gated;
+use crate::admission::Accept;
 use context::Context;
 use service::Service;
 
@@ -71,7 +71,7 @@ impl KonnectivityPort {
     }
 
     /// Accepts connections until the drain starts.
-    pub(crate) async fn serve(self: Arc<Self>, listener: Gated) {
+    pub(crate) async fn serve(self: Arc<Self>, listener: impl Accept) {
         let handshakes = self.handshakes.clone();
         let serve = move |connection| {
             let port = self.clone();

@@ -1,0 +1,202 @@
+//! A network of memory: hosts with one address each, and paths between them that delay, fall silent and come back.
+
+mod line;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rand::Rng as _;
+use rand::rngs::StdRng;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep};
+use tunnel_agent::reach::{Connecting, Network};
+use tunnel_link::link::Wire;
+use tunnel_server::agent_port::Accept;
+
+use self::line::{Connection, End};
+
+/// How long a kernel waits before it sends a SYN again, for the first time.
+const SYN: Duration = Duration::from_secs(1);
+/// Maximum pause between two retransmissions, as the product sets it on a short path.
+const RETRANSMISSION: Duration = Duration::from_secs(2);
+
+/// The network. Clones share it.
+#[derive(Clone)]
+pub(crate) struct Net(Arc<Mutex<State>>);
+
+struct State {
+    random: StdRng,
+    /// One-way delay of each path; the lower address first.
+    delays: BTreeMap<(IpAddr, IpAddr), Duration>,
+    /// Paths that are silent, with the time since when.
+    silent: BTreeMap<(IpAddr, IpAddr), Instant>,
+    listeners: BTreeMap<SocketAddr, mpsc::UnboundedSender<(Wire, SocketAddr)>>,
+    connections: BTreeMap<u64, Connection>,
+    next: u64,
+}
+
+fn path(a: IpAddr, b: IpAddr) -> (IpAddr, IpAddr) {
+    (a.min(b), a.max(b))
+}
+
+impl State {
+    fn delay(&self, a: IpAddr, b: IpAddr) -> Duration {
+        self.delays.get(&path(a, b)).copied().unwrap_or(Duration::from_millis(1))
+    }
+
+    fn is_silent(&self, a: IpAddr, b: IpAddr) -> bool {
+        self.silent.contains_key(&path(a, b))
+    }
+}
+
+impl Net {
+    pub(crate) fn new(random: StdRng) -> Self {
+        Self(Arc::new(Mutex::new(State {
+            random,
+            delays: BTreeMap::new(),
+            silent: BTreeMap::new(),
+            listeners: BTreeMap::new(),
+            connections: BTreeMap::new(),
+            next: 1,
+        })))
+    }
+
+    pub(crate) fn set_delay(&self, a: IpAddr, b: IpAddr, delay: Duration) {
+        self.0.lock().delays.insert(path(a, b), delay);
+    }
+
+    /// The network as seen from a host, whose kernel asks whether the other end is there after so long without a byte.
+    pub(crate) fn at(&self, host: IpAddr, keepalive: Duration) -> Arc<Host> {
+        Arc::new(Host { net: self.clone(), host, keepalive })
+    }
+
+    /// Accepts connections from now on. A second listener at an address takes the first one's place.
+    pub(crate) fn listen(&self, at: SocketAddr) -> Listener {
+        let (sender, incoming) = mpsc::unbounded_channel();
+        self.0.lock().listeners.insert(at, sender);
+        Listener(incoming)
+    }
+
+    /// Nothing listens there any more: connections are refused.
+    pub(crate) fn close(&self, at: SocketAddr) {
+        self.0.lock().listeners.remove(&at);
+    }
+
+    /// Lets nothing pass from now on. Nobody is told.
+    pub(crate) fn silence(&self, a: IpAddr, b: IpAddr) {
+        self.0.lock().silent.entry(path(a, b)).or_insert_with(Instant::now);
+    }
+
+    /// Ends a silence. What was sent meanwhile arrives when it is sent again.
+    pub(crate) fn heal(&self, a: IpAddr, b: IpAddr) {
+        let mut wakers = Vec::new();
+        {
+            let mut state = self.0.lock();
+            let Some(since) = state.silent.remove(&path(a, b)) else { return };
+            let State { random, connections, .. } = &mut *state;
+            for connection in connections.values_mut().filter(|connection| connection.is_on(a, b)) {
+                // The pause doubles: the next one is as long as what has passed.
+                let pause = since.elapsed().min(RETRANSMISSION).mul_f64(random.random());
+                connection.resume(Instant::now() + pause, &mut wakers);
+            }
+        }
+        wakers.into_iter().for_each(std::task::Waker::wake);
+    }
+
+    /// A NAT forgets the connections between two hosts, or one of them loses its power: they are silent for ever.
+    pub(crate) fn forget(&self, a: IpAddr, b: IpAddr) {
+        let mut state = self.0.lock();
+        state
+            .connections
+            .values_mut()
+            .filter(|connection| connection.is_on(a, b))
+            .for_each(Connection::forget);
+    }
+
+    /// Resets the connections between two hosts.
+    pub(crate) fn reset(&self, a: IpAddr, b: IpAddr) {
+        let mut wakers = Vec::new();
+        for connection in self.0.lock().connections.values_mut().filter(|connection| connection.is_on(a, b)) {
+            connection.reset(&mut wakers);
+        }
+        wakers.into_iter().for_each(std::task::Waker::wake);
+    }
+
+    /// Opens a connection. The listener gets the other end.
+    fn open_to(&self, host: IpAddr, to: SocketAddr, keepalive: Duration) -> io::Result<End> {
+        let mut state = self.0.lock();
+        let listener = state.listeners.get(&to).cloned().ok_or(io::ErrorKind::ConnectionRefused)?;
+        let number = state.next;
+        state.next += 1;
+        let from = SocketAddr::new(host, 10_000 + u16::try_from(number % 50_000).unwrap_or(0));
+        state.connections.insert(number, Connection::new(from, to, keepalive));
+        drop(state);
+        let (near, far) = (End::new(self, number, 0, from, to), End::new(self, number, 1, to, from));
+        let accepted = (Wire::Line(Box::new(far)), from);
+        listener.send(accepted).map_err(|_| io::ErrorKind::ConnectionRefused)?;
+        Ok(near)
+    }
+
+    pub(crate) fn number_open(&self) -> usize {
+        self.0.lock().connections.values().filter(|connection| connection.is_open()).count()
+    }
+
+    /// The connections of which neither end is closed, by the hosts that they are between.
+    pub(crate) fn open(&self) -> Vec<(SocketAddr, SocketAddr)> {
+        self.0
+            .lock()
+            .connections
+            .values()
+            .filter(|connection| connection.is_open())
+            .map(Connection::ends)
+            .collect()
+    }
+}
+
+/// A host's network.
+pub(crate) struct Host {
+    net: Net,
+    host: IpAddr,
+    keepalive: Duration,
+}
+
+impl std::fmt::Debug for Host {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "the network of {}", self.host)
+    }
+}
+
+impl Network for Host {
+    fn connect(&self, to: SocketAddr) -> Connecting {
+        let (net, host, keepalive) = (self.net.clone(), self.host, self.keepalive);
+        Box::pin(async move {
+            let mut pause = SYN;
+            while net.0.lock().is_silent(host, to.ip()) {
+                sleep(pause).await;
+                pause *= 2;
+            }
+            let delay = net.0.lock().delay(host, to.ip());
+            sleep(delay).await;
+            let end = net.open_to(host, to, keepalive);
+            sleep(delay).await;
+            Ok(Box::new(end?) as _)
+        })
+    }
+}
+
+/// What a server listens on.
+pub(crate) struct Listener(mpsc::UnboundedReceiver<(Wire, SocketAddr)>);
+
+impl Accept for Listener {
+    async fn accept(&mut self, _: &'static str) -> (Wire, SocketAddr) {
+        match self.0.recv().await {
+            Some(accepted) => accepted,
+            // Another server listens in its place.
+            None => std::future::pending().await,
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! What can be seen of a fleet. It is looked at ten times a second: nothing here makes text before something has changed.
+
+use std::fmt;
+
+use tunnel_agent::session::LinkPhase;
+use tunnel_runtime::NodeName;
+
+use crate::agent::Agent;
+use crate::fleet::Fleet;
+use crate::server::{self, Server};
+
+#[derive(Default, PartialEq)]
+pub(crate) struct View {
+    pub(crate) servers: Vec<Option<OfServer>>,
+    pub(crate) agents: Vec<Option<OfAgent>>,
+    open: usize,
+}
+
+/// What a server has, by node.
+#[derive(PartialEq)]
+pub(crate) struct OfServer {
+    process: (usize, usize),
+    is_settled: bool,
+    pub(crate) epochs: Vec<Option<u64>>,
+    /// Processes of other servers that have the node.
+    pub(crate) holders: Vec<Vec<(usize, usize)>>,
+    /// Servers that it is linked with.
+    pub(crate) linked: Vec<usize>,
+}
+
+/// An agent's links, by server.
+#[derive(PartialEq)]
+pub(crate) struct OfAgent {
+    phases: Vec<LinkPhase>,
+    /// Of its session, where it is attached.
+    pub(crate) epochs: Vec<Option<u64>>,
+}
+
+impl View {
+    pub(crate) fn of(fleet: &Fleet, nodes: &[NodeName]) -> Self {
+        let servers = fleet.servers.iter().map(|server| Some(OfServer::of(server.as_ref()?, nodes)));
+        let agents = fleet.agents.iter().map(|agent| Some(OfAgent::of(agent.as_ref()?, fleet.plan.servers)));
+        Self { servers: servers.collect(), agents: agents.collect(), open: fleet.net.number_open() }
+    }
+}
+
+impl OfServer {
+    fn of(server: &Server, nodes: &[NodeName]) -> Self {
+        let holders = |node| {
+            let holders = server.peers.holders(node);
+            holders.iter().filter_map(|peer| server::process(&peer.server_id)).collect()
+        };
+        let linked = server.peers.all();
+        Self {
+            process: server.process,
+            is_settled: server.is_settled(),
+            epochs: nodes.iter().map(|node| server.epoch(node)).collect(),
+            holders: nodes.iter().map(holders).collect(),
+            linked: linked.iter().filter_map(|peer| Some(server::process(&peer.server_id)?.0)).collect(),
+        }
+    }
+}
+
+impl OfAgent {
+    fn of(agent: &Agent, servers: usize) -> Self {
+        let (mut phases, mut epochs) = (Vec::new(), vec![None; servers]);
+        for link in agent.links.status() {
+            if link.phase == LinkPhase::Attached
+                && let Some(epoch) = server::index(&link.address).and_then(|index| epochs.get_mut(index))
+            {
+                *epoch = Some(link.epoch);
+            }
+            phases.push(link.phase);
+        }
+        Self { phases, epochs }
+    }
+}
+
+impl fmt::Display for View {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for server in self.servers.iter().flatten() {
+            let (index, process) = server.process;
+            write!(f, "server-{index}.{process}{}[", if server.is_settled { "" } else { "!" })?;
+            for (epoch, holders) in server.epochs.iter().zip(&server.holders) {
+                write!(f, " {}/", epoch.map_or(0, |epoch| epoch % 1_000_000))?;
+                let holders: Vec<_> =
+                    holders.iter().map(|(index, process)| format!("{index}.{process}")).collect();
+                f.write_str(&holders.join("+"))?;
+            }
+            f.write_str(" ] ")?;
+        }
+        for (index, agent) in self.agents.iter().enumerate() {
+            let Some(agent) = agent else { continue };
+            let phases: String =
+                agent.phases.iter().filter_map(|phase| format!("{phase:?}").chars().next()).collect();
+            write!(f, "edge-{index}:{phases} ")?;
+        }
+        write!(f, "{} open", self.open)
+    }
+}

@@ -1,0 +1,32 @@
+//! `cargo xtask fleet`: the simulated fleet of tests/fleet.
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use anyhow::Result;
+
+use crate::command::{build_programs, built, program, run_in_foreground};
+
+const PROGRAM: &str = "postern-fleet";
+/// Of a whole run, on all processors.
+const SECONDS: u32 = 60;
+
+/// Those of the program.
+#[derive(clap::Args)]
+#[command(disable_help_flag = true)]
+pub(crate) struct Options {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "OPTIONS")]
+    given: Vec<OsString>,
+}
+
+pub(crate) fn run(options: &Options) -> Result<ExitCode> {
+    build_programs(&[PROGRAM])?;
+    run_in_foreground(program(built(PROGRAM)?).args(&options.given))
+}
+
+/// Runs seeds that no run has had, as a part of the tests.
+pub(crate) fn run_new_seeds(is_built: bool) -> Result<ExitCode> {
+    if !is_built {
+        build_programs(&[PROGRAM])?;
+    }
+    run_in_foreground(program(built(PROGRAM)?).arg(format!("--seconds={SECONDS}")))
+}
