@@ -21,8 +21,9 @@ use crate::network::Net;
 use crate::plan::{Plan, Step};
 use crate::server::{self, Server};
 
-/// How often the fleet is looked at.
+/// How often the fleet is looked at, and once nothing happens any more.
 const LOOK: Duration = Duration::from_millis(100);
+const LOOK_QUIET: Duration = Duration::from_millis(500);
 
 /// Servers and agents, and the network between them.
 pub(crate) struct Fleet {
@@ -90,7 +91,7 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
             fleet.act(event, &mut model)?;
         }
         model.look(&fleet)?;
-        let look = begin.elapsed() + LOOK;
+        let look = begin.elapsed() + if model.is_quiet() { LOOK_QUIET } else { LOOK };
         let next = events.first_key_value().map_or(look, |((at, _), _)| look.min(*at));
         sleep_until(begin + next).await;
     }

@@ -29,6 +29,9 @@ const SILENCE: Duration = Duration::from_millis(3500);
 /// The other servers know of a session after so long.
 const KNOWN: Duration = Duration::from_millis(500);
 
+/// Nothing has happened for so long.
+const QUIET: Duration = Duration::from_secs(10);
+
 /// What is known of the fleet so far.
 pub(crate) struct Model {
     begin: Instant,
@@ -40,6 +43,8 @@ pub(crate) struct Model {
     patience: Duration,
     /// As it was seen last.
     view: View,
+    /// When something happened last.
+    noted: Instant,
     trace: DefaultHasher,
 }
 
@@ -52,6 +57,7 @@ impl Model {
             epochs: BTreeMap::new(),
             patience: fleet.plan.patience.max(ATTACHES),
             view: View::default(),
+            noted: Instant::now(),
             trace: DefaultHasher::new(),
         }
     }
@@ -64,7 +70,12 @@ impl Model {
     pub(crate) fn note(&mut self, what: &str) {
         let line = format!("{:9.3} {what}", self.begin.elapsed().as_secs_f64());
         self.trace.write(line.as_bytes());
+        self.noted = Instant::now();
         tracing::info!("{line}");
+    }
+
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.noted.elapsed() > QUIET
     }
 
     /// A hash of everything that was seen.
