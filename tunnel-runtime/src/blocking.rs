@@ -17,7 +17,7 @@ pub fn set_disk(takes: impl FnMut() -> Duration + 'static) {
 /// Does the work on a thread for that. It is done even if nobody waits for it any more.
 ///
 /// # Errors
-/// It has panicked.
+/// It has panicked, or the runtime ends.
 pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
     let done = match DISK.with_borrow_mut(|disk| disk.as_mut().map(|takes| takes())) {
         None => tokio::task::spawn_blocking(work),

@@ -2,9 +2,9 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 
-use crate::command::{build_programs, built, program, run_in_foreground};
+use crate::command::{build_programs, built, program};
 
 const PROGRAM: &str = "postern-fleet";
 /// Of a whole run, on all processors.
@@ -20,7 +20,8 @@ pub(crate) struct Options {
 
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     build_programs(&[PROGRAM])?;
-    run_in_foreground(program(built(PROGRAM)?).args(&options.given))
+    let status = program(built(PROGRAM)?).args(&options.given).status().context("starting the fleet")?;
+    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// Runs seeds that no run has had, as a part of the tests.
@@ -28,5 +29,5 @@ pub(crate) fn run_new_seeds(is_built: bool) -> Result<ExitCode> {
     if !is_built {
         build_programs(&[PROGRAM])?;
     }
-    run_in_foreground(program(built(PROGRAM)?).arg(format!("--seconds={SECONDS}")))
+    run(&Options { given: vec![format!("--seconds={SECONDS}").into()] })
 }

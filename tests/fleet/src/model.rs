@@ -24,8 +24,9 @@ const MOVES: Duration = Duration::from_secs(3);
 const LINKS: Duration = Duration::from_secs(12);
 /// The same after an upgrade of the other server: it is dialled at once.
 const LINKS_AGAIN: Duration = Duration::from_millis(1500);
-/// A silent server is given up after 2.5 s, which are looked at every 0.5 s, and after what was still on its way.
-const SILENCE: Duration = Duration::from_millis(3500);
+/// A silent server is given up after 2.5 s and twice the last round trip, which are looked at every 0.5 s, and after what was
+/// still on its way. A round trip may have been measured across an outage of up to a second.
+const SILENCE: Duration = Duration::from_millis(5500);
 /// The other servers know of a session after so long.
 const KNOWN: Duration = Duration::from_millis(500);
 

@@ -19,8 +19,9 @@ pub(crate) fn is_seeded(seed: u64) -> bool {
     std::env::var(SEED).is_ok_and(|given| given == seed.to_string())
 }
 
+/// The first of many seeds that no other run has.
 pub(crate) fn of_now() -> u64 {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs() << 20
 }
 
 /// No seed takes a second, unless programs do things for ever at one time.
@@ -36,7 +37,9 @@ impl Dir {
         let memory = Path::new("/dev/shm");
         let parent = if memory.is_dir() { memory.to_owned() } else { std::env::temp_dir() };
         let dir = parent.join(format!("postern-fleet-{}", std::process::id()));
-        std::fs::create_dir_all(&dir).with_context(|| dir.display().to_string())?;
+        // Of a process that was killed.
+        let _ = std::fs::remove_dir_all(&dir);
+        std::fs::create_dir(&dir).with_context(|| dir.display().to_string())?;
         Ok(Self(dir))
     }
 }
@@ -110,11 +113,11 @@ pub(crate) fn many(first: u64, count: u64, limit: Option<Duration>) -> Result<Ve
                 return Ok(());
             }
             let seed = first.wrapping_add(number);
-            let output = quietly(seed, &[])?;
+            let output = quietly(seed, &[]).with_context(|| format!("seed {seed}"))?;
             if !output.status.success() {
                 let text = String::from_utf8_lossy(&output.stdout).into_owned();
                 let text = if text.is_empty() { format!("seed {seed}: {}", output.status) } else { text };
-                println!("{}", text.trim_end());
+                println!("{}\n{}", text.trim_end(), String::from_utf8_lossy(&output.stderr).trim_end());
                 failed.lock().push(seed);
             }
         }
@@ -139,6 +142,14 @@ pub(crate) fn many(first: u64, count: u64, limit: Option<Duration>) -> Result<Ve
 /// Leaves out every step without which the seed fails as well, and prints what is left.
 pub(crate) fn shrink(seed: u64) -> Result<()> {
     let steps = crate::plan::Plan::of(seed).steps;
+    let begin = Instant::now();
+    if quietly(seed, &[])?.status.success() {
+        println!("seed {seed} did not fail again: something does not follow from it");
+        return Ok(());
+    }
+    if begin.elapsed() >= LIMIT {
+        return Ok(());
+    }
     let mut without = Vec::new();
     for step in 0..steps.len() {
         without.push(step);

@@ -24,8 +24,9 @@ fn run(seed: u64) -> Result<String> {
 #[test]
 fn kept_seeds_pass() {
     for (seed, fault) in KEPT {
-        println!("{fault}");
-        run(seed).unwrap();
+        if let Err(error) = run(seed) {
+            panic!("seed {seed}, kept for \"{fault}\": {error:#}");
+        }
     }
 }
 

@@ -121,8 +121,10 @@ pub(crate) async fn an_unwanted_upload_is_answered<S: AsyncRead + AsyncWrite + U
     let mut stream = connect().await?;
     let head = format!("POST / HTTP/1.1\r\nHost: edge-9:9100\r\nContent-Length: {UPLOAD}\r\n\r\n");
     send(&mut stream, head.as_bytes()).await?;
-    Pattern::new(5, UPLOAD).write_to(&mut stream).await.context("sending a body after the answer")?;
-    let answer = ask(stream, b"").await?;
+    let (mut reader, mut writer) = tokio::io::split(stream);
+    let mut body = Pattern::new(5, UPLOAD);
+    let sent = async { body.write_to(&mut writer).await.context("sending a body after the answer") };
+    let (answer, ()) = tokio::try_join!(client::text(&mut reader, "the listener did not close"), sent)?;
     ensure!(answer.starts_with("HTTP/1.1 4"), "{answer:?}");
     Ok(())
 }

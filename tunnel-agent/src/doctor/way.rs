@@ -107,6 +107,15 @@ async fn reach(
     let through = reached.proxy.clone();
     match tokio::time::timeout(HANDSHAKE, presented_chain(reached.stream, ALPN_GRPC)).await {
         Ok(Ok(presented)) => Ok(presented),
+        // A server closes when it gets nothing for a few seconds: the first segment of a ClientHello may be one of those
+        // that are lost.
+        Ok(Err(error))
+            if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset) =>
+        {
+            let found = format!("{server}: connected, and the handshake was cut off");
+            let lost = black_hole(server, through.as_deref(), &found).await;
+            Err(Some(lost.unwrap_or_else(|| judge_handshake_error(server, &error))))
+        }
         Ok(Err(error)) => Err(Some(judge_handshake_error(server, &error))),
         Err(_) => Err(Some(silent(server, through.as_deref()).await)),
     }
@@ -137,20 +146,28 @@ fn not_reached(server: &str, error: &io::Error) -> Finding {
     }
 }
 
-/// Handles a handshake without an answer on an open connection: tries again with small packets.
+/// Handles a handshake without an answer on an open connection.
 async fn silent(server: &str, proxy: Option<&str>) -> Finding {
     let found =
         format!("{server}: connected, and no answer in the handshake within {} s", HANDSHAKE.as_secs());
-    let small = async { presented_chain(connect_small(server).await?, ALPN_GRPC).await };
-    if proxy.is_none() && matches!(tokio::time::timeout(HANDSHAKE, small).await, Ok(Ok(_))) {
-        let found = format!("{found}, but one with segments of {SMALL_SEGMENT} bytes");
-        let fix = "find the real MTU with `tracepath -n HOST` and set it: `ip link set dev DEV mtu 1400`; or \
-                   `sysctl -w net.ipv4.tcp_mtu_probing=1` on both ends, or clamp the MSS on the router";
-        return Finding::new(&codes::MTU_BLACK_HOLE, found, fix);
+    if let Some(lost) = black_hole(server, proxy, &found).await {
+        return lost;
     }
     let fix = "a firewall or a load balancer accepts the connection and holds it: have it pass TCP through unchanged, and \
                look at the server's log";
     Finding::new(&codes::HANDSHAKE_SILENT, found, fix)
+}
+
+/// Tries again with small packets. If these get through, larger ones are lost.
+async fn black_hole(server: &str, proxy: Option<&str>, found: &str) -> Option<Finding> {
+    let small = async { presented_chain(connect_small(server).await?, ALPN_GRPC).await };
+    if proxy.is_none() && matches!(tokio::time::timeout(HANDSHAKE, small).await, Ok(Ok(_))) {
+        let found = format!("{found}; one with segments of {SMALL_SEGMENT} bytes works");
+        let fix = "find the real MTU with `tracepath -n HOST` and set it: `ip link set dev DEV mtu 1400`; or \
+                   `sysctl -w net.ipv4.tcp_mtu_probing=1` on both ends, or clamp the MSS on the router";
+        return Some(Finding::new(&codes::MTU_BLACK_HOLE, found, fix));
+    }
+    None
 }
 
 async fn addresses(server: &str) -> io::Result<Vec<SocketAddr>> {

@@ -25,8 +25,8 @@ use crate::tcp_info::{Delivery, Silence};
 
 /// Transmission time of one piece, in milliseconds.
 const PIECE_MS: u64 = 15;
-/// Transmission time of one piece of each stream that sends much, in milliseconds. HTTP/2 lets streams send in turn, so
-/// this is what a keystroke waits behind many downloads.
+/// Transmission time of one piece of each stream that sends much, in milliseconds, unless these have the minimum size.
+/// HTTP/2 lets streams send in turn, so this is what a keystroke waits behind many downloads.
 const ROUND_MS: u64 = 120;
 /// Size of a piece before the link's rate is known, in bytes.
 const FIRST_PIECE: usize = 16 << 10;
@@ -308,6 +308,7 @@ impl Taken {
 mod tests {
     use super::*;
     use crate::link::{LARGEST_WINDOW, STREAM_WINDOW};
+    use crate::relay::{SMALL_READ, paced};
     use crate::tcp_info::SendTimes;
 
     fn flow(rtt_ms: u64) -> Flow {
@@ -424,6 +425,24 @@ mod tests {
         assert_eq!((flow.rate(), flow.retransmits()), (0, 3));
         assert_eq!(flow.limits(), Some(Limits { receive_window: 0.5, send_buffer: 0.0 }));
     }
+    #[test]
+    fn every_stream_that_sends_much_counts_however_short_its_turn_is() {
+        let flow = Flow::default();
+        let mut streams: Vec<_> = (0..500).map(|_| (Bulk::new(&flow), SMALL_READ)).collect();
+        for _ in 0..10 {
+            for (bulk, size) in &mut streams {
+                // It fills what it reads.
+                *size = paced(bulk, &flow, *size, *size);
+            }
+        }
+        assert_eq!(flow.bulk.load(Ordering::Relaxed), 500, "what may be queued is shared among these");
+        let (bulk, size) = &mut streams[0];
+        for _ in 0..3 {
+            *size = paced(bulk, &flow, *size, 1);
+        }
+        assert_eq!(flow.bulk.load(Ordering::Relaxed), 499, "a keystroke is not much");
+    }
+
     #[test]
     fn a_keystroke_waits_a_round_of_downloads_at_most() {
         let piece_at =

@@ -19,7 +19,8 @@ use super::wire::Wire;
 
 /// Minimum time between two queries of the link's rate.
 const RATE_INTERVAL: Duration = Duration::from_millis(10);
-/// Maximum time for the other end to read the last bytes and to close. A slow link has much of it queued.
+/// Maximum time for the other end to read the last bytes and to close, once they are written. The owner of the link bounds
+/// the writing.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The byte stream under a link's HTTP/2.

@@ -93,8 +93,7 @@ impl Outward<'_> {
                 return Box::pin(self.end(socket, send)).await;
             }
             if room == size {
-                size = next_size(size, read, self.flow.turn());
-                bulk.set(size > SMALL_READ);
+                size = paced(&mut bulk, self.flow, size, read);
             }
             early = early.saturating_add(read.max(EARLY_SEGMENT));
             if let Some(sent) = unwanted(self.send_segment(socket, send, segment).await)? {
@@ -298,6 +297,14 @@ pub fn next_size(size: usize, read: usize, piece: usize) -> usize {
     } else {
         size
     }
+}
+
+/// Returns the size of the read after one of `size` that got `read` bytes, and counts the stream while it sends much: also
+/// one that fills its reads, since a turn may be as short as a small read.
+pub(crate) fn paced(bulk: &mut Bulk<'_>, flow: &Flow, size: usize, read: usize) -> usize {
+    let next = next_size(size, read, flow.turn());
+    bulk.set(read >= size || next > SMALL_READ);
+    next
 }
 
 /// Returns the cause of a failed send. h2 reports a stream that the peer has reset as misuse.

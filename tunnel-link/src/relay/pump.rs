@@ -19,7 +19,7 @@ use super::TARGET_RESET;
 use super::error::{RelayError, Side};
 use super::frame::{FrameError, HEADER_LEN, header};
 use super::inward::{Delivery, discard, ended_well};
-use super::outward::{Room, SMALL_READ, next_size, send_error, status, stream_reset};
+use super::outward::{Room, SMALL_READ, paced, send_error, status, stream_reset};
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use crate::link::{Bulk, Flow};
@@ -115,8 +115,7 @@ impl Pump<'_> {
                 };
             }
             if room == size {
-                size = next_size(size, read, self.flow.turn());
-                bulk.set(size > SMALL_READ);
+                size = paced(&mut bulk, self.flow, size, read);
             }
             let head = header(read).ok_or(RelayError::Frame(FrameError::Length))?;
             segment[..HEADER_LEN].copy_from_slice(&head);

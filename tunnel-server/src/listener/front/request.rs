@@ -47,7 +47,7 @@ pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> 
         Err(failure) => {
             let mut response = answer::response(&failure, reader);
             // After a malformed request the connection's framing cannot be trusted. A caller that may not read the
-            // metrics, or use the proxy, must not keep its place.
+            // metrics, or use the proxy, must not keep its place for longer than it takes to read that.
             let wrong = [StatusCode::BAD_REQUEST, StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE];
             if http1 && (wrong.contains(&failure.status) || served.front.ends_with_refusal()) {
                 response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));

@@ -183,11 +183,14 @@ where
         let _ = tokio::time::timeout(HANDSHAKE, TokioIo::new(client).shutdown()).await;
     }
     let late = proxy && matches!(&ended, Err(error) if error.is_timeout());
-    let told = ended.as_ref().map_or_else(|error| late || error.is_parse(), |()| true);
+    let told = ended.as_ref().map_or_else(|error| late || error.is_parse(), |()| !served.faults.reported());
     // An upgraded connection goes on with its socket.
     if let Some(mut socket) = watched.into_socket().filter(|_| told) {
         let last = if late && served.front.tls.is_none() { too_late() } else { String::new() };
-        preface::answer(&mut socket, last.as_bytes()).await;
+        tokio::select! {
+            () = preface::answer(&mut socket, last.as_bytes()) => {}
+            () = shutdown.forced() => {}
+        }
     }
     match ended {
         Err(_) if late => Err(OpenError::Client(preface::timed_out(REQUEST))),

@@ -35,7 +35,7 @@ impl Faults {
         }
     }
 
-    fn reported(&self) -> bool {
+    pub(super) fn reported(&self) -> bool {
         matches!(self, Self::Socket(reported) if reported.load(Ordering::Relaxed))
     }
 }
