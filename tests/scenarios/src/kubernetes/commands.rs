@@ -120,7 +120,8 @@ async fn attach(kubectl: &Kubectl) -> Result<()> {
 /// Number of answers whose end containerd has lost, by the edge's kubelet: it closes when it has sent everything, and if one
 /// of kube-apiserver's PINGs (every 5 s, kubernetes/kubernetes#130126) arrives after that, its kernel resets the connection.
 fn lost_by_containerd(dir: &Path) -> Result<usize> {
-    let log = std::fs::read_to_string(dir.join("logs/kubelet-edge-1.log")).context("reading kubelet's log")?;
+    let log =
+        std::fs::read_to_string(dir.join("logs/kubelet-edge-1.log")).context("reading kubelet's log")?;
     let reset = |line: &&str| {
         line.contains("Error proxying data from client to backend: readfrom tcp 127.0.0.1:")
             && line.ends_with("write: connection reset by peer")
