@@ -142,6 +142,12 @@ impl Flow {
         share(link_queue(), self.bulk.load(Ordering::Relaxed))
     }
 
+    /// Returns the number of streams that send much.
+    #[cfg(test)]
+    pub(crate) fn bulk(&self) -> usize {
+        self.bulk.load(Ordering::Relaxed)
+    }
+
     /// Returns for how long the peer has not answered at TCP level, if there is anything to answer. A link may be dead
     /// although it looks alive otherwise: a NAT has forgotten it, or the line is down.
     pub async fn silence(&self) -> Option<Silence> {
@@ -308,7 +314,6 @@ impl Taken {
 mod tests {
     use super::*;
     use crate::link::{LARGEST_WINDOW, STREAM_WINDOW};
-    use crate::relay::{SMALL_READ, paced};
     use crate::tcp_info::SendTimes;
 
     fn flow(rtt_ms: u64) -> Flow {
@@ -425,24 +430,6 @@ mod tests {
         assert_eq!((flow.rate(), flow.retransmits()), (0, 3));
         assert_eq!(flow.limits(), Some(Limits { receive_window: 0.5, send_buffer: 0.0 }));
     }
-    #[test]
-    fn every_stream_that_sends_much_counts_however_short_its_turn_is() {
-        let flow = Flow::default();
-        let mut streams: Vec<_> = (0..500).map(|_| (Bulk::new(&flow), SMALL_READ)).collect();
-        for _ in 0..10 {
-            for (bulk, size) in &mut streams {
-                // It fills what it reads.
-                *size = paced(bulk, &flow, *size, *size);
-            }
-        }
-        assert_eq!(flow.bulk.load(Ordering::Relaxed), 500, "what may be queued is shared among these");
-        let (bulk, size) = &mut streams[0];
-        for _ in 0..3 {
-            *size = paced(bulk, &flow, *size, 1);
-        }
-        assert_eq!(flow.bulk.load(Ordering::Relaxed), 499, "a keystroke is not much");
-    }
-
     #[test]
     fn a_keystroke_waits_a_round_of_downloads_at_most() {
         let piece_at =

@@ -21,8 +21,6 @@ pub use error::{RelayError, Side};
 pub use forward::{Ended, Forward};
 pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};
 pub use metrics::register_stalled;
-#[cfg(test)]
-pub(crate) use outward::paced;
 pub use outward::{SMALL_READ, next_size};
 pub use pipe::{Pipe, PipeEnd, PipeStatus, TunnelStream, pipe, pipe_of_client};
 pub use pump::Pump;

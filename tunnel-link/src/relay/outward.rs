@@ -301,7 +301,7 @@ pub fn next_size(size: usize, read: usize, piece: usize) -> usize {
 
 /// Returns the size of the read after one of `size` that got `read` bytes, and counts the stream while it sends much: also
 /// one that fills its reads, since a turn may be as short as a small read.
-pub(crate) fn paced(bulk: &mut Bulk<'_>, flow: &Flow, size: usize, read: usize) -> usize {
+pub(super) fn paced(bulk: &mut Bulk<'_>, flow: &Flow, size: usize, read: usize) -> usize {
     let next = next_size(size, read, flow.turn());
     bulk.set(read >= size || next > SMALL_READ);
     next
@@ -322,4 +322,27 @@ pub(super) async fn stream_reset(send: &mut SendStream<Bytes>) -> Reason {
         Poll::Pending => Poll::Ready(Reason::CANCEL),
     })
     .await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_stream_that_sends_much_counts_however_short_its_turn_is() {
+        let flow = Flow::default();
+        let mut streams: Vec<_> = (0..500).map(|_| (Bulk::new(&flow), SMALL_READ)).collect();
+        for _ in 0..10 {
+            for (bulk, size) in &mut streams {
+                // It fills what it reads.
+                *size = paced(bulk, &flow, *size, *size);
+            }
+        }
+        assert_eq!(flow.bulk(), 500, "what may be queued is shared among these");
+        let (bulk, size) = &mut streams[0];
+        for _ in 0..3 {
+            *size = paced(bulk, &flow, *size, 1);
+        }
+        assert_eq!(flow.bulk(), 499, "a keystroke is not much");
+    }
 }

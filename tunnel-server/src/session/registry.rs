@@ -455,7 +455,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_clock_that_is_set_back_makes_nobody_implausible() {
-        let after = |seconds| UNIX_EPOCH + Duration::from_secs(1_800_000_000 + seconds);
+        let after = |seconds: u64| UNIX_EPOCH + Duration::from_secs(1_800_000_000 + seconds);
         let latest = Latest::of(after(0));
         tokio::time::advance(Duration::from_secs(600)).await;
         assert_eq!(latest.time(after(100)), after(600), "it was set back by 500 s, nobody knows when");
