@@ -29,8 +29,9 @@ const REMEMBERED: usize = 1 << 17;
 const MOST_LEAVING: usize = 4;
 
 /// Epochs are wall-clock milliseconds. An epoch further ahead of this server's clock than this does not come from a
-/// correct clock, and does not fence one that does.
-const AHEAD: Duration = Duration::from_secs(300);
+/// correct clock, and does not fence one that does. A clock that has been wrong by hours, such as a hardware clock in
+/// local time, is set back without this server having looked at it before.
+const AHEAD: Duration = Duration::from_secs(24 * 3600);
 
 /// Sort key of epochs: plausible by a correct clock, then the number. A copied identity that claims 2^64-2 is replaced
 /// by the node's own agent; agents whose clocks are equally far ahead are still ordered by their numbers.
