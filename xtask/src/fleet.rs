@@ -20,8 +20,7 @@ pub(crate) struct Options {
 
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     build_programs(&[PROGRAM])?;
-    let status = program(built(PROGRAM)?).args(&options.given).status().context("starting the fleet")?;
-    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    start(&options.given)
 }
 
 /// Runs seeds that no run has had, as a part of the tests.
@@ -29,5 +28,10 @@ pub(crate) fn run_new_seeds(is_built: bool) -> Result<ExitCode> {
     if !is_built {
         build_programs(&[PROGRAM])?;
     }
-    run(&Options { given: vec![format!("--seconds={SECONDS}").into()] })
+    start(&[format!("--seconds={SECONDS}").into()])
+}
+
+fn start(args: &[OsString]) -> Result<ExitCode> {
+    let status = program(built(PROGRAM)?).args(args).status().context("starting the fleet")?;
+    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

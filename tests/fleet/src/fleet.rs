@@ -70,7 +70,7 @@ enum Event {
 /// Runs the plan without the steps of these numbers. Returns what the model has to say of it.
 ///
 /// # Errors
-/// What went wrong, by the model.
+/// If the model finds something wrong.
 pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Model> {
     let plan = Plan::of(seed);
     let mut random = StdRng::seed_from_u64(seed);
@@ -99,7 +99,7 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
     Ok(model)
 }
 
-/// What to do, by the time of it and a number.
+/// Returns the plan's events, ordered by time. The number tells those of the same time apart.
 fn events(plan: &Plan, without: &[usize], random: &mut StdRng) -> BTreeMap<(Duration, usize), Event> {
     let mut events = BTreeMap::new();
     let mut number = 0;
@@ -288,7 +288,6 @@ impl Fleet {
             Step::Disk { .. } => {
                 let disk = self.plan.disk;
                 set_disk(move || disk);
-                model.excused(Duration::ZERO);
             }
             Step::Forget { .. } | Step::Reset { .. } | Step::Upgrade { .. } | Step::Clock { .. } => {}
         }

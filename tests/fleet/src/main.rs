@@ -26,7 +26,7 @@ struct Cli {
     /// Leave these steps of its plan out.
     #[arg(long, value_delimiter = ',', requires = "seed")]
     without: Vec<usize>,
-    /// What the programs log with --seed, as in RUST_LOG.
+    /// Log filter of the programs with --seed, in the syntax of RUST_LOG.
     #[arg(long, default_value = "postern_fleet=info")]
     log: String,
     /// Number of the first of many seeds. Without it, the time decides.

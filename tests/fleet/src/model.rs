@@ -1,4 +1,4 @@
-//! What must hold of a fleet at any time, and how soon after which disturbance.
+//! Checks that hold for a fleet at all times, and how long each may take after a disturbance.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hasher as _};
@@ -33,12 +33,13 @@ const KNOWN: Duration = Duration::from_millis(500);
 /// Nothing has happened for so long.
 const QUIET: Duration = Duration::from_secs(10);
 
-/// What is known of the fleet so far.
+/// State of the checks of one run.
 pub(crate) struct Model {
     begin: Instant,
     /// The time by which each pair of hosts has to be linked.
     due: BTreeMap<(Host, Host), Instant>,
     nodes: Vec<NodeName>,
+    servers: usize,
     /// The highest epoch of each node at each process of a server.
     epochs: BTreeMap<((usize, usize), usize), u64>,
     patience: Duration,
@@ -55,6 +56,7 @@ impl Model {
             begin: Instant::now(),
             due: BTreeMap::new(),
             nodes: (0..fleet.plan.agents).filter_map(|index| agent::node(index).ok()).collect(),
+            servers: fleet.plan.servers,
             epochs: BTreeMap::new(),
             patience: fleet.plan.patience.max(ATTACHES),
             view: View::default(),
@@ -93,7 +95,9 @@ impl Model {
     pub(crate) fn disturbed(&mut self, host: Host, with: Option<Host>) {
         let others: Vec<Host> = match with {
             Some(other) => vec![other],
-            None => (0..8).map(Host::Server).chain((0..self.nodes.len()).map(Host::Agent)).collect(),
+            None => {
+                (0..self.servers).map(Host::Server).chain((0..self.nodes.len()).map(Host::Agent)).collect()
+            }
         };
         for other in others {
             let servers = matches!((host, other), (Host::Server(_), Host::Server(_)));
@@ -104,7 +108,7 @@ impl Model {
     /// Agents cannot attach for this time.
     pub(crate) fn excused(&mut self, lasts: Duration) {
         for agent in 0..self.nodes.len() {
-            for server in 0..8 {
+            for server in 0..self.servers {
                 self.within(Host::Agent(agent), Host::Server(server), lasts + self.patience);
             }
         }
@@ -112,7 +116,7 @@ impl Model {
 
     /// A server has a successor.
     pub(crate) fn upgraded(&mut self, server: usize) {
-        for index in 0..8 {
+        for index in 0..self.servers {
             self.within(Host::Server(server), Host::Server(index), LINKS_AGAIN);
         }
         for index in 0..self.nodes.len() {

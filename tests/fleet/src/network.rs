@@ -86,7 +86,7 @@ impl Net {
         self.0.lock().listeners.remove(&at);
     }
 
-    /// Lets nothing pass from now on. Nobody is told.
+    /// Drops everything on the path from now on, without an error at either end.
     pub(crate) fn silence(&self, a: IpAddr, b: IpAddr) {
         self.0.lock().silent.entry(path(a, b)).or_insert_with(Instant::now);
     }
@@ -141,10 +141,6 @@ impl Net {
         Ok(near)
     }
 
-    pub(crate) fn number_open(&self) -> usize {
-        self.0.lock().connections.values().filter(|connection| connection.is_open()).count()
-    }
-
     /// The connections of which neither end is closed, by the hosts that they are between.
     pub(crate) fn open(&self) -> Vec<(SocketAddr, SocketAddr)> {
         self.0
@@ -188,7 +184,7 @@ impl Network for Host {
     }
 }
 
-/// What a server listens on.
+/// A server's listener.
 pub(crate) struct Listener(mpsc::UnboundedReceiver<(Wire, SocketAddr)>);
 
 impl Accept for Listener {

@@ -40,7 +40,7 @@ impl View {
     pub(crate) fn of(fleet: &Fleet, nodes: &[NodeName]) -> Self {
         let servers = fleet.servers.iter().map(|server| Some(OfServer::of(server.as_ref()?, nodes)));
         let agents = fleet.agents.iter().map(|agent| Some(OfAgent::of(agent.as_ref()?, fleet.plan.servers)));
-        Self { servers: servers.collect(), agents: agents.collect(), open: fleet.net.number_open() }
+        Self { servers: servers.collect(), agents: agents.collect(), open: fleet.net.open().len() }
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a link runs on: a TCP connection to another host, or what stands for one.
+//! The transport of a link: a TCP connection, or a simulated one.
 
 use std::fmt::Debug;
 use std::future::poll_fn;

@@ -18,7 +18,7 @@ const MOST: usize = 256 << 10;
 /// The first retransmission of a kernel on a short path.
 const FIRST_RETRANSMISSION: Duration = Duration::from_millis(200);
 
-/// What one end has sent.
+/// Data from one end to the other.
 #[derive(Default)]
 struct Direction {
     /// With the time of arrival. Empty bytes are the end.
@@ -117,7 +117,7 @@ impl std::fmt::Debug for End {
     }
 }
 
-/// What the next read meets.
+/// Result of the next read.
 enum Next {
     Arrived,
     At(Instant),
@@ -135,9 +135,9 @@ impl End {
     /// This end's connection, and the time since when its path is silent.
     fn with<T>(&self, act: impl FnOnce(&mut Connection, Option<Instant>, Duration) -> T) -> Option<T> {
         let mut state = self.net.0.lock();
-        let State { silent, connections, delays, .. } = &mut *state;
+        let delay = state.delay(self.local.ip(), self.peer.ip());
+        let State { silent, connections, .. } = &mut *state;
         let way = path(self.local.ip(), self.peer.ip());
-        let delay = delays.get(&way).copied().unwrap_or(Duration::from_millis(1));
         let connection = connections.get_mut(&self.number)?;
         let silent = connection.forgotten.or(silent.get(&way).copied());
         Some(act(connection, silent, delay))
