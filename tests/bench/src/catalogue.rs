@@ -148,11 +148,18 @@ fn scale(group: Group) -> Vec<Line> {
             &format!("CPU time of the server each second, {of}"),
             "ms",
         );
-        line(
-            &format!("scale-agents-restart-{agents}"),
-            &format!("killed server started again until all are back, {of}"),
-            "s",
-        );
+        for (id, how) in [("restart", "sessions resumed"), ("restart-full", "full handshakes")] {
+            line(
+                &format!("scale-agents-{id}-{agents}"),
+                &format!("killed server started again until all are back, {of}, {how}"),
+                "s",
+            );
+            line(
+                &format!("scale-agents-{id}-cpu-{agents}"),
+                &format!("CPU time of that server for one of {of}, {how}"),
+                "ms",
+            );
+        }
     }
     line("scale-dials-rate", "1,000 connections a second asked for, across 10,000 agents", "1/s");
     line("scale-dials-p50", "one of them, p50", "µs");

@@ -8,12 +8,15 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::Signal;
 use postern_testbed::authority::Authority;
 use postern_testbed::inventory::Inventory;
 use postern_testbed::process::{self, Process};
+use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
 use prometheus_client::registry::Registry;
 use rcgen::KeyPair;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tunnel_agent::cli::Cli;
@@ -74,6 +77,18 @@ impl Fleet<'_> {
     }
 }
 
+/// What the fleet prints when its agents have no session to resume.
+const FORGOTTEN: &str = "TLS sessions forgotten";
+
+/// Makes each agent's next handshake a full one.
+pub(crate) async fn forget_sessions(fleet: &mut Process) -> Result<()> {
+    let before = fleet.mark()?;
+    fleet.signal(Signal::SIGUSR1)?;
+    let printed = async || fleet.output_since(before);
+    wait_until(FORGOTTEN, Duration::from_secs(10), printed, |text| text.contains(FORGOTTEN)).await?;
+    Ok(())
+}
+
 pub(crate) fn start(testbed: &Testbed, edge: usize, count: usize) -> Result<Process> {
     Fleet { count, servers: &[format!("{CLOUD}:10262")], flaps: 0 }.start(testbed, edge)
 }
@@ -82,10 +97,17 @@ pub(crate) fn start(testbed: &Testbed, edge: usize, count: usize) -> Result<Proc
 struct Agent {
     shared: Arc<Shared>,
     servers: Arc<Vec<HostPort>>,
+    identity: watch::Sender<Arc<AgentIdentity>>,
     tasks: JoinSet<()>,
 }
 
 impl Agent {
+    /// The same identity, without the sessions that its links may resume.
+    fn forget_sessions(&self) {
+        self.identity
+            .send_modify(|identity| *identity = Arc::new(identity.with_bundle(identity.bundle.clone())));
+    }
+
     fn attach(&mut self) {
         if let [server] = &self.servers[..] {
             let link = LinkLoop::new(self.shared.clone(), server.to_string());
@@ -148,23 +170,37 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
             config.given.state_dir = dir.join(n.to_string());
             let runtime = Runtime::new(config, Places::new(1024, 1 << 30), metrics.clone());
             runtime.addresses.send_replace(Arc::new(vec![own]));
-            let (own_identity, identity) = watch::channel(Arc::new(identity));
+            let (sender, identity) = watch::channel(Arc::new(identity));
             let shared = Shared::new(runtime, identity, bundles.clone());
-            let mut agent = Agent { shared, servers: servers.clone(), tasks: JoinSet::new() };
+            let mut agent =
+                Agent { shared, servers: servers.clone(), identity: sender, tasks: JoinSet::new() };
             tick.tick().await;
             agent.attach();
-            agents.push((agent, own_identity));
+            agents.push(agent);
         }
-        let Some(pause) = Duration::from_secs(1).checked_div(flaps) else {
-            return std::future::pending().await;
-        };
-        let mut tick = tokio::time::interval(pause);
-        for n in (0..agents.len()).cycle() {
-            tick.tick().await;
-            agents[n].0.flap().await;
+        match Duration::from_secs(1).checked_div(flaps) {
+            Some(pause) => flap_in_turn(&mut agents, pause).await,
+            None => forget_when_told(&agents).await,
         }
-        anyhow::bail!("a fleet without agents")
     })
+}
+
+async fn flap_in_turn(agents: &mut [Agent], pause: Duration) -> Result<()> {
+    let mut tick = tokio::time::interval(pause);
+    for n in (0..agents.len()).cycle() {
+        tick.tick().await;
+        agents[n].flap().await;
+    }
+    anyhow::bail!("a fleet without agents")
+}
+
+async fn forget_when_told(agents: &[Agent]) -> Result<()> {
+    let mut told = signal(SignalKind::user_defined1()).context("SIGUSR1")?;
+    while told.recv().await.is_some() {
+        agents.iter().for_each(Agent::forget_sessions);
+        println!("{FORGOTTEN}");
+    }
+    anyhow::bail!("no more signals")
 }
 
 fn identities(state_dir: &Path, count: usize) -> Result<Vec<AgentIdentity>> {

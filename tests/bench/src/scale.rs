@@ -123,7 +123,7 @@ async fn of_agents(testbed: &Testbed, nominal: usize, size: Size, record: &mut R
     fleet::write_inventory(testbed, count)?;
     let mut server = peers::postern::server_builder(testbed).start().await?;
     let before = usage::resident(&[Part::new(Side::Cloud, &server.process)])?.0;
-    let fleet = fleet::start(testbed, BEHIND_NAT, count)?;
+    let mut fleet = fleet::start(testbed, BEHIND_NAT, count)?;
     wait_tunnels(&server, count).await?;
 
     let parts = [Part::new(Side::Cloud, &server.process)];
@@ -139,11 +139,28 @@ async fn of_agents(testbed: &Testbed, nominal: usize, size: Size, record: &mut R
         dials(count, size, record).await?;
     }
 
-    server.process.crash().await?;
-    let start = Instant::now();
-    server.start_again().await?;
-    wait_tunnels(&server, count).await?;
-    record.value(&format!("scale-agents-restart-{nominal}"), Peer::Postern, start.elapsed().as_secs_f64());
+    for (line, resumed) in [("restart", "true"), ("restart-full", "false")] {
+        if resumed == "false" {
+            fleet::forget_sessions(&mut fleet).await?;
+        }
+        server.process.crash().await?;
+        let start = Instant::now();
+        server.start_again().await?;
+        wait_tunnels(&server, count).await?;
+        let took = start.elapsed().as_secs_f64();
+        record.value(&format!("scale-agents-{line}-{nominal}"), Peer::Postern, took);
+        let cpu = usage::cpu_seconds(&[Part::new(Side::Cloud, &server.process)])?;
+        record.value(
+            &format!("scale-agents-{line}-cpu-{nominal}"),
+            Peer::Postern,
+            cpu * 1e3 / as_f64(count as u64),
+        );
+        let handshakes = server.metric("postern_agent_tls_handshakes_total", &[("resumed", resumed)]).await?;
+        ensure!(
+            handshakes >= as_f64(count as u64),
+            "{handshakes} of {count} handshakes have resumed={resumed}"
+        );
+    }
     drop(fleet);
     server.process.stop().await?;
     Ok(())
