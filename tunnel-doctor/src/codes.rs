@@ -37,9 +37,7 @@ codes! {
     KUBEEDGE_RULES = "kubeedge-rules" Broken "KubeEdge's rules take the tunnelled ports";
     KUBE_PROXY_RULES = "kube-proxy-rules" Broken "kube-proxy takes a tunnelled port for a Service's";
     FOREIGN_RULES = "foreign-rules" Broken "rules of another program take the tunnelled ports";
-    POD_PORT_TAKEN = "pod-port-taken" Warning "connections to this port of an edge node's pod arrive at another program of this host";
     PODS_FILTERED = "pods-filtered" Broken "this host reaches edge nodes, and its pods do not";
-    AGENT_PORT_FILTERED = "agent-port-filtered" Broken "agents do not get through to this server";
     REDIRECT_ROUTE_MISSING = "redirect-route-missing" Broken "redirected connects leave this host instead of reaching the server";
     REDIRECT_RANGE_USED = "redirect-range-used" Broken "the addresses of somebody else's network become this host's own";
     REDIRECT_DEGRADED = "redirect-degraded" Broken "the server's connection to itself through the hooks failed";

@@ -20,7 +20,6 @@ use super::{Bound, Found, Registered, Sockets};
 use crate::admission::Budget;
 use crate::agent_port::{AgentPort, Handover, LinkContext};
 use crate::config::{Config, NodeSource};
-use crate::doctor::warn_of_taken_pod_ports;
 use crate::kube::{Parts as KubeParts, Reads, Writes};
 use crate::listen::{AgentPorts, Callers, Own, Parts, places};
 use crate::listener::ListenerContext;
@@ -84,7 +83,6 @@ impl Bound {
             own,
         };
         listeners.start(parts, &budget);
-        look_at_rules(config, runtime);
 
         let succession = Arc::new(Succession {
             runtime: runtime.clone(),
@@ -135,18 +133,6 @@ async fn start_routes(config: &Config, runtime: &Runtime) {
     feeder.feed().await;
     tasks.spawn(feeder.run(stop.clone()));
     tasks.spawn(redirect.clone().watch(stop.clone()));
-}
-
-/// Looks at the rules of this host, once the redirect's listeners accept.
-fn look_at_rules(config: &Config, runtime: &Runtime) {
-    let Some(redirect) = &runtime.redirect else { return };
-    if config.redirect.edge_pod_routes.is_empty() {
-        return;
-    }
-    let (config, ipv6, stop) = (config.clone(), redirect.ipv6(), runtime.stop.clone());
-    runtime.tasks.spawn(async move {
-        stop.run_until_cancelled(warn_of_taken_pod_ports(&config, ipv6)).await;
-    });
 }
 
 /// The cluster's parts, with the receivers of what is read.

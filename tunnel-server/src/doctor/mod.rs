@@ -10,7 +10,6 @@ mod rules;
 mod service;
 mod trial;
 
-pub(crate) use firewall::warn_of_taken_pod_ports;
 pub use node::test;
 
 use std::path::PathBuf;

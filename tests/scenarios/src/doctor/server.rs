@@ -83,7 +83,6 @@ async fn a_healthy_server_is_fine(testbed: &Testbed) -> Result<()> {
         "conntrack",
         "rules",
         "pods",
-        "firewall",
         "listeners",
         "state directory",
         "CA",
