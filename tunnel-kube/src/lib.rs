@@ -9,6 +9,8 @@ mod health;
 mod lasting;
 mod request;
 
+use kube::api::{PatchParams, PostParams};
+
 pub use api_server::ApiServer;
 pub use client::{ClientSettings, KubeError, api_server_address, connect, reason};
 pub use follow::{FollowSettings, Signal, follow, named};
@@ -19,6 +21,16 @@ pub use request::{Attempts, RequestError, request};
 
 /// Field manager of writes, and the reporting controller of Events.
 pub const FIELD_MANAGER: &str = "postern";
+
+/// The parameters of a write of a whole object.
+pub fn post() -> PostParams {
+    PostParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PostParams::default() }
+}
+
+/// The parameters of a patch, except an apply.
+pub fn merge() -> PatchParams {
+    PatchParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PatchParams::default() }
+}
 
 /// Signer name of the agents' CertificateSigningRequests.
 pub const SIGNER: &str = "postern.internal/agent";

@@ -1,6 +1,5 @@
 //! The server from start to end: [`build`] -> [`Bound`] -> [`Bound::run`]. The only module that knows all parts.
 
-mod admin;
 mod identity;
 mod redirector;
 mod running;
@@ -11,13 +10,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use prometheus_client::registry::Registry;
+use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 use tunnel_link::relay::register_stalled;
 use tunnel_pki::Holder;
 use tunnel_pki::enrol::IdentityMetrics;
 use tunnel_redirect::{Orphans, RedirectMetrics};
 use tunnel_routing::{Router, load_claims};
-use tunnel_runtime::admin::{Serving, register_process_metrics, register_tasks};
+use tunnel_runtime::admin::{Admin, Serving, register_process_metrics, register_tasks};
 use tunnel_runtime::lifecycle::{ReadyGuard, Shutdown, raise_open_files};
 use tunnel_runtime::limits::{Limits, register_limits};
 use tunnel_runtime::logging;
@@ -31,8 +31,9 @@ use crate::listen::{ADMIN, Files, Listeners};
 use crate::pki::{Lifetimes, PkiMetrics, ServerFile, agent_addresses};
 use crate::runtime::Runtime;
 use crate::runtime::role::register_role;
-use crate::session::Workers;
-use crate::status::{AGENTS, Reporter};
+use crate::session::{Workers, bench};
+use crate::status::page::PAGES;
+use crate::status::{AGENTS, Reporter, connections_endpoint};
 use crate::takeover::Predecessor;
 
 /// A server that has its addresses and its redirect. Only its admin endpoints answer.
@@ -129,7 +130,9 @@ pub async fn build(mut config: Config, log: logging::Handle) -> anyhow::Result<B
         listeners: addresses,
         runtime: runtime.clone(),
     };
-    let admin = admin::serve(listeners.take(ADMIN).pop(), registry.clone(), reporter, &config.flags, log)?;
+    let admin = listeners.take(ADMIN).pop();
+    let admin = admin.map(|listener| serve_admin(listener, registry.clone(), reporter, &config.flags, log));
+    let admin = admin.transpose()?;
     if let Some(address) = agents {
         let agent_addresses = agent_addresses(&config.server_names(), address);
         // A disk that is full or read-only must not keep a server that has its CA from starting.
@@ -148,6 +151,28 @@ pub async fn build(mut config: Config, log: logging::Handle) -> anyhow::Result<B
         admin,
         found: Found { running, orphans },
     })
+}
+
+/// Starts the admin endpoints.
+fn serve_admin(
+    listener: TcpListener,
+    registry: Arc<Registry>,
+    reporter: Reporter,
+    flags: &[String],
+    log: logging::Handle,
+) -> anyhow::Result<Serving> {
+    let runtime = &reporter.runtime;
+    let endpoints = Admin {
+        registry,
+        readiness: runtime.readiness.clone(),
+        connections: Some(connections_endpoint(runtime.metrics.clone())),
+        flags: flags.into(),
+        bench: Some(bench::endpoint(runtime.sessions.clone())),
+        status: reporter.into_status(),
+        pages: PAGES,
+        log,
+    };
+    Ok(endpoints.at(listener.into_std()?)?.serve()?)
 }
 
 /// Starts the redirect if it is on. Returns what dead servers have left.

@@ -15,7 +15,7 @@ use crate::caller::CallerTls;
 use crate::config::RedirectorConfig;
 use crate::listener::EgressTls;
 use crate::peers::RedirectorLinks;
-use crate::pki::{RevocationStore, ServerCertificate, Standing, follow_bundle};
+use crate::pki::{RevocationStore, ServerCertificate, Standing};
 use crate::runtime::Runtime;
 
 pub(super) struct Identity {
@@ -44,7 +44,7 @@ impl Bound {
         if let Some(redirector) = &self.config.redirector {
             return self.enrolled(redirector, said, shutdown).await;
         }
-        let (config, Runtime { tasks, stop, readiness, server_id, .. }) = (&self.config, &self.runtime);
+        let (config, Runtime { readiness, server_id, .. }) = (&self.config, &self.runtime);
         let ca = self.source.authority(config, self.lifetimes, readiness, shutdown).await?;
         let Some(ca) = ca else { return Ok(None) };
         let names = config.server_names();
@@ -54,13 +54,12 @@ impl Bound {
         let egress_tls = egress_tls.map(|tls| EgressTls::new(tls, own.clone(), &self.metrics.files));
         let egress_tls = egress_tls.transpose()?;
         let standing = self.standing(said)?;
-        let roots = follow_bundle(certificate.ca(), tasks, stop.clone());
         Ok(Some(Identity {
             peer_tls: certificate.peer_tls(),
+            roots: certificate.roots(),
             certificate: Some(Arc::new(certificate)),
             redirector: None,
             standing,
-            roots,
             caller_tls: CallerTls::new(own),
             egress_tls,
         }))

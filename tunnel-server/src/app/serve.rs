@@ -71,7 +71,7 @@ impl Bound {
             AgentPorts { port, peers }
         });
         let agent_port = agents.as_ref().map(|agents| agents.port.clone());
-        let (targets, maps) = (Some(files.targets), files.maps);
+        let (targets, maps) = (files.targets, files.maps);
         let own = Own { targets, settings, maps, services, egress_socket: None, egress_tls, agents };
         let parts = Parts {
             config: &config.listeners,

@@ -23,9 +23,9 @@ pub use audiences::{Audiences, DEFAULT_AUDIENCES, parse_audiences};
 pub(crate) use authenticator::{Authenticator, ShownToken};
 pub use bearer::bearer_token;
 pub use certificate::caller_of_certificate;
+pub(crate) use certified::Certified;
 #[cfg(test)]
 pub(crate) use certified::tests::CallersCa;
-pub(crate) use certified::{Accepted, Certified};
 pub use identity::{Caller, Refusal};
 pub(crate) use questions::{Asker, Questions};
 pub use review::Reviewer;

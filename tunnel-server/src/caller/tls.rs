@@ -1,19 +1,24 @@
 //! TLS of the listeners for callers: this process's own certificate, and optional certificates of callers.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use rcgen::{CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, KeyUsagePurpose};
 use rustls::ServerConfig;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{NoClientAuth, ResolvesServerCert};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
 use tunnel_pki::{
     IdentityError, PrivateKey, ServerTls, TrustBundle, caller_config, caller_verifier, certified,
 };
 
-use super::certified::Accepted;
+use super::certified::{Accepted, Certified};
 
+/// Maximum time for a client's handshake.
+const HANDSHAKE: Duration = Duration::from_secs(10);
 const HTTP_1: &[u8] = b"http/1.1";
 const HTTP_2: &[u8] = b"h2";
 
@@ -67,8 +72,7 @@ impl CallerTls {
     /// rustls rejects the roots; the earlier ones stay.
     pub fn accept_roots(&self, roots: &TrustBundle) -> Result<(), IdentityError> {
         let verifier = caller_verifier(roots.root_store(), false)?;
-        self.config.store(Arc::new(config(&self.certificate, verifier.clone())?));
-        self.accepted.set(verifier);
+        self.set(config(&self.certificate, verifier.clone())?, verifier);
         Ok(())
     }
 
@@ -77,16 +81,36 @@ impl CallerTls {
         &self.accepted
     }
 
-    /// Returns an acceptor for HTTP/2 and HTTP/1.1 with the current settings; take a new one for each connection.
-    pub fn acceptor(&self) -> TlsAcceptor {
-        TlsAcceptor::from(self.config.load_full())
+    /// Sets the settings, and the verifier that is in them, which they do not give out.
+    pub(crate) fn set(&self, config: ServerConfig, verifier: Arc<dyn ClientCertVerifier>) {
+        self.config.store(Arc::new(config));
+        self.accepted.set(verifier);
     }
 
-    /// Returns an acceptor for HTTP/1.1 only.
-    pub fn acceptor_of_http_1(&self) -> TlsAcceptor {
-        let mut config = ServerConfig::clone(&self.config.load());
-        config.alpn_protocols = vec![HTTP_1.to_vec()];
-        TlsAcceptor::from(Arc::new(config))
+    /// Does a client's handshake with the current settings. Returns the certificate that it has shown.
+    ///
+    /// # Errors
+    /// The reason of the failure.
+    pub(crate) async fn accept<S>(
+        &self,
+        socket: S,
+        only_http_1: bool,
+    ) -> Result<(TlsStream<S>, Option<Certified>), String>
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
+        let mut config = self.config.load_full();
+        if only_http_1 {
+            Arc::make_mut(&mut config).alpn_protocols = vec![HTTP_1.to_vec()];
+        }
+        let accepting = TlsAcceptor::from(config).accept(socket);
+        let stream = match tokio::time::timeout(HANDSHAKE, accepting).await {
+            Ok(accepted) => accepted.map_err(|error| format!("TLS: {error}"))?,
+            Err(_) => return Err(format!("no TLS handshake within {} s", HANDSHAKE.as_secs())),
+        };
+        let chain = stream.get_ref().1.peer_certificates().unwrap_or_default();
+        let certified = Certified::new(chain, self.accepted.clone());
+        Ok((stream, certified))
     }
 
     /// True if the server's certificate is valid for this name or address.

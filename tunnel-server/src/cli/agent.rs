@@ -9,7 +9,7 @@ use tunnel_runtime::NodeName;
 use tunnel_runtime::output::Format;
 
 use super::cluster_args::ClusterArgs;
-use super::output::{Common, fail_if_any, print, print_json};
+use super::output::{Common, fail_if_any, print, print_json, print_table};
 use crate::kube::ObjectNames;
 use crate::kube::read::revocations::RevocationMap;
 use crate::pki::{PkiError, Revocation, RevocationStore, Subject, cluster_of};
@@ -179,22 +179,14 @@ impl AgentCommand {
         if records.is_empty() {
             return print(out, "no node or server was revoked\n");
         }
-        let mut table = comfy_table::Table::new();
-        table.load_style(comfy_table::presets::NOTHING).set_header([
-            "NODE",
-            "STATE",
-            "REVOKED",
-            "READMITTED",
-        ]);
-        for record in records {
+        let row = |record: &Revocation| {
             let readmitted = record.readmitted.map(|at| format!("{at:.0}")).unwrap_or_default();
-            let revoked = format!("{:.0}", record.revoked);
             let name = match &record.subject {
                 Subject::Node(node) => node.to_string(),
                 server @ Subject::Server(_) => server.named(),
             };
-            table.add_row([name.as_str(), state(record), revoked.as_str(), readmitted.as_str()]);
-        }
-        print(out, &format!("{table}\n"))
+            vec![name, state(record).to_owned(), format!("{:.0}", record.revoked), readmitted]
+        };
+        print_table(out, &["NODE", "STATE", "REVOKED", "READMITTED"], records.iter().map(row))
     }
 }

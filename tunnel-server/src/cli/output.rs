@@ -9,6 +9,7 @@ use serde_json::Value;
 use tunnel_runtime::output::Format;
 
 use crate::pki::{DEFAULT_STATE_DIR, PkiError};
+use crate::status::write_table;
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct Common {
@@ -26,6 +27,17 @@ pub(super) fn print(out: &mut dyn Write, text: &str) -> Result<(), PkiError> {
 
 pub(super) fn print_json(out: &mut dyn Write, value: &Value) -> Result<(), PkiError> {
     print(out, &format!("{value:#}\n"))
+}
+
+pub(super) fn print_table(
+    out: &mut dyn Write,
+    columns: &[&str],
+    rows: impl Iterator<Item = Vec<String>>,
+) -> Result<(), PkiError> {
+    let mut text = String::new();
+    // A string takes everything.
+    let _ = write_table(&mut text, columns, rows);
+    print(out, &text)
 }
 
 pub(super) fn note(text: &str) {

@@ -10,7 +10,7 @@ use tunnel_runtime::NodeName;
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::output::Format;
 
-use super::output::{Common, fail_if_any, note, print, print_json};
+use super::output::{Common, fail_if_any, note, print, print_json, print_table};
 use crate::pki::{Ca, Lifetimes, PkiError, ServerFile, TokenRecord, TokenStore, parse_ttl};
 
 /// Create, list and revoke the tokens with which agents and redirectors enrol.
@@ -150,23 +150,18 @@ impl TokenCommand {
             }
             Format::Text if records.is_empty() => print(out, "no tokens\n")?,
             Format::Text => {
-                let mut table = comfy_table::Table::new();
-                table
-                    .load_style(comfy_table::presets::NOTHING)
-                    .set_header(["ID", "FOR", "NODE", "STATE", "EXPIRES", "USED"]);
-                for record in &records {
-                    let used = record.used_at.map(|at| format!("{at:.0}")).unwrap_or_default();
-                    let state = format!("{:?}", record.state(now)).to_lowercase();
-                    table.add_row([
-                        &record.id,
-                        &record.holder.to_string(),
-                        record.node.as_str(),
-                        &state,
-                        &format!("{:.0}", record.expires),
-                        &used,
-                    ]);
-                }
-                print(out, &format!("{table}\n"))?;
+                let row = |record: &TokenRecord| {
+                    vec![
+                        record.id.clone(),
+                        record.holder.to_string(),
+                        record.node.to_string(),
+                        format!("{:?}", record.state(now)).to_lowercase(),
+                        format!("{:.0}", record.expires),
+                        record.used_at.map(|at| format!("{at:.0}")).unwrap_or_default(),
+                    ]
+                };
+                let columns = ["ID", "FOR", "NODE", "STATE", "EXPIRES", "USED"];
+                print_table(out, &columns, records.iter().map(row))?;
             }
         }
         fail_if_any(broken)

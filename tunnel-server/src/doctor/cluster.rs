@@ -31,21 +31,40 @@ pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, config: 
         .await;
     let named = async || kubelet_names::check(&client, &config.nodes.edge_selector).await;
     checkup.run("kubelet names", &["API server"], named).await;
+    // Those that a component of deploy/ gives. Only the metrics listener's depend on a namespace.
+    let mut check = async |name: &'static str, wanted: Vec<Right>, component: &str, shown: &str| {
+        let account = account(config.role());
+        let fix = format!(
+            "add the component {component}, then `kubectl auth can-i {shown} --as system:serviceaccount:{namespace}:{account}`"
+        );
+        let judged = async || rights(&client, ROOTS_NAMESPACE, &wanted, &fix).await;
+        checkup.run(name, &["API server"], judged).await;
+    };
+    // Without these rights every caller of the metrics listener is refused.
     if config.listeners.common.metrics_port.is_some() {
-        let judged = async || judge_metrics(&client, &namespace, config).await;
-        checkup.run("metrics rights", &["API server"], judged).await;
+        let component = match config.role() {
+            Role::Server => "metrics to the overlay (in the chart server.metrics.enabled=true)",
+            Role::Redirector => "everywhere-metrics to the overlay",
+        };
+        let wanted = of_metrics(config.listeners.common.client_ca_file.is_none());
+        check("metrics rights", wanted, component, "create tokenreviews").await;
     }
+    // Without these rights no node gets its condition.
     if config.writes.node_condition {
-        let judged = async || judge_node_condition(&client, &namespace).await;
-        checkup.run("condition rights", &["API server"], judged).await;
+        let component = "node-condition to the overlay (in the chart server.nodeCondition=true)";
+        let shown = "patch nodes --subresource=status";
+        check("condition rights", of_node_condition(), component, shown).await;
     }
+    // Without these rights no Service address can be reached.
     if config.listeners.egress.follows_services() {
-        let judged = async || judge_egress_services(&client, &namespace).await;
-        checkup.run("egress rights", &["API server"], judged).await;
+        let component = "egress-services to the overlay (in the chart server.egressServices=true)";
+        check("egress rights", of_egress_services(), component, "list services -A").await;
     }
+    // Without these rights only konnectivity agents with a certificate are accepted.
     if config.listeners.konnectivity.port.is_some() {
-        let judged = async || judge_konnectivity(&client, &namespace).await;
-        checkup.run("konnectivity rights", &["API server"], judged).await;
+        let component =
+            "konnectivity-agents to the overlay (in the chart server.konnectivityAgents.enabled=true)";
+        check("konnectivity rights", of_konnectivity(), component, "create tokenreviews").await;
     }
 }
 
@@ -60,49 +79,6 @@ async fn judge(client: &Client, namespace: &str, names: &ObjectNames, role: Role
          system:serviceaccount:{namespace}:{account} -n {namespace}`"
     );
     rights(client, namespace, &wanted, &fix).await
-}
-
-/// Without these rights every caller of the metrics listener is refused.
-async fn judge_metrics(client: &Client, namespace: &str, config: &Config) -> Outcome {
-    let given = match config.role() {
-        Role::Server => "add the component metrics to the overlay (in the chart server.metrics.enabled=true)",
-        Role::Redirector => "add the component everywhere-metrics to the overlay",
-    };
-    let account = account(config.role());
-    let fix = format!(
-        "{given}, then `kubectl auth can-i create tokenreviews --as system:serviceaccount:{namespace}:{account}`"
-    );
-    rights(client, ROOTS_NAMESPACE, &of_metrics(config.listeners.common.client_ca_file.is_none()), &fix).await
-}
-
-/// Without these rights no node gets its condition.
-async fn judge_node_condition(client: &Client, namespace: &str) -> Outcome {
-    let account = account(Role::Server);
-    let fix = format!(
-        "add the component node-condition to the overlay (in the chart server.nodeCondition=true), then \
-         `kubectl auth can-i patch nodes --subresource=status --as system:serviceaccount:{namespace}:{account}`"
-    );
-    rights(client, namespace, &of_node_condition(), &fix).await
-}
-
-/// Without these rights no Service address can be reached.
-async fn judge_egress_services(client: &Client, namespace: &str) -> Outcome {
-    let account = account(Role::Server);
-    let fix = format!(
-        "add the component egress-services to the overlay (in the chart server.egressServices=true), then \
-         `kubectl auth can-i list services -A --as system:serviceaccount:{namespace}:{account}`"
-    );
-    rights(client, namespace, &of_egress_services(), &fix).await
-}
-
-/// Without these rights only konnectivity agents with a certificate are accepted.
-async fn judge_konnectivity(client: &Client, namespace: &str) -> Outcome {
-    let account = account(Role::Server);
-    let fix = format!(
-        "add the component konnectivity-agents to the overlay (in the chart server.konnectivityAgents.enabled=true), then \
-         `kubectl auth can-i create tokenreviews --as system:serviceaccount:{namespace}:{account}`"
-    );
-    rights(client, namespace, &of_konnectivity(), &fix).await
 }
 
 const fn account(role: Role) -> &'static str {

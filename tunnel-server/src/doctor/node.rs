@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, SystemTime};
 
 use rustls_pki_types::ServerName;
@@ -15,7 +15,9 @@ use tunnel_pki::{HttpsAnswer, ask_https, describe_certificate, validity};
 use tunnel_routing::inventory::DEFAULT_KUBELET_PORT;
 
 use super::firewall::tunnelled;
+use super::service::reachable;
 use crate::config::Config;
+use crate::listener::{HTTP, HTTPS};
 use crate::status::{NodeStatus, RedirectState, StatusReport};
 
 const CONNECT: Duration = Duration::from_secs(5);
@@ -24,8 +26,6 @@ const ANSWER: Duration = Duration::from_secs(10);
 /// Time for which a connection must stay open to count as connected, plus twice the round-trip time: a refusal arrives
 /// after one round trip.
 const OPEN: Duration = Duration::from_millis(500);
-const HTTP_LISTENER: &str = "http";
-const HTTPS_LISTENER: &str = "https";
 
 /// Tests the path to `name`. Tests `ports`, or all that the server tunnels if it is empty.
 pub async fn test(config: &Config, running: &Running<StatusReport>, name: &str, ports: &[u16]) -> Report {
@@ -126,23 +126,14 @@ impl<'a> Way<'a> {
     fn of(status: &StatusReport, name: &'a str, address: Option<IpAddr>, patience: Duration) -> Self {
         let listener = |name: &str| {
             let listener = status.listeners.iter().find(|listener| listener.name == name)?;
-            let mut address = listener.address;
-            if address.ip().is_unspecified() {
-                let any = address.is_ipv4();
-                address.set_ip(if any {
-                    Ipv4Addr::LOCALHOST.into()
-                } else {
-                    std::net::Ipv6Addr::LOCALHOST.into()
-                });
-            }
-            Some(address)
+            Some(reachable(listener.address))
         };
         let redirect = status.redirect.state != RedirectState::Off;
         Self {
             name,
             address: address.filter(|_| redirect),
-            http: listener(HTTP_LISTENER),
-            https: listener(HTTPS_LISTENER),
+            http: listener(HTTP),
+            https: listener(HTTPS),
             patience,
         }
     }

@@ -1,7 +1,7 @@
 //! Checks the CA's files, and the server's certificate as an agent sees it.
 
 use std::io;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -12,6 +12,7 @@ use tunnel_doctor::{
 };
 use tunnel_pki::{ALPN_GRPC, TrustBundle, presented_chain, validity};
 
+use super::service::reachable;
 use crate::config::Config;
 use crate::pki::{Ca, KEY_SUFFIX, Lifetimes};
 use crate::runtime::role::Role;
@@ -36,18 +37,13 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, now: SystemTim
     }
     checkup.run("CA", &["state directory"], async || ca(dir, now)).await;
     let own = async || match config.listeners.agents.port {
-        Some(port) => certificate(SocketAddr::new(own_address(config), port), dir, now).await,
+        Some(port) => {
+            let address = SocketAddr::new(config.listeners.common.bind_address, port);
+            certificate(reachable(address), dir, now).await
+        }
         None => Outcome::Skipped("there is no agent port".to_owned()),
     };
     checkup.run("server certificate", &["running", "CA", "listeners"], own).await;
-}
-
-fn own_address(config: &Config) -> std::net::IpAddr {
-    if config.listeners.common.bind_address.is_unspecified() {
-        Ipv4Addr::LOCALHOST.into()
-    } else {
-        config.listeners.common.bind_address
-    }
 }
 
 /// The private keys in the state directory.

@@ -9,11 +9,10 @@ use tunnel_doctor::{Checkup, Finding, Outcome, Running, codes};
 use tunnel_routing::inventory;
 
 use crate::config::{Config, NodeSource};
+use crate::listener::REDIRECT;
 use crate::status::{InventoryStatus, StatusReport};
 
 const DEADLINE: Duration = Duration::from_secs(3);
-/// The listeners that are reached through sk_lookup only.
-const REDIRECT: &str = "redirect";
 /// Maximum number of conflicts shown.
 const SHOWN: usize = 5;
 
@@ -30,6 +29,7 @@ pub(super) async fn check_listeners(
 
 /// Reports the listeners of the running server that do not accept connections.
 async fn silent(running: &Running<StatusReport>) -> Outcome {
+    // The redirect's are reached through sk_lookup only.
     let listeners: Vec<_> =
         running.status.listeners.iter().filter(|listener| listener.name != REDIRECT).collect();
     let mut faults = Vec::new();
@@ -52,7 +52,7 @@ async fn silent(running: &Running<StatusReport>) -> Outcome {
 }
 
 /// Returns an address at which this host reaches a listener.
-fn reachable(mut address: SocketAddr) -> SocketAddr {
+pub(super) fn reachable(mut address: SocketAddr) -> SocketAddr {
     match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
         IpAddr::V6(ip) if ip.is_unspecified() => address.set_ip(Ipv6Addr::LOCALHOST.into()),

@@ -10,6 +10,7 @@ pub mod cache;
 mod context;
 mod endpoints;
 mod error;
+mod object;
 mod partial;
 pub mod read;
 mod reconcile;

@@ -13,7 +13,7 @@ use super::config::ListenersConfig;
 use super::parts::Parts;
 use super::table::{ADMIN, LISTENERS};
 use crate::admission::Budget;
-use crate::listener::{EgressConfig, EgressSocket, Listener as _, Redirected};
+use crate::listener::{EgressConfig, EgressSocket, REDIRECT};
 use crate::takeover::Predecessor;
 
 /// The listeners that are switched on.
@@ -53,7 +53,7 @@ impl Listeners {
     ) -> anyhow::Result<Arc<Redirect>> {
         let mut taken = |v4: bool| {
             let before = before.as_mut()?;
-            before.listener(Redirected::NAME, |address| address.is_ipv4() == v4)
+            before.listener(REDIRECT, |address| address.is_ipv4() == v4)
         };
         let listeners = [taken(true), taken(false)];
         let started = tunnel_redirect::listen(options, listeners).await.map_err(|error| match error {
@@ -65,7 +65,7 @@ impl Listeners {
             other => anyhow::Error::new(other).context("--redirect=on"),
         });
         let (redirect, listeners) = started?;
-        self.sockets.extend(listeners.into_iter().map(|listener| (Redirected::NAME, listener)));
+        self.sockets.extend(listeners.into_iter().map(|listener| (REDIRECT, listener)));
         Ok(redirect)
     }
 

@@ -18,7 +18,7 @@ use crate::policy::Policy;
 use crate::runtime::Runtime;
 
 /// A followed file with its first content; None: it is not given.
-pub(super) type Followed<T> = Option<(ReloadedFile<T>, T)>;
+pub(crate) type Followed<T> = Option<(ReloadedFile<T>, T)>;
 
 /// The connect listener's connections. One with TLS takes three files.
 pub(super) const ASKED: Part = Part::new(1, 32).of_files(3);
@@ -154,7 +154,7 @@ fn follow_roots(
 }
 
 /// Applies each new content of a file until the stop.
-fn follow<T: Send + 'static>(
+pub(super) fn follow<T: Send + 'static>(
     file: Option<ReloadedFile<T>>,
     runtime: &Runtime,
     apply: impl Fn(T) -> Result<(), String> + Send + Sync + 'static,

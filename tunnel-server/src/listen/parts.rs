@@ -10,13 +10,13 @@ use tunnel_runtime::config::{ConfigError, HostPort};
 use tunnel_runtime::reloaded::{FileMetrics, ReloadedFile};
 use tunnel_runtime::takeover::Copies;
 
-use super::callers::{CallerFiles, Callers, open};
+use super::callers::{CallerFiles, Callers, Followed, open};
 use super::config::ListenersConfig;
 use crate::admission::Shares;
 use crate::agent_port::AgentPort;
 use crate::listener::{
-    self, Admission, ClusterServices, EgressSocket, EgressTls, Front, Listener, ListenerContext, TargetFiles,
-    check_egress,
+    self, Admission, ClusterServices, EgressSocket, EgressTls, Front, Listener, ListenerContext, Material,
+    TargetTls, check_egress,
 };
 use crate::maps::{Map, check, parse_file};
 use crate::runtime::Runtime;
@@ -27,7 +27,7 @@ use crate::takeover::Gates;
 /// last good content in effect.
 pub(crate) struct Files {
     pub(crate) callers: CallerFiles,
-    pub(crate) targets: TargetFiles,
+    pub(crate) targets: Followed<Material>,
     pub(crate) maps: Option<ReloadedFile<Vec<Map>>>,
 }
 
@@ -36,7 +36,7 @@ impl Files {
     /// A file cannot be used, or a map in the file excludes another listener.
     pub(crate) fn open(config: &mut ListenersConfig, metrics: &FileMetrics) -> Result<Self, ConfigError> {
         check_egress(&config.egress)?;
-        let targets = TargetFiles::read(&config.listeners.targets, metrics)?;
+        let targets = TargetTls::read(&config.listeners.targets, metrics)?;
         let callers = CallerFiles::open(config, metrics)?;
         let connect = &mut config.connect;
         let (maps, of_file) =
@@ -62,7 +62,7 @@ pub(crate) struct Parts<'a> {
 
 /// The parts that only one listener needs; each takes its own.
 pub(crate) struct Own {
-    pub(crate) targets: Option<TargetFiles>,
+    pub(crate) targets: Followed<Material>,
     /// The ConfigMap's ports.
     pub(crate) settings: watch::Receiver<Arc<Settings>>,
     pub(crate) maps: Option<ReloadedFile<Vec<Map>>>,

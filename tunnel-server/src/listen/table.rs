@@ -9,15 +9,15 @@ use tokio::net::TcpListener;
 use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::takeover::MOST_SOCKETS;
 
-use super::callers::ASKED;
+use super::callers::{ASKED, follow};
 use super::config::ListenersConfig;
 use super::parts::Parts;
 use crate::admission::{Budget, Part, Shares};
 use crate::agent_port::{AGENTS_PARTS, KONNECTIVITY, Tokens};
 use crate::caller::{Audiences, Reviewer};
 use crate::listener::{
-    Admission, Connect, EGRESS, Egress, Front, Http, Https, Listener as _, MAP, MOST_SECURE_PORTS, Maps,
-    MetricsListener, MetricsPage, Plain, Redirected, TargetTls,
+    Admission, CONNECT, Connect, EGRESS, Egress, Front, HTTP, HTTPS, Https, MAP, METRICS, MOST_SECURE_PORTS,
+    Maps, MetricsPage, PLAIN, REDIRECT, Redirected, TargetTls,
 };
 use crate::maps::{MOST as MOST_MAPS, Map, check, overlap};
 use crate::status::AGENTS;
@@ -48,7 +48,7 @@ pub(super) static LISTENERS: [Listener; COUNT] = [
         start: Some(agents),
     },
     Listener {
-        name: Https::NAME,
+        name: HTTPS,
         addresses: |config| {
             let further = config.listeners.secure_ports.keys();
             let further = further.flat_map(|port| at("--secure-ports", config.at(Some(*port))));
@@ -58,13 +58,13 @@ pub(super) static LISTENERS: [Listener; COUNT] = [
         start: Some(https),
     },
     Listener {
-        name: Http::NAME,
+        name: HTTP,
         addresses: |config| at("--insecure-port", config.listeners.insecure_address()),
         part: Some(Part::new(1, 32)),
         start: Some(http),
     },
     Listener {
-        name: Plain::NAME,
+        name: PLAIN,
         addresses: |config| at("--plain-port", config.at(config.listeners.plain.port)),
         part: Some(Part::new(1, 32)),
         start: Some(plain),
@@ -77,7 +77,7 @@ pub(super) static LISTENERS: [Listener; COUNT] = [
         start: Some(egress),
     },
     Listener {
-        name: Connect::NAME,
+        name: CONNECT,
         addresses: |config| at("--connect-port", config.at(config.connect.connect_port)),
         part: Some(ASKED),
         start: Some(connect),
@@ -89,7 +89,7 @@ pub(super) static LISTENERS: [Listener; COUNT] = [
         start: Some(konnectivity),
     },
     Listener {
-        name: MetricsListener::NAME,
+        name: METRICS,
         addresses: |config| at("--metrics-port", config.at(config.common.metrics_port)),
         part: Some(Part::new(1, 64).at_most(MOST_SCRAPES)),
         start: Some(metrics),
@@ -108,7 +108,7 @@ pub(super) static LISTENERS: [Listener; COUNT] = [
         start: Some(maps),
     },
     Listener {
-        name: Redirected::NAME,
+        name: REDIRECT,
         // The kernel picks them when the redirect starts: one for IPv4 and one for IPv6.
         addresses: |_| Vec::new(),
         part: Some(Part::new(11, 32)),
@@ -205,11 +205,17 @@ fn konnectivity(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
 fn https(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     let listeners = &parts.config.listeners;
     let tls = parts.callers.tls.clone().filter(|_| listeners.terminate_tls);
-    let front = tls.zip(parts.own.targets.take()).map(|(tls, files)| {
-        let (tasks, stop) = (&parts.runtime.tasks, &parts.runtime.stop);
-        let targets = Some(TargetTls::start(files, parts.own.settings.clone(), tasks, stop));
+    let front = tls.map(|tls| {
+        let (file, material) = parts.own.targets.take().unzip();
+        let (ports, settings) = (listeners.targets.plain_ports.clone(), parts.own.settings.clone());
+        let targets = Arc::new(TargetTls::new(ports, material.unwrap_or_default(), settings));
+        let followed = targets.clone();
+        follow(file, parts.runtime, move |material| {
+            followed.set(material);
+            Ok(())
+        });
         let admission = Admission::Callers(parts.callers.authenticator());
-        Arc::new(Front { tls: Some(tls), targets, ..parts.front(Https::NAME, admission) })
+        Arc::new(Front { tls: Some(tls), targets: Some(targets), ..parts.front(HTTPS, admission) })
     });
     let shares = Shares::new(places).with_unauthenticated(&parts.callers.unauthenticated);
     let ports = once(None).chain(listeners.secure_ports.values().copied().map(Some));
@@ -220,8 +226,8 @@ fn https(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
 
 fn http(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     for socket in sockets {
-        let front = parts.front(Http::NAME, Admission::Everyone);
-        parts.serve(Http(Arc::new(front)), socket, &Shares::new(places));
+        let front = parts.front(HTTP, Admission::Everyone);
+        parts.serve(Arc::new(front), socket, &Shares::new(places));
     }
 }
 
@@ -231,9 +237,9 @@ fn plain(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
         let (clients, ports) = (config.clients.clone(), config.ports.iter().copied().collect());
         let authenticator = parts.callers.authenticator();
         let admission = Admission::Listed { clients, ports, authenticator, exposed_tokens: config.tokens };
-        let front = parts.front(Plain::NAME, admission);
+        let front = parts.front(PLAIN, admission);
         let shares = Shares::new(places).with_unauthenticated(&parts.callers.unauthenticated);
-        parts.serve(Plain(Arc::new(front)), socket, &shares);
+        parts.serve(Arc::new(front), socket, &shares);
     }
 }
 
@@ -246,7 +252,7 @@ fn egress(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     }
     for (socket, tls) in sockets.into_iter().zip(parts.own.egress_tls.take()) {
         let listener = parts.gates.listener(socket);
-        parts.runtime.drain.spawn(egress.clone().serve_tls(listener, tls.current(), tls.accepted()));
+        parts.runtime.drain.spawn(egress.clone().serve_tls(listener, tls.tls.clone()));
         parts.runtime.tasks.spawn(tls.follow(parts.runtime.rights.clone(), parts.runtime.stop.clone()));
     }
 }
@@ -266,9 +272,9 @@ fn metrics(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
             authenticator: authenticator.clone(),
             gate: parts.gates.listeners.clone(),
         };
-        let front = parts.front(MetricsListener::NAME, Admission::Callers(authenticator));
+        let front = parts.front(METRICS, Admission::Callers(authenticator));
         let front = Front { tls: Some(tls), pods: None, metrics: Some(page), ..front };
-        parts.serve(MetricsListener(Arc::new(front)), socket, &Shares::new(places));
+        parts.serve(Arc::new(front), socket, &Shares::new(places));
     }
 }
 
@@ -337,7 +343,7 @@ mod tests {
         fn a_quarter_is_left_for_links_and_the_server_itself(open_files: u32, memory: u64) {
             let budget = Budget::of(open_files, memory);
             let (scrapes, rows): (Vec<_>, Vec<_>) =
-                LISTENERS.iter().filter(|row| row.part.is_some()).partition(|row| row.name == MetricsListener::NAME);
+                LISTENERS.iter().filter(|row| row.part.is_some()).partition(|row| row.name == METRICS);
             let parts = rows.iter().filter_map(|row| row.part).chain(AGENTS_PARTS.map(|(_, part)| part));
             let files: Vec<u64> = parts.map(|part| budget.files(&part)).collect();
             prop_assert!(files.iter().sum::<u64>() <= u64::from(open_files) * 3 / 4, "{files:?} of {open_files}");

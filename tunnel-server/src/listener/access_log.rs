@@ -54,16 +54,6 @@ impl AccessLogGuard {
         record
     }
 
-    /// Starts the record of a connection whose target is not on an edge node.
-    pub(crate) fn direct(
-        listener: &'static str,
-        client: SocketAddr,
-        target: SocketAddr,
-        context: &ListenerContext,
-    ) -> Self {
-        Self::start(Connection::new(listener, client, None, target), context)
-    }
-
     /// Starts the record of a connection for an authenticated caller's request, which may lead to either.
     pub(super) fn reaching(
         listener: &'static str,
@@ -73,7 +63,7 @@ impl AccessLogGuard {
     ) -> Self {
         match reached {
             Reached::Edge(request) => Self::new(listener, client, request, context),
-            Reached::Cloud(target) => Self::direct(listener, client, *target, context),
+            Reached::Cloud(target) => Self::start(Connection::new(listener, client, None, *target), context),
         }
     }
 

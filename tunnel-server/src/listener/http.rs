@@ -11,39 +11,21 @@ use super::front::Front;
 use super::open::{Listener, Opened};
 
 /// HTTP on loopback, without authentication. Each request's Host names its node; nothing is added to the request.
-pub(crate) struct Http(pub(crate) Arc<Front>);
+pub(crate) const HTTP: &str = "http";
 
 /// HTTP by a node's name for clients in the cloud, which come through the internal Service. Clients in the configured
 /// ranges may use it, others with a token.
-pub(crate) struct Plain(pub(crate) Arc<Front>);
+pub(crate) const PLAIN: &str = "plain";
 
 /// `/metrics` with TLS.
-pub(crate) struct MetricsListener(pub(crate) Arc<Front>);
+pub(crate) const METRICS: &str = "metrics";
 
-fn served(front: &Arc<Front>) -> Result<Opened, OpenError> {
-    Ok(Opened::Served { front: front.clone(), prefix: Bytes::new() })
-}
-
-impl Listener for Http {
-    const NAME: &'static str = "http";
-
-    async fn open(&self, _: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
-        served(&self.0)
+impl Listener for Arc<Front> {
+    fn name(&self) -> &'static str {
+        self.listener
     }
-}
-
-impl Listener for Plain {
-    const NAME: &'static str = "plain";
 
     async fn open(&self, _: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
-        served(&self.0)
-    }
-}
-
-impl Listener for MetricsListener {
-    const NAME: &'static str = "metrics";
-
-    async fn open(&self, _: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
-        served(&self.0)
+        Ok(Opened::Served { front: self.clone(), prefix: Bytes::new() })
     }
 }

@@ -20,6 +20,9 @@ use super::preface::{PrefaceError, answer, read_preface, timed_out};
 const ALERT: [u8; 6] = [21, 3, 3, 0, 2, 2];
 const UNRECOGNIZED_NAME: u8 = 112;
 
+/// The listener's name in logs and metrics.
+pub(crate) const HTTPS: &str = "https";
+
 pub(crate) struct Https {
     /// Ends the TLS of clients that address this server; `None` to end nobody's.
     pub(crate) front: Option<Arc<Front>>,
@@ -55,7 +58,9 @@ impl Https {
 }
 
 impl Listener for Https {
-    const NAME: &'static str = "https";
+    fn name(&self) -> &'static str {
+        HTTPS
+    }
 
     async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opened, OpenError> {
         const HELLO: &str = "ClientHello";

@@ -58,8 +58,11 @@ impl Permit for Led {
 }
 
 impl Listener for Mapped {
-    const NAME: &'static str = MAP;
     const READS: bool = false;
+
+    fn name(&self) -> &'static str {
+        MAP
+    }
 
     async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opened, OpenError> {
         let map = self.map.load_full();

@@ -45,16 +45,16 @@ pub use egress::EgressConfig;
 pub(crate) use egress::{
     ClusterServices, Egress, EgressTls, NAME as EGRESS, Socket as EgressSocket, check_files as check_egress,
 };
-pub(crate) use front::{Admission, Front, MetricsPage, Pods, TargetFiles, TargetTls};
+pub(crate) use front::{Admission, Front, Material, MetricsPage, Pods, TargetTls};
 pub use front::{Wanted, parse_destination, target_head};
-pub(crate) use http::{Http, MetricsListener, Plain};
-pub(crate) use https::Https;
+pub(crate) use http::{HTTP, METRICS, PLAIN};
+pub(crate) use https::{HTTPS, Https};
 pub(crate) use judge::{judge_open, until_withdrawn};
 pub(crate) use map::{MAP, Maps};
 pub(crate) use moved::end_moved;
 pub(crate) use open::{Listener, Opened};
-pub(crate) use proxy::Connect;
-pub(crate) use redirect::Redirected;
+pub(crate) use proxy::{CONNECT, Connect};
+pub(crate) use redirect::{REDIRECT, Redirected};
 pub(crate) use workload::{EDGE, Workload};
 
 use crate::admission::{Gated, Share, Shares};
@@ -69,19 +69,20 @@ pub(crate) async fn serve<D: Listener>(
     context: ListenerContext,
     shares: Shares,
 ) {
+    let name = listener.name();
     let listener = Arc::new(listener);
-    context.metrics.listener(D::NAME);
+    context.metrics.listener(name);
     loop {
         let (socket, client) = tokio::select! {
             biased;
             () = context.drain.shutdown().draining() => return,
-            accepted = gated.accept(D::NAME) => accepted,
+            accepted = gated.accept(name) => accepted,
         };
         let place = match D::READS.then(|| shares.admit_unauthenticated(client.ip())).transpose() {
             Ok(place) => place,
             Err(full) => {
-                over_limit(&context.metrics, D::NAME, client, &full);
-                context.metrics.turned_away(D::NAME);
+                over_limit(&context.metrics, name, client, &full);
+                context.metrics.turned_away(name);
                 // A reset: the client could take an end of file for an answer.
                 reset_on_drop(&socket);
                 continue;
@@ -117,18 +118,18 @@ pub(crate) async fn receive<D: Listener>(
             // Boxed: otherwise relayed connections would hold its memory too.
             let served = Box::pin(front.serve(socket, prefix, client, &context, &shares, place));
             if let Err(error) = served.await {
-                turned_away(D::NAME, &context, client, &error);
+                turned_away(listener.name(), &context, client, &error);
             }
             return;
         }
         // A reset could arrive before the self-test's connect() has returned.
         Err(OpenError::SelfTest) => return end_on_drop(&socket),
-        Err(error) => return turned_away(D::NAME, &context, client, &error),
+        Err(error) => return turned_away(listener.name(), &context, client, &error),
     };
     if let Some(place) = &mut place {
         place.known();
     }
-    let mut record = AccessLogGuard::new(D::NAME, client, &request, &context);
+    let mut record = AccessLogGuard::new(listener.name(), client, &request, &context);
     if let Some(permit) = permit {
         record.admitted_by(permit);
     }

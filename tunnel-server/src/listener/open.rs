@@ -14,10 +14,11 @@ use crate::metrics::Permit;
 
 /// A kind of listener, which finds the node of each accepted connection.
 pub(crate) trait Listener: Send + Sync + 'static {
-    /// The listener's name in logs and metrics.
-    const NAME: &'static str;
     /// True if `open` waits for the client, which then needs a place first.
     const READS: bool = true;
+
+    /// The listener's name in logs and metrics.
+    fn name(&self) -> &'static str;
 
     /// Returns the client's address for logs and limits; `accepted` is what accept(2) returned.
     fn client(&self, _socket: &TcpStream, accepted: SocketAddr, _router: &Router) -> SocketAddr {

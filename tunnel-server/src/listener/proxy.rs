@@ -20,13 +20,18 @@ const BEGIN: Duration = Duration::from_secs(10);
 /// First byte of a TLS connection: the record type "handshake".
 const TLS: u8 = 22;
 
+/// The listener's name in logs and metrics.
+pub(crate) const CONNECT: &str = "connect";
+
 pub(crate) struct Connect {
     pub(crate) reception: Reception,
     pub(crate) tls: Arc<CallerTls>,
 }
 
 impl Listener for Connect {
-    const NAME: &'static str = "connect";
+    fn name(&self) -> &'static str {
+        CONNECT
+    }
 
     async fn open(&self, socket: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
         let mut first = [0];
@@ -37,7 +42,7 @@ impl Listener for Connect {
             return Err(OpenError::Client("closed before a request".to_owned()));
         }
         let tls = (first == [TLS]).then(|| self.tls.clone());
-        let front = front(&self.reception, Self::NAME, tls, None);
+        let front = front(&self.reception, CONNECT, tls, None);
         Ok(Opened::Served { front, prefix: Bytes::new() })
     }
 }

@@ -13,14 +13,20 @@ use super::context::{OpenError, OpenRequest};
 use super::open::{Listener, Opened};
 use crate::admission::source_key;
 
+/// The listener's name in logs and metrics.
+pub(crate) const REDIRECT: &str = "redirect";
+
 pub(crate) struct Redirected {
     /// Recognises its self-tests.
     pub(crate) redirect: Arc<Redirect>,
 }
 
 impl Listener for Redirected {
-    const NAME: &'static str = "redirect";
     const READS: bool = false;
+
+    fn name(&self) -> &'static str {
+        REDIRECT
+    }
 
     /// Maps the source address of this host's own processes back to the virtual address. That is their source, but
     /// accept(2), like getpeername(2), returns the node's address that it stands for.

@@ -59,7 +59,7 @@ pub(super) async fn way(
 
 impl Stream {
     /// Lets the node's agent dial the target.
-    pub(super) async fn open(
+    async fn open(
         context: &ListenerContext,
         request: &OpenRequest,
         client: SocketAddr,
@@ -181,18 +181,11 @@ impl Upstream {
                 let stream = Stream::open(context, request, client, place, record).await?;
                 Ok(Self::Edge(Box::new(stream)))
             }
-            Reached::Cloud(target) => Self::direct(*target, place, record).await,
+            Reached::Cloud(target) => {
+                record.admit(place, None)?;
+                direct::connect(*target).await.map(Self::Direct)
+            }
         }
-    }
-
-    /// Connects to a target that is not on an edge node.
-    pub(super) async fn direct(
-        target: SocketAddr,
-        place: Result<Share, Full>,
-        record: &mut AccessLogGuard,
-    ) -> Result<Self, Failed> {
-        record.admit(place, None)?;
-        direct::connect(target).await.map(Self::Direct)
     }
 
     /// Relays until both directions have ended. Resets the connection when `gone` completes.

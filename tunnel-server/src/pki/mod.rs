@@ -27,7 +27,6 @@
 //!
 //! TLS verifies certificates only when a connection is made, so links are judged again: see [`Credential`].
 
-mod bundle;
 mod ca;
 mod ca_state;
 mod credential;
@@ -48,7 +47,6 @@ mod tests;
 mod token;
 mod token_store;
 
-pub use bundle::follow_bundle;
 pub use ca::{Ca, cluster_of};
 pub use ca_state::{CaState, IssuedCertificate, Lifetimes, Role, Root};
 pub use credential::Credential;

@@ -10,7 +10,7 @@ use rustls::ClientConfig;
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 use tokio_util::task::AbortOnDropHandle;
-use tunnel_pki::{ServerTls, Validity, peer_tls, validity};
+use tunnel_pki::{ServerTls, TrustBundle, Validity, peer_tls, validity};
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::net::interface_addresses;
 
@@ -63,6 +63,7 @@ pub struct ServerCertificate {
     /// TLS settings for connections to other servers.
     peer_tls: Arc<ArcSwap<ClientConfig>>,
     ca: watch::Receiver<Arc<CaState>>,
+    roots: watch::Receiver<Arc<TrustBundle>>,
     names: watch::Sender<ServerNames>,
     _task: AbortOnDropHandle<()>,
 }
@@ -82,6 +83,7 @@ impl ServerCertificate {
             Arc::new(ServerTls::new(issued.chain, &key.to_der(), state.bundle(), Some(state.tickets()?))?);
         let peer_tls = Arc::new(ArcSwap::from(peer_config(&state, server_id)?));
         let (names_sender, names) = watch::channel(names);
+        let (roots_sender, roots) = watch::channel(Arc::new(state.bundle().clone()));
         let (state_sender, state_receiver) = watch::channel(state);
         let renewal = Renewal {
             ca,
@@ -90,6 +92,7 @@ impl ServerCertificate {
             peer_tls: Arc::clone(&peer_tls),
             server_id: server_id.to_owned(),
             state: state_sender,
+            roots: roots_sender,
             names,
             fingerprint,
             sans,
@@ -98,7 +101,7 @@ impl ServerCertificate {
         };
         renewal.report();
         let task = AbortOnDropHandle::new(tokio::spawn(renewal.run()));
-        Ok(Self { tls, peer_tls, ca: state_receiver, names: names_sender, _task: task })
+        Ok(Self { tls, peer_tls, ca: state_receiver, roots, names: names_sender, _task: task })
     }
 
     /// The TLS settings of the agent port, kept current.
@@ -111,9 +114,15 @@ impl ServerCertificate {
         Arc::clone(&self.peer_tls)
     }
 
-    /// The current CA; changes are sent to the agents.
+    /// The current CA.
     pub fn ca(&self) -> watch::Receiver<Arc<CaState>> {
         self.ca.clone()
+    }
+
+    /// The roots of the current CA, which are sent to the agents. It is notified only if they differ, not on every change
+    /// of the CA.
+    pub fn roots(&self) -> watch::Receiver<Arc<TrustBundle>> {
+        self.roots.clone()
     }
 
     /// Changes the certificate's names; it is reissued in the background if they differ.
@@ -146,6 +155,7 @@ struct Renewal {
     peer_tls: Arc<ArcSwap<ClientConfig>>,
     server_id: String,
     state: watch::Sender<Arc<CaState>>,
+    roots: watch::Sender<Arc<TrustBundle>>,
     names: watch::Receiver<ServerNames>,
     fingerprint: String,
     sans: (Vec<String>, Vec<IpAddr>),
@@ -202,7 +212,13 @@ impl Renewal {
             "issued the server's certificate"
         );
         if ca_changed {
+            let roots = Arc::new(state.bundle().clone());
             self.state.send_replace(state);
+            self.roots.send_if_modified(|current| {
+                let differs = **current != *roots;
+                *current = roots;
+                differs
+            });
         }
         self.report();
         Ok(())

@@ -15,3 +15,4 @@ pub use model::{
     PeerStatus, ProgramStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
 };
 pub use report::{AGENTS, Reporter, SourceReport};
+pub(crate) use table::write_table;

@@ -123,7 +123,7 @@ impl StatusReport {
 }
 
 /// Writes a table. A column name that starts with `#` is right-aligned, for numbers.
-pub(super) fn write_table(
+pub(crate) fn write_table(
     out: &mut String,
     columns: &[&str],
     rows: impl Iterator<Item = Vec<String>>,

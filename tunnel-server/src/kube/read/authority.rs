@@ -4,7 +4,6 @@
 //! Secret is deleted or broken, the last good copy stays in use, and the leader recreates a deleted Secret.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -13,25 +12,22 @@ use futures_util::stream::select;
 use jiff::Timestamp;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::api::{Patch, PatchParams, PostParams};
+use kube::Client;
 use kube::runtime::watcher::Event;
-use kube::{Api, Client};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_kube::{Attempts, FIELD_MANAGER, named};
+use tunnel_kube::{Attempts, named, post};
 use tunnel_pki::Zeroizing;
 
 use crate::kube::context::KubeContext;
 use crate::kube::error::ClusterError;
+use crate::kube::object::ClusterObject;
 use crate::kube::reconcile::{self, Reconcile, changes};
 use crate::pki::{Ca, CaMaterial, CaState, KEY_SUFFIX, Lifetimes, PkiError, ROOTS};
 
 /// Annotation with the time at which the signing root was activated; tells `ca retire` how long the old root is needed.
 pub const ACTIVATED: &str = "postern.internal/ca-activated";
 
-/// Time limit of a request; after it the API server counts as unavailable.
-const ANSWER: Duration = Duration::from_secs(10);
 const RETRY: Duration = Duration::from_secs(2);
 /// Interval between log messages while the start waits.
 const REMIND: Duration = Duration::from_secs(60);
@@ -56,37 +52,11 @@ impl Drop for Wiped {
     }
 }
 
-#[derive(Clone)]
-pub struct CaSecret {
-    api: Api<Secret>,
-    namespace: String,
-    name: String,
-}
-
-/// Namespace and name.
-impl fmt::Display for CaSecret {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.namespace, self.name)
-    }
-}
+pub type CaSecret = ClusterObject<Secret>;
 
 impl CaSecret {
-    pub fn new(client: Client, namespace: &str, name: &str) -> Self {
-        let api = Api::namespaced(client, namespace);
-        Self { api, namespace: namespace.to_owned(), name: name.to_owned() }
-    }
-
-    /// Sends one request about the Secret.
-    async fn request<T>(
-        &self,
-        action: &'static str,
-        request: impl Future<Output = kube::Result<T>>,
-    ) -> Result<T, ClusterError> {
-        Ok(tunnel_kube::request(ANSWER, action, &self.to_string(), request).await?)
-    }
-
-    async fn get(&self) -> Result<Option<Wiped>, ClusterError> {
-        Ok(self.request("reading Secret", self.api.get_opt(&self.name)).await?.map(Wiped))
+    async fn present(&self) -> Result<Option<Wiped>, ClusterError> {
+        Ok(self.get("reading Secret").await?.map(Wiped))
     }
 
     /// Extracts the CA from a Secret and checks it.
@@ -115,27 +85,20 @@ impl CaSecret {
 
     /// Creates the Secret.
     ///
-    /// Uses apply instead of create because an apply request has the object's name, so RBAC can be limited to this
-    /// Secret. A field manager that is unique to the attempt makes it as atomic as a create: values applied by another
-    /// one conflict, even those of an earlier attempt that timed out here and arrives late.
-    ///
     /// # Errors
     /// A conflict if another server was first, with another CA.
     async fn create(&self, material: &CaMaterial) -> Result<(), ClusterError> {
         let secret = Wiped(Secret {
-            metadata: ObjectMeta { name: Some(self.name.clone()), ..ObjectMeta::default() },
+            metadata: self.metadata(),
             type_: Some("Opaque".to_owned()),
             data: Some(data(material)),
             ..Secret::default()
         });
-        let params = PatchParams::apply(&format!("{FIELD_MANAGER}-{:016x}", rand::random::<u64>()));
-        self.request("creating Secret", self.api.patch(&self.name, &params, &Patch::Apply(&secret.0)))
-            .await?;
-        Ok(())
+        self.create_once("creating Secret", &secret.0).await
     }
 
     pub async fn read(&self) -> Result<Held, ClusterError> {
-        let secret = self.get().await?.ok_or_else(|| ClusterError::Missing(self.to_string()))?;
+        let secret = self.present().await?.ok_or_else(|| ClusterError::Missing(self.to_string()))?;
         let material = self.material(&secret)?;
         let annotations = secret.0.metadata.annotations.as_ref();
         let activated = annotations.and_then(|known| known.get(ACTIVATED)?.parse().ok());
@@ -156,7 +119,7 @@ impl CaSecret {
             Some(at) => annotations.insert(ACTIVATED.to_owned(), format!("{at:.0}")),
             None => annotations.remove(ACTIVATED),
         };
-        self.request("changing Secret", self.api.replace(&self.name, &write(), &secret.0)).await?;
+        self.request("changing Secret", self.api.replace(&self.name, &post(), &secret.0)).await?;
         Ok(())
     }
 
@@ -234,10 +197,6 @@ fn data(material: &CaMaterial) -> BTreeMap<String, ByteString> {
     keys.chain([(ROOTS.to_owned(), bytes(material.roots()))]).collect()
 }
 
-fn write() -> PostParams {
-    PostParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PostParams::default() }
-}
-
 /// Returns the cluster's CA, copied to the state directory. Creates the Secret if it is missing: from the CA in the
 /// state directory if there is one, else with a new CA.
 ///
@@ -290,7 +249,7 @@ async fn material(
     state_dir: &Path,
     lifetimes: Lifetimes,
 ) -> Result<CaMaterial, ClusterError> {
-    if let Some(present) = secret.get().await? {
+    if let Some(present) = secret.present().await? {
         return secret.material(&present);
     }
     // A CA whose files cannot be read must not be silently replaced by a new one.

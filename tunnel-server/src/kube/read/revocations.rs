@@ -8,68 +8,42 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ConfigMap;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::api::{Patch, PatchParams};
+use kube::api::Patch;
 use kube::runtime::watcher::Event;
-use kube::{Api, Client};
 use serde_json::json;
 use tokio::time::Instant;
-use tunnel_kube::{Attempts, FIELD_MANAGER, Followed, named};
+use tunnel_kube::{Attempts, Followed, merge, named};
 use tunnel_runtime::text::printable;
 
 use crate::kube::context::KubeContext;
 use crate::kube::error::ClusterError;
+use crate::kube::object::ClusterObject;
 use crate::kube::reconcile::{self, Reconcile};
 use crate::pki::{PkiError, Revocation, RevocationStore, Subject};
 
-const ANSWER: Duration = Duration::from_secs(10);
-
 /// The ConfigMap, as used by the command line.
-pub struct RevocationMap {
-    api: Api<ConfigMap>,
-    name: String,
-    namespace: String,
-}
+pub type RevocationMap = ClusterObject<ConfigMap>;
 
 impl RevocationMap {
-    pub fn new(client: Client, namespace: &str, name: &str) -> Self {
-        let api = Api::namespaced(client, namespace);
-        Self { api, name: name.to_owned(), namespace: namespace.to_owned() }
-    }
-
-    /// Namespace and name.
-    fn label(&self) -> String {
-        format!("{}/{}", self.namespace, self.name)
-    }
-
-    /// Sends one request about the ConfigMap.
-    async fn request<T>(
-        &self,
-        action: &'static str,
-        request: impl Future<Output = kube::Result<T>>,
-    ) -> Result<T, ClusterError> {
-        Ok(tunnel_kube::request(ANSWER, action, &self.label(), request).await?)
-    }
-
-    async fn get(&self) -> Result<Option<ConfigMap>, ClusterError> {
-        self.request("reading ConfigMap", self.api.get_opt(&self.name)).await
+    async fn present(&self) -> Result<Option<ConfigMap>, ClusterError> {
+        self.get("reading ConfigMap").await
     }
 
     /// Returns the records, and an error for each unusable entry.
     pub async fn list(&self) -> Result<(Vec<Revocation>, Vec<ClusterError>), ClusterError> {
-        let (good, bad) = entries(self.get().await?.as_ref());
+        let (good, bad) = entries(self.present().await?.as_ref());
         let bad = bad.into_iter().map(|(node, reason)| self.unusable(&node, reason)).collect();
         Ok((good, bad))
     }
 
     /// Copies the records to `store`. Unusable entries are reported by [`follow`].
     pub async fn copy_to(&self, store: &RevocationStore) -> Result<(), ClusterError> {
-        let (records, _) = to_copy(self.get().await?.as_ref());
+        let (records, _) = to_copy(self.present().await?.as_ref());
         Ok(store.merge(&records)?)
     }
 
     fn unusable(&self, subject: &Subject, reason: String) -> ClusterError {
-        let object = format!("ConfigMap {}, key {subject}", self.label());
+        let object = format!("ConfigMap {self}, key {subject}");
         let (named, arguments) = (subject.named(), subject.arguments());
         let fix = format!(
             "{named} counts as revoked: `tunnel-server agent revoke {arguments}` writes the entry anew"
@@ -83,7 +57,7 @@ impl RevocationMap {
         subject: impl Into<Subject>,
         now: Timestamp,
     ) -> Result<Revocation, ClusterError> {
-        let (present, subject) = (self.get().await?, subject.into());
+        let (present, subject) = (self.present().await?, subject.into());
         let before = entries(present.as_ref()).0.into_iter().find(|record| record.subject == subject);
         let record = Revocation::revoke(before.as_ref(), subject, now);
         self.write(present, &record).await?;
@@ -96,7 +70,7 @@ impl RevocationMap {
         subject: impl Into<Subject>,
         now: Timestamp,
     ) -> Result<Revocation, ClusterError> {
-        let (present, subject) = (self.get().await?, subject.into());
+        let (present, subject) = (self.present().await?, subject.into());
         let (good, bad) = entries(present.as_ref());
         if let Some((subject, reason)) = bad.into_iter().find(|(name, _)| *name == subject) {
             return Err(self.unusable(&subject, reason));
@@ -118,22 +92,15 @@ impl RevocationMap {
             Some(present) => {
                 let version = present.metadata.resource_version;
                 let patch = json!({"metadata": {"resourceVersion": version}, "data": data});
-                let params =
-                    PatchParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..Default::default() };
-                self.request("changing ConfigMap", self.api.patch(&self.name, &params, &Patch::Merge(patch)))
-                    .await?;
+                let patch = Patch::Merge(patch);
+                self.request("changing ConfigMap", self.api.patch(&self.name, &merge(), &patch)).await?;
+                Ok(())
             }
-            // An apply request has the object's name, so RBAC can be limited to it; with a field manager of its own,
-            // values of another attempt conflict.
             None => {
-                let metadata = ObjectMeta { name: Some(self.name.clone()), ..ObjectMeta::default() };
-                let made = ConfigMap { metadata, data: Some(data), ..ConfigMap::default() };
-                let params = PatchParams::apply(&format!("{FIELD_MANAGER}-{:016x}", rand::random::<u64>()));
-                self.request("creating ConfigMap", self.api.patch(&self.name, &params, &Patch::Apply(&made)))
-                    .await?;
+                let made = ConfigMap { metadata: self.metadata(), data: Some(data), ..ConfigMap::default() };
+                self.create_once("creating ConfigMap", &made).await
             }
         }
-        Ok(())
     }
 }
 

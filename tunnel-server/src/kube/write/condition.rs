@@ -9,14 +9,14 @@ use futures_util::stream::select_all;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
 use kube::Api;
-use kube::api::{ListParams, Patch, PatchParams};
+use kube::api::{ListParams, Patch};
 use parking_lot::Mutex;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::Instant;
-use tunnel_kube::{Attempts, FIELD_MANAGER, RequestError, request};
+use tunnel_kube::{Attempts, RequestError, merge, request};
 use tunnel_runtime::NodeName;
 
 use super::tracker::Tracker;
@@ -180,7 +180,7 @@ impl Conditions {
 
     async fn write(&mut self, node: &NodeName, want: Want) -> Result<(), RequestError> {
         let patch = Patch::Strategic(patch(want, &self.context.identity));
-        let params = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
+        let params = merge();
         let write = self.api.patch_status(node.as_str(), &params, &patch);
         request(WRITE_DEADLINE, "changing the condition of Node", node.as_str(), write).await?;
         tracing::debug!(%node, condition = CONDITION, status = want.status(), "updated the node condition");

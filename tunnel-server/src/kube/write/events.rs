@@ -4,7 +4,8 @@
 //! bounded.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -15,9 +16,9 @@ use tunnel_kube::{Attempts, FIELD_MANAGER, RequestError, request};
 
 use crate::kube::context::WRITE_DEADLINE;
 
-/// Maximum burst of Events, and the rate per second after it.
-const BURST: u32 = 50;
-const PER_SECOND: u32 = 5;
+/// Maximum number of Events that wait, and the pause after each that is published.
+const WAITING: usize = 100;
+const PAUSE: Duration = Duration::from_millis(200);
 /// Time after which an Event that could not be published is dropped.
 const GIVE_UP_AFTER: Duration = Duration::from_secs(120);
 /// Number of different notes for which repetitions are counted in one Event.
@@ -27,11 +28,12 @@ const REPORT_DROPPED: Duration = Duration::from_secs(60);
 /// Maximum length of a note in bytes, a limit of the API server.
 const MAX_NOTE: usize = 1024;
 
-/// Publishes Events. Clones share one queue and one rate limit.
+/// Publishes Events. Clones share one queue.
 #[derive(Clone, Debug)]
 pub struct Events {
     queue: mpsc::Sender<Queued>,
-    bucket: Arc<Mutex<Bucket>>,
+    /// Events for which the queue had no room, not reported yet.
+    dropped: Arc<AtomicU64>,
 }
 
 struct Queued {
@@ -43,21 +45,19 @@ struct Queued {
 impl Events {
     /// Starts publishing as controller `postern`, instance `identity`, until `stop`. Needs a tokio runtime.
     pub fn start(client: kube::Client, identity: &str, stop: CancellationToken) -> Self {
-        // Room for every burst that the bucket allows, so that Events are dropped only if the API server does not
-        // answer.
-        let (queue, queued) = mpsc::channel(2 * BURST as usize);
+        let (queue, queued) = mpsc::channel(WAITING);
+        let dropped = Arc::<AtomicU64>::default();
         let reporter = Reporter { controller: FIELD_MANAGER.into(), instance: Some(identity.into()) };
-        let publisher = Publisher { client, reporter, recorders: HashMap::new() };
+        let publisher = Publisher { client, reporter, recorders: HashMap::new(), dropped: dropped.clone() };
         tokio::spawn(async move {
             let _ = stop.run_until_cancelled(publisher.run(queued)).await;
         });
-        Self { queue, bucket: Arc::new(Mutex::new(Bucket::new(Instant::now()))) }
+        Self { queue, dropped }
     }
 
     /// Queues an Event, or drops it if there are too many.
     pub fn publish(&self, regarding: ObjectReference, kind: EventType, reason: &str, mut note: String) {
         note.truncate(note.floor_char_boundary(MAX_NOTE));
-        let now = Instant::now();
         let event = Event {
             type_: kind,
             reason: reason.into(),
@@ -65,12 +65,8 @@ impl Events {
             action: reason.into(),
             secondary: None,
         };
-        let mut bucket = self.bucket.lock().unwrap_or_else(PoisonError::into_inner);
-        if !bucket.take(now) || self.queue.try_send(Queued { regarding, event, at: now }).is_err() {
-            bucket.dropped += 1;
-        }
-        if let Some(dropped) = bucket.report(now) {
-            tracing::warn!(dropped, "dropped Events, too many at once");
+        if self.queue.try_send(Queued { regarding, event, at: Instant::now() }).is_err() {
+            self.dropped.fetch_add(1, Ordering::Relaxed);
         }
     }
 }
@@ -97,52 +93,26 @@ pub fn object(kind: &str, namespace: &str, name: &str) -> ObjectReference {
     }
 }
 
-/// A token bucket that counts rejected Events.
-#[derive(Debug)]
-struct Bucket {
-    tokens: f64,
-    filled: Instant,
-    dropped: u64,
-    reported: Option<Instant>,
-}
-
-impl Bucket {
-    fn new(now: Instant) -> Self {
-        Self { tokens: f64::from(BURST), filled: now, dropped: 0, reported: None }
-    }
-
-    fn take(&mut self, now: Instant) -> bool {
-        let gained = now.saturating_duration_since(self.filled).as_secs_f64() * f64::from(PER_SECOND);
-        self.tokens = (self.tokens + gained).min(f64::from(BURST));
-        self.filled = now;
-        let taken = self.tokens >= 1.0;
-        if taken {
-            self.tokens -= 1.0;
-        }
-        taken
-    }
-
-    /// Returns the number of dropped Events when it is time to report it.
-    fn report(&mut self, now: Instant) -> Option<u64> {
-        let due = self.reported.is_none_or(|last| now.saturating_duration_since(last) >= REPORT_DROPPED);
-        (self.dropped > 0 && due).then(|| {
-            self.reported = Some(now);
-            std::mem::take(&mut self.dropped)
-        })
-    }
-}
-
 struct Publisher {
     client: kube::Client,
     reporter: Reporter,
     /// Recorders by note: a recorder counts Events that differ only in the note as one, with the first one's note.
     recorders: HashMap<Option<String>, Recorder>,
+    dropped: Arc<AtomicU64>,
 }
 
 impl Publisher {
     async fn run(mut self, mut queue: mpsc::Receiver<Queued>) {
         let mut attempts = Attempts::new("publishing Events in the cluster");
+        let mut reported: Option<Instant> = None;
         while let Some(queued) = queue.recv().await {
+            if reported.is_none_or(|last| last.elapsed() >= REPORT_DROPPED) {
+                let dropped = self.dropped.swap(0, Ordering::Relaxed);
+                if dropped > 0 {
+                    tracing::warn!(dropped, "dropped Events, too many at once");
+                    reported = Some(Instant::now());
+                }
+            }
             loop {
                 let Err(error) = self.publish(&queued).await else {
                     attempts.succeeded();
@@ -156,6 +126,7 @@ impl Publisher {
                 }
                 tokio::time::sleep(attempts.next_delay()).await;
             }
+            tokio::time::sleep(PAUSE).await;
         }
     }
 
@@ -177,34 +148,5 @@ impl Publisher {
             return publish(recorder).await;
         }
         published
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_burst_and_a_rate_get_through() {
-        let start = Instant::now();
-        let mut bucket = Bucket::new(start);
-        assert_eq!((0..1000).filter(|_| bucket.take(start)).count(), BURST as usize);
-        let later = start + Duration::from_secs(2);
-        assert_eq!((0..1000).filter(|_| bucket.take(later)).count(), 2 * PER_SECOND as usize);
-        let much_later = later + Duration::from_secs(3600);
-        assert_eq!((0..1000).filter(|_| bucket.take(much_later)).count(), BURST as usize);
-    }
-
-    #[test]
-    fn dropped_events_are_reported_once_a_minute() {
-        let start = Instant::now();
-        let mut bucket = Bucket::new(start);
-        assert_eq!(bucket.report(start), None);
-        bucket.dropped = 3;
-        assert_eq!(bucket.report(start), Some(3));
-        bucket.dropped = 4;
-        assert_eq!(bucket.report(start + REPORT_DROPPED / 2), None);
-        assert_eq!(bucket.report(start + REPORT_DROPPED), Some(4));
-        assert_eq!(bucket.report(start + REPORT_DROPPED * 3), None);
     }
 }

@@ -12,12 +12,12 @@ use jiff::Timestamp;
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::Api;
-use kube::api::{Patch, PatchParams, PostParams};
+use kube::api::Patch;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
-use tunnel_kube::{Attempts, FIELD_MANAGER, RequestError, request};
+use tunnel_kube::{Attempts, RequestError, merge, post, request};
 
 use crate::kube::context::{WRITE_DEADLINE, becomes};
 
@@ -159,8 +159,7 @@ impl Candidate {
                     ..LeaseSpec::default()
                 }),
             };
-            let params =
-                PostParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PostParams::default() };
+            let params = post();
             let create = self.api.create(&params, &lease);
             self.may_hold.store(true, Ordering::Relaxed);
             request(WRITE_DEADLINE, "creating Lease", &self.lease, create).await?;
@@ -185,7 +184,7 @@ impl Candidate {
 
     async fn write(&self, version: Option<String>, spec: &Value) -> Result<(), RequestError> {
         let patch = Patch::Merge(json!({"metadata": {"resourceVersion": version}, "spec": spec}));
-        let params = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
+        let params = merge();
         let patch = self.api.patch(&self.lease, &params, &patch);
         request(WRITE_DEADLINE, "changing Lease", &self.lease, patch).await?;
         Ok(())

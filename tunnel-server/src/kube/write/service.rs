@@ -12,11 +12,11 @@ use futures_util::stream::select_all;
 use k8s_openapi::api::core::v1::{Service, ServicePort};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::Api;
-use kube::api::{Patch, PatchParams};
+use kube::api::Patch;
 use kube::runtime::watcher::Event;
 use serde_json::json;
 use tokio::time::Instant;
-use tunnel_kube::{Attempts, FIELD_MANAGER, Followed, named, request};
+use tunnel_kube::{Attempts, Followed, merge, named, request};
 use tunnel_routing::inventory::READ_ONLY_KUBELET_PORT;
 
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
@@ -156,7 +156,7 @@ impl Reconcile for Ports {
                 "metadata": {"resourceVersion": service.metadata.resource_version},
                 "spec": {"ports": next},
             }));
-            let params = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
+            let params = merge();
             let patch = self.api.patch(name, &params, &patch);
             let patched = request(WRITE_DEADLINE, "changing Service", name, patch).await?;
             self.service.object = Some(patched);

@@ -15,9 +15,9 @@ use crate::admission::Shares;
 use crate::caller::Certified;
 use crate::kube::Endpoint;
 use crate::listener::access_log::AccessLogGuard;
-use crate::listener::context::{Failed, ListenerContext, OpenRequest};
+use crate::listener::context::{Failed, ListenerContext, Reached};
 use crate::listener::direct;
-use crate::listener::upstream::{Stream, Upstream};
+use crate::listener::upstream::Upstream;
 
 /// The listener's name in logs and metrics.
 pub(crate) const NAME: &str = "egress";
@@ -163,9 +163,32 @@ impl Dialler {
         caller: &Caller,
         gone: impl Future<Output = ()>,
     ) -> Result<Connected, Failed> {
-        match destination {
-            Destination::Edge(request) => self.edge(request, caller, gone).await,
-            Destination::Direct(host, port) => self.direct(host, port, caller, gone).await,
+        let mut gone = pin!(gone);
+        let reached = match destination {
+            Destination::Edge(request) => Reached::Edge(request),
+            Destination::Direct(host, port) => {
+                let target = tokio::select! {
+                    biased;
+                    target = self.look_up(&host, port) => target,
+                    () = gone.as_mut() => return Err(not_waited()),
+                };
+                Reached::Cloud(target.map_err(|failed| self.turned_away(failed, caller))?)
+            }
+        };
+        let mut record = AccessLogGuard::reaching(NAME, caller.address, &reached, &self.context);
+        caller.noted_in(&record);
+        let place = self.shares.admit(caller.address.ip());
+        let opened = tokio::select! {
+            biased;
+            opened = Upstream::open(&self.context, &reached, caller.address, place, &mut record) => opened,
+            () = gone => Err(not_waited()),
+        };
+        match opened {
+            Ok(to) => Ok(Connected { record, to }),
+            Err(failed) => {
+                record.end(failed.outcome, &failed.reason);
+                Err(failed)
+            }
         }
     }
 
@@ -174,48 +197,6 @@ impl Dialler {
         self.context.metrics.turned_away(NAME);
         tracing::warn!(listener = NAME, %client, %caller, reason, "connection rejected");
         failed
-    }
-
-    async fn edge(
-        &self,
-        request: OpenRequest,
-        caller: &Caller,
-        gone: impl Future<Output = ()>,
-    ) -> Result<Connected, Failed> {
-        let mut record = AccessLogGuard::new(NAME, caller.address, &request, &self.context);
-        caller.noted_in(&record);
-        let place = self.shares.admit(caller.address.ip());
-        let opened = tokio::select! {
-            biased;
-            opened = Stream::open(&self.context, &request, caller.address, place, &mut record) => opened,
-            () = gone => Err(not_waited()),
-        };
-        Connected::of(record, opened.map(|stream| Upstream::Edge(Box::new(stream))))
-    }
-
-    async fn direct(
-        &self,
-        host: String,
-        port: u16,
-        caller: &Caller,
-        gone: impl Future<Output = ()>,
-    ) -> Result<Connected, Failed> {
-        let mut gone = pin!(gone);
-        let target = tokio::select! {
-            biased;
-            target = self.look_up(&host, port) => target,
-            () = gone.as_mut() => return Err(not_waited()),
-        };
-        let target = target.map_err(|failed| self.turned_away(failed, caller))?;
-        let mut record = AccessLogGuard::direct(NAME, caller.address, target, &self.context);
-        caller.noted_in(&record);
-        let place = self.shares.admit(caller.address.ip());
-        let opened = tokio::select! {
-            biased;
-            opened = Upstream::direct(target, place, &mut record) => opened,
-            () = gone => Err(not_waited()),
-        };
-        Connected::of(record, opened)
     }
 
     /// Returns the first address of the host that this server may dial.
@@ -252,16 +233,6 @@ fn not_waited() -> Failed {
 }
 
 impl Connected {
-    fn of(record: AccessLogGuard, opened: Result<Upstream, Failed>) -> Result<Self, Failed> {
-        match opened {
-            Ok(to) => Ok(Self { record, to }),
-            Err(failed) => {
-                record.end(failed.outcome, &failed.reason);
-                Err(failed)
-            }
-        }
-    }
-
     /// Relays until both directions have ended. Resets the connection when `gone` completes.
     pub(super) async fn run(
         self,

@@ -23,10 +23,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
 use bytes::BytesMut;
 use ipnet::IpNet;
-use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 use tokio::net::{TcpStream, UnixStream};
 use tunnel_link::relay::{end_on_drop, flushed, prepare_socket, reset_on_drop};
@@ -36,7 +34,7 @@ use super::access_log::over_limit;
 use super::context::ListenerContext;
 use super::preface::{PrefaceError, read_preface};
 use crate::admission::{Gate, Gated, Share, Shares};
-use crate::caller::{Accepted, Certified};
+use crate::caller::CallerTls;
 use crate::session::Workers;
 use authority::{Masked, PREFACE};
 use destination::Direct;
@@ -50,9 +48,6 @@ pub(crate) use dial::NAME;
 pub(crate) use services::ClusterServices;
 pub(crate) use tls::EgressTls;
 pub(crate) use unix::Socket;
-
-/// Maximum time for a TLS handshake.
-const HANDSHAKE: Duration = Duration::from_secs(10);
 
 /// Reads the configured files, so that a server does not start without them.
 ///
@@ -114,12 +109,7 @@ impl Egress {
     }
 
     /// Serves the port until the drain starts.
-    pub(crate) async fn serve_tls(
-        self,
-        mut listener: Gated,
-        tls: Arc<ArcSwap<ServerConfig>>,
-        accepted: Accepted,
-    ) {
+    pub(crate) async fn serve_tls(self, mut listener: Gated, tls: Arc<CallerTls>) {
         loop {
             let (socket, client) = tokio::select! {
                 biased;
@@ -131,11 +121,10 @@ impl Egress {
                 reset_on_drop(&socket);
                 continue;
             };
-            let acceptor = tls::acceptor(&tls);
-            let (dialler, accepted) = (self.dialler.clone(), accepted.clone());
+            let (dialler, tls) = (self.dialler.clone(), tls.clone());
             let work = async move {
                 let _place = place;
-                if let Err(reason) = receive_tls(dialler.clone(), socket, client, acceptor, accepted).await {
+                if let Err(reason) = receive_tls(dialler.clone(), socket, client, &tls).await {
                     dialler.context.metrics.turned_away(NAME);
                     tracing::warn!(listener = NAME, %client, reason, "connection rejected");
                 }
@@ -184,19 +173,12 @@ async fn receive_tls(
     dialler: Arc<Dialler>,
     socket: TcpStream,
     client: SocketAddr,
-    acceptor: tokio_rustls::TlsAcceptor,
-    accepted: Accepted,
+    tls: &CallerTls,
 ) -> Result<(), String> {
     prepare_socket(&socket);
-    let stream = match tokio::time::timeout(HANDSHAKE, acceptor.accept(socket)).await {
-        Ok(Ok(stream)) => stream,
-        Ok(Err(error)) => return Err(format!("TLS: {error}")),
-        Err(_) => return Err(format!("no TLS handshake within {} s", HANDSHAKE.as_secs())),
-    };
-    let certificates = stream.get_ref().1.peer_certificates().unwrap_or_default();
-    let name = certificates.first().map(tls::common_name).unwrap_or_default();
-    let certified = Certified::new(certificates, accepted).map(Arc::new);
-    let caller = Caller { address: client, name: name.into(), certified };
+    let (stream, certified) = tls.accept(socket, false).await?;
+    let name = certified.as_ref().map(|shown| tls::common_name(shown.leaf())).unwrap_or_default();
+    let caller = Caller { address: client, name: name.into(), certified: certified.map(Arc::new) };
     let (read, write, watched) = halves::of_tls(stream).map_err(|error| error.to_string())?;
     let shutdown = dialler.context.drain.shutdown().clone();
     let over = serve(dialler, caller, read, write, watched.clone()).await;

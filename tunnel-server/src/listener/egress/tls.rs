@@ -3,22 +3,20 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use arc_swap::ArcSwap;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{ResolvesServerCert, ResolvesServerCertUsingSni};
 use rustls::{CertificateError, RootCertStore, ServerConfig};
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::sync::Notify;
-use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
-use tunnel_pki::{ServerTls, caller_config, caller_verifier, certified, client_verifier};
+use tunnel_pki::{IdentityError, ServerTls, caller_config, caller_verifier, certified, client_verifier};
 use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts, read_all};
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 
 use super::config::EgressTlsConfig;
-use crate::caller::Accepted;
+use crate::caller::CallerTls;
 
 /// Checks that the files can be used.
 pub(super) fn check(config: &EgressTlsConfig) -> Result<(), ConfigError> {
@@ -29,8 +27,7 @@ pub(super) fn check(config: &EgressTlsConfig) -> Result<(), ConfigError> {
 /// TLS settings, and the files that they follow.
 pub(crate) struct EgressTls {
     file: ReloadedFile<Settings>,
-    current: Arc<ArcSwap<ServerConfig>>,
-    accepted: Accepted,
+    pub(crate) tls: Arc<CallerTls>,
 }
 
 /// The verifier is in the settings too, which do not give it out.
@@ -45,37 +42,24 @@ impl EgressTls {
         metrics: &FileMetrics,
     ) -> Result<Self, ConfigError> {
         let files = files(&config);
+        let refused = |error: IdentityError| ConfigError::without_value("--egress-port", error.to_string());
+        let tls = CallerTls::new(own.clone()).map_err(refused)?;
         let parse = move |texts: &Texts| server_config(&config, texts, own.clone());
         let (file, (first, verifier)) = ReloadedFile::open("egress-tls", files, parse, metrics)?;
-        let accepted = Accepted::default();
-        accepted.set(verifier);
-        Ok(Self { file, current: Arc::new(ArcSwap::from_pointee(first)), accepted })
-    }
-
-    /// The verifier in effect, for callers' certificates that have been accepted before.
-    pub(crate) fn accepted(&self) -> Accepted {
-        self.accepted.clone()
-    }
-
-    pub(crate) fn current(&self) -> Arc<ArcSwap<ServerConfig>> {
-        self.current.clone()
+        tls.set(first, verifier);
+        Ok(Self { file, tls: Arc::new(tls) })
     }
 
     /// Notifies `changed` of each change.
     pub(crate) async fn follow(self, changed: Arc<Notify>, stop: CancellationToken) {
-        let Self { file, current, accepted } = self;
+        let Self { file, tls } = self;
         let apply = |(config, verifier)| {
-            current.store(Arc::new(config));
-            accepted.set(verifier);
+            tls.set(config, verifier);
             changed.notify_one();
             std::future::ready(Ok(()))
         };
         file.run(apply, stop).await;
     }
-}
-
-pub(super) fn acceptor(current: &ArcSwap<ServerConfig>) -> TlsAcceptor {
-    TlsAcceptor::from(current.load_full())
 }
 
 /// Returns the CA file, and the certificate and key files if they are given.

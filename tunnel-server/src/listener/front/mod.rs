@@ -34,4 +34,4 @@ pub use headers::target_head;
 pub(crate) use kinds::{Admission, Front};
 pub(crate) use metrics::MetricsPage;
 pub(crate) use pods::Pods;
-pub(crate) use target_tls::{TargetFiles, TargetTls};
+pub(crate) use target_tls::{Material, TargetTls};

@@ -22,14 +22,14 @@ use super::request;
 use super::served::Served;
 use super::socket::{Faults, PrefixedSocket, Watched};
 use crate::admission::{Share, Shares};
-use crate::caller::{Certified, caller_of_certificate};
+use crate::caller::caller_of_certificate;
 use crate::listener::context::{ListenerContext, OpenError};
 use crate::listener::first_request::FirstRequest;
 use crate::listener::preface;
 use crate::metrics::Metrics;
 
-/// Maximum time for a client's handshake.
-const HANDSHAKE: Duration = Duration::from_secs(10);
+/// Maximum time to tell a refused client of the end.
+const FAREWELL: Duration = Duration::from_secs(10);
 /// Maximum wait for a whole head, including the idle time before the next request. For HTTP/2, interval of PINGs.
 ///
 /// Longer than Prometheus' usual 30 s between scrapes.
@@ -64,20 +64,9 @@ impl Front {
         let Some(tls) = &self.tls else {
             return http(socket, false, watched, served(None)).await;
         };
-        let acceptor = if self.ends_with_refusal() { tls.acceptor_of_http_1() } else { tls.acceptor() };
-        let accepted = tokio::time::timeout(HANDSHAKE, acceptor.accept(socket)).await;
-        let stream = match accepted {
-            Ok(Ok(stream)) => stream,
-            Ok(Err(error)) => return Err(OpenError::Client(format!("TLS: {error}"))),
-            Err(_) => {
-                let reason = format!("no TLS handshake within {} s", HANDSHAKE.as_secs());
-                return Err(OpenError::Client(reason));
-            }
-        };
-        let (_, session) = stream.get_ref();
-        let h2 = session.alpn_protocol() == Some(b"h2");
-        let certified =
-            Certified::new(session.peer_certificates().unwrap_or_default(), tls.accepted().clone());
+        let accepted = tls.accept(socket, self.ends_with_refusal()).await;
+        let (stream, certified) = accepted.map_err(OpenError::Client)?;
+        let h2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
         let certificate = match certified {
             Some(certified) => {
                 let caller = caller_of_certificate(certified.leaf()).map_err(OpenError::Client)?;
@@ -180,7 +169,7 @@ where
         && let Ok(client) = refused.await
     {
         // A client that is gone, or does not read, need not be told of the end.
-        let _ = tokio::time::timeout(HANDSHAKE, TokioIo::new(client).shutdown()).await;
+        let _ = tokio::time::timeout(FAREWELL, TokioIo::new(client).shutdown()).await;
     }
     let late = proxy && matches!(&ended, Err(error) if error.is_timeout());
     let told = ended.as_ref().map_or_else(|error| late || error.is_parse(), |()| !served.faults.reported());

@@ -16,22 +16,12 @@ use rustls::{CertificateError, ClientConfig, Error};
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 use tunnel_pki::{TrustBundle, server_verifier};
 use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts};
 
 use crate::listener::config::TargetConfig;
 use crate::runtime::settings::{InternalListener, Settings};
-
-/// The certificate files, with the content that was read.
-pub(crate) struct TargetFiles {
-    plain_ports: BTreeSet<u16>,
-    /// `None` if no files are given.
-    file: Option<ReloadedFile<Material>>,
-    material: Material,
-}
 
 /// TLS settings for targets.
 pub(crate) struct TargetTls {
@@ -40,54 +30,47 @@ pub(crate) struct TargetTls {
     settings: watch::Receiver<Arc<Settings>>,
 }
 
-/// Content of the files.
+/// Content of the certificate files.
 #[derive(Default)]
-struct Material {
+pub(crate) struct Material {
     /// `None` without a CA.
     verifier: Option<Arc<WebPkiServerVerifier>>,
     certificate: Option<Arc<SingleCertAndKey>>,
 }
 
-impl TargetFiles {
+impl TargetTls {
+    /// Reads the certificate files; `None` if none are given.
+    ///
     /// # Errors
     /// A given file cannot be used.
-    pub(crate) fn read(config: &TargetConfig, metrics: &FileMetrics) -> Result<Self, ConfigError> {
+    pub(crate) fn read(
+        config: &TargetConfig,
+        metrics: &FileMetrics,
+    ) -> Result<Option<(ReloadedFile<Material>, Material)>, ConfigError> {
         let named = |key, path: &Option<PathBuf>| path.as_deref().map(|path| NamedFile::new(key, path));
         let given = [
             named("--kubelet-certificate-authority", &config.ca),
             named("--kubelet-client-certificate", &config.certificate).map(NamedFile::optional),
             named("--kubelet-client-key", &config.key).map(NamedFile::optional),
         ];
-        let plain_ports = config.plain_ports.clone();
         let files: Vec<_> = given.iter().flatten().cloned().collect();
         if files.is_empty() {
-            return Ok(Self { plain_ports, file: None, material: Material::default() });
+            return Ok(None);
         }
         let parse = move |texts: &Texts| Material::parse(&given, texts);
-        let (file, material) = ReloadedFile::open("kubelet-tls", files, parse, metrics)?;
-        Ok(Self { plain_ports, file: Some(file), material })
+        ReloadedFile::open("kubelet-tls", files, parse, metrics).map(Some)
     }
-}
 
-impl TargetTls {
-    /// Also starts a task that follows the files.
-    pub(crate) fn start(
-        read: TargetFiles,
+    pub(crate) fn new(
+        plain_ports: BTreeSet<u16>,
+        material: Material,
         settings: watch::Receiver<Arc<Settings>>,
-        tasks: &TaskTracker,
-        stop: &CancellationToken,
-    ) -> Arc<Self> {
-        let TargetFiles { plain_ports, file, material } = read;
-        let tls = Arc::new(Self { plain_ports, material: ArcSwap::from_pointee(material), settings });
-        if let Some(file) = file {
-            let followed = tls.clone();
-            let apply = move |material| {
-                followed.material.store(Arc::new(material));
-                std::future::ready(Ok(()))
-            };
-            tasks.spawn(file.run(apply, stop.clone()));
-        }
-        tls
+    ) -> Self {
+        Self { plain_ports, material: ArcSwap::from_pointee(material), settings }
+    }
+
+    pub(crate) fn set(&self, material: Material) {
+        self.material.store(Arc::new(material));
     }
 
     /// True if this port of nodes is plain HTTP.

@@ -5,6 +5,7 @@ use parking_lot::Mutex;
 use tunnel_link::outcome::{Hop, Outcome};
 
 use super::*;
+use crate::listener::context::Reached;
 use crate::listener::{AccessLogGuard, ListenerContext};
 use crate::metrics::{Permit, UNANSWERED};
 
@@ -50,7 +51,7 @@ impl Permit for Fake {
 
 fn open(context: &ListenerContext, permit: Option<&Arc<Fake>>) -> AccessLogGuard {
     let (client, target) = ("10.70.0.9:40000".parse().unwrap(), "10.70.0.1:22".parse().unwrap());
-    let record = AccessLogGuard::direct("connect", client, target, context);
+    let record = AccessLogGuard::reaching("connect", client, &Reached::Cloud(target), context);
     if let Some(permit) = permit {
         record.admitted_by(permit.clone());
     }

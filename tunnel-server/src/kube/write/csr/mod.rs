@@ -18,7 +18,7 @@
 mod judge;
 
 use std::collections::HashSet;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -26,15 +26,15 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::certificates::v1::{
     CertificateSigningRequest, CertificateSigningRequestCondition, CertificateSigningRequestStatus,
 };
-use kube::api::PostParams;
 use kube::runtime::controller::{Action, Config as ControllerConfig, applier, trigger_self};
 use kube::runtime::{WatchStreamExt, reflector, watcher};
 use kube::{Api, ResourceExt};
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tunnel_pki::pem_of_certificates;
 
 use judge::{Accounts, Approved, Verdict, judge};
-use tunnel_kube::{FIELD_MANAGER, SIGNER, request};
+use tunnel_kube::{SIGNER, post, request};
 
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
 use crate::kube::error::ClusterError;
@@ -79,7 +79,7 @@ pub async fn run(
 }
 
 async fn work(reconciler: Arc<CsrReconciler>) {
-    reconciler.answered().clear();
+    reconciler.answered.lock().clear();
     let ours = watcher::Config::default().fields(&format!("spec.signerName={SIGNER}"));
     let (store, writer) = reflector::store();
     let health = &reconciler.context.health;
@@ -116,12 +116,9 @@ async fn work(reconciler: Arc<CsrReconciler>) {
 enum Step {
     Approve(Approved),
     Sign(Approved),
-    Deny {
-        reason: &'static str,
-        message: String,
-    },
-    /// Approved by another approver, but must not be signed.
-    Fail {
+    Refuse {
+        /// By another approver: it must not be signed all the same.
+        approved: bool,
         reason: &'static str,
         message: String,
     },
@@ -144,8 +141,7 @@ fn step(csr: &CertificateSigningRequest, accounts: Accounts<'_>, standing: &Stan
         _ if is_done(csr) || csr.metadata.deletion_timestamp.is_some() => Step::Ignore,
         Verdict::Approve(approved) if is(csr, APPROVED) => Step::Sign(approved),
         Verdict::Approve(approved) => Step::Approve(approved),
-        Verdict::Deny { reason, message } if is(csr, APPROVED) => Step::Fail { reason, message },
-        Verdict::Deny { reason, message } => Step::Deny { reason, message },
+        Verdict::Deny { reason, message } => Step::Refuse { approved: is(csr, APPROVED), reason, message },
         Verdict::NotOurs => Step::Ignore,
     }
 }
@@ -196,7 +192,7 @@ impl CsrReconciler {
     /// Answers a request. Every write has the resourceVersion that was judged, so a changed request is judged again.
     async fn answer(&self, csr: CertificateSigningRequest) -> Result<Action, ClusterError> {
         let uid = csr.uid().unwrap_or_default();
-        if self.answered().remove(&uid) && !is_done(&csr) {
+        if self.answered.lock().remove(&uid) && !is_done(&csr) {
             // This version is older than our answer.
             return Ok(Action::requeue(RETRY));
         }
@@ -206,10 +202,6 @@ impl CsrReconciler {
             Err(error) if error.is_conflict() || error.is_not_found() => Ok(Action::requeue(RETRY)),
             other => other,
         }
-    }
-
-    fn answered(&self) -> MutexGuard<'_, HashSet<String>> {
-        self.answered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn advance(&self, mut csr: CertificateSigningRequest) -> Result<Action, ClusterError> {
@@ -233,37 +225,29 @@ impl CsrReconciler {
                 Step::Sign(approved) => {
                     let life = self.sign(&mut csr, &approved)?;
                     csr = self.write("signing CertificateSigningRequest", "status", &csr).await?;
-                    self.answered().insert(uid.clone());
+                    self.answered.lock().insert(uid.clone());
                     self.metrics.count(CALL, "issued");
                     tracing::info!(call = CALL, holder = %approved.holder, node = %approved.node, csr = name, user, life_s = life.as_secs(), "certificate issued");
                 }
-                Step::Deny { reason, message } => {
+                Step::Refuse { approved, reason, message } => {
                     tracing::warn!(
                         call = CALL,
                         csr = name,
                         user,
+                        approved,
                         outcome = reason,
                         reason = message,
                         "enrolment refused"
                     );
-                    let denied = with_condition(csr, DENIED, reason, message);
-                    csr = self.write("denying CertificateSigningRequest", "approval", &denied).await?;
-                    self.answered().insert(uid.clone());
-                    self.metrics.count(CALL, "denied");
-                }
-                Step::Fail { reason, message } => {
-                    tracing::warn!(
-                        call = CALL,
-                        csr = name,
-                        user,
-                        outcome = reason,
-                        reason = message,
-                        "rejected a CertificateSigningRequest that was approved and must not be signed"
-                    );
-                    let failed = with_condition(csr, FAILED, reason, message);
-                    csr = self.write("failing CertificateSigningRequest", "status", &failed).await?;
-                    self.answered().insert(uid.clone());
-                    self.metrics.count(CALL, "failed");
+                    // An approval cannot be denied any more.
+                    let (condition, action, subresource, label) = match approved {
+                        true => (FAILED, "failing CertificateSigningRequest", "status", "failed"),
+                        false => (DENIED, "denying CertificateSigningRequest", "approval", "denied"),
+                    };
+                    let refused = with_condition(csr, condition, reason, message);
+                    csr = self.write(action, subresource, &refused).await?;
+                    self.answered.lock().insert(uid.clone());
+                    self.metrics.count(CALL, label);
                 }
                 Step::Ignore => return Ok(Action::await_change()),
             }
@@ -276,8 +260,7 @@ impl CsrReconciler {
         subresource: &str,
         csr: &CertificateSigningRequest,
     ) -> Result<CertificateSigningRequest, ClusterError> {
-        let params = PostParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PostParams::default() };
-        let name = csr.name_any();
+        let (params, name) = (post(), csr.name_any());
         let replace = self.api.replace_subresource(subresource, &name, &params, csr);
         Ok(request(WRITE_DEADLINE, action, &name, replace).await?)
     }

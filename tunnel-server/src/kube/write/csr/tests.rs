@@ -52,10 +52,10 @@ fn a_good_request_is_approved_then_signed() {
 
 #[test]
 fn a_bad_request_is_never_signed() {
-    assert!(matches!(next(&bad()), Step::Deny { reason: "OtherNode", .. }));
+    assert!(matches!(next(&bad()), Step::Refuse { approved: false, reason: "OtherNode", .. }));
     // An approved one is marked as failed.
     let approved = with_condition(bad(), APPROVED, "x", String::new());
-    assert!(matches!(next(&approved), Step::Fail { reason: "OtherNode", .. }));
+    assert!(matches!(next(&approved), Step::Refuse { approved: true, reason: "OtherNode", .. }));
     for condition in [DENIED, FAILED] {
         for csr in [good(), bad()] {
             assert!(matches!(next(&with_condition(csr, condition, "x", String::new())), Step::Ignore));
@@ -81,7 +81,7 @@ fn an_edge_nodes_redirector_is_denied() {
         let known = watch::channel(Some(Arc::new([node].into_iter().collect()))).1;
         let standing = Standing::new(watch::channel(Arc::default()).1, known, true);
         let denied = step(&csr, ACCOUNTS, &standing);
-        assert!(matches!(denied, Step::Deny { reason: "EdgeNode", .. }), "{denied:?}");
+        assert!(matches!(denied, Step::Refuse { approved: false, reason: "EdgeNode", .. }), "{denied:?}");
     }
 }
 
