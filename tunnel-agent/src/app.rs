@@ -101,7 +101,7 @@ impl Start {
             pages: &[],
             log: self.log,
         };
-        Ok(Some(admin.at(listener.socket().await.into_std()?)?.serve()?))
+        Ok(Some(admin.serve(listener.socket().await.into_std()?)?))
     }
 
     /// Keeps the streams with konnectivity's servers until `shutdown`, then drains.

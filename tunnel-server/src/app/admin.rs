@@ -31,5 +31,5 @@ pub(super) fn serve(
         pages: PAGES,
         log,
     };
-    Ok(Some(endpoints.at(listener.into_std()?)?.serve()?))
+    Ok(Some(endpoints.serve(listener.into_std()?)?))
 }
