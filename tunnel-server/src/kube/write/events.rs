@@ -4,11 +4,12 @@
 //! bounded.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tunnel_kube::{Attempts, FIELD_MANAGER, RequestError, request};
@@ -65,7 +66,7 @@ impl Events {
             action: reason.into(),
             secondary: None,
         };
-        let mut bucket = self.bucket.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut bucket = self.bucket.lock();
         if !bucket.take(now) || self.queue.try_send(Queued { regarding, event, at: now }).is_err() {
             bucket.dropped += 1;
         }

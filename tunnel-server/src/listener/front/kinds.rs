@@ -1,9 +1,10 @@
 //! Parts of a listener that speaks HTTP.
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use ipnet::IpNet;
+use parking_lot::Mutex;
 use tunnel_runtime::NodeName;
 
 use super::metrics::MetricsPage;
@@ -108,13 +109,13 @@ impl Peer {
 
     /// Called when one of its requests was admitted: it no longer counts as unauthenticated.
     pub(super) fn admitted(&self) {
-        if let Some(place) = &mut *self.place.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(place) = &mut *self.place.lock() {
             place.known();
         }
     }
 
     /// Takes the connection's place, for its only request.
     pub(super) fn take_place(&self) -> Option<Share> {
-        self.place.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.place.lock().take()
     }
 }

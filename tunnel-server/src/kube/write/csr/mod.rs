@@ -18,7 +18,7 @@
 mod judge;
 
 use std::collections::HashSet;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -30,6 +30,7 @@ use kube::api::PostParams;
 use kube::runtime::controller::{Action, Config as ControllerConfig, applier, trigger_self};
 use kube::runtime::{WatchStreamExt, reflector, watcher};
 use kube::{Api, ResourceExt};
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tunnel_pki::pem_of_certificates;
 
@@ -79,7 +80,7 @@ pub async fn run(
 }
 
 async fn work(reconciler: Arc<CsrReconciler>) {
-    reconciler.answered().clear();
+    reconciler.answered.lock().clear();
     let ours = watcher::Config::default().fields(&format!("spec.signerName={SIGNER}"));
     let (store, writer) = reflector::store();
     let health = &reconciler.context.health;
@@ -196,7 +197,7 @@ impl CsrReconciler {
     /// Answers a request. Every write has the resourceVersion that was judged, so a changed request is judged again.
     async fn answer(&self, csr: CertificateSigningRequest) -> Result<Action, ClusterError> {
         let uid = csr.uid().unwrap_or_default();
-        if self.answered().remove(&uid) && !is_done(&csr) {
+        if self.answered.lock().remove(&uid) && !is_done(&csr) {
             // This version is older than our answer.
             return Ok(Action::requeue(RETRY));
         }
@@ -206,10 +207,6 @@ impl CsrReconciler {
             Err(error) if error.is_conflict() || error.is_not_found() => Ok(Action::requeue(RETRY)),
             other => other,
         }
-    }
-
-    fn answered(&self) -> MutexGuard<'_, HashSet<String>> {
-        self.answered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn advance(&self, mut csr: CertificateSigningRequest) -> Result<Action, ClusterError> {
@@ -233,7 +230,7 @@ impl CsrReconciler {
                 Step::Sign(approved) => {
                     let life = self.sign(&mut csr, &approved)?;
                     csr = self.write("signing CertificateSigningRequest", "status", &csr).await?;
-                    self.answered().insert(uid.clone());
+                    self.answered.lock().insert(uid.clone());
                     self.metrics.count(CALL, "issued");
                     tracing::info!(call = CALL, holder = %approved.holder, node = %approved.node, csr = name, user, life_s = life.as_secs(), "certificate issued");
                 }
@@ -248,7 +245,7 @@ impl CsrReconciler {
                     );
                     let denied = with_condition(csr, DENIED, reason, message);
                     csr = self.write("denying CertificateSigningRequest", "approval", &denied).await?;
-                    self.answered().insert(uid.clone());
+                    self.answered.lock().insert(uid.clone());
                     self.metrics.count(CALL, "denied");
                 }
                 Step::Fail { reason, message } => {
@@ -262,7 +259,7 @@ impl CsrReconciler {
                     );
                     let failed = with_condition(csr, FAILED, reason, message);
                     csr = self.write("failing CertificateSigningRequest", "status", &failed).await?;
-                    self.answered().insert(uid.clone());
+                    self.answered.lock().insert(uid.clone());
                     self.metrics.count(CALL, "failed");
                 }
                 Step::Ignore => return Ok(Action::await_change()),
