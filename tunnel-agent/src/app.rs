@@ -10,10 +10,7 @@ use tokio::task::JoinSet;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_link::relay::{end_quiet, register_stalled};
 use tunnel_pki::Holder;
-use tunnel_pki::enrol::{
-    CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Pace, Recovery,
-    ensure_identity, install_bundles, recover,
-};
+use tunnel_pki::enrol::{EnrollConfig, EnrollError, Enrolled, IdentityMetrics, install_bundles};
 use tunnel_runtime::admin::{
     Admin, Connections, Serving, Status, register_process_metrics, register_tasks, to_json,
 };
@@ -101,7 +98,7 @@ impl Start {
             pages: &[],
             log: self.log,
         };
-        Ok(Some(admin.at(listener.socket().await.into_std()?)?.serve()?))
+        Ok(Some(admin.serve(listener.socket().await.into_std()?)?))
     }
 
     /// Keeps the streams with konnectivity's servers until `shutdown`, then drains.
@@ -161,7 +158,7 @@ impl Start {
             tracing::info!(%proxy, "using an HTTP proxy");
         }
         background.spawn(servers.clone().ready_once_known(readiness.pending("API server")));
-        let identity = Identity::obtain(config, &servers, identity_metrics).await?;
+        let identity = enrol(config, &servers, identity_metrics).await?;
         let before = match before {
             // Held before the first renewal begins.
             Some((agent, pending)) => Some((agent, pending, identity.keeper.hold_pending_key().await)),
@@ -178,7 +175,7 @@ impl Start {
 struct Bound {
     runtime: Runtime,
     servers: Arc<Servers>,
-    identity: Identity,
+    identity: Enrolled,
     outbound: Vec<(Listen, Listener)>,
     /// The agent to take over from, and the guards that hold back readiness and renewals until then.
     before: Option<(Predecessor, ReadyGuard, OwnedMutexGuard<()>)>,
@@ -192,8 +189,8 @@ struct Bound {
 impl Bound {
     /// Keeps sessions with the servers until `shutdown`, or until another agent has taken over, then drains.
     async fn run(self, shutdown: Shutdown) {
-        let Self { runtime, servers, succession, mut background, .. } = self;
-        let Identity { keeper, enrolment } = self.identity;
+        let Self { runtime, servers, identity, succession, mut background, .. } = self;
+        let keeper = identity.keeper.clone();
         let (config, live) = (&runtime.config, runtime.metrics.live.clone());
         let (bundles, announced) = mpsc::channel(BUNDLES);
         let shared = Shared::new(runtime.clone(), keeper.subscribe(), bundles);
@@ -223,10 +220,8 @@ impl Bound {
         background.spawn(install_bundles(keeper.clone(), config.reach.clone(), announced));
         background.spawn(links.clone().ready_once_attached(self.attaching));
         background.spawn(links.clone().follow(servers.known()));
-        background.spawn(keeper.clone().follow_servers(servers.known()));
-        if let Some(enrolment) = enrolment {
-            background.spawn(recover(enrolment, keeper, move || links.refused()));
-        }
+        background.spawn(keeper.follow_servers(servers.known()));
+        background.spawn(identity.recover(move || links.refused()));
         if let Some(api) = servers.api.clone().filter(|_| config.given.targets.pods) {
             let (node, state_dir) = (config.node_name.clone(), config.given.state_dir.clone());
             background.spawn(node::follow(api, node, runtime.pods.clone(), state_dir));
@@ -261,37 +256,20 @@ async fn drain(runtime: &Runtime, ending: impl Future<Output = ()>) {
     tracing::info!(%drained, "stopped");
 }
 
-/// Keeps the certificate valid.
-struct Identity {
-    keeper: Arc<IdentityKeeper>,
-    /// None when standalone.
-    enrolment: Option<Arc<CsrEnrolment>>,
-}
-
-impl Identity {
-    async fn obtain(
-        config: &Config,
-        servers: &Servers,
-        metrics: IdentityMetrics,
-    ) -> Result<Self, EnrollError> {
-        let (node, state_dir) = (config.node_name.clone(), config.given.state_dir.clone());
-        let enroll = EnrollConfig {
-            servers: servers.known().borrow().iter().map(ToString::to_string).collect(),
-            holder: Holder::Agent,
-            node: node.clone(),
-            state_dir: state_dir.clone(),
-            token: config.token.clone(),
-            ca_hash: config.ca_hash.clone(),
-            reach: config.reach.clone(),
-        };
-        let enrolment = servers.api.as_ref().map(|api| {
-            Arc::new(CsrEnrolment::new(api.clone(), (Holder::Agent, node), state_dir, Pace::default()))
-        });
-        let (identity, recovery) = match &enrolment {
-            Some(enrolment) => (enrolment.ensure_identity().await?, Recovery::ApiServer),
-            None => (ensure_identity(&enroll).await?, Recovery::Token),
-        };
-        let keeper = IdentityKeeper::with_recovery(enroll, identity, metrics, recovery);
-        Ok(Self { keeper: Arc::new(keeper), enrolment })
-    }
+/// Obtains a certificate, and keeps it valid.
+async fn enrol(
+    config: &Config,
+    servers: &Servers,
+    metrics: IdentityMetrics,
+) -> Result<Enrolled, EnrollError> {
+    let enroll = EnrollConfig {
+        servers: servers.known().borrow().iter().map(ToString::to_string).collect(),
+        holder: Holder::Agent,
+        node: config.node_name.clone(),
+        state_dir: config.given.state_dir.clone(),
+        token: config.token.clone(),
+        ca_hash: config.ca_hash.clone(),
+        reach: config.reach.clone(),
+    };
+    Enrolled::obtain(enroll, servers.api.clone(), metrics).await
 }

@@ -2,32 +2,32 @@
 
 use std::sync::Arc;
 
+use kube::Client;
 use tokio::sync::watch;
-use tunnel_kube::ClientSettings;
+use tunnel_kube::{ClientSettings, KubeError, connect_lasting};
 use tunnel_runtime::config::{ConfigError, HostPort};
 use tunnel_runtime::lifecycle::ReadyGuard;
 
 use crate::config::Config;
 use crate::kube::discover::Discovery;
-use crate::kube::{ApiServer, KubeError};
 
 pub(crate) struct Servers {
     /// None when standalone.
-    pub(crate) api: Option<Arc<ApiServer>>,
+    pub(crate) api: Option<Client>,
     given: watch::Sender<Arc<Vec<HostPort>>>,
     found: Option<Discovery>,
 }
 
 impl Servers {
-    /// Opens the API server if one is configured, and looks for the servers there unless they are given.
+    /// Makes a client of the API server if one is configured, and looks for the servers there unless they are given.
     ///
     /// # Errors
     /// The kubeconfig cannot be used.
     pub(crate) async fn open(config: &Config) -> Result<Self, ConfigError> {
         let given = watch::Sender::new(Arc::new(config.servers.clone()));
         let Some(options) = config.kube.clone() else { return Ok(Self { api: None, given, found: None }) };
-        let opened = ApiServer::open(options.kubeconfig, options.namespace, ClientSettings::AGENT).await;
-        let api = opened.map_err(|error| match error {
+        let made = connect_lasting(options.kubeconfig, options.namespace, ClientSettings::AGENT).await;
+        let (api, _) = made.map_err(|error| match error {
             KubeError::Kubeconfig { path, reason } => {
                 ConfigError::new("--kubeconfig", path.display().to_string(), reason)
             }

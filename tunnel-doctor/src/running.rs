@@ -87,6 +87,7 @@ pub fn metric(text: &str, name: &str) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
     use std::sync::Arc;
 
     use prometheus_client::metrics::gauge::Gauge;
@@ -113,8 +114,9 @@ mod tests {
             pages: &[],
             log: logging::Handle::detached(),
         };
-        let serving = admin.bind("--admin-address", "127.0.0.1:0".parse().unwrap()).unwrap().serve().unwrap();
-        let address = serving.address();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let serving = admin.serve(listener).unwrap();
         let asked = async || ask_at::<serde_json::Value>(Some(address)).await;
         let judge = |running: &Asked<serde_json::Value>| {
             let mut checkup = Checkup::default();

@@ -100,28 +100,25 @@ pub fn named(name: &str) -> Config {
 /// [`Event::InitDone`], then the changes. `Init` is sent only once the whole list has arrived, so a list is never cut
 /// short. After an outage the changes go on, or another `Init` follows; objects that are then missing are gone.
 ///
-/// Calls `connect` before each request, because the configuration may have changed. Calls `report` with the state of
-/// the requests.
-pub fn follow<K, A, F, R>(
-    connect: A,
+/// Calls `report` with the state of the requests.
+pub fn follow<K, R>(
+    api: Api<K>,
     config: Config,
     settings: FollowSettings,
     report: R,
 ) -> impl Stream<Item = Event<K>> + Send
 where
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
-    A: Fn() -> F + Send + Sync,
-    F: Future<Output = Result<Api<K>, String>> + Send,
     R: FnMut(Signal<'_>) + Send,
 {
     let backoff = settings.backoff.clone();
     let (state, failures, listed) = (State::Unknown, 0, None);
-    let follower = Follower { connect, config, settings, report, state, backoff, failures, listed };
+    let follower = Follower { api, config, settings, report, state, backoff, failures, listed };
     stream::unfold(follower, |mut follower| async move { Some((follower.next().await, follower)) })
 }
 
-struct Follower<K, A, R> {
-    connect: A,
+struct Follower<K, R> {
+    api: Api<K>,
     config: Config,
     settings: FollowSettings,
     report: R,
@@ -181,11 +178,9 @@ impl From<kube::Error> for FollowError {
     }
 }
 
-impl<K, A, F, R> Follower<K, A, R>
+impl<K, R> Follower<K, R>
 where
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
-    A: Fn() -> F + Send + Sync,
-    F: Future<Output = Result<Api<K>, String>> + Send,
     R: FnMut(Signal<'_>) + Send,
 {
     async fn next(&mut self) -> Event<K> {
@@ -291,8 +286,7 @@ where
             params.resource_version = Some("0".to_owned());
             params.version_match = Some(VersionMatch::NotOlderThan);
         }
-        let api = (self.connect)().await?;
-        let mut items = Vec::new();
+        let (api, mut items) = (self.api.clone(), Vec::new());
         loop {
             let page = self.request(api.list(&params)).await?;
             items.extend(page.items);
@@ -321,7 +315,7 @@ where
             bookmarks: self.config.bookmarks,
             send_initial_events: false,
         };
-        let api = (self.connect)().await?;
+        let api = self.api.clone();
         let changes = self.request(api.watch(&params, version)).await?;
         Ok((changes.boxed(), Duration::from_secs(seconds.into())))
     }

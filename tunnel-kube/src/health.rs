@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::Stream;
 use jiff::Timestamp;
 use kube::runtime::watcher::{Config, Event};
 use kube::{Api, Resource};
+use parking_lot::Mutex;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -64,7 +65,7 @@ impl Health {
 
     /// One entry for each followed resource, ordered by name.
     pub fn report(&self) -> Vec<WatchHealth> {
-        self.watches().values().cloned().collect()
+        self.0.watches.lock().values().cloned().collect()
     }
 
     /// Follows objects as [`follow`] does with [`FollowSettings::SERVER`]. Counts errors under the name `resource`.
@@ -79,12 +80,7 @@ impl Health {
         K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
     {
         let mut entry = Entry::new(self.clone(), resource);
-        let connect = move || std::future::ready(Ok(api.clone()));
-        follow(connect, config, FollowSettings::SERVER, move |signal| entry.take(signal))
-    }
-
-    fn watches(&self) -> MutexGuard<'_, BTreeMap<&'static str, WatchHealth>> {
-        self.0.watches.lock().unwrap_or_else(PoisonError::into_inner)
+        follow(api, config, FollowSettings::SERVER, move |signal| entry.take(signal))
     }
 }
 
@@ -99,7 +95,7 @@ impl Entry {
     fn new(health: Health, resource: &'static str) -> Self {
         let (last_error, since) = (None, Timestamp::now());
         let watch = WatchHealth { resource: resource.to_owned(), synced: false, last_error, since };
-        health.watches().insert(resource, watch);
+        health.0.watches.lock().insert(resource, watch);
         let label = ResourceLabel { resource };
         health.0.synced.get_or_create(&label).set(0);
         // The series starts at zero, so that rates work from the first event on.
@@ -139,7 +135,7 @@ impl Entry {
 
     fn set(&self, synced: bool, error: Option<&str>) {
         self.health.0.synced.get_or_create(&self.label).set(i64::from(synced));
-        let mut watches = self.health.watches();
+        let mut watches = self.health.0.watches.lock();
         let Some(watch) = watches.get_mut(self.label.resource) else { return };
         if watch.synced != synced {
             watch.synced = synced;
@@ -153,7 +149,7 @@ impl Entry {
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        self.health.watches().remove(self.label.resource);
+        self.health.0.watches.lock().remove(self.label.resource);
         self.health.0.synced.remove(&self.label);
     }
 }

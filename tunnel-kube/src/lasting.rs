@@ -1,52 +1,57 @@
 //! A client that outlives its credentials.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::{Request, Response, StatusCode};
 use kube::Client;
 use kube::client::Body;
+use parking_lot::Mutex;
 use tokio::time::Instant;
 use tunnel_runtime::log_once::LogOnce;
 
-use crate::api_server::ApiServer;
-use crate::client::{ClientSettings, KubeError};
+use crate::client::{ClientSettings, KubeError, connect};
 
 /// Minimum time between two reads of the file, which may name a program that makes the credentials.
 const AGAIN: Duration = Duration::from_secs(10);
 
-/// [`connect`] for a process that runs for years. After a failure the next request uses the file as it is then, or the
-/// last usable version. The kubelet, k3s and kubeadm replace certificates every year.
+/// [`connect`] for a process that runs for years. After a failure the next request uses the configuration as it is then,
+/// or the last usable version. The kubelet, k3s and kubeadm replace certificates every year, and an administrator may
+/// replace the CA or the address. (The client itself reads token files again once a minute.)
 ///
 /// # Errors
 /// Those of [`connect`].
 ///
 /// [`connect`]: crate::connect
 pub async fn connect_lasting(
-    kubeconfig: PathBuf,
+    kubeconfig: Option<PathBuf>,
     namespace: Option<String>,
     settings: ClientSettings,
 ) -> Result<(Client, String), KubeError> {
-    let api = ApiServer::open(Some(kubeconfig), namespace, settings).await?;
-    let namespace = api.namespace().to_owned();
-    let state = State { good: api.client().await?, unusable: LogOnce::default(), renewed: None };
-    let lasting = Arc::new(Lasting { api, state: Mutex::new(state) });
+    let (good, found) = connect(kubeconfig.as_deref(), namespace.as_deref(), &settings).await?;
+    let state = State { good, stale: false, unusable: LogOnce::default(), renewed: None };
+    let lasting = Arc::new(Lasting { kubeconfig, namespace, settings, state: Mutex::new(state) });
     let service = tower::service_fn(move |request: Request<Body>| {
         let lasting = Arc::clone(&lasting);
         async move { lasting.send(request).await }
     });
-    Ok((Client::new(service, namespace.clone()), namespace))
+    Ok((Client::new(service, found.clone()), found))
 }
 
 struct Lasting {
-    api: Arc<ApiServer>,
+    kubeconfig: Option<PathBuf>,
+    /// None: as configured.
+    namespace: Option<String>,
+    settings: ClientSettings,
     state: Mutex<State>,
 }
 
 struct State {
     /// The last client that could be made.
     good: Client,
+    /// The configuration has to be read again.
+    stale: bool,
     unusable: LogOnce,
     renewed: Option<Instant>,
 }
@@ -65,12 +70,20 @@ impl Lasting {
     }
 
     async fn client(&self) -> Client {
-        let made = self.api.client().await;
-        let mut state = self.state();
+        {
+            let state = self.state.lock();
+            if !state.stale {
+                return state.good.clone();
+            }
+        }
+        let (kubeconfig, namespace) = (self.kubeconfig.as_deref(), self.namespace.as_deref());
+        let made = connect(kubeconfig, namespace, &self.settings).await;
+        let mut state = self.state.lock();
         match made {
-            Ok(client) => {
+            Ok((client, _)) => {
                 state.unusable.clear();
                 state.good = client;
+                state.stale = false;
             }
             Err(error) => {
                 if state.unusable.is_new(&error) {
@@ -82,15 +95,11 @@ impl Lasting {
     }
 
     fn renew(&self) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.renewed.is_none_or(|at| at.elapsed() >= AGAIN) {
             state.renewed = Some(Instant::now());
-            self.api.failed();
+            state.stale = true;
         }
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -108,7 +117,8 @@ mod tests {
         let (old, new) = (ApiServer::start(), ApiServer::start());
         let path = old.dir().join("kubeconfig-of-both");
         std::fs::copy(old.kubeconfig(), &path).unwrap();
-        let (client, namespace) = connect_lasting(path.clone(), None, ClientSettings::SERVER).await.unwrap();
+        let (client, namespace) =
+            connect_lasting(Some(path.clone()), None, ClientSettings::SERVER).await.unwrap();
         assert_eq!((client.default_namespace(), namespace.as_str()), ("kube-system", "kube-system"));
         let nodes = Api::<Node>::all(client);
         let list = async || nodes.list(&ListParams::default()).await;
@@ -132,7 +142,7 @@ mod tests {
         let (old, new) = (ApiServer::start(), ApiServer::start());
         let path = new.dir().join("kubeconfig-of-both");
         std::fs::copy(old.kubeconfig(), &path).unwrap();
-        let (client, _) = connect_lasting(path.clone(), None, ClientSettings::SERVER).await.unwrap();
+        let (client, _) = connect_lasting(Some(path.clone()), None, ClientSettings::SERVER).await.unwrap();
         let nodes = Api::<Node>::all(client);
         old.down();
         std::fs::copy(new.kubeconfig(), &path).unwrap();

@@ -1,7 +1,6 @@
 //! Kubernetes code shared by the server and the agent: the client, following objects through outages, and requests with
 //! a deadline.
 
-mod api_server;
 mod client;
 mod follow;
 mod followed;
@@ -11,7 +10,6 @@ mod request;
 
 use kube::api::{PatchParams, PostParams};
 
-pub use api_server::ApiServer;
 pub use client::{ClientSettings, KubeError, api_server_address, connect, reason};
 pub use follow::{FollowSettings, Signal, follow, named};
 pub use followed::{Followed, FollowedSet};

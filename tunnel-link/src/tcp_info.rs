@@ -85,31 +85,31 @@ const SEND_BUFFER_LIMITED: usize = 46;
 
 /// Kernel data about the path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Delivery {
+pub struct Delivery {
     /// Rate at which the last bytes were delivered, in bytes per second; 0 before the first acknowledgement.
-    pub(crate) rate: u64,
+    pub rate: u64,
     /// True if the path could have taken more, but there was nothing to send.
-    pub(crate) app_limited: bool,
+    pub app_limited: bool,
     /// Round-trip time including queueing in the path's buffers, as far as the last samples agree.
-    pub(crate) rtt: Duration,
+    pub rtt: Duration,
     /// Round-trip time without queueing: the shortest of the last minutes. The kernels answer each other, however busy
     /// the programs are.
-    pub(crate) shortest_rtt: Option<Duration>,
+    pub shortest_rtt: Option<Duration>,
     /// Number of retransmitted segments.
-    pub(crate) retransmits: u32,
+    pub retransmits: u32,
     /// Set if the peer has something to answer.
-    pub(crate) silence: Option<Silence>,
-    pub(crate) sending: SendTimes,
+    pub silence: Option<Silence>,
+    pub sending: SendTimes,
 }
 
 /// Time in which the connection had unsent or unacknowledged bytes, since it began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct SendTimes {
-    pub(crate) busy: Duration,
+pub struct SendTimes {
+    pub busy: Duration,
     /// The part of `busy` in which the peer's receive window was full.
-    pub(crate) receive_window: Duration,
+    pub receive_window: Duration,
     /// The part of `busy` in which this end's send buffer held too little.
-    pub(crate) send_buffer: Duration,
+    pub send_buffer: Duration,
 }
 
 /// State of a peer that owes an answer.

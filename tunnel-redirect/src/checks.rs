@@ -9,34 +9,19 @@ use super::cgroup::Cgroup;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::netns::this_netns;
-use super::running::{Redirect, redirect_ranges};
+use super::running::redirect_ranges;
 use super::{load, netlink, pins, preflight, range_use};
 
 const FAILS: &str = "fails at connect()";
 
-#[derive(Clone, Debug)]
-pub struct Check {
-    pub name: &'static str,
-    /// The finding, or the problem and its fix.
-    pub outcome: Result<String, String>,
-}
-
-/// Checks everything that [`Redirect::start`] needs, without side effects.
-pub fn checks(config: &RedirectConfig) -> Vec<Check> {
-    host_checks(config)
-        .into_iter()
-        .map(|check| Check { name: check.name, outcome: check.outcome.map_err(|error| error.to_string()) })
-        .collect()
-}
-
-/// A check that keeps the error's type.
 #[derive(Debug)]
 pub struct HostCheck {
     pub name: &'static str,
+    /// The finding, or the problem and its fix.
     pub outcome: Result<String, RedirectError>,
 }
 
-/// Same as [`checks`], with typed errors.
+/// Checks everything that [`Redirect::start`](crate::Redirect::start) needs, without side effects.
 pub fn host_checks(config: &RedirectConfig) -> Vec<HostCheck> {
     let check = |name, outcome| HostCheck { name, outcome };
     let mut all = vec![
@@ -99,25 +84,4 @@ pub fn missing_range_routes(config: &RedirectConfig) -> Result<Vec<IpNet>, Redir
 /// The BPF file system cannot be read.
 pub fn left_behind(config: &RedirectConfig) -> Result<Vec<PathBuf>, RedirectError> {
     config.pins.as_ref().map_or(Ok(Vec::new()), |pins| pins::dead(&pins.dir))
-}
-
-impl Redirect {
-    /// Runs [`checks`], and checks the running redirect too.
-    pub fn checks(&self) -> Vec<Check> {
-        let mut all = checks(&self.config);
-        let lost = self.lock().programs.lost(&self.cgroup, &self.netns);
-        all.push(Check {
-            name: "attached",
-            outcome: match lost {
-                Ok(lost) if lost.is_empty() => Ok("every hook".into()),
-                Ok(lost) => {
-                    Err(format!("missing from {}: the next verification attaches again", lost.join(", ")))
-                }
-                Err(error) => Err(error.to_string()),
-            },
-        });
-        let problem = self.health().problem;
-        all.push(Check { name: "self-test", outcome: problem.map_or(Ok("passed".into()), Err) });
-        all
-    }
 }

@@ -39,8 +39,7 @@ mod verify_loop;
 mod withdraw;
 
 pub use checks::{
-    Check, HostCheck, checks, fails_at_connect, foreign_lookups, host_checks, left_behind,
-    missing_range_routes,
+    HostCheck, fails_at_connect, foreign_lookups, host_checks, left_behind, missing_range_routes,
 };
 pub use config::{LEAST_ORPHAN_TIMEOUT, ORPHAN_TIMEOUT, OrphanPolicy, PinConfig, RedirectConfig};
 pub use error::{RedirectError, SelfTestError};

@@ -1,6 +1,5 @@
 //! Redirect routes and this host's addresses, through rtnetlink.
 
-use std::collections::BTreeSet;
 use std::future::Future;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::thread;
@@ -129,20 +128,6 @@ fn changed(
             reason: error.to_string(),
         }),
     }
-}
-
-/// All addresses of this network namespace.
-pub(super) async fn own_addresses(handle: &Handle) -> Result<BTreeSet<IpAddr>, RedirectError> {
-    let failed = |error: rtnetlink::Error| RedirectError::Netlink {
-        operation: "list this host's addresses".into(),
-        reason: error.to_string(),
-    };
-    let mut addresses = BTreeSet::new();
-    let mut messages = handle.address().get().execute();
-    while let Some(message) = messages.try_next().await.map_err(failed)? {
-        addresses.extend(own_address(&message));
-    }
-    Ok(addresses)
 }
 
 /// This host's address in a message: IFA_LOCAL, else IFA_ADDRESS, which is the same or a point-to-point peer's.

@@ -4,13 +4,15 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use ipnet::IpNet;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tunnel_abi::LIST_CAPACITY;
 use tunnel_routing::{Desired, reserved_addresses, reserved_addresses_v6};
+use tunnel_runtime::net::interface_addresses;
 
 use super::cgroup::Cgroup;
 use super::change::Change;
@@ -214,11 +216,11 @@ impl Redirect {
     }
 
     pub fn health(&self) -> Health {
-        self.health.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.health.lock().clone()
     }
 
     pub(super) fn note(&self, change: impl FnOnce(&mut Health)) {
-        change(&mut self.health.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut self.health.lock());
     }
 
     /// Adds missing redirect routes; returns true if one was missing.
@@ -244,7 +246,11 @@ impl Redirect {
 
     /// Rereads this host's addresses and brings the maps up to date with them.
     pub(super) fn refresh_addresses(&self) -> Result<Applied, RedirectError> {
-        let own = netlink::blocking(|handle| async move { netlink::own_addresses(&handle).await })?;
+        let listed = interface_addresses().map_err(|error| RedirectError::Netlink {
+            operation: "list this host's addresses".into(),
+            reason: error.to_string(),
+        })?;
+        let own = listed.iter().map(|own| own.address).collect();
         let mut inner = self.lock();
         if inner.stopped {
             return Err(RedirectError::Stopped);
@@ -268,7 +274,7 @@ impl Redirect {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
         // A panic elsewhere leaves `contents` at the last written change, which is usable.
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 }
 

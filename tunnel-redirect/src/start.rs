@@ -3,11 +3,11 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::net::TcpListener;
-use std::sync::Mutex;
 
 use aya::Ebpf;
 use nix::libc;
 use nix::sys::socket::{setsockopt, sockopt};
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tunnel_abi::{LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6};
 use tunnel_routing::Desired;

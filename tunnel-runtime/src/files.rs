@@ -2,10 +2,11 @@
 //! cannot be read.
 
 use std::fs::{self, File, OpenOptions, Permissions};
-use std::io::{self, Write};
+use std::io::{self, Read as _, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use nix::fcntl::OFlag;
 use zeroize::Zeroizing;
 
 /// A file that cannot be used.
@@ -69,6 +70,26 @@ pub fn create_private_directory(path: &Path) -> Result<(), FileError> {
     let mut builder = fs::DirBuilder::new();
     builder.recursive(true).mode(PRIVATE_DIRECTORY);
     builder.create(path).map_err(|error| FileError::io(path, error))
+}
+
+/// Reads a file of at most so many bytes.
+///
+/// # Errors
+/// Fails also if it is larger, or not a regular file.
+pub fn read_at_most(path: &Path, most_bytes: u64) -> io::Result<Vec<u8>> {
+    let regular = |metadata: fs::Metadata| match metadata.is_file() {
+        true => Ok(()),
+        false => Err(io::Error::other("it is not a regular file")),
+    };
+    regular(fs::metadata(path)?)?;
+    // Opening must not block on a file that was put there meanwhile, such as a FIFO.
+    let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
+    regular(file.metadata()?)?;
+    let mut bytes = Vec::new();
+    if file.take(most_bytes + 1).read_to_end(&mut bytes)? as u64 > most_bytes {
+        return Err(io::Error::other(format!("larger than {} MiB", most_bytes >> 20)));
+    }
+    Ok(bytes)
 }
 
 /// Returns the file's text, or `None` if there is no such file.

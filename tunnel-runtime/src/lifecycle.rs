@@ -176,11 +176,6 @@ impl Drain {
         self.tracker.spawn(work)
     }
 
-    /// Returns the number of pieces of work in flight.
-    pub fn in_flight(&self) -> usize {
-        self.tracker.len()
-    }
-
     /// Starts the drain if needed, and waits up to `timeout` for the work in flight. After that it runs `ending`,
     /// which ends what it can without harm, and then forces the rest to end.
     pub async fn finish(&self, timeout: Duration, ending: impl Future<Output = ()>) -> Drained {
@@ -312,7 +307,7 @@ mod tests {
             guard.shutdown().draining().await;
             tokio::time::sleep(Duration::from_secs(3)).await;
         });
-        assert_eq!(drain.in_flight(), 2, "the task and its guard");
+        assert_eq!(drain.tracker.len(), 2, "the task and its guard");
         let started = tokio::time::Instant::now();
         assert_eq!(drain.finish(Duration::from_secs(30), pending()).await, Drained::Complete);
         assert_eq!(started.elapsed(), Duration::from_secs(3));

@@ -7,7 +7,6 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use clap::Args;
-use parking_lot::Mutex;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -58,7 +57,7 @@ impl Level {
         let own = self.own();
         let libraries =
             if self == Self::Everything { LevelFilter::TRACE } else { own.min(LevelFilter::WARN) };
-        // Targets are module paths: "tunnel" covers tunnel_core, tunnel_server and tunnel_agent.
+        // Targets are module paths: "tunnel" covers tunnel_runtime, tunnel_server and tunnel_agent.
         let targets =
             Targets::new().with_default(libraries).with_target("tunnel", own).with_target("postern", own);
         // The Kubernetes client logs each failed request as an error; our own code logs it once, with its effect.
@@ -162,25 +161,20 @@ type Apply = dyn Fn(Targets) -> Result<(), LoggingError> + Send + Sync;
 /// Changes the log level of the running process. Clones share it.
 #[derive(Clone)]
 pub struct Handle {
-    level: Arc<Mutex<Level>>,
     apply: Arc<Apply>,
     lost: LostLines,
 }
 
 impl fmt::Debug for Handle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Handle").field("level", &self.level()).finish_non_exhaustive()
+        f.debug_struct("Handle").finish_non_exhaustive()
     }
 }
 
 impl Handle {
     /// Creates a handle without a logger, for tests and one-shot commands.
     pub fn detached() -> Self {
-        Self {
-            level: Arc::new(Mutex::new(Level::Off)),
-            apply: Arc::new(|_| Ok(())),
-            lost: LostLines::default(),
-        }
+        Self { apply: Arc::new(|_| Ok(())), lost: LostLines::default() }
     }
 
     /// Returns the counters of lines that were not written.
@@ -188,20 +182,12 @@ impl Handle {
         &self.lost
     }
 
-    pub fn level(&self) -> Level {
-        *self.level.lock()
-    }
-
     /// Sets the filter. It takes effect immediately, for every thread.
     ///
     /// # Errors
     /// Fails if the process no longer has the logger of this handle.
     pub fn set(&self, filter: &Filter) -> Result<(), LoggingError> {
-        // Locked during the change, so that the stored level is the one in effect even if two changes race.
-        let mut current = self.level.lock();
-        (self.apply)(filter.targets())?;
-        *current = filter.level;
-        Ok(())
+        (self.apply)(filter.targets())
     }
 }
 
@@ -237,7 +223,6 @@ where
         Format::Json => layer.json().flatten_event(true).with_span_list(false).boxed(),
     };
     let handle = Handle {
-        level: Arc::new(Mutex::new(level)),
         apply: Arc::new(move |filter| reload.reload(filter).map_err(|_| LoggingError::Gone)),
         lost: LostLines::default(),
     };
@@ -247,7 +232,19 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
+    use parking_lot::Mutex;
     use std::io::Write;
+
+    impl Handle {
+        /// A handle without a logger that keeps what was set last.
+        pub(crate) fn noting(set: Arc<Mutex<Targets>>) -> Self {
+            let apply = move |filter| {
+                *set.lock() = filter;
+                Ok(())
+            };
+            Self { apply: Arc::new(apply), lost: LostLines::default() }
+        }
+    }
 
     #[derive(Clone, Default)]
     struct Buffer(Arc<Mutex<Vec<u8>>>);
@@ -275,7 +272,6 @@ mod tests {
         let subscriber = tracing_subscriber::registry().with(layer);
         tracing::subscriber::with_default(subscriber, || {
             handle.set(&"warn, tunnel_link::link=debug,h2=4".parse().unwrap()).unwrap();
-            assert_eq!(handle.level(), Level::Warn);
             tracing::info!(target: "tunnel_link::relay", "hidden");
             tracing::debug!(target: "tunnel_link::link::flow", "of a module");
             tracing::debug!(target: "h2::codec", "of a library");
@@ -304,7 +300,6 @@ mod tests {
             assert!(out.contains("shown") && !out.contains("hidden") && !out.contains("library"), "{out}");
 
             handle.set(&"4".parse().unwrap()).unwrap();
-            assert_eq!(handle.level(), Level::Debug);
             tracing::debug!("now shown");
             tracing::trace!("hidden");
             tracing::info!(target: "h2::codec", "a library's");

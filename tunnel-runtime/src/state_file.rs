@@ -1,7 +1,6 @@
 //! State kept across restarts: one value in a file of the state directory, as JSON.
 
-use std::fs::{self, File};
-use std::io::{self, Read as _};
+use std::io;
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,7 +12,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::files::{PRIVATE_FILE, create_private_directory, write_atomically};
+use crate::files::{PRIVATE_FILE, create_private_directory, read_at_most, write_atomically};
 use crate::log_once::LogOnce;
 use crate::text::printable;
 
@@ -52,7 +51,7 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
     /// # Errors
     /// Returns the reason for not being able to use the file.
     pub fn read(&self) -> Result<Option<T>, String> {
-        let text = match read_bounded(&self.path) {
+        let text = match read_at_most(&self.path, MAX_BYTES) {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error.to_string()),
@@ -132,21 +131,9 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> StateFile<T> {
     }
 }
 
-fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
-    // Only the directory's owner can put anything other than a file there, but opening a FIFO would block forever.
-    if !fs::metadata(path)?.is_file() {
-        return Err(io::Error::other("not a regular file"));
-    }
-    let mut text = Vec::new();
-    File::open(path)?.take(MAX_BYTES + 1).read_to_end(&mut text)?;
-    if text.len() as u64 > MAX_BYTES {
-        return Err(io::Error::other(format!("more than {MAX_BYTES} bytes")));
-    }
-    Ok(text)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;
@@ -165,7 +152,7 @@ mod tests {
         }
         fs::remove_file(file.path()).unwrap();
         nix::unistd::mkfifo(file.path(), nix::sys::stat::Mode::S_IRWXU).unwrap();
-        assert_eq!(file.read(), Err("not a regular file".to_owned()));
+        assert_eq!(file.read(), Err("it is not a regular file".to_owned()));
     }
 
     #[tokio::test(start_paused = true)]

@@ -172,7 +172,7 @@ fn serve_admin(
         pages: PAGES,
         log,
     };
-    Ok(endpoints.at(listener.into_std()?)?.serve()?)
+    Ok(endpoints.serve(listener.into_std()?)?)
 }
 
 /// Starts the redirect if it is on. Returns what dead servers have left.

@@ -136,7 +136,7 @@ impl Net {
         state.connections.insert(number, Connection::new(from, to, keepalive));
         drop(state);
         let (near, far) = (End::new(self, number, 0, from, to), End::new(self, number, 1, to, from));
-        let accepted = (Wire::Line(Box::new(far)), from);
+        let accepted = (Box::new(far) as Wire, from);
         listener.send(accepted).map_err(|_| io::ErrorKind::ConnectionRefused)?;
         Ok(near)
     }

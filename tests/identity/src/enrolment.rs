@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 use jiff::{SignedDuration, Timestamp};
 use tonic::Code;
 use tunnel_link::proto::{EnrollRequest, RenewRequest};
-use tunnel_pki::enrol::{EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics};
+use tunnel_pki::enrol::{EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Recovery};
 use tunnel_pki::{ALPN_GRPC, Holder, PrivateKey, agent_tls, anonymous_tls, create_csr, pinned_tls};
 use tunnel_runtime::files::write_atomically;
 use tunnel_server::pki::Lifetimes;
@@ -281,7 +281,7 @@ async fn a_certificate_is_renewed_without_dropping_the_session() {
     let mut session = Session::open(&server.address, &identity).await.unwrap();
     let (old_chain, old_key, not_after) =
         (identity.chain.clone(), fs::read(config.state_dir.join("agent.key")).unwrap(), identity.not_after());
-    let keeper = IdentityKeeper::start(config.clone(), identity, IdentityMetrics::default());
+    let keeper = IdentityKeeper::start(config.clone(), identity, IdentityMetrics::default(), Recovery::Token);
     // The first answer gets lost, and the first server of the list is not there.
     keeper.set_servers(vec!["127.0.0.1:1".into(), server.address.clone()]);
     server.lose_answers.store(1, Ordering::SeqCst);

@@ -19,13 +19,12 @@ use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tunnel_agent::cli::Cli;
-use tunnel_agent::kube::ApiServer as AgentApi;
 use tunnel_agent::metrics::Metrics;
 use tunnel_agent::places::Places;
 use tunnel_agent::runtime::Runtime;
 use tunnel_agent::session::{LinkSet, Shared};
 use tunnel_doctor::parse_flags;
-use tunnel_kube::{ClientSettings, Health};
+use tunnel_kube::{ClientSettings, Health, connect_lasting};
 use tunnel_pki::enrol::{Announced, CsrEnrolment, Pace};
 use tunnel_pki::{AgentIdentity, Holder};
 use tunnel_server::kube::write::csr;
@@ -37,8 +36,8 @@ use crate::harness::node;
 const CSRS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 
 /// An agent's client of the API server.
-async fn agent_api(api: &ApiServer) -> Arc<AgentApi> {
-    AgentApi::open(Some(api.kubeconfig()), None, ClientSettings::AGENT).await.unwrap()
+async fn agent_api(api: &ApiServer) -> kube::Client {
+    connect_lasting(Some(api.kubeconfig()), None, ClientSettings::AGENT).await.unwrap().0
 }
 
 async fn kube_client(api: &ApiServer) -> kube::Client {

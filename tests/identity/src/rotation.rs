@@ -4,7 +4,7 @@ use std::fs;
 use std::time::Duration;
 
 use tunnel_pki::TrustBundle;
-use tunnel_pki::enrol::{EnrollConfig, IdentityKeeper, IdentityMetrics};
+use tunnel_pki::enrol::{EnrollConfig, IdentityKeeper, IdentityMetrics, Recovery};
 use tunnel_server::pki::Lifetimes;
 
 use crate::harness::{DEADLINE, Session, TestServer, enroll, eventually, log};
@@ -35,7 +35,7 @@ async fn a_rotation_loses_no_agent() {
     let (config, first) = server.enrolled("edge-1").await;
     let mut session = Session::open(&server.address, &first).await.unwrap();
     let before = first.with_bundle(first.bundle.clone());
-    let awake = IdentityKeeper::start(config.clone(), first, IdentityMetrics::default());
+    let awake = IdentityKeeper::start(config.clone(), first, IdentityMetrics::default(), Recovery::Token);
     let (sleepy_config, sleepy) = server.enrolled("edge-2").await;
     let early_token = server.token("edge-3");
     let early = server.agent("edge-3", "edge-3", Some(&early_token));
@@ -63,7 +63,7 @@ async fn a_rotation_loses_no_agent() {
     assert_eq!(enroll(&early).await.unwrap().bundle.hashes()[0], new);
     let error = server.ca.retire(false).unwrap_err().to_string();
     assert!(error.contains("edge-2") && !error.contains("edge-1") && !error.contains("edge-3"), "{error}");
-    let sleepy = IdentityKeeper::start(sleepy_config, sleepy, IdentityMetrics::default());
+    let sleepy = IdentityKeeper::start(sleepy_config, sleepy, IdentityMetrics::default(), Recovery::Token);
     assert!(sleepy.install_bundle(&pem, &woken.server_chain).await.unwrap());
     signed_by(&sleepy, &new).await;
 
@@ -89,7 +89,7 @@ async fn a_pushed_bundle_must_verify_the_server_that_pushes_it() {
     let other = TestServer::start().await;
     let (config, identity) = server.enrolled("edge-1").await;
     let session = Session::open(&server.address, &identity).await.unwrap();
-    let keeper = IdentityKeeper::start(config.clone(), identity, IdentityMetrics::default());
+    let keeper = IdentityKeeper::start(config.clone(), identity, IdentityMetrics::default(), Recovery::Token);
     let before = fs::read(config.state_dir.join("ca.crt")).unwrap();
     let foreign = other.ca.state().unwrap().bundle().to_pem();
     for (pem, reason) in
@@ -133,7 +133,8 @@ async fn a_new_token_replaces_the_identity_of_a_ca_that_is_gone() {
     let (away, old) = server.enrolled("edge-1").await;
     let (attached, identity) = server.enrolled("edge-2").await;
     let session = Session::open(&server.address, &identity).await.unwrap();
-    let keeper = IdentityKeeper::start(attached.clone(), identity, IdentityMetrics::default());
+    let keeper =
+        IdentityKeeper::start(attached.clone(), identity, IdentityMetrics::default(), Recovery::Token);
     let new = server.ca.introduce().unwrap();
     server.ca.activate().unwrap();
     let pem = server_has(&server, 2, &new).await;

@@ -8,7 +8,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 use tunnel_redirect::{
-    Redirect, RedirectConfig, RedirectError, checks, foreign_lookups, give_up_capabilities,
+    Redirect, RedirectConfig, RedirectError, foreign_lookups, give_up_capabilities, host_checks,
     missing_range_routes,
 };
 
@@ -67,7 +67,7 @@ fn foreign() {
     let error = start(config()).unwrap_err();
     assert!(matches!(error, RedirectError::Foreign { hook: "connect4", .. }), "{error}");
     message_has(&error, &["EPERM", "old_cilium", "bpftool cgroup detach", "--redirect=off"]);
-    let failing: Vec<_> = checks(&config()).into_iter().filter(|check| check.outcome.is_err()).collect();
+    let failing: Vec<_> = host_checks(&config()).into_iter().filter(|check| check.outcome.is_err()).collect();
     assert_eq!(failing.len(), 1, "{failing:?}");
     assert_eq!(failing[0].name, "other programs");
     doctor_finds("foreign-exclusive-program");

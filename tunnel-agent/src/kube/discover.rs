@@ -11,12 +11,12 @@ use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::api::core::v1::Service;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::runtime::watcher::{Config, Event};
-use kube::{Api, Resource};
+use kube::{Api, Client, Resource};
 use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
-use tunnel_kube::{ApiServer, FollowSettings, Followed, FollowedSet, Signal, follow, named};
+use tunnel_kube::{FollowSettings, Followed, FollowedSet, Signal, follow, named};
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::state_file::StateFile;
@@ -67,8 +67,8 @@ impl Trouble {
 }
 
 impl Discovery {
-    /// Starts with the servers from the file in the state directory.
-    pub fn start(api: Arc<ApiServer>, service: &str, state_dir: &Path) -> Self {
+    /// Looks in the client's namespace. Starts with the servers from the file in the state directory.
+    pub fn start(api: Client, service: &str, state_dir: &Path) -> Self {
         let file = StateFile::<Vec<HostPort>>::new(state_dir.join("servers.json"));
         let known = file.load().unwrap_or_default();
         if !known.is_empty() {
@@ -98,7 +98,7 @@ fn list(servers: &[HostPort]) -> String {
 }
 
 struct Finder {
-    api: Arc<ApiServer>,
+    api: Client,
     /// Name of the Service.
     service: String,
     file: Arc<StateFile<Vec<HostPort>>>,
@@ -141,7 +141,7 @@ impl Seen {
 
 impl Finder {
     async fn run(self) {
-        let (namespace, name) = (self.api.namespace(), self.service.as_str());
+        let (namespace, name) = (self.api.default_namespace(), self.service.as_str());
         let service = format!("Service {namespace}/{name}");
         let mut services = pin!(self.follow::<Service>(0, service.clone(), named(name)));
         let label = Config::default().labels(&format!("{SERVICE_LABEL}={name}"));
@@ -188,7 +188,6 @@ impl Finder {
         let config = Config { page_size: None, ..config.any_semantic() };
         let report = move |signal: Signal<'_>| match signal {
             Signal::Failed { reason, passing } => {
-                self.api.failed();
                 tracing::debug!(what, reason, "failed to ask the API server, retrying");
                 if !passing {
                     self.trouble.change(|known| known.requests[requests] = Some(format!("{what}: {reason}")));
@@ -197,15 +196,7 @@ impl Finder {
             Signal::Works => self.trouble.change(|known| known.requests[requests] = None),
             Signal::Slow { .. } => {}
         };
-        follow(|| self.objects::<K>(), config, FollowSettings::AGENT, report)
-    }
-
-    async fn objects<K>(&self) -> Result<Api<K>, String>
-    where
-        K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>,
-    {
-        let client = self.api.client().await.map_err(|error| error.to_string())?;
-        Ok(Api::namespaced(client, self.api.namespace()))
+        follow(Api::<K>::default_namespaced(self.api.clone()), config, FollowSettings::AGENT, report)
     }
 
     async fn publish(&self, servers: Vec<HostPort>) {

@@ -17,8 +17,6 @@ pub mod servers;
 
 use std::path::PathBuf;
 
-pub use tunnel_kube::{ApiServer, KubeError};
-
 /// Default Service that leads to the servers.
 pub const DEFAULT_SERVICE: &str = "x-tunnel-server-svc";
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Node;
-use kube::Api;
-use tunnel_kube::{ApiServer, request};
+use kube::{Api, Client};
+use tunnel_kube::request;
 use tunnel_runtime::NodeName;
 use tunnel_runtime::backoff::{Backoff, jittered};
 use tunnel_runtime::log_once::LogOnce;
@@ -23,7 +23,7 @@ const FAILED: Duration = Duration::from_secs(600);
 const ANSWER: Duration = Duration::from_secs(15);
 
 /// Keeps `pods` in sync with the Node. While the API server is unreachable they stay as they are, also over a restart.
-pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<IpNet>>>, state_dir: PathBuf) {
+pub async fn follow(api: Client, node: NodeName, pods: Arc<ArcSwap<Vec<IpNet>>>, state_dir: PathBuf) {
     let file = StateFile::<Vec<IpNet>>::new(state_dir.join("pod-ranges.json"));
     let known = usable(file.load().unwrap_or_default());
     if !known.is_empty() {
@@ -44,7 +44,6 @@ pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<I
                 }
             }
             Err(reason) => {
-                api.failed();
                 if errors.is_new(&reason) {
                     tracing::warn!(
                         reason,
@@ -80,9 +79,8 @@ impl Pauses {
     }
 }
 
-async fn read(api: &ApiServer, node: &NodeName) -> Result<Vec<IpNet>, String> {
-    let client = api.client().await.map_err(|error| error.to_string())?;
-    let nodes = Api::<Node>::all(client);
+async fn read(api: &Client, node: &NodeName) -> Result<Vec<IpNet>, String> {
+    let nodes = Api::<Node>::all(api.clone());
     let found = request(ANSWER, "reading Node", node.as_str(), nodes.get(node.as_str())).await;
     found.map(|found| ranges(&found)).map_err(|error| error.to_string())
 }

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_link::link::MAX_LINKS;
-use tunnel_pki::enrol::Refused;
+use tunnel_pki::enrol::{Refusals, Refused};
 use tunnel_pki::{ALPN_TUNNEL, AgentIdentity, agent_tls};
 use tunnel_runtime::backoff::{Backoff, jittered};
 use tunnel_runtime::log_once::LogOnce;
@@ -103,33 +103,8 @@ struct Observed {
     stops: bool,
     /// True if there is a working session, and the time of the last change.
     since: Option<(bool, Instant)>,
-    refusals: CertificateRefusals,
+    refusals: Refusals,
     cuts: IdleCuts,
-}
-
-/// Time during which this agent and the server have refused each other's certificate: the first and the last refusal
-/// since both were last accepted. Other failures in between do not count, because a server that refuses a certificate
-/// may reset the connection before its reason arrives. Nor does the time since the last refusal, because an unreachable
-/// server refuses nothing.
-#[derive(Clone, Copy, Debug, Default)]
-struct CertificateRefusals {
-    /// Times of the first and the last refusal.
-    times: Option<(Instant, Instant)>,
-    /// See [`Refused::EnrollAgain`].
-    enroll_again: bool,
-}
-
-impl CertificateRefusals {
-    fn add(&mut self, at: Instant) {
-        self.times.get_or_insert((at, at)).1 = at;
-    }
-
-    fn strongest(self) -> Option<Refused> {
-        if self.enroll_again {
-            return Some(Refused::EnrollAgain);
-        }
-        self.times.map(|(first, last)| Refused::For(last - first))
-    }
 }
 
 /// Keeps a session with one server.
@@ -301,7 +276,7 @@ impl LinkLoop {
             && session.is_some_and(|session| session.served.is_cancelled());
         // A server that attaches first and then refuses the certificate has not accepted it.
         if (attached && !end.concerns_identity()) || standby {
-            observed.refusals = CertificateRefusals::default();
+            observed.refusals = Refusals::default();
         }
         if end.concerns_identity() {
             observed.refusals.add(Instant::now());
@@ -325,7 +300,7 @@ impl LinkLoop {
         let tls = {
             if identity.has_changed().unwrap_or(false) {
                 // Those refusals were of another certificate.
-                self.observed.lock().refusals = CertificateRefusals::default();
+                self.observed.lock().refusals = Refusals::default();
             }
             let identity = identity.borrow_and_update().clone();
             match agent_tls(&identity, ALPN_TUNNEL) {
@@ -472,23 +447,5 @@ impl LinkLoop {
             last_error: observed.last_end.as_ref().map(|(reason, _)| reason.clone()),
             last_error_s: observed.last_end.as_ref().map(|(_, at)| at.elapsed().as_secs()),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_time_after_the_last_refusal_does_not_count() {
-        let mut refusals = CertificateRefusals::default();
-        assert_eq!(refusals.strongest(), None);
-        let first = Instant::now();
-        refusals.add(first);
-        assert_eq!(refusals.strongest(), Some(Refused::For(Duration::ZERO)), "however long ago it was");
-        refusals.add(first + Duration::from_secs(61));
-        assert_eq!(refusals.strongest(), Some(Refused::For(Duration::from_secs(61))));
-        refusals.enroll_again = true;
-        assert_eq!(refusals.strongest(), Some(Refused::EnrollAgain));
     }
 }

@@ -200,7 +200,7 @@ mod tests {
 
     use tokio::sync::mpsc;
     use tunnel_pki::Holder;
-    use tunnel_pki::enrol::{EnrollConfig, IdentityKeeper, IdentityMetrics};
+    use tunnel_pki::enrol::{EnrollConfig, IdentityKeeper, IdentityMetrics, Recovery};
 
     use super::*;
     use crate::doctor::tests_support::{Ca, agent};
@@ -228,7 +228,8 @@ mod tests {
         };
         let now = SystemTime::now();
         let identity = agent(&Ca::new(), "edge-1", now, now + Duration::from_secs(86_400));
-        let keeper = Arc::new(IdentityKeeper::start(enroll, identity, IdentityMetrics::default()));
+        let keeper =
+            Arc::new(IdentityKeeper::start(enroll, identity, IdentityMetrics::default(), Recovery::Token));
         let shared = Shared::new(succession.runtime.clone(), keeper.subscribe(), mpsc::channel(1).0);
         let _ = succession.running.set(Running { links: LinkSet::new(shared), keeper: keeper.clone() });
         keeper

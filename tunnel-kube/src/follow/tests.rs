@@ -90,7 +90,7 @@ struct Seen {
 
 /// Follows for an hour of the paused clock, which advances only while all tasks are idle.
 async fn follow_for_an_hour(client: Client) -> Seen {
-    let connect = move || std::future::ready(Ok(Api::<Service>::default_namespaced(client.clone())));
+    let api = Api::<Service>::default_namespaced(client);
     let (mut failures, mut works, mut changes) = (Vec::new(), Vec::new(), Vec::new());
     let report = |signal: Signal<'_>| match signal {
         Signal::Failed { reason, passing } => failures.push((reason.to_owned(), passing)),
@@ -99,7 +99,7 @@ async fn follow_for_an_hour(client: Client) -> Seen {
     };
     let end = Instant::now() + Duration::from_secs(3600);
     {
-        let events = follow(connect, Config::default(), FollowSettings::AGENT, report);
+        let events = follow(api, Config::default(), FollowSettings::AGENT, report);
         let mut events = std::pin::pin!(events);
         while let Ok(Some(event)) = tokio::time::timeout_at(end, events.next()).await {
             if matches!(event, Event::Apply(_)) {

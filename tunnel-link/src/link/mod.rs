@@ -26,4 +26,4 @@ pub(crate) use settings::SEND_BUFFER;
 pub use settings::*;
 pub use wire::{Line, Wire};
 
-pub use crate::tcp_info::{Silence, Unacknowledged};
+pub use crate::tcp_info::{Delivery, SendTimes, Silence, Unacknowledged};

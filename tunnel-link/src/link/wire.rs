@@ -1,162 +1,83 @@
 //! The transport of a link: a TCP connection, or a simulated one.
 
 use std::fmt::Debug;
-use std::future::poll_fn;
-use std::io::{self, IoSlice};
+use std::io;
 use std::net::SocketAddr;
-use std::pin::Pin;
+use std::os::fd::AsFd as _;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
-use crate::tcp_info::{Delivery, SendTimes, Silence, delivery};
-
-/// A connection that is not the kernel's, with what a kernel would know of its path.
-pub trait Line: AsyncRead + AsyncWrite + Debug + Send + Sync + Unpin {
-    fn local_addr(&self) -> SocketAddr;
-    fn peer_addr(&self) -> SocketAddr;
-    /// Ready once a read would not wait.
-    fn poll_readable(&mut self, cx: &mut Context<'_>) -> Poll<()>;
-    /// Round-trip time of the path.
-    fn rtt(&self) -> Duration;
-    /// Set if the peer has something to answer.
-    fn silence(&self) -> Option<Silence>;
-}
+use crate::tcp_info::{Delivery, delivery};
 
 /// A connection that is not encrypted yet.
-#[derive(Debug)]
-pub enum Wire {
-    Tcp(TcpStream),
-    Line(Box<dyn Line>),
-}
+pub type Wire = Box<dyn Line>;
 
-impl From<TcpStream> for Wire {
-    fn from(socket: TcpStream) -> Self {
-        Self::Tcp(socket)
-    }
-}
-
-impl Wire {
-    /// Returns the socket, if there is one.
-    pub fn socket(&self) -> Option<&TcpStream> {
-        match self {
-            Self::Tcp(socket) => Some(socket),
-            Self::Line(_) => None,
-        }
-    }
+/// A connection of any network, with what is known of its path.
+pub trait Line: AsyncRead + AsyncWrite + Debug + Send + Sync + Unpin {
+    /// # Errors
+    /// If the connection is lost.
+    fn local_addr(&self) -> io::Result<SocketAddr>;
 
     /// # Errors
     /// If the connection is lost.
-    pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        match self {
-            Self::Tcp(socket) => socket.local_addr(),
-            Self::Line(line) => Ok(line.local_addr()),
-        }
-    }
+    fn peer_addr(&self) -> io::Result<SocketAddr>;
 
-    /// # Errors
-    /// If the connection is lost.
-    pub fn peer_addr(&self) -> io::Result<SocketAddr> {
-        match self {
-            Self::Tcp(socket) => socket.peer_addr(),
-            Self::Line(line) => Ok(line.peer_addr()),
-        }
-    }
-
-    /// Waits for the first bytes, or the end.
+    /// Ready once a read would not wait: at the first bytes, or at the end.
     ///
     /// # Errors
     /// If the connection is lost.
-    pub async fn readable(&mut self) -> io::Result<()> {
-        match self {
-            Self::Tcp(socket) => socket.readable().await,
-            Self::Line(line) => {
-                poll_fn(|cx| line.poll_readable(cx)).await;
-                Ok(())
-            }
-        }
+    fn poll_readable(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>>;
+
+    /// What is known of the path.
+    fn delivery(&self) -> Option<Delivery>;
+
+    /// Returns the socket, if there is one.
+    fn socket(&self) -> Option<&TcpStream> {
+        None
     }
 
     /// Moves the socket to the runtime of this thread.
     ///
     /// # Errors
-    /// If the runtime cannot take it. It is closed then.
-    pub fn move_here(self) -> io::Result<Self> {
-        match self {
-            Self::Tcp(socket) => Ok(Self::Tcp(TcpStream::from_std(socket.into_std()?)?)),
-            line @ Self::Line(_) => Ok(line),
-        }
-    }
-
-    /// What is known of the path.
-    pub(super) fn delivery(&self) -> Option<Delivery> {
-        match self {
-            Self::Tcp(socket) => delivery(socket),
-            Self::Line(line) => Some(Delivery {
-                rate: 0,
-                app_limited: true,
-                rtt: line.rtt(),
-                shortest_rtt: Some(line.rtt()),
-                retransmits: 0,
-                silence: line.silence(),
-                sending: SendTimes::default(),
-            }),
-        }
+    /// If the runtime cannot take it.
+    fn move_here(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
-impl AsyncRead for Wire {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(socket) => Pin::new(socket).poll_read(cx, buffer),
-            Self::Line(line) => Pin::new(line).poll_read(cx, buffer),
-        }
+impl From<TcpStream> for Wire {
+    fn from(socket: TcpStream) -> Self {
+        Box::new(socket)
     }
 }
 
-impl AsyncWrite for Wire {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Tcp(socket) => Pin::new(socket).poll_write(cx, bytes),
-            Self::Line(line) => Pin::new(line).poll_write(cx, bytes),
-        }
+impl Line for TcpStream {
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        Self::local_addr(self)
     }
 
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        slices: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Tcp(socket) => Pin::new(socket).poll_write_vectored(cx, slices),
-            Self::Line(line) => Pin::new(line).poll_write_vectored(cx, slices),
-        }
+    fn peer_addr(&self) -> io::Result<SocketAddr> {
+        Self::peer_addr(self)
     }
 
-    fn is_write_vectored(&self) -> bool {
-        match self {
-            Self::Tcp(socket) => socket.is_write_vectored(),
-            Self::Line(line) => line.is_write_vectored(),
-        }
+    fn poll_readable(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.poll_read_ready(cx)
     }
 
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(socket) => Pin::new(socket).poll_flush(cx),
-            Self::Line(line) => Pin::new(line).poll_flush(cx),
-        }
+    fn delivery(&self) -> Option<Delivery> {
+        delivery(self)
     }
 
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(socket) => Pin::new(socket).poll_shutdown(cx),
-            Self::Line(line) => Pin::new(line).poll_shutdown(cx),
-        }
+    fn socket(&self) -> Option<&TcpStream> {
+        Some(self)
+    }
+
+    fn move_here(&mut self) -> io::Result<()> {
+        // tokio cannot be asked for the socket itself without taking it out of its stream.
+        let copy = std::net::TcpStream::from(self.as_fd().try_clone_to_owned()?);
+        *self = Self::from_std(copy)?;
+        Ok(())
     }
 }

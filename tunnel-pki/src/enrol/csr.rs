@@ -1,18 +1,17 @@
 //! The first certificate in a cluster: by a CertificateSigningRequest that a server signs.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::Api;
 use kube::api::PostParams;
+use kube::{Api, Client};
 use rand::Rng;
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject;
-use tunnel_kube::{ApiServer, SIGNER, request};
+use tunnel_kube::{SIGNER, request};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::backoff::jittered;
 use tunnel_runtime::files::FileError;
@@ -65,7 +64,7 @@ impl Default for Pace {
 
 /// Requests one node's certificate through the API server.
 pub struct CsrEnrolment {
-    api: Arc<ApiServer>,
+    api: Client,
     holder: Holder,
     pub(crate) node: NodeName,
     files: IdentityFiles,
@@ -75,12 +74,7 @@ pub struct CsrEnrolment {
 
 impl CsrEnrolment {
     /// Keeps the key and the certificate in `state_dir`.
-    pub fn new(
-        api: Arc<ApiServer>,
-        (holder, node): (Holder, NodeName),
-        state_dir: PathBuf,
-        pace: Pace,
-    ) -> Self {
+    pub fn new(api: Client, (holder, node): (Holder, NodeName), state_dir: PathBuf, pace: Pace) -> Self {
         Self { api, holder, node, files: IdentityFiles::new(&state_dir, holder), state_dir, pace }
     }
 
@@ -141,7 +135,6 @@ impl CsrEnrolment {
                     object = self.object(&pem);
                 }
                 Err(AttemptError::Transient(reason)) => {
-                    self.api.failed();
                     tracing::warn!(node = %self.node, error = reason, "enrolment failed, retrying");
                     tokio::time::sleep(backoff.next_delay() + jittered(spread, 1.0)).await;
                 }
@@ -156,12 +149,8 @@ impl CsrEnrolment {
         key: &PrivateKey,
         object: &mut CertificateSigningRequest,
     ) -> Result<AgentIdentity, AttemptError> {
-        let api = || async {
-            let client = self.api.client().await.map_err(AttemptError::transient)?;
-            Ok::<_, AttemptError>(Api::<CertificateSigningRequest>::all(client))
-        };
+        let requests = Api::<CertificateSigningRequest>::all(self.api.clone());
         let name = object.metadata.name.clone().unwrap_or_default();
-        let requests = api().await?;
         let params = PostParams::default();
         let create = requests.create(&params, object);
         match request(ANSWER, "creating CertificateSigningRequest", &name, create).await {
@@ -177,7 +166,6 @@ impl CsrEnrolment {
         loop {
             tokio::time::sleep(jittered(pause, 0.5)).await;
             pause = (pause * 2).min(longest_pause(begin.elapsed()));
-            let requests = api().await?;
             match request(ANSWER, "reading CertificateSigningRequest", &name, requests.get(&name)).await {
                 Ok(csr) => {
                     if let Some(outcome) = self.outcome(&csr, key) {
@@ -190,7 +178,6 @@ impl CsrEnrolment {
                     return Err(AttemptError::Transient(reason));
                 }
                 Err(error) => {
-                    self.api.failed();
                     if failures.is_new(&error) {
                         tracing::warn!(%error, "failed to read CertificateSigningRequest, retrying");
                     }

@@ -26,7 +26,7 @@ pub enum EnrollError {
         "no identity in {dir} and no --token to enrol with: {fix}",
         dir = .state_dir.display(), fix = enrol_by_token(*.holder, .node)
     )]
-    NoVirtualAddress { state_dir: PathBuf, holder: Holder, node: NodeName },
+    NoToken { state_dir: PathBuf, holder: Holder, node: NodeName },
     /// There is a token, but no CA hash to verify the server by.
     #[error(
         "--token needs --ca-hash, which authenticates the server: \

@@ -35,6 +35,6 @@ pub use csr::{CsrEnrolment, Pace};
 pub use error::EnrollError;
 pub use flags::EnrolmentFlags;
 pub use metrics::IdentityMetrics;
-pub use recover::{Refused, recover};
+pub use recover::{Enrolled, Refusals, Refused, recover};
 pub use renew::{IdentityKeeper, Recovery};
 pub use token::{EnrollConfig, ensure_identity};

@@ -1,8 +1,9 @@
 //! Renews the certificate at a server over gRPC, using the present one, and installs the roots that servers announce.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use parking_lot::Mutex;
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard, watch};
 use tokio_util::task::AbortOnDropHandle;
@@ -59,14 +60,8 @@ struct Renewer {
 }
 
 impl IdentityKeeper {
-    /// Starts to keep an identity that [`super::ensure_identity`] returned for this configuration. Needs a tokio
-    /// runtime. Stops on drop.
-    pub fn start(config: EnrollConfig, identity: AgentIdentity, metrics: IdentityMetrics) -> Self {
-        Self::with_recovery(config, identity, metrics, Recovery::Token)
-    }
-
-    /// [`IdentityKeeper::start`] for an identity that came from elsewhere.
-    pub fn with_recovery(
+    /// Starts to keep an identity that was obtained for this configuration. Needs a tokio runtime. Stops on drop.
+    pub fn start(
         config: EnrollConfig,
         identity: AgentIdentity,
         metrics: IdentityMetrics,
@@ -99,13 +94,17 @@ impl IdentityKeeper {
 
     /// Sets the servers (`host:port`) to renew at.
     pub fn set_servers(&self, servers: Vec<String>) {
-        *self.renewer.servers.lock().unwrap_or_else(PoisonError::into_inner) = servers;
+        *self.renewer.servers.lock() = servers;
     }
 
     /// Follows the known servers to renew at. Keeps the earlier ones while none are known.
-    pub async fn follow_servers(self: Arc<Self>, mut known: watch::Receiver<Arc<Vec<HostPort>>>) {
+    pub async fn follow_servers<C>(self: Arc<Self>, mut known: watch::Receiver<Arc<C>>)
+    where
+        for<'a> &'a C: IntoIterator<Item = &'a HostPort>,
+    {
         loop {
-            let servers: Vec<_> = known.borrow_and_update().iter().map(ToString::to_string).collect();
+            let current = known.borrow_and_update().clone();
+            let servers: Vec<_> = (&*current).into_iter().map(ToString::to_string).collect();
             if !servers.is_empty() {
                 self.set_servers(servers);
             }
@@ -226,7 +225,7 @@ impl Renewer {
     async fn renew_until_done(&self) -> Arc<AgentIdentity> {
         let mut backoff = RETRIES;
         loop {
-            let servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let servers = self.servers.lock().clone();
             for server in &servers {
                 let renewed = self.renew_from(server).await;
                 self.metrics.count(renewed.is_ok());

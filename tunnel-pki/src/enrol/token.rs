@@ -81,7 +81,7 @@ pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, Enr
         }
         Stored::Nothing => None,
     };
-    let token = config.token.as_ref().ok_or_else(|| EnrollError::NoVirtualAddress {
+    let token = config.token.as_ref().ok_or_else(|| EnrollError::NoToken {
         state_dir: config.state_dir.clone(),
         holder: config.holder,
         node: config.node.clone(),

@@ -34,8 +34,7 @@ pub use show::{Show, ShowError};
 use std::convert::Infallible;
 use std::fmt;
 use std::io;
-use std::net::{SocketAddr, TcpListener};
-use std::os::fd::OwnedFd;
+use std::net::TcpListener;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -52,7 +51,6 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::config::BindError;
 use crate::lifecycle::Readiness;
 use crate::logging;
 
@@ -100,29 +98,33 @@ impl fmt::Debug for Admin {
 }
 
 impl Admin {
-    /// Opens the listener, without answering yet.
+    /// Answers at the listener, on a new thread, until the returned handle is dropped.
     ///
     /// # Errors
-    /// Fails if the address cannot be listened on.
-    pub fn bind(self, key: &'static str, address: SocketAddr) -> Result<Bound, BindError> {
-        let listen = || {
-            let listener = TcpListener::bind(address)?;
-            listener.set_nonblocking(true)?;
-            let address = listener.local_addr()?;
-            Ok((listener, address))
-        };
-        let (listener, address) = listen().map_err(|error| BindError::new(key, address, error))?;
-        Ok(Bound { admin: self, listener, address })
-    }
-
-    /// Adopts a listener from another process.
-    ///
-    /// # Errors
-    /// Fails if it is not a listener.
-    pub fn at(self, listener: TcpListener) -> io::Result<Bound> {
+    /// Fails if it is not a listener, or if the thread or its runtime cannot be created.
+    pub fn serve(self, listener: TcpListener) -> io::Result<Serving> {
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
-        Ok(Bound { admin: self, listener, address })
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let stop = CancellationToken::new();
+        let stopped = stop.clone();
+        let (accepting, open) = watch::channel(true);
+        let thread = std::thread::Builder::new().name("admin".to_owned()).spawn(move || {
+            runtime.block_on(async move {
+                let served = async {
+                    let listener = tokio::net::TcpListener::from_std(listener)?;
+                    let tunnelled = self.clone().tunnelled_router();
+                    serve::answer(&listener, (&self.router(), &tunnelled), open).await
+                };
+                tokio::select! {
+                    () = stopped.cancelled() => {}
+                    Err::<Infallible, io::Error>(error) = served => {
+                        tracing::error!(%address, %error, "failed to serve the admin endpoints");
+                    }
+                }
+            });
+        })?;
+        Ok(Serving { stop, accepting: Accepting(Arc::new(accepting)), thread: Some(thread) })
     }
 
     fn router(self) -> Router {
@@ -152,60 +154,9 @@ impl Admin {
     }
 }
 
-/// An open listener; connections wait in its backlog until [`Bound::serve`].
-#[derive(Debug)]
-pub struct Bound {
-    admin: Admin,
-    listener: TcpListener,
-    address: SocketAddr,
-}
-
-impl Bound {
-    pub fn address(&self) -> SocketAddr {
-        self.address
-    }
-
-    /// Duplicates the listener, for another process.
-    ///
-    /// # Errors
-    /// Fails if too many files are open.
-    pub fn copy(&self) -> io::Result<OwnedFd> {
-        Ok(self.listener.try_clone()?.into())
-    }
-
-    /// Answers on a new thread until the returned handle is dropped.
-    ///
-    /// # Errors
-    /// Fails if the thread or its runtime cannot be created.
-    pub fn serve(self) -> io::Result<Serving> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let stop = CancellationToken::new();
-        let stopped = stop.clone();
-        let (accepting, open) = watch::channel(true);
-        let Self { admin, listener, address } = self;
-        let thread = std::thread::Builder::new().name("admin".to_owned()).spawn(move || {
-            runtime.block_on(async move {
-                let served = async {
-                    let listener = tokio::net::TcpListener::from_std(listener)?;
-                    let tunnelled = admin.clone().tunnelled_router();
-                    serve::answer(&listener, (&admin.router(), &tunnelled), open).await
-                };
-                tokio::select! {
-                    () = stopped.cancelled() => {}
-                    Err::<Infallible, io::Error>(error) = served => {
-                        tracing::error!(%address, %error, "failed to serve the admin endpoints");
-                    }
-                }
-            });
-        })?;
-        Ok(Serving { address, stop, accepting: Accepting(Arc::new(accepting)), thread: Some(thread) })
-    }
-}
-
 /// Running endpoints; dropping the value stops them.
 #[derive(Debug)]
 pub struct Serving {
-    address: SocketAddr,
     stop: CancellationToken,
     accepting: Accepting,
     thread: Option<JoinHandle<()>>,
@@ -222,10 +173,6 @@ impl Accepting {
 }
 
 impl Serving {
-    pub fn address(&self) -> SocketAddr {
-        self.address
-    }
-
     pub fn accepting(&self) -> Accepting {
         self.accepting.clone()
     }

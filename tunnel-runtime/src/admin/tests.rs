@@ -1,15 +1,40 @@
 use super::*;
+use parking_lot::Mutex;
 use prometheus_client::metrics::counter::Counter;
+use std::net::SocketAddr;
 use tokio::net::{TcpSocket, TcpStream};
+use tracing_subscriber::filter::{LevelFilter, Targets};
 
-fn serve() -> (Serving, Readiness, logging::Handle) {
+/// Endpoints that are served.
+struct Served {
+    address: SocketAddr,
+    serving: Serving,
+}
+
+impl Served {
+    fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+/// The log's filter.
+struct Log(Arc<Mutex<Targets>>);
+
+impl Log {
+    /// Set once a level was.
+    fn level(&self) -> Option<LevelFilter> {
+        self.0.lock().iter().find(|(target, _)| *target == "tunnel").map(|(_, level)| level)
+    }
+}
+
+fn serve() -> (Served, Readiness, Log) {
     let mut registry = Registry::default();
     let counter = Counter::<u64>::default();
     registry.sub_registry_with_prefix("postern").register("things", "Things seen", counter.clone());
     counter.inc_by(3);
     register_process_metrics(&mut registry, "1.2.3");
     let readiness = Readiness::new();
-    let log = logging::Handle::detached();
+    let log = Log(Arc::default());
     let admin = Admin {
         registry: Arc::new(registry),
         readiness: readiness.clone(),
@@ -29,13 +54,14 @@ fn serve() -> (Serving, Readiness, logging::Handle) {
             })
         })),
         pages: &[Page { path: "/ui/", content_type: "text/html; charset=utf-8", body: "<p>status</p>" }],
-        log: log.clone(),
+        log: logging::Handle::noting(log.0.clone()),
     };
-    let bound = admin.bind("--admin-address", "127.0.0.1:0".parse().unwrap()).unwrap();
-    (bound.serve().unwrap(), readiness, log)
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    (Served { address, serving: admin.serve(listener).unwrap() }, readiness, log)
 }
 
-async fn ask(serving: &Serving, method: Method, path: &str, body: &'static str) -> client::Answer {
+async fn ask(serving: &Served, method: Method, path: &str, body: &'static str) -> client::Answer {
     client::request(serving.address(), method, path, body.into()).await.unwrap()
 }
 
@@ -154,9 +180,9 @@ async fn the_log_level_is_set_as_with_klog() {
     let answer = ask(&serving, Method::PUT, path, "5\n").await;
     assert_eq!(answer.status, StatusCode::OK);
     assert_eq!(answer.text(), "successfully set klog.logging.verbosity to 5");
-    assert_eq!(log.level(), logging::Level::Debug);
+    assert_eq!(log.level(), Some(LevelFilter::DEBUG));
     ask(&serving, Method::PUT, path, "warn").await;
-    assert_eq!(log.level(), logging::Level::Warn);
+    assert_eq!(log.level(), Some(LevelFilter::WARN));
 
     let answer = ask(&serving, Method::PUT, path, "loud").await;
     assert_eq!(answer.status, StatusCode::BAD_REQUEST);
@@ -166,11 +192,11 @@ async fn the_log_level_is_set_as_with_klog() {
     for method in [Method::GET, Method::POST, Method::DELETE] {
         assert_eq!(ask(&serving, method, path, "5").await.status, StatusCode::NOT_ACCEPTABLE);
     }
-    assert_eq!(log.level(), logging::Level::Warn);
+    assert_eq!(log.level(), Some(LevelFilter::WARN));
 }
 
 /// Sends `request`, and reads until the endpoint closes.
-async fn send(serving: &Serving, request: &[u8]) -> String {
+async fn send(serving: &Served, request: &[u8]) -> String {
     exchange(TcpStream::connect(serving.address()).await.unwrap(), request).await
 }
 
@@ -220,7 +246,7 @@ async fn a_foreign_page_does_not_change_the_log_level() {
     }
     assert_eq!(log.level(), before);
     assert!(put("Host: localhost:10265").await.starts_with("HTTP/1.1 200 "));
-    assert_eq!(log.level(), logging::Level::Debug);
+    assert_eq!(log.level(), Some(LevelFilter::DEBUG));
 }
 
 /// Otherwise a web page whose name is made to lead to 127.0.0.1 (DNS rebinding) would read what it likes.
@@ -246,29 +272,12 @@ async fn another_name_reads_nothing() {
 }
 
 #[tokio::test]
-async fn an_address_in_use_is_an_error_until_its_server_stops() {
-    let (serving, _, _) = serve();
-    let address = serving.address();
-    let admin = || Admin {
-        registry: Arc::default(),
-        readiness: Readiness::new(),
-        status: Arc::new(|| serde_json::Value::Null),
-        connections: None,
-        flags: Arc::new([]),
-        bench: None,
-        pages: &[],
-        log: logging::Handle::detached(),
-    };
-    let error = admin().bind("--admin-address", address).unwrap_err().to_string();
-    assert_eq!(
-        error,
-        format!(
-            "--admin-address: cannot listen on {address}: address in use: another process listens there; stop it \
-             or choose another port"
-        )
-    );
-    drop(serving);
-    admin().bind("--admin-address", address).unwrap();
+async fn its_address_is_free_once_it_is_dropped() {
+    let (served, _, _) = serve();
+    let bound = TcpListener::bind(served.address());
+    assert_eq!(bound.unwrap_err().kind(), io::ErrorKind::AddrInUse);
+    drop(served.serving);
+    TcpListener::bind(served.address).unwrap();
 }
 
 #[tokio::test]
@@ -304,5 +313,5 @@ async fn through_the_tunnel_there_are_the_metrics_only() {
     }
     assert_eq!(log.level(), before);
     assert_eq!(ask(&serving, Method::PUT, "/debug/flags/v", "5").await.status, StatusCode::OK);
-    assert_eq!(log.level(), logging::Level::Debug);
+    assert_eq!(log.level(), Some(LevelFilter::DEBUG));
 }

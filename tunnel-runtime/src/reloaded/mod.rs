@@ -2,14 +2,13 @@
 
 mod file_watch;
 
-use std::fs::{self, OpenOptions};
-use std::io::{self, Read as _};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use nix::fcntl::OFlag;
 use parking_lot::Mutex;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -21,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 pub use file_watch::FileWatch;
 
 use crate::config::ConfigError;
+use crate::files::read_at_most;
 
 /// Interval at which the files are also polled: network file systems have no events, and watches are a limited
 /// resource.
@@ -90,7 +90,7 @@ impl NamedFile {
     /// # Errors
     /// The file cannot be read.
     pub fn read(&self) -> Result<Option<String>, ConfigError> {
-        match read_at_most(&self.path, self.most_bytes) {
+        match text(&self.path, self.most_bytes) {
             Ok(text) => Ok(Some(text)),
             Err(error) if self.optional && error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(self.error(error.to_string())),
@@ -292,23 +292,12 @@ fn digest(texts: &Texts) -> Content {
 /// # Errors
 /// The file cannot be read.
 pub fn read(path: &Path) -> Result<String, String> {
-    read_at_most(path, MAX_BYTES).map_err(|error| error.to_string())
+    text(path, MAX_BYTES).map_err(|error| error.to_string())
 }
 
-fn read_at_most(path: &Path, most_bytes: u64) -> io::Result<String> {
-    let regular = |metadata: fs::Metadata| match metadata.is_file() {
-        true => Ok(()),
-        false => Err(io::Error::other("it is not a regular file")),
-    };
-    regular(fs::metadata(path)?)?;
-    // Opening must not block on a file that was put there meanwhile, such as a FIFO.
-    let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
-    regular(file.metadata()?)?;
-    let mut text = String::new();
-    if file.take(most_bytes + 1).read_to_string(&mut text)? as u64 > most_bytes {
-        return Err(io::Error::other(format!("larger than {} MiB", most_bytes >> 20)));
-    }
-    Ok(text)
+fn text(path: &Path, most_bytes: u64) -> io::Result<String> {
+    String::from_utf8(read_at_most(path, most_bytes)?)
+        .map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "stream did not contain valid UTF-8"))
 }
 
 #[cfg(test)]

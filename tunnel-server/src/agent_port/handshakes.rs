@@ -1,13 +1,12 @@
 //! Accepts connections on the agents' ports and does their handshakes, before the client is known.
 
+use std::future::poll_fn;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::Duration;
 
 use rustls::HandshakeKind;
-use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio_rustls::server::TlsStream;
 use tokio_util::task::TaskTracker;
@@ -70,7 +69,7 @@ impl Handshakes {
                 let (links, on_worker) = (handshakes.links.clone(), worker.clone());
                 on_worker.spawn(links.track_future(async move {
                     let served = async move {
-                        move_here(&mut stream)?;
+                        stream.get_mut().0.move_here()?;
                         serve(Connection { stream, peer, place, worker }).await
                     };
                     handshakes.until_stop((peer, port), served).await;
@@ -102,12 +101,13 @@ impl Handshakes {
     }
 
     /// Does the handshake of a connection, unless its place is needed for another.
-    async fn shake(&self, wire: Wire, place: &Place<IpAddr>) -> Result<TlsStream<Wire>, Error> {
+    async fn shake(&self, mut wire: Wire, place: &Place<IpAddr>) -> Result<TlsStream<Wire>, Error> {
         let shaken = async {
-            let mut wire = wire.move_here()?;
+            wire.move_here()?;
             tune_link(&wire);
             self.context.congestion.set(&wire);
-            tokio::time::timeout(SILENCE, wire.readable()).await.map_err(|_| Error::Silent)??;
+            let readable = poll_fn(|cx| wire.poll_readable(cx));
+            tokio::time::timeout(SILENCE, readable).await.map_err(|_| Error::Silent)??;
             place.spoke();
             let stream =
                 tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(wire))
@@ -128,15 +128,6 @@ impl Handshakes {
             () = place.evicted() => Err(Error::Evicted),
         }
     }
-}
-
-/// Moves the stream's socket to the runtime of this thread.
-fn move_here(stream: &mut TlsStream<Wire>) -> io::Result<()> {
-    let Wire::Tcp(socket) = stream.get_mut().0 else { return Ok(()) };
-    // tokio cannot be asked for the socket itself without taking it out of the stream.
-    let copy = std::net::TcpStream::from(socket.as_fd().try_clone_to_owned()?);
-    *socket = TcpStream::from_std(copy)?;
-    Ok(())
 }
 
 /// Reason that a connection got no further than its handshake.

@@ -7,23 +7,22 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use arc_swap::ArcSwap;
+use parking_lot::Mutex;
 use rustls::ClientConfig;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tunnel_kube::{ApiServer, ClientSettings};
 use tunnel_link::link::Congestion;
 use tunnel_pki::enrol::reach::Reach;
 use tunnel_pki::enrol::{
-    Announced, CsrEnrolment, EnrollConfig, IdentityKeeper, IdentityMetrics, Pace, Recovery, Refused,
-    ensure_identity, install_bundles, recover,
+    Announced, EnrollConfig, Enrolled, IdentityKeeper, IdentityMetrics, Refusals, install_bundles,
 };
 use tunnel_pki::{ALPN_PEER, Holder, TrustBundle, agent_tls};
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::ReadyGuard;
 
 use crate::config::{Config, NodeSource, RedirectorConfig};
-use crate::peers::{Peers, RedirectorLinks, Refusals};
+use crate::peers::{Peers, RedirectorLinks};
 
 /// Maximum number of trust bundles that wait to be installed.
 const BUNDLES: usize = 16;
@@ -32,9 +31,7 @@ const CHECK: Duration = Duration::from_millis(100);
 
 /// A redirector with its certificate.
 pub(crate) struct Redirector {
-    keeper: Arc<IdentityKeeper>,
-    /// Set in a cluster.
-    enrolment: Option<Arc<CsrEnrolment>>,
+    enrolled: Enrolled,
     tls: Arc<ArcSwap<ClientConfig>>,
     roots: watch::Sender<Arc<TrustBundle>>,
     reach: Reach,
@@ -61,26 +58,15 @@ impl Redirector {
             ca_hash: redirector.ca_hash.clone(),
             reach: reach.clone(),
         };
-        let (enrolment, identity, recovery) = match &config.source() {
-            NodeSource::File(_) => (None, ensure_identity(&enroll).await?, Recovery::Token),
-            NodeSource::Kubernetes(options) => {
-                let (kubeconfig, namespace) = (options.kubeconfig.clone(), options.namespace.clone());
-                let api = ApiServer::open(kubeconfig, namespace, ClientSettings::SERVER).await?;
-                let holder = (Holder::Redirector, redirector.node.clone());
-                let enrolment = Arc::new(CsrEnrolment::new(
-                    api,
-                    holder,
-                    config.process.state_dir.clone(),
-                    Pace::default(),
-                ));
-                let identity = enrolment.ensure_identity().await?;
-                (Some(enrolment), identity, Recovery::ApiServer)
-            }
+        let api = match &config.source() {
+            NodeSource::File(_) => None,
+            NodeSource::Kubernetes(options) => Some(options.connect().await?.0),
         };
+        let enrolled = Enrolled::obtain(enroll, api, metrics).await?;
+        let identity = enrolled.keeper.current();
         let tls = agent_tls(&identity, ALPN_PEER).context("the redirector's certificate")?;
         let roots = watch::Sender::new(Arc::new(identity.bundle.clone()));
-        let keeper = Arc::new(IdentityKeeper::with_recovery(enroll, identity, metrics, recovery));
-        Ok(Self { keeper, enrolment, tls: Arc::new(ArcSwap::from(tls)), roots, reach })
+        Ok(Self { enrolled, tls: Arc::new(ArcSwap::from(tls)), roots, reach })
     }
 
     /// Returns the TLS settings for dialling servers, which are kept current.
@@ -101,23 +87,15 @@ impl Redirector {
         stop: CancellationToken,
     ) -> RedirectorLinks {
         let (announced, bundles) = mpsc::channel::<Announced>(BUNDLES);
-        let refusals = Arc::<Refusals>::default();
-        let Self { keeper, enrolment, tls, roots, reach } = self;
-        let refused = refusals.clone();
+        let refusals = Arc::<Mutex<Refusals>>::default();
+        let Self { enrolled, tls, roots, reach } = self;
+        let (keeper, refused) = (enrolled.keeper.clone(), refusals.clone());
         tasks.spawn(stop.run_until_cancelled_owned(async move {
-            let recovering = async {
-                match enrolment {
-                    Some(enrolment) => {
-                        recover(enrolment, keeper.clone(), move || refused.lasts().map(Refused::For)).await;
-                    }
-                    None => std::future::pending().await,
-                }
-            };
             tokio::join!(
                 install_bundles(keeper.clone(), reach, bundles),
                 follow_identity(&keeper, &tls, &roots),
-                follow_servers(&keeper, addresses),
-                recovering,
+                keeper.clone().follow_servers(addresses),
+                enrolled.recover(move || refused.lock().strongest()),
             );
         }));
         RedirectorLinks { announced, refusals }
@@ -140,19 +118,6 @@ async fn follow_identity(
                 roots.send_replace(Arc::new(identity.bundle.clone()));
             }
             Err(error) => tracing::error!(%error, "failed to use the new certificate"),
-        }
-    }
-}
-
-/// Renews at the current servers. While none are known, the earlier ones stay.
-async fn follow_servers(keeper: &IdentityKeeper, mut addresses: watch::Receiver<Arc<BTreeSet<HostPort>>>) {
-    loop {
-        let servers: Vec<_> = addresses.borrow_and_update().iter().map(ToString::to_string).collect();
-        if !servers.is_empty() {
-            keeper.set_servers(servers);
-        }
-        if addresses.changed().await.is_err() {
-            return;
         }
     }
 }

@@ -38,13 +38,8 @@ impl KubeOptions {
     /// # Errors
     /// If the configuration is missing or invalid; no request is made.
     pub async fn connect(&self) -> Result<(kube::Client, String), KubeError> {
-        match &self.kubeconfig {
-            Some(path) => {
-                tunnel_kube::connect_lasting(path.clone(), self.namespace.clone(), ClientSettings::SERVER)
-                    .await
-            }
-            None => tunnel_kube::connect(None, self.namespace.as_deref(), &ClientSettings::SERVER).await,
-        }
+        let (kubeconfig, namespace) = (self.kubeconfig.clone(), self.namespace.clone());
+        tunnel_kube::connect_lasting(kubeconfig, namespace, ClientSettings::SERVER).await
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
+use parking_lot::Mutex;
 use rustls::ClientConfig;
 use rustls_pki_types::CertificateDer;
 use tokio::runtime::Handle;
@@ -21,8 +22,8 @@ use tunnel_link::grpc::{Channel, origin};
 use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 use tunnel_link::proto::peer_client::PeerClient;
 use tunnel_link::proto::{Holdings, WatchRequest};
-use tunnel_pki::enrol::Announced;
 use tunnel_pki::enrol::reach::{Reach, Server};
+use tunnel_pki::enrol::{Announced, Refusals};
 use tunnel_pki::{concerns_certificates, server_name};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::backoff::Backoff;
@@ -32,7 +33,6 @@ use tunnel_runtime::text::printable;
 
 use super::held::Peers;
 use super::peer::Peer;
-use super::refusals::Refusals;
 use super::trust::{Distrust, Trust, learn, not_trusted};
 use crate::session::{Link, Streams, Workers};
 
@@ -53,7 +53,7 @@ const AGAIN: Duration = Duration::from_millis(100);
 pub struct RedirectorLinks {
     /// Takes the roots that servers tell.
     pub announced: mpsc::Sender<Announced>,
-    pub refusals: Arc<Refusals>,
+    pub refusals: Arc<Mutex<Refusals>>,
 }
 
 /// What is needed to connect with other servers.
@@ -139,7 +139,7 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
             }
             Ok(End::Failed(error)) => {
                 if let Some(redirector) = context.redirector.as_ref().filter(|_| error.concerns_identity()) {
-                    redirector.refusals.add(Instant::now());
+                    redirector.refusals.lock().add(Instant::now());
                 }
                 if failing.is_new(&error) {
                     tracing::warn!(server = address, %error, "failed to link with a peer, retrying");
@@ -274,7 +274,7 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
     let peer = Arc::new(Peer::new(told_by, link.clone(), context.stop.child_token(), draining));
     let _joined = Joined::new(&context.peers, peer.clone(), link);
     if let Some(redirector) = &context.redirector {
-        redirector.refusals.clear();
+        *redirector.refusals.lock() = Refusals::default();
     }
     tracing::info!(server = address, server_id, version = peer.version, "peer link established");
     let error = tokio::select! {

@@ -7,7 +7,6 @@ mod dial;
 mod held;
 mod metrics;
 mod peer;
-mod refusals;
 mod trust;
 
 pub use dial::{PeerContext, RedirectorLinks, follow};
@@ -15,5 +14,4 @@ pub use held::Peers;
 pub use metrics::register_peers;
 pub(crate) use peer::OnPeer;
 pub use peer::Peer;
-pub use refusals::Refusals;
 pub use trust::Trust;

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep_until};
-use tunnel_link::link::{Line, Silence, Unacknowledged};
+use tunnel_link::link::{Delivery, Line, SendTimes, Silence, Unacknowledged};
 
 use super::{Net, RETRANSMISSION, State, path};
 
@@ -290,22 +290,34 @@ impl AsyncWrite for End {
 }
 
 impl Line for End {
-    fn local_addr(&self) -> SocketAddr {
-        self.local
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        Ok(self.local)
     }
 
-    fn peer_addr(&self) -> SocketAddr {
-        self.peer
+    fn peer_addr(&self) -> io::Result<SocketAddr> {
+        Ok(self.peer)
     }
 
-    fn poll_readable(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        self.poll_arrived(cx).map(drop)
+    fn poll_readable(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.poll_arrived(cx).map(|_| Ok(()))
     }
 
-    fn rtt(&self) -> Duration {
-        self.with(|_, _, delay| delay * 2).unwrap_or_default()
+    fn delivery(&self) -> Option<Delivery> {
+        let rtt = self.with(|_, _, delay| delay * 2).unwrap_or_default();
+        Some(Delivery {
+            rate: 0,
+            app_limited: true,
+            rtt,
+            shortest_rtt: Some(rtt),
+            retransmits: 0,
+            silence: self.silence(),
+            sending: SendTimes::default(),
+        })
     }
+}
 
+impl End {
+    /// Set if the peer has something to answer.
     fn silence(&self) -> Option<Silence> {
         let side = self.side;
         self.with(|connection, silent, delay| {

@@ -19,7 +19,7 @@ use tunnel_agent::reach::Reach;
 use tunnel_agent::runtime::Runtime;
 use tunnel_agent::session::{LinkPhase, LinkSet};
 use tunnel_link::link::Congestion;
-use tunnel_pki::enrol::{IdentityKeeper, IdentityMetrics};
+use tunnel_pki::enrol::{IdentityKeeper, IdentityMetrics, Recovery};
 use tunnel_pki::{AgentIdentity, TrustBundle};
 use tunnel_routing::{Router, RouterConfig};
 use tunnel_runtime::config::HostPort;
@@ -213,6 +213,7 @@ impl Agent {
             server.agent("edge-1", "edge-1", None),
             identity.with_bundle(identity.bundle.clone()),
             IdentityMetrics::default(),
+            Recovery::Token,
         );
         let (links, runtime, announced) = links(state_dir, keeper.subscribe());
         tokio::spawn(links.clone().follow(discovery.servers()));

@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use tunnel_link::link::{Congestion, Line, Wire};
+use tunnel_link::link::{Congestion, Wire};
 
 pub use proxy::{Proxy, ProxyFault, proxy_fault};
 
@@ -20,7 +20,7 @@ pub trait Network: fmt::Debug + Send + Sync {
 }
 
 /// A connection of a [`Network`].
-pub type Connecting = Pin<Box<dyn Future<Output = io::Result<Box<dyn Line>>> + Send>>;
+pub type Connecting = Pin<Box<dyn Future<Output = io::Result<Wire>> + Send>>;
 
 /// Settings for connections to servers: the proxy and the congestion control.
 #[derive(Clone, Debug, Default)]
@@ -93,7 +93,7 @@ impl Reach {
             None => direct::connect(&server.to_string()).await?.into(),
             Some(network) => {
                 let connect = move |address| network.connect(address);
-                Wire::Line(direct::connect_by(&server.to_string(), connect).await?)
+                direct::connect_by(&server.to_string(), connect).await?
             }
         };
         let server = Server::At(stream.peer_addr()?);
