@@ -24,17 +24,28 @@ const LOWEST: i32 = 19;
 pub(crate) fn wait(kind: &str, any_runs: impl Fn() -> bool) -> Result<Vec<(String, String)>> {
     let Some(folder) = std::env::var_os(VARIABLE) else { return Ok(Vec::new()) };
     let folder = Path::new(&folder);
+    wait_and_prioritise(folder, kind, IDLE, any_runs, |nice| prioritise(folder, nice))
+}
+
+fn wait_and_prioritise(
+    folder: &Path,
+    kind: &str,
+    idle: Duration,
+    any_runs: impl Fn() -> bool,
+    mut prioritise: impl FnMut(i32),
+) -> Result<Vec<(String, String)>> {
     let (mut since, mut raised) = (Instant::now(), false);
     let variables = wait_for(folder, kind, || {
         if any_runs() {
             since = Instant::now();
-        } else if !raised && since.elapsed() >= IDLE {
-            raised = true;
-            prioritise(folder, USUAL);
+        } else if since.elapsed() >= idle {
+            // Again and again: a scenario that has got what it waited for lowers it for those that still wait.
+            (since, raised) = (Instant::now(), true);
+            prioritise(USUAL);
         }
     });
     if raised {
-        prioritise(folder, LOWEST);
+        prioritise(LOWEST);
     }
     variables
 }
@@ -126,5 +137,26 @@ mod tests {
         builds.kill().unwrap();
         builds.wait().unwrap();
         assert_eq!((found.unwrap(), waited), (vec![("A".to_owned(), "b".to_owned())], 1));
+    }
+
+    #[test]
+    fn who_still_waits_raises_it_again_after_another_one_has_lowered_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let running = File::create(folder.path().join(RUNNING)).unwrap();
+        running.lock().unwrap();
+        let mut set = Vec::new();
+        let found = wait_and_prioritise(
+            folder.path(),
+            "images",
+            Duration::ZERO,
+            || false,
+            |nice| {
+                set.push(nice);
+                if set.len() == 2 {
+                    fs::write(folder.path().join("images"), "").unwrap();
+                }
+            },
+        );
+        assert_eq!((found.unwrap(), set), (Vec::new(), vec![USUAL, USUAL, LOWEST]));
     }
 }
