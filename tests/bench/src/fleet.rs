@@ -77,7 +77,7 @@ impl Fleet<'_> {
     }
 }
 
-/// What the fleet prints when its agents have no session to resume.
+/// Printed by the fleet once its agents have no session to resume.
 const FORGOTTEN: &str = "TLS sessions forgotten";
 
 /// Makes each agent's next handshake a full one.

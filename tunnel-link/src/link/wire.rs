@@ -30,7 +30,7 @@ pub trait Line: AsyncRead + AsyncWrite + Debug + Send + Sync + Unpin {
     /// If the connection is lost.
     fn poll_readable(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>>;
 
-    /// What is known of the path.
+    /// State of the path; None if it is not known.
     fn delivery(&self) -> Option<Delivery>;
 
     /// Returns the socket, if there is one.

@@ -181,7 +181,7 @@ impl Way<'_> {
         (range, address): To,
         pods: Option<IpNet>,
     ) -> (&'static Code, String) {
-        // What takes a pod's connection would take the host's.
+        // A rule that takes a pod's connection would take the host's too.
         let pods = pods.filter(|_| suspect.is_none_or(|suspect| suspect.drops));
         let of_port = suspect.filter(|suspect| !suspect.drops || !suspect.unnamed);
         if pods.is_none()

@@ -1,4 +1,4 @@
-//! What this host's tools print of its firewall, and the lines that may have taken or dropped a connection.
+//! This host's firewall rules as its tools print them, and the lines that may have taken or dropped a connection.
 //!
 //! They are read for a connection that was tried and failed. So their combined effect is not computed: a line is a
 //! suspect if its chain may be entered and it may match by protocol, destination and port.
@@ -202,7 +202,7 @@ fn words(rule: &str) -> Vec<String> {
     words(&(key + verdict))
 }
 
-/// What a rule does, or the chain or the map (`@NAME`) in which it continues.
+/// The target of a rule: DNAT, drop and the like, or the chain or the map (`@NAME`) in which it continues.
 fn target(words: &[String]) -> &str {
     let leads = |word: &String| matches!(word.as_str(), "-j" | "-g" | "jump" | "goto" | "vmap");
     let does = |word: &&String| TAKE.contains(&word.as_str()) || DROP.contains(&word.as_str());

@@ -117,7 +117,7 @@ enum Step {
     Approve(Approved),
     Sign(Approved),
     Refuse {
-        /// By another approver: it must not be signed all the same.
+        /// True if somebody else has approved it, although it must not be signed.
         approved: bool,
         reason: &'static str,
         message: String,
