@@ -16,6 +16,7 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::{Pid, getpgrp, getppid};
 
 use crate::command::{end_of, name_of, program, shown, target_dir};
+use crate::cross::Profile;
 use crate::needs::Need;
 use crate::tally::minutes;
 use crate::{fuzz, mutants, packages};
@@ -150,7 +151,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     let _ = fs::write("/proc/self/autogroup", "19");
     for &need in &options.needs {
         made(folder, &name_of(&need), || {
-            let variables = need.make()?;
+            let variables = need.make(Profile::Dev)?;
             let line = |(name, value): (String, PathBuf)| format!("{name}={}\n", value.display());
             Ok(variables.into_iter().map(line).collect())
         })?;

@@ -18,6 +18,10 @@ pub(crate) struct Names {
 }
 
 impl Names {
+    pub(crate) fn one(name: &str) -> Self {
+        Self { names: vec![name.to_owned()], skip: Vec::new() }
+    }
+
     pub(crate) fn are_given(&self) -> bool {
         !self.names.is_empty()
     }

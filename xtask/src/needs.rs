@@ -74,16 +74,16 @@ impl Need {
         }
     }
 
-    /// Builds it, and returns the variables that tell scenarios where it is.
-    pub(crate) fn make(self) -> Result<Vec<(String, PathBuf)>> {
+    /// Builds it, images with this profile, and returns the variables that tell scenarios where it is.
+    pub(crate) fn make(self, profile: Profile) -> Result<Vec<(String, PathBuf)>> {
         packages::install(self.packages())?;
         match self {
             Self::Images => {
-                image::build(Profile::Dev, &Image::ALL.map(|image| (image, &[Arch::HOST][..])))?;
+                image::build(profile, &Image::ALL.map(|image| (image, &[Arch::HOST][..])))?;
             }
             Self::Rathole => drop(bench::rathole()?),
             Self::Arm64 => {
-                image::build(Profile::Dev, &Image::ALL.map(|image| (image, Arch::ALL.as_slice())))?;
+                image::build(profile, &Image::ALL.map(|image| (image, Arch::ALL.as_slice())))?;
             }
             Self::Fuzz => fuzz::prepare()?,
             _ => {}

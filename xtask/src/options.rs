@@ -2,6 +2,7 @@
 use std::num::NonZeroUsize;
 
 use crate::chosen::Names;
+use crate::cross::Profile;
 use crate::kernel::Kernel;
 
 #[derive(clap::Args, Default)]
@@ -13,6 +14,10 @@ pub(crate) struct Options {
     /// has 6.1.
     #[arg(long, value_enum, conflicts_with_all = ["all", "names", "skip", "list", "repeat", "keep"])]
     pub(crate) kernel: Option<Kernel>,
+    /// Only scenarios, with the static binaries and the images that a release has: those of a run without `--all`, and one in which
+    /// the shipped manifests run. With names, these.
+    #[arg(long, conflicts_with_all = ["all", "kernel", "list"])]
+    pub(crate) released: bool,
     /// Names the tests, and runs none.
     #[arg(long, conflicts_with_all = ["repeat", "keep"])]
     pub(crate) list: bool,
@@ -31,6 +36,11 @@ impl Options {
         Self { all: true, ..Self::default() }
     }
 
+    /// The profile of the images.
+    pub(crate) fn profile(&self) -> Profile {
+        if self.released { Profile::Release } else { Profile::Dev }
+    }
+
     /// Reports whether it runs such a test, of those that are only run by name or with `--all`.
     pub(crate) fn runs(&self, name: &str) -> bool {
         (self.all || self.names.are_given()) && self.names.select(name)
@@ -43,7 +53,7 @@ impl Options {
 
     /// Name of the kind of a run whose times are kept.
     pub(crate) fn kind(&self) -> Option<&'static str> {
-        match (self.names.restrict() || self.repeat.is_some(), self.all) {
+        match (self.names.restrict() || self.repeat.is_some() || self.released, self.all) {
             (true, _) => None,
             (false, true) => Some("test-all"),
             (false, false) => Some("test"),

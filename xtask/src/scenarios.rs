@@ -5,11 +5,19 @@ use anyhow::{Context as _, Result, ensure};
 use clap::ValueEnum as _;
 
 use crate::beside::Beside;
-use crate::command::{built, name_of, program};
+use crate::chosen::Names;
+use crate::command::{build_programs, built, name_of, program};
+use crate::cross::{self, Arch, Profile};
+use crate::image::{self, Image};
 use crate::needs::Need;
 use crate::options::Options;
 use crate::packages;
 use crate::tally::Tally;
+
+/// Environment variable that names the folder of the two programs to scenarios; without it, it is their own.
+const PROGRAMS: &str = "POSTERN_PROGRAMS";
+/// The scenario of a release's images.
+const OF_IMAGES: &str = "deploy::manifests_run_unchanged";
 
 /// The program `scenarios`, told what the options choose.
 fn program_of(options: &Options) -> Result<Command> {
@@ -65,17 +73,37 @@ pub(crate) fn run(
     let mut command = program_of(options)?;
     command.args(options.keep.then_some("--keep"));
     command.args(options.repeat.map(|count| format!("--repeat={count}")));
+    if options.released {
+        command.env(PROGRAMS, cross::folder(Arch::HOST, Profile::Release)?);
+    }
     match beside {
         Some(beside) => beside.tell(&mut command),
         None => {
             for need in &scenarios.needs {
                 tally.heading(need.title());
-                command.envs(need.make()?);
+                command.envs(need.make(options.profile())?);
             }
         }
     }
     tally.heading("scenarios");
     tally.count(&mut command)
+}
+
+/// Runs the chosen ones with what a release has; without names the short ones, and one with the images.
+pub(crate) fn run_released(options: &Options, tally: &mut Tally) -> Result<()> {
+    tally.heading("building the scenarios, and the binaries and images of a release");
+    build_programs(&["scenarios"])?;
+    packages::install(Need::Images.packages())?;
+    image::build(options.profile(), &Image::ALL.map(|image| (image, &[Arch::HOST][..])))?;
+    run(options, &Scenarios::list(options)?, None, tally)?;
+    if options.names.are_given() {
+        return Ok(());
+    }
+    let images =
+        Options { released: true, keep: options.keep, names: Names::one(OF_IMAGES), ..Options::default() };
+    let scenarios = Scenarios::list(&images)?;
+    ensure!(!scenarios.names.is_empty(), "no scenario is called {OF_IMAGES}");
+    run(&images, &scenarios, None, tally)
 }
 
 #[cfg(test)]

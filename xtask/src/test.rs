@@ -67,6 +67,12 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
         tally.report(None);
         return Ok(exit_code(&tally));
     }
+    if options.released {
+        need_root()?;
+        scenarios::run_released(options, &mut tally)?;
+        tally.report(None);
+        return Ok(exit_code(&tally));
+    }
     let mut beside = None;
     if !options.names.are_given() {
         need_root()?;
@@ -182,7 +188,7 @@ fn skip_the_rest(options: &Options, scenarios: &Scenarios, tally: &mut Tally) ->
     let others = Kernel::value_variants().iter().filter(|kernel| **kernel != kernel::IN_EVERY_RUN);
     let others: Vec<_> = others.map(|kernel| format!("kernel::{}", name_of(kernel))).collect();
     tally.skip(others.join(", "), "on request: `cargo xtask test --kernel NAME`");
-    tally.skip("release binaries", "tests run unoptimised ones: `cargo xtask release`");
+    tally.skip("release binaries and images", "tests run unoptimised ones: `cargo xtask test --released`");
     Ok(())
 }
 

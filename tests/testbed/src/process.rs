@@ -251,8 +251,20 @@ fn field(pid: u32, file: &str, name: &str) -> Result<u64> {
     number.parse().with_context(|| format!("{name} {line:?}"))
 }
 
-/// Returns the path of a program built into the same folder as this one.
+/// Environment variable that names a folder with other builds of the two programs, such as those of a release.
+const PROGRAMS: &str = "POSTERN_PROGRAMS";
+
+/// Returns the path of a program built into the same folder as this one, or of one of Postern's two in the folder [`PROGRAMS`].
 pub fn program(name: &str) -> Result<PathBuf> {
+    if let Some(others) = std::env::var_os(PROGRAMS).filter(|_| name.starts_with("tunnel-")) {
+        let path = Path::new(&others).join(name);
+        ensure!(
+            path.exists(),
+            "{} is missing, and {PROGRAMS} says that the programs are there",
+            path.display()
+        );
+        return Ok(path);
+    }
     let this = std::env::current_exe().context("where this program is")?;
     let dir = this.parent().context("this program has no folder")?;
     let path = dir.join(name);
