@@ -18,8 +18,9 @@ pub(crate) struct Names {
 }
 
 impl Names {
-    pub(crate) fn one(name: &str) -> Self {
-        Self { names: vec![name.to_owned()], skip: Vec::new() }
+    /// The same with this name, or with none.
+    pub(crate) fn with(&self, name: Option<&str>) -> Self {
+        Self { names: name.map(str::to_owned).into_iter().collect(), skip: self.skip.clone() }
     }
 
     pub(crate) fn are_given(&self) -> bool {

@@ -4,6 +4,7 @@ use std::num::NonZeroUsize;
 use crate::chosen::Names;
 use crate::cross::Profile;
 use crate::kernel::Kernel;
+use crate::peers::Kubernetes;
 
 #[derive(clap::Args, Default)]
 pub(crate) struct Options {
@@ -18,6 +19,10 @@ pub(crate) struct Options {
     /// the shipped manifests run. With names, these.
     #[arg(long, conflicts_with_all = ["all", "kernel", "list"])]
     pub(crate) released: bool,
+    /// Only scenarios with a cluster, on another version of Kubernetes; without names those of `kubernetes::` and one in which the
+    /// shipped manifests run.
+    #[arg(long, value_enum, value_name = "VERSION", conflicts_with_all = ["all", "kernel", "list"])]
+    pub(crate) kubernetes: Option<Kubernetes>,
     /// Names the tests, and runs none.
     #[arg(long, conflicts_with_all = ["repeat", "keep"])]
     pub(crate) list: bool,
@@ -34,6 +39,17 @@ pub(crate) struct Options {
 impl Options {
     pub(crate) fn everything() -> Self {
         Self { all: true, ..Self::default() }
+    }
+
+    /// The same run for tests of this name, or of a run without names.
+    pub(crate) fn part(&self, name: Option<&str>) -> Self {
+        let Self { repeat, keep, released, kubernetes, ref names, .. } = *self;
+        Self { repeat, keep, released, kubernetes, names: names.with(name), ..Self::default() }
+    }
+
+    /// Reports whether it runs scenarios with other programs than those of every run.
+    pub(crate) fn is_variant(&self) -> bool {
+        self.released || self.kubernetes.is_some()
     }
 
     /// The profile of the images.
@@ -53,7 +69,7 @@ impl Options {
 
     /// Name of the kind of a run whose times are kept.
     pub(crate) fn kind(&self) -> Option<&'static str> {
-        match (self.names.restrict() || self.repeat.is_some() || self.released, self.all) {
+        match (self.names.restrict() || self.repeat.is_some() || self.is_variant(), self.all) {
             (true, _) => None,
             (false, true) => Some("test-all"),
             (false, false) => Some("test"),

@@ -22,6 +22,11 @@ pub(crate) struct Options {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Peer {
     Kubernetes,
+    /// The oldest one that the documentation names.
+    #[value(name = "kubernetes-1.30")]
+    OldKubernetes,
+    #[value(name = "kubernetes-1.37")]
+    NewKubernetes,
     /// Debian's is built without kubernetes_sd.
     Prometheus,
     /// Its releases use other versions of Kubernetes' packages than the cluster: no module for both.
@@ -36,7 +41,7 @@ impl Peer {
     /// The names of the programs, and their packages.
     fn programs(self) -> &'static [(&'static str, &'static str)] {
         match self {
-            Self::Kubernetes => &[
+            Self::Kubernetes | Self::OldKubernetes | Self::NewKubernetes => &[
                 ("kube-apiserver", "k8s.io/kubernetes/cmd/kube-apiserver"),
                 ("kube-controller-manager", "k8s.io/kubernetes/cmd/kube-controller-manager"),
                 ("kube-proxy", "k8s.io/kubernetes/cmd/kube-proxy"),
@@ -60,8 +65,17 @@ impl Peer {
     fn tags(self) -> &'static str {
         match self {
             Self::Prometheus => "remove_all_sd,enable_kubernetes_sd",
-            Self::Kubernetes | Self::MetricsServer | Self::Konnectivity | Self::Helm | Self::Cilium => "",
+            _ => "",
         }
+    }
+
+    /// True for those that only `cargo xtask test --kubernetes` needs.
+    fn is_on_request(self) -> bool {
+        matches!(self, Self::OldKubernetes | Self::NewKubernetes)
+    }
+
+    fn is_kubernetes(self) -> bool {
+        self == Self::Kubernetes || self.is_on_request()
     }
 
     fn module(self) -> PathBuf {
@@ -70,13 +84,16 @@ impl Peer {
 
     /// Flags of Go's linker. Without those of the version, Kubernetes calls itself v0.0.0.
     fn ldflags(self, go_mod: &str) -> Result<String> {
-        if self != Self::Kubernetes {
+        if !self.is_kubernetes() {
             return Ok("-s -w".to_owned());
         }
         let version = word_after(go_mod, "require k8s.io/kubernetes ")?;
         let mut numbers = version.trim_start_matches('v').split('.');
         let (Some(major), Some(minor)) = (numbers.next(), numbers.next()) else {
-            bail!("tests/peers/kubernetes/go.mod requires k8s.io/kubernetes {version:?}: not a version")
+            bail!(
+                "tests/peers/{}/go.mod requires k8s.io/kubernetes {version:?}: not a version",
+                name_of(&self)
+            )
         };
         let package = "k8s.io/component-base/version";
         Ok(format!(
@@ -86,11 +103,34 @@ impl Peer {
 }
 
 pub(crate) fn run_peers(options: &Options) -> Result<ExitCode> {
-    let all = || Peer::value_variants().to_vec();
+    let all = || Peer::value_variants().iter().copied().filter(|peer| !peer.is_on_request()).collect();
     for peer in options.only.map_or_else(all, |peer| vec![peer]) {
         println!("{}", build(peer)?.display());
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Variable with the folder of the cluster's programs.
+const KUBERNETES: &str = "POSTERN_PEERS_KUBERNETES";
+
+/// Another version of Kubernetes than that of every run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Kubernetes {
+    #[value(name = "1.30")]
+    Old,
+    #[value(name = "1.37")]
+    New,
+}
+
+impl Kubernetes {
+    /// Builds it, and returns the variable that has a cluster use it.
+    pub(crate) fn variable(self) -> Result<(&'static str, PathBuf)> {
+        let peer = match self {
+            Self::Old => Peer::OldKubernetes,
+            Self::New => Peer::NewKubernetes,
+        };
+        Ok((KUBERNETES, build(peer)?))
+    }
 }
 
 /// Peers of the test cluster.

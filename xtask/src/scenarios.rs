@@ -5,18 +5,19 @@ use anyhow::{Context as _, Result, ensure};
 use clap::ValueEnum as _;
 
 use crate::beside::Beside;
-use crate::chosen::Names;
 use crate::command::{build_programs, built, name_of, program};
 use crate::cross::{self, Arch, Profile};
+use crate::demo::PROGRAMS;
 use crate::image::{self, Image};
 use crate::needs::Need;
 use crate::options::Options;
-use crate::packages;
 use crate::tally::Tally;
+use crate::{build_ebpf, packages};
 
 /// Environment variable that names the folder of the two programs to scenarios; without it, it is their own.
-const PROGRAMS: &str = "POSTERN_PROGRAMS";
-/// The scenario of a release's images.
+const FOLDER: &str = "POSTERN_PROGRAMS";
+/// The scenarios of a cluster, and the one of a release's images.
+const OF_CLUSTERS: &str = "kubernetes::";
 const OF_IMAGES: &str = "deploy::manifests_run_unchanged";
 
 /// The program `scenarios`, told what the options choose.
@@ -74,7 +75,7 @@ pub(crate) fn run(
     command.args(options.keep.then_some("--keep"));
     command.args(options.repeat.map(|count| format!("--repeat={count}")));
     if options.released {
-        command.env(PROGRAMS, cross::folder(Arch::HOST, Profile::Release)?);
+        command.env(FOLDER, cross::folder(Arch::HOST, Profile::Release)?);
     }
     match beside {
         Some(beside) => beside.tell(&mut command),
@@ -85,25 +86,35 @@ pub(crate) fn run(
             }
         }
     }
+    if let Some(version) = options.kubernetes {
+        let (name, folder) = version.variable()?;
+        command.env(name, folder);
+    }
     tally.heading("scenarios");
     tally.count(&mut command)
 }
 
-/// Runs the chosen ones with what a release has; without names the short ones, and one with the images.
-pub(crate) fn run_released(options: &Options, tally: &mut Tally) -> Result<()> {
-    tally.heading("building the scenarios, and the binaries and images of a release");
-    build_programs(&["scenarios"])?;
-    packages::install(Need::Images.packages())?;
-    image::build(options.profile(), &Image::ALL.map(|image| (image, &[Arch::HOST][..])))?;
-    run(options, &Scenarios::list(options)?, None, tally)?;
-    if options.names.are_given() {
-        return Ok(());
+/// Runs the chosen ones with what a release has, or on another version of Kubernetes. Without names, these are a part and the one
+/// of the images.
+pub(crate) fn run_variant(options: &Options, tally: &mut Tally) -> Result<()> {
+    tally.heading("building the programs and the scenarios");
+    build_ebpf::run()?;
+    build_programs(&[PROGRAMS, &["scenarios"]].concat())?;
+    if options.released {
+        tally.heading("building the binaries and images of a release");
+        packages::install(Need::Images.packages())?;
+        image::build(options.profile(), &Image::ALL.map(|image| (image, &[Arch::HOST][..])))?;
     }
-    let images =
-        Options { released: true, keep: options.keep, names: Names::one(OF_IMAGES), ..Options::default() };
-    let scenarios = Scenarios::list(&images)?;
-    ensure!(!scenarios.names.is_empty(), "no scenario is called {OF_IMAGES}");
-    run(&images, &scenarios, None, tally)
+    if options.names.are_given() {
+        return run(options, &Scenarios::list(options)?, None, tally);
+    }
+    for name in [options.kubernetes.map(|_| OF_CLUSTERS), Some(OF_IMAGES)] {
+        let part = options.part(name);
+        let scenarios = Scenarios::list(&part)?;
+        ensure!(!scenarios.names.is_empty(), "no scenario has a name with {:?}", part.names.given());
+        run(&part, &scenarios, None, tally)?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use crate::kernel::{self, Kernel};
 use crate::needs::Need;
 use crate::options::Options;
 use crate::peer_tests::Show;
+use crate::peers::Kubernetes;
 use crate::scenarios::{self, Scenarios};
 use crate::tally::Tally;
 use crate::{bench, build_ebpf, demo, fleet, fuzz, mutants, packages, peer_tests};
@@ -67,9 +68,9 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
         tally.report(None);
         return Ok(exit_code(&tally));
     }
-    if options.released {
+    if options.is_variant() {
         need_root()?;
-        scenarios::run_released(options, &mut tally)?;
+        scenarios::run_variant(options, &mut tally)?;
         tally.report(None);
         return Ok(exit_code(&tally));
     }
@@ -188,6 +189,10 @@ fn skip_the_rest(options: &Options, scenarios: &Scenarios, tally: &mut Tally) ->
     let others = Kernel::value_variants().iter().filter(|kernel| **kernel != kernel::IN_EVERY_RUN);
     let others: Vec<_> = others.map(|kernel| format!("kernel::{}", name_of(kernel))).collect();
     tally.skip(others.join(", "), "on request: `cargo xtask test --kernel NAME`");
+    let others =
+        Kubernetes::value_variants().iter().map(|version| format!("Kubernetes {}", name_of(version)));
+    let others: Vec<_> = others.collect();
+    tally.skip(others.join(", "), "on request: `cargo xtask test --kubernetes VERSION`");
     tally.skip("release binaries and images", "tests run unoptimised ones: `cargo xtask test --released`");
     Ok(())
 }
