@@ -43,7 +43,7 @@ const KNOWN: Duration = Duration::from_millis(500);
 type Process = (usize, usize);
 
 /// Nothing has happened for so long.
-const QUIET: Duration = Duration::from_secs(10);
+const QUIET: Duration = Duration::from_secs(3);
 
 /// State of the checks of one run.
 pub(crate) struct Model {

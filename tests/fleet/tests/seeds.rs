@@ -17,7 +17,7 @@ const KEPT: [(u64, &str); 14] = [
     (11, "the same"),
     (26, "the same"),
     (5, "a successor that was stopped gave nothing back, and nobody accepted while it drained"),
-    (69, "the same"),
+    (82, "the same"),
     (
         22,
         "the link of an agent that came back, as the successor of its server had died, stayed beside the new one",
