@@ -2,8 +2,9 @@
 //!
 //! The first program listens on a Unix socket in the state directory. The second connects there and receives the
 //! listening sockets, including the connections that wait in them. The further messages depend on the program: JSON
-//! after a length of four bytes.
+//! after a length of four bytes. A simulation has another [`Stream`], which passes no sockets.
 
+use std::fmt::Debug;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::{SocketAddr, TcpListener};
@@ -19,7 +20,7 @@ use rustix::net::{
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, Interest};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, Interest};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::timeout;
 
@@ -40,6 +41,36 @@ const MAGIC: [u8; 8] = *b"postern1";
 /// Returns the path of the socket on which a program with this state directory waits for its successor.
 pub fn socket_path(state_dir: &Path) -> PathBuf {
     state_dir.join(SOCKET)
+}
+
+/// Connection between a program and its successor.
+pub trait Stream: AsyncRead + AsyncWrite + Debug + Send + Sync + Unpin {
+    /// Returns the socket, if there is one.
+    fn socket(&self) -> Option<&UnixStream> {
+        None
+    }
+}
+
+impl Stream for UnixStream {
+    fn socket(&self) -> Option<&UnixStream> {
+        Some(self)
+    }
+}
+
+/// Where a program waits for its successors.
+pub trait Successors: Send + Sync {
+    /// Waits for the next successor.
+    ///
+    /// # Errors
+    /// Fails if too many files are open.
+    fn accept(&self) -> impl Future<Output = io::Result<Box<dyn Stream>>> + Send;
+
+    /// True if successors still come here. A successor that took over waits for its own in this place, even after it
+    /// died.
+    fn is_found(&self) -> bool;
+
+    /// Removes what successors find, unless that is another program's.
+    fn remove(&self);
 }
 
 /// Socket on which a program waits for its successor.
@@ -75,10 +106,25 @@ impl Listener {
         Ok(self.listener.accept().await?.0)
     }
 
-    /// True if successors still find this socket. A successor that took over has its own in this place, even after it
-    /// died.
+    /// See [`Successors::is_found`].
     pub fn is_found(&self) -> bool {
         file(&self.path).is_ok_and(|now| now == self.file)
+    }
+}
+
+impl Successors for Listener {
+    async fn accept(&self) -> io::Result<Box<dyn Stream>> {
+        Ok(Box::new(Self::accept(self).await?))
+    }
+
+    fn is_found(&self) -> bool {
+        Self::is_found(self)
+    }
+
+    fn remove(&self) {
+        if self.is_found() {
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 }
 
@@ -87,11 +133,12 @@ fn file(path: &Path) -> io::Result<(u64, u64)> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
-/// Returns the process id of a successor.
+/// Returns the process id of a successor; `None` if it has none.
 ///
 /// # Errors
 /// Fails if it runs as a user that may not take over.
-pub fn successor(stream: &UnixStream) -> io::Result<Option<i32>> {
+pub fn successor(stream: &dyn Stream) -> io::Result<Option<i32>> {
+    let Some(stream) = stream.socket() else { return Ok(None) };
     let peer = stream.peer_cred()?;
     if peer.uid() != 0 && peer.uid() != nix::unistd::geteuid().as_raw() {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("user {}", peer.uid())));
@@ -124,7 +171,7 @@ impl Copies {
     /// Fails if too many files are open, or if the successor is gone.
     pub async fn greet<H: Serialize>(
         &self,
-        stream: &mut UnixStream,
+        stream: &mut dyn Stream,
         version: &str,
         own: H,
     ) -> io::Result<()> {
@@ -134,8 +181,10 @@ impl Copies {
             let copies = sockets.iter().map(|(_, _, socket)| socket.try_clone());
             (listeners, copies.collect::<io::Result<Vec<_>>>()?)
         };
-        let borrowed: Vec<_> = copies.iter().map(|socket| socket.as_fd()).collect();
-        send_sockets(stream, &borrowed).await?;
+        if let Some(socket) = stream.socket() {
+            let borrowed: Vec<_> = copies.iter().map(|socket| socket.as_fd()).collect();
+            send_sockets(socket, &borrowed).await?;
+        }
         let greeting = Greeting { version: version.to_owned(), pid: std::process::id(), listeners, own };
         send(stream, &greeting).await
     }
@@ -166,7 +215,7 @@ impl Copies {
 /// The program that runs on this host with the same state directory, and describes itself with `H`.
 #[derive(Debug)]
 pub struct Predecessor<H> {
-    stream: UnixStream,
+    stream: Box<dyn Stream>,
     greeting: Greeting<H>,
     sockets: Vec<Option<OwnedFd>>,
 }
@@ -177,6 +226,11 @@ impl<H: DeserializeOwned> Predecessor<H> {
     pub async fn find(state_dir: &Path) -> Option<Self> {
         let path = socket_path(state_dir);
         let stream = UnixStream::connect(&path).await.ok()?;
+        Self::at(&path, Box::new(stream)).await
+    }
+
+    /// Like [`Self::find`], for a connection to the predecessor. `path` is for the log.
+    pub async fn at(path: &Path, stream: Box<dyn Stream>) -> Option<Self> {
         match timeout(ANSWER, Self::greeted(stream)).await {
             Ok(Ok(found)) => {
                 let Greeting { version, pid, .. } = &found.greeting;
@@ -195,9 +249,12 @@ impl<H: DeserializeOwned> Predecessor<H> {
         }
     }
 
-    async fn greeted(mut stream: UnixStream) -> io::Result<Self> {
-        let sockets = receive_sockets(&stream).await?;
-        let greeting: Greeting<H> = receive(&mut stream).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+    async fn greeted(mut stream: Box<dyn Stream>) -> io::Result<Self> {
+        let sockets = match stream.socket() {
+            Some(socket) => receive_sockets(socket).await?,
+            None => Vec::new(),
+        };
+        let greeting: Greeting<H> = receive(&mut *stream).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
         if greeting.listeners.len() != sockets.len() {
             let reason =
                 format!("received {} sockets for {} listeners", sockets.len(), greeting.listeners.len());
@@ -245,8 +302,8 @@ impl<H: DeserializeOwned> Predecessor<H> {
         ask: &Q,
     ) -> io::Result<A> {
         let answered = async {
-            send(&mut self.stream, ask).await?;
-            receive(&mut self.stream).await?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+            send(&mut *self.stream, ask).await?;
+            receive(&mut *self.stream).await?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
         };
         timeout(patience, answered).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
     }
@@ -263,7 +320,7 @@ impl<H: DeserializeOwned> Predecessor<H> {
 ///
 /// # Errors
 /// Fails if the other end is gone.
-pub async fn send<T: Serialize>(stream: &mut UnixStream, message: &T) -> io::Result<()> {
+pub async fn send<T: Serialize>(stream: &mut dyn Stream, message: &T) -> io::Result<()> {
     let text = serde_json::to_vec(message)?;
     let length = u32::try_from(text.len()).map_err(io::Error::other)?;
     stream.write_all(&length.to_be_bytes()).await?;
@@ -274,7 +331,7 @@ pub async fn send<T: Serialize>(stream: &mut UnixStream, message: &T) -> io::Res
 ///
 /// # Errors
 /// Fails if it is not a valid message.
-pub async fn receive<T: DeserializeOwned>(stream: &mut UnixStream) -> io::Result<Option<T>> {
+pub async fn receive<T: DeserializeOwned>(stream: &mut dyn Stream) -> io::Result<Option<T>> {
     let length = match stream.read_u32().await {
         Ok(length) => length as usize,
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
@@ -379,7 +436,7 @@ mod tests {
     async fn one_that_answers_too_late_has_not_ended() {
         let (mut first, stream) = UnixStream::pair().unwrap();
         let greeting = Greeting { version: "1.2.3".to_owned(), pid: 1, listeners: Vec::new(), own: () };
-        let mut second = Predecessor { stream, greeting, sockets: Vec::new() };
+        let mut second = Predecessor { stream: Box::new(stream), greeting, sockets: Vec::new() };
         let error = second.ask::<_, String>(&"question").await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         assert_eq!(receive::<String>(&mut first).await.unwrap().as_deref(), Some("question"));

@@ -24,7 +24,7 @@ use tunnel_runtime::logging;
 use tunnel_runtime::reloaded::FileMetrics;
 use tunnel_runtime::takeover::Copies;
 
-use self::running::Said;
+pub use self::running::{Running, Said};
 use self::source::Source;
 use crate::config::{Config, NodeSource};
 use crate::listen::{ADMIN, Files, Listeners};
@@ -202,28 +202,6 @@ impl Bound {
         let drain_timeout = self.config.process.drain_timeout;
         // A kubelet would start it again.
         let ends_when_passed = matches!(self.config.source(), NodeSource::File(_));
-        let own = self.runtime.drain.shutdown().clone();
-        let mut serving = self.serve(said, identity).await;
-        let succession = serving.succession.clone();
-        tokio::select! {
-            () = shutdown.draining() => tokio::select! {
-                // What a successor that is half-way has not got yet would fail.
-                _ = tokio::time::timeout(drain_timeout, succession.settled()) => {}
-                () = shutdown.forced() => {}
-            },
-            () = succession.passed(), if ends_when_passed => {
-                // Should the successor die, the next server must be able to listen there while this one drains.
-                serving.admin = None;
-            }
-        }
-        let force = async {
-            shutdown.forced().await;
-            own.force();
-            std::future::pending::<()>().await;
-        };
-        tokio::select! {
-            stopped = serving.stop(drain_timeout) => stopped,
-            () = force => Ok(()),
-        }
+        self.serve(said, identity).await.run(shutdown, drain_timeout, ends_when_passed).await
     }
 }

@@ -20,4 +20,4 @@ pub mod policy;
 pub mod runtime;
 pub mod session;
 pub mod status;
-mod takeover;
+pub mod takeover;

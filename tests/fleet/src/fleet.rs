@@ -8,7 +8,6 @@ use std::time::{Duration, SystemTime};
 use anyhow::Result;
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
-use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 use tunnel_pki::AgentIdentity;
 use tunnel_runtime::blocking::set_disk;
@@ -18,12 +17,15 @@ use tunnel_server::pki::{Ca, Lifetimes};
 use crate::agent::{self, Agent};
 use crate::model::Model;
 use crate::network::Net;
-use crate::plan::{Plan, Step};
-use crate::server::{self, Server};
+use crate::plan::{End, Plan, Step};
+use crate::server::{self, Server, Start};
 
 /// How often the fleet is looked at, and once nothing happens any more.
 const LOOK: Duration = Duration::from_millis(100);
 const LOOK_QUIET: Duration = Duration::from_millis(500);
+
+/// A process knows at once what another one of its host does.
+const AT_ONCE: Duration = Duration::from_millis(1);
 
 /// Servers and agents, and the network between them.
 pub(crate) struct Fleet {
@@ -32,12 +34,13 @@ pub(crate) struct Fleet {
     dir: PathBuf,
     ca: Ca,
     identities: Vec<Arc<AgentIdentity>>,
-    pub(crate) servers: Vec<Option<Server>>,
+    /// The processes of each server, the oldest first.
+    pub(crate) servers: Vec<Vec<Server>>,
     pub(crate) agents: Vec<Option<Agent>>,
     /// Number of the next process of each server.
     processes: Vec<usize>,
-    /// Servers that hand over.
-    pub(crate) leaving: Vec<JoinHandle<()>>,
+    /// What passes between two processes of a server takes so long, or did until then.
+    busy: Vec<(Duration, Option<Instant>)>,
     /// Reasons for each silent path, and the time since when.
     silent: BTreeMap<(Host, Host), (usize, Instant)>,
 }
@@ -65,6 +68,10 @@ enum Event {
     StartAgent(usize),
     Begin(Step),
     End(Step),
+    /// What passes between two processes of a server takes so long from now on.
+    Busy(usize, Duration),
+    /// One of two processes ends, the connections of which last so long.
+    EndOne(usize, End, Duration),
 }
 
 /// Runs the plan without the steps of these numbers. Returns what the model has to say of it.
@@ -90,6 +97,7 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
             model.note(&format!("{event:?}"));
             fleet.act(event, &mut model)?;
         }
+        fleet.servers.iter_mut().for_each(|processes| processes.retain(|server| !server.has_ended()));
         model.look(&fleet)?;
         let look = begin.elapsed() + if model.is_quiet() { LOOK_QUIET } else { LOOK };
         let next = events.first_key_value().map_or(look, |((at, _), _)| look.min(*at));
@@ -118,6 +126,14 @@ fn events(plan: &Plan, without: &[usize], random: &mut StdRng) -> BTreeMap<(Dura
         at += *pause;
         if !without.contains(&index) {
             add(at, Event::Begin(step.clone()));
+            if let Step::Upgrade { server, how } = step {
+                if let Some((after, takes)) = how.busy {
+                    add(at + after, Event::Busy(*server, takes));
+                }
+                if let Some((after, end)) = how.end {
+                    add(at + after, Event::EndOne(*server, end, how.relays));
+                }
+            }
             add(at + step.lasts(), Event::End(step.clone()));
         }
     }
@@ -144,22 +160,53 @@ impl Fleet {
             dir: dir.to_owned(),
             ca,
             identities,
-            servers: (0..plan.servers).map(|_| None).collect(),
+            servers: (0..plan.servers).map(|_| Vec::new()).collect(),
             agents: (0..plan.agents).map(|_| None).collect(),
             processes: vec![0; plan.servers],
-            leaving: Vec::new(),
+            busy: vec![(AT_ONCE, None); plan.servers],
             silent: BTreeMap::new(),
             plan,
         })
     }
 
-    fn start_server(&mut self, index: usize) -> Result<Option<Server>> {
+    fn start_server(&mut self, index: usize) -> Result<()> {
         let process = (index, self.processes[index]);
         self.processes[index] += 1;
-        let dir = self.dir.join(server::id_of(process));
-        let count = self.plan.servers;
-        let server = Server::start(&self.net, &self.ca, &dir, process, count, self.plan.files)?;
-        Ok(self.servers[index].replace(server))
+        let start = Start {
+            net: &self.net,
+            ca: &self.ca,
+            state_dir: self.dir.join(server::id_of(process)),
+            process,
+            count: self.plan.servers,
+            files: self.plan.files,
+            ends_when_passed: !self.plan.in_cluster,
+        };
+        self.servers[index].push(start.start()?);
+        Ok(())
+    }
+
+    /// The process of a server that has the clients' connections, or the latest one.
+    pub(crate) fn server(&self, index: usize) -> Option<&Server> {
+        let processes = &self.servers[index];
+        processes.iter().rev().find(|server| server.accepts()).or(processes.last())
+    }
+
+    /// How long it takes until one process of a server knows what another one does.
+    pub(crate) fn busy(&self, index: usize) -> Duration {
+        match self.busy[index] {
+            // What was on its way has arrived.
+            (takes, Some(until)) if until.elapsed() > takes * 2 => AT_ONCE,
+            (takes, _) => takes,
+        }
+    }
+
+    fn set_busy(&mut self, index: usize, takes: Option<Duration>) {
+        let (waits, comes) = server::takeover(index);
+        self.net.set_delay(waits.ip(), comes, takes.unwrap_or(AT_ONCE));
+        match takes {
+            Some(takes) => self.busy[index] = (takes, None),
+            None => self.busy[index].1 = Some(Instant::now()),
+        }
     }
 
     fn start_agent(&mut self, index: usize) -> Result<()> {
@@ -193,7 +240,7 @@ impl Fleet {
     fn act(&mut self, event: Event, model: &mut Model) -> Result<()> {
         match event {
             Event::StartServer(index) => {
-                drop(self.start_server(index)?);
+                self.start_server(index)?;
                 model.disturbed(Host::Server(index), None);
             }
             Event::StartAgent(index) => {
@@ -202,6 +249,8 @@ impl Fleet {
             }
             Event::Begin(step) => self.begin(&step, model)?,
             Event::End(step) => self.end(&step, model)?,
+            Event::Busy(index, takes) => self.set_busy(index, Some(takes)),
+            Event::EndOne(index, end, relays) => self.end_one(index, end, relays, model),
         }
         Ok(())
     }
@@ -226,16 +275,14 @@ impl Fleet {
                 model.disturbed(Host::Agent(*agent), Some(Host::Server(*server)));
             }
             Step::Crash { server, .. } => {
-                self.net.close(server::address(*server));
-                self.servers[*server] = None;
+                self.servers[*server].clear();
             }
-            Step::Upgrade { server } => {
-                // One that is down has nothing to hand over.
-                if self.servers[*server].is_some()
-                    && let Some(before) = self.start_server(*server)?
-                {
-                    self.leaving.push(tokio::spawn(before.hand_over()));
-                    model.upgraded(*server);
+            Step::Upgrade { server, how } => {
+                // One that is down has nothing to hand over. A cluster keeps two of a server at most.
+                let waits = self.plan.in_cluster && self.servers[*server].len() > 1;
+                if let Some(before) = self.servers[*server].last().filter(|_| !waits) {
+                    before.relay(how.relays);
+                    self.start_server(*server)?;
                 }
             }
             Step::Restart { agent, .. } => self.agents[*agent] = None,
@@ -273,11 +320,7 @@ impl Fleet {
                 model.disturbed(Host::Server(*one), Some(Host::Server(*other)));
             }
             Step::Crash { server, .. } => {
-                // It may have crashed twice.
-                if self.servers[*server].is_none() {
-                    drop(self.start_server(*server)?);
-                }
-                model.disturbed(Host::Server(*server), None);
+                self.restart_server(*server, model)?;
             }
             Step::Restart { agent, .. } | Step::PowerLoss { agent, .. } => {
                 if self.agents[*agent].is_none() {
@@ -289,8 +332,46 @@ impl Fleet {
                 let disk = self.plan.disk;
                 set_disk(move || disk);
             }
-            Step::Forget { .. } | Step::Reset { .. } | Step::Upgrade { .. } | Step::Clock { .. } => {}
+            Step::Upgrade { server, .. } => {
+                self.set_busy(*server, None);
+                if let Some((_, before)) = self.servers[*server].split_last() {
+                    before.iter().for_each(Server::stop);
+                }
+                self.restart_server(*server, model)?;
+            }
+            Step::Forget { .. } | Step::Reset { .. } | Step::Clock { .. } => {}
         }
         Ok(())
+    }
+
+    /// Starts a server of which no process is left that goes on.
+    fn restart_server(&mut self, index: usize, model: &mut Model) -> Result<()> {
+        if self.servers[index].iter().all(Server::ends) {
+            self.start_server(index)?;
+            model.disturbed(Host::Server(index), None);
+        }
+        Ok(())
+    }
+
+    /// Ends one of two processes.
+    fn end_one(&mut self, index: usize, end: End, relays: Duration, model: &mut Model) {
+        let processes = &mut self.servers[index];
+        let Some(last) = processes.len().checked_sub(1) else { return };
+        let number = match end {
+            End::SuccessorKilled | End::SuccessorStopped => last,
+            // It may have ended already.
+            End::PredecessorKilled | End::PredecessorStopped if last == 0 => return,
+            End::PredecessorKilled | End::PredecessorStopped => last - 1,
+        };
+        match end {
+            End::SuccessorKilled | End::PredecessorKilled => {
+                drop(processes.remove(number));
+                model.disturbed(Host::Server(index), None);
+            }
+            End::SuccessorStopped | End::PredecessorStopped => {
+                processes[number].relay(relays);
+                processes[number].stop();
+            }
+        }
     }
 }

@@ -11,8 +11,8 @@ use tunnel_runtime::NodeName;
 
 use crate::agent;
 use crate::fleet::{Fleet, Host};
-use crate::server::Server;
-use crate::view::View;
+use crate::server::{DRAIN, Server};
+use crate::view::{OfServer, View};
 
 /// An agent has a session with a server after so long without disturbance: at most a pause after failures (15 s), and what an
 /// agent takes to notice that a link is silent (`--keepalive` and its answer).
@@ -27,11 +27,23 @@ const LINKS_AGAIN: Duration = Duration::from_millis(1500);
 /// A silent server is given up after 2.5 s and twice the last round trip, which are looked at every 0.5 s, and after what was
 /// still on its way. A round trip may have been measured across an outage of up to a second.
 const SILENCE: Duration = Duration::from_millis(5500);
-/// The other servers know of a session after so long.
+/// Of two processes of a server one accepts, but for this time.
+const ONE: Duration = Duration::from_secs(1);
+/// A process that is told to end does so within this time: first it waits for a takeover, or until its predecessor has its agents
+/// again, and then for its connections.
+const ENDS: Duration = Duration::from_secs(5 * DRAIN.as_secs());
+/// Neither an agent nor a server keeps a session on a path that is silent for so long: `--keepalive` is 10 s.
+const GONE: Duration = Duration::from_secs(25);
+/// Tasks of a server, of each of its links with other servers at both ends, of an agent, and of each of its links likewise.
+const TASKS: [usize; 4] = [7, 7, 2, 6];
+/// The other servers know of a session, and of its end, after so long.
 const KNOWN: Duration = Duration::from_millis(500);
 
+/// A process of a server, by the numbers of both.
+type Process = (usize, usize);
+
 /// Nothing has happened for so long.
-const QUIET: Duration = Duration::from_secs(10);
+const QUIET: Duration = Duration::from_secs(3);
 
 /// State of the checks of one run.
 pub(crate) struct Model {
@@ -41,7 +53,13 @@ pub(crate) struct Model {
     nodes: Vec<NodeName>,
     servers: usize,
     /// The highest epoch of each node at each process of a server.
-    epochs: BTreeMap<((usize, usize), usize), u64>,
+    epochs: BTreeMap<(Process, usize), u64>,
+    /// Since when none or both of a server's processes accept.
+    not_one: BTreeMap<usize, (usize, Instant)>,
+    /// Since when a process of a server takes another one for the holder of a node that it does not have.
+    stale: BTreeMap<(Process, Process, usize), Instant>,
+    /// Since when a process ends.
+    ending: BTreeMap<Process, Instant>,
     patience: Duration,
     /// As it was seen last.
     view: View,
@@ -58,6 +76,9 @@ impl Model {
             nodes: (0..fleet.plan.agents).filter_map(|index| agent::node(index).ok()).collect(),
             servers: fleet.plan.servers,
             epochs: BTreeMap::new(),
+            not_one: BTreeMap::new(),
+            stale: BTreeMap::new(),
+            ending: BTreeMap::new(),
             patience: fleet.plan.patience.max(ATTACHES),
             view: View::default(),
             noted: Instant::now(),
@@ -114,13 +135,13 @@ impl Model {
         }
     }
 
-    /// A server has a successor.
-    pub(crate) fn upgraded(&mut self, server: usize) {
+    /// A takeover of a server got on.
+    fn upgraded(&mut self, server: usize, busy: Duration) {
         for index in 0..self.servers {
-            self.within(Host::Server(server), Host::Server(index), LINKS_AGAIN);
+            self.within(Host::Server(server), Host::Server(index), LINKS_AGAIN + busy);
         }
         for index in 0..self.nodes.len() {
-            self.within(Host::Server(server), Host::Agent(index), MOVES);
+            self.within(Host::Server(server), Host::Agent(index), MOVES + busy);
         }
     }
 
@@ -134,21 +155,68 @@ impl Model {
         let view = View::of(fleet, &self.nodes);
         if view != self.view {
             self.note(&view.to_string());
-            self.view = view;
+            let before = std::mem::replace(&mut self.view, view);
+            for index in 0..self.servers {
+                let of = |view: &View| view.servers.get(index).map(|all| stages(all));
+                if of(&before) != of(&self.view) {
+                    self.upgraded(index, fleet.busy(index) * 2);
+                }
+            }
         }
-        for (index, server) in fleet.servers.iter().enumerate() {
-            let Some(server) = server else { continue };
-            self.sessions(server)?;
+        for (index, processes) in fleet.servers.iter().enumerate() {
+            for server in processes {
+                self.sessions(server)?;
+                self.ends(fleet, server)?;
+            }
+            self.one_accepts(fleet, index)?;
+            let Some(server) = fleet.server(index).filter(|_| self.goes_on(index)) else { continue };
             self.attached(fleet, index, server)?;
             self.known(fleet, index, server)?;
             self.given_up(fleet, index, server)?;
+        }
+        self.outdated(fleet)
+    }
+
+    fn goes_on(&self, index: usize) -> bool {
+        self.view.servers[index].iter().any(|process| process.goes_on)
+    }
+
+    /// Of the processes of a server that go on, exactly one accepts.
+    fn one_accepts(&mut self, fleet: &Fleet, index: usize) -> Result<()> {
+        let processes = &self.view.servers[index];
+        let accept = processes.iter().filter(|process| process.accepts).count();
+        if accept == 1 || !self.goes_on(index) {
+            self.not_one.remove(&index);
+            return Ok(());
+        }
+        let busy = match accept {
+            // The first one closes, and opens again once it sees that its successor was stopped before it got the answer.
+            0 => fleet.busy(index) * 2,
+            // The successor waits so long until the first one no longer accepts.
+            _ => fleet.busy(index).saturating_sub(Duration::from_secs(5)),
+        };
+        let (number, within) = (processes.len(), ONE + busy);
+        let (as_many, since) = self.not_one.entry(index).or_insert((accept, Instant::now()));
+        if *as_many != accept {
+            (*as_many, *since) = (accept, Instant::now());
+        }
+        ensure!(since.elapsed() < within, "{accept} of {number} processes of server-{index} accept");
+        Ok(())
+    }
+
+    /// A process that is told to end does so.
+    fn ends(&mut self, fleet: &Fleet, server: &Server) -> Result<()> {
+        if server.ends() {
+            let since = self.ending.entry(server.process).or_insert_with(Instant::now);
+            let within = ENDS + fleet.busy(server.process.0) * 4;
+            ensure!(since.elapsed() < within, "{} does not end within {within:?}", server.id);
         }
         Ok(())
     }
 
     /// One session for each node, by the node itself, and never an older one after a newer one.
     fn sessions(&mut self, server: &Server) -> Result<()> {
-        for session in server.sessions.all() {
+        for session in server.runtime.sessions.all() {
             let Some(agent) = self.nodes.iter().position(|node| *node == session.node) else {
                 bail!("{} has a session of {}", server.id, session.node);
             };
@@ -162,27 +230,39 @@ impl Model {
         Ok(())
     }
 
-    /// Agents are attached, and both ends mean the same session.
+    /// Agents are attached, both ends mean the same session, and clients' connections reach it.
     fn attached(&self, fleet: &Fleet, index: usize, server: &Server) -> Result<()> {
-        let Some(seen) = &self.view.servers[index] else { return Ok(()) };
+        let Some(seen) = self.view.server(index) else { return Ok(()) };
         for (number, node) in self.nodes.iter().enumerate() {
             let Some(agent) = &self.view.agents[number] else { continue };
+            let silence = fleet.silence_between(Host::Server(index), Host::Agent(number));
+            if silence.is_some_and(|lasts| lasts > GONE) {
+                let (here, there) = (seen.epochs[number], agent.epochs[index]);
+                ensure!(
+                    (here, there) == (None, None),
+                    "a session of {node} with {} outlasts its path: {here:?}, {there:?}",
+                    server.id
+                );
+            }
             if !self.is_due(fleet, Host::Server(index), Host::Agent(number)) {
                 continue;
             }
-            let (here, there) = (seen.epochs[number], agent.epochs[index]);
+            let processes = &self.view.servers[index];
+            let here: Vec<_> = processes.iter().filter_map(|process| process.epochs[number]).collect();
+            let there = agent.epochs[index];
             ensure!(
-                here.is_some() && here == there,
+                there.is_some_and(|there| here.contains(&there)),
                 "{node} is not attached to {}: its session is {there:?}, the server's {here:?}",
                 server.id
             );
+            ensure!(seen.reaches(number), "{} accepts connections, but has no way to {node}", server.id);
         }
         Ok(())
     }
 
     /// A server that does not answer is given up: another one may have its nodes as well.
     fn given_up(&self, fleet: &Fleet, index: usize, server: &Server) -> Result<()> {
-        let Some(seen) = &self.view.servers[index] else { return Ok(()) };
+        let Some(seen) = self.view.server(index) else { return Ok(()) };
         for other in &seen.linked {
             let silence = fleet.silence_between(Host::Server(index), Host::Server(*other));
             ensure!(
@@ -196,15 +276,28 @@ impl Model {
 
     /// The other servers know whom this one has.
     fn known(&self, fleet: &Fleet, index: usize, server: &Server) -> Result<()> {
-        for (other, follower) in fleet.servers.iter().enumerate() {
-            let (Some(follower), Some(seen)) = (follower, &self.view.servers[other]) else { continue };
-            if other == index || !self.is_due(fleet, Host::Server(index), Host::Server(other)) {
+        for other in 0..self.servers {
+            let (Some(follower), Some(seen)) = (fleet.server(other), self.view.server(other)) else {
+                continue;
+            };
+            if other == index
+                || !self.goes_on(other)
+                || !self.is_due(fleet, Host::Server(index), Host::Server(other))
+            {
                 continue;
             }
-            for session in server.sessions.all() {
+            for session in server.runtime.sessions.all() {
                 let Some(node) = self.nodes.iter().position(|node| *node == session.node) else { continue };
+                let processes = self.view.servers[index].iter();
+                let mut having = processes.filter(|process| process.epochs[node].is_some());
+                // Who links anew while there is a successor gets to that, to which the agent may not have come.
+                let last = self.view.servers[index].last();
+                let moves =
+                    last.is_some_and(|last| last.process != server.process) && having.clone().count() == 1;
                 ensure!(
-                    session.since.elapsed() < KNOWN || seen.holders[node].contains(&server.process),
+                    session.since.elapsed() < KNOWN
+                        || moves
+                        || having.any(|process| seen.holders[node].contains(&process.process)),
                     "{} does not know that {} has {}",
                     follower.id,
                     server.id,
@@ -215,25 +308,64 @@ impl Model {
         Ok(())
     }
 
+    /// What a server knows of another one is not older than [`KNOWN`].
+    fn outdated(&mut self, fleet: &Fleet) -> Result<()> {
+        let mut stale = BTreeMap::new();
+        for index in 0..self.servers {
+            let Some(follower) = self.view.server(index) else { continue };
+            for (node, holders) in follower.holders.iter().enumerate() {
+                for holder in holders {
+                    let due = self.is_due(fleet, Host::Server(index), Host::Server(holder.0));
+                    let mut processes = self.view.servers[holder.0].iter();
+                    let has = |of: &OfServer| of.process == *holder && of.epochs[node].is_some();
+                    if due && !processes.any(has) {
+                        let key = (follower.process, *holder, node);
+                        let since = self.stale.get(&key).copied().unwrap_or_else(Instant::now);
+                        ensure!(
+                            since.elapsed() < KNOWN,
+                            "server-{}.{} believes that server-{}.{} has {}",
+                            key.0.0,
+                            key.0.1,
+                            holder.0,
+                            holder.1,
+                            self.nodes[node]
+                        );
+                        stale.insert(key, since);
+                    }
+                }
+            }
+        }
+        self.stale = stale;
+        Ok(())
+    }
+
     /// Checks that nothing is left over.
     pub(crate) fn finish(&mut self, fleet: &Fleet) -> Result<()> {
         let (servers, agents) = (fleet.plan.servers, fleet.plan.agents);
-        ensure!(
-            fleet.leaving.iter().all(tokio::task::JoinHandle::is_finished),
-            "a server has not handed over"
-        );
+        for (index, processes) in fleet.servers.iter().enumerate() {
+            ensure!(processes.len() == 1, "server-{index} has {} processes", processes.len());
+        }
         for agent in fleet.agents.iter().flatten() {
             let (tasks, links) = (agent.runtime.tasks.len(), agent.links.status().len());
             ensure!((tasks, links) == (servers, servers), "an agent has {tasks} tasks and {links} links");
         }
         for server in fleet.servers.iter().flatten() {
-            let linked: Vec<_> = server.peers.all().iter().map(|peer| peer.server_id.clone()).collect();
+            let linked: Vec<_> =
+                server.runtime.peers.all().iter().map(|peer| peer.server_id.clone()).collect();
             ensure!(linked.len() == servers - 1, "{} is linked with {linked:?}", server.id);
         }
         let open = fleet.net.open();
         let wanted = servers * agents + servers * (servers - 1);
         ensure!(open.len() == wanted, "{} connections instead of {wanted}: {open:?}", open.len());
-        self.note(&format!("{} tasks", Handle::current().metrics().num_alive_tasks()));
+        let numbers = [servers, servers * (servers - 1), agents, servers * agents];
+        let wanted: usize = numbers.iter().zip(TASKS).map(|(number, each)| number * each).sum();
+        let tasks = Handle::current().metrics().num_alive_tasks();
+        ensure!(tasks == wanted, "{tasks} tasks instead of {wanted}");
         Ok(())
     }
+}
+
+/// How far the processes of a server are in a takeover.
+fn stages(processes: &[OfServer]) -> Vec<((usize, usize), bool, bool)> {
+    processes.iter().map(|process| (process.process, process.is_settled, process.accepts)).collect()
 }

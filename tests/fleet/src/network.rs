@@ -3,9 +3,10 @@
 mod line;
 
 use std::collections::BTreeMap;
+use std::future::pending;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -15,7 +16,8 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep};
 use tunnel_agent::reach::{Connecting, Network};
 use tunnel_link::link::Wire;
-use tunnel_server::agent_port::Accept;
+use tunnel_runtime::takeover::{Stream, Successors};
+use tunnel_server::agent_port::{Accept, Gate};
 
 use self::line::{Connection, End};
 
@@ -34,7 +36,7 @@ struct State {
     delays: BTreeMap<(IpAddr, IpAddr), Duration>,
     /// Paths that are silent, with the time since when.
     silent: BTreeMap<(IpAddr, IpAddr), Instant>,
-    listeners: BTreeMap<SocketAddr, mpsc::UnboundedSender<(Wire, SocketAddr)>>,
+    listeners: BTreeMap<SocketAddr, Weak<Queue>>,
     connections: BTreeMap<u64, Connection>,
     next: u64,
 }
@@ -74,16 +76,30 @@ impl Net {
         Arc::new(Host { net: self.clone(), host, keepalive })
     }
 
-    /// Accepts connections from now on. A second listener at an address takes the first one's place.
-    pub(crate) fn listen(&self, at: SocketAddr) -> Listener {
-        let (sender, incoming) = mpsc::unbounded_channel();
-        self.0.lock().listeners.insert(at, sender);
-        Listener(incoming)
+    /// Accepts connections while the gate is open. Processes that listen at one address share what waits there.
+    pub(crate) fn listen(&self, at: SocketAddr, gate: Gate) -> Listener {
+        let shared = self.listener(at);
+        Listener { queue: shared.unwrap_or_else(|| self.bind(at)), gate }
     }
 
-    /// Nothing listens there any more: connections are refused.
-    pub(crate) fn close(&self, at: SocketAddr) {
-        self.0.lock().listeners.remove(&at);
+    /// Waits for successors, in the place of who has waited there.
+    pub(crate) fn wait_at(&self, at: SocketAddr) -> Waiting {
+        Waiting { net: self.clone(), at, queue: self.bind(at) }
+    }
+
+    fn bind(&self, at: SocketAddr) -> Arc<Queue> {
+        let queue = Arc::new(Queue::new());
+        self.0.lock().listeners.insert(at, Arc::downgrade(&queue));
+        queue
+    }
+
+    fn listener(&self, at: SocketAddr) -> Option<Arc<Queue>> {
+        self.0.lock().listeners.get(&at).and_then(Weak::upgrade)
+    }
+
+    /// True if a process listens there.
+    pub(crate) fn has_listener(&self, at: SocketAddr) -> bool {
+        self.listener(at).is_some()
     }
 
     /// Drops everything on the path from now on, without an error at either end.
@@ -128,17 +144,21 @@ impl Net {
 
     /// Opens a connection. The listener gets the other end.
     fn open_to(&self, host: IpAddr, to: SocketAddr, keepalive: Duration) -> io::Result<End> {
+        let queue = self.listener(to).ok_or(io::ErrorKind::ConnectionRefused)?;
         let mut state = self.0.lock();
-        let listener = state.listeners.get(&to).cloned().ok_or(io::ErrorKind::ConnectionRefused)?;
         let number = state.next;
         state.next += 1;
         let from = SocketAddr::new(host, 10_000 + u16::try_from(number % 50_000).unwrap_or(0));
         state.connections.insert(number, Connection::new(from, to, keepalive));
         drop(state);
         let (near, far) = (End::new(self, number, 0, from, to), End::new(self, number, 1, to, from));
-        let accepted = (Box::new(far) as Wire, from);
-        listener.send(accepted).map_err(|_| io::ErrorKind::ConnectionRefused)?;
+        queue.sender.send((far, from)).map_err(|_| io::ErrorKind::ConnectionRefused)?;
         Ok(near)
+    }
+
+    /// Opens a connection to who waits there for successors.
+    pub(crate) fn succeed(&self, host: IpAddr, to: SocketAddr) -> io::Result<Box<dyn Stream>> {
+        Ok(Box::new(self.open_to(host, to, Duration::MAX)?))
     }
 
     /// The connections of which neither end is closed, by the hosts that they are between.
@@ -184,15 +204,65 @@ impl Network for Host {
     }
 }
 
+/// What waits in a listening socket. It ends with the last process that has the socket.
+struct Queue {
+    sender: mpsc::UnboundedSender<(End, SocketAddr)>,
+    incoming: tokio::sync::Mutex<mpsc::UnboundedReceiver<(End, SocketAddr)>>,
+}
+
+impl Queue {
+    fn new() -> Self {
+        let (sender, incoming) = mpsc::unbounded_channel();
+        Self { sender, incoming: incoming.into() }
+    }
+
+    async fn next(&self) -> (End, SocketAddr) {
+        match self.incoming.lock().await.recv().await {
+            Some(accepted) => accepted,
+            // The queue has a sender.
+            None => pending().await,
+        }
+    }
+}
+
 /// A server's listener.
-pub(crate) struct Listener(mpsc::UnboundedReceiver<(Wire, SocketAddr)>);
+pub(crate) struct Listener {
+    queue: Arc<Queue>,
+    gate: Gate,
+}
 
 impl Accept for Listener {
     async fn accept(&mut self, _: &'static str) -> (Wire, SocketAddr) {
-        match self.0.recv().await {
-            Some(accepted) => accepted,
-            // Another server listens in its place.
-            None => std::future::pending().await,
+        loop {
+            self.gate.opened().await;
+            tokio::select! {
+                biased;
+                () = self.gate.closed() => {}
+                (end, from) = self.queue.next() => return (Box::new(end), from),
+            }
+        }
+    }
+}
+
+/// Where a process waits for its successors.
+pub(crate) struct Waiting {
+    net: Net,
+    at: SocketAddr,
+    queue: Arc<Queue>,
+}
+
+impl Successors for Waiting {
+    async fn accept(&self) -> io::Result<Box<dyn Stream>> {
+        Ok(Box::new(self.queue.next().await.0))
+    }
+
+    fn is_found(&self) -> bool {
+        self.net.listener(self.at).is_some_and(|queue| Arc::ptr_eq(&queue, &self.queue))
+    }
+
+    fn remove(&self) {
+        if self.is_found() {
+            self.net.0.lock().listeners.remove(&self.at);
         }
     }
 }

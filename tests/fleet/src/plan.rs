@@ -10,6 +10,8 @@ use rand::{Rng as _, SeedableRng as _};
 pub(crate) struct Plan {
     pub(crate) servers: usize,
     pub(crate) agents: usize,
+    /// A server that has a successor waits to be stopped.
+    pub(crate) in_cluster: bool,
     /// Open files of each server, by which its places are bounded.
     pub(crate) files: u32,
     /// What an agent's disk takes.
@@ -43,8 +45,8 @@ pub(crate) enum Step {
     Reset { agent: usize, server: usize },
     /// A server ends, and another process of it starts later.
     Crash { server: usize, lasts: Duration },
-    /// A server hands over to a successor on its host.
-    Upgrade { server: usize },
+    /// A server has a successor on its host, which takes over.
+    Upgrade { server: usize, how: Upgrade },
     /// An agent ends, and starts again.
     Restart { agent: usize, lasts: Duration },
     /// The same, and nobody is told.
@@ -55,6 +57,60 @@ pub(crate) enum Step {
     Clock { ahead: bool, by: Duration },
 }
 
+/// How a takeover goes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Upgrade {
+    /// The first server is stopped after this time, if it has not ended.
+    pub(crate) stops: Duration,
+    /// From the first time on, what one of the two does reaches the other after the second one: the host is busy.
+    pub(crate) busy: Option<(Duration, Duration)>,
+    /// Connections of a server that ends last so long.
+    pub(crate) relays: Duration,
+    /// One of the two ends, after this time.
+    pub(crate) end: Option<(Duration, End)>,
+}
+
+/// An end of one of two servers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum End {
+    SuccessorKilled,
+    SuccessorStopped,
+    PredecessorKilled,
+    PredecessorStopped,
+}
+
+impl Upgrade {
+    fn of(random: &mut StdRng) -> Self {
+        let ms = Duration::from_millis;
+        let stops = between(random, ms(3_000), ms(40_000));
+        let busy = random.random_bool(0.3).then(|| {
+            // Before the first question, or any other.
+            let after = if random.random() { ms(10) } else { between(random, ms(10), ms(1_000)) };
+            (after, between(random, ms(1_000), ms(12_000)))
+        });
+        let relays = between(random, ms(0), ms(8_000));
+        let end = random.random_bool(0.5).then(|| {
+            let end = match random.random_range(0..4) {
+                0 => End::SuccessorKilled,
+                1 => End::SuccessorStopped,
+                2 => End::PredecessorKilled,
+                _ => End::PredecessorStopped,
+            };
+            (between(random, ms(10), ms(15_000)), end)
+        });
+        Self { stops, busy, relays, end }
+    }
+
+    fn lasts(&self) -> Duration {
+        let end = self.end.map_or(Duration::ZERO, |(after, _)| after + RESTARTS);
+        let busy = self.busy.map_or(Duration::ZERO, |(after, takes)| after + takes * 5);
+        self.stops.max(end).max(busy)
+    }
+}
+
+/// A server that ends is started again after so long.
+const RESTARTS: Duration = Duration::from_secs(2);
+
 fn between(random: &mut StdRng, from: Duration, to: Duration) -> Duration {
     Duration::from_millis(random.random_range(from.as_millis() as u64..=to.as_millis() as u64))
 }
@@ -62,7 +118,8 @@ fn between(random: &mut StdRng, from: Duration, to: Duration) -> Duration {
 impl Plan {
     pub(crate) fn of(seed: u64) -> Self {
         let mut random = StdRng::seed_from_u64(seed);
-        if seed % 16 == 7 { Self::crowd(&mut random) } else { Self::fleet(&mut random) }
+        let mut upgrades = StdRng::seed_from_u64(seed ^ 2);
+        if seed % 16 == 7 { Self::crowd(&mut random) } else { Self::fleet(&mut random, &mut upgrades) }
     }
 
     /// Many agents with slow disks that come at once, and few places.
@@ -72,6 +129,7 @@ impl Plan {
         Self {
             servers: 1,
             agents,
+            in_cluster: false,
             files: 128,
             disk: between(random, Duration::from_millis(1100), Duration::from_millis(1400)),
             delays: vec![vec![delay]; agents],
@@ -83,7 +141,7 @@ impl Plan {
         }
     }
 
-    fn fleet(random: &mut StdRng) -> Self {
+    fn fleet(random: &mut StdRng, upgrades: &mut StdRng) -> Self {
         let ms = Duration::from_millis;
         let (servers, agents) = (random.random_range(2..=3), random.random_range(2..=4));
         let near = |random: &mut StdRng| between(random, ms(1), ms(100));
@@ -98,12 +156,13 @@ impl Plan {
         let number = random.random_range(3..=8);
         let steps = (0..number).map(|_| {
             let pause = between(random, ms(50), ms(20_000));
-            (pause, Step::of(random, servers, agents))
+            (pause, Step::of(random, upgrades, servers, agents))
         });
         let steps = steps.collect();
         Self {
             servers,
             agents,
+            in_cluster: upgrades.random(),
             files: 1024,
             disk: ms(2),
             delays,
@@ -117,7 +176,7 @@ impl Plan {
 }
 
 impl Step {
-    fn of(random: &mut StdRng, servers: usize, agents: usize) -> Self {
+    fn of(random: &mut StdRng, upgrades: &mut StdRng, servers: usize, agents: usize) -> Self {
         let (agent, server) = (random.random_range(0..agents), random.random_range(0..servers));
         let lasts = between(random, Duration::from_millis(50), Duration::from_secs(40));
         let short = lasts / 10;
@@ -128,7 +187,7 @@ impl Step {
             7..=8 => Self::Forget { agent, server },
             9..=10 => Self::Reset { agent, server },
             11..=12 => Self::Crash { server, lasts: short },
-            13..=16 => Self::Upgrade { server },
+            13..=16 => Self::Upgrade { server, how: Upgrade::of(upgrades) },
             17 => Self::Restart { agent, lasts: short },
             18..=19 => Self::PowerLoss { agent, lasts: short },
             20 => Self::Disk { takes: lasts / 4, lasts },
@@ -146,9 +205,8 @@ impl Step {
             | Self::Restart { lasts, .. }
             | Self::PowerLoss { lasts, .. }
             | Self::Disk { lasts, .. } => *lasts,
-            Self::Forget { .. } | Self::Reset { .. } | Self::Upgrade { .. } | Self::Clock { .. } => {
-                Duration::ZERO
-            }
+            Self::Upgrade { how, .. } => how.lasts(),
+            Self::Forget { .. } | Self::Reset { .. } | Self::Clock { .. } => Duration::ZERO,
         }
     }
 }

@@ -2,37 +2,43 @@
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tunnel_agent::reach::Reach;
 use tunnel_link::link::Congestion;
 use tunnel_pki::TrustBundle;
+use tunnel_redirect::Orphans;
 use tunnel_routing::{Router, RouterConfig};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::config::HostPort;
-use tunnel_runtime::lifecycle::{Drain, Shutdown};
+use tunnel_runtime::lifecycle::Shutdown;
 use tunnel_server::agent_port::{AgentPort, Budget, Handover, LinkContext};
+use tunnel_server::app::{Running, Said};
 use tunnel_server::listener::ListenerContext;
-use tunnel_server::metrics::Metrics;
-use tunnel_server::peers::{self, PeerContext, Peers, Trust};
+use tunnel_server::peers::{self, PeerContext, Trust};
 use tunnel_server::pki::{
-    Ca, EnrollPolicy, EnrollService, KnownNodes, PkiMetrics, RevocationStore, Revocations, ServerCertificate,
+    Ca, EnrollPolicy, EnrollService, PkiMetrics, RevocationStore, Revocations, ServerCertificate,
     ServerNames, Standing,
 };
-use tunnel_server::runtime::settings::Settings;
-use tunnel_server::session::{MOST_STREAMS, Sessions, Workers};
+use tunnel_server::runtime::Runtime;
+use tunnel_server::session::{MOST_STREAMS, Workers};
+use tunnel_server::takeover::{Gates, Phase, Predecessor, Succession, TakeOver};
 
 use crate::network::Net;
 
 /// Time for connections to finish.
-const DRAIN: Duration = Duration::from_secs(5);
+pub(crate) const DRAIN: Duration = Duration::from_secs(5);
+
+/// Pause before a process that could not start is started again.
+const RESTARTS: Duration = Duration::from_secs(1);
 
 /// As the product sets it on links with other servers.
 const KEEPALIVE: Duration = Duration::from_secs(1);
@@ -42,29 +48,43 @@ pub(crate) struct Server {
     pub(crate) id: String,
     /// Number of the server, and of this process of it.
     pub(crate) process: (usize, usize),
-    pub(crate) sessions: Arc<Sessions>,
-    pub(crate) peers: Arc<Peers>,
-    handover: watch::Sender<Handover>,
-    draining: CancellationToken,
-    stop: CancellationToken,
-    tasks: Vec<JoinHandle<()>>,
-    port: Arc<AgentPort>,
-    _certificate: ServerCertificate,
-    _followed: Followed,
+    pub(crate) runtime: Runtime,
+    gates: Gates,
+    handover: watch::Receiver<Handover>,
+    phase: watch::Receiver<Phase>,
+    /// Cancelled once it has found its predecessor, or that there is none.
+    started: CancellationToken,
+    /// A signal to the process.
+    signal: Shutdown,
+    ends_when_passed: bool,
+    serving: JoinHandle<()>,
+    _followed: (watch::Sender<Arc<TrustBundle>>, watch::Sender<Arc<Revocations>>),
 }
 
-/// What a server follows. None of it ends before the server.
-type Followed = (
-    watch::Sender<Arc<TrustBundle>>,
-    watch::Sender<Arc<Settings>>,
-    watch::Sender<Arc<Revocations>>,
-    watch::Sender<Option<Arc<KnownNodes>>>,
-);
+/// How a server starts.
+pub(crate) struct Start<'a> {
+    pub(crate) net: &'a Net,
+    pub(crate) ca: &'a Ca,
+    pub(crate) state_dir: PathBuf,
+    pub(crate) process: (usize, usize),
+    /// Number of servers.
+    pub(crate) count: usize,
+    pub(crate) files: u32,
+    /// Once a successor has taken over. Otherwise it waits to be stopped, as in a cluster.
+    pub(crate) ends_when_passed: bool,
+}
 
 /// Address of the server with this index.
 pub(crate) fn address(index: usize) -> SocketAddr {
     let last = u8::try_from(index + 1).unwrap_or(u8::MAX);
     SocketAddr::new(IpAddr::V4(Ipv4Addr::new(10, 0, 0, last)), 10262)
+}
+
+/// Where a server waits for its successor, and the address from which that comes.
+pub(crate) fn takeover(index: usize) -> (SocketAddr, IpAddr) {
+    let last = u8::try_from(index + 1).unwrap_or(u8::MAX);
+    let [waits, comes] = [2, 3].map(|net| IpAddr::V4(Ipv4Addr::new(10, net, 0, last)));
+    (SocketAddr::new(waits, 1), comes)
 }
 
 /// The server at an address.
@@ -86,128 +106,240 @@ pub(crate) fn host_port(address: SocketAddr) -> HostPort {
     HostPort { host: address.ip().to_string(), port: address.port() }
 }
 
-impl Server {
-    /// Starts a server at its address. If there is one already, new connections are this one's.
-    pub(crate) fn start(
-        net: &Net,
-        ca: &Ca,
-        state_dir: &Path,
-        process: (usize, usize),
-        count: usize,
-        files: u32,
-    ) -> Result<Self> {
-        let (index, id) = (process.0, id_of(process));
-        let mut registry = Registry::default();
-        let metrics = Metrics::new(&mut registry);
-        let config =
-            RouterConfig::new("198.18.0.0/15".parse()?, "fd9e:706f:7374:6572::/64".parse()?, [10250]);
-        let router = Arc::new(Router::new(config, &mut registry));
-        let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));
-        let (bundle, trusted) = watch::channel(Arc::new(ca.state()?.bundle().clone()));
-        let (draining, stop) = (CancellationToken::new(), CancellationToken::new());
-        let (handover, handed_over) = watch::channel(Handover::Nothing);
-        let revocations = watch::Sender::<Arc<Revocations>>::default();
-        let (settings, set) = watch::channel(Arc::default());
-        let (nodes, known_nodes) = watch::channel(None);
-        let standing = Standing::new(revocations.subscribe(), known_nodes, true);
-        let forced = CancellationToken::new();
-        let context = LinkContext {
-            server_id: id.clone(),
-            bundle: trusted.clone(),
-            settings: set,
-            sessions: sessions.clone(),
-            standing: standing.clone(),
-            metrics: metrics.clone(),
-            draining: draining.clone(),
-            handover: handed_over,
-            forced: forced.clone(),
-            stop: stop.clone(),
-            congestion: Congestion::System,
-            most_streams: MOST_STREAMS,
-            drain_timeout: DRAIN,
-        };
-        let certificate =
-            ServerCertificate::start(ca.clone(), ServerNames::default(), &id, PkiMetrics::default())?;
-        let policy = EnrollPolicy { standing: standing.clone(), tokens: true };
-        let enroll = EnrollService::new(certificate.ca(), ca.state_dir(), policy, PkiMetrics::default());
-        let workers = Arc::new(Workers::here());
-        let peers = Arc::new(Peers::new(router.clone()));
-        let listeners = ListenerContext {
-            router,
-            sessions: sessions.clone(),
-            peers: peers.clone(),
-            metrics,
-            drain: Drain::new(Shutdown::new()),
-        };
-        let budget = Budget::of(files, 1 << 30);
-        let tls = certificate.tls();
-        let port = AgentPort::new(tls, workers.clone(), enroll, context, listeners, None, &budget);
+impl Start<'_> {
+    /// Starts a server at its address. It takes over from the one that runs there, if there is one.
+    pub(crate) fn start(self) -> Result<Server> {
+        let (index, id) = (self.process.0, id_of(self.process));
+        let runtime = self.runtime(&id)?;
         let address = address(index);
-        let others = (0..count).map(self::address).map(host_port).collect::<BTreeSet<_>>();
+        let others = (0..self.count).map(self::address).map(host_port).collect::<BTreeSet<_>>();
+        let said = Said::new(others);
+        let (bundle, trusted) = watch::channel(Arc::new(self.ca.state()?.bundle().clone()));
+        let revocations = watch::Sender::<Arc<Revocations>>::default();
+        let standing = Standing::new(revocations.subscribe(), said.known_nodes.subscribe(), true);
+        let certificate =
+            ServerCertificate::start(self.ca.clone(), ServerNames::default(), &id, PkiMetrics::default())?;
+        let policy = EnrollPolicy { standing: standing.clone(), tokens: true };
+        let enroll = EnrollService::new(certificate.ca(), self.ca.state_dir(), policy, PkiMetrics::default());
+        let context = links(&runtime, &said, trusted.clone(), standing.clone());
+        let (tls, listeners) = (certificate.tls(), ListenerContext::of(&runtime));
+        let budget = Budget::of(self.files, 1 << 30);
+        let workers = runtime.workers.clone();
+        let port = AgentPort::new(tls, workers.clone(), enroll, context, listeners, None, &budget);
         let to_peers = PeerContext {
             server_id: id.clone(),
             tls: certificate.peer_tls(),
             workers,
-            peers: peers.clone(),
-            reach: Reach::over(net.at(address.ip(), KEEPALIVE)),
+            peers: runtime.peers.clone(),
+            reach: Reach::over(self.net.at(address.ip(), KEEPALIVE)),
             redirector: None,
             trust: Trust {
                 roots: trusted,
                 standing,
-                revocations: RevocationStore::new(state_dir),
+                revocations: RevocationStore::new(&self.state_dir),
                 readmissions: true,
                 drain_timeout: DRAIN,
             },
             most_streams: MOST_STREAMS,
-            forced,
-            stop: stop.clone(),
+            forced: runtime.drain.shutdown().forced_token().clone(),
+            stop: runtime.stop.clone(),
         };
-        let tasks = vec![
-            tokio::spawn(port.clone().shut_out()),
-            tokio::spawn(port.clone().serve(net.listen(address))),
-            tokio::spawn(peers::follow(Arc::new(to_peers), watch::channel(Arc::new(others)).1)),
-        ];
-        Ok(Self {
+        // Open once it has taken over.
+        let gates = Gates::new(false);
+        let succession = Arc::new(Succession {
+            runtime: runtime.clone(),
+            sockets: Arc::default(),
+            gates: gates.clone(),
+            admin: None,
+            handover: said.handover.clone(),
+            phase: watch::Sender::default(),
+            closed: CancellationToken::new(),
+            eligible: said.eligible.clone(),
+        });
+        let (handover, phase) = (said.handover.subscribe(), succession.phase.subscribe());
+        let (signal, ends_when_passed) = (Shutdown::new(), self.ends_when_passed);
+        let started = CancellationToken::new();
+        let parts = Parts {
+            net: self.net.clone(),
+            index,
+            state_dir: self.state_dir,
+            runtime: runtime.clone(),
+            said,
+            certificate: Arc::new(certificate),
+            port,
+            to_peers,
+            gates: gates.clone(),
+            succession,
+            started: started.clone(),
+        };
+        let serving = tokio::spawn(parts.serve(signal.clone(), ends_when_passed));
+        let _followed = (bundle, revocations);
+        let process = self.process;
+        Ok(Server {
             id,
             process,
-            sessions,
-            peers,
+            runtime,
+            gates,
             handover,
-            draining,
-            stop,
-            tasks,
-            port,
-            _certificate: certificate,
-            _followed: (bundle, settings, revocations, nodes),
+            phase,
+            started,
+            signal,
+            ends_when_passed,
+            serving,
+            _followed,
         })
     }
 
+    fn runtime(&self, id: &str) -> Result<Runtime> {
+        let mut registry = Registry::default();
+        let config =
+            RouterConfig::new("198.18.0.0/15".parse()?, "fd9e:706f:7374:6572::/64".parse()?, [10250]);
+        let router = Arc::new(Router::new(config, &mut registry));
+        let mut runtime = Runtime::new(router, Arc::new(Workers::here()), &mut registry);
+        id.clone_into(&mut runtime.server_id);
+        Ok(runtime)
+    }
+}
+
+fn links(
+    runtime: &Runtime,
+    said: &Said,
+    bundle: watch::Receiver<Arc<TrustBundle>>,
+    standing: Standing,
+) -> LinkContext {
+    let shutdown = runtime.drain.shutdown();
+    LinkContext {
+        server_id: runtime.server_id.clone(),
+        bundle,
+        settings: said.settings.subscribe(),
+        sessions: runtime.sessions.clone(),
+        standing,
+        metrics: runtime.metrics.clone(),
+        draining: shutdown.draining_token().clone(),
+        handover: said.handover.subscribe(),
+        forced: shutdown.forced_token().clone(),
+        stop: runtime.stop.clone(),
+        congestion: Congestion::System,
+        most_streams: MOST_STREAMS,
+        drain_timeout: DRAIN,
+    }
+}
+
+/// What a process serves with.
+struct Parts {
+    net: Net,
+    index: usize,
+    state_dir: PathBuf,
+    runtime: Runtime,
+    said: Said,
+    certificate: Arc<ServerCertificate>,
+    port: Arc<AgentPort>,
+    to_peers: PeerContext,
+    gates: Gates,
+    succession: Arc<Succession>,
+    started: CancellationToken,
+}
+
+impl Parts {
+    /// Serves until the signal, or until a successor has taken over.
+    async fn serve(self, signal: Shutdown, ends_when_passed: bool) {
+        let Self { net, runtime, said, gates, succession, .. } = self;
+        let (waits, comes) = takeover(self.index);
+        let before = loop {
+            let before = match net.succeed(comes, waits) {
+                Ok(stream) => Predecessor::at(&self.state_dir, stream).await,
+                Err(_) => None,
+            };
+            if before.is_some() || !net.has_listener(address(self.index)) {
+                break before;
+            }
+            // The address is in use: it fails, and is started again.
+            sleep(RESTARTS).await;
+        };
+        self.started.cancel();
+        // Ends with this process.
+        let mut tasks = JoinSet::new();
+        let listener = net.listen(address(self.index), gates.agents.clone());
+        tasks.spawn(runtime.tasks.track_future(self.port.clone().shut_out()));
+        tasks.spawn(runtime.tasks.track_future(self.port.clone().serve(listener)));
+        let others = peers::follow(Arc::new(self.to_peers), said.peers.subscribe());
+        tasks.spawn(runtime.tasks.track_future(others));
+        let draining = runtime.drain.shutdown().draining_token().clone();
+        let successors = succession.clone().run(move || Some(net.wait_at(waits)), draining);
+        tasks.spawn(runtime.tasks.track_future(successors));
+        let take_over = TakeOver {
+            runtime: runtime.clone(),
+            gates,
+            pending: None,
+            handover: said.handover.clone(),
+            drain_timeout: DRAIN,
+        };
+        let before = take_over.start(before, Orphans::default());
+        runtime.tasks.close();
+        let running = Running {
+            runtime,
+            agent_port: Some(self.port),
+            succession,
+            before,
+            certificate: Some(self.certificate),
+            said,
+            admin: None,
+        };
+        if let Err(error) = running.run(signal, DRAIN, ends_when_passed).await {
+            tracing::error!(%error, "a server failed to stop");
+        }
+    }
+}
+
+impl Server {
     /// True if it accepts agents, and keeps those that it has.
     pub(crate) fn is_settled(&self) -> bool {
-        *self.handover.borrow() == Handover::Nothing && !self.draining.is_cancelled()
+        *self.handover.borrow() == Handover::Nothing && !self.runtime.drain.shutdown().is_draining()
+    }
+
+    /// True if connections of clients are its.
+    pub(crate) fn accepts(&self) -> bool {
+        self.gates.listeners.is_open() && !self.runtime.drain.shutdown().is_draining()
+    }
+
+    /// True if it has been told to end, or ends because it has a successor.
+    pub(crate) fn ends(&self) -> bool {
+        self.signal.is_draining() || (self.ends_when_passed && *self.phase.borrow() == Phase::Passed)
+    }
+
+    /// True if it has started, and is not about to end.
+    pub(crate) fn goes_on(&self) -> bool {
+        self.started.is_cancelled() && !self.ends()
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        self.serving.is_finished()
     }
 
     pub(crate) fn epoch(&self, node: &NodeName) -> Option<u64> {
-        self.sessions.get(node).map(|session| session.epoch)
+        self.runtime.sessions.get(node).map(|session| session.epoch)
     }
 
-    /// Hands its agents over to the successor that listens at its address now, and ends once they have gone.
-    pub(crate) async fn hand_over(self) {
-        let over = Duration::from_millis(500);
-        self.handover.send_replace(Handover::Agents { over });
-        let mut changed = self.sessions.changed();
-        let gone = async { while !self.sessions.live().is_empty() && changed.changed().await.is_ok() {} };
-        // As long as a server waits for agents that do not come.
-        let _ = tokio::time::timeout(DRAIN, gone).await;
-        self.handover.send_replace(Handover::All);
-        self.draining.cancel();
-        let _ = tokio::time::timeout(DRAIN * 2, self.port.closed()).await;
+    /// SIGTERM.
+    pub(crate) fn stop(&self) {
+        self.signal.begin();
+    }
+
+    /// A connection of a client that lasts so long.
+    pub(crate) fn relay(&self, lasts: Duration) {
+        let guard = self.runtime.drain.guard();
+        tokio::spawn(async move {
+            tokio::select! {
+                () = sleep(lasts) => {}
+                () = guard.shutdown().forced() => {}
+            }
+        });
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.stop.cancel();
-        self.tasks.iter().for_each(JoinHandle::abort);
+        self.runtime.stop.cancel();
+        self.serving.abort();
     }
 }

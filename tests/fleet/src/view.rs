@@ -11,7 +11,8 @@ use crate::server::{self, Server};
 
 #[derive(Default, PartialEq)]
 pub(crate) struct View {
-    pub(crate) servers: Vec<Option<OfServer>>,
+    /// The processes of each server, the oldest first.
+    pub(crate) servers: Vec<Vec<OfServer>>,
     pub(crate) agents: Vec<Option<OfAgent>>,
     open: usize,
 }
@@ -19,8 +20,10 @@ pub(crate) struct View {
 /// What a server has, by node.
 #[derive(PartialEq)]
 pub(crate) struct OfServer {
-    process: (usize, usize),
-    is_settled: bool,
+    pub(crate) process: (usize, usize),
+    pub(crate) is_settled: bool,
+    pub(crate) accepts: bool,
+    pub(crate) goes_on: bool,
     pub(crate) epochs: Vec<Option<u64>>,
     /// Processes of other servers that have the node.
     pub(crate) holders: Vec<Vec<(usize, usize)>>,
@@ -38,22 +41,37 @@ pub(crate) struct OfAgent {
 
 impl View {
     pub(crate) fn of(fleet: &Fleet, nodes: &[NodeName]) -> Self {
-        let servers = fleet.servers.iter().map(|server| Some(OfServer::of(server.as_ref()?, nodes)));
+        let servers = fleet.servers.iter();
+        let servers =
+            servers.map(|processes| processes.iter().map(|server| OfServer::of(server, nodes)).collect());
         let agents = fleet.agents.iter().map(|agent| Some(OfAgent::of(agent.as_ref()?, fleet.plan.servers)));
         Self { servers: servers.collect(), agents: agents.collect(), open: fleet.net.open().len() }
+    }
+
+    /// The process of a server that has the clients' connections, or the latest one.
+    pub(crate) fn server(&self, index: usize) -> Option<&OfServer> {
+        let processes = &self.servers[index];
+        processes.iter().rev().find(|server| server.accepts).or(processes.last())
     }
 }
 
 impl OfServer {
+    /// True if the process, or another server that it knows of, has the node.
+    pub(crate) fn reaches(&self, node: usize) -> bool {
+        self.epochs[node].is_some() || !self.holders[node].is_empty()
+    }
+
     fn of(server: &Server, nodes: &[NodeName]) -> Self {
         let holders = |node| {
-            let holders = server.peers.holders(node);
+            let holders = server.runtime.peers.holders(node);
             holders.iter().filter_map(|peer| server::process(&peer.server_id)).collect()
         };
-        let linked = server.peers.all();
+        let linked = server.runtime.peers.all();
         Self {
             process: server.process,
             is_settled: server.is_settled(),
+            accepts: server.accepts(),
+            goes_on: server.goes_on(),
             epochs: nodes.iter().map(|node| server.epoch(node)).collect(),
             holders: nodes.iter().map(holders).collect(),
             linked: linked.iter().filter_map(|peer| Some(server::process(&peer.server_id)?.0)).collect(),
@@ -80,7 +98,9 @@ impl fmt::Display for View {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for server in self.servers.iter().flatten() {
             let (index, process) = server.process;
-            write!(f, "server-{index}.{process}{}[", if server.is_settled { "" } else { "!" })?;
+            let settled = if server.is_settled { "" } else { "!" };
+            let accepts = if server.accepts { "+" } else { "" };
+            write!(f, "server-{index}.{process}{accepts}{settled}[")?;
             for (epoch, holders) in server.epochs.iter().zip(&server.holders) {
                 write!(f, " {}/", epoch.map_or(0, |epoch| epoch % 1_000_000))?;
                 let holders: Vec<_> =

@@ -60,7 +60,7 @@ pub async fn end_quiet<T>(live: &Live<T>, relaying: impl Fn(&T) -> Option<Relayi
             // A new connection may reuse the address of one that ended; it has no traffic yet and then ends a little
             // early.
             let (before, since, least) =
-                seen.entry(Arc::as_ptr(&connection)).or_insert((bytes, Instant::now(), QUIET_ASKED));
+                seen.entry(Arc::as_ptr(&connection).addr()).or_insert((bytes, Instant::now(), QUIET_ASKED));
             if *before != bytes {
                 let answered = before.1 != bytes.1;
                 (*before, *since) = (bytes, Instant::now());

@@ -209,7 +209,8 @@ async fn session(
         credential: ArcSwap::from(credential),
         refusal: OnceLock::new(),
         moving: AtomicBool::new(false),
-        succeeded: CancellationToken::new(),
+        replaced: CancellationToken::new(),
+        succeeded: AtomicBool::new(false),
         peer,
         since: Instant::now(),
         agent_version: printable(&hello.agent_version, 64),
@@ -281,15 +282,16 @@ fn replaced(context: &LinkContext, session: &Session, by_successor: bool) -> not
 /// Ends the older session of the same node, whose agent is gone or is a second one with the same identity. The older
 /// session finishes its connections instead if its agent was told to look for another server and has come back because
 /// that one died, or if its agent has a successor. In the latter case that agent is told, so that it does not take the
-/// successor for an intruder.
+/// successor for an intruder; in the former it is told that this server, which goes on, does not use the older link.
 fn retire(context: &LinkContext, older: Option<Arc<Session>>, newer: &Session, successor: bool) {
     if let Some(older) = older {
         if successor || older.moving.load(Ordering::Relaxed) {
             context.sessions.leave(&older, true);
             if successor {
                 tracing::info!(node = %newer.node, old_epoch = older.epoch, new_epoch = newer.epoch, "session moved to the successor of its agent");
-                older.succeeded.cancel();
+                older.succeeded.store(true, Ordering::Relaxed);
             }
+            older.replaced.cancel();
             return;
         }
         tracing::warn!(
@@ -406,7 +408,7 @@ async fn follow(
     let mut handover = context.handover.clone();
     // May have begun while the agent was greeted.
     handover.mark_changed();
-    let (mut draining_sent, mut succeeded) = (false, false);
+    let (mut draining_sent, mut is_replaced) = (false, false);
     let mut unheard = Unheard::default();
     loop {
         tokio::select! {
@@ -459,9 +461,14 @@ async fn follow(
                 draining_sent = now == Handover::All;
                 unheard.hand_over(now);
             }
-            () = session.succeeded.cancelled(), if !succeeded => {
-                succeeded = true;
-                notify(client, replaced(context, session, true)).await;
+            () = session.replaced.cancelled(), if !is_replaced => {
+                is_replaced = true;
+                if session.succeeded.load(Ordering::Relaxed) {
+                    notify(client, replaced(context, session, true)).await;
+                } else if !draining_sent {
+                    draining_sent = true;
+                    unheard.tell(false, Duration::ZERO);
+                }
             }
             () = context.draining.cancelled(), if !draining_sent => {
                 draining_sent = true;

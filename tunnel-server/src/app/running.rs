@@ -8,6 +8,7 @@ use anyhow::Context as _;
 use tokio::sync::watch;
 use tunnel_runtime::admin::Serving;
 use tunnel_runtime::config::HostPort;
+use tunnel_runtime::lifecycle::Shutdown;
 
 use crate::agent_port::{AgentPort, Handover};
 use crate::pki::{KnownNodes, ServerCertificate};
@@ -19,20 +20,20 @@ use crate::takeover::{Before, Succession};
 const CLOSING: Duration = Duration::from_secs(3);
 
 /// Channels between parts of the server.
-pub(super) struct Said {
-    pub(super) settings: watch::Sender<Arc<Settings>>,
+pub struct Said {
+    pub settings: watch::Sender<Arc<Settings>>,
     /// The other servers.
-    pub(super) peers: watch::Sender<Arc<BTreeSet<HostPort>>>,
+    pub peers: watch::Sender<Arc<BTreeSet<HostPort>>>,
     /// The nodes that may attach.
-    pub(super) known_nodes: watch::Sender<Option<Arc<KnownNodes>>>,
-    pub(super) handover: watch::Sender<Handover>,
+    pub known_nodes: watch::Sender<Option<Arc<KnownNodes>>>,
+    pub handover: watch::Sender<Handover>,
     /// False while a successor does what one server alone may do.
-    pub(super) eligible: watch::Sender<bool>,
+    pub eligible: watch::Sender<bool>,
 }
 
 impl Said {
     /// `peers`: the other servers at the start.
-    pub(super) fn new(peers: BTreeSet<HostPort>) -> Self {
+    pub fn new(peers: BTreeSet<HostPort>) -> Self {
         Self {
             settings: watch::Sender::default(),
             peers: watch::Sender::new(Arc::new(peers)),
@@ -43,21 +44,55 @@ impl Said {
     }
 }
 
-pub(super) struct Running {
-    pub(super) runtime: Runtime,
+/// A server that serves.
+pub struct Running {
+    pub runtime: Runtime,
     /// None: this is a redirector.
-    pub(super) agent_port: Option<Arc<AgentPort>>,
-    pub(super) succession: Arc<Succession>,
-    pub(super) before: Before,
+    pub agent_port: Option<Arc<AgentPort>>,
+    pub succession: Arc<Succession>,
+    pub before: Before,
     // Held to the end: dropping these ends what they keep going.
-    pub(super) _certificate: Option<Arc<ServerCertificate>>,
-    pub(super) _said: Said,
-    pub(super) admin: Option<Serving>,
+    pub certificate: Option<Arc<ServerCertificate>>,
+    pub said: Said,
+    pub admin: Option<Serving>,
 }
 
 impl Running {
+    /// Serves until `shutdown`, or until a successor has taken over if `ends_when_passed`, then drains and stops.
+    ///
+    /// # Errors
+    /// If the redirect cannot be stopped.
+    pub async fn run(
+        mut self,
+        shutdown: Shutdown,
+        drain_timeout: Duration,
+        ends_when_passed: bool,
+    ) -> anyhow::Result<()> {
+        let (succession, own) = (self.succession.clone(), self.runtime.drain.shutdown().clone());
+        tokio::select! {
+            () = shutdown.draining() => tokio::select! {
+                // What a successor that is half-way has not got yet would fail.
+                _ = tokio::time::timeout(drain_timeout, succession.settled()) => {}
+                () = shutdown.forced() => {}
+            },
+            () = succession.passed(), if ends_when_passed => {
+                // Should the successor die, the next server must be able to listen there while this one drains.
+                self.admin = None;
+            }
+        }
+        let force = async {
+            shutdown.forced().await;
+            own.force();
+            std::future::pending::<()>().await;
+        };
+        tokio::select! {
+            stopped = self.stop(drain_timeout) => stopped,
+            () = force => Ok(()),
+        }
+    }
+
     /// Waits for the connections in flight, then ends links and tasks and, last, the redirect.
-    pub(super) async fn stop(mut self, drain_timeout: Duration) -> anyhow::Result<()> {
+    async fn stop(mut self, drain_timeout: Duration) -> anyhow::Result<()> {
         let Runtime { redirect, drain, metrics, tasks, stop, readiness, .. } = self.runtime;
         let _stopping = readiness.pending("stopping");
         self.succession.close();

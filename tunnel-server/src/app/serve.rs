@@ -1,6 +1,7 @@
 //! Starts every part of the server.
 
 use std::net::IpAddr;
+use std::path::Path;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -13,6 +14,7 @@ use tunnel_redirect::Feeder;
 use tunnel_routing::{follow, keep_claims};
 use tunnel_runtime::admin::Serving;
 use tunnel_runtime::limits::Limits;
+use tunnel_runtime::takeover::{self, socket_path};
 
 use super::identity::Identity;
 use super::running::{Running, Said};
@@ -95,7 +97,8 @@ impl Bound {
             eligible: said.eligible.clone(),
         });
         let draining = runtime.drain.shutdown().draining_token().clone();
-        runtime.tasks.spawn(succession.clone().run(config.process.state_dir.clone(), draining));
+        let path = socket_path(&config.process.state_dir);
+        runtime.tasks.spawn(succession.clone().run(move || wait_at(&path), draining));
         let take_over = TakeOver {
             runtime: runtime.clone(),
             gates,
@@ -113,11 +116,20 @@ impl Bound {
             agent_port,
             succession,
             before,
-            _certificate: certificate,
-            _said: said,
+            certificate,
+            said,
             admin: self.admin,
         }
     }
+}
+
+/// Waits for successors.
+fn wait_at(path: &Path) -> Option<takeover::Listener> {
+    takeover::Listener::bind(path)
+        .inspect_err(|error| {
+            tracing::warn!(path = %path.display(), %error, "failed to listen for a successor");
+        })
+        .ok()
 }
 
 /// Keeps the routes, the kernel's and the claims up to date.

@@ -29,7 +29,7 @@ pub struct ListenerContext {
 }
 
 impl ListenerContext {
-    pub(crate) fn of(runtime: &Runtime) -> Self {
+    pub fn of(runtime: &Runtime) -> Self {
         Self {
             router: runtime.router.clone(),
             sessions: runtime.sessions.clone(),

@@ -52,8 +52,10 @@ pub struct Session {
     pub(crate) refusal: OnceLock<Refusal>,
     /// Set once the agent was told to look for another server.
     pub(crate) moving: AtomicBool,
-    /// Cancelled when the session of the agent's successor has replaced this one.
-    pub(crate) succeeded: CancellationToken,
+    /// Cancelled when a newer session has replaced this one, which finishes its connections.
+    pub(crate) replaced: CancellationToken,
+    /// Set before that if the newer session is that of the agent's successor.
+    pub(crate) succeeded: AtomicBool,
     /// Address from which the agent dials.
     pub peer: SocketAddr,
     pub since: Instant,

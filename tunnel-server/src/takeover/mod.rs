@@ -20,21 +20,22 @@ mod successor;
 
 use tokio::net::TcpListener;
 
-pub(crate) use predecessor::{Before, NODES, PORTS, Predecessor, TakeOver};
-pub(crate) use successor::Succession;
+pub use predecessor::{Before, Predecessor, TakeOver};
+pub(crate) use predecessor::{NODES, PORTS};
+pub use successor::{Phase, Succession};
 
 use crate::admission::{Gate, Gated};
 
 /// The gates of the listeners that two servers of one host use in turns.
 #[derive(Clone, Debug)]
-pub(crate) struct Gates {
-    pub(crate) agents: Gate,
-    pub(crate) listeners: Gate,
+pub struct Gates {
+    pub agents: Gate,
+    pub listeners: Gate,
 }
 
 impl Gates {
     /// Opens the gate for agents, and that for connections if `listeners`.
-    pub(crate) fn new(listeners: bool) -> Self {
+    pub fn new(listeners: bool) -> Self {
         Self { agents: Gate::new(true), listeners: Gate::new(listeners) }
     }
 

@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tunnel_redirect::{Orphans, Others};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::lifecycle::{ReadyGuard, Shutdown};
-use tunnel_runtime::takeover;
+use tunnel_runtime::takeover::{self, Stream};
 
 use super::Gates;
 use super::message::{Answer, Ask, Hello};
@@ -36,12 +36,17 @@ const CHECK: Duration = Duration::from_millis(20);
 const EACH: Duration = Duration::from_micros(5);
 
 /// The server that runs on this host with the same state directory.
-pub(crate) struct Predecessor(takeover::Predecessor<Hello>);
+pub struct Predecessor(takeover::Predecessor<Hello>);
 
 impl Predecessor {
     /// None: there is none, or none that answers. In that case it has the ports, and binding them fails.
     pub(crate) async fn find(state_dir: &Path) -> Option<Self> {
         takeover::Predecessor::find(state_dir).await.map(Self)
+    }
+
+    /// Like [`Self::find`], for a connection to it that passes no sockets. `path` is for the log.
+    pub async fn at(path: &Path, stream: Box<dyn Stream>) -> Option<Self> {
+        takeover::Predecessor::at(path, stream).await.map(Self)
     }
 
     /// Its listening socket of `listener` at an address that `fits`.
@@ -79,19 +84,19 @@ impl Predecessor {
 }
 
 /// What the second server needs to take over.
-pub(crate) struct TakeOver {
-    pub(crate) runtime: Runtime,
-    pub(crate) gates: Gates,
+pub struct TakeOver {
+    pub runtime: Runtime,
+    pub gates: Gates,
     /// Held until the listeners are open.
-    pub(crate) pending: Option<ReadyGuard>,
+    pub pending: Option<ReadyGuard>,
     /// What this server's own agents are told.
-    pub(crate) handover: watch::Sender<Handover>,
+    pub handover: watch::Sender<Handover>,
     /// How long agents may take to go back: a stop waits for them.
-    pub(crate) drain_timeout: Duration,
+    pub drain_timeout: Duration,
 }
 
 /// The connection with the server before, which in a cluster waits to be stopped.
-pub(crate) struct Before {
+pub struct Before {
     leaving: CancellationToken,
     /// Whether it is there in the end.
     taking: JoinHandle<bool>,
@@ -111,7 +116,7 @@ impl Before {
 impl TakeOver {
     /// Takes over from `predecessor`, or from what dead servers have left, and opens the listeners. Then keeps the connection
     /// open: as long as it is, the predecessor knows that this server lives.
-    pub(crate) fn start(self, predecessor: Option<Predecessor>, orphans: Orphans) -> Before {
+    pub fn start(self, predecessor: Option<Predecessor>, orphans: Orphans) -> Before {
         let (leaving, stop) = (CancellationToken::new(), self.runtime.stop.clone());
         let tasks = self.runtime.tasks.clone();
         let taking = self.take(predecessor, orphans, leaving.clone());

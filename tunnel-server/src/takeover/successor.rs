@@ -2,15 +2,13 @@
 
 use std::future::pending;
 use std::io;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_runtime::admin::Accepting;
-use tunnel_runtime::takeover::{self, Copies, Listener, receive, send, socket_path};
+use tunnel_runtime::takeover::{self, Copies, Stream, Successors, receive, send};
 
 use super::Gates;
 use super::message::{Answer, Ask, Hello};
@@ -20,7 +18,7 @@ use crate::runtime::Runtime;
 
 /// How far a successor is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Phase {
+pub enum Phase {
     /// There is none.
     #[default]
     Alone,
@@ -31,36 +29,39 @@ pub(crate) enum Phase {
 }
 
 /// Passes this server's agents and listeners on to a successor.
-pub(crate) struct Succession {
-    pub(crate) runtime: Runtime,
+pub struct Succession {
+    pub runtime: Runtime,
     /// Those that a successor gets; dropped when this server stops, so that nothing waits in them.
-    pub(crate) sockets: Arc<Copies>,
-    pub(crate) gates: Gates,
+    pub sockets: Arc<Copies>,
+    pub gates: Gates,
     /// The admin port's.
-    pub(crate) admin: Option<Accepting>,
-    pub(crate) handover: watch::Sender<Handover>,
-    pub(crate) phase: watch::Sender<Phase>,
+    pub admin: Option<Accepting>,
+    pub handover: watch::Sender<Handover>,
+    pub phase: watch::Sender<Phase>,
     /// See [`Succession::close`].
-    pub(crate) closed: CancellationToken,
+    pub closed: CancellationToken,
     /// Whether this server does what a cluster must have from one server only.
-    pub(crate) eligible: watch::Sender<bool>,
+    pub eligible: watch::Sender<bool>,
 }
 
 impl Succession {
-    /// Waits for successors until `stop`. A socket that cannot be made is logged: then a successor cannot bind its ports.
-    pub(crate) async fn run(self: Arc<Self>, state_dir: PathBuf, stop: CancellationToken) {
+    /// Waits for successors where `bind` says, until `stop`. Where it cannot, a successor cannot bind its ports.
+    pub async fn run<S: Successors>(
+        self: Arc<Self>,
+        bind: impl Fn() -> Option<S> + Send + Sync,
+        stop: CancellationToken,
+    ) {
         // Not before it has something to pass on.
         if stop.run_until_cancelled(self.gates.listeners.opened()).await.is_none() {
             return;
         }
-        let path = socket_path(&state_dir);
         let mut listening = None;
         let serve = async {
-            while let Some(listener) = bind(&path) {
+            while let Some(listener) = bind() {
                 let listener = listening.insert(listener);
                 while listener.is_found() {
                     match listener.accept().await {
-                        Ok(stream) => self.serve(stream).await,
+                        Ok(mut stream) => self.serve(&mut *stream).await,
                         Err(error) => {
                             tracing::warn!(%error, "failed to accept a successor");
                             tokio::time::sleep(std::time::Duration::from_secs(1)).await;
@@ -75,14 +76,14 @@ impl Succession {
             () = self.closed.cancelled() => {}
         }
         // Another server, which goes on, may have its own there.
-        if listening.is_some_and(|listener| listener.is_found()) {
-            let _ = std::fs::remove_file(&path);
+        if let Some(listener) = listening {
+            listener.remove();
         }
     }
 
-    async fn serve(&self, mut stream: UnixStream) {
+    async fn serve(&self, stream: &mut dyn Stream) {
         self.phase.send_replace(Phase::Passing);
-        let ended = self.pass(&mut stream).await;
+        let ended = self.pass(stream).await;
         let passed = *self.phase.borrow() == Phase::Passed;
         match ended {
             Ok(()) if passed => tracing::warn!("successor ended, resuming service"),
@@ -94,7 +95,7 @@ impl Succession {
     }
 
     /// Ends when the successor does.
-    async fn pass(&self, stream: &mut UnixStream) -> io::Result<()> {
+    async fn pass(&self, stream: &mut dyn Stream) -> io::Result<()> {
         let pid = takeover::successor(stream)?;
         self.sockets.greet(stream, env!("CARGO_PKG_VERSION"), self.hello()).await?;
         if let Some(admin) = &self.admin {
@@ -204,12 +205,4 @@ impl Succession {
     pub(crate) async fn settled(&self) {
         let _ = self.phase.subscribe().wait_for(|phase| *phase != Phase::Passing).await;
     }
-}
-
-fn bind(path: &Path) -> Option<Listener> {
-    Listener::bind(path)
-        .inspect_err(|error| {
-            tracing::warn!(path = %path.display(), %error, "failed to listen for a successor");
-        })
-        .ok()
 }

@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep_until};
 use tunnel_link::link::{Delivery, Line, SendTimes, Silence, Unacknowledged};
+use tunnel_runtime::takeover::Stream;
 
 use super::{Net, RETRANSMISSION, State, path};
 
@@ -315,6 +316,8 @@ impl Line for End {
         })
     }
 }
+
+impl Stream for End {}
 
 impl End {
     /// Set if the peer has something to answer.

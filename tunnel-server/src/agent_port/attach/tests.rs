@@ -225,6 +225,11 @@ async fn many_agents_are_told_of_a_successor_one_after_the_other() {
         assert_eq!(site.next().await, serving);
         assert!(moving(&site));
         took.push(start.elapsed());
+        // That one dies, and the agent comes back.
+        site.inputs.handover.send_replace(Handover::Nothing);
+        site.sessions.get(&node).unwrap().replaced.cancel();
+        let left = notice::Notice::Draining(ServerDraining { timeout_seconds: 60, serving: false });
+        assert_eq!(site.next().await, left);
 
         // The successor dies before an agent was told, and the next one takes over everything at once.
         let mut site = Site::attached().await;
