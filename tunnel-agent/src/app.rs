@@ -17,6 +17,7 @@ use tunnel_runtime::admin::{
 use tunnel_runtime::lifecycle::{Drain, ReadyGuard, Shutdown};
 use tunnel_runtime::limits::register_limits;
 use tunnel_runtime::logging;
+use tunnel_runtime::settled::Settling;
 
 use crate::addresses;
 use crate::config::{Config, KonnectivityConfig, Listen};
@@ -88,6 +89,8 @@ impl Start {
         connections: Option<Arc<Connections>>,
     ) -> anyhow::Result<Option<Serving>> {
         let Some(listener) = listener else { return Ok(None) };
+        let settling = Settling::default();
+        settling.threads(vec![Handle::current()]);
         let admin = Admin {
             registry: Arc::new(self.registry),
             readiness: self.runtime.readiness,
@@ -97,6 +100,7 @@ impl Start {
             bench: None,
             pages: &[],
             log: self.log,
+            settling,
         };
         Ok(Some(admin.serve(listener.socket().await.into_std()?)?))
     }

@@ -95,6 +95,7 @@ mod tests {
     use tunnel_runtime::admin::Admin;
     use tunnel_runtime::lifecycle::Readiness;
     use tunnel_runtime::logging;
+    use tunnel_runtime::settled::Settling;
 
     use super::super::checkup::State;
     use super::*;
@@ -113,6 +114,7 @@ mod tests {
             bench: None,
             pages: &[],
             log: logging::Handle::detached(),
+            settling: Settling::default(),
         };
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();

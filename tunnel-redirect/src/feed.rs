@@ -20,6 +20,8 @@ const RETRY: Duration = Duration::from_secs(1);
 pub struct Feeder {
     redirect: Arc<Redirect>,
     changed: watch::Receiver<u64>,
+    /// The change that the kernel has.
+    applied: watch::Sender<u64>,
     desired: Arc<dyn Fn() -> Desired + Send + Sync>,
     failures: LogOnce,
     readiness: Readiness,
@@ -37,17 +39,31 @@ impl Feeder {
         desired: impl Fn() -> Desired + Send + Sync + 'static,
     ) -> Self {
         let (desired, failures) = (Arc::new(desired), LogOnce::default());
-        Self { redirect, changed, desired, failures, readiness, stale: None }
+        Self {
+            redirect,
+            changed,
+            applied: watch::Sender::default(),
+            desired,
+            failures,
+            readiness,
+            stale: None,
+        }
+    }
+
+    /// The value of `changed` up to which changes are in the kernel's maps.
+    pub fn applied(&self) -> watch::Receiver<u64> {
+        self.applied.subscribe()
     }
 
     /// Applies the desired routes; returns false on failure, and [`run`](Self::run) then retries.
     pub async fn feed(&mut self) -> bool {
-        self.changed.mark_unchanged();
+        let version = *self.changed.borrow_and_update();
         let (redirect, desired) = (self.redirect.clone(), self.desired.clone());
         match tokio::task::spawn_blocking(move || redirect.apply(|| desired())).await {
             Ok(Ok(applied)) => {
                 self.failures.clear();
                 self.stale = None;
+                self.applied.send_replace(version);
                 tracing::debug!(writes = applied.writes, deletes = applied.deletes, "routes applied");
                 return true;
             }

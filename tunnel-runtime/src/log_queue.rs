@@ -12,11 +12,14 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use tracing_appender::non_blocking::{ErrorCounter, NonBlocking, NonBlockingBuilder, WorkerGuard};
+use tracing_subscriber::fmt::MakeWriter;
 
 /// Maximum number of waiting lines: about 2 MiB.
 const LINES: usize = 4096;
 /// Maximum time for which the end of the process waits for earlier lines to be written.
 const LAST_WRITE: Duration = Duration::from_millis(1500);
+/// Interval at which [`LostLines::written`] looks.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// On drop, writes the lines that still wait, as far as they are read.
 #[derive(Debug)]
@@ -47,9 +50,20 @@ struct Counts {
     /// The queue's own counter, set once the queue exists.
     dropped: OnceLock<ErrorCounter>,
     failed: AtomicU64,
+    /// Lines that were logged, and those that the writing thread is done with.
+    logged: AtomicU64,
+    done: AtomicU64,
 }
 
 impl LostLines {
+    /// Waits until all lines that were logged are written or lost.
+    pub(crate) async fn written(self) {
+        let logged = self.0.logged.load(Ordering::Acquire);
+        while self.0.done.load(Ordering::Acquire) + self.dropped() < logged {
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+
     /// Returns the number of lines that found the queue full.
     pub fn dropped(&self) -> u64 {
         self.0.dropped.get().map_or(0, |dropped| dropped.dropped_lines() as u64)
@@ -72,12 +86,39 @@ impl Collector for LostLines {
     }
 }
 
+/// The queue, to which the log's layer writes one line at a time.
+#[derive(Clone)]
+pub(crate) struct Queue {
+    queue: NonBlocking,
+    lines: LostLines,
+}
+
+impl Write for Queue {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        // Before the line, or `written` would not wait for it.
+        self.lines.0.logged.fetch_add(1, Ordering::Release);
+        self.queue.write(line)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.queue.flush()
+    }
+}
+
+impl<'a> MakeWriter<'a> for Queue {
+    type Writer = Self;
+
+    fn make_writer(&'a self) -> Self {
+        self.clone()
+    }
+}
+
 /// Starts the thread that writes to `to`.
-pub(crate) fn start(to: impl Write + Send + 'static) -> (NonBlocking, LogGuard, LostLines) {
+pub(crate) fn start(to: impl Write + Send + 'static) -> (Queue, LogGuard, LostLines) {
     start_with(to, LINES)
 }
 
-fn start_with(to: impl Write + Send + 'static, lines: usize) -> (NonBlocking, LogGuard, LostLines) {
+fn start_with(to: impl Write + Send + 'static, lines: usize) -> (Queue, LogGuard, LostLines) {
     let lost = LostLines::default();
     let output = Output { to, lost: lost.clone(), reported: 0 };
     let (queue, guard) = NonBlockingBuilder::default()
@@ -87,7 +128,7 @@ fn start_with(to: impl Write + Send + 'static, lines: usize) -> (NonBlocking, Lo
         .finish(output);
     // The lock was just created, so it is not set yet.
     lost.0.dropped.set(queue.error_counter()).ok();
-    (queue, LogGuard(Some(guard)), lost)
+    (Queue { queue, lines: lost.clone() }, LogGuard(Some(guard)), lost)
 }
 
 /// The output, as used by the writing thread.
@@ -105,9 +146,11 @@ impl<W: Write> Write for Output<W> {
 
     /// Writes a whole line.
     fn write_all(&mut self, line: &[u8]) -> io::Result<()> {
-        self.to.write_all(line).inspect_err(|_| {
+        let written = self.to.write_all(line).inspect_err(|_| {
             self.lost.0.failed.fetch_add(1, Ordering::Relaxed);
-        })
+        });
+        self.lost.0.done.fetch_add(1, Ordering::Release);
+        written
     }
 
     /// Called when the queue is empty, so there is room for a line about lost lines.
@@ -143,7 +186,7 @@ mod tests {
     }
 
     /// Writes `count` lines of 100 bytes.
-    fn log(queue: &NonBlocking, count: usize) {
+    fn log(queue: &Queue, count: usize) {
         let mut queue = queue.clone();
         for number in 0..count {
             queue.write_all(format!("{number:099}\n").as_bytes()).unwrap();
@@ -200,5 +243,31 @@ mod tests {
         drop(guard);
         assert_eq!(lost.failed(), 2);
         assert_eq!(written.lock().unwrap().len(), 100);
+    }
+
+    #[tokio::test]
+    async fn a_line_is_waited_for_until_it_is_written() {
+        /// Takes its time, as a slow disk.
+        struct Slow(Arc<Mutex<Vec<u8>>>);
+        impl Write for Slow {
+            fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+                thread::sleep(Duration::from_millis(2));
+                self.0.lock().unwrap().write(bytes)
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let written = Arc::default();
+        let (queue, _guard, lost) = start_with(Slow(Arc::clone(&written)), 8);
+        lost.clone().written().await;
+        // Some do not fit, and are waited for as little as those that fail.
+        log(&queue, 100);
+        lost.clone().written().await;
+        let lines = written.lock().unwrap().len() as u64 / 100;
+        assert_eq!(lines + lost.dropped(), 100);
+        log(&queue, 1);
+        lost.written().await;
+        assert_eq!(written.lock().unwrap().len() as u64 / 100, lines + 1);
     }
 }

@@ -182,6 +182,11 @@ impl Handle {
         &self.lost
     }
 
+    /// Waits until all lines that were logged are written or lost.
+    pub(crate) async fn written(self) {
+        self.lost.written().await;
+    }
+
     /// Sets the filter. It takes effect immediately, for every thread.
     ///
     /// # Errors

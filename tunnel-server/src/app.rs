@@ -91,7 +91,8 @@ pub async fn build(mut config: Config, log: logging::Handle) -> anyhow::Result<B
     let workers = Arc::new(Workers::start(limits.threads())?);
     let postern = registry.sub_registry_with_prefix("postern");
     postern.register_collector(Box::new(log.lost().clone()));
-    register_tasks(postern, [&[Handle::current()], workers.runtimes()].concat());
+    let threads = [&[Handle::current()], workers.runtimes()].concat();
+    register_tasks(postern, threads.clone());
     register_stalled(postern);
     register_limits(postern);
     register_role(postern, config.role());
@@ -108,6 +109,7 @@ pub async fn build(mut config: Config, log: logging::Handle) -> anyhow::Result<B
     load_claims(&router, &config.process.state_dir);
     let source = Source::open(&config, lifetimes, &file_metrics, postern).await?;
     let mut runtime = Runtime::new(router, workers, postern);
+    runtime.settling.threads(threads);
     let starting = runtime.readiness.pending("start");
 
     // Pins name it. A disk that is read-only must not keep a server from starting.
@@ -162,6 +164,7 @@ fn serve_admin(
     log: logging::Handle,
 ) -> anyhow::Result<Serving> {
     let runtime = &reporter.runtime;
+    let settling = runtime.settling.clone();
     let endpoints = Admin {
         registry,
         readiness: runtime.readiness.clone(),
@@ -171,6 +174,7 @@ fn serve_admin(
         status: reporter.into_status(),
         pages: PAGES,
         log,
+        settling,
     };
     Ok(endpoints.serve(listener.into_std()?)?)
 }

@@ -37,6 +37,15 @@ impl Names {
         (self.names.is_empty() || self.names.iter().any(in_name)) && !self.skip.iter().any(in_name)
     }
 
+    /// Returns the names that none of these tests has.
+    pub(crate) fn unknown<'a>(&self, tests: impl IntoIterator<Item = &'a str>) -> Vec<&str> {
+        let mut unknown: Vec<_> = self.names.iter().map(String::as_str).collect();
+        for test in tests {
+            unknown.retain(|name| !test.contains(name));
+        }
+        unknown
+    }
+
     pub(crate) fn given(&self) -> &[String] {
         &self.names
     }
@@ -113,6 +122,10 @@ mod tests {
         assert!(some.select("path::half_close") && some.select("demo::kubernetes"));
         assert!(!some.select("path::slow") && !some.select("http::upgrades"));
         assert_eq!(some.arguments().collect::<Vec<_>>(), ["--skip", "slow", "path::", "demo"]);
+        assert_eq!(some.unknown(["demo::kubernetes", "http::path"]), ["path::"]);
+        assert!(
+            some.unknown(["a::path::b", "demo"]).is_empty() && names(&[], &["slow"]).unknown([]).is_empty()
+        );
         assert!(names(&[], &["slow"]).select("any") && !names(&[], &["slow"]).select("slow"));
     }
 

@@ -3,7 +3,7 @@ use anyhow::Result;
 
 use crate::command::{cargo, need_cargo_tool, root, run};
 use crate::tally::Tally;
-use crate::{advisories, build_ebpf, circles};
+use crate::{advisories, build_ebpf, circles, one_shot};
 
 const DENY_VERSION: &str = "0.20.2";
 /// Crates whose modules must not import each other in circles.
@@ -28,6 +28,7 @@ pub(crate) fn run_lint(tally: &mut Tally) -> Result<()> {
     println!("import circles: {}", LAYERED.join(", "));
     let folders: Vec<_> = LAYERED.iter().map(|name| root().join(name)).collect();
     circles::check(&folders)?;
+    one_shot::check(&root().join("tests/scenarios/src"))?;
     run(cargo().args(["clippy", "--all-targets", "--", "-D", "warnings"]))?;
     build_ebpf::clippy()?;
     deny(tally)

@@ -19,6 +19,7 @@ mod kernel;
 mod lint;
 mod mutants;
 mod needs;
+mod one_shot;
 mod options;
 mod packages;
 mod peer_tests;

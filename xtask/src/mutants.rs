@@ -1,5 +1,7 @@
 //! Mutation tests: cargo-mutants changes one operator, branch or result at a time in code that decides, and the unit
 //! tests have to notice. `.cargo/mutants.toml` has the changes that are left out, each with its reason.
+mod table;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -7,9 +9,13 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::command::{cargo, end_of, need_cargo_tool, root, shown, target_dir};
+use self::table::Counts;
+use crate::command::{cargo, end_of, need_cargo_tool, program, root, shown, target_dir};
+use crate::source::{Source, git};
 
 const VERSION: &str = "27.1.0";
+/// Has the table of results.
+const DOCUMENT: &str = "docs/security.md";
 
 /// Files of one package, and its tests that run against them: every change costs a build and a run of these.
 pub(crate) struct Group {
@@ -87,6 +93,9 @@ pub(crate) struct Options {
     /// Only what CI runs.
     #[arg(long)]
     quick: bool,
+    /// Puts the counts into the table of docs/security.md. Files must not differ from the commit.
+    #[arg(long, conflicts_with = "file")]
+    record: bool,
     /// Only files whose path contains this.
     file: Option<String>,
 }
@@ -99,16 +108,27 @@ pub(crate) fn run_all(options: &Options) -> Result<ExitCode> {
         "no file with {:?} in its path is among those that are tested so",
         options.file
     );
+    if options.record {
+        Source::read()?.ensure_committed()?;
+    }
     prepare()?;
-    let mut complete = true;
+    let (mut complete, mut counted) = (true, Vec::new());
     for group in groups {
         let files: Vec<_> = group.files.iter().copied().filter(|file| wanted(file)).collect();
-        if !files.is_empty()
-            && let Err(error) = test(group, &files, false)
-        {
+        if files.is_empty() {
+            continue;
+        }
+        let tested = test(group, &files, false);
+        if let Err(error) = tested.and_then(|results| {
+            counted.push((group.name, counts(&results)?));
+            judge(group.name, &results)
+        }) {
             eprintln!("{error:#}");
             complete = false;
         }
+    }
+    if options.record {
+        record(&counted)?;
     }
     Ok(if complete { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -124,7 +144,28 @@ pub(crate) fn slow() -> Vec<String> {
 }
 
 pub(crate) fn run_quick(group: &Group) -> Result<()> {
-    test(group, group.files, true)
+    judge(group.name, &test(group, group.files, true)?)
+}
+
+/// Puts these results into the document.
+fn record(counted: &[(&str, Counts)]) -> Result<()> {
+    let document = root().join(DOCUMENT);
+    let text = fs::read_to_string(&document).with_context(|| format!("reading {DOCUMENT}"))?;
+    let row = |group: &'static Group| {
+        let counts = counted.iter().find(|(name, _)| *name == group.name).map(|(_, counts)| *counts);
+        table::Group { name: group.name, files: group.files, counts }
+    };
+    let rows: Vec<_> = GROUPS.iter().map(row).collect();
+    let output = program("date").args(["-u", "+%F"]).output().context("running date")?;
+    let day = String::from_utf8_lossy(&output.stdout);
+    let commit = git(&["rev-parse", "--short=12", "HEAD"]).context("git rev-parse failed")?;
+    let text = table::updated(&text, &rows, (day.trim(), &commit), is_unchanged)?;
+    fs::write(&document, text).with_context(|| format!("writing {DOCUMENT}"))
+}
+
+/// True if the files are those of the commit.
+fn is_unchanged(commit: &str, files: &[&str]) -> bool {
+    git(&[&["diff", "--quiet", commit, "HEAD", "--"], files].concat()).is_some()
 }
 
 /// Installs what is missing and brings the copy of the sources up to date.
@@ -145,7 +186,8 @@ fn build_dir() -> Result<PathBuf> {
     Ok(target_dir()?.join("mutation"))
 }
 
-fn test(group: &Group, files: &[&str], quietly: bool) -> Result<()> {
+/// Returns the folder of the results.
+fn test(group: &Group, files: &[&str], quietly: bool) -> Result<PathBuf> {
     for file in files {
         ensure!(root().join(file).is_file(), "{file} is missing: mutants.rs has the list of files");
     }
@@ -178,30 +220,38 @@ fn test(group: &Group, files: &[&str], quietly: bool) -> Result<()> {
         let end = end_of(&log);
         bail!("`{}` ended with {status}; the tests without any change:\n{end}", shown(&command));
     }
-    judge(group.name, &results)
+    Ok(results)
+}
+
+fn counts(results: &Path) -> Result<Counts> {
+    let outcomes: Value = serde_json::from_str(&read(results, "outcomes.json")?).context("outcomes.json")?;
+    let count =
+        |name: &str| outcomes[name].as_u64().with_context(|| format!("outcomes.json has no {name:?}"));
+    Ok(Counts {
+        total: count("total_mutants")?,
+        caught: count("caught")?,
+        hung: count("timeout")?,
+        unviable: count("unviable")?,
+        missed: count("missed")?,
+    })
+}
+
+fn read(results: &Path, name: &str) -> Result<String> {
+    let path = results.join(name);
+    fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
 }
 
 /// Prints the counts; fails if no test has noticed one of the changes.
 fn judge(name: &str, results: &Path) -> Result<()> {
-    let read = |name: &str| {
-        let path = results.join(name);
-        fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
-    };
-    let outcomes: Value = serde_json::from_str(&read("outcomes.json")?).context("outcomes.json")?;
-    let count =
-        |name: &str| outcomes[name].as_u64().with_context(|| format!("outcomes.json has no {name:?}"));
-    let (total, missed) = (count("total_mutants")?, count("missed")?);
+    let Counts { total, caught, hung, unviable, missed } = counts(results)?;
     println!(
-        "mutants::{name}: {total} changes: {} made a test fail, {} made one hang, {} do not compile, {missed} went unnoticed",
-        count("caught")?,
-        count("timeout")?,
-        count("unviable")?,
+        "mutants::{name}: {total} changes: {caught} made a test fail, {hung} made one hang, {unviable} do not compile, {missed} went unnoticed"
     );
     ensure!(total > 0, "cargo-mutants found nothing to change");
     ensure!(
         missed == 0,
         "mutants::{name}: no test notices these changes. Write one, or list them in .cargo/mutants.toml with the reason:\n{}",
-        read("missed.txt")?.trim_end()
+        read(results, "missed.txt")?.trim_end()
     );
     Ok(())
 }
@@ -244,5 +294,17 @@ mod tests {
         for file in GROUPS.iter().flat_map(|group| group.files) {
             assert!(root().join(file).is_file(), "{file}");
         }
+    }
+
+    #[test]
+    fn the_documents_table_has_the_groups_and_their_files() {
+        let document = fs::read_to_string(root().join(DOCUMENT)).unwrap();
+        let rows: Vec<_> = GROUPS
+            .iter()
+            .map(|group| table::Group { name: group.name, files: group.files, counts: None })
+            .collect();
+        // Its rows stay, or have no figures.
+        let same = table::updated(&document, &rows, ("", ""), |_, _| true).unwrap();
+        assert!(same == document, "`cargo xtask mutants --record` writes another table:\n{same}");
     }
 }

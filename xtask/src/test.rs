@@ -89,6 +89,9 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
         options.names.restrict() || !(scenarios.names.is_empty() || kernel_tests.is_empty()),
         "no scenarios or no kernel tests were found"
     );
+    let mut others = by_name(options, &programs)?;
+    others.extend(kernel_tests.iter().map(|name| of_kernel(name)));
+    ensure_known(options, &packages, others.iter().chain(&scenarios.names))?;
     if options.names.are_given()
         && !(scenarios.names.is_empty() && kernel_tests.is_empty() && programs.is_empty())
     {
@@ -118,6 +121,7 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
     run_mutants(options, beside.as_ref(), &mut tally);
     skip_the_rest(options, &scenarios, &mut tally)?;
     tally.report(options.kind());
+    // All that have the names may be skipped.
     ensure!(tally.passed + tally.failed > 0, "no test has a name with {:?}", options.names.given());
     Ok(exit_code(&tally))
 }
@@ -146,13 +150,37 @@ fn list(options: &Options, packages: &[String], programs: &[(&str, Run)]) -> Res
     if !packages.is_empty() {
         run(units(options, packages).arg("--list"))?;
     }
+    let others = by_name(options, programs)?;
+    kernel_tests.into_iter().chain(scenarios.names).chain(others).for_each(|name| println!("{name}: test"));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Returns the chosen ones of those that are only run by name or with `--all`, and are no scenarios.
+fn by_name(options: &Options, programs: &[(&str, Run)]) -> Result<Vec<String>> {
     let fuzzed = fuzz::targets()?.into_iter().map(|target| fuzz::name_of(&target));
     let others = programs.iter().map(|(name, _)| (*name).to_owned()).chain(fuzzed);
     let others = others.chain(mutants::quick().map(|(name, _)| name));
     let others = others.chain([peer_tests::NAME.to_owned(), kernel_name()]);
-    let others = others.filter(|name| options.runs(name));
-    kernel_tests.into_iter().chain(scenarios.names).chain(others).for_each(|name| println!("{name}: test"));
-    Ok(ExitCode::SUCCESS)
+    Ok(others.filter(|name| options.runs(name)).collect())
+}
+
+/// Fails if a name is in no chosen test's. `tests` has all but unit tests, which are listed only if a name may be one of
+/// theirs.
+fn ensure_known<'a>(
+    options: &Options,
+    packages: &[String],
+    tests: impl Iterator<Item = &'a String>,
+) -> Result<()> {
+    let mut unknown = options.names.unknown(tests.map(String::as_str));
+    if !unknown.is_empty() && !packages.is_empty() {
+        let listed = units(options, packages).arg("--list").output().context("listing the unit tests")?;
+        ensure!(listed.status.success(), "{}", String::from_utf8_lossy(&listed.stderr));
+        let listed = String::from_utf8_lossy(&listed.stdout);
+        let still = options.names.unknown(listed.lines().filter_map(|line| line.strip_suffix(": test")));
+        unknown.retain(|name| still.contains(name));
+    }
+    ensure!(unknown.is_empty(), "no test has a name with {unknown:?}");
+    Ok(())
 }
 
 /// Returns the chosen scenarios and kernel tests.
@@ -238,9 +266,12 @@ fn kernel_tests(options: &Options) -> Result<Vec<String>> {
     ensure!(output.status.success(), "`{REDIRECT_KERNEL} --list` ended with {}", output.status);
     let text = String::from_utf8_lossy(&output.stdout);
     let names = text.lines().filter_map(|line| line.strip_suffix(": test"));
-    // Their program's name stands for all of them.
-    let chosen = |name: &&str| options.names.select(&format!("{REDIRECT_KERNEL} {name}"));
-    Ok(names.filter(chosen).map(str::to_owned).collect())
+    Ok(names.filter(|name| options.names.select(&of_kernel(name))).map(str::to_owned).collect())
+}
+
+/// The name by which a kernel test is chosen: their program's name stands for all of them.
+fn of_kernel(name: &str) -> String {
+    format!("{REDIRECT_KERNEL} {name}")
 }
 
 fn run_kernel_tests(options: &Options, chosen: &[String], tally: &mut Tally) -> Result<()> {

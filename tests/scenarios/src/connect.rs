@@ -199,7 +199,7 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
     server.wait_access("by token", line("user alice by operators", "edge-1")).await?;
     server.wait_access("by address", line("nobody by this host", "edge-1")).await?;
     server.wait_access("in the cloud", line("nobody by this host", "")).await?;
-    let log = server.process.output()?;
+    let log = server.settled_log().await?;
     ensure!(!log.contains("alices-token") && !log.contains("nobodys"), "a token is in the log");
     Ok(())
 }

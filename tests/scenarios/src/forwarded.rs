@@ -108,7 +108,7 @@ async fn every_end_is_forwarded(testbed: &Testbed) -> Result<()> {
     path::small_writes(testbed).await.context("small writes")?;
 
     ensure!(!pair.first.is_connected("edge-1").await?, "the agent is attached to the first server as well");
-    let clients = pair.first.access_log()?;
+    let clients = pair.first.settled_access_log().await?;
     ensure!(!clients.is_empty(), "no connection at the first server");
     for line in &clients {
         ensure!(!line.text("via").is_empty(), "not by the other server: {line:?}");
@@ -346,7 +346,7 @@ async fn a_server_is_replaced(testbed: &Testbed) -> Result<()> {
     .await?;
     ensure!(third.is_connected("edge-1").await?, "the agent is not attached to the third server");
     pair.wait_told(true).await?;
-    pair.first.expect_every_access(|line| line.text("outcome") == "ok" && !line.text("via").is_empty())
+    pair.first.expect_every_access(|line| line.text("outcome") == "ok" && !line.text("via").is_empty()).await
 }
 
 /// The successor has no agent to wait for, and reaches the server that has one only after a while.
@@ -368,9 +368,11 @@ async fn a_successor_waits_for_what_the_other_servers_have(testbed: &Testbed) ->
     })
     .await?;
     for server in [&pair.first, &third] {
-        server.expect_every_access(|line| line.text("outcome") == "ok" && !line.text("via").is_empty())?;
+        server
+            .expect_every_access(|line| line.text("outcome") == "ok" && !line.text("via").is_empty())
+            .await?;
     }
-    let log = third.process.output()?;
+    let log = third.settled_log().await?;
     ensure!(!log.contains("nodes of other servers not found"), "the third server did not wait");
     Ok(())
 }

@@ -168,7 +168,7 @@ async fn two_real_agents_of_one_node_do_not_flap(testbed: &Testbed) -> Result<()
         "the newer session did not survive the older agent's return"
     );
     ensure!(first.process.ended()?.is_none(), "the older agent ended instead of waiting");
-    let log = first.process.output()?.to_lowercase();
+    let log = first.settled_log().await?.to_lowercase();
     ensure!(
         log.contains("replace") || log.contains("newer"),
         "the older agent's log does not say what happened"

@@ -173,7 +173,7 @@ async fn nobody_without_a_certificate(testbed: &Testbed) -> Result<()> {
     let answer = curl(testbed, &[&asked[..], &["--cert", &certificate, "--key", &key]].concat()).await?;
     ensure!(!answer.ok && answer.status == 0, "a stranger's certificate was taken: {answer:?}");
     ensure!(web.connections() == 0, "a stranger reached the edge");
-    let log = server.process.output()?;
+    let log = server.settled_log().await?;
     ensure!(!log.contains("tok-of-nobody"), "a token is in the log");
     // An unknown server name: the listener knows only the names of nodes and of the server itself.
     let answer =

@@ -296,7 +296,7 @@ async fn greedy_clients_leave_open_files_to_the_others(testbed: &Testbed) -> Res
         let over = "postern_connections_over_limit_total";
         server.wait_metric(over, &[("reason", reason)], |refused| refused >= 1.0).await?;
     }
-    ensure!(!server.process.output()?.contains("failed to accept"), "the open files were used up");
+    ensure!(!server.settled_log().await?.contains("failed to accept"), "the open files were used up");
     // Held connections still work, and released ones make room for new ones.
     for mut stream in by_pod {
         echo(&mut stream, b"still mine").await?;
@@ -347,7 +347,7 @@ async fn the_http_listener_answers_beside_silent_clients(
             "the http listener answered {answer:?}"
         );
     }
-    ensure!(!server.process.output()?.contains("failed to accept"), "the open files were used up");
+    ensure!(!server.settled_log().await?.contains("failed to accept"), "the open files were used up");
     flood.stop()
 }
 
@@ -365,6 +365,7 @@ async fn two_thousand_connects_at_once(testbed: &Testbed) -> Result<()> {
     let count = COUNT as f64;
     // A visit was dialled too.
     agent.wait_metric("postern_agent_dials_total", &[("outcome", "ok")], |dials| dials > count).await?;
+    server.settled().await?;
     let busy = server.metric_or_zero("postern_connections_total", &[("outcome", "busy")]).await?;
     ensure!(busy == 0.0, "{busy} of them were refused");
     Ok(())

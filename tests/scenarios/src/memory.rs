@@ -74,7 +74,7 @@ async fn a_pods_limits_are_found(testbed: &Testbed) -> Result<()> {
         let mut server = builder.start().await?;
         expect_limits(&server, &limits).await?;
         let line =
-            server.process.output()?.lines().any(|line| {
+            server.settled_log().await?.lines().any(|line| {
                 line.contains("process limits") && line.contains(&format!("\"memory\":{SERVER}"))
             });
         ensure!(line, "{name}: the log does not say the limits");
@@ -161,8 +161,12 @@ async fn stalled_readers_of_two_nodes(testbed: &Testbed) -> Result<()> {
     alongside("its own node's flood", greedy.at(load_target::ECHO), async { expect_held(&server).await })
         .await?;
     expect_alive(&mut server.process, &limit)?;
-    let lines: Vec<_> =
-        server.access_log()?.into_iter().filter(|line| line.text("outcome") == "stalled").collect();
+    let lines: Vec<_> = server
+        .settled_access_log()
+        .await?
+        .into_iter()
+        .filter(|line| line.text("outcome") == "stalled")
+        .collect();
     figure(&format!("{} of {GREEDY} were reset", lines.len()));
     for line in lines {
         ensure!(line.text("node") == "edge-1", "a connection of the modest node was reset: {line:?}");
@@ -426,7 +430,7 @@ async fn expect_busy_agent(server: &Server<'_>, agent: &Agent<'_>) -> Result<()>
         })
         .await?;
     agent.wait_metric("postern_agent_dials_total", &[("outcome", "busy")], |busy| busy >= 1.0).await?;
-    for output in [server.process.output()?, agent.process.output()?] {
+    for output in [server.settled_log().await?, agent.settled_log().await?] {
         ensure!(!output.contains("Too many open files"), "files were used up: {output}");
     }
     Ok(())
@@ -485,7 +489,7 @@ async fn idle_connections_of_several_sources(testbed: &Testbed) -> Result<()> {
     for stream in &mut held {
         echo(stream, b"still mine").await.context("one of those that it has taken")?;
     }
-    ensure!(!server.process.output()?.contains("failed to accept"), "the open files were used up");
+    ensure!(!server.settled_log().await?.contains("failed to accept"), "the open files were used up");
     expect_alive(&mut server.process, &limit)
 }
 

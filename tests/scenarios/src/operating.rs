@@ -21,6 +21,7 @@ scenarios! {
     impossible_redirect_is_an_error,
     redirect_off_serves_the_other_listeners,
     status_and_admin_pages(edges = 2, quick),
+    what_has_settled_is_shown(quick),
     connections_show_what_waits,
     port_already_in_use,
     help_names_the_defaults,
@@ -122,7 +123,7 @@ async fn redirect_off_serves_the_other_listeners(testbed: &Testbed) -> Result<()
 
 async fn status_and_admin_pages(testbed: &Testbed) -> Result<()> {
     let server_ = server(testbed).await?;
-    let _agent = Agent::enrol(&server_, 1).await?;
+    let agent = Agent::enrol(&server_, 1).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     visit(on_edge.address).await?;
 
@@ -170,10 +171,35 @@ async fn status_and_admin_pages(testbed: &Testbed) -> Result<()> {
             );
         }
     }
+    let readiness = async || Ok(agent.get("/readyz").await?.0);
+    wait_until("the agent to be ready", client::PATIENCE, readiness, |status| *status == 200).await?;
     drop(server_);
+    agent.wait_metric("postern_agent_sessions_ended_total", &[], |ended| ended >= 1.0).await?;
+    let (ready, body) = agent.get("/readyz").await?;
+    ensure!(ready == 200, "/readyz of an agent that was attached answered {ready}: {body}");
     let without = server::run(testbed, &["status"])?;
     ensure!(without.status.code() == Some(1), "status without a server ended with {}", without.status);
     ensure!(!without.stderr.is_empty(), "status without a server prints no error");
+    Ok(())
+}
+
+/// After each connection both programs settle; then metrics and access log are read once.
+async fn what_has_settled_is_shown(testbed: &Testbed) -> Result<()> {
+    let (server, agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let (_, body) = server.get("/debug/settled").await?;
+    ensure!(body == r#"{"settled":["threads","routes","log"]}"#, "{body}");
+    for count in 1..=200_u32 {
+        visit(on_edge.address).await?;
+        agent.settled().await?;
+        server.settled().await?;
+        let lines = server.access_log()?.len();
+        ensure!(lines == count as usize, "{lines} access lines of {count} connections");
+        let counted = server.metric("postern_connections_total", &[("outcome", "ok")]).await?;
+        ensure!(counted == f64::from(count), "{counted} of {count} connections counted");
+        let dialled = agent.metric("postern_agent_connections_total", &[("outcome", "ok")]).await?;
+        ensure!(dialled == f64::from(count), "the agent counted {dialled} of {count} connections");
+    }
     Ok(())
 }
 

@@ -69,7 +69,7 @@ async fn an_agent_gets_out_through_a_proxy(testbed: &Testbed) -> Result<()> {
     }
     let agent = builder(&server, &url("user:secret@"))?.spawn()?;
     server.wait_connected("edge-1", true, agent::START).await?;
-    anyhow::ensure!(!agent.process.output()?.contains("secret"), "the password is in the log");
+    anyhow::ensure!(!agent.settled_log().await?.contains("secret"), "the password is in the log");
     let echo = target(testbed, 1, 9100, Behaviour::Echo)?;
     client::visit(echo.address).await?;
 

@@ -197,8 +197,8 @@ async fn two_nodes_with_one_address(testbed: &Testbed) -> Result<()> {
     expect_unreachable(on_edge.address).await?;
     expect_conflict(&server).await?;
     let logged = server
-        .process
-        .output()?
+        .settled_log()
+        .await?
         .lines()
         .filter(|line| {
             line.contains("edge-2") && line.contains(&shared.to_string()) && line.contains("inventory")

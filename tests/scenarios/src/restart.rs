@@ -95,7 +95,7 @@ async fn connects_wait_for_an_agent_that_comes_back(testbed: &Testbed) -> Result
         };
         let connecting = async |done: &Cell<bool>| failed_connects(on_edge.address, done).await;
         let (away, failed) = while_running(comes_back, connecting).await?;
-        let lines = server.access_log()?;
+        let lines = server.settled_access_log().await?;
         figure(&format!("a connect is held for up to {away:.1?} in round {round}"));
         // On a machine that stood still the agent may have been away for longer.
         if away < RETURN {

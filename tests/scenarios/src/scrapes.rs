@@ -79,7 +79,7 @@ async fn callers_read_metrics_by_token_or_certificate(testbed: &Testbed) -> Resu
     server.wait_metric("postern_callers_refused_total", &listener, |refused| refused >= 3.0).await?;
     server.wait_metric("postern_connections_total", &listener, |count| count >= 2.0).await?;
     server.wait_log("a client certificate or a bearer token is needed").await?;
-    ensure!(!server.process.output()?.contains("wrong-token"), "the log has a token");
+    ensure!(!server.settled_log().await?.contains("wrong-token"), "the log has a token");
     let status = server.status().await?;
     let listeners = status["listeners"].as_array().context("no listeners")?;
     ensure!(listeners.iter().any(|listener| listener["name"] == "metrics"), "{status}");

@@ -81,7 +81,7 @@ async fn one_of_two_is_killed(testbed: &Testbed) -> Result<()> {
     };
     tokio::try_join!(kill, go_on)?;
     agent.expect_metric("postern_agent_sessions_started_total", &[], 2.0).await?;
-    second.expect_every_access(|line| line.text("outcome") == "ok")?;
+    second.expect_every_access(|line| line.text("outcome") == "ok").await?;
 
     first.start_again().await?;
     let back = first.wait_connected("edge-1", true, agent::START);
@@ -136,7 +136,9 @@ async fn two_that_do_not_reach_each_other(testbed: &Testbed) -> Result<()> {
     echo(&mut by_first, b"still through the first").await?;
     echo(&mut by_second, b"still through the second").await?;
     for server in [&first, &second] {
-        server.expect_every_access(|line| line.text("outcome") == "ok" && line.text("via").is_empty())?;
+        server
+            .expect_every_access(|line| line.text("outcome") == "ok" && line.text("via").is_empty())
+            .await?;
     }
     agent.expect_metric("postern_agent_sessions_started_total", &[], 2.0).await
 }

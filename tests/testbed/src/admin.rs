@@ -28,6 +28,14 @@ impl<'a> Admin<'a> {
         client::http(stream.context("connecting to the admin port")?, "GET", path, "").await
     }
 
+    /// Waits until metrics, log, status and the kernel's maps show what has reached the program. A count of what goes through
+    /// agent and server is complete once both have settled, the agent first.
+    pub async fn settled(&self) -> Result<()> {
+        let (status, body) = self.get("/debug/settled").await?;
+        ensure!(status == 200, "/debug/settled answered {status}: {body}");
+        Ok(())
+    }
+
     pub async fn status(&self) -> Result<Value> {
         let (status, body) = self.get("/status").await?;
         ensure!(status == 200, "/status answered {status}: {body}");

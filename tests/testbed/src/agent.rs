@@ -293,6 +293,12 @@ impl<'a> Agent<'a> {
         Ok(())
     }
 
+    /// Returns the log of the current process once it has settled: for what must not be in there.
+    pub async fn settled_log(&self) -> Result<String> {
+        self.settled().await?;
+        self.process.output()
+    }
+
     pub fn state_dir(&self) -> PathBuf {
         self.builder.state_dir()
     }

@@ -33,10 +33,19 @@ fn panics(dir: &Path) -> Vec<String> {
 /// Returns lines of Postern's programs at level ERROR, in either log format, each with its log's name.
 fn errors(dir: &Path) -> Vec<String> {
     lines(dir, |line| {
-        let mut words = line.split_whitespace();
+        let mut words = of_container(line).split_whitespace();
         let dated = words.next().is_some_and(|word| word.starts_with("20") && word.ends_with('Z'));
         line.contains(r#""level":"ERROR""#) || (dated && words.next() == Some("ERROR"))
     })
+}
+
+/// Returns a line as its program wrote it: containerd puts the time, the stream and a tag before it.
+fn of_container(line: &str) -> &str {
+    let mut parts = line.splitn(4, ' ').skip(1);
+    match (parts.next(), parts.next(), parts.next()) {
+        (Some("stdout" | "stderr"), Some("F" | "P"), Some(text)) => text,
+        _ => line,
+    }
 }
 
 /// The ERROR lines that a scenario provokes.
@@ -151,11 +160,14 @@ mod tests {
         let quiet = [judged(&[]), judged(&[("expired", true)]), judged(&[("expired", false)])];
         write("2026-11-27T08:00:00Z ERROR session{node=a}: tunnel_agent: certificate has expired\n");
         let loud = [judged(&[]), judged(&[("expired", false)]), judged(&[("refused", true)])];
+        let line = fs::read_to_string(dir.join("logs/agent.log")).unwrap();
+        write(&format!("2026-11-27T08:00:00.5Z stderr F {line}"));
+        let of_pod = judged(&[]);
         fs::remove_dir_all(&dir).unwrap();
         assert!(quiet[0].is_ok() && quiet[1].is_ok(), "{quiet:?}");
         assert!(quiet[2].as_ref().is_err_and(|error| error.contains("not logged")), "{quiet:?}");
         assert!(loud[1].is_ok(), "{loud:?}");
-        for surprise in [&loud[0], &loud[2]] {
+        for surprise in [&loud[0], &loud[2], &of_pod] {
             assert!(surprise.as_ref().is_err_and(|error| error.contains("certificate has")), "{loud:?}");
         }
     }

@@ -170,6 +170,11 @@ impl Process {
         Ok(self.ended)
     }
 
+    /// Returns true if [`Self::ended`] or a wait has seen its end.
+    pub fn has_ended(&self) -> bool {
+        self.ended.is_some()
+    }
+
     /// Sends a signal to the program itself.
     pub fn signal(&mut self, signal: Signal) -> Result<()> {
         ensure!(self.ended()?.is_none(), "{} has ended already: {:?}", self.name, self.ended);

@@ -402,15 +402,29 @@ impl<'a> Server<'a> {
     }
 
     /// Fails unless there are access lines, of this server or of those before it, and all of them fit.
-    pub fn expect_every_access(&self, fits: impl Fn(&AccessLine) -> bool) -> Result<()> {
-        let lines = self.access_log()?;
+    pub async fn expect_every_access(&self, fits: impl Fn(&AccessLine) -> bool) -> Result<()> {
+        let lines = self.settled_access_log().await?;
         ensure!(!lines.is_empty(), "{} relayed nothing", self.process.name());
         let other = lines.iter().find(|line| !fits(line));
         ensure!(other.is_none(), "at {}: {other:?}", self.process.name());
         Ok(())
     }
 
-    /// Returns the access lines of this server and of those before it.
+    /// As [`Self::access_log`], with the lines of connections whose ends have reached this server, which may have ended.
+    pub async fn settled_access_log(&self) -> Result<Vec<AccessLine>> {
+        if !self.process.has_ended() {
+            self.settled().await?;
+        }
+        self.access_log()
+    }
+
+    /// Returns the log of the current process once it has settled: for what must not be in there.
+    pub async fn settled_log(&self) -> Result<String> {
+        self.settled().await?;
+        self.process.output()
+    }
+
+    /// Returns the access lines of this server and of those before it, as they are in the log now: to wait for others.
     pub fn access_log(&self) -> Result<Vec<AccessLine>> {
         Ok(access_log::parse(&self.process.output_of_all()?))
     }

@@ -41,3 +41,33 @@ impl KonnectivityMetrics {
         self.dial_failures.get_or_create(&ReasonLabel { reason }).inc();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use prometheus_client::encoding::text::encode;
+
+    use super::*;
+
+    #[test]
+    fn dashboards_find_the_names_of_konnectivitys_agent() {
+        let mut registry = Registry::default();
+        let metrics = KonnectivityMetrics::register(&mut registry);
+        metrics.servers.set(1);
+        metrics.server_count.set(2);
+        metrics.connections.set(3);
+        metrics.dial_failed(Outcome::TimedOut);
+        metrics.dial_failed(Outcome::Refused);
+        let mut text = String::new();
+        encode(&mut text, &registry).unwrap();
+        for line in [
+            "open_server_connections 1",
+            "known_server_count 2",
+            "open_endpoint_connections 3",
+            "endpoint_dial_failure_total{reason=\"timeout\"} 1",
+            "endpoint_dial_failure_total{reason=\"unknown\"} 1",
+        ] {
+            let line = format!("\nkonnectivity_network_proxy_agent_{line}\n");
+            assert!(text.contains(&line), "{line}{text}");
+        }
+    }
+}

@@ -11,6 +11,7 @@
 //! | `/config` | JSON: the flags in effect, without secrets |
 //! | `POST /bench/NODE` | JSON: measures the path to a node (server) |
 //! | `PUT /debug/flags/v` | sets the log level (a name or klog's number), also for single modules |
+//! | `/debug/settled`, `/debug/settled?timeout=SECONDS` | 200 once metrics, log, status and maps show what had reached the process, or 503 and the stage that is late |
 //!
 //! Each is answered only under an IP address or `localhost` as the Host.
 //!
@@ -38,6 +39,7 @@ use std::net::TcpListener;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, to_bytes};
@@ -53,9 +55,13 @@ use tokio_util::sync::CancellationToken;
 
 use crate::lifecycle::Readiness;
 use crate::logging;
+use crate::settled::Settling;
 
 /// A level is a word or a number, possibly followed by levels for modules.
 const MAX_LEVEL_BYTES: usize = 1024;
+/// Time that `/debug/settled` waits unless the request says otherwise, and the longest one, in seconds.
+const SETTLE_SECONDS: u64 = 10;
+const MAX_SETTLE_SECONDS: u64 = 60;
 
 /// Returns the answer of `/status`.
 pub type Status = dyn Fn() -> serde_json::Value + Send + Sync;
@@ -89,6 +95,7 @@ pub struct Admin {
     /// Files of the status page, below `/ui/`; on a server only.
     pub pages: &'static [Page],
     pub log: logging::Handle,
+    pub settling: Settling,
 }
 
 impl fmt::Debug for Admin {
@@ -144,6 +151,7 @@ impl Admin {
             .route("/config", get(config))
             .route("/bench/{node}", post(bench))
             .route("/debug/flags/v", any(level))
+            .route("/debug/settled", get(settled))
             .layer(from_fn(serve::own_requests))
             .with_state(self)
     }
@@ -194,8 +202,8 @@ async fn index(State(admin): State<Admin>, headers: HeaderMap) -> Response {
         return page::lead_to("ui/");
     }
     let ui = if admin.pages.is_empty() { "" } else { "/ui/\n" };
-    format!("{ui}/metrics\n/healthz\n/livez\n/readyz\n/status\n/connections\n/config\n/debug/flags/v (PUT)\n")
-        .into_response()
+    let pages = "/metrics\n/healthz\n/livez\n/readyz\n/status\n/connections\n/config\n/debug/flags/v (PUT)\n/debug/settled\n";
+    format!("{ui}{pages}").into_response()
 }
 
 async fn healthy() -> &'static str {
@@ -239,6 +247,21 @@ async fn connections(State(admin): State<Admin>, Query(wanted): Query<Wanted>) -
 
 async fn config(State(admin): State<Admin>) -> Response {
     axum::Json(&*admin.flags).into_response()
+}
+
+/// Query parameters of `/debug/settled`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Patience {
+    /// In seconds.
+    timeout: Option<u64>,
+}
+
+async fn settled(State(admin): State<Admin>, Query(patience): Query<Patience>) -> Response {
+    let seconds = patience.timeout.unwrap_or(SETTLE_SECONDS).min(MAX_SETTLE_SECONDS);
+    let settled = admin.settling.settled(Duration::from_secs(seconds), admin.log.clone()).await;
+    let status = if settled.pending.is_none() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (status, axum::Json(settled)).into_response()
 }
 
 async fn bench(State(admin): State<Admin>, Path(node): Path<String>) -> Response {

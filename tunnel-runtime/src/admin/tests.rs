@@ -28,6 +28,10 @@ impl Log {
 }
 
 fn serve() -> (Served, Readiness, Log) {
+    serve_after(Settling::default())
+}
+
+fn serve_after(settling: Settling) -> (Served, Readiness, Log) {
     let mut registry = Registry::default();
     let counter = Counter::<u64>::default();
     registry.sub_registry_with_prefix("postern").register("things", "Things seen", counter.clone());
@@ -55,6 +59,7 @@ fn serve() -> (Served, Readiness, Log) {
         })),
         pages: &[Page { path: "/ui/", content_type: "text/html; charset=utf-8", body: "<p>status</p>" }],
         log: logging::Handle::noting(log.0.clone()),
+        settling,
     };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -106,6 +111,21 @@ async fn a_client_that_sends_no_more_is_answered() {
         stream.read_to_string(&mut answer).await.unwrap();
         assert!(answer.contains(" 200 OK\r\n") && answer.ends_with("{\"node\":\"late\"}"), "{answer:?}");
     }
+}
+
+#[tokio::test]
+async fn a_stage_that_is_late_is_named() {
+    let settling = Settling::default();
+    settling.stage("first", || std::future::ready(()));
+    let (served, _, _) = serve_after(settling.clone());
+    let settled = ask(&served, Method::GET, "/debug/settled", "").await;
+    assert_eq!((settled.status, settled.text()), (StatusCode::OK, "{\"settled\":[\"first\",\"log\"]}"));
+    settling.stage("second", std::future::pending);
+    let late = ask(&served, Method::GET, "/debug/settled?timeout=0", "").await;
+    let expected = "{\"settled\":[\"first\"],\"pending\":\"second\"}";
+    assert_eq!((late.status, late.text()), (StatusCode::SERVICE_UNAVAILABLE, expected));
+    let wrong = ask(&served, Method::GET, "/debug/settled?timeout=soon", "").await;
+    assert_eq!(wrong.status, StatusCode::BAD_REQUEST);
 }
 
 #[tokio::test]
@@ -298,6 +318,7 @@ async fn through_the_tunnel_there_are_the_metrics_only() {
     assert!(metrics.starts_with("HTTP/1.1 200 ") && metrics.contains("postern_things_total 3"), "{metrics}");
     for (method, path) in [
         ("PUT", "/debug/flags/v"),
+        ("GET", "/debug/settled"),
         ("POST", "/bench/edge-1"),
         ("GET", "/"),
         ("GET", "/ui/"),

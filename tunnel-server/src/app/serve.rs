@@ -142,6 +142,11 @@ async fn start_routes(config: &Config, runtime: &Runtime) {
     let Some(redirect) = &runtime.redirect else { return };
     let (routes, readiness) = (router.clone(), runtime.readiness.clone());
     let mut feeder = Feeder::new(redirect.clone(), readiness, router.changed(), move || routes.desired());
+    let (changed, applied) = (router.changed(), feeder.applied());
+    runtime.settling.stage("routes", move || {
+        let (wanted, mut applied) = (*changed.borrow(), applied.clone());
+        async move { drop(applied.wait_for(|applied| *applied >= wanted).await) }
+    });
     feeder.feed().await;
     tasks.spawn(feeder.run(stop.clone()));
     tasks.spawn(redirect.clone().watch(stop.clone()));

@@ -61,7 +61,11 @@ impl<K: Eq + Hash, T: Clone, E: Clone> VerdictCache<K, T, E> {
     }
 
     pub(crate) fn get(&self, key: &K) -> Option<Result<T, E>> {
-        self.yes.get(key).map(Ok).or_else(|| self.no.get(key).map(Err))
+        self.get_at(key, Instant::now())
+    }
+
+    pub(super) fn get_at(&self, key: &K, now: Instant) -> Option<Result<T, E>> {
+        self.yes.get_at(key, now).map(Ok).or_else(|| self.no.get_at(key, now).map(Err))
     }
 
     pub(crate) fn put(&self, key: K, verdict: Result<T, E>) {

@@ -313,6 +313,7 @@ impl fmt::Display for Right {
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
+    use std::time::Instant;
 
     use http::Method;
     use postern_fake_kube::{ApiServer, Fault, eventually};
@@ -396,6 +397,29 @@ mod tests {
             );
         }
         assert_eq!(server.requests("create", TOKENS), 2, "each is asked once");
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_yes_is_remembered_for_30_s_and_a_no_for_5() {
+        let (_server, reviewer) = reviewer().await;
+        let before = Instant::now();
+        let caller = reviewer.caller_of_token("good", SOURCE).await.unwrap();
+        reviewer.caller_of_token("bad", SOURCE).await.unwrap_err();
+        reviewer.allow_path(&caller, "/metrics").await.unwrap();
+        reviewer.allow_path(&caller, "/status").await.unwrap_err();
+        let after = Instant::now();
+        let [yes, no] = ["good", "bad"].map(|token| -> [u8; 32] { Sha256::digest(token).into() });
+        let [may, may_not] = ["/metrics", "/status"].map(|path| (caller.clone(), Right::Path(path)));
+        let remembered = |at: Instant| {
+            let (tokens, rights) = (&reviewer.tokens, &reviewer.rights);
+            let tokens = [&yes, &no].map(|token| tokens.get_at(token, at).is_some());
+            (tokens, [&may, &may_not].map(|right| rights.get_at(right, at).is_some()))
+        };
+        let [five, thirty] = [5, 30].map(Duration::from_secs);
+        assert_eq!(remembered(before + five), ([true; 2], [true; 2]));
+        assert_eq!(remembered(after + five), ([true, false], [true, false]));
+        assert_eq!(remembered(before + thirty), ([true, false], [true, false]));
+        assert_eq!(remembered(after + thirty), ([false; 2], [false; 2]));
     }
 
     /// A token that is shown here must be good for nothing else, where the operator wants that.

@@ -18,6 +18,7 @@ use tunnel_routing::{Router, update, update_services};
 use tunnel_runtime::lifecycle::ReadyGuard;
 
 use super::cache::{Age, ClusterCache};
+use super::read::nodes::DEBOUNCE;
 use crate::inventory::NodeCount;
 use crate::pki::KnownNodes;
 use crate::runtime::settings::Settings;
@@ -54,6 +55,25 @@ pub struct Apply {
     pub nodes_known: Option<ReadyGuard>,
     /// Released once the ports are known, or the wait for them is over.
     pub ports_known: Option<ReadyGuard>,
+}
+
+/// Waits until the nodes and ports that the API server has reported by now are in effect.
+pub(super) async fn applied(
+    said: Said,
+    mut known: watch::Receiver<Option<Arc<KnownNodes>>>,
+    mut settings: watch::Receiver<Arc<Settings>>,
+) {
+    // Changes of the last moment are not published yet.
+    sleep(DEBOUNCE).await;
+    let Said { nodes, ports, .. } = said;
+    // An error means that the channel is closed: this server is stopping.
+    if nodes.has_changed().is_ok_and(|reported| reported) {
+        let same = |used: &Arc<KnownNodes>| Arc::ptr_eq(used, &nodes.borrow());
+        let _ = known.wait_for(|known| known.as_ref().is_some_and(same)).await;
+    }
+    if ports.has_changed().is_ok_and(|reported| reported) {
+        let _ = settings.wait_for(|used| Arc::ptr_eq(used, &ports.borrow())).await;
+    }
 }
 
 impl Apply {
@@ -172,6 +192,9 @@ mod tests {
         nodes: watch::Sender<Arc<Inventory>>,
         ports: watch::Sender<Arc<Settings>>,
         _ranges: watch::Sender<Vec<IpNet>>,
+        said: Said,
+        known: watch::Receiver<Option<Arc<KnownNodes>>>,
+        settings: watch::Receiver<Arc<Settings>>,
         router: Arc<Router>,
         age: Age,
         readiness: Readiness,
@@ -184,11 +207,14 @@ mod tests {
         let (_ranges, ranges) = watch::channel(Vec::new());
         let (ports, ports_said) = watch::channel(Arc::default());
         let stop = CancellationToken::new();
+        let (known_nodes, settings) = (watch::Sender::default(), watch::Sender::default());
+        let said = Said { nodes: nodes_said, ranges, ports: ports_said };
+        let (known, used) = (known_nodes.subscribe(), settings.subscribe());
         let apply = Apply {
-            said: Said { nodes: nodes_said, ranges, ports: ports_said },
+            said: said.clone(),
             router: router.clone(),
-            settings: watch::Sender::default(),
-            known_nodes: watch::Sender::default(),
+            settings,
+            known_nodes,
             count: NodeCount::default(),
             cache: ClusterCache::new(state_dir),
             age: age.clone(),
@@ -197,7 +223,7 @@ mod tests {
             ports_known: Some(readiness.pending("ports")),
         };
         tokio::spawn(apply.run(stop.clone()));
-        Parts { nodes, ports, _ranges, router, age, readiness, stop }
+        Parts { nodes, ports, _ranges, said, known, settings: used, router, age, readiness, stop }
     }
 
     #[tokio::test(start_paused = true)]
@@ -217,6 +243,25 @@ mod tests {
             assert_eq!(parts.router.tunnels(9100), told);
             parts.stop.cancel();
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_the_api_server_reports_is_waited_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let parts = start(directory.path());
+        let settled = || applied(parts.said.clone(), parts.known.clone(), parts.settings.clone());
+        settled().await;
+        for name in ["edge-1", "edge-2"] {
+            let node = InventoryNode::new(name.parse().unwrap());
+            parts.nodes.send_replace(Arc::new([node].into_iter().collect()));
+            settled().await;
+            assert!(parts.router.snapshot().inventory().get(name).is_some(), "{name}");
+        }
+        let ports = Settings { tunnelled: [9100].into(), ..Settings::default() };
+        parts.ports.send_replace(Arc::new(ports));
+        settled().await;
+        assert!(parts.router.tunnels(9100));
+        parts.stop.cancel();
     }
 
     #[tokio::test(start_paused = true)]

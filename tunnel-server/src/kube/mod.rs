@@ -215,8 +215,14 @@ impl Kube {
         let writers = KubeContext { stop: draining, ..context.clone() };
         let (cache, health) = (ClusterCache::new(&state_dir), context.health.clone());
         let last_known = last_known(cache.clone(), router.clone());
+        let said = Said { nodes, ranges, ports };
+        let (heard, known, settings) =
+            (said.clone(), reads.known_nodes.subscribe(), reads.settings.subscribe());
+        runtime
+            .settling
+            .stage("nodes", move || apply::applied(heard.clone(), known.clone(), settings.clone()));
         let apply = Apply {
-            said: Said { nodes, ranges, ports },
+            said,
             router,
             settings: reads.settings,
             known_nodes: reads.known_nodes,

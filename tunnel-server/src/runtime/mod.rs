@@ -13,6 +13,7 @@ use tokio_util::task::TaskTracker;
 use tunnel_redirect::Redirect;
 use tunnel_routing::Router;
 use tunnel_runtime::lifecycle::{Drain, Readiness, Shutdown};
+use tunnel_runtime::settled::Settling;
 
 use server_id::server_id;
 
@@ -34,6 +35,8 @@ pub struct Runtime {
     /// The threads that own the links.
     pub workers: Arc<Workers>,
     pub readiness: Readiness,
+    /// The queues between an event and what shows it.
+    pub settling: Settling,
     /// Counts what is relayed, and knows when the server drains and when connections have to end.
     pub drain: Drain,
     /// Notified when callers' rights may have changed, to judge open connections at once.
@@ -60,6 +63,7 @@ impl Runtime {
             redirect: None,
             workers,
             readiness: Readiness::new(),
+            settling: Settling::default(),
             drain: Drain::new(Shutdown::new()),
             rights: Arc::default(),
             tasks: TaskTracker::new(),

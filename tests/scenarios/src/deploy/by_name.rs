@@ -9,11 +9,12 @@ use postern_testbed::wait::wait_for;
 use postern_testbed::{CLOUD, POD_CIDR};
 use serde_json::{Value, json};
 
-use super::{PATIENCE, patches};
+use super::{PATIENCE, patches, text};
 use crate::web::curl;
 
 const LISTENER: u16 = 10268;
 const PORT: u16 = 9100;
+const KUBELET: u16 = 10250;
 const POD: &str = "by-name";
 
 /// Returns the patch of the servers for this.
@@ -30,6 +31,7 @@ pub(super) async fn check(cluster: &Cluster<'_>, reader: &str, scraper: &str) ->
     cluster.api.patch(&lists, &change).await?;
     let (address, service) = (record(cluster).await?, service(cluster).await?);
     ensure!(address == service, "the record leads to {address}, the Service is {service}");
+    over_tls(cluster, &address).await?;
     from_a_pod(cluster, &address).await?;
     from_the_host(cluster, reader, scraper).await
 }
@@ -57,6 +59,16 @@ async fn service(cluster: &Cluster<'_>) -> Result<String> {
     let service =
         cluster.api.wait("the Service's port for the plain listener", &path, PATIENCE, leads).await?;
     Ok(service["spec"]["clusterIP"].as_str().context("the Service has no address")?.to_owned())
+}
+
+/// The kubelet's own port and certificate, as a Prometheus on a host without the redirect finds them.
+async fn over_tls(cluster: &Cluster<'_>, address: &str) -> Result<()> {
+    let ca = cluster.pki.file("ca.crt");
+    let through = format!("{EDGE_NODE}:{KUBELET}:{address}:{KUBELET}");
+    let url = format!("https://{EDGE_NODE}:{KUBELET}/metrics");
+    let asked = ["--cacert", text(&ca)?, "--connect-to", &through, &url];
+    // It knows nobody here, and has been verified.
+    curl(cluster.testbed, &asked).await?.expect(401, "Unauthorized")
 }
 
 async fn from_a_pod(cluster: &Cluster<'_>, address: &str) -> Result<()> {

@@ -1,4 +1,4 @@
-//! The chart on a real cluster: installed, upgraded, rolled back and removed.
+//! The chart on a real cluster, in a namespace of its own: installed, upgraded, rolled back and removed.
 use std::fs;
 use std::time::Duration;
 
@@ -15,12 +15,14 @@ use tokio::time::timeout;
 use super::guide::{CHART, link_deploy};
 use super::render::chart;
 use super::{
-    DOCUMENT, NAMESPACE, PATIENCE, PROGRAMS, follow, logs, on_cluster, patches, rolled_out, service_has_port,
-    text,
+    DOCUMENT, PATIENCE, PROGRAMS, follow, logs, on_cluster, patches, ready_in, service_has_port, text,
 };
 
 /// Longer than helm's own `--timeout`, so that helm reports the reason.
 const LIMIT: Duration = Duration::from_secs(150);
+/// All other scenarios use that of the manifests, which is also the guide's.
+const NAMESPACE: &str = "postern";
+const GUIDES: &str = "--namespace kube-system";
 
 pub(super) async fn chart_is_installed_upgraded_and_removed(testbed: &Testbed) -> Result<()> {
     on_cluster(testbed, lived).await
@@ -44,11 +46,17 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
     let guides = async |command: &str, replaced: &[(&str, &str)]| {
         follow::lines(cluster, DOCUMENT, CHART, command, replaced).await
     };
-    let here = [("deploy/helm/postern", with_values.as_str()), ("registry.example.org", "localhost")];
+    let of_its_own = format!("--namespace {NAMESPACE}");
+    let created = format!("{of_its_own} --create-namespace");
+    let here = [
+        ("deploy/helm/postern", with_values.as_str()),
+        ("registry.example.org", "localhost"),
+        (GUIDES, created.as_str()),
+    ];
     let notes = guides("helm install", &here).await?;
     ensure!(notes.contains("kubectl label node NODE"), "helm does not say what is next: {notes}");
     for (program, _) in PROGRAMS {
-        rolled_out(kubectl, program).await?;
+        ready_in(kubectl, NAMESPACE, program, 1).await?;
     }
     logs(kubectl).await.context("after the installation")?;
     // The kubelet has made the folder, which is all that the pod has of the file system.
@@ -56,7 +64,7 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
     let servers = fs::read_dir(&pins).with_context(|| format!("reading {}", pins.display()))?.count();
     ensure!(servers == 1, "{servers} servers have pinned programs in {}", pins.display());
     progress("the chart is installed");
-    guides("helm upgrade", &[]).await?;
+    guides("helm upgrade", &[(GUIDES, of_its_own.as_str())]).await?;
     service_port(cluster).await?;
 
     // Values set by `kubectl edit` stay.
@@ -69,10 +77,10 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
     let upgrade = ["upgrade", "postern", chart, &values, "--wait", "--timeout=120s"];
     helm(cluster, &[&upgrade[..], &change].concat()).await?;
     for (program, _) in PROGRAMS {
-        rolled_out(kubectl, program).await?;
+        ready_in(kubectl, NAMESPACE, program, 1).await?;
     }
     logs(kubectl).await.context("after the upgrade")?;
-    service_has_port(cluster).await?;
+    service_has_port(cluster, NAMESPACE).await?;
     let object = |kind: &str, name: &str| format!("/api/v1/namespaces/{NAMESPACE}/{kind}/{name}");
     service_port(cluster).await?;
     let config = cluster.api.get(&object("configmaps", "tunnel-server-cfg")).await?;
@@ -84,16 +92,16 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
     cluster.api.wait("the condition that was asked for", &node, PATIENCE, up).await?;
     // A second upgrade must change nothing: the server's own ports of the internal Service stay.
     helm(cluster, &[&upgrade[..], &change].concat()).await?;
-    service_has_port(cluster).await?;
+    service_has_port(cluster, NAMESPACE).await?;
     progress("the chart is upgraded");
 
     helm(cluster, &["rollback", "postern", "1", "--wait", "--timeout=120s"]).await?;
     for (program, _) in PROGRAMS {
-        rolled_out(kubectl, program).await?;
+        ready_in(kubectl, NAMESPACE, program, 1).await?;
     }
     logs(kubectl).await.context("after the rollback")?;
 
-    guides("helm uninstall", &[]).await?;
+    guides("helm uninstall", &[(GUIDES, of_its_own.as_str())]).await?;
     nothing_is_left(cluster).await?;
     let secret = ["get", "secret", "tunnel-server-ca", "--namespace", NAMESPACE, "--output=name"];
     ensure!(kubectl.run(&secret).await?.contains("tunnel-server-ca"), "helm has removed the CA");

@@ -138,5 +138,5 @@ async fn taken_over(cluster: &Cluster<'_>, internal: &str) -> Result<()> {
         records["data"]["tunnel-nodes"].as_str().is_some_and(|lines| lines.lines().any(|line| line == record))
     };
     cluster.api.wait("the DNS records", &configmap("yurt-tunnel-nodes"), PATIENCE, written).await?;
-    service_has_port(cluster).await
+    service_has_port(cluster, NAMESPACE).await
 }

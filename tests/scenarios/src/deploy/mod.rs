@@ -155,14 +155,18 @@ async fn rolled_out(kubectl: &Kubectl, daemon_set: &str) -> Result<()> {
 }
 
 async fn ready(kubectl: &Kubectl, daemon_set: &str, nodes: u32) -> Result<()> {
+    ready_in(kubectl, NAMESPACE, daemon_set, nodes).await
+}
+
+async fn ready_in(kubectl: &Kubectl, namespace: &str, daemon_set: &str, nodes: u32) -> Result<()> {
     let name = format!("daemonset/{daemon_set}");
     // A rolling update replaces them one after the other, and each old pod finishes its connections.
     let patience = 90 * nodes;
     let status = kubectl.within(Duration::from_secs(u64::from(patience) + 10));
     let timeout = format!("--timeout={patience}s");
-    status.run(&["rollout", "status", &name, "--namespace", NAMESPACE, &timeout]).await?;
+    status.run(&["rollout", "status", &name, "--namespace", namespace, &timeout]).await?;
     // A controller that has not seen a node's label yet has no pods, and reports the rollout as complete.
-    let args = ["get", &name, "--namespace", NAMESPACE, "--output=jsonpath={.status.numberReady}"];
+    let args = ["get", &name, "--namespace", namespace, "--output=jsonpath={.status.numberReady}"];
     let (ready, wanted) = (async || kubectl.run(&args).await, nodes.to_string());
     wait_until(&format!("{name} to be ready on {nodes} nodes"), PATIENCE, ready, |now| *now == wanted)
         .await
@@ -219,7 +223,7 @@ async fn ports(cluster: &Cluster<'_>) -> Result<()> {
         "localhost-proxy-ports": "10266",
     }});
     cluster.api.patch(&configmap, &change).await?;
-    service_has_port(cluster).await?;
+    service_has_port(cluster, NAMESPACE).await?;
     let events = format!("/api/v1/namespaces/{NAMESPACE}/events");
     let reported = |events: &Value, is_such: fn(&Value) -> bool| {
         let events = events["items"].as_array().map_or(&[][..], Vec::as_slice);
@@ -267,8 +271,8 @@ async fn agents_metrics(cluster: &Cluster<'_>) -> Result<()> {
 }
 
 /// Waits until the internal Service has port 9443. A port without TLS would need the plain listener.
-async fn service_has_port(cluster: &Cluster<'_>) -> Result<()> {
-    let service = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-internal-svc");
+async fn service_has_port(cluster: &Cluster<'_>, namespace: &str) -> Result<()> {
+    let service = format!("/api/v1/namespaces/{namespace}/services/x-tunnel-server-internal-svc");
     let has_port = |service: &Value| {
         let ports = service["spec"]["ports"].as_array().map_or(&[][..], Vec::as_slice);
         ports.iter().any(|port| port["name"] == "dnat-9443")

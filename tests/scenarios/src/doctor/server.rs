@@ -249,7 +249,7 @@ async fn a_pod_without_a_memory_limit_is_told(testbed: &Testbed) -> Result<()> {
     let unlimited = testbed.limit_on_cloud("unlimited", i64::MAX.unsigned_abs())?;
     let server =
         Builder::new(testbed).memory(&unlimited).env("KUBERNETES_SERVICE_HOST", "10.96.0.1").start().await?;
-    let log = server.process.output()?;
+    let log = server.settled_log().await?;
     ensure!(log.contains("no memory limit found for this pod"), "{log}");
     doctor(testbed, &[]).await?.expect_only(&[])?;
     let mut in_pod = testbed.on_cloud().command(&program("tunnel-server")?);

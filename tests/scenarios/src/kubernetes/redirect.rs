@@ -38,7 +38,7 @@ async fn cloud_is_direct(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<(
         server.metric_or_zero("postern_redirect_verdicts_total", &verdict).await
     };
     let relayed = async || {
-        let lines = server.access_log()?;
+        let lines = server.settled_access_log().await?;
         anyhow::Ok(lines.iter().filter(|line| line.text("node") == CLOUD_NODE).count())
     };
     let (redirected, excluded) = (verdicts("redirected").await?, verdicts("excluded").await?);

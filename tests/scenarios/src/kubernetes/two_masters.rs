@@ -140,7 +140,7 @@ impl<'a> Masters<'a> {
 
     async fn all_forwarded(&self, near: usize) -> Result<()> {
         let far = &self.servers[1 - near];
-        let lines = far.access_log()?;
+        let lines = far.settled_access_log().await?;
         ensure!(!lines.is_empty(), "the server without the session relayed nothing");
         for line in &lines {
             ensure!(line.text("listener") == "redirect" && !line.text("via").is_empty(), "{line:?}");
@@ -217,7 +217,7 @@ impl<'a> Masters<'a> {
         for (server, kubectl) in self.servers.iter().zip(&self.kubectl) {
             let before = server.access_log()?.len();
             works(kubectl).await?;
-            let lines = server.access_log()?.split_off(before);
+            let lines = server.settled_access_log().await?.split_off(before);
             ensure!(lines.iter().all(|line| line.text("via").is_empty()), "forwarded: {lines:?}");
         }
         Ok(())

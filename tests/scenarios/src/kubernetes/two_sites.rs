@@ -87,7 +87,7 @@ async fn reported(cluster: &Cluster<'_>, server: &Server<'_>, kind: &str) -> Res
     let message = conflicts.iter().find_map(|conflict| conflict["message"].as_str()).unwrap_or_default();
     let names_all = |text: &str| [address.as_str(), EDGE_NODE, TWIN].iter().all(|part| text.contains(part));
     ensure!(names_all(message), "the status says {conflicts:?}");
-    let log = server.process.output()?;
+    let log = server.settled_log().await?;
     ensure!(log.lines().any(|line| line.contains(kind) && names_all(line)), "the log does not say so");
     Ok(())
 }

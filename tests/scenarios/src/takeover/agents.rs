@@ -58,7 +58,7 @@ pub(super) async fn an_agent_is_replaced(testbed: &Testbed) -> Result<()> {
         let ready = agent.get("/readyz").await?;
         ensure!(ready.0 == 200, "/readyz of the second agent: {ready:?}");
     }
-    server.expect_every_access(|line| line.text("outcome") == "ok")?;
+    server.expect_every_access(|line| line.text("outcome") == "ok").await?;
     let failed = down().await? - before;
     ensure!(failed == 0.0, "{failed} connects found no tunnel");
     let status = agent.process.stop().await?;
@@ -119,7 +119,7 @@ pub(super) async fn agents_are_replaced_while_earlier_ones_drain(testbed: &Testb
         finishes(&mut agent.process, stream, on_edge.address).await?;
     }
     wait_leaving(&server, &[]).await?;
-    server.expect_every_access(|line| line.text("outcome") == "ok")?;
+    server.expect_every_access(|line| line.text("outcome") == "ok").await?;
     let status = fifth.process.stop().await?;
     ensure!(status.code() == Some(0), "the last agent ended with {status}");
     ensure!(!fifth.state_dir().join("takeover").exists(), "its socket is left");

@@ -98,7 +98,7 @@ async fn nobody_notices(testbed: &Testbed) -> Result<()> {
             .await
         })
         .await?;
-        first.expect_every_access(|line| line.text("outcome") == "ok")?;
+        first.expect_every_access(|line| line.text("outcome") == "ok").await?;
         longest.push(stall);
         ensure!(server_id(&replaced).await? != before, "the first server still answers");
         first = replaced;

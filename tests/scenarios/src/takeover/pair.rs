@@ -70,7 +70,7 @@ pub(super) async fn a_pair_and_its_agent_are_replaced_under_load(testbed: &Testb
     ended("the last agent", agent.process.stop().await?)?;
     for mut server in [first, second] {
         ended("the last server", server.process.stop().await?)?;
-        all_were_whole(&server)?;
+        all_were_whole(&server).await?;
     }
     nothing_is_left(testbed)
 }
@@ -89,7 +89,7 @@ async fn replace_server<'a>(mut old: Server<'a>, stream: TcpStream) -> Result<Se
     };
     let new = follow(stream, replacing).await?;
     ended("taken over from, it", old.process.wait_exit(ENDS).await?)?;
-    all_were_whole(&old)?;
+    all_were_whole(&old).await?;
     Ok(new)
 }
 
@@ -132,6 +132,6 @@ fn ended(what: &str, status: ExitStatus) -> Result<()> {
     Ok(())
 }
 
-fn all_were_whole(server: &Server<'_>) -> Result<()> {
-    server.expect_every_access(|line| line.text("outcome") == "ok")
+async fn all_were_whole(server: &Server<'_>) -> Result<()> {
+    server.expect_every_access(|line| line.text("outcome") == "ok").await
 }

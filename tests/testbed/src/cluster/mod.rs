@@ -13,6 +13,7 @@ pub mod monitoring;
 mod names;
 pub mod peers;
 pub mod pki;
+mod pod_logs;
 pub mod pods;
 pub mod postern;
 mod running;

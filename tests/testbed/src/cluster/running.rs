@@ -12,6 +12,7 @@ use super::host::{Host, Spec};
 use super::kubectl::Kubectl;
 use super::names::CLOUD_NODE;
 use super::pki::Pki;
+use super::pod_logs::PodLogs;
 use super::{balancer, image, peers};
 use crate::process::{Placement, Process};
 use crate::report::progress;
@@ -35,6 +36,8 @@ pub struct Cluster<'a> {
     pub server: String,
     /// Load balancer in front of the API servers and tunnel servers of several masters.
     _balancer: Option<Process>,
+    /// Last: pods log until their hosts are gone.
+    _pod_logs: PodLogs,
 }
 
 impl<'a> Cluster<'a> {
@@ -47,8 +50,9 @@ impl<'a> Cluster<'a> {
     /// reaches the API.
     pub async fn start_balanced(testbed: &'a Testbed) -> Result<Self> {
         let balancer = balancer::start(testbed)?;
-        let cluster = Self::start_at(testbed, format!("https://{ROUTER}:6443"), progress).await?;
-        Ok(Self { _balancer: Some(balancer), ..cluster })
+        let mut cluster = Self::start_at(testbed, format!("https://{ROUTER}:6443"), progress).await?;
+        cluster._balancer = Some(balancer);
+        Ok(cluster)
     }
 
     /// As [`Cluster::start`], reporting its progress to `say`.
@@ -85,8 +89,9 @@ impl<'a> Cluster<'a> {
             host.start_kubelet(testbed, &pki)?;
             host.start_proxy(testbed, &proxy)?;
         }
+        let (_balancer, _pod_logs) = (None, PodLogs::keep(testbed.dir())?);
         let cluster =
-            Self { testbed, api, kubectl, pki, control_plane, hosts, image, server, _balancer: None };
+            Self { testbed, api, kubectl, pki, control_plane, hosts, image, server, _balancer, _pod_logs };
         for host in &cluster.hosts {
             cluster.label_node(&host.spec.name).await?;
         }

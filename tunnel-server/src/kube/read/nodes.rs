@@ -24,7 +24,7 @@ use crate::kube::partial::Partial;
 pub type SlimNode = Partial<Node, NodeSpec<String>, NodeStatus<String, i64>>;
 
 /// Changes within this time are published together.
-const DEBOUNCE: Duration = Duration::from_millis(50);
+pub(crate) const DEBOUNCE: Duration = Duration::from_millis(50);
 
 /// Maximum number of unusable fields named per Node; the rest is counted.
 const MAX_SKIPPED: usize = 8;
