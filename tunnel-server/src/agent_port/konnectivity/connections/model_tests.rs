@@ -9,8 +9,8 @@ use super::*;
 #[derive(Clone, Debug)]
 enum Step {
     Dial,
-    /// A client gives up a dial, or leaves without a word.
-    GiveUp(Index, bool),
+    /// A client gives up a dial.
+    GiveUp(Index),
     /// The agent answers a dial, or one that nobody has made, with the number of a connection.
     Answer(Index, bool, i64),
     Refuse(Index),
@@ -29,7 +29,7 @@ fn step() -> impl Strategy<Value = Step> {
     let index = any::<Index>;
     prop_oneof![
         3 => Just(Step::Dial),
-        1 => (index(), any::<bool>()).prop_map(|(dial, says)| Step::GiveUp(dial, says)),
+        1 => index().prop_map(Step::GiveUp),
         4 => (index(), prop::bool::weighted(0.2), connect_id())
             .prop_map(|(dial, unasked, id)| Step::Answer(dial, unasked, id)),
         1 => index().prop_map(Step::Refuse),
@@ -105,12 +105,10 @@ impl Model {
     fn step(&mut self, step: Step) {
         match step {
             Step::Dial => self.dials.push(self.connections.dial()),
-            Step::GiveUp(dial, says) if !self.dials.is_empty() => {
+            Step::GiveUp(dial) if !self.dials.is_empty() => {
                 let (random, answer) = self.dials.swap_remove(dial.index(self.dials.len()));
                 drop(answer);
-                if says {
-                    self.connections.give_up(random);
-                }
+                self.connections.give_up(random);
             }
             Step::Answer(_, true, connect_id) => self.send(Packet::dial_response(-1, Ok(connect_id))),
             Step::Answer(dial, false, connect_id) if !self.dials.is_empty() => {
