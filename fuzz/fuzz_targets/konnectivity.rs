@@ -98,6 +98,10 @@ enum Step {
     TargetFails {
         target: u8,
     },
+    /// Data for each of the last connections, which each target reads and answers.
+    Talk {
+        bytes: u8,
+    },
     Pass {
         quarters: u8,
     },
@@ -106,6 +110,8 @@ enum Step {
 #[derive(Arbitrary, Clone, Debug)]
 struct Input {
     callers_share: bool,
+    /// Connections at the start.
+    connections: u8,
     steps: Vec<Step>,
 }
 
@@ -118,6 +124,24 @@ struct Target {
     written: usize,
     number: u32,
     ended: bool,
+}
+
+impl Target {
+    fn read(&mut self, bytes: usize) {
+        let Some(line) = &mut self.line else { return };
+        let mut buffer = vec![0; bytes.max(1)];
+        if let Some(Ok(read)) = line.read(&mut buffer).now_or_never() {
+            self.read.extend_from_slice(&buffer[..read]);
+        }
+    }
+
+    fn write(&mut self, bytes: usize) {
+        let Some(line) = &mut self.line else { return };
+        let data: Vec<u8> = (self.written..self.written + bytes).map(|at| pattern(self.number, at)).collect();
+        if let Some(Ok(written)) = line.write(&data).now_or_never() {
+            self.written += written;
+        }
+    }
 }
 
 struct Dialler {
@@ -313,6 +337,33 @@ impl Run {
         }
     }
 
+    fn data(&mut self, id: i64, bytes: usize) {
+        if self.total > MOST_SENT {
+            return;
+        }
+        let sent = self.caller.sent.entry(id).or_default();
+        let data: Vec<u8> = (sent.len()..sent.len() + bytes).map(|at| pattern(id as u32, at)).collect();
+        sent.extend_from_slice(&data);
+        self.total += bytes;
+        if self.caller.is_unknown(id) && id != 0 {
+            *self.caller.unknown.entry(id).or_default() += 1;
+        }
+        self.send(Packet::data(id, data.into()));
+    }
+
+    async fn talk(&mut self, bytes: usize) {
+        let last = self.caller.known.len().saturating_sub(BOUNDS.connections);
+        for id in self.caller.known[last..].to_vec() {
+            self.data(id, bytes);
+        }
+        self.settle().await;
+        for target in &mut self.targets {
+            target.read(bytes);
+            target.write(bytes);
+        }
+        self.take(BOUNDS.connections).await;
+    }
+
     /// The last one is 0.
     fn target(&mut self, target: u8) -> Option<&mut Target> {
         let count = self.targets.len().max(1);
@@ -331,19 +382,12 @@ impl Run {
             }
             Step::CloseDial { random } => self.send(Packet::close_dial(random.into())),
             Step::Data { id, bytes } => {
-                let (id, bytes) = (self.id(id), usize::from(bytes % (8 << 10)));
-                if self.total > MOST_SENT {
-                    return;
+                let (mut id, bytes) = (self.id(id), usize::from(bytes % (8 << 10)));
+                // Data for the number of a dial that has no answer yet may be refused, or not.
+                if !self.caller.is_unknown(id) && !self.caller.known.contains(&id) {
+                    id = FIRST;
                 }
-                let sent = self.caller.sent.entry(id).or_default();
-                let data: Vec<u8> =
-                    (sent.len()..sent.len() + bytes).map(|at| pattern(id as u32, at)).collect();
-                sent.extend_from_slice(&data);
-                self.total += bytes;
-                if self.caller.is_unknown(id) && id != 0 {
-                    *self.caller.unknown.entry(id).or_default() += 1;
-                }
-                self.send(Packet::data(id, data.into()));
+                self.data(id, bytes);
             }
             Step::Close { id } => {
                 let id = self.id(id);
@@ -368,23 +412,12 @@ impl Run {
             }
             Step::Take(count) => self.take(count.into()).await,
             Step::TargetReads { target, bytes } => {
-                let Some(target) = self.target(target) else { return };
-                let Some(line) = &mut target.line else { return };
-                let mut buffer = vec![0; usize::from(bytes).max(1)];
-                if let Some(Ok(read)) = line.read(&mut buffer).now_or_never() {
-                    target.read.extend_from_slice(&buffer[..read]);
-                }
+                self.target(target).map(|target| target.read(bytes.into()));
             }
             Step::TargetWrites { target, bytes } => {
-                let Some(target) = self.target(target) else { return };
-                let Some(line) = &mut target.line else { return };
-                let from = target.written;
-                let data: Vec<u8> =
-                    (from..from + usize::from(bytes)).map(|at| pattern(target.number, at)).collect();
-                if let Some(Ok(written)) = line.write(&data).now_or_never() {
-                    target.written += written;
-                }
+                self.target(target).map(|target| target.write(bytes.into()));
             }
+            Step::Talk { bytes } => self.talk(usize::from(bytes) + 1).await,
             Step::TargetEnds { target } => {
                 let Some(target) = self.target(target) else { return };
                 let Some(line) = &mut target.line else { return };
@@ -438,8 +471,11 @@ impl Run {
         self.check();
         assert_eq!(self.caller.unknown, self.caller.refused, "packets for unknown connections");
         let before = self.caller.known.len();
+        let mut used: Vec<i64> = self.caller.dials.keys().copied().collect();
+        used.sort_unstable();
         for number in 1..=BOUNDS.connections + 1 {
-            self.dial_ready(i64::MAX - number as i64);
+            // The number of a dial that is over can be used again.
+            self.dial_ready(used.get(number - 1).copied().unwrap_or(i64::MAX - number as i64));
             self.take(10).await;
             let connected = self.caller.known.len() - before;
             assert_eq!(connected, number.min(BOUNDS.connections), "an ended connection keeps its place");
@@ -455,6 +491,10 @@ fuzz_target!(|input: Input| {
         runtime.block_on(async {
             let mut run = Run::new(input.callers_share);
             run.settle().await;
+            for number in 0..input.connections % 5 {
+                run.dial_ready(FIRST_NEW + i64::from(number));
+                run.take(1).await;
+            }
             for step in &input.steps {
                 run.step(step).await;
                 let memory = memory::held().saturating_sub(start);

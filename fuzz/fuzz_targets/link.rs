@@ -40,6 +40,8 @@ const HELD: usize = 256 << 10;
 const MEMORY: usize = 64 << 20;
 /// Streams that the end that admits them is built for.
 const ADMITTED: u32 = 4;
+/// Connections that [`Step::Talk`] uses.
+const TALKING: usize = 4;
 /// Everything ends within this time after the link.
 const END: Duration = Duration::from_secs(120);
 
@@ -54,40 +56,39 @@ enum Role {
     Middle,
 }
 
+/// Locals are counted from the last one.
 #[derive(Arbitrary, Clone, Debug)]
 enum Step {
-    Send(Frame),
-    /// The agent's line in the middle.
-    SendSecond(Frame),
-    Repeat(u8, Frame),
+    /// The stranger sends a frame. `second`: the agent's line in the middle.
+    Send {
+        second: bool,
+        times: u8,
+        frame: Frame,
+    },
+    /// A new connection, up to what the stranger answers.
+    Connect,
+    /// The same without an answer.
     Open,
-    Write {
-        local: u8,
-        bytes: u16,
-    },
-    Read {
-        local: u8,
-        bytes: u16,
-    },
-    Shut {
-        local: u8,
-    },
-    Drop {
-        local: u8,
-    },
+    /// A segment on each stream of the last connections, which each process reads and answers.
+    Talk(u8),
+    Write(u8, u16),
+    Read(u8, u16),
+    Shut(u8),
+    Drop(u8),
     Reads {
         second: bool,
         reads: bool,
     },
-    Pass {
-        quarters: u8,
-    },
+    /// Quarters of a second.
+    Pass(u8),
     Stop,
 }
 
 #[derive(Arbitrary, Clone, Debug)]
 struct Input {
     role: Role,
+    /// Connections at the start.
+    connections: u8,
     steps: Vec<Step>,
 }
 
@@ -434,30 +435,72 @@ impl Run {
         assert!(memory <= MEMORY, "{memory} bytes are allocated");
     }
 
-    async fn step(&mut self, step: &Step) {
-        let last = self.strangers.len() - 1;
-        let local = |locals: &mut Vec<Local>, number: u8, then: &dyn Fn(&mut Local)| {
-            let count = locals.len().max(1);
-            // The last one is 0.
-            locals.iter_mut().rev().nth(usize::from(number) % count).map(then);
+    /// Opens a connection, and connects it.
+    async fn connect(&mut self) {
+        let request = Frame::Headers { on: Pick::Next, block: Block::Request, end: false, more: false };
+        match self.role {
+            Role::Server => drop(self.opens.send(())),
+            _ => self.strangers[0].send(&request),
+        }
+        self.settle().await;
+        if matches!(self.role, Role::Server | Role::Middle) {
+            let on = Pick::Known(0);
+            let answer = Frame::Headers { on, block: Block::Connected, end: false, more: false };
+            self.last().send(&answer);
+            self.settle().await;
+        }
+    }
+
+    fn last(&mut self) -> &mut Stranger {
+        self.strangers.last_mut().expect("there is one")
+    }
+
+    async fn talk(&mut self, bytes: u16) {
+        let segment = |stranger: &mut Stranger, stream: u32| {
+            let (on, payload) = (Pick::Any(stream), Payload::Segments(vec![bytes]));
+            stranger.send(&Frame::Data { on, payload, end: false, padding: None });
         };
+        let of_locals: Vec<u32> = self.locals.iter().rev().take(TALKING).map(|local| local.stream).collect();
+        for stream in of_locals {
+            segment(&mut self.strangers[0], stream);
+        }
+        for (from, to) in self.forwarded.clone().into_iter().rev().take(TALKING) {
+            segment(&mut self.strangers[0], from);
+            segment(self.last(), to);
+        }
+        self.settle().await;
+        for local in self.locals.iter_mut().rev().take(TALKING) {
+            local.read(bytes);
+            local.write(bytes);
+        }
+    }
+
+    /// The last one is 0.
+    fn local(&mut self, number: u8) -> Option<&mut Local> {
+        let count = self.locals.len().max(1);
+        self.locals.iter_mut().rev().nth(usize::from(number) % count)
+    }
+
+    fn stranger(&mut self, second: bool) -> &mut Stranger {
+        if second { self.last() } else { &mut self.strangers[0] }
+    }
+
+    async fn step(&mut self, step: &Step) {
         match step {
-            Step::Send(frame) => self.strangers[0].send(frame),
-            Step::SendSecond(frame) => self.strangers[last].send(frame),
-            Step::Repeat(times, frame) => (0..*times).for_each(|_| self.strangers[0].send(frame)),
+            Step::Send { second, times, frame } => {
+                for _ in 0..(times % 64).max(1) {
+                    self.stranger(*second).send(frame);
+                }
+            }
+            Step::Connect => self.connect().await,
             Step::Open => drop(self.opens.send(())),
-            Step::Write { local: number, bytes } => {
-                local(&mut self.locals, *number, &|local| local.write(*bytes));
-            }
-            Step::Read { local: number, bytes } => {
-                local(&mut self.locals, *number, &|local| local.read(*bytes));
-            }
-            Step::Shut { local: number } => local(&mut self.locals, *number, &|local| local.shut()),
-            Step::Drop { local: number } => local(&mut self.locals, *number, &|local| drop(local.io.take())),
-            Step::Reads { second, reads } => {
-                self.strangers[if *second { last } else { 0 }].reads = *reads;
-            }
-            Step::Pass { quarters } => sleep(Duration::from_millis(250 * u64::from(*quarters))).await,
+            Step::Talk(bytes) => self.talk(u16::from(*bytes) + 1).await,
+            Step::Write(local, bytes) => drop(self.local(*local).map(|local| local.write(*bytes))),
+            Step::Read(local, bytes) => drop(self.local(*local).map(|local| local.read(*bytes))),
+            Step::Shut(local) => drop(self.local(*local).map(Local::shut)),
+            Step::Drop(local) => drop(self.local(*local).and_then(|local| local.io.take())),
+            Step::Reads { second, reads } => self.stranger(*second).reads = *reads,
+            Step::Pass(quarters) => sleep(Duration::from_millis(250 * u64::from(*quarters))).await,
             Step::Stop => {
                 self.shared.stop.cancel();
                 self.stopped = true;
@@ -540,6 +583,9 @@ fuzz_target!(|input: Input| {
         runtime.block_on(async {
             let mut run = Run::new(input.role, start);
             run.settle().await;
+            for _ in 0..input.connections % 5 {
+                run.connect().await;
+            }
             for step in &input.steps {
                 run.step(step).await;
             }
