@@ -35,7 +35,7 @@ use tunnel_link::relay::{
 };
 
 /// Limit on the bytes held for receivers that do not read.
-const HELD: usize = 256 << 10;
+const HELD: usize = 64 << 10;
 /// Limit on the memory of one run, including what the stranger remembers.
 const MEMORY: usize = 64 << 20;
 /// Streams that the end that admits them is built for.
@@ -64,6 +64,13 @@ enum Step {
         second: bool,
         times: u8,
         frame: Frame,
+    },
+    /// The same with DATA, which is what reaches the processes.
+    Data {
+        second: bool,
+        on: u8,
+        payload: Payload,
+        end: bool,
     },
     /// A new connection, up to what the stranger answers.
     Connect,
@@ -359,7 +366,7 @@ fn shared_by(
 impl Run {
     fn new(role: Role, start: usize) -> Self {
         let budget = StallBudget::new(8 * HELD);
-        let stalls = Arc::new(StallBound::within(HELD, 64 << 10, &budget));
+        let stalls = Arc::new(StallBound::within(HELD, HELD, &budget));
         let (shared, arriving, pairs) = shared_by(&stalls);
         let (opens, mut wanted) = mpsc::unbounded_channel::<()>();
         let (near, far) = tokio::io::duplex(LINE);
@@ -492,6 +499,10 @@ impl Run {
                     self.stranger(*second).send(frame);
                 }
             }
+            Step::Data { second, on, payload, end } => {
+                let (on, payload) = (Pick::Known(*on), payload.clone());
+                self.stranger(*second).send(&Frame::Data { on, payload, end: *end, padding: None });
+            }
             Step::Connect => self.connect().await,
             Step::Open => drop(self.opens.send(())),
             Step::Talk(bytes) => self.talk(u16::from(*bytes) + 1).await,
@@ -564,6 +575,13 @@ impl Run {
 
     /// Ends the link, upon which everything ends.
     async fn end(mut self) {
+        for stranger in &mut self.strangers {
+            stranger.reads = true;
+        }
+        for _ in 0..4 {
+            self.locals.iter_mut().for_each(|local| local.read(u16::MAX));
+            self.settle().await;
+        }
         self.check();
         for stranger in &mut self.strangers {
             stranger.hang_up();

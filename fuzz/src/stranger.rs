@@ -142,6 +142,7 @@ pub struct Direction {
     /// Length of `data` at the end of a stream.
     ended: HashMap<u32, usize>,
     pub goaway: bool,
+    settings: bool,
     last_ping: Option<[u8; 8]>,
     last_pong: Option<[u8; 8]>,
     /// Flow control that the sender of this direction has granted beyond the initial windows. Stream 0 is the
@@ -201,6 +202,7 @@ impl Direction {
                 }
             }
             4 if flags & ACK == 0 => {
+                self.settings = true;
                 for setting in payload.chunks_exact(6) {
                     let value = u32::from_be_bytes([setting[2], setting[3], setting[4], setting[5]]);
                     if setting[..2] == [0, 4] {
@@ -278,6 +280,8 @@ pub struct Stranger {
     pub seen: Direction,
     total: usize,
     highest: u32,
+    /// True once the first SETTINGS are acknowledged: they apply from then on. The fuzzer acknowledges others.
+    acknowledged: bool,
     /// False while the stranger does not read.
     pub reads: bool,
 }
@@ -301,6 +305,7 @@ impl Stranger {
             seen: Direction::new(!client),
             total: 0,
             highest: 0,
+            acknowledged: false,
             reads: true,
         };
         if client {
@@ -487,6 +492,11 @@ impl Stranger {
             }
         }
         self.seen.keeps_to(&self.sent);
+        if self.seen.settings && !self.acknowledged {
+            self.acknowledged = true;
+            self.send(&Frame::SettingsAck);
+            moved = true;
+        }
         moved
     }
 
