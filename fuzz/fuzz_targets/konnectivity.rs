@@ -425,7 +425,7 @@ impl Run {
             }
             Step::TargetFails { target } => {
                 if let Some(target) = self.target(target) {
-                    drop(target.fail.take().map(|fail| fail.send(())));
+                    let _ = target.fail.take().map(|fail| fail.send(()));
                     target.line = None;
                 }
             }
