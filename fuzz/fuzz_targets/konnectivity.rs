@@ -137,7 +137,7 @@ impl Target {
 
     fn write(&mut self, bytes: usize) {
         let Some(line) = &mut self.line else { return };
-        let data: Vec<u8> = (self.written..self.written + bytes).map(|at| pattern(self.number, at)).collect();
+        let data = pattern(self.number, self.written, bytes);
         if let Some(Ok(written)) = line.write(&data).now_or_never() {
             self.written += written;
         }
@@ -342,7 +342,7 @@ impl Run {
             return;
         }
         let sent = self.caller.sent.entry(id).or_default();
-        let data: Vec<u8> = (sent.len()..sent.len() + bytes).map(|at| pattern(id as u32, at)).collect();
+        let data = pattern(id as u32, sent.len(), bytes);
         sent.extend_from_slice(&data);
         self.total += bytes;
         if self.caller.is_unknown(id) && id != 0 {
@@ -444,8 +444,8 @@ impl Run {
             assert!(sent.starts_with(&target.read), "target {number} has read what {id} was not sent");
             let came = caller.came.get(id).map(Vec::as_slice).unwrap_or_default();
             assert!(came.len() <= target.written, "{id} was sent more than target {number} has written");
-            let wrong = came.iter().enumerate().find(|(at, byte)| **byte != pattern(*number, *at));
-            assert_eq!(wrong, None, "{id} was sent what target {number} has not written");
+            let written = pattern(*number, 0, came.len());
+            assert!(came == written, "{id} was sent what target {number} has not written");
             if caller.complete.contains(id) {
                 let ended = target.ended || target.line.is_none();
                 assert!(ended && came.len() == target.written, "{id} seems complete");

@@ -1,6 +1,7 @@
 //! The other end of an HTTP/2 connection, which sends what the fuzzer chooses.
 
 use std::collections::HashMap;
+use std::sync::LazyLock;
 
 use futures_util::FutureExt as _;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
@@ -35,10 +36,22 @@ pub struct Stranger {
     pub reads: bool,
 }
 
-/// The data of a stream at an offset: that of another stream, or at another offset, differs nearly always.
-pub fn pattern(stream: u32, offset: usize) -> u8 {
-    let mixed = stream.wrapping_mul(0x9e37_79b1) ^ (offset as u32).wrapping_mul(0x85eb_ca6b);
-    (mixed >> 23) as u8
+/// What streams carry, each from another place on. Made once: the targets spend their time elsewhere.
+static NOISE: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    let mixed = |at: u32| (at.wrapping_mul(0x9e37_79b1) ^ at.wrapping_mul(at) ^ (at >> 7)) >> 13;
+    // A prime number, so that no multiple of a size comes back to the same place.
+    (0..65_521).map(|at| mixed(at).to_le_bytes()[0]).collect()
+});
+
+/// The data of a stream from an offset on: that of another stream, or from another offset on, differs.
+pub fn pattern(stream: u32, from: usize, len: usize) -> Vec<u8> {
+    let mut at = (stream as usize).wrapping_mul(40_503).wrapping_add(from) % NOISE.len();
+    let mut data = Vec::with_capacity(len);
+    while data.len() < len {
+        data.extend_from_slice(&NOISE[at..NOISE.len().min(at + len - data.len())]);
+        at = 0;
+    }
+    data
 }
 
 impl Stranger {
@@ -106,9 +119,9 @@ impl Stranger {
     /// A segment with the stream's next data.
     fn segment(&mut self, stream: u32, len: usize) -> Vec<u8> {
         let offset = self.offsets.entry(stream).or_default();
-        let data = (*offset..*offset + len).map(|at| pattern(stream, at));
+        let data = pattern(stream, *offset, len);
         *offset += len;
-        header(len).expect("short").into_iter().chain(data).collect()
+        [&header(len).expect("short")[..], &data].concat()
     }
 
     fn payload(&mut self, stream: u32, payload: &Payload) -> Vec<u8> {
