@@ -64,12 +64,15 @@ impl Dial for Dialler {
                 copied = tokio::io::copy(inbox, outbox) => copied.map(drop).map_err(|error| error.to_string()),
                 () = gone.wait() => Err("gone".to_owned()),
             },
-            Target::Sends => tokio::select! {
-                copied = tokio::io::copy(&mut tokio::io::repeat(0), outbox) => {
-                    copied.map(drop).map_err(|error| error.to_string())
+            Target::Sends => {
+                let mut zeros = tokio::io::repeat(0);
+                tokio::select! {
+                    copied = tokio::io::copy(&mut zeros, outbox) => {
+                        copied.map(drop).map_err(|error| error.to_string())
+                    }
+                    () = gone.wait() => Err("gone".to_owned()),
                 }
-                () = gone.wait() => Err("gone".to_owned()),
-            },
+            }
             Target::Stalls => {
                 gone.wait().await;
                 // The waiting data is still there.
