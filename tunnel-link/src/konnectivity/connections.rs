@@ -378,6 +378,8 @@ impl<D: Dial> Connection<D> {
         // Uses the same channel as the data, so it arrives before them.
         self.send(Packet::dial_response(self.random, Ok(self.connect_id))).await;
         let ended = self.dialler.relay(connected, &mut inbox, &mut outbox, &self.gone).await;
+        // If it waited for room in the channel, it would get that and not use it: with enough of them nothing could be sent.
+        drop(outbox);
         if self.gone.closed.is_cancelled() {
             // The stream has answered the close.
             return;

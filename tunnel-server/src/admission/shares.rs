@@ -326,6 +326,24 @@ mod tests {
         assert_eq!(shares.admit("2001:db8::2".parse().unwrap()).unwrap_err().label(), "source");
     }
 
+    /// Compares the counts with the places of these sources, and with the nodes of these connections.
+    fn counts_are(
+        shares: &Shares,
+        sources: impl Iterator<Item = IpAddr>,
+        nodes: impl Iterator<Item = NodeName>,
+    ) -> bool {
+        fn count<K: Eq + Hash>(keys: impl Iterator<Item = K>) -> HashMap<K, u32> {
+            keys.fold(HashMap::new(), |mut counts, key| {
+                *counts.entry(key).or_default() += 1;
+                counts
+            })
+        }
+        let (sources, counts) = (count(sources), shares.counts.lock());
+        counts.total == sources.values().sum::<u32>()
+            && counts.sources == sources
+            && counts.nodes == count(nodes)
+    }
+
     proptest! {
         /// Whatever comes and goes, the limit holds, and no greedy source can take the last place.
         #[test]
@@ -348,6 +366,67 @@ mod tests {
             drop(held);
             let greedy: Vec<_> = std::iter::from_fn(|| open(&shares, source(9), &node(9)).ok()).collect();
             prop_assert!(greedy.len() as u32 <= limit / 3 + 1, "{} of {limit}", greedy.len());
+        }
+
+        /// Whatever a connection goes through, and wherever it is refused, it keeps what it has until it ends, and nothing
+        /// after that: at its listener, among the unauthenticated, at its node and at the agent.
+        #[test]
+        fn every_place_is_given_back(
+            limits in prop::array::uniform3(0u32..30),
+            steps in prop::collection::vec((0u8..10, 0u8..5, any::<prop::sample::Index>(), 0u32..20), 0..200),
+        ) {
+            let unauthenticated = Arc::new(Shares::new(limits[0]));
+            let listeners = [limits[1], limits[2]].map(|limit| Shares::new(limit).with_unauthenticated(&unauthenticated));
+            let agents = [(); 2].map(|()| Shares::new(0));
+            let (mut held, mut requests): (Vec<Share>, Vec<Share>) = Default::default();
+            for (action, from, index, most) in steps {
+                let from = if from == 0 { IpAddr::from([127, 0, 0, 1]) } else { source(from) };
+                let listener = &listeners[most as usize % 2];
+                match action {
+                    0 => held.extend(listener.admit(from).ok()),
+                    1 => held.extend(listener.admit_forwarded(from).ok()),
+                    2 | 3 => held.extend(listener.admit_unauthenticated(from).ok()),
+                    4 => requests.extend(listener.unauthenticated(from).ok().flatten()),
+                    5 if !requests.is_empty() => drop(requests.swap_remove(index.index(requests.len()))),
+                    6 if !held.is_empty() => drop(held.swap_remove(index.index(held.len()))),
+                    7 if !held.is_empty() => index.get_mut(&mut held).known(),
+                    8 | 9 if !held.is_empty() => {
+                        let share = index.get_mut(&mut held);
+                        // A connection is to one node.
+                        if share.node.is_none() && share.agent.is_none() {
+                            let to = most as usize % 2;
+                            // An agent may say at any time that it accepts more or less.
+                            let agent = (action == 8).then(|| agents[to].within(most));
+                            let before = agents[to].counts.lock().total;
+                            let _ = share.reaches(&node(to as u8), agent);
+                            let after = agents[to].counts.lock().total;
+                            prop_assert!(after == before || after <= most);
+                        }
+                    }
+                    _ => {}
+                }
+                let bound = |share: &&Share| share.unauthenticated.is_some();
+                let inner = |share: &Share| share.unauthenticated.as_ref().map(|share| share.source);
+                let expected = held.iter().filter_map(inner).chain(requests.iter().map(|share| share.source));
+                prop_assert!(counts_are(&unauthenticated, expected, std::iter::empty()));
+                prop_assert!(held.iter().filter(bound).count() + requests.len() <= limits[0] as usize);
+                for (listener, limit) in listeners.iter().zip([limits[1], limits[2]]) {
+                    let own: Vec<&Share> =
+                        held.iter().filter(|share| Arc::ptr_eq(&share.shares.counts, &listener.counts)).collect();
+                    let nodes = own.iter().filter_map(|share| share.node.clone());
+                    prop_assert!(counts_are(listener, own.iter().map(|share| share.source), nodes));
+                    prop_assert!(own.len() <= limit as usize);
+                }
+                for agent in &agents {
+                    let of = |share: &&Box<Share>| Arc::ptr_eq(&share.shares.counts, &agent.counts);
+                    let own = held.iter().filter_map(|share| share.agent.as_ref()).filter(of);
+                    prop_assert!(counts_are(agent, own.map(|share| share.source), std::iter::empty()));
+                }
+            }
+            drop((held, requests));
+            for shares in listeners.iter().chain(&agents).chain([&*unauthenticated]) {
+                prop_assert!(counts_are(shares, std::iter::empty(), std::iter::empty()));
+            }
         }
     }
 }

@@ -68,6 +68,7 @@ impl SourceBuckets {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn address(text: &str) -> IpAddr {
         text.parse().unwrap()
@@ -111,5 +112,43 @@ mod tests {
             assert!(failures.full_at.len() <= failures.most);
         }
         assert!(!failures.take(address("2001:db8::1"), now), "the busiest source is not forgotten");
+    }
+
+    proptest! {
+        /// However many sources there are, no more are remembered than may be; and of few sources none gets more than its
+        /// burst and what has come since, and each gets that.
+        #[test]
+        fn no_source_gets_more_than_its_bucket_holds(
+            burst in 1u32..6,
+            steps in prop::collection::vec((0u8..6, 0u8..20, 0u64..3_000), 1..200),
+        ) {
+            let refill = Duration::from_secs(1);
+            let (mut few, mut many) = (SourceBuckets::new(burst, refill, 64), SourceBuckets::new(burst, refill, 8));
+            // What each source's bucket holds, in milliseconds of refilling.
+            let full = u64::from(burst) * 1000;
+            let (mut now, mut held) = (Instant::now(), [full; 20]);
+            for (action, source, millis) in steps {
+                let address = IpAddr::from([192, 0, 2, source]);
+                let held_by = &mut held[usize::from(source)];
+                match action {
+                    0 => {
+                        now += Duration::from_millis(millis);
+                        held = held.map(|held| full.min(held + millis));
+                    }
+                    // Only what was taken is given back.
+                    1 if *held_by + 1000 <= full => {
+                        few.give_back(address);
+                        *held_by += 1000;
+                    }
+                    1 => {}
+                    _ => {
+                        many.take(address, now);
+                        prop_assert!(many.full_at.len() <= 8);
+                        prop_assert_eq!(few.take(address, now), *held_by >= 1000, "{} holds {}", source, held_by);
+                        *held_by -= if *held_by >= 1000 { 1000 } else { 0 };
+                    }
+                }
+            }
+        }
     }
 }

@@ -23,12 +23,13 @@ const ALL: usize = 3000;
 /// Size of a piece: one may wait, two may not.
 const PIECE: usize = 600;
 
-/// `echo:1` echoes, `stalls:1` reads nothing, `slow:1` takes a piece just in time, `waits:1` does not answer its dial;
+/// `echo:1` echoes, `sends:1` sends without an end, `stalls:1` reads nothing, `slow:1` takes a piece just in time, `waits:1` does not answer its dial;
 /// others are refused.
 struct Dialler;
 
 enum Target {
     Echoes,
+    Sends,
     Stalls,
     IsSlow,
 }
@@ -40,6 +41,7 @@ impl Dial for Dialler {
     async fn dial(&self, address: &str, gone: &Gone) -> Result<Target, String> {
         match address {
             "echo:1" => Ok(Target::Echoes),
+            "sends:1" => Ok(Target::Sends),
             "stalls:1" => Ok(Target::Stalls),
             "slow:1" => Ok(Target::IsSlow),
             "waits:1" => {
@@ -62,6 +64,15 @@ impl Dial for Dialler {
                 copied = tokio::io::copy(inbox, outbox) => copied.map(drop).map_err(|error| error.to_string()),
                 () = gone.wait() => Err("gone".to_owned()),
             },
+            Target::Sends => {
+                let mut zeros = tokio::io::repeat(0);
+                tokio::select! {
+                    copied = tokio::io::copy(&mut zeros, outbox) => {
+                        copied.map(drop).map_err(|error| error.to_string())
+                    }
+                    () = gone.wait() => Err("gone".to_owned()),
+                }
+            }
             Target::Stalls => {
                 gone.wait().await;
                 // The waiting data is still there.
@@ -262,6 +273,30 @@ async fn what_waits_for_all_is_bounded_too() {
     }
     assert_eq!(caller.closed().await, (stalled[5], "stalled".to_owned()));
     assert!(timeout(BOUNDS.patience * 10, caller.answers.recv()).await.is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn connections_that_end_while_the_caller_does_not_read_leave_room_to_say_so() {
+    // More than packets that wait.
+    const COUNT: i64 = 5;
+    let mut caller = Caller::new();
+    for random in 1..=COUNT {
+        caller.send(Packet::dial_request("sends:1".to_owned(), random)).await;
+    }
+    let mut connected = 0;
+    while connected < COUNT {
+        connected += i64::from(matches!(caller.next().await, Payload::DialResponse(_)));
+    }
+    // All of them wait for the caller, and are then cut.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    for random in 1..=COUNT {
+        caller.send(Packet::close_dial(random)).await;
+    }
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let mut ended = 0;
+    while ended < COUNT {
+        ended += i64::from(matches!(caller.next().await, Payload::CloseResponse(_)));
+    }
 }
 
 #[tokio::test(start_paused = true)]

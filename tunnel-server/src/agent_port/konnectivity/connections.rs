@@ -197,6 +197,9 @@ impl Connections {
 }
 
 #[cfg(test)]
+mod model_tests;
+
+#[cfg(test)]
 mod tests {
     use tokio::time::{Instant, timeout};
 
