@@ -42,6 +42,9 @@ pub const LISTENER_SLOTS: u32 = 2;
 /// Index of the loopback device in every network namespace (`LOOPBACK_IFINDEX` in the kernel).
 pub const LOOPBACK_IFINDEX: u32 = 1;
 
+/// Value of `HOST_NETNS` for the initial network namespace, as its cookie is unknown to user space before Linux 5.14.
+pub const INITIAL_NETNS: u64 = u64::MAX;
+
 /// Names of maps, read-only globals and programs, as they appear in the object.
 pub mod names {
     /// IPv4 networks that are never redirected.
@@ -75,6 +78,9 @@ pub mod names {
     pub const SET_RETVAL: &str = "SET_RETVAL";
     /// Global `u8`: 1 if `bpf_sk_lookup.ingress_ifindex` exists (Linux 5.17).
     pub const INGRESS_IFINDEX: &str = "INGRESS_IFINDEX";
+    /// Global `u64`: cookie of the server's network namespace if connections from others are taken by route,
+    /// [`INITIAL_NETNS`](crate::INITIAL_NETNS) for the initial one, or 0 if they are redirected at connect() too.
+    pub const HOST_NETNS: &str = "HOST_NETNS";
     /// Global `u64`: nanoseconds without a sign of life after which the server counts as gone.
     pub const ORPHAN_AFTER: &str = "ORPHAN_AFTER";
     /// Global `u8`: 1 if connects to edge addresses then fail; with 0 they are not redirected.

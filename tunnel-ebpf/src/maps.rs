@@ -1,16 +1,18 @@
 //! Maps and load-time constants of the programs.
 
 use core::arch::asm;
+use core::ptr::null_mut;
 
 use aya_ebpf::{
     Global,
-    helpers::bpf_ktime_get_ns,
+    bindings::bpf_sock_addr,
+    helpers::{bpf_ktime_get_ns, generated::bpf_get_netns_cookie},
     macros::map,
     maps::{Array, LpmTrie, PerCpuArray, SockMap, lpm_trie::Key},
 };
 use tunnel_abi::{
-    ANY_PORT_ROUTES, EXCLUDED_ENTRIES, LIST_CAPACITY, LISTENER_SLOTS, Mapping, PORT_WORDS, Prefix,
-    ROUTE_ENTRIES, SERVING, V4, V6, counter,
+    ANY_PORT_ROUTES, EXCLUDED_ENTRIES, INITIAL_NETNS, LIST_CAPACITY, LISTENER_SLOTS, Mapping, PORT_WORDS,
+    Prefix, ROUTE_ENTRIES, SERVING, V4, V6, counter,
     verdict::{GlobalState, Tables},
 };
 
@@ -48,6 +50,8 @@ pub(crate) static SET_RETVAL: Global<u8> = Global::new(0);
 #[unsafe(no_mangle)]
 pub(crate) static INGRESS_IFINDEX: Global<u8> = Global::new(0);
 #[unsafe(no_mangle)]
+pub(crate) static HOST_NETNS: Global<u64> = Global::new(0);
+#[unsafe(no_mangle)]
 pub(crate) static ORPHAN_AFTER: Global<u64> = Global::new(u64::MAX);
 #[unsafe(no_mangle)]
 pub(crate) static REFUSE_ORPHANED: Global<u8> = Global::new(0);
@@ -69,7 +73,10 @@ pub(crate) fn count(index: u32) {
 }
 
 /// Answers the verdict's lookups from the maps.
-pub(crate) struct KernelTables;
+pub(crate) struct KernelTables {
+    /// The kernel's context of a connect hook; null in other programs, which do not ask for the namespace.
+    pub(crate) connect: *mut bpf_sock_addr,
+}
 
 impl GlobalState for KernelTables {
     #[inline(always)]
@@ -93,6 +100,18 @@ impl GlobalState for KernelTables {
     #[inline(always)]
     fn refuse_orphaned(&self) -> bool {
         REFUSE_ORPHANED.load() != 0
+    }
+
+    #[inline(always)]
+    fn by_route(&self) -> bool {
+        let host = match HOST_NETNS.load() {
+            0 => return false,
+            // SAFETY: without a context the helper returns the cookie of the initial namespace.
+            INITIAL_NETNS => unsafe { bpf_get_netns_cookie(null_mut()) },
+            host => host,
+        };
+        // SAFETY: `connect` is the hook's context, as only connect hooks ask.
+        unsafe { bpf_get_netns_cookie(self.connect.cast()) != host }
     }
 
     #[inline(always)]

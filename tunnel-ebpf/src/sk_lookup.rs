@@ -1,5 +1,7 @@
 //! Listener lookup: a connection to any port of a virtual address belongs to the server, if its source may connect
-//! there.
+//! there. So does one that a route led here, to a tunnelled port of an edge node's own address.
+
+use core::ptr::null_mut;
 
 use aya_ebpf::{
     bindings::{
@@ -11,11 +13,15 @@ use aya_ebpf::{
     programs::SkLookupContext,
 };
 use tunnel_abi::{
-    LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6, LOOPBACK_IFINDEX, V4, V6,
-    counter::{Lookup, of_lookup},
+    Address, LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6, LOOPBACK_IFINDEX, V4, V6,
+    counter::{Lookup, Way, of_lookup},
+    verdict::{Tables, takes},
 };
 
-use crate::maps::{CLIENTS_V4, CLIENTS_V6, INGRESS_IFINDEX, LISTENER, VIRTUAL_V4, VIRTUAL_V6, count};
+use crate::maps::{
+    CLIENTS_V4, CLIENTS_V6, HOST_NETNS, INGRESS_IFINDEX, KernelTables, LISTENER, VIRTUAL_V4, VIRTUAL_V6,
+    count,
+};
 
 const IPPROTO_TCP: u32 = 6;
 const AF_INET: u32 = 2;
@@ -37,7 +43,9 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
         // SAFETY: as above.
         let local = V4(unsafe { (&raw const (*raw).local_ip4).read_volatile() });
         let virtual_addresses = VIRTUAL_V4.load();
-        if !virtual_addresses.contains(local) {
+        let way = if virtual_addresses.contains(local) { Way::Hook } else { Way::Route };
+        // SAFETY: as above.
+        if way == Way::Route && !unsafe { taken_by_route(raw, local) } {
             return SK_PASS;
         }
         // SAFETY: as above.
@@ -50,7 +58,7 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
         } else {
             CLIENTS_V4.get(Key::new(32, remote)).is_some()
         };
-        return finish(&ctx, allowed, false);
+        return finish(&ctx, way, allowed, false);
     }
     // SAFETY: as above.
     let (local, remote) = unsafe {
@@ -70,7 +78,9 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
         )
     };
     let virtual_addresses = VIRTUAL_V6.load();
-    if !virtual_addresses.contains(local) {
+    let way = if virtual_addresses.contains(local) { Way::Hook } else { Way::Route };
+    // SAFETY: as above.
+    if way == Way::Route && !unsafe { taken_by_route(raw, local) } {
         return SK_PASS;
     }
     let allowed = if virtual_addresses.contains(remote) {
@@ -79,15 +89,32 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
     } else {
         CLIENTS_V6.get(Key::new(128, remote)).is_some()
     };
-    finish(&ctx, allowed, true)
+    finish(&ctx, way, allowed, true)
+}
+
+/// True if the route to an edge node's own address led the packet here, and not an address of this host.
+///
+/// # Safety
+/// `ctx` is the context that the kernel passed to the program.
+#[inline(always)]
+unsafe fn taken_by_route<A: Address>(ctx: *mut bpf_sk_lookup, local: A) -> bool
+where
+    KernelTables: Tables<A>,
+{
+    if HOST_NETNS.load() == 0 {
+        return false;
+    }
+    // SAFETY: guaranteed by the caller. The port is in host order.
+    let port = unsafe { (&raw const (*ctx).local_port).read_volatile() };
+    takes(&KernelTables { connect: null_mut() }, local, port as u16)
 }
 
 /// Steers or drops. Never passes: with an empty slot the connection would go to a program that listens on `*:port` of
 /// this host, such as the local kubelet.
 #[inline(always)]
-fn finish(ctx: &SkLookupContext, allowed: bool, v6: bool) -> u32 {
+fn finish(ctx: &SkLookupContext, way: Way, allowed: bool, v6: bool) -> u32 {
     if !allowed {
-        count(of_lookup(v6, Lookup::ForeignClient));
+        count(of_lookup(way, v6, Lookup::ForeignClient));
         return SK_DROP;
     }
     // Keep the choice of an older server: while it runs, its programs also come first in the connect hook, so the
@@ -97,15 +124,15 @@ fn finish(ctx: &SkLookupContext, allowed: bool, v6: bool) -> u32 {
     let (slot, flags) = (if v6 { LISTENER_V6 } else { LISTENER_V4 }, if taken { F_REPLACE } else { 0 });
     match LISTENER.redirect_sk_lookup(ctx, slot, flags) {
         Ok(()) => {
-            count(of_lookup(v6, if taken { Lookup::Replaced } else { Lookup::Steered }));
+            count(of_lookup(way, v6, if taken { Lookup::Replaced } else { Lookup::Steered }));
             SK_PASS
         }
         Err(error) if error == -EEXIST => {
-            count(of_lookup(v6, Lookup::Steered));
+            count(of_lookup(way, v6, Lookup::Steered));
             SK_PASS
         }
         Err(_) => {
-            count(of_lookup(v6, Lookup::NoListener));
+            count(of_lookup(way, v6, Lookup::NoListener));
             SK_DROP
         }
     }

@@ -228,7 +228,7 @@ fn lost_route() {
 fn route_changes() {
     runtime().block_on(async {
         let ranges = [config().redirect_range.into(), config().redirect_range_v6.into()];
-        let mut changes = NetChanges::of_routes(&ranges).unwrap();
+        let mut changes = NetChanges::of_routes(&ranges, &[77, 198_180], None).unwrap();
         let batch = tempfile::NamedTempFile::new().unwrap();
         let first = [
             "link add many0 type veth peer name many1",
@@ -250,6 +250,8 @@ fn route_changes() {
             "route del local 198.18.0.0/15 dev lo table local",
             "-6 route add local fd9e:706f:7374:6572::/64 dev lo table local",
             "rule add priority 77 lookup 77",
+            "route add 10.78.0.0/24 dev many0 table 77",
+            "-6 route add 2001:db8:78::/64 dev many0 table 198180",
         ] {
             ip(change);
             assert!(changes.next(Duration::from_secs(5)).await.unwrap(), "not told: {change}");
