@@ -165,10 +165,12 @@ pub(crate) fn run_role(role: &str) -> ExitCode {
         }
         ["server", pods] => {
             let listener = Listener::open();
-            let pods = if *pods == "route" { Pods::Route } else { Pods::Connect };
+            let by_route = *pods == "route";
+            let pods = if by_route { Pods::Route } else { Pods::Connect };
             let config = RedirectConfig { pods, ..config() };
             let redirect = Redirect::start(config, &listener.v4, Some(&listener.v6)).expect("start");
             redirect.apply(|| with_client(desired(&[EDGE]), POD_RANGE).into()).expect("apply");
+            let _serving = by_route.then(|| listener.serve());
             println!("ready");
             // Until it is killed.
             for _ in std::io::stdin().lines() {}

@@ -80,22 +80,21 @@ impl Wanted {
                 }
             }
         }
-        let routed_above = |net: IpNet| {
-            above(net, &lengths)
-                .filter(move |above| *above != net)
-                .filter_map(|above| Some((above, contents.routes.get(&above)?)))
-                .collect::<Vec<_>>()
+        let around = |net: IpNet| {
+            let wider = above(net, &lengths).filter(move |above| *above != net);
+            wider.filter_map(|above| contents.routes.get(&above))
         };
         for net in &contents.excluded {
-            for (_, target) in routed_above(*net) {
+            for target in around(*net) {
                 let table = table_of(target.any_port);
                 wanted.routes.insert(Route { table, net: *net, kind: Kind::Throw });
             }
         }
         // A network inside one with every port that is itself taken on some only.
-        for net in contents.routes.iter().filter(|(_, target)| !target.any_port).map(|(net, _)| *net) {
-            if routed_above(net).iter().any(|(_, target)| target.any_port) {
-                wanted.routes.insert(Route { table: Table::AnyPort, net, kind: Kind::Throw });
+        let on_some = contents.routes.iter().filter(|(_, target)| contents.any_port && !target.any_port);
+        for (net, _) in on_some {
+            if around(*net).any(|target| target.any_port) {
+                wanted.routes.insert(Route { table: Table::AnyPort, net: *net, kind: Kind::Throw });
             }
         }
         wanted
@@ -122,6 +121,7 @@ mod tests {
             ports: ports.iter().copied().collect(),
             excluded: excluded.iter().map(|text| net(text)).collect(),
             routes: routes.iter().map(|(text, any)| (net(text), target(*any))).collect(),
+            any_port: routes.iter().any(|(_, any)| *any),
             ..MapContents::default()
         }
     }
