@@ -20,6 +20,7 @@ struct World {
     serving: bool,
     orphaned: bool,
     refuse_orphaned: bool,
+    fails_at_connect: bool,
     by_route: bool,
 }
 
@@ -47,6 +48,9 @@ impl GlobalState for World {
     }
     fn refuse_orphaned(&self) -> bool {
         self.refuse_orphaned
+    }
+    fn fails_at_connect(&self) -> bool {
+        self.fails_at_connect
     }
     fn by_route(&self) -> bool {
         self.by_route
@@ -115,9 +119,10 @@ fn model(world: &World, address: IpAddr, port: u16, tcp: bool, bound: bool) -> M
         IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::from(u32::try_from(sum).expect("stays in the redirect range"))),
         IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::from(sum)),
     };
-    if *up && world.serving && !world.orphaned && world.by_route {
+    let up = *up && world.serving && !world.orphaned;
+    if world.by_route && (up || !world.fails_at_connect) {
         Model::Direct
-    } else if *up && world.serving && !world.orphaned {
+    } else if up {
         Model::Redirect(virtual_address)
     } else {
         Model::Down(virtual_address)
@@ -170,19 +175,11 @@ fn world() -> impl Strategy<Value = World> {
         ports,
         prop::bool::weighted(0.8),
         prop::bool::weighted(0.2),
-        (any::<bool>(), any::<bool>()),
+        (any::<bool>(), any::<bool>(), any::<bool>()),
     )
         .prop_map(
-            |(
-                routes_v4,
-                routes_v6,
-                excluded_v4,
-                excluded_v6,
-                ports,
-                serving,
-                orphaned,
-                (refuse, by_route),
-            )| {
+            |(routes_v4, routes_v6, excluded_v4, excluded_v6, ports, serving, orphaned, others)| {
+                let (refuse_orphaned, fails_at_connect, by_route) = others;
                 let mut routes = BTreeMap::new();
                 // Each route owns a 64-address slot of the virtual range, so blocks of any size are aligned.
                 for (slot, (net, (up, any))) in (0_u32..).zip(routes_v4) {
@@ -198,7 +195,16 @@ fn world() -> impl Strategy<Value = World> {
                     .map(IpNet::V4)
                     .chain(excluded_v6.into_iter().map(IpNet::V6))
                     .collect();
-                World { ports, excluded, routes, serving, orphaned, refuse_orphaned: refuse, by_route }
+                World {
+                    ports,
+                    excluded,
+                    routes,
+                    serving,
+                    orphaned,
+                    refuse_orphaned,
+                    fails_at_connect,
+                    by_route,
+                }
             },
         )
 }
@@ -246,7 +252,7 @@ proptest! {
 
     #[test]
     fn orphaned_routes_lead_nowhere_or_are_direct(world in world(), address in address_v4(), refuse: bool) {
-        let mut world = World { orphaned: true, refuse_orphaned: refuse, ..world };
+        let mut world = World { orphaned: true, refuse_orphaned: refuse, by_route: false, ..world };
         world.excluded.clear();
         let virtual_address = IpAddr::V4(Ipv4Addr::new(198, 18, 200, 0));
         world.routes.insert(IpNet::V4(address.into()), (virtual_address, true, true));

@@ -5,7 +5,7 @@ use aya_log_ebpf::debug;
 use tunnel_abi::{
     V4,
     counter::{Hook, of_verdict},
-    verdict::{GlobalState as _, Verdict, verdict},
+    verdict::{Verdict, verdict},
 };
 
 use crate::{
@@ -18,8 +18,7 @@ pub(crate) fn postern_conn4(ctx: SockAddrContext) -> i32 {
     let raw = ctx.sock_addr;
     // SAFETY: the kernel's own context, valid for the whole program.
     let connect = unsafe { describe(raw, V4((&raw const (*raw).user_ip4).read_volatile())) };
-    let tables = KernelTables { connect: raw };
-    let verdict = verdict(&tables, &connect);
+    let verdict = verdict(&KernelTables { connect: raw }, &connect);
     count(of_verdict(Hook::Connect4, &verdict));
     let virtual_address = match verdict {
         Verdict::Direct(_) => return ALLOW,
@@ -28,9 +27,6 @@ pub(crate) fn postern_conn4(ctx: SockAddrContext) -> i32 {
             debug!(&ctx, "connect to {:i}:{}: no tunnel", u32::from_be(connect.address.0), connect.port);
             if fail_unreachable() {
                 return REFUSE;
-            }
-            if tables.by_route() {
-                return ALLOW;
             }
             virtual_address
         }

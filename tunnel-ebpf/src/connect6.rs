@@ -5,7 +5,7 @@ use aya_log_ebpf::debug;
 use tunnel_abi::{
     V6,
     counter::{Hook, of_verdict},
-    verdict::{GlobalState as _, Verdict, VerdictV6, verdict_v6},
+    verdict::{Verdict, VerdictV6, verdict_v6},
 };
 
 use crate::{
@@ -18,8 +18,7 @@ pub(crate) fn postern_conn6(ctx: SockAddrContext) -> i32 {
     let raw = ctx.sock_addr;
     // SAFETY: the kernel's own context, valid for the whole program.
     let connect = unsafe { describe(raw, read_address(raw)) };
-    let tables = KernelTables { connect: raw };
-    match verdict_v6(&tables, &connect) {
+    match verdict_v6(&KernelTables { connect: raw }, &connect) {
         VerdictV6::Mapped(verdict) => {
             count(of_verdict(Hook::Connect6, &verdict));
             let virtual_address = match verdict {
@@ -28,9 +27,6 @@ pub(crate) fn postern_conn6(ctx: SockAddrContext) -> i32 {
                 Verdict::Down(virtual_address) => {
                     if fail_unreachable() {
                         return REFUSE;
-                    }
-                    if tables.by_route() {
-                        return ALLOW;
                     }
                     virtual_address
                 }
@@ -52,9 +48,6 @@ pub(crate) fn postern_conn6(ctx: SockAddrContext) -> i32 {
                 Verdict::Down(virtual_address) => {
                     if fail_unreachable() {
                         return REFUSE;
-                    }
-                    if tables.by_route() {
-                        return ALLOW;
                     }
                     virtual_address
                 }

@@ -103,6 +103,11 @@ impl GlobalState for KernelTables {
     }
 
     #[inline(always)]
+    fn fails_at_connect(&self) -> bool {
+        SET_RETVAL.load() != 0
+    }
+
+    #[inline(always)]
     fn by_route(&self) -> bool {
         let host = match HOST_NETNS.load() {
             0 => return false,

@@ -55,6 +55,8 @@ pub struct Redirect {
     pub(super) cgroup: Cgroup,
     pub(super) netns: File,
     pub(super) ipv6: bool,
+    /// Connections of other network namespaces are taken by route.
+    pub(super) routed: bool,
     pub(super) features: Features,
     pub(super) not_pinned: Option<String>,
     /// Notified when programs are missing.
@@ -193,7 +195,7 @@ impl Redirect {
 
     /// Reports whether connections of other network namespaces are taken by route.
     pub fn by_route(&self) -> bool {
-        self.lock().by_route.is_some()
+        self.routed
     }
 
     /// Reports whether IPv6 destinations are redirected.

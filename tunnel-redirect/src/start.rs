@@ -113,6 +113,7 @@ impl Redirect {
             cgroup,
             netns,
             ipv6: v6.is_some(),
+            routed: inner.by_route.is_some(),
             features,
             not_pinned,
             lost: Notify::new(),
