@@ -22,7 +22,9 @@ pub(crate) const CASES: &[Case] = &[
     ("by_route::without_it_a_pod_is_redirected_at_connect", without),
     ("by_route::services_are_taken_from_pods_and_from_the_host", services),
     ("by_route::a_node_without_a_tunnel", down),
+    ("by_route::without_set_retval_down_is_taken", down_on_old_kernels),
     ("by_route::a_killed_server_takes_nothing_and_is_replaced", killed),
+    ("by_route::refusal_outlasts_a_killed_server", refused),
     ("by_route::what_others_change_is_restored", restored),
     ("by_route::two_servers", two_servers),
     ("by_route::ipv6", ipv6),
@@ -150,9 +152,19 @@ fn down() {
     assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
 }
 
+/// Before Linux 6.1 the listener has to reset a pod's connection too.
+fn down_on_old_kernels() {
+    let mut pod = pod_of_this_host();
+    let mut state = with_client(desired(&[EDGE]), POD_RANGE);
+    route(&mut state, EDGE.0, EDGE.1, false);
+    let world = World::with(RedirectConfig { fail_at_connect: false, ..by_route() }, &state);
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
+    assert_eq!((world.counter("connect4/by_route"), world.counter("connect4/down")), (1, 0));
+}
+
 fn killed() {
     let mut pod = pod_of_this_host();
-    let server = Peer::spawn_server_with(Pods::Route);
+    let server = Peer::spawn_server_as("route");
     asks(&mut pod, "10.8.0.7:10250").unwrap();
     let left = rules();
     assert_eq!(left.len(), 2, "{left:?}");
@@ -173,12 +185,28 @@ fn killed() {
     drop(world);
     assert_eq!(rules(), Vec::<String>::new());
 
-    let server = Peer::spawn_server_with(Pods::Route);
+    let server = Peer::spawn_server_as("route");
     server.kill();
     eventually("the device ends with the process", || devices() == 0);
     eventually("the programs are gone", || crate::lifecycle::programs() == (0, 0));
     assert_eq!(cleanup(&config()).unwrap().rules, 2);
     assert_eq!(rules(), Vec::<String>::new());
+}
+
+/// With --orphan-policy=refuse nobody else gets what is meant for an edge node.
+fn refused() {
+    let mut pod = pod_of_this_host();
+    let server = Peer::spawn_server_as("refuse");
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
+    server.kill();
+    eventually("the device ends with the process", || devices() == 0);
+    eventually("the programs are gone", || crate::lifecycle::programs() == (0, 0));
+    let error = asks(&mut pod, "10.8.0.7:10250").unwrap_err();
+    assert!(error.starts_with(&format!("err {}", libc::EHOSTUNREACH)), "{error}");
+    fails(at(EDGE.0, PORT), libc::EHOSTUNREACH);
+    assert_eq!(cleanup(&config()).unwrap().rules, 2);
+    assert_eq!((rules(), routes(198_180)), (Vec::new(), String::new()));
+    fails(at(EDGE.0, PORT), libc::ENETUNREACH);
 }
 
 fn restored() {

@@ -11,7 +11,7 @@ use nix::sys::prctl::set_pdeathsig;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use socket2::{Domain, Socket, Type};
-use tunnel_redirect::{Pods, Redirect, RedirectConfig};
+use tunnel_redirect::{OrphanPolicy, Pods, Redirect, RedirectConfig};
 
 use crate::harness::{ROLE, isolate};
 use crate::support::{
@@ -35,11 +35,12 @@ impl Peer {
 
     /// Spawns a server process with one edge node, [`EDGE`], in the case's own namespace.
     pub(crate) fn spawn_server() -> Self {
-        Self::spawn_server_with(Pods::Connect)
+        Self::spawn_server_as("connect")
     }
 
-    pub(crate) fn spawn_server_with(pods: Pods) -> Self {
-        let mut peer = spawn_role(if pods == Pods::Route { "server route" } else { "server connect" });
+    /// One that redirects at connect (`connect`) or by route (`route`), also with --orphan-policy=refuse (`refuse`).
+    pub(crate) fn spawn_server_as(how: &str) -> Self {
+        let mut peer = spawn_role(&format!("server {how}"));
         assert_eq!(peer.line(), "ready");
         peer
     }
@@ -163,11 +164,12 @@ pub(crate) fn run_role(role: &str) -> ExitCode {
                 println!("{}", execute(&line.expect("a command")));
             }
         }
-        ["server", pods] => {
+        ["server", how] => {
             let listener = Listener::open();
-            let by_route = *pods == "route";
+            let by_route = *how != "connect";
             let pods = if by_route { Pods::Route } else { Pods::Connect };
-            let config = RedirectConfig { pods, ..config() };
+            let orphan_policy = if *how == "refuse" { OrphanPolicy::Refuse } else { OrphanPolicy::Direct };
+            let config = RedirectConfig { pods, orphan_policy, ..config() };
             let redirect = Redirect::start(config, &listener.v4, Some(&listener.v6)).expect("start");
             redirect.apply(|| with_client(desired(&[EDGE]), POD_RANGE).into()).expect("apply");
             let _serving = by_route.then(|| listener.serve());
