@@ -1,6 +1,7 @@
 //! Connections that are taken by route, with the edge node's own address.
 
 use std::net::{IpAddr, TcpListener};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -10,15 +11,17 @@ use tunnel_redirect::{Pods, RedirectConfig, cleanup};
 use tunnel_routing::RouteTarget;
 
 use crate::Case;
+use crate::harness::{cgroup_mount, own_cgroup};
 use crate::lifecycle::runtime;
 use crate::peer::Peer;
 use crate::support::{
     EDGE, EDGE_B, EDGE_V6, Greeting, POD_RANGE, PORT, State, World, address, ask, at, config, counter,
-    desired, eventually, fails, ip, net_of, parse, route, run, with_client,
+    desired, eventually, fails, ip, net_of, parse, route, run, sysctl, with_client,
 };
 
 pub(crate) const CASES: &[Case] = &[
     ("by_route::a_pod_arrives_with_the_true_address", pod),
+    ("by_route::a_process_beyond_the_hooks", beyond_the_hooks),
     ("by_route::without_it_a_pod_is_redirected_at_connect", without),
     ("by_route::services_are_taken_from_pods_and_from_the_host", services),
     ("by_route::a_node_without_a_tunnel", down),
@@ -90,13 +93,28 @@ fn pod() {
     // The host's own processes are redirected at connect().
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
     assert_eq!((world.counter("connect4/by_route"), world.counter("route4/steered")), (2, 2));
-    // A port that is not tunnelled is not taken: the packet is forwarded, where nobody answers.
+    // A port that is not tunnelled is left to the host's other routes, of which it has none.
     let error = asks(&mut pod, &format!("{}:8080", EDGE.0)).unwrap_err();
     assert!(error.starts_with("err "), "{error}");
     assert_eq!(world.counter("route4/steered"), 2);
 
     world.redirect.stop();
     assert_eq!((rules(), devices()), (Vec::new(), 0));
+}
+
+/// A process of this host whose connects no hook sees.
+fn beyond_the_hooks() {
+    let world = start(desired(&[EDGE]));
+    let redirected = world.counter("connect4/redirected");
+    let enter = |cgroup: PathBuf| {
+        std::fs::write(cgroup.join("cgroup.procs"), std::process::id().to_string()).unwrap();
+    };
+    enter(cgroup_mount());
+    let seen = ask(at(EDGE.0, PORT));
+    enter(own_cgroup());
+    let seen = seen.unwrap();
+    assert_eq!((seen.local, seen.client.ip()), (at(EDGE.0, PORT), address("127.0.0.1")));
+    assert_eq!((world.counter("connect4/redirected"), world.counter("route4/steered")), (redirected, 1));
 }
 
 fn without() {
@@ -196,6 +214,8 @@ fn killed() {
 /// With --orphan-policy=refuse nobody else gets what is meant for an edge node.
 fn refused() {
     let mut pod = pod_of_this_host();
+    // Only a host that forwards tells a pod that an address is unreachable.
+    sysctl("net.ipv4.ip_forward", "1");
     let server = Peer::spawn_server_as("refuse");
     assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
     server.kill();
@@ -355,7 +375,7 @@ fn every_port() {
         asks(&mut pod, untaken).unwrap_err();
     }
     assert_eq!(world.counter("route4/steered"), steered);
-    // Nor are they refused here: they were forwarded.
+    // Nor are they refused here: the host's other routes have them.
     assert_eq!(world.counter("route4/foreign_client"), 0);
     runtime().block_on(world.redirect.verify_and_restore());
     assert_eq!((world.redirect.health().restored, world.redirect.health().problem), (0, None));

@@ -270,6 +270,7 @@ async fn pods_are_taken_by_route(testbed: &Testbed) -> Result<()> {
     }
     let mut from_pod = connect_from(&pod, service, PATIENCE).await.context("to the Service, from the pod")?;
     echo(&mut from_pod, b"to a Service").await?;
+    drop(from_pod);
     visit(service).await.context("to the Service, from the host")?;
     server.expect_metric("postern_redirect_verdicts_total", &steered, 3.0).await?;
     // The host's own connects do not need a route.
