@@ -1,7 +1,8 @@
 //! Connections that are taken by route, with the edge node's own address.
 
-use std::net::{IpAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -77,6 +78,15 @@ fn devices() -> usize {
 fn routes(table: u32) -> String {
     // ip(8) fails for a table that does not exist.
     ip("-4 route show table all").lines().filter(|line| line.contains(&format!("table {table} "))).collect()
+}
+
+/// The kernel leads TCP packets for it to this host.
+fn led_here(to: &str) -> bool {
+    let to: SocketAddr = to.parse().unwrap();
+    let route = format!("route get {} ipproto tcp dport {}", to.ip(), to.port());
+    // Fails if there is no route.
+    let output = Command::new("ip").args(route.split(' ')).output().unwrap();
+    output.stdout.starts_with(b"local ")
 }
 
 fn pod() {
@@ -335,6 +345,7 @@ fn ports() {
     let world = World::with(by_route(), &state);
     let untaken = |pod: &mut Peer| {
         let before = world.counter("route4/steered");
+        assert!(!led_here("10.8.0.7:9100"));
         asks(pod, "10.8.0.7:9100").unwrap_err();
         assert_eq!(world.counter("route4/steered"), before);
     };
@@ -371,7 +382,9 @@ fn every_port() {
     }
     assert_eq!(asks(&mut pod, "10.244.3.8:10250").unwrap().local, at("10.244.3.8", PORT));
     let steered = world.counter("route4/steered");
+    assert!(led_here("10.244.3.8:10250") && led_here("10.244.3.7:8080"));
     for untaken in ["10.244.3.8:8080", "10.244.3.9:10250", "10.244.3.9:8080"] {
+        assert!(!led_here(untaken), "{untaken}");
         asks(&mut pod, untaken).unwrap_err();
     }
     assert_eq!(world.counter("route4/steered"), steered);
