@@ -8,6 +8,7 @@ use aya::Ebpf;
 use nix::libc;
 use nix::sys::socket::{setsockopt, sockopt};
 use parking_lot::Mutex;
+use socket2::SockRef;
 use tokio::sync::Notify;
 use tunnel_abi::{LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6};
 use tunnel_routing::Desired;
@@ -80,13 +81,14 @@ impl Redirect {
             setsockopt(listener, sockopt::Priority, &(LISTENER_PRIORITY as libc::c_int)).map_err(
                 |error| RedirectError::Listener { operation: "cannot set SO_PRIORITY", source: error.into() },
             )?;
-            if by_route.is_some() {
-                by_route::make_transparent(listener).map_err(|source| RedirectError::Listener {
-                    operation: "cannot set IP_TRANSPARENT",
-                    source,
-                })?;
-            }
             maps.set_listener(slot, listener)?;
+        }
+        if by_route.is_some() {
+            // To answer from addresses that are not this host's own. IPv6 asks for no permission.
+            SockRef::from(v4).set_ip_transparent_v4(true).map_err(|source| RedirectError::Listener {
+                operation: "cannot set IP_TRANSPARENT",
+                source,
+            })?;
         }
         maps.beat()?;
         maps.set_serving(true)?;

@@ -1,5 +1,5 @@
 //! System calls without a safe wrapper.
-#![expect(unsafe_code, reason = "TUNSETIFF, IPV6_TRANSPARENT and SO_NETNS_COOKIE have no safe wrapper")]
+#![expect(unsafe_code, reason = "TUNSETIFF and SO_NETNS_COOKIE have no safe wrapper")]
 
 use std::ffi::CStr;
 use std::fs::{File, OpenOptions};
@@ -8,7 +8,6 @@ use std::net::TcpListener;
 use std::os::fd::AsRawFd as _;
 
 use nix::libc;
-use socket2::SockRef;
 use tunnel_abi::INITIAL_NETNS;
 
 const TUN: &str = "/dev/net/tun";
@@ -38,25 +37,6 @@ pub(super) fn tun(pattern: &CStr) -> io::Result<(File, String)> {
     let name =
         request.ifr_name.iter().take_while(|byte| **byte != 0).map(|byte| char::from(byte.cast_unsigned()));
     Ok((file, name.collect()))
-}
-
-/// Allows a listener to answer from addresses that are not this host's own.
-pub(crate) fn make_transparent(listener: &TcpListener) -> io::Result<()> {
-    if listener.local_addr()?.is_ipv4() {
-        return SockRef::from(listener).set_ip_transparent_v4(true);
-    }
-    let on: libc::c_int = 1;
-    // SAFETY: the option's value is a live int of the size passed.
-    let result = unsafe {
-        libc::setsockopt(
-            listener.as_raw_fd(),
-            libc::IPPROTO_IPV6,
-            libc::IPV6_TRANSPARENT,
-            (&raw const on).cast(),
-            size_of::<libc::c_int>() as libc::socklen_t,
-        )
-    };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// The cookie of this thread's network namespace. Kernels before 5.14 do not tell it; there this process has to be in
