@@ -65,7 +65,8 @@ pub mod names {
     pub const CLIENTS_V6: &str = "CLIENTS_V6";
     /// Bitmap of tunnelled TCP ports.
     pub const PORTS: &str = "PORTS";
-    /// One word of bits: [`SERVING`](crate::SERVING) and [`ANY_PORT_ROUTES`](crate::ANY_PORT_ROUTES).
+    /// A word of bits, [`SERVING`](crate::SERVING) and [`ANY_PORT_ROUTES`](crate::ANY_PORT_ROUTES), and the index of the
+    /// [device](crate::STATE_DEVICE).
     pub const STATE: &str = "STATE";
     /// Sockets of the listeners that accept redirected connections.
     pub const LISTENER: &str = "LISTENER";
@@ -210,6 +211,19 @@ impl<A: Address> Prefix<A> {
 pub const DOWN: u32 = 1;
 /// [`Mapping::flags`]: every port is tunnelled, not only those of `PORTS`.
 pub const ANY_PORT: u32 = 2;
+
+/// Value of `CLIENTS_*`: a network whose packets may come in anywhere.
+pub const FROM_ANYWHERE: u32 = 1;
+/// Value of `CLIENTS_*`: this host's own addresses. By route, only packets of this host have them as their source.
+pub const FROM_HERE: u32 = 2;
+
+/// Slot of `STATE` with the bits.
+pub const STATE_BITS: u32 = 0;
+/// Slot of `STATE` with the index of the device that routes to edge nodes' addresses name. By it the kernel says that
+/// this host's own packets came in.
+pub const STATE_DEVICE: u32 = 1;
+/// Number of slots in `STATE`.
+pub const STATE_SLOTS: u32 = 2;
 
 /// Bit of `STATE`: the server is serving.
 pub const SERVING: u32 = 1;

@@ -12,7 +12,7 @@ use aya_ebpf::{
 };
 use tunnel_abi::{
     ANY_PORT_ROUTES, EXCLUDED_ENTRIES, INITIAL_NETNS, LIST_CAPACITY, LISTENER_SLOTS, Mapping, PORT_WORDS,
-    Prefix, ROUTE_ENTRIES, SERVING, V4, V6, counter,
+    Prefix, ROUTE_ENTRIES, SERVING, STATE_BITS, STATE_SLOTS, V4, V6, counter,
     verdict::{GlobalState, Tables},
 };
 
@@ -35,7 +35,7 @@ pub(crate) static CLIENTS_V6: LpmTrie<V6, u32> = LpmTrie::with_max_entries(LIST_
 #[map]
 pub(crate) static PORTS: Array<u64> = Array::with_max_entries(PORT_WORDS, 0);
 #[map]
-pub(crate) static STATE: Array<u32> = Array::with_max_entries(1, 0);
+pub(crate) static STATE: Array<u32> = Array::with_max_entries(STATE_SLOTS, 0);
 #[map]
 pub(crate) static LISTENER: SockMap = SockMap::with_max_entries(LISTENER_SLOTS, 0);
 #[map]
@@ -86,7 +86,7 @@ impl GlobalState for KernelTables {
 
     #[inline(always)]
     fn serving(&self) -> bool {
-        STATE.get(0).is_some_and(|state| *state & SERVING != 0)
+        STATE.get(STATE_BITS).is_some_and(|state| *state & SERVING != 0)
     }
 
     #[inline(always)]
@@ -121,7 +121,7 @@ impl GlobalState for KernelTables {
 
     #[inline(always)]
     fn any_port_routes(&self) -> bool {
-        STATE.get(0).is_some_and(|state| *state & ANY_PORT_ROUTES != 0)
+        STATE.get(STATE_BITS).is_some_and(|state| *state & ANY_PORT_ROUTES != 0)
     }
 }
 

@@ -13,14 +13,15 @@ use aya_ebpf::{
     programs::SkLookupContext,
 };
 use tunnel_abi::{
-    Address, LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6, LOOPBACK_IFINDEX, V4, V6,
+    Address, FROM_ANYWHERE, LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6, LOOPBACK_IFINDEX, STATE_DEVICE, V4,
+    V6,
     counter::{Lookup, Way, of_lookup},
     verdict::{Tables, takes},
 };
 
 use crate::maps::{
-    CLIENTS_V4, CLIENTS_V6, HOST_NETNS, INGRESS_IFINDEX, KernelTables, LISTENER, VIRTUAL_V4, VIRTUAL_V6,
-    count,
+    CLIENTS_V4, CLIENTS_V6, HOST_NETNS, INGRESS_IFINDEX, KernelTables, LISTENER, STATE, VIRTUAL_V4,
+    VIRTUAL_V6, count,
 };
 
 const IPPROTO_TCP: u32 = 6;
@@ -56,7 +57,9 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
             // SAFETY: as above.
             unsafe { came_over_loopback(raw) }
         } else {
-            CLIENTS_V4.get(Key::new(32, remote)).is_some()
+            let from = CLIENTS_V4.get(Key::new(32, remote));
+            // SAFETY: as above.
+            from.is_some_and(|from| unsafe { may_come_in(raw, way, *from) })
         };
         return finish(&ctx, way, allowed, false);
     }
@@ -87,7 +90,9 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
         // SAFETY: as above.
         unsafe { came_over_loopback(raw) }
     } else {
-        CLIENTS_V6.get(Key::new(128, remote)).is_some()
+        let from = CLIENTS_V6.get(Key::new(128, remote));
+        // SAFETY: as above.
+        from.is_some_and(|from| unsafe { may_come_in(raw, way, *from) })
     };
     finish(&ctx, way, allowed, true)
 }
@@ -136,6 +141,28 @@ fn finish(ctx: &SkLookupContext, way: Way, allowed: bool, v6: bool) -> u32 {
             SK_DROP
         }
     }
+}
+
+/// True if a client's packet may come in where it did.
+///
+/// # Safety
+/// `ctx` is the context that the kernel passed to the program.
+#[inline(always)]
+unsafe fn may_come_in(ctx: *mut bpf_sk_lookup, way: Way, from: u32) -> bool {
+    // SAFETY: guaranteed by the caller.
+    way == Way::Hook || from == FROM_ANYWHERE || unsafe { came_over_loopback(ctx) || came_by_our_device(ctx) }
+}
+
+/// True if a packet of this host was routed by the server's device, which the kernel then names instead of loopback.
+/// Nobody sends packets by the device itself.
+///
+/// # Safety
+/// Same as [`came_over_loopback`], which was false.
+#[inline(always)]
+unsafe fn came_by_our_device(ctx: *mut bpf_sk_lookup) -> bool {
+    // SAFETY: guaranteed by the caller. The field exists, or `came_over_loopback` would have been true.
+    let ingress = unsafe { (&raw const (*ctx).ingress_ifindex).read_volatile() };
+    STATE.get(STATE_DEVICE).is_some_and(|device| *device == ingress)
 }
 
 /// True if an earlier program of the chain has selected a socket that is not a server's listener, which would have the

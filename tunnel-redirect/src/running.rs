@@ -251,7 +251,12 @@ impl Redirect {
         if inner.released {
             return Ok(false);
         }
-        let restored = inner.by_route.as_mut().map_or(Ok(0), ByRoute::restore)?;
+        let mut restored = 0;
+        let Inner { by_route, maps, .. } = &mut *inner;
+        if let Some(by_route) = by_route {
+            restored = by_route.restore()?;
+            maps.set_device(by_route.device())?;
+        }
         let ranges = redirect_ranges(&self.config, self.ipv6);
         netlink::blocking(|handle| async move {
             let mut added = restored > 0;

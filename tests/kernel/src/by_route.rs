@@ -7,8 +7,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use nix::libc;
+use nix::mount::{MsFlags, mount, umount};
 use tokio_util::sync::CancellationToken;
-use tunnel_redirect::{Pods, RedirectConfig, cleanup};
+use tunnel_redirect::{Pods, Redirect, RedirectConfig, RedirectError, cleanup};
 use tunnel_routing::RouteTarget;
 
 use crate::Case;
@@ -16,8 +17,8 @@ use crate::harness::{cgroup_mount, own_cgroup};
 use crate::lifecycle::runtime;
 use crate::peer::Peer;
 use crate::support::{
-    EDGE, EDGE_B, EDGE_V6, Greeting, POD_RANGE, PORT, State, World, address, ask, at, config, counter,
-    desired, eventually, fails, ip, net_of, parse, route, run, sysctl, with_client,
+    EDGE, EDGE_B, EDGE_V6, Greeting, Listener, POD_RANGE, PORT, State, World, address, ask, at, config,
+    counter, desired, eventually, fails, ip, net_of, parse, route, run, sysctl, with_client,
 };
 
 pub(crate) const CASES: &[Case] = &[
@@ -25,6 +26,7 @@ pub(crate) const CASES: &[Case] = &[
     ("by_route::a_process_beyond_the_hooks", beyond_the_hooks),
     ("by_route::without_it_a_pod_is_redirected_at_connect", without),
     ("by_route::services_are_taken_from_pods_and_from_the_host", services),
+    ("by_route::without_a_tun_device", no_device),
     ("by_route::a_node_without_a_tunnel", down),
     ("by_route::without_set_retval_down_is_taken", down_on_old_kernels),
     ("by_route::a_killed_server_takes_nothing_and_is_replaced", killed),
@@ -35,6 +37,7 @@ pub(crate) const CASES: &[Case] = &[
     ("by_route::ports_come_and_go", ports),
     ("by_route::pods_of_edge_nodes_on_every_port", every_port),
     ("by_route::a_neighbour_is_refused", neighbour),
+    ("by_route::a_neighbour_is_not_this_host", spoofed_source),
     ("by_route::released_and_resumed", released),
     ("by_route::programs_fit_the_instruction_budget", budget),
     ("by_route::a_hundred_thousand_nodes", many),
@@ -93,6 +96,7 @@ fn pod() {
     // Other listeners of this host get none of it.
     let _kubelet = TcpListener::bind("0.0.0.0:10250").unwrap();
     let mut pod = pod_of_this_host();
+    sysctl("net.ipv4.conf.all.rp_filter", "1");
     let world = start(desired(&[EDGE, EDGE_B]));
     assert_eq!(devices(), 1);
     for edge in [EDGE.0, EDGE_B.0] {
@@ -156,6 +160,23 @@ fn services() {
     assert_eq!((seen.local, seen.client.ip()), (at(EDGE.0, PORT), address("10.1.0.1")));
     assert_eq!(world.counter("route4/steered"), 2);
     assert_eq!(world.counter("connect4/by_route"), 0, "no hook saw the edge's address");
+}
+
+fn no_device() {
+    let mut pod = pod_of_this_host();
+    mount(Some("none"), "/dev/net", Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+    let listener = Listener::open();
+    let error = Redirect::start(by_route(), &listener.v4, Some(&listener.v6)).unwrap_err();
+    assert!(matches!(error, RedirectError::Tun { .. }), "{error}");
+    let auto = RedirectConfig { pods: Pods::Auto, ..config() };
+    let world = World::with(auto.clone(), &with_client(desired(&[EDGE]), POD_RANGE));
+    assert!(!world.redirect.by_route());
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.1, PORT));
+    drop(world);
+    umount("/dev/net").unwrap();
+    let world = World::with(auto, &with_client(desired(&[EDGE]), POD_RANGE));
+    assert!(world.redirect.by_route());
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
 }
 
 fn down() {
@@ -417,6 +438,22 @@ fn neighbour() {
     state.clients.remove(&net_of("10.1.0.0/24"));
     world.redirect.apply(|| state.clone().into()).unwrap();
     refused(&mut neighbour);
+}
+
+/// Even if the host would accept such a packet at all.
+fn spoofed_source() {
+    let mut neighbour = Peer::spawn();
+    neighbour.link("lan0", "10.1.0.1/24", "10.1.0.2/24");
+    ip("addr add 10.9.0.1/32 dev lo");
+    neighbour.ip("addr add 10.9.0.1/32 dev eth0");
+    for interface in ["all", "lan0"] {
+        sysctl(&format!("net.ipv4.conf.{interface}.accept_local"), "1");
+        sysctl(&format!("net.ipv4.conf.{interface}.rp_filter"), "0");
+    }
+    let world = start(desired(&[EDGE]));
+    neighbour.connect(Some("10.9.0.1"), "10.8.0.7:10250").unwrap_err();
+    assert!(world.counter("route4/foreign_client") > 0, "the program saw and refused it");
+    assert_eq!(world.counter("route4/steered"), 0);
 }
 
 fn released() {

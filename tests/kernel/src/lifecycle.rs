@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::net::TcpStream;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
@@ -255,6 +256,16 @@ fn route_changes() {
         ] {
             ip(change);
             assert!(changes.next(Duration::from_secs(5)).await.unwrap(), "not told: {change}");
+        }
+        // A netlink socket has its process's number as its address. The shell becomes ip(8) once it is known here.
+        for own in [false, true] {
+            let rule = format!("read go; exec ip rule add priority 78 lookup {}", 78 + u32::from(own));
+            let mut author = Command::new("sh").args(["-c", &rule]).stdin(Stdio::piped()).spawn().unwrap();
+            let but_by = if own { author.id() } else { u32::MAX };
+            let mut changes = NetChanges::of_routes(&ranges, &[], Some(but_by)).unwrap();
+            drop(author.stdin.take());
+            assert!(author.wait().unwrap().success());
+            assert_eq!(changes.next(Duration::from_millis(300)).await.unwrap(), !own);
         }
     });
 }

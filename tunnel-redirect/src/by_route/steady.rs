@@ -123,6 +123,11 @@ impl ByRoute {
         (TABLES.map(|table| self.place().table(table)), self.kernel.port)
     }
 
+    /// Index of the device.
+    pub(crate) fn device(&self) -> u32 {
+        self.device.index
+    }
+
     fn place(&self) -> Place {
         Place { number: self.device.number, index: self.device.index }
     }
