@@ -268,7 +268,7 @@ impl Kernel {
                         return Ok(errors);
                     }
                     (NetlinkPayload::InnerMessage(message), Some(list)) if last => {
-                        list.messages.push(message)
+                        list.messages.push(message);
                     }
                     // The rest of an answer that was given up.
                     _ => {}
