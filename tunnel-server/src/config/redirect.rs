@@ -60,14 +60,7 @@ pub struct RedirectFlags {
     /// How connections of pods and Services are redirected: connect, as those of the host's processes, to a virtual address;
     /// route, with the edge node's own address, which their NetworkPolicies judge, and with all else that reaches this host
     /// for an edge node (needs /dev/net/tun); auto, by route where there is a /dev/net/tun. New, and not yet the default.
-    #[arg(
-        long,
-        value_name = "connect|route|auto",
-        value_enum,
-        default_value_t,
-        hide_possible_values = true,
-        hide_short_help = true
-    )]
+    #[arg(long, value_name = "connect|route|auto", value_enum, default_value_t, hide_possible_values = true)]
     pub redirect_pods: Pods,
 }
 
