@@ -3,7 +3,7 @@
 use crate::verdict::{Reason, Verdict};
 
 /// Number of counters.
-pub const COUNT: u32 = 26;
+pub const COUNT: u32 = 34;
 
 /// `<hook>/<outcome>` of each counter, in index order. "connect6" counts the connects of IPv6 sockets, those to
 /// IPv4-mapped addresses included.
@@ -34,6 +34,14 @@ pub const NAMES: [&str; COUNT as usize] = [
     "lookup6/foreign_client",
     "lookup4/replaced",
     "lookup6/replaced",
+    "connect4/by_route",
+    "connect6/by_route",
+    "route4/steered",
+    "route4/no_listener",
+    "route4/foreign_client",
+    "route6/steered",
+    "route6/no_listener",
+    "route6/foreign_client",
 ];
 
 /// A BPF program at `connect()`, by socket family.
@@ -43,6 +51,15 @@ pub enum Hook {
     Connect4,
     /// `cgroup/connect6`
     Connect6,
+}
+
+/// How a packet of a client reached the listener lookup.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Way {
+    /// To a virtual address, by a connect hook.
+    Hook,
+    /// To an edge node's own address, by a route.
+    Route,
 }
 
 /// Outcome of the listener lookup.
@@ -62,6 +79,7 @@ pub enum Lookup {
 #[inline(always)]
 pub const fn of_verdict<A>(hook: Hook, verdict: &Verdict<A>) -> u32 {
     let outcome = match verdict {
+        Verdict::Direct(Reason::ByRoute) => return if matches!(hook, Hook::Connect6) { 27 } else { 26 },
         Verdict::Direct(Reason::NotTcp) => 0,
         Verdict::Direct(Reason::BoundDevice) => 1,
         Verdict::Direct(Reason::Port) => 2,
@@ -82,14 +100,18 @@ pub const RESTORED_V4: u32 = 16;
 /// Counter of peer names that `getpeername6` translated back.
 pub const RESTORED_V6: u32 = 17;
 
-/// Counter of a lookup for an IPv4 (`v6 == false`) or an IPv6 packet.
+/// Counter of a lookup for an IPv4 (`v6 == false`) or an IPv6 packet. By route, replaced counts as steered.
 #[inline(always)]
-pub const fn of_lookup(v6: bool, lookup: Lookup) -> u32 {
-    let outcome = match lookup {
-        Lookup::Steered => 0,
-        Lookup::NoListener => 1,
-        Lookup::ForeignClient => 2,
-        Lookup::Replaced => return if v6 { 25 } else { 24 },
+pub const fn of_lookup(way: Way, v6: bool, lookup: Lookup) -> u32 {
+    let outcome = match (way, lookup) {
+        (Way::Hook, Lookup::Replaced) => return if v6 { 25 } else { 24 },
+        (_, Lookup::Steered | Lookup::Replaced) => 0,
+        (_, Lookup::NoListener) => 1,
+        (_, Lookup::ForeignClient) => 2,
     };
-    if v6 { 21 + outcome } else { 18 + outcome }
+    let first = match way {
+        Way::Hook => 18,
+        Way::Route => 28,
+    };
+    if v6 { first + 3 + outcome } else { first + outcome }
 }

@@ -42,6 +42,9 @@ pub const LISTENER_SLOTS: u32 = 2;
 /// Index of the loopback device in every network namespace (`LOOPBACK_IFINDEX` in the kernel).
 pub const LOOPBACK_IFINDEX: u32 = 1;
 
+/// Value of `HOST_NETNS` for the initial network namespace, as its cookie is unknown to user space before Linux 5.14.
+pub const INITIAL_NETNS: u64 = u64::MAX;
+
 /// Names of maps, read-only globals and programs, as they appear in the object.
 pub mod names {
     /// IPv4 networks that are never redirected.
@@ -62,7 +65,8 @@ pub mod names {
     pub const CLIENTS_V6: &str = "CLIENTS_V6";
     /// Bitmap of tunnelled TCP ports.
     pub const PORTS: &str = "PORTS";
-    /// One word of bits: [`SERVING`](crate::SERVING) and [`ANY_PORT_ROUTES`](crate::ANY_PORT_ROUTES).
+    /// A word of bits, [`SERVING`](crate::SERVING) and [`ANY_PORT_ROUTES`](crate::ANY_PORT_ROUTES), and the index of the
+    /// [device](crate::STATE_DEVICE).
     pub const STATE: &str = "STATE";
     /// Sockets of the listeners that accept redirected connections.
     pub const LISTENER: &str = "LISTENER";
@@ -75,6 +79,9 @@ pub mod names {
     pub const SET_RETVAL: &str = "SET_RETVAL";
     /// Global `u8`: 1 if `bpf_sk_lookup.ingress_ifindex` exists (Linux 5.17).
     pub const INGRESS_IFINDEX: &str = "INGRESS_IFINDEX";
+    /// Global `u64`: cookie of the server's network namespace if connections from others are taken by route,
+    /// [`INITIAL_NETNS`](crate::INITIAL_NETNS) for the initial one, or 0 if they are redirected at connect() too.
+    pub const HOST_NETNS: &str = "HOST_NETNS";
     /// Global `u64`: nanoseconds without a sign of life after which the server counts as gone.
     pub const ORPHAN_AFTER: &str = "ORPHAN_AFTER";
     /// Global `u8`: 1 if connects to edge addresses then fail; with 0 they are not redirected.
@@ -204,6 +211,19 @@ impl<A: Address> Prefix<A> {
 pub const DOWN: u32 = 1;
 /// [`Mapping::flags`]: every port is tunnelled, not only those of `PORTS`.
 pub const ANY_PORT: u32 = 2;
+
+/// Value of `CLIENTS_*`: a network whose packets may come in anywhere.
+pub const FROM_ANYWHERE: u32 = 1;
+/// Value of `CLIENTS_*`: this host's own addresses. By route, only packets of this host have them as their source.
+pub const FROM_HERE: u32 = 2;
+
+/// Slot of `STATE` with the bits.
+pub const STATE_BITS: u32 = 0;
+/// Slot of `STATE` with the index of the device that routes to edge nodes' addresses name. By it the kernel says that
+/// this host's own packets came in.
+pub const STATE_DEVICE: u32 = 1;
+/// Number of slots in `STATE`.
+pub const STATE_SLOTS: u32 = 2;
 
 /// Bit of `STATE`: the server is serving.
 pub const SERVING: u32 = 1;

@@ -31,6 +31,8 @@ pub enum Reason {
     NoRoute,
     /// The server has been gone too long.
     Orphaned,
+    /// The socket is in another network namespace than the server: the route takes its packets, to the true address.
+    ByRoute,
 }
 
 /// Decision about a connect.
@@ -57,6 +59,10 @@ pub trait GlobalState {
     fn orphaned(&self) -> bool;
     /// True if an orphaned route still keeps connects from going direct: they fail.
     fn refuse_orphaned(&self) -> bool;
+    /// True if a connect can be failed with EHOSTUNREACH.
+    fn fails_at_connect(&self) -> bool;
+    /// True if a route takes this socket's connections. Asked only for those that would be redirected.
+    fn by_route(&self) -> bool;
 }
 
 /// Lookups of one address family.
@@ -94,12 +100,23 @@ pub fn verdict<A: Address, T: Tables<A>>(tables: &T, connect: &Connect<A>) -> Ve
     if !tunnelled && route.flags & ANY_PORT == 0 {
         return Verdict::Direct(Reason::Port);
     }
-    let virtual_address = route.apply(connect.address);
-    if route.flags & DOWN != 0 || orphaned || !tables.serving() {
-        Verdict::Down(virtual_address)
-    } else {
-        Verdict::Redirect(virtual_address)
+    let down = route.flags & DOWN != 0 || orphaned || !tables.serving();
+    // Failed here also where a route would take it, as the listener could only reset it.
+    if !(down && tables.fails_at_connect()) && tables.by_route() {
+        return Verdict::Direct(Reason::ByRoute);
     }
+    let virtual_address = route.apply(connect.address);
+    if down { Verdict::Down(virtual_address) } else { Verdict::Redirect(virtual_address) }
+}
+
+/// True if a connection that a route led to this host belongs to the server: its address is an edge node's, and its
+/// port is tunnelled.
+#[inline(always)]
+pub fn takes<A: Address, T: Tables<A>>(tables: &T, address: A, port: u16) -> bool {
+    let tunnelled = tables.tunnelled(port);
+    (tunnelled || tables.any_port_routes())
+        && !tables.excluded(address)
+        && tables.route(address).is_some_and(|route| tunnelled || route.flags & ANY_PORT != 0)
 }
 
 /// Verdict about an IPv6 socket's connect, which may be to an IPv4 peer.

@@ -6,7 +6,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use proptest::prelude::*;
-use tunnel_abi::verdict::{Connect, GlobalState, Reason, Tables, Verdict, VerdictV6, verdict, verdict_v6};
+use tunnel_abi::verdict::{
+    Connect, GlobalState, Reason, Tables, Verdict, VerdictV6, takes, verdict, verdict_v6,
+};
 use tunnel_abi::{ANY_PORT, Address, DOWN, Mapping, PORT_WORDS, Prefix, V4, V6, counter};
 
 #[derive(Clone, Debug, Default)]
@@ -18,6 +20,8 @@ struct World {
     serving: bool,
     orphaned: bool,
     refuse_orphaned: bool,
+    fails_at_connect: bool,
+    by_route: bool,
 }
 
 impl World {
@@ -44,6 +48,12 @@ impl GlobalState for World {
     }
     fn refuse_orphaned(&self) -> bool {
         self.refuse_orphaned
+    }
+    fn fails_at_connect(&self) -> bool {
+        self.fails_at_connect
+    }
+    fn by_route(&self) -> bool {
+        self.by_route
     }
     fn any_port_routes(&self) -> bool {
         self.routes.values().any(|(_, _, any)| *any)
@@ -109,7 +119,10 @@ fn model(world: &World, address: IpAddr, port: u16, tcp: bool, bound: bool) -> M
         IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::from(u32::try_from(sum).expect("stays in the redirect range"))),
         IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::from(sum)),
     };
-    if *up && world.serving && !world.orphaned {
+    let up = *up && world.serving && !world.orphaned;
+    if world.by_route && (up || !world.fails_at_connect) {
+        Model::Direct
+    } else if up {
         Model::Redirect(virtual_address)
     } else {
         Model::Down(virtual_address)
@@ -162,10 +175,11 @@ fn world() -> impl Strategy<Value = World> {
         ports,
         prop::bool::weighted(0.8),
         prop::bool::weighted(0.2),
-        any::<bool>(),
+        (any::<bool>(), any::<bool>(), any::<bool>()),
     )
         .prop_map(
-            |(routes_v4, routes_v6, excluded_v4, excluded_v6, ports, serving, orphaned, refuse_orphaned)| {
+            |(routes_v4, routes_v6, excluded_v4, excluded_v6, ports, serving, orphaned, others)| {
+                let (refuse_orphaned, fails_at_connect, by_route) = others;
                 let mut routes = BTreeMap::new();
                 // Each route owns a 64-address slot of the virtual range, so blocks of any size are aligned.
                 for (slot, (net, (up, any))) in (0_u32..).zip(routes_v4) {
@@ -181,7 +195,16 @@ fn world() -> impl Strategy<Value = World> {
                     .map(IpNet::V4)
                     .chain(excluded_v6.into_iter().map(IpNet::V6))
                     .collect();
-                World { ports, excluded, routes, serving, orphaned, refuse_orphaned }
+                World {
+                    ports,
+                    excluded,
+                    routes,
+                    serving,
+                    orphaned,
+                    refuse_orphaned,
+                    fails_at_connect,
+                    by_route,
+                }
             },
         )
 }
@@ -229,7 +252,7 @@ proptest! {
 
     #[test]
     fn orphaned_routes_lead_nowhere_or_are_direct(world in world(), address in address_v4(), refuse: bool) {
-        let mut world = World { orphaned: true, refuse_orphaned: refuse, ..world };
+        let mut world = World { orphaned: true, refuse_orphaned: refuse, by_route: false, ..world };
         world.excluded.clear();
         let virtual_address = IpAddr::V4(Ipv4Addr::new(198, 18, 200, 0));
         world.routes.insert(IpNet::V4(address.into()), (virtual_address, true, true));
@@ -239,6 +262,20 @@ proptest! {
         // What is no edge's stays direct.
         let elsewhere = Connect { address: v4("192.0.2.1"), ..connect };
         prop_assert!(matches!(verdict(&world, &elsewhere), Verdict::Direct(_)));
+    }
+
+    #[test]
+    fn a_route_takes_exactly_what_connects_are_redirected_or_refused_for(
+        world in world(), address in address_v4(), port in 10250_u16..10254
+    ) {
+        let world = World { orphaned: false, ..world };
+        let connect = Connect { address: V4::from(address), port, tcp: true, bound_device: false };
+        let verdict = verdict(&world, &connect);
+        let redirected = matches!(verdict, Verdict::Redirect(_) | Verdict::Direct(Reason::ByRoute));
+        let down = matches!(verdict, Verdict::Down(_));
+        prop_assert_eq!(takes(&world, connect.address, port), redirected || down);
+        prop_assert!(world.by_route || verdict != Verdict::Direct(Reason::ByRoute));
+        prop_assert!(!world.by_route || !matches!(verdict, Verdict::Redirect(_)));
     }
 
     #[test]
@@ -335,7 +372,7 @@ fn bits_that_both_have_stay_set() {
 
 #[test]
 fn every_counter_has_its_own_index() {
-    use counter::{Hook, Lookup, of_lookup, of_verdict};
+    use counter::{Hook, Lookup, Way, of_lookup, of_verdict};
     let verdicts = [
         (Verdict::Direct(Reason::NotTcp), "not_tcp"),
         (Verdict::Direct(Reason::BoundDevice), "bound_device"),
@@ -345,6 +382,7 @@ fn every_counter_has_its_own_index() {
         (Verdict::Redirect(()), "redirected"),
         (Verdict::Down(()), "down"),
         (Verdict::Direct(Reason::Orphaned), "orphaned"),
+        (Verdict::Direct(Reason::ByRoute), "by_route"),
     ];
     let mut found = BTreeMap::new();
     for (hook, prefix) in [(Hook::Connect4, "connect4"), (Hook::Connect6, "connect6")] {
@@ -361,8 +399,18 @@ fn every_counter_has_its_own_index() {
             (Lookup::ForeignClient, "foreign_client"),
             (Lookup::Replaced, "replaced"),
         ] {
-            found.insert(of_lookup(v6, lookup), format!("{prefix}/{name}"));
+            found.insert(of_lookup(Way::Hook, v6, lookup), format!("{prefix}/{name}"));
         }
+    }
+    for (v6, prefix) in [(false, "route4"), (true, "route6")] {
+        for (lookup, name) in [
+            (Lookup::Steered, "steered"),
+            (Lookup::NoListener, "no_listener"),
+            (Lookup::ForeignClient, "foreign_client"),
+        ] {
+            found.insert(of_lookup(Way::Route, v6, lookup), format!("{prefix}/{name}"));
+        }
+        assert_eq!(of_lookup(Way::Route, v6, Lookup::Replaced), of_lookup(Way::Route, v6, Lookup::Steered));
     }
     let named: BTreeMap<u32, String> = (0..).zip(counter::NAMES.map(String::from)).collect();
     assert_eq!(found, named);

@@ -18,7 +18,7 @@ pub(crate) fn postern_conn4(ctx: SockAddrContext) -> i32 {
     let raw = ctx.sock_addr;
     // SAFETY: the kernel's own context, valid for the whole program.
     let connect = unsafe { describe(raw, V4((&raw const (*raw).user_ip4).read_volatile())) };
-    let verdict = verdict(&KernelTables, &connect);
+    let verdict = verdict(&KernelTables { connect: raw }, &connect);
     count(of_verdict(Hook::Connect4, &verdict));
     let virtual_address = match verdict {
         Verdict::Direct(_) => return ALLOW,

@@ -18,7 +18,7 @@ pub(crate) fn postern_conn6(ctx: SockAddrContext) -> i32 {
     let raw = ctx.sock_addr;
     // SAFETY: the kernel's own context, valid for the whole program.
     let connect = unsafe { describe(raw, read_address(raw)) };
-    match verdict_v6(&KernelTables, &connect) {
+    match verdict_v6(&KernelTables { connect: raw }, &connect) {
         VerdictV6::Mapped(verdict) => {
             count(of_verdict(Hook::Connect6, &verdict));
             let virtual_address = match verdict {

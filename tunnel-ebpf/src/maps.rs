@@ -1,16 +1,18 @@
 //! Maps and load-time constants of the programs.
 
 use core::arch::asm;
+use core::ptr::null_mut;
 
 use aya_ebpf::{
     Global,
-    helpers::bpf_ktime_get_ns,
+    bindings::bpf_sock_addr,
+    helpers::{bpf_ktime_get_ns, generated::bpf_get_netns_cookie},
     macros::map,
     maps::{Array, LpmTrie, PerCpuArray, SockMap, lpm_trie::Key},
 };
 use tunnel_abi::{
-    ANY_PORT_ROUTES, EXCLUDED_ENTRIES, LIST_CAPACITY, LISTENER_SLOTS, Mapping, PORT_WORDS, Prefix,
-    ROUTE_ENTRIES, SERVING, V4, V6, counter,
+    ANY_PORT_ROUTES, EXCLUDED_ENTRIES, INITIAL_NETNS, LIST_CAPACITY, LISTENER_SLOTS, Mapping, PORT_WORDS,
+    Prefix, ROUTE_ENTRIES, SERVING, STATE_BITS, STATE_SLOTS, V4, V6, counter,
     verdict::{GlobalState, Tables},
 };
 
@@ -33,7 +35,7 @@ pub(crate) static CLIENTS_V6: LpmTrie<V6, u32> = LpmTrie::with_max_entries(LIST_
 #[map]
 pub(crate) static PORTS: Array<u64> = Array::with_max_entries(PORT_WORDS, 0);
 #[map]
-pub(crate) static STATE: Array<u32> = Array::with_max_entries(1, 0);
+pub(crate) static STATE: Array<u32> = Array::with_max_entries(STATE_SLOTS, 0);
 #[map]
 pub(crate) static LISTENER: SockMap = SockMap::with_max_entries(LISTENER_SLOTS, 0);
 #[map]
@@ -47,6 +49,8 @@ pub(crate) static ALIVE: Array<u64> = Array::with_max_entries(1, 0);
 pub(crate) static SET_RETVAL: Global<u8> = Global::new(0);
 #[unsafe(no_mangle)]
 pub(crate) static INGRESS_IFINDEX: Global<u8> = Global::new(0);
+#[unsafe(no_mangle)]
+pub(crate) static HOST_NETNS: Global<u64> = Global::new(0);
 #[unsafe(no_mangle)]
 pub(crate) static ORPHAN_AFTER: Global<u64> = Global::new(u64::MAX);
 #[unsafe(no_mangle)]
@@ -69,7 +73,10 @@ pub(crate) fn count(index: u32) {
 }
 
 /// Answers the verdict's lookups from the maps.
-pub(crate) struct KernelTables;
+pub(crate) struct KernelTables {
+    /// The kernel's context of a connect hook; null in other programs, which do not ask for the namespace.
+    pub(crate) connect: *mut bpf_sock_addr,
+}
 
 impl GlobalState for KernelTables {
     #[inline(always)]
@@ -79,7 +86,7 @@ impl GlobalState for KernelTables {
 
     #[inline(always)]
     fn serving(&self) -> bool {
-        STATE.get(0).is_some_and(|state| *state & SERVING != 0)
+        STATE.get(STATE_BITS).is_some_and(|state| *state & SERVING != 0)
     }
 
     #[inline(always)]
@@ -96,8 +103,25 @@ impl GlobalState for KernelTables {
     }
 
     #[inline(always)]
+    fn fails_at_connect(&self) -> bool {
+        SET_RETVAL.load() != 0
+    }
+
+    #[inline(always)]
+    fn by_route(&self) -> bool {
+        let host = match HOST_NETNS.load() {
+            0 => return false,
+            // SAFETY: without a context the helper returns the cookie of the initial namespace.
+            INITIAL_NETNS => unsafe { bpf_get_netns_cookie(null_mut()) },
+            host => host,
+        };
+        // SAFETY: `connect` is the hook's context, as only connect hooks ask.
+        unsafe { bpf_get_netns_cookie(self.connect.cast()) != host }
+    }
+
+    #[inline(always)]
     fn any_port_routes(&self) -> bool {
-        STATE.get(0).is_some_and(|state| *state & ANY_PORT_ROUTES != 0)
+        STATE.get(STATE_BITS).is_some_and(|state| *state & ANY_PORT_ROUTES != 0)
     }
 }
 

@@ -1,5 +1,7 @@
 //! Listener lookup: a connection to any port of a virtual address belongs to the server, if its source may connect
-//! there.
+//! there. So does one that a route led here, to a tunnelled port of an edge node's own address.
+
+use core::ptr::null_mut;
 
 use aya_ebpf::{
     bindings::{
@@ -11,11 +13,16 @@ use aya_ebpf::{
     programs::SkLookupContext,
 };
 use tunnel_abi::{
-    LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6, LOOPBACK_IFINDEX, V4, V6,
-    counter::{Lookup, of_lookup},
+    Address, FROM_ANYWHERE, LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6, LOOPBACK_IFINDEX, STATE_DEVICE, V4,
+    V6,
+    counter::{Lookup, Way, of_lookup},
+    verdict::{Tables, takes},
 };
 
-use crate::maps::{CLIENTS_V4, CLIENTS_V6, INGRESS_IFINDEX, LISTENER, VIRTUAL_V4, VIRTUAL_V6, count};
+use crate::maps::{
+    CLIENTS_V4, CLIENTS_V6, HOST_NETNS, INGRESS_IFINDEX, KernelTables, LISTENER, STATE, VIRTUAL_V4,
+    VIRTUAL_V6, count,
+};
 
 const IPPROTO_TCP: u32 = 6;
 const AF_INET: u32 = 2;
@@ -37,7 +44,9 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
         // SAFETY: as above.
         let local = V4(unsafe { (&raw const (*raw).local_ip4).read_volatile() });
         let virtual_addresses = VIRTUAL_V4.load();
-        if !virtual_addresses.contains(local) {
+        let way = if virtual_addresses.contains(local) { Way::Hook } else { Way::Route };
+        // SAFETY: as above.
+        if way == Way::Route && !unsafe { taken_by_route(raw, local) } {
             return SK_PASS;
         }
         // SAFETY: as above.
@@ -48,9 +57,11 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
             // SAFETY: as above.
             unsafe { came_over_loopback(raw) }
         } else {
-            CLIENTS_V4.get(Key::new(32, remote)).is_some()
+            let from = CLIENTS_V4.get(Key::new(32, remote));
+            // SAFETY: as above.
+            from.is_some_and(|from| unsafe { may_come_in(raw, way, *from) })
         };
-        return finish(&ctx, allowed, false);
+        return finish(&ctx, way, allowed, false);
     }
     // SAFETY: as above.
     let (local, remote) = unsafe {
@@ -70,24 +81,45 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
         )
     };
     let virtual_addresses = VIRTUAL_V6.load();
-    if !virtual_addresses.contains(local) {
+    let way = if virtual_addresses.contains(local) { Way::Hook } else { Way::Route };
+    // SAFETY: as above.
+    if way == Way::Route && !unsafe { taken_by_route(raw, local) } {
         return SK_PASS;
     }
     let allowed = if virtual_addresses.contains(remote) {
         // SAFETY: as above.
         unsafe { came_over_loopback(raw) }
     } else {
-        CLIENTS_V6.get(Key::new(128, remote)).is_some()
+        let from = CLIENTS_V6.get(Key::new(128, remote));
+        // SAFETY: as above.
+        from.is_some_and(|from| unsafe { may_come_in(raw, way, *from) })
     };
-    finish(&ctx, allowed, true)
+    finish(&ctx, way, allowed, true)
+}
+
+/// True if the route to an edge node's own address led the packet here, and not an address of this host.
+///
+/// # Safety
+/// `ctx` is the context that the kernel passed to the program.
+#[inline(always)]
+unsafe fn taken_by_route<A: Address>(ctx: *mut bpf_sk_lookup, local: A) -> bool
+where
+    KernelTables: Tables<A>,
+{
+    if HOST_NETNS.load() == 0 {
+        return false;
+    }
+    // SAFETY: guaranteed by the caller. The port is in host order.
+    let port = unsafe { (&raw const (*ctx).local_port).read_volatile() };
+    takes(&KernelTables { connect: null_mut() }, local, port as u16)
 }
 
 /// Steers or drops. Never passes: with an empty slot the connection would go to a program that listens on `*:port` of
 /// this host, such as the local kubelet.
 #[inline(always)]
-fn finish(ctx: &SkLookupContext, allowed: bool, v6: bool) -> u32 {
+fn finish(ctx: &SkLookupContext, way: Way, allowed: bool, v6: bool) -> u32 {
     if !allowed {
-        count(of_lookup(v6, Lookup::ForeignClient));
+        count(of_lookup(way, v6, Lookup::ForeignClient));
         return SK_DROP;
     }
     // Keep the choice of an older server: while it runs, its programs also come first in the connect hook, so the
@@ -97,18 +129,40 @@ fn finish(ctx: &SkLookupContext, allowed: bool, v6: bool) -> u32 {
     let (slot, flags) = (if v6 { LISTENER_V6 } else { LISTENER_V4 }, if taken { F_REPLACE } else { 0 });
     match LISTENER.redirect_sk_lookup(ctx, slot, flags) {
         Ok(()) => {
-            count(of_lookup(v6, if taken { Lookup::Replaced } else { Lookup::Steered }));
+            count(of_lookup(way, v6, if taken { Lookup::Replaced } else { Lookup::Steered }));
             SK_PASS
         }
         Err(error) if error == -EEXIST => {
-            count(of_lookup(v6, Lookup::Steered));
+            count(of_lookup(way, v6, Lookup::Steered));
             SK_PASS
         }
         Err(_) => {
-            count(of_lookup(v6, Lookup::NoListener));
+            count(of_lookup(way, v6, Lookup::NoListener));
             SK_DROP
         }
     }
+}
+
+/// True if a client's packet may come in where it did.
+///
+/// # Safety
+/// `ctx` is the context that the kernel passed to the program.
+#[inline(always)]
+unsafe fn may_come_in(ctx: *mut bpf_sk_lookup, way: Way, from: u32) -> bool {
+    // SAFETY: guaranteed by the caller.
+    way == Way::Hook || from == FROM_ANYWHERE || unsafe { came_over_loopback(ctx) || came_by_our_device(ctx) }
+}
+
+/// True if a packet of this host was routed by the server's device, which the kernel then names instead of loopback.
+/// Nobody sends packets by the device itself.
+///
+/// # Safety
+/// Same as [`came_over_loopback`], which was false.
+#[inline(always)]
+unsafe fn came_by_our_device(ctx: *mut bpf_sk_lookup) -> bool {
+    // SAFETY: guaranteed by the caller. The field exists, or `came_over_loopback` would have been true.
+    let ingress = unsafe { (&raw const (*ctx).ingress_ifindex).read_volatile() };
+    STATE.get(STATE_DEVICE).is_some_and(|device| *device == ingress)
 }
 
 /// True if an earlier program of the chain has selected a socket that is not a server's listener, which would have the

@@ -8,7 +8,8 @@ use tunnel_routing::RouteTarget;
 pub(super) enum Change {
     Exclude(IpNet),
     Include(IpNet),
-    Admit(IpNet),
+    /// With true, an address of this host itself.
+    Admit(IpNet, bool),
     Dismiss(IpNet),
     OpenPort(u16),
     ClosePort(u16),

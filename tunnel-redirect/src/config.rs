@@ -29,6 +29,20 @@ pub struct RedirectConfig {
     /// Time after this process's last heartbeat at which the programs stop redirecting.
     pub orphan_timeout: Duration,
     pub orphan_policy: OrphanPolicy,
+    /// The way of connections from other network namespaces than this process's.
+    pub pods: Pods,
+}
+
+/// How connections of pods are redirected.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Pods {
+    /// At connect(), to a virtual address, as those of the host's own processes.
+    #[default]
+    Connect,
+    /// By route, with the true address, and with them everything else that reaches this host for an edge node.
+    Route,
+    /// By route if this process may make a TUN device.
+    Auto,
 }
 
 /// What pinned programs do with connects to edge addresses once their server is gone.
@@ -72,6 +86,7 @@ impl Default for RedirectConfig {
             pins: None,
             orphan_timeout: ORPHAN_TIMEOUT,
             orphan_policy: OrphanPolicy::default(),
+            pods: Pods::default(),
         }
     }
 }

@@ -114,6 +114,10 @@ pub enum RedirectError {
     },
     #[error("rtnetlink: cannot {operation}: {reason}; check CAP_NET_ADMIN and `ip route show table local`")]
     Netlink { operation: String, reason: String },
+    #[error(
+        "--redirect-pods=route: cannot make a TUN device: {source}; load the module tun, give this process /dev/net/tun, or use --redirect-pods=connect"
+    )]
+    Tun { source: io::Error },
     #[error("the redirect's listener: {operation}: {source}")]
     Listener { operation: &'static str, source: io::Error },
     #[error("the redirect does not work: {0}")]

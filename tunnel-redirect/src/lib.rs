@@ -7,6 +7,7 @@
 #![deny(unsafe_code)]
 
 mod attached;
+mod by_route;
 mod cgroup;
 mod change;
 mod checks;
@@ -41,7 +42,7 @@ mod withdraw;
 pub use checks::{
     HostCheck, fails_at_connect, foreign_lookups, host_checks, left_behind, missing_range_routes,
 };
-pub use config::{LEAST_ORPHAN_TIMEOUT, ORPHAN_TIMEOUT, OrphanPolicy, PinConfig, RedirectConfig};
+pub use config::{LEAST_ORPHAN_TIMEOUT, ORPHAN_TIMEOUT, OrphanPolicy, PinConfig, Pods, RedirectConfig};
 pub use error::{RedirectError, SelfTestError};
 pub use feed::Feeder;
 pub use listen::listen;

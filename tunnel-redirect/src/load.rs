@@ -9,7 +9,7 @@ use aya::programs::links::FdLink;
 use aya::programs::{CgroupAttachMode, CgroupSockAddr, Program, ProgramError, SkLookup};
 use aya::{Ebpf, EbpfError, EbpfLoader};
 use nix::libc;
-use tunnel_abi::{Prefix, V4, V6, names};
+use tunnel_abi::{INITIAL_NETNS, Prefix, V4, V6, names};
 use tunnel_runtime::error::{causes, chain};
 
 use super::attached::{self, AttachType};
@@ -61,8 +61,13 @@ pub(super) struct Programs {
 const CGROUP_HOOKS: [AttachType; 4] =
     [AttachType::Getpeername4, AttachType::Getpeername6, AttachType::Connect4, AttachType::Connect6];
 
-/// Loads the object, but not its programs.
-pub(super) fn open(config: &RedirectConfig, features: Features, log: bool) -> Result<Ebpf, RedirectError> {
+/// Loads the object, but not its programs. `host_netns` is 0 unless routes take the connections of other namespaces.
+pub(super) fn open(
+    config: &RedirectConfig,
+    features: Features,
+    host_netns: u64,
+    log: bool,
+) -> Result<Ebpf, RedirectError> {
     let object = embedded()?;
     let v4 = config.redirect_range.trunc();
     let v6 = config.redirect_range_v6.trunc();
@@ -78,6 +83,7 @@ pub(super) fn open(config: &RedirectConfig, features: Features, log: bool) -> Re
         .btf(None)
         .override_global(names::SET_RETVAL, &set_retval, true)
         .override_global(names::INGRESS_IFINDEX, &ingress_ifindex, true)
+        .override_global(names::HOST_NETNS, &host_netns, true)
         .override_global(names::ORPHAN_AFTER, &orphan_after, true)
         .override_global(names::REFUSE_ORPHANED, &refuse_orphaned, true)
         .override_global(names::VIRTUAL_V4, &virtual_addresses_v4, true)
@@ -89,7 +95,8 @@ pub(super) fn open(config: &RedirectConfig, features: Features, log: bool) -> Re
 
 /// Loads the programs and unloads them again, with all that their log level could add.
 pub(super) fn try_out(config: &RedirectConfig) -> Result<(), RedirectError> {
-    let ebpf = open(config, preflight::probe(config)?, true)?;
+    // With a namespace, so that all code is verified.
+    let ebpf = open(config, preflight::probe(config)?, INITIAL_NETNS, true)?;
     Programs::load(ebpf, None).map(drop)
 }
 

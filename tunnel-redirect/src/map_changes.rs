@@ -15,8 +15,14 @@ impl MapContents {
         let mut changes = Vec::new();
         changes.extend(want.excluded.difference(&self.excluded).map(|net| Change::Exclude(*net)));
         changes.extend(self.ports.difference(&want.ports).map(|port| Change::ClosePort(*port)));
-        changes.extend(self.clients.difference(&want.clients).map(|net| Change::Dismiss(*net)));
-        changes.extend(want.clients.difference(&self.clients).map(|net| Change::Admit(*net)));
+        let stays = |net: &&IpNet| {
+            let both = self.clients.contains(*net) && want.clients.contains(*net);
+            both && self.own.contains(*net) == want.own.contains(*net)
+        };
+        let gone = self.clients.iter().filter(|net| !stays(net));
+        changes.extend(gone.map(|net| Change::Dismiss(*net)));
+        let admitted = want.clients.iter().filter(|net| !stays(net));
+        changes.extend(admitted.map(|net| Change::Admit(*net, want.own.contains(net))));
 
         let gone = self.routes.keys().filter(|net| !want.routes.contains_key(net));
         let mut unrouted: BTreeSet<IpNet> = gone.copied().collect();

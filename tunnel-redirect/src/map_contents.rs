@@ -18,6 +18,8 @@ pub(super) struct MapContents {
     pub(super) ports: BTreeSet<u16>,
     pub(super) excluded: BTreeSet<IpNet>,
     pub(super) clients: BTreeSet<IpNet>,
+    /// The clients that are this host itself.
+    pub(super) own: BTreeSet<IpNet>,
     pub(super) routes: BTreeMap<IpNet, RouteTarget>,
     /// Virtual address block to the network that it stands for.
     pub(super) origins: BTreeMap<IpNet, IpNet>,
@@ -41,7 +43,7 @@ impl MapContents {
     /// Checks and completes `desired`. An error changes nothing.
     pub(super) fn complete(desired: &Desired, host: &HostContext<'_>) -> Result<Self, RedirectError> {
         let mut contents = Self::default();
-        (contents.excluded, contents.clients) = lists(desired, host);
+        (contents.excluded, contents.clients, contents.own) = lists(desired, host);
         let wanted = |net: &IpNet| host.ipv6 || matches!(net, IpNet::V4(_));
         for (net, target) in host.self_test.routes(host.ipv6) {
             contents.add_route(net, target)?;
@@ -159,8 +161,18 @@ impl MapContents {
         let _ = match *change {
             Change::Exclude(net) => self.excluded.insert(net),
             Change::Include(net) => self.excluded.remove(&net),
-            Change::Admit(net) => self.clients.insert(net),
-            Change::Dismiss(net) => self.clients.remove(&net),
+            Change::Admit(net, own) => {
+                if own {
+                    self.own.insert(net)
+                } else {
+                    self.own.remove(&net)
+                };
+                self.clients.insert(net)
+            }
+            Change::Dismiss(net) => {
+                self.own.remove(&net);
+                self.clients.remove(&net)
+            }
             Change::OpenPort(port) => self.ports.insert(port),
             Change::ClosePort(port) => self.ports.remove(&port),
             Change::Route(net, target) => self.routes.insert(net, target).is_some(),
@@ -172,8 +184,8 @@ impl MapContents {
     }
 }
 
-/// The excluded networks and the clients, including this host's additions.
-fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNet>, BTreeSet<IpNet>) {
+/// The excluded networks and the clients, including this host's additions, and these alone.
+fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNet>, BTreeSet<IpNet>, BTreeSet<IpNet>) {
     let loopback = [
         IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8)),
         IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST)),
@@ -191,7 +203,7 @@ fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNet>, BTreeSe
         .chain(host.config.clients.iter().map(normalize))
         .filter(wanted)
         .collect();
-    (excluded, clients)
+    (excluded, clients, own().filter(wanted).collect())
 }
 
 fn redirect_ranges(config: &RedirectConfig) -> [IpNet; 2] {

@@ -261,7 +261,23 @@ fn another_address_of_this_host_leaves_the_routes_alone() {
     let own = ["10.1.2.3".parse().unwrap()].into();
     let changes = have.changes_to(&complete_with(&state, &config, &own).unwrap());
     let net: IpNet = "10.1.2.3/32".parse().unwrap();
-    assert_eq!(changes, [Change::Exclude(net), Change::Admit(net)]);
+    assert_eq!(changes, [Change::Exclude(net), Change::Admit(net, true)]);
+}
+
+#[test]
+fn a_client_that_becomes_this_host_is_admitted_anew() {
+    let mut state = desired(&[("10.8.0.1/32", "198.18.0.2", true)]);
+    let net: IpNet = "10.1.2.3/32".parse().unwrap();
+    state.clients.insert(net);
+    let (config, before) = (RedirectConfig::default(), complete(&state).unwrap());
+    let own = ["10.1.2.3".parse().unwrap()].into();
+    let after = complete_with(&state, &config, &own).unwrap();
+    let changes = before.changes_to(&after);
+    assert_eq!(changes, [Change::Exclude(net), Change::Dismiss(net), Change::Admit(net, true)]);
+    let mut now = before.clone();
+    changes.iter().for_each(|change| now.record(change));
+    assert_eq!(now, after);
+    assert!(after.changes_to(&before).contains(&Change::Admit(net, false)));
 }
 
 #[test]

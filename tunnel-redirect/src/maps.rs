@@ -7,7 +7,10 @@ use aya::Ebpf;
 use aya::maps::lpm_trie::Key;
 use aya::maps::{Array, LpmTrie, MapData, MapError, PerCpuArray, SockMap};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use tunnel_abi::{ANY_PORT, ANY_PORT_ROUTES, DOWN, Mapping, SERVING, V4, V6, counter, names};
+use tunnel_abi::{
+    ANY_PORT, ANY_PORT_ROUTES, DOWN, FROM_ANYWHERE, FROM_HERE, Mapping, SERVING, STATE_BITS, STATE_DEVICE,
+    V4, V6, counter, names,
+};
 use tunnel_routing::RouteTarget;
 use tunnel_runtime::error::chain;
 
@@ -71,9 +74,9 @@ impl Maps {
     /// Writes one change; `before` is the maps' contents without it.
     pub(super) fn write(&mut self, change: &Change, before: &MapContents) -> Result<(), RedirectError> {
         match *change {
-            Change::Exclude(net) => self.excluded.insert(net),
+            Change::Exclude(net) => self.excluded.insert(net, 1),
             Change::Include(net) => self.excluded.remove(net),
-            Change::Admit(net) => self.clients.insert(net),
+            Change::Admit(net, own) => self.clients.insert(net, if own { FROM_HERE } else { FROM_ANYWHERE }),
             Change::Dismiss(net) => self.clients.remove(net),
             Change::Route(net, RouteTarget { virtual_address, up, any_port }) => {
                 let flags = if up { 0 } else { DOWN } | if any_port { ANY_PORT } else { 0 };
@@ -104,9 +107,14 @@ impl Maps {
 
     fn set_state(&mut self, bit: u32, on: bool) -> Result<(), RedirectError> {
         let bits = if on { self.state_bits | bit } else { self.state_bits & !bit };
-        self.state.set(0, bits, 0).map_err(failed(names::STATE))?;
+        self.state.set(STATE_BITS, bits, 0).map_err(failed(names::STATE))?;
         self.state_bits = bits;
         Ok(())
+    }
+
+    /// Sets the device of the routes to edge nodes.
+    pub(super) fn set_device(&mut self, index: u32) -> Result<(), RedirectError> {
+        self.state.set(STATE_DEVICE, index, 0).map_err(failed(names::STATE))
     }
 
     /// Writes the heartbeat that tells the programs that this process is alive.
@@ -153,10 +161,10 @@ impl<T4: aya::Pod, T6: aya::Pod> Tries<T4, T6> {
 }
 
 impl Tries<u32, u32> {
-    fn insert(&mut self, net: IpNet) -> Result<(), RedirectError> {
+    fn insert(&mut self, net: IpNet, value: u32) -> Result<(), RedirectError> {
         match net {
-            IpNet::V4(net) => self.v4.insert(&key_v4(net), 1_u32, 0).map_err(failed(self.names[0])),
-            IpNet::V6(net) => self.v6.insert(&key_v6(net), 1_u32, 0).map_err(failed(self.names[1])),
+            IpNet::V4(net) => self.v4.insert(&key_v4(net), value, 0).map_err(failed(self.names[0])),
+            IpNet::V6(net) => self.v6.insert(&key_v6(net), value, 0).map_err(failed(self.names[1])),
         }
     }
 }

@@ -7,6 +7,7 @@ use tokio::time::sleep;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::net::{Ended, NetChanges};
 
+use super::by_route::ByRoute;
 use super::error::RedirectError;
 use super::range_use;
 use super::running::{Redirect, redirect_ranges};
@@ -35,10 +36,14 @@ impl Redirect {
     /// Subscribes, then adds missing routes on each change, until the subscription breaks.
     async fn keep_routes(self: &Arc<Self>, uses: &mut LogOnce) -> Result<Ended, RedirectError> {
         let ranges = redirect_ranges(&self.config, self.ipv6);
-        let mut changes = NetChanges::of_routes(&ranges).map_err(|error| RedirectError::Netlink {
-            operation: "subscribe to changes of routes".into(),
-            reason: error.to_string(),
-        })?;
+        let watched = self.lock().by_route.as_ref().map(ByRoute::watched);
+        let (tables, own) = watched.unzip();
+        let tables = tables.as_ref().map_or(&[][..], |tables| &tables[..]);
+        let mut changes =
+            NetChanges::of_routes(&ranges, tables, own).map_err(|error| RedirectError::Netlink {
+                operation: "subscribe to changes of routes".into(),
+                reason: error.to_string(),
+            })?;
         let mut changed = true;
         loop {
             if self.offload(Self::ensure_routes).await? {

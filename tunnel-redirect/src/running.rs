@@ -14,10 +14,11 @@ use tunnel_abi::LIST_CAPACITY;
 use tunnel_routing::{Desired, reserved_addresses, reserved_addresses_v6};
 use tunnel_runtime::net::interface_addresses;
 
+use super::by_route::{ByRoute, Wanted};
 use super::cgroup::Cgroup;
 use super::change::Change;
 use super::claim::Claim;
-use super::config::RedirectConfig;
+use super::config::{OrphanPolicy, RedirectConfig};
 use super::error::RedirectError;
 use super::load::{ProgramInfo, Programs};
 use super::map_contents::{HostContext, MapContents};
@@ -54,6 +55,8 @@ pub struct Redirect {
     pub(super) cgroup: Cgroup,
     pub(super) netns: File,
     pub(super) ipv6: bool,
+    /// Connections of other network namespaces are taken by route.
+    pub(super) routed: bool,
     pub(super) features: Features,
     pub(super) not_pinned: Option<String>,
     /// Notified when programs are missing.
@@ -66,6 +69,8 @@ pub struct Redirect {
 pub(super) struct Inner {
     pub(super) programs: Programs,
     pub(super) maps: Maps,
+    /// The routes that take connections of other namespaces; None if the hooks redirect these too.
+    pub(super) by_route: Option<ByRoute>,
     /// Contents of `maps`.
     pub(super) contents: MapContents,
     /// True if `maps` match `desired`, `own` and `self_test_addresses`.
@@ -127,13 +132,20 @@ impl Redirect {
         }
         let want = MapContents::complete(&desired, &self.host(inner))?;
         inner.desired = desired;
-        inner.bring_to(&want)
+        self.write_all(inner, &want)
     }
 
     /// Brings the maps up to date with the desired state, this host's addresses and those of the self-test.
     pub(super) fn rewrite(&self, inner: &mut Inner) -> Result<Applied, RedirectError> {
         let want = MapContents::complete(&inner.desired, &self.host(inner))?;
-        inner.bring_to(&want)
+        self.write_all(inner, &want)
+    }
+
+    fn write_all(&self, inner: &mut Inner, want: &MapContents) -> Result<Applied, RedirectError> {
+        let refuse = self.config.orphan_policy == OrphanPolicy::Refuse;
+        let ranges = redirect_ranges(&self.config, self.ipv6);
+        let routes = inner.by_route.is_some().then(|| Wanted::of(want, &ranges, refuse));
+        inner.bring_to(want, routes)
     }
 
     fn host<'a>(&'a self, inner: &'a Inner) -> HostContext<'a> {
@@ -181,6 +193,11 @@ impl Redirect {
         self.features.set_retval
     }
 
+    /// Reports whether connections of other network namespaces are taken by route.
+    pub fn by_route(&self) -> bool {
+        self.routed
+    }
+
     /// Reports whether IPv6 destinations are redirected.
     pub fn ipv6(&self) -> bool {
         self.ipv6
@@ -223,10 +240,10 @@ impl Redirect {
         change(&mut self.health.lock());
     }
 
-    /// Adds missing redirect routes; returns true if one was missing.
+    /// Adds missing redirect routes and what takes connections by route; returns true if something was missing.
     pub(super) fn ensure_routes(&self) -> Result<bool, RedirectError> {
         // Locked until the routes are there: a stop that removes them must not intervene.
-        let inner = self.lock();
+        let mut inner = self.lock();
         if inner.stopped {
             return Err(RedirectError::Stopped);
         }
@@ -234,9 +251,15 @@ impl Redirect {
         if inner.released {
             return Ok(false);
         }
+        let mut restored = 0;
+        let Inner { by_route, maps, .. } = &mut *inner;
+        if let Some(by_route) = by_route {
+            restored = by_route.restore()?;
+            maps.set_device(by_route.device())?;
+        }
         let ranges = redirect_ranges(&self.config, self.ipv6);
         netlink::blocking(|handle| async move {
-            let mut added = false;
+            let mut added = restored > 0;
             for range in ranges {
                 added |= netlink::add_route(&handle, range).await?;
             }
@@ -279,8 +302,18 @@ impl Redirect {
 }
 
 impl Inner {
-    fn bring_to(&mut self, want: &MapContents) -> Result<Applied, RedirectError> {
+    fn bring_to(&mut self, want: &MapContents, routes: Option<Wanted>) -> Result<Applied, RedirectError> {
+        self.current = false;
+        if let (Some(by_route), Some(routes)) = (&mut self.by_route, &routes) {
+            by_route.take_away(routes)?;
+        }
         let applied = self.write(self.contents.changes_to(want))?;
+        if let (Some(by_route), Some(routes)) = (&mut self.by_route, routes)
+            && let Err(error) = by_route.add(routes)
+        {
+            self.current = false;
+            return Err(error);
+        }
         let left_out = std::mem::replace(&mut self.contents.left_out, want.left_out);
         if left_out != want.left_out {
             log_left_out(want.left_out);

@@ -8,13 +8,15 @@ use aya::Ebpf;
 use nix::libc;
 use nix::sys::socket::{setsockopt, sockopt};
 use parking_lot::Mutex;
+use socket2::SockRef;
 use tokio::sync::Notify;
 use tunnel_abi::{LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6};
 use tunnel_routing::Desired;
 
+use super::by_route::{self, ByRoute};
 use super::cgroup::Cgroup;
 use super::claim::Claim;
-use super::config::{OrphanPolicy, RedirectConfig};
+use super::config::{OrphanPolicy, Pods, RedirectConfig};
 use super::error::RedirectError;
 use super::load::{self, Programs};
 use super::map_contents::MapContents;
@@ -60,7 +62,9 @@ impl Redirect {
         let claim = Claim::take(&config, v6.is_some())?;
         range_use::check(&config, v6.is_some())?;
         let log = program_log::wanted();
-        let mut ebpf = load::open(&config, features, log)?;
+        let by_route = by_route(&config, v6.is_some())?;
+        let host_netns = if by_route.is_some() { by_route::host_netns(v4) } else { 0 };
+        let mut ebpf = load::open(&config, features, host_netns, log)?;
         let program_log = if log { Some(ProgramLog::new(&mut ebpf)?) } else { None };
         let (pins, not_pinned) = pins(&config, &netns, &ebpf);
         if let (OrphanPolicy::Refuse, Some(reason), Some(pinned)) =
@@ -79,12 +83,20 @@ impl Redirect {
             )?;
             maps.set_listener(slot, listener)?;
         }
+        if by_route.is_some() {
+            // To answer from addresses that are not this host's own. IPv6 asks for no permission.
+            SockRef::from(v4).set_ip_transparent_v4(true).map_err(|source| RedirectError::Listener {
+                operation: "cannot set IP_TRANSPARENT",
+                source,
+            })?;
+        }
         maps.beat()?;
         maps.set_serving(true)?;
 
         let inner = Inner {
             programs,
             maps,
+            by_route,
             contents: MapContents::default(),
             current: false,
             desired: Desired::default(),
@@ -103,6 +115,7 @@ impl Redirect {
             cgroup,
             netns,
             ipv6: v6.is_some(),
+            routed: inner.by_route.is_some(),
             features,
             not_pinned,
             lost: Notify::new(),
@@ -118,6 +131,7 @@ impl Redirect {
             ipv6 = redirect.ipv6,
             fail_at_connect = redirect.features.set_retval,
             pinned = redirect.pinned_in().is_some(),
+            by_route = redirect.by_route(),
             "redirect attached and verified"
         );
         Ok(redirect)
@@ -141,6 +155,23 @@ impl Redirect {
             }
         }
         result
+    }
+}
+
+/// Makes the device for routes, if connections are to be taken by them.
+fn by_route(config: &RedirectConfig, ipv6: bool) -> Result<Option<ByRoute>, RedirectError> {
+    match (config.pods, by_route::usable()) {
+        (Pods::Connect, _) => Ok(None),
+        (Pods::Auto, Err(error)) => {
+            tracing::warn!(
+                %error,
+                path = "/dev/net/tun",
+                fix = "give this process the device, or set --redirect-pods=connect",
+                "no TUN device, connections of pods are redirected at connect()"
+            );
+            Ok(None)
+        }
+        (Pods::Route | Pods::Auto, _) => ByRoute::open(ipv6).map(Some),
     }
 }
 

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
 
+use super::by_route::{ByRoute, remove_leftovers};
 use super::claim;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
@@ -39,6 +40,10 @@ impl Redirect {
     pub fn release(&self) {
         let mut inner = self.lock();
         inner.released = true;
+        // The successor may take nothing by route: what this server's routes led here would reach others' listeners.
+        if let Some(Err(error)) = inner.by_route.as_mut().map(ByRoute::pause) {
+            tracing::warn!(%error, "failed to remove rules for connections by route");
+        }
         inner.programs.release(&self.cgroup);
         inner.claim.release();
     }
@@ -99,6 +104,10 @@ impl Redirect {
         }
         // Without the claim the routes belong to the successor, or to whoever has taken the ranges.
         let shared = if inner.claim.is_held() { inner.claim.is_shared() } else { Ok(true) };
+        // Before the programs go, without which the host's other listeners would get these connections.
+        if let Some(Err(error)) = inner.by_route.take().map(ByRoute::withdraw) {
+            tracing::warn!(%error, "failed to remove rules for connections by route");
+        }
         inner.programs.detach(&self.cgroup);
         drop(inner);
         match shared {
@@ -135,6 +144,8 @@ pub struct Cleaned {
     pub pins: Vec<PathBuf>,
     /// Redirect ranges whose routes were removed.
     pub routes: Vec<IpNet>,
+    /// Number of removed rules for connections by route.
+    pub rules: usize,
 }
 
 /// Removes the remains of killed servers in this network namespace: pinned programs and redirect routes.
@@ -160,5 +171,5 @@ pub fn cleanup(config: &RedirectConfig) -> Result<Cleaned, RedirectError> {
         }
         Ok(removed)
     })?;
-    Ok(Cleaned { pins, routes })
+    Ok(Cleaned { pins, routes, rules: remove_leftovers()? })
 }

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::net::TcpStream;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
@@ -228,7 +229,7 @@ fn lost_route() {
 fn route_changes() {
     runtime().block_on(async {
         let ranges = [config().redirect_range.into(), config().redirect_range_v6.into()];
-        let mut changes = NetChanges::of_routes(&ranges).unwrap();
+        let mut changes = NetChanges::of_routes(&ranges, &[77, 198_180], None).unwrap();
         let batch = tempfile::NamedTempFile::new().unwrap();
         let first = [
             "link add many0 type veth peer name many1",
@@ -250,9 +251,21 @@ fn route_changes() {
             "route del local 198.18.0.0/15 dev lo table local",
             "-6 route add local fd9e:706f:7374:6572::/64 dev lo table local",
             "rule add priority 77 lookup 77",
+            "route add 10.78.0.0/24 dev many0 table 77",
+            "-6 route add 2001:db8:78::/64 dev many0 table 198180",
         ] {
             ip(change);
             assert!(changes.next(Duration::from_secs(5)).await.unwrap(), "not told: {change}");
+        }
+        // A netlink socket has its process's number as its address. The shell becomes ip(8) once it is known here.
+        for own in [false, true] {
+            let rule = format!("read go; exec ip rule add priority 78 lookup {}", 78 + u32::from(own));
+            let mut author = Command::new("sh").args(["-c", &rule]).stdin(Stdio::piped()).spawn().unwrap();
+            let but_by = if own { author.id() } else { u32::MAX };
+            let mut changes = NetChanges::of_routes(&ranges, &[], Some(but_by)).unwrap();
+            drop(author.stdin.take());
+            assert!(author.wait().unwrap().success());
+            assert_eq!(changes.next(Duration::from_millis(300)).await.unwrap(), !own);
         }
     });
 }

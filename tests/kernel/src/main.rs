@@ -7,6 +7,7 @@
 //! `cargo xtask test redirect_kernel [NAME]` as root.
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a panic is how a case fails")]
 
+mod by_route;
 mod connects;
 mod failures;
 mod harness;
@@ -25,8 +26,15 @@ use std::process::ExitCode;
 type Case = (&'static str, fn());
 
 fn cases() -> Vec<Case> {
-    let everywhere =
-        [connects::CASES, networks::CASES, lifecycle::CASES, others::CASES, failures::CASES, scale::CASES];
+    let everywhere = [
+        connects::CASES,
+        networks::CASES,
+        by_route::CASES,
+        lifecycle::CASES,
+        others::CASES,
+        failures::CASES,
+        scale::CASES,
+    ];
     let whole_machine = std::env::var_os(harness::WHOLE_MACHINE).map_or(&[][..], |_| pod::CASES);
     [&everywhere[..], &[whole_machine]].concat().concat()
 }

@@ -77,19 +77,12 @@ fn spoofed_source() {
 }
 
 fn pod_and_neighbour_v6() {
-    let link = |peer: &Peer, name: &str, here: &str, there: &str| {
-        let gateway = here.split('/').next().unwrap();
-        // eth0 and the interface here come from `link`.
-        ip(&format!("-6 addr add {here} dev {name} nodad"));
-        peer.ip(&format!("-6 addr add {there} dev eth0 nodad"));
-        peer.ip(&format!("-6 route add default via {gateway}"));
-    };
     let mut pod = Peer::spawn();
     pod.link("pod0", "10.244.1.1/24", "10.244.1.5/24");
-    link(&pod, "pod0", "2001:db8:244::1/64", "2001:db8:244::5/64");
+    pod.link_v6("pod0", "2001:db8:244::1/64", "2001:db8:244::5/64");
     let mut neighbour = Peer::spawn();
     neighbour.link("lan0", "10.1.0.1/24", "10.1.0.2/24");
-    link(&neighbour, "lan0", "2001:db8:1::1/64", "2001:db8:1::2/64");
+    neighbour.link_v6("lan0", "2001:db8:1::1/64", "2001:db8:1::2/64");
     let mut desired = desired(&[crate::support::EDGE_V6]);
     desired.clients.insert(net_of("2001:db8:244::/64"));
     let world = World::start(&desired);

@@ -11,10 +11,12 @@ use nix::sys::prctl::set_pdeathsig;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use socket2::{Domain, Socket, Type};
-use tunnel_redirect::Redirect;
+use tunnel_redirect::{OrphanPolicy, Pods, Redirect, RedirectConfig};
 
 use crate::harness::{ROLE, isolate};
-use crate::support::{EDGE, Listener, PORT, address, config, desired, greet, greeting, ip, run};
+use crate::support::{
+    EDGE, Listener, POD_RANGE, PORT, address, config, desired, greet, greeting, ip, run, with_client,
+};
 
 /// A process in its own network namespace, in the case's cgroup, that executes commands.
 pub(crate) struct Peer {
@@ -33,7 +35,12 @@ impl Peer {
 
     /// Spawns a server process with one edge node, [`EDGE`], in the case's own namespace.
     pub(crate) fn spawn_server() -> Self {
-        let mut peer = spawn_role("server");
+        Self::spawn_server_as("connect")
+    }
+
+    /// One that redirects at connect (`connect`) or by route (`route`), also with --orphan-policy=refuse (`refuse`).
+    pub(crate) fn spawn_server_as(how: &str) -> Self {
+        let mut peer = spawn_role(&format!("server {how}"));
         assert_eq!(peer.line(), "ready");
         peer
     }
@@ -102,6 +109,14 @@ impl Peer {
         run("nsenter", &format!("--target {} --net ip {arguments}", self.child.id()));
     }
 
+    /// Gives the pair of [`Self::link`] IPv6 addresses too.
+    pub(crate) fn link_v6(&self, name: &str, here: &str, there: &str) {
+        ip(&format!("-6 addr add {here} dev {name} nodad"));
+        self.ip(&format!("-6 addr add {there} dev eth0 nodad"));
+        let gateway = here.split('/').next().expect("an address");
+        self.ip(&format!("-6 route add default via {gateway}"));
+    }
+
     /// Joins the namespaces by a veth pair: `name` here, eth0 there, with the default route through here.
     pub(crate) fn link(&self, name: &str, here: &str, there: &str) {
         ip(&format!("link add {name} type veth peer name eth0 netns {}", self.child.id()));
@@ -149,10 +164,15 @@ pub(crate) fn run_role(role: &str) -> ExitCode {
                 println!("{}", execute(&line.expect("a command")));
             }
         }
-        ["server"] => {
+        ["server", how] => {
             let listener = Listener::open();
-            let redirect = Redirect::start(config(), &listener.v4, Some(&listener.v6)).expect("start");
-            redirect.apply(|| desired(&[EDGE]).into()).expect("apply");
+            let by_route = *how != "connect";
+            let pods = if by_route { Pods::Route } else { Pods::Connect };
+            let orphan_policy = if *how == "refuse" { OrphanPolicy::Refuse } else { OrphanPolicy::Direct };
+            let config = RedirectConfig { pods, orphan_policy, ..config() };
+            let redirect = Redirect::start(config, &listener.v4, Some(&listener.v6)).expect("start");
+            redirect.apply(|| with_client(desired(&[EDGE]), POD_RANGE).into()).expect("apply");
+            let _serving = by_route.then(|| listener.serve());
             println!("ready");
             // Until it is killed.
             for _ in std::io::stdin().lines() {}

@@ -64,6 +64,14 @@ pub(crate) fn desired(edges: &[Edge]) -> State {
     State { ports: [PORT, 10255].into(), routes, ..State::default() }
 }
 
+/// Addresses of the pods of [`crate::by_route`].
+pub(crate) const POD_RANGE: &str = "10.244.1.0/24";
+
+pub(crate) fn with_client(mut desired: State, net: &str) -> State {
+    desired.clients.insert(net_of(net));
+    desired
+}
+
 pub(crate) fn route(desired: &mut State, net: &str, virtual_address: &str, up: bool) {
     desired
         .routes

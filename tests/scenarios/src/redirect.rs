@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
-use postern_testbed::client::{End, PATIENCE, connect, connect_from, echo, end_at_once, visit};
+use postern_testbed::client::{
+    End, PATIENCE, connect, connect_from, echo, end_at_once, is_unreachable, visit,
+};
 use postern_testbed::cluster::peers::cilium_without_socket_lb;
 use postern_testbed::inventory::Inventory;
 use postern_testbed::report::figure;
@@ -24,6 +26,7 @@ scenarios! {
     two_installations_on_one_host(edges = 2),
     virtual_addresses_open_only_tunnelled_ports(quick),
     clients_of_ranges_that_no_node_names,
+    pods_are_taken_by_route,
     no_thread_keeps_what_only_the_start_needs,
     cilium_without_socket_load_balancing(cilium),
 }
@@ -235,6 +238,65 @@ async fn virtual_addresses_open_only_tunnelled_ports(testbed: &Testbed) -> Resul
     let end = end_at_once(TcpStream::connect((virtual_address, other.address.port())).await).await?;
     ensure!(end == End::Reset, "a virtual address opened a port that is not tunnelled");
     server.wait_log("is not tunnelled").await
+}
+
+/// With --redirect-pods=route: a pod's connection and a Service's arrive with the edge node's own address, which a
+/// NetworkPolicy would judge. A neighbour that routes edge addresses here gets nothing.
+async fn pods_are_taken_by_route(testbed: &Testbed) -> Result<()> {
+    let pod = testbed.add_pod()?;
+    let neighbour = testbed.add_neighbour()?;
+    let mut server = Builder::new(testbed).flag("--redirect-pods=route").start().await?;
+    let mut agent = Agent::enrol(&server, 1).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let steered = [("hook", "route4"), ("outcome", "steered")];
+
+    let mut from_pod = connect_from(&pod, on_edge.address, PATIENCE).await.context("from the pod")?;
+    echo(&mut from_pod, b"from a pod").await?;
+    let client = from_pod.local_addr()?.to_string();
+    let sockets = testbed.cloud.output("ss", "-Htn state established")?;
+    let pair = |line: &str| line.contains(&on_edge.address.to_string()) && line.contains(&client);
+    ensure!(sockets.lines().any(pair), "no socket has the true addresses:\n{sockets}");
+    drop(from_pod);
+    let line = server.wait_access("from the pod", |line| line.text("client") == client).await?;
+    ensure!(line.text("destination") == on_edge.address.to_string(), "{line:?}");
+    server.expect_metric("postern_redirect_verdicts_total", &steered, 1.0).await?;
+
+    // As kube-proxy writes it.
+    let service = "10.96.0.10:443".parse()?;
+    for chain in ["PREROUTING", "OUTPUT"] {
+        let rule =
+            format!("-d 10.96.0.10/32 -p tcp --dport 443 -j DNAT --to-destination {}", on_edge.address);
+        testbed.cloud.output("iptables", &format!("-w -t nat -A {chain} {rule}"))?;
+    }
+    let mut from_pod = connect_from(&pod, service, PATIENCE).await.context("to the Service, from the pod")?;
+    echo(&mut from_pod, b"to a Service").await?;
+    drop(from_pod);
+    visit(service).await.context("to the Service, from the host")?;
+    server.expect_metric("postern_redirect_verdicts_total", &steered, 3.0).await?;
+    // The host's own connects do not need a route.
+    visit(on_edge.address).await?;
+    server.expect_metric("postern_redirect_verdicts_total", &steered, 3.0).await?;
+
+    neighbour.ip(&format!("route add {}/32 via 10.70.0.1", on_edge.address.ip()))?;
+    let before = on_edge.connections();
+    let refused = connect_from(&neighbour, on_edge.address, Duration::from_secs(3)).await;
+    ensure!(refused.is_err(), "a neighbour reached an edge node");
+    let foreign = [("hook", "route4"), ("outcome", "foreign_client")];
+    server.wait_metric("postern_redirect_verdicts_total", &foreign, |count| count >= 1.0).await?;
+    ensure!(on_edge.connections() == before, "the target saw the neighbour's connection");
+
+    agent.process.stop().await?;
+    let unreachable = async || Ok(connect_from(&pod, on_edge.address, PATIENCE).await);
+    let failed = |result: &std::io::Result<TcpStream>| result.as_ref().is_err_and(is_unreachable);
+    let failing = wait_until("the pod's connect to fail", PATIENCE, unreachable, failed).await?;
+    ensure!(failing.is_err(), "{failing:?}");
+    let end = end_at_once(connect_from(&pod, service, PATIENCE).await).await?;
+    ensure!(end == End::Reset, "a Service of a node without a tunnel: {end:?}");
+
+    server.process.crash().await?;
+    let links = testbed.cloud.output("ip", "-o link show type tun")?;
+    ensure!(links.is_empty(), "the device outlived the server: {links}");
+    Ok(())
 }
 
 /// Calico, Cilium and clouds give pods addresses outside of `spec.podCIDRs`. (Without the flag such a client is

@@ -36,20 +36,20 @@ impl NetChanges {
         Self::subscribe(&[MulticastGroup::Ipv4Ifaddr, MulticastGroup::Ipv6Ifaddr], None)
     }
 
-    /// Subscribes to changes of routes within these networks, and of rules. A router with a full Internet routing
-    /// table costs nothing here: the kernel drops messages about other routes. (For IPv6 it compares the first 32
-    /// bits.)
+    /// Subscribes to changes of routes within these networks or in these tables, and of rules, except those that the
+    /// netlink socket with the address `own` makes. A router with a full Internet routing table costs nothing here: the
+    /// kernel drops messages about other routes. (For IPv6 it compares the first 32 bits.)
     ///
     /// # Errors
     /// Fails as [`Self::of_addresses`] does.
-    pub fn of_routes(networks: &[IpNet]) -> io::Result<Self> {
+    pub fn of_routes(networks: &[IpNet], tables: &[u32], own: Option<u32>) -> io::Result<Self> {
         let groups = [
             MulticastGroup::Ipv4Route,
             MulticastGroup::Ipv6Route,
             MulticastGroup::Ipv4Rule,
             MulticastGroup::Ipv6Rule,
         ];
-        Self::subscribe(&groups, Some(&routes_within(networks)))
+        Self::subscribe(&groups, Some(&changes_of(networks, tables, own)))
     }
 
     fn subscribe(groups: &[MulticastGroup], filter: Option<&[SockFilter]>) -> io::Result<Self> {
@@ -86,9 +86,9 @@ impl fmt::Debug for NetChanges {
     }
 }
 
-/// Classic BPF (linux/filter.h), run before a message takes room in the socket. Drops messages about routes whose
-/// destination is in none of the networks, and keeps all others.
-fn routes_within(networks: &[IpNet]) -> Vec<SockFilter> {
+/// Classic BPF (linux/filter.h), run before a message takes room in the socket. Drops messages of the author `own`, and
+/// those about routes whose destination is in none of the networks and whose table is none of these. Keeps all others.
+fn changes_of(networks: &[IpNet], tables: &[u32], own: Option<u32>) -> Vec<SockFilter> {
     const LOAD_BYTE: u16 = 0x30;
     const LOAD_WORD: u16 = 0x20;
     const LOAD_WORD_BEHIND_X: u16 = 0x40;
@@ -100,39 +100,81 @@ fn routes_within(networks: &[IpNet]) -> Vec<SockFilter> {
     const RETURN: u16 = 0x06;
     /// Offset in `struct nlmsghdr`, in host byte order: the byte of `nlmsg_type` that is not 0.
     const TYPE: u32 = if cfg!(target_endian = "little") { 4 } else { 5 };
+    /// Offset of `nlmsg_pid`.
+    const AUTHOR: u32 = 12;
     const NEW_ROUTE: u32 = 24;
     const DELETE_ROUTE: u32 = 25;
     /// Offset behind `nlmsghdr` and `rtmsg`.
     const ATTRIBUTES: u32 = 28;
     const RTA_DST: u32 = 1;
+    const RTA_TABLE: u32 = 15;
     /// SKF_AD_OFF + SKF_AD_NLATTR: replaces A, an offset, by the offset of the first attribute behind it of type X, or
     /// by 0.
     const FIND_ATTRIBUTE: u32 = 0xffff_f000 + 12;
     const ATTRIBUTE_HEADER: u32 = 4;
 
-    let step = |code, if_true, if_false, value| SockFilter::new(code, if_true, if_false, value);
-    // Jumps count from the next step. The last two steps are "drop" and "keep".
-    let checks = 3 * u8::try_from(networks.len()).unwrap_or(u8::MAX / 3);
-    let mut program = vec![
-        step(LOAD_BYTE, 0, 0, TYPE),
-        step(IF_EQUAL, 1, 0, NEW_ROUTE),
-        step(IF_EQUAL, 0, 6 + checks, DELETE_ROUTE),
-        step(SET_X, 0, 0, RTA_DST),
-        step(SET_A, 0, 0, ATTRIBUTES),
-        step(LOAD_WORD, 0, 0, FIND_ATTRIBUTE),
-        // A default route has no destination.
-        step(IF_EQUAL, 1 + checks, 0, 0),
-        step(A_TO_X, 0, 0, 0),
-    ];
-    for (number, network) in (0_u8..).zip(networks) {
-        let (base, mask) = first_word(network);
-        program.push(step(LOAD_WORD_BEHIND_X, 0, 0, ATTRIBUTE_HEADER));
-        program.push(step(AND, 0, 0, mask));
-        program.push(step(IF_EQUAL, checks - 3 * (number + 1) + 1, 0, base));
+    let step = |code, value| (code, value, To::Next, To::Next);
+    let if_equal = |value, then, otherwise| (IF_EQUAL, value, then, otherwise);
+    let find = |attribute| {
+        [step(SET_X, attribute), step(SET_A, ATTRIBUTES), step(LOAD_WORD, FIND_ATTRIBUTE)].into_iter()
+    };
+    // A word is loaded as big-endian.
+    let host_order = |value: u32| u32::from_be_bytes(value.to_ne_bytes());
+    let mut steps = Vec::new();
+    if let Some(own) = own {
+        steps.extend([step(LOAD_WORD, AUTHOR), if_equal(host_order(own), To::Drop, To::Next)]);
     }
-    program.push(step(RETURN, 0, 0, 0));
-    program.push(step(RETURN, 0, 0, u32::MAX));
+    steps.extend([
+        step(LOAD_BYTE, TYPE),
+        if_equal(NEW_ROUTE, To::Skip(1), To::Next),
+        if_equal(DELETE_ROUTE, To::Next, To::Keep),
+    ]);
+    if let Ok(count @ 1..) = u8::try_from(tables.len()) {
+        steps.extend(find(RTA_TABLE));
+        steps.extend([
+            if_equal(0, To::Skip(2 + count), To::Next),
+            step(A_TO_X, 0),
+            step(LOAD_WORD_BEHIND_X, ATTRIBUTE_HEADER),
+        ]);
+        steps.extend(tables.iter().map(|table| if_equal(host_order(*table), To::Keep, To::Next)));
+    }
+    steps.extend(find(RTA_DST));
+    // A default route has no destination.
+    steps.extend([if_equal(0, To::Drop, To::Next), step(A_TO_X, 0)]);
+    for network in networks {
+        let (base, mask) = first_word(network);
+        steps.extend([
+            step(LOAD_WORD_BEHIND_X, ATTRIBUTE_HEADER),
+            step(AND, mask),
+            if_equal(base, To::Keep, To::Next),
+        ]);
+    }
+    let drop_at = steps.len();
+    // Jumps count from the next step.
+    let jump = |at: usize, to| match to {
+        To::Next => 0,
+        To::Skip(steps) => steps,
+        To::Drop => u8::try_from(drop_at - at - 1).unwrap_or(u8::MAX),
+        To::Keep => u8::try_from(drop_at - at).unwrap_or(u8::MAX),
+    };
+    let steps = steps.into_iter().enumerate();
+    let mut program: Vec<SockFilter> = steps
+        .map(|(at, (code, value, then, otherwise))| {
+            SockFilter::new(code, jump(at, then), jump(at, otherwise), value)
+        })
+        .collect();
+    program.push(SockFilter::new(RETURN, 0, 0, 0));
+    program.push(SockFilter::new(RETURN, 0, 0, u32::MAX));
     program
+}
+
+/// Where a step of the filter leads.
+#[derive(Clone, Copy)]
+enum To {
+    Next,
+    Skip(u8),
+    Drop,
+    Keep,
 }
 
 /// Returns the first 32 bits of the network's addresses, and the mask of the bits that all have in common.

@@ -23,8 +23,8 @@ impl CleanupCommand {
     pub fn run(&self) -> anyhow::Result<()> {
         // The owner does not matter, only that it is not running any more.
         let config = self.ranges.start_config(Path::new(""));
-        let Cleaned { pins, routes } = tunnel_redirect::cleanup(&config).map_err(explain)?;
-        if pins.is_empty() && routes.is_empty() {
+        let Cleaned { pins, routes, rules } = tunnel_redirect::cleanup(&config).map_err(explain)?;
+        if pins.is_empty() && routes.is_empty() && rules == 0 {
             println!("nothing was left behind");
         }
         for folder in pins {
@@ -32,6 +32,9 @@ impl CleanupCommand {
         }
         for range in routes {
             println!("removed the route of the redirect range {range}");
+        }
+        if rules > 0 {
+            println!("removed {rules} rules for connections by route");
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_runtime::config::value::{self, List};
 use tunnel_runtime::config::{ConfigError, duration_text};
 
-use tunnel_redirect::{LEAST_ORPHAN_TIMEOUT, OrphanPolicy, PinConfig, RedirectConfig};
+use tunnel_redirect::{LEAST_ORPHAN_TIMEOUT, OrphanPolicy, PinConfig, Pods, RedirectConfig};
 
 /// RFC 2544's benchmarking range, never routed on the Internet.
 const DEFAULT_RANGE: &str = "198.18.0.0/15";
@@ -57,6 +57,11 @@ pub struct RedirectFlags {
     /// cloud's network; refuse has them fail until a server is back or `cleanup` removes the programs (needs --bpffs).
     #[arg(long, value_name = "direct|refuse", value_enum, default_value_t, hide_possible_values = true)]
     pub orphan_policy: OrphanPolicy,
+    /// How connections of pods and Services are redirected: connect, as those of the host's processes, to a virtual address;
+    /// route, with the edge node's own address, which their NetworkPolicies judge, and with all else that reaches this host
+    /// for an edge node (needs /dev/net/tun); auto, by route where there is a /dev/net/tun. New, and not yet the default.
+    #[arg(long, value_name = "connect|route|auto", value_enum, default_value_t, hide_possible_values = true)]
+    pub redirect_pods: Pods,
 }
 
 /// What the redirect leaves in the kernel, for `cleanup` too.
@@ -87,6 +92,7 @@ impl RedirectFlags {
             state_dir: Some(state_dir.to_owned()),
             orphan_timeout: self.orphan_timeout,
             orphan_policy: self.orphan_policy,
+            pods: self.redirect_pods,
             ..self.ranges.start_config(state_dir)
         }
     }

@@ -1,5 +1,5 @@
-//! The redirect's listener: the accepted socket's own address is the virtual address, and its port is the port that the
-//! client dialled.
+//! The redirect's listener: the accepted socket's own address is the virtual address, or the edge node's own if a route
+//! led the connection here. Its port is the port that the client dialled.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tokio::net::TcpStream;
 use tunnel_redirect::Redirect;
-use tunnel_routing::Router;
+use tunnel_routing::{ByAddress, Router};
 
 use super::context::{OpenError, OpenRequest};
 use super::open::{Listener, Opened};
@@ -57,7 +57,14 @@ impl Listener for Redirected {
         if self.redirect.is_self_test(virtual_address) {
             return Err(OpenError::SelfTest);
         }
-        let node = router.snapshot().by_virtual_address(virtual_address).ok_or_else(|| {
+        let snapshot = router.snapshot();
+        let by_route = || match snapshot.by_address(virtual_address) {
+            ByAddress::Unique(node) => Some(node),
+            ByAddress::Ambiguous(_) => None,
+            ByAddress::Unknown => snapshot.by_pod(virtual_address),
+        };
+        let node = snapshot.by_virtual_address(virtual_address);
+        let node = node.or_else(|| self.redirect.by_route().then(by_route)?).ok_or_else(|| {
             OpenError::Client(format!(
                 "{virtual_address} is not the virtual address of a node: the node has left, or never existed"
             ))

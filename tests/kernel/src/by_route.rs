@@ -1,0 +1,540 @@
+//! Connections that are taken by route, with the edge node's own address.
+
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Instant;
+
+use nix::libc;
+use nix::mount::{MsFlags, mount, umount};
+use tokio_util::sync::CancellationToken;
+use tunnel_redirect::{Pods, Redirect, RedirectConfig, RedirectError, cleanup};
+use tunnel_routing::RouteTarget;
+
+use crate::Case;
+use crate::harness::{cgroup_mount, own_cgroup};
+use crate::lifecycle::runtime;
+use crate::peer::Peer;
+use crate::support::{
+    EDGE, EDGE_B, EDGE_V6, Greeting, Listener, POD_RANGE, PORT, State, World, address, ask, at, config,
+    counter, desired, eventually, fails, ip, net_of, parse, route, run, sysctl, with_client,
+};
+
+pub(crate) const CASES: &[Case] = &[
+    ("by_route::a_pod_arrives_with_the_true_address", pod),
+    ("by_route::a_process_beyond_the_hooks", beyond_the_hooks),
+    ("by_route::without_it_a_pod_is_redirected_at_connect", without),
+    ("by_route::services_are_taken_from_pods_and_from_the_host", services),
+    ("by_route::without_a_tun_device", no_device),
+    ("by_route::a_node_without_a_tunnel", down),
+    ("by_route::without_set_retval_down_is_taken", down_on_old_kernels),
+    ("by_route::a_killed_server_takes_nothing_and_is_replaced", killed),
+    ("by_route::refusal_outlasts_a_killed_server", refused),
+    ("by_route::what_others_change_is_restored", restored),
+    ("by_route::two_servers", two_servers),
+    ("by_route::ipv6", ipv6),
+    ("by_route::ports_come_and_go", ports),
+    ("by_route::pods_of_edge_nodes_on_every_port", every_port),
+    ("by_route::a_neighbour_is_refused", neighbour),
+    ("by_route::a_neighbour_is_not_this_host", spoofed_source),
+    ("by_route::released_and_resumed", released),
+    ("by_route::programs_fit_the_instruction_budget", budget),
+    ("by_route::a_hundred_thousand_nodes", many),
+];
+
+fn by_route() -> RedirectConfig {
+    RedirectConfig { pods: Pods::Route, ..config() }
+}
+
+/// A pod of this host, 10.244.1.5.
+fn pod_of_this_host() -> Peer {
+    let pod = Peer::spawn();
+    pod.link("pod0", "10.244.1.1/24", "10.244.1.5/24");
+    pod
+}
+
+fn start(desired: State) -> World {
+    World::with(by_route(), &with_client(desired, POD_RANGE))
+}
+
+/// Connects as the pod; returns what the listener saw.
+fn asks(pod: &mut Peer, to: &str) -> Result<Greeting, String> {
+    let (_, peer, greeting) = pod.connect(None, to)?;
+    assert_eq!(peer, to.parse().unwrap(), "the pod's getpeername");
+    parse(&greeting).ok_or(greeting)
+}
+
+/// Rules and routes of servers' tables, without those of devices.
+fn rules() -> Vec<String> {
+    let (v4, v6) = (ip("-4 rule show"), ip("-6 rule show"));
+    let of_servers = v4.lines().chain(v6.lines()).filter(|line| line.contains("lookup 1981"));
+    let mut rules: Vec<String> = of_servers.map(str::to_owned).collect();
+    rules.sort();
+    rules
+}
+
+fn devices() -> usize {
+    ip("-o link show").lines().filter(|line| line.contains(" postern")).count()
+}
+
+fn routes(table: u32) -> String {
+    // ip(8) fails for a table that does not exist.
+    ip("-4 route show table all").lines().filter(|line| line.contains(&format!("table {table} "))).collect()
+}
+
+/// The kernel leads TCP packets for it to this host.
+fn led_here(to: &str) -> bool {
+    let to: SocketAddr = to.parse().unwrap();
+    let route = format!("route get {} ipproto tcp dport {}", to.ip(), to.port());
+    // Fails if there is no route.
+    let output = Command::new("ip").args(route.split(' ')).output().unwrap();
+    output.stdout.starts_with(b"local ")
+}
+
+fn pod() {
+    // Other listeners of this host get none of it.
+    let _kubelet = TcpListener::bind("0.0.0.0:10250").unwrap();
+    let mut pod = pod_of_this_host();
+    sysctl("net.ipv4.conf.all.rp_filter", "1");
+    let world = start(desired(&[EDGE, EDGE_B]));
+    assert_eq!(devices(), 1);
+    for edge in [EDGE.0, EDGE_B.0] {
+        let seen = asks(&mut pod, &format!("{edge}:10250")).unwrap();
+        assert_eq!((seen.local, seen.client.ip()), (at(edge, PORT), address("10.244.1.5")));
+    }
+    assert_eq!((world.counter("connect4/by_route"), world.counter("route4/steered")), (2, 2));
+    // The host's own processes are redirected at connect().
+    assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
+    assert_eq!((world.counter("connect4/by_route"), world.counter("route4/steered")), (2, 2));
+    // A port that is not tunnelled is left to the host's other routes, of which it has none.
+    let error = asks(&mut pod, &format!("{}:8080", EDGE.0)).unwrap_err();
+    assert!(error.starts_with("err "), "{error}");
+    assert_eq!(world.counter("route4/steered"), 2);
+
+    world.redirect.stop();
+    assert_eq!((rules(), devices()), (Vec::new(), 0));
+}
+
+/// A process of this host whose connects no hook sees.
+fn beyond_the_hooks() {
+    let world = start(desired(&[EDGE]));
+    let redirected = world.counter("connect4/redirected");
+    let enter = |cgroup: PathBuf| {
+        std::fs::write(cgroup.join("cgroup.procs"), std::process::id().to_string()).unwrap();
+    };
+    enter(cgroup_mount());
+    let seen = ask(at(EDGE.0, PORT));
+    enter(own_cgroup());
+    let seen = seen.unwrap();
+    assert_eq!((seen.local, seen.client.ip()), (at(EDGE.0, PORT), address("127.0.0.1")));
+    assert_eq!((world.counter("connect4/redirected"), world.counter("route4/steered")), (redirected, 1));
+}
+
+fn without() {
+    let mut pod = pod_of_this_host();
+    let world = World::with(config(), &with_client(desired(&[EDGE]), POD_RANGE));
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.1, PORT));
+    assert_eq!((rules(), devices()), (Vec::new(), 0));
+    assert_eq!(world.counter("connect4/by_route"), 0);
+}
+
+fn services() {
+    let mut pod = pod_of_this_host();
+    let lan = Peer::spawn();
+    lan.link("lan0", "10.1.0.1/24", "10.1.0.2/24");
+    ip("route add default via 10.1.0.2");
+    let world = start(desired(&[EDGE]));
+    // As kube-proxy writes it.
+    for chain in ["PREROUTING", "OUTPUT"] {
+        run(
+            "iptables",
+            &format!(
+                "-w -t nat -A {chain} -d 10.96.0.10/32 -p tcp --dport 443 -j DNAT --to-destination 10.8.0.7:10250"
+            ),
+        );
+    }
+    let seen = asks(&mut pod, "10.96.0.10:443").unwrap();
+    assert_eq!((seen.local, seen.client.ip()), (at(EDGE.0, PORT), address("10.244.1.5")));
+    let seen = ask(at("10.96.0.10", 443)).unwrap();
+    assert_eq!((seen.local, seen.client.ip()), (at(EDGE.0, PORT), address("10.1.0.1")));
+    assert_eq!(world.counter("route4/steered"), 2);
+    assert_eq!(world.counter("connect4/by_route"), 0, "no hook saw the edge's address");
+}
+
+fn no_device() {
+    let mut pod = pod_of_this_host();
+    mount(Some("none"), "/dev/net", Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+    let listener = Listener::open();
+    let error = Redirect::start(by_route(), &listener.v4, Some(&listener.v6)).unwrap_err();
+    assert!(matches!(error, RedirectError::Tun { .. }), "{error}");
+    let auto = RedirectConfig { pods: Pods::Auto, ..config() };
+    let world = World::with(auto.clone(), &with_client(desired(&[EDGE]), POD_RANGE));
+    assert!(!world.redirect.by_route());
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.1, PORT));
+    drop(world);
+    umount("/dev/net").unwrap();
+    let world = World::with(auto, &with_client(desired(&[EDGE]), POD_RANGE));
+    assert!(world.redirect.by_route());
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
+}
+
+fn down() {
+    let mut pod = pod_of_this_host();
+    let mut state = desired(&[EDGE]);
+    route(&mut state, EDGE.0, EDGE.1, false);
+    let world = start(state.clone());
+    let error = asks(&mut pod, "10.8.0.7:10250").unwrap_err();
+    assert!(error.starts_with(&format!("err {}", libc::EHOSTUNREACH)), "{error}");
+    assert_eq!((world.counter("connect4/down"), world.counter("route4/steered")), (1, 0));
+    // What no hook sees reaches the listener, which has to reset it; a tunnel changes no route.
+    run(
+        "iptables",
+        "-w -t nat -A PREROUTING -d 10.96.0.10/32 -p tcp --dport 443 -j DNAT --to-destination 10.8.0.7:10250",
+    );
+    assert_eq!(asks(&mut pod, "10.96.0.10:443").unwrap().local, at(EDGE.0, PORT));
+    let before = routes(198_180);
+    let mut state = with_client(state, POD_RANGE);
+    route(&mut state, EDGE.0, EDGE.1, true);
+    world.redirect.apply(|| state.into()).unwrap();
+    assert_eq!(routes(198_180), before);
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
+}
+
+/// Before Linux 6.1 the listener has to reset a pod's connection too.
+fn down_on_old_kernels() {
+    let mut pod = pod_of_this_host();
+    let mut state = with_client(desired(&[EDGE]), POD_RANGE);
+    route(&mut state, EDGE.0, EDGE.1, false);
+    let world = World::with(RedirectConfig { fail_at_connect: false, ..by_route() }, &state);
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
+    assert_eq!((world.counter("connect4/by_route"), world.counter("connect4/down")), (1, 0));
+}
+
+fn killed() {
+    let mut pod = pod_of_this_host();
+    let server = Peer::spawn_server_as("route");
+    asks(&mut pod, "10.8.0.7:10250").unwrap();
+    let left = rules();
+    assert_eq!(left.len(), 2, "{left:?}");
+    server.kill();
+    eventually("the device ends with the process", || devices() == 0);
+    assert_eq!((routes(198_180), rules()), (String::new(), left), "rules without routes stay");
+    // The host's own connects go as they did before.
+    fails(at(EDGE.0, PORT), libc::ENETUNREACH);
+
+    // A rule that the next server does not want.
+    ip("rule add pref 90 protocol 201 ipproto tcp dport 999 lookup 198180");
+    // Also of a server that does not come back.
+    ip("rule add pref 90 protocol 201 ipproto tcp dport 999 lookup 198190");
+    let world = start(desired(&[EDGE]));
+    asks(&mut pod, "10.8.0.7:10250").unwrap();
+    assert_eq!(rules().len(), 2, "{:?}", rules());
+    assert!(rules().iter().all(|rule| rule.contains("dport 1025")), "{:?}", rules());
+    drop(world);
+    assert_eq!(rules(), Vec::<String>::new());
+
+    let server = Peer::spawn_server_as("route");
+    server.kill();
+    eventually("the device ends with the process", || devices() == 0);
+    eventually("the programs are gone", || crate::lifecycle::programs() == (0, 0));
+    assert_eq!(cleanup(&config()).unwrap().rules, 2);
+    assert_eq!(rules(), Vec::<String>::new());
+}
+
+/// With --orphan-policy=refuse nobody else gets what is meant for an edge node.
+fn refused() {
+    let mut pod = pod_of_this_host();
+    // Only a host that forwards tells a pod that an address is unreachable.
+    sysctl("net.ipv4.ip_forward", "1");
+    let server = Peer::spawn_server_as("refuse");
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
+    server.kill();
+    eventually("the device ends with the process", || devices() == 0);
+    eventually("the programs are gone", || crate::lifecycle::programs() == (0, 0));
+    let error = asks(&mut pod, "10.8.0.7:10250").unwrap_err();
+    assert!(error.starts_with(&format!("err {}", libc::EHOSTUNREACH)), "{error}");
+    fails(at(EDGE.0, PORT), libc::EHOSTUNREACH);
+    assert_eq!(cleanup(&config()).unwrap().rules, 2);
+    assert_eq!((rules(), routes(198_180)), (Vec::new(), String::new()));
+    fails(at(EDGE.0, PORT), libc::ENETUNREACH);
+}
+
+fn restored() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let mut pod = pod_of_this_host();
+    let world = start(desired(&[EDGE]));
+    let restored = || world.redirect.health().restored;
+    runtime.block_on(world.redirect.verify_and_restore());
+    assert_eq!((restored(), world.redirect.health().problem), (0, None), "what it wrote is its own");
+    let (rules_before, routes_before) = (rules(), routes(198_180));
+    let cancel = CancellationToken::new();
+    let watching = runtime.spawn(Arc::clone(&world.redirect).watch(cancel.clone()));
+    for change in [
+        "rule del pref 90 ipproto tcp dport 10250 lookup 198180",
+        "route del local 10.8.0.7/32 table 198180",
+        "route flush table 198180",
+        "route add blackhole 10.8.0.7/32 table 198180",
+        "route add 10.8.0.9/32 dev pod0 table 198180",
+        "rule add pref 90 protocol 201 ipproto tcp dport 999 lookup 198180",
+        "rule add pref 90 protocol 201 ipproto tcp dport 10250 iif lo lookup 198180",
+    ] {
+        let before = restored();
+        ip(change);
+        eventually(change, || {
+            restored() > before && (rules(), routes(198_180)) == (rules_before.clone(), routes_before.clone())
+        });
+        asks(&mut pod, "10.8.0.7:10250").unwrap();
+    }
+    cancel.cancel();
+    runtime.block_on(watching).unwrap();
+    // With the device all routes go; none is told of.
+    for (change, left) in [("link set postern0 down", &routes_before[..]), ("link del postern0", "")] {
+        ip(change);
+        assert_eq!(routes(198_180), left);
+        runtime.block_on(world.redirect.verify_and_restore());
+        assert_eq!(world.redirect.health().problem, None);
+        asks(&mut pod, "10.8.0.7:10250").unwrap();
+    }
+}
+
+fn two_servers() {
+    let mut pod = pod_of_this_host();
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let config = |n: usize| RedirectConfig {
+        redirect_range: format!("198.1{}.0.0/16", 8 + n).parse().unwrap(),
+        redirect_range_v6: format!("fd9e:706f:7374:{n}::/64").parse().unwrap(),
+        state_dir: Some(folders[n].path().into()),
+        ..by_route()
+    };
+    let first = World::with(config(0), &with_client(desired(&[EDGE]), POD_RANGE));
+    let second = World::with(config(1), &with_client(desired(&[(EDGE_B.0, "198.19.0.8")]), POD_RANGE));
+    assert_eq!((rules().len(), devices()), (4, 2));
+    let steered = |first, second| {
+        let counters = [&first, &second].map(|world: &&World| counter(&world.redirect, "route4/steered"));
+        (counters[0], counters[1])
+    };
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
+    assert_eq!(asks(&mut pod, "10.8.0.8:10250").unwrap().local, at(EDGE_B.0, PORT));
+    assert_eq!(steered(&first, &second), (1, 1), "each took its own");
+    // Neither takes the other's rules for foreign ones.
+    for world in [&first, &second] {
+        runtime().block_on(world.redirect.verify_and_restore());
+        assert_eq!((world.redirect.health().restored, world.redirect.health().problem), (0, None));
+    }
+    drop(first);
+    assert_eq!((rules().len(), devices()), (2, 1));
+    assert_eq!(asks(&mut pod, "10.8.0.8:10250").unwrap().local, at(EDGE_B.0, PORT));
+}
+
+fn ipv6() {
+    let mut pod = pod_of_this_host();
+    pod.link_v6("pod0", "2001:db8:244::1/64", "2001:db8:244::5/64");
+    let mut lan = Peer::spawn();
+    lan.link("lan0", "10.1.0.1/24", "10.1.0.2/24");
+    lan.link_v6("lan0", "2001:db8:1::1/64", "2001:db8:1::2/64");
+    ip("-6 route add default via 2001:db8:1::2");
+    let state = with_client(desired(&[EDGE_V6]), "2001:db8:244::/64");
+    let world = World::with(by_route(), &state);
+    let seen = asks(&mut pod, "[2001:db8:7::7]:10250").unwrap();
+    assert_eq!((seen.local, seen.client.ip()), (at(EDGE_V6.0, PORT), address("2001:db8:244::5")));
+    for chain in ["PREROUTING", "OUTPUT"] {
+        run(
+            "ip6tables",
+            &format!(
+                "-w -t nat -A {chain} -d fd00::10/128 -p tcp --dport 443 -j DNAT --to-destination [2001:db8:7::7]:10250"
+            ),
+        );
+    }
+    let seen = asks(&mut pod, "[fd00::10]:443").unwrap();
+    assert_eq!((seen.local, seen.client.ip()), (at(EDGE_V6.0, PORT), address("2001:db8:244::5")));
+    let seen = ask(at("fd00::10", 443)).unwrap();
+    assert_eq!((seen.local, seen.client.ip()), (at(EDGE_V6.0, PORT), address("2001:db8:1::1")));
+    assert_eq!((world.counter("connect6/by_route"), world.counter("route6/steered")), (1, 3));
+    let error = asks(&mut lan, "[2001:db8:7::7]:10250").unwrap_err();
+    assert!(error.starts_with(&format!("err {}", libc::ECONNREFUSED)), "{error}");
+    assert_eq!(world.counter("route6/foreign_client"), 1);
+    runtime().block_on(world.redirect.verify_and_restore());
+    assert_eq!((world.redirect.health().restored, world.redirect.health().problem), (0, None));
+    drop(world);
+    assert_eq!(rules(), Vec::<String>::new());
+}
+
+fn ports() {
+    let mut pod = pod_of_this_host();
+    let mut state = with_client(desired(&[EDGE]), POD_RANGE);
+    let world = World::with(by_route(), &state);
+    let untaken = |pod: &mut Peer| {
+        let before = world.counter("route4/steered");
+        assert!(!led_here("10.8.0.7:9100"));
+        asks(pod, "10.8.0.7:9100").unwrap_err();
+        assert_eq!(world.counter("route4/steered"), before);
+    };
+    untaken(&mut pod);
+    state.ports.insert(9100);
+    world.redirect.apply(|| state.clone().into()).unwrap();
+    assert_eq!(asks(&mut pod, "10.8.0.7:9100").unwrap().local, at(EDGE.0, 9100));
+    state.ports.remove(&9100);
+    world.redirect.apply(|| state.clone().into()).unwrap();
+    untaken(&mut pod);
+    asks(&mut pod, "10.8.0.7:10250").unwrap();
+    // A node that leaves, and one that a cloud node's address excludes.
+    state.routes.remove(&net_of(EDGE.0));
+    world.redirect.apply(|| state.clone().into()).unwrap();
+    asks(&mut pod, "10.8.0.7:10250").unwrap_err();
+    assert_eq!((routes(198_180), rules()), (String::new(), Vec::new()));
+    route(&mut state, EDGE.0, EDGE.1, true);
+    state.excluded.insert(net_of("10.8.0.0/24"));
+    world.redirect.apply(|| state.clone().into()).unwrap();
+    assert_eq!(routes(198_180), "");
+}
+
+fn every_port() {
+    let mut pod = pod_of_this_host();
+    let mut state = with_client(desired(&[]), POD_RANGE);
+    let target = RouteTarget { virtual_address: address("198.18.3.0"), up: true, any_port: true };
+    state.routes.insert(net_of("10.244.3.0/24"), target);
+    route(&mut state, "10.244.3.8", "198.18.0.8", true);
+    state.excluded.insert(net_of("10.244.3.9"));
+    let world = World::with(by_route(), &state);
+    for port in [1, 8080, PORT, 65_535] {
+        let to = format!("10.244.3.7:{port}");
+        assert_eq!(asks(&mut pod, &to).unwrap().local, to.parse().unwrap());
+    }
+    assert_eq!(asks(&mut pod, "10.244.3.8:10250").unwrap().local, at("10.244.3.8", PORT));
+    let steered = world.counter("route4/steered");
+    assert!(led_here("10.244.3.8:10250") && led_here("10.244.3.7:8080"));
+    for untaken in ["10.244.3.8:8080", "10.244.3.9:10250", "10.244.3.9:8080"] {
+        assert!(!led_here(untaken), "{untaken}");
+        asks(&mut pod, untaken).unwrap_err();
+    }
+    assert_eq!(world.counter("route4/steered"), steered);
+    // Nor are they refused here: the host's other routes have them.
+    assert_eq!(world.counter("route4/foreign_client"), 0);
+    runtime().block_on(world.redirect.verify_and_restore());
+    assert_eq!((world.redirect.health().restored, world.redirect.health().problem), (0, None));
+    drop(world);
+    assert_eq!((rules(), routes(198_180), routes(198_181)), (Vec::new(), String::new(), String::new()));
+}
+
+fn neighbour() {
+    let _kubelet = TcpListener::bind("0.0.0.0:10250").unwrap();
+    let mut neighbour = Peer::spawn();
+    neighbour.link("lan0", "10.1.0.1/24", "10.1.0.2/24");
+    let mut state = with_client(desired(&[EDGE]), POD_RANGE);
+    let world = World::with(by_route(), &state);
+    let refused = |neighbour: &mut Peer| {
+        let before = (world.counter("route4/foreign_client"), world.counter("route4/steered"));
+        // The kernel answers with no reset from an IPv4 address that is not its own.
+        asks(neighbour, "10.8.0.7:10250").unwrap_err();
+        assert!(world.counter("route4/foreign_client") > before.0);
+        assert_eq!(world.counter("route4/steered"), before.1);
+    };
+    refused(&mut neighbour);
+    // --redirect-clients
+    state.clients.insert(net_of("10.1.0.0/24"));
+    world.redirect.apply(|| state.clone().into()).unwrap();
+    assert_eq!(asks(&mut neighbour, "10.8.0.7:10250").unwrap().client.ip(), address("10.1.0.2"));
+    state.clients.remove(&net_of("10.1.0.0/24"));
+    world.redirect.apply(|| state.clone().into()).unwrap();
+    refused(&mut neighbour);
+}
+
+/// Even if the host would accept such a packet at all.
+fn spoofed_source() {
+    let mut neighbour = Peer::spawn();
+    neighbour.link("lan0", "10.1.0.1/24", "10.1.0.2/24");
+    ip("addr add 10.9.0.1/32 dev lo");
+    neighbour.ip("addr add 10.9.0.1/32 dev eth0");
+    for interface in ["all", "lan0"] {
+        sysctl(&format!("net.ipv4.conf.{interface}.accept_local"), "1");
+        sysctl(&format!("net.ipv4.conf.{interface}.rp_filter"), "0");
+    }
+    let world = start(desired(&[EDGE]));
+    neighbour.connect(Some("10.9.0.1"), "10.8.0.7:10250").unwrap_err();
+    assert!(world.counter("route4/foreign_client") > 0, "the program saw and refused it");
+    assert_eq!(world.counter("route4/steered"), 0);
+}
+
+fn released() {
+    let _kubelet = TcpListener::bind("0.0.0.0:10250").unwrap();
+    let mut pod = pod_of_this_host();
+    let world = start(desired(&[EDGE]));
+    world.redirect.release();
+    assert_eq!(rules(), Vec::<String>::new());
+    asks(&mut pod, "10.8.0.7:10250").unwrap_err();
+    world.redirect.resume().unwrap();
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
+    // A successor takes over without a gap.
+    let next = start(desired(&[EDGE]));
+    asks(&mut pod, "10.8.0.7:10250").unwrap();
+    world.redirect.drain().unwrap();
+    asks(&mut pod, "10.8.0.7:10250").unwrap();
+    assert_eq!(
+        next.counter("route4/steered"),
+        2,
+        "the older program's choice stayed, then the next one chose"
+    );
+    drop(world);
+    asks(&mut pod, "10.8.0.7:10250").unwrap();
+    drop(next);
+    assert_eq!((rules(), devices()), (Vec::new(), 0));
+}
+
+fn budget() {
+    const BUDGET: [(&str, u32); 3] = [("connect4", 500), ("connect6", 1400), ("sk_lookup", 1500)];
+    let world = start(desired(&[EDGE]));
+    let programs = world.redirect.program_info();
+    for (hook, budget) in BUDGET {
+        let program = programs.iter().find(|program| program.hook == hook).expect("loaded");
+        let verified = program.verified_instructions.expect("this kernel counts them (5.16)");
+        println!("report {hook} by route: {verified} verified instructions of {budget}");
+        assert!(verified <= budget, "{hook}: {verified} verified instructions, the budget is {budget}");
+    }
+}
+
+fn many() {
+    const NODES: u32 = 100_000;
+    let nth = |n: u32| IpAddr::from((0x0b00_0000 + n).to_be_bytes());
+    let virtual_address = |n: u32| IpAddr::from((0xc612_0000 + n).to_be_bytes());
+    let mut pod = pod_of_this_host();
+    let mut state = with_client(desired(&[]), POD_RANGE);
+    for n in 0..NODES {
+        let target = RouteTarget { virtual_address: virtual_address(n), up: true, any_port: false };
+        state.routes.insert(nth(n).into(), target);
+    }
+    let apply = |world: &World, state: &State| {
+        let state = state.clone().into();
+        let begun = Instant::now();
+        world.redirect.apply(|| state).unwrap();
+        begun.elapsed()
+    };
+    let hooks_only = World::with(config(), &with_client(desired(&[]), POD_RANGE));
+    let hooks = apply(&hooks_only, &state);
+    let gone = state.routes.remove(&nth(0).into()).unwrap();
+    println!("report a node less, maps only: {:?}", apply(&hooks_only, &state));
+    state.routes.insert(nth(0).into(), gone);
+    drop(hooks_only);
+    let world = start(desired(&[]));
+    println!("report all {NODES} nodes: {:?}, maps only {hooks:?}", apply(&world, &state));
+    asks(&mut pod, &format!("{}:10250", nth(NODES - 1))).unwrap();
+    state.routes.remove(&nth(0).into());
+    let removed = apply(&world, &state);
+    state.routes.insert(nth(0).into(), gone);
+    println!("report a node less, and again one more: {removed:?}, {:?}", apply(&world, &state));
+    let begun = Instant::now();
+    runtime().block_on(world.redirect.verify_and_restore());
+    println!("report verified in {:?}", begun.elapsed());
+    assert_eq!((world.redirect.health().restored, world.redirect.health().problem), (0, None));
+    let begun = Instant::now();
+    ip("route flush table 198180");
+    println!("report ip(8) flushed them in {:?}", begun.elapsed());
+    let begun = Instant::now();
+    runtime().block_on(world.redirect.verify_and_restore());
+    println!("report restored in {:?}", begun.elapsed());
+    assert_eq!(ip("route show table 198180").lines().count(), NODES as usize);
+    let begun = Instant::now();
+    world.redirect.stop();
+    println!("report stopped in {:?}", begun.elapsed());
+    assert_eq!((rules(), devices()), (Vec::new(), 0));
+}

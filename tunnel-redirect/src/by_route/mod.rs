@@ -1,0 +1,13 @@
+//! Takes connections for edge nodes by route: policy routing leads them to this host's own listener, with the true
+//! address, whatever sent them. Used for all that does not pass the hooks at connect(): pods' packets, and Services
+//! that a translation leads to an edge node.
+
+mod device;
+mod kernel;
+mod steady;
+mod system;
+mod wanted;
+
+pub(super) use steady::{ByRoute, remove_leftovers};
+pub(super) use system::{host_netns, usable};
+pub(super) use wanted::Wanted;

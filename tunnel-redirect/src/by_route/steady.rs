@@ -1,0 +1,168 @@
+//! Keeps the kernel's rules and routes at the wanted ones.
+
+use std::collections::BTreeSet;
+
+use super::device::{self, Device};
+use super::kernel::{Kernel, ListedRule, Place};
+use super::wanted::{Kind, Route, Rule, Table, Wanted};
+use crate::error::RedirectError;
+
+const TABLES: [Table; 2] = [Table::Ports, Table::AnyPort];
+
+/// The rules and routes of this process. They end with it, or with [`Self::withdraw`].
+pub(crate) struct ByRoute {
+    device: Device,
+    kernel: Kernel,
+    ipv6: bool,
+    present: Wanted,
+    /// The rules are removed for now.
+    paused: bool,
+}
+
+impl ByRoute {
+    /// Makes the device, and removes what servers that are gone have left.
+    pub(crate) fn open(ipv6: bool) -> Result<Self, RedirectError> {
+        let mut kernel = Kernel::open()?;
+        let device = device(&mut kernel)?;
+        let mut this = Self { device, kernel, ipv6, present: Wanted::default(), paused: false };
+        remove(&mut this.kernel, |number| number == this.device.number || !device::is_taken(number))?;
+        Ok(this)
+    }
+
+    /// Removes what is no longer wanted. To be called before the maps change, so that no packet is led to this host that
+    /// the programs leave to others' listeners.
+    pub(crate) fn take_away(&mut self, wanted: &Wanted) -> Result<(), RedirectError> {
+        let place = self.place();
+        let rules: Vec<Rule> = self.present.rules.difference(&wanted.rules).copied().collect();
+        self.kernel.remove_rules(rules.iter().map(|rule| rule.message(place)).collect())?;
+        self.present.rules.retain(|rule| wanted.rules.contains(rule));
+        let routes = self.present.routes.difference(&wanted.routes).map(|route| route.message(place));
+        self.kernel.remove_routes(routes)?;
+        self.present.routes.retain(|route| wanted.routes.contains(route));
+        Ok(())
+    }
+
+    /// Adds what is missing. To be called once the maps have changed.
+    pub(crate) fn add(&mut self, wanted: Wanted) -> Result<(), RedirectError> {
+        let place = self.place();
+        let routes = wanted.routes.difference(&self.present.routes).map(|route| route.message(place));
+        self.kernel.add_routes(routes)?;
+        let rules = wanted.rules.difference(&self.present.rules).map(|rule| rule.message(place)).collect();
+        if !self.paused {
+            self.kernel.add_rules(rules)?;
+        }
+        self.present = wanted;
+        Ok(())
+    }
+
+    /// Compares the kernel's rules and routes with what this process has written, and restores those that are missing or
+    /// foreign. Returns their number.
+    pub(crate) fn restore(&mut self) -> Result<usize, RedirectError> {
+        if self.device.exists() {
+            self.kernel.bring_up(self.device.index)?;
+        } else {
+            self.device = device(&mut self.kernel)?;
+            remove(&mut self.kernel, |number| !device::is_taken(number))?;
+        }
+        self.paused = false;
+        let place = self.place();
+        let (mut rules, mut foreign) = (BTreeSet::new(), Vec::new());
+        let families = [Some(false), self.ipv6.then_some(true)];
+        for ipv6 in families.into_iter().flatten() {
+            for ListedRule { message, number, rule } in self.kernel.rules(ipv6)? {
+                if number != place.number {
+                    continue;
+                }
+                if !rule.is_some_and(|rule| self.present.rules.contains(&rule) && rules.insert(rule)) {
+                    foreign.push(message);
+                }
+            }
+        }
+        let mut restored = foreign.len();
+        self.kernel.remove_rules(foreign)?;
+        let (mut routes, mut foreign) = (BTreeSet::<Route>::new(), Vec::new());
+        for ipv6 in families.into_iter().flatten() {
+            for table in TABLES {
+                for listed in self.kernel.routes(ipv6, table, place)? {
+                    let wanted = listed.route.filter(|route| self.present.routes.contains(route));
+                    if !wanted.is_some_and(|route| routes.insert(route)) {
+                        foreign.push(listed.message);
+                    }
+                }
+            }
+        }
+        restored += foreign.len();
+        self.kernel.remove_routes(foreign.into_iter())?;
+        let missing: Vec<Route> = self.present.routes.difference(&routes).copied().collect();
+        restored += missing.len();
+        self.kernel.add_routes(missing.into_iter().map(|route| route.message(place)))?;
+        let missing: Vec<Rule> = self.present.rules.difference(&rules).copied().collect();
+        restored += missing.len();
+        self.kernel.add_rules(missing.into_iter().map(|rule| rule.message(place)).collect())?;
+        Ok(restored)
+    }
+
+    /// Removes the rules, so that nothing is led to this process any more; [`Self::restore`] adds them again.
+    pub(crate) fn pause(&mut self) -> Result<(), RedirectError> {
+        self.paused = true;
+        let place = self.place();
+        self.kernel.remove_rules(self.present.rules.iter().map(|rule| rule.message(place)).collect())
+    }
+
+    /// Removes everything.
+    pub(crate) fn withdraw(mut self) -> Result<(), RedirectError> {
+        self.pause()?;
+        // The device takes the others with it.
+        let place = self.place();
+        let routes = self.present.routes.iter().filter(|route| route.kind != Kind::Local);
+        self.kernel.remove_routes(routes.map(|route| route.message(place)))
+    }
+
+    /// The routing tables, and the netlink address of this process as the author of changes.
+    pub(crate) fn watched(&self) -> ([u32; 2], u32) {
+        (TABLES.map(|table| self.place().table(table)), self.kernel.port)
+    }
+
+    /// Index of the device.
+    pub(crate) fn device(&self) -> u32 {
+        self.device.index
+    }
+
+    fn place(&self) -> Place {
+        Place { number: self.device.number, index: self.device.index }
+    }
+}
+
+fn device(kernel: &mut Kernel) -> Result<Device, RedirectError> {
+    let device = Device::create().map_err(|source| RedirectError::Tun { source })?;
+    kernel.bring_up(device.index)?;
+    Ok(device)
+}
+
+/// Removes the rules and routes of servers that are gone. Returns the number of rules.
+pub(crate) fn remove_leftovers() -> Result<usize, RedirectError> {
+    let mut kernel = Kernel::open()?;
+    let before = rules(&mut kernel)?.len();
+    remove(&mut kernel, |number| !device::is_taken(number))?;
+    Ok(before - rules(&mut kernel)?.len().min(before))
+}
+
+/// Removes the rules and routes of the servers with these devices.
+fn remove(kernel: &mut Kernel, which: impl Fn(u32) -> bool) -> Result<(), RedirectError> {
+    let listed: Vec<ListedRule> = rules(kernel)?.into_iter().filter(|listed| which(listed.number)).collect();
+    let numbers: BTreeSet<u32> = listed.iter().map(|listed| listed.number).collect();
+    kernel.remove_rules(listed.into_iter().map(|listed| listed.message).collect())?;
+    for number in numbers {
+        for (ipv6, table) in [false, true].into_iter().flat_map(|ipv6| TABLES.map(|table| (ipv6, table))) {
+            let listed = kernel.routes(ipv6, table, Place { number, index: 0 })?;
+            kernel.remove_routes(listed.into_iter().map(|listed| listed.message))?;
+        }
+    }
+    Ok(())
+}
+
+fn rules(kernel: &mut Kernel) -> Result<Vec<ListedRule>, RedirectError> {
+    let mut rules = kernel.rules(false)?;
+    rules.extend(kernel.rules(true)?);
+    Ok(rules)
+}

@@ -1,0 +1,170 @@
+//! The rules and routes that a server needs. Makes no system calls.
+
+use std::collections::BTreeSet;
+
+use ipnet::IpNet;
+
+use crate::map_contents::MapContents;
+
+/// A server's routing table.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) enum Table {
+    /// Networks that are taken on the tunnelled ports.
+    Ports,
+    /// Networks that are taken on every port.
+    AnyPort,
+}
+
+/// Leads TCP packets to one of the tables.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) struct Rule {
+    pub(super) ipv6: bool,
+    /// Leads to [`Table::Ports`]; None leads every port to [`Table::AnyPort`].
+    pub(super) port: Option<u16>,
+}
+
+impl Rule {
+    pub(super) fn table(self) -> Table {
+        if self.port.is_some() { Table::Ports } else { Table::AnyPort }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) enum Kind {
+    /// To this host, by the device.
+    Local,
+    /// Back to the host's other tables.
+    Throw,
+    /// Fails. Behind a [`Kind::Local`] for the same network, so that it counts once that is gone.
+    Unreachable,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) struct Route {
+    pub(super) table: Table,
+    pub(super) net: IpNet,
+    pub(super) kind: Kind,
+}
+
+/// The rules and routes of one server.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    pub(super) rules: BTreeSet<Rule>,
+    pub(super) routes: BTreeSet<Route>,
+}
+
+impl Wanted {
+    /// What takes exactly the connections that [`tunnel_abi::verdict::takes`] accepts. Networks in `own_ranges` are left out:
+    /// the self-test's. Nodes without a tunnel have routes too, so that a tunnel that goes up or down changes none.
+    pub(crate) fn of(contents: &MapContents, own_ranges: &[IpNet], refuse: bool) -> Self {
+        let mut wanted = Self::default();
+        let excluded_lengths: BTreeSet<u8> = contents.excluded.iter().map(IpNet::prefix_len).collect();
+        let lengths: BTreeSet<u8> = contents.routes.keys().map(IpNet::prefix_len).collect();
+        let table_of = |any_port| if any_port { Table::AnyPort } else { Table::Ports };
+        for (net, target) in &contents.routes {
+            let excluded = || above(*net, &excluded_lengths).any(|above| contents.excluded.contains(&above));
+            if own_ranges.iter().any(|range| range.contains(net)) || excluded() {
+                continue;
+            }
+            let table = table_of(target.any_port);
+            wanted.routes.insert(Route { table, net: *net, kind: Kind::Local });
+            if refuse {
+                wanted.routes.insert(Route { table, net: *net, kind: Kind::Unreachable });
+            }
+            let ipv6 = matches!(net, IpNet::V6(_));
+            match table {
+                Table::AnyPort => _ = wanted.rules.insert(Rule { ipv6, port: None }),
+                Table::Ports if wanted.rules.iter().any(|rule| rule.ipv6 == ipv6 && rule.port.is_some()) => {}
+                Table::Ports => {
+                    wanted.rules.extend(contents.ports.iter().map(|port| Rule { ipv6, port: Some(*port) }));
+                }
+            }
+        }
+        let around = |net: IpNet| {
+            let wider = above(net, &lengths).filter(move |above| *above != net);
+            wider.filter_map(|above| contents.routes.get(&above))
+        };
+        for net in &contents.excluded {
+            for target in around(*net) {
+                let table = table_of(target.any_port);
+                wanted.routes.insert(Route { table, net: *net, kind: Kind::Throw });
+            }
+        }
+        // A network inside one with every port that is itself taken on some only.
+        let on_some = contents.routes.iter().filter(|(_, target)| contents.any_port && !target.any_port);
+        for (net, _) in on_some {
+            if around(*net).any(|target| target.any_port) {
+                wanted.routes.insert(Route { table: Table::AnyPort, net: *net, kind: Kind::Throw });
+            }
+        }
+        wanted
+    }
+}
+
+/// The network itself and those that contain it, of these prefix lengths.
+fn above(net: IpNet, lengths: &BTreeSet<u8>) -> impl Iterator<Item = IpNet> {
+    lengths
+        .range(..=net.prefix_len())
+        .filter_map(move |length| Some(IpNet::new(net.addr(), *length).ok()?.trunc()))
+}
+
+#[cfg(test)]
+mod tests {
+    use tunnel_routing::RouteTarget;
+
+    use super::*;
+
+    fn contents(routes: &[(&str, bool)], excluded: &[&str], ports: &[u16]) -> MapContents {
+        let net = |text: &str| text.parse::<IpNet>().unwrap();
+        let target = |any_port| RouteTarget { virtual_address: [198, 18, 0, 1].into(), up: false, any_port };
+        MapContents {
+            ports: ports.iter().copied().collect(),
+            excluded: excluded.iter().map(|text| net(text)).collect(),
+            routes: routes.iter().map(|(text, any)| (net(text), target(*any))).collect(),
+            any_port: routes.iter().any(|(_, any)| *any),
+            ..MapContents::default()
+        }
+    }
+
+    fn routes(wanted: &Wanted) -> Vec<String> {
+        let text = |route: &Route| format!("{:?} {} {:?}", route.table, route.net, route.kind);
+        wanted.routes.iter().map(text).collect()
+    }
+
+    #[test]
+    fn every_port_of_a_family_with_routes_has_a_rule() {
+        let wanted = Wanted::of(&contents(&[("10.8.0.7/32", false)], &[], &[10250, 10255]), &[], false);
+        let rule = |port| Rule { ipv6: false, port };
+        assert_eq!(wanted.rules, [rule(Some(10250)), rule(Some(10255))].into());
+        assert_eq!(routes(&wanted), ["Ports 10.8.0.7/32 Local"]);
+        let pods = Wanted::of(&contents(&[("10.244.3.0/24", true)], &[], &[10250]), &[], false);
+        assert_eq!(pods.rules, [rule(None)].into());
+        assert_eq!(Wanted::of(&contents(&[], &[], &[10250]), &[], true), Wanted::default());
+    }
+
+    #[test]
+    fn what_is_excluded_is_left_to_other_tables() {
+        let given = [("10.8.0.7/32", false), ("10.8.0.8/32", false), ("10.244.3.0/24", true)];
+        let wanted = Wanted::of(&contents(&given, &["10.8.0.8/31", "10.244.3.9/32"], &[10250]), &[], false);
+        let expected =
+            ["Ports 10.8.0.7/32 Local", "AnyPort 10.244.3.0/24 Local", "AnyPort 10.244.3.9/32 Throw"];
+        assert_eq!(routes(&wanted), expected);
+    }
+
+    #[test]
+    fn a_node_among_pods_is_taken_on_its_own_ports_only() {
+        let given = [("10.244.3.0/24", true), ("10.244.3.7/32", false)];
+        let wanted = Wanted::of(&contents(&given, &[], &[10250]), &[], false);
+        let expected =
+            ["Ports 10.244.3.7/32 Local", "AnyPort 10.244.3.0/24 Local", "AnyPort 10.244.3.7/32 Throw"];
+        assert_eq!(routes(&wanted), expected);
+    }
+
+    #[test]
+    fn the_self_test_has_no_route_and_refusal_outlasts_the_device() {
+        let given = [("198.19.255.240/32", false), ("10.8.0.7/32", false)];
+        let range = "198.18.0.0/15".parse().unwrap();
+        let wanted = Wanted::of(&contents(&given, &[], &[10250]), &[range], true);
+        assert_eq!(routes(&wanted), ["Ports 10.8.0.7/32 Local", "Ports 10.8.0.7/32 Unreachable"]);
+    }
+}
