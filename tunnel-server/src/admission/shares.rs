@@ -418,8 +418,8 @@ mod tests {
                     prop_assert!(own.len() <= limit as usize);
                 }
                 for agent in &agents {
-                    let of = |share: &&Box<Share>| Arc::ptr_eq(&share.shares.counts, &agent.counts);
-                    let own = held.iter().filter_map(|share| share.agent.as_ref()).filter(of);
+                    let of = |share: &&Share| Arc::ptr_eq(&share.shares.counts, &agent.counts);
+                    let own = held.iter().filter_map(|share| share.agent.as_deref()).filter(of);
                     prop_assert!(counts_are(agent, own.map(|share| share.source), std::iter::empty()));
                 }
             }

@@ -408,8 +408,7 @@ async fn follow(
     let mut handover = context.handover.clone();
     // May have begun while the agent was greeted.
     handover.mark_changed();
-    let (mut draining_sent, mut is_replaced) = (false, false);
-    let mut unheard = Unheard::default();
+    let (mut draining_sent, mut is_replaced, mut unheard) = (false, false, Unheard::default());
     loop {
         tokio::select! {
             event = events.message() => match event {
@@ -444,12 +443,8 @@ async fn follow(
             // The session owns the sender.
             Ok(()) = wanted.changed(), if !draining_sent => {
                 if session.links.are_used_up() {
-                    // The agent attaches again, and this session finishes its connections. Those of a retired root are all
-                    // asked at once.
-                    tracing::info!(node = %session.node, "link has used up its streams or its certificate, asking the agent to attach again");
                     draining_sent = true;
-                    let spread = SPREAD.max(Duration::from_secs(context.sessions.count() as u64 / A_SECOND));
-                    unheard.tell(false, jittered(spread.min(context.drain_timeout / 2), 1.0));
+                    unheard.tell(false, attach_again_within(context, session));
                     continue;
                 }
                 let links = session.links.missing();
@@ -495,6 +490,14 @@ async fn follow(
             () = context.stop.cancelled() => return End::Stopped,
         }
     }
+}
+
+/// Time after which the agent of a link that is used up is asked to attach again; this session then finishes its connections.
+/// Those of a retired root are all asked at once.
+fn attach_again_within(context: &LinkContext, session: &Session) -> Duration {
+    tracing::info!(node = %session.node, "link has used up its streams or its certificate, asking the agent to attach again");
+    let spread = SPREAD.max(Duration::from_secs(context.sessions.count() as u64 / A_SECOND));
+    jittered(spread.min(context.drain_timeout / 2), 1.0)
 }
 
 /// Takes an event of the agent. `span` counts the latest ones.

@@ -102,7 +102,7 @@ impl Model {
         tokio::spawn(async move { connections.close(connect_id).await });
     }
 
-    fn step(&mut self, step: Step) {
+    fn step(&mut self, step: &Step) {
         match step {
             Step::Dial => self.dials.push(self.connections.dial()),
             Step::GiveUp(dial) if !self.dials.is_empty() => {
@@ -110,10 +110,10 @@ impl Model {
                 drop(answer);
                 self.connections.give_up(random);
             }
-            Step::Answer(_, true, connect_id) => self.send(Packet::dial_response(-1, Ok(connect_id))),
+            Step::Answer(_, true, connect_id) => self.send(Packet::dial_response(-1, Ok(*connect_id))),
             Step::Answer(dial, false, connect_id) if !self.dials.is_empty() => {
                 let (random, _) = self.dials[dial.index(self.dials.len())];
-                self.send(Packet::dial_response(random, Ok(connect_id)));
+                self.send(Packet::dial_response(random, Ok(*connect_id)));
             }
             Step::Refuse(dial) if !self.dials.is_empty() => {
                 let (random, _) = self.dials[dial.index(self.dials.len())];
@@ -122,10 +122,10 @@ impl Model {
             Step::Data(connect_id, bytes) => {
                 self.sent += 1;
                 let mut data = [connect_id.to_be_bytes(), self.sent.to_be_bytes()].concat();
-                data.resize(data.len() + bytes, 0);
-                self.send(Packet::data(connect_id, data.into()));
+                data.resize(data.len() + *bytes, 0);
+                self.send(Packet::data(*connect_id, data.into()));
             }
-            Step::Close(connect_id) => self.send(Packet::close_response(connect_id, String::new())),
+            Step::Close(connect_id) => self.send(Packet::close_response(*connect_id, String::new())),
             Step::Other => self.send(Packet::close_request(1)),
             Step::ClientTakes(client) if !self.clients.is_empty() => {
                 let client = client.index(self.clients.len());
@@ -184,7 +184,7 @@ proptest! {
             for step in steps {
                 match step {
                     Step::Pass(millis) => sleep(Duration::from_millis(millis)).await,
-                    step => model.step(step),
+                    step => model.step(&step),
                 }
                 model.settle().await;
             }
