@@ -29,6 +29,7 @@ const LATER: &[(&str, &str)] = &[
     ("connects::down_and_closed_fail_at_connect", "failing a connect: bpf_set_retval, 6.1"),
     ("connects::routes_of_any_port", "failing a connect: bpf_set_retval, 6.1"),
     ("connects::mptcp", "the sysctl net.mptcp.enabled in every namespace"),
+    ("by_route::", "the cookie of a namespace: 5.14, and what is named above"),
     ("networks::neighbour_cannot_claim_a_token_as_source", "the interface in lookups: 5.17"),
     ("lifecycle::programs_fit_the_instruction_budget", "the count of verified instructions: 5.16"),
     (
