@@ -158,7 +158,13 @@ impl Model {
             let before = std::mem::replace(&mut self.view, view);
             for index in 0..self.servers {
                 let of = |view: &View| view.servers.get(index).map(|all| stages(all));
-                if of(&before) != of(&self.view) {
+                if of(&before) == of(&self.view) {
+                    continue;
+                }
+                if before.servers.get(index).is_some_and(|all| !all.iter().any(|process| process.goes_on)) {
+                    // Its agents were told to leave, and pause between attempts.
+                    self.disturbed(Host::Server(index), None);
+                } else {
                     self.upgraded(index, fleet.busy(index) * 2);
                 }
             }
