@@ -61,7 +61,7 @@ pub trait GlobalState {
     fn refuse_orphaned(&self) -> bool;
     /// True if a connect can be failed with EHOSTUNREACH.
     fn fails_at_connect(&self) -> bool;
-    /// True if a route takes this socket's connections. Asked only for those that would be redirected.
+    /// True if a route takes this socket's connections. Asked only for those that would be redirected, or steered to a server that resets them.
     fn by_route(&self) -> bool;
 }
 

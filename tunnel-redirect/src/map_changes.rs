@@ -19,8 +19,7 @@ impl MapContents {
             let both = self.clients.contains(*net) && want.clients.contains(*net);
             both && self.own.contains(*net) == want.own.contains(*net)
         };
-        let gone = self.clients.iter().filter(|net| !stays(net));
-        changes.extend(gone.map(|net| Change::Dismiss(*net)));
+        changes.extend(self.clients.difference(&want.clients).map(|net| Change::Dismiss(*net)));
         let admitted = want.clients.iter().filter(|net| !stays(net));
         changes.extend(admitted.map(|net| Change::Admit(*net, want.own.contains(net))));
 

@@ -36,7 +36,11 @@ impl Redirect {
     /// Subscribes, then adds missing routes on each change, until the subscription breaks.
     async fn keep_routes(self: &Arc<Self>, uses: &mut LogOnce) -> Result<Ended, RedirectError> {
         let ranges = redirect_ranges(&self.config, self.ipv6);
-        let watched = self.lock().by_route.as_ref().map(ByRoute::watched);
+        let watched = if self.routed {
+            self.offload(|redirect| Ok(redirect.lock().by_route.as_ref().map(ByRoute::watched))).await?
+        } else {
+            None
+        };
         let (tables, own) = watched.unzip();
         let tables = tables.as_ref().map_or(&[][..], |tables| &tables[..]);
         let mut changes =

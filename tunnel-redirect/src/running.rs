@@ -251,20 +251,20 @@ impl Redirect {
         if inner.released {
             return Ok(false);
         }
-        let mut restored = 0;
-        let Inner { by_route, maps, .. } = &mut *inner;
-        if let Some(by_route) = by_route {
-            restored = by_route.restore()?;
-            maps.set_device(by_route.device())?;
-        }
         let ranges = redirect_ranges(&self.config, self.ipv6);
-        netlink::blocking(|handle| async move {
-            let mut added = restored > 0;
+        // First, and whatever becomes of the others: the host's own processes need these.
+        let added = netlink::blocking(|handle| async move {
+            let mut added = false;
             for range in ranges {
                 added |= netlink::add_route(&handle, range).await?;
             }
             Ok(added)
-        })
+        })?;
+        let Inner { by_route, maps, .. } = &mut *inner;
+        let Some(by_route) = by_route else { return Ok(added) };
+        let restored = by_route.restore()?;
+        maps.set_device(by_route.device())?;
+        Ok(added || restored > 0)
     }
 
     /// Rereads this host's addresses and brings the maps up to date with them.
@@ -303,14 +303,16 @@ impl Redirect {
 
 impl Inner {
     fn bring_to(&mut self, want: &MapContents, routes: Option<Wanted>) -> Result<Applied, RedirectError> {
-        self.current = false;
+        // The maps are written whatever becomes of the routes: the host's own processes need them.
+        let mut routed = Ok(());
         if let (Some(by_route), Some(routes)) = (&mut self.by_route, &routes) {
-            by_route.take_away(routes)?;
+            routed = by_route.take_away(routes);
         }
         let applied = self.write(self.contents.changes_to(want))?;
-        if let (Some(by_route), Some(routes)) = (&mut self.by_route, routes)
-            && let Err(error) = by_route.add(routes)
-        {
+        if let (Some(by_route), Some(routes)) = (&mut self.by_route, routes) {
+            routed = routed.and(by_route.add(routes));
+        }
+        if let Err(error) = routed {
             self.current = false;
             return Err(error);
         }

@@ -10,7 +10,7 @@ use nix::sys::socket::{setsockopt, sockopt};
 use parking_lot::Mutex;
 use socket2::SockRef;
 use tokio::sync::Notify;
-use tunnel_abi::{LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6};
+use tunnel_abi::{INITIAL_NETNS, LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6};
 use tunnel_routing::Desired;
 
 use super::by_route::{self, ByRoute};
@@ -62,8 +62,8 @@ impl Redirect {
         let claim = Claim::take(&config, v6.is_some())?;
         range_use::check(&config, v6.is_some())?;
         let log = program_log::wanted();
-        let by_route = by_route(&config, v6.is_some())?;
-        let host_netns = if by_route.is_some() { by_route::host_netns(v4) } else { 0 };
+        let (by_route, host_netns) = by_route(&config, v4, v6.is_some())?.unzip();
+        let host_netns = host_netns.unwrap_or_default();
         let mut ebpf = load::open(&config, features, host_netns, log)?;
         let program_log = if log { Some(ProgramLog::new(&mut ebpf)?) } else { None };
         let (pins, not_pinned) = pins(&config, &netns, &ebpf);
@@ -158,20 +158,32 @@ impl Redirect {
     }
 }
 
-/// Makes the device for routes, if connections are to be taken by them.
-fn by_route(config: &RedirectConfig, ipv6: bool) -> Result<Option<ByRoute>, RedirectError> {
-    match (config.pods, by_route::usable()) {
-        (Pods::Connect, _) => Ok(None),
-        (Pods::Auto, Err(error)) => {
-            tracing::warn!(
-                %error,
-                path = "/dev/net/tun",
-                fix = "give this process the device, or set --redirect-pods=connect",
-                "no TUN device, connections of pods are redirected at connect()"
-            );
-            Ok(None)
+/// Makes the device for routes, if connections are to be taken by them, and returns it with the cookie of this namespace.
+fn by_route(
+    config: &RedirectConfig,
+    listener: &TcpListener,
+    ipv6: bool,
+) -> Result<Option<(ByRoute, u64)>, RedirectError> {
+    let netns = || by_route::host_netns(listener);
+    match config.pods {
+        Pods::Connect => Ok(None),
+        Pods::Route => Ok(Some((ByRoute::open(ipv6)?, netns().unwrap_or(INITIAL_NETNS)))),
+        Pods::Auto => {
+            let opened = match netns() {
+                Some(netns) => {
+                    ByRoute::open(ipv6).map(|by_route| (by_route, netns)).map_err(|error| error.to_string())
+                }
+                None => Err("the kernel does not tell network namespaces apart: Linux 5.14 does".to_owned()),
+            };
+            if let Err(reason) = &opened {
+                tracing::warn!(
+                    reason,
+                    fix = "give this process /dev/net/tun, or set --redirect-pods=connect",
+                    "connections of pods are redirected at connect(), not by route"
+                );
+            }
+            Ok(opened.ok())
         }
-        (Pods::Route | Pods::Auto, _) => ByRoute::open(ipv6).map(Some),
     }
 }
 

@@ -90,6 +90,9 @@ impl Redirect {
         }
         inner.claim.retake()?;
         inner.programs.attach(&self.cgroup, &self.netns)?;
+        if let Some(by_route) = &mut inner.by_route {
+            by_route.unpause();
+        }
         drop(inner);
         // The successor removed the routes if it checked for other servers before the claim was back.
         self.ensure_routes()?;
@@ -153,6 +156,8 @@ pub struct Cleaned {
 /// # Errors
 /// [`RedirectError::RangeTaken`] while a server with these ranges runs in this network namespace.
 pub fn cleanup(config: &RedirectConfig) -> Result<Cleaned, RedirectError> {
+    // First: an error must not hide what else was removed.
+    let rules = remove_leftovers()?;
     let pins = match &config.pins {
         Some(pins) => pins::remove_dead(&pins.dir)?,
         None => Vec::new(),
@@ -171,5 +176,5 @@ pub fn cleanup(config: &RedirectConfig) -> Result<Cleaned, RedirectError> {
         }
         Ok(removed)
     })?;
-    Ok(Cleaned { pins, routes, rules: remove_leftovers()? })
+    Ok(Cleaned { pins, routes, rules })
 }

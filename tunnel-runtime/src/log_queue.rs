@@ -59,7 +59,10 @@ impl LostLines {
     /// Waits until all lines that were logged are written or lost.
     pub(crate) async fn written(self) {
         let logged = self.0.logged.load(Ordering::Acquire);
-        while self.0.done.load(Ordering::Acquire) + self.dropped() < logged {
+        // Those that are being queued now are counted by then.
+        tokio::time::sleep(LOOK).await;
+        let dropped = self.dropped();
+        while self.0.done.load(Ordering::Acquire) + dropped < logged {
             tokio::time::sleep(LOOK).await;
         }
     }

@@ -151,7 +151,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     let _ = fs::write("/proc/self/autogroup", "19");
     for &need in &options.needs {
         made(folder, &name_of(&need), || {
-            let variables = need.make(Profile::Dev)?;
+            let variables = need.make(Profile::Dev, None)?;
             let line = |(name, value): (String, PathBuf)| format!("{name}={}\n", value.display());
             Ok(variables.into_iter().map(line).collect())
         })?;

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result};
 use crate::command::default_packages;
 
 /// Names on the command line.
-#[derive(clap::Args, Default)]
+#[derive(clap::Args, Clone, Default)]
 pub(crate) struct Names {
     /// Only tests whose name contains one of these, such as `path::` or `https::tls_ends_at_the_edge`.
     #[arg(value_name = "NAME")]

@@ -39,7 +39,7 @@ fn run_program(demo: &Path, kubernetes: bool, arguments: &[&str]) -> Result<Exit
     let mut command = program(demo);
     command.args(kubernetes.then_some("--kubernetes")).args(arguments);
     if kubernetes {
-        command.envs(peers::variables(peers::CLUSTER)?);
+        command.envs(peers::variables(peers::CLUSTER, None)?);
     }
     run_in_foreground(&mut command)
 }

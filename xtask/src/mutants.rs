@@ -108,9 +108,8 @@ pub(crate) fn run_all(options: &Options) -> Result<ExitCode> {
         "no file with {:?} in its path is among those that are tested so",
         options.file
     );
-    if options.record {
-        Source::read()?.ensure_committed()?;
-    }
+    // Read before the hours that it takes: somebody may commit meanwhile.
+    let now = options.record.then(day_and_commit).transpose()?;
     prepare()?;
     let (mut complete, mut counted) = (true, Vec::new());
     for group in groups {
@@ -127,8 +126,8 @@ pub(crate) fn run_all(options: &Options) -> Result<ExitCode> {
             complete = false;
         }
     }
-    if options.record {
-        record(&counted)?;
+    if let Some((day, commit)) = now {
+        record(&counted, (&day, &commit))?;
     }
     Ok(if complete { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -148,7 +147,7 @@ pub(crate) fn run_quick(group: &Group) -> Result<()> {
 }
 
 /// Puts these results into the document.
-fn record(counted: &[(&str, Counts)]) -> Result<()> {
+fn record(counted: &[(&str, Counts)], now: (&str, &str)) -> Result<()> {
     let document = root().join(DOCUMENT);
     let text = fs::read_to_string(&document).with_context(|| format!("reading {DOCUMENT}"))?;
     let row = |group: &'static Group| {
@@ -156,11 +155,16 @@ fn record(counted: &[(&str, Counts)]) -> Result<()> {
         table::Group { name: group.name, files: group.files, counts }
     };
     let rows: Vec<_> = GROUPS.iter().map(row).collect();
-    let output = program("date").args(["-u", "+%F"]).output().context("running date")?;
-    let day = String::from_utf8_lossy(&output.stdout);
-    let commit = git(&["rev-parse", "--short=12", "HEAD"]).context("git rev-parse failed")?;
-    let text = table::updated(&text, &rows, (day.trim(), &commit), is_unchanged)?;
+    let text = table::updated(&text, &rows, now, is_unchanged)?;
     fs::write(&document, text).with_context(|| format!("writing {DOCUMENT}"))
+}
+
+/// Fails if files differ from the commit.
+fn day_and_commit() -> Result<(String, String)> {
+    Source::read()?.ensure_committed()?;
+    let output = program("date").args(["-u", "+%F"]).output().context("running date")?;
+    let commit = git(&["rev-parse", "--short=12", "HEAD"]).context("git rev-parse failed")?;
+    Ok((String::from_utf8_lossy(&output.stdout).trim().to_owned(), commit))
 }
 
 /// True if the files are those of the commit.

@@ -74,8 +74,18 @@ impl Need {
         }
     }
 
-    /// Builds it, images with this profile, and returns the variables that tell scenarios where it is.
-    pub(crate) fn make(self, profile: Profile) -> Result<Vec<(String, PathBuf)>> {
+    /// True if its scenarios start a cluster.
+    pub(crate) fn has_cluster(self) -> bool {
+        self.peers().contains(&Peer::Kubernetes)
+    }
+
+    /// Builds it, images with this profile and another version of Kubernetes if one is given, and returns the variables that tell
+    /// scenarios where it is.
+    pub(crate) fn make(
+        self,
+        profile: Profile,
+        kubernetes: Option<peers::Kubernetes>,
+    ) -> Result<Vec<(String, PathBuf)>> {
         packages::install(self.packages())?;
         match self {
             Self::Images => {
@@ -88,6 +98,6 @@ impl Need {
             Self::Fuzz => fuzz::prepare()?,
             _ => {}
         }
-        peers::variables(self.peers())
+        peers::variables(self.peers(), kubernetes)
     }
 }

@@ -6,7 +6,7 @@ use crate::cross::Profile;
 use crate::kernel::Kernel;
 use crate::peers::Kubernetes;
 
-#[derive(clap::Args, Default)]
+#[derive(clap::Args, Clone, Default)]
 pub(crate) struct Options {
     /// Everything, as CI does. Without it and without names: unit, property and kernel tests and a part of the scenarios.
     #[arg(long, conflicts_with = "names")]
@@ -21,7 +21,7 @@ pub(crate) struct Options {
     pub(crate) released: bool,
     /// Only scenarios with a cluster, on another version of Kubernetes; without names those of `kubernetes::` and one in which the
     /// shipped manifests run.
-    #[arg(long, value_enum, value_name = "VERSION", conflicts_with_all = ["all", "kernel", "list"])]
+    #[arg(long, value_enum, value_name = "VERSION", conflicts_with_all = ["all", "kernel", "list", "released"])]
     pub(crate) kubernetes: Option<Kubernetes>,
     /// Names the tests, and runs none.
     #[arg(long, conflicts_with_all = ["repeat", "keep"])]

@@ -110,9 +110,6 @@ pub(crate) fn run_peers(options: &Options) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Variable with the folder of the cluster's programs.
-const KUBERNETES: &str = "POSTERN_PEERS_KUBERNETES";
-
 /// Another version of Kubernetes than that of every run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Kubernetes {
@@ -123,24 +120,24 @@ pub(crate) enum Kubernetes {
 }
 
 impl Kubernetes {
-    /// Builds it, and returns the variable that has a cluster use it.
-    pub(crate) fn variable(self) -> Result<(&'static str, PathBuf)> {
-        let peer = match self {
+    fn peer(self) -> Peer {
+        match self {
             Self::Old => Peer::OldKubernetes,
             Self::New => Peer::NewKubernetes,
-        };
-        Ok((KUBERNETES, build(peer)?))
+        }
     }
 }
 
 /// Peers of the test cluster.
 pub(crate) const CLUSTER: &[Peer] = &[Peer::Kubernetes, Peer::Prometheus];
 
-/// Builds these, and returns the variables that tell a program (scenarios, demo) where they are.
-pub(crate) fn variables(peers: &[Peer]) -> Result<Vec<(String, PathBuf)>> {
+/// Builds these, with another version of Kubernetes if one is given, and returns the variables that tell a program (scenarios,
+/// demo) where they are.
+pub(crate) fn variables(peers: &[Peer], kubernetes: Option<Kubernetes>) -> Result<Vec<(String, PathBuf)>> {
     let variable = |peer: &Peer| {
         let name = format!("POSTERN_PEERS_{}", name_of(peer).to_uppercase().replace('-', "_"));
-        Ok((name, build(*peer)?))
+        let other = kubernetes.filter(|_| *peer == Peer::Kubernetes).map(Kubernetes::peer);
+        Ok((name, build(other.unwrap_or(*peer))?))
     };
     peers.iter().map(variable).collect()
 }

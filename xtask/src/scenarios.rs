@@ -8,7 +8,6 @@ use crate::beside::Beside;
 use crate::command::{build_programs, built, name_of, program};
 use crate::cross::{self, Arch, Profile};
 use crate::demo::PROGRAMS;
-use crate::image::{self, Image};
 use crate::needs::Need;
 use crate::options::Options;
 use crate::tally::Tally;
@@ -34,6 +33,8 @@ pub(crate) struct Scenarios {
     pub(crate) names: Vec<String>,
     /// Builds that some of them need.
     needs: Vec<Need>,
+    /// Those that start no cluster.
+    without_cluster: Vec<String>,
 }
 
 impl Scenarios {
@@ -49,10 +50,12 @@ impl Scenarios {
         for line in list.lines().filter_map(|line| line.strip_suffix(": test")) {
             let (kind, name) =
                 line.strip_prefix('[').and_then(|rest| rest.split_once("] ")).unwrap_or(("", line));
-            if let Some(need) = Need::value_variants().iter().copied().find(|need| name_of(need) == kind)
-                && !scenarios.needs.contains(&need)
-            {
+            let need = Need::value_variants().iter().copied().find(|need| name_of(need) == kind);
+            if let Some(need) = need.filter(|need| !scenarios.needs.contains(need)) {
                 scenarios.needs.push(need);
+            }
+            if !need.is_some_and(Need::has_cluster) {
+                scenarios.without_cluster.push(name.to_owned());
             }
             scenarios.names.push(name.to_owned());
         }
@@ -74,6 +77,7 @@ pub(crate) fn run(
     let mut command = program_of(options)?;
     command.args(options.keep.then_some("--keep"));
     command.args(options.repeat.map(|count| format!("--repeat={count}")));
+    command.args(options.is_variant().then_some("--other-programs"));
     if options.released {
         command.env(FOLDER, cross::folder(Arch::HOST, Profile::Release)?);
     }
@@ -82,13 +86,9 @@ pub(crate) fn run(
         None => {
             for need in &scenarios.needs {
                 tally.heading(need.title());
-                command.envs(need.make(options.profile())?);
+                command.envs(need.make(options.profile(), options.kubernetes)?);
             }
         }
-    }
-    if let Some(version) = options.kubernetes {
-        let (name, folder) = version.variable()?;
-        command.env(name, folder);
     }
     tally.heading("scenarios");
     tally.count(&mut command)
@@ -100,26 +100,53 @@ pub(crate) fn run_variant(options: &Options, tally: &mut Tally) -> Result<()> {
     tally.heading("building the programs and the scenarios");
     build_ebpf::run()?;
     build_programs(&[PROGRAMS, &["scenarios"]].concat())?;
+    let parts = if options.names.are_given() {
+        vec![options.clone()]
+    } else {
+        [options.kubernetes.map(|_| OF_CLUSTERS), Some(OF_IMAGES)].map(|name| options.part(name)).into()
+    };
+    let parts: Result<Vec<_>> = parts.into_iter().map(|part| Ok((Scenarios::list(&part)?, part))).collect();
+    let parts = parts?;
+    let all = || parts.iter().flat_map(|(scenarios, _)| &scenarios.names);
+    let unknown = options.names.unknown(all().map(String::as_str));
+    ensure!(
+        unknown.is_empty(),
+        "no scenario has a name with {unknown:?}: `cargo xtask test --list` has the names"
+    );
+    ensure!(all().next().is_some(), "--skip leaves no scenario");
+    for (scenarios, _) in &parts {
+        check(options, scenarios)?;
+    }
     if options.released {
-        tally.heading("building the binaries and images of a release");
-        packages::install(Need::Images.packages())?;
-        image::build(options.profile(), &Image::ALL.map(|image| (image, &[Arch::HOST][..])))?;
+        tally.heading("building the binaries of a release");
+        packages::install(&[packages::PIP])?;
+        cross::build(Arch::HOST, options.profile(), PROGRAMS)?;
     }
-    if options.names.are_given() {
-        return run(options, &Scenarios::list(options)?, None, tally);
+    for (scenarios, part) in &parts {
+        run(part, scenarios, None, tally)?;
     }
-    for name in [options.kubernetes.map(|_| OF_CLUSTERS), Some(OF_IMAGES)] {
-        let part = options.part(name);
-        let scenarios = Scenarios::list(&part)?;
-        ensure!(!scenarios.names.is_empty(), "no scenario has a name with {:?}", part.names.given());
-        run(&part, &scenarios, None, tally)?;
-    }
+    Ok(())
+}
+
+/// Refuses scenarios that would not use the other programs.
+fn check(options: &Options, scenarios: &Scenarios) -> Result<()> {
+    ensure!(
+        !(options.released && scenarios.needs.contains(&Need::Arm64)),
+        "--released has this machine's programs only: leave out arm64::"
+    );
+    let without = &scenarios.without_cluster;
+    ensure!(
+        options.kubernetes.is_none() || without.is_empty(),
+        "--kubernetes is for scenarios with a cluster, and these have none: {}",
+        without.join(", ")
+    );
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::peers::Kubernetes;
 
     #[test]
     fn a_listed_scenario_says_what_it_needs() {
@@ -130,5 +157,11 @@ mod tests {
         );
         assert_eq!((some.names[0].as_str(), some.names.len()), ("kubernetes::kubectl", 3));
         assert_eq!(some.needs, [Need::Cluster, Need::Arm64]);
+        assert_eq!(some.without_cluster, ["arm64::agent"]);
+        let on = |options| check(&options, &some).unwrap_err().to_string();
+        assert!(on(Options { released: true, ..Options::default() }).contains("arm64::"));
+        let kubernetes = Some(Kubernetes::Old);
+        assert!(on(Options { kubernetes, ..Options::default() }).ends_with(": arm64::agent"));
+        assert!(check(&Options::default(), &some).is_ok());
     }
 }

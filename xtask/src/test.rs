@@ -1,14 +1,14 @@
 //! `cargo xtask test`: runs and counts tests. With names, builds only what these need, and installs only the Debian packages that
 //! the kinds of these tests need.
 use std::num::NonZeroUsize;
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 use std::thread;
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use clap::ValueEnum as _;
 
 use crate::beside::Beside;
-use crate::command::{build_programs, built, cargo, is_root, name_of, program, run};
+use crate::command::{build_programs, built, cargo, is_root, name_of, program, run, shown};
 use crate::demo::PROGRAMS;
 use crate::kernel::{self, Kernel};
 use crate::needs::Need;
@@ -121,7 +121,6 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
     run_mutants(options, beside.as_ref(), &mut tally);
     skip_the_rest(options, &scenarios, &mut tally)?;
     tally.report(options.kind());
-    // All that have the names may be skipped.
     ensure!(tally.passed + tally.failed > 0, "no test has a name with {:?}", options.names.given());
     Ok(exit_code(&tally))
 }
@@ -173,13 +172,19 @@ fn ensure_known<'a>(
 ) -> Result<()> {
     let mut unknown = options.names.unknown(tests.map(String::as_str));
     if !unknown.is_empty() && !packages.is_empty() {
-        let listed = units(options, packages).arg("--list").output().context("listing the unit tests")?;
-        ensure!(listed.status.success(), "{}", String::from_utf8_lossy(&listed.stderr));
+        println!("looking for {unknown:?} among the unit tests");
+        let mut list = units(options, packages);
+        list.arg("--list").stderr(Stdio::inherit());
+        let listed = list.output().context("listing the unit tests")?;
+        ensure!(listed.status.success(), "`{}` ended with {}", shown(&list), listed.status);
         let listed = String::from_utf8_lossy(&listed.stdout);
         let still = options.names.unknown(listed.lines().filter_map(|line| line.strip_suffix(": test")));
         unknown.retain(|name| still.contains(name));
     }
-    ensure!(unknown.is_empty(), "no test has a name with {unknown:?}");
+    ensure!(
+        unknown.is_empty(),
+        "no chosen test has a name with {unknown:?}: `cargo xtask test --list` names them, `cargo xtask mutants` and `--kernel` have others"
+    );
     Ok(())
 }
 

@@ -39,7 +39,7 @@ pub(crate) struct Fleet {
     pub(crate) agents: Vec<Option<Agent>>,
     /// Number of the next process of each server.
     processes: Vec<usize>,
-    /// What passes between two processes of a server takes so long, or did until then.
+    /// The time that a message between two processes of a server takes, and until when.
     busy: Vec<(Duration, Option<Instant>)>,
     /// Reasons for each silent path, and the time since when.
     silent: BTreeMap<(Host, Host), (usize, Instant)>,
@@ -68,7 +68,7 @@ enum Event {
     StartAgent(usize),
     Begin(Step),
     End(Step),
-    /// What passes between two processes of a server takes so long from now on.
+    /// Messages between two processes of a server take so long from now on.
     Busy(usize, Duration),
     /// One of two processes ends, the connections of which last so long.
     EndOne(usize, End, Duration),
@@ -194,7 +194,7 @@ impl Fleet {
     /// How long it takes until one process of a server knows what another one does.
     pub(crate) fn busy(&self, index: usize) -> Duration {
         match self.busy[index] {
-            // What was on its way has arrived.
+            // Messages on the way have arrived.
             (takes, Some(until)) if until.elapsed() > takes * 2 => AT_ONCE,
             (takes, _) => takes,
         }

@@ -158,7 +158,13 @@ impl Model {
             let before = std::mem::replace(&mut self.view, view);
             for index in 0..self.servers {
                 let of = |view: &View| view.servers.get(index).map(|all| stages(all));
-                if of(&before) != of(&self.view) {
+                if of(&before) == of(&self.view) {
+                    continue;
+                }
+                if before.servers.get(index).is_some_and(|all| !all.iter().any(|process| process.goes_on)) {
+                    // Its agents were told to leave, and pause between attempts.
+                    self.disturbed(Host::Server(index), None);
+                } else {
                     self.upgraded(index, fleet.busy(index) * 2);
                 }
             }
@@ -290,7 +296,7 @@ impl Model {
                 let Some(node) = self.nodes.iter().position(|node| *node == session.node) else { continue };
                 let processes = self.view.servers[index].iter();
                 let mut having = processes.filter(|process| process.epochs[node].is_some());
-                // Who links anew while there is a successor gets to that, to which the agent may not have come.
+                // A server that links anew is linked with the successor, to which the agent may not have come yet.
                 let last = self.view.servers[index].last();
                 let moves =
                     last.is_some_and(|last| last.process != server.process) && having.clone().count() == 1;
@@ -308,7 +314,7 @@ impl Model {
         Ok(())
     }
 
-    /// What a server knows of another one is not older than [`KNOWN`].
+    /// A server's knowledge of another one is at most [`KNOWN`] old.
     fn outdated(&mut self, fleet: &Fleet) -> Result<()> {
         let mut stale = BTreeMap::new();
         for index in 0..self.servers {

@@ -204,7 +204,7 @@ impl Network for Host {
     }
 }
 
-/// What waits in a listening socket. It ends with the last process that has the socket.
+/// Connections that wait in a listening socket. They end with the last process that has the socket.
 struct Queue {
     sender: mpsc::UnboundedSender<(End, SocketAddr)>,
     incoming: tokio::sync::Mutex<mpsc::UnboundedReceiver<(End, SocketAddr)>>,

@@ -225,7 +225,7 @@ fn links(
     }
 }
 
-/// What a process serves with.
+/// The parts with which a process serves.
 struct Parts {
     net: Net,
     index: usize,

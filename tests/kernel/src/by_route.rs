@@ -40,7 +40,7 @@ pub(crate) const CASES: &[Case] = &[
     ("by_route::a_neighbour_is_not_this_host", spoofed_source),
     ("by_route::released_and_resumed", released),
     ("by_route::programs_fit_the_instruction_budget", budget),
-    ("by_route::a_hundred_thousand_nodes", many),
+    ("scale::a_hundred_thousand_nodes_by_route", many),
 ];
 
 fn by_route() -> RedirectConfig {

@@ -26,6 +26,9 @@ pub(crate) struct Args {
     /// Keeps the logs of those that pass as well.
     #[arg(long)]
     pub(crate) keep: bool,
+    /// The programs are not those that are built beside this one: the times are not comparable, and not kept.
+    #[arg(long)]
+    pub(crate) other_programs: bool,
     /// Number that runs at a time, instead of what the machine carries.
     #[arg(long, value_name = "N")]
     pub(crate) test_threads: Option<usize>,

@@ -275,6 +275,7 @@ async fn pods_are_taken_by_route(testbed: &Testbed) -> Result<()> {
     server.expect_metric("postern_redirect_verdicts_total", &steered, 3.0).await?;
     // The host's own connects do not need a route.
     visit(on_edge.address).await?;
+    server.settled().await?;
     server.expect_metric("postern_redirect_verdicts_total", &steered, 3.0).await?;
 
     neighbour.ip(&format!("route add {}/32 via 10.70.0.1", on_edge.address.ip()))?;

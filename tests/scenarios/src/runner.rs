@@ -86,7 +86,7 @@ fn run(args: &Args, mut scenarios: Vec<&'static Scenario>) -> Result<ExitCode> {
     let start = Instant::now();
     let conclusion = libtest_mimic::run(&arguments, scenarios.into_iter().enumerate().map(trial).collect());
     let took = std::mem::take(&mut *lock(&TOOK));
-    if let Some(kept) = kept.filter(|_| !took.is_empty()) {
+    if let Some(kept) = kept.filter(|_| !took.is_empty() && !args.other_programs) {
         kept.update(&took).context("keeping the times of the scenarios")?;
     }
     if took.len() > 1 {

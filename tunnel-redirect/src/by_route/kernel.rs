@@ -17,8 +17,8 @@ use netlink_packet_route::rule::{
 use netlink_packet_route::{AddressFamily, IpProtocol, RouteNetlinkMessage};
 use nix::libc;
 use rtnetlink::packet_core::{
-    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REPLACE, NLM_F_REQUEST, NetlinkMessage,
-    NetlinkPayload,
+    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_EXCL, NLM_F_REPLACE, NLM_F_REQUEST,
+    NetlinkMessage, NetlinkPayload,
 };
 use rtnetlink::sys::{Socket, protocols::NETLINK_ROUTE};
 use socket2::SockRef;
@@ -105,7 +105,12 @@ impl Kernel {
     }
 
     pub(super) fn add_rules(&mut self, rules: Vec<RuleMessage>) -> Result<(), RedirectError> {
-        self.change("add rules", NLM_F_CREATE, rules.into_iter().map(RouteNetlinkMessage::NewRule))
+        // Without NLM_F_EXCL the kernel takes the same rule twice.
+        self.change(
+            "add rules",
+            NLM_F_CREATE | NLM_F_EXCL,
+            rules.into_iter().map(RouteNetlinkMessage::NewRule),
+        )
     }
 
     pub(super) fn remove_rules(&mut self, rules: Vec<RuleMessage>) -> Result<(), RedirectError> {
@@ -240,6 +245,7 @@ impl Kernel {
     /// Sends requests and reads the answers, up to the one to the last request. Returns the errors.
     fn exchange(&mut self, requests: &[u8], mut list: Option<&mut List>) -> io::Result<Vec<io::Error>> {
         self.socket.send(requests, 0)?;
+        let first = self.sequence.wrapping_sub(BATCH as u32);
         let mut errors = Vec::new();
         let mut buffer = Vec::with_capacity(BUFFER);
         loop {
@@ -251,6 +257,10 @@ impl Kernel {
                 let message = message.map_err(|error| io::Error::other(error.to_string()))?;
                 rest = rest.get((length as usize).next_multiple_of(4)..).unwrap_or_default();
                 let last = message.header.sequence_number == self.sequence;
+                if !last && message.header.sequence_number.wrapping_sub(first) > BATCH as u32 {
+                    // The rest of an answer that was given up.
+                    continue;
+                }
                 if let Some(list) = &mut list {
                     list.interrupted |= message.header.flags & NLM_F_DUMP_INTR != 0;
                 }

@@ -9,5 +9,5 @@ mod system;
 mod wanted;
 
 pub(super) use steady::{ByRoute, remove_leftovers};
-pub(super) use system::{host_netns, usable};
+pub(super) use system::host_netns;
 pub(super) use wanted::Wanted;

@@ -17,16 +17,16 @@ pub(crate) struct ByRoute {
     present: Wanted,
     /// The rules are removed for now.
     paused: bool,
+    /// The remains of servers that are gone are removed.
+    swept: bool,
 }
 
 impl ByRoute {
-    /// Makes the device, and removes what servers that are gone have left.
+    /// Makes the device.
     pub(crate) fn open(ipv6: bool) -> Result<Self, RedirectError> {
         let mut kernel = Kernel::open()?;
         let device = device(&mut kernel)?;
-        let mut this = Self { device, kernel, ipv6, present: Wanted::default(), paused: false };
-        remove(&mut this.kernel, |number| number == this.device.number || !device::is_taken(number))?;
-        Ok(this)
+        Ok(Self { device, kernel, ipv6, present: Wanted::default(), paused: false, swept: false })
     }
 
     /// Removes what is no longer wanted. To be called before the maps change, so that no packet is led to this host that
@@ -42,7 +42,8 @@ impl ByRoute {
         Ok(())
     }
 
-    /// Adds what is missing. To be called once the maps have changed.
+    /// Adds what is missing. To be called once the maps have changed. The first time it then removes the remains of
+    /// servers that are gone: until then these may refuse connections, as their orphan policy says.
     pub(crate) fn add(&mut self, wanted: Wanted) -> Result<(), RedirectError> {
         let place = self.place();
         let routes = wanted.routes.difference(&self.present.routes).map(|route| route.message(place));
@@ -52,6 +53,12 @@ impl ByRoute {
             self.kernel.add_rules(rules)?;
         }
         self.present = wanted;
+        if !self.swept {
+            remove(&mut self.kernel, |number| number != place.number && !device::is_taken(number))?;
+            // Another process may have had this device's number.
+            self.restore()?;
+            self.swept = true;
+        }
         Ok(())
     }
 
@@ -64,7 +71,6 @@ impl ByRoute {
             self.device = device(&mut self.kernel)?;
             remove(&mut self.kernel, |number| !device::is_taken(number))?;
         }
-        self.paused = false;
         let place = self.place();
         let (mut rules, mut foreign) = (BTreeSet::new(), Vec::new());
         let families = [Some(false), self.ipv6.then_some(true)];
@@ -96,13 +102,22 @@ impl ByRoute {
         let missing: Vec<Route> = self.present.routes.difference(&routes).copied().collect();
         restored += missing.len();
         self.kernel.add_routes(missing.into_iter().map(|route| route.message(place)))?;
+        if self.paused {
+            return Ok(restored);
+        }
         let missing: Vec<Rule> = self.present.rules.difference(&rules).copied().collect();
         restored += missing.len();
         self.kernel.add_rules(missing.into_iter().map(|rule| rule.message(place)).collect())?;
         Ok(restored)
     }
 
-    /// Removes the rules, so that nothing is led to this process any more; [`Self::restore`] adds them again.
+    /// Has [`Self::restore`] add the rules again. To be called once the programs are attached, without which others' listeners
+    /// would get the connections.
+    pub(crate) fn unpause(&mut self) {
+        self.paused = false;
+    }
+
+    /// Removes the rules, so that nothing is led to this process any more, until [`Self::unpause`].
     pub(crate) fn pause(&mut self) -> Result<(), RedirectError> {
         self.paused = true;
         let place = self.place();
@@ -111,11 +126,11 @@ impl ByRoute {
 
     /// Removes everything.
     pub(crate) fn withdraw(mut self) -> Result<(), RedirectError> {
-        self.pause()?;
+        let rules = self.pause();
         // The device takes the others with it.
         let place = self.place();
         let routes = self.present.routes.iter().filter(|route| route.kind != Kind::Local);
-        self.kernel.remove_routes(routes.map(|route| route.message(place)))
+        self.kernel.remove_routes(routes.map(|route| route.message(place))).and(rules)
     }
 
     /// The routing tables, and the netlink address of this process as the author of changes.

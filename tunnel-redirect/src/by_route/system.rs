@@ -8,24 +8,18 @@ use std::net::TcpListener;
 use std::os::fd::AsRawFd as _;
 
 use nix::libc;
-use tunnel_abi::INITIAL_NETNS;
 
 const TUN: &str = "/dev/net/tun";
 /// Linux 5.14.
 const SO_NETNS_COOKIE: libc::c_int = 71;
 
-/// Opens /dev/net/tun, as [`super::ByRoute::open`] has to.
-pub(crate) fn usable() -> io::Result<File> {
-    OpenOptions::new().read(true).write(true).open(TUN)
-}
-
 /// Makes a TUN device in the network namespace of this thread and returns it with its name. It vanishes with the file.
 pub(super) fn tun(pattern: &CStr) -> io::Result<(File, String)> {
-    let file = usable()?;
+    let file = OpenOptions::new().read(true).write(true).open(TUN)?;
     // SAFETY: ifreq is plain data, for which zeros are valid.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
     for (to, from) in request.ifr_name.iter_mut().zip(pattern.to_bytes_with_nul()) {
-        *to = from.cast_signed();
+        *to = *from as libc::c_char;
     }
     // Both flags fit.
     request.ifr_ifru.ifru_flags = (libc::IFF_TUN | libc::IFF_NO_PI) as libc::c_short;
@@ -34,14 +28,13 @@ pub(super) fn tun(pattern: &CStr) -> io::Result<(File, String)> {
     if result < 0 {
         return Err(io::Error::last_os_error());
     }
-    let name =
-        request.ifr_name.iter().take_while(|byte| **byte != 0).map(|byte| char::from(byte.cast_unsigned()));
-    Ok((file, name.collect()))
+    #[allow(clippy::unnecessary_cast, reason = "c_char is signed on some architectures")]
+    let name = request.ifr_name.iter().map(|byte| *byte as u8).take_while(|byte| *byte != 0);
+    Ok((file, name.map(char::from).collect()))
 }
 
-/// The cookie of this thread's network namespace. Kernels before 5.14 do not tell it; there this process has to be in
-/// the initial namespace.
-pub(crate) fn host_netns(socket: &TcpListener) -> u64 {
+/// The cookie of this thread's network namespace. Kernels before 5.14 do not tell it.
+pub(crate) fn host_netns(socket: &TcpListener) -> Option<u64> {
     let mut cookie = 0_u64;
     let mut length = size_of::<u64>() as libc::socklen_t;
     // SAFETY: the kernel writes at most `length` bytes to the live u64.
@@ -54,5 +47,5 @@ pub(crate) fn host_netns(socket: &TcpListener) -> u64 {
             &raw mut length,
         )
     };
-    if result == 0 && cookie != 0 { cookie } else { INITIAL_NETNS }
+    (result == 0 && cookie != 0).then_some(cookie)
 }

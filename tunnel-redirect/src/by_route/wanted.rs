@@ -54,7 +54,7 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// What takes exactly the connections that [`tunnel_abi::verdict::takes`] accepts. Networks in `own_ranges` are left out:
+    /// The rules and routes that take exactly the connections that [`tunnel_abi::verdict::takes`] accepts. Networks in `own_ranges` are left out:
     /// the self-test's. Nodes without a tunnel have routes too, so that a tunnel that goes up or down changes none.
     pub(crate) fn of(contents: &MapContents, own_ranges: &[IpNet], refuse: bool) -> Self {
         let mut wanted = Self::default();

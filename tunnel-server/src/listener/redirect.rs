@@ -53,29 +53,26 @@ impl Listener for Redirected {
 
     async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opened, OpenError> {
         let local = socket.local_addr()?;
-        let virtual_address = local.ip().to_canonical();
-        if self.redirect.is_self_test(virtual_address) {
+        let address = local.ip().to_canonical();
+        if self.redirect.is_self_test(address) {
             return Err(OpenError::SelfTest);
         }
         let snapshot = router.snapshot();
-        let by_route = || match snapshot.by_address(virtual_address) {
+        let by_route = || match snapshot.by_address(address) {
             ByAddress::Unique(node) => Some(node),
             ByAddress::Ambiguous(_) => None,
-            ByAddress::Unknown => snapshot.by_pod(virtual_address),
+            ByAddress::Unknown => snapshot.by_pod(address),
         };
-        let node = snapshot.by_virtual_address(virtual_address);
+        let node = snapshot.by_virtual_address(address);
         let node = node.or_else(|| self.redirect.by_route().then(by_route)?).ok_or_else(|| {
             OpenError::Client(format!(
-                "{virtual_address} is not the virtual address of a node: the node has left, or never existed"
+                "{address} is neither the virtual address of a node nor the address of one alone: the node has left, or never existed"
             ))
         })?;
         // The hook at connect() rewrites only to these ports: on any other, the client has dialled the virtual address
         // itself.
         if !node.pod && !router.tunnels(local.port()) {
-            return Err(OpenError::Client(format!(
-                "port {} of {virtual_address} is not tunnelled",
-                local.port()
-            )));
+            return Err(OpenError::Client(format!("port {} of {address} is not tunnelled", local.port())));
         }
         let target = router.dialled(&node, local.port());
         Ok(Opened::Relayed(OpenRequest::to_found(node, target, Bytes::new())))

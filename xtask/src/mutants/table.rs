@@ -41,7 +41,7 @@ pub(super) fn updated(
     let (old, after) = rest.split_at(length);
     let mut text = format!("{before}{HEAD}");
     for group in groups {
-        let begins = format!("| `{}` |", group.name);
+        let begins = row_head(group);
         let old = old.lines().find(|line| line.starts_with(&begins));
         let measured_at = |line: &&str| {
             let cell = line.trim_end_matches(['|', ' ']).rsplit('|').next()?;
@@ -59,8 +59,13 @@ pub(super) fn updated(
 }
 
 fn row(group: &Group<'_>, cells: &str, measured: &str) -> String {
+    format!("{} {cells} | {measured} |", row_head(group))
+}
+
+/// Begin of the row of this group with these files.
+fn row_head(group: &Group<'_>) -> String {
     let files: Vec<_> = group.files.iter().map(|file| format!("`{file}`")).collect();
-    format!("| `{}` | {} | {cells} | {measured} |", group.name, files.join(", "))
+    format!("| `{}` | {} |", group.name, files.join(", "))
 }
 
 impl Counts {
@@ -91,6 +96,9 @@ mod tests {
         assert!(kept.contains(measured) && kept.contains("| 0 | 2026-02-03 at def |\n"), "{kept}");
         let changed = updated(&kept, &second, ("2026-02-03", "def"), |_, _| false).unwrap();
         assert!(changed.contains(&none("`a` | `a.rs`, `b.rs`")), "{changed}");
+        let other_files = [group("a", &["a.rs"][..], None)];
+        let other_files = updated(&kept, &other_files, ("", ""), |_, _| true).unwrap();
+        assert!(other_files.contains(&none("`a` | `a.rs`")), "{other_files}");
         assert!(updated("text\n", &second, ("", ""), same).is_err());
     }
 }

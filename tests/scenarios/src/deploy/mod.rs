@@ -191,6 +191,8 @@ async fn rules_of_the_host(cluster: &Cluster<'_>) -> Result<()> {
     let host = &cluster.testbed.cloud;
     let pod = ["exec", "--namespace", NAMESPACE, "daemonset/tunnel-server", "--"];
     let doctor = [&pod[..], &["/tunnel-server", "doctor", "--output=json"]].concat();
+    // The server's own check may meet the rule before it is gone.
+    cluster.testbed.allow_error("did not reach the listener");
     host.iptables(&format!("-t nat -A {rule}"))?;
     let output = cluster.kubectl.output(&doctor).await?;
     host.iptables(&format!("-t nat -D {rule}"))?;

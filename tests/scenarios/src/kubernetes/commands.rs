@@ -97,9 +97,18 @@ async fn resize(kubectl: &Kubectl) -> Result<()> {
         terminal.wait_for(&format!("{rows} {columns}"), PATIENCE).await?;
     }
     // Ctrl-C ends the loop, not kubectl: the terminal is raw and the byte goes to the node.
-    terminal.write("\u{3}")?;
-    terminal.write("echo still $((40+2)); exit 3\n")?;
-    terminal.wait_for("still 42", PATIENCE).await?;
+    let mut typed = 0;
+    loop {
+        terminal.write("\u{3}")?;
+        terminal.write("echo still $((40+2)); exit 3\n")?;
+        typed += 1;
+        // The signal goes to nobody if the shell's child has ended in this moment: a user types it again.
+        match terminal.wait_for("still 42", PATIENCE / 5).await {
+            Err(error) if typed == 5 => return Err(error),
+            Err(_) => {}
+            Ok(()) => break,
+        }
+    }
     let status = timeout(PATIENCE, terminal.child.wait()).await.context("exec -it did not end")??;
     ensure!(status.code() == Some(3), "exec -it ended with {status}");
     Ok(())

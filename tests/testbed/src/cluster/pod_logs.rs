@@ -29,7 +29,12 @@ impl PodLogs {
             loop {
                 let over = !matches!(stopped.recv_timeout(PERIOD), Err(RecvTimeoutError::Timeout));
                 if let Err(error) = link_all(&dir) {
-                    eprintln!("the logs of pods: {error}");
+                    // Judged as a program's: without them a panic would pass.
+                    let line = format!(
+                        r#"{{"level":"ERROR","message":"failed to keep the logs of pods: {error}"}}"#
+                    );
+                    fs::write(dir.join("logs/pod-logs.log"), line).ok();
+                    return;
                 }
                 if over {
                     return;
@@ -45,7 +50,6 @@ impl Drop for PodLogs {
     fn drop(&mut self) {
         self.stop.take();
         if let Some(thread) = self.thread.take() {
-            // It has printed why.
             thread.join().ok();
         }
     }
