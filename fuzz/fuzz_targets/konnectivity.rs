@@ -198,7 +198,7 @@ impl Dial for Dialler {
     }
 }
 
-/// What the caller knows.
+/// The caller's connections and dials.
 #[derive(Default)]
 struct Caller {
     /// Numbers of the connections, in the order of their answers.

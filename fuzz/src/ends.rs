@@ -84,7 +84,7 @@ impl Local {
     }
 }
 
-/// What the tasks of a link share.
+/// State that the tasks of a link share.
 #[derive(Clone)]
 pub struct Shared {
     flow: Arc<Flow>,

@@ -29,7 +29,7 @@ pub enum Block {
     Raw(Vec<u8>),
 }
 
-/// What one DATA frame carries.
+/// Content of one DATA frame.
 #[derive(Arbitrary, Clone, Debug)]
 pub enum Payload {
     /// Whole segments.

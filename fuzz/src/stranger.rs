@@ -36,7 +36,7 @@ pub struct Stranger {
     pub reads: bool,
 }
 
-/// What streams carry, each from another place on. Made once: the targets spend their time elsewhere.
+/// Data of all streams; each begins at another place. Made once: the targets spend their time elsewhere.
 static NOISE: LazyLock<Vec<u8>> = LazyLock::new(|| {
     let mixed = |at: u32| (at.wrapping_mul(0x9e37_79b1) ^ at.wrapping_mul(at) ^ (at >> 7)) >> 13;
     // A prime number, so that no multiple of a size comes back to the same place.

@@ -344,7 +344,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Starts a server of which no process is left that goes on.
+    /// Starts a server again, unless one of its processes goes on.
     fn restart_server(&mut self, index: usize, model: &mut Model) -> Result<()> {
         if self.servers[index].iter().all(Server::ends) {
             self.start_server(index)?;

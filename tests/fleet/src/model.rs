@@ -210,7 +210,7 @@ impl Model {
         Ok(())
     }
 
-    /// A process that is told to end does so.
+    /// A process that is told to end ends in time.
     fn ends(&mut self, fleet: &Fleet, server: &Server) -> Result<()> {
         if server.ends() {
             let since = self.ending.entry(server.process).or_insert_with(Instant::now);

@@ -14,7 +14,7 @@ use tunnel_routing::RouteTarget;
 
 use crate::Case;
 use crate::harness::{cgroup_mount, own_cgroup};
-use crate::lifecycle::runtime;
+use crate::lifecycle::{expect_instructions, runtime};
 use crate::peer::Peer;
 use crate::support::{
     EDGE, EDGE_B, EDGE_V6, Greeting, Listener, POD_RANGE, PORT, State, World, address, ask, at, config,
@@ -139,20 +139,22 @@ fn without() {
     assert_eq!(world.counter("connect4/by_route"), 0);
 }
 
+/// Translates port 443 of a Service's address as kube-proxy does, in this chain.
+fn service(tool: &str, chain: &str, address: &str, endpoint: &str) {
+    run(
+        tool,
+        &format!("-w -t nat -A {chain} -d {address} -p tcp --dport 443 -j DNAT --to-destination {endpoint}"),
+    );
+}
+
 fn services() {
     let mut pod = pod_of_this_host();
     let lan = Peer::spawn();
     lan.link("lan0", "10.1.0.1/24", "10.1.0.2/24");
     ip("route add default via 10.1.0.2");
     let world = start(desired(&[EDGE]));
-    // As kube-proxy writes it.
     for chain in ["PREROUTING", "OUTPUT"] {
-        run(
-            "iptables",
-            &format!(
-                "-w -t nat -A {chain} -d 10.96.0.10/32 -p tcp --dport 443 -j DNAT --to-destination 10.8.0.7:10250"
-            ),
-        );
+        service("iptables", chain, "10.96.0.10", "10.8.0.7:10250");
     }
     let seen = asks(&mut pod, "10.96.0.10:443").unwrap();
     assert_eq!((seen.local, seen.client.ip()), (at(EDGE.0, PORT), address("10.244.1.5")));
@@ -187,11 +189,8 @@ fn down() {
     let error = asks(&mut pod, "10.8.0.7:10250").unwrap_err();
     assert!(error.starts_with(&format!("err {}", libc::EHOSTUNREACH)), "{error}");
     assert_eq!((world.counter("connect4/down"), world.counter("route4/steered")), (1, 0));
-    // What no hook sees reaches the listener, which has to reset it; a tunnel changes no route.
-    run(
-        "iptables",
-        "-w -t nat -A PREROUTING -d 10.96.0.10/32 -p tcp --dport 443 -j DNAT --to-destination 10.8.0.7:10250",
-    );
+    // A Service's connection passes no hook. It reaches the listener, which has to reset it. A tunnel changes no route.
+    service("iptables", "PREROUTING", "10.96.0.10", "10.8.0.7:10250");
     assert_eq!(asks(&mut pod, "10.96.0.10:443").unwrap().local, at(EDGE.0, PORT));
     let before = routes(198_180);
     let mut state = with_client(state, POD_RANGE);
@@ -339,12 +338,7 @@ fn ipv6() {
     let seen = asks(&mut pod, "[2001:db8:7::7]:10250").unwrap();
     assert_eq!((seen.local, seen.client.ip()), (at(EDGE_V6.0, PORT), address("2001:db8:244::5")));
     for chain in ["PREROUTING", "OUTPUT"] {
-        run(
-            "ip6tables",
-            &format!(
-                "-w -t nat -A {chain} -d fd00::10/128 -p tcp --dport 443 -j DNAT --to-destination [2001:db8:7::7]:10250"
-            ),
-        );
+        service("ip6tables", chain, "fd00::10", "[2001:db8:7::7]:10250");
     }
     let seen = asks(&mut pod, "[fd00::10]:443").unwrap();
     assert_eq!((seen.local, seen.client.ip()), (at(EDGE_V6.0, PORT), address("2001:db8:244::5")));
@@ -482,15 +476,11 @@ fn released() {
 }
 
 fn budget() {
-    const BUDGET: [(&str, u32); 3] = [("connect4", 500), ("connect6", 1400), ("sk_lookup", 1500)];
-    let world = start(desired(&[EDGE]));
-    let programs = world.redirect.program_info();
-    for (hook, budget) in BUDGET {
-        let program = programs.iter().find(|program| program.hook == hook).expect("loaded");
-        let verified = program.verified_instructions.expect("this kernel counts them (5.16)");
-        println!("report {hook} by route: {verified} verified instructions of {budget}");
-        assert!(verified <= budget, "{hook}: {verified} verified instructions, the budget is {budget}");
-    }
+    expect_instructions(
+        &start(desired(&[EDGE])),
+        " by route",
+        &[("connect4", 500), ("connect6", 1400), ("sk_lookup", 1500)],
+    );
 }
 
 fn many() {
