@@ -39,8 +39,8 @@ pub(crate) struct Fleet {
     pub(crate) agents: Vec<Option<Agent>>,
     /// Number of the next process of each server.
     processes: Vec<usize>,
-    /// The time that a message between two processes of a server takes, and until when.
-    busy: Vec<(Duration, Option<Instant>)>,
+    /// The times that messages between two processes of a server have taken, and until when each was so.
+    busy: Vec<Vec<(Duration, Option<Instant>)>>,
     /// Reasons for each silent path, and the time since when.
     silent: BTreeMap<(Host, Host), (usize, Instant)>,
 }
@@ -163,7 +163,7 @@ impl Fleet {
             servers: (0..plan.servers).map(|_| Vec::new()).collect(),
             agents: (0..plan.agents).map(|_| None).collect(),
             processes: vec![0; plan.servers],
-            busy: vec![(AT_ONCE, None); plan.servers],
+            busy: vec![Vec::new(); plan.servers],
             silent: BTreeMap::new(),
             plan,
         })
@@ -193,20 +193,20 @@ impl Fleet {
 
     /// How long it takes until one process of a server knows what another one does.
     pub(crate) fn busy(&self, index: usize) -> Duration {
-        match self.busy[index] {
-            // Messages on the way have arrived.
-            (takes, Some(until)) if until.elapsed() > takes * 2 => AT_ONCE,
-            (takes, _) => takes,
-        }
+        // Later messages have arrived too.
+        let is_over = |takes: Duration, until: Option<Instant>| until.is_some_and(|at| at.elapsed() > takes * 2);
+        let still = self.busy[index].iter().filter(|(takes, until)| !is_over(*takes, *until));
+        still.map(|(takes, _)| *takes).max().unwrap_or(AT_ONCE)
     }
 
     fn set_busy(&mut self, index: usize, takes: Option<Duration>) {
         let (waits, comes) = server::takeover(index);
         self.net.set_delay(waits.ip(), comes, takes.unwrap_or(AT_ONCE));
-        match takes {
-            Some(takes) => self.busy[index] = (takes, None),
-            None => self.busy[index].1 = Some(Instant::now()),
+        let times = &mut self.busy[index];
+        if let Some((_, until)) = times.last_mut() {
+            until.get_or_insert_with(Instant::now);
         }
+        times.extend(takes.map(|takes| (takes, None)));
     }
 
     fn start_agent(&mut self, index: usize) -> Result<()> {

@@ -292,7 +292,7 @@ async fn a_holder_that_does_not_answer_is_passed_by(testbed: &Testbed) -> Result
     let hosts = [testbed.add_neighbour()?, testbed.add_to_cloud_lan("third", THIRD)?];
     let mut servers = Holders::start(testbed, &hosts).await?;
     let address = servers.on_edge.address;
-    servers.asked.process.signal(Signal::SIGSTOP)?;
+    servers.asked.process.freeze().await?;
     // The frozen one does not answer, so the first server waits for the whole time.
     let took = visit(address).await.context("while one of two does not answer")?;
     ensure!(took >= UNANSWERED, "after {took:?}: the frozen server was not asked");

@@ -220,7 +220,7 @@ async fn one_whose_successor_died_is_linked_once(testbed: &Testbed) -> Result<()
     let mut agent = Agent::enrol(&first, 1).await?;
     wait_peers([&first, &second], 1).await?;
     // The successor waits for the agent.
-    agent.process.signal(Signal::SIGSTOP)?;
+    agent.process.freeze().await?;
     let mut successor = first.successor()?;
     first.wait_log("successor connected").await?;
     let told = async || {

@@ -181,6 +181,24 @@ impl Process {
         kill(self.raw_pid(), signal).with_context(|| format!("sending {signal} to {}", self.name))
     }
 
+    /// Sends SIGSTOP, and waits until each thread has stopped: one of them takes the signal, and the others run until it
+    /// has had a processor.
+    pub async fn freeze(&mut self) -> Result<()> {
+        self.signal(Signal::SIGSTOP)?;
+        let threads = format!("/proc/{}/task", self.raw_pid());
+        let stopped = async || {
+            for thread in std::fs::read_dir(&threads)? {
+                // One that has ended meanwhile has no status: the next look is without it.
+                let status = std::fs::read_to_string(thread?.path().join("status")).unwrap_or_default();
+                if !status.contains("\nState:\tT (stopped)") {
+                    return Ok(None);
+                }
+            }
+            Ok(Some(()))
+        };
+        wait_for(&format!("{} to stop", self.name), Duration::from_secs(10), stopped).await
+    }
+
     /// Sends SIGKILL, as in a crash.
     pub async fn crash(&mut self) -> Result<()> {
         self.signal(Signal::SIGKILL)?;

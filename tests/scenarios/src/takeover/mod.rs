@@ -145,7 +145,7 @@ async fn a_successor_that_dies_is_replaced(testbed: &Testbed) -> Result<()> {
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let mut held = hold(on_edge.address, b"before").await?;
     // This agent does not attach to the second server, which waits for it.
-    agents[1].process.signal(Signal::SIGSTOP)?;
+    agents[1].process.freeze().await?;
     let mut second = first.successor()?;
     first.wait_log("successor connected").await?;
     wait_sessions(&agents[0], 2.0).await.context("the first agent is told")?;
@@ -187,7 +187,7 @@ async fn a_server_that_dies_as_it_hands_over_leaves_nothing(testbed: &Testbed) -
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     visit(on_edge.address).await?;
     // This agent does not attach to the second server, which waits for it.
-    agents[1].process.signal(Signal::SIGSTOP)?;
+    agents[1].process.freeze().await?;
     let mut second = first.successor()?;
     first.wait_log("successor connected").await?;
     wait_sessions(&agents[0], 2.0).await.context("the first agent is told")?;
@@ -209,7 +209,7 @@ async fn a_server_that_is_told_to_stop_waits_for_its_successor(testbed: &Testbed
     let mut agents = agents(&first, 2).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     visit(on_edge.address).await?;
-    agents[1].process.signal(Signal::SIGSTOP)?;
+    agents[1].process.freeze().await?;
     let second = alongside("a stop in the middle of a takeover", on_edge.address, async {
         let second = first.successor()?;
         first.wait_log("successor connected").await?;
@@ -231,7 +231,7 @@ async fn a_server_that_waits_no_longer_leaves_the_redirect(testbed: &Testbed) ->
     let mut agents = agents(&first, 2).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     visit(on_edge.address).await?;
-    agents[1].process.signal(Signal::SIGSTOP)?;
+    agents[1].process.freeze().await?;
     let second = alongside("a stop before the end of a takeover", on_edge.address, async {
         let second = first.successor()?;
         first.wait_log("successor connected").await?;

@@ -127,7 +127,7 @@ pub(super) async fn the_edge_was_asleep(testbed: &Testbed) -> Result<()> {
     let mut agent = builder.enrol(&server).await?;
     let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
     client::visit(shell.address).await?;
-    agent.process.signal(Signal::SIGSTOP)?;
+    agent.process.freeze().await?;
     testbed.forget_mappings()?;
     clock.set(Duration::from_secs(3600))?;
     agent.process.signal(Signal::SIGCONT)?;
