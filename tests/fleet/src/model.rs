@@ -136,8 +136,11 @@ impl Model {
     }
 
     /// A takeover of a server got on.
-    fn upgraded(&mut self, server: usize, busy: Duration) {
+    fn upgraded(&mut self, fleet: &Fleet, server: usize) {
+        let busy = fleet.busy(server) * 2;
         for index in 0..self.servers {
+            // The other one may be between two processes as well: the one has closed, and the other does not know it yet.
+            let busy = busy.max(fleet.busy(index) * 2);
             self.within(Host::Server(server), Host::Server(index), LINKS_AGAIN + busy);
         }
         for index in 0..self.nodes.len() {
@@ -165,7 +168,7 @@ impl Model {
                     // Its agents were told to leave, and pause between attempts.
                     self.disturbed(Host::Server(index), None);
                 } else {
-                    self.upgraded(index, fleet.busy(index) * 2);
+                    self.upgraded(fleet, index);
                 }
             }
         }
