@@ -31,6 +31,8 @@ pub struct RedirectConfig {
     pub orphan_policy: OrphanPolicy,
     /// The way of connections from other network namespaces than this process's.
     pub pods: Pods,
+    /// The network leads edge nodes' addresses to this host. What it does not take by route fails instead of being sent on.
+    pub gateway: bool,
 }
 
 /// How connections of pods are redirected.
@@ -87,6 +89,7 @@ impl Default for RedirectConfig {
             orphan_timeout: ORPHAN_TIMEOUT,
             orphan_policy: OrphanPolicy::default(),
             pods: Pods::default(),
+            gateway: false,
         }
     }
 }

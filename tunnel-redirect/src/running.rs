@@ -57,6 +57,8 @@ pub struct Redirect {
     pub(super) ipv6: bool,
     /// Connections of other network namespaces are taken by route.
     pub(super) routed: bool,
+    /// The reason why they are not, although they may be.
+    pub(super) not_routed: Option<String>,
     pub(super) features: Features,
     pub(super) not_pinned: Option<String>,
     /// Notified when programs are missing.
@@ -144,7 +146,10 @@ impl Redirect {
     fn write_all(&self, inner: &mut Inner, want: &MapContents) -> Result<Applied, RedirectError> {
         let refuse = self.config.orphan_policy == OrphanPolicy::Refuse;
         let ranges = redirect_ranges(&self.config, self.ipv6);
-        let routes = inner.by_route.is_some().then(|| Wanted::of(want, &ranges, refuse));
+        let routes = inner.by_route.is_some().then(|| {
+            let wanted = Wanted::of(want, &ranges, refuse);
+            if self.config.gateway { wanted.of_a_gateway() } else { wanted }
+        });
         inner.bring_to(want, routes)
     }
 
@@ -196,6 +201,11 @@ impl Redirect {
     /// Reports whether connections of other network namespaces are taken by route.
     pub fn by_route(&self) -> bool {
         self.routed
+    }
+
+    /// Reason that they are redirected at connect(), with [`Pods::Auto`](super::Pods::Auto).
+    pub fn not_by_route(&self) -> Option<&str> {
+        self.not_routed.as_deref()
     }
 
     /// Reports whether IPv6 destinations are redirected.

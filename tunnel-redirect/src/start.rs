@@ -62,7 +62,8 @@ impl Redirect {
         let claim = Claim::take(&config, v6.is_some())?;
         range_use::check(&config, v6.is_some())?;
         let log = program_log::wanted();
-        let (by_route, host_netns) = by_route(&config, v4, v6.is_some())?.unzip();
+        let (by_route, not_routed) = by_route(&config, v4, v6.is_some())?;
+        let (by_route, host_netns) = by_route.unzip();
         let host_netns = host_netns.unwrap_or_default();
         let mut ebpf = load::open(&config, features, host_netns, log)?;
         let program_log = if log { Some(ProgramLog::new(&mut ebpf)?) } else { None };
@@ -116,6 +117,7 @@ impl Redirect {
             netns,
             ipv6: v6.is_some(),
             routed: inner.by_route.is_some(),
+            not_routed,
             features,
             not_pinned,
             lost: Notify::new(),
@@ -158,16 +160,17 @@ impl Redirect {
     }
 }
 
-/// Makes the device for routes, if connections are to be taken by them, and returns it with the cookie of this namespace.
+/// Makes the device for routes, if connections are to be taken by them, and returns it with the cookie of this namespace;
+/// else the reason why they cannot be, with [`Pods::Auto`].
 fn by_route(
     config: &RedirectConfig,
     listener: &TcpListener,
     ipv6: bool,
-) -> Result<Option<(ByRoute, u64)>, RedirectError> {
+) -> Result<(Option<(ByRoute, u64)>, Option<String>), RedirectError> {
     let netns = || by_route::host_netns(listener);
     match config.pods {
-        Pods::Connect => Ok(None),
-        Pods::Route => Ok(Some((ByRoute::open(ipv6)?, netns().unwrap_or(INITIAL_NETNS)))),
+        Pods::Connect => Ok((None, None)),
+        Pods::Route => Ok((Some((ByRoute::open(ipv6)?, netns().unwrap_or(INITIAL_NETNS))), None)),
         Pods::Auto => {
             let opened = match netns() {
                 Some(netns) => {
@@ -182,7 +185,8 @@ fn by_route(
                     "connections of pods are redirected at connect(), not by route"
                 );
             }
-            Ok(opened.ok())
+            let reason = opened.as_ref().err().cloned();
+            Ok((opened.ok(), reason))
         }
     }
 }

@@ -144,7 +144,11 @@ impl Redirect {
             SelfTest::new(&inner, self.ipv6, self.features.set_retval, cgroup)
         };
         test.run(|index| self.lock().maps.counter(index))?;
-        self.lock().verified_port = Some(test.port);
+        let mut inner = self.lock();
+        if let Some(by_route) = &mut inner.by_route {
+            by_route.probe(test.port)?;
+        }
+        inner.verified_port = Some(test.port);
         Ok(())
     }
 

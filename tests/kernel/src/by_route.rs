@@ -43,7 +43,7 @@ pub(crate) const CASES: &[Case] = &[
     ("scale::a_hundred_thousand_nodes_by_route", many),
 ];
 
-fn by_route() -> RedirectConfig {
+pub(crate) fn by_route() -> RedirectConfig {
     RedirectConfig { pods: Pods::Route, ..config() }
 }
 
@@ -54,12 +54,12 @@ fn pod_of_this_host() -> Peer {
     pod
 }
 
-fn start(desired: State) -> World {
+pub(crate) fn start(desired: State) -> World {
     World::with(by_route(), &with_client(desired, POD_RANGE))
 }
 
 /// Connects as the pod; returns what the listener saw.
-fn asks(pod: &mut Peer, to: &str) -> Result<Greeting, String> {
+pub(crate) fn asks(pod: &mut Peer, to: &str) -> Result<Greeting, String> {
     let (_, peer, greeting) = pod.connect(None, to)?;
     assert_eq!(peer, to.parse().unwrap(), "the pod's getpeername");
     parse(&greeting).ok_or(greeting)

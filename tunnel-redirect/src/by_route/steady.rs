@@ -7,16 +7,18 @@ use super::kernel::{Kernel, ListedRule, Place};
 use super::wanted::{Kind, Route, Rule, Table, Wanted};
 use crate::error::RedirectError;
 
-const TABLES: [Table; 2] = [Table::Ports, Table::AnyPort];
+const TABLES: [Table; 3] = [Table::Ports, Table::AnyPort, Table::NotTaken];
 
 /// The rules and routes of this process. They end with it, or with [`Self::withdraw`].
 pub(crate) struct ByRoute {
     device: Device,
-    kernel: Kernel,
+    pub(super) kernel: Kernel,
     ipv6: bool,
-    present: Wanted,
+    pub(super) present: Wanted,
     /// The rules are removed for now.
-    paused: bool,
+    pub(super) paused: bool,
+    /// The route of each family that was looked up last.
+    pub(super) probed: [Option<Route>; 2],
     /// The remains of servers that are gone are removed.
     swept: bool,
 }
@@ -26,7 +28,8 @@ impl ByRoute {
     pub(crate) fn open(ipv6: bool) -> Result<Self, RedirectError> {
         let mut kernel = Kernel::open()?;
         let device = device(&mut kernel)?;
-        Ok(Self { device, kernel, ipv6, present: Wanted::default(), paused: false, swept: false })
+        let present = Wanted::default();
+        Ok(Self { device, kernel, ipv6, present, paused: false, probed: [None; 2], swept: false })
     }
 
     /// Removes what is no longer wanted. To be called before the maps change, so that no packet is led to this host that
@@ -134,7 +137,7 @@ impl ByRoute {
     }
 
     /// The routing tables, and the netlink address of this process as the author of changes.
-    pub(crate) fn watched(&self) -> ([u32; 2], u32) {
+    pub(crate) fn watched(&self) -> ([u32; 3], u32) {
         (TABLES.map(|table| self.place().table(table)), self.kernel.port)
     }
 
@@ -143,7 +146,7 @@ impl ByRoute {
         self.device.index
     }
 
-    fn place(&self) -> Place {
+    pub(super) fn place(&self) -> Place {
         Place { number: self.device.number, index: self.device.index }
     }
 }

@@ -13,19 +13,34 @@ pub(super) enum Table {
     Ports,
     /// Networks that are taken on every port.
     AnyPort,
+    /// Where what others send to these networks, and neither of those takes, fails.
+    NotTaken,
 }
 
-/// Leads TCP packets to one of the tables.
+/// Leads packets to one of the tables.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) struct Rule {
     pub(super) ipv6: bool,
-    /// Leads to [`Table::Ports`]; None leads every port to [`Table::AnyPort`].
-    pub(super) port: Option<u16>,
+    pub(super) packets: Packets,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) enum Packets {
+    /// TCP to one port.
+    Port(u16),
+    /// TCP.
+    EveryPort,
+    /// All that this host has not sent itself.
+    OfOthers,
 }
 
 impl Rule {
     pub(super) fn table(self) -> Table {
-        if self.port.is_some() { Table::Ports } else { Table::AnyPort }
+        match self.packets {
+            Packets::Port(_) => Table::Ports,
+            Packets::EveryPort => Table::AnyPort,
+            Packets::OfOthers => Table::NotTaken,
+        }
     }
 }
 
@@ -73,11 +88,12 @@ impl Wanted {
             }
             let ipv6 = matches!(net, IpNet::V6(_));
             match table {
-                Table::AnyPort => _ = wanted.rules.insert(Rule { ipv6, port: None }),
-                Table::Ports if wanted.rules.iter().any(|rule| rule.ipv6 == ipv6 && rule.port.is_some()) => {}
+                Table::Ports if wanted.rules.iter().any(|rule| rule.ipv6 == ipv6 && rule.table() == table) => {}
                 Table::Ports => {
-                    wanted.rules.extend(contents.ports.iter().map(|port| Rule { ipv6, port: Some(*port) }));
+                    let rule = |port: &u16| Rule { ipv6, packets: Packets::Port(*port) };
+                    wanted.rules.extend(contents.ports.iter().map(rule));
                 }
+                _ => _ = wanted.rules.insert(Rule { ipv6, packets: Packets::EveryPort }),
             }
         }
         let around = |net: IpNet| {
@@ -98,6 +114,23 @@ impl Wanted {
             }
         }
         wanted
+    }
+
+    /// Adds what a gateway needs: the network has sent it these packets, and would again if it sent them on.
+    pub(crate) fn of_a_gateway(mut self) -> Self {
+        let of_kind = |kind| self.routes.iter().filter(move |route| route.kind == kind);
+        let taken: BTreeSet<IpNet> = of_kind(Kind::Local).map(|route| route.net).collect();
+        let left: BTreeSet<IpNet> = of_kind(Kind::Throw).map(|route| route.net).collect();
+        let table = Table::NotTaken;
+        for net in &taken {
+            let rule = Rule { ipv6: matches!(net, IpNet::V6(_)), packets: Packets::OfOthers };
+            self.rules.insert(rule);
+            self.routes.insert(Route { table, net: *net, kind: Kind::Unreachable });
+        }
+        for net in left.difference(&taken) {
+            self.routes.insert(Route { table, net: *net, kind: Kind::Throw });
+        }
+        self
     }
 }
 
@@ -134,11 +167,11 @@ mod tests {
     #[test]
     fn every_port_of_a_family_with_routes_has_a_rule() {
         let wanted = Wanted::of(&contents(&[("10.8.0.7/32", false)], &[], &[10250, 10255]), &[], false);
-        let rule = |port| Rule { ipv6: false, port };
-        assert_eq!(wanted.rules, [rule(Some(10250)), rule(Some(10255))].into());
+        let rule = |packets| Rule { ipv6: false, packets };
+        assert_eq!(wanted.rules, [10250, 10255].map(|port| rule(Packets::Port(port))).into());
         assert_eq!(routes(&wanted), ["Ports 10.8.0.7/32 Local"]);
         let pods = Wanted::of(&contents(&[("10.244.3.0/24", true)], &[], &[10250]), &[], false);
-        assert_eq!(pods.rules, [rule(None)].into());
+        assert_eq!(pods.rules, [rule(Packets::EveryPort)].into());
         assert_eq!(Wanted::of(&contents(&[], &[], &[10250]), &[], true), Wanted::default());
     }
 
@@ -166,5 +199,24 @@ mod tests {
         let range = "198.18.0.0/15".parse().unwrap();
         let wanted = Wanted::of(&contents(&given, &[], &[10250]), &[range], true);
         assert_eq!(routes(&wanted), ["Ports 10.8.0.7/32 Local", "Ports 10.8.0.7/32 Unreachable"]);
+    }
+
+    #[test]
+    fn what_a_gateway_does_not_take_fails_there() {
+        let given = [("10.244.3.0/24", true), ("10.244.3.7/32", false), ("fd50::7/128", false)];
+        let wanted = Wanted::of(&contents(&given, &["10.244.3.9/32"], &[10250]), &[], false);
+        let before = routes(&wanted);
+        let wanted = wanted.of_a_gateway();
+        let added = routes(&wanted).split_off(before.len());
+        let expected = [
+            "NotTaken 10.244.3.0/24 Unreachable",
+            "NotTaken 10.244.3.7/32 Unreachable",
+            "NotTaken 10.244.3.9/32 Throw",
+            "NotTaken fd50::7/128 Unreachable",
+        ];
+        assert_eq!(added, expected);
+        let of_others = wanted.rules.iter().filter(|rule| rule.packets == Packets::OfOthers);
+        assert_eq!(of_others.map(|rule| rule.ipv6).collect::<Vec<_>>(), [false, true]);
+        assert_eq!(Wanted::default().of_a_gateway(), Wanted::default());
     }
 }

@@ -271,6 +271,14 @@ fn errors_name_key_value_and_reason() {
         (&["--redirect-ports=a"], "--redirect-ports=a: \"a\" is not a port; use 1 to 65535, comma-separated"),
         (&["--redirect-ports="], "--redirect-ports=: empty; name the ports to redirect"),
         (
+            &["--gateway", "--redirect-clients=10.0.0.0/8"],
+            "--gateway: what the network leads here is taken by route only: give --redirect-pods=route too",
+        ),
+        (
+            &["--gateway", "--redirect-pods=route"],
+            "--gateway: nobody but this host's pods could use it: name the clients' addresses with --redirect-clients",
+        ),
+        (
             &["--exclude=10.0.0.1/8"],
             "--exclude=10.0.0.1/8: \"10.0.0.1/8\" has bits set after its prefix; did you mean 10.0.0.0/8?",
         ),
