@@ -46,7 +46,7 @@ fn gateway() {
     for change in [
         "rule del pref 92 not iif lo lookup 198692",
         "route del unreachable 10.8.0.7/32 table 198692",
-        "rule add pref 92 protocol 201 iif lo lookup 198692",
+        "rule add pref 92 protocol 201 iif lan0 lookup 198692",
         "route add unreachable 10.8.0.9/32 table 198692",
     ] {
         let before = world.redirect.health().restored;
@@ -76,7 +76,10 @@ fn overruled() {
     ip("route add default via 10.1.0.2 table 77");
     ip("rule add pref 50 lookup 77");
     let problem = verify().unwrap();
-    assert!(problem.contains("10.8.0.7:") && problem.contains("by lan0, by the routing table 77"), "{problem}");
+    assert!(
+        problem.contains("10.8.0.7:") && problem.contains("by lan0, by the routing table 77"),
+        "{problem}"
+    );
     ip("rule del pref 50");
     assert_eq!(verify(), None);
     ip("rule add pref 50 to 10.8.0.0/16 prohibit");

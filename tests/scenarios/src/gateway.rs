@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{End, PATIENCE, connect_from, echo, end_at_once, end_of, is_unreachable};
+use postern_testbed::inventory::{self, Inventory};
 use postern_testbed::netns::Namespace;
 use postern_testbed::report::figure;
 use postern_testbed::server::{self, Builder, Server, Token};
@@ -30,8 +31,7 @@ const GATEWAYS: [(&str, Ipv4Addr); 2] =
 const NO_ANSWER: Duration = Duration::from_secs(2);
 /// Time limit for new connections once the network's route has changed.
 const CHANGED: Duration = Duration::from_secs(1);
-const FLAGS: [&str; 3] =
-    ["--redirect-pods=route", "--gateway", "--edge-addresses=192.168.0.0/16,fd50::/16"];
+const FLAGS: [&str; 3] = ["--redirect-pods=route", "--gateway", "--edge-addresses=192.168.0.0/16,fd50::/16"];
 
 /// Hosts of the cloud's network: those of the gateways, and clients.
 pub(crate) struct Hosts {
@@ -75,7 +75,8 @@ impl Hosts {
     /// Has a host send what is for edge nodes to these gateways.
     pub(crate) fn route(&self, from: &Namespace, to: &[usize]) -> Result<()> {
         let hops = |of: &dyn Fn(u8) -> String| -> String {
-            let hop = |number: &usize| format!(" nexthop via {}", of(self.gateways[*number].address.octets()[3]));
+            let hop =
+                |number: &usize| format!(" nexthop via {}", of(self.gateways[*number].address.octets()[3]));
             to.iter().map(hop).collect()
         };
         from.ip(&format!("route replace 192.168.0.0/16{}", hops(&|last| format!("10.70.0.{last}"))))?;
@@ -92,8 +93,11 @@ pub(crate) struct Fleet<'a> {
 
 impl<'a> Fleet<'a> {
     pub(crate) async fn start(testbed: &'a Testbed, hosts: &'a Hosts) -> Result<Self> {
-        let server =
-            Builder::alone_on_neighbour(testbed, &hosts.server).ports(server::PORTS).start().await?;
+        let mut inventory = Inventory::of(testbed)?;
+        let node = |(name, address): (&str, Ipv4Addr)| inventory::node(name, false, &[address.into()], &[]);
+        inventory.nodes.extend(GATEWAYS.map(node));
+        inventory.write()?;
+        let server = Builder::alone_on_neighbour(testbed, &hosts.server).ports(server::PORTS).start().await?;
         let agent = Agent::enrol(&server, 1).await?;
         let mut gateways = Vec::new();
         for (host, (name, _)) in hosts.gateways.iter().zip(GATEWAYS) {
@@ -172,7 +176,8 @@ async fn clients_without_a_program_of_ours(testbed: &Testbed) -> Result<()> {
         let client = stream.local_addr()?;
         drop(stream);
         // The log names the client, not the gateway.
-        let line = gateway.wait_access("of the client", |line| line.text("client") == client.to_string()).await?;
+        let line =
+            gateway.wait_access("of the client", |line| line.text("client") == client.to_string()).await?;
         ensure!(line.text("destination") == on_edge.address.to_string(), "{line:?}");
         counted(gateway, on_edge.address, "steered", 1.0).await?;
 
@@ -225,7 +230,10 @@ async fn one_of_two_gateways_fails(testbed: &Testbed) -> Result<()> {
         }
     }
     let sockets = hosts.gateways[0].ns.output("ss", "-Htn state established")?;
-    let of_first = |stream: &TcpStream| anyhow::Ok(sockets.contains(&format!("{} ", stream.local_addr()?)));
+    let of_first = |stream: &TcpStream| {
+        let client = stream.local_addr()?.to_string();
+        anyhow::Ok(sockets.split_whitespace().any(|word| word == client))
+    };
 
     // The first host fails, silently; then the network changes its route.
     hosts.gateways[0].ns.ip("link set eth0 down")?;
@@ -249,7 +257,9 @@ async fn one_of_two_gateways_fails(testbed: &Testbed) -> Result<()> {
         }
     }
     ensure!(reset > 0 && gone_on > 0, "{reset} connections were reset, {gone_on} went on");
-    figure(&format!("{reset} connections of the gateway that failed were reset, {gone_on} of the other went on"));
+    figure(&format!(
+        "{reset} connections of the gateway that failed were reset, {gone_on} of the other went on"
+    ));
 
     // It comes back.
     hosts.gateways[0].ns.ip("link set eth0 up")?;

@@ -196,7 +196,10 @@ impl Kernel {
         request.header.kind = RouteType::Unspec;
         request.header.scope = RouteScope::Universe;
         request.header.protocol = RouteProtocol::Unspec;
-        request.header.flags = RouteFlags::LookupTable;
+        // Otherwise IPv4 does not name the table; IPv6 does, and does not know this.
+        if to.is_ipv4() {
+            request.header.flags = RouteFlags::LookupTable;
+        }
         request.attributes = vec![
             RouteAttribute::Destination(address(to.ip())),
             RouteAttribute::IpProto(libc::IPPROTO_TCP as u8),
@@ -205,7 +208,8 @@ impl Kernel {
         let mut buffer = Vec::new();
         self.append(&mut buffer, RouteNetlinkMessage::GetRoute(request), NLM_F_REQUEST | NLM_F_ACK);
         let mut list = List::default();
-        let errors = self.exchange(&buffer, Some(&mut list)).map_err(|error| failed("look up a route", &error))?;
+        let errors =
+            self.exchange(&buffer, Some(&mut list)).map_err(|error| failed("look up a route", &error))?;
         if let Some(error) = errors.into_iter().next() {
             return Ok(Err(error));
         }

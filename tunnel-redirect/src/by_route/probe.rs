@@ -43,7 +43,8 @@ impl ByRoute {
             (route.table, route.kind) == (Table::Ports, Kind::Local)
                 && matches!(route.net, IpNet::V6(_)) == ipv6
         };
-        let next = last.and_then(|last| self.present.routes.range(last..).find(|next| **next != last && fits(next)));
+        let next =
+            last.and_then(|last| self.present.routes.range(last..).find(|next| **next != last && fits(next)));
         next.or_else(|| self.present.routes.iter().find(fits)).copied()
     }
 }
@@ -55,7 +56,8 @@ pub(crate) fn is_led_here(to: SocketAddr) -> Result<bool, RedirectError> {
 
 /// The table may be another server's, before or after this one: it leads to the same listeners.
 fn leads_here(found: &RouteMessage) -> bool {
-    found.header.kind == RouteType::Local && table(found).is_some_and(|table| Place::of_table(table).is_some())
+    found.header.kind == RouteType::Local
+        && table(found).is_some_and(|table| Place::of_table(table).is_some())
 }
 
 fn table(route: &RouteMessage) -> Option<u32> {
@@ -69,9 +71,10 @@ fn describe(found: io::Result<RouteMessage>) -> String {
     let route = match found {
         Ok(route) => route,
         Err(error) => {
-            let reason = error.raw_os_error().map_or_else(|| error.to_string(), |errno| {
-                nix::errno::Errno::from_raw(errno).desc().to_owned()
-            });
+            let reason = error.raw_os_error().map_or_else(
+                || error.to_string(),
+                |errno| nix::errno::Errno::from_raw(errno).desc().to_owned(),
+            );
             return format!("nowhere ({reason})");
         }
     };

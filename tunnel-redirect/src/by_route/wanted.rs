@@ -88,7 +88,8 @@ impl Wanted {
             }
             let ipv6 = matches!(net, IpNet::V6(_));
             match table {
-                Table::Ports if wanted.rules.iter().any(|rule| rule.ipv6 == ipv6 && rule.table() == table) => {}
+                Table::Ports
+                    if wanted.rules.iter().any(|rule| rule.ipv6 == ipv6 && rule.table() == table) => {}
                 Table::Ports => {
                     let rule = |port: &u16| Rule { ipv6, packets: Packets::Port(*port) };
                     wanted.rules.extend(contents.ports.iter().map(rule));

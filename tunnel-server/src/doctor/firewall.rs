@@ -99,7 +99,8 @@ fn nodes_by_route(config: &Config, status: &StatusReport) -> Vec<To> {
     let port = status.redirect.ports.first().copied().unwrap_or_default();
     let of_family = |ipv4: bool| {
         let led_here = |address: &&IpAddr| {
-            address.is_ipv4() == ipv4 && tunnel_redirect::is_led_here((**address, port).into()).unwrap_or(false)
+            address.is_ipv4() == ipv4
+                && tunnel_redirect::is_led_here((**address, port).into()).unwrap_or(false)
         };
         let address = *addresses.clone().find(led_here)?;
         let named = config.redirect.edge_addresses.iter().find(|range| range.contains(&address));

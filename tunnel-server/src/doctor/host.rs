@@ -165,8 +165,7 @@ fn arrivals(options: &RedirectConfig, running: &Running<StatusReport>) -> Outcom
         sent: sum("connect", "redirected"),
         arrived: accepted.saturating_sub(by_route) + self_tests + refused("lookup"),
     };
-    let routed =
-        Arrivals { sent: sum("connect", "by_route"), arrived: by_route + refused("route") };
+    let routed = Arrivals { sent: sum("connect", "by_route"), arrived: by_route + refused("route") };
     let cilium = if nix::net::if_::if_nametoindex(CILIUM).is_ok() {
         format!(
             "; this host has Cilium ({CILIUM}), whose eBPF host routing drops them up to 1.16 at least: set bpf.hostLegacyRouting=true in \
@@ -176,11 +175,14 @@ fn arrivals(options: &RedirectConfig, running: &Running<StatusReport>) -> Outcom
         String::new()
     };
     let permit = |what: &str| {
-        format!("permit {what} in the NetworkPolicies of those clients, or in the firewall that the check `pods` names{cilium}")
+        format!(
+            "permit {what} in the NetworkPolicies of those clients, or in the firewall that the check `pods` names{cilium}"
+        )
     };
     let mut faults = Vec::new();
     if let Some(lost) = at_connect.lost() {
-        let found = format!("about {lost} of {} redirected connections since the server started", at_connect.sent);
+        let found =
+            format!("about {lost} of {} redirected connections since the server started", at_connect.sent);
         let fix = permit(&format!(
             "{} beside the edge nodes' addresses (a policy sees the virtual address)",
             options.redirect_range
@@ -188,10 +190,12 @@ fn arrivals(options: &RedirectConfig, running: &Running<StatusReport>) -> Outcom
         faults.push(Finding::new(&codes::CONNECTS_LOST, found, fix));
     }
     if let Some(lost) = routed.lost() {
-        let found = format!("about {lost} of {} connections of pods by route since the server started", routed.sent);
+        let found =
+            format!("about {lost} of {} connections of pods by route since the server started", routed.sent);
         faults.push(Finding::new(&codes::CONNECTS_LOST, found, permit("the edge nodes' addresses")));
     }
-    let fine = format!("{} connections were redirected, {} of pods came by route", at_connect.sent, routed.sent);
+    let fine =
+        format!("{} connections were redirected, {} of pods came by route", at_connect.sent, routed.sent);
     Outcome::of(faults, fine)
 }
 

@@ -109,11 +109,7 @@ struct Pod {
 }
 
 impl Pod {
-    async fn attempt(
-        range: IpNet,
-        to: To,
-        ports: &[u16],
-    ) -> Result<(IpAddr, Vec<Failure>), String> {
+    async fn attempt(range: IpNet, to: To, ports: &[u16]) -> Result<(IpAddr, Vec<Failure>), String> {
         let host = connection().map_err(|error| format!("failed to open netlink: {error}"))?;
         let address = free_address(&host, range).await.map_err(failed("list addresses"))?;
         let address = address.ok_or_else(|| format!("no address of {range} is known to be free"))?;

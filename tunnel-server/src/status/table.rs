@@ -7,7 +7,8 @@ use tunnel_link::link::limited_by;
 use tunnel_runtime::text::{age, bytes, harmless};
 
 use super::model::{
-    FailuresStatus, LinkStatus, NodeStatus, PodsWay, RedirectState, RedirectStatus, SessionStatus, StatusReport,
+    FailuresStatus, LinkStatus, NodeStatus, PodsWay, RedirectState, RedirectStatus, SessionStatus,
+    StatusReport,
 };
 
 /// Nodes shown without `--all`.

@@ -370,6 +370,9 @@ async fn pods_by_route_that_input_drops(testbed: &Testbed) -> Result<()> {
     said.expect_only(&["connects-lost"])?;
     said.expect("connects-lost", "connections of pods by route since the server started")?;
     let fix = fix(&said, "connects-lost")?;
-    ensure!(fix.contains("permit the edge nodes' addresses") && fix.contains("bpf.hostLegacyRouting=true"), "{fix}");
+    ensure!(
+        fix.contains("permit the edge nodes' addresses") && fix.contains("bpf.hostLegacyRouting=true"),
+        "{fix}"
+    );
     Ok(())
 }

@@ -25,7 +25,9 @@ use crate::common::target;
 use client::{CONNECTED, Caller, ask, channel, connect, random};
 use konnectivity::{konnectivitys_own_agent_attaches, konnectivitys_own_client_gets_its_page};
 use leaks::{nothing_is_left_of_ten_thousand_dials, the_agent_keeps_nothing_of_ten_thousand_dials_either};
-use proxy_server::{konnectivitys_agents_reach_edges_by_a_gateway, the_agent_attaches_to_konnectivitys_servers};
+use proxy_server::{
+    konnectivitys_agents_reach_edges_by_a_gateway, the_agent_attaches_to_konnectivitys_servers,
+};
 use tls::{callers_need_a_certificate, certificates_follow_their_files, what_a_caller_reads_late_arrives};
 
 scenarios! {

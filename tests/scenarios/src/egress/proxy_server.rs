@@ -305,7 +305,8 @@ pub(super) async fn konnectivitys_agents_reach_edges_by_a_gateway(testbed: &Test
         let attached = async || Ok(connect(&socket, &to).await.is_ok());
         wait_until("a connection by konnectivity's agent", START, attached, |attached| *attached).await?;
         back_and_forth(connect(&socket, &to).await?, 5, 5_000_000).await.context(name)?;
-        let line = fleet.gateways[0].wait_access(name, |line| line.text("client").starts_with(client)).await?;
+        let line =
+            fleet.gateways[0].wait_access(name, |line| line.text("client").starts_with(client)).await?;
         ensure!(line.text("destination") == to, "{line:?}");
         agent.crash().await?;
     }
