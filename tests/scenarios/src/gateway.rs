@@ -11,7 +11,7 @@ use postern_testbed::report::figure;
 use postern_testbed::server::{self, Builder, Server, Token};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
-use postern_testbed::{CloudHost, NEIGHBOUR, Testbed};
+use postern_testbed::{CloudHost, NEIGHBOUR, ROUTER, Testbed};
 use tokio::net::TcpStream;
 
 use crate::common::target;
@@ -281,6 +281,8 @@ async fn what_a_gateway_does_not_take_fails(testbed: &Testbed) -> Result<()> {
     let mut fleet = Fleet::start(testbed, &hosts).await?;
     hosts.route(&hosts.client, &[0])?;
     let on_edge = &targets(testbed, 10250)?;
+    // A redirect to a router that the client has never talked to has no effect.
+    refused(&hosts.client, (ROUTER, 9).into()).await?;
     for on_edge in on_edge {
         open(&hosts.client, on_edge.address).await?;
         let other = SocketAddr::new(on_edge.address.ip(), 2222);
