@@ -312,7 +312,7 @@ impl Inner {
     /// Pods' packets come in by no interface that leads to other hosts.
     fn refresh_uplinks(&mut self) -> Result<(), RedirectError> {
         let Some(by_route) = &mut self.by_route else { return Ok(()) };
-        let others: Vec<IpAddr> = self
+        let others: BTreeSet<IpAddr> = self
             .contents
             .excluded
             .iter()

@@ -99,7 +99,7 @@ fn routes(table: u32) -> String {
 /// The kernel leads TCP packets for it to this host.
 fn led_here(to: &str) -> bool {
     let to: SocketAddr = to.parse().unwrap();
-    let route = format!("route get {} ipproto tcp dport {}", to.ip(), to.port());
+    let route = format!("route get {} ipproto 6 dport {}", to.ip(), to.port());
     // Fails if there is no route.
     let output = Command::new("ip").args(route.split(' ')).output().unwrap();
     output.stdout.starts_with(b"local ")
@@ -241,9 +241,9 @@ fn killed() {
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);
 
     // A rule that the next server does not want.
-    ip("rule add pref 90 protocol 201 ipproto tcp dport 999 lookup 198180");
+    ip("rule add pref 90 protocol 201 ipproto 6 dport 999 lookup 198180");
     // Also of a server that does not come back.
-    ip("rule add pref 90 protocol 201 ipproto tcp dport 999 lookup 198190");
+    ip("rule add pref 90 protocol 201 ipproto 6 dport 999 lookup 198190");
     let world = start(desired(&[EDGE]));
     asks(&mut pod, "10.8.0.7:10250").unwrap();
     assert_eq!(rules().len(), 2, "{:?}", rules());
@@ -429,13 +429,13 @@ fn restored() {
     let cancel = CancellationToken::new();
     let watching = runtime.spawn(Arc::clone(&world.redirect).watch(cancel.clone()));
     for change in [
-        "rule del pref 90 ipproto tcp dport 10250 lookup 198180",
+        "rule del pref 90 ipproto 6 dport 10250 lookup 198180",
         "route del local 10.8.0.7/32 table 198180",
         "route flush table 198180",
         "route add blackhole 10.8.0.7/32 table 198180",
         "route add 10.8.0.9/32 dev pod0 table 198180",
-        "rule add pref 90 protocol 201 ipproto tcp dport 999 lookup 198180",
-        "rule add pref 90 protocol 201 ipproto tcp dport 10250 iif lo lookup 198180",
+        "rule add pref 90 protocol 201 ipproto 6 dport 999 lookup 198180",
+        "rule add pref 90 protocol 201 ipproto 6 dport 10250 iif lo lookup 198180",
         "link set postern0 down",
         "link del postern0",
         // The new device too is followed.

@@ -353,7 +353,7 @@ fn budget() {
         &World::start(&desired(&[EDGE])),
         "",
         &[
-            ("connect4", 400),
+            ("connect4", 450),
             ("connect6", 1200),
             ("getpeername4", 200),
             ("getpeername6", 600),

@@ -188,7 +188,7 @@ impl ByRoute {
     }
 
     /// Interfaces that lead to other hosts: those of default routes, and those by which these addresses are reached.
-    pub(crate) fn uplinks(&mut self, others: &[IpAddr]) -> Result<BTreeSet<u32>, RedirectError> {
+    pub(crate) fn uplinks(&mut self, others: &BTreeSet<IpAddr>) -> Result<BTreeSet<u32>, RedirectError> {
         let mut routes = self.kernel.table(false, MAIN)?;
         routes.extend(self.kernel.table(true, MAIN)?);
         Ok(uplinks::of(&routes, others))

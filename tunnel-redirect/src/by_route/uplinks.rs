@@ -10,12 +10,13 @@ use crate::netlink::destination;
 
 /// Those of default routes, and of routes to one of these hosts. A network plugin may lead to other hosts' pods by the
 /// interface of its own ones, as Antrea does, so that a gateway is no sign.
-pub(super) fn of(routes: &[RouteMessage], hosts: &[IpAddr]) -> BTreeSet<u32> {
+pub(super) fn of(routes: &[RouteMessage], hosts: &BTreeSet<IpAddr>) -> BTreeSet<u32> {
     let leads = |route: &&RouteMessage| {
         let net = destination(route);
         route.header.kind == RouteType::Unicast
             && net.is_none_or(|net| {
-                net.prefix_len() < net.max_prefix_len() && hosts.iter().any(|host| net.contains(host))
+                net.prefix_len() < net.max_prefix_len()
+                    && hosts.range(net.network()..=net.broadcast()).next().is_some()
             })
     };
     let mut uplinks: BTreeSet<u32> = routes.iter().filter(leads).flat_map(interfaces).collect();
@@ -70,7 +71,7 @@ mod tests {
             route(Some("10.244.2.0/24"), by(7)),
             local,
         ];
-        let hosts = ["10.1.0.9".parse().unwrap()];
+        let hosts = ["10.1.0.9".parse().unwrap()].into();
         assert_eq!(of(&routes, &hosts), [2, 3, 4, 5].into());
     }
 }
