@@ -1,5 +1,6 @@
 //! Checks for operators: whether this host meets the requirements, and whether the redirect works.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use ipnet::IpNet;
@@ -10,7 +11,7 @@ use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::netns::this_netns;
 use super::running::redirect_ranges;
-use super::{load, netlink, pins, preflight, range_use};
+use super::{by_route, load, netlink, pins, preflight, range_use};
 
 const FAILS: &str = "fails at connect()";
 
@@ -84,4 +85,12 @@ pub fn missing_range_routes(config: &RedirectConfig) -> Result<Vec<IpNet>, Redir
 /// The BPF file system cannot be read.
 pub fn left_behind(config: &RedirectConfig) -> Result<Vec<PathBuf>, RedirectError> {
     config.pins.as_ref().map_or(Ok(Vec::new()), |pins| pins::dead(&pins.dir))
+}
+
+/// True if the kernel leads TCP packets for an edge node's address to a server of this host, by route.
+///
+/// # Errors
+/// [`RedirectError::Netlink`]
+pub fn is_led_here(to: SocketAddr) -> Result<bool, RedirectError> {
+    by_route::is_led_here(to)
 }

@@ -31,17 +31,19 @@ pub struct RedirectConfig {
     pub orphan_policy: OrphanPolicy,
     /// The way of connections from other network namespaces than this process's.
     pub pods: Pods,
+    /// The network leads edge nodes' addresses to this host. What it does not take by route fails instead of being sent on.
+    pub gateway: bool,
 }
 
 /// How connections of pods are redirected.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Pods {
     /// At connect(), to a virtual address, as those of the host's own processes.
-    #[default]
     Connect,
     /// By route, with the true address, and with them everything else that reaches this host for an edge node.
     Route,
-    /// By route if this process may make a TUN device.
+    /// By route where the host, the kernel and Cilium allow it.
+    #[default]
     Auto,
 }
 
@@ -87,6 +89,7 @@ impl Default for RedirectConfig {
             orphan_timeout: ORPHAN_TIMEOUT,
             orphan_policy: OrphanPolicy::default(),
             pods: Pods::default(),
+            gateway: false,
         }
     }
 }

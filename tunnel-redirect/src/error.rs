@@ -172,6 +172,10 @@ pub enum SelfTestError {
         expected: SocketAddr,
         found: String,
     },
+    #[error(
+        "packets for the edge node's address {to} do not come here but go {found}: a rule of another program comes before the priority 90 (`ip rule`); move it behind, or set --redirect-pods=connect"
+    )]
+    NotByRoute { to: SocketAddr, found: String },
     /// The server is not serving, so the connect must fail, but it did not.
     #[error("the redirect is closed, but a connect through it ended in: {0}; restart the server")]
     NotClosed(String),

@@ -27,6 +27,9 @@ impl Collector for RedirectMetrics {
         )?;
         let help = "1 if the kernel holds the current routes and exclusions";
         encode_gauge(&mut encoder, "redirect_current", help, i64::from(health.stale.is_none()))?;
+        let help =
+            "1 if connections of pods, Services and other hosts are taken by route, 0 if pods' at connect()";
+        encode_gauge(&mut encoder, "redirect_by_route", help, i64::from(self.0.by_route()))?;
         let help = "Excluded addresses for which the kernel's list has no room; they are direct all the same";
         let left_out = i64::try_from(self.0.left_out()).unwrap_or(i64::MAX);
         encode_gauge(&mut encoder, "redirect_exclusions_left_out", help, left_out)?;

@@ -144,22 +144,23 @@ impl Redirect {
             SelfTest::new(&inner, self.ipv6, self.features.set_retval, cgroup)
         };
         test.run(|index| self.lock().maps.counter(index))?;
-        self.lock().verified_port = Some(test.port);
+        let mut inner = self.lock();
+        if let Some(by_route) = &mut inner.by_route {
+            by_route.probe(test.port)?;
+        }
+        inner.verified_port = Some(test.port);
         Ok(())
     }
 
     /// Adds lost redirect routes and reattaches lost programs, once this server has the claim; returns the names of those that
     /// were missing.
     fn restore_now(&self) -> Result<Vec<&'static str>, RedirectError> {
-        let mut restored = Vec::new();
         let mut inner = self.lock();
         if !inner.released && !inner.stopped {
             inner.claim.retake()?;
         }
         drop(inner);
-        if self.ensure_routes()? {
-            restored.push("redirect route");
-        }
+        let mut restored = self.ensure_routes()?;
         let mut inner = self.lock();
         if inner.stopped {
             return Err(RedirectError::Stopped);

@@ -10,6 +10,7 @@
 mod by_route;
 mod connects;
 mod failures;
+mod gateway;
 mod harness;
 mod lifecycle;
 mod networks;
@@ -30,6 +31,7 @@ fn cases() -> Vec<Case> {
         connects::CASES,
         networks::CASES,
         by_route::CASES,
+        gateway::CASES,
         lifecycle::CASES,
         others::CASES,
         failures::CASES,

@@ -19,6 +19,7 @@ mod durations;
 mod egress;
 mod forwarded;
 mod front;
+mod gateway;
 mod held;
 mod hostile;
 mod hostile_frames;
@@ -81,6 +82,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         takeover::SCENARIOS,
         tokens::SCENARIOS,
         forwarded::SCENARIOS,
+        gateway::SCENARIOS,
         redirector::SCENARIOS,
         identity::SCENARIOS,
         http::SCENARIOS,

@@ -187,9 +187,15 @@ impl<'a> Builder<'a> {
         state: &'static str,
         kubeconfig: PathBuf,
     ) -> Self {
+        Self { ports: None, kubeconfig: Some(kubeconfig), ..Self::redirector_on(testbed, host, state) }
+    }
+
+    /// Makes a builder for a server or redirector without a CA, on another host and with a redirect there; `state` names
+    /// its state folder and its log.
+    pub fn redirector_on(testbed: &'a Testbed, host: &'a CloudHost, state: &'static str) -> Self {
         let host = Host::new(&host.ns, &host.cgroup, host.address, state);
         let name = format!("tunnel-server-{state}");
-        Self { host, name, ..Self::in_cluster(testbed, kubeconfig) }
+        Self { host, name, ..Self::new(testbed) }
     }
 
     #[must_use]

@@ -63,6 +63,13 @@ pub struct CloudHost {
     pub address: Ipv4Addr,
 }
 
+impl CloudHost {
+    /// Returns the placement of a process on it.
+    pub fn placement(&self) -> Placement<'_> {
+        Placement { ns: &self.ns, cgroup: &self.cgroup }
+    }
+}
+
 /// The namespaces, cgroups and files of one run. Dropping it removes the namespaces and cgroups; the folder with the
 /// logs stays until the supervisor removes it ([`sweep::remove`]).
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! Reads and writes rules and routes by rtnetlink, many in one system call.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use ipnet::IpNet;
@@ -23,16 +23,20 @@ use rtnetlink::packet_core::{
 use rtnetlink::sys::{Socket, protocols::NETLINK_ROUTE};
 use socket2::SockRef;
 
-use super::wanted::{Kind, Route, Rule, Table};
+use super::wanted::{Kind, Packets, Route, Rule, Table};
 use crate::error::RedirectError;
 use crate::netlink::destination;
 
 /// Marks rules and routes as Postern's. Numbers from 192 on are nobody's (`/etc/iproute2/rt_protos`).
 const PROTOCOL: RouteProtocol = RouteProtocol::Other(201);
-/// Before the rules of container networks; the one for every port comes second.
+/// Before the rules of container networks. Two more follow: for every port, and for what is not taken.
 const PRIORITY: u32 = 90;
 /// The first routing table; each server has two, by its device's number.
 const FIRST_TABLE: u32 = 198_180;
+/// After those: a third for each server.
+const FIRST_NOT_TAKEN: u32 = FIRST_TABLE + 2 * super::device::MOST;
+/// Packets that this host sends come in there for a rule.
+const LOOPBACK: &str = "lo";
 /// Messages in one system call: their answers fit into a socket's default buffer.
 const BATCH: usize = 64;
 /// The kernel answers at once; this allows for a change of its tables that others make.
@@ -51,7 +55,20 @@ pub(super) struct Place {
 
 impl Place {
     pub(super) fn table(self, table: Table) -> u32 {
-        FIRST_TABLE + 2 * self.number + u32::from(table == Table::AnyPort)
+        match table {
+            Table::Ports => FIRST_TABLE + 2 * self.number,
+            Table::AnyPort => FIRST_TABLE + 2 * self.number + 1,
+            Table::NotTaken => FIRST_NOT_TAKEN + self.number,
+        }
+    }
+
+    /// The number of the server that has this table.
+    pub(super) fn of_table(table: u32) -> Option<u32> {
+        let number = match table.checked_sub(FIRST_NOT_TAKEN) {
+            Some(number) => number,
+            None => table.checked_sub(FIRST_TABLE)? / 2,
+        };
+        (number < super::device::MOST).then_some(number)
     }
 }
 
@@ -88,6 +105,30 @@ impl Kernel {
             Ok(Self { socket, sequence: 0, port })
         };
         open().map_err(|error: io::Error| failed("open a connection", &error))
+    }
+
+    /// Reports whether this interface is up; None if there is none with this number and name.
+    pub(super) fn is_up(&mut self, index: u32, name: &str) -> Result<Option<bool>, RedirectError> {
+        let mut link = LinkMessage::default();
+        link.header.index = index;
+        let mut buffer = Vec::new();
+        self.append(&mut buffer, RouteNetlinkMessage::GetLink(link), NLM_F_REQUEST | NLM_F_ACK);
+        let mut list = List::default();
+        let errors = self.exchange(&buffer, Some(&mut list));
+        let errors = errors.map_err(|error| failed("read the TUN device", &error))?;
+        match errors.first() {
+            Some(error) if error.raw_os_error() == Some(libc::ENODEV) => return Ok(None),
+            Some(error) => return Err(failed("read the TUN device", error)),
+            None => {}
+        }
+        Ok(list.messages.iter().find_map(|message| match message {
+            RouteNetlinkMessage::NewLink(link)
+                if link.attributes.contains(&LinkAttribute::IfName(name.to_owned())) =>
+            {
+                Some(link.header.flags.contains(LinkFlags::Up))
+            }
+            _ => None,
+        }))
     }
 
     /// Brings up a device, without the addresses that the kernel would give it.
@@ -150,12 +191,17 @@ impl Kernel {
         table: Table,
         place: Place,
     ) -> Result<Vec<ListedRoute>, RedirectError> {
+        let listed = self.table(ipv6, place.table(table))?;
+        Ok(listed.into_iter().map(|message| ListedRoute::read(message, table, place)).collect())
+    }
+
+    /// Everything in a table.
+    pub(super) fn table(&mut self, ipv6: bool, number: u32) -> Result<Vec<RouteMessage>, RedirectError> {
         let mut request = RouteMessage::default();
         request.header.address_family = family(ipv6);
         request.header.kind = RouteType::Unspec;
         request.header.scope = RouteScope::Universe;
         request.header.protocol = RouteProtocol::Unspec;
-        let number = place.table(table);
         request.attributes = vec![RouteAttribute::Table(number)];
         let listed = self.list("list the routes", &RouteNetlinkMessage::GetRoute(request))?;
         let routes = listed.into_iter().filter_map(|message| match message {
@@ -163,11 +209,44 @@ impl Kernel {
             RouteNetlinkMessage::NewRoute(message)
                 if message.attributes.contains(&RouteAttribute::Table(number)) =>
             {
-                Some(ListedRoute::read(message, table, place))
+                Some(message)
             }
             _ => None,
         });
         Ok(routes.collect())
+    }
+
+    /// The route that the kernel's rules find for a TCP packet, or the error with which it would fail.
+    pub(super) fn route_of(&mut self, to: SocketAddr) -> Result<io::Result<RouteMessage>, RedirectError> {
+        let mut request = RouteMessage::default();
+        request.header.address_family = family(to.is_ipv6());
+        request.header.destination_prefix_length = IpNet::from(to.ip()).prefix_len();
+        request.header.table = 0;
+        request.header.kind = RouteType::Unspec;
+        request.header.scope = RouteScope::Universe;
+        request.header.protocol = RouteProtocol::Unspec;
+        // Otherwise IPv4 does not name the table; IPv6 does, and does not know this.
+        if to.is_ipv4() {
+            request.header.flags = RouteFlags::LookupTable;
+        }
+        request.attributes = vec![
+            RouteAttribute::Destination(address(to.ip())),
+            RouteAttribute::IpProto(libc::IPPROTO_TCP as u8),
+            RouteAttribute::Dport(to.port()),
+        ];
+        let mut buffer = Vec::new();
+        self.append(&mut buffer, RouteNetlinkMessage::GetRoute(request), NLM_F_REQUEST | NLM_F_ACK);
+        let mut list = List::default();
+        let errors =
+            self.exchange(&buffer, Some(&mut list)).map_err(|error| failed("look up a route", &error))?;
+        if let Some(error) = errors.into_iter().next() {
+            return Ok(Err(error));
+        }
+        let found = list.messages.into_iter().find_map(|message| match message {
+            RouteNetlinkMessage::NewRoute(route) => Some(route),
+            _ => None,
+        });
+        Ok(found.ok_or_else(|| io::Error::other("no route")))
     }
 
     /// Makes changes, the last of each batch with an acknowledgement; the kernel answers the others only if they fail.
@@ -302,6 +381,13 @@ fn failed(operation: &str, error: &io::Error) -> RedirectError {
     }
 }
 
+fn address(address: IpAddr) -> RouteAddress {
+    match address {
+        IpAddr::V4(address) => RouteAddress::Inet(address),
+        IpAddr::V6(address) => RouteAddress::Inet6(address),
+    }
+}
+
 fn family(ipv6: bool) -> AddressFamily {
     if ipv6 { AddressFamily::Inet6 } else { AddressFamily::Inet }
 }
@@ -311,16 +397,23 @@ impl Rule {
         let mut message = RuleMessage::default();
         message.header =
             RuleHeader { family: family(self.ipv6), action: RuleAction::ToTable, ..RuleHeader::default() };
+        let (order, which) = match self.packets {
+            Packets::Port(port) => {
+                let port = RuleAttribute::DestinationPortRange(RulePortRange { start: port, end: port });
+                (0, vec![RuleAttribute::IpProtocol(IpProtocol::Tcp), port])
+            }
+            Packets::EveryPort => (1, vec![RuleAttribute::IpProtocol(IpProtocol::Tcp)]),
+            Packets::OfOthers => {
+                message.header.flags = RuleFlags::Invert;
+                (2, vec![RuleAttribute::Iifname(LOOPBACK.to_owned())])
+            }
+        };
         message.attributes = vec![
-            RuleAttribute::Priority(PRIORITY + u32::from(self.port.is_none())),
+            RuleAttribute::Priority(PRIORITY + order),
             RuleAttribute::Table(place.table(self.table())),
             RuleAttribute::Protocol(PROTOCOL),
-            RuleAttribute::IpProtocol(IpProtocol::Tcp),
         ];
-        message.attributes.extend(
-            self.port
-                .map(|port| RuleAttribute::DestinationPortRange(RulePortRange { start: port, end: port })),
-        );
+        message.attributes.extend(which);
         message
     }
 }
@@ -343,25 +436,26 @@ impl ListedRule {
             return None;
         }
         let table = message.attributes.iter().find_map(|attribute| match attribute {
-            RuleAttribute::Table(table) => table.checked_sub(FIRST_TABLE),
+            RuleAttribute::Table(table) => Some(*table),
             _ => None,
         })?;
-        let number = table / 2;
-        if number >= super::device::MOST {
-            return None;
-        }
+        let number = Place::of_table(table)?;
         let ports = message.attributes.iter().find_map(|attribute| match attribute {
             RuleAttribute::DestinationPortRange(range) => Some(*range),
             _ => None,
         });
         let ipv6 = message.header.family == AddressFamily::Inet6;
-        let meant = Rule { ipv6, port: ports.map(|range| range.start) };
-        let rule = Some(meant).filter(|rule| {
+        let packets = match ports {
+            _ if table >= FIRST_NOT_TAKEN => Packets::OfOthers,
+            Some(range) => Packets::Port(range.start),
+            None => Packets::EveryPort,
+        };
+        let rule = Some(Rule { ipv6, packets }).filter(|rule| {
             let as_written = rule.message(Place { number, index: 0 });
             let same = as_written.attributes.iter().all(|one| message.attributes.contains(one))
                 && message.attributes.len() == as_written.attributes.len();
             let plain = message.header.action == RuleAction::ToTable
-                && !message.header.flags.contains(RuleFlags::Invert)
+                && message.header.flags.contains(RuleFlags::Invert) == (packets == Packets::OfOthers)
                 && (message.header.dst_len, message.header.src_len, message.header.tos) == (0, 0, 0);
             same && plain
         });
@@ -384,10 +478,7 @@ impl Route {
             Kind::Unreachable => RouteType::Unreachable,
         };
         message.attributes = vec![
-            RouteAttribute::Destination(match self.net.network() {
-                IpAddr::V4(address) => RouteAddress::Inet(address),
-                IpAddr::V6(address) => RouteAddress::Inet6(address),
-            }),
+            RouteAttribute::Destination(address(self.net.network())),
             RouteAttribute::Table(place.table(self.table)),
             RouteAttribute::Priority(if self.kind == Kind::Unreachable { 2 } else { 1 }),
         ];

@@ -4,10 +4,13 @@
 
 mod device;
 mod kernel;
+mod probe;
 mod steady;
 mod system;
+mod uplinks;
 mod wanted;
 
-pub(super) use steady::{ByRoute, remove_leftovers};
+pub(super) use probe::is_led_here;
+pub(super) use steady::{ByRoute, Watched, remove_leftovers};
 pub(super) use system::host_netns;
 pub(super) use wanted::Wanted;

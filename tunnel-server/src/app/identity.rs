@@ -9,7 +9,7 @@ use tunnel_pki::{IdentityError, TrustBundle};
 use tunnel_runtime::lifecycle::Shutdown;
 
 use super::Bound;
-use super::redirector::{Redirector, ready_once_linked};
+use super::redirector::{Redirector, ready_while_linked};
 use super::running::Said;
 use crate::caller::CallerTls;
 use crate::config::RedirectorConfig;
@@ -77,7 +77,7 @@ impl Bound {
         let enrolled = shutdown.draining_token().run_until_cancelled(enrolled).await.transpose()?;
         drop(enrolling);
         let Some(redirector) = enrolled else { return Ok(None) };
-        tasks.spawn(ready_once_linked(peers.clone(), readiness.pending("a server"), stop.clone()));
+        tasks.spawn(ready_while_linked(peers.clone(), readiness.clone(), stop.clone()));
         Ok(Some(Identity {
             peer_tls: redirector.tls(),
             certificate: None,

@@ -19,7 +19,7 @@ use tunnel_pki::enrol::{
 };
 use tunnel_pki::{ALPN_PEER, Holder, TrustBundle, agent_tls};
 use tunnel_runtime::config::HostPort;
-use tunnel_runtime::lifecycle::ReadyGuard;
+use tunnel_runtime::lifecycle::Readiness;
 
 use crate::config::{Config, NodeSource, RedirectorConfig};
 use crate::peers::{Peers, RedirectorLinks};
@@ -28,6 +28,8 @@ use crate::peers::{Peers, RedirectorLinks};
 const BUNDLES: usize = 16;
 /// Interval at which to check for a linked server.
 const CHECK: Duration = Duration::from_millis(100);
+/// What a redirector without a link waits for.
+const SERVER: &str = "a server";
 
 /// A redirector with its certificate.
 pub(crate) struct Redirector {
@@ -122,14 +124,19 @@ async fn follow_identity(
     }
 }
 
-/// Reports readiness once a server is linked: no connection can be forwarded before.
-pub(crate) async fn ready_once_linked(peers: Arc<Peers>, pending: ReadyGuard, stop: CancellationToken) {
-    let linked = async {
-        while peers.all().is_empty() {
+/// Reports readiness while a server is linked: without one no connection can be forwarded, and what checks a gateway has
+/// to send its clients to another.
+pub(crate) async fn ready_while_linked(peers: Arc<Peers>, readiness: Readiness, stop: CancellationToken) {
+    let follow = async {
+        let mut pending = Some(readiness.pending(SERVER));
+        loop {
+            if peers.all().is_empty() {
+                pending.get_or_insert_with(|| readiness.pending(SERVER));
+            } else {
+                pending = None;
+            }
             tokio::time::sleep(CHECK).await;
         }
     };
-    if stop.run_until_cancelled(linked).await.is_some() {
-        pending.ready();
-    }
+    stop.run_until_cancelled(follow).await;
 }

@@ -57,11 +57,15 @@ pub struct RedirectFlags {
     /// cloud's network; refuse has them fail until a server is back or `cleanup` removes the programs (needs --bpffs).
     #[arg(long, value_name = "direct|refuse", value_enum, default_value_t, hide_possible_values = true)]
     pub orphan_policy: OrphanPolicy,
-    /// How connections of pods and Services are redirected: connect, as those of the host's processes, to a virtual address;
-    /// route, with the edge node's own address, which their NetworkPolicies judge, and with all else that reaches this host
-    /// for an edge node (needs /dev/net/tun); auto, by route where there is a /dev/net/tun. New, and not yet the default.
+    /// How connections of pods and Services are redirected: route, with the edge node's own address, which their
+    /// NetworkPolicies judge, and with all else that reaches this host for an edge node (needs /dev/net/tun); connect, as those
+    /// of the host's processes, to a virtual address; auto, by route where there is a /dev/net/tun, Linux 5.14 and no Cilium.
     #[arg(long, value_name = "connect|route|auto", value_enum, default_value_t, hide_possible_values = true)]
     pub redirect_pods: Pods,
+    /// This host is a gateway: the network leads edge nodes' addresses here, for the clients of --redirect-clients. What the
+    /// tunnel does not take fails instead of being sent back into the network. Needs --redirect-pods=route.
+    #[arg(long)]
+    pub gateway: bool,
 }
 
 /// What the redirect leaves in the kernel, for `cleanup` too.
@@ -93,6 +97,7 @@ impl RedirectFlags {
             orphan_timeout: self.orphan_timeout,
             orphan_policy: self.orphan_policy,
             pods: self.redirect_pods,
+            gateway: self.gateway,
             ..self.ranges.start_config(state_dir)
         }
     }
@@ -105,6 +110,14 @@ impl RedirectFlags {
         if self.orphan_policy == OrphanPolicy::Refuse && self.ranges.bpffs.is_none() {
             let reason = "not possible with --bpffs=off, where the programs end with this process: give a BPF file system";
             return Err(ConfigError::new("--orphan-policy", "refuse", reason));
+        }
+        if self.gateway && self.redirect_pods != Pods::Route {
+            let reason = "what the network leads here is taken by route only: give --redirect-pods=route too";
+            return Err(ConfigError::without_value("--gateway", reason));
+        }
+        if self.gateway && self.redirect_clients.is_empty() {
+            let reason = "nobody but this host's pods could use it: name the clients' addresses with --redirect-clients";
+            return Err(ConfigError::without_value("--gateway", reason));
         }
         let RedirectRanges { redirect_range, redirect_range_v6, .. } = self.ranges;
         let ranges: [(_, IpNet); 2] =

@@ -12,10 +12,10 @@ use tunnel_redirect::SelfTestAddresses;
 use super::rules::{Line, Rules, Suspect};
 use super::trial::{self, Failure};
 use crate::config::Config;
-use crate::status::StatusReport;
+use crate::status::{PodsWay, StatusReport};
 
-/// A range of virtual addresses, and an address of it at which the running server closes every connection.
-type To = (IpNet, IpAddr);
+/// A range of virtual addresses or of edge nodes' addresses, and an address of it.
+type To = (IpNet, trial::To);
 
 /// Name of the listeners whose addresses show which address families are redirected.
 const REDIRECT: &str = "redirect";
@@ -41,6 +41,9 @@ pub(super) async fn check(
     let mut way = Way {
         rules: &rules,
         virtual_addresses: virtual_addresses(config, running),
+        nodes: running
+            .filter(|running| running.status.redirect.pods == PodsWay::Route)
+            .map(|running| nodes_by_route(config, &running.status)),
         ports: tunnelled(&config.redirect.redirect_ports, running),
     };
     checkup.run("rules", &["running", "conntrack"], async || way.try_from_host().await).await;
@@ -84,14 +87,34 @@ fn virtual_addresses(config: &Config, running: Option<&Running<StatusReport>>) -
         let of_range = |listener: IpAddr| listener.is_ipv4() == range.addr().is_ipv4();
         listeners.clone().any(|listener| listener.name == REDIRECT && of_range(listener.address.ip()))
     };
-    let ranges: [To; 2] = [(v4.into(), address.into()), (v6.into(), address_v6.into())];
+    let to = trial::To::Virtual;
+    let ranges: [To; 2] = [(v4.into(), to(address.into())), (v6.into(), to(address_v6.into()))];
     ranges.into_iter().filter(|(range, _)| redirected(range)).collect()
+}
+
+/// Of each family an edge node that has a tunnel, and whose address is led here by route.
+fn nodes_by_route(config: &Config, status: &StatusReport) -> Vec<To> {
+    let reached = status.nodes.iter().filter(|node| node.connected || !node.via.is_empty());
+    let addresses = reached.flat_map(|node| &node.addresses);
+    let port = status.redirect.ports.first().copied().unwrap_or_default();
+    let of_family = |ipv4: bool| {
+        let led_here = |address: &&IpAddr| {
+            address.is_ipv4() == ipv4
+                && tunnel_redirect::is_led_here((**address, port).into()).unwrap_or(false)
+        };
+        let address = *addresses.clone().find(led_here)?;
+        let named = config.redirect.edge_addresses.iter().find(|range| range.contains(&address));
+        Some((named.copied().unwrap_or_else(|| address.into()), trial::To::Node(address)))
+    };
+    [of_family(true), of_family(false)].into_iter().flatten().collect()
 }
 
 /// Inputs of the checks of redirected connections.
 struct Way<'a> {
     rules: &'a Rules,
     virtual_addresses: Vec<To>,
+    /// Edge nodes, if pods' connections are taken by route.
+    nodes: Option<Vec<To>>,
     /// The tunnelled ports; later those that are reached from the host.
     ports: Vec<u16>,
 }
@@ -122,10 +145,15 @@ impl Way<'_> {
                        '{\"spec\":{\"defaultEndpointToHostAction\":\"Accept\"}}'";
             faults.push(Finding::new(&codes::PODS_FILTERED, found, fix));
         }
-        for to in &self.virtual_addresses {
-            let of_family = clients.iter().filter(|pods| pods.addr().is_ipv4() == to.1.is_ipv4());
+        let (targets, ports) = match &self.nodes {
+            // A real connection to a node: one is enough.
+            Some(nodes) => (nodes, &self.ports[..1]),
+            None => (&self.virtual_addresses, &self.ports[..]),
+        };
+        for to in targets {
+            let of_family = clients.iter().filter(|pods| pods.addr().is_ipv4() == to.1.address().is_ipv4());
             for pods in of_family {
-                match trial::from_pod(*pods, to.1, self.ports.clone()).await {
+                match trial::from_pod(*pods, to.1, ports.to_vec()).await {
                     Ok((address, failed)) => {
                         faults.extend(self.explain(*to, &failed, Some(*pods)));
                         tried.push(address.to_string());
@@ -140,6 +168,9 @@ impl Way<'_> {
             return Outcome::Faults(faults);
         }
         match (&tried[..], &reasons[..]) {
+            ([], []) if targets.is_empty() => {
+                Outcome::Skipped("no edge node with a tunnel is led here by route".to_owned())
+            }
             ([], []) => Outcome::Skipped("no range of this host's pods is known".to_owned()),
             ([], _) => Outcome::Skipped(format!(
                 "not tried: {}; run `tunnel-server doctor` as root on the host itself",
@@ -154,7 +185,7 @@ impl Way<'_> {
         let hooks: &[&str] = if pods.is_some() { &["prerouting", "input"] } else { &["output"] };
         let mut by_suspects: BTreeMap<BTreeSet<Suspect<'_>>, Vec<&Failure>> = BTreeMap::new();
         for failure in failed {
-            let suspects = self.rules.suspects(hooks, to.1, failure.0);
+            let suspects = self.rules.suspects(hooks, to.1.address(), failure.0);
             by_suspects.entry(suspects).or_default().push(failure);
         }
         let finding = |(suspects, failed): (BTreeSet<Suspect<'_>>, Vec<&Failure>)| {
@@ -165,8 +196,11 @@ impl Way<'_> {
                 Some(_) => shown(suspects.iter().map(|suspect| suspect.line), SUSPECTS, "; "),
                 None => format!("none known; rules: {}", self.rules.with.join(", ")),
             };
-            let found =
-                format!("port {ports} of the virtual addresses, from {from}: {how}; suspects: {lines}");
+            let at = match to.1 {
+                trial::To::Virtual(_) => "the virtual addresses".to_owned(),
+                trial::To::Node(address) => format!("the edge node's address {address}, by route"),
+            };
+            let found = format!("port {ports} of {at}, from {from}: {how}; suspects: {lines}");
             let (code, fix) = self.remedy(suspects.first(), &ports, to, pods);
             Finding::new(code, found, fix)
         };
@@ -178,9 +212,10 @@ impl Way<'_> {
         &self,
         suspect: Option<&Suspect<'_>>,
         ports: &str,
-        (range, address): To,
+        (range, to): To,
         pods: Option<IpNet>,
     ) -> (&'static Code, String) {
+        let address = to.address();
         // A rule that takes a pod's connection would take the host's too.
         let pods = pods.filter(|_| suspect.is_none_or(|suspect| suspect.drops));
         let of_port = suspect.filter(|suspect| !suspect.drops || !suspect.unnamed);

@@ -10,6 +10,8 @@ use crate::status::{RedirectState, StatusReport};
 const FEW: u64 = 10;
 /// Interval between two self-tests of a server, in seconds.
 const VERIFIED_EVERY: u64 = 30;
+/// The device that Cilium makes on every host.
+const CILIUM: &str = "cilium_host";
 
 pub(super) async fn check(checkup: &mut Checkup, config: &Config, running: Option<&Running<StatusReport>>) {
     let options = config.redirect_start();
@@ -144,29 +146,70 @@ fn self_test(running: &Running<StatusReport>) -> Outcome {
 }
 
 /// A redirected connection is then accepted, refused at the socket lookup, or lost on the way. The self-test's
-/// connections are redirected too, and not counted on arrival.
+/// connections are redirected too, and not counted on arrival. A pod's that is left to the route ends the same ways.
 fn arrivals(options: &RedirectConfig, running: &Running<StatusReport>) -> Outcome {
     let status = &running.status;
-    let sum = |ending: &str| -> u64 {
+    let sum = |hook: &str, outcome: &str| -> u64 {
+        let of = |name: &str| {
+            name.split_once('/').is_some_and(|(at, result)| at.starts_with(hook) && result == outcome)
+        };
         let counters = status.redirect.counters.iter();
-        counters.filter(|(name, _)| name.ends_with(ending)).map(|(_, count)| count).sum()
+        counters.filter(|(name, _)| of(name)).map(|(_, count)| count).sum()
     };
+    let refused = |hook: &str| sum(hook, "foreign_client") + sum(hook, "no_listener");
     let families = status.listeners.iter().filter(|listener| listener.name == "redirect");
     let accepted = families.clone().filter_map(|listener| listener.accepted).max().unwrap_or_default();
     let self_tests = families.count() as u64 * (status.uptime_s / VERIFIED_EVERY + 2);
-    let redirected = sum("/redirected");
-    let arrived = accepted + self_tests + sum("/foreign_client") + sum("/no_listener");
-    let lost = redirected.saturating_sub(arrived);
-    if lost < FEW || lost < redirected / 100 {
-        return Outcome::fine(format!("{redirected} connections were redirected"));
+    let by_route = sum("route", "steered");
+    let at_connect = Arrivals {
+        sent: sum("connect", "redirected"),
+        arrived: accepted.saturating_sub(by_route) + self_tests + refused("lookup"),
+    };
+    let routed = Arrivals { sent: sum("connect", "by_route"), arrived: by_route + refused("route") };
+    let cilium = if nix::net::if_::if_nametoindex(CILIUM).is_ok() {
+        format!(
+            "; this host has Cilium ({CILIUM}), whose eBPF host routing drops them up to 1.16 at least: set bpf.hostLegacyRouting=true in \
+             its Helm values, or upgrade it"
+        )
+    } else {
+        String::new()
+    };
+    let permit = |what: &str| {
+        format!(
+            "permit {what} in the NetworkPolicies of those clients, or in the firewall that the check `pods` names{cilium}"
+        )
+    };
+    let mut faults = Vec::new();
+    if let Some(lost) = at_connect.lost() {
+        let found =
+            format!("about {lost} of {} redirected connections since the server started", at_connect.sent);
+        let fix = permit(&format!(
+            "{} beside the edge nodes' addresses (a policy sees the virtual address)",
+            options.redirect_range
+        ));
+        faults.push(Finding::new(&codes::CONNECTS_LOST, found, fix));
     }
-    let found = format!("about {lost} of {redirected} redirected connections since the server started");
-    let fix = format!(
-        "permit {} beside the edge nodes' addresses in the NetworkPolicies of those clients, or in the firewall that the check `pods` \
-         names: a policy sees the virtual address",
-        options.redirect_range
-    );
-    Finding::new(&codes::CONNECTS_LOST, found, fix).into()
+    if let Some(lost) = routed.lost() {
+        let found =
+            format!("about {lost} of {} connections of pods by route since the server started", routed.sent);
+        faults.push(Finding::new(&codes::CONNECTS_LOST, found, permit("the edge nodes' addresses")));
+    }
+    let fine =
+        format!("{} connections were redirected, {} of pods came by route", at_connect.sent, routed.sent);
+    Outcome::of(faults, fine)
+}
+
+struct Arrivals {
+    sent: u64,
+    arrived: u64,
+}
+
+impl Arrivals {
+    /// The number of those that are lost, if it means something.
+    fn lost(&self) -> Option<u64> {
+        let lost = self.sent.saturating_sub(self.arrived);
+        (lost >= FEW && lost >= self.sent / 100).then_some(lost)
+    }
 }
 
 fn pins(options: &RedirectConfig, running: &Running<StatusReport>) -> Outcome {
@@ -260,13 +303,13 @@ mod tests {
 
     #[test]
     fn what_was_redirected_and_never_came_is_counted() {
-        let of = |redirected: u64, accepted: u64, uptime: u64, foreign: u64| {
+        let lost = |counters: serde_json::Value, accepted: u64, uptime: u64| {
             let listener = |address: &str| serde_json::json!({"name": "redirect", "address": address, "connections_active": 0, "accepted": accepted});
             let status = serde_json::json!({
                 "version": "1", "server_id": "s", "uptime_s": uptime, "ready": true, "pending": [], "nodes": [],
                 "listeners": [listener("127.0.0.1:4000"), listener("[::1]:4000")],
                 "redirect": {"state": "on", "reason": null, "mended": 0, "routes": 1, "routes_down": 0, "excluded": 0, "programs": [],
-                             "counters": {"connect4/redirected": redirected, "lookup4/steered": 1_000, "lookup4/foreign_client": foreign}},
+                             "counters": counters},
                 "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},
             });
             let status = serde_json::from_value(status).unwrap();
@@ -276,6 +319,10 @@ mod tests {
                 _ => None,
             }
         };
+        let of = |redirected: u64, accepted: u64, uptime: u64, foreign: u64| {
+            let counters = serde_json::json!({"connect4/redirected": redirected, "lookup4/steered": 1_000, "lookup4/foreign_client": foreign});
+            lost(counters, accepted, uptime)
+        };
         // Four of the self-tests' connections belong to the start, and two to each 30 s.
         assert_eq!(of(4, 0, 5, 0), None);
         assert_eq!(of(64, 60, 5, 0), None);
@@ -284,6 +331,16 @@ mod tests {
         assert_eq!(of(24, 0, 5, 15), None, "refused as foreign, which has a counter of its own");
         assert_eq!(of(1_000_000, 999_900, 5, 0), None, "a few of very many");
         assert_eq!(of(1_000_000, 0, 5, 0).as_deref(), Some("999996"));
+        // By route: a pod's connects that are left to it, and what came of them.
+        let of = |left: u64, steered: u64, foreign: u64| {
+            let counters = serde_json::json!({"connect4/by_route": left, "route4/steered": steered, "route6/foreign_client": foreign});
+            lost(counters, steered, 5)
+        };
+        assert_eq!((of(20, 20, 0), of(20, 5, 10)), (None, None));
+        assert_eq!(of(20, 2, 0).as_deref(), Some("18"));
+        // What came by route has not arrived by the hooks.
+        let both = serde_json::json!({"connect4/redirected": 40, "route4/steered": 40});
+        assert_eq!(lost(both, 40, 5).as_deref(), Some("36"));
     }
 
     #[test]

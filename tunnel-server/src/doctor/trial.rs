@@ -33,23 +33,43 @@ const POD_LINK: &str = "eth0";
 /// A port at which a connection did not reach the server, and the result.
 pub(super) type Failure = (u16, String);
 
-/// Tries each port of `virtual_address`, a virtual address at which the running server closes every connection at once.
-pub(super) async fn from_here(virtual_address: IpAddr, ports: &[u16]) -> Vec<Failure> {
+/// An address that leads to the server.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum To {
+    /// A virtual address at which the running server closes every connection at once.
+    Virtual(IpAddr),
+    /// An edge node's own, whose connections the server accepts.
+    Node(IpAddr),
+}
+
+impl To {
+    pub(super) fn address(self) -> IpAddr {
+        match self {
+            Self::Virtual(address) | Self::Node(address) => address,
+        }
+    }
+}
+
+/// Tries each port.
+pub(super) async fn from_here(to: To, ports: &[u16]) -> Vec<Failure> {
     let tried = futures_util::stream::iter(ports.iter().copied())
-        .map(async |port| Some((port, failure(SocketAddr::new(virtual_address, port)).await?)));
+        .map(async |port| Some((port, failure(to, port).await?)));
     let mut failed: Vec<Failure> =
         tried.buffer_unordered(AT_ONCE).filter_map(std::future::ready).collect().await;
     failed.sort_unstable();
     failed
 }
 
-async fn failure(to: SocketAddr) -> Option<String> {
+async fn failure(to: To, port: u16) -> Option<String> {
     let silent = || format!("no answer within {} s", DEADLINE.as_secs());
-    let mut stream = match timeout(DEADLINE, TcpStream::connect(to)).await {
+    let mut stream = match timeout(DEADLINE, TcpStream::connect(SocketAddr::new(to.address(), port))).await {
         Ok(Ok(stream)) => stream,
         Ok(Err(error)) => return Some(error.to_string()),
         Err(_) => return Some(silent()),
     };
+    if matches!(to, To::Node(_)) {
+        return None;
+    }
     match timeout(DEADLINE, stream.read_u8()).await {
         Ok(Err(_)) => None,
         _ => Some("something else accepted it".to_owned()),
@@ -65,7 +85,7 @@ async fn failure(to: SocketAddr) -> Option<String> {
 /// The reason why there cannot be such a pod.
 pub(super) async fn from_pod(
     range: IpNet,
-    virtual_address: IpAddr,
+    to: To,
     ports: Vec<u16>,
 ) -> Result<(IpAddr, Vec<Failure>), String> {
     let (send, tried) = tokio::sync::oneshot::channel();
@@ -74,7 +94,7 @@ pub(super) async fn from_pod(
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let tried = runtime
             .map_err(|error| error.to_string())
-            .and_then(|runtime| runtime.block_on(Pod::attempt(range, virtual_address, &ports)));
+            .and_then(|runtime| runtime.block_on(Pod::attempt(range, to, &ports)));
         // Fails only if nobody waits any more.
         let _ = send.send(tried);
     });
@@ -89,11 +109,7 @@ struct Pod {
 }
 
 impl Pod {
-    async fn attempt(
-        range: IpNet,
-        virtual_address: IpAddr,
-        ports: &[u16],
-    ) -> Result<(IpAddr, Vec<Failure>), String> {
+    async fn attempt(range: IpNet, to: To, ports: &[u16]) -> Result<(IpAddr, Vec<Failure>), String> {
         let host = connection().map_err(|error| format!("failed to open netlink: {error}"))?;
         let address = free_address(&host, range).await.map_err(failed("list addresses"))?;
         let address = address.ok_or_else(|| format!("no address of {range} is known to be free"))?;
@@ -103,9 +119,9 @@ impl Pod {
             format!("failed to make a network namespace ({error}), which takes CAP_SYS_ADMIN")
         })?;
         let inside = connection().map_err(|error| format!("failed to open netlink: {error}"))?;
-        let pod = Self::wire(host, &inside, &own, address, virtual_address, bridge).await;
+        let pod = Self::wire(host, &inside, &own, address, to.address(), bridge).await;
         let pod = pod.map_err(failed("connect a namespace with this host"))?;
-        let failures = from_here(virtual_address, ports).await;
+        let failures = from_here(to, ports).await;
         pod.remove().await.map_err(failed("remove the cable to a namespace"))?;
         Ok((address, failures))
     }
@@ -115,7 +131,7 @@ impl Pod {
         inside: &Handle,
         own: &File,
         address: IpAddr,
-        virtual_address: IpAddr,
+        to: IpAddr,
         bridge: Option<LinkMessage>,
     ) -> Result<Self, rtnetlink::Error> {
         let name = format!("doctor{}", std::process::id());
@@ -139,7 +155,7 @@ impl Pod {
         let mut add = inside.address().add(in_pod_index, address, whole);
         add.message_mut().header.flags |= AddressHeaderFlags::Nodad;
         add.execute().await?;
-        inside.route().add(direct(virtual_address, whole, in_pod_index)).execute().await?;
+        inside.route().add(direct(to, whole, in_pod_index)).execute().await?;
         // As if the host were its gateway.
         let gateway = match &bridge {
             // The bridge's address has changed with its first port.
@@ -149,7 +165,7 @@ impl Pod {
             }
             None => mac(&on_host),
         };
-        inside.neighbours().add(in_pod_index, virtual_address).link_layer_address(&gateway).execute().await?;
+        inside.neighbours().add(in_pod_index, to).link_layer_address(&gateway).execute().await?;
         if bridge.is_none() {
             pod.host.route().add(direct(address, whole, link)).execute().await?;
             pod.host.neighbours().add(link, address).link_layer_address(&mac(&in_pod)).execute().await?;

@@ -12,7 +12,7 @@ pub use connections::{ConnectionStatus, ConnectionsReport};
 pub use merged::merged;
 pub use model::{
     ConflictStatus, FailureStatus, FailuresStatus, InventoryStatus, LinkStatus, ListenerStatus, NodeStatus,
-    PeerStatus, ProgramStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
+    PeerStatus, PodsWay, ProgramStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
 };
 pub use report::{AGENTS, Reporter, SourceReport};
 pub(crate) use table::write_table;

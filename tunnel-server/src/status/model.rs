@@ -150,6 +150,21 @@ pub struct RedirectStatus {
     /// Reason why the programs are not pinned and would vanish with a killed server; None also with `--bpffs=off`.
     #[serde(default)]
     pub not_pinned: Option<String>,
+    /// How connections of pods, Services and other hosts get here.
+    #[serde(default)]
+    pub pods: PodsWay,
+    /// Reason why not by route, with `--redirect-pods=auto`.
+    #[serde(default)]
+    pub not_by_route: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PodsWay {
+    /// As those of the host's processes.
+    #[default]
+    Connect,
+    Route,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

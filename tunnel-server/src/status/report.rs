@@ -10,7 +10,7 @@ use tunnel_runtime::admin;
 
 use super::model::{
     FailureStatus, FailuresStatus, InventoryStatus, LinkStatus, ListenerStatus, NodeStatus, PeerStatus,
-    ProgramStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
+    PodsWay, ProgramStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
 };
 use crate::inventory::SourceStatus;
 use crate::runtime::Runtime;
@@ -238,6 +238,8 @@ impl Reporter {
                 })
                 .collect(),
             not_pinned: redirect.not_pinned().map(str::to_owned),
+            pods: if redirect.by_route() { PodsWay::Route } else { PodsWay::Connect },
+            not_by_route: redirect.not_by_route().map(str::to_owned),
         }
     }
 }

@@ -7,7 +7,8 @@ use tunnel_link::link::limited_by;
 use tunnel_runtime::text::{age, bytes, harmless};
 
 use super::model::{
-    FailuresStatus, LinkStatus, NodeStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
+    FailuresStatus, LinkStatus, NodeStatus, PodsWay, RedirectState, RedirectStatus, SessionStatus,
+    StatusReport,
 };
 
 /// Nodes shown without `--all`.
@@ -164,6 +165,13 @@ impl RedirectStatus {
             out,
             "redirect: {state}; {routes} routes, {routes_down} of them down, {excluded} ranges excluded"
         )?;
+        match (self.pods, &self.not_by_route) {
+            (PodsWay::Route, _) => writeln!(out, "  pods, Services and other hosts by route")?,
+            (PodsWay::Connect, None) => writeln!(out, "  pods at connect()")?,
+            (PodsWay::Connect, Some(reason)) => {
+                writeln!(out, "  pods at connect(), not by route: {}", harmless(reason))?;
+            }
+        }
         let counted = self.counters.iter().filter(|(_, count)| **count > 0);
         let counted: Vec<_> = counted.map(|(name, count)| format!("{} {count}", harmless(name))).collect();
         if !counted.is_empty() {
@@ -361,7 +369,7 @@ mod tests {
         for line in [
             "tunnel-server 0.1.0 on cloud-1, up 1d1h: NOT READY, waits for redirect\n",
             "listener https at 0.0.0.0:10263: 3 active, 9 accepted\n",
-            "redirect: on; 2 routes, 1 of them down, 0 ranges excluded\n  connect4/redirected 7\n",
+            "redirect: on; 2 routes, 1 of them down, 0 ranges excluded\n  pods at connect()\n  connect4/redirected 7\n",
             "failed since the start, by hop: target 60\n",
             "inventory /nodes.yaml: 2 edge, 1 cloud\n  OLD, as of 2h0m ago, of the state directory: the API server has not answered since the start\n  NOT UP TO DATE, the last good state is in effect: line 3\n",
             "  … and 2 more conflicts; --all shows them\n",

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
+use postern_testbed::agent::Agent;
 use postern_testbed::client::{connect_from, visit};
 use postern_testbed::process::program;
 use postern_testbed::server::Builder;
@@ -17,7 +18,7 @@ use postern_testbed::wait::wait_until;
 
 use super::server::{doctor, fine_again, without_tools};
 use super::{Said, findings};
-use crate::common::{server_and_agent, target};
+use crate::common::target;
 
 scenarios! {
     rules_of_other_programs_are_named(quick, limit = 180),
@@ -26,6 +27,7 @@ scenarios! {
     pods_that_input_drops(quick),
     a_full_conntrack_table,
     a_policy_that_drops_tokens,
+    pods_by_route_that_input_drops,
 }
 
 /// Timeout of a client whose packets are dropped.
@@ -45,7 +47,8 @@ fn run_rules(testbed: &Testbed, rules: &[&str]) -> Result<()> {
 }
 
 async fn rules_of_other_programs_are_named(testbed: &Testbed) -> Result<()> {
-    let server = Builder::new(testbed).start().await?;
+    // The rules are about virtual addresses, also those for pods.
+    let server = Builder::new(testbed).flag("--redirect-pods=connect").start().await?;
     let rules = |rules: &[&str]| run_rules(testbed, rules);
     let named = async |expected: &[(&'static str, &str)]| {
         let said = doctor(testbed, &[]).await?;
@@ -208,7 +211,8 @@ async fn a_closed_listener_is_found(testbed: &Testbed) -> Result<()> {
 /// Like ufw and firewalld: connections of this host pass, those of its pods do not.
 async fn pods_that_input_drops(testbed: &Testbed) -> Result<()> {
     let pod = testbed.add_pod()?;
-    let (_server, _agent) = server_and_agent(testbed).await?;
+    let server = Builder::new(testbed).flag("--redirect-pods=connect").start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
     connect_from(&pod, on_edge.address, MOMENT).await.context("from the pod")?;
     doctor(testbed, &[]).await?.expect_only(&[])?;
@@ -296,7 +300,8 @@ async fn a_full_conntrack_table(testbed: &Testbed) -> Result<()> {
 /// A NetworkPolicy sees the virtual address at the pod's interface, but permits only the edge node's address.
 async fn a_policy_that_drops_tokens(testbed: &Testbed) -> Result<()> {
     let pod = testbed.add_pod()?;
-    let (server, _agent) = server_and_agent(testbed).await?;
+    let server = Builder::new(testbed).flag("--redirect-pods=connect").start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
     testbed
         .cloud
@@ -314,5 +319,63 @@ async fn a_policy_that_drops_tokens(testbed: &Testbed) -> Result<()> {
     said.expect_only(&["connects-lost"])?;
     said.expect("connects-lost", "redirected connections since the server started")?;
     ensure!(fix(&said, "connects-lost")?.contains("permit 198.18.0.0/15"), "{:#}", said.report);
+    Ok(())
+}
+
+/// By route a pod's packets have the edge node's address when INPUT sees them.
+async fn pods_by_route_that_input_drops(testbed: &Testbed) -> Result<()> {
+    let pod = testbed.add_pod()?;
+    let edges = "--edge-addresses=192.168.0.0/16,fd50::/16";
+    let server = Builder::new(testbed).flag("--redirect-pods=route").flag(edges).start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    connect_from(&pod, on_edge.address, MOMENT).await.context("from the pod")?;
+    let said = doctor(testbed, &[]).await?;
+    said.expect_only(&[])?;
+    ensure!(said.state("pods")? == "ok", "{:#}", said.report);
+    run_rules(
+        testbed,
+        &[
+            "-A INPUT -i lo -j ACCEPT",
+            "-A INPUT -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT",
+            "-A INPUT -p tcp --dport 10262 -j ACCEPT",
+            // What suffices where pods are redirected at connect().
+            "-A INPUT -s 10.71.0.0/24 -d 198.18.0.0/15 -p tcp -j ACCEPT",
+            "-P INPUT DROP",
+        ],
+    )?;
+    let said = doctor(testbed, &[]).await?;
+    said.expect_only(&["pods-filtered"])?;
+    let found = "of the edge node's address 192.168.50.2, by route, from a pod of 10.71.0.0/24: no answer within 3 s; suspects: table ip filter, chain INPUT: policy DROP";
+    said.expect("pods-filtered", found)?;
+    let command = fix(&said, "pods-filtered")?;
+    ensure!(
+        command == "iptables -t filter -I INPUT -s 10.71.0.0/24 -d 192.168.0.0/16 -p tcp -j ACCEPT",
+        "{command}"
+    );
+    testbed.cloud.iptables(command.trim_start_matches("iptables "))?;
+    connect_from(&pod, on_edge.address, MOMENT).await.context("after the fix")?;
+    fine_again(testbed).await?;
+
+    // Packets of real pods that never come here, as with Cilium's host routing; the trial's own would.
+    testbed.cloud.ip("link add cilium_host type veth peer name cilium_net")?;
+    testbed.cloud.iptables("-t raw -A PREROUTING -i pod0 -d 192.168.50.0/24 -j DROP")?;
+    for _ in 0..20 {
+        let dropped = connect_from(&pod, on_edge.address, Duration::from_millis(50)).await;
+        ensure!(dropped.is_err(), "nothing drops the pod's packets");
+    }
+    let counted = async || {
+        let counters = server.status().await?["redirect"]["counters"].clone();
+        Ok(counters["connect4/by_route"].as_u64().unwrap_or_default())
+    };
+    wait_until("the connects to be counted", MOMENT, counted, |left| *left >= 20).await?;
+    let said = doctor(testbed, &[]).await?;
+    said.expect_only(&["connects-lost"])?;
+    said.expect("connects-lost", "connections of pods by route since the server started")?;
+    let fix = fix(&said, "connects-lost")?;
+    ensure!(
+        fix.contains("permit the edge nodes' addresses") && fix.contains("bpf.hostLegacyRouting=true"),
+        "{fix}"
+    );
     Ok(())
 }

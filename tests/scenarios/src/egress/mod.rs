@@ -25,7 +25,9 @@ use crate::common::target;
 use client::{CONNECTED, Caller, ask, channel, connect, random};
 use konnectivity::{konnectivitys_own_agent_attaches, konnectivitys_own_client_gets_its_page};
 use leaks::{nothing_is_left_of_ten_thousand_dials, the_agent_keeps_nothing_of_ten_thousand_dials_either};
-use proxy_server::the_agent_attaches_to_konnectivitys_servers;
+use proxy_server::{
+    konnectivitys_agents_reach_edges_by_a_gateway, the_agent_attaches_to_konnectivitys_servers,
+};
 use tls::{callers_need_a_certificate, certificates_follow_their_files, what_a_caller_reads_late_arrives};
 
 scenarios! {
@@ -45,6 +47,7 @@ scenarios! {
     konnectivitys_own_client_gets_its_page(konnectivity),
     konnectivitys_own_agent_attaches(konnectivity, edges = 2),
     the_agent_attaches_to_konnectivitys_servers(konnectivity, limit = 240),
+    konnectivitys_agents_reach_edges_by_a_gateway(konnectivity),
     the_agent_keeps_nothing_of_ten_thousand_dials_either(konnectivity, limit = 400),
 }
 

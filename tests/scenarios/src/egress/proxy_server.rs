@@ -9,7 +9,7 @@ use nix::sys::signal::Signal;
 use postern_testbed::agent::{Agent, Builder, START};
 use postern_testbed::client::{PATIENCE, echo};
 use postern_testbed::cluster::peers;
-use postern_testbed::process::Process;
+use postern_testbed::process::{Placement, Process};
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
@@ -24,6 +24,7 @@ use super::ECHO;
 use super::client::{Caller, ask, connect};
 use super::konnectivity::{BESIDE, PAGE, back_and_forth, page_by_its_client};
 use crate::common::target;
+use crate::gateway;
 use crate::held::ALLOCATOR;
 
 /// Port at which all servers are reached.
@@ -274,5 +275,40 @@ async fn flood_until_it_is_cut(socket: &Path, stalled: SocketAddr) -> Result<()>
     drop(flooding);
     let (closed, reason) = cut?;
     ensure!(closed == connect_id && reason.contains("did not take"), "{closed} was closed: {reason}");
+    Ok(())
+}
+
+/// A control plane of somebody else, whose only ways to nodes are konnectivity's agents on cloud hosts: one that has a
+/// redirector, and one that has only routes to it.
+pub(super) async fn konnectivitys_agents_reach_edges_by_a_gateway(testbed: &Testbed) -> Result<()> {
+    let hosts = gateway::Hosts::create(testbed)?;
+    let fleet = gateway::Fleet::start(testbed, &hosts).await?;
+    hosts.route(&hosts.client, &[0])?;
+    let certificates = Certificates::create(testbed)?;
+    let (_server, socket) = (proxy_server(testbed, &certificates, 1).await?, socket(testbed, 1));
+    let kubelet = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let to = kubelet.address.to_string();
+    let behind = Placement { ns: &hosts.client, cgroup: &testbed.edge_cgroup };
+    for (name, host, client) in [
+        ("proxy-agent-beside-a-redirector", hosts.gateways[0].placement(), "198.18."),
+        ("proxy-agent-behind-a-gateway", behind, "10.70.0.5:"),
+    ] {
+        let mut command = host.command(&peers::konnectivity("proxy-agent")?);
+        command
+            .args(["--logtostderr=true", "--v=2", "--sync-interval=200ms", "--sync-interval-cap=1s"])
+            .args([format!("--proxy-server-host={CLOUD}"), format!("--proxy-server-port={}", PORTS[1])])
+            .arg(format!("--agent-id={name}"))
+            .arg(certificates.flag("ca-cert", "ca.crt"))
+            .arg(certificates.flag("agent-cert", "agent.crt"))
+            .arg(certificates.flag("agent-key", "agent.key"));
+        let mut agent = Process::spawn(testbed.dir(), name, command)?;
+        let attached = async || Ok(connect(&socket, &to).await.is_ok());
+        wait_until("a connection by konnectivity's agent", START, attached, |attached| *attached).await?;
+        back_and_forth(connect(&socket, &to).await?, 5, 5_000_000).await.context(name)?;
+        let line =
+            fleet.gateways[0].wait_access(name, |line| line.text("client").starts_with(client)).await?;
+        ensure!(line.text("destination") == to, "{line:?}");
+        agent.crash().await?;
+    }
     Ok(())
 }

@@ -281,7 +281,7 @@
     const redirect = report.redirect;
     const verdicts = Object.entries(redirect.counters).filter(([, count]) => count > 0);
     $("redirect").replaceChildren(
-      element("p", `${redirect.state}; ${redirect.routes} routes, ${redirect.routes_down} of them down; ${redirect.excluded} ranges excluded; restored ${redirect.mended} times`),
+      element("p", `${redirect.state}; ${redirect.routes} routes, ${redirect.routes_down} of them down; ${redirect.excluded} ranges excluded; restored ${redirect.mended} times; pods ${redirect.pods === "route" ? "by route" : "at connect()"}${redirect.not_by_route ? `: ${redirect.not_by_route}` : ""}`),
       table([["Hook and verdict", ""], ["Connects", "number"]], verdicts),
     );
     const conflicts = report.inventory.conflicts;
