@@ -48,18 +48,18 @@ fn by_route() -> RedirectConfig {
 }
 
 /// A pod of this host, 10.244.1.5.
-fn pod_of_this_host() -> Peer {
+pub(crate) fn pod_of_this_host() -> Peer {
     let pod = Peer::spawn();
     pod.link("pod0", "10.244.1.1/24", "10.244.1.5/24");
     pod
 }
 
-fn start(desired: State) -> World {
+pub(crate) fn start(desired: State) -> World {
     World::with(by_route(), &with_client(desired, POD_RANGE))
 }
 
 /// Connects as the pod; returns what the listener saw.
-fn asks(pod: &mut Peer, to: &str) -> Result<Greeting, String> {
+pub(crate) fn asks(pod: &mut Peer, to: &str) -> Result<Greeting, String> {
     let (_, peer, greeting) = pod.connect(None, to)?;
     assert_eq!(peer, to.parse().unwrap(), "the pod's getpeername");
     parse(&greeting).ok_or(greeting)
@@ -116,13 +116,15 @@ fn pod() {
     assert_eq!((rules(), devices()), (Vec::new(), 0));
 }
 
+/// Moves this process into a cgroup.
+pub(crate) fn enter(cgroup: PathBuf) {
+    std::fs::write(cgroup.join("cgroup.procs"), std::process::id().to_string()).unwrap();
+}
+
 /// A process of this host whose connects no hook sees.
 fn beyond_the_hooks() {
     let world = start(desired(&[EDGE]));
     let redirected = world.counter("connect4/redirected");
-    let enter = |cgroup: PathBuf| {
-        std::fs::write(cgroup.join("cgroup.procs"), std::process::id().to_string()).unwrap();
-    };
     enter(cgroup_mount());
     let seen = ask(at(EDGE.0, PORT));
     enter(own_cgroup());

@@ -16,6 +16,7 @@ mod networks;
 mod others;
 mod peer;
 mod pod;
+mod pod_clients;
 mod raw;
 mod scale;
 mod support;
@@ -30,6 +31,7 @@ fn cases() -> Vec<Case> {
         connects::CASES,
         networks::CASES,
         by_route::CASES,
+        pod_clients::CASES,
         lifecycle::CASES,
         others::CASES,
         failures::CASES,
