@@ -151,7 +151,7 @@ fn service(tool: &str, chain: &str, address: &str, endpoint: &str) {
 
 fn services() {
     let mut pod = pod_of_this_host();
-    let lan = Peer::spawn();
+    let mut lan = Peer::spawn();
     lan.link("lan0", "10.1.0.1/24", "10.1.0.2/24");
     ip("route add default via 10.1.0.2");
     let world = start(desired(&[EDGE]));
@@ -164,6 +164,15 @@ fn services() {
     assert_eq!((seen.local, seen.client.ip()), (at(EDGE.0, PORT), address("10.1.0.1")));
     assert_eq!(world.counter("route4/steered"), 2);
     assert_eq!(world.counter("connect4/by_route"), 0, "no hook saw the edge's address");
+    // A NodePort, from outside of the cluster. The source would be translated only where the packet leaves the host.
+    run(
+        "iptables",
+        "-w -t nat -A PREROUTING -d 10.1.0.1 -p tcp --dport 30443 -j DNAT --to-destination 10.8.0.7:10250",
+    );
+    run("iptables", "-w -t nat -A POSTROUTING -j MASQUERADE");
+    lan.connect(None, "10.1.0.1:30443").unwrap_err();
+    assert!(world.counter("route4/foreign_client") > 0, "--redirect-clients does not name it");
+    assert_eq!(world.counter("route4/steered"), 2);
 }
 
 fn no_device() {
