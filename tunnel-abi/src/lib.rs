@@ -63,6 +63,8 @@ pub mod names {
     pub const CLIENTS_V4: &str = "CLIENTS_V4";
     /// IPv6 networks that may connect to a virtual address.
     pub const CLIENTS_V6: &str = "CLIENTS_V6";
+    /// Indices of the interfaces that lead to other hosts.
+    pub const UPLINKS: &str = "UPLINKS";
     /// Bitmap of tunnelled TCP ports.
     pub const PORTS: &str = "PORTS";
     /// A word of bits, [`SERVING`](crate::SERVING) and [`ANY_PORT_ROUTES`](crate::ANY_PORT_ROUTES), and the index of the
@@ -216,6 +218,10 @@ pub const ANY_PORT: u32 = 2;
 pub const FROM_ANYWHERE: u32 = 1;
 /// Value of `CLIENTS_*`: this host's own addresses. By route, only packets of this host have them as their source.
 pub const FROM_HERE: u32 = 2;
+/// Value of `CLIENTS_*`: this host's pods. By route, their packets come in by no interface of `UPLINKS`.
+pub const FROM_PODS: u32 = 3;
+/// Maximum number of `UPLINKS`.
+pub const UPLINK_CAPACITY: u32 = 1024;
 
 /// Slot of `STATE` with the bits.
 pub const STATE_BITS: u32 = 0;

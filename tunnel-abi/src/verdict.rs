@@ -31,7 +31,8 @@ pub enum Reason {
     NoRoute,
     /// The server has been gone too long.
     Orphaned,
-    /// The socket is in another network namespace than the server: the route takes its packets, to the true address.
+    /// The socket is in another network namespace than the server, which lives: the route takes its packets, to the true
+    /// address.
     ByRoute,
 }
 
@@ -61,7 +62,9 @@ pub trait GlobalState {
     fn refuse_orphaned(&self) -> bool;
     /// True if a connect can be failed with EHOSTUNREACH.
     fn fails_at_connect(&self) -> bool;
-    /// True if a route takes this socket's connections. Asked only for those that would be redirected, or steered to a server that resets them.
+    /// True if a route takes this socket's connections: it is in another network namespace, and the server lives, with
+    /// which the routes end. Otherwise they are redirected, so that a dead server's programs refuse them. Asked only for
+    /// those that would be redirected, or steered to a server that resets them.
     fn by_route(&self) -> bool;
 }
 

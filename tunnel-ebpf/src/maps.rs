@@ -1,18 +1,19 @@
 //! Maps and load-time constants of the programs.
 
 use core::arch::asm;
+use core::ffi::c_void;
 use core::ptr::null_mut;
 
 use aya_ebpf::{
     Global,
     bindings::bpf_sock_addr,
-    helpers::{bpf_ktime_get_ns, generated::bpf_get_netns_cookie},
+    helpers::{bpf_ktime_get_ns, bpf_map_lookup_elem, bpf_sk_release, generated::bpf_get_netns_cookie},
     macros::map,
-    maps::{Array, LpmTrie, PerCpuArray, SockMap, lpm_trie::Key},
+    maps::{Array, HashMap, LpmTrie, PerCpuArray, SockMap, lpm_trie::Key},
 };
 use tunnel_abi::{
-    ANY_PORT_ROUTES, EXCLUDED_ENTRIES, INITIAL_NETNS, LIST_CAPACITY, LISTENER_SLOTS, Mapping, PORT_WORDS,
-    Prefix, ROUTE_ENTRIES, SERVING, STATE_BITS, STATE_SLOTS, V4, V6, counter,
+    ANY_PORT_ROUTES, EXCLUDED_ENTRIES, INITIAL_NETNS, LIST_CAPACITY, LISTENER_SLOTS, LISTENER_V4, Mapping,
+    PORT_WORDS, Prefix, ROUTE_ENTRIES, SERVING, STATE_BITS, STATE_SLOTS, UPLINK_CAPACITY, V4, V6, counter,
     verdict::{GlobalState, Tables},
 };
 
@@ -32,6 +33,8 @@ pub(crate) static ORIGINS_V6: LpmTrie<V6, Mapping<V6>> = LpmTrie::with_max_entri
 pub(crate) static CLIENTS_V4: LpmTrie<V4, u32> = LpmTrie::with_max_entries(LIST_CAPACITY, 0);
 #[map]
 pub(crate) static CLIENTS_V6: LpmTrie<V6, u32> = LpmTrie::with_max_entries(LIST_CAPACITY, 0);
+#[map]
+pub(crate) static UPLINKS: HashMap<u32, u32> = HashMap::with_max_entries(UPLINK_CAPACITY, 0);
 #[map]
 pub(crate) static PORTS: Array<u64> = Array::with_max_entries(PORT_WORDS, 0);
 #[map]
@@ -70,6 +73,25 @@ pub(crate) fn count(index: u32) {
         // assembly, because the target declares no atomics to Rust.
         unsafe { asm!("lock *(u64 *)({slot} + 0) += {one}", slot = in(reg) slot, one = in(reg) 1_u64) };
     }
+}
+
+/// True while the server lives: the kernel takes a socket that is closed out of the map at once, also that of a process
+/// that was killed.
+///
+/// # Safety
+/// To be called from a program whose type has `bpf_sk_release`, such as the connect hooks.
+#[inline(always)]
+unsafe fn has_listener() -> bool {
+    let map = (&raw const LISTENER).cast_mut().cast::<c_void>();
+    let slot = LISTENER_V4;
+    // SAFETY: `map` is a map definition, and the slot a live u32.
+    let socket = unsafe { bpf_map_lookup_elem(map, (&raw const slot).cast()) };
+    if socket.is_null() {
+        return false;
+    }
+    // SAFETY: not null, so it is a socket that the lookup has acquired.
+    unsafe { bpf_sk_release(socket) };
+    true
 }
 
 /// Answers the verdict's lookups from the maps.
@@ -116,7 +138,7 @@ impl GlobalState for KernelTables {
             host => host,
         };
         // SAFETY: `connect` is the hook's context, as only connect hooks ask.
-        unsafe { bpf_get_netns_cookie(self.connect.cast()) != host }
+        unsafe { bpf_get_netns_cookie(self.connect.cast()) != host && has_listener() }
     }
 
     #[inline(always)]

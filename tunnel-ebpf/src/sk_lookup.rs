@@ -13,14 +13,14 @@ use aya_ebpf::{
     programs::SkLookupContext,
 };
 use tunnel_abi::{
-    Address, FROM_ANYWHERE, LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6, LOOPBACK_IFINDEX, STATE_DEVICE, V4,
-    V6,
+    Address, FROM_ANYWHERE, FROM_PODS, LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6, LOOPBACK_IFINDEX,
+    STATE_DEVICE, V4, V6,
     counter::{Lookup, Way, of_lookup},
     verdict::{Tables, takes},
 };
 
 use crate::maps::{
-    CLIENTS_V4, CLIENTS_V6, HOST_NETNS, INGRESS_IFINDEX, KernelTables, LISTENER, STATE, VIRTUAL_V4,
+    CLIENTS_V4, CLIENTS_V6, HOST_NETNS, INGRESS_IFINDEX, KernelTables, LISTENER, STATE, UPLINKS, VIRTUAL_V4,
     VIRTUAL_V6, count,
 };
 
@@ -149,19 +149,21 @@ fn finish(ctx: &SkLookupContext, way: Way, allowed: bool, v6: bool) -> u32 {
 /// `ctx` is the context that the kernel passed to the program.
 #[inline(always)]
 unsafe fn may_come_in(ctx: *mut bpf_sk_lookup, way: Way, from: u32) -> bool {
+    if way == Way::Hook || from == FROM_ANYWHERE {
+        return true;
+    }
     // SAFETY: guaranteed by the caller.
-    way == Way::Hook || from == FROM_ANYWHERE || unsafe { came_over_loopback(ctx) || came_by_our_device(ctx) }
-}
-
-/// True if a packet of this host was routed by the server's device, which the kernel then names instead of loopback.
-/// Nobody sends packets by the device itself.
-///
-/// # Safety
-/// Same as [`came_over_loopback`], which was false.
-#[inline(always)]
-unsafe fn came_by_our_device(ctx: *mut bpf_sk_lookup) -> bool {
+    if unsafe { came_over_loopback(ctx) } {
+        return true;
+    }
     // SAFETY: guaranteed by the caller. The field exists, or `came_over_loopback` would have been true.
     let ingress = unsafe { (&raw const (*ctx).ingress_ifindex).read_volatile() };
+    if from == FROM_PODS {
+        // SAFETY: the reference is not used.
+        return unsafe { UPLINKS.get(&ingress) }.is_none();
+    }
+    // A packet of this host was routed by the server's device, which the kernel then names instead of loopback. Nobody
+    // sends packets by the device itself.
     STATE.get(STATE_DEVICE).is_some_and(|device| *device == ingress)
 }
 

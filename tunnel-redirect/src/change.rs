@@ -8,8 +8,7 @@ use tunnel_routing::RouteTarget;
 pub(super) enum Change {
     Exclude(IpNet),
     Include(IpNet),
-    /// With true, an address of this host itself.
-    Admit(IpNet, bool),
+    Admit(IpNet, ComesIn),
     Dismiss(IpNet),
     OpenPort(u16),
     ClosePort(u16),
@@ -18,6 +17,16 @@ pub(super) enum Change {
     Origin(IpNet, IpNet),
     Forget(IpNet),
     AnyPort(bool),
+}
+
+/// Where packets of a client network may come in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ComesIn {
+    Anywhere,
+    /// An address of this host itself.
+    Here,
+    /// Not by an interface that leads to other hosts.
+    Pods,
 }
 
 impl Change {

@@ -37,11 +37,11 @@ pub struct RedirectConfig {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Pods {
     /// At connect(), to a virtual address, as those of the host's own processes.
-    #[default]
     Connect,
     /// By route, with the true address, and with them everything else that reaches this host for an edge node.
     Route,
-    /// By route if this process may make a TUN device.
+    /// By route where the host, the kernel and Cilium allow it.
+    #[default]
     Auto,
 }
 

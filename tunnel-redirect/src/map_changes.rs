@@ -15,13 +15,10 @@ impl MapContents {
         let mut changes = Vec::new();
         changes.extend(want.excluded.difference(&self.excluded).map(|net| Change::Exclude(*net)));
         changes.extend(self.ports.difference(&want.ports).map(|port| Change::ClosePort(*port)));
-        let stays = |net: &&IpNet| {
-            let both = self.clients.contains(*net) && want.clients.contains(*net);
-            both && self.own.contains(*net) == want.own.contains(*net)
-        };
-        changes.extend(self.clients.difference(&want.clients).map(|net| Change::Dismiss(*net)));
-        let admitted = want.clients.iter().filter(|net| !stays(net));
-        changes.extend(admitted.map(|net| Change::Admit(*net, want.own.contains(net))));
+        let dismissed = self.clients.keys().filter(|net| !want.clients.contains_key(net));
+        changes.extend(dismissed.map(|net| Change::Dismiss(*net)));
+        let admitted = want.clients.iter().filter(|(net, from)| self.clients.get(net) != Some(from));
+        changes.extend(admitted.map(|(net, from)| Change::Admit(*net, *from)));
 
         let gone = self.routes.keys().filter(|net| !want.routes.contains_key(net));
         let mut unrouted: BTreeSet<IpNet> = gone.copied().collect();

@@ -7,7 +7,7 @@ use ipnet::{IpNet, Ipv4Net};
 use tunnel_abi::{LIST_CAPACITY, ROUTE_CAPACITY};
 use tunnel_routing::{Desired, RouteTarget, reserved_addresses, reserved_addresses_v6};
 
-use super::change::Change;
+use super::change::{Change, ComesIn};
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::self_test_addresses::{SELF_TEST_PORT, SelfTestAddresses};
@@ -17,9 +17,7 @@ use super::self_test_addresses::{SELF_TEST_PORT, SelfTestAddresses};
 pub(super) struct MapContents {
     pub(super) ports: BTreeSet<u16>,
     pub(super) excluded: BTreeSet<IpNet>,
-    pub(super) clients: BTreeSet<IpNet>,
-    /// The clients that are this host itself.
-    pub(super) own: BTreeSet<IpNet>,
+    pub(super) clients: BTreeMap<IpNet, ComesIn>,
     pub(super) routes: BTreeMap<IpNet, RouteTarget>,
     /// Virtual address block to the network that it stands for.
     pub(super) origins: BTreeMap<IpNet, IpNet>,
@@ -43,7 +41,7 @@ impl MapContents {
     /// Checks and completes `desired`. An error changes nothing.
     pub(super) fn complete(desired: &Desired, host: &HostContext<'_>) -> Result<Self, RedirectError> {
         let mut contents = Self::default();
-        (contents.excluded, contents.clients, contents.own) = lists(desired, host);
+        (contents.excluded, contents.clients) = lists(desired, host);
         let wanted = |net: &IpNet| host.ipv6 || matches!(net, IpNet::V4(_));
         for (net, target) in host.self_test.routes(host.ipv6) {
             contents.add_route(net, target)?;
@@ -145,7 +143,7 @@ impl MapContents {
         let tables: [(_, _, u32); 3] = [
             ("routes", count(&mut self.routes.keys()), ROUTE_CAPACITY),
             ("excluded networks", count(&mut self.excluded.iter()), LIST_CAPACITY),
-            ("client networks", count(&mut self.clients.iter()), LIST_CAPACITY),
+            ("client networks", count(&mut self.clients.keys()), LIST_CAPACITY),
         ];
         for (what, counts, capacity) in tables {
             let capacity = capacity as usize;
@@ -161,18 +159,8 @@ impl MapContents {
         let _ = match *change {
             Change::Exclude(net) => self.excluded.insert(net),
             Change::Include(net) => self.excluded.remove(&net),
-            Change::Admit(net, own) => {
-                if own {
-                    self.own.insert(net)
-                } else {
-                    self.own.remove(&net)
-                };
-                self.clients.insert(net)
-            }
-            Change::Dismiss(net) => {
-                self.own.remove(&net);
-                self.clients.remove(&net)
-            }
+            Change::Admit(net, from) => self.clients.insert(net, from).is_some(),
+            Change::Dismiss(net) => self.clients.remove(&net).is_some(),
             Change::OpenPort(port) => self.ports.insert(port),
             Change::ClosePort(port) => self.ports.remove(&port),
             Change::Route(net, target) => self.routes.insert(net, target).is_some(),
@@ -184,8 +172,8 @@ impl MapContents {
     }
 }
 
-/// The excluded networks and the clients, including this host's additions, and these alone.
-fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNet>, BTreeSet<IpNet>, BTreeSet<IpNet>) {
+/// The excluded networks and the clients, including this host's additions.
+fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNet>, BTreeMap<IpNet, ComesIn>) {
     let loopback = [
         IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8)),
         IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST)),
@@ -198,12 +186,21 @@ fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNet>, BTreeSe
     };
     let wanted = |net: &IpNet| host.ipv6 || matches!(net, IpNet::V4(_));
     let excluded = own().chain(desired.table.excluded.iter().map(normalize)).filter(wanted).collect();
-    let clients = own()
+    let named: Vec<IpNet> = host.config.clients.iter().map(normalize).collect();
+    let given = |net: IpNet| {
+        let anywhere = named.iter().any(|named| named.contains(&net));
+        (net, if anywhere { ComesIn::Anywhere } else { ComesIn::Pods })
+    };
+    // The last one counts.
+    let clients = named
+        .iter()
+        .copied()
         .chain(desired.table.clients.iter().map(normalize))
-        .chain(host.config.clients.iter().map(normalize))
-        .filter(wanted)
+        .map(given)
+        .chain(own().map(|net| (net, ComesIn::Here)))
+        .filter(|(net, _)| wanted(net))
         .collect();
-    (excluded, clients, own().filter(wanted).collect())
+    (excluded, clients)
 }
 
 fn redirect_ranges(config: &RedirectConfig) -> [IpNet; 2] {

@@ -1,20 +1,21 @@
 //! Writes the kernel's maps, with one system call per [`Change`].
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::os::fd::AsRawFd;
 
 use aya::Ebpf;
 use aya::maps::lpm_trie::Key;
-use aya::maps::{Array, LpmTrie, MapData, MapError, PerCpuArray, SockMap};
+use aya::maps::{Array, HashMap, LpmTrie, MapData, MapError, PerCpuArray, SockMap};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_abi::{
-    ANY_PORT, ANY_PORT_ROUTES, DOWN, FROM_ANYWHERE, FROM_HERE, Mapping, SERVING, STATE_BITS, STATE_DEVICE,
-    V4, V6, counter, names,
+    ANY_PORT, ANY_PORT_ROUTES, DOWN, FROM_ANYWHERE, FROM_HERE, FROM_PODS, Mapping, SERVING, STATE_BITS,
+    STATE_DEVICE, V4, V6, counter, names,
 };
 use tunnel_routing::RouteTarget;
 use tunnel_runtime::error::chain;
 
-use super::change::Change;
+use super::change::{Change, ComesIn};
 use super::error::RedirectError;
 use super::map_contents::MapContents;
 use super::pins::monotonic_nanos;
@@ -23,6 +24,7 @@ use super::pins::monotonic_nanos;
 pub(super) struct Maps {
     excluded: Tries<u32, u32>,
     clients: Tries<u32, u32>,
+    uplinks: HashMap<MapData, u32, u32>,
     routes: Tries<Mapping<V4>, Mapping<V6>>,
     origins: Tries<Mapping<V4>, Mapping<V6>>,
     ports: Array<MapData, u64>,
@@ -60,6 +62,7 @@ impl Maps {
         Ok(Self {
             excluded: tries!(ebpf, names::EXCLUDED_V4, names::EXCLUDED_V6),
             clients: tries!(ebpf, names::CLIENTS_V4, names::CLIENTS_V6),
+            uplinks: take!(ebpf, names::UPLINKS),
             routes: tries!(ebpf, names::ROUTES_V4, names::ROUTES_V6),
             origins: tries!(ebpf, names::ORIGINS_V4, names::ORIGINS_V6),
             ports: take!(ebpf, names::PORTS),
@@ -76,7 +79,14 @@ impl Maps {
         match *change {
             Change::Exclude(net) => self.excluded.insert(net, 1),
             Change::Include(net) => self.excluded.remove(net),
-            Change::Admit(net, own) => self.clients.insert(net, if own { FROM_HERE } else { FROM_ANYWHERE }),
+            Change::Admit(net, from) => {
+                let value = match from {
+                    ComesIn::Anywhere => FROM_ANYWHERE,
+                    ComesIn::Here => FROM_HERE,
+                    ComesIn::Pods => FROM_PODS,
+                };
+                self.clients.insert(net, value)
+            }
             Change::Dismiss(net) => self.clients.remove(net),
             Change::Route(net, RouteTarget { virtual_address, up, any_port }) => {
                 let flags = if up { 0 } else { DOWN } | if any_port { ANY_PORT } else { 0 };
@@ -120,6 +130,24 @@ impl Maps {
     /// Writes the heartbeat that tells the programs that this process is alive.
     pub(super) fn beat(&mut self) -> Result<(), RedirectError> {
         self.alive.set(0, monotonic_nanos(), 0).map_err(failed(names::ALIVE))
+    }
+
+    /// Sets the interfaces that lead to other hosts; `before` are those of the last call.
+    pub(super) fn set_uplinks(
+        &mut self,
+        uplinks: &BTreeSet<u32>,
+        before: &BTreeSet<u32>,
+    ) -> Result<(), RedirectError> {
+        for gone in before.difference(uplinks) {
+            match self.uplinks.remove(gone) {
+                Err(error) if !is_not_found(&error) => return Err(failed(names::UPLINKS)(error)),
+                _ => {}
+            }
+        }
+        for new in uplinks.difference(before) {
+            self.uplinks.insert(new, 1, 0).map_err(failed(names::UPLINKS))?;
+        }
+        Ok(())
     }
 
     pub(super) fn set_listener(&mut self, slot: u32, socket: &impl AsRawFd) -> Result<(), RedirectError> {

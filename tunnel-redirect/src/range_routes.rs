@@ -1,13 +1,14 @@
-//! Keeps the routes of the redirect ranges while the redirect runs: without them, connects would leave this host.
+//! Keeps the routes of the redirect ranges, and what takes connections by route, while the redirect runs: without them,
+//! connects would leave this host.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::time::sleep;
-use tunnel_runtime::log_once::LogOnce;
+use tunnel_runtime::log_once::{LogOnce, LogRarely};
 use tunnel_runtime::net::{Ended, NetChanges};
 
-use super::by_route::ByRoute;
+use super::by_route::{ByRoute, Watched};
 use super::error::RedirectError;
 use super::range_use;
 use super::running::{Redirect, redirect_ranges};
@@ -19,53 +20,76 @@ const RETRY: Duration = Duration::from_secs(1);
 
 impl Redirect {
     pub(super) async fn follow_routes(self: &Arc<Self>) {
-        let (mut failures, mut uses) = (LogOnce::default(), LogOnce::default());
+        let (mut failures, mut logs) = (LogOnce::default(), Logs::default());
         loop {
-            match self.keep_routes(&mut uses).await {
+            match self.keep_routes(&mut logs).await {
                 Err(RedirectError::Stopped) => return,
                 Err(error) if failures.is_new(&error) => {
                     tracing::warn!(%error, "failed to follow routes, retrying");
                 }
                 Err(_) => {}
-                Ok(ended) => tracing::debug!(reason = %ended, "renewing the subscription to route changes"),
+                Ok(None) => continue,
+                Ok(Some(ended)) => {
+                    tracing::debug!(reason = %ended, "renewing the subscription to route changes")
+                }
             }
             sleep(RETRY).await;
         }
     }
 
-    /// Subscribes, then adds missing routes on each change, until the subscription breaks.
-    async fn keep_routes(self: &Arc<Self>, uses: &mut LogOnce) -> Result<Ended, RedirectError> {
+    /// Subscribes, then restores what is missing on each change, until the subscription breaks, or needs to be for another
+    /// device.
+    async fn keep_routes(self: &Arc<Self>, logs: &mut Logs) -> Result<Option<Ended>, RedirectError> {
         let ranges = redirect_ranges(&self.config, self.ipv6);
-        let watched = if self.routed {
-            self.offload(|redirect| Ok(redirect.lock().by_route.as_ref().map(ByRoute::watched))).await?
-        } else {
-            None
-        };
-        let (tables, own) = watched.unzip();
-        let tables = tables.as_ref().map_or(&[][..], |tables| &tables[..]);
+        let watched = self.watched().await?;
+        let tables = watched.as_ref().map_or(&[][..], |watched| &watched.tables[..]);
+        let (device, own) = (watched.map(|watched| watched.device), watched.map(|watched| watched.author));
         let mut changes =
-            NetChanges::of_routes(&ranges, tables, own).map_err(|error| RedirectError::Netlink {
+            NetChanges::of_routes(&ranges, tables, device, own).map_err(|error| RedirectError::Netlink {
                 operation: "subscribe to changes of routes".into(),
                 reason: error.to_string(),
             })?;
         let mut changed = true;
         loop {
-            if self.offload(Self::ensure_routes).await? {
-                tracing::warn!("restored a lost redirect route");
+            let lost = self.offload(Self::ensure_routes).await?;
+            if !lost.is_empty() {
                 self.note(|health| health.restored += 1);
+                // Another program may remove them again and again, as systemd-networkd does with rules at each change.
+                if let Some(left_out) = logs.restored.due(Instant::now()) {
+                    tracing::warn!(lost = lost.join(", "), left_out, "restored lost parts of the redirect");
+                }
+            }
+            if self.watched().await? != watched {
+                return Ok(None);
             }
             if changed {
                 let used = self.offload(|redirect| range_use::check(&redirect.config, redirect.ipv6)).await;
                 match used {
-                    Ok(()) => _ = uses.clear(),
-                    Err(error) if uses.is_new(&error) => tracing::warn!(%error, "redirect range is in use"),
+                    Ok(()) => _ = logs.uses.clear(),
+                    Err(error) if logs.uses.is_new(&error) => {
+                        tracing::warn!(%error, "redirect range is in use");
+                    }
                     Err(_) => {}
                 }
             }
             match changes.next(PERIOD).await {
                 Ok(change) => changed = change,
-                Err(ended) => return Ok(ended),
+                Err(ended) => return Ok(Some(ended)),
             }
         }
     }
+
+    async fn watched(self: &Arc<Self>) -> Result<Option<Watched>, RedirectError> {
+        if !self.routed {
+            return Ok(None);
+        }
+        self.offload(|redirect| Ok(redirect.lock().by_route.as_ref().map(ByRoute::watched))).await
+    }
+}
+
+/// Messages that would repeat.
+#[derive(Default)]
+struct Logs {
+    uses: LogOnce,
+    restored: LogRarely,
 }

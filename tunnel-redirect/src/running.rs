@@ -78,6 +78,8 @@ pub(super) struct Inner {
     pub(super) desired: Desired,
     /// This host's own addresses.
     pub(super) own: BTreeSet<IpAddr>,
+    /// Interfaces that lead to other hosts, as in `maps`.
+    pub(super) uplinks: BTreeSet<u32>,
     pub(super) self_test_addresses: SelfTestAddresses,
     /// Port of the last self-test that passed.
     pub(super) verified_port: Option<u16>,
@@ -145,7 +147,9 @@ impl Redirect {
         let refuse = self.config.orphan_policy == OrphanPolicy::Refuse;
         let ranges = redirect_ranges(&self.config, self.ipv6);
         let routes = inner.by_route.is_some().then(|| Wanted::of(want, &ranges, refuse));
-        inner.bring_to(want, routes)
+        let applied = inner.bring_to(want, routes)?;
+        inner.refresh_uplinks()?;
+        Ok(applied)
     }
 
     fn host<'a>(&'a self, inner: &'a Inner) -> HostContext<'a> {
@@ -240,8 +244,8 @@ impl Redirect {
         change(&mut self.health.lock());
     }
 
-    /// Adds missing redirect routes and what takes connections by route; returns true if something was missing.
-    pub(super) fn ensure_routes(&self) -> Result<bool, RedirectError> {
+    /// Adds missing redirect routes and what takes connections by route; returns the names of those that were missing.
+    pub(super) fn ensure_routes(&self) -> Result<Vec<&'static str>, RedirectError> {
         // Locked until the routes are there: a stop that removes them must not intervene.
         let mut inner = self.lock();
         if inner.stopped {
@@ -249,7 +253,7 @@ impl Redirect {
         }
         // The successor keeps them, and removes them when it stops.
         if inner.released {
-            return Ok(false);
+            return Ok(Vec::new());
         }
         let ranges = redirect_ranges(&self.config, self.ipv6);
         // First, and whatever becomes of the others: the host's own processes need these.
@@ -260,11 +264,13 @@ impl Redirect {
             }
             Ok(added)
         })?;
+        let mut restored = Vec::new();
+        restored.extend(added.then_some("redirect route"));
         let Inner { by_route, maps, .. } = &mut *inner;
-        let Some(by_route) = by_route else { return Ok(added) };
-        let restored = by_route.restore()?;
+        let Some(by_route) = by_route else { return Ok(restored) };
+        restored.extend(by_route.restore()?.parts());
         maps.set_device(by_route.device())?;
-        Ok(added || restored > 0)
+        Ok(restored)
     }
 
     /// Rereads this host's addresses and brings the maps up to date with them.
@@ -278,6 +284,7 @@ impl Redirect {
         if inner.stopped {
             return Err(RedirectError::Stopped);
         }
+        inner.refresh_uplinks()?;
         if inner.current && inner.own == own {
             return Ok(Applied::default());
         }
@@ -302,6 +309,23 @@ impl Redirect {
 }
 
 impl Inner {
+    /// Pods' packets come in by no interface that leads to other hosts.
+    fn refresh_uplinks(&mut self) -> Result<(), RedirectError> {
+        let Some(by_route) = &mut self.by_route else { return Ok(()) };
+        let others: BTreeSet<IpAddr> = self
+            .contents
+            .excluded
+            .iter()
+            .filter(|net| net.prefix_len() == net.max_prefix_len())
+            .map(IpNet::addr)
+            .filter(|address| !self.own.contains(address))
+            .collect();
+        let uplinks = by_route.uplinks(&others)?;
+        self.maps.set_uplinks(&uplinks, &self.uplinks)?;
+        self.uplinks = uplinks;
+        Ok(())
+    }
+
     fn bring_to(&mut self, want: &MapContents, routes: Option<Wanted>) -> Result<Applied, RedirectError> {
         // The maps are written whatever becomes of the routes: the host's own processes need them.
         let mut routed = Ok(());

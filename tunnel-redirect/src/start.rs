@@ -2,10 +2,12 @@
 
 use std::collections::BTreeSet;
 use std::fs::File;
+use std::io;
 use std::net::TcpListener;
 
 use aya::Ebpf;
 use nix::libc;
+use nix::net::if_::if_nametoindex;
 use nix::sys::socket::{setsockopt, sockopt};
 use parking_lot::Mutex;
 use socket2::SockRef;
@@ -29,6 +31,8 @@ use super::range_use;
 use super::running::{Health, Inner, Redirect};
 use super::self_test_addresses::SelfTestAddresses;
 
+/// An interface that every host with Cilium has.
+const CILIUM: &str = "cilium_host";
 /// Maximum number of self-test pairs to try: another server may have taken the same one.
 const SELF_TEST_ATTEMPTS: usize = 4;
 
@@ -101,6 +105,7 @@ impl Redirect {
             current: false,
             desired: Desired::default(),
             own: BTreeSet::new(),
+            uplinks: BTreeSet::new(),
             self_test_addresses,
             verified_port: None,
             serving: true,
@@ -168,22 +173,46 @@ fn by_route(
     match config.pods {
         Pods::Connect => Ok(None),
         Pods::Route => Ok(Some((ByRoute::open(ipv6)?, netns().unwrap_or(INITIAL_NETNS)))),
-        Pods::Auto => {
-            let opened = match netns() {
-                Some(netns) => {
-                    ByRoute::open(ipv6).map(|by_route| (by_route, netns)).map_err(|error| error.to_string())
-                }
-                None => Err("the kernel does not tell network namespaces apart: Linux 5.14 does".to_owned()),
-            };
-            if let Err(reason) = &opened {
-                tracing::warn!(
-                    reason,
-                    fix = "give this process /dev/net/tun, or set --redirect-pods=connect",
-                    "connections of pods are redirected at connect(), not by route"
-                );
+        Pods::Auto => match by_route_where_possible(netns(), ipv6) {
+            Ok(opened) => Ok(Some(opened)),
+            Err((reason, fix)) => {
+                tracing::warn!(reason, fix, "connections of pods are redirected at connect(), not by route");
+                Ok(None)
             }
-            Ok(opened.ok())
+        },
+    }
+}
+
+/// Returns the reason and its mend if connections of pods cannot be taken by route.
+fn by_route_where_possible(netns: Option<u64>, ipv6: bool) -> Result<(ByRoute, u64), (String, &'static str)> {
+    let netns = netns.ok_or_else(|| {
+        let reason = "the kernel does not tell this process its network namespace (Linux 5.14 does)";
+        (reason.to_owned(), "upgrade the kernel, or set --redirect-pods=connect")
+    })?;
+    if if_nametoindex(CILIUM).is_ok() {
+        let reason = "Cilium is on this host, whose eBPF host routing ignores rules for ports";
+        let fix = "set --redirect-pods=route if Cilium has bpf.hostLegacyRouting=true, else =connect";
+        return Err((reason.to_owned(), fix));
+    }
+    let opened = ByRoute::open(ipv6).map_err(|error| match error {
+        RedirectError::Tun { source } => (format!("cannot make a TUN device: {source}"), tun_fix(&source)),
+        error => (error.to_string(), "set --redirect-pods=connect"),
+    })?;
+    Ok((opened, netns))
+}
+
+/// The usual cause for which no TUN device can be made.
+fn tun_fix(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::ENOENT) => {
+            "give this process the host's /dev/net/tun (in a pod a volume of /dev/net; `modprobe tun` if the host has none), or \
+             set --redirect-pods=connect"
         }
+        Some(libc::EPERM | libc::EACCES) => {
+            "permit /dev/net/tun (systemd: DeviceAllow=; runc 1.2.0 to 1.2.3 forbid it to containers: upgrade it; SELinux: \
+             seLinuxOptions), or set --redirect-pods=connect"
+        }
+        _ => "use a kernel with CONFIG_TUN, or set --redirect-pods=connect",
     }
 }
 

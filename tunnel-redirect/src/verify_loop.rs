@@ -151,15 +151,12 @@ impl Redirect {
     /// Adds lost redirect routes and reattaches lost programs, once this server has the claim; returns the names of those that
     /// were missing.
     fn restore_now(&self) -> Result<Vec<&'static str>, RedirectError> {
-        let mut restored = Vec::new();
         let mut inner = self.lock();
         if !inner.released && !inner.stopped {
             inner.claim.retake()?;
         }
         drop(inner);
-        if self.ensure_routes()? {
-            restored.push("redirect route");
-        }
+        let mut restored = self.ensure_routes()?;
         let mut inner = self.lock();
         if inner.stopped {
             return Err(RedirectError::Stopped);

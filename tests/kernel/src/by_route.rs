@@ -4,10 +4,13 @@ use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use nix::libc;
 use nix::mount::{MsFlags, mount, umount};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::waitpid;
 use tokio_util::sync::CancellationToken;
 use tunnel_redirect::{Pods, Redirect, RedirectConfig, RedirectError, cleanup};
 use tunnel_routing::RouteTarget;
@@ -15,7 +18,9 @@ use tunnel_routing::RouteTarget;
 use crate::Case;
 use crate::harness::{cgroup_mount, own_cgroup};
 use crate::lifecycle::{expect_instructions, runtime};
+use crate::others::pinned;
 use crate::peer::Peer;
+use crate::raw;
 use crate::support::{
     EDGE, EDGE_B, EDGE_V6, Greeting, Listener, POD_RANGE, PORT, State, World, address, ask, at, config,
     counter, desired, eventually, fails, ip, net_of, parse, route, run, sysctl, with_client,
@@ -31,6 +36,9 @@ pub(crate) const CASES: &[Case] = &[
     ("by_route::without_set_retval_down_is_taken", down_on_old_kernels),
     ("by_route::a_killed_server_takes_nothing_and_is_replaced", killed),
     ("by_route::refusal_outlasts_a_killed_server", refused),
+    ("by_route::a_killed_servers_programs_refuse_pods", orphaned),
+    ("by_route::beside_other_policy_routing", beside_others),
+    ("by_route::an_upgrade_keeps_connections", upgraded),
     ("by_route::what_others_change_is_restored", restored),
     ("by_route::two_servers", two_servers),
     ("by_route::ipv6", ipv6),
@@ -38,6 +46,7 @@ pub(crate) const CASES: &[Case] = &[
     ("by_route::pods_of_edge_nodes_on_every_port", every_port),
     ("by_route::a_neighbour_is_refused", neighbour),
     ("by_route::a_neighbour_is_not_this_host", spoofed_source),
+    ("by_route::a_neighbour_is_no_pod_of_this_host", spoofed_pod),
     ("by_route::released_and_resumed", released),
     ("by_route::programs_fit_the_instruction_budget", budget),
     ("scale::a_hundred_thousand_nodes_by_route", many),
@@ -74,6 +83,10 @@ fn rules() -> Vec<String> {
     rules
 }
 
+fn rules_of_others() -> Vec<String> {
+    ip("rule show").lines().filter(|line| !line.contains("lookup 1981")).map(str::to_owned).collect()
+}
+
 fn devices() -> usize {
     ip("-o link show").lines().filter(|line| line.contains(" postern")).count()
 }
@@ -86,7 +99,7 @@ fn routes(table: u32) -> String {
 /// The kernel leads TCP packets for it to this host.
 fn led_here(to: &str) -> bool {
     let to: SocketAddr = to.parse().unwrap();
-    let route = format!("route get {} ipproto tcp dport {}", to.ip(), to.port());
+    let route = format!("route get {} ipproto 6 dport {}", to.ip(), to.port());
     // Fails if there is no route.
     let output = Command::new("ip").args(route.split(' ')).output().unwrap();
     output.stdout.starts_with(b"local ")
@@ -187,6 +200,11 @@ fn no_device() {
     assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.1, PORT));
     drop(world);
     umount("/dev/net").unwrap();
+    ip("link add cilium_host type veth peer name cilium_net");
+    let world = World::with(auto.clone(), &with_client(desired(&[EDGE]), POD_RANGE));
+    assert!(!world.redirect.by_route(), "Cilium's eBPF host routing ignores rules for ports");
+    drop(world);
+    ip("link del cilium_host");
     let world = World::with(auto, &with_client(desired(&[EDGE]), POD_RANGE));
     assert!(world.redirect.by_route());
     assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
@@ -234,9 +252,9 @@ fn killed() {
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);
 
     // A rule that the next server does not want.
-    ip("rule add pref 90 protocol 201 ipproto tcp dport 999 lookup 198180");
+    ip("rule add pref 90 protocol 201 ipproto 6 dport 999 lookup 198180");
     // Also of a server that does not come back.
-    ip("rule add pref 90 protocol 201 ipproto tcp dport 999 lookup 198190");
+    ip("rule add pref 90 protocol 201 ipproto 6 dport 999 lookup 198190");
     let world = start(desired(&[EDGE]));
     asks(&mut pod, "10.8.0.7:10250").unwrap();
     assert_eq!(rules().len(), 2, "{:?}", rules());
@@ -270,6 +288,143 @@ fn refused() {
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);
 }
 
+/// Until --orphan-timeout. Then the address leads where it does without Postern.
+fn orphaned() {
+    let mut pod = pod_of_this_host();
+    sysctl("net.ipv4.ip_forward", "1");
+    let (pinned, _folders) = pinned();
+    let config = RedirectConfig { pods: Pods::Route, orphan_timeout: Duration::from_secs(5), ..pinned };
+    let of_server = config.clone();
+    let server = raw::fork(|| World::with(of_server, &with_client(desired(&[EDGE]), POD_RANGE)));
+    eventually("the server takes what a route leads here", || led_here("10.8.0.7:10250"));
+    kill(server, Signal::SIGKILL).unwrap();
+    waitpid(server, None).unwrap();
+    eventually("the device ends with the process", || devices() == 0);
+    let refused_here = |pod: &mut Peer, to: &str| {
+        let error = asks(pod, to).unwrap_err();
+        error.starts_with(&format!("err {}", libc::ECONNREFUSED))
+    };
+    assert!(refused_here(&mut pod, "10.8.0.7:10250"), "before the timeout");
+    fails(at(EDGE.0, PORT), libc::ECONNREFUSED);
+    eventually("connects go direct", || !refused_here(&mut pod, "10.8.0.7:10250"));
+    let error = asks(&mut pod, "10.8.0.7:10250").unwrap_err();
+    assert!(error.starts_with(&format!("err {}", libc::ENETUNREACH)), "the host has no route: {error}");
+    let next = World::with(config, &with_client(desired(&[EDGE]), POD_RANGE));
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
+    drop(next);
+}
+
+/// Rules and settings as of Cilium, the AWS VPC CNI, wg-quick and Tailscale.
+fn beside_others() {
+    let mut pod = pod_of_this_host();
+    let lan = Peer::spawn();
+    lan.link("lan0", "10.1.0.1/24", "10.1.0.2/24");
+    ip("route add default via 10.1.0.2");
+    for change in [
+        "rule add pref 100 lookup local",
+        "rule del pref 0",
+        "rule add pref 9 fwmark 0x200/0xf00 lookup 2004",
+        "rule add pref 512 to 10.244.1.5 lookup main",
+        "rule add pref 1536 from 10.244.1.5 lookup 2",
+        "route add default via 10.1.0.2 table 2",
+        "rule add pref 5210 fwmark 0x80000/0xff0000 lookup main",
+        "rule add pref 5270 lookup 52",
+        "rule add pref 32764 lookup main suppress_prefixlength 0",
+        "rule add pref 32765 not fwmark 0xca6c lookup 51820",
+    ] {
+        ip(change);
+    }
+    for setting in ["rp_filter", "src_valid_mark"] {
+        sysctl(&format!("net.ipv4.conf.all.{setting}"), "1");
+    }
+    run("iptables", "-w -t mangle -A PREROUTING -i pod0 -j MARK --set-mark 0x80000");
+    let world = start(desired(&[EDGE]));
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
+    assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
+    service("iptables", "OUTPUT", "10.96.0.10", "10.8.0.7:10250");
+    assert_eq!(ask(at("10.96.0.10", 443)).unwrap().local, at(EDGE.0, PORT));
+    let others = rules_of_others();
+    drop(world);
+    assert_eq!((rules(), rules_of_others()), (Vec::new(), others), "the others' stay");
+}
+
+/// A connection of the first server lives on while two more follow, and every connect meanwhile succeeds.
+fn upgraded() {
+    let mut pod = pod_of_this_host();
+    let listener = Listener::open();
+    let first = Redirect::start(by_route(), &listener.v4, Some(&listener.v6)).unwrap();
+    let state = with_client(desired(&[EDGE]), POD_RANGE);
+    first.apply(|| state.clone().into()).unwrap();
+    pod.hold("10.8.0.7:10250");
+    let held = loop {
+        let (stream, _) = listener.v4.accept().unwrap();
+        // Not a self-test's.
+        if stream.local_addr().unwrap() == at(EDGE.0, PORT) {
+            break stream;
+        }
+    };
+    let echo = std::thread::spawn(move || std::io::copy(&mut &held, &mut &held));
+    pod.echo_held();
+
+    let connecting = Connecting::start("10.8.0.7:10250");
+    let _serving = listener.serve();
+    let mut before = Arc::new(first);
+    let mut worlds = Vec::new();
+    for _ in 0..2 {
+        connecting.more("connects through one");
+        let next = start(desired(&[EDGE]));
+        connecting.more("connects with both");
+        before.release();
+        connecting.more("connects through the next");
+        pod.echo_held();
+        before.stop();
+        connecting.more("connects without the one before");
+        pod.echo_held();
+        before = Arc::clone(&next.redirect);
+        worlds.push(next);
+    }
+    println!("report {} connects during two upgrades", connecting.stop());
+    assert_eq!(devices(), 1);
+    pod.echo_held();
+    drop(pod);
+    echo.join().unwrap().unwrap();
+}
+
+/// A pod, 10.244.1.133, that connects without a pause.
+struct Connecting {
+    stop: Arc<AtomicBool>,
+    count: Arc<AtomicUsize>,
+    thread: std::thread::JoinHandle<()>,
+}
+
+impl Connecting {
+    fn start(to: &'static str) -> Self {
+        let mut pod = Peer::spawn();
+        pod.link("pod1", "10.244.1.129/25", "10.244.1.133/25");
+        let (stop, count) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+        let (told, counted) = (Arc::clone(&stop), Arc::clone(&count));
+        let thread = std::thread::spawn(move || {
+            while !told.load(Ordering::Relaxed) {
+                asks(&mut pod, to).expect("a connect during an upgrade");
+                counted.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        Self { stop, count, thread }
+    }
+
+    fn more(&self, what: &str) {
+        let now = self.count.load(Ordering::Relaxed);
+        eventually(what, || self.count.load(Ordering::Relaxed) > now + 20 || self.thread.is_finished());
+    }
+
+    /// Returns the number of connects, none of which has failed.
+    fn stop(self) -> usize {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap();
+        self.count.load(Ordering::Relaxed)
+    }
+}
+
 fn restored() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let mut pod = pod_of_this_host();
@@ -278,34 +433,39 @@ fn restored() {
     runtime.block_on(world.redirect.verify_and_restore());
     assert_eq!((restored(), world.redirect.health().problem), (0, None), "what it wrote is its own");
     let (rules_before, routes_before) = (rules(), routes(198_180));
+    // With the device all routes go; the kernel tells of none.
+    let renamed = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(renamed.path(), "link set postern0 down\nlink set postern0 name foreign0\n").unwrap();
+    let rename = format!("-batch {}", renamed.path().display());
     let cancel = CancellationToken::new();
     let watching = runtime.spawn(Arc::clone(&world.redirect).watch(cancel.clone()));
     for change in [
-        "rule del pref 90 ipproto tcp dport 10250 lookup 198180",
+        "rule del pref 90 ipproto 6 dport 10250 lookup 198180",
         "route del local 10.8.0.7/32 table 198180",
         "route flush table 198180",
         "route add blackhole 10.8.0.7/32 table 198180",
         "route add 10.8.0.9/32 dev pod0 table 198180",
-        "rule add pref 90 protocol 201 ipproto tcp dport 999 lookup 198180",
-        "rule add pref 90 protocol 201 ipproto tcp dport 10250 iif lo lookup 198180",
+        "rule add pref 90 protocol 201 ipproto 6 dport 999 lookup 198180",
+        "rule add pref 90 protocol 201 ipproto 6 dport 10250 iif lo lookup 198180",
+        "link set postern0 down",
+        "link del postern0",
+        // The new device too is followed.
+        "link del postern0",
+        &rename,
+        "route flush table 198180",
     ] {
-        let before = restored();
+        let (before, begun) = (restored(), Instant::now());
         ip(change);
         eventually(change, || {
-            restored() > before && (rules(), routes(198_180)) == (rules_before.clone(), routes_before.clone())
+            let kernels = (rules(), routes(198_180), devices());
+            restored() > before && kernels == (rules_before.clone(), routes_before.clone(), 1)
         });
+        // Not by the verification, which comes every 30 s.
+        assert!(begun.elapsed() < Duration::from_secs(5), "{change}: {:?}", begun.elapsed());
         asks(&mut pod, "10.8.0.7:10250").unwrap();
     }
     cancel.cancel();
     runtime.block_on(watching).unwrap();
-    // With the device all routes go; none is told of.
-    for (change, left) in [("link set postern0 down", &routes_before[..]), ("link del postern0", "")] {
-        ip(change);
-        assert_eq!(routes(198_180), left);
-        runtime.block_on(world.redirect.verify_and_restore());
-        assert_eq!(world.redirect.health().problem, None);
-        asks(&mut pod, "10.8.0.7:10250").unwrap();
-    }
 }
 
 fn two_servers() {
@@ -459,6 +619,37 @@ fn spoofed_source() {
     neighbour.connect(Some("10.9.0.1"), "10.8.0.7:10250").unwrap_err();
     assert!(world.counter("route4/foreign_client") > 0, "the program saw and refused it");
     assert_eq!(world.counter("route4/steered"), 0);
+}
+
+/// A plugin such as Calico may give other hosts' pods addresses of the range that a Node's spec names.
+fn spoofed_pod() {
+    let mut pod = pod_of_this_host();
+    let mut neighbour = Peer::spawn();
+    neighbour.link("lan0", "10.1.0.1/24", "10.1.0.2/24");
+    neighbour.ip("addr add 10.244.1.200/32 dev eth0");
+    ip("route add 10.244.1.200/32 via 10.1.0.2");
+    let mut state = with_client(desired(&[EDGE]), POD_RANGE);
+    let world = start(desired(&[EDGE]));
+    let mut refused = |what: &str| {
+        let before = (world.counter("route4/foreign_client"), world.counter("route4/steered"));
+        neighbour.connect(Some("10.244.1.200"), "10.8.0.7:10250").unwrap_err();
+        assert!(world.counter("route4/foreign_client") > before.0, "{what}");
+        assert_eq!(world.counter("route4/steered"), before.1, "{what}");
+        asks(&mut pod, "10.8.0.7:10250").unwrap();
+    };
+    // It comes from the network of a cloud host, or that of the default route.
+    state.excluded.insert(net_of("10.1.0.9"));
+    world.redirect.apply(|| state.clone().into()).unwrap();
+    refused("a cloud host's network");
+    state.excluded.clear();
+    ip("route add default via 10.1.0.2");
+    world.redirect.apply(|| state.clone().into()).unwrap();
+    refused("the default route");
+    drop(world);
+    // Unless it is named: --redirect-clients.
+    let world = World::with(RedirectConfig { clients: vec![net_of("10.244.0.0/16")], ..by_route() }, &state);
+    neighbour.connect(Some("10.244.1.200"), "10.8.0.7:10250").unwrap();
+    assert_eq!(world.counter("route4/steered"), 1);
 }
 
 fn released() {

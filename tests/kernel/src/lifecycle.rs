@@ -229,7 +229,7 @@ fn lost_route() {
 fn route_changes() {
     runtime().block_on(async {
         let ranges = [config().redirect_range.into(), config().redirect_range_v6.into()];
-        let mut changes = NetChanges::of_routes(&ranges, &[77, 198_180], None).unwrap();
+        let mut changes = NetChanges::of_routes(&ranges, &[77, 198_180], Some(1), None).unwrap();
         let batch = tempfile::NamedTempFile::new().unwrap();
         let first = [
             "link add many0 type veth peer name many1",
@@ -253,6 +253,7 @@ fn route_changes() {
             "rule add priority 77 lookup 77",
             "route add 10.78.0.0/24 dev many0 table 77",
             "-6 route add 2001:db8:78::/64 dev many0 table 198180",
+            "link set lo mtu 1500",
         ] {
             ip(change);
             assert!(changes.next(Duration::from_secs(5)).await.unwrap(), "not told: {change}");
@@ -262,7 +263,7 @@ fn route_changes() {
             let rule = format!("read go; exec ip rule add priority 78 lookup {}", 78 + u32::from(own));
             let mut author = Command::new("sh").args(["-c", &rule]).stdin(Stdio::piped()).spawn().unwrap();
             let but_by = if own { author.id() } else { u32::MAX };
-            let mut changes = NetChanges::of_routes(&ranges, &[], Some(but_by)).unwrap();
+            let mut changes = NetChanges::of_routes(&ranges, &[], None, Some(but_by)).unwrap();
             drop(author.stdin.take());
             assert!(author.wait().unwrap().success());
             assert_eq!(changes.next(Duration::from_millis(300)).await.unwrap(), !own);
@@ -352,7 +353,7 @@ fn budget() {
         &World::start(&desired(&[EDGE])),
         "",
         &[
-            ("connect4", 400),
+            ("connect4", 450),
             ("connect6", 1200),
             ("getpeername4", 200),
             ("getpeername6", 600),

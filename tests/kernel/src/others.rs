@@ -47,7 +47,7 @@ struct Watched {
     _folders: (TempDir, TempDir),
 }
 
-fn pinned() -> (RedirectConfig, (TempDir, TempDir)) {
+pub(crate) fn pinned() -> (RedirectConfig, (TempDir, TempDir)) {
     let (bpffs, state) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     mount(Some("bpf"), bpffs.path(), Some("bpf"), MsFlags::empty(), None::<&str>).unwrap();
     let pins = PinConfig { dir: bpffs.path().into(), state_dir: state.path().into() };

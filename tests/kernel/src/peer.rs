@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,6 +20,9 @@ use crate::harness::{ROLE, isolate};
 use crate::support::{
     EDGE, Listener, POD_RANGE, PORT, address, config, desired, greet, greeting, ip, run, with_client,
 };
+
+/// The connection of [`Peer::hold`].
+static HELD: Mutex<Option<TcpStream>> = Mutex::new(None);
 
 /// A process in its own network namespace, in the case's cgroup, that executes commands.
 pub(crate) struct Peer {
@@ -99,6 +103,16 @@ impl Peer {
             }
             _ => Err(answer),
         }
+    }
+
+    /// Connects and keeps the connection.
+    pub(crate) fn hold(&mut self, to: &str) {
+        assert_eq!(self.command(&format!("hold {to}")), "ok");
+    }
+
+    /// Sends the kept connection a line and checks that it comes back.
+    pub(crate) fn echo_held(&mut self) {
+        assert_eq!(self.command("echo"), "ok");
     }
 
     /// Listens and greets with "peer <address>".
@@ -250,6 +264,15 @@ fn execute(command: &str) -> String {
     match words.as_slice() {
         ["connect", from, to] => connect(from, to.parse().expect("an address"))
             .unwrap_or_else(|error| format!("err {} {error}", error.raw_os_error().unwrap_or(-1))),
+        ["hold", to] => match TcpStream::connect(to) {
+            Ok(stream) => {
+                *HELD.lock().expect("no panic") = Some(stream);
+                "ok".into()
+            }
+            Err(error) => error.to_string(),
+        },
+        ["echo"] => echo(HELD.lock().expect("no panic").as_ref().expect("a held connection"))
+            .unwrap_or_else(|error| error.to_string()),
         ["listen", at] => {
             let listener = TcpListener::bind(at).expect("bind");
             thread::spawn(move || {
@@ -263,6 +286,14 @@ fn execute(command: &str) -> String {
         }
         _ => panic!("unknown command {command}"),
     }
+}
+
+fn echo(stream: &TcpStream) -> std::io::Result<String> {
+    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    writeln!(&mut &*stream, "ping")?;
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line)?;
+    Ok(if line == "ping\n" { "ok".into() } else { format!("read {line:?}") })
 }
 
 fn connect(from: &str, to: SocketAddr) -> std::io::Result<String> {

@@ -1,22 +1,24 @@
 //! Redirects from a pod as the shipped DaemonSet makes it, at the root of the machine's cgroups: in a virtual machine
 //! only, because the connects of all its processes are redirected meanwhile.
 
-use std::fs::{self, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use nix::sched::{CloneFlags, unshare};
-use tunnel_redirect::RedirectConfig;
+use nix::sched::{CloneFlags, setns, unshare};
+use tunnel_redirect::{Pods, RedirectConfig};
 use tunnel_runtime::limits::{Limit, Limits};
 
 use crate::Case;
 use crate::failures::{DOCUMENTED, have_only};
 use crate::harness::{cgroup_mount, own_cgroup};
-use crate::support::{EDGE, PORT, World, ask, at, config, desired};
+use crate::peer::Peer;
+use crate::support::{EDGE, POD_RANGE, PORT, World, ask, at, config, desired, parse, with_client};
 
 pub(crate) const CASES: &[Case] = &[
     ("pod::processes_outside_of_it_are_redirected", outside_of_it),
+    ("pod::by_route_in_the_hosts_namespace", by_route_in_the_hosts_namespace),
     ("pod::its_limits_are_found_below_the_hosts_hierarchy", its_limits_are_found_below_the_hosts_hierarchy),
 ];
 
@@ -40,6 +42,22 @@ fn outside_of_it() {
     assert_eq!(own_line(), "0::/../host");
     ask(at(EDGE.0, PORT)).unwrap();
     assert_eq!(world.counter("connect4/redirected"), 3, "two connects and the self-test");
+}
+
+/// Before Linux 5.14 a server knows its own network namespace only if it is the initial one.
+fn by_route_in_the_hosts_namespace() {
+    setns(File::open("/proc/1/ns/net").unwrap(), CloneFlags::CLONE_NEWNET).unwrap();
+    let mut pod = Peer::spawn();
+    pod.link("pod0", "10.244.1.1/24", "10.244.1.5/24");
+    let world = World::with(
+        RedirectConfig { pods: Pods::Route, ..config() },
+        &with_client(desired(&[EDGE]), POD_RANGE),
+    );
+    let (_, _, greeting) = pod.connect(None, "10.8.0.7:10250").unwrap();
+    assert_eq!(parse(&greeting).unwrap().local, at(EDGE.0, PORT));
+    assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
+    world.redirect.stop();
+    drop(pod);
 }
 
 /// Manifests of earlier versions mount the host's hierarchy over the pod's own.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
 use socket2::{Domain, SockRef, Socket, Type};
-use tunnel_redirect::{Redirect, RedirectConfig};
+use tunnel_redirect::{Pods, Redirect, RedirectConfig};
 use tunnel_routing::{Desired, Route, RouteTarget, Table};
 
 /// An edge node: its address, its virtual address.
@@ -22,9 +22,11 @@ pub(crate) const EDGE_B: Edge = ("10.8.0.8", "198.18.0.8");
 pub(crate) const EDGE_V6: Edge = ("2001:db8:7::7", "fd9e:706f:7374:6572::7");
 pub(crate) const PORT: u16 = 10250;
 
-/// A configuration that attaches to the case's own cgroup.
+/// A configuration that attaches to the case's own cgroup, and redirects pods at connect(), as cases did before there was
+/// another way; [`crate::by_route`] has the other one.
 pub(crate) fn config() -> RedirectConfig {
-    RedirectConfig { cgroup: Some(crate::harness::own_cgroup()), ..RedirectConfig::default() }
+    let cgroup = Some(crate::harness::own_cgroup());
+    RedirectConfig { cgroup, pods: Pods::Connect, ..RedirectConfig::default() }
 }
 
 /// State that the kernel should have, each route up or down by itself.

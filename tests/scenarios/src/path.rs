@@ -234,7 +234,9 @@ pub(crate) async fn resets(testbed: &Testbed, server: &Server<'_>) -> Result<()>
 async fn pod_is_redirected_and_neighbour_is_refused(testbed: &Testbed) -> Result<()> {
     let pod = testbed.add_pod()?;
     let neighbour = testbed.add_neighbour()?;
-    let (server, _agent) = server_and_agent(testbed).await?;
+    // By route: `redirect::pods_are_taken_by_route`.
+    let server = Builder::new(testbed).flag("--redirect-pods=connect").start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let mut from_pod = connect_from(&pod, on_edge.address, client::PATIENCE).await.context("from the pod")?;
     ensure!(

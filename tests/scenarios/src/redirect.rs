@@ -240,12 +240,12 @@ async fn virtual_addresses_open_only_tunnelled_ports(testbed: &Testbed) -> Resul
     server.wait_log("is not tunnelled").await
 }
 
-/// With --redirect-pods=route: a pod's connection and a Service's arrive with the edge node's own address, which a
+/// By default: a pod's connection and a Service's arrive with the edge node's own address, which a
 /// NetworkPolicy would judge. A neighbour that routes edge addresses here gets nothing.
 async fn pods_are_taken_by_route(testbed: &Testbed) -> Result<()> {
     let pod = testbed.add_pod()?;
     let neighbour = testbed.add_neighbour()?;
-    let mut server = Builder::new(testbed).flag("--redirect-pods=route").start().await?;
+    let mut server = Builder::new(testbed).start().await?;
     let mut agent = Agent::enrol(&server, 1).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let steered = [("hook", "route4"), ("outcome", "steered")];

@@ -136,9 +136,10 @@ async fn server_as_installed(guide: &Guide, host: &Host<'_>) -> Result<()> {
         main_pid(SERVER[0]).await?,
         confinement::OF_REDIRECT,
         &writable,
-        &["/var/lib/postern/agent"],
+        &["/var/lib/postern/agent", "/dev"],
     )?;
     ensure!(!host::pins().is_empty(), "nothing is pinned");
+    ensure!(Path::new("/sys/class/net/postern0").exists(), "the unit does not permit /dev/net/tun");
     not_direct(SocketAddr::new(host::EDGE.into(), 10250)).await?;
 
     // The edge is in the machine's cgroups too, and the agent's own dials must not be redirected.

@@ -15,7 +15,7 @@ pub(super) const MOST: u32 = 256;
 pub(super) struct Device {
     /// Its end is the end of the device.
     _file: File,
-    name: String,
+    pub(super) name: String,
     pub(super) number: u32,
     pub(super) index: u32,
 }
@@ -29,11 +29,6 @@ impl Device {
             .ok_or_else(|| io::Error::other(format!("the kernel named the device {name}")))?;
         let index = if_nametoindex(name.as_str())?;
         Ok(Self { _file: file, name, number, index })
-    }
-
-    /// False after somebody has removed it.
-    pub(super) fn exists(&self) -> bool {
-        if_nametoindex(self.name.as_str()).is_ok_and(|index| index == self.index)
     }
 }
 

@@ -90,6 +90,30 @@ impl Kernel {
         open().map_err(|error: io::Error| failed("open a connection", &error))
     }
 
+    /// Reports whether this interface is up; None if there is none with this number and name.
+    pub(super) fn is_up(&mut self, index: u32, name: &str) -> Result<Option<bool>, RedirectError> {
+        let mut link = LinkMessage::default();
+        link.header.index = index;
+        let mut buffer = Vec::new();
+        self.append(&mut buffer, RouteNetlinkMessage::GetLink(link), NLM_F_REQUEST | NLM_F_ACK);
+        let mut list = List::default();
+        let errors = self.exchange(&buffer, Some(&mut list));
+        let errors = errors.map_err(|error| failed("read the TUN device", &error))?;
+        match errors.first() {
+            Some(error) if error.raw_os_error() == Some(libc::ENODEV) => return Ok(None),
+            Some(error) => return Err(failed("read the TUN device", error)),
+            None => {}
+        }
+        Ok(list.messages.iter().find_map(|message| match message {
+            RouteNetlinkMessage::NewLink(link)
+                if link.attributes.contains(&LinkAttribute::IfName(name.to_owned())) =>
+            {
+                Some(link.header.flags.contains(LinkFlags::Up))
+            }
+            _ => None,
+        }))
+    }
+
     /// Brings up a device, without the addresses that the kernel would give it.
     pub(super) fn bring_up(&mut self, index: u32) -> Result<(), RedirectError> {
         let mut link = LinkMessage::default();
@@ -150,12 +174,17 @@ impl Kernel {
         table: Table,
         place: Place,
     ) -> Result<Vec<ListedRoute>, RedirectError> {
+        let listed = self.table(ipv6, place.table(table))?;
+        Ok(listed.into_iter().map(|message| ListedRoute::read(message, table, place)).collect())
+    }
+
+    /// Everything in a table.
+    pub(super) fn table(&mut self, ipv6: bool, number: u32) -> Result<Vec<RouteMessage>, RedirectError> {
         let mut request = RouteMessage::default();
         request.header.address_family = family(ipv6);
         request.header.kind = RouteType::Unspec;
         request.header.scope = RouteScope::Universe;
         request.header.protocol = RouteProtocol::Unspec;
-        let number = place.table(table);
         request.attributes = vec![RouteAttribute::Table(number)];
         let listed = self.list("list the routes", &RouteNetlinkMessage::GetRoute(request))?;
         let routes = listed.into_iter().filter_map(|message| match message {
@@ -163,7 +192,7 @@ impl Kernel {
             RouteNetlinkMessage::NewRoute(message)
                 if message.attributes.contains(&RouteAttribute::Table(number)) =>
             {
-                Some(ListedRoute::read(message, table, place))
+                Some(message)
             }
             _ => None,
         });

@@ -6,8 +6,9 @@ mod device;
 mod kernel;
 mod steady;
 mod system;
+mod uplinks;
 mod wanted;
 
-pub(super) use steady::{ByRoute, remove_leftovers};
+pub(super) use steady::{ByRoute, Watched, remove_leftovers};
 pub(super) use system::host_netns;
 pub(super) use wanted::Wanted;

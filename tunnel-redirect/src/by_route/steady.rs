@@ -1,13 +1,46 @@
 //! Keeps the kernel's rules and routes at the wanted ones.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 
 use super::device::{self, Device};
 use super::kernel::{Kernel, ListedRule, Place};
+use super::uplinks;
 use super::wanted::{Kind, Route, Rule, Table, Wanted};
 use crate::error::RedirectError;
 
 const TABLES: [Table; 2] = [Table::Ports, Table::AnyPort];
+/// RT_TABLE_MAIN
+const MAIN: u32 = 254;
+
+/// What was missing or foreign in the kernel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Restored {
+    device: bool,
+    rules: usize,
+    routes: usize,
+}
+
+impl Restored {
+    /// Names for the log.
+    pub(crate) fn parts(self) -> impl Iterator<Item = &'static str> {
+        let parts = [
+            (self.device, "TUN device"),
+            (self.rules > 0, "rules for tunnelled ports"),
+            (self.routes > 0, "routes of edge nodes"),
+        ];
+        parts.into_iter().filter_map(|(lost, part)| lost.then_some(part))
+    }
+}
+
+/// What a subscription to changes has to name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Watched {
+    pub(crate) tables: [u32; 2],
+    pub(crate) device: u32,
+    /// The netlink address of this process as the author of changes.
+    pub(crate) author: u32,
+}
 
 /// The rules and routes of this process. They end with it, or with [`Self::withdraw`].
 pub(crate) struct ByRoute {
@@ -26,6 +59,13 @@ impl ByRoute {
     pub(crate) fn open(ipv6: bool) -> Result<Self, RedirectError> {
         let mut kernel = Kernel::open()?;
         let device = device(&mut kernel)?;
+        // Fails where the kernel has no policy routing. The table is still empty.
+        let place = Place { number: device.number, index: device.index };
+        for ipv6 in [Some(false), ipv6.then_some(true)].into_iter().flatten() {
+            let probe = || vec![Rule { ipv6, port: Some(1) }.message(place)];
+            kernel.add_rules(probe())?;
+            kernel.remove_rules(probe())?;
+        }
         Ok(Self { device, kernel, ipv6, present: Wanted::default(), paused: false, swept: false })
     }
 
@@ -62,15 +102,10 @@ impl ByRoute {
         Ok(())
     }
 
-    /// Compares the kernel's rules and routes with what this process has written, and restores those that are missing or
-    /// foreign. Returns their number.
-    pub(crate) fn restore(&mut self) -> Result<usize, RedirectError> {
-        if self.device.exists() {
-            self.kernel.bring_up(self.device.index)?;
-        } else {
-            self.device = device(&mut self.kernel)?;
-            remove(&mut self.kernel, |number| !device::is_taken(number))?;
-        }
+    /// Compares the kernel's device, rules and routes with what this process has written, and restores those that are
+    /// missing or foreign.
+    pub(crate) fn restore(&mut self) -> Result<Restored, RedirectError> {
+        let mut restored = Restored { device: self.restore_device()?, ..Restored::default() };
         let place = self.place();
         let (mut rules, mut foreign) = (BTreeSet::new(), Vec::new());
         let families = [Some(false), self.ipv6.then_some(true)];
@@ -84,7 +119,7 @@ impl ByRoute {
                 }
             }
         }
-        let mut restored = foreign.len();
+        restored.rules = foreign.len();
         self.kernel.remove_rules(foreign)?;
         let (mut routes, mut foreign) = (BTreeSet::<Route>::new(), Vec::new());
         for ipv6 in families.into_iter().flatten() {
@@ -97,18 +132,31 @@ impl ByRoute {
                 }
             }
         }
-        restored += foreign.len();
+        restored.routes = foreign.len();
         self.kernel.remove_routes(foreign.into_iter())?;
         let missing: Vec<Route> = self.present.routes.difference(&routes).copied().collect();
-        restored += missing.len();
+        restored.routes += missing.len();
         self.kernel.add_routes(missing.into_iter().map(|route| route.message(place)))?;
         if self.paused {
             return Ok(restored);
         }
         let missing: Vec<Rule> = self.present.rules.difference(&rules).copied().collect();
-        restored += missing.len();
+        restored.rules += missing.len();
         self.kernel.add_rules(missing.into_iter().map(|rule| rule.message(place)).collect())?;
         Ok(restored)
+    }
+
+    /// Returns true if it was removed, renamed or set down.
+    fn restore_device(&mut self) -> Result<bool, RedirectError> {
+        match self.kernel.is_up(self.device.index, &self.device.name)? {
+            Some(true) => return Ok(false),
+            Some(false) => self.kernel.bring_up(self.device.index)?,
+            None => {
+                self.device = device(&mut self.kernel)?;
+                remove(&mut self.kernel, |number| !device::is_taken(number))?;
+            }
+        }
+        Ok(true)
     }
 
     /// Has [`Self::restore`] add the rules again. To be called once the programs are attached, without which others' listeners
@@ -133,9 +181,17 @@ impl ByRoute {
         self.kernel.remove_routes(routes.map(|route| route.message(place))).and(rules)
     }
 
-    /// The routing tables, and the netlink address of this process as the author of changes.
-    pub(crate) fn watched(&self) -> ([u32; 2], u32) {
-        (TABLES.map(|table| self.place().table(table)), self.kernel.port)
+    /// Changes with the device.
+    pub(crate) fn watched(&self) -> Watched {
+        let tables = TABLES.map(|table| self.place().table(table));
+        Watched { tables, device: self.device.index, author: self.kernel.port }
+    }
+
+    /// Interfaces that lead to other hosts: those of default routes, and those by which these addresses are reached.
+    pub(crate) fn uplinks(&mut self, others: &BTreeSet<IpAddr>) -> Result<BTreeSet<u32>, RedirectError> {
+        let mut routes = self.kernel.table(false, MAIN)?;
+        routes.extend(self.kernel.table(true, MAIN)?);
+        Ok(uplinks::of(&routes, others))
     }
 
     /// Index of the device.

@@ -110,9 +110,111 @@ fn above(net: IpNet, lengths: &BTreeSet<u8>) -> impl Iterator<Item = IpNet> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+
+    use ipnet::Ipv4Net;
+    use proptest::prelude::*;
+    use tunnel_abi::verdict::{GlobalState, Tables, takes};
+    use tunnel_abi::{ANY_PORT, Mapping, V4};
     use tunnel_routing::RouteTarget;
 
     use super::*;
+
+    /// The maps as the program at the listener lookup sees them.
+    struct Maps<'a>(&'a MapContents);
+
+    impl GlobalState for Maps<'_> {
+        fn tunnelled(&self, port: u16) -> bool {
+            self.0.ports.contains(&port)
+        }
+        fn any_port_routes(&self) -> bool {
+            self.0.any_port
+        }
+        // Not asked for a packet that a route led here.
+        fn serving(&self) -> bool {
+            unreachable!()
+        }
+        fn orphaned(&self) -> bool {
+            unreachable!()
+        }
+        fn refuse_orphaned(&self) -> bool {
+            unreachable!()
+        }
+        fn fails_at_connect(&self) -> bool {
+            unreachable!()
+        }
+        fn by_route(&self) -> bool {
+            unreachable!()
+        }
+    }
+
+    impl Tables<V4> for Maps<'_> {
+        fn excluded(&self, address: V4) -> bool {
+            let address = IpAddr::from(Ipv4Addr::from(address));
+            self.0.excluded.iter().any(|net| net.contains(&address))
+        }
+        fn route(&self, address: V4) -> Option<Mapping<V4>> {
+            let address = IpAddr::from(Ipv4Addr::from(address));
+            let (_, target) = self
+                .0
+                .routes
+                .iter()
+                .filter(|(net, _)| net.contains(&address))
+                .max_by_key(|(net, _)| net.prefix_len())?;
+            let flags = if target.any_port { ANY_PORT } else { 0 };
+            Some(Mapping { base: V4(0), host_mask: V4(0), flags })
+        }
+    }
+
+    impl Wanted {
+        /// Follows rules and routes as the kernel does: by priority, the longest prefix, then the lowest metric.
+        fn leads_here(&self, address: Ipv4Addr, port: u16) -> bool {
+            let asked = [Some(port), None].map(|port| Rule { ipv6: false, port });
+            asked.iter().filter(|rule| self.rules.contains(rule)).any(|rule| {
+                let covers = |route: &&Route| {
+                    route.table == rule.table() && route.net.contains(&IpAddr::from(address))
+                };
+                let best =
+                    self.routes.iter().filter(covers).min_by_key(|route| {
+                        (u8::MAX - route.net.prefix_len(), route.kind == Kind::Unreachable)
+                    });
+                best.is_some_and(|route| route.kind == Kind::Local)
+            })
+        }
+    }
+
+    fn nets() -> impl Strategy<Value = IpNet> {
+        // 32 addresses: prefixes collide often.
+        let net = |(n, length)| Ipv4Net::new(Ipv4Addr::from(0x0a08_0000 + n), length).unwrap().trunc();
+        (0_u32..32, 27_u8..=32).prop_map(net).prop_map(IpNet::V4)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2_000))]
+        /// Every address and port that the program at the listener lookup takes is led here, and no other.
+        #[test]
+        fn exactly_what_the_program_takes_is_led_here(
+            routes in prop::collection::btree_map(nets(), any::<bool>(), 0..8),
+            excluded in prop::collection::btree_set(nets(), 0..4),
+            refuse: bool,
+        ) {
+            let target = |any_port| RouteTarget { virtual_address: [198, 18, 0, 1].into(), up: true, any_port };
+            let contents = MapContents {
+                ports: [10250, 10255].into(),
+                excluded,
+                any_port: routes.values().any(|any| *any),
+                routes: routes.into_iter().map(|(net, any)| (net, target(any))).collect(),
+                ..MapContents::default()
+            };
+            let wanted = Wanted::of(&contents, &[], refuse);
+            for address in (0..32).map(|n| Ipv4Addr::from(0x0a08_0000 + n)) {
+                for port in [10250, 10255, 8080] {
+                    let takes = takes(&Maps(&contents), V4::from(address), port);
+                    prop_assert_eq!(wanted.leads_here(address, port), takes, "{}:{}", address, port);
+                }
+            }
+        }
+    }
 
     fn contents(routes: &[(&str, bool)], excluded: &[&str], ports: &[u16]) -> MapContents {
         let net = |text: &str| text.parse::<IpNet>().unwrap();

@@ -36,20 +36,27 @@ impl NetChanges {
         Self::subscribe(&[MulticastGroup::Ipv4Ifaddr, MulticastGroup::Ipv6Ifaddr], None)
     }
 
-    /// Subscribes to changes of routes within these networks or in these tables, and of rules, except those that the
-    /// netlink socket with the address `own` makes. A router with a full Internet routing table costs nothing here: the
-    /// kernel drops messages about other routes. (For IPv6 it compares the first 32 bits.)
+    /// Subscribes to changes of routes within these networks or in these tables, of rules, and of one interface, except
+    /// those that the netlink socket with the address `own` makes. A router with a full Internet routing table costs
+    /// nothing here, nor do the interfaces of pods: the kernel drops messages about others. (For IPv6 it compares the first
+    /// 32 bits.)
     ///
     /// # Errors
     /// Fails as [`Self::of_addresses`] does.
-    pub fn of_routes(networks: &[IpNet], tables: &[u32], own: Option<u32>) -> io::Result<Self> {
-        let groups = [
+    pub fn of_routes(
+        networks: &[IpNet],
+        tables: &[u32],
+        interface: Option<u32>,
+        own: Option<u32>,
+    ) -> io::Result<Self> {
+        let mut groups = vec![
             MulticastGroup::Ipv4Route,
             MulticastGroup::Ipv6Route,
             MulticastGroup::Ipv4Rule,
             MulticastGroup::Ipv6Rule,
         ];
-        Self::subscribe(&groups, Some(&changes_of(networks, tables, own)))
+        groups.extend(interface.map(|_| MulticastGroup::Link));
+        Self::subscribe(&groups, Some(&changes_of(networks, tables, interface, own)))
     }
 
     fn subscribe(groups: &[MulticastGroup], filter: Option<&[SockFilter]>) -> io::Result<Self> {
@@ -86,9 +93,15 @@ impl fmt::Debug for NetChanges {
     }
 }
 
-/// Classic BPF (linux/filter.h), run before a message takes room in the socket. Drops messages of the author `own`, and
-/// those about routes whose destination is in none of the networks and whose table is none of these. Keeps all others.
-fn changes_of(networks: &[IpNet], tables: &[u32], own: Option<u32>) -> Vec<SockFilter> {
+/// Classic BPF (linux/filter.h), run before a message takes room in the socket. Drops messages of the author `own`,
+/// those about routes whose destination is in none of the networks and whose table is none of these, and those about
+/// other interfaces. Keeps all others.
+fn changes_of(
+    networks: &[IpNet],
+    tables: &[u32],
+    interface: Option<u32>,
+    own: Option<u32>,
+) -> Vec<SockFilter> {
     const LOAD_BYTE: u16 = 0x30;
     const LOAD_WORD: u16 = 0x20;
     const LOAD_WORD_BEHIND_X: u16 = 0x40;
@@ -102,6 +115,10 @@ fn changes_of(networks: &[IpNet], tables: &[u32], own: Option<u32>) -> Vec<SockF
     const TYPE: u32 = if cfg!(target_endian = "little") { 4 } else { 5 };
     /// Offset of `nlmsg_pid`.
     const AUTHOR: u32 = 12;
+    const NEW_LINK: u32 = 16;
+    const DELETE_LINK: u32 = 17;
+    /// Offset of `ifi_index` in `struct ifinfomsg`.
+    const INTERFACE: u32 = 20;
     const NEW_ROUTE: u32 = 24;
     const DELETE_ROUTE: u32 = 25;
     /// Offset behind `nlmsghdr` and `rtmsg`.
@@ -124,11 +141,16 @@ fn changes_of(networks: &[IpNet], tables: &[u32], own: Option<u32>) -> Vec<SockF
     if let Some(own) = own {
         steps.extend([step(LOAD_WORD, AUTHOR), if_equal(host_order(own), To::Drop, To::Next)]);
     }
-    steps.extend([
-        step(LOAD_BYTE, TYPE),
-        if_equal(NEW_ROUTE, To::Skip(1), To::Next),
-        if_equal(DELETE_ROUTE, To::Next, To::Keep),
-    ]);
+    steps.push(step(LOAD_BYTE, TYPE));
+    if let Some(interface) = interface {
+        steps.extend([
+            if_equal(NEW_LINK, To::Skip(1), To::Next),
+            if_equal(DELETE_LINK, To::Next, To::Skip(2)),
+            step(LOAD_WORD, INTERFACE),
+            if_equal(host_order(interface), To::Keep, To::Drop),
+        ]);
+    }
+    steps.extend([if_equal(NEW_ROUTE, To::Skip(1), To::Next), if_equal(DELETE_ROUTE, To::Next, To::Keep)]);
     if let Ok(count @ 1..) = u8::try_from(tables.len()) {
         steps.extend(find(RTA_TABLE));
         steps.extend([

@@ -57,9 +57,9 @@ pub struct RedirectFlags {
     /// cloud's network; refuse has them fail until a server is back or `cleanup` removes the programs (needs --bpffs).
     #[arg(long, value_name = "direct|refuse", value_enum, default_value_t, hide_possible_values = true)]
     pub orphan_policy: OrphanPolicy,
-    /// How connections of pods and Services are redirected: connect, as those of the host's processes, to a virtual address;
-    /// route, with the edge node's own address, which their NetworkPolicies judge, and with all else that reaches this host
-    /// for an edge node (needs /dev/net/tun); auto, by route where there is a /dev/net/tun. New, and not yet the default.
+    /// How connections of pods and Services are redirected: route, with the edge node's own address, which their
+    /// NetworkPolicies judge, and with all else that reaches this host for an edge node (needs /dev/net/tun); connect, as those
+    /// of the host's processes, to a virtual address; auto, by route where there is a /dev/net/tun, Linux 5.14 and no Cilium.
     #[arg(long, value_name = "connect|route|auto", value_enum, default_value_t, hide_possible_values = true)]
     pub redirect_pods: Pods,
 }

@@ -73,7 +73,7 @@ fn defaults_are_as_documented() {
     assert!(config.listeners.agents.cert_dns_names.is_empty() && config.listeners.agents.cert_ips.is_empty());
     let redirect = config.redirect_start().unwrap();
     let default = RedirectConfig::default();
-    assert_eq!((redirect.cgroup, redirect.pods), (None, Pods::Connect));
+    assert_eq!((redirect.cgroup, redirect.pods), (None, Pods::Auto));
     assert_eq!(
         (redirect.redirect_range, redirect.redirect_range_v6),
         (default.redirect_range, default.redirect_range_v6)
@@ -93,7 +93,7 @@ fn every_flag_has_an_effect() {
         "--secure-port=0",
         "--admin-address=[::1]:3",
         "--redirect-cgroup=/sys/fs/cgroup/x",
-        "--redirect-pods=auto",
+        "--redirect-pods=route",
         "--redirect-ports=22,80",
         "--exclude=10.0.0.0/8,fd00::1",
         "--edge-addresses=10.8.0.0/16,fd00:8::/32",
@@ -143,7 +143,7 @@ fn every_flag_has_an_effect() {
     assert_eq!(redirect.cgroup, Some(PathBuf::from("/sys/fs/cgroup/x")));
     assert_eq!(redirect.redirect_range.to_string(), "100.64.0.0/10");
     assert_eq!(redirect.redirect_range_v6.to_string(), "fd00:1:2:3::/80");
-    assert_eq!((&redirect.clients, redirect.pods), (&config.redirect.redirect_clients, Pods::Auto));
+    assert_eq!((&redirect.clients, redirect.pods), (&config.redirect.redirect_clients, Pods::Route));
     assert_eq!(config.redirect.redirect_ports, BTreeSet::from([22, 80]));
     assert_eq!(config.redirect.exclude, ["10.0.0.0/8".parse().unwrap(), "fd00::1/128".parse().unwrap()]);
     assert_eq!(

@@ -51,6 +51,8 @@ const WANTED: &[(&str, &str)] = &[
 const INIT_SCRIPT: &str = "\
 #!/bin/sh
 /bin/busybox --install -s /usr/bin 2>/dev/null
+# As udev does at boot, which is not here.
+/sbin/modprobe tun
 /bin/busybox mount -o bind / /sysroot
 cd /sysroot
 /bin/busybox mount -o move /sysroot /

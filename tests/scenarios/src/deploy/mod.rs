@@ -50,8 +50,9 @@ use metrics::prometheus_reads_servers;
 use migration::migration_from_yurttunnel_and_back;
 use monitoring::{alerts_fire_and_stay_silent, panels_ask_for_what_programs_expose};
 use overlays::{
-    components_go_where_the_servers_are, masters_of_every_distribution_get_a_server, programs_can_be_pinned,
-    public_addresses_leave_no_node_port, redirectors_get_what_servers_get,
+    a_host_without_a_tun_device_can_have_a_server, components_go_where_the_servers_are,
+    masters_of_every_distribution_get_a_server, programs_can_be_pinned, public_addresses_leave_no_node_port,
+    redirectors_get_what_servers_get,
 };
 use patches::{argument, overlay, overlay_with};
 use readme::the_readme_is_followed;
@@ -66,6 +67,7 @@ scenarios! {
     migration_from_superedge(images, limit = 600),
     chart_renders_what_kustomize_does(images, no_cluster),
     programs_can_be_pinned(cluster, no_cluster),
+    a_host_without_a_tun_device_can_have_a_server(cluster, no_cluster),
     masters_of_every_distribution_get_a_server(cluster, no_cluster),
     redirectors_get_what_servers_get(cluster, no_cluster),
     public_addresses_leave_no_node_port(cluster, no_cluster, quick),

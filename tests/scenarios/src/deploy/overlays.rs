@@ -49,6 +49,24 @@ pub(super) async fn programs_can_be_pinned(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
+/// A volume of the device itself would keep the pod from starting where there is none, and one without a type would make a folder
+/// of its name.
+pub(super) async fn a_host_without_a_tun_device_can_have_a_server(testbed: &Testbed) -> Result<()> {
+    let objects = rendered(testbed, "base", &["everywhere"]).await?;
+    for name in ["tunnel-server", "tunnel-redirector"] {
+        let pod = &object(&objects, "DaemonSet", name)?["spec"]["template"]["spec"];
+        let find = |list: &Value| {
+            let found = list.as_array().into_iter().flatten().find(|one| one["name"] == "tun").cloned();
+            found.with_context(|| format!("{name} has no volume for /dev/net/tun"))
+        };
+        let (volume, mount) = (find(&pod["volumes"])?, find(&pod["containers"][0]["volumeMounts"])?);
+        let expected = json!({ "path": "/dev/net", "type": "DirectoryOrCreate" });
+        ensure!(volume["hostPath"] == expected, "{name} has {volume}");
+        ensure!(mount["mountPath"] == "/dev/net" && mount["readOnly"] == true, "{name} mounts {mount}");
+    }
+    Ok(())
+}
+
 /// Distributions label their masters differently. Each master gets a server and no redirector, a worker the opposite.
 pub(super) async fn masters_of_every_distribution_get_a_server(testbed: &Testbed) -> Result<()> {
     const MASTERS: [(&str, &[(&str, &str)]); 7] = [

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
+use postern_testbed::agent::Agent;
 use postern_testbed::client::{connect_from, visit};
 use postern_testbed::process::program;
 use postern_testbed::server::Builder;
@@ -17,7 +18,7 @@ use postern_testbed::wait::wait_until;
 
 use super::server::{doctor, fine_again, without_tools};
 use super::{Said, findings};
-use crate::common::{server_and_agent, target};
+use crate::common::target;
 
 scenarios! {
     rules_of_other_programs_are_named(quick, limit = 180),
@@ -208,7 +209,8 @@ async fn a_closed_listener_is_found(testbed: &Testbed) -> Result<()> {
 /// Like ufw and firewalld: connections of this host pass, those of its pods do not.
 async fn pods_that_input_drops(testbed: &Testbed) -> Result<()> {
     let pod = testbed.add_pod()?;
-    let (_server, _agent) = server_and_agent(testbed).await?;
+    let server = Builder::new(testbed).flag("--redirect-pods=connect").start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
     connect_from(&pod, on_edge.address, MOMENT).await.context("from the pod")?;
     doctor(testbed, &[]).await?.expect_only(&[])?;
@@ -296,7 +298,8 @@ async fn a_full_conntrack_table(testbed: &Testbed) -> Result<()> {
 /// A NetworkPolicy sees the virtual address at the pod's interface, but permits only the edge node's address.
 async fn a_policy_that_drops_tokens(testbed: &Testbed) -> Result<()> {
     let pod = testbed.add_pod()?;
-    let (server, _agent) = server_and_agent(testbed).await?;
+    let server = Builder::new(testbed).flag("--redirect-pods=connect").start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
     testbed
         .cloud
