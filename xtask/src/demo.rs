@@ -14,7 +14,7 @@ const PROFILE: &str = "demo";
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// A real Kubernetes with a node behind NAT: logs, exec, attach, port-forward, cp and Prometheus.
+    /// A real Kubernetes with a node behind NAT: logs, exec, attach, port-forward, cp, Prometheus, a pod and a Service.
     #[arg(long, conflicts_with = "remove")]
     kubernetes: bool,
     /// Leave everything up at the end, and print how to explore it.

@@ -68,7 +68,7 @@ enum Command {
     Lint,
     /// What CI runs: lint, then `test --all`.
     Ci,
-    /// The real Kubernetes, Prometheus, metrics-server, konnectivity, Helm and Cilium's loader that tests, demo and benchmark run, built once and kept in the user's cache;
+    /// The real Kubernetes, Prometheus, metrics-server, konnectivity, Helm, kube-router's network policies and Cilium's loader that tests, demo and benchmark run, built once and kept in the user's cache;
     /// `peers test` runs konnectivity's own tests against tunnel-agent.
     Peers(peer_tests::Options),
     /// Static binaries for amd64 and arm64, and an OCI archive of each program in <target dir>/image/; installs what is missing for

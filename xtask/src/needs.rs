@@ -20,6 +20,7 @@ pub(crate) enum Need {
     ClusterAndKonnectivity,
     /// The images for this machine, and the programs that deploy them.
     Images,
+    /// metrics-server and kube-router's network policies, in a cluster.
     MetricsServer,
     /// A peer of the benchmark.
     Rathole,
@@ -37,7 +38,7 @@ impl Need {
         match self {
             Self::Cluster => "the programs of the test cluster",
             Self::Images => "building the images",
-            Self::MetricsServer => "metrics-server",
+            Self::MetricsServer => "metrics-server and kube-router's network policies",
             Self::Rathole => "rathole",
             Self::Konnectivity => "the programs of konnectivity",
             Self::ClusterAndKonnectivity => "the programs of the test cluster and of konnectivity",
@@ -49,12 +50,12 @@ impl Need {
 
     /// The peers among it.
     fn peers(self) -> &'static [Peer] {
-        use Peer::{Cilium, Helm, Konnectivity, Kubernetes, MetricsServer, Prometheus};
+        use Peer::{Cilium, Helm, Konnectivity, KubeRouter, Kubernetes, MetricsServer, Prometheus};
         match self {
             Self::Cluster => peers::CLUSTER,
             // konnectivity, for the migration from it.
             Self::Images => &[Kubernetes, Prometheus, Helm, Konnectivity],
-            Self::MetricsServer => &[Kubernetes, Prometheus, MetricsServer],
+            Self::MetricsServer => &[Kubernetes, Prometheus, MetricsServer, KubeRouter],
             Self::ClusterAndKonnectivity => &[Kubernetes, Prometheus, Konnectivity],
             Self::Konnectivity => &[Konnectivity],
             Self::Cilium => &[Cilium],
@@ -65,7 +66,8 @@ impl Need {
     /// Debian packages, installed before anything is built: that takes little time, and no other run may do it meanwhile.
     pub(crate) fn packages(self) -> &'static [&'static [packages::Need]] {
         match self {
-            Self::Cluster | Self::MetricsServer | Self::ClusterAndKonnectivity => &[packages::CLUSTER],
+            Self::Cluster | Self::ClusterAndKonnectivity => &[packages::CLUSTER],
+            Self::MetricsServer => &[packages::CLUSTER, packages::POLICIES],
             Self::Images => &[packages::CLUSTER, packages::PIP],
             Self::Arm64 if Arch::HOST != Arch::Arm64 => &[packages::PIP, packages::QEMU_USER],
             Self::Arm64 => &[packages::PIP],

@@ -83,6 +83,9 @@ pub(crate) const CLUSTER: &[Need] = &[
     Need { program: "prometheus-node-exporter", package: "prometheus-node-exporter" },
 ];
 
+/// Programs that kube-router runs.
+pub(crate) const POLICIES: &[Need] = &[Need { program: "ipset", package: "ipset" }];
+
 /// Installs what is missing with apt-get, and prints that it does. No installed service is started or enabled: tests and demo
 /// start processes of their own in their own namespaces.
 pub(crate) fn install(needs: &[&[Need]]) -> Result<()> {

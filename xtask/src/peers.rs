@@ -1,5 +1,5 @@
-//! `cargo xtask peers`: the real Kubernetes, Prometheus, metrics-server, konnectivity, Helm and Cilium's loader, built
-//! from Go modules once and kept outside of any clone.
+//! `cargo xtask peers`: the real Kubernetes, Prometheus, metrics-server, konnectivity, Helm, kube-router's network policies and
+//! Cilium's loader, built from Go modules once and kept outside of any clone.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -31,6 +31,8 @@ pub(crate) enum Peer {
     Prometheus,
     /// Its releases use other versions of Kubernetes' packages than the cluster: no module for both.
     MetricsServer,
+    /// Its controller of NetworkPolicies.
+    KubeRouter,
     Konnectivity,
     Helm,
     /// What it does to others' programs when it starts.
@@ -51,6 +53,7 @@ impl Peer {
             ],
             Self::Prometheus => &[("prometheus", "github.com/prometheus/prometheus/cmd/prometheus")],
             Self::MetricsServer => &[("metrics-server", "sigs.k8s.io/metrics-server/cmd/metrics-server")],
+            Self::KubeRouter => &[("network-policies", ".")],
             Self::Konnectivity => &[
                 ("proxy-server", "sigs.k8s.io/apiserver-network-proxy/cmd/server"),
                 ("proxy-agent", "sigs.k8s.io/apiserver-network-proxy/cmd/agent"),

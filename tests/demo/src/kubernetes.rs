@@ -6,17 +6,19 @@ use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, Pattern};
 use postern_testbed::cluster::kubectl::said;
 use postern_testbed::cluster::pods::{self, IDLE, TALK, shell, with_stdin};
-use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE, monitoring, postern};
+use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE, endpoints, monitoring, postern};
 use postern_testbed::process::Process;
 use postern_testbed::prometheus;
 use postern_testbed::server::{self, Server};
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
+use serde_json::json;
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::time::timeout;
 
-const STEPS: usize = 12;
+const STEPS: usize = 13;
 const PATIENCE: Duration = Duration::from_secs(60);
+const EXPORTER_PORT: u16 = 9100;
 /// Lines shown of a long output.
 const LINES: usize = 16;
 
@@ -85,7 +87,7 @@ pub(super) async fn run(testbed: &Testbed) -> Result<Running<'_>> {
     );
     line("  (except the two DaemonSets: their programs are started here, with the same arguments)");
     let manifests = postern::install(&cluster, "base").await?;
-    let server = postern::server(&cluster, &manifests).await?.start().await?;
+    let server = postern::server(&cluster, &manifests).await?.flag("--redirect-pods=route").start().await?;
     line(&format!("{CLOUD_NODE} $ {}", command_line(&server.process)?));
     let start = Instant::now();
     let agent = postern::agent(&cluster, &server, &manifests, 1).await?;
@@ -123,7 +125,13 @@ pub(super) async fn run(testbed: &Testbed) -> Result<Running<'_>> {
     let others = monitoring::start(&cluster).await?;
     show_targets(&cluster).await?;
 
-    step(12, "the Node's condition and tunnel-server status");
+    step(
+        12,
+        "a pod on the cloud's node, by the edge node's own address and by a Service that kube-proxy translates",
+    );
+    from_pod(&cluster, &server).await?;
+
+    step(13, "the Node's condition and tunnel-server status");
     show_first(&cluster, &["describe", "node", EDGE_NODE], "PosternTunnel").await?;
     let output = server::run(testbed, &["status"])?;
     ensure!(output.status.success(), "status: {}", String::from_utf8_lossy(&output.stderr));
@@ -247,6 +255,30 @@ async fn copy(cluster: &Cluster<'_>) -> Result<()> {
     let (_, digest) = client::digest(&mut file).await?;
     ensure!(digest == pattern.digest(), "the copy that came back has the checksum {digest}");
     line(&format!("the copy that came back: SHA-256 {digest}"));
+    Ok(())
+}
+
+/// Reads the edge node's exporter from a pod. The server's access log has the pod's address.
+async fn from_pod(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
+    pods::run(&cluster.api, &[shell("client", CLOUD_NODE, IDLE)]).await?;
+    let edge = cluster.testbed.edge(1).ip();
+    let service = json!({
+        "apiVersion": "v1", "kind": "Service", "metadata": { "name": "exporter" },
+        "spec": { "ports": [{ "port": EXPORTER_PORT }] },
+    });
+    let service = cluster.api.create("/api/v1/namespaces/default/services", &service).await?;
+    let slices = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
+    cluster.api.create(slices, &endpoints::slice("exporter", "", edge, EXPORTER_PORT)).await?;
+    show(cluster, &["get", "endpointslice", "exporter"]).await?;
+    let service = service["spec"]["clusterIP"].as_str().context("a Service without an address")?.to_owned();
+    for host in [edge.to_string(), service] {
+        let url = format!("http://{host}:{EXPORTER_PORT}/metrics");
+        show_first(cluster, &["exec", "client", "--", "wget", "-q", "-O-", &url], "node_uname_info{").await?;
+    }
+    let pod = pods::address(&cluster.api, "client").await?;
+    let arrived = server.wait_access("of the pod", |line| line.text("client").starts_with(&pod)).await?;
+    let (client, destination) = (arrived.text("client"), arrived.text("destination"));
+    line(&format!("in the server's access log: client {client}, destination {destination}"));
     Ok(())
 }
 

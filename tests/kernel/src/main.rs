@@ -17,6 +17,7 @@ mod networks;
 mod others;
 mod peer;
 mod pod;
+mod pod_clients;
 mod raw;
 mod scale;
 mod support;
@@ -32,6 +33,7 @@ fn cases() -> Vec<Case> {
         networks::CASES,
         by_route::CASES,
         gateway::CASES,
+        pod_clients::CASES,
         lifecycle::CASES,
         others::CASES,
         failures::CASES,

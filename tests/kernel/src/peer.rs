@@ -1,5 +1,6 @@
 //! Helper processes of a case: another machine or pod in its own network namespace, and a server to be killed.
 
+use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
@@ -8,6 +9,7 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nix::sched::{CloneFlags, setns};
 use nix::sys::prctl::set_pdeathsig;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
@@ -121,6 +123,18 @@ impl Peer {
     /// Runs `ip` in the peer's namespace.
     pub(crate) fn ip(&self, arguments: &str) {
         run("nsenter", &format!("--target {} --net ip {arguments}", self.child.id()));
+    }
+
+    /// Runs `work` on a thread in the peer's namespace; sockets and devices that it makes belong there.
+    pub(crate) fn inside<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        let namespace = File::open(format!("/proc/{}/ns/net", self.child.id())).expect("its namespace");
+        thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                setns(namespace, CloneFlags::CLONE_NEWNET).expect("setns");
+                work()
+            });
+            thread.join().expect("a thread in a peer's namespace")
+        })
     }
 
     /// Gives the pair of [`Self::link`] IPv6 addresses too.

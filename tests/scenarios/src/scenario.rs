@@ -74,7 +74,7 @@ impl Scenario {
         self
     }
 
-    /// Marks it as running metrics-server on a real Kubernetes.
+    /// Marks it as running metrics-server, and perhaps kube-router's network policies, on a real Kubernetes.
     pub(crate) const fn metrics_server(mut self) -> Self {
         self.kind = "metrics-server";
         self

@@ -1,4 +1,5 @@
 //! kubectl, the API server and Prometheus with a real node behind NAT. A scenario is one cluster and a list of checks.
+mod by_route;
 mod checks;
 mod commands;
 mod egress;
@@ -40,5 +41,5 @@ scenarios! {
     top(metrics_server, limit = 300),
     egress_selector(cluster_and_konnectivity, limit = 900),
     egress_services(cluster, limit = 300),
-    aggregated_at_the_edge(metrics_server, limit = 300),
+    aggregated_at_the_edge(metrics_server, limit = 360),
 }

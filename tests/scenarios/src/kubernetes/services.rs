@@ -1,19 +1,20 @@
-//! kube-apiserver asks the egress listener for Services by their cluster IPs, its default, with endpoints on an edge
-//! node: an admission webhook, and an aggregated API server (the real metrics-server).
+//! kube-apiserver reaches Services with endpoints on an edge node, an admission webhook and an aggregated API server (the
+//! real metrics-server): by their cluster IPs, which kube-proxy translates, and through the egress listener.
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
-use postern_testbed::cluster::webhook::Webhook;
+use postern_testbed::cluster::webhook::{self, Webhook};
 use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE, metrics_server, pods, postern};
 use postern_testbed::server::Server;
 use postern_testbed::wait::wait_until;
-use postern_testbed::{CLOUD, POD_CIDR, Testbed};
+use postern_testbed::{CLOUD, NEIGHBOUR, POD_CIDR, Testbed};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
+use super::by_route;
 use super::checks::Checks;
 use super::egress::{Kind, admission, select, socket};
 use super::top::{NODES, measured, positive};
@@ -27,7 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 pub(super) async fn egress_services(testbed: &Testbed) -> Result<()> {
     let mut cluster = Cluster::start(testbed).await?;
     pods::run(&cluster.api, &views::pods(EDGE_NODE)).await?;
-    let _postern = postern(testbed, &cluster).await?;
+    let _postern = postern(testbed, &cluster, &["--redirect=off"]).await?;
     let mut checks = Checks::new();
     let mut webhook = None;
     for kind in [Kind::GrpcOverUnix, Kind::ConnectOverUnix] {
@@ -48,21 +49,35 @@ pub(super) async fn egress_services(testbed: &Testbed) -> Result<()> {
 
 pub(super) async fn aggregated_at_the_edge(testbed: &Testbed) -> Result<()> {
     let mut cluster = Cluster::start(testbed).await?;
+    pods::run(&cluster.api, &[views::pods(EDGE_NODE), by_route::pods()].concat()).await?;
     metrics_server::install(&cluster).await?;
-    let _postern = postern(testbed, &cluster).await?;
-    select(testbed, &mut cluster, Kind::GrpcOverUnix, &[]).await?;
+    let outside = testbed.add_neighbour()?;
+    let clients = format!("--redirect-clients={NEIGHBOUR}/32");
+    let (server, _agent) = postern(testbed, &cluster, &["--redirect-pods=route", &clients]).await?;
+    let ports =
+        json!({ "data": { "https-proxy-ports": format!("{}, {}", metrics_server::PORT, webhook::PORT) } });
+    cluster.api.patch("/api/v1/namespaces/kube-system/configmaps/tunnel-server-cfg", &ports).await?;
     let _metrics_server = metrics_server::start(&cluster, EDGE_NODE).await?;
+    let webhook = Webhook::start(&cluster).await?;
     let mut checks = Checks::new();
-    checks.run("top asks metrics-server on an edge node", top(&cluster)).await;
+    checks.run("top asks metrics-server on an edge node by its Service", top(&cluster)).await;
+    by_route::run(&mut checks, &mut cluster, &server, &webhook, &outside).await?;
+    select(testbed, &mut cluster, Kind::GrpcOverUnix, &[]).await?;
+    checks.run("top asks metrics-server on an edge node through the egress listener", top(&cluster)).await;
     checks.finish()
 }
 
 /// Starts Postern with an egress listener that may dial the cloud's node and pods, but no Service.
-async fn postern<'a>(testbed: &Testbed, cluster: &Cluster<'a>) -> Result<(Server<'a>, Agent<'a>)> {
+async fn postern<'a>(
+    testbed: &Testbed,
+    cluster: &Cluster<'a>,
+    flags: &[&str],
+) -> Result<(Server<'a>, Agent<'a>)> {
     let manifests = postern::install_with(cluster, "base", &["egress-services"]).await?;
-    let server = postern::server(cluster, &manifests)
-        .await?
-        .flag("--redirect=off")
+    let builder = postern::server(cluster, &manifests).await?;
+    let server = flags
+        .iter()
+        .fold(builder, |builder, flag| builder.flag(*flag))
         .flag("--edge-pod-routes=10.72.0.0/16")
         .flag(format!("--egress-socket={}", socket(testbed).display()))
         .flag(format!("--egress-direct={CLOUD}/32,{POD_CIDR}"))

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::names::KUBERNETES_SERVICE;
+use super::names::{KUBERNETES_SERVICE, SERVICE_CIDR};
 use super::peers;
 use super::pki::{Pair, Pki};
 use crate::cgroup;
@@ -129,12 +129,33 @@ impl Host {
 
     /// Starts kube-proxy, which makes Services work in this network namespace; does not wait for it.
     pub fn start_proxy(&mut self, testbed: &Testbed, kubeconfig: &Path) -> Result<()> {
+        self.start_proxy_with(testbed, kubeconfig, &["--proxy-mode=iptables"])
+    }
+
+    /// Replaces kube-proxy, with all that it has written, by one with these flags, and waits for the rules of that.
+    pub async fn restart_proxy(&mut self, testbed: &Testbed, pki: &Pki, flags: &[&str]) -> Result<()> {
+        let kubeconfig = pki.file("kube-proxy.conf");
+        let name = &self.spec.name;
+        let mut proxy = self.proxy.take().with_context(|| format!("{name} has no kube-proxy"))?;
+        proxy.kill_group();
+        let mut cleanup = self.command(&peers::kubernetes("kube-proxy")?);
+        let output = cleanup.arg("--cleanup").output().context("running kube-proxy --cleanup")?;
+        ensure!(output.status.success(), "kube-proxy: {}", String::from_utf8_lossy(&output.stderr));
+        self.start_proxy_with(testbed, &kubeconfig, flags)?;
+        if flags.contains(&"--proxy-mode=nftables") {
+            return self.wait_rules(("nft", "list table ip kube-proxy")).await;
+        }
+        self.wait_services().await
+    }
+
+    fn start_proxy_with(&mut self, testbed: &Testbed, kubeconfig: &Path, flags: &[&str]) -> Result<()> {
         let name = &self.spec.name;
         let mut command = self.command(&peers::kubernetes("kube-proxy")?);
         command
             .arg(format!("--kubeconfig={}", kubeconfig.display()))
             .arg(format!("--hostname-override={name}"))
-            .args(["--proxy-mode=iptables", "--nodeport-addresses=primary"])
+            .args(flags)
+            .arg("--nodeport-addresses=primary")
             // These limits are the whole machine's, not this namespace's: left as they are.
             .args(["--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0s"])
             .args(["--conntrack-tcp-timeout-close-wait=0s", "--metrics-bind-address=127.0.0.1:10249"]);
@@ -142,12 +163,23 @@ impl Host {
         Ok(())
     }
 
+    /// Starts kube-router's controller of NetworkPolicies, without waiting for it.
+    pub fn start_policies(&self, testbed: &Testbed, pki: &Pki) -> Result<Process> {
+        let mut command = self.command(&peers::network_policies()?);
+        command.arg(pki.file("admin.conf")).arg(&self.spec.name).arg(SERVICE_CIDR);
+        Process::spawn(testbed.dir(), &format!("network-policies-{}", self.spec.name), command)
+    }
+
     /// Waits until its kube-proxy has made the rules for Services.
     pub async fn wait_services(&self) -> Result<()> {
+        self.wait_rules(("iptables-save", "-t nat")).await
+    }
+
+    async fn wait_rules(&self, tool: (&str, &str)) -> Result<()> {
         let what = format!("the rules for Services of {}", self.spec.name);
-        let rules = async || self.spec.ns.output("iptables-save", "-t nat");
-        let rule = format!(" -d {KUBERNETES_SERVICE}/32 ");
-        wait_until(&what, START, rules, |rules| rules.contains(&rule)).await.map(drop)
+        let (tool, arguments) = tool;
+        let rules = async || self.spec.ns.output(tool, arguments);
+        wait_until(&what, START, rules, |rules| rules.contains(KUBERNETES_SERVICE)).await.map(drop)
     }
 
     /// Kills the kubelet; containerd and the pods go on.

@@ -12,7 +12,7 @@ use super::{endpoints, peers};
 use crate::process::{Process, log_file};
 
 /// Not 10250 as in its own manifests: on a host that is the kubelet's port.
-const PORT: u16 = 4443;
+pub const PORT: u16 = 4443;
 const OBJECTS: &str = include_str!("metrics-server.yaml");
 const AVAILABLE: Duration = Duration::from_secs(60);
 

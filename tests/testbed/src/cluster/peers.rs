@@ -23,6 +23,11 @@ pub fn metrics_server() -> Result<PathBuf> {
     program("metrics-server", "metrics-server")
 }
 
+/// Path of kube-router's controller of NetworkPolicies; its arguments are a kubeconfig, the Node's name and the range of Services.
+pub fn network_policies() -> Result<PathBuf> {
+    program("kube-router", "network-policies")
+}
+
 /// Path of a konnectivity program.
 pub fn konnectivity(name: &str) -> Result<PathBuf> {
     program("konnectivity", name)

@@ -192,6 +192,13 @@ impl<'a> Cluster<'a> {
         host.with_context(|| format!("no host {node}"))?.start_kubelet(self.testbed, &self.pki)
     }
 
+    /// Replaces a host's kube-proxy by one with these flags.
+    pub async fn restart_proxy(&mut self, node: &str, flags: &[&str]) -> Result<()> {
+        let host = self.hosts.iter_mut().find(|host| host.spec.name == node);
+        let host = host.with_context(|| format!("no host {node}"))?;
+        host.restart_proxy(self.testbed, &self.pki, flags).await
+    }
+
     /// Gives a host another address.
     pub fn move_host(&mut self, node: &str, address: Ipv4Addr) -> Result<()> {
         let host = self.hosts.iter_mut().find(|host| host.spec.name == node);

@@ -22,7 +22,8 @@ use tokio_rustls::TlsAcceptor;
 
 use super::{Cluster, endpoints};
 
-const PORT: u16 = 9443;
+/// Its port on the edge node.
+pub const PORT: u16 = 9443;
 /// Name of the object that is refused.
 pub const FORBIDDEN: &str = "forbidden";
 const DEFAULT: &str = "/api/v1/namespaces/default";
@@ -125,6 +126,8 @@ async fn review(request: Request<Incoming>, asked: &AtomicU64) -> Result<Respons
             "uid": asked_for["uid"], "allowed": allowed, "status": { "message": "an edge node does not want it" },
         },
     });
-    let response = Response::builder().header("content-type", "application/json");
+    // Each call is to be a connection of its own.
+    let response =
+        Response::builder().header("content-type", "application/json").header("connection", "close");
     Ok(response.body(Full::new(Bytes::from(answer.to_string())))?)
 }
