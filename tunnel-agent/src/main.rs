@@ -9,6 +9,7 @@ use tunnel_agent::cli::{Cli, Command, SHORT_HELP};
 use tunnel_runtime::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_runtime::lifecycle::{Shutdown, block_on, forbid_core_dumps};
 use tunnel_runtime::logging;
+use tunnel_runtime::memory::reuse_freed;
 
 /// musl's own allocator maps and unmaps every large buffer, which doubles the CPU time of bulk transfers.
 #[cfg(target_env = "musl")]
@@ -16,6 +17,7 @@ use tunnel_runtime::logging;
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
+    reuse_freed();
     let (cli, flags) = match parse_command_line::<Cli>(SHORT_HELP) {
         Ok(parsed) => parsed,
         Err(code) => return code,

@@ -15,6 +15,7 @@ mod claim;
 mod config;
 mod error;
 mod feed;
+mod freed;
 mod listen;
 mod load;
 mod map_changes;

@@ -16,6 +16,7 @@ use super::attached::{self, AttachType};
 use super::cgroup::Cgroup;
 use super::config::{OrphanPolicy, RedirectConfig};
 use super::error::RedirectError;
+use super::freed;
 use super::pins::Pins;
 use super::preflight::{self, Features, PERMIT, lacks_perfmon, missing_capabilities};
 
@@ -78,7 +79,8 @@ pub(super) fn open(
     let orphan_after = u64::try_from(config.orphan_timeout.as_nanos()).unwrap_or(u64::MAX);
     let refuse_orphaned = u8::from(config.orphan_policy == OrphanPolicy::Refuse);
     let level = if log { LOG_DEBUG } else { 0 };
-    EbpfLoader::new()
+    freed::keep_little();
+    let loaded = EbpfLoader::new()
         // The object has no relocations against the kernel's types.
         .btf(None)
         .override_global(names::SET_RETVAL, &set_retval, true)
@@ -90,7 +92,9 @@ pub(super) fn open(
         .override_global(names::VIRTUAL_V6, &virtual_addresses_v6, true)
         .override_global(names::LOG_LEVEL, &level, true)
         .load(object)
-        .map_err(|error| object_error(&error))
+        .map_err(|error| object_error(&error));
+    freed::give_back();
+    loaded
 }
 
 /// Loads the programs and unloads them again, with all that their log level could add.

@@ -23,6 +23,21 @@ pub fn link_queue() -> usize {
     stall_budget() / 2
 }
 
+/// Makes glibc's allocator use the memory of freed buffers again. Call it before anything else.
+///
+/// At first glibc maps each allocation of 128 KiB or more afresh and unmaps it when it is freed, and also gives the end of
+/// its heap back above that much: every 4 KiB of relayed data are a page fault then. When a mapped allocation is freed, that
+/// threshold becomes the allocation's size, and the one for the heap's end twice that (mallopt(3), M_MMAP_THRESHOLD). So
+/// what is freed first during the start would decide how fast bulk transfers are, and it is this.
+pub fn reuse_freed() {
+    /// Covers what the buffers of a transfer vary by; more than that is still given back.
+    #[cfg(target_env = "gnu")]
+    const REUSED: usize = 8 << 20;
+    // Never written to: it takes no memory.
+    #[cfg(target_env = "gnu")]
+    drop(std::hint::black_box(Vec::<u8>::with_capacity(REUSED)));
+}
+
 /// Returns the number of connections that fit into `memory` bytes.
 pub fn connections(memory: u64) -> u32 {
     u32::try_from(memory / CONNECTION).unwrap_or(u32::MAX)

@@ -7,6 +7,7 @@ use anyhow::Context;
 use tunnel_runtime::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_runtime::lifecycle::{Shutdown, block_on, forbid_core_dumps};
 use tunnel_runtime::logging;
+use tunnel_runtime::memory::reuse_freed;
 use tunnel_server::app;
 use tunnel_server::cli::{Cli, Command, SHORT_HELP, redact};
 use tunnel_server::config::Config;
@@ -17,6 +18,7 @@ use tunnel_server::config::Config;
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
+    reuse_freed();
     let (cli, flags) = match parse_command_line::<Cli>(SHORT_HELP) {
         Ok(parsed) => parsed,
         Err(code) => return code,

@@ -83,6 +83,8 @@ fn bulk(group: Group) -> Vec<Line> {
     let mut lines = transfers.map(|(id, title)| line(id, title, "MB/s")).to_vec();
     lines.push(line("bulk-down-cpu", "CPU time for 1 GB down, one stream", "s"));
     lines.push(line("bulk-up-cpu", "CPU time for 1 GB up, one stream", "s"));
+    lines.push(line("bulk-down-faults", "page faults of both ends for 1 GB down, one stream", "faults"));
+    lines.push(line("bulk-up-faults", "page faults of both ends for 1 GB up, one stream", "faults"));
     for (id, title) in transfers {
         for (of, whose) in [("load", "load generator"), ("target", "target")] {
             let title = format!("{title}: CPU of the {whose}'s one thread");

@@ -245,7 +245,9 @@ impl<'a> Bench<'a> {
         // Include the cost of closing.
         self.target(on.edge).settle(SETTLE).await?;
         self.record.value("connections-16", peer, many.rate());
-        self.cpu("connections-cpu", peer, on, before, load::as_f64(many.count) / 1e3)
+        let used = (before, usage::cpu_seconds(&on.parts)?);
+        self.used("connections-cpu", peer, on, used, load::as_f64(many.count) / 1e3);
+        Ok(())
     }
 
     fn shares(&self, on: &Running<'_>) -> Result<[Share; 2]> {
@@ -261,13 +263,13 @@ impl<'a> Bench<'a> {
     }
 
     /// Records the CPU seconds since `before`, for each of `units`.
-    fn cpu(&mut self, line: &str, peer: Peer, on: &Running<'_>, before: f64, units: f64) -> Result<()> {
+    /// Records by how much `now` is more than `before` for each unit of work.
+    fn used(&mut self, line: &str, peer: Peer, on: &Running<'_>, (before, now): (f64, f64), units: f64) {
         if on.parts.is_empty() {
             self.record.missing(line, peer, "it has no programs");
         } else {
-            self.record.value(line, peer, (usage::cpu_seconds(&on.parts)? - before) / units);
+            self.record.value(line, peer, (now - before) / units);
         }
-        Ok(())
     }
 
     async fn round_trips(&mut self, peer: Peer, on: &Running<'_>) -> Result<()> {
@@ -287,12 +289,15 @@ impl<'a> Bench<'a> {
     async fn bulk(&mut self, peer: Peer, on: &Running<'_>) -> Result<()> {
         for (way, name) in [(Way::Down, "down"), (Way::Up, "up")] {
             let bytes = load::bytes_for(&on.dialer, way, &self.effort).await?;
-            let before = usage::cpu_seconds(&on.parts)?;
+            let before = (usage::cpu_seconds(&on.parts)?, usage::minor_faults(&on.parts)?);
             let shares = self.shares(on)?;
             let one = load::bulk(&on.dialer, way, 1, bytes).await?;
             self.note_shares(&format!("bulk-{name}-1"), peer, &shares)?;
             let gigabytes = load::as_f64(one.bytes) / 1e9;
-            self.cpu(&format!("bulk-{name}-cpu"), peer, on, before, gigabytes)?;
+            let cpu = (before.0, usage::cpu_seconds(&on.parts)?);
+            self.used(&format!("bulk-{name}-cpu"), peer, on, cpu, gigabytes);
+            let faults = (before.1, usage::minor_faults(&on.parts)?);
+            self.used(&format!("bulk-{name}-faults"), peer, on, faults, gigabytes);
             self.record.value(&format!("bulk-{name}-1"), peer, one.rate());
             let shares = self.shares(on)?;
             let many = load::bulk(&on.dialer, way, 8, bytes).await?;

@@ -4,7 +4,7 @@ use std::fs;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result, ensure};
-use postern_testbed::process::Process;
+use postern_testbed::process::{Process, StatField, stat_field};
 
 use crate::load::as_f64;
 
@@ -50,13 +50,16 @@ pub(crate) fn cpu_seconds(parts: &[Part]) -> Result<f64> {
 }
 
 fn cpu_seconds_of(pid: u32) -> Result<f64> {
-    let path = format!("/proc/{pid}/stat");
-    let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
-    let ticks = ticks_of(&text).with_context(|| format!("{path}: {text:?}"))?;
+    let ticks = stat_field(pid, StatField::UserTicks)? + stat_field(pid, StatField::SystemTicks)?;
     let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("no CLK_TCK")?;
     #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
     let seconds = ticks as f64 / per_second as f64;
     Ok(seconds)
+}
+
+/// Minor page faults of the programs so far.
+pub(crate) fn minor_faults(parts: &[Part]) -> Result<f64> {
+    parts.iter().map(|part| stat_field(part.pid, StatField::MinorFaults).map(as_f64)).sum()
 }
 
 /// The CPU time of a process while something is measured.
@@ -112,14 +115,6 @@ pub(crate) fn bpf_maps(pid: u32) -> Result<f64> {
     Ok(as_f64(maps.values().sum()) / 1e6)
 }
 
-/// utime and stime of a stat line; the name before them may contain anything.
-fn ticks_of(stat: &str) -> Option<u64> {
-    let (_, after) = stat.rsplit_once(')')?;
-    // proc_pid_stat(5) counts from 1, and state, the first after the name, is its field 3.
-    let fields: Vec<&str> = after.split_whitespace().collect();
-    Some(fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?)
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::{Read as _, Write as _};
@@ -127,13 +122,6 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
-
-    #[test]
-    fn stat_lines_are_parsed() {
-        let line = "42 (a) b (c) S 1 42 42 0 -1 4194304 100 0 0 0 7 5 0 0 20 0 3 0 100 1000 50 1844";
-        assert_eq!(ticks_of(line), Some(12));
-        assert_eq!(ticks_of("42 (x) S 1"), None);
-    }
 
     #[test]
     fn this_process_uses_memory() {

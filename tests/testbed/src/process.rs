@@ -240,6 +240,11 @@ impl Process {
         status_field(self.pid(), "VmHWM:").map(|kib| kib * 1024)
     }
 
+    /// Returns the number of its page faults so far that needed no disk: a page that it got from the kernel costs one.
+    pub fn minor_faults(&self) -> Result<u64> {
+        stat_field(self.pid(), StatField::MinorFaults)
+    }
+
     fn raw_pid(&self) -> Pid {
         Pid::from_raw(i32::try_from(self.child.id()).unwrap_or(i32::MAX))
     }
@@ -272,6 +277,26 @@ fn field(pid: u32, file: &str, name: &str) -> Result<u64> {
     let line = line.with_context(|| format!("no {name} in {path}"))?;
     let number = line.split_whitespace().next().unwrap_or_default();
     number.parse().with_context(|| format!("{name} {line:?}"))
+}
+
+/// Fields of /proc/PID/stat, numbered as in proc_pid_stat(5). They are sums over all threads.
+#[derive(Clone, Copy, Debug)]
+pub enum StatField {
+    MinorFaults = 10,
+    UserTicks = 14,
+    SystemTicks = 15,
+}
+
+pub fn stat_field(pid: u32, field: StatField) -> Result<u64> {
+    let path = format!("/proc/{pid}/stat");
+    let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    field_of_stat(&text, field).with_context(|| format!("no {field:?} in {path}: {text:?}"))
+}
+
+fn field_of_stat(stat: &str, field: StatField) -> Option<u64> {
+    // The name, the second field, may contain anything.
+    let (_, after) = stat.rsplit_once(')')?;
+    after.split_whitespace().nth(field as usize - 3)?.parse().ok()
 }
 
 /// Environment variable that names a folder with other builds of the two programs, such as those of a release.
@@ -308,4 +333,20 @@ pub fn arm64_program(name: &str) -> Result<Vec<PathBuf>> {
     ensure!(path.exists(), "{} is missing: `cargo xtask test arm64` builds it", path.display());
     let emulator = (!cfg!(target_arch = "aarch64")).then(|| PathBuf::from("qemu-aarch64-static"));
     Ok(emulator.into_iter().chain([path]).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stat_lines_are_parsed() {
+        let line = "42 (a) b (c) S 1 42 42 0 -1 4194304 100 0 0 0 7 5 0 0 20 0 3 0 100 1000 50 1844";
+        for (field, value) in
+            [(StatField::MinorFaults, 100), (StatField::UserTicks, 7), (StatField::SystemTicks, 5)]
+        {
+            assert_eq!(field_of_stat(line, field), Some(value), "{field:?}");
+        }
+        assert_eq!(field_of_stat("42 (x) S 1", StatField::MinorFaults), None);
+    }
 }

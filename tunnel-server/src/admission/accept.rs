@@ -2,6 +2,7 @@
 
 use std::future::pending;
 use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -53,6 +54,12 @@ pub struct Gated {
     open: watch::Receiver<bool>,
     /// Keeps the sender, so that waiting never fails.
     _gate: Gate,
+}
+
+impl AsFd for Gated {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
 }
 
 impl Gated {

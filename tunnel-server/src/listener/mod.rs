@@ -72,6 +72,8 @@ pub(crate) async fn serve<D: Listener>(
     let name = listener.name();
     let listener = Arc::new(listener);
     context.metrics.listener(name);
+    // Accepted sockets inherit these: six system calls less for each.
+    prepare_socket(&gated);
     loop {
         let (socket, client) = tokio::select! {
             biased;
@@ -109,8 +111,9 @@ pub(crate) async fn receive<D: Listener>(
     mut place: Option<Share>,
 ) {
     let client = listener.client(&socket, accepted, &context.router);
-    // Armed here, once for every accepted connection: after any failure the client sees a reset, not an end of file.
-    prepare_socket(&socket);
+    // Armed here, once for every accepted connection: after any failure the client sees a reset, not an end of file. One that
+    // came before the listener was prepared has not inherited it.
+    reset_on_drop(&socket);
     let (request, permit) = match listener.open(&mut socket, &context.router).await {
         Ok(Opened::Relayed(request)) => (request, None),
         Ok(Opened::Permitted(request, permit)) => (request, Some(permit)),

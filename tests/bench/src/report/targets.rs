@@ -73,6 +73,8 @@ fn on_host(record: &Record) -> Vec<Target> {
         ("upload, one stream, over konnectivity", konnectivity("bulk-up-1", rates), AtLeast(3.0)),
         ("stretch: download, one stream, over direct", direct("bulk-down-1", rates), AtLeast(0.5)),
         ("stretch: upload, one stream, over direct", direct("bulk-up-1", rates), AtLeast(0.5)),
+        ("page faults of both ends for 1 GB down", value("bulk-down-faults"), AtMost(1_000.0)),
+        ("page faults of both ends for 1 GB up", value("bulk-up-faults"), AtMost(1_000.0)),
         ("download, 8 streams over one", over("bulk-down-8", "bulk-down-1"), AtLeast(1.0)),
         ("upload, 8 streams over one", over("bulk-up-8", "bulk-up-1"), AtLeast(1.0)),
         ("round trip p50, 64 B, over konnectivity", konnectivity("round-trip-64-1-p50", times), AtMost(0.6)),
