@@ -107,9 +107,9 @@ impl Handshakes {
 
     /// Does the handshake of a connection, unless its place is needed for another.
     ///
-    /// The first answer is what costs: an agreement on keys and a signature. Clients get it one after the other, in the order
-    /// in which they came, so that those with an answer do not wait for all others' first ones. Otherwise ten thousand agents
-    /// that come back at once would be answered when most have given up.
+    /// The first answer is what costs: an agreement on keys and a signature. Clients get it in the order in which they came, and
+    /// whoever has one is served before the next gets it. Otherwise each of ten thousand agents that come back at once would
+    /// wait for the first answers to all others, until most have given up.
     async fn shake(
         &self,
         mut wire: Wire,
@@ -123,18 +123,14 @@ impl Handshakes {
             let readable = poll_fn(|cx| wire.poll_readable(cx));
             tokio::time::timeout(SILENCE, readable).await.map_err(|_| Error::Silent)??;
             place.waits();
-            let turn = turns.acquire().await.map_err(io::Error::other)?;
-            place.spoke();
-            if has_left(&wire).await? {
-                return Err(Error::Left);
-            }
-            let mut accepted = pin!(tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(wire)));
-            let begun = poll!(accepted.as_mut());
-            drop(turn);
-            let accepted = match begun {
-                Poll::Ready(accepted) => accepted,
-                Poll::Pending => accepted.await,
-            };
+            let accepted = begun_in_turn(turns, async {
+                place.spoke();
+                if has_left(&wire).await? {
+                    return Err(Error::Left);
+                }
+                Ok(tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(wire)).await)
+            });
+            let accepted = accepted.await?;
             let slow = |_| io::Error::new(io::ErrorKind::TimedOut, "TLS handshake took too long");
             let stream = accepted.map_err(slow)??;
             let connection = stream.get_ref().1;
@@ -151,6 +147,20 @@ impl Handshakes {
             shaken = shaken => shaken,
             () = place.evicted() => Err(Error::Evicted),
         }
+    }
+}
+
+/// Polls `work` for the first time when its turn has come. The next one's comes after everything that was ready meanwhile.
+async fn begun_in_turn<F: Future>(turns: &Semaphore, work: F) -> F::Output {
+    let mut work = pin!(work);
+    // Nobody closes the semaphore; without turns there is no order, and nothing else is lost.
+    let turn = turns.acquire().await.ok();
+    let begun = poll!(work.as_mut());
+    tokio::task::yield_now().await;
+    drop(turn);
+    match begun {
+        Poll::Ready(done) => done,
+        Poll::Pending => work.await,
     }
 }
 
@@ -185,6 +195,41 @@ impl Error {
             Self::Evicted => "evicted",
             Self::Busy | Self::Links => "turned_away",
             Self::Failed(_) => "failed",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use parking_lot::Mutex;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn whoever_has_an_answer_is_served_before_the_next_gets_one() {
+        const CLIENTS: usize = 50;
+        let (turns, said) = (Arc::new(Semaphore::new(1)), Arc::new(Mutex::new(Vec::new())));
+        let clients: Vec<_> = (0..CLIENTS)
+            .map(|client| {
+                let (turns, said) = (turns.clone(), said.clone());
+                tokio::spawn(async move {
+                    let handshake = async {
+                        said.lock().push((client, "first answer"));
+                        tokio::task::yield_now().await;
+                        said.lock().push((client, "done"));
+                    };
+                    begun_in_turn(&turns, handshake).await;
+                })
+            })
+            .collect();
+        for client in clients {
+            client.await.unwrap();
+        }
+        let said = said.lock();
+        let at = |client, what| said.iter().position(|seen| *seen == (client, what)).unwrap();
+        for client in 0..CLIENTS - 2 {
+            assert!(at(client, "first answer") < at(client + 1, "first answer"), "{said:?}");
+            assert!(at(client, "done") < at(client + 2, "first answer"), "{said:?}");
         }
     }
 }
