@@ -97,6 +97,7 @@ pub(super) fn open(
 
 /// `EbpfLoader::new` parses the kernel's BTF, and nothing can tell it not to: 17 MB in small pieces, which glibc keeps for the
 /// thread that had them.
+#[cfg_attr(target_env = "gnu", expect(unsafe_code, reason = "no crate has malloc_trim without unsafe"))]
 fn free_unused_memory() {
     #[cfg(target_env = "gnu")]
     // SAFETY: it takes no pointer, may be called from any thread, and gives back only pages without an allocation.
