@@ -78,7 +78,7 @@ pub(super) fn open(
     let orphan_after = u64::try_from(config.orphan_timeout.as_nanos()).unwrap_or(u64::MAX);
     let refuse_orphaned = u8::from(config.orphan_policy == OrphanPolicy::Refuse);
     let level = if log { LOG_DEBUG } else { 0 };
-    let loaded = EbpfLoader::new()
+    EbpfLoader::new()
         // The object has no relocations against the kernel's types.
         .btf(None)
         .override_global(names::SET_RETVAL, &set_retval, true)
@@ -90,20 +90,7 @@ pub(super) fn open(
         .override_global(names::VIRTUAL_V6, &virtual_addresses_v6, true)
         .override_global(names::LOG_LEVEL, &level, true)
         .load(object)
-        .map_err(|error| object_error(&error));
-    free_unused_memory();
-    loaded
-}
-
-/// `EbpfLoader::new` parses the kernel's BTF, and nothing can tell it not to: 17 MB in small pieces, which glibc keeps for the
-/// thread that had them.
-#[cfg_attr(target_env = "gnu", expect(unsafe_code, reason = "no crate has malloc_trim without unsafe"))]
-fn free_unused_memory() {
-    #[cfg(target_env = "gnu")]
-    // SAFETY: it takes no pointer, may be called from any thread, and gives back only pages without an allocation.
-    unsafe {
-        libc::malloc_trim(0);
-    }
+        .map_err(|error| object_error(&error))
 }
 
 /// Loads the programs and unloads them again, with all that their log level could add.
