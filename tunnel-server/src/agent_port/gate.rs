@@ -68,6 +68,9 @@ pub(super) struct Gate {
     enrolments: Places<IpAddr>,
     additional: Arc<Semaphore>,
     sources: Arc<KnownSources>,
+    /// As many of the handshakes on places of `known`, and of the others, get this server's first answer at a time as there
+    /// are threads.
+    turns: [Arc<Semaphore>; 2],
     /// How many handshakes an unknown source may begin in a time: each costs a signature.
     rate: Mutex<SourceBuckets>,
     /// Links of servers and redirectors, by what they are called in the log.
@@ -79,7 +82,8 @@ pub(super) struct Gate {
 }
 
 impl Gate {
-    pub(super) fn new(budget: &Budget) -> Self {
+    /// `threads`: number of those that do handshakes.
+    pub(super) fn new(budget: &Budget, threads: usize) -> Self {
         Self {
             unauthenticated: Places::new(budget.places(&UNAUTHENTICATED), u32::MAX),
             known: Places::new(budget.places(&KNOWN), u32::MAX),
@@ -87,6 +91,7 @@ impl Gate {
             enrolments: Places::new(budget.places(&ENROLMENTS), u32::MAX),
             additional: Arc::new(Semaphore::new(budget.places(&ADDITIONAL) as usize)),
             sources: Arc::default(),
+            turns: std::array::from_fn(|_| Arc::new(Semaphore::new(threads))),
             rate: Mutex::new(SourceBuckets::new(BURST, REFILL, MOST_SOURCES)),
             // A link that works does not make room for another one's.
             peers: Places::new(budget.places(&LINKED), LINKS_OF_ONE).undisturbed_for(Duration::MAX),
@@ -95,17 +100,18 @@ impl Gate {
         }
     }
 
-    /// Takes a place for a handshake.
-    pub(super) fn handshake(&self, address: IpAddr) -> Option<Place<IpAddr>> {
+    /// Takes a place for a handshake, which waits for its turn.
+    pub(super) fn handshake(&self, address: IpAddr) -> Option<(Place<IpAddr>, Arc<Semaphore>)> {
         let (source, now) = (source_key(address), Instant::now());
+        let [of_known, of_others] = &self.turns;
         let known = self.sources.contains(source);
         if let Some(place) = known.then(|| self.known.admit(source, now)).flatten() {
-            return Some(place);
+            return Some((place, of_known.clone()));
         }
         if !known && !self.rate.lock().take(source, now) {
             return None;
         }
-        self.unauthenticated.admit(source, now)
+        Some((self.unauthenticated.admit(source, now)?, of_others.clone()))
     }
 
     /// Takes a place for the link of a server or a redirector; its oldest one makes room if it has too many.
@@ -158,20 +164,24 @@ impl Certified {
 mod tests {
     use super::*;
 
+    fn handshake(gate: &Gate, source: IpAddr) -> Option<Place<IpAddr>> {
+        gate.handshake(source).map(|(place, _)| place)
+    }
+
     fn unauthenticated(gate: &Gate) -> Vec<Place<IpAddr>> {
-        (0..100_000u32).filter_map(|n| gate.handshake([192, 0, 2, (n % 16) as u8].into())).collect()
+        (0..100_000u32).filter_map(|n| handshake(gate, [192, 0, 2, (n % 16) as u8].into())).collect()
     }
 
     #[test]
     fn a_thousand_agents_of_one_site_come_back_beside_unauthenticated() {
-        let gate = Gate::new(&Budget::of(20_000, 1 << 30));
+        let gate = Gate::new(&Budget::of(20_000, 1 << 30), 1);
         let site = IpAddr::from([10, 0, 0, 1]);
         let node: NodeName = "edge-1".parse().unwrap();
         gate.certified(&node, site).unwrap().attached();
         let _unauthenticated = unauthenticated(&gate);
         let (mut left, mut rounds) = (1000, 0);
         while left > 0 {
-            let held: Vec<_> = (0..left).map_while(|_| gate.handshake(site)).collect();
+            let held: Vec<_> = (0..left).map_while(|_| handshake(&gate, site)).collect();
             assert!(held.iter().all(|place| !place.is_evicted()));
             left -= held.len();
             rounds += 1;
@@ -181,7 +191,7 @@ mod tests {
 
     #[test]
     fn an_unknown_source_gets_so_many_handshakes_at_once_and_a_known_one_any_number() {
-        let gate = Gate::new(&Budget::of(20_000, 1 << 30));
+        let gate = Gate::new(&Budget::of(20_000, 1 << 30), 1);
         let (unknown, other): (IpAddr, IpAddr) = ([192, 0, 2, 1].into(), [192, 0, 2, 2].into());
         // Each is over at once.
         let handshakes = |source: IpAddr| (0..5000).filter(|_| gate.handshake(source).is_some()).count();
@@ -197,7 +207,7 @@ mod tests {
     // On a clock that stands still: an old place makes room for a new one.
     #[tokio::test(start_paused = true)]
     async fn one_server_or_agent_has_few_links_and_its_oldest_makes_room() {
-        let gate = Gate::new(&Budget::of(20_000, 1 << 30));
+        let gate = Gate::new(&Budget::of(20_000, 1 << 30), 1);
         let held: Vec<_> =
             (0..100).filter_map(|_| gate.peer("redirector of cloud-2", [10, 0, 0, 2].into())).collect();
         assert_eq!(held.len(), LINKS_OF_ONE as usize, "none is a second old");
@@ -216,7 +226,7 @@ mod tests {
     #[test]
     fn additional_links_leave_open_files_to_first_ones() {
         let budget = Budget::of(2_000, 1 << 30);
-        let gate = Gate::new(&budget);
+        let gate = Gate::new(&budget, 1);
         let link = || gate.certified(&"edge-1".parse().unwrap(), [10, 0, 0, 1].into()).unwrap().additional();
         let mut links: Vec<_> = (0..budget.places(&ADDITIONAL)).map(|_| link().unwrap()).collect();
         assert!(budget.places(&ADDITIONAL) > 0 && link().is_none());
@@ -227,7 +237,7 @@ mod tests {
     // On a clock that stands still: an old place makes room for a new one.
     #[tokio::test(start_paused = true)]
     async fn unauthenticated_leave_places_to_certificates_and_to_other_enrolments() {
-        let gate = Gate::new(&Budget::of(2_000, 1 << 30));
+        let gate = Gate::new(&Budget::of(2_000, 1 << 30), 1);
         let _handshakes = unauthenticated(&gate);
         let _enrolments: Vec<_> =
             (0..1000u32).filter_map(|n| gate.enrolment([192, 0, 2, (n % 16) as u8].into())).collect();

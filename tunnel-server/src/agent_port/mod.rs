@@ -68,11 +68,12 @@ impl AgentPort {
         context.metrics.listener(forwarded::LISTENER);
         context.metrics.listener(EDGE);
         let context = Arc::new(context);
+        let gate = Arc::new(gate::Gate::new(budget, workers.handshakes()));
         let handshakes = Handshakes {
             tls,
             workers,
             context: context.clone(),
-            gate: Arc::new(gate::Gate::new(budget)),
+            gate,
             links: TaskTracker::new(),
         };
         let enroll = EnrollConnections::new(enroll, context.metrics.clone(), context.draining.clone());
