@@ -20,12 +20,14 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
 use crate::common::{
-    HEALTHY, alongside, resets_settled, small_kernel_buffers, stalled_readers, take_all, target,
+    HEALTHY, alongside, resets_settled, server_and_agent, small_kernel_buffers, stalled_readers, take_all,
+    target,
 };
 use crate::web::Web;
 
 scenarios! {
     a_pods_limits_are_found(limit = 180),
+    a_server_that_has_started_holds_little(quick),
     stalled_readers_of_two_nodes(edges = 2, limit = 300),
     targets_that_never_read_beside_two_thousand_connections(limit = 300),
     downloads_that_nobody_reads_from_a_small_agent(limit = 300),
@@ -54,6 +56,18 @@ fn mount_of_cgroups(manifest: &str) -> Result<&Path> {
     let lines = manifest.lines().skip_while(|line| line.trim() != "- name: cgroup");
     let path = lines.map(str::trim).find_map(|line| line.strip_prefix("mountPath: "));
     path.map(Path::new).context("the manifest has no mount of the volume cgroup")
+}
+
+/// Memory that only the start of the redirect needs is given back: aya parses the types of the kernel into 15 MB.
+async fn a_server_that_has_started_holds_little(testbed: &Testbed) -> Result<()> {
+    const MOST: u64 = 12 << 20;
+    let (server, agent) = server_and_agent(testbed).await?;
+    for (name, process) in [("server", &server.process), ("agent", &agent.process)] {
+        let held = process.anonymous_bytes()?;
+        figure(&format!("{name}: {} KiB of anonymous memory after its start", held >> 10));
+        ensure!(held < MOST, "{name} holds {} KiB after its start", held >> 10);
+    }
+    Ok(())
 }
 
 /// Both programs find their limits in a cgroup namespace of their own: with the host's hierarchies beside the pod's
