@@ -25,8 +25,8 @@ const PACKETS: usize = 16;
 const STREAM_WINDOW: u32 = 1 << 20;
 /// The same for a connection: more than its streams may use, so that none waits for another.
 const CONNECTION_WINDOW: u32 = 1 << 30;
-/// Maximum number of concurrent streams of one connection.
-const MOST_STREAMS: u32 = 1000;
+/// Streams of one connection beyond the listener's places: a dial without a place gets an error, and does not wait for a stream.
+const WITHOUT_PLACE: u32 = 100;
 /// Maximum number of bytes of a stream that wait to be sent.
 const SEND_BUFFER: usize = 256 << 10;
 /// Interval of PINGs, and the time after which a caller that has not answered one is gone.
@@ -64,13 +64,14 @@ pub(super) async fn serve(
 ) -> Over {
     let shutdown = dialler.context.drain.shutdown().clone();
     let (address, shown) = (caller.address, caller.clone());
+    let streams = dialler.shares.limit().saturating_add(WITHOUT_PLACE);
     let service =
         ProxyServiceServer::new(Proxy { dialler, caller }).max_decoding_message_size(LARGEST_MESSAGE);
     let connection = http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
-        .max_concurrent_streams(MOST_STREAMS)
+        .max_concurrent_streams(streams)
         .max_send_buf_size(SEND_BUFFER)
         .keep_alive_interval(KEEPALIVE.0)
         .keep_alive_timeout(KEEPALIVE.1)

@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
-use tonic::transport::Endpoint;
+use tonic::transport::{Channel, Endpoint};
 use tunnel_link::konnectivity::Packet;
 use tunnel_link::konnectivity::packet::Payload;
 use tunnel_link::konnectivity::proxy_service_client::ProxyServiceClient;
@@ -78,12 +78,20 @@ struct Client {
 
 impl Client {
     async fn open(path: &Path) -> Self {
+        Self::on(Self::connect(path).await).await
+    }
+
+    async fn connect(path: &Path) -> Channel {
         let path = path.to_owned();
         let connector = tower::service_fn(move |_| {
             let path = path.clone();
             async move { UnixStream::connect(path).await.map(TokioIo::new) }
         });
-        let channel = Endpoint::from_static("http://egress").connect_with_connector(connector).await.unwrap();
+        Endpoint::from_static("http://egress").connect_with_connector(connector).await.unwrap()
+    }
+
+    /// Opens a stream of this connection.
+    async fn on(channel: Channel) -> Self {
         let (packets, requests) = mpsc::channel(1);
         let stream = ProxyServiceClient::new(channel).proxy(ReceiverStream::new(requests)).await.unwrap();
         Self { packets, answers: stream.into_inner() }
@@ -125,6 +133,22 @@ async fn target() -> (TcpListener, String) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
     (listener, address)
+}
+
+/// As of konnectivity-client's reusable tunnel: one connection, a stream for each dial.
+#[tokio::test]
+async fn one_connection_has_a_stream_for_every_place() {
+    const PLACES: u32 = 1_500;
+    let served = Served::open_with(None, PLACES).await;
+    let (listener, address) = target().await;
+    let channel = Client::connect(&served.path()).await;
+    let mut streams = Vec::new();
+    for _ in 0..PLACES {
+        streams.push(timeout(PATIENCE, Client::on(channel.clone())).await.expect("a stream"));
+    }
+    let last = streams.last_mut().unwrap();
+    assert_eq!(last.dial(&address, 7).await, Ok(1));
+    listener.accept().await.unwrap();
 }
 
 #[tokio::test]
