@@ -259,7 +259,7 @@ proptest! {
         let connect = Connect { address: V4::from(address), port: 10250, tcp: true, bound_device: false };
         let expected = if refuse { Model::Down(virtual_address) } else { Model::Direct };
         prop_assert_eq!(as_model::<V4, Ipv4Addr>(verdict(&world, &connect)), expected);
-        // What is no edge's stays direct.
+        // An address of no edge node stays direct.
         let elsewhere = Connect { address: v4("192.0.2.1"), ..connect };
         prop_assert!(matches!(verdict(&world, &elsewhere), Verdict::Direct(_)));
     }

@@ -47,7 +47,7 @@ pub enum Pods {
     Auto,
 }
 
-/// What pinned programs do with connects to edge addresses once their server is gone.
+/// Action of pinned programs on connects to edge addresses once their server is gone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum OrphanPolicy {
     /// They leave them alone.

@@ -323,7 +323,7 @@ impl Router {
         if address.is_loopback() {
             return edge && tunnelled && ports.loopback.contains(&target.port());
         }
-        // Who holds an address may be decided otherwise here than where the client is, by interfaces and claims.
+        // The holder of an address may be another one here than where the client is, by interfaces and claims.
         if snapshot.names(node, address) {
             return edge && tunnelled;
         }

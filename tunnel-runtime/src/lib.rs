@@ -1,4 +1,4 @@
-//! What both programs run on: configuration, log, lifecycle, limits, files and the admin port. It knows neither the link
+//! The base of both programs: configuration, log, lifecycle, limits, files and the admin port. It knows neither the link
 //! nor certificates nor Kubernetes.
 #![forbid(unsafe_code)]
 

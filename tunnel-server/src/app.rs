@@ -69,14 +69,14 @@ struct Sockets {
 /// Other servers of this host, to take over from.
 struct Found {
     running: Option<Predecessor>,
-    /// What dead servers have left.
+    /// Remains of dead servers.
     orphans: Orphans,
 }
 
 /// Opens the source of the nodes, binds every listener and starts the redirect.
 ///
 /// # Errors
-/// What keeps the server from starting, each with its fix: files, addresses in use, a redirect that is on but impossible.
+/// Reasons that keep the server from starting, each with its fix: files, addresses in use, a redirect that is on but impossible.
 pub async fn build(mut config: Config, log: logging::Handle) -> anyhow::Result<Bound> {
     let started = Instant::now();
     let open_files = raise_open_files();
@@ -188,7 +188,7 @@ async fn start_redirect(
 ) -> anyhow::Result<Orphans> {
     let Some(options) = config.redirect_start() else { return Ok(Orphans::default()) };
     let orphans = Orphans::find(&options, before.as_ref().and_then(Predecessor::pins))?;
-    // What the predecessor redirects is newer than what a dead server has left.
+    // The predecessor's routes are newer than those of a dead server.
     let given = before.as_ref().map_or(&[][..], Predecessor::virtual_addresses);
     runtime.router.take_over_addresses(given, orphans.virtual_addresses());
     runtime.redirect = Some(listeners.start_redirect(options, before).await?);

@@ -15,7 +15,7 @@ const LIMIT: u64 = 30;
 const DAY: u64 = 24 * 60 * 60;
 const DATABASE: &str = "https://github.com/RustSec/advisory-db";
 
-/// What a run can say about advisories.
+/// Result of a run's look at advisories.
 #[derive(Debug, PartialEq, Eq)]
 enum Known {
     /// There is a database whose newest commit is this many days old.

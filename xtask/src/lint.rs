@@ -45,6 +45,26 @@ mod tests {
     use super::*;
     use crate::command::program;
 
+    /// A clause in place of a subject ("What a server has") has to be read twice.
+    #[test]
+    fn comments_begin_with_a_subject_or_a_verb() {
+        const CLAUSES: [&str; 5] = ["What ", "Whether ", "Who ", "Whom ", "Whose "];
+        let listed = program("git").args(["ls-files", "*.rs"]).current_dir(root()).output().unwrap();
+        let files = String::from_utf8(listed.stdout).unwrap();
+        assert!(files.lines().count() > 500, "git lists {} files", files.lines().count());
+        for file in files.lines() {
+            let Ok(text) = std::fs::read_to_string(root().join(file)) else { continue };
+            for line in text.lines() {
+                let comment = line.trim_start().trim_start_matches('/').trim_start_matches(['!', ' ']);
+                let is_comment = line.trim_start().starts_with("//");
+                assert!(
+                    !is_comment || !CLAUSES.iter().any(|word| comment.starts_with(word)),
+                    "{file}: {line}"
+                );
+            }
+        }
+    }
+
     #[test]
     fn architecture_names_files_that_exist() {
         let text = std::fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();

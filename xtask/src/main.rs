@@ -66,7 +66,7 @@ enum Command {
     Test(options::Options),
     /// rustfmt --check, import circles, clippy -D warnings, cargo deny.
     Lint,
-    /// What CI runs: lint, then `test --all`.
+    /// Runs what CI runs: lint, then `test --all`.
     Ci,
     /// The real Kubernetes, Prometheus, metrics-server, konnectivity, Helm, kube-router's network policies and Cilium's loader that tests, demo and benchmark run, built once and kept in the user's cache;
     /// `peers test` runs konnectivity's own tests against tunnel-agent.
@@ -87,7 +87,7 @@ enum Command {
     Fleet(fleet::Options),
     /// Mixed load with faults for hours; fails if memory, sockets, tasks or map entries grow (root).
     Soak(soak::Options),
-    /// What `test` builds beside its scenarios.
+    /// Builds what `test` builds beside its scenarios.
     #[command(hide = true)]
     Beside(beside::Options),
     /// Several servers and agents while everything goes wrong in an order that a seed determines (root).

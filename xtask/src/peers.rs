@@ -35,7 +35,7 @@ pub(crate) enum Peer {
     KubeRouter,
     Konnectivity,
     Helm,
-    /// What it does to others' programs when it starts.
+    /// Its action on others' programs when it starts.
     Cilium,
 }
 

@@ -17,7 +17,7 @@ use crate::image::oci::digest;
 const STATEMENT: &str = "provenance.json";
 /// The envelope, with a signature of its own each time.
 const ENVELOPE: &str = "provenance.intoto.jsonl";
-/// What is no subject: signatures, what they sign, and what a person edits before signing.
+/// Files that are no subject: signatures, the statements that they sign, and those that a person edits before signing.
 const NOT_BUILT: &[&str] = &[
     STATEMENT,
     ENVELOPE,
@@ -29,7 +29,7 @@ const NOT_BUILT: &[&str] = &[
 ];
 const PAYLOAD_TYPE: &str = "application/vnd.in-toto+json";
 
-/// What the statement says beside the files.
+/// Facts of the statement beside the files.
 pub(crate) struct Build {
     /// URI of who built, and is trusted with that.
     pub(crate) builder: String,
@@ -37,7 +37,7 @@ pub(crate) struct Build {
     /// Contents of Cargo.lock.
     pub(crate) lock: Vec<u8>,
     pub(crate) profile: String,
-    /// What `rustc --version` prints.
+    /// Output of `rustc --version`.
     pub(crate) compiler: String,
 }
 
@@ -165,7 +165,7 @@ fn openssl(args: &[&str]) -> std::process::Command {
     command
 }
 
-/// What is signed instead of the statement itself (DSSE 1.0, PAE).
+/// The text that is signed instead of the statement itself (DSSE 1.0, PAE).
 fn pre_authentication(statement: &[u8]) -> Vec<u8> {
     let head = format!("DSSEv1 {} {PAYLOAD_TYPE} {} ", PAYLOAD_TYPE.len(), statement.len());
     [head.as_bytes(), statement].concat()
@@ -232,7 +232,7 @@ mod tests {
             } })
         );
         assert_eq!(statement["subject"].as_array().unwrap().len(), 2);
-        // What a person edits before signing is not built.
+        // A file that a person edits before signing is not built.
         fs::write(folder.path().join("NOTES.md"), "better").unwrap();
         build().verify(folder.path()).unwrap();
     }

@@ -13,7 +13,7 @@ pub(crate) struct Tally {
     pub(crate) passed: u64,
     pub(crate) failed: u64,
     failures: Vec<String>,
-    /// What was left out, with the reason.
+    /// Tests that were left out, with the reason.
     skipped: Vec<(String, String)>,
     start: Instant,
     /// Steps in the order of their start, and the start of each.

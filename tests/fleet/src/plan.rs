@@ -1,4 +1,4 @@
-//! What happens to a fleet, from a seed.
+//! The events of a fleet, from a seed.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ pub(crate) struct Plan {
     pub(crate) in_cluster: bool,
     /// Open files of each server, by which its places are bounded.
     pub(crate) files: u32,
-    /// What an agent's disk takes.
+    /// Time that an agent's disk takes.
     pub(crate) disk: Duration,
     /// One-way delays between each agent and each server.
     pub(crate) delays: Vec<Vec<Duration>>,

@@ -1,4 +1,4 @@
-//! What can be seen of a fleet. It is looked at ten times a second: nothing here makes text before something has changed.
+//! The visible state of a fleet. It is looked at ten times a second: nothing here makes text before something has changed.
 
 use std::fmt;
 
@@ -17,7 +17,7 @@ pub(crate) struct View {
     open: usize,
 }
 
-/// What a server has, by node.
+/// State of a server, by node.
 #[derive(PartialEq)]
 pub(crate) struct OfServer {
     pub(crate) process: (usize, usize),

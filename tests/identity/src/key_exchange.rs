@@ -15,7 +15,7 @@ use crate::harness::{DEADLINE, TestServer, connect};
 /// A segment's bytes where a frame has 1,500: 20 each are IP's and TCP's, 12 are TCP's timestamps.
 const SEGMENT: usize = 1448;
 
-/// What programs from before X25519MLKEM768 have.
+/// The key exchanges of programs from before X25519MLKEM768.
 fn older() -> Arc<CryptoProvider> {
     let kx_groups = vec![aws_lc_rs::kx_group::X25519];
     Arc::new(CryptoProvider { kx_groups, ..aws_lc_rs::default_provider() })

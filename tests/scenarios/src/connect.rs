@@ -285,7 +285,7 @@ async fn the_policy_follows_its_file(testbed: &Testbed) -> Result<()> {
         "policy check said {said:?}"
     );
 
-    // What is open goes on with another rule, and ends with the last one that permits it.
+    // An open connection goes on with another rule, and ends with the last one that permits it.
     let _echo = target(testbed, 1, 9101, Behaviour::Echo)?;
     let both = RULE.replace("9100", "9100, 9101");
     write(testbed, "policy.yaml", &both)?;

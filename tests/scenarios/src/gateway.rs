@@ -27,7 +27,7 @@ const CLIENT: (Ipv4Addr, Ipv6Addr) =
     (Ipv4Addr::new(10, 70, 0, 5), Ipv6Addr::new(0xfd70, 0, 0, 0, 0, 0, 0, 5));
 const GATEWAYS: [(&str, Ipv4Addr); 2] =
     [("gateway-1", Ipv4Addr::new(10, 70, 0, 3)), ("gateway-2", Ipv4Addr::new(10, 70, 0, 4))];
-/// What is sent to a client that is not named is not answered with IPv4.
+/// A client that is not named gets no answer with IPv4.
 const NO_ANSWER: Duration = Duration::from_secs(2);
 /// Time limit for new connections once the network's route has changed.
 const CHANGED: Duration = Duration::from_secs(1);

@@ -193,7 +193,7 @@ fn supervise(
     shown.show_new();
     let status = worker.ended()?;
     if status.is_none() {
-        // What waits for something in vain takes one itself.
+        // A wait that ends in vain takes one itself.
         snapshot::take(id);
     }
     worker.kill_group();

@@ -31,7 +31,7 @@ async fn guessing_is_slowed_down(testbed: &Testbed) -> Result<()> {
     for guess in 0..10 {
         expect(&format!("guess-{guess}"), "407").await?;
     }
-    // Whether it is right cannot be told from the answer.
+    // The answer does not tell if it is right.
     expect("guess-10", "429").await?;
     expect("bobs-token", "429").await?;
     expect("alices-token", "200").await?;

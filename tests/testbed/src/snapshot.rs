@@ -1,4 +1,4 @@
-//! What a run's hosts hold at the moment at which something is wrong: a failed scenario's folder has it beside the logs.
+//! The state of a run's hosts at the moment at which something is wrong: a failed scenario's folder has it beside the logs.
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -52,11 +52,11 @@ pub(super) struct KonnectivityFlags {
     /// Token of a service account to show it, read at each attempt.
     #[arg(long, value_name = "FILE", alias = "service-account-token-path")]
     konnectivity_token_file: Option<PathBuf>,
-    /// What the proxy-server calls this agent [default: the node's name].
+    /// Name of this agent at the proxy-server [default: the node's name].
     #[arg(long, value_name = "ID", alias = "agent-id", env = "PROXY_AGENT_ID")]
     konnectivity_agent_id: Option<String>,
-    /// What the proxy-server chooses this agent by, such as host=edge-1&ipv4=10.8.0.7&default-route=true [default: the node's name
-    /// and addresses].
+    /// Identifiers by which the proxy-server chooses this agent, such as host=edge-1&ipv4=10.8.0.7&default-route=true [default: the node's
+    /// name and addresses].
     #[arg(long, value_name = "QUERY", alias = "agent-identifiers")]
     konnectivity_identifiers: Option<String>,
     /// Names to offer in TLS (ALPN) before h2, comma-separated or repeated.
@@ -65,7 +65,7 @@ pub(super) struct KonnectivityFlags {
     /// How long to wait before the next attempt to find one more proxy-server.
     #[arg(long, value_name = "DURATION", alias = "sync-interval", default_value = "1s", value_parser = interval)]
     konnectivity_sync_interval: Duration,
-    /// What that grows to while attempts fail.
+    /// Maximum of that pause, which grows while attempts fail.
     #[arg(long, value_name = "DURATION", alias = "sync-interval-cap", default_value = "10s", value_parser = interval)]
     konnectivity_sync_interval_cap: Duration,
     #[arg(long, hide = true, conflicts_with = "konnectivity_server")]

@@ -71,7 +71,7 @@ pub struct Flags {
     /// How long connections may take to finish after SIGTERM, with its unit (ms, s, m, h).
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = value::duration)]
     pub drain_timeout: Duration,
-    /// What to do once another agent with the same state directory has taken over from this one: exit, or wait to be stopped,
+    /// Action once another agent with the same state directory has taken over from this one: exit, or wait to be stopped,
     /// for whoever would start it again [default: wait as a pod, else exit].
     #[arg(long, value_name = "exit|wait", hide_possible_values = true)]
     when_replaced: Option<WhenReplaced>,
@@ -95,7 +95,7 @@ pub struct Flags {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "What the servers may reach")]
 pub struct TargetConfig {
-    /// What the servers may reach, as CIDR:PORTS or node:PORTS; repeatable [default: this node, on any port].
+    /// Targets that the servers may reach, as CIDR:PORTS or node:PORTS; repeatable [default: this node, on any port].
     ///
     /// PORTS are ports and ranges such as 22,8000-8099 or *. The default is this node's own addresses on any port, and with
     /// --pod-targets=on its pods. Loopback is closed unless a CIDR within it is given here or, with the default, by --loopback-ports.

@@ -131,7 +131,7 @@ pub mod proxy_service_client {
     )]
     use tonic::codegen::*;
     use tonic::codegen::http::Uri;
-    /// What kube-apiserver calls: each packet belongs to one of the connections that it dials.
+    /// Called by kube-apiserver: each packet belongs to one of the connections that it dials.
     #[derive(Debug, Clone)]
     pub struct ProxyServiceClient<T> {
         inner: tonic::client::Grpc<T>,
@@ -248,7 +248,7 @@ pub mod proxy_service_server {
             request: tonic::Request<tonic::Streaming<super::Packet>>,
         ) -> std::result::Result<tonic::Response<Self::ProxyStream>, tonic::Status>;
     }
-    /// What kube-apiserver calls: each packet belongs to one of the connections that it dials.
+    /// Called by kube-apiserver: each packet belongs to one of the connections that it dials.
     #[derive(Debug)]
     pub struct ProxyServiceServer<T> {
         inner: Arc<T>,
@@ -420,7 +420,7 @@ pub mod agent_service_client {
     )]
     use tonic::codegen::*;
     use tonic::codegen::http::Uri;
-    /// What an agent calls: the same packets, for all connections that it relays.
+    /// Called by an agent: the same packets, for all connections that it relays.
     #[derive(Debug, Clone)]
     pub struct AgentServiceClient<T> {
         inner: tonic::client::Grpc<T>,
@@ -537,7 +537,7 @@ pub mod agent_service_server {
             request: tonic::Request<tonic::Streaming<super::Packet>>,
         ) -> std::result::Result<tonic::Response<Self::ConnectStream>, tonic::Status>;
     }
-    /// What an agent calls: the same packets, for all connections that it relays.
+    /// Called by an agent: the same packets, for all connections that it relays.
     #[derive(Debug)]
     pub struct AgentServiceServer<T> {
         inner: Arc<T>,

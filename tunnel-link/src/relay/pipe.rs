@@ -232,7 +232,7 @@ impl Drop for TunnelStream {
     }
 }
 
-/// What is written to a [`TunnelStream`].
+/// Data for a [`TunnelStream`].
 struct Written<'a> {
     io: ReadHalf<DuplexStream>,
     shared: &'a Shared,

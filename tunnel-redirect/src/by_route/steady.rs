@@ -13,7 +13,7 @@ const TABLES: [Table; 3] = [Table::Ports, Table::AnyPort, Table::NotTaken];
 /// RT_TABLE_MAIN
 const MAIN: u32 = 254;
 
-/// What was missing or foreign in the kernel.
+/// Parts that were missing or foreign in the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Restored {
     device: bool,
@@ -33,7 +33,7 @@ impl Restored {
     }
 }
 
-/// What a subscription to changes has to name.
+/// Objects of a subscription to changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Watched {
     pub(crate) tables: [u32; 3],

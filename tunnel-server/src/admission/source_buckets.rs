@@ -11,7 +11,7 @@ use super::source_key;
 /// A token bucket for each source, kept as the time at which it is full again. A source without an entry has a full one.
 #[derive(Debug)]
 pub(crate) struct SourceBuckets {
-    /// What a full bucket holds.
+    /// Size of a full bucket.
     burst: u32,
     /// Time until there is one more.
     refill: Duration,
@@ -124,7 +124,7 @@ mod tests {
         ) {
             let refill = Duration::from_secs(1);
             let (mut few, mut many) = (SourceBuckets::new(burst, refill, 64), SourceBuckets::new(burst, refill, 8));
-            // What each source's bucket holds, in milliseconds of refilling.
+            // Content of each source's bucket, in milliseconds of refilling.
             let full = u64::from(burst) * 1000;
             let (mut now, mut held) = (Instant::now(), [full; 20]);
             for (action, source, millis) in steps {

@@ -16,7 +16,7 @@ use crate::pki::{Credential, Refusal};
 pub(super) const SWEEP: Duration = Duration::from_secs(300);
 
 impl LinkContext {
-    /// What is kept of a certificate.
+    /// The parts of a certificate that are kept.
     ///
     /// # Errors
     /// It cannot be read.

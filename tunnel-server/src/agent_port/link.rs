@@ -1,4 +1,4 @@
-//! What the first link of a session and additional ones have in common.
+//! The common part of the first link of a session and of additional ones.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +28,7 @@ const NOTICE_TIMEOUT: Duration = Duration::from_secs(2);
 pub(super) const MAX_EVENTS: u32 = 200;
 pub(super) const EVENT_SPAN: Duration = Duration::from_secs(10);
 
-/// What another server of this host has taken over.
+/// The parts that another server of this host has taken over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Handover {
     #[default]
@@ -41,7 +41,7 @@ pub enum Handover {
     All,
 }
 
-/// What all links work with.
+/// The context of all links.
 pub struct LinkContext {
     pub server_id: String,
     /// The roots to announce to agents.
@@ -49,7 +49,7 @@ pub struct LinkContext {
     /// For the ports that agents dial on their node's loopback.
     pub settings: watch::Receiver<Arc<Settings>>,
     pub sessions: Arc<Sessions>,
-    /// Whose agents may have sessions.
+    /// The nodes whose agents may have sessions.
     pub standing: Standing,
     pub metrics: Metrics,
     /// Agents are notified; nothing new is accepted.
@@ -145,7 +145,7 @@ pub(super) async fn finish(context: &LinkContext, session: &Session, connections
     }
 }
 
-/// Whether the agent has answered. If not, it may never learn of it: the call is reset, behind which it is as good as lost.
+/// Returns true if the agent has answered. If not, it may never learn of it: the call is reset, behind which it is as good as lost.
 pub(super) async fn notify(client: &mut AgentClient<Channel>, notice: notice::Notice) -> bool {
     let notice = Notice { notice: Some(notice) };
     match tokio::time::timeout(NOTICE_TIMEOUT, Box::pin(client.notify(notice))).await {

@@ -28,7 +28,7 @@ use crate::peers::{Peers, RedirectorLinks};
 const BUNDLES: usize = 16;
 /// Interval at which to check for a linked server.
 const CHECK: Duration = Duration::from_millis(100);
-/// What a redirector without a link waits for.
+/// Name of the part that a redirector without a link waits for.
 const SERVER: &str = "a server";
 
 /// A redirector with its certificate.

@@ -71,7 +71,7 @@ impl Running {
         let (succession, own) = (self.succession.clone(), self.runtime.drain.shutdown().clone());
         tokio::select! {
             () = shutdown.draining() => tokio::select! {
-                // What a successor that is half-way has not got yet would fail.
+                // Connections that a successor that is half-way has not got yet would fail.
                 _ = tokio::time::timeout(drain_timeout, succession.settled()) => {}
                 () = shutdown.forced() => {}
             },

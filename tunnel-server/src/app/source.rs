@@ -93,7 +93,7 @@ impl Source {
         }
     }
 
-    /// What the status shows of the source.
+    /// State of the source, for the status.
     pub(crate) fn status(&self, router: &Arc<Router>) -> SourceReport {
         match self {
             Self::File { file, path, .. } => {

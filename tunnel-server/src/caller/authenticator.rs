@@ -180,7 +180,7 @@ mod tests {
         // The next guess would be right, and is not told so.
         assert!(limited(authenticator.caller_of_token(shown("secret", 1)).await));
         assert!(limited(authenticator.caller_in_cluster(shown("secret", 1)).await));
-        // Who had been known there before is, and so is who comes from elsewhere.
+        // A token that was known there before is accepted, and so is one from elsewhere.
         assert!(authenticator.caller_of_token(shown("others", 1)).await.is_ok());
         assert!(authenticator.caller_of_token(shown("secret", 2)).await.is_ok());
         // A token that nobody can guess is looked up.

@@ -1,4 +1,4 @@
-//! What a caller has shown, to ask again whose it is while its connection is open.
+//! Credentials that a caller has shown, to ask again whose they are while its connection is open.
 
 use std::fmt;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ impl fmt::Debug for Token {
     }
 }
 
-/// What a caller has shown.
+/// Credentials that a caller has shown.
 #[derive(Clone, Debug)]
 pub(crate) enum Shown {
     Nothing,

@@ -46,7 +46,7 @@ pub enum NodeSource {
     Kubernetes(KubeOptions),
 }
 
-/// What a server runs with, and a redirector, whose listeners are all off.
+/// Configuration of a server, and of a redirector, whose listeners are all off.
 #[derive(Args, Clone, Debug)]
 pub struct Config {
     #[command(flatten)]
@@ -117,7 +117,7 @@ pub struct ProcessConfig {
     pub drain_timeout: Duration,
 }
 
-/// What is written to a cluster. The default is nothing.
+/// Objects that are written to a cluster. The default is none.
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Kubernetes")]
 pub struct WritesConfig {

@@ -53,7 +53,7 @@ pub struct RedirectFlags {
     /// --orphan-policy applies.
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = orphan_timeout)]
     pub orphan_timeout: Duration,
-    /// What becomes of connects to edge nodes after --orphan-timeout: direct leads them to whoever has the address in the
+    /// Action on connects to edge nodes after --orphan-timeout: direct leads them to whoever has the address in the
     /// cloud's network; refuse has them fail until a server is back or `cleanup` removes the programs (needs --bpffs).
     #[arg(long, value_name = "direct|refuse", value_enum, default_value_t, hide_possible_values = true)]
     pub orphan_policy: OrphanPolicy,
@@ -68,7 +68,7 @@ pub struct RedirectFlags {
     pub gateway: bool,
 }
 
-/// What the redirect leaves in the kernel, for `cleanup` too.
+/// Names of the redirect's objects in the kernel, for `cleanup` too.
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Redirect")]
 pub struct RedirectRanges {

@@ -338,7 +338,7 @@ mod tests {
         };
         assert_eq!((of(20, 20, 0), of(20, 5, 10)), (None, None));
         assert_eq!(of(20, 2, 0).as_deref(), Some("18"));
-        // What came by route has not arrived by the hooks.
+        // Connections that came by route have not arrived by the hooks.
         let both = serde_json::json!({"connect4/redirected": 40, "route4/steered": 40});
         assert_eq!(lost(both, 40, 5).as_deref(), Some("36"));
     }

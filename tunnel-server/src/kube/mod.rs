@@ -74,7 +74,7 @@ pub struct Parts<'a> {
     pub certificate: Option<Arc<ServerCertificate>>,
 }
 
-/// What is read from the cluster, and where it goes.
+/// The objects that are read from the cluster, and their receivers.
 pub struct Reads {
     pub selector: Selector,
     /// Nodes that vanish all at once count as gone.
@@ -93,7 +93,7 @@ pub struct Reads {
     pub ports_known: ReadyGuard,
 }
 
-/// What is written to the cluster, and by what.
+/// The objects that are written to the cluster, and their writers.
 pub struct Writes {
     /// Names of the certificate in any cluster.
     pub server_names: ServerNames,
@@ -166,7 +166,7 @@ impl Kube {
         self.health.clone()
     }
 
-    /// What `status` shows of the source of the nodes.
+    /// State of the source of the nodes, for `status`.
     pub fn status(&self, router: &Arc<Router>) -> SourceReport {
         let (health, router, age) = (self.health.clone(), Arc::clone(router), self.age.clone());
         Box::new(move || {
@@ -185,7 +185,7 @@ impl Kube {
         let (router, tasks, stop) = (runtime.router.clone(), &runtime.tasks, runtime.stop.clone());
         // The server stops soon: its agents leave, which is not to be written to the cluster.
         let draining = runtime.drain.shutdown().draining_token().clone();
-        // What writes to the cluster goes by what the cluster says, not by the state directory.
+        // Writers to the cluster go by the cluster's objects, not by the state directory.
         let (inventory, nodes) = watch::channel(Arc::new(Inventory::default()));
         let (say_ranges, ranges) = watch::channel(Vec::new());
         let (say_ports, ports) = watch::channel(Arc::<Settings>::default());

@@ -1,4 +1,4 @@
-//! What a connection was admitted by, to judge it again while it is open.
+//! The permit of a connection, to judge it again while it is open.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};

@@ -49,14 +49,14 @@ const PAUSE: (Duration, Duration) = (Duration::from_millis(250), Duration::from_
 /// Before what a server has is asked for anew.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// What a redirector, which has no CA, learns from its links.
+/// Facts that a redirector, which has no CA, learns from its links.
 pub struct RedirectorLinks {
     /// Takes the roots that servers tell.
     pub announced: mpsc::Sender<Announced>,
     pub refusals: Arc<Mutex<Refusals>>,
 }
 
-/// What is needed to connect with other servers.
+/// The means to connect with other servers.
 pub struct PeerContext {
     pub server_id: String,
     /// Loaded for each connection.
@@ -201,7 +201,7 @@ enum Error {
 }
 
 impl Error {
-    /// Whether another certificate or other roots could fix it.
+    /// True if another certificate or other roots could fix it.
     fn concerns_identity(&self) -> bool {
         match self {
             Self::Io { source, .. } => concerns_certificates(source),

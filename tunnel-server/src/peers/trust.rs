@@ -19,7 +19,7 @@ const AHEAD: Duration = BACKDATE;
 /// Pause before records are stored again that could not be.
 const AGAIN: Duration = Duration::from_secs(10);
 
-/// What servers are judged by, and where their revocations are kept.
+/// The rules by which servers are judged, and the place of their revocations.
 pub struct Trust {
     /// The roots in force.
     pub roots: watch::Receiver<Arc<TrustBundle>>,

@@ -1,4 +1,4 @@
-//! What is kept of a link's certificate, to judge it while the link lasts: TLS verifies it only when the link is made.
+//! The parts of a link's certificate that are kept, to judge it while the link lasts: TLS verifies it only when the link is made.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};

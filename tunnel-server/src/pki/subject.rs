@@ -1,4 +1,4 @@
-//! Whose identity a revocation is about.
+//! The identity that a revocation is about.
 
 use std::fmt;
 use std::str::FromStr;

@@ -46,7 +46,7 @@ pub struct Session {
     pub(crate) router: Arc<Router>,
     /// Number of the session: a newer session of the node has a higher one and replaces this one.
     pub epoch: u64,
-    /// What is kept of the agent's certificate.
+    /// The parts of the agent's certificate that are kept.
     pub(crate) credential: ArcSwap<Credential>,
     /// Set once the agent may no longer have a session; see [`Session::refuse`].
     pub(crate) refusal: OnceLock<Refusal>,

@@ -63,7 +63,7 @@ impl Predecessor {
         self.0.socket(name, |_| true)
     }
 
-    /// What it redirects, and the first virtual address of each.
+    /// Its redirected networks, and the first virtual address of each.
     pub(crate) fn virtual_addresses(&self) -> &[(IpNet, IpAddr)] {
         &self.0.own().virtual_addresses
     }
@@ -83,13 +83,13 @@ impl Predecessor {
     }
 }
 
-/// What the second server needs to take over.
+/// The second server's means to take over.
 pub struct TakeOver {
     pub runtime: Runtime,
     pub gates: Gates,
     /// Held until the listeners are open.
     pub pending: Option<ReadyGuard>,
-    /// What this server's own agents are told.
+    /// The hand-over that this server's own agents are told of.
     pub handover: watch::Sender<Handover>,
     /// How long agents may take to go back: a stop waits for them.
     pub drain_timeout: Duration,
@@ -98,7 +98,7 @@ pub struct TakeOver {
 /// The connection with the server before, which in a cluster waits to be stopped.
 pub struct Before {
     leaving: CancellationToken,
-    /// Whether it is there in the end.
+    /// True in the end if it is there.
     taking: JoinHandle<bool>,
 }
 
@@ -275,7 +275,7 @@ impl TakeOver {
             sleep(pause(told.len())).await;
             back = attached(before).await?;
         };
-        // What comes now waits until the other one accepts.
+        // Connections that come now wait until the other one accepts.
         self.gates.listeners.set(false);
         match before.0.ask_within(BRIEFLY, &Ask::Resume).await? {
             Answer::Resumed => Ok((told.len(), came)),
@@ -302,7 +302,7 @@ async fn attached(before: &mut Predecessor) -> io::Result<HashSet<String>> {
     }
 }
 
-/// What a start waits for until the nodes are known.
+/// Name of the part that a start waits for until the nodes are known.
 pub(crate) const NODES: &str = "nodes";
 /// The same until the ports of the ConfigMap are.
 pub(crate) const PORTS: &str = "ports";

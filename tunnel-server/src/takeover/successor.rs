@@ -40,7 +40,7 @@ pub struct Succession {
     pub phase: watch::Sender<Phase>,
     /// See [`Succession::close`].
     pub closed: CancellationToken,
-    /// Whether this server does what a cluster must have from one server only.
+    /// True if this server does the work that a cluster must have from one server only.
     pub eligible: watch::Sender<bool>,
 }
 
@@ -182,7 +182,7 @@ impl Succession {
         self.eligible.send_replace(true);
     }
 
-    /// Whether there is a successor that has its programs in place, and gets the agents or has them.
+    /// True if there is a successor that has its programs in place, and gets the agents or has them.
     pub(crate) fn has_successor(&self) -> bool {
         *self.handover.borrow() != Handover::Nothing
     }

@@ -339,7 +339,7 @@ async fn pods_by_route_that_input_drops(testbed: &Testbed) -> Result<()> {
             "-A INPUT -i lo -j ACCEPT",
             "-A INPUT -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT",
             "-A INPUT -p tcp --dport 10262 -j ACCEPT",
-            // What suffices where pods are redirected at connect().
+            // A rule that suffices where pods are redirected at connect().
             "-A INPUT -s 10.71.0.0/24 -d 198.18.0.0/15 -p tcp -j ACCEPT",
             "-P INPUT DROP",
         ],

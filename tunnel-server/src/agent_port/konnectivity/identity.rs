@@ -23,7 +23,7 @@ const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
 const WANTED: &str =
     "a client certificate of this server's CA or a service account's token (authorization: Bearer) is needed";
 
-/// What an agent without a certificate was let in by.
+/// The credential of an agent without a certificate.
 pub(super) struct ByToken {
     tokens: Arc<Tokens>,
     token: Token,

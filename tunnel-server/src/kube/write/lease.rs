@@ -109,7 +109,7 @@ impl Candidate {
                     () = &mut over => {
                         self.publish(leading, false);
                         if self.may_hold.load(Ordering::Relaxed) {
-                            // What is on its way could take the Lease after it was given back.
+                            // A request that is on its way could take the Lease after it was given back.
                             if next <= Instant::now() {
                                 let _ = timeout(RELEASE / 2, attempt).await;
                             }

@@ -147,7 +147,7 @@ impl Gatekeeper {
         }
     }
 
-    /// What the host is: a Service that a rule opens to the caller comes before a node of that name, since whoever
+    /// Resolves the host: a Service that a rule opens to the caller comes before a node of that name, since whoever
     /// registers a Node may name it like a Service.
     pub(crate) fn meant(&self, identity: &Identity, client: IpAddr, host: &str, port: u16) -> Resolved {
         if let Some(service) = self.router.resolve_service(host)

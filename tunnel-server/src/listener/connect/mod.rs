@@ -1,4 +1,4 @@
-//! What callers of the connect listener may reach: an HTTP proxy whose callers authenticate, and may reach what the policy permits.
+//! The rights of callers of the connect listener: an HTTP proxy whose callers authenticate, and may reach what the policy permits.
 //!
 //! `CONNECT node:port`, `address:port` or `service.namespace:port` opens a connection. A request with an absolute
 //! `http://` URL, which is how clients ask a proxy for plain HTTP, is forwarded as at the http listener. The port takes

@@ -55,7 +55,7 @@ impl Front {
         self.tls.is_none() && !client.to_canonical().is_loopback()
     }
 
-    /// Who is asked about callers.
+    /// The authenticator of callers.
     pub(super) fn reviewer(&self) -> Option<&Arc<Reviewer>> {
         match &self.admission {
             Admission::Callers(authenticator) | Admission::Listed { authenticator, .. } => {

@@ -8,7 +8,7 @@ use tunnel_runtime::NodeName;
 use crate::caller::{Access, Refusal, Reviewer, Shown};
 use crate::metrics::{Judgement, Permit};
 
-/// What a request was admitted by.
+/// The right by which a request was admitted.
 pub(super) struct Right {
     /// `None` without a cluster, where a certificate is enough.
     pub(super) reviewer: Option<Arc<Reviewer>>,
