@@ -1,4 +1,4 @@
-//! What the loader frees goes back to the kernel.
+//! Memory that the loader frees goes back to the kernel.
 //!
 //! aya up to 0.14 parses all types of the kernel into some 15 MB of small allocations for each `EbpfLoader`, also for one that
 //! is then told not to use them (aya-rs/aya#1172). Later versions read them only where they are needed, but need Rust 1.98.

@@ -53,4 +53,5 @@ pub use pins::{Orphans, Others};
 pub use privileges::give_up_capabilities;
 pub use running::{Applied, Health, Redirect};
 pub use self_test_addresses::SelfTestAddresses;
+pub use start::has_cilium;
 pub use withdraw::{Cleaned, cleanup};

@@ -191,7 +191,7 @@ fn by_route_where_possible(netns: Option<u64>, ipv6: bool) -> Result<(ByRoute, u
         let reason = "the kernel does not tell this process its network namespace (Linux 5.14 does)";
         (reason.to_owned(), "upgrade the kernel, or set --redirect-pods=connect")
     })?;
-    if if_nametoindex(CILIUM).is_ok() {
+    if has_cilium() {
         let reason = "Cilium is on this host, whose eBPF host routing ignores rules for ports";
         let fix = "set --redirect-pods=route if Cilium has bpf.hostLegacyRouting=true, else =connect";
         return Err((reason.to_owned(), fix));
@@ -201,6 +201,11 @@ fn by_route_where_possible(netns: Option<u64>, ipv6: bool) -> Result<(ByRoute, u
         error => (error.to_string(), "set --redirect-pods=connect"),
     })?;
     Ok((opened, netns))
+}
+
+/// True if Cilium is on this host.
+pub fn has_cilium() -> bool {
+    if_nametoindex(CILIUM).is_ok()
 }
 
 /// The usual cause for which no TUN device can be made.

@@ -68,7 +68,8 @@ impl Handshakes {
             };
             let (handshakes, serve) = (self.clone(), serve.clone());
             self.workers.next_handshake().spawn(self.links.track_future(async move {
-                let shaken = handshakes.until_stop((peer, port), handshakes.shake(wire, &place, &turns)).await;
+                let shaken =
+                    handshakes.until_stop((peer, port), handshakes.shake(wire, &place, &turns)).await;
                 let Some(mut stream) = shaken else { return };
                 let worker = handshakes.workers.next().clone();
                 let (links, on_worker) = (handshakes.links.clone(), worker.clone());

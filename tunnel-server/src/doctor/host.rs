@@ -10,8 +10,6 @@ use crate::status::{RedirectState, StatusReport};
 const FEW: u64 = 10;
 /// Interval between two self-tests of a server, in seconds.
 const VERIFIED_EVERY: u64 = 30;
-/// The device that Cilium makes on every host.
-const CILIUM: &str = "cilium_host";
 
 pub(super) async fn check(checkup: &mut Checkup, config: &Config, running: Option<&Running<StatusReport>>) {
     let options = config.redirect_start();
@@ -166,13 +164,11 @@ fn arrivals(options: &RedirectConfig, running: &Running<StatusReport>) -> Outcom
         arrived: accepted.saturating_sub(by_route) + self_tests + refused("lookup"),
     };
     let routed = Arrivals { sent: sum("connect", "by_route"), arrived: by_route + refused("route") };
-    let cilium = if nix::net::if_::if_nametoindex(CILIUM).is_ok() {
-        format!(
-            "; this host has Cilium ({CILIUM}), whose eBPF host routing drops them up to 1.16 at least: set bpf.hostLegacyRouting=true in \
-             its Helm values, or upgrade it"
-        )
+    let cilium = if tunnel_redirect::has_cilium() {
+        "; this host has Cilium, whose eBPF host routing drops them up to 1.16 at least: set bpf.hostLegacyRouting=true in its Helm values, \
+         or upgrade it"
     } else {
-        String::new()
+        ""
     };
     let permit = |what: &str| {
         format!(
