@@ -165,11 +165,7 @@ type Opened = (Option<(ByRoute, u64)>, Option<String>);
 
 /// Makes the device for routes, if connections are to be taken by them, and returns it with the cookie of this namespace;
 /// else the reason why they cannot be, with [`Pods::Auto`].
-fn by_route(
-    config: &RedirectConfig,
-    listener: &TcpListener,
-    ipv6: bool,
-) -> Result<Opened, RedirectError> {
+fn by_route(config: &RedirectConfig, listener: &TcpListener, ipv6: bool) -> Result<Opened, RedirectError> {
     let netns = || by_route::host_netns(listener);
     match config.pods {
         Pods::Connect => Ok((None, None)),
