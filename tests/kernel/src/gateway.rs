@@ -26,12 +26,13 @@ fn gateway() {
     sysctl("net.ipv4.ip_forward", "1");
     sysctl("net.ipv6.conf.all.forwarding", "1");
     let mut state = desired(&[EDGE, EDGE_V6]);
-    state.clients.extend([net_of("10.1.0.0/24"), net_of("2001:db8:1::/64")]);
+    // Of --redirect-clients: they come in by the interface of the default route.
+    let clients = vec![net_of("10.1.0.0/24"), net_of("2001:db8:1::/64")];
     let refused = |client: &mut Peer, to: &str, errno: i32| {
         let error = asks(client, to).unwrap_err();
         assert!(error.starts_with(&format!("err {errno}")), "{to}: {error}");
     };
-    let world = World::with(RedirectConfig { gateway: true, ..by_route() }, &state);
+    let world = World::with(RedirectConfig { gateway: true, clients, ..by_route() }, &state);
     for (edge, other, errno) in [
         ("10.8.0.7:10250", "10.8.0.7:8080", libc::EHOSTUNREACH),
         ("[2001:db8:7::7]:10250", "[2001:db8:7::7]:8080", libc::ENETUNREACH),
