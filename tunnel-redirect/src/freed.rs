@@ -16,7 +16,7 @@ pub(super) fn keep_little() {
         // SAFETY: it takes two numbers, and affects only later allocations.
         unsafe {
             nix::libc::mallopt(nix::libc::M_MMAP_THRESHOLD, 1 << 20);
-            nix::libc::mallopt(nix::libc::M_TRIM_THRESHOLD, 4 << 20);
+            nix::libc::mallopt(nix::libc::M_TRIM_THRESHOLD, 8 << 20);
         }
     }
 }
