@@ -13,10 +13,11 @@ pub(super) fn keep_little() {
         .iter()
         .all(|name| std::env::var_os(name).is_none())
     {
-        // SAFETY: it takes two numbers, and affects only later allocations.
+        // SAFETY: it takes two numbers, and allocations are right with the old ones and the new. A server comes here first
+        // while it has one thread, in `give_up_capabilities`; later calls write the same numbers.
         unsafe {
             nix::libc::mallopt(nix::libc::M_MMAP_THRESHOLD, 1 << 20);
-            nix::libc::mallopt(nix::libc::M_TRIM_THRESHOLD, 4 << 20);
+            nix::libc::mallopt(nix::libc::M_TRIM_THRESHOLD, 8 << 20);
         }
     }
 }
