@@ -83,6 +83,11 @@ impl<K: Ord + Hash + Clone> Places<K> {
         Self { overdue: [time; 2], ..self }
     }
 
+    /// True if at least half of the places are taken.
+    pub(crate) fn is_half_full(&self) -> bool {
+        self.state.lock().taken * 2 >= self.limit
+    }
+
     /// Takes a place for a connection from `source`. Returns `None` if this source may not have one.
     pub(crate) fn admit(&self, source: K, now: Instant) -> Option<Place<K>> {
         let mut state = self.state.lock();

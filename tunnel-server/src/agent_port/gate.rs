@@ -6,11 +6,12 @@
 //! Without one it can only be an enrolment, and these have separate places.
 
 use std::net::IpAddr;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 use tunnel_link::link::HANDSHAKE_TIMEOUT;
 use tunnel_runtime::NodeName;
@@ -65,6 +66,8 @@ pub(super) struct Gate {
     unauthenticated: Places<IpAddr>,
     known: Places<IpAddr>,
     certified: Places<NodeName>,
+    /// Told of each place of `certified` that is free again.
+    freed: Arc<Notify>,
     enrolments: Places<IpAddr>,
     additional: Arc<Semaphore>,
     sources: Arc<KnownSources>,
@@ -88,6 +91,7 @@ impl Gate {
             unauthenticated: Places::new(budget.places(&UNAUTHENTICATED), u32::MAX),
             known: Places::new(budget.places(&KNOWN), u32::MAX),
             certified: Places::new(budget.places(&CERTIFIED), PER_NODE).undisturbed_for(HANDSHAKE_TIMEOUT),
+            freed: Arc::default(),
             enrolments: Places::new(budget.places(&ENROLMENTS), u32::MAX),
             additional: Arc::new(Semaphore::new(budget.places(&ADDITIONAL) as usize)),
             sources: Arc::default(),
@@ -114,6 +118,19 @@ impl Gate {
         Some((self.unauthenticated.admit(source, now)?, of_others.clone()))
     }
 
+    /// Waits until a handshake that begins now will find a place of its certificate: many that finish at once could not be
+    /// served, and would have to be done again. The half that is left is for handshakes that have begun.
+    pub(super) async fn room(&self) {
+        loop {
+            let mut freed = pin!(self.freed.notified());
+            freed.as_mut().enable();
+            if !self.certified.is_half_full() {
+                return;
+            }
+            freed.await;
+        }
+    }
+
     /// Takes a place for the link of a server or a redirector; its oldest one makes room if it has too many.
     pub(super) fn peer(&self, caller: &str, address: IpAddr) -> Option<Place<String>> {
         let place = self.peers.admit(caller.to_owned(), Instant::now())?;
@@ -130,7 +147,8 @@ impl Gate {
     pub(super) fn certified(&self, node: &NodeName, address: IpAddr) -> Option<Certified> {
         let place = self.certified.admit(node.clone(), Instant::now())?;
         let (additional, sources) = (self.additional.clone(), self.sources.clone());
-        Some(Certified { place, address, node: node.clone(), additional, sources })
+        let freed = Freed(self.freed.clone());
+        Some(Certified { place, _freed: freed, address, node: node.clone(), additional, sources })
     }
 
     /// Takes a place for a connection without a certificate.
@@ -142,10 +160,20 @@ impl Gate {
 /// The place of a connection with a certificate.
 pub(super) struct Certified {
     pub(super) place: Place<NodeName>,
+    // Dropped after the place.
+    _freed: Freed,
     address: IpAddr,
     node: NodeName,
     additional: Arc<Semaphore>,
     sources: Arc<KnownSources>,
+}
+
+struct Freed(Arc<Notify>);
+
+impl Drop for Freed {
+    fn drop(&mut self) {
+        self.0.notify_waiters();
+    }
 }
 
 impl Certified {
@@ -162,6 +190,8 @@ impl Certified {
 
 #[cfg(test)]
 mod tests {
+    use futures_util::FutureExt as _;
+
     use super::*;
 
     fn handshake(gate: &Gate, source: IpAddr) -> Option<Place<IpAddr>> {
@@ -202,6 +232,23 @@ mod tests {
         let (server, host) = ("server cloud-2", [192, 0, 2, 3].into());
         let _link = gate.peer(server, host).unwrap();
         assert_eq!(handshakes(host), 5000, "a server dials again whatever a neighbour of it does");
+    }
+
+    #[tokio::test]
+    async fn a_handshake_waits_until_half_of_the_certificates_places_are_free() {
+        let gate = Gate::new(&Budget::of(2_000, 1 << 30), 1);
+        let node = |n| format!("edge-{n}").parse().unwrap();
+        let source = IpAddr::from([10, 0, 0, 1]);
+        let mut held = Vec::new();
+        while gate.room().now_or_never().is_some() {
+            held.extend(gate.certified(&node(held.len()), source));
+        }
+        let half = held.len();
+        assert!(gate.certified(&node(half), source).is_some(), "the other half is free");
+        let mut room = pin!(gate.room());
+        assert!(room.as_mut().now_or_never().is_none());
+        drop(held.pop());
+        assert!(room.now_or_never().is_some());
     }
 
     // On a clock that stands still: an old place makes room for a new one.

@@ -124,7 +124,7 @@ impl Handshakes {
             let readable = poll_fn(|cx| wire.poll_readable(cx));
             tokio::time::timeout(SILENCE, readable).await.map_err(|_| Error::Silent)??;
             place.waits();
-            let accepted = begun_in_turn(turns, async {
+            let accepted = begun_in_turn(turns, self.gate.room(), async {
                 place.spoke();
                 if has_left(&wire).await? {
                     return Err(Error::Left);
@@ -151,11 +151,12 @@ impl Handshakes {
     }
 }
 
-/// Polls `work` for the first time when its turn has come. The next one's comes after everything that was ready meanwhile.
-async fn begun_in_turn<F: Future>(turns: &Semaphore, work: F) -> F::Output {
+/// Polls `work` for the first time when its turn has come and there is room. The next one's comes after everything that was ready meanwhile.
+async fn begun_in_turn<F: Future>(turns: &Semaphore, room: impl Future<Output = ()>, work: F) -> F::Output {
     let mut work = pin!(work);
     // Nobody closes the semaphore; without turns there is no order, and nothing else is lost.
     let turn = turns.acquire().await.ok();
+    room.await;
     let begun = poll!(work.as_mut());
     tokio::task::yield_now().await;
     drop(turn);
@@ -219,7 +220,7 @@ mod tests {
                         tokio::task::yield_now().await;
                         said.lock().push((client, "done"));
                     };
-                    begun_in_turn(&turns, handshake).await;
+                    begun_in_turn(&turns, async {}, handshake).await;
                 })
             })
             .collect();
