@@ -203,7 +203,8 @@ mod tests {
     impl Wanted {
         /// Follows rules and routes as the kernel does: by priority, the longest prefix, then the lowest metric.
         fn leads_here(&self, address: Ipv4Addr, port: u16) -> bool {
-            let asked = [Packets::Port(port), Packets::EveryPort].map(|packets| Rule { ipv6: false, packets });
+            let asked =
+                [Packets::Port(port), Packets::EveryPort].map(|packets| Rule { ipv6: false, packets });
             asked.iter().filter(|rule| self.rules.contains(rule)).any(|rule| {
                 let covers = |route: &&Route| {
                     route.table == rule.table() && route.net.contains(&IpAddr::from(address))
