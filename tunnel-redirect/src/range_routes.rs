@@ -30,7 +30,7 @@ impl Redirect {
                 Err(_) => {}
                 Ok(None) => continue,
                 Ok(Some(ended)) => {
-                    tracing::debug!(reason = %ended, "renewing the subscription to route changes")
+                    tracing::debug!(reason = %ended, "renewing the subscription to route changes");
                 }
             }
             sleep(RETRY).await;

@@ -8,6 +8,7 @@ use tokio::time::{MissedTickBehavior, interval_at};
 use tokio_util::sync::CancellationToken;
 use tunnel_runtime::log_once::LogOnce;
 
+use super::by_route::ByRoute;
 use super::error::RedirectError;
 use super::running::Redirect;
 use super::self_test::SelfTest;
@@ -62,13 +63,16 @@ impl Redirect {
         }
     }
 
-    /// Writes the heartbeat. Returns true if a program is missing.
+    /// Writes the heartbeat. Returns true if a program is missing, or rules of a dead server are there.
     fn beat_now(&self) -> Result<bool, RedirectError> {
         let mut inner = self.lock();
         inner.maps.beat()?;
         inner.claim.answer();
         if inner.released || inner.stopped {
             return Ok(false);
+        }
+        if inner.by_route.as_ref().is_some_and(ByRoute::another_died) {
+            return Ok(true);
         }
         // If the kernel cannot be queried, the verification reports it.
         Ok(inner.programs.lost(&self.cgroup, &self.netns).is_ok_and(|lost| !lost.is_empty()))

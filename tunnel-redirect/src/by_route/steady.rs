@@ -52,6 +52,8 @@ pub(crate) struct ByRoute {
     paused: bool,
     /// The remains of servers that are gone are removed.
     swept: bool,
+    /// Numbers of the devices of servers beside this one.
+    others: BTreeSet<u32>,
 }
 
 impl ByRoute {
@@ -66,7 +68,15 @@ impl ByRoute {
             kernel.add_rules(probe())?;
             kernel.remove_rules(probe())?;
         }
-        Ok(Self { device, kernel, ipv6, present: Wanted::default(), paused: false, swept: false })
+        Ok(Self {
+            device,
+            kernel,
+            ipv6,
+            present: Wanted::default(),
+            paused: false,
+            swept: false,
+            others: BTreeSet::new(),
+        })
     }
 
     /// Removes what is no longer wanted. To be called before the maps change, so that no packet is led to this host that
@@ -108,10 +118,12 @@ impl ByRoute {
         let mut restored = Restored { device: self.restore_device()?, ..Restored::default() };
         let place = self.place();
         let (mut rules, mut foreign) = (BTreeSet::new(), Vec::new());
+        self.others.clear();
         let families = [Some(false), self.ipv6.then_some(true)];
         for ipv6 in families.into_iter().flatten() {
             for ListedRule { message, number, rule } in self.kernel.rules(ipv6)? {
                 if number != place.number {
+                    self.others.insert(number);
                     continue;
                 }
                 if !rule.is_some_and(|rule| self.present.rules.contains(&rule) && rules.insert(rule)) {
@@ -121,6 +133,10 @@ impl ByRoute {
         }
         restored.rules = foreign.len();
         self.kernel.remove_rules(foreign)?;
+        // Until this server's own routes are there, those of a dead one may refuse connections.
+        if self.swept && self.another_died() {
+            remove(&mut self.kernel, |number| !device::is_taken(number))?;
+        }
         let (mut routes, mut foreign) = (BTreeSet::<Route>::new(), Vec::new());
         for ipv6 in families.into_iter().flatten() {
             for table in TABLES {
@@ -144,6 +160,12 @@ impl ByRoute {
         restored.rules += missing.len();
         self.kernel.add_rules(missing.into_iter().map(|rule| rule.message(place)).collect())?;
         Ok(restored)
+    }
+
+    /// Reports whether a server beside this one has ended without removing its rules. These come first, and with
+    /// --orphan-policy=refuse their routes refuse what is meant for this server now.
+    pub(crate) fn another_died(&self) -> bool {
+        !self.paused && self.others.iter().any(|number| !device::is_taken(*number))
     }
 
     /// Returns true if it was removed, renamed or set down.
@@ -172,9 +194,13 @@ impl ByRoute {
         self.kernel.remove_rules(self.present.rules.iter().map(|rule| rule.message(place)).collect())
     }
 
-    /// Removes everything.
+    /// Removes everything, and what servers beside it have left that are dead, unless a successor does.
     pub(crate) fn withdraw(mut self) -> Result<(), RedirectError> {
-        let rules = self.pause();
+        let has_successor = self.paused;
+        let mut rules = self.pause();
+        if !has_successor {
+            rules = rules.and(remove(&mut self.kernel, |number| !device::is_taken(number)));
+        }
         // The device takes the others with it.
         let place = self.place();
         let routes = self.present.routes.iter().filter(|route| route.kind != Kind::Local);
