@@ -1,7 +1,7 @@
 //! Connections that are taken by route, with the edge node's own address.
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
-use std::path::PathBuf;
+use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -131,7 +131,7 @@ fn pod() {
 }
 
 /// Moves this process into a cgroup.
-pub(crate) fn enter(cgroup: PathBuf) {
+pub(crate) fn enter(cgroup: &Path) {
     std::fs::write(cgroup.join("cgroup.procs"), std::process::id().to_string()).unwrap();
 }
 
@@ -139,9 +139,9 @@ pub(crate) fn enter(cgroup: PathBuf) {
 fn beyond_the_hooks() {
     let world = start(desired(&[EDGE]));
     let redirected = world.counter("connect4/redirected");
-    enter(cgroup_mount());
+    enter(&cgroup_mount());
     let seen = ask(at(EDGE.0, PORT));
-    enter(own_cgroup());
+    enter(&own_cgroup());
     let seen = seen.unwrap();
     assert_eq!((seen.local, seen.client.ip()), (at(EDGE.0, PORT), address("127.0.0.1")));
     assert_eq!((world.counter("connect4/redirected"), world.counter("route4/steered")), (redirected, 1));

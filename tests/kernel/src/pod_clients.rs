@@ -56,9 +56,9 @@ fn sidecar() {
 fn sandboxed() {
     const GUEST: &str = "10.244.1.9";
     let pod = pod_of_this_host();
-    enter(cgroup_mount());
+    enter(&cgroup_mount());
     let mut guest = Peer::spawn();
-    enter(own_cgroup());
+    enter(&own_cgroup());
     let devices = [&pod, &guest].map(|peer| peer.inside(|| tun("tun0")));
     guest.ip(&format!("addr add {GUEST}/32 dev tun0"));
     guest.ip("route add default dev tun0");
