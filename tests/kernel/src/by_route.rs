@@ -557,6 +557,10 @@ fn ipv6() {
     let seen = ask(at("fd00::10", 443)).unwrap();
     assert_eq!((seen.local, seen.client.ip()), (at(EDGE_V6.0, PORT), address("2001:db8:1::1")));
     assert_eq!((world.counter("connect6/by_route"), world.counter("route6/steered")), (1, 3));
+    // As kube-proxy does with what it has marked. The host's own packets pass the chain on their way to the loopback.
+    run("ip6tables", "-w -t nat -A POSTROUTING -j MASQUERADE --random-fully");
+    let seen = ask(at("fd00::10", 443)).unwrap();
+    assert_eq!((seen.local, seen.client.ip()), (at(EDGE_V6.0, PORT), address("2001:db8:1::1")));
     let error = asks(&mut lan, "[2001:db8:7::7]:10250").unwrap_err();
     assert!(error.starts_with(&format!("err {}", libc::ECONNREFUSED)), "{error}");
     assert_eq!(world.counter("route6/foreign_client"), 1);
