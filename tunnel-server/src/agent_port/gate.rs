@@ -6,12 +6,11 @@
 //! Without one it can only be an enrolment, and these have separate places.
 
 use std::net::IpAddr;
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 use tunnel_link::link::HANDSHAKE_TIMEOUT;
 use tunnel_runtime::NodeName;
@@ -66,14 +65,9 @@ pub(super) struct Gate {
     unauthenticated: Places<IpAddr>,
     known: Places<IpAddr>,
     certified: Places<NodeName>,
-    /// Told of each place of `certified` that is free again.
-    freed: Arc<Notify>,
     enrolments: Places<IpAddr>,
     additional: Arc<Semaphore>,
     sources: Arc<KnownSources>,
-    /// As many of the handshakes on places of `known`, and of the others, get this server's first answer at a time as there
-    /// are threads.
-    turns: [Arc<Semaphore>; 2],
     /// How many handshakes an unknown source may begin in a time: each costs a signature.
     rate: Mutex<SourceBuckets>,
     /// Links of servers and redirectors, by what they are called in the log.
@@ -85,17 +79,14 @@ pub(super) struct Gate {
 }
 
 impl Gate {
-    /// `threads`: number of those that do handshakes.
-    pub(super) fn new(budget: &Budget, threads: usize) -> Self {
+    pub(super) fn new(budget: &Budget) -> Self {
         Self {
             unauthenticated: Places::new(budget.places(&UNAUTHENTICATED), u32::MAX),
             known: Places::new(budget.places(&KNOWN), u32::MAX),
             certified: Places::new(budget.places(&CERTIFIED), PER_NODE).undisturbed_for(HANDSHAKE_TIMEOUT),
-            freed: Arc::default(),
             enrolments: Places::new(budget.places(&ENROLMENTS), u32::MAX),
             additional: Arc::new(Semaphore::new(budget.places(&ADDITIONAL) as usize)),
             sources: Arc::default(),
-            turns: std::array::from_fn(|_| Arc::new(Semaphore::new(threads))),
             rate: Mutex::new(SourceBuckets::new(BURST, REFILL, MOST_SOURCES)),
             // A link that works does not make room for another one's.
             peers: Places::new(budget.places(&LINKED), LINKS_OF_ONE).undisturbed_for(Duration::MAX),
@@ -104,31 +95,17 @@ impl Gate {
         }
     }
 
-    /// Takes a place for a handshake, which waits for its turn.
-    pub(super) fn handshake(&self, address: IpAddr) -> Option<(Place<IpAddr>, Arc<Semaphore>)> {
+    /// Takes a place for a handshake.
+    pub(super) fn handshake(&self, address: IpAddr) -> Option<Place<IpAddr>> {
         let (source, now) = (source_key(address), Instant::now());
-        let [of_known, of_others] = &self.turns;
         let known = self.sources.contains(source);
         if let Some(place) = known.then(|| self.known.admit(source, now)).flatten() {
-            return Some((place, of_known.clone()));
+            return Some(place);
         }
         if !known && !self.rate.lock().take(source, now) {
             return None;
         }
-        Some((self.unauthenticated.admit(source, now)?, of_others.clone()))
-    }
-
-    /// Waits until a handshake that begins now will find a place of its certificate: many that finish at once could not be
-    /// served, and would have to be done again. The half that is left is for handshakes that have begun.
-    pub(super) async fn room(&self) {
-        loop {
-            let mut freed = pin!(self.freed.notified());
-            freed.as_mut().enable();
-            if !self.certified.is_half_full() {
-                return;
-            }
-            freed.await;
-        }
+        self.unauthenticated.admit(source, now)
     }
 
     /// Takes a place for the link of a server or a redirector; its oldest one makes room if it has too many.
@@ -147,8 +124,7 @@ impl Gate {
     pub(super) fn certified(&self, node: &NodeName, address: IpAddr) -> Option<Certified> {
         let place = self.certified.admit(node.clone(), Instant::now())?;
         let (additional, sources) = (self.additional.clone(), self.sources.clone());
-        let freed = Freed(self.freed.clone());
-        Some(Certified { place, _freed: freed, address, node: node.clone(), additional, sources })
+        Some(Certified { place, address, node: node.clone(), additional, sources })
     }
 
     /// Takes a place for a connection without a certificate.
@@ -160,20 +136,10 @@ impl Gate {
 /// The place of a connection with a certificate.
 pub(super) struct Certified {
     pub(super) place: Place<NodeName>,
-    // Dropped after the place.
-    _freed: Freed,
     address: IpAddr,
     node: NodeName,
     additional: Arc<Semaphore>,
     sources: Arc<KnownSources>,
-}
-
-struct Freed(Arc<Notify>);
-
-impl Drop for Freed {
-    fn drop(&mut self) {
-        self.0.notify_waiters();
-    }
 }
 
 impl Certified {
@@ -190,28 +156,22 @@ impl Certified {
 
 #[cfg(test)]
 mod tests {
-    use futures_util::FutureExt as _;
-
     use super::*;
 
-    fn handshake(gate: &Gate, source: IpAddr) -> Option<Place<IpAddr>> {
-        gate.handshake(source).map(|(place, _)| place)
-    }
-
     fn unauthenticated(gate: &Gate) -> Vec<Place<IpAddr>> {
-        (0..100_000u32).filter_map(|n| handshake(gate, [192, 0, 2, (n % 16) as u8].into())).collect()
+        (0..100_000u32).filter_map(|n| gate.handshake([192, 0, 2, (n % 16) as u8].into())).collect()
     }
 
     #[test]
     fn a_thousand_agents_of_one_site_come_back_beside_unauthenticated() {
-        let gate = Gate::new(&Budget::of(20_000, 1 << 30), 1);
+        let gate = Gate::new(&Budget::of(20_000, 1 << 30));
         let site = IpAddr::from([10, 0, 0, 1]);
         let node: NodeName = "edge-1".parse().unwrap();
         gate.certified(&node, site).unwrap().attached();
         let _unauthenticated = unauthenticated(&gate);
         let (mut left, mut rounds) = (1000, 0);
         while left > 0 {
-            let held: Vec<_> = (0..left).map_while(|_| handshake(&gate, site)).collect();
+            let held: Vec<_> = (0..left).map_while(|_| gate.handshake(site)).collect();
             assert!(held.iter().all(|place| !place.is_evicted()));
             left -= held.len();
             rounds += 1;
@@ -221,7 +181,7 @@ mod tests {
 
     #[test]
     fn an_unknown_source_gets_so_many_handshakes_at_once_and_a_known_one_any_number() {
-        let gate = Gate::new(&Budget::of(20_000, 1 << 30), 1);
+        let gate = Gate::new(&Budget::of(20_000, 1 << 30));
         let (unknown, other): (IpAddr, IpAddr) = ([192, 0, 2, 1].into(), [192, 0, 2, 2].into());
         // Each is over at once.
         let handshakes = |source: IpAddr| (0..5000).filter(|_| gate.handshake(source).is_some()).count();
@@ -234,27 +194,10 @@ mod tests {
         assert_eq!(handshakes(host), 5000, "a server dials again whatever a neighbour of it does");
     }
 
-    #[tokio::test]
-    async fn a_handshake_waits_until_half_of_the_certificates_places_are_free() {
-        let gate = Gate::new(&Budget::of(2_000, 1 << 30), 1);
-        let node = |n| format!("edge-{n}").parse().unwrap();
-        let source = IpAddr::from([10, 0, 0, 1]);
-        let mut held = Vec::new();
-        while gate.room().now_or_never().is_some() {
-            held.extend(gate.certified(&node(held.len()), source));
-        }
-        let half = held.len();
-        assert!(gate.certified(&node(half), source).is_some(), "the other half is free");
-        let mut room = pin!(gate.room());
-        assert!(room.as_mut().now_or_never().is_none());
-        drop(held.pop());
-        assert!(room.now_or_never().is_some());
-    }
-
     // On a clock that stands still: an old place makes room for a new one.
     #[tokio::test(start_paused = true)]
     async fn one_server_or_agent_has_few_links_and_its_oldest_makes_room() {
-        let gate = Gate::new(&Budget::of(20_000, 1 << 30), 1);
+        let gate = Gate::new(&Budget::of(20_000, 1 << 30));
         let held: Vec<_> =
             (0..100).filter_map(|_| gate.peer("redirector of cloud-2", [10, 0, 0, 2].into())).collect();
         assert_eq!(held.len(), LINKS_OF_ONE as usize, "none is a second old");
@@ -273,7 +216,7 @@ mod tests {
     #[test]
     fn additional_links_leave_open_files_to_first_ones() {
         let budget = Budget::of(2_000, 1 << 30);
-        let gate = Gate::new(&budget, 1);
+        let gate = Gate::new(&budget);
         let link = || gate.certified(&"edge-1".parse().unwrap(), [10, 0, 0, 1].into()).unwrap().additional();
         let mut links: Vec<_> = (0..budget.places(&ADDITIONAL)).map(|_| link().unwrap()).collect();
         assert!(budget.places(&ADDITIONAL) > 0 && link().is_none());
@@ -284,7 +227,7 @@ mod tests {
     // On a clock that stands still: an old place makes room for a new one.
     #[tokio::test(start_paused = true)]
     async fn unauthenticated_leave_places_to_certificates_and_to_other_enrolments() {
-        let gate = Gate::new(&Budget::of(2_000, 1 << 30), 1);
+        let gate = Gate::new(&Budget::of(2_000, 1 << 30));
         let _handshakes = unauthenticated(&gate);
         let _enrolments: Vec<_> =
             (0..1000u32).filter_map(|n| gate.enrolment([192, 0, 2, (n % 16) as u8].into())).collect();

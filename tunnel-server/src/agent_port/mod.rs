@@ -68,9 +68,13 @@ impl AgentPort {
         context.metrics.listener(forwarded::LISTENER);
         context.metrics.listener(EDGE);
         let context = Arc::new(context);
-        let gate = Arc::new(gate::Gate::new(budget, workers.handshakes()));
-        let handshakes =
-            Handshakes { tls, workers, context: context.clone(), gate, links: TaskTracker::new() };
+        let handshakes = Handshakes {
+            tls,
+            workers,
+            context: context.clone(),
+            gate: Arc::new(gate::Gate::new(budget)),
+            links: TaskTracker::new(),
+        };
         let enroll = EnrollConnections::new(enroll, context.metrics.clone(), context.draining.clone());
         Arc::new(Self { handshakes, context, enroll, listeners, from_edge })
     }

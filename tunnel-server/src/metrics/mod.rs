@@ -111,7 +111,6 @@ impl Metrics {
             "failed",
             "turned_away",
             "silent",
-            "left",
             "evicted",
         ] {
             let _ = metrics.handshakes.get_or_create(&[("result", result)]);
