@@ -194,7 +194,8 @@ impl Fleet {
     /// How long it takes until one process of a server knows what another one does.
     pub(crate) fn busy(&self, index: usize) -> Duration {
         // Later messages have arrived too.
-        let is_over = |takes: Duration, until: Option<Instant>| until.is_some_and(|at| at.elapsed() > takes * 2);
+        let is_over =
+            |takes: Duration, until: Option<Instant>| until.is_some_and(|at| at.elapsed() > takes * 2);
         let still = self.busy[index].iter().filter(|(takes, until)| !is_over(*takes, *until));
         still.map(|(takes, _)| *takes).max().unwrap_or(AT_ONCE)
     }
