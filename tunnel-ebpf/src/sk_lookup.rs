@@ -160,7 +160,7 @@ unsafe fn may_come_in(ctx: *mut bpf_sk_lookup, way: Way, from: u32) -> bool {
     let ingress = unsafe { (&raw const (*ctx).ingress_ifindex).read_volatile() };
     if from == FROM_PODS {
         // SAFETY: the reference is not used.
-        return unsafe { UPLINKS.get(&ingress) }.is_none();
+        return unsafe { UPLINKS.get(ingress) }.is_none();
     }
     // A packet of this host was routed by the server's device, which the kernel then names instead of loopback. Nobody
     // sends packets by the device itself.
