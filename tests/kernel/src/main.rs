@@ -19,6 +19,7 @@ mod peer;
 mod pod;
 mod pod_clients;
 mod raw;
+mod route_life;
 mod scale;
 mod support;
 
@@ -32,6 +33,7 @@ fn cases() -> Vec<Case> {
         connects::CASES,
         networks::CASES,
         by_route::CASES,
+        route_life::CASES,
         gateway::CASES,
         pod_clients::CASES,
         lifecycle::CASES,

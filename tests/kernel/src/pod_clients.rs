@@ -13,10 +13,15 @@ use crate::Case;
 use crate::by_route::{asks, enter, pod_of_this_host, start};
 use crate::harness::{cgroup_mount, own_cgroup};
 use crate::peer::Peer;
-use crate::support::{EDGE, PORT, address, at, desired, ip, parse, run};
+use crate::support::{
+    EDGE, POD_RANGE, PORT, World, address, ask, at, config, desired, ip, parse, run, with_client,
+};
 
-pub(crate) const CASES: &[Case] =
-    &[("by_route::a_sidecar_sees_the_true_address", sidecar), ("by_route::a_sandboxed_pod", sandboxed)];
+pub(crate) const CASES: &[Case] = &[
+    ("by_route::a_sidecar_sees_the_true_address", sidecar),
+    ("by_route::a_sandboxed_pod", sandboxed),
+    ("by_route::a_rule_for_addresses_of_this_host_takes_nothing", hostports),
+];
 
 /// The mark of the sidecar's own connections; Istio tells them by their user.
 const SIDECAR: u32 = 1337;
@@ -74,6 +79,25 @@ fn sandboxed() {
     let seen = asks(&mut guest, "10.8.0.7:10250").unwrap();
     assert_eq!((seen.local, seen.client.ip()), (at(EDGE.0, PORT), address(GUEST)));
     assert_eq!((world.counter("connect4/by_route"), world.counter("route4/steered")), (0, 1));
+}
+
+/// Rules as of hostPorts, NodePorts and Docker's published ports: an edge node's address is none of this host, unlike a virtual
+/// one.
+fn hostports() {
+    let mut pod = pod_of_this_host();
+    for chain in ["PREROUTING", "OUTPUT"] {
+        let local = format!("-p tcp --dport {PORT} -m addrtype --dst-type LOCAL");
+        run("iptables", &format!("-w -t nat -A {chain} {local} -j REDIRECT --to-ports 9"));
+    }
+    let world = start(desired(&[EDGE]));
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
+    enter(&cgroup_mount());
+    let seen = ask(at(EDGE.0, PORT));
+    enter(&own_cgroup());
+    assert_eq!(seen.unwrap().local, at(EDGE.0, PORT));
+    drop(world);
+    let _at_connect = World::with(config(), &with_client(desired(&[EDGE]), POD_RANGE));
+    asks(&mut pod, "10.8.0.7:10250").unwrap_err();
 }
 
 fn tun(name: &str) -> Arc<SyncDevice> {
