@@ -179,6 +179,20 @@ fn scale(group: Group) -> Vec<Line> {
     line("scale-lost-most", "the server with the most agents, over its share", "×");
     line("scale-lost-back", "one of the three killed: until all agents have a session", "s");
     line("scale-lost-most-after", "then the server with the most agents, over its share", "×");
+    line("scale-pod-route", "a pod's connect, 16 bytes, close, 16 at once, by route", "1/s");
+    line("scale-pod-hook", "the same at connect()", "1/s");
+    line(
+        "scale-forward-none",
+        "UDP round trip of a pod that the host forwards both ways, without Postern",
+        "µs",
+    );
+    for nodes in [ROUTES[0], ROUTES[ROUTES.len() - 1]] {
+        line(
+            &format!("scale-forward-{nodes}"),
+            &format!("the same beside rules and routes of {nodes} nodes"),
+            "µs",
+        );
+    }
     line("scale-routes-memory", "memory of the server, 100,000 nodes", "MB");
     line("scale-routes-maps", "memory of the kernel's maps, 100,000 nodes", "MB");
     line("scale-held-memory", "memory of both ends for one of 30,000 held connections", "KiB");

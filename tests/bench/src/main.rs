@@ -18,6 +18,7 @@ mod load;
 mod machine;
 mod options;
 mod peers;
+mod pods;
 mod record;
 mod report;
 mod run;

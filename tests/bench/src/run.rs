@@ -262,7 +262,6 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Records the CPU seconds since `before`, for each of `units`.
     /// Records by how much `now` is more than `before` for each unit of work.
     fn used(&mut self, line: &str, peer: Peer, on: &Running<'_>, (before, now): (f64, f64), units: f64) {
         if on.parts.is_empty() {

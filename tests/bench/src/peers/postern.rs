@@ -22,6 +22,12 @@ pub(crate) async fn start(testbed: &Testbed) -> Result<Running<'_>> {
     with_agent(testbed, vec![server]).await
 }
 
+/// The same, with one more flag for the server.
+pub(crate) async fn start_with<'a>(testbed: &'a Testbed, flag: &str) -> Result<Running<'a>> {
+    let server = server_builder(testbed).flag(flag).start().await?;
+    with_agent(testbed, vec![server]).await
+}
+
 /// Attaches the agent to the server on `neighbour`: the one that redirects forwards every connection to it.
 pub(crate) async fn start_forwarded<'a>(
     testbed: &'a Testbed,
