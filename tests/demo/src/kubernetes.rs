@@ -276,7 +276,8 @@ async fn from_pod(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
         show_first(cluster, &["exec", "client", "--", "wget", "-q", "-O-", &url], "node_uname_info{").await?;
     }
     let pod = pods::address(&cluster.api, "client").await?;
-    let arrived = server.wait_access("of the pod", |line| line.text("client").starts_with(&pod)).await?;
+    let arrived =
+        server.wait_access("of the pod", |line| line.text("client").starts_with(&format!("{pod}:"))).await?;
     let (client, destination) = (arrived.text("client"), arrived.text("destination"));
     line(&format!("in the server's access log: client {client}, destination {destination}"));
     Ok(())

@@ -59,17 +59,20 @@ pub(crate) fn asks(pod: &mut Peer, to: &str) -> Result<Greeting, String> {
     parse(&greeting).ok_or(greeting)
 }
 
-/// Rules and routes of servers' tables, without those of devices.
+/// Mark of the servers' rules.
+const OURS: &str = "proto 201";
+
+/// Rules of servers.
 pub(crate) fn rules() -> Vec<String> {
     let (v4, v6) = (ip("-4 rule show"), ip("-6 rule show"));
-    let of_servers = v4.lines().chain(v6.lines()).filter(|line| line.contains("lookup 1981"));
+    let of_servers = v4.lines().chain(v6.lines()).filter(|line| line.contains(OURS));
     let mut rules: Vec<String> = of_servers.map(str::to_owned).collect();
     rules.sort();
     rules
 }
 
 pub(crate) fn rules_of_others() -> Vec<String> {
-    ip("rule show").lines().filter(|line| !line.contains("lookup 1981")).map(str::to_owned).collect()
+    ip("rule show").lines().filter(|line| !line.contains(OURS)).map(str::to_owned).collect()
 }
 
 pub(crate) fn devices() -> usize {

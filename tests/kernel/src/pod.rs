@@ -11,6 +11,7 @@ use tunnel_redirect::{Pods, RedirectConfig};
 use tunnel_runtime::limits::{Limit, Limits};
 
 use crate::Case;
+use crate::by_route::{devices, rules};
 use crate::failures::{DOCUMENTED, have_only};
 use crate::harness::{cgroup_mount, own_cgroup};
 use crate::peer::Peer;
@@ -57,6 +58,7 @@ fn by_route_in_the_hosts_namespace() {
     assert_eq!(parse(&greeting).unwrap().local, at(EDGE.0, PORT));
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
     world.redirect.stop();
+    assert_eq!((rules(), devices()), (Vec::new(), 0));
     drop(pod);
 }
 

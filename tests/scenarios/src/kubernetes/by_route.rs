@@ -107,13 +107,19 @@ fn policies(cluster: &Cluster<'_>) -> [(&'static str, Value, bool); 2] {
 
 async fn judged(cluster: &Cluster<'_>, ways: &[Way], policy: &Value, node: bool) -> Result<()> {
     cluster.api.create(POLICIES, policy).await?;
+    let judged = each_judged(cluster, ways, node).await;
+    // The next one has the same name.
+    judged.and(cluster.api.delete(&format!("{POLICIES}/edge")).await)
+}
+
+async fn each_judged(cluster: &Cluster<'_>, ways: &[Way], node: bool) -> Result<()> {
     for way in ways {
         let (url, permitted) = (way.url(), (way.endpoint.port() == KUBELET_PORT) == node);
         let what = format!("{url} to be {}", if permitted { "permitted" } else { "forbidden" });
         let page = async || fetch(cluster, &url).await;
         wait_until(&what, KNOWN, page, |page| (page == way.page) == permitted).await?;
     }
-    cluster.api.delete(&format!("{POLICIES}/edge")).await
+    Ok(())
 }
 
 async fn ways(cluster: &Cluster<'_>) -> Result<Vec<Way>> {

@@ -135,8 +135,10 @@ fn nothing_is_left(testbed: &Testbed) -> Result<()> {
     ensure!(left.is_empty(), "pins are left: {left:?}");
     let routes = testbed.cloud.output("ip", "-4 route show table local 198.18.0.0/15")?;
     ensure!(routes.is_empty(), "routes are left: {routes}");
-    let rules = testbed.cloud.output("ip", "rule show")?;
-    ensure!(!rules.contains("lookup 1981"), "rules are left: {rules}");
+    for family in ["-4", "-6"] {
+        let rules = testbed.cloud.output("ip", &format!("{family} rule show"))?;
+        ensure!(!rules.contains("proto 201"), "rules are left: {rules}");
+    }
     Ok(())
 }
 
