@@ -84,19 +84,26 @@ fn sandboxed() {
 /// Rules as of hostPorts, NodePorts and Docker's published ports: an edge node's address is none of this host, unlike a virtual
 /// one.
 fn hostports() {
+    // "-A" adds them, "-D" removes them.
+    let rules = |action: &str| {
+        for chain in ["PREROUTING", "OUTPUT"] {
+            let local = format!("-p tcp --dport {PORT} -m addrtype --dst-type LOCAL");
+            run("iptables", &format!("-w -t nat {action} {chain} {local} -j REDIRECT --to-ports 9"));
+        }
+    };
     let mut pod = pod_of_this_host();
-    for chain in ["PREROUTING", "OUTPUT"] {
-        let local = format!("-p tcp --dport {PORT} -m addrtype --dst-type LOCAL");
-        run("iptables", &format!("-w -t nat -A {chain} {local} -j REDIRECT --to-ports 9"));
-    }
     let world = start(desired(&[EDGE]));
+    rules("-A");
     assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
     enter(&cgroup_mount());
     let seen = ask(at(EDGE.0, PORT));
     enter(&own_cgroup());
     assert_eq!(seen.unwrap().local, at(EDGE.0, PORT));
     drop(world);
+    rules("-D");
     let _at_connect = World::with(config(), &with_client(desired(&[EDGE]), POD_RANGE));
+    asks(&mut pod, "10.8.0.7:10250").unwrap();
+    rules("-A");
     asks(&mut pod, "10.8.0.7:10250").unwrap_err();
 }
 
