@@ -120,6 +120,11 @@ pub enum RedirectError {
     Tun { source: io::Error },
     #[error("the redirect's listener: {operation}: {source}")]
     Listener { operation: &'static str, source: io::Error },
+    /// Cilium came after this server had started.
+    #[error(
+        "Cilium came after this server had started, and its eBPF host routing ignores rules for ports: restart this server, or set --redirect-pods=route if Cilium has bpf.hostLegacyRouting=true"
+    )]
+    Cilium,
     #[error("the redirect does not work: {0}")]
     SelfTest(#[from] SelfTestError),
     #[error(
@@ -173,7 +178,7 @@ pub enum SelfTestError {
         found: String,
     },
     #[error(
-        "packets for the edge node's address {to} do not come here but go {found}: a rule of another program comes before the priority 90 (`ip rule`); move it behind, or set --redirect-pods=connect"
+        "the kernel sends packets for the edge node's address {to} {found}, not to this server: look for a rule before the priority 90 (`ip rule`) and move it behind, or set --redirect-pods=connect"
     )]
     NotByRoute { to: SocketAddr, found: String },
     /// The server is not serving, so the connect must fail, but it did not.

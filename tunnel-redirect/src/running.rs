@@ -12,11 +12,12 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tunnel_abi::LIST_CAPACITY;
 use tunnel_routing::{Desired, reserved_addresses, reserved_addresses_v6};
+use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::net::interface_addresses;
 
 use super::by_route::{ByRoute, Wanted};
 use super::cgroup::Cgroup;
-use super::change::Change;
+use super::change::{Change, ComesIn};
 use super::claim::Claim;
 use super::config::{OrphanPolicy, RedirectConfig};
 use super::error::RedirectError;
@@ -82,6 +83,7 @@ pub(super) struct Inner {
     pub(super) own: BTreeSet<IpAddr>,
     /// Interfaces that lead to other hosts, as in `maps`.
     pub(super) uplinks: BTreeSet<u32>,
+    pub(super) uplinks_failed: LogOnce,
     pub(super) self_test_addresses: SelfTestAddresses,
     /// Port of the last self-test that passed.
     pub(super) verified_port: Option<u16>,
@@ -136,7 +138,11 @@ impl Redirect {
         }
         let want = MapContents::complete(&desired, &self.host(inner))?;
         inner.desired = desired;
-        self.write_all(inner, &want)
+        let applied = self.write_all(inner, &want)?;
+        if let Some(by_route) = &mut inner.by_route {
+            by_route.sweep()?;
+        }
+        Ok(applied)
     }
 
     /// Brings the maps up to date with the desired state, this host's addresses and those of the self-test.
@@ -153,7 +159,7 @@ impl Redirect {
             if self.config.gateway { wanted.of_a_gateway() } else { wanted }
         });
         let applied = inner.bring_to(want, routes)?;
-        inner.refresh_uplinks()?;
+        inner.refresh_uplinks();
         Ok(applied)
     }
 
@@ -294,7 +300,7 @@ impl Redirect {
         if inner.stopped {
             return Err(RedirectError::Stopped);
         }
-        inner.refresh_uplinks()?;
+        inner.refresh_uplinks();
         if inner.current && inner.own == own {
             return Ok(Applied::default());
         }
@@ -319,21 +325,33 @@ impl Redirect {
 }
 
 impl Inner {
-    /// Pods' packets come in by no interface that leads to other hosts.
-    fn refresh_uplinks(&mut self) -> Result<(), RedirectError> {
-        let Some(by_route) = &mut self.by_route else { return Ok(()) };
-        let others: BTreeSet<IpAddr> = self
-            .contents
+    /// Pods' packets come in by no interface that leads to other hosts. If these cannot be read, the last ones are kept: the
+    /// host's own processes need the rest of a change.
+    fn refresh_uplinks(&mut self) {
+        let Some(by_route) = &mut self.by_route else { return };
+        let contents = &self.contents;
+        let pods = |address: &IpAddr| {
+            contents.clients.iter().any(|(net, from)| *from == ComesIn::Pods && net.contains(address))
+        };
+        let others: BTreeSet<IpAddr> = contents
             .excluded
             .iter()
             .filter(|net| net.prefix_len() == net.max_prefix_len())
             .map(IpNet::addr)
-            .filter(|address| !self.own.contains(address))
+            // An address of --exclude may be a pod's of this host.
+            .filter(|address| !self.own.contains(address) && !pods(address))
             .collect();
-        let uplinks = by_route.uplinks(&others)?;
-        self.maps.set_uplinks(&uplinks, &self.uplinks)?;
-        self.uplinks = uplinks;
-        Ok(())
+        let read = by_route.uplinks(&others);
+        match read.and_then(|uplinks| self.maps.set_uplinks(&uplinks, &self.uplinks).map(|()| uplinks)) {
+            Ok(uplinks) => {
+                self.uplinks = uplinks;
+                self.uplinks_failed.clear();
+            }
+            Err(error) if self.uplinks_failed.is_new(&error) => {
+                tracing::warn!(%error, "failed to read the interfaces that lead to other hosts, pods are known by their address alone");
+            }
+            Err(_) => {}
+        }
     }
 
     fn bring_to(&mut self, want: &MapContents, routes: Option<Wanted>) -> Result<Applied, RedirectError> {

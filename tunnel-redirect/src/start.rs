@@ -14,6 +14,7 @@ use socket2::SockRef;
 use tokio::sync::Notify;
 use tunnel_abi::{INITIAL_NETNS, LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6};
 use tunnel_routing::Desired;
+use tunnel_runtime::log_once::LogOnce;
 
 use super::by_route::{self, ByRoute};
 use super::cgroup::Cgroup;
@@ -88,13 +89,6 @@ impl Redirect {
             )?;
             maps.set_listener(slot, listener)?;
         }
-        if by_route.is_some() {
-            // To answer from addresses that are not this host's own. IPv6 asks for no permission.
-            SockRef::from(v4).set_ip_transparent_v4(true).map_err(|source| RedirectError::Listener {
-                operation: "cannot set IP_TRANSPARENT",
-                source,
-            })?;
-        }
         maps.beat()?;
         maps.set_serving(true)?;
 
@@ -107,6 +101,7 @@ impl Redirect {
             desired: Desired::default(),
             own: BTreeSet::new(),
             uplinks: BTreeSet::new(),
+            uplinks_failed: LogOnce::default(),
             self_test_addresses,
             verified_port: None,
             serving: true,
@@ -174,8 +169,8 @@ fn by_route(config: &RedirectConfig, listener: &TcpListener, ipv6: bool) -> Resu
     let netns = || by_route::host_netns(listener);
     match config.pods {
         Pods::Connect => Ok((None, None)),
-        Pods::Route => Ok((Some((ByRoute::open(ipv6)?, netns().unwrap_or(INITIAL_NETNS))), None)),
-        Pods::Auto => match by_route_where_possible(netns(), ipv6) {
+        Pods::Route => Ok((Some((open_by_route(listener, ipv6)?, netns().unwrap_or(INITIAL_NETNS))), None)),
+        Pods::Auto => match by_route_where_possible(listener, netns(), ipv6) {
             Ok(opened) => Ok((Some(opened), None)),
             Err((reason, fix)) => {
                 tracing::warn!(reason, fix, "connections of pods are redirected at connect(), not by route");
@@ -185,8 +180,23 @@ fn by_route(config: &RedirectConfig, listener: &TcpListener, ipv6: bool) -> Resu
     }
 }
 
+fn open_by_route(listener: &TcpListener, ipv6: bool) -> Result<ByRoute, RedirectError> {
+    let mut by_route = ByRoute::open(ipv6)?;
+    // To answer from addresses that are not this host's own. IPv6 asks for no permission.
+    SockRef::from(listener)
+        .set_ip_transparent_v4(true)
+        .map_err(|source| RedirectError::Listener { operation: "cannot set IP_TRANSPARENT", source })?;
+    // Here a kernel whose answers cannot be read is found in time.
+    by_route.restore()?;
+    Ok(by_route)
+}
+
 /// Returns the reason and its mend if connections of pods cannot be taken by route.
-fn by_route_where_possible(netns: Option<u64>, ipv6: bool) -> Result<(ByRoute, u64), (String, &'static str)> {
+fn by_route_where_possible(
+    listener: &TcpListener,
+    netns: Option<u64>,
+    ipv6: bool,
+) -> Result<(ByRoute, u64), (String, &'static str)> {
     let netns = netns.ok_or_else(|| {
         let reason = "the kernel does not tell this process its network namespace (Linux 5.14 does)";
         (reason.to_owned(), "upgrade the kernel, or set --redirect-pods=connect")
@@ -196,7 +206,7 @@ fn by_route_where_possible(netns: Option<u64>, ipv6: bool) -> Result<(ByRoute, u
         let fix = "set --redirect-pods=route if Cilium has bpf.hostLegacyRouting=true, else =connect";
         return Err((reason.to_owned(), fix));
     }
-    let opened = ByRoute::open(ipv6).map_err(|error| match error {
+    let opened = open_by_route(listener, ipv6).map_err(|error| match error {
         RedirectError::Tun { source } => (format!("cannot make a TUN device: {source}"), tun_fix(&source)),
         error => (error.to_string(), "set --redirect-pods=connect"),
     })?;

@@ -9,9 +9,11 @@ use tokio_util::sync::CancellationToken;
 use tunnel_runtime::log_once::LogOnce;
 
 use super::by_route::ByRoute;
+use super::config::Pods;
 use super::error::RedirectError;
 use super::running::Redirect;
 use super::self_test::SelfTest;
+use super::start::has_cilium;
 
 /// Interval between verifications.
 const PERIOD: Duration = Duration::from_secs(30);
@@ -147,6 +149,9 @@ impl Redirect {
             let cgroup = self.cgroup.path.display().to_string();
             SelfTest::new(&inner, self.ipv6, self.features.set_retval, cgroup)
         };
+        if self.routed && self.config.pods == Pods::Auto && has_cilium() {
+            return Err(RedirectError::Cilium);
+        }
         test.run(|index| self.lock().maps.counter(index))?;
         let mut inner = self.lock();
         if let Some(by_route) = &mut inner.by_route {
@@ -172,6 +177,11 @@ impl Redirect {
         if !inner.released {
             restored.extend(inner.programs.lost(&self.cgroup, &self.netns)?);
             inner.programs.attach(&self.cgroup, &self.netns)?;
+            // After a `resume` that failed half-way.
+            if inner.by_route.as_mut().is_some_and(ByRoute::unpause) {
+                drop(inner);
+                restored.extend(self.ensure_routes()?);
+            }
         }
         Ok(restored)
     }

@@ -153,7 +153,8 @@ fn ipv6() {
     assert!(world.redirect.ipv6());
     let asked = at(EDGE_V6.0, PORT);
     arrived(&TcpStream::connect(asked).unwrap(), asked, EDGE_V6.1);
-    assert_eq!(world.counter("lookup6/steered"), 2);
+    // Also of a packet that comes after its connection was reset.
+    assert!(world.counter("lookup6/steered") >= 2, "one connect and the self-test");
     fails(at("2001:db8:7::8", PORT), libc::EHOSTUNREACH);
     fails(at("2001:db8:7::9", PORT), libc::ENETUNREACH);
 }

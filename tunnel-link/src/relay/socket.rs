@@ -28,6 +28,11 @@ const FLUSH_PATIENCE: Duration = Duration::from_secs(10);
 /// what is set on their listener.
 pub fn prepare_socket(socket: &impl AsFd) {
     reset_on_drop(socket);
+    tune_socket(socket);
+}
+
+/// The same without [`reset_on_drop`].
+pub fn tune_socket(socket: &impl AsFd) {
     let socket = SockRef::from(socket);
     refine("TCP_NODELAY", socket.set_tcp_nodelay(true));
     refine("SO_KEEPALIVE", socket.set_tcp_keepalive(&link::keepalive().with_time(KEEPALIVE_TIME)));

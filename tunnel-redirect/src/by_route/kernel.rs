@@ -1,7 +1,7 @@
 //! Reads and writes rules and routes by rtnetlink, many in one system call.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use ipnet::IpNet;
@@ -27,13 +27,13 @@ use super::wanted::{Kind, Packets, Route, Rule, Table};
 use crate::error::RedirectError;
 use crate::netlink::destination;
 
-/// Marks rules and routes as Postern's. Numbers from 192 on are nobody's (`/etc/iproute2/rt_protos`).
+/// Marks rules and routes as Postern's. Not in `/etc/iproute2/rt_protos`, nor used by FRR or BIRD.
 const PROTOCOL: RouteProtocol = RouteProtocol::Other(201);
 /// Before the rules of container networks. Two more follow: for every port, and for what is not taken.
 const PRIORITY: u32 = 90;
 /// The first routing table; each server has two, by its device's number.
 const FIRST_TABLE: u32 = 198_180;
-/// After those: a third for each server.
+/// The first table for packets that are not taken.
 const FIRST_NOT_TAKEN: u32 = FIRST_TABLE + 2 * super::device::MOST;
 /// Packets that this host sends come in there for a rule.
 const LOOPBACK: &str = "lo";
@@ -230,7 +230,7 @@ impl Kernel {
             request.header.flags = RouteFlags::LookupTable;
         }
         request.attributes = vec![
-            RouteAttribute::Destination(address(to.ip())),
+            RouteAttribute::Destination(to.ip().into()),
             RouteAttribute::IpProto(libc::IPPROTO_TCP as u8),
             RouteAttribute::Dport(to.port()),
         ];
@@ -381,13 +381,6 @@ fn failed(operation: &str, error: &io::Error) -> RedirectError {
     }
 }
 
-fn address(address: IpAddr) -> RouteAddress {
-    match address {
-        IpAddr::V4(address) => RouteAddress::Inet(address),
-        IpAddr::V6(address) => RouteAddress::Inet6(address),
-    }
-}
-
 fn family(ipv6: bool) -> AddressFamily {
     if ipv6 { AddressFamily::Inet6 } else { AddressFamily::Inet }
 }
@@ -478,7 +471,7 @@ impl Route {
             Kind::Unreachable => RouteType::Unreachable,
         };
         message.attributes = vec![
-            RouteAttribute::Destination(address(self.net.network())),
+            RouteAttribute::Destination(self.net.network().into()),
             RouteAttribute::Table(place.table(self.table)),
             RouteAttribute::Priority(if self.kind == Kind::Unreachable { 2 } else { 1 }),
         ];

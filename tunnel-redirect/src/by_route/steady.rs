@@ -26,7 +26,7 @@ impl Restored {
     pub(crate) fn parts(self) -> impl Iterator<Item = &'static str> {
         let parts = [
             (self.device, "TUN device"),
-            (self.rules > 0, "rules for tunnelled ports"),
+            (self.rules > 0, "rules"),
             (self.routes > 0, "routes of edge nodes"),
         ];
         parts.into_iter().filter_map(|(lost, part)| lost.then_some(part))
@@ -65,7 +65,7 @@ impl ByRoute {
         let device = device(&mut kernel)?;
         // Fails where the kernel has no policy routing. The table is still empty.
         let place = Place { number: device.number, index: device.index };
-        for ipv6 in [Some(false), ipv6.then_some(true)].into_iter().flatten() {
+        for ipv6 in families(ipv6) {
             let probe = || vec![Rule { ipv6, packets: Packets::Port(1) }.message(place)];
             kernel.add_rules(probe())?;
             kernel.remove_rules(probe())?;
@@ -95,8 +95,7 @@ impl ByRoute {
         Ok(())
     }
 
-    /// Adds what is missing. To be called once the maps have changed. The first time it then removes the remains of
-    /// servers that are gone: until then these may refuse connections, as their orphan policy says.
+    /// Adds what is missing. To be called once the maps have changed.
     pub(crate) fn add(&mut self, wanted: Wanted) -> Result<(), RedirectError> {
         let place = self.place();
         let routes = wanted.routes.difference(&self.present.routes).map(|route| route.message(place));
@@ -106,24 +105,30 @@ impl ByRoute {
             self.kernel.add_rules(rules)?;
         }
         self.present = wanted;
-        if !self.swept {
-            remove(&mut self.kernel, |number| number != place.number && !device::is_taken(number))?;
-            // Another process may have had this device's number.
-            self.restore()?;
-            self.swept = true;
-        }
         Ok(())
     }
 
+    /// Removes the remains of servers that are gone, once. To be called when the nodes are known: until then the remains may
+    /// refuse connections, as the orphan policy of those servers says.
+    pub(crate) fn sweep(&mut self) -> Result<(), RedirectError> {
+        if self.swept {
+            return Ok(());
+        }
+        let own = self.device.number;
+        remove(&mut self.kernel, |number| number != own && !device::is_taken(number))?;
+        self.swept = true;
+        // Another process may have had this device's number.
+        self.restore().map(drop)
+    }
+
     /// Compares the kernel's device, rules and routes with what this process has written, and restores those that are
-    /// missing or foreign.
+    /// missing, or foreign after the [`Self::sweep`].
     pub(crate) fn restore(&mut self) -> Result<Restored, RedirectError> {
         let mut restored = Restored { device: self.restore_device()?, ..Restored::default() };
         let place = self.place();
         let (mut rules, mut foreign) = (BTreeSet::new(), Vec::new());
         self.others.clear();
-        let families = [Some(false), self.ipv6.then_some(true)];
-        for ipv6 in families.into_iter().flatten() {
+        for ipv6 in families(self.ipv6) {
             for ListedRule { message, number, rule } in self.kernel.rules(ipv6)? {
                 if number != place.number {
                     self.others.insert(number);
@@ -134,14 +139,16 @@ impl ByRoute {
                 }
             }
         }
-        restored.rules = foreign.len();
-        self.kernel.remove_rules(foreign)?;
-        // Until this server's own routes are there, those of a dead one may refuse connections.
-        if self.swept && self.another_died() {
+        if self.swept {
+            restored.rules = foreign.len();
+            self.kernel.remove_rules(foreign)?;
+        }
+        if self.another_died() {
             remove(&mut self.kernel, |number| !device::is_taken(number))?;
+            self.others.retain(|number| device::is_taken(*number));
         }
         let (mut routes, mut foreign) = (BTreeSet::<Route>::new(), Vec::new());
-        for ipv6 in families.into_iter().flatten() {
+        for ipv6 in families(self.ipv6) {
             for table in TABLES {
                 for listed in self.kernel.routes(ipv6, table, place)? {
                     let wanted = listed.route.filter(|route| self.present.routes.contains(route));
@@ -151,8 +158,10 @@ impl ByRoute {
                 }
             }
         }
-        restored.routes = foreign.len();
-        self.kernel.remove_routes(foreign.into_iter())?;
+        if self.swept {
+            restored.routes = foreign.len();
+            self.kernel.remove_routes(foreign.into_iter())?;
+        }
         let missing: Vec<Route> = self.present.routes.difference(&routes).copied().collect();
         restored.routes += missing.len();
         self.kernel.add_routes(missing.into_iter().map(|route| route.message(place)))?;
@@ -168,7 +177,7 @@ impl ByRoute {
     /// Reports whether a server beside this one has ended without removing its rules. These come first, and with
     /// --orphan-policy=refuse their routes refuse what is meant for this server now.
     pub(crate) fn another_died(&self) -> bool {
-        !self.paused && self.others.iter().any(|number| !device::is_taken(*number))
+        self.swept && !self.paused && self.others.iter().any(|number| !device::is_taken(*number))
     }
 
     /// Returns true if it was removed, renamed or set down.
@@ -178,7 +187,9 @@ impl ByRoute {
             Some(false) => self.kernel.bring_up(self.device.index)?,
             None => {
                 self.device = device(&mut self.kernel)?;
-                remove(&mut self.kernel, |number| !device::is_taken(number))?;
+                if self.swept {
+                    remove(&mut self.kernel, |number| !device::is_taken(number))?;
+                }
             }
         }
         Ok(true)
@@ -186,8 +197,9 @@ impl ByRoute {
 
     /// Has [`Self::restore`] add the rules again. To be called once the programs are attached, without which others' listeners
     /// would get the connections.
-    pub(crate) fn unpause(&mut self) {
-        self.paused = false;
+    /// Returns false if it does so already.
+    pub(crate) fn unpause(&mut self) -> bool {
+        std::mem::take(&mut self.paused)
     }
 
     /// Removes the rules, so that nothing is led to this process any more, until [`Self::unpause`].
@@ -201,7 +213,7 @@ impl ByRoute {
     pub(crate) fn withdraw(mut self) -> Result<(), RedirectError> {
         let has_successor = self.paused;
         let mut rules = self.pause();
-        if !has_successor {
+        if self.swept && !has_successor {
             rules = rules.and(remove(&mut self.kernel, |number| !device::is_taken(number)));
         }
         // The device takes the others with it.
@@ -231,6 +243,11 @@ impl ByRoute {
     pub(super) fn place(&self) -> Place {
         Place { number: self.device.number, index: self.device.index }
     }
+}
+
+/// IPv4, and IPv6 if it is used.
+fn families(ipv6: bool) -> impl Iterator<Item = bool> {
+    [Some(false), ipv6.then_some(true)].into_iter().flatten()
 }
 
 fn device(kernel: &mut Kernel) -> Result<Device, RedirectError> {

@@ -127,8 +127,8 @@ async fn follow_identity(
 /// Reports readiness while a server is linked: without one no connection can be forwarded, and what checks a gateway has
 /// to send its clients to another.
 pub(crate) async fn ready_while_linked(peers: Arc<Peers>, readiness: Readiness, stop: CancellationToken) {
+    let mut pending = Some(readiness.pending(SERVER));
     let follow = async {
-        let mut pending = Some(readiness.pending(SERVER));
         loop {
             if peers.all().is_empty() {
                 pending.get_or_insert_with(|| readiness.pending(SERVER));

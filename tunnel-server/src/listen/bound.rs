@@ -6,6 +6,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 
 use tokio::net::TcpListener;
+use tunnel_link::relay::tune_socket;
 use tunnel_redirect::{Redirect, RedirectConfig, RedirectError};
 use tunnel_runtime::config::{BindError, ConfigError};
 
@@ -39,7 +40,10 @@ impl Listeners {
                     Some(taken) => TcpListener::from_std(taken),
                     None => TcpListener::bind(address).await,
                 };
-                sockets.push((row.name, socket.map_err(|error| BindError::new(flag, address, error))?));
+                let socket = socket.map_err(|error| BindError::new(flag, address, error))?;
+                // Connections that come before the listener serves inherit it too.
+                tune_socket(&socket);
+                sockets.push((row.name, socket));
             }
         }
         Ok(Self { sockets, egress_socket })
@@ -65,6 +69,7 @@ impl Listeners {
             other => anyhow::Error::new(other).context("--redirect=on"),
         });
         let (redirect, listeners) = started?;
+        listeners.iter().for_each(tune_socket);
         self.sockets.extend(listeners.into_iter().map(|listener| (REDIRECT, listener)));
         Ok(redirect)
     }

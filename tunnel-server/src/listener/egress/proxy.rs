@@ -21,10 +21,11 @@ use super::stream::{Asked, BOUNDS};
 
 /// Maximum number of packets, of at most 32 KiB each, that wait for a caller to read.
 const PACKETS: usize = 16;
-/// Bytes that a caller may send on one stream before it has to wait for them to be taken.
+/// Maximum number of bytes that a caller may send on one stream before it has to wait for them to be taken.
 const STREAM_WINDOW: u32 = 1 << 20;
-/// The same for a connection: more than its streams may use, so that none waits for another.
-const CONNECTION_WINDOW: u32 = 1 << 30;
+/// The same for a connection: the maximum of HTTP/2 (RFC 9113, 6.9.1). Its streams may use no more together, so that none
+/// waits for another.
+const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 /// Streams of one connection beyond the listener's places: a dial without a place gets an error, and does not wait for a stream.
 const WITHOUT_PLACE: u32 = 100;
 /// Maximum number of bytes of a stream that wait to be sent.
@@ -69,7 +70,7 @@ pub(super) async fn serve(
         ProxyServiceServer::new(Proxy { dialler, caller }).max_decoding_message_size(LARGEST_MESSAGE);
     let connection = http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
-        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_stream_window_size(STREAM_WINDOW.min(CONNECTION_WINDOW / streams))
         .initial_connection_window_size(CONNECTION_WINDOW)
         .max_concurrent_streams(streams)
         .max_send_buf_size(SEND_BUFFER)
