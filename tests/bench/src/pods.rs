@@ -1,5 +1,5 @@
 //! Connections of a pod, taken by route and at connect(), and a flow through the host that has nothing to do with edge nodes.
-use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::{Ipv4Addr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -103,6 +103,6 @@ fn reflect(echo: &UdpSocket, over: &AtomicBool) {
     let limited = echo.set_read_timeout(Some(Duration::from_secs(1)));
     while limited.is_ok() && !over.load(Ordering::Relaxed) {
         let Ok((length, from)) = echo.recv_from(&mut packet) else { continue };
-        let _: Result<usize, _> = echo.send_to(&packet[..length], SocketAddr::from(from));
+        let _: Result<usize, _> = echo.send_to(&packet[..length], from);
     }
 }
