@@ -39,6 +39,8 @@ const REPLACED_PAUSE: Duration = Duration::from_secs(120);
 /// Retry interval for an address of a server that is attached through another address. It may lead elsewhere by now.
 /// When the other link fails it is retried immediately.
 const STANDBY_PAUSE: Duration = Duration::from_secs(60);
+/// Maximum time until a server says that another agent of this node has a session there.
+const REPLACED: Duration = Duration::from_secs(2);
 /// A session that lasted this long was good: the next failure starts with the shortest pause.
 const GOOD_SESSION: Duration = Duration::from_secs(30);
 
@@ -366,9 +368,14 @@ impl LinkLoop {
                     state.leave();
                     break SessionEnd::Stopping;
                 }
-                // The successor's sessions are with other servers than this one.
                 () = &mut passed => {
-                    state.leave();
+                    // A server that has the successor's session says so. It may not have it yet, though the successor
+                    // knows of it: without this session the node would have none until then.
+                    let _ = tokio::time::timeout(REPLACED, server_drains.cancelled()).await;
+                    if *state.phase.borrow() != SessionPhase::Succeeded {
+                        // The successor's sessions are with other servers than this one.
+                        state.leave();
+                    }
                     break SessionEnd::Succeeded;
                 }
                 found = &mut silence => {
