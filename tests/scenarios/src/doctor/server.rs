@@ -14,6 +14,7 @@ use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed, agent, maps, server};
 
 use super::{Said, run};
+use crate::common::server_and_agent;
 
 scenarios! {
     a_healthy_server_is_fine(quick),
@@ -63,7 +64,8 @@ async fn without_server(testbed: &Testbed, more: &[&str]) -> Result<Said> {
 }
 
 async fn a_healthy_server_is_fine(testbed: &Testbed) -> Result<()> {
-    let server = Builder::new(testbed).start().await?;
+    // With an agent: `pods` connects to an edge node by route.
+    let (server, agent) = server_and_agent(testbed).await?;
     // The running server reports its own flags: its state directory is not the default one.
     let said = doctor(testbed, &[]).await?;
     said.expect_only(&[])?;
@@ -94,7 +96,7 @@ async fn a_healthy_server_is_fine(testbed: &Testbed) -> Result<()> {
     let text = server::run(testbed, &["doctor"])?;
     let text = String::from_utf8_lossy(&text.stdout).into_owned();
     ensure!(text.contains("ok       self-test") && text.contains(" 0 broken"), "{text}");
-    drop(server);
+    drop((server, agent));
     Ok(())
 }
 
