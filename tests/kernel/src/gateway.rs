@@ -42,7 +42,7 @@ fn gateway() {
     }
     // This host's own packets take its other routes, and so do those to other addresses.
     let sent_on = |to: &str, from: &str| {
-        let route = format!("route get {to} {from} ipproto tcp dport 8080");
+        let route = format!("route get {to} {from} ipproto 6 dport 8080");
         let output = Command::new("ip").args(route.split_whitespace()).output().unwrap();
         // The kernel's own answers to the client are limited in number.
         let refused = String::from_utf8_lossy(&output.stderr).contains("No route to host");
@@ -96,6 +96,6 @@ fn overruled() {
     assert!(problem.contains("nowhere (Permission denied)"), "{problem}");
     // It would be in the way of connections to other ports only.
     ip("rule del pref 50");
-    ip("rule add pref 50 ipproto tcp dport 8080 lookup 77");
+    ip("rule add pref 50 ipproto 6 dport 8080 lookup 77");
     assert_eq!(verify(), None);
 }
