@@ -116,7 +116,10 @@ impl Redirect {
     /// [`health`](Self::health) includes the error until a call succeeds.
     pub fn apply(&self, desired: impl FnOnce() -> Desired) -> Result<Applied, RedirectError> {
         let mut inner = self.lock();
-        let applied = self.bring_to(&mut inner, desired);
+        let applied = self.bring_to(&mut inner, desired).and_then(|applied| {
+            inner.by_route.as_mut().map_or(Ok(()), ByRoute::sweep)?;
+            Ok(applied)
+        });
         let stale = applied.as_ref().err().map(ToString::to_string);
         self.note(|health| health.stale = stale);
         applied
@@ -138,11 +141,7 @@ impl Redirect {
         }
         let want = MapContents::complete(&desired, &self.host(inner))?;
         inner.desired = desired;
-        let applied = self.write_all(inner, &want)?;
-        if let Some(by_route) = &mut inner.by_route {
-            by_route.sweep()?;
-        }
-        Ok(applied)
+        self.write_all(inner, &want)
     }
 
     /// Brings the maps up to date with the desired state, this host's addresses and those of the self-test.

@@ -8,13 +8,14 @@ use postern_testbed::client::{End, PATIENCE, connect_from, echo, end_at_once, en
 use postern_testbed::inventory::{self, Inventory};
 use postern_testbed::netns::Namespace;
 use postern_testbed::report::figure;
-use postern_testbed::server::{self, Builder, Server, Token};
+use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
-use postern_testbed::{CloudHost, NEIGHBOUR, ROUTER, Testbed};
+use postern_testbed::{CloudHost, ROUTER, Testbed};
 use tokio::net::TcpStream;
 
 use crate::common::target;
+use crate::redirector::{enrolled, token};
 
 scenarios! {
     clients_without_a_program_of_ours(limit = 180, quick),
@@ -99,14 +100,8 @@ impl<'a> Fleet<'a> {
         let agent = Agent::enrol(&server, 1).await?;
         let mut gateways = Vec::new();
         for (host, (name, _)) in hosts.gateways.iter().zip(GATEWAYS) {
-            let token = server.run(&["token", "create", "--redirector", name, "-o", "json"])?;
-            let token: Token = serde_json::from_str(&token).context("a redirector's token")?;
-            let mut gateway = Builder::redirector_on(testbed, host, name)
-                .flag("redirector")
-                .flag(format!("--node-name={name}"))
-                .flag(format!("--peers={NEIGHBOUR}:10262"))
-                .flag(format!("--token={}", token.token))
-                .flag(format!("--ca-hash={}", token.ca_hash))
+            let builder = Builder::redirector_on(testbed, host, name);
+            let mut gateway = enrolled(builder, name, &token(&server, name)?)
                 .flag(format!("--redirect-clients={}/32,{}/128", CLIENT.0, CLIENT.1));
             for flag in FLAGS {
                 gateway = gateway.flag(flag);

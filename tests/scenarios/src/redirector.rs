@@ -30,33 +30,34 @@ struct Fleet<'a> {
     agent: Agent<'a>,
 }
 
+/// Returns a token for the redirector of a host.
+pub(crate) fn token(server: &Server<'_>, name: &str) -> Result<Token> {
+    let printed = server.run(&["token", "create", "--redirector", name, "-o", "json"])?;
+    serde_json::from_str(&printed).context("a redirector's token")
+}
+
+/// The redirector of a host, beside the server on the neighbour.
+pub(crate) fn enrolled<'a>(builder: Builder<'a>, name: &str, token: &Token) -> Builder<'a> {
+    builder
+        .flag("redirector")
+        .flag(format!("--node-name={name}"))
+        .flag(format!("--peers={NEIGHBOUR}:10262"))
+        .flag(format!("--token={}", token.token))
+        .flag(format!("--ca-hash={}", token.ca_hash))
+}
+
 impl<'a> Fleet<'a> {
     async fn start(testbed: &'a Testbed, neighbour: &'a Namespace) -> Result<Self> {
         // It lets redirectors reach the ports that it would redirect itself.
         let server = Builder::alone_on_neighbour(testbed, neighbour).ports(server::PORTS).start().await?;
         let agent = Agent::enrol(&server, 1).await?;
-        let token: Token = serde_json::from_str(&server.run(&[
-            "token",
-            "create",
-            "--redirector",
-            "cloud-1",
-            "-o",
-            "json",
-        ])?)
-        .context("a redirector's token")?;
+        let token = token(&server, "cloud-1")?;
         ensure!(
             token.command.contains("tunnel-server redirector "),
             "the printed command is {:?}",
             token.command
         );
-        let redirector = Builder::new(testbed)
-            .flag("redirector")
-            .flag("--node-name=cloud-1")
-            .flag(format!("--peers={NEIGHBOUR}:10262"))
-            .flag(format!("--token={}", token.token))
-            .flag(format!("--ca-hash={}", token.ca_hash))
-            .start()
-            .await?;
+        let redirector = enrolled(Builder::new(testbed), "cloud-1", &token).start().await?;
         let fleet = Self { server, redirector, agent };
         fleet.wait_told(true).await?;
         Ok(fleet)

@@ -369,13 +369,7 @@ impl LinkLoop {
                     break SessionEnd::Stopping;
                 }
                 () = &mut passed => {
-                    // A server that has the successor's session says so. It may not have it yet, though the successor
-                    // knows of it: without this session the node would have none until then.
-                    let _ = tokio::time::timeout(REPLACED, server_drains.cancelled()).await;
-                    if *state.phase.borrow() != SessionPhase::Succeeded {
-                        // The successor's sessions are with other servers than this one.
-                        state.leave();
-                    }
+                    leave_to_successor(&state, &server_drains).await;
                     break SessionEnd::Succeeded;
                 }
                 found = &mut silence => {
@@ -454,5 +448,15 @@ impl LinkLoop {
             last_error: observed.last_end.as_ref().map(|(reason, _)| reason.clone()),
             last_error_s: observed.last_end.as_ref().map(|(_, at)| at.elapsed().as_secs()),
         }
+    }
+}
+
+/// Leaves a server once it has the session of this agent's successor, which it says. It may not have it yet, though the
+/// successor knows of it: without this session the node would have none until then.
+async fn leave_to_successor(state: &SessionState, server_drains: &CancellationToken) {
+    let _ = tokio::time::timeout(REPLACED, server_drains.cancelled()).await;
+    if *state.phase.borrow() != SessionPhase::Succeeded {
+        // The successor's sessions are with other servers than this one.
+        state.leave();
     }
 }

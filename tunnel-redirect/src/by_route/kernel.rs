@@ -111,17 +111,13 @@ impl Kernel {
     pub(super) fn is_up(&mut self, index: u32, name: &str) -> Result<Option<bool>, RedirectError> {
         let mut link = LinkMessage::default();
         link.header.index = index;
-        let mut buffer = Vec::new();
-        self.append(&mut buffer, RouteNetlinkMessage::GetLink(link), NLM_F_REQUEST | NLM_F_ACK);
-        let mut list = List::default();
-        let errors = self.exchange(&buffer, Some(&mut list));
-        let errors = errors.map_err(|error| failed("read the TUN device", &error))?;
-        match errors.first() {
-            Some(error) if error.raw_os_error() == Some(libc::ENODEV) => return Ok(None),
-            Some(error) => return Err(failed("read the TUN device", error)),
-            None => {}
-        }
-        Ok(list.messages.iter().find_map(|message| match message {
+        let operation = "read the TUN device";
+        let found = match self.get(operation, RouteNetlinkMessage::GetLink(link))? {
+            Ok(found) => found,
+            Err(error) if error.raw_os_error() == Some(libc::ENODEV) => return Ok(None),
+            Err(error) => return Err(failed(operation, &error)),
+        };
+        Ok(found.iter().find_map(|message| match message {
             RouteNetlinkMessage::NewLink(link)
                 if link.attributes.contains(&LinkAttribute::IfName(name.to_owned())) =>
             {
@@ -197,11 +193,7 @@ impl Kernel {
 
     /// Everything in a table.
     pub(super) fn table(&mut self, ipv6: bool, number: u32) -> Result<Vec<RouteMessage>, RedirectError> {
-        let mut request = RouteMessage::default();
-        request.header.address_family = family(ipv6);
-        request.header.kind = RouteType::Unspec;
-        request.header.scope = RouteScope::Universe;
-        request.header.protocol = RouteProtocol::Unspec;
+        let mut request = any_route(ipv6);
         request.attributes = vec![RouteAttribute::Table(number)];
         let listed = self.list("list the routes", &RouteNetlinkMessage::GetRoute(request))?;
         let routes = listed.into_iter().filter_map(|message| match message {
@@ -218,13 +210,9 @@ impl Kernel {
 
     /// The route that the kernel's rules find for a TCP packet, or the error with which it would fail.
     pub(super) fn route_of(&mut self, to: SocketAddr) -> Result<io::Result<RouteMessage>, RedirectError> {
-        let mut request = RouteMessage::default();
-        request.header.address_family = family(to.is_ipv6());
+        let mut request = any_route(to.is_ipv6());
         request.header.destination_prefix_length = IpNet::from(to.ip()).prefix_len();
         request.header.table = 0;
-        request.header.kind = RouteType::Unspec;
-        request.header.scope = RouteScope::Universe;
-        request.header.protocol = RouteProtocol::Unspec;
         // Otherwise IPv4 does not name the table; IPv6 does, and does not know this.
         if to.is_ipv4() {
             request.header.flags = RouteFlags::LookupTable;
@@ -234,19 +222,27 @@ impl Kernel {
             RouteAttribute::IpProto(libc::IPPROTO_TCP as u8),
             RouteAttribute::Dport(to.port()),
         ];
+        let found = self.get("look up a route", RouteNetlinkMessage::GetRoute(request))?;
+        Ok(found.and_then(|found| {
+            let route = found.into_iter().find_map(|message| match message {
+                RouteNetlinkMessage::NewRoute(route) => Some(route),
+                _ => None,
+            });
+            route.ok_or_else(|| io::Error::other("no route"))
+        }))
+    }
+
+    /// Asks for one object. The inner error is the kernel's answer.
+    fn get(
+        &mut self,
+        operation: &str,
+        request: RouteNetlinkMessage,
+    ) -> Result<io::Result<Vec<RouteNetlinkMessage>>, RedirectError> {
         let mut buffer = Vec::new();
-        self.append(&mut buffer, RouteNetlinkMessage::GetRoute(request), NLM_F_REQUEST | NLM_F_ACK);
+        self.append(&mut buffer, request, NLM_F_REQUEST | NLM_F_ACK);
         let mut list = List::default();
-        let errors =
-            self.exchange(&buffer, Some(&mut list)).map_err(|error| failed("look up a route", &error))?;
-        if let Some(error) = errors.into_iter().next() {
-            return Ok(Err(error));
-        }
-        let found = list.messages.into_iter().find_map(|message| match message {
-            RouteNetlinkMessage::NewRoute(route) => Some(route),
-            _ => None,
-        });
-        Ok(found.ok_or_else(|| io::Error::other("no route")))
+        let errors = self.exchange(&buffer, Some(&mut list)).map_err(|error| failed(operation, &error))?;
+        Ok(errors.into_iter().next().map_or(Ok(list.messages), Err))
     }
 
     /// Makes changes, the last of each batch with an acknowledgement; the kernel answers the others only if they fail.
@@ -379,6 +375,16 @@ fn failed(operation: &str, error: &io::Error) -> RedirectError {
         operation: format!("{operation} of --redirect-pods=route"),
         reason: error.to_string(),
     }
+}
+
+/// A request for routes of any kind.
+fn any_route(ipv6: bool) -> RouteMessage {
+    let mut request = RouteMessage::default();
+    request.header.address_family = family(ipv6);
+    request.header.kind = RouteType::Unspec;
+    request.header.scope = RouteScope::Universe;
+    request.header.protocol = RouteProtocol::Unspec;
+    request
 }
 
 fn family(ipv6: bool) -> AddressFamily {

@@ -114,8 +114,7 @@ impl ByRoute {
         if self.swept {
             return Ok(());
         }
-        let own = self.device.number;
-        remove(&mut self.kernel, |number| number != own && !device::is_taken(number))?;
+        remove_dead(&mut self.kernel)?;
         self.swept = true;
         // Another process may have had this device's number.
         self.restore().map(drop)
@@ -144,7 +143,7 @@ impl ByRoute {
             self.kernel.remove_rules(foreign)?;
         }
         if self.another_died() {
-            remove(&mut self.kernel, |number| !device::is_taken(number))?;
+            remove_dead(&mut self.kernel)?;
             self.others.retain(|number| device::is_taken(*number));
         }
         let (mut routes, mut foreign) = (BTreeSet::<Route>::new(), Vec::new());
@@ -188,16 +187,15 @@ impl ByRoute {
             None => {
                 self.device = device(&mut self.kernel)?;
                 if self.swept {
-                    remove(&mut self.kernel, |number| !device::is_taken(number))?;
+                    remove_dead(&mut self.kernel)?;
                 }
             }
         }
         Ok(true)
     }
 
-    /// Has [`Self::restore`] add the rules again. To be called once the programs are attached, without which others' listeners
-    /// would get the connections.
-    /// Returns false if it does so already.
+    /// Has [`Self::restore`] add the rules again, and returns false if it does so already. To be called once the programs are
+    /// attached, without which others' listeners would get the connections.
     pub(crate) fn unpause(&mut self) -> bool {
         std::mem::take(&mut self.paused)
     }
@@ -214,7 +212,7 @@ impl ByRoute {
         let has_successor = self.paused;
         let mut rules = self.pause();
         if self.swept && !has_successor {
-            rules = rules.and(remove(&mut self.kernel, |number| !device::is_taken(number)));
+            rules = rules.and(remove_dead(&mut self.kernel));
         }
         // The device takes the others with it.
         let place = self.place();
@@ -256,17 +254,18 @@ fn device(kernel: &mut Kernel) -> Result<Device, RedirectError> {
     Ok(device)
 }
 
-/// Removes the rules and routes of servers that are gone. Returns the number of rules.
+/// For `cleanup`. Returns the number of rules that were removed.
 pub(crate) fn remove_leftovers() -> Result<usize, RedirectError> {
     let mut kernel = Kernel::open()?;
     let before = rules(&mut kernel)?.len();
-    remove(&mut kernel, |number| !device::is_taken(number))?;
+    remove_dead(&mut kernel)?;
     Ok(before - rules(&mut kernel)?.len().min(before))
 }
 
-/// Removes the rules and routes of the servers with these devices.
-fn remove(kernel: &mut Kernel, which: impl Fn(u32) -> bool) -> Result<(), RedirectError> {
-    let listed: Vec<ListedRule> = rules(kernel)?.into_iter().filter(|listed| which(listed.number)).collect();
+/// Removes the rules and routes of servers whose device is gone.
+fn remove_dead(kernel: &mut Kernel) -> Result<(), RedirectError> {
+    let is_dead = |listed: &ListedRule| !device::is_taken(listed.number);
+    let listed: Vec<ListedRule> = rules(kernel)?.into_iter().filter(is_dead).collect();
     let numbers: BTreeSet<u32> = listed.iter().map(|listed| listed.number).collect();
     kernel.remove_rules(listed.into_iter().map(|listed| listed.message).collect())?;
     for number in numbers {

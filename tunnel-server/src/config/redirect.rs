@@ -116,7 +116,8 @@ impl RedirectFlags {
             return Err(ConfigError::without_value("--gateway", reason));
         }
         if self.gateway && self.redirect_clients.is_empty() {
-            let reason = "nobody but this host's pods could use it: name the clients' addresses with --redirect-clients";
+            let reason =
+                "it would serve this host's pods only: name the clients' addresses with --redirect-clients";
             return Err(ConfigError::without_value("--gateway", reason));
         }
         let RedirectRanges { redirect_range, redirect_range_v6, .. } = self.ranges;

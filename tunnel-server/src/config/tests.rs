@@ -276,7 +276,7 @@ fn errors_name_key_value_and_reason() {
         ),
         (
             &["--gateway", "--redirect-pods=route"],
-            "--gateway: nobody but this host's pods could use it: name the clients' addresses with --redirect-clients",
+            "--gateway: it would serve this host's pods only: name the clients' addresses with --redirect-clients",
         ),
         (
             &["--exclude=10.0.0.1/8"],

@@ -2,7 +2,7 @@
 //! rule.
 
 use std::fs;
-use std::net::{Ipv4Addr, UdpSocket};
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
@@ -11,8 +11,9 @@ use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{connect_from, visit};
+use postern_testbed::netns::Namespace;
 use postern_testbed::process::program;
-use postern_testbed::server::Builder;
+use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
 
@@ -297,6 +298,19 @@ async fn a_full_conntrack_table(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
+/// Connects twenty times from the pod, whose packets are dropped, until the server has counted them.
+async fn lose(pod: &Namespace, to: SocketAddr, server: &Server<'_>, counter: &str) -> Result<()> {
+    for _ in 0..20 {
+        let dropped = connect_from(pod, to, Duration::from_millis(50)).await;
+        ensure!(dropped.is_err(), "nothing drops the pod's packets");
+    }
+    let counted = async || {
+        let counters = server.status().await?["redirect"]["counters"].clone();
+        Ok(counters[counter].as_u64().unwrap_or_default())
+    };
+    wait_until("the connects to be counted", MOMENT, counted, |count| *count >= 20).await.map(drop)
+}
+
 /// A NetworkPolicy sees the virtual address at the pod's interface, but permits only the edge node's address.
 async fn a_policy_that_drops_tokens(testbed: &Testbed) -> Result<()> {
     let pod = testbed.add_pod()?;
@@ -306,15 +320,7 @@ async fn a_policy_that_drops_tokens(testbed: &Testbed) -> Result<()> {
     testbed
         .cloud
         .iptables("-t raw -A PREROUTING -i pod0 ! -d 192.168.50.0/24 -p tcp --dport 9100 -j DROP")?;
-    for _ in 0..20 {
-        let dropped = connect_from(&pod, on_edge.address, Duration::from_millis(50)).await;
-        ensure!(dropped.is_err(), "the policy lets the pod through");
-    }
-    let counted = async || {
-        let counters = server.status().await?["redirect"]["counters"].clone();
-        Ok(counters["connect4/redirected"].as_u64().unwrap_or_default())
-    };
-    wait_until("the connects to be counted", MOMENT, counted, |redirected| *redirected >= 20).await?;
+    lose(&pod, on_edge.address, &server, "connect4/redirected").await?;
     let said = doctor(testbed, &[]).await?;
     said.expect_only(&["connects-lost"])?;
     said.expect("connects-lost", "redirected connections since the server started")?;
@@ -360,15 +366,7 @@ async fn pods_by_route_that_input_drops(testbed: &Testbed) -> Result<()> {
     // Packets of real pods that never come here, as with Cilium's host routing; the trial's own would.
     testbed.cloud.ip("link add cilium_host type veth peer name cilium_net")?;
     testbed.cloud.iptables("-t raw -A PREROUTING -i pod0 -d 192.168.50.0/24 -j DROP")?;
-    for _ in 0..20 {
-        let dropped = connect_from(&pod, on_edge.address, Duration::from_millis(50)).await;
-        ensure!(dropped.is_err(), "nothing drops the pod's packets");
-    }
-    let counted = async || {
-        let counters = server.status().await?["redirect"]["counters"].clone();
-        Ok(counters["connect4/by_route"].as_u64().unwrap_or_default())
-    };
-    wait_until("the connects to be counted", MOMENT, counted, |left| *left >= 20).await?;
+    lose(&pod, on_edge.address, &server, "connect4/by_route").await?;
     let said = doctor(testbed, &[]).await?;
     said.expect_only(&["connects-lost"])?;
     said.expect("connects-lost", "connections of pods by route since the server started")?;
