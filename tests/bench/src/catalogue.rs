@@ -42,6 +42,7 @@ pub(crate) fn lines(group: Group) -> Vec<Line> {
         Group::Beside => beside(group),
         Group::Connect => connect(group),
         Group::Scale => scale(group),
+        Group::Pods => pods(group),
         Group::Wan => wan::PLACES.iter().flat_map(wan::Place::lines).collect(),
     }
 }
@@ -179,25 +180,31 @@ fn scale(group: Group) -> Vec<Line> {
     line("scale-lost-most", "the server with the most agents, over its share", "×");
     line("scale-lost-back", "one of the three killed: until all agents have a session", "s");
     line("scale-lost-most-after", "then the server with the most agents, over its share", "×");
-    line("scale-pod-route", "a pod's connect, 16 bytes, close, 16 at once, by route", "1/s");
-    line("scale-pod-hook", "the same at connect()", "1/s");
-    line(
-        "scale-forward-none",
-        "UDP round trip of a pod that the host forwards both ways, without Postern",
-        "µs",
-    );
-    for nodes in [ROUTES[0], ROUTES[ROUTES.len() - 1]] {
-        line(
-            &format!("scale-forward-{nodes}"),
-            &format!("the same beside rules and routes of {nodes} nodes"),
-            "µs",
-        );
-    }
     line("scale-routes-memory", "memory of the server, 100,000 nodes", "MB");
     line("scale-routes-maps", "memory of the kernel's maps, 100,000 nodes", "MB");
     line("scale-held-memory", "memory of both ends for one of 30,000 held connections", "KiB");
     line("scale-held-connect", "connect() p50 beside 30,000 held connections to the same node", "µs");
     line("scale-held-connect-empty", "connect() p50 beside none", "µs");
+    lines
+}
+
+fn pods(group: Group) -> Vec<Line> {
+    let mut lines = Vec::new();
+    let mut line = |id: &str, title: &str, unit| lines.push(Line::new(group, id, title, unit));
+    line("pods-route", "a pod's connect, 16 bytes, close, 16 at once, by route", "1/s");
+    line("pods-connect", "the same at connect()", "1/s");
+    line(
+        "pods-forward-none",
+        "UDP round trip of a pod that the host forwards both ways, without Postern",
+        "µs",
+    );
+    for nodes in [ROUTES[0], ROUTES[ROUTES.len() - 1]] {
+        line(
+            &format!("pods-forward-{nodes}"),
+            &format!("the same beside rules and routes of {nodes} nodes"),
+            "µs",
+        );
+    }
     lines
 }
 

@@ -147,13 +147,15 @@ pub(crate) enum Group {
     Connect,
     /// Many agents, many nodes, many connections; Postern alone.
     Scale,
+    /// A pod's connections by route, and what rules and routes cost other packets; Postern alone.
+    Pods,
     /// Delay, little bandwidth, loss. Measured last: its paths take the place of the testbed's cables.
     Wan,
 }
 
 impl Group {
     /// All, in the order of the report.
-    pub(crate) const ALL: [Self; 9] = [
+    pub(crate) const ALL: [Self; 10] = [
         Self::Connections,
         Self::RoundTrips,
         Self::Bulk,
@@ -162,6 +164,7 @@ impl Group {
         Self::Beside,
         Self::Connect,
         Self::Scale,
+        Self::Pods,
         Self::Wan,
     ];
 
@@ -185,6 +188,7 @@ impl Group {
             Self::Beside => "beside",
             Self::Connect => "connect",
             Self::Scale => "scale",
+            Self::Pods => "pods",
             Self::Wan => "wan",
         }
     }
@@ -200,6 +204,7 @@ impl Group {
             Self::Beside => "Others' p99 beside something that misbehaves",
             Self::Connect => "connect() alone, by the number of nodes",
             Self::Scale => "Scale: Postern alone, once in a run",
+            Self::Pods => "Pods by route: Postern alone, once in a run",
             Self::Wan => "Over wide-area paths",
         }
     }
@@ -213,7 +218,7 @@ impl Group {
     pub(crate) fn peers(self) -> &'static [Peer] {
         match self {
             Self::Connect => &Peer::REDIRECTORS,
-            Self::Scale => &[Peer::Postern],
+            Self::Scale | Self::Pods => &[Peer::Postern],
             Self::Wan => &Peer::FAR,
             _ => &Peer::CARRIERS,
         }

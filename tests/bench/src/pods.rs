@@ -35,7 +35,7 @@ pub(crate) async fn measure(
     Inventory::of(testbed)?;
     let pod = testbed.add_pod()?;
     let node = Dialer::Tcp(testbed.edge(BEHIND_NAT).ip());
-    for (line, way) in [("scale-pod-hook", "connect"), ("scale-pod-route", "route")] {
+    for (line, way) in [("pods-connect", "connect"), ("pods-route", "route")] {
         let running = postern::start_with(testbed, &format!("--redirect-pods={way}")).await?;
         let visits = pod.run(|| {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -48,12 +48,12 @@ pub(crate) async fn measure(
     let other = testbed.add_to_cloud_lan("other", OTHER)?;
     other.ip(&format!("route add {BACK} via {CLOUD}"))?;
     testbed.cloud.run(|| std::fs::write("/proc/sys/net/ipv4/ip_forward", "1").context("ip_forward"))?;
-    record.value("scale-forward-none", Peer::Postern, round_trip(&pod, &other, effort)?);
+    record.value("pods-forward-none", Peer::Postern, round_trip(&pod, &other, effort)?);
     let running = postern::start_with(testbed, "--redirect-pods=route").await?;
     let server = running.server().context("Postern without a server")?;
     for nodes in [ROUTES[0], ROUTES[ROUTES.len() - 1]] {
         connect::with_nodes(testbed, server, size.part(nodes), READ).await?;
-        record.value(&format!("scale-forward-{nodes}"), Peer::Postern, round_trip(&pod, &other, effort)?);
+        record.value(&format!("pods-forward-{nodes}"), Peer::Postern, round_trip(&pod, &other, effort)?);
     }
     Inventory::of(testbed)?;
     running.stop().await

@@ -18,7 +18,7 @@ use crate::peers::{self, Certificates, Running};
 use crate::record::Record;
 use crate::usage::Share;
 use crate::wan::Place;
-use crate::{connect, counts, disturbance, scale, usage, wan};
+use crate::{connect, counts, disturbance, pods, scale, usage, wan};
 
 /// Maximum time for the connections of one line to close before the next begins.
 const SETTLE: Duration = Duration::from_secs(5);
@@ -94,6 +94,14 @@ impl<'a> Bench<'a> {
             let measured = scale::measure(self.testbed, self.options, &self.effort, &mut self.record).await;
             if let Err(error) = measured {
                 self.failed(Group::Scale, Peer::Postern, &error);
+            }
+        }
+        if self.options.wants_group(Group::Pods) && self.options.wants_peer(Peer::Postern) {
+            println!("[{:>4} s] pods", start.elapsed().as_secs());
+            let size = scale::Size::of(self.options.smoke);
+            let measured = pods::measure(self.testbed, &self.effort, size, &mut self.record).await;
+            if let Err(error) = measured {
+                self.failed(Group::Pods, Peer::Postern, &error);
             }
         }
         self.record.add(all);

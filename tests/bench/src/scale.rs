@@ -17,7 +17,7 @@ use crate::options::Options;
 use crate::peers::{BEHIND_NAT, Running};
 use crate::record::Record;
 use crate::usage::{self, Part, Side};
-use crate::{connect, fleet, peers, pods, scale_fleet};
+use crate::{connect, fleet, peers, scale_fleet};
 
 /// Connections held to one node.
 const HELD: usize = 30_000;
@@ -39,7 +39,7 @@ pub(crate) struct Size {
 }
 
 impl Size {
-    fn of(smoke: bool) -> Self {
+    pub(crate) fn of(smoke: bool) -> Self {
         if smoke {
             let (idle, dials) = (Duration::from_millis(200), Duration::from_millis(200));
             return Self { divisor: 50, idle, dials };
@@ -83,11 +83,6 @@ pub(crate) async fn measure(
     println!("  {} agents over three servers, one of which is killed", size.part(AGENTS[AGENTS.len() - 1]));
     if let Err(error) = scale_fleet::of_lost_server(testbed, size, record).await {
         note_failure(record, &["scale-lost"], &error);
-        failed = Err(error);
-    }
-    println!("  a pod's connections, and packets that the host forwards for it");
-    if let Err(error) = pods::measure(testbed, effort, size, record).await {
-        note_failure(record, &["scale-pod", "scale-forward"], &error);
         failed = Err(error);
     }
     println!("  {} connections", size.part(HELD));
