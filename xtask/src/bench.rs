@@ -30,10 +30,10 @@ pub(crate) struct Options {
     /// Every kind of line for a moment: whether it works, not how fast.
     #[arg(long)]
     smoke: bool,
-    /// Writes the report and its plots into docs/benchmarks: with `--only host` or `--only wan` that part alone. It takes
-    /// at least five rounds, no --smoke, and a tree without changes; with --path the part about wide-area paths has just
-    /// these. Wide-area paths that were measured before such a run was interrupted are not measured again, as long as the
-    /// commit is the same.
+    /// Writes a page of the main ratios, a CSV of all figures and the plots into docs/benchmarks: with `--only host` or
+    /// `--only wan` that part alone. It takes at least five rounds, no --smoke, and a tree without changes; with --path
+    /// the part about wide-area paths has just these. Wide-area paths that were measured before such a run was
+    /// interrupted are not measured again, as long as the commit is the same.
     #[arg(long, conflicts_with = "smoke")]
     record: bool,
     /// How many wide-area paths are measured at the same time, as far as the CPUs suffice [default: 8].
@@ -193,10 +193,10 @@ fn measure(options: &Options, arguments: &[String], commit: &Commit) -> Result<E
     run_in_foreground(&mut bench)
 }
 
-/// Replaces a part's report and plots in docs/benchmarks.
+/// Replaces a part's page, CSV and plots in docs/benchmarks.
 fn record(report: &Path, part: &str) -> Result<()> {
     let docs = root().join("docs/benchmarks");
-    let (page, plots) = (docs.join(format!("{part}.md")), docs.join(part));
+    let plots = docs.join(part);
     if plots.exists() {
         fs::remove_dir_all(&plots).with_context(|| format!("emptying {}", plots.display()))?;
     }
@@ -204,13 +204,15 @@ fn record(report: &Path, part: &str) -> Result<()> {
     let copy = |from: &Path, to: &Path| {
         fs::copy(from, to).with_context(|| format!("copying {} to {}", from.display(), to.display()))
     };
-    copy(&report.join(format!("{part}.md")), &page)?;
+    for name in [format!("{part}.md"), format!("{part}.csv")] {
+        copy(&report.join("recorded").join(&name), &docs.join(&name))?;
+    }
     let drawn = report.join(part);
     for entry in fs::read_dir(&drawn).with_context(|| format!("reading {}", drawn.display()))? {
         let entry = entry.context("an entry of the report's folder")?;
         copy(&entry.path(), &plots.join(entry.file_name()))?;
     }
-    println!("recorded in {}", page.display());
+    println!("recorded in {}", docs.join(format!("{part}.md")).display());
     Ok(())
 }
 

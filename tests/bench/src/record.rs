@@ -132,14 +132,25 @@ impl Record {
     /// The first peer's median over the best of the others', without those that are missing, zero or only a bound. None
     /// when the first is missing or only a bound, or no other is left.
     pub(crate) fn ratio(&self, line: &str, peer: Peer, to: &[Peer], better: Better) -> Option<f64> {
-        let exact = |peer| self.cell(line, peer).filter(|cell| !cell.bounded)?.summary();
-        let others = to.iter().filter_map(|peer| Some(exact(*peer)?.median)).filter(|median| *median > 0.0);
-        let best = match better {
-            Better::Higher => others.max_by(f64::total_cmp),
-            Better::Lower => others.min_by(f64::total_cmp),
+        let (_, best) = self.best(line, to, better)?;
+        Some(self.exact(line, peer)? / best)
+    }
+
+    /// The best of these peers and its median, without those that are missing, zero or only a bound.
+    pub(crate) fn best(&self, line: &str, of: &[Peer], better: Better) -> Option<(Peer, f64)> {
+        let exact = of.iter().filter_map(|peer| Some((*peer, self.exact(line, *peer)?)));
+        let exact = exact.filter(|(_, median)| *median > 0.0);
+        match better {
+            Better::Higher => exact.max_by(|one, other| one.1.total_cmp(&other.1)),
+            Better::Lower => exact.min_by(|one, other| one.1.total_cmp(&other.1)),
             Better::Neither => None,
-        };
-        Some(exact(peer)?.median / best?)
+        }
+    }
+
+    /// The median, unless it is only a bound.
+    fn exact(&self, line: &str, peer: Peer) -> Option<f64> {
+        let cell = self.cell(line, peer).filter(|cell| !cell.bounded)?;
+        Some(cell.summary()?.median)
     }
 
     /// Lines and peers with neither a value nor a reason: there must be none.

@@ -8,10 +8,20 @@ use crate::line::Peer;
 use crate::options::HOST;
 use crate::record::{Cell, Record};
 
+/// Meaning of the ratios.
+pub(super) const RATIOS: &str = "\
+Ratios are Postern's median over the other's: of konnectivity's two modes and HAProxy's two configurations the one that
+is better on that line.";
+
 pub(super) fn render(report: &Report<'_>, plots: &[String]) -> String {
     let mut text = String::new();
     // Writing to a String cannot fail.
     head(&mut text, report).ok();
+    writeln!(
+        text,
+        "\nMedians of the rounds, and the least and greatest in brackets. ↑: more is better, ↓: less.\n{RATIOS}"
+    )
+    .ok();
     for table in &report.tables {
         render_table(&mut text, report.record, table).ok();
     }
@@ -23,7 +33,7 @@ pub(super) fn render(report: &Report<'_>, plots: &[String]) -> String {
     text
 }
 
-fn head(text: &mut String, report: &Report<'_>) -> std::fmt::Result {
+pub(super) fn head(text: &mut String, report: &Report<'_>) -> std::fmt::Result {
     let machine = report.machine;
     writeln!(text, "# {}\n", report.title)?;
     writeln!(
@@ -51,15 +61,7 @@ fn head(text: &mut String, report: &Report<'_>) -> std::fmt::Result {
     for (name, version) in &machine.versions {
         writeln!(text, "* {name}: {version}")?;
     }
-    writeln!(
-        text,
-        "\nMedians of the rounds, and the least and greatest in brackets. ↑: more is better, ↓: less."
-    )?;
-    writeln!(
-        text,
-        "The ratios are Postern's median over the other's, of konnectivity's two modes and HAProxy's two"
-    )?;
-    writeln!(text, "configurations the one that is better on that line.")
+    Ok(())
 }
 
 fn render_table(text: &mut String, record: &Record, table: &Table) -> std::fmt::Result {
@@ -116,16 +118,8 @@ impl Reasons {
     }
 
     fn cell(&mut self, peer: Peer, cell: &Cell) -> String {
-        let failed = (!cell.failures.is_empty()).then(|| {
-            let errors: BTreeSet<&str> = cell.failures.iter().map(String::as_str).collect();
-            let errors: Vec<&str> = errors.into_iter().collect();
-            let (failed, rounds) = (cell.failures.len(), cell.rounds());
-            format!("failed in {failed} of {rounds} rounds: {}", errors.join("; "))
-        });
-        let marks: Vec<String> = cell
-            .reasons
+        let marks: Vec<String> = reasons(cell)
             .iter()
-            .chain(&failed)
             .map(|reason| self.mark(&format!("{}: {reason}", peer.title())).replace("– ", ""))
             .collect();
         let marks = marks.join(" ");
@@ -139,6 +133,17 @@ impl Reasons {
         }
         if marks.is_empty() { text } else { format!("{text} {marks}") }
     }
+}
+
+/// Reasons for missing values, or limits of their meaning.
+pub(super) fn reasons(cell: &Cell) -> Vec<String> {
+    let failed = (!cell.failures.is_empty()).then(|| {
+        let errors: BTreeSet<&str> = cell.failures.iter().map(String::as_str).collect();
+        let errors: Vec<&str> = errors.into_iter().collect();
+        let (failed, rounds) = (cell.failures.len(), cell.rounds());
+        format!("failed in {failed} of {rounds} rounds: {}", errors.join("; "))
+    });
+    cell.reasons.iter().cloned().chain(failed).collect()
 }
 
 fn render_targets(text: &mut String, report: &Report<'_>) -> std::fmt::Result {

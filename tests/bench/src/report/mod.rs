@@ -1,6 +1,8 @@
-//! Writes the report of a run as JSON, Markdown and SVG plots, and checks that it is complete.
+//! Writes the report of a run as JSON, CSV, Markdown and SVG plots, and checks that it is complete.
 mod content;
+mod csv;
 mod markdown;
+mod page;
 mod plot;
 mod targets;
 
@@ -17,6 +19,9 @@ use crate::options::{HOST, Options};
 use crate::record::Record;
 use crate::wan::Place;
 use content::{COMPARED, Report, Table};
+
+/// Folder of the page and the CSV that `cargo xtask bench --record` puts into docs/benchmarks.
+const RECORDED: &str = "recorded";
 
 /// Writes and prints the report, which has a part for wide-area paths and one for all else. Fails when a line has neither
 /// a value nor a reason, but never because of a value.
@@ -63,7 +68,15 @@ fn save_all(report: &Report<'_>) -> Result<()> {
     println!("\n{markdown}");
     save(&out.join(format!("{name}.md")), &markdown)?;
     save(&out.join(format!("{name}.json")), &serde_json::to_string_pretty(&as_json(report))?)?;
-    println!("written to {0}: {name}.md, {name}.json, and {1} plots in {name}", out.display(), plots.len());
+    let recorded = out.join(RECORDED);
+    fs::create_dir_all(&recorded).with_context(|| format!("creating {}", recorded.display()))?;
+    save(&recorded.join(format!("{name}.md")), &page::render(report, &plots))?;
+    save(&recorded.join(format!("{name}.csv")), &csv::render(report))?;
+    println!(
+        "written to {0}: {name}.md, {name}.json, {1} plots in {name}, and in {RECORDED} the short page and the CSV for the documents",
+        out.display(),
+        plots.len()
+    );
     Ok(())
 }
 

@@ -41,7 +41,7 @@ pub(super) fn check(record: &Record, part: &str, options: &Options) -> Vec<Targe
 }
 
 /// Every other tunnel, each as it is installed. tonic on the data path and the QUIC peers are no tunnels that anyone runs.
-const TUNNELS: [Peer; 5] =
+pub(super) const TUNNELS: [Peer; 5] =
     [Peer::Haproxy, Peer::HaproxyTuned, Peer::Rathole, Peer::KonnectivityGrpc, Peer::KonnectivityHttp];
 
 fn on_host(record: &Record) -> Vec<Target> {
