@@ -31,7 +31,7 @@ const COMPARISON: [(&str, &str); 20] = [
     ("beside-bulk-4-visit", "the same beside four downloads"),
 ];
 /// Lines with a value of each peer, or of Postern alone.
-const VALUES: [&str; 14] = [
+const VALUES: [&str; 18] = [
     "connect-1",
     "connect-10000",
     "connect-other-10000",
@@ -46,6 +46,10 @@ const VALUES: [&str; 14] = [
     "scale-routes-memory",
     "scale-routes-maps",
     "scale-held-memory",
+    "pods-route",
+    "pods-connect",
+    "pods-forward-none",
+    "pods-forward-100000",
 ];
 /// Measures over every wide-area path, with their titles here.
 const FAR: [(&str, &str); 7] = [
@@ -84,7 +88,7 @@ fn write_page(text: &mut String, report: &Report<'_>) -> std::fmt::Result {
     comparison(text, report)?;
     for table in &report.tables {
         match table.group {
-            Group::Connect | Group::Scale => {
+            Group::Connect | Group::Scale | Group::Pods => {
                 let lines = table.lines.iter().filter(|line| VALUES.contains(&line.id.as_str()));
                 values(text, table.group.title(), report.record, table, &lines.collect::<Vec<_>>())?;
             }
