@@ -8,7 +8,7 @@ use tunnel_runtime::text::harmless;
 use super::code::{Code, Severity};
 
 /// Document that explains the codes.
-const DOCS: &str = "docs/troubleshooting.md";
+const DOCS: &str = "docs/operate/troubleshooting.md";
 
 /// A detected fault.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -213,7 +213,7 @@ mod tests {
             "BROKEN   cgroup     \n",
             "         cgroup-unusable: none\u{fffd}\n",
             "           fix:   mount -t cgroup2 none /sys/fs/cgroup\n",
-            "           see:   docs/troubleshooting.md#cgroup-unusable\n",
+            "           see:   docs/operate/troubleshooting.md#cgroup-unusable\n",
             "SKIP     programs   `cgroup` is broken\n",
             "SKIP     self-test  `programs` was skipped: `cgroup` is broken\n",
             "1 ok, 0 warnings, 1 broken, 2 skipped\n",

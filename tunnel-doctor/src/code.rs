@@ -11,10 +11,10 @@ pub enum Severity {
     Broken,
 }
 
-/// A kind of fault, with a stable name that scripts and docs/troubleshooting.md refer to.
+/// A kind of fault, with a stable name that scripts and docs/operate/troubleshooting.md refer to.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Code {
-    /// Name, and anchor in docs/troubleshooting.md.
+    /// Name, and anchor in docs/operate/troubleshooting.md.
     pub id: &'static str,
     pub severity: Severity,
     /// Consequence of the fault.

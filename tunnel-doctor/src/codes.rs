@@ -1,4 +1,4 @@
-//! All codes. docs/troubleshooting.md has a section for each; a test compares the two.
+//! All codes. docs/operate/troubleshooting.md has a section for each; a test compares the two.
 
 use super::code::{Code, Severity};
 
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn each_code_has_its_section_in_the_docs_and_each_section_its_code() {
-        let text = fs::read_to_string(repository().join("docs/troubleshooting.md")).unwrap();
+        let text = fs::read_to_string(repository().join("docs/operate/troubleshooting.md")).unwrap();
         let sections: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("### ")).collect();
         let codes: Vec<&str> = ALL.iter().map(|code| code.id).collect();
         assert_eq!(sections, codes, "the same codes in the same order");

@@ -1,4 +1,4 @@
-//! Findings of the `doctor` command of both programs. Each has a stable code, which docs/troubleshooting.md explains.
+//! Findings of the `doctor` command of both programs. Each has a stable code, which docs/operate/troubleshooting.md explains.
 #![forbid(unsafe_code)]
 
 pub mod bundle;

@@ -90,6 +90,16 @@ mod tests {
     }
 
     #[test]
+    fn each_alert_has_its_runbook() {
+        let read = |name: &str| std::fs::read_to_string(root().join(name)).unwrap();
+        let (alerts, runbooks) = (read("deploy/prometheus/alerts.yml"), read("docs/operate/runbooks.md"));
+        let alerts: Vec<_> =
+            alerts.lines().filter_map(|line| line.trim().strip_prefix("- alert: ")).collect();
+        let sections: Vec<_> = runbooks.lines().filter_map(|line| line.strip_prefix("## ")).collect();
+        assert_eq!(sections, alerts, "the same alerts in the same order");
+    }
+
+    #[test]
     fn security_names_tests_that_exist() {
         let text = std::fs::read_to_string(root().join("docs/security.md")).unwrap();
         let listed = program("git").args(["ls-files", "*.rs"]).output().unwrap().stdout;

@@ -13,7 +13,7 @@ use postern_testbed::report::progress;
 use postern_testbed::wait::wait_until;
 use serde_json::Value;
 
-const DOCUMENT: &str = include_str!("../../../docs/kubernetes.md");
+const DOCUMENT: &str = include_str!("../../../docs/reference/permissions.md");
 const PATIENCE: Duration = Duration::from_secs(60);
 /// ServiceAccounts whose requests are in the log.
 const ACCOUNTS: [&str; 3] = ["tunnel-server", "tunnel-agent", "tunnel-redirector"];
@@ -125,7 +125,7 @@ async fn all_used(cluster: &Cluster<'_>, granted: &BTreeSet<Right>, others: &BTr
         },
         Vec::is_empty,
     );
-    let never = "rights that were never used: narrow the role, or list them in docs/kubernetes.md";
+    let never = "rights that were never used: narrow the role, or list them in docs/reference/permissions.md";
     missing.await.map(drop).context(never)
 }
 
@@ -213,7 +213,7 @@ fn requests(log: &Path) -> Result<(BTreeSet<Request>, Vec<String>)> {
 /// Returns the rights that the document lists as unused in tests: resource, and verb or name.
 pub(crate) fn unseen() -> BTreeSet<(String, String)> {
     let section =
-        DOCUMENT.split("\n### ").find(|section| section.starts_with("Rights that no test sees used"));
+        DOCUMENT.split("\n## ").find(|section| section.starts_with("Rights that no test sees used"));
     let items = section.unwrap_or_default().lines().filter(|line| line.starts_with("* "));
     let quoted = items.map(|line| line.split('`').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>());
     quoted.filter_map(|words| Some((words.first()?.clone(), words.get(1)?.clone()))).collect()

@@ -1,4 +1,4 @@
-//! Follows docs/operations.md, "With systemd".
+//! Follows docs/install/systemd.md.
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
@@ -10,8 +10,7 @@ use postern_testbed::process::program;
 
 use crate::unit::output;
 
-const DOCUMENT: &str = include_str!("../../../docs/operations.md");
-const SECTION: &str = "With systemd";
+const DOCUMENT: &str = include_str!("../../../docs/install/systemd.md");
 /// Folder in which the commands are run, as beside the downloaded files.
 const FOLDER: &str = "/root/download";
 /// Files in deploy/systemd.
@@ -24,7 +23,7 @@ const SHIPPED: [(&str, &str); 4] = [
 /// Beginning of the command that only a server needs when it is removed.
 const CLEANUP: &str = "tunnel-server cleanup";
 
-/// The section's blocks, which are for the server; "the same with `agent`" is for the agent.
+/// The document's commands, which are for the server; "the same with `agent`" is for the agent.
 #[derive(Debug)]
 pub(crate) struct Guide {
     install: &'static str,
@@ -43,12 +42,10 @@ pub(crate) struct Host<'a> {
 impl Guide {
     pub(crate) fn read() -> Result<Self> {
         let blocks = document::blocks(DOCUMENT).into_iter();
-        let blocks: Vec<_> = blocks
-            .filter(|block| block.section == SECTION && block.is_commands())
-            .map(|block| block.text)
-            .collect();
-        let [install, upgrade, remove] = blocks[..] else {
-            anyhow::bail!("{SECTION:?} has {} blocks with commands", blocks.len())
+        let blocks: Vec<_> =
+            blocks.filter(|block| block.is_commands()).map(|block| (block.section, block.text)).collect();
+        let [("Install", install), ("Upgrade", upgrade), ("Remove", remove)] = blocks[..] else {
+            anyhow::bail!("docs/install/systemd.md has the commands {blocks:?}")
         };
         Ok(Self { install, upgrade, remove })
     }
@@ -125,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_section_says_how_to_install_upgrade_and_remove() {
+    fn the_document_says_how_to_install_upgrade_and_remove() {
         let guide = Guide::read().unwrap();
         let (files, start) = installation(guide.install).unwrap();
         assert!(files.lines().all(|line| line.starts_with("install ")), "{files}");

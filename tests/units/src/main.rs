@@ -1,4 +1,4 @@
-//! The units of deploy/systemd, started by systemd as docs/operations.md tells. It installs into /etc, /usr/local and
+//! The units of deploy/systemd, started by systemd as docs/install/systemd.md tells. It installs into /etc, /usr/local and
 //! /var/lib of the machine that it runs on: a virtual one, which `cargo xtask test --kernel` boots for it.
 #![forbid(unsafe_code)]
 

@@ -36,7 +36,7 @@ struct Counts {
 pub(crate) enum Full {
     #[error(
         "all {limit} connections that this listener may have are open: raise the limit of open files (ulimit -n) or of memory, whichever \
-         is the lower one (docs/operations.md, Limits)"
+         is the lower one (docs/operate/limits.md)"
     )]
     Listener { limit: u32 },
     #[error(

@@ -77,7 +77,7 @@ fn ca(dir: &Path, now: SystemTime) -> Outcome {
 fn roots(bundle: &TrustBundle, now: SystemTime) -> Vec<Finding> {
     let fault = |(root, hash): (_, String)| {
         let validity = validity(root).ok()?;
-        let fix = "tunnel-server ca introduce, then activate and retire (operations.md, \"Rotating the CA\")";
+        let fix = "tunnel-server ca introduce, then activate and retire (docs/tasks/certificates.md)";
         if let Some(reason) = validity_of(&validity, now) {
             return Some(Finding::new(&codes::CA_UNUSABLE, format!("the root {hash} is {reason}"), fix));
         }

@@ -127,7 +127,7 @@ fn judge(inventory: &InventoryStatus) -> Outcome {
         let more =
             if left > 0 { format!("; {left} more in `tunnel-server status -o json`") } else { String::new() };
         let fix = format!(
-            "correct the nodes that are named; operations.md has a table of what each means: {}",
+            "correct the nodes that are named; docs/tasks/nodes.md says what each kind of conflict means: {}",
             first.message
         );
         return Finding::new(&codes::INVENTORY_CONFLICT, format!("{}{more}", shown.join("; ")), fix).into();

@@ -1,4 +1,4 @@
-//! Rotations of the CA as in docs/operations.md: each step follows once the previous one has reached every agent.
+//! Rotations of the CA as in docs/tasks/certificates.md: each step follows once the previous one has reached every agent.
 use std::fs;
 
 use anyhow::{Context as _, Result};

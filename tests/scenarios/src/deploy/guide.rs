@@ -1,4 +1,4 @@
-//! docs/kubernetes.md, followed from labelling a node to `kubectl logs`, and back to nothing.
+//! The pages on Kubernetes, followed from labelling a node to `kubectl logs`, and back to nothing.
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -18,25 +18,30 @@ use super::{DOCUMENT, NAMESPACE, PATIENCE, PROGRAMS, archive, explained, follow,
 use crate::common::target;
 
 /// Sections with commands, each with the scenario that runs all of them.
-const RUN: [(&str, &str); 11] = [
+const RUN: [(&str, &str); 12] = [
     ("1. Label the edge nodes", HERE),
     (IMAGES, HERE),
     ("3. Apply", HERE),
     ("4. Check", HERE),
     (CHART, "deploy::chart_is_installed_upgraded_and_removed"),
     (FINDING_SERVERS, "deploy::manifests_run_unchanged"),
-    ("Which ports are tunnelled", HERE),
+    (PORTS, HERE),
     (CALLERS, "deploy::callers_are_asked_for"),
-    ("Certificates", HERE),
+    (ROTATION, HERE),
+    (REVOCATION, HERE),
     (PROMETHEUS, "deploy::prometheus_reads_servers"),
-    ("Removing", HERE),
+    (REMOVAL, HERE),
 ];
 const HERE: &str = "deploy::the_guide_is_followed";
 const IMAGES: &str = "2. Bring the images to the nodes";
+const PORTS: &str = "Add a port";
+const ROTATION: &str = "Rotate the CA";
+const REVOCATION: &str = "Shut a node out";
+const REMOVAL: &str = "Remove from a cluster";
 pub(super) const CHART: &str = "With Helm";
-pub(super) const FINDING_SERVERS: &str = "How agents find the servers";
-pub(super) const CALLERS: &str = "Callers of the servers";
-pub(super) const PROMETHEUS: &str = "Prometheus";
+pub(super) const FINDING_SERVERS: &str = "Address of the API server for agents";
+pub(super) const CALLERS: &str = "Switch it on";
+pub(super) const PROMETHEUS: &str = "Servers and redirectors";
 
 pub(super) async fn the_guide_is_followed(testbed: &Testbed) -> Result<()> {
     let cluster = Cluster::start(testbed).await?;
@@ -73,13 +78,14 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
     logs(&cluster.kubectl).await?;
 
     let exporter = target(cluster.testbed, 1, 9100, Behaviour::Echo)?;
-    follow("Which ports are tunnelled", &[]).await?;
+    follow(PORTS, &[]).await?;
     let address = exporter.address;
     wait_for("the port to be redirected", PATIENCE, async || Ok(visit(address).await.ok())).await?;
-    // At the end: the agent of a revoked node enrols again only after minutes.
-    let said = follow("Certificates", &[]).await?;
+    let said = follow(ROTATION, &[]).await?;
     ensure!(said.contains("its certificates may be in use until"), "`ca status` says:\n{said}");
-    follow("Removing", &tests).await?;
+    // At the end: the agent of a revoked node enrols again only after minutes.
+    follow(REVOCATION, &[]).await?;
+    follow(REMOVAL, &tests).await?;
 
     let all: BTreeSet<_> = RUN.iter().filter(|(_, by)| *by == HERE).map(|(title, _)| *title).collect();
     ensure!(done == all, "{done:?} were followed, and {all:?} are listed");
@@ -138,10 +144,35 @@ mod tests {
     use crate::deploy::SCENARIOS;
 
     /// The other blocks by their beginning, each with the reason why no test runs it unchanged.
-    const NOT_RUN: [(&str, &str); 6] = [
+    const NOT_RUN: [(&str, &str); 13] = [
         (
             "cargo xtask image",
             "xtask has made the images, with the same code and a faster profile, before it starts this",
+        ),
+        (
+            "# my-postern/kustomization.yaml\nresources: [../deploy/overlays/nodeport]",
+            "deploy::addresses_are_as_documented renders it",
+        ),
+        (
+            "# my-postern/kustomization.yaml\nresources: [../deploy/base]\ncomponents: [../deploy/components/public-addresses]",
+            "the same",
+        ),
+        ("# my-postern/kustomization.yaml\nresources: [../deploy/overlays/loadbalancer]", "the same"),
+        (
+            "kubectl --namespace kube-system patch deployment metrics-server",
+            "kubernetes::top runs metrics-server as a process",
+        ),
+        (
+            "tunnel-server token create --redirector HOST",
+            "with the reader's names; the scenarios in redirector.rs give the same flags",
+        ),
+        (
+            "kubectl apply -k my-postern\nkubectl --namespace kube-system rollout status daemonset/tunnel-server --timeout=300s",
+            "deploy::two_masters_are_updated updates both programs with its own overlay",
+        ),
+        (
+            "curl --cacert ca/ca.crt",
+            "with the reader's names; the scenarios in metrics.rs send the same request",
         ),
         ("hosts /etc/edge/tunnel-nodes {", "CoreDNS is not among the programs of the testbed's cluster"),
         ("kubectl --namespace kube-system patch deployment coredns", "the same"),

@@ -145,7 +145,7 @@ async fn checked(cluster: &Cluster<'_>) -> Result<Value> {
     check.cloned().with_context(|| format!("doctor does not check them: {report:#}"))
 }
 
-/// Fetches Postern's CA with the command of docs/kubernetes.md.
+/// Fetches Postern's CA with the command of docs/tasks/callers.md.
 async fn authority(cluster: &Cluster<'_>) -> Result<PathBuf> {
     let path = cluster.testbed.dir().join("postern-ca.crt");
     let pem = secret(cluster, "tunnel-server-ca", "ca.crt").await?;

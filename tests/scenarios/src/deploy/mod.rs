@@ -50,9 +50,9 @@ use metrics::prometheus_reads_servers;
 use migration::migration_from_yurttunnel_and_back;
 use monitoring::{alerts_fire_and_stay_silent, panels_ask_for_what_programs_expose};
 use overlays::{
-    a_host_without_a_tun_device_can_have_a_server, components_go_where_the_servers_are,
-    masters_of_every_distribution_get_a_server, programs_can_be_pinned, public_addresses_leave_no_node_port,
-    redirectors_get_what_servers_get,
+    a_host_without_a_tun_device_can_have_a_server, addresses_are_as_documented,
+    components_go_where_the_servers_are, masters_of_every_distribution_get_a_server, programs_can_be_pinned,
+    public_addresses_leave_no_node_port, redirectors_get_what_servers_get,
 };
 use patches::{argument, overlay, overlay_with};
 use readme::the_readme_is_followed;
@@ -71,6 +71,7 @@ scenarios! {
     masters_of_every_distribution_get_a_server(cluster, no_cluster),
     redirectors_get_what_servers_get(cluster, no_cluster),
     public_addresses_leave_no_node_port(cluster, no_cluster, quick),
+    addresses_are_as_documented(cluster, no_cluster, quick),
     components_go_where_the_servers_are(cluster, no_cluster),
     chart_is_installed_upgraded_and_removed(images, limit = 600),
     the_guide_is_followed(images, limit = 420),
@@ -82,7 +83,20 @@ scenarios! {
     panels_ask_for_what_programs_expose,
 }
 
-const DOCUMENT: &str = include_str!("../../../../docs/kubernetes.md");
+/// The pages with commands for a cluster. Titles of sections with commands are unique among them.
+const DOCUMENT: &str = concat!(
+    include_str!("../../../../docs/install/kubernetes.md"),
+    include_str!("../../../../docs/install/addresses.md"),
+    include_str!("../../../../docs/install/remove.md"),
+    include_str!("../../../../docs/tasks/ports.md"),
+    include_str!("../../../../docs/tasks/names.md"),
+    include_str!("../../../../docs/tasks/callers.md"),
+    include_str!("../../../../docs/tasks/prometheus.md"),
+    include_str!("../../../../docs/tasks/redirectors.md"),
+    include_str!("../../../../docs/tasks/certificates.md"),
+    include_str!("../../../../docs/tasks/revoke.md"),
+    include_str!("../../../../docs/tasks/upgrade.md"),
+);
 const FOLDERS: [&str; 7] = [
     "base",
     "overlays/nodeport",

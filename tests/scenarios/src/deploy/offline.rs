@@ -42,7 +42,7 @@ pub(super) async fn agents_are_updated(cluster: &Cluster<'_>) -> Result<()> {
     wait_until("the agent of the node that is online to be a new one", UPDATED, now, updated).await?;
     logs(kubectl).await.context("after an update beside a node that is offline")?;
 
-    // As docs/kubernetes.md says: the command ends with an error, and the numbers show the reason.
+    // As docs/install/kubernetes.md says: the command ends with an error, and the numbers show the reason.
     let said = kubectl.fails(&rollout_status()?.iter().map(String::as_str).collect::<Vec<_>>()).await?;
     ensure!(said.contains("rollout to finish: 1 ") && said.contains("timed out"), "rollout status: {said}");
     let counted = |set: &Value| {

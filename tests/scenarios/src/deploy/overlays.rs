@@ -6,8 +6,9 @@ use postern_testbed::Testbed;
 use postern_testbed::cluster::manifests::write_overlay;
 use serde_json::{Value, json};
 
+use super::guide::link_deploy;
 use super::render::{Objects, kustomize};
-use super::{components, text};
+use super::{DOCUMENT, components, follow, text};
 
 /// Renders `deploy/FOLDER` with these components.
 async fn rendered(testbed: &Testbed, folder: &str, components: &[&str]) -> Result<Objects> {
@@ -172,6 +173,29 @@ pub(super) async fn public_addresses_leave_no_node_port(testbed: &Testbed) -> Re
         ensure!(service["externalTrafficPolicy"].is_null(), "{folder}: it has a policy: {service}");
         let expected = json!([{ "name": "tcp", "port": 10262, "targetPort": 10262, "protocol": "TCP" }]);
         ensure!(service["ports"] == expected, "{folder}: it has {}", service["ports"]);
+    }
+    Ok(())
+}
+
+/// Renders the guide's overlays for each way in which agents reach the servers.
+pub(super) async fn addresses_are_as_documented(testbed: &Testbed) -> Result<()> {
+    let dir = link_deploy(testbed)?.join("my-postern");
+    fs::create_dir(&dir).with_context(|| dir.display().to_string())?;
+    let variants = follow::blocks(DOCUMENT).into_iter().filter(|block| block.section == "Three variants");
+    let variants: Vec<&str> = variants.map(|block| block.text).collect();
+    let expected = [("NodePort", json!(31008)), ("ClusterIP", Value::Null), ("LoadBalancer", Value::Null)];
+    ensure!(variants.len() == expected.len(), "the variants are {variants:?}");
+    for (variant, (kind, port)) in variants.into_iter().zip(expected) {
+        fs::write(dir.join("kustomization.yaml"), variant).context("writing the overlay")?;
+        let objects = kustomize(&dir).await.context(variant.to_owned())?;
+        let service = object(&objects, "Service", "x-tunnel-server-svc")?;
+        let spec = &service["spec"];
+        ensure!(spec["type"] == kind && spec["ports"][0]["nodePort"] == port, "{variant}: it has {spec}");
+        if kind == "ClusterIP" {
+            let addresses = &service["metadata"]["annotations"]["x-tunnel-server-external-addr"];
+            let addresses = addresses.as_str().with_context(|| format!("no addresses: {service}"))?;
+            ensure!(variant.contains(&format!("value: {addresses}")), "{variant}: it has {addresses}");
+        }
     }
     Ok(())
 }

@@ -1,8 +1,10 @@
 //! Checks that the documents agree with the manifests.
 use std::fs;
 
-use super::{DOCUMENT, PROGRAMS, deploy};
+use super::{PROGRAMS, deploy};
 use crate::rights::unseen;
+
+const DOCUMENT: &str = include_str!("../../../../docs/reference/permissions.md");
 
 /// Manifests with roles, in the document's order.
 const ROLES: [&str; 11] = [
@@ -62,7 +64,7 @@ fn rules(manifest: &str) -> Vec<(String, Vec<Row>)> {
 
 /// Parses the tables below headings that name a role.
 fn tables() -> Vec<(String, Vec<Row>)> {
-    let sections = DOCUMENT.split("\n#### ").skip(1);
+    let sections = DOCUMENT.split("\n### ").skip(1);
     let table = |section: &str| {
         let section = section.split("\n##").next().unwrap();
         let heading = section.lines().next().unwrap().to_owned();
@@ -83,12 +85,15 @@ fn the_document_has_exactly_the_rules_of_the_manifests() {
     let rendered = |roles: &[(String, Vec<Row>)]| {
         let row = |row: &Row| format!("| {} |", row.join(" | "));
         let role = |(role, rows): &(String, Vec<Row>)| {
-            format!("#### {role}\n{}", rows.iter().map(row).collect::<Vec<_>>().join("\n"))
+            format!("### {role}\n{}", rows.iter().map(row).collect::<Vec<_>>().join("\n"))
         };
         roles.iter().map(role).collect::<Vec<_>>().join("\n")
     };
     let (manifests, document) = (rendered(&rules), rendered(&tables()));
-    assert!(manifests == document, "docs/kubernetes.md has\n{document}\nand the manifests\n{manifests}");
+    assert!(
+        manifests == document,
+        "docs/reference/permissions.md has\n{document}\nand the manifests\n{manifests}"
+    );
 }
 
 #[test]
