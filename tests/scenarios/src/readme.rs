@@ -63,8 +63,13 @@ async fn it_works_without_kubernetes(testbed: &Testbed) -> Result<()> {
 /// Fails unless every line of the section's outputs was printed; `…` stands for parts that differ each time.
 pub(crate) fn is_shown(title: &str, shown: &str) -> Result<()> {
     let outputs = blocks(README).into_iter().filter(|block| block.section == title && !block.is_commands());
-    let expected: Vec<&str> = outputs.flat_map(|block| block.text.lines()).map(str::trim).collect();
-    ensure!(!expected.is_empty(), "{title:?} shows no output");
+    are_printed(outputs.map(|block| block.text), shown).with_context(|| format!("the README's {title:?}"))
+}
+
+/// The same for these outputs.
+pub(crate) fn are_printed<'a>(outputs: impl Iterator<Item = &'a str>, shown: &str) -> Result<()> {
+    let expected: Vec<&str> = outputs.flat_map(str::lines).map(str::trim).collect();
+    ensure!(!expected.is_empty(), "no output is shown");
     for line in expected {
         let printed = shown.lines().any(|printed| {
             let mut rest = Some(printed);
@@ -73,7 +78,7 @@ pub(crate) fn is_shown(title: &str, shown: &str) -> Result<()> {
             }
             rest.is_some()
         });
-        ensure!(printed, "{title:?} shows {line:?}, which was not printed:\n{shown}");
+        ensure!(printed, "{line:?} was not printed:\n{shown}");
     }
     Ok(())
 }
