@@ -7,7 +7,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context as _, Result, ensure};
 
 use crate::command::{
-    build_as, cargo, cargo_home, is_root, program, root, run, run_in_foreground, succeeds, target_dir,
+    build_as, is_root, need_program, program, root, run_in_foreground, succeeds, target_dir,
 };
 use crate::demo::PROGRAMS;
 use crate::peers::{self, Peer};
@@ -222,17 +222,9 @@ fn haproxy() -> Result<PathBuf> {
     Ok("haproxy".into())
 }
 
-/// Path of rathole, which is installed beside cargo's other tools if it is missing.
+/// Path of rathole. Without --locked: its lock file does not compile with today's compilers.
 pub(crate) fn rathole() -> Result<PathBuf> {
-    let path = cargo_home()?.join("bin/rathole");
-    if !succeeds(program(&path).arg("--version")) {
-        println!("rathole is missing: installing it with `cargo install rathole`, which takes some minutes");
-        let mut install = cargo();
-        // Without --locked: its lock file does not compile with today's compilers. Built outside the project's folder.
-        install.args(["install", "rathole", "--version", RATHOLE_VERSION]).env_remove("CARGO_TARGET_DIR");
-        run(install.current_dir("/"))?;
-    }
-    Ok(path)
+    need_program("rathole", RATHOLE_VERSION, &[])
 }
 
 #[cfg(test)]

@@ -175,15 +175,30 @@ pub(crate) fn shown(command: &Command) -> String {
     text
 }
 
-/// Installs a cargo subcommand if it is missing, and prints that. Cargo builds it in a temporary folder, unless
-/// CARGO_TARGET_DIR is set.
+/// Installs a cargo subcommand if it is missing, and prints that.
 pub(crate) fn need_cargo_tool(name: &str, version: &str) -> Result<()> {
     let subcommand = name.trim_start_matches("cargo-");
     if succeeds(cargo().args([subcommand, "--version"])) {
         return Ok(());
     }
+    install(name, version, &["--locked"])
+}
+
+/// Returns the path of a program that is installed beside cargo's other tools if it is missing.
+pub(crate) fn need_program(name: &str, version: &str, options: &[&str]) -> Result<PathBuf> {
+    let path = cargo_home()?.join("bin").join(name);
+    if !succeeds(program(&path).arg("--version")) {
+        install(name, version, options)?;
+    }
+    Ok(path)
+}
+
+/// Cargo builds it in a temporary folder, outside of the project's.
+fn install(name: &str, version: &str, options: &[&str]) -> Result<()> {
     println!("{name} is missing: installing it with `cargo install {name}`");
-    run(cargo().args(["install", name, "--version", version, "--locked"]))
+    let mut install = cargo();
+    install.args(["install", name, "--version", version]).args(options).env_remove("CARGO_TARGET_DIR");
+    run(install.current_dir("/"))
 }
 
 /// Reports whether this process runs as root.

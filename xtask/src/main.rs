@@ -4,6 +4,7 @@
 mod advisories;
 mod bench;
 mod beside;
+mod book;
 mod build_ebpf;
 mod cache;
 mod chosen;
@@ -74,9 +75,12 @@ enum Command {
     /// Static binaries for amd64 and arm64, and an OCI archive of each program in <target dir>/image/; installs what is missing for
     /// that.
     Image(image::Options),
-    /// Binaries, images, SBOMs, manifests, chart, notes, provenance and checksums in <target dir>/postern-VERSION/, of a clone
+    /// Binaries, images, SBOMs, manifests, chart, book, notes, provenance and checksums in <target dir>/postern-VERSION/, of a clone
     /// without changes, and prints that folder. Publishes nothing: docs/releases.md has the steps before and after.
     Release(release::Options),
+    /// Checks the documents' links, builds the book of docs/ in <target dir>/book and prints its first page's path; installs what is
+    /// missing for that.
+    Docs,
     /// Measures Postern and what a user would pick instead, on one testbed in one run (root).
     Bench(bench::Options),
     /// Runs fuzz targets.
@@ -125,6 +129,7 @@ fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Peers(options) => peer_tests::run(&options),
         Command::Image(options) => image::run_image(&options),
         Command::Release(options) => release::run_release(&options),
+        Command::Docs => book::run_docs(),
         Command::Bench(options) => bench::run_bench(&options),
         Command::Fuzz(options) => fuzz::run_all(&options),
         Command::Mutants(options) => mutants::run_all(&options),

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, ensure};
 
+use crate::book;
 use crate::command::{name_of, output, program, root, run, shown, target_dir};
 use crate::cross::{self, Arch, Profile};
 use crate::image::oci::digest;
@@ -66,6 +67,9 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
     manifests(&out)?;
     chart(&out, source.epoch)?;
     plugin(&out, source.epoch)?;
+    let programs = cross::folder(Arch::HOST, options.profile)?;
+    let book = book::build(&programs)?;
+    pack(source.epoch, &book, &out.join(format!("postern-book-{VERSION}.tar.gz")), &["."])?;
     let since = git(&["describe", "--tags", "--abbrev=0", "HEAD^"]);
     let range = since.as_ref().map_or_else(|| "HEAD".to_owned(), |tag| format!("{tag}..HEAD"));
     let log = git(&["log", "--no-merges", "--reverse", "--format=%s", &range]).context("git log failed")?;

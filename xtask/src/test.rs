@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, anyhow, ensure};
 use clap::ValueEnum as _;
 
 use crate::beside::Beside;
-use crate::command::{build_programs, built, cargo, is_root, name_of, program, run, shown};
+use crate::command::{build_programs, built, cargo, is_root, name_of, program, run, shown, target_dir};
 use crate::demo::PROGRAMS;
 use crate::kernel::{self, Kernel};
 use crate::needs::Need;
@@ -17,10 +17,11 @@ use crate::peer_tests::Show;
 use crate::peers::Kubernetes;
 use crate::scenarios::{self, Scenarios};
 use crate::tally::Tally;
-use crate::{bench, build_ebpf, demo, fleet, fuzz, mutants, packages, peer_tests};
+use crate::{bench, book, build_ebpf, demo, fleet, fuzz, mutants, packages, peer_tests};
 
 /// Seconds that each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
+const BOOK: &str = "the book";
 /// Packages whose tests are run by their programs.
 const SCENARIOS: &str = "postern-scenarios";
 const KERNEL_TESTS: &str = "postern-kernel-tests";
@@ -82,6 +83,11 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
             beside = Some(Beside::start(&[Need::Cluster])?);
         }
         build_everything(&mut tally)?;
+        if options.all {
+            // Before other builds begin: it may install mdBook.
+            tally.heading(BOOK);
+            tally.step(BOOK, book::build(&target_dir()?.join("debug")).map(drop));
+        }
     }
     let (scenarios, kernel_tests) = choose(options, &packages, &mut tally)?;
     // A package that has another name now, or a list of another format, must not pass for one without tests.

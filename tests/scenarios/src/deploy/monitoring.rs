@@ -126,7 +126,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::docs::{METRICS, listed};
+    use crate::docs::listed;
 
     fn read(name: &str) -> String {
         fs::read_to_string(deploy().join(name)).unwrap()
@@ -136,15 +136,10 @@ mod tests {
         serde_saphyr::from_str(&read(name)).unwrap()
     }
 
-    /// Returns the metrics in docs/metrics.md with their labels.
+    /// Returns the listed metrics with their labels.
     fn documented() -> BTreeMap<String, BTreeSet<String>> {
-        let rows = METRICS.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
-        rows.map(|(name, _)| {
-            let (name, labels) = name.split_once('{').unwrap_or((name, ""));
-            let labels = labels.trim_end_matches('}').split(',').map(str::to_owned);
-            (name.to_owned(), labels.collect())
-        })
-        .collect()
+        let metrics = listed().unwrap().into_iter();
+        metrics.map(|metric| (metric.name, metric.labels.into_iter().collect())).collect()
     }
 
     fn alerts() -> Vec<Value> {
@@ -156,14 +151,14 @@ mod tests {
     #[test]
     fn alerts_and_panels_ask_for_metrics_and_labels_that_exist() {
         let documented = documented();
-        assert_eq!(documented.len(), listed(METRICS).len());
+        assert_eq!(documented.len(), listed().unwrap().len(), "one is listed twice");
         let expressions = alerts().into_iter().map(|alert| alert["expr"].as_str().unwrap().to_owned());
         let mut seen = 0;
         for query in expressions.chain(queries(&dashboard().unwrap())) {
             for (name, labels) in metrics_in(&query) {
                 let series = ["_bucket", "_sum", "_count"].iter().find_map(|end| name.strip_suffix(end));
                 let known = documented.get(&name).or_else(|| series.and_then(|name| documented.get(name)));
-                let known = known.unwrap_or_else(|| panic!("{name} is not in docs/metrics.md: {query}"));
+                let known = known.unwrap_or_else(|| panic!("{name} is not in metrics.json: {query}"));
                 for label in labels {
                     let scraped = SCRAPED.contains(&label.as_str()) || label == "le";
                     assert!(scraped || known.contains(&label), "{name} has no label {label}: {query}");
