@@ -47,7 +47,7 @@ fn commands(path: &Path, words: &[&str], known: &BTreeSet<&str>, text: &mut Stri
 }
 
 fn ask(path: &Path, words: &[&str]) -> Result<Help> {
-    let text = output(program(path).args(words).arg("--help").env("COLUMNS", "1000"))?;
+    let text = output(program(path).args(words).arg("--help"))?;
     let help = parse(&text);
     ensure!(
         !help.usage.is_empty() && !help.groups.is_empty(),
