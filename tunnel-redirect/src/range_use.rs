@@ -34,8 +34,10 @@ struct Network {
 /// # Errors
 /// [`RedirectError::RangeUsed`], or the namespace cannot be listed.
 pub(super) fn check(config: &RedirectConfig, ipv6: bool) -> Result<(), RedirectError> {
-    let network = netlink::blocking(|handle| async move { read(&handle).await })?;
-    for range in redirect_ranges(config, ipv6) {
+    let ranges = redirect_ranges(config, ipv6);
+    let of_interest = ranges.clone();
+    let network = netlink::blocking(|handle| async move { read(&handle, &of_interest).await })?;
+    for range in ranges {
         if let Some(user) = network.user_of(range) {
             let key = if range.addr().is_ipv4() { "--redirect-range" } else { "--redirect-range-v6" };
             return Err(RedirectError::RangeUsed { key, range, user });
@@ -44,7 +46,8 @@ pub(super) fn check(config: &RedirectConfig, ipv6: bool) -> Result<(), RedirectE
     Ok(())
 }
 
-async fn read(handle: &Handle) -> Result<Network, RedirectError> {
+/// Reads what may concern these ranges: a host may have a million other routes.
+async fn read(handle: &Handle, ranges: &[IpNet]) -> Result<Network, RedirectError> {
     let failed = |what: &str| {
         let operation = format!("list the {what}");
         move |error: rtnetlink::Error| RedirectError::Netlink { operation, reason: error.to_string() }
@@ -62,9 +65,14 @@ async fn read(handle: &Handle) -> Result<Network, RedirectError> {
     for request in
         [RouteMessageBuilder::<Ipv4Addr>::new().build(), RouteMessageBuilder::<Ipv6Addr>::new().build()]
     {
-        let routes: Vec<_> =
-            handle.route().get(request).execute().try_collect().await.map_err(failed("routes"))?;
-        network.routes.extend(routes);
+        let overlaps =
+            |network: IpNet| ranges.iter().any(|range| network.contains(range) || range.contains(&network));
+        let mut routes = handle.route().get(request).execute();
+        while let Some(route) = routes.try_next().await.map_err(failed("routes"))? {
+            if destination(&route).is_none_or(overlaps) {
+                network.routes.push(route);
+            }
+        }
     }
     for version in [IpVersion::V4, IpVersion::V6] {
         // A kernel without policy routing has no rules, and answers with an error.

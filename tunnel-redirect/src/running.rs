@@ -83,6 +83,8 @@ pub(super) struct Inner {
     pub(super) own: BTreeSet<IpAddr>,
     /// Interfaces that lead to other hosts, as in `maps`.
     pub(super) uplinks: BTreeSet<u32>,
+    /// Hosts that these were read for.
+    pub(super) uplinks_to: Option<BTreeSet<IpAddr>>,
     pub(super) uplinks_failed: LogOnce,
     pub(super) self_test_addresses: SelfTestAddresses,
     /// Port of the last self-test that passed.
@@ -158,7 +160,7 @@ impl Redirect {
             if self.config.gateway { wanted.of_a_gateway() } else { wanted }
         });
         let applied = inner.bring_to(want, routes)?;
-        inner.refresh_uplinks();
+        inner.refresh_uplinks(false);
         Ok(applied)
     }
 
@@ -299,7 +301,7 @@ impl Redirect {
         if inner.stopped {
             return Err(RedirectError::Stopped);
         }
-        inner.refresh_uplinks();
+        inner.refresh_uplinks(true);
         if inner.current && inner.own == own {
             return Ok(Applied::default());
         }
@@ -325,8 +327,9 @@ impl Redirect {
 
 impl Inner {
     /// Pods' packets come in by no interface that leads to other hosts. If these cannot be read, the last ones are kept: the
-    /// host's own processes need the rest of a change.
-    fn refresh_uplinks(&mut self) {
+    /// host's own processes need the rest of a change. `always`: also if the hosts are the same, as there may be many routes to
+    /// read.
+    fn refresh_uplinks(&mut self, always: bool) {
         let Some(by_route) = &mut self.by_route else { return };
         let contents = &self.contents;
         let pods = |address: &IpAddr| {
@@ -340,7 +343,11 @@ impl Inner {
             // An address of --exclude may be a pod's of this host.
             .filter(|address| !self.own.contains(address) && !pods(address))
             .collect();
+        if !always && self.uplinks_to.as_ref() == Some(&others) {
+            return;
+        }
         let read = by_route.uplinks(&others);
+        self.uplinks_to = read.is_ok().then_some(others);
         match read.and_then(|uplinks| self.maps.set_uplinks(&uplinks, &self.uplinks).map(|()| uplinks)) {
             Ok(uplinks) => {
                 self.uplinks = uplinks;

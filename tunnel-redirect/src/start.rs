@@ -101,6 +101,7 @@ impl Redirect {
             desired: Desired::default(),
             own: BTreeSet::new(),
             uplinks: BTreeSet::new(),
+            uplinks_to: None,
             uplinks_failed: LogOnce::default(),
             self_test_addresses,
             verified_port: None,

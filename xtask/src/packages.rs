@@ -65,6 +65,7 @@ pub(crate) const VIRTUAL_MACHINE: &[Need] = &[
     Need { program: "conntrack", package: "conntrack" },
     Need { program: "cpio", package: "cpio" },
     Need { program: "depmod", package: "kmod" },
+    Need { program: "ipvsadm", package: "ipvsadm" },
     Need { program: "strip", package: "binutils" },
     Need { program: "journalctl", package: "systemd" },
 ];

@@ -32,7 +32,6 @@ pub(crate) const CASES: &[Case] = &[
     ("by_route::pods_of_edge_nodes_on_every_port", every_port),
     ("by_route::a_neighbour_is_refused", neighbour),
     ("by_route::a_neighbour_is_not_this_host", spoofed_source),
-    ("by_route::a_neighbour_is_no_pod_of_this_host", spoofed_pod),
     ("by_route::programs_fit_the_instruction_budget", budget),
     ("scale::a_hundred_thousand_nodes_by_route", many),
 ];
@@ -353,37 +352,6 @@ fn spoofed_source() {
     neighbour.connect(Some("10.9.0.1"), "10.8.0.7:10250").unwrap_err();
     assert!(world.counter("route4/foreign_client") > 0, "the program saw and refused it");
     assert_eq!(world.counter("route4/steered"), 0);
-}
-
-/// A plugin such as Calico may give other hosts' pods addresses of the range that a Node's spec names.
-fn spoofed_pod() {
-    let mut pod = pod_of_this_host();
-    let mut neighbour = Peer::spawn();
-    neighbour.link("lan0", "10.1.0.1/24", "10.1.0.2/24");
-    neighbour.ip("addr add 10.244.1.200/32 dev eth0");
-    ip("route add 10.244.1.200/32 via 10.1.0.2");
-    let mut state = with_client(desired(&[EDGE]), POD_RANGE);
-    let world = start(desired(&[EDGE]));
-    let mut refused = |what: &str| {
-        let before = (world.counter("route4/foreign_client"), world.counter("route4/steered"));
-        neighbour.connect(Some("10.244.1.200"), "10.8.0.7:10250").unwrap_err();
-        assert!(world.counter("route4/foreign_client") > before.0, "{what}");
-        assert_eq!(world.counter("route4/steered"), before.1, "{what}");
-        asks(&mut pod, "10.8.0.7:10250").unwrap();
-    };
-    // It comes from the network of a cloud host, or that of the default route.
-    state.excluded.insert(net_of("10.1.0.9"));
-    world.redirect.apply(|| state.clone().into()).unwrap();
-    refused("a cloud host's network");
-    state.excluded.clear();
-    ip("route add default via 10.1.0.2");
-    world.redirect.apply(|| state.clone().into()).unwrap();
-    refused("the default route");
-    drop(world);
-    // Unless it is named: --redirect-clients.
-    let world = World::with(RedirectConfig { clients: vec![net_of("10.244.0.0/16")], ..by_route() }, &state);
-    neighbour.connect(Some("10.244.1.200"), "10.8.0.7:10250").unwrap();
-    assert_eq!(world.counter("route4/steered"), 1);
 }
 
 fn budget() {

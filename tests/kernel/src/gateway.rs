@@ -1,18 +1,20 @@
 //! A gateway's own rules and routes, and rules of others that come before a server's.
 
+use std::io::Write as _;
 use std::process::Command;
 
 use nix::libc;
-use tunnel_redirect::RedirectConfig;
+use tunnel_redirect::{Redirect, RedirectConfig};
 
 use crate::Case;
 use crate::by_route::{asks, by_route, devices, rules, start};
 use crate::lifecycle::runtime;
 use crate::peer::Peer;
-use crate::support::{EDGE, EDGE_V6, World, desired, ip, net_of, sysctl};
+use crate::support::{EDGE, EDGE_V6, Listener, PORT, World, at, desired, ip, net_of, sysctl};
 
 pub(crate) const CASES: &[Case] = &[
     ("by_route::a_gateway_sends_nothing_back_into_the_network", gateway),
+    ("by_route::a_gateway_learns_of_a_smaller_link_to_its_client", small_link),
     ("by_route::a_rule_before_its_own_is_told", overruled),
 ];
 
@@ -70,6 +72,53 @@ fn gateway() {
     world.redirect.apply(|| state.into()).unwrap();
     assert!(sent_on("10.8.0.7", CLIENT));
     drop(world);
+    assert_eq!((rules(), devices()), (Vec::new(), 0));
+}
+
+/// Between a client and its gateway is a link with a smaller MTU than both have. The router before it tells the edge node's
+/// address, whose packets they are for all it knows.
+fn small_link() {
+    const SIZE: usize = 200_000;
+    let (router, mut client) = (Peer::spawn(), Peer::spawn());
+    router.inside(|| {
+        sysctl("net.ipv4.ip_forward", "1");
+        sysctl("net.ipv6.conf.all.forwarding", "1");
+    });
+    // Neighbours ask for each other with addresses that they would have to try first.
+    let at_once = || sysctl("net.ipv6.conf.default.accept_dad", "0");
+    at_once();
+    router.inside(at_once);
+    client.inside(at_once);
+    router.link("lan0", "10.1.0.1/24", "10.1.0.2/24");
+    router.link_v6("lan0", "2001:db8:1::1/64", "2001:db8:1::2/64");
+    let far = [("10.2.0.1/24", "10.2.0.5/24"), ("2001:db8:2::1/64", "2001:db8:2::5/64")];
+    client.link_behind(&router, "far0", far);
+    router.ip("link set far0 mtu 1300");
+    ip("route add default via 10.1.0.2");
+    ip("-6 route add default via 2001:db8:1::2");
+    let listener = Listener::open();
+    let clients = vec![net_of("10.2.0.0/24"), net_of("2001:db8:2::/64")];
+    let config = RedirectConfig { gateway: true, clients, ..by_route() };
+    let redirect = Redirect::start(config, &listener.v4, Some(&listener.v6)).unwrap();
+    redirect.apply(|| desired(&[EDGE, EDGE_V6]).into()).unwrap();
+    for (edge, listener) in [(EDGE, &listener.v4), (EDGE_V6, &listener.v6)] {
+        let listener = listener.try_clone().unwrap();
+        let sending = std::thread::spawn(move || {
+            let mut stream = loop {
+                let (stream, _) = listener.accept().unwrap();
+                // Not a self-test's.
+                if stream.local_addr().unwrap() == at(edge.0, PORT) {
+                    break stream;
+                }
+            };
+            stream.write_all(&[b"x".repeat(SIZE), b"\n".to_vec()].concat()).unwrap();
+        });
+        let answer = client.connect(None, &at(edge.0, PORT).to_string());
+        let (_, _, line) = answer.unwrap_or_else(|error| panic!("{}: {error}", edge.0));
+        assert_eq!(line.len(), SIZE);
+        sending.join().unwrap();
+    }
+    redirect.stop();
     assert_eq!((rules(), devices()), (Vec::new(), 0));
 }
 

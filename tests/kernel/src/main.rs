@@ -13,6 +13,7 @@ mod failures;
 mod gateway;
 mod harness;
 mod lifecycle;
+mod modules;
 mod networks;
 mod others;
 mod peer;
@@ -22,6 +23,7 @@ mod raw;
 mod route_life;
 mod scale;
 mod support;
+mod uplinks;
 
 use std::process::ExitCode;
 
@@ -35,14 +37,16 @@ fn cases() -> Vec<Case> {
         by_route::CASES,
         route_life::CASES,
         gateway::CASES,
+        uplinks::CASES,
         pod_clients::CASES,
         lifecycle::CASES,
         others::CASES,
         failures::CASES,
         scale::CASES,
     ];
-    let whole_machine = std::env::var_os(harness::WHOLE_MACHINE).map_or(&[][..], |_| pod::CASES);
-    [&everywhere[..], &[whole_machine]].concat().concat()
+    let whole_machine = [pod::CASES, modules::CASES];
+    let whole_machine = std::env::var_os(harness::WHOLE_MACHINE).map_or(&[][..], |_| &whole_machine);
+    [&everywhere[..], whole_machine].concat().concat()
 }
 
 fn main() -> ExitCode {

@@ -147,9 +147,23 @@ impl Peer {
 
     /// Joins the namespaces by a veth pair: `name` here, eth0 there, with the default route through here.
     pub(crate) fn link(&self, name: &str, here: &str, there: &str) {
-        ip(&format!("link add {name} type veth peer name eth0 netns {}", self.child.id()));
-        ip(&format!("addr add {here} dev {name}"));
-        ip(&format!("link set {name} up"));
+        self.join(&|arguments| drop(ip(arguments)), name, here, there);
+    }
+
+    /// The same with another peer, its router, in place of the case's own namespace; of both families.
+    pub(crate) fn link_behind(&self, router: &Self, name: &str, addresses: [(&str, &str); 2]) {
+        let [(here, there), (here_v6, there_v6)] = addresses;
+        self.join(&|arguments| router.ip(arguments), name, here, there);
+        router.ip(&format!("-6 addr add {here_v6} dev {name} nodad"));
+        self.ip(&format!("-6 addr add {there_v6} dev eth0 nodad"));
+        let gateway = here_v6.split('/').next().expect("an address");
+        self.ip(&format!("-6 route add default via {gateway}"));
+    }
+
+    fn join(&self, ip_here: &dyn Fn(&str), name: &str, here: &str, there: &str) {
+        ip_here(&format!("link add {name} type veth peer name eth0 netns {}", self.child.id()));
+        ip_here(&format!("addr add {here} dev {name}"));
+        ip_here(&format!("link set {name} up"));
         self.ip(&format!("addr add {there} dev eth0"));
         self.ip("link set eth0 up");
         let gateway = here.split('/').next().expect("an address");

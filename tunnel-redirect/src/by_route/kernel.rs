@@ -35,6 +35,7 @@ const PRIORITY: u32 = 90;
 const FIRST_TABLE: u32 = 198_180;
 /// The first table for packets that are not taken.
 const FIRST_NOT_TAKEN: u32 = FIRST_TABLE + 2 * super::device::MOST;
+const ICMPV6: IpProtocol = IpProtocol::Other(58);
 /// Packets that this host sends come in there for a rule.
 const LOOPBACK: &str = "lo";
 /// Messages in one system call: their answers fit into a socket's default buffer.
@@ -109,22 +110,33 @@ impl Kernel {
 
     /// Reports whether this interface is up; None if there is none with this number and name.
     pub(super) fn is_up(&mut self, index: u32, name: &str) -> Result<Option<bool>, RedirectError> {
+        let name = LinkAttribute::IfName(name.to_owned());
+        let link = self.link(index)?.filter(|link| link.attributes.contains(&name));
+        Ok(link.map(|link| link.header.flags.contains(LinkFlags::Up)))
+    }
+
+    /// The device that an interface is part of, such as a VRF, which the kernel then names as the one of its packets.
+    pub(super) fn controller(&mut self, interface: u32) -> Result<Option<u32>, RedirectError> {
+        let attributes = self.link(interface)?.map(|link| link.attributes).unwrap_or_default();
+        let mut controllers = attributes.into_iter().filter_map(|attribute| match attribute {
+            LinkAttribute::Controller(index) => Some(index),
+            _ => None,
+        });
+        Ok(controllers.next())
+    }
+
+    fn link(&mut self, index: u32) -> Result<Option<LinkMessage>, RedirectError> {
         let mut link = LinkMessage::default();
         link.header.index = index;
-        let operation = "read the TUN device";
-        let found = match self.get(operation, RouteNetlinkMessage::GetLink(link))? {
-            Ok(found) => found,
-            Err(error) if error.raw_os_error() == Some(libc::ENODEV) => return Ok(None),
-            Err(error) => return Err(failed(operation, &error)),
-        };
-        Ok(found.iter().find_map(|message| match message {
-            RouteNetlinkMessage::NewLink(link)
-                if link.attributes.contains(&LinkAttribute::IfName(name.to_owned())) =>
-            {
-                Some(link.header.flags.contains(LinkFlags::Up))
-            }
-            _ => None,
-        }))
+        let operation = "read an interface";
+        match self.get(operation, RouteNetlinkMessage::GetLink(link))? {
+            Ok(found) => Ok(found.into_iter().find_map(|message| match message {
+                RouteNetlinkMessage::NewLink(link) => Some(link),
+                _ => None,
+            })),
+            Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Ok(None),
+            Err(error) => Err(failed(operation, &error)),
+        }
     }
 
     /// Brings up a device, without the addresses that the kernel would give it.
@@ -172,12 +184,10 @@ impl Kernel {
     pub(super) fn rules(&mut self, ipv6: bool) -> Result<Vec<ListedRule>, RedirectError> {
         let mut request = RuleMessage::default();
         request.header.family = family(ipv6);
-        let listed = self.list("list the rules", &RouteNetlinkMessage::GetRule(request))?;
-        let rules = listed.into_iter().filter_map(|message| match message {
+        self.list("list the rules", &RouteNetlinkMessage::GetRule(request), |message| match message {
             RouteNetlinkMessage::NewRule(message) => ListedRule::read(message),
             _ => None,
-        });
-        Ok(rules.collect())
+        })
     }
 
     /// Everything in a table of the server with this device.
@@ -187,25 +197,32 @@ impl Kernel {
         table: Table,
         place: Place,
     ) -> Result<Vec<ListedRoute>, RedirectError> {
-        let listed = self.table(ipv6, place.table(table))?;
-        Ok(listed.into_iter().map(|message| ListedRoute::read(message, table, place)).collect())
-    }
-
-    /// Everything in a table.
-    pub(super) fn table(&mut self, ipv6: bool, number: u32) -> Result<Vec<RouteMessage>, RedirectError> {
+        let number = RouteAttribute::Table(place.table(table));
         let mut request = any_route(ipv6);
-        request.attributes = vec![RouteAttribute::Table(number)];
-        let listed = self.list("list the routes", &RouteNetlinkMessage::GetRoute(request))?;
-        let routes = listed.into_iter().filter_map(|message| match message {
+        request.attributes = vec![number.clone()];
+        self.list("list the routes", &RouteNetlinkMessage::GetRoute(request), |message| match message {
             // The kernel may list more than it was asked for.
-            RouteNetlinkMessage::NewRoute(message)
-                if message.attributes.contains(&RouteAttribute::Table(number)) =>
-            {
-                Some(message)
+            RouteNetlinkMessage::NewRoute(message) if message.attributes.contains(&number) => {
+                Some(ListedRoute::read(message, table, place))
             }
             _ => None,
-        });
-        Ok(routes.collect())
+        })
+    }
+
+    /// Routes of all tables that lead to an interface, as far as `keep` wants them. The others are not stored: there may be a
+    /// million.
+    pub(super) fn unicast_routes(
+        &mut self,
+        ipv6: bool,
+        keep: impl Fn(&RouteMessage) -> bool,
+    ) -> Result<Vec<RouteMessage>, RedirectError> {
+        let mut request = any_route(ipv6);
+        request.header.table = 0;
+        request.header.kind = RouteType::Unicast;
+        self.list("list the routes", &RouteNetlinkMessage::GetRoute(request), |message| match message {
+            RouteNetlinkMessage::NewRoute(route) => keep(&route).then_some(route),
+            _ => None,
+        })
     }
 
     /// The route that the kernel's rules find for a TCP packet, or the error with which it would fail.
@@ -238,11 +255,12 @@ impl Kernel {
         operation: &str,
         request: RouteNetlinkMessage,
     ) -> Result<io::Result<Vec<RouteNetlinkMessage>>, RedirectError> {
-        let mut buffer = Vec::new();
+        let (mut buffer, mut found) = (Vec::new(), Vec::new());
         self.append(&mut buffer, request, NLM_F_REQUEST | NLM_F_ACK);
-        let mut list = List::default();
-        let errors = self.exchange(&buffer, Some(&mut list)).map_err(|error| failed(operation, &error))?;
-        Ok(errors.into_iter().next().map_or(Ok(list.messages), Err))
+        let answers = self
+            .exchange(&buffer, |message| found.push(message))
+            .map_err(|error| failed(operation, &error))?;
+        Ok(answers.errors.into_iter().next().map_or(Ok(found), Err))
     }
 
     /// Makes changes, the last of each batch with an acknowledgement; the kernel answers the others only if they fail.
@@ -263,9 +281,10 @@ impl Kernel {
                 let acknowledge = if taken == BATCH || messages.peek().is_none() { NLM_F_ACK } else { 0 };
                 self.append(&mut buffer, message, NLM_F_REQUEST | flags | acknowledge);
             }
-            let errors = self.exchange(&buffer, None).map_err(|error| failed(operation, &error))?;
+            let answers = self.exchange(&buffer, drop).map_err(|error| failed(operation, &error))?;
             let harmless = [libc::EEXIST, libc::ENOENT, libc::ESRCH];
-            if let Some(error) = errors
+            if let Some(error) = answers
+                .errors
                 .iter()
                 .find(|error| error.raw_os_error().is_none_or(|errno| !harmless.contains(&errno)))
             {
@@ -275,19 +294,22 @@ impl Kernel {
         Ok(())
     }
 
-    fn list(
+    /// Returns what `keep` makes of the messages of a list.
+    fn list<T>(
         &mut self,
         operation: &str,
         request: &RouteNetlinkMessage,
-    ) -> Result<Vec<RouteNetlinkMessage>, RedirectError> {
+        keep: impl Fn(RouteNetlinkMessage) -> Option<T>,
+    ) -> Result<Vec<T>, RedirectError> {
         let mut buffer = Vec::new();
         for _ in 0..ATTEMPTS {
             buffer.clear();
             self.append(&mut buffer, request.clone(), NLM_F_REQUEST | NLM_F_DUMP);
-            let mut list = List::default();
-            let errors =
-                self.exchange(&buffer, Some(&mut list)).map_err(|error| failed(operation, &error))?;
-            match errors.first() {
+            let mut found = Vec::new();
+            let answers = self
+                .exchange(&buffer, |message| found.extend(keep(message)))
+                .map_err(|error| failed(operation, &error))?;
+            match answers.errors.first() {
                 // The table does not exist yet, or the kernel has no such family.
                 Some(error)
                     if matches!(
@@ -298,7 +320,7 @@ impl Kernel {
                     return Ok(Vec::new());
                 }
                 Some(error) => return Err(failed(operation, error)),
-                None if !list.interrupted => return Ok(list.messages),
+                None if !answers.interrupted => return Ok(found),
                 None => {}
             }
         }
@@ -317,11 +339,11 @@ impl Kernel {
         message.serialize(&mut buffer[start..]);
     }
 
-    /// Sends requests and reads the answers, up to the one to the last request. Returns the errors.
-    fn exchange(&mut self, requests: &[u8], mut list: Option<&mut List>) -> io::Result<Vec<io::Error>> {
+    /// Sends requests and reads the answers, up to the one to the last request, whose messages go to `see`.
+    fn exchange(&mut self, requests: &[u8], mut see: impl FnMut(RouteNetlinkMessage)) -> io::Result<Answers> {
         self.socket.send(requests, 0)?;
         let first = self.sequence.wrapping_sub(BATCH as u32);
-        let mut errors = Vec::new();
+        let mut answers = Answers::default();
         let mut buffer = Vec::with_capacity(BUFFER);
         loop {
             buffer.clear();
@@ -336,25 +358,21 @@ impl Kernel {
                     // The rest of an answer that was given up.
                     continue;
                 }
-                if let Some(list) = &mut list {
-                    list.interrupted |= message.header.flags & NLM_F_DUMP_INTR != 0;
-                }
-                match (message.payload, &mut list) {
-                    (NetlinkPayload::Error(error), _) => {
-                        errors.extend(error.code.map(|_| error.to_io()));
+                answers.interrupted |= message.header.flags & NLM_F_DUMP_INTR != 0;
+                match message.payload {
+                    NetlinkPayload::Error(error) => {
+                        answers.errors.extend(error.code.map(|_| error.to_io()));
                         if last {
-                            return Ok(errors);
+                            return Ok(answers);
                         }
                     }
-                    (NetlinkPayload::Done(done), _) if last => {
+                    NetlinkPayload::Done(done) if last => {
                         if done.code < 0 {
-                            errors.push(io::Error::from_raw_os_error(-done.code));
+                            answers.errors.push(io::Error::from_raw_os_error(-done.code));
                         }
-                        return Ok(errors);
+                        return Ok(answers);
                     }
-                    (NetlinkPayload::InnerMessage(message), Some(list)) if last => {
-                        list.messages.push(message);
-                    }
+                    NetlinkPayload::InnerMessage(message) if last => see(message),
                     // The rest of an answer that was given up.
                     _ => {}
                 }
@@ -363,10 +381,11 @@ impl Kernel {
     }
 }
 
+/// Answers to requests, without the messages.
 #[derive(Default)]
-struct List {
-    messages: Vec<RouteNetlinkMessage>,
-    /// It changed while it was read.
+struct Answers {
+    errors: Vec<io::Error>,
+    /// What was listed changed meanwhile.
     interrupted: bool,
 }
 
@@ -396,15 +415,23 @@ impl Rule {
         let mut message = RuleMessage::default();
         message.header =
             RuleHeader { family: family(self.ipv6), action: RuleAction::ToTable, ..RuleHeader::default() };
-        let (order, which) = match self.packets {
+        let order = match self.table() {
+            Table::Ports => 0,
+            Table::AnyPort => 1,
+            Table::NotTaken => 2,
+        };
+        let which = match self.packets {
             Packets::Port(port) => {
                 let port = RuleAttribute::DestinationPortRange(RulePortRange { start: port, end: port });
-                (0, vec![RuleAttribute::IpProtocol(IpProtocol::Tcp), port])
+                vec![RuleAttribute::IpProtocol(IpProtocol::Tcp), port]
             }
-            Packets::EveryPort => (1, vec![RuleAttribute::IpProtocol(IpProtocol::Tcp)]),
+            Packets::EveryPort => vec![RuleAttribute::IpProtocol(IpProtocol::Tcp)],
+            Packets::Icmp(_) => {
+                vec![RuleAttribute::IpProtocol(if self.ipv6 { ICMPV6 } else { IpProtocol::Icmp })]
+            }
             Packets::OfOthers => {
                 message.header.flags = RuleFlags::Invert;
-                (2, vec![RuleAttribute::Iifname(LOOPBACK.to_owned())])
+                vec![RuleAttribute::Iifname(LOOPBACK.to_owned())]
             }
         };
         message.attributes = vec![
@@ -439,24 +466,21 @@ impl ListedRule {
             _ => None,
         })?;
         let number = Place::of_table(table)?;
-        let ports = message.attributes.iter().find_map(|attribute| match attribute {
-            RuleAttribute::DestinationPortRange(range) => Some(*range),
+        let port = message.attributes.iter().find_map(|attribute| match attribute {
+            RuleAttribute::DestinationPortRange(range) => Some(Packets::Port(range.start)),
             _ => None,
         });
+        let icmp = [Packets::Icmp(Table::Ports), Packets::Icmp(Table::AnyPort)];
+        let others = [Packets::EveryPort, Packets::OfOthers].into_iter().chain(icmp);
         let ipv6 = message.header.family == AddressFamily::Inet6;
-        let packets = match ports {
-            _ if table >= FIRST_NOT_TAKEN => Packets::OfOthers,
-            Some(range) => Packets::Port(range.start),
-            None => Packets::EveryPort,
-        };
-        let rule = Some(Rule { ipv6, packets }).filter(|rule| {
+        let rule = port.into_iter().chain(others).map(|packets| Rule { ipv6, packets }).find(|rule| {
             let as_written = rule.message(Place { number, index: 0 });
-            let same = as_written.attributes.iter().all(|one| message.attributes.contains(one))
-                && message.attributes.len() == as_written.attributes.len();
-            let plain = message.header.action == RuleAction::ToTable
-                && message.header.flags.contains(RuleFlags::Invert) == (packets == Packets::OfOthers)
-                && (message.header.dst_len, message.header.src_len, message.header.tos) == (0, 0, 0);
-            same && plain
+            let inverted = |rule: &RuleMessage| rule.header.flags.contains(RuleFlags::Invert);
+            as_written.attributes.iter().all(|one| message.attributes.contains(one))
+                && message.attributes.len() == as_written.attributes.len()
+                && message.header.action == RuleAction::ToTable
+                && inverted(&message) == inverted(&as_written)
+                && (message.header.dst_len, message.header.src_len, message.header.tos) == (0, 0, 0)
         });
         Some(Self { message, number, rule })
     }

@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
+use tunnel_abi::{LOOPBACK_IFINDEX, UPLINK_CAPACITY};
+
 use super::device::{self, Device};
 use super::kernel::{Kernel, ListedRule, Place};
 use super::uplinks;
@@ -10,8 +12,6 @@ use super::wanted::{Kind, Packets, Route, Rule, Table, Wanted};
 use crate::error::RedirectError;
 
 const TABLES: [Table; 3] = [Table::Ports, Table::AnyPort, Table::NotTaken];
-/// RT_TABLE_MAIN
-const MAIN: u32 = 254;
 
 /// Parts that were missing or foreign in the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -226,11 +226,19 @@ impl ByRoute {
         Watched { tables, device: self.device.index, author: self.kernel.port }
     }
 
-    /// Interfaces that lead to other hosts: those of default routes, and those by which these addresses are reached.
+    /// Interfaces that lead to other hosts: those of default routes, and those by which these addresses are reached. Of all
+    /// tables: a host with several networks may have the default route of one in a table for some sources only.
     pub(crate) fn uplinks(&mut self, others: &BTreeSet<IpAddr>) -> Result<BTreeSet<u32>, RedirectError> {
-        let mut routes = self.kernel.table(false, MAIN)?;
-        routes.extend(self.kernel.table(true, MAIN)?);
-        Ok(uplinks::of(&routes, others))
+        let mut uplinks = BTreeSet::new();
+        for ipv6 in families(true) {
+            let routes = self.kernel.unicast_routes(ipv6, |route| uplinks::leads_to(route, others))?;
+            uplinks.extend(routes.iter().flat_map(uplinks::interfaces));
+        }
+        uplinks.remove(&LOOPBACK_IFINDEX);
+        for interface in uplinks.clone() {
+            uplinks.extend(self.kernel.controller(interface)?);
+        }
+        Ok(uplinks.into_iter().take(UPLINK_CAPACITY as usize).collect())
     }
 
     /// Index of the device.

@@ -4,27 +4,20 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use netlink_packet_route::route::{RouteAttribute, RouteMessage, RouteType};
-use tunnel_abi::{LOOPBACK_IFINDEX, UPLINK_CAPACITY};
 
 use crate::netlink::destination;
 
-/// Those of default routes, and of routes to one of these hosts. A network plugin may lead to other hosts' pods by the
+/// True for default routes, and routes to one of these hosts. A network plugin may lead to other hosts' pods by the
 /// interface of its own ones, as Antrea does, so that a gateway is no sign.
-pub(super) fn of(routes: &[RouteMessage], hosts: &BTreeSet<IpAddr>) -> BTreeSet<u32> {
-    let leads = |route: &&RouteMessage| {
-        let net = destination(route);
-        route.header.kind == RouteType::Unicast
-            && net.is_none_or(|net| {
-                net.prefix_len() < net.max_prefix_len()
-                    && hosts.range(net.network()..=net.broadcast()).next().is_some()
-            })
-    };
-    let mut uplinks: BTreeSet<u32> = routes.iter().filter(leads).flat_map(interfaces).collect();
-    uplinks.remove(&LOOPBACK_IFINDEX);
-    uplinks.into_iter().take(UPLINK_CAPACITY as usize).collect()
+pub(super) fn leads_to(route: &RouteMessage, hosts: &BTreeSet<IpAddr>) -> bool {
+    route.header.kind == RouteType::Unicast
+        && destination(route).is_none_or(|net| {
+            net.prefix_len() < net.max_prefix_len()
+                && hosts.range(net.network()..=net.broadcast()).next().is_some()
+        })
 }
 
-fn interfaces(route: &RouteMessage) -> Vec<u32> {
+pub(super) fn interfaces(route: &RouteMessage) -> Vec<u32> {
     let of = |attribute: &RouteAttribute| match attribute {
         RouteAttribute::Oif(index) => vec![*index],
         RouteAttribute::MultiPath(hops) => hops.iter().map(|hop| hop.interface_index).collect(),
@@ -72,6 +65,8 @@ mod tests {
             local,
         ];
         let hosts = ["10.1.0.9".parse().unwrap()].into();
-        assert_eq!(of(&routes, &hosts), [2, 3, 4, 5].into());
+        let uplinks: Vec<u32> =
+            routes.iter().filter(|route| leads_to(route, &hosts)).flat_map(interfaces).collect();
+        assert_eq!(uplinks, [2, 3, 4, 5]);
     }
 }

@@ -30,6 +30,8 @@ pub(super) enum Packets {
     Port(u16),
     /// TCP.
     EveryPort,
+    /// ICMP to the networks of a table.
+    Icmp(Table),
     /// All that this host has not sent itself.
     OfOthers,
 }
@@ -39,6 +41,7 @@ impl Rule {
         match self.packets {
             Packets::Port(_) => Table::Ports,
             Packets::EveryPort => Table::AnyPort,
+            Packets::Icmp(table) => table,
             Packets::OfOthers => Table::NotTaken,
         }
     }
@@ -117,8 +120,12 @@ impl Wanted {
         wanted
     }
 
-    /// Adds what a gateway needs: the network has sent it these packets, and would again if it sent them on.
+    /// Adds what a gateway needs: the network has sent it these packets, and would again if it sent them on. Errors are for
+    /// its connections: a router answers a packet that is too large for the way to the client to the edge node's address.
     pub(crate) fn of_a_gateway(mut self) -> Self {
+        let icmp = |rule: &Rule| Rule { ipv6: rule.ipv6, packets: Packets::Icmp(rule.table()) };
+        let icmp: Vec<Rule> = self.rules.iter().map(icmp).collect();
+        self.rules.extend(icmp);
         let of_kind = |kind| self.routes.iter().filter(move |route| route.kind == kind);
         let taken: BTreeSet<IpNet> = of_kind(Kind::Local).map(|route| route.net).collect();
         let left: BTreeSet<IpNet> = of_kind(Kind::Throw).map(|route| route.net).collect();
@@ -319,8 +326,13 @@ mod tests {
             "NotTaken fd50::7/128 Unreachable",
         ];
         assert_eq!(added, expected);
-        let of_others = wanted.rules.iter().filter(|rule| rule.packets == Packets::OfOthers);
-        assert_eq!(of_others.map(|rule| rule.ipv6).collect::<Vec<_>>(), [false, true]);
+        let families = |packets| {
+            let rules = wanted.rules.iter().filter(move |rule| rule.packets == packets);
+            rules.map(|rule| rule.ipv6).collect::<Vec<_>>()
+        };
+        assert_eq!(families(Packets::OfOthers), [false, true]);
+        assert_eq!(families(Packets::Icmp(Table::Ports)), [false, true]);
+        assert_eq!(families(Packets::Icmp(Table::AnyPort)), [false]);
         assert_eq!(Wanted::default().of_a_gateway(), Wanted::default());
     }
 }

@@ -31,6 +31,7 @@ const LATER: &[(&str, &str)] = &[
     ("connects::mptcp", "the sysctl net.mptcp.enabled in every namespace"),
     ("networks::neighbour_cannot_claim_a_virtual_address_as_source", "the interface in lookups: 5.17"),
     ("lifecycle::programs_fit_the_instruction_budget", "the count of verified instructions: 5.16"),
+    ("modules::", "the cookie of a case's network namespace: 5.14"),
     ("by_route::", "the cookie of a case's network namespace: 5.14"),
     ("scale::a_hundred_thousand_nodes_by_route", "the cookie of a case's network namespace: 5.14"),
     (
@@ -55,7 +56,7 @@ fn cases(kernel: Kernel, emulated: bool) -> Vec<(&'static str, String)> {
     let skip: String = skipped.map(|case| format!(" --skip {case}")).collect();
     // Linux 5.10 charges maps and programs to RLIMIT_MEMLOCK, which only some of the tests' programs may raise.
     let tests = format!("ulimit -l unlimited; ./redirect_kernel --color=never{skip}");
-    vec![
+    let mut cases = vec![
         ("redirect", tests.clone()),
         // As in a node of kind, whose cgroup namespace shows a subtree as the whole hierarchy. (Only the real root has no
         // cgroup.type.)
@@ -74,7 +75,19 @@ fn cases(kernel: Kernel, emulated: bool) -> Vec<(&'static str, String)> {
                 .to_owned(),
         ),
         ("demo", format!("POSTERN_DEMO_PACE={} ./demo", if emulated { 5 } else { 1 })),
-    ]
+    ];
+    // By route in a network namespace of their own, as those left out there.
+    if kernel != Kernel::V5_10 {
+        let modules = "modprobe --all ip_vs_rr vrf && \
+             POSTERN_KERNEL_WHOLE_MACHINE=1 ./redirect_kernel --color=never modules::";
+        cases.push(("modules", modules.to_owned()));
+    }
+    cases
+}
+
+/// What runs in the machine.
+pub(crate) fn programs() -> Vec<&'static str> {
+    PROGRAMS.iter().chain(&["redirect_kernel", "demo", systemd::PROGRAM]).copied().collect()
 }
 
 /// Boots the kernel with the programs that have been built, and counts the results of its tests.
@@ -98,7 +111,7 @@ pub(crate) fn run(kernel: Kernel, tally: &mut Tally) -> Result<()> {
         if emulated { "in qemu's emulation: this machine's processor cannot virtualise" } else { "in KVM" }
     );
     let guest = Guest::new(&unpacked)?;
-    for name in PROGRAMS.iter().chain(&["redirect_kernel", "demo", systemd::PROGRAM]) {
+    for name in programs() {
         guest.add_program(name, &built(name)?)?;
     }
     guest.write_script("/init", &guest::init_script(&cases))?;
