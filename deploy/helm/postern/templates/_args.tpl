@@ -15,6 +15,9 @@
 
 {{/* What is redirected: the same on every host. */}}
 {{- define "postern.redirectArgs" -}}
+{{- if not .Values.server.podsByRoute }}
+- --redirect-pods=connect
+{{- end }}
 {{- if .Values.edgeNodes }}
 - {{ printf "--edge-selector=%s" (include "postern.edgeSelector" .) | quote }}
 {{- end }}
@@ -35,12 +38,20 @@
 {{- end }}
 {{- end }}
 
+{{- define "postern.gatewayArgs" }}
+- --redirect-pods=route
+- --gateway
+{{- end }}
+
 {{- define "postern.redirectorArgs" -}}
 - redirector
 - --state-dir=/var/lib/postern/redirector
 - "--drain-timeout={{ .Values.redirector.drainTimeout }}"
 {{- if ne .Values.server.configMap "tunnel-server-cfg" }}
 - "--configmap={{ .Values.server.configMap }}"
+{{- end }}
+{{- if .Values.redirector.gateway }}
+{{- include "postern.gatewayArgs" . }}
 {{- end }}
 {{- include "postern.redirectArgs" . }}
 {{- if .Values.redirector.metrics.enabled }}
@@ -74,6 +85,9 @@
 {{- end }}
 {{- if ne .Values.server.dnsConfigMap "tunnel-nodes" }}
 - "--dns-configmap={{ .Values.server.dnsConfigMap }}"
+{{- end }}
+{{- if .Values.server.gateway }}
+{{- include "postern.gatewayArgs" . }}
 {{- end }}
 {{- include "postern.redirectArgs" . }}
 {{- if .Values.server.nodeCondition }}

@@ -14,6 +14,28 @@ app.kubernetes.io/part-of: postern
 ["node-role.kubernetes.io/control-plane","node-role.kubernetes.io/controlplane","node-role.kubernetes.io/master","node.kubernetes.io/microk8s-controlplane"]
 {{- end }}
 
+{{/* The nodes of gateways. */}}
+{{- define "postern.gateways" -}}
+- matchExpressions:
+    - key: node-restriction.kubernetes.io/postern-gateway
+      operator: Exists
+{{- end }}
+
+{{/* The volume of /dev/net/tun: (list . "mount") or (list . "volume"). The folder, as a host may have no such device. */}}
+{{- define "postern.tun" -}}
+{{- if (index . 0).Values.server.podsByRoute -}}
+- name: tun
+{{- if eq (index . 1) "mount" }}
+  mountPath: /dev/net
+  readOnly: true
+{{- else }}
+  hostPath:
+    path: /dev/net
+    type: DirectoryOrCreate
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* The edge nodes' labels, given or not, as a list in JSON. */}}
 {{- define "postern.edgeNodes" -}}
 {{- if .Values.edgeNodes -}}
@@ -67,8 +89,19 @@ imagePullSecrets:
 {{- if and .Values.agent.allowTargets .Values.server.edgePodRoutes -}}
 {{- fail "agent.allowTargets: with server.edgePodRoutes agents take the ranges of pods from their Nodes; name the ranges in allowTargets with extraArgs --edge-pod-routes instead" -}}
 {{- end -}}
-{{- if and .Values.redirector.enabled .Values.server.nodeSelectorTerms (not .Values.redirector.nodeSelectorTerms) -}}
-{{- fail "redirector.nodeSelectorTerms: servers run where server.nodeSelectorTerms says, and no redirector may run there: name other nodes" -}}
+{{- if and .Values.redirector.enabled (or .Values.server.nodeSelectorTerms .Values.server.gateway) (not .Values.redirector.nodeSelectorTerms) -}}
+{{- fail "redirector.nodeSelectorTerms: servers run where server.nodeSelectorTerms says, or on gateways with server.gateway, and no redirector may run there: name other nodes" -}}
+{{- end -}}
+{{- if and .Values.redirector.gateway (not .Values.redirector.enabled) -}}
+{{- fail "redirector.gateway: there are no redirectors; set redirector.enabled" -}}
+{{- end -}}
+{{- if or .Values.server.gateway .Values.redirector.gateway -}}
+{{- if not .Values.server.podsByRoute -}}
+{{- fail "server.podsByRoute: a gateway takes connections by route only: leave it at true" -}}
+{{- end -}}
+{{- if not .Values.server.redirectClients -}}
+{{- fail "server.redirectClients: a gateway would serve its own pods only: name the clients" -}}
+{{- end -}}
 {{- end -}}
 {{- if and .Values.redirector.metrics.enabled (not .Values.redirector.enabled) -}}
 {{- fail "redirector.metrics.enabled: there are no redirectors; set redirector.enabled" -}}

@@ -28,6 +28,7 @@ mod callers;
 mod chart;
 mod connect;
 mod follow;
+mod gateways;
 mod guide;
 mod konnectivity;
 mod metrics;
@@ -44,6 +45,7 @@ mod two_masters;
 
 use callers::callers_are_asked_for;
 use chart::chart_is_installed_upgraded_and_removed;
+use gateways::gateways_are_deployed_as_documented;
 use guide::the_guide_is_followed;
 use konnectivity::migration_from_konnectivity;
 use metrics::prometheus_reads_servers;
@@ -66,6 +68,7 @@ scenarios! {
     migration_from_konnectivity(images, limit = 600),
     migration_from_superedge(images, limit = 600),
     chart_renders_what_kustomize_does(images, no_cluster),
+    gateways_are_deployed_as_documented(images, no_cluster),
     programs_can_be_pinned(cluster, no_cluster),
     a_host_without_a_tun_device_can_have_a_server(cluster, no_cluster),
     masters_of_every_distribution_get_a_server(cluster, no_cluster),
@@ -121,8 +124,7 @@ async fn manifests_run_unchanged(testbed: &Testbed) -> Result<()> {
             continue;
         }
         let path = testbed.dir().join("component");
-        // It extends another component.
-        let others: &[&str] = if component == "everywhere-metrics" { &["everywhere"] } else { &[] };
+        let others = extended(&component);
         write_overlay(&path, "base", &[others, &[component.as_str()]].concat(), &json!([]))?;
         let applied = cluster.kubectl.run(&["apply", "--dry-run=server", "-k", text(&path)?]).await;
         applied.with_context(|| format!("deploy/components/{component}"))?;
@@ -137,6 +139,11 @@ async fn manifests_run_unchanged(testbed: &Testbed) -> Result<()> {
 fn components() -> Result<Vec<String>> {
     let entries = fs::read_dir(deploy().join("components")).context("deploy/components")?;
     entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
+}
+
+/// Returns the component that another one extends.
+fn extended(component: &str) -> &'static [&'static str] {
+    if component.starts_with("everywhere-") { &["everywhere"] } else { &[] }
 }
 
 /// Imports into each host the image of the program that runs there.

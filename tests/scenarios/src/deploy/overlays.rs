@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::guide::link_deploy;
 use super::render::{Objects, kustomize};
-use super::{DOCUMENT, components, follow, text};
+use super::{DOCUMENT, components, extended, follow, text};
 
 /// Renders `deploy/FOLDER` with these components.
 async fn rendered(testbed: &Testbed, folder: &str, components: &[&str]) -> Result<Objects> {
@@ -206,9 +206,7 @@ pub(super) async fn components_go_where_the_servers_are(testbed: &Testbed) -> Re
     const PLACE: &str = "somewhere";
     for component in components()? {
         let lower = testbed.dir().join("lower");
-        // It extends another component.
-        let others: &[&str] = if component == "everywhere-metrics" { &["everywhere"] } else { &[] };
-        write_overlay(&lower, "base", others, &json!([]))?;
+        write_overlay(&lower, "base", extended(&component), &json!([]))?;
         let file = lower.join("kustomization.yaml");
         let mut kustomization: Value = serde_json::from_str(&fs::read_to_string(&file)?)?;
         kustomization["namespace"] = json!(PLACE);

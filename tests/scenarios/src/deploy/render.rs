@@ -175,7 +175,7 @@ fn leaves(value: &Value, path: &str, found: &mut Vec<String>) {
     }
 }
 
-fn same(expected: &Objects, rendered: &Objects) -> Result<()> {
+pub(super) fn same(expected: &Objects, rendered: &Objects) -> Result<()> {
     for (key, object) in expected {
         let (kind, name) = key;
         let found = rendered.get(key).with_context(|| format!("the chart has no {kind} {name}"))?;
@@ -223,7 +223,7 @@ fn template_args(values: &[impl AsRef<str>]) -> Result<Vec<String>> {
     fixed.into_iter().map(|arg| Ok(arg.to_owned())).chain(values).collect()
 }
 
-async fn template(values: &[impl AsRef<str>]) -> Result<Objects> {
+pub(super) async fn template(values: &[impl AsRef<str>]) -> Result<Objects> {
     let args = template_args(values)?;
     let rendered = output(&args).await?;
     ensure!(rendered.status.success(), "helm {}: {}", args.join(" "), said(&rendered));
