@@ -4,6 +4,7 @@
 
 mod device;
 mod kernel;
+mod messages;
 mod probe;
 mod steady;
 mod system;

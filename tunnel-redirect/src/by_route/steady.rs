@@ -6,7 +6,8 @@ use std::net::IpAddr;
 use tunnel_abi::{LOOPBACK_IFINDEX, UPLINK_CAPACITY};
 
 use super::device::{self, Device};
-use super::kernel::{Kernel, ListedRule, Place};
+use super::kernel::Kernel;
+use super::messages::{ListedRule, Place};
 use super::uplinks;
 use super::wanted::{Kind, Packets, Route, Rule, Table, Wanted};
 use crate::error::RedirectError;
