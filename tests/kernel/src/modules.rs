@@ -26,7 +26,7 @@ fn vrf() {
 /// switches on has the packet routed once more, as it has another destination then.
 fn ipvs() {
     let mut pod = pod_of_this_host();
-    // Whoever has these addresses without Postern.
+    // It has these addresses without Postern.
     let mut lan = Peer::spawn();
     lan.link("lan0", "10.1.0.1/24", "10.1.0.2/24");
     ip("route add default via 10.1.0.2");

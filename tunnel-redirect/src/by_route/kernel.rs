@@ -331,7 +331,7 @@ impl Kernel {
 #[derive(Default)]
 struct Answers {
     errors: Vec<io::Error>,
-    /// What was listed changed meanwhile.
+    /// The list changed meanwhile.
     interrupted: bool,
 }
 

@@ -85,7 +85,7 @@ fn cases(kernel: Kernel, emulated: bool) -> Vec<(&'static str, String)> {
     cases
 }
 
-/// What runs in the machine.
+/// Programs of ours in the machine.
 pub(crate) fn programs() -> Vec<&'static str> {
     PROGRAMS.iter().chain(&["redirect_kernel", "demo", systemd::PROGRAM]).copied().collect()
 }

@@ -14,8 +14,8 @@ use super::render::{kustomize, same, template};
 
 const DOCUMENT: &str = include_str!("../../../../docs/gateways.md");
 
-/// What the document's lines make, for servers and for redirectors, is the same by Kustomize and by Helm: on the nodes with its
-/// label, with its flags.
+/// The document's lines make the same by Kustomize and by Helm, for servers and for redirectors: on the nodes with its label, with
+/// its flags.
 pub(super) async fn gateways_are_deployed_as_documented(testbed: &Testbed) -> Result<()> {
     let commands = commands(DOCUMENT, "In a cluster")?;
     let written = |line: &&str| !line.starts_with("kubectl ") && !line.starts_with("helm ");
