@@ -1,11 +1,17 @@
 //! `cargo xtask lint`.
-use anyhow::Result;
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
 
-use crate::command::{cargo, need_cargo_tool, root, run};
+use anyhow::{Context as _, Result, ensure};
+
+use crate::command::{cargo, cargo_home, need_cargo_tool, output, root, run};
 use crate::tally::Tally;
-use crate::{advisories, build_ebpf, circles, one_shot};
+use crate::{build_ebpf, cache, circles, one_shot};
 
 const DENY_VERSION: &str = "0.20.2";
+/// Time for which the advisory database may be missing; that for which a copy counts is in deny.toml.
+const LIMIT: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 /// Crates whose modules must not import each other in circles.
 const LAYERED: &[&str] = &[
     "tunnel-abi",
@@ -37,11 +43,56 @@ pub(crate) fn run_lint(tally: &mut Tally) -> Result<()> {
 fn deny(tally: &mut Tally) -> Result<()> {
     need_cargo_tool("cargo-deny", DENY_VERSION)?;
     run(cargo().args(["deny", "--all-features", "check", "bans", "licenses", "sources"]))?;
-    advisories::check(tally)
+    advisories(tally)
+}
+
+/// Compares the dependencies with RustSec's database. Where it cannot be fetched, the copy of an earlier run counts, for as long
+/// as deny.toml says.
+fn advisories(tally: &mut Tally) -> Result<()> {
+    if let Err(error) = output(cargo().args(["deny", "fetch", "db"])) {
+        let text = format!("{error:#}");
+        let reason = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
+        println!("advisories: the database cannot be fetched ({reason})");
+    }
+    let databases = cargo_home()?.join("advisory-dbs");
+    let marker = cache::folder()?.join("no-advisories-since");
+    if has_database(&databases) {
+        fs::remove_file(marker).ok();
+        // Offline: otherwise it fetches once more, and fails where that is impossible.
+        return run(cargo().args(["deny", "--offline", "--all-features", "check", "advisories"]));
+    }
+    let reason = format!(
+        "no database: run `cargo deny fetch db` where https://github.com/RustSec/advisory-db can be reached, and keep {} \
+         between runs",
+        databases.display()
+    );
+    println!("advisories: NOT CHECKED, {reason}");
+    tolerate_none(&marker).context(reason.clone())?;
+    tally.skip("advisories", reason);
+    Ok(())
+}
+
+/// Fails once `marker`, which the first run without a database makes, is as old as a database may be.
+fn tolerate_none(marker: &Path) -> Result<()> {
+    let Ok(made) = fs::metadata(marker) else {
+        fs::create_dir_all(marker.parent().unwrap_or(marker)).ok();
+        return fs::write(marker, "").with_context(|| format!("writing {}", marker.display()));
+    };
+    let age = made.modified()?.elapsed().unwrap_or_default();
+    ensure!(age < LIMIT, "there has been none for 30 days: no known weakness would be noticed");
+    Ok(())
+}
+
+/// cargo-deny also keeps a lock there.
+fn has_database(folder: &Path) -> bool {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path().join(".git")).any(|git| git.exists())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
     use super::*;
     use crate::command::program;
 
@@ -58,7 +109,7 @@ mod tests {
             if !path.exists() {
                 continue;
             }
-            let text = std::fs::read_to_string(path).unwrap();
+            let text = fs::read_to_string(path).unwrap();
             for line in text.lines() {
                 let comment = line.trim_start().trim_start_matches('/').trim_start_matches(['!', ' ']);
                 let is_comment = line.trim_start().starts_with("//");
@@ -71,8 +122,34 @@ mod tests {
     }
 
     #[test]
+    fn a_lock_is_no_database() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(!has_database(&folder.path().join("none")));
+        fs::write(folder.path().join("db.lock"), "").unwrap();
+        assert!(!has_database(folder.path()));
+        fs::create_dir_all(folder.path().join("advisory-db-1/.git")).unwrap();
+        assert!(has_database(folder.path()));
+    }
+
+    #[test]
+    fn a_missing_database_fails_after_thirty_days() {
+        let folder = tempfile::tempdir().unwrap();
+        let marker = folder.path().join("cache/no-advisories-since");
+        tolerate_none(&marker).unwrap();
+        let file = fs::File::options().write(true).open(&marker).unwrap();
+        let day = LIMIT / 30;
+        file.set_modified(SystemTime::now() - 29 * day).unwrap();
+        tolerate_none(&marker).unwrap();
+        file.set_modified(SystemTime::now() - 30 * day).unwrap();
+        assert!(tolerate_none(&marker).unwrap_err().to_string().contains("30 days"));
+        // A clock that was ahead.
+        file.set_modified(SystemTime::now() + day).unwrap();
+        tolerate_none(&marker).unwrap();
+    }
+
+    #[test]
     fn architecture_names_files_that_exist() {
-        let text = std::fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+        let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
         let listed = program("git").args(["ls-files"]).output().unwrap().stdout;
         let files = String::from_utf8(listed).unwrap();
         let named = text.split(|c: char| !(c.is_ascii_alphanumeric() || "_/.-".contains(c)));
@@ -84,7 +161,7 @@ mod tests {
 
     #[test]
     fn the_security_policy_names_this_version() {
-        let text = std::fs::read_to_string(root().join("SECURITY.md")).unwrap();
+        let text = fs::read_to_string(root().join("SECURITY.md")).unwrap();
         let (minor, _) = env!("CARGO_PKG_VERSION").rsplit_once('.').unwrap();
         assert!(text.contains(&format!("\n| {minor} | yes |\n")), "SECURITY.md does not support {minor}");
     }
@@ -101,7 +178,7 @@ mod tests {
 
     #[test]
     fn security_names_tests_that_exist() {
-        let text = std::fs::read_to_string(root().join("docs/security.md")).unwrap();
+        let text = fs::read_to_string(root().join("docs/security.md")).unwrap();
         let listed = program("git").args(["ls-files", "*.rs"]).output().unwrap().stdout;
         let files = String::from_utf8(listed).unwrap();
         let named = text.split('`').skip(1).step_by(2).filter(|word| word.contains("::"));
@@ -110,7 +187,7 @@ mod tests {
             let (function, case) = (format!("fn {}(", parts[parts.len() - 1]), format!("(\"{name}\", "));
             // A scenario, a case of the kernel tests, a test of that file or of a module in it.
             let exists = files.lines().any(|file| {
-                let text = std::fs::read_to_string(root().join(file)).unwrap_or_default();
+                let text = fs::read_to_string(root().join(file)).unwrap_or_default();
                 text.contains(&case) || file.contains(parts[0]) && text.contains(&function)
             });
             assert!(exists, "docs/security.md names {name}");

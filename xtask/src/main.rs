@@ -1,7 +1,6 @@
 //! The project's only entry point: `cargo xtask COMMAND`. CI runs exactly these commands.
 #![forbid(unsafe_code)]
 
-mod advisories;
 mod bench;
 mod beside;
 mod book;

@@ -13,7 +13,7 @@ use crate::cross::{self, Arch, Profile};
 use crate::image::oci::digest;
 use crate::image::{self, Image, VERSION};
 use crate::peers::{self, Peer};
-use crate::provenance::{self, Build};
+use crate::provenance::Build;
 use crate::source::{Source, git};
 
 #[derive(clap::Args)]
@@ -24,9 +24,6 @@ pub(crate) struct Options {
     /// URI of who builds, for the provenance: a CI system has one of its own.
     #[arg(long, default_value = "urn:postern:local-build")]
     builder: String,
-    /// Signs the provenance in the folder that a run before has filled, with this private key (PEM, P-256), and builds nothing.
-    #[arg(long, value_name = "KEY")]
-    sign: Option<PathBuf>,
 }
 
 pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
@@ -41,11 +38,6 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
         profile: name_of(&options.profile),
         compiler: output(program("rustc").arg("--version"))?.trim().to_owned(),
     };
-    if let Some(key) = &options.sign {
-        build.verify(&out)?;
-        provenance::sign(&out, key)?;
-        return Ok(ExitCode::SUCCESS);
-    }
     // Files of another attempt must not get into the checksums.
     fs::remove_dir_all(&out).ok();
     fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
@@ -80,6 +72,7 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
     );
     build.state(&out)?;
     write(&out.join("SHA256SUMS"), &checksums(&out)?)?;
+    build.verify(&out)?;
     println!("{}", out.display());
     Ok(ExitCode::SUCCESS)
 }
