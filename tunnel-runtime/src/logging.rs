@@ -30,40 +30,24 @@ pub struct LogConfig {
 /// Verbosity: a name, or klog's number (0 to 3 info, 4 and 5 debug, 6 to 9 trace, from 10 on also the libraries'
 /// trace).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Level {
-    Off,
-    Error,
-    Warn,
-    Info,
-    Debug,
-    Trace,
-    /// Trace of the libraries too, which at the other levels log only warnings and errors.
-    Everything,
+pub struct Level {
+    own: LevelFilter,
+    /// True for the libraries' trace too, which at the other levels log only warnings and errors.
+    everything: bool,
 }
 
 impl Level {
-    fn own(self) -> LevelFilter {
-        match self {
-            Self::Off => LevelFilter::OFF,
-            Self::Error => LevelFilter::ERROR,
-            Self::Warn => LevelFilter::WARN,
-            Self::Info => LevelFilter::INFO,
-            Self::Debug => LevelFilter::DEBUG,
-            Self::Trace | Self::Everything => LevelFilter::TRACE,
-        }
-    }
-
     fn filter(self) -> Targets {
-        let own = self.own();
-        let libraries =
-            if self == Self::Everything { LevelFilter::TRACE } else { own.min(LevelFilter::WARN) };
+        let Self { own, everything } = self;
+        let libraries = if everything { own } else { own.min(LevelFilter::WARN) };
         // Targets are module paths: "tunnel" covers tunnel_runtime, tunnel_server and tunnel_agent.
         let targets =
             Targets::new().with_default(libraries).with_target("tunnel", own).with_target("postern", own);
         // The Kubernetes client logs each failed request as an error; our own code logs it once, with its effect.
-        match self {
-            Self::Everything => targets,
-            _ => targets.with_target("kube_client::client::builder", LevelFilter::OFF),
+        if everything {
+            targets
+        } else {
+            targets.with_target("kube_client::client::builder", LevelFilter::OFF)
         }
     }
 }
@@ -72,35 +56,23 @@ impl FromStr for Level {
     type Err = LoggingError;
 
     fn from_str(s: &str) -> Result<Self, Self::Err> {
-        Ok(match s.to_ascii_lowercase().as_str() {
-            "off" => Self::Off,
-            "error" => Self::Error,
-            "warn" | "warning" => Self::Warn,
-            "info" => Self::Info,
-            "debug" => Self::Debug,
-            "trace" => Self::Trace,
-            number => match number.parse::<u32>() {
-                Ok(0..=3) => Self::Info,
-                Ok(4 | 5) => Self::Debug,
-                Ok(6..=9) => Self::Trace,
-                Ok(10..) => Self::Everything,
-                Err(_) => return Err(LoggingError::Level),
-            },
-        })
+        let number = s.parse::<u32>().ok();
+        let own = match number {
+            Some(0..=3) => LevelFilter::INFO,
+            Some(4 | 5) => LevelFilter::DEBUG,
+            Some(_) => LevelFilter::TRACE,
+            None if s.eq_ignore_ascii_case("warning") => LevelFilter::WARN,
+            // A level for the library.
+            None if s.is_empty() => return Err(LoggingError::Level),
+            None => s.parse().map_err(|_| LoggingError::Level)?,
+        };
+        Ok(Self { own, everything: number.is_some_and(|number| number >= 10) })
     }
 }
 
 impl fmt::Display for Level {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Off => "off",
-            Self::Error => "error",
-            Self::Warn => "warn",
-            Self::Info => "info",
-            Self::Debug => "debug",
-            Self::Trace => "trace",
-            Self::Everything => "10",
-        })
+        if self.everything { f.write_str("10") } else { self.own.fmt(f) }
     }
 }
 
@@ -114,7 +86,7 @@ pub struct Filter {
 
 impl Filter {
     fn targets(&self) -> Targets {
-        let modules = self.modules.iter().map(|(module, level)| (module.clone(), level.own()));
+        let modules = self.modules.iter().map(|(module, level)| (module.clone(), level.own));
         self.level.filter().with_targets(modules)
     }
 }
@@ -240,6 +212,10 @@ mod tests {
     use parking_lot::Mutex;
     use std::io::Write;
 
+    fn level(text: &str) -> Level {
+        text.parse().unwrap()
+    }
+
     impl Handle {
         /// A handle without a logger that keeps what was set last.
         pub(crate) fn noting(set: Arc<Mutex<Targets>>) -> Self {
@@ -273,7 +249,7 @@ mod tests {
     fn single_modules_have_levels_of_their_own() {
         let buffer = Buffer::default();
         let writer = buffer.clone();
-        let (layer, handle) = layered(Format::Text, Level::Info, move || writer.clone(), false);
+        let (layer, handle) = layered(Format::Text, level("info"), move || writer.clone(), false);
         let subscriber = tracing_subscriber::registry().with(layer);
         tracing::subscriber::with_default(subscriber, || {
             handle.set(&"warn, tunnel_link::link=debug,h2=4".parse().unwrap()).unwrap();
@@ -295,7 +271,7 @@ mod tests {
     fn the_level_can_be_changed() {
         let buffer = Buffer::default();
         let writer = buffer.clone();
-        let (layer, handle) = layered(Format::Text, Level::Info, move || writer.clone(), false);
+        let (layer, handle) = layered(Format::Text, level("info"), move || writer.clone(), false);
         let subscriber = tracing_subscriber::registry().with(layer);
         tracing::subscriber::with_default(subscriber, || {
             tracing::debug!("hidden");
@@ -318,7 +294,7 @@ mod tests {
             tracing::trace!(target: "h2::codec", "a library's");
             assert!(buffer.take().contains("library"));
 
-            handle.set(&Level::Error.into()).unwrap();
+            handle.set(&level("error").into()).unwrap();
             tracing::warn!(target: "postern::access", "hidden");
             assert_eq!(buffer.take(), "");
         });
@@ -328,7 +304,7 @@ mod tests {
     fn json_has_the_fields_at_the_top_level() {
         let buffer = Buffer::default();
         let writer = buffer.clone();
-        let (layer, _handle) = layered(Format::Json, Level::Info, move || writer.clone(), false);
+        let (layer, _handle) = layered(Format::Json, level("info"), move || writer.clone(), false);
         tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || {
             tracing::info!(node = "edge-7", bytes = 42, "connection");
         });
@@ -341,32 +317,26 @@ mod tests {
 
     #[test]
     fn levels_by_name_and_number() {
-        for (text, level) in [
-            ("info", Level::Info),
-            ("WARN", Level::Warn),
-            ("warning", Level::Warn),
-            ("0", Level::Info),
-            ("3", Level::Info),
-            ("4", Level::Debug),
-            ("9", Level::Trace),
-            ("10", Level::Everything),
-            ("4294967295", Level::Everything),
+        for (text, shown) in [
+            ("off", "off"),
+            ("error", "error"),
+            ("info", "info"),
+            ("WARN", "warn"),
+            ("warning", "warn"),
+            ("debug", "debug"),
+            ("trace", "trace"),
+            ("0", "info"),
+            ("3", "info"),
+            ("4", "debug"),
+            ("9", "trace"),
+            ("10", "10"),
+            ("4294967295", "10"),
         ] {
-            assert_eq!(text.parse::<Level>().unwrap(), level, "{text}");
+            assert_eq!(level(text).to_string(), shown, "{text}");
+            assert_eq!(level(shown), level(text));
         }
-        for text in ["", "loud", "-1", "4294967296", "1.5", "info,debug"] {
+        for text in ["", "loud", "-1", "+ 1", "4294967296", "1.5", "info,debug"] {
             assert!(text.parse::<Level>().is_err(), "{text}");
-        }
-        for level in [
-            Level::Off,
-            Level::Error,
-            Level::Warn,
-            Level::Info,
-            Level::Debug,
-            Level::Trace,
-            Level::Everything,
-        ] {
-            assert_eq!(level.to_string().parse::<Level>().unwrap(), level);
         }
     }
 }

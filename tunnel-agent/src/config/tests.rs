@@ -68,7 +68,7 @@ fn defaults() {
     assert_eq!(config.given.drain_timeout, Duration::from_secs(30));
     assert_eq!(
         (config.given.log.log_format, config.given.log.log_level),
-        (logging::Format::Text, logging::Level::Info)
+        (logging::Format::Text, "info".parse().unwrap())
     );
     assert_eq!(
         (config.given.node_ip, config.given.targets.allow.len(), config.given.targets.pods),
@@ -84,7 +84,7 @@ fn other_systems_flag_names_are_accepted() {
             .unwrap();
     assert_eq!(config.servers.iter().map(ToString::to_string).collect::<Vec<_>>(), ["a:1", "b:2"]);
     assert_eq!((config.given.admin_address, config.given.state_dir), (None, PathBuf::from("/x")));
-    assert_eq!(config.given.log.log_level, logging::Level::Debug);
+    assert_eq!(config.given.log.log_level, "debug".parse().unwrap());
 }
 
 #[test]

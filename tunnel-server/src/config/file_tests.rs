@@ -1,7 +1,5 @@
 //! Flags in the file of `--config`.
 
-use tunnel_runtime::logging;
-
 use super::tests::{config, parsed, parsed_again};
 
 #[test]
@@ -26,7 +24,7 @@ fn a_file_has_flags_too() {
         (both.listeners.agents.port, both.redirects, both.listeners.connect.maps.len()),
         (Some(8), true, 1)
     );
-    assert_eq!(both.log.log_level, logging::Level::Debug);
+    assert_eq!(both.log.log_level, "debug".parse().unwrap());
     assert!(with("", &[]).is_ok() && with("# nothing\n", &[]).is_ok());
     for (text, parts) in [
         ("agent-port: 7\nagnet-port: 8\n", &["line 2: \"agnet-port\" is no flag of tunnel-server"][..]),
