@@ -1,144 +1,49 @@
 //! Removes secrets from text: keys, tokens and passwords. A bundle should not have any; this is a second line of
 //! defence.
+use std::sync::LazyLock;
 
-const HIDDEN: &str = "***";
-/// Keys whose values are secrets, in flags, environment, headers, JSON and YAML.
-const KEYS: [&str; 9] = [
-    "token",
-    "password",
-    "passwd",
-    "secret",
-    "authorization",
-    "client-key-data",
-    "private-key",
-    "privatekey",
-    "cookie",
-];
-/// Lengths of an enrolment token's parts: an id, a dot, a secret.
-const ID: usize = 6;
-const SECRET: usize = 26;
-/// Prefix of a JSON web token, as service accounts have: three parts of base64url.
-const JWT: &str = "eyJ";
+use regex::Regex;
+
+/// A pattern of secrets, and what stands in its place.
+struct Pattern(Regex, &'static str);
+
+/// In this order: a value may be any of the later ones.
+static PATTERNS: LazyLock<Vec<Pattern>> = LazyLock::new(|| {
+    let patterns = [
+        // From its first to its last line, or to the end of a text that ends in it. A key on one line, as in JSON, begins and
+        // ends there.
+        (
+            r"(?m)^[^\n]*-----BEGIN[^\n]*?PRIVATE KEY(?s:.*?-----END[^\n]*PRIVATE KEY[^\n]*(?:\n|\z)|.*)",
+            "*** a private key was here ***\n",
+        ),
+        // A log whose beginning was cut off within the key.
+        (
+            r"(?m)(?:^[ \t]*[A-Za-z0-9+/=]*[ \t]*\n)*^[^\n]*-----END[^\n]*PRIVATE KEY[^\n]*(?:\n|\z)",
+            "*** a private key was here ***\n",
+        ),
+        // User and password in http://USER:PASSWORD@HOST.
+        (r#"://[^\s/"'<>]*@"#, "://***@"),
+        // Values of headers, which may contain blanks: "Bearer …".
+        (r#"(?i)((?:authorization|cookie)["'\\]* *[:=][ "'\\]*)[^\r\n"']+"#, "${1}***"),
+        // Values in flags, environment, JSON and YAML.
+        (
+            r#"(?i)((?:token|password|passwd|secret|client-key-data|private-key|privatekey)["'\\]* *[:=][ "'\\]*)[^ \t\r\n"',}\\]+"#,
+            "${1}***",
+        ),
+        // Enrolment tokens: an id, a dot, a secret; and JSON web tokens, as service accounts have.
+        (r"[A-Za-z0-9._-]*\b[a-z0-9]{6}\.[a-z0-9]{26}\b[A-Za-z0-9._-]*", "***"),
+        (r"\beyJ[A-Za-z0-9_-]*\.[A-Za-z0-9_-]*\.[A-Za-z0-9_-]*", "***"),
+    ];
+    // Constants, checked by a test.
+    let pattern = |(pattern, instead)| Pattern(Regex::new(pattern).expect("it is a pattern"), instead);
+    patterns.into_iter().map(pattern).collect()
+});
 
 /// Returns the text without anything that looks like a secret or stands in a secret's place.
 pub fn redacted(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    let mut in_key = false;
-    for line in text.split_inclusive('\n') {
-        let begins = line.contains("-----BEGIN") && line.contains("PRIVATE KEY");
-        let ends = line.contains("-----END") && line.contains("PRIVATE KEY");
-        if begins && !in_key {
-            out += "*** a private key was here ***\n";
-        }
-        if begins || in_key {
-            // A key on one line, as in JSON, begins and ends here.
-            in_key = !ends;
-            continue;
-        }
-        if ends {
-            // A log whose beginning was cut off within the key.
-            while let Some(start) = last_line(&out).filter(|start| is_base64(out[*start..].trim())) {
-                out.truncate(start);
-            }
-            out += "*** a private key was here ***\n";
-            continue;
-        }
-        out += &line_without_secrets(line);
-    }
-    out
-}
-
-/// Start of the last line.
-fn last_line(text: &str) -> Option<usize> {
-    let line = text.strip_suffix('\n').unwrap_or(text);
-    (!line.is_empty()).then(|| line.rfind('\n').map_or(0, |end| end + 1))
-}
-
-fn is_base64(text: &str) -> bool {
-    text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+/=".contains(&byte))
-}
-
-fn line_without_secrets(line: &str) -> String {
-    let line = without_passwords(line);
-    let line = without_values(&line);
-    let mut out = String::with_capacity(line.len());
-    let mut rest = line.as_str();
-    while let Some(start) = rest.find(is_word) {
-        out += &rest[..start];
-        let word = &rest[start..];
-        let end = word.find(|letter| !is_word(letter)).unwrap_or(word.len());
-        out += if is_secret(&word[..end]) { HIDDEN } else { &word[..end] };
-        rest = &word[end..];
-    }
-    out + rest
-}
-
-fn is_word(letter: char) -> bool {
-    letter.is_ascii_alphanumeric() || matches!(letter, '.' | '-' | '_')
-}
-
-fn is_secret(word: &str) -> bool {
-    let lower = |text: &str| text.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());
-    let enrolment = word
-        .split('.')
-        .collect::<Vec<_>>()
-        .windows(2)
-        .any(|pair| pair[0].len() == ID && pair[1].len() == SECRET && lower(pair[0]) && lower(pair[1]));
-    enrolment || word.starts_with(JWT) && word.matches('.').count() == 2
-}
-
-/// Removes user and password from `http://USER:PASSWORD@HOST`.
-fn without_passwords(line: &str) -> String {
-    let mut out = String::with_capacity(line.len());
-    let mut rest = line;
-    while let Some(at) = rest.find("://") {
-        let (before, after) = rest.split_at(at + 3);
-        out += before;
-        let end = after
-            .find(|letter: char| letter.is_whitespace() || "/\"'<>".contains(letter))
-            .unwrap_or(after.len());
-        match after[..end].rfind('@') {
-            Some(host) => {
-                out += HIDDEN;
-                rest = &after[host..];
-            }
-            None => rest = after,
-        }
-    }
-    out + rest
-}
-
-/// Removes the values of secret keys from `key: value` and `key=value`.
-fn without_values(line: &str) -> String {
-    let lower = line.to_ascii_lowercase();
-    let mut hide = Vec::new();
-    for key in KEYS {
-        for (at, _) in lower.match_indices(key) {
-            let after = &lower[at + key.len()..];
-            let quote = after.len() - after.trim_start_matches(['"', '\'', '\\']).len();
-            let named = after[quote..].trim_start_matches(' ');
-            let Some(sign) = named.strip_prefix([':', '=']) else { continue };
-            let value = sign.trim_start_matches([' ', '"', '\'', '\\']);
-            let from = lower.len() - value.len();
-            // The value of a header may contain blanks: "Bearer …".
-            let words = if key == "authorization" || key == "cookie" { "\r\n\"'" } else { " \t\r\n\"',}\\" };
-            let end = value.find(|letter: char| words.contains(letter)).unwrap_or(value.len());
-            if end > 0 {
-                hide.push((from, from + end));
-            }
-        }
-    }
-    hide.sort_unstable();
-    let (mut out, mut done) = (String::with_capacity(line.len()), 0);
-    for (from, to) in hide {
-        if from < done {
-            continue;
-        }
-        out += &line[done..from];
-        out += HIDDEN;
-        done = to;
-    }
-    out + &line[done..]
+    let hide =
+        |text: String, Pattern(pattern, instead): &Pattern| pattern.replace_all(&text, *instead).into_owned();
+    PATTERNS.iter().fold(text.to_owned(), hide)
 }
 
 #[cfg(test)]
@@ -149,7 +54,7 @@ mod tests {
 
     #[test]
     fn secrets_go_and_the_rest_stays() {
-        let token = format!("abc123.{}", "x".repeat(SECRET));
+        let token = format!("abc123.{}", "x".repeat(26));
         for (text, expected) in [
             ("up 3 hours, session 7\n", "up 3 hours, session 7\n"),
             ("--ca-hash=sha256:0011 --server=a:1\n", "--ca-hash=sha256:0011 --server=a:1\n"),
