@@ -5,12 +5,10 @@
 //! limits its time and bytes, and the agent serves one at a time.
 
 use std::io;
-use std::net::Ipv4Addr;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
-use tokio::net::{TcpListener, TcpStream};
 
 /// Path of a measurement stream.
 pub const BENCH_PATH: &str = "/postern.tunnel.v1.Agent/Bench";
@@ -58,39 +56,25 @@ impl FromStr for Mode {
     }
 }
 
-/// Creates a TCP connection on loopback and returns both ends.
-///
-/// # Errors
-/// Fails if no sockets are left, or if another program connected to the listener.
-pub async fn pair() -> io::Result<(TcpStream, TcpStream)> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
-    let (one, accepted) = tokio::try_join!(TcpStream::connect(listener.local_addr()?), listener.accept())?;
-    let (other, peer) = accepted;
-    if peer != one.local_addr()? {
-        return Err(io::Error::other("another program connected to the measurement's listener"));
-    }
-    Ok((one, other))
-}
-
-/// Plays the agent's part, at the end of [`pair`] that is not relayed.
+/// Plays the agent's part, as the target of the stream.
 ///
 /// # Errors
 /// Fails if the stream was reset.
-pub async fn serve(mode: Mode, mut stream: TcpStream) -> io::Result<()> {
+pub async fn serve(mode: Mode, stream: impl AsyncRead + AsyncWrite) -> io::Result<()> {
+    let (mut read, mut write) = tokio::io::split(stream);
     match mode {
         Mode::Echo => {
-            let (mut read, mut write) = stream.split();
             tokio::io::copy(&mut read, &mut write).await?;
         }
         Mode::Source => {
-            send(&mut stream).await?;
+            send(&mut write).await?;
         }
         Mode::Sink => {
-            let count = swallow(&mut stream).await?;
-            stream.write_u64(count).await?;
+            let count = swallow(&mut read).await?;
+            write.write_u64(count).await?;
         }
     }
-    stream.shutdown().await
+    write.shutdown().await
 }
 
 /// Sends until the time or the bytes are used up. Returns the number of bytes.
@@ -137,7 +121,7 @@ mod tests {
     #[tokio::test]
     async fn each_mode_does_what_it_says() {
         let begin = async |mode: Mode| {
-            let (measured, served) = pair().await.unwrap();
+            let (measured, served) = tokio::io::duplex(PIECE);
             (measured, tokio::spawn(serve(mode, served)))
         };
         let (mut stream, task) = begin(Mode::Echo).await;

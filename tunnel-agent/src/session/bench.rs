@@ -8,10 +8,10 @@ use h2::RecvStream;
 use h2::server::SendResponse;
 use http::{HeaderMap, HeaderValue, Request};
 use tonic::Status;
-use tunnel_link::bench::{LONGEST, MODE_HEADER, Mode, pair, serve};
+use tunnel_link::bench::{LONGEST, MODE_HEADER, Mode, serve};
 use tunnel_link::grpc::{refuse, response};
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{Abort, Traffic, prepare_socket};
+use tunnel_link::relay::{Pipe, Traffic, pipe_of_client};
 
 use super::state::SessionState;
 
@@ -37,39 +37,25 @@ pub(super) async fn bench(
             return refuse(&mut respond, &status);
         }
     };
-    let (mut socket, served) = match pair().await {
-        Ok(made) => made,
-        Err(error) => return refuse(&mut respond, &Status::internal(error.to_string())),
-    };
-    prepare_socket(&socket);
     let connection = session.connection();
     let Ok(mut send) = respond.send_response(response(), false) else { return };
-    let serving = tokio::spawn(serve(mode, served));
-    let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
-    let relay = session.relay(&abort, &traffic);
+    let (near, far) = pipe_of_client();
+    let (status, traffic) = (near.status(), Traffic::default());
+    let serving = tokio::spawn(serve(mode, near));
+    let pipe = Pipe { flow: &session.path.flow, stalls: &session.common.stalls, traffic: &traffic };
     let over = async {
         match tokio::time::timeout(LONGEST, session.stop.cancelled()).await {
             Ok(()) => Outcome::Shutdown,
             Err(_) => Outcome::TimedOut,
         }
     };
-    let ended = {
-        let inbound = std::future::ready(Ok(request.into_body()));
-        let mut run = std::pin::pin!(relay.run(&mut socket, Bytes::new(), &mut send, inbound));
-        tokio::select! {
-            ended = &mut run => ended,
-            outcome = over => {
-                abort.trigger(outcome);
-                run.await
-            }
-        }
-    };
+    far.run(pipe, &mut send, request.into_body(), over).await;
     serving.abort();
     tracing::debug!(
         server = %session.server,
         mode = mode.as_str(),
         bytes = traffic.from_socket() + traffic.to_socket(),
-        error = ended.err().map(tracing::field::display),
+        error = status.failure().map(|(_, reason)| reason),
         "measurement"
     );
     drop((connection, permit));
