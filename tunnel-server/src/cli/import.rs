@@ -1,6 +1,6 @@
 //! `tunnel-server import`.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io;
 use std::net::SocketAddr;
@@ -11,7 +11,7 @@ use serde::Deserialize;
 use tunnel_runtime::NodeName;
 use tunnel_runtime::config::ConfigError;
 
-use tunnel_routing::inventory::{DEFAULT_KUBELET_PORT, READ_ONLY_KUBELET_PORT};
+use tunnel_routing::inventory::DEFAULT_KUBELET_PORT;
 use tunnel_runtime::reloaded::read;
 
 #[derive(Args, Clone, Debug)]
@@ -47,14 +47,14 @@ struct Mode {
 #[derive(Deserialize)]
 struct Cloud {
     #[serde(default)]
-    tcp: BTreeMap<String, String>,
+    tcp: BTreeMap<SocketAddr, SocketAddr>,
     https: Option<Https>,
 }
 
 #[derive(Deserialize)]
 struct Https {
     #[serde(default)]
-    addr: BTreeMap<String, String>,
+    addr: BTreeMap<String, SocketAddr>,
 }
 
 impl ImportCommand {
@@ -95,12 +95,6 @@ fn superedge(text: &str, node: Option<&NodeName>) -> Result<String, String> {
     line(if cloud.tcp.is_empty() { "maps: []" } else { "maps:" });
     let node = node.map_or("NODE", NodeName::as_str);
     for (listen, target) in &cloud.tcp {
-        let at = |text: &str, what: &str| {
-            let parsed = text.parse::<SocketAddr>().ok().filter(|address| address.port() != 0);
-            parsed
-                .ok_or_else(|| format!("mode.cloud.tcp: {listen:?} = {target:?}: {what} is not ADDRESS:PORT"))
-        };
-        let (listen, target) = (at(listen, "the listener")?, at(target, "the target")?);
         line(&format!("- listen: '{listen}'"));
         line(&format!("  node: {node}"));
         line(&format!("  target: '{target}'"));
@@ -110,20 +104,21 @@ fn superedge(text: &str, node: Option<&NodeName>) -> Result<String, String> {
     Ok(out)
 }
 
-/// Writes the flags that correspond to the HTTPS ports, as comments: they are not maps.
-fn https_ports(line: &mut impl FnMut(&str), ports: &BTreeMap<String, String>) -> Result<(), String> {
+/// Writes the flag that corresponds to the HTTPS ports, as a comment: they are not maps.
+fn https_ports(line: &mut impl FnMut(&str), ports: &BTreeMap<String, SocketAddr>) -> Result<(), String> {
     if ports.is_empty() {
         return Ok(());
     }
     line("#");
-    line("# HTTPS ports, where SuperEdge finds the node by Host or server name and adds a certificate of");
-    line("# its own. Here the https listener finds it by server name. TLS passes through untouched: clients");
-    line("# see the node's certificate, and show their own.");
+    line(
+        "# HTTPS ports: TLS passes through untouched to the node that its server name names, so clients see",
+    );
+    line("# the node's certificate, and show their own (docs/migrating-from-superedge.md, step 3).");
     let mut further = BTreeMap::new();
-    for (port, target) in ports {
-        let wrong = || format!("mode.cloud.https.addr: {port:?} = {target:?} is not PORT = ADDRESS:PORT");
-        let own = port.parse::<u16>().ok().filter(|port| *port != 0).ok_or_else(wrong)?;
-        let at = target.parse::<SocketAddr>().ok().filter(|at| at.port() != 0).ok_or_else(wrong)?;
+    for (port, at) in ports {
+        let own = port.parse::<u16>().ok().filter(|port| *port != 0);
+        let own =
+            own.ok_or_else(|| format!("mode.cloud.https.addr: {port:?} = {at} is not PORT = ADDRESS:PORT"))?;
         if at.port() == DEFAULT_KUBELET_PORT {
             line(&format!("#   {own} -> {at}: the listener itself (--secure-port)"));
         } else {
@@ -132,20 +127,11 @@ fn https_ports(line: &mut impl FnMut(&str), ports: &BTreeMap<String, String>) ->
             line(&format!("#   {own} -> {at}: port {own_of} of the listener (--secure-ports)"));
         }
     }
-    if further.is_empty() {
-        return Ok(());
+    if !further.is_empty() {
+        let list =
+            further.iter().map(|(of_node, own)| format!("{own}={of_node}")).collect::<Vec<_>>().join(",");
+        line(&format!("# --secure-ports={list}"));
     }
-    let list = further.iter().map(|(of_node, own)| format!("{own}={of_node}")).collect::<Vec<_>>().join(",");
-    line(&format!("# --secure-ports={list}"));
-    line("# The first number of each is a port of the servers' hosts: choose another where that is taken.");
-    line("# The second is a port of the node's own address, or of its loopback if it is in");
-    line("# localhost-proxy-ports of the ConfigMap. In a cluster list the second ones in https-proxy-ports");
-    line("# too: the internal Service then leads https://NODE:PORT there, and the redirect takes connects");
-    line("# to the node's address. Without a cluster this is for the redirect:");
-    let tunnelled: BTreeSet<u16> =
-        further.into_keys().chain([DEFAULT_KUBELET_PORT, READ_ONLY_KUBELET_PORT]).collect();
-    let tunnelled = tunnelled.iter().map(u16::to_string).collect::<Vec<_>>().join(",");
-    line(&format!("# --redirect-ports={tunnelled}"));
     Ok(())
 }
 
@@ -212,7 +198,6 @@ mod tests {
         let flag = |name: &str| printed.lines().find_map(|line| line.strip_prefix(name)).unwrap();
         let secure = parse_secure_ports(flag("# --secure-ports=")).unwrap();
         assert_eq!(secure, BTreeMap::from([(8443, 9443), (9100, 9100)]));
-        assert_eq!(flag("# --redirect-ports="), "9100,9443,10250,10255");
         assert!(printed.contains("#   8444 -> 127.0.0.1:9443: port 8443 of the listener"), "{printed}");
     }
 
@@ -220,10 +205,10 @@ mod tests {
     fn errors_name_the_entry() {
         for (text, reason) in [
             ("[mode.edge]\n", "missing field `cloud`"),
-            ("[mode.cloud.tcp]\n\"6443\" = \"127.0.0.1:6443\"\n", "mode.cloud.tcp: \"6443\""),
-            ("[mode.cloud.tcp]\n\"0.0.0.0:1\" = \"edge:1\"\n", "the target is not ADDRESS:PORT"),
+            ("[mode.cloud.tcp]\n\"6443\" = \"127.0.0.1:6443\"\n", "invalid socket address"),
+            ("[mode.cloud.tcp]\n\"0.0.0.0:1\" = \"edge:1\"\n", "2 | \"0.0.0.0:1\" = \"edge:1\""),
             ("[mode.cloud.https.addr]\n\"x\" = \"127.0.0.1:1\"\n", "mode.cloud.https.addr: \"x\""),
-            ("[mode.cloud.https.addr]\n\"1\" = \"127.0.0.1:0\"\n", "mode.cloud.https.addr: \"1\""),
+            ("[mode.cloud.https.addr]\n\"0\" = \"127.0.0.1:1\"\n", "mode.cloud.https.addr: \"0\""),
             ("[mode", "TOML parse error"),
         ] {
             let error = superedge(text, None).unwrap_err();
