@@ -49,11 +49,16 @@ where
         action: &'static str,
         request: impl Future<Output = kube::Result<T>>,
     ) -> Result<T, ClusterError> {
-        Ok(tunnel_kube::request(ANSWER, action, &self.to_string(), request).await?)
+        Ok(tunnel_kube::request(ANSWER, action, &self.named(), request).await?)
     }
 
-    pub(super) async fn get(&self, action: &'static str) -> Result<Option<K>, ClusterError> {
-        self.request(action, self.api.get_opt(&self.name)).await
+    pub(super) async fn get(&self) -> Result<Option<K>, ClusterError> {
+        self.request("reading", self.api.get_opt(&self.name)).await
+    }
+
+    /// Kind, namespace and name.
+    pub(super) fn named(&self) -> String {
+        format!("{} {self}", K::kind(&()))
     }
 
     /// The metadata of a new object.
@@ -69,9 +74,9 @@ where
     ///
     /// # Errors
     /// A conflict if another was first, with other values.
-    pub(super) async fn create_once(&self, action: &'static str, object: &K) -> Result<(), ClusterError> {
+    pub(super) async fn create_once(&self, object: &K) -> Result<(), ClusterError> {
         let params = PatchParams::apply(&format!("{FIELD_MANAGER}-{:016x}", rand::random::<u64>()));
-        self.request(action, self.api.patch(&self.name, &params, &Patch::Apply(object))).await?;
+        self.request("creating", self.api.patch(&self.name, &params, &Patch::Apply(object))).await?;
         Ok(())
     }
 }

@@ -56,13 +56,13 @@ pub type CaSecret = ClusterObject<Secret>;
 
 impl CaSecret {
     async fn present(&self) -> Result<Option<Wiped>, ClusterError> {
-        Ok(self.get("reading Secret").await?.map(Wiped))
+        Ok(self.get().await?.map(Wiped))
     }
 
     /// Extracts the CA from a Secret and checks it.
     fn material(&self, Wiped(secret): &Wiped) -> Result<CaMaterial, ClusterError> {
         let malformed = |reason: String| {
-            let object = format!("Secret {self}");
+            let object = self.named();
             let fix = "restore it from a backup, or delete it: a server that has a good copy in its --state-dir makes it again";
             ClusterError::Malformed { object, reason, fix: fix.to_owned() }
         };
@@ -94,7 +94,7 @@ impl CaSecret {
             data: Some(data(material)),
             ..Secret::default()
         });
-        self.create_once("creating Secret", &secret.0).await
+        self.create_once(&secret.0).await
     }
 
     pub async fn read(&self) -> Result<Held, ClusterError> {
@@ -119,7 +119,7 @@ impl CaSecret {
             Some(at) => annotations.insert(ACTIVATED.to_owned(), format!("{at:.0}")),
             None => annotations.remove(ACTIVATED),
         };
-        self.request("changing Secret", self.api.replace(&self.name, &post(), &secret.0)).await?;
+        self.request("changing", self.api.replace(&self.name, &post(), &secret.0)).await?;
         Ok(())
     }
 

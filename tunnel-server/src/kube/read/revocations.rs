@@ -25,25 +25,21 @@ use crate::pki::{PkiError, Revocation, RevocationStore, Subject};
 pub type RevocationMap = ClusterObject<ConfigMap>;
 
 impl RevocationMap {
-    async fn present(&self) -> Result<Option<ConfigMap>, ClusterError> {
-        self.get("reading ConfigMap").await
-    }
-
     /// Returns the records, and an error for each unusable entry.
     pub async fn list(&self) -> Result<(Vec<Revocation>, Vec<ClusterError>), ClusterError> {
-        let (good, bad) = entries(self.present().await?.as_ref());
+        let (good, bad) = entries(self.get().await?.as_ref());
         let bad = bad.into_iter().map(|(node, reason)| self.unusable(&node, reason)).collect();
         Ok((good, bad))
     }
 
     /// Copies the records to `store`. Unusable entries are reported by [`follow`].
     pub async fn copy_to(&self, store: &RevocationStore) -> Result<(), ClusterError> {
-        let (records, _) = to_copy(self.present().await?.as_ref());
+        let (records, _) = to_copy(self.get().await?.as_ref());
         Ok(store.merge(&records)?)
     }
 
     fn unusable(&self, subject: &Subject, reason: String) -> ClusterError {
-        let object = format!("ConfigMap {self}, key {subject}");
+        let object = format!("{}, key {subject}", self.named());
         let (named, arguments) = (subject.named(), subject.arguments());
         let fix = format!(
             "{named} counts as revoked: `tunnel-server agent revoke {arguments}` writes the entry anew"
@@ -57,7 +53,7 @@ impl RevocationMap {
         subject: impl Into<Subject>,
         now: Timestamp,
     ) -> Result<Revocation, ClusterError> {
-        let (present, subject) = (self.present().await?, subject.into());
+        let (present, subject) = (self.get().await?, subject.into());
         let before = entries(present.as_ref()).0.into_iter().find(|record| record.subject == subject);
         let record = Revocation::revoke(before.as_ref(), subject, now);
         self.write(present, &record).await?;
@@ -70,7 +66,7 @@ impl RevocationMap {
         subject: impl Into<Subject>,
         now: Timestamp,
     ) -> Result<Revocation, ClusterError> {
-        let (present, subject) = (self.present().await?, subject.into());
+        let (present, subject) = (self.get().await?, subject.into());
         let (good, bad) = entries(present.as_ref());
         if let Some((subject, reason)) = bad.into_iter().find(|(name, _)| *name == subject) {
             return Err(self.unusable(&subject, reason));
@@ -93,12 +89,12 @@ impl RevocationMap {
                 let version = present.metadata.resource_version;
                 let patch = json!({"metadata": {"resourceVersion": version}, "data": data});
                 let patch = Patch::Merge(patch);
-                self.request("changing ConfigMap", self.api.patch(&self.name, &merge(), &patch)).await?;
+                self.request("changing", self.api.patch(&self.name, &merge(), &patch)).await?;
                 Ok(())
             }
             None => {
                 let made = ConfigMap { metadata: self.metadata(), data: Some(data), ..ConfigMap::default() };
-                self.create_once("creating ConfigMap", &made).await
+                self.create_once(&made).await
             }
         }
     }
