@@ -213,14 +213,10 @@ impl TakeOver {
     async fn hand_over(&self, before: &mut Predecessor) -> io::Result<(usize, usize)> {
         let Answer::Told(told) = before.0.ask(&Ask::Agents).await? else { return Err(unexpected()) };
         let wanted: Vec<NodeName> = told.iter().filter_map(|node| node.parse().ok()).collect();
-        let (started, longest) = (Instant::now(), longest(wanted.len()));
-        let mut last = (0, Instant::now());
+        let mut waiting = Waiting::new(wanted.len(), longest(wanted.len()));
         let came = loop {
             let came = wanted.iter().filter(|node| self.runtime.sessions.get(node).is_some()).count();
-            if came != last.0 {
-                last = (came, Instant::now());
-            }
-            if came == wanted.len() || last.1.elapsed() > QUIET || started.elapsed() > longest {
+            if waiting.is_over(came) {
                 break came;
             }
             tokio::select! {
@@ -263,13 +259,10 @@ impl TakeOver {
         // In half the time that they have, the last of them can be back.
         let over = told_over(told.len()).min(self.drain_timeout / 2);
         self.handover.send_replace(Handover::Agents { over });
-        let (started, mut last) = (Instant::now(), (0, Instant::now()));
+        let mut waiting = Waiting::new(told.len(), self.drain_timeout);
         let came = loop {
             let came = told.iter().filter(|node| back.contains(node.as_str())).count();
-            if came != last.0 {
-                last = (came, Instant::now());
-            }
-            if came == told.len() || last.1.elapsed() > QUIET || started.elapsed() > self.drain_timeout {
+            if waiting.is_over(came) {
                 break came;
             }
             sleep(pause(told.len())).await;
@@ -291,6 +284,29 @@ impl TakeOver {
         if let Ok(Err(error)) = applied {
             tracing::error!(%error, "failed to write the routes to the kernel");
         }
+    }
+}
+
+/// The wait for agents that were told to move.
+struct Waiting {
+    all: usize,
+    ends: Instant,
+    /// Number of those that have come, and when the last of them came.
+    last: (usize, Instant),
+}
+
+impl Waiting {
+    fn new(all: usize, longest: Duration) -> Self {
+        let now = Instant::now();
+        Self { all, ends: now + longest, last: (0, now) }
+    }
+
+    fn is_over(&mut self, came: usize) -> bool {
+        let now = Instant::now();
+        if came != self.last.0 {
+            self.last = (came, now);
+        }
+        came == self.all || now - self.last.1 > QUIET || now > self.ends
     }
 }
 
