@@ -119,11 +119,7 @@ impl AgentCommand {
                 (record, format!("{} readmitted: {text}\n", subject.named()))
             }
         };
-        match self.common.output {
-            Format::Text => print(out, &text)?,
-            Format::Json => print_json(out, &json!(record))?,
-        }
-        Ok(())
+        Ok(self.common.show(out, &text, &json!(record))?)
     }
 
     async fn store(&self) -> anyhow::Result<Store> {

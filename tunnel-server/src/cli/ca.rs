@@ -6,10 +6,9 @@ use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_runtime::NodeName;
-use tunnel_runtime::output::Format;
 
 use super::cluster_args::ClusterArgs;
-use super::output::{Common, print, print_json};
+use super::output::Common;
 use crate::kube::ObjectNames;
 use crate::kube::read::authority::CaSecret;
 use crate::pki::{Ca, CaState, IssuedLedger, Lifetimes, PkiError, Role, Root};
@@ -104,11 +103,7 @@ impl CaCommand {
             }
             _ => "no longer trusted",
         };
-        match self.common.output {
-            Format::Text => print(out, &format!("root {hash} {key}: {next}\n"))?,
-            Format::Json => print_json(out, &json!({ key: hash }))?,
-        }
-        Ok(())
+        Ok(self.common.show(out, &format!("root {hash} {key}: {next}\n"), &json!({ key: hash }))?)
     }
 
     async fn store(&self, lifetimes: Lifetimes) -> anyhow::Result<Store> {
@@ -177,10 +172,7 @@ impl CaCommand {
             rows.push(row);
         }
         json["roots"] = rows.into();
-        match self.common.output {
-            Format::Text => print(out, &text),
-            Format::Json => print_json(out, &json),
-        }
+        self.common.show(out, &text, &json)
     }
 }
 

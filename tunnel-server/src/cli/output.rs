@@ -21,6 +21,16 @@ pub(super) struct Common {
     pub(super) output: Format,
 }
 
+impl Common {
+    /// Prints the text, or the JSON if that is wanted.
+    pub(super) fn show(&self, out: &mut dyn Write, text: &str, json: &Value) -> Result<(), PkiError> {
+        match self.output {
+            Format::Text => print(out, text),
+            Format::Json => print_json(out, json),
+        }
+    }
+}
+
 pub(super) fn print(out: &mut dyn Write, text: &str) -> Result<(), PkiError> {
     out.write_all(text.as_bytes()).map_err(|error| PkiError::io(Path::new("standard output"), error))
 }

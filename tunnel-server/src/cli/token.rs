@@ -69,10 +69,7 @@ impl TokenCommand {
             TokenAction::List => self.list(&store, out),
             TokenAction::Revoke { id } => {
                 let id = store.revoke(id)?;
-                match self.common.output {
-                    Format::Text => print(out, &format!("token {id} revoked\n")),
-                    Format::Json => print_json(out, &json!({ "revoked": id })),
-                }
+                self.common.show(out, &format!("token {id} revoked\n"), &json!({ "revoked": id }))
             }
         }
     }
@@ -109,35 +106,26 @@ impl TokenCommand {
         };
         let command =
             format!("{program} --node-name {node} --token {} --ca-hash {}", token.expose(), ca.hash());
-        match self.common.output {
-            Format::Text => print(
-                out,
-                &format!(
-                    "token:    {}\n{what} {node}\nexpires:  {:.0}\nca hash:  {}\n\nOn the node run, once:\n\n  {command}\n",
-                    token.expose(),
-                    record.expires,
-                    ca.hash(),
-                    what = match holder {
-                        Holder::Agent => "node:    ",
-                        Holder::Redirector => "redirector:",
-                    },
-                ),
-            ),
-            Format::Json => print_json(
-                out,
-                &json!({
-                    "id": record.id,
-                    "token": token.expose(),
-                    "node": node,
-                    "holder": holder,
-                    "expires": record.expires,
-                    "ca_hash": ca.hash(),
-                    "server_addresses": addresses,
-                    "server_addresses_known": known,
-                    "command": command,
-                }),
-            ),
-        }
+        let what = match holder {
+            Holder::Agent => "node:    ",
+            Holder::Redirector => "redirector:",
+        };
+        let (token, expires, ca_hash) = (token.expose(), record.expires, ca.hash());
+        let text = format!(
+            "token:    {token}\n{what} {node}\nexpires:  {expires:.0}\nca hash:  {ca_hash}\n\nOn the node run, once:\n\n  {command}\n"
+        );
+        let json = json!({
+            "id": record.id,
+            "token": token,
+            "node": node,
+            "holder": holder,
+            "expires": expires,
+            "ca_hash": ca_hash,
+            "server_addresses": addresses,
+            "server_addresses_known": known,
+            "command": command,
+        });
+        self.common.show(out, &text, &json)
     }
 
     fn list(&self, store: &TokenStore, out: &mut dyn Write) -> Result<(), PkiError> {
