@@ -3,42 +3,28 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
-use prometheus_client::registry::{Metric, Registry, Unit};
+use prometheus_client::registry::{Registry, Unit};
 use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::Totals;
+use tunnel_runtime::gauges::registered;
 use tunnel_runtime::live::Live;
 
 use crate::connections::Connection;
 
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OutcomeLabel {
-    outcome: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct DirectionLabel {
-    direction: &'static str,
-}
-
-/// Returns a new metric that the registry has too.
-fn registered<M: Clone + Default + Metric>(registry: &mut Registry, name: &str, help: &str) -> M {
-    let metric = M::default();
-    registry.register(name, help, metric.clone());
-    metric
-}
+/// A label's name and value.
+type Label = [(&'static str, &'static str); 1];
 
 /// Handles of the agent's metrics. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
-    dials: Family<OutcomeLabel, Counter>,
+    dials: Family<Label, Counter>,
     dial_seconds: Histogram,
-    connections: Family<OutcomeLabel, Counter>,
-    outbound: Family<OutcomeLabel, Counter>,
+    connections: Family<Label, Counter>,
+    outbound: Family<Label, Counter>,
     pub(crate) connections_active: Gauge,
     /// Payload bytes, counted as they pass.
     pub(crate) relayed: Totals,
@@ -52,8 +38,8 @@ impl Metrics {
     /// Registers the metrics under `postern_agent`.
     pub fn new(registry: &mut Registry) -> Self {
         let registry = registry.sub_registry_with_prefix("postern_agent");
-        let bytes = Family::<DirectionLabel, Counter>::default();
-        let direction = |direction| bytes.get_or_create(&DirectionLabel { direction }).clone();
+        let bytes = Family::<Label, Counter>::default();
+        let direction = |direction| bytes.get_or_create(&[("direction", direction)]).clone();
         let relayed = Totals { from_socket: direction("from_target"), to_socket: direction("to_target") };
         let dial_seconds = Histogram::new(exponential_buckets(0.0005, 4.0, 8));
         registry.register_with_unit("dial", "Time that dials took", Unit::Seconds, dial_seconds.clone());
@@ -71,27 +57,27 @@ impl Metrics {
             sessions_ended: registered(registry, "sessions_ended", "Sessions, or attempts, that ended"),
         };
         for outcome in Outcome::ALL {
-            let _ = metrics.connections.get_or_create(&OutcomeLabel { outcome: outcome.as_str() });
-            let _ = metrics.outbound.get_or_create(&OutcomeLabel { outcome: outcome.as_str() });
+            let _ = metrics.connections.get_or_create(&[("outcome", outcome.as_str())]);
+            let _ = metrics.outbound.get_or_create(&[("outcome", outcome.as_str())]);
         }
         for outcome in
             ["ok", "cancelled", "refused", "timed_out", "unreachable", "denied", "busy", "protocol"]
         {
-            let _ = metrics.dials.get_or_create(&OutcomeLabel { outcome });
+            let _ = metrics.dials.get_or_create(&[("outcome", outcome)]);
         }
         metrics
     }
 
     pub(crate) fn dialled(&self, outcome: &'static str, took: Duration) {
-        self.dials.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.dials.get_or_create(&[("outcome", outcome)]).inc();
         self.dial_seconds.observe(took.as_secs_f64());
     }
 
     pub(crate) fn outbound(&self, outcome: Outcome) {
-        self.outbound.get_or_create(&OutcomeLabel { outcome: outcome.as_str() }).inc();
+        self.outbound.get_or_create(&[("outcome", outcome.as_str())]).inc();
     }
 
     pub(crate) fn ended(&self, outcome: Outcome) {
-        self.connections.get_or_create(&OutcomeLabel { outcome: outcome.as_str() }).inc();
+        self.connections.get_or_create(&[("outcome", outcome.as_str())]).inc();
     }
 }

@@ -10,7 +10,6 @@ use jiff::Timestamp;
 use kube::runtime::watcher::{Config, Event};
 use kube::{Api, Resource};
 use parking_lot::Mutex;
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -21,10 +20,8 @@ use tokio::time::Instant;
 
 use crate::follow::{FollowSettings, Signal, follow};
 
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ResourceLabel {
-    resource: &'static str,
-}
+/// A label's name and value.
+type Label = [(&'static str, &'static str); 1];
 
 /// Health of one watch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,8 +43,8 @@ pub struct Health(Arc<Inner>);
 #[derive(Debug, Default)]
 struct Inner {
     watches: Mutex<BTreeMap<&'static str, WatchHealth>>,
-    synced: Family<ResourceLabel, Gauge>,
-    errors: Family<ResourceLabel, Counter>,
+    synced: Family<Label, Gauge>,
+    errors: Family<Label, Counter>,
 }
 
 impl Health {
@@ -87,7 +84,7 @@ impl Health {
 /// One watch's entry, removed on drop.
 struct Entry {
     health: Health,
-    label: ResourceLabel,
+    resource: &'static str,
     lost: Option<Instant>,
 }
 
@@ -96,18 +93,22 @@ impl Entry {
         let (last_error, since) = (None, Timestamp::now());
         let watch = WatchHealth { resource: resource.to_owned(), synced: false, last_error, since };
         health.0.watches.lock().insert(resource, watch);
-        let label = ResourceLabel { resource };
-        health.0.synced.get_or_create(&label).set(0);
+        let entry = Self { health, resource, lost: None };
+        entry.health.0.synced.get_or_create(&entry.label()).set(0);
         // The series starts at zero, so that rates work from the first event on.
-        let _ = health.0.errors.get_or_create(&label);
-        Self { health, label, lost: None }
+        let _ = entry.health.0.errors.get_or_create(&entry.label());
+        entry
+    }
+
+    fn label(&self) -> Label {
+        [("resource", self.resource)]
     }
 
     fn take(&mut self, signal: Signal<'_>) {
         match signal {
             Signal::Slow { reason } => self.lost(reason),
             Signal::Failed { reason, .. } => {
-                self.health.0.errors.get_or_create(&self.label).inc();
+                self.health.0.errors.get_or_create(&self.label()).inc();
                 self.lost(reason);
             }
             Signal::Works => {
@@ -115,7 +116,7 @@ impl Entry {
                 if let Some(since) = self.lost.take() {
                     let after = Duration::from_millis(since.elapsed().as_millis() as u64);
                     let after = tunnel_runtime::config::duration_text(after);
-                    tracing::info!(resource = self.label.resource, after, "API server available again");
+                    tracing::info!(resource = self.resource, after, "API server available again");
                 }
             }
         }
@@ -126,7 +127,7 @@ impl Entry {
         if self.lost.is_none() {
             self.lost = Some(Instant::now());
             tracing::warn!(
-                resource = self.label.resource,
+                resource = self.resource,
                 error = reason,
                 "API server unavailable, keeping the last known state"
             );
@@ -134,9 +135,9 @@ impl Entry {
     }
 
     fn set(&self, synced: bool, error: Option<&str>) {
-        self.health.0.synced.get_or_create(&self.label).set(i64::from(synced));
+        self.health.0.synced.get_or_create(&self.label()).set(i64::from(synced));
         let mut watches = self.health.0.watches.lock();
-        let Some(watch) = watches.get_mut(self.label.resource) else { return };
+        let Some(watch) = watches.get_mut(self.resource) else { return };
         if watch.synced != synced {
             watch.synced = synced;
             watch.since = Timestamp::now();
@@ -149,7 +150,7 @@ impl Entry {
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        self.health.0.watches.lock().remove(self.label.resource);
-        self.health.0.synced.remove(&self.label);
+        self.health.0.watches.lock().remove(self.resource);
+        self.health.0.synced.remove(&self.label());
     }
 }

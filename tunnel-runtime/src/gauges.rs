@@ -1,4 +1,4 @@
-//! Metrics that are read at each scrape.
+//! Registers metrics: those that are counted, and those that are read at each scrape.
 
 use std::fmt;
 
@@ -6,7 +6,18 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeMetric as _};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
-use prometheus_client::registry::{Registry, Unit};
+use prometheus_client::registry::{Metric, Registry, Unit};
+
+/// Returns a new metric that the registry has too.
+pub fn registered<M: Clone + Default + Metric>(
+    registry: &mut Registry,
+    name: impl Into<String>,
+    help: impl Into<String>,
+) -> M {
+    let metric = M::default();
+    registry.register(name, help, metric.clone());
+    metric
+}
 
 /// Registers the gauges that `read` writes at each scrape.
 pub fn register_gauges(

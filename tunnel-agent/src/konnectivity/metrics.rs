@@ -1,44 +1,39 @@
 //! Metrics of konnectivity's own agent, with the same names and help texts, so that dashboards and alerts keep working.
 
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tunnel_link::outcome::Outcome;
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ReasonLabel {
-    reason: &'static str,
-}
+use tunnel_runtime::gauges::registered;
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct KonnectivityMetrics {
     pub(super) servers: Gauge,
     pub(super) server_count: Gauge,
     pub(super) connections: Gauge,
-    dial_failures: Family<ReasonLabel, Counter>,
+    dial_failures: Family<[(&'static str, &'static str); 1], Counter>,
 }
 
 impl KonnectivityMetrics {
     pub(crate) fn register(registry: &mut Registry) -> Self {
         let registry = registry.sub_registry_with_prefix("konnectivity_network_proxy_agent");
-        let metrics = Self::default();
-        let help = "Current number of open server connections";
-        registry.register("open_server_connections", help, metrics.servers.clone());
-        let help = "Current number of servers agent is trying to connect to";
-        registry.register("known_server_count", help, metrics.server_count.clone());
-        let help = "Current number of open endpoint connections";
-        registry.register("open_endpoint_connections", help, metrics.connections.clone());
-        // The encoder adds `_total`.
-        let help = "Number of failures dialing the remote endpoint, by reason (example: timeout)";
-        registry.register("endpoint_dial_failure", help, metrics.dial_failures.clone());
-        metrics
+        let servers = "Current number of open server connections";
+        let server_count = "Current number of servers agent is trying to connect to";
+        let connections = "Current number of open endpoint connections";
+        let failures = "Number of failures dialing the remote endpoint, by reason (example: timeout)";
+        Self {
+            servers: registered(registry, "open_server_connections", servers),
+            server_count: registered(registry, "known_server_count", server_count),
+            connections: registered(registry, "open_endpoint_connections", connections),
+            // The encoder adds `_total`.
+            dial_failures: registered(registry, "endpoint_dial_failure", failures),
+        }
     }
 
     pub(super) fn dial_failed(&self, outcome: Outcome) {
         let reason = if outcome == Outcome::TimedOut { "timeout" } else { "unknown" };
-        self.dial_failures.get_or_create(&ReasonLabel { reason }).inc();
+        self.dial_failures.get_or_create(&[("reason", reason)]).inc();
     }
 }
 

@@ -2,45 +2,37 @@
 
 use std::time::SystemTime;
 
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
+
+use tunnel_runtime::gauges::registered;
 
 use crate::Holder;
 
 const RENEWED: &str = "renewed";
 const FAILED: &str = "failed";
 
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct RenewalLabels {
-    outcome: &'static str,
-}
-
 /// Handles of the metrics. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct IdentityMetrics {
     not_after: Gauge,
-    renewals: Family<RenewalLabels, Counter>,
+    renewals: Family<[(&'static str, &'static str); 1], Counter>,
 }
 
 impl IdentityMetrics {
     pub fn register(registry: &mut Registry, holder: Holder) -> Self {
-        let metrics = Self::default();
-        registry.register(
-            format!("postern_{holder}_certificate_expiry_timestamp_seconds"),
-            format!("End of the {holder}'s certificate, Unix time"),
-            metrics.not_after.clone(),
-        );
-        registry.register(
-            format!("postern_{holder}_certificate_renewals"),
-            "Attempts to renew the certificate by outcome",
-            metrics.renewals.clone(),
-        );
+        let name = |what| format!("postern_{holder}_certificate_{what}");
+        let end = format!("End of the {holder}'s certificate, Unix time");
+        let renewals = "Attempts to renew the certificate by outcome";
+        let metrics = Self {
+            not_after: registered(registry, name("expiry_timestamp_seconds"), end),
+            renewals: registered(registry, name("renewals"), renewals),
+        };
         // A series that appears with its first failure cannot be alerted on by its increase.
         for outcome in [RENEWED, FAILED] {
-            drop(metrics.renewals.get_or_create(&RenewalLabels { outcome }));
+            drop(metrics.renewals.get_or_create(&[("outcome", outcome)]));
         }
         metrics
     }
@@ -52,7 +44,7 @@ impl IdentityMetrics {
 
     pub(crate) fn count(&self, renewed: bool) {
         let outcome = if renewed { RENEWED } else { FAILED };
-        self.renewals.get_or_create(&RenewalLabels { outcome }).inc();
+        self.renewals.get_or_create(&[("outcome", outcome)]).inc();
     }
 }
 

@@ -15,6 +15,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tunnel_link::outcome::{Hop, Outcome};
 use tunnel_link::relay::{Totals, end_quiet};
+use tunnel_runtime::gauges::registered;
 use tunnel_runtime::live::{Live, Present};
 
 pub(crate) use connection::{Connection, Relayed};
@@ -58,49 +59,39 @@ impl Metrics {
         let bytes = By::<1, Counter>::default();
         let direction = |direction| bytes.get_or_create(&[("direction", direction)]).clone();
         let relayed = Totals { from_socket: direction("to_node"), to_socket: direction("from_node") };
+        let seconds = |registry: &mut Registry, name, help, first, factor| {
+            let histogram = Histogram::new(exponential_buckets(first, factor, 8));
+            registry.register_with_unit(name, help, Unit::Seconds, histogram.clone());
+            histogram
+        };
+        let ended = "Connections that ended, by listener and outcome";
+        let refused = "Clients that a listener turned away before a node was known";
+        let busy = "Connections refused at a bound of a listener, by what has too many open: the listener, the source, the node, the source at one agent, or unauthenticated clients";
+        let tls = "TLS handshakes that succeeded on the ports of agents, by whether they resumed a session";
+        let enrolments = "Connections for an enrolment or a renewal, by whether the client showed a certificate and how they ended";
+        let leaving = "Sessions of agents that have left or were replaced, which finish what they relay";
+        registry.register_with_unit("relayed", "Relayed payload", Unit::Bytes, bytes);
         let metrics = Self {
-            connections: Family::default(),
-            active: Family::default(),
-            refused: Family::default(),
-            busy: Family::default(),
+            connections: registered(registry, "connections", ended),
+            active: registered(registry, "connections_active", "Connections relayed now, by listener"),
+            refused: registered(registry, "callers_refused", refused),
+            busy: registered(registry, "connections_over_limit", busy),
             relayed,
-            dial_seconds: Histogram::new(exponential_buckets(0.0005, 4.0, 8)),
-            connection_seconds: Histogram::new(exponential_buckets(0.001, 8.0, 8)),
-            handshakes: Family::default(),
-            tls_handshakes: Family::default(),
-            sessions_refused: Family::default(),
-            enrolments: Family::default(),
+            dial_seconds: seconds(registry, "dial", "Time until the agent answered a dial", 0.0005, 4.0),
+            connection_seconds: seconds(registry, "connection", "Duration of connections", 0.001, 8.0),
+            handshakes: registered(registry, "agent_handshakes", "Connections to the agent port, by result"),
+            tls_handshakes: registered(registry, "agent_tls_handshakes", tls),
+            sessions_refused: registered(
+                registry,
+                "agent_sessions_refused",
+                "Sessions refused after their handshake, by reason",
+            ),
+            enrolments: registered(registry, "enrollment_connections", enrolments),
             failures: Arc::default(),
             live: Arc::default(),
-            tunnels: Gauge::default(),
-            sessions_leaving: Gauge::default(),
+            tunnels: registered(registry, "tunnels", "Agents attached now"),
+            sessions_leaving: registered(registry, "agent_sessions_leaving", leaving),
         };
-        let m = metrics.clone();
-        registry.register("connections", "Connections that ended, by listener and outcome", m.connections);
-        registry.register("connections_active", "Connections relayed now, by listener", m.active);
-        let help = "Clients that a listener turned away before a node was known";
-        registry.register("callers_refused", help, m.refused);
-        let help = "Connections refused at a bound of a listener, by what has too many open: the listener, the source, the node, the source at one agent, or unauthenticated clients";
-        registry.register("connections_over_limit", help, m.busy);
-        registry.register_with_unit("relayed", "Relayed payload", Unit::Bytes, bytes);
-        let help = "Time until the agent answered a dial";
-        registry.register_with_unit("dial", help, Unit::Seconds, m.dial_seconds);
-        registry.register_with_unit(
-            "connection",
-            "Duration of connections",
-            Unit::Seconds,
-            m.connection_seconds,
-        );
-        registry.register("agent_handshakes", "Connections to the agent port, by result", m.handshakes);
-        let help = "TLS handshakes that succeeded on the ports of agents, by whether they resumed a session";
-        registry.register("agent_tls_handshakes", help, m.tls_handshakes);
-        let help = "Sessions refused after their handshake, by reason";
-        registry.register("agent_sessions_refused", help, m.sessions_refused);
-        let help = "Connections for an enrolment or a renewal, by whether the client showed a certificate and how they ended";
-        registry.register("enrollment_connections", help, m.enrolments);
-        registry.register("tunnels", "Agents attached now", m.tunnels);
-        let help = "Sessions of agents that have left or were replaced, which finish what they relay";
-        registry.register("agent_sessions_leaving", help, m.sessions_leaving);
         // Series start at zero, so that rates work from the first event.
         for result in [
             "attached",

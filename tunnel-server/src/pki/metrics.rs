@@ -4,6 +4,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
+use tunnel_runtime::gauges::registered;
 
 /// Metrics of the CA and of enrolment. Clones share them.
 #[derive(Clone, Debug, Default)]
@@ -15,23 +16,17 @@ pub struct PkiMetrics {
 
 impl PkiMetrics {
     pub fn register(registry: &mut Registry) -> Self {
-        let metrics = Self::default();
-        registry.register(
-            "postern_enrollments",
-            "Enrolments and renewals of agents by call (enroll, renew, csr) and outcome",
-            metrics.enrollments.clone(),
-        );
-        registry.register(
-            "postern_server_certificate_expiry_timestamp_seconds",
-            "End of the server's own certificate, Unix time",
-            metrics.server_not_after.clone(),
-        );
-        registry.register(
-            "postern_ca_roots",
-            "Trusted roots; more than one while the CA is rotated",
-            metrics.roots.clone(),
-        );
-        metrics
+        let enrollments = "Enrolments and renewals of agents by call (enroll, renew, csr) and outcome";
+        let roots = "Trusted roots; more than one while the CA is rotated";
+        Self {
+            enrollments: registered(registry, "postern_enrollments", enrollments),
+            server_not_after: registered(
+                registry,
+                "postern_server_certificate_expiry_timestamp_seconds",
+                "End of the server's own certificate, Unix time",
+            ),
+            roots: registered(registry, "postern_ca_roots", roots),
+        }
     }
 
     pub(crate) fn count(&self, call: &'static str, outcome: &'static str) {
