@@ -12,11 +12,12 @@ use kube::client::Body;
 use kube::{Api, Client};
 use tunnel_runtime::text::age;
 
-use tunnel_kube::request;
+use tunnel_kube::{KubeError, request};
 
-use crate::{Finding, Outcome, codes};
+use crate::{Checkup, Finding, Outcome, codes};
 
 const DEADLINE: Duration = Duration::from_secs(15);
+const API_SERVER: &str = "API server";
 /// Allowed clock difference. Agents' certificates are backdated by the same time.
 const SKEW: Duration = Duration::from_secs(300);
 
@@ -78,8 +79,27 @@ impl Right {
     }
 }
 
+/// Checks the API server of the client, and returns the client. `fix` says how there can be one.
+pub async fn connected(
+    checkup: &mut Checkup,
+    connected: Result<(Client, String), KubeError>,
+    fix: &str,
+) -> Option<(Client, String)> {
+    match connected {
+        Ok((client, namespace)) => {
+            checkup.run(API_SERVER, &[], async || answers(&client).await).await;
+            Some((client, namespace))
+        }
+        Err(error) => {
+            checkup
+                .add(API_SERVER, Finding::new(&codes::API_SERVER_UNREACHABLE, error.to_string(), fix).into());
+            None
+        }
+    }
+}
+
 /// Checks that the API server answers and that its clock agrees with this host's.
-pub async fn answers(client: &Client) -> Outcome {
+async fn answers(client: &Client) -> Outcome {
     let unreachable = |reason: String| {
         let fix = "compare `kubectl get --raw /version` from this host, its routes, and a proxy or firewall on the way";
         Finding::new(&codes::API_SERVER_UNREACHABLE, reason, fix).into()

@@ -10,8 +10,8 @@ mod way;
 
 use std::time::SystemTime;
 
-use tunnel_doctor::cluster::{Right, answers, rights};
-use tunnel_doctor::{Asked, Checkup, Finding, Outcome, Report, check_running, codes, state_directory};
+use tunnel_doctor::cluster::{Right, connected, rights};
+use tunnel_doctor::{Asked, Checkup, Outcome, Report, check_running, state_directory};
 use tunnel_kube::ClientSettings;
 use tunnel_runtime::NodeName;
 
@@ -54,21 +54,12 @@ pub async fn examine(config: &Config, running: &Asked<AgentStatus>) -> Report {
 }
 
 async fn cluster(checkup: &mut Checkup, kube: &KubeOptions, config: &Config) {
-    let connected =
+    let client =
         tunnel_kube::connect(kube.kubeconfig.as_deref(), kube.namespace.as_deref(), &ClientSettings::AGENT)
             .await;
-    let (client, namespace) = match connected {
-        Ok(connected) => connected,
-        Err(error) => {
-            let fix = "name the kubelet's kubeconfig with --kubeconfig, or enrol with --server, --token and --ca-hash";
-            checkup.add(
-                "API server",
-                Finding::new(&codes::API_SERVER_UNREACHABLE, error.to_string(), fix).into(),
-            );
-            return;
-        }
-    };
-    checkup.run("API server", &[], async || answers(&client).await).await;
+    let fix =
+        "name the kubelet's kubeconfig with --kubeconfig, or enrol with --server, --token and --ca-hash";
+    let Some((client, namespace)) = connected(checkup, client, fix).await else { return };
     let wanted = wanted(&kube.service, config.given.targets.pods.then_some(&config.node_name));
     let fix = "kubectl apply -k deploy/base (its Role and ClusterRole tunnel-agent), or with --pod-targets=on an \
                overlay with the component edge-pods";

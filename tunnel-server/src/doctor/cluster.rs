@@ -1,8 +1,8 @@
 //! Checks the API server: that it answers, that the clocks agree, and the rights that it grants.
 
 use kube::Client;
-use tunnel_doctor::cluster::{Right, answers, rights};
-use tunnel_doctor::{Checkup, Finding, Outcome, codes};
+use tunnel_doctor::cluster::{Right, connected, rights};
+use tunnel_doctor::{Checkup, Outcome};
 
 use super::kubelet_names;
 use crate::caller::{ROOTS_CONFIGMAP, ROOTS_NAMESPACE};
@@ -11,19 +11,8 @@ use crate::kube::{KubeOptions, ObjectNames};
 use crate::runtime::role::Role;
 
 pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, config: &Config) {
-    let (client, namespace) = match options.connect().await {
-        Ok(connected) => connected,
-        Err(error) => {
-            let fix =
-                "name a file with which `kubectl get nodes` works with --kubeconfig, or run it as a pod";
-            checkup.add(
-                "API server",
-                Finding::new(&codes::API_SERVER_UNREACHABLE, error.to_string(), fix).into(),
-            );
-            return;
-        }
-    };
-    checkup.run("API server", &[], async || answers(&client).await).await;
+    let fix = "name a file with which `kubectl get nodes` works with --kubeconfig, or run it as a pod";
+    let Some((client, namespace)) = connected(checkup, options.connect().await, fix).await else { return };
     checkup
         .run("API rights", &["API server"], async || {
             judge(&client, &namespace, &options.names, config.role()).await
