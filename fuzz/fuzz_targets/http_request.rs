@@ -30,7 +30,7 @@ async fn through(bytes: &[u8]) {
     client.shutdown().await.unwrap();
     let service = service_fn(|request: Request<Incoming>| {
         let (sent, arrived) = (sent.clone(), arrived.clone());
-        async move { Ok::<_, Infallible>(pass_on(request, &sent, &arrived).await) }
+        async move { Ok::<_, Infallible>(forward(request, &sent, &arrived).await) }
     });
     let mut builder = hyper::server::conn::http1::Builder::new();
     builder.half_close(true).max_buf_size(64 << 10);
@@ -42,7 +42,7 @@ async fn through(bytes: &[u8]) {
     assert_eq!(*sent, *arrived, "the target saw other requests than the listener");
 }
 
-async fn pass_on(request: Request<Incoming>, sent: &Seen, arrived: &Seen) -> Response<Empty<Bytes>> {
+async fn forward(request: Request<Incoming>, sent: &Seen, arrived: &Seen) -> Response<Empty<Bytes>> {
     let refused = || {
         let mut response = Response::new(Empty::new());
         *response.status_mut() = StatusCode::BAD_REQUEST;

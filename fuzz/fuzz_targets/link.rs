@@ -1,7 +1,7 @@
-//! The two ends of a link, against a stranger that has the other end: frames of any order, size and stream. In the middle,
-//! a server forwards between a stranger that is a server and one that is an agent.
+//! The two ends of a link, against an adversary that has the other end: frames of any order, size and stream. In the middle,
+//! a server forwards between an adversary that is a server and one that is an agent.
 //!
-//! Whatever the stranger does, the bytes of a stream reach no other one, a stream that ends well is complete, flow
+//! Whatever the adversary does, the bytes of a stream reach no other one, a stream that ends well is complete, flow
 //! control is kept, what is held is bounded, a link that answers PINGs takes new streams, and when it ends, everything
 //! ends and is freed.
 #![no_main]
@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
+use postern_fuzz::adversary::{Adversary, LINE};
 use postern_fuzz::ends::{Local, Shared, client_end, forward, open, relay, server_end, shared_by};
 use postern_fuzz::frames::{Block, Frame, Payload, Pick};
 use postern_fuzz::memory;
-use postern_fuzz::stranger::{LINE, Stranger};
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 use tunnel_link::link;
@@ -22,7 +22,7 @@ use tunnel_link::relay::{StallBound, StallBudget};
 
 /// Limit on the bytes held for receivers that do not read.
 const HELD: usize = 64 << 10;
-/// Limit on the memory of one run, including what the stranger remembers.
+/// Limit on the memory of one run, including what the adversary remembers.
 const MEMORY: usize = 64 << 20;
 /// Streams that the end that admits them is built for.
 const ADMITTED: u32 = 4;
@@ -45,7 +45,7 @@ enum Role {
 /// Locals are counted from the last one.
 #[derive(Arbitrary, Clone, Debug)]
 enum Step {
-    /// The stranger sends a frame. `second`: the agent's line in the middle.
+    /// The adversary sends a frame. `second`: the agent's line in the middle.
     Send {
         second: bool,
         times: u8,
@@ -58,7 +58,7 @@ enum Step {
         payload: Payload,
         end: bool,
     },
-    /// A new connection, up to what the stranger answers.
+    /// A new connection, up to what the adversary answers.
     Connect,
     /// The same without an answer.
     Open,
@@ -85,10 +85,10 @@ struct Input {
     steps: Vec<Step>,
 }
 
-/// A run: the strangers, and the process's ends.
+/// A run: the adversaries, and the process's ends.
 struct Run {
     role: Role,
-    strangers: Vec<Stranger>,
+    adversaries: Vec<Adversary>,
     locals: Vec<Local>,
     arriving: mpsc::UnboundedReceiver<Local>,
     pairs: mpsc::UnboundedReceiver<(u32, u32)>,
@@ -106,7 +106,7 @@ impl Run {
         let (shared, arriving, pairs) = shared_by(&stalls);
         let (opens, mut wanted) = mpsc::unbounded_channel::<()>();
         let (near, far) = tokio::io::duplex(LINE);
-        let mut strangers = vec![Stranger::new(far, role != Role::Server)];
+        let mut adversaries = vec![Adversary::new(far, role != Role::Server)];
         match role {
             Role::Server => {
                 let (sends, mut ready) = mpsc::unbounded_channel();
@@ -130,7 +130,7 @@ impl Run {
             }
             Role::Middle => {
                 let (line, far) = tokio::io::duplex(LINE);
-                strangers.push(Stranger::new(far, false));
+                adversaries.push(Adversary::new(far, false));
                 let (client, ..) = shared_by(&stalls);
                 let (sends, mut ready) = mpsc::unbounded_channel();
                 tokio::spawn(client_end(line, shared.clone(), move |send| drop(sends.send(send))));
@@ -145,7 +145,7 @@ impl Run {
         }
         Self {
             role,
-            strangers,
+            adversaries,
             locals: Vec::new(),
             arriving,
             pairs,
@@ -162,7 +162,7 @@ impl Run {
         for _ in 0..1000 {
             // The paused clock goes on when no task can.
             sleep(Duration::from_millis(1)).await;
-            if !self.strangers.iter_mut().fold(false, |moved, stranger| stranger.exchange() || moved) {
+            if !self.adversaries.iter_mut().fold(false, |moved, adversary| adversary.exchange() || moved) {
                 break;
             }
         }
@@ -183,7 +183,7 @@ impl Run {
         let request = Frame::Headers { on: Pick::Next, block: Block::Request, end: false, more: false };
         match self.role {
             Role::Server => drop(self.opens.send(())),
-            _ => self.strangers[0].send(&request),
+            _ => self.adversaries[0].send(&request),
         }
         self.settle().await;
         if matches!(self.role, Role::Server | Role::Middle) {
@@ -194,21 +194,21 @@ impl Run {
         }
     }
 
-    fn last(&mut self) -> &mut Stranger {
-        self.strangers.last_mut().expect("there is one")
+    fn last(&mut self) -> &mut Adversary {
+        self.adversaries.last_mut().expect("there is one")
     }
 
     async fn talk(&mut self, bytes: u16) {
-        let segment = |stranger: &mut Stranger, stream: u32| {
+        let segment = |adversary: &mut Adversary, stream: u32| {
             let (on, payload) = (Pick::Any(stream), Payload::Segments(vec![bytes]));
-            stranger.send(&Frame::Data { on, payload, end: false, padding: None });
+            adversary.send(&Frame::Data { on, payload, end: false, padding: None });
         };
         let of_locals: Vec<u32> = self.locals.iter().rev().take(TALKING).map(|local| local.stream).collect();
         for stream in of_locals {
-            segment(&mut self.strangers[0], stream);
+            segment(&mut self.adversaries[0], stream);
         }
         for (from, to) in self.forwarded.clone().into_iter().rev().take(TALKING) {
-            segment(&mut self.strangers[0], from);
+            segment(&mut self.adversaries[0], from);
             segment(self.last(), to);
         }
         self.settle().await;
@@ -224,20 +224,20 @@ impl Run {
         self.locals.iter_mut().rev().nth(usize::from(number) % count)
     }
 
-    fn stranger(&mut self, second: bool) -> &mut Stranger {
-        if second { self.last() } else { &mut self.strangers[0] }
+    fn adversary(&mut self, second: bool) -> &mut Adversary {
+        if second { self.last() } else { &mut self.adversaries[0] }
     }
 
     async fn step(&mut self, step: &Step) {
         match step {
             Step::Send { second, times, frame } => {
                 for _ in 0..(times % 64).max(1) {
-                    self.stranger(*second).send(frame);
+                    self.adversary(*second).send(frame);
                 }
             }
             Step::Data { second, on, payload, end } => {
                 let (on, payload) = (Pick::Known(*on), payload.clone());
-                self.stranger(*second).send(&Frame::Data { on, payload, end: *end, padding: None });
+                self.adversary(*second).send(&Frame::Data { on, payload, end: *end, padding: None });
             }
             Step::Connect => self.connect().await,
             Step::Open => drop(self.opens.send(())),
@@ -246,7 +246,7 @@ impl Run {
             Step::Read(local, bytes) => drop(self.local(*local).map(|local| local.read(*bytes))),
             Step::Shut(local) => drop(self.local(*local).map(Local::shut)),
             Step::Drop(local) => drop(self.local(*local).and_then(|local| local.io.take())),
-            Step::Reads { second, reads } => self.stranger(*second).reads = *reads,
+            Step::Reads { second, reads } => self.adversary(*second).reads = *reads,
             Step::Pass(quarters) => sleep(Duration::from_millis(250 * u64::from(*quarters))).await,
             Step::Stop => {
                 self.shared.stop.cancel();
@@ -259,36 +259,36 @@ impl Run {
     /// If the link answers a PING, it relays a new stream.
     async fn goes_on(&mut self) {
         const PROBE: u64 = 0x1234_5678_9abc_def0;
-        let stranger = &mut self.strangers[0];
-        let is_full = self.role == Role::Admitting && stranger.sent.opened.len() > 64;
-        if !matches!(self.role, Role::Agent | Role::Admitting) || is_full || stranger.sent.goaway {
+        let adversary = &mut self.adversaries[0];
+        let is_full = self.role == Role::Admitting && adversary.sent.opened.len() > 64;
+        if !matches!(self.role, Role::Agent | Role::Admitting) || is_full || adversary.sent.goaway {
             return;
         }
-        stranger.reads = true;
+        adversary.reads = true;
         self.settle().await;
-        let stranger = &mut self.strangers[0];
-        if !stranger.is_between_frames() {
+        let adversary = &mut self.adversaries[0];
+        if !adversary.is_between_frames() {
             return;
         }
-        stranger.send(&Frame::Ping { ack: false, payload: PROBE });
+        adversary.send(&Frame::Ping { ack: false, payload: PROBE });
         self.settle().await;
-        let stranger = &mut self.strangers[0];
-        let highest = stranger.sent.opened.iter().copied().max().unwrap_or(0);
-        if !stranger.has_pong(PROBE) || stranger.seen.goaway || highest > 1 << 30 {
+        let adversary = &mut self.adversaries[0];
+        let highest = adversary.sent.opened.iter().copied().max().unwrap_or(0);
+        if !adversary.has_pong(PROBE) || adversary.seen.goaway || highest > 1 << 30 {
             return;
         }
         // A target that connects.
         let stream = ((highest >> 4) + 1 << 4) + 1;
-        stranger.send(&Frame::Headers {
+        adversary.send(&Frame::Headers {
             on: Pick::Any(stream),
             block: Block::Request,
             end: false,
             more: false,
         });
         let payload = Payload::Segments(vec![10]);
-        stranger.send(&Frame::Data { on: Pick::Any(stream), payload, end: false, padding: None });
+        adversary.send(&Frame::Data { on: Pick::Any(stream), payload, end: false, padding: None });
         self.settle().await;
-        if self.strangers[0].seen.goaway {
+        if self.adversaries[0].seen.goaway {
             return;
         }
         let local = self.locals.iter_mut().find(|local| local.stream == stream);
@@ -299,9 +299,9 @@ impl Run {
 
     fn check(&self) {
         for local in &self.locals {
-            local.check(self.role == Role::Server, &self.strangers[0]);
+            local.check(self.role == Role::Server, &self.adversaries[0]);
         }
-        let [client, agent] = &self.strangers[..] else { return };
+        let [client, agent] = &self.adversaries[..] else { return };
         for (from, to) in &self.forwarded {
             let passes = |to: &[u8], from: &[u8]| from.starts_with(to);
             assert!(passes(agent.seen.raw(*to), client.sent.raw(*from)), "{from} to {to}");
@@ -311,16 +311,16 @@ impl Run {
 
     /// Ends the link, upon which everything ends.
     async fn end(mut self) {
-        for stranger in &mut self.strangers {
-            stranger.reads = true;
+        for adversary in &mut self.adversaries {
+            adversary.reads = true;
         }
         for _ in 0..4 {
             self.locals.iter_mut().for_each(|local| local.read(u16::MAX));
             self.settle().await;
         }
         self.check();
-        for stranger in &mut self.strangers {
-            stranger.hang_up();
+        for adversary in &mut self.adversaries {
+            adversary.hang_up();
         }
         drop(self);
         sleep(END).await;

@@ -24,7 +24,7 @@ use tunnel_link::relay::{
     Abort, Forward, Pipe, RelayError, StallBound, Traffic, TunnelStream, pipe, pipe_of_client,
 };
 
-use super::stranger::{Stranger, pattern};
+use super::adversary::{Adversary, pattern};
 
 /// The process's end of a relayed connection.
 pub struct Local {
@@ -67,18 +67,18 @@ impl Local {
     }
 
     /// Compares with what went over the line. `of_server`: the end of the stream is a clean one.
-    pub fn check(&self, of_server: bool, stranger: &Stranger) {
+    pub fn check(&self, of_server: bool, adversary: &Adversary) {
         let stream = self.stream;
-        let sent = stranger.sent.segments(stream);
+        let sent = adversary.sent.segments(stream);
         assert!(sent.starts_with(&self.read), "stream {stream} was given what was not sent on it");
         if self.ended {
-            let complete = stranger.sent.complete(stream);
+            let complete = adversary.sent.complete(stream);
             assert_eq!(complete.as_ref(), Some(&self.read), "stream {stream} seems complete");
         }
-        let seen = stranger.seen.segments(stream);
+        let seen = adversary.seen.segments(stream);
         assert!(seen.len() <= self.written, "stream {stream} has sent more than was written");
         assert!(seen == pattern(stream, 0, seen.len()), "stream {stream} has sent what was not written");
-        if let (true, Some(complete)) = (of_server, stranger.seen.complete(stream)) {
+        if let (true, Some(complete)) = (of_server, adversary.seen.complete(stream)) {
             assert!(self.shut && complete.len() == self.written, "stream {stream} ended early");
         }
     }
@@ -131,7 +131,7 @@ pub async fn client_end(line: DuplexStream, shared: Shared, ready: impl FnOnce(S
     }
 }
 
-/// Asks for a connection, and returns its stream once the stranger has connected.
+/// Asks for a connection, and returns its stream once the adversary has connected.
 async fn ask(
     send: &SendRequest<Bytes>,
     shared: &Shared,
@@ -171,7 +171,7 @@ pub async fn open(send: SendRequest<Bytes>, shared: Shared) {
     far.run(pipe, &mut stream, answer.into_body(), shared.over()).await;
 }
 
-/// The end on which the stranger opens streams: as the agent's `session/serve.rs`.
+/// The end on which the adversary opens streams: as the agent's `session/serve.rs`.
 pub async fn server_end<F>(
     line: DuplexStream,
     builder: h2::server::Builder,

@@ -33,7 +33,7 @@ const ANSWER: Duration = Duration::from_secs(5);
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Maximum length of a message, in bytes: a hundred thousand nodes need a twentieth.
 const LONGEST: usize = 128 << 20;
-/// Maximum number of sockets that one program passes on. The kernel sends at most 253 (SCM_MAX_FD).
+/// Maximum number of sockets that one program hands over. The kernel sends at most 253 (SCM_MAX_FD).
 pub const MOST_SOCKETS: usize = 200;
 /// Sent with the sockets, because they cannot be sent without data.
 const MAGIC: [u8; 8] = *b"postern1";

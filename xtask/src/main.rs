@@ -42,7 +42,7 @@ use clap::{Parser, Subcommand};
 
 use crate::tally::Tally;
 
-/// Bounds on two cores, in minutes: of CI, and of what a newcomer runs, from the clone and after a change.
+/// Bounds on two cores, in minutes: of CI, and of what a new developer runs, from the clone and after a change.
 const CI_BOUND: &str = "45";
 const TEST_BOUND: &str = "25 from the clone, 10 warm";
 

@@ -109,9 +109,9 @@ async fn who_shows_no_certificate_or_does_not_ask_gets_no_ticket() {
         (tls.resumption, tls.send_ticket_request) = (Resumption::in_memory_sessions(8), asked);
         Arc::new(tls)
     };
-    let stranger = remembering(anonymous_tls(&identity.bundle, ALPN_GRPC).unwrap(), asked);
+    let anonymous = remembering(anonymous_tls(&identity.bundle, ALPN_GRPC).unwrap(), asked);
     let silent = remembering(agent_tls(&identity, ALPN_TUNNEL).unwrap(), None);
-    for tls in [stranger, silent] {
+    for tls in [anonymous, silent] {
         for _ in 0..2 {
             assert_eq!(shake(&port.address, tls.clone()).await.unwrap().0, FULL);
         }

@@ -132,7 +132,7 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
     let in_cloud = Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::Answers(ANSWER))?;
     let ca = testbed.dir().join("server/ca/ca.crt").display().to_string();
     let (certificate, key) = callers.sign(testbed, "carol", "ops")?;
-    let (stranger, stranger_key) = callers.sign(testbed, "dave", "sales")?;
+    let (foreign, foreign_key) = callers.sign(testbed, "dave", "sales")?;
     let (plain, secure) = (format!("http://127.0.0.1:{PORT}"), format!("https://{CLOUD}:{PORT}"));
     let (plain, secure) = (plain.as_str(), secure.as_str());
     let elsewhere = format!("http://{CLOUD}:{PORT}");
@@ -153,7 +153,7 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
             reached,
         ),
         (
-            [&tls[..], &["--proxy-cert", &stranger, "--proxy-key", &stranger_key, "-p", first]].concat(),
+            [&tls[..], &["--proxy-cert", &foreign, "--proxy-key", &foreign_key, "-p", first]].concat(),
             "connect 403",
         ),
         // By token: as a password over TLS, and as a bearer token from this host.

@@ -49,7 +49,7 @@ async fn ask_with(testbed: &Testbed, token: &str) -> Result<Answer> {
 }
 
 async fn callers_read_metrics_by_token_or_certificate(testbed: &Testbed) -> Result<()> {
-    let (callers, strangers) = (Authority::new(testbed, "callers")?, Authority::new(testbed, "strangers")?);
+    let (callers, others) = (Authority::new(testbed, "callers")?, Authority::new(testbed, "another-ca")?);
     let server = with_listener(testbed, Builder::new(testbed))?
         .flag(format!("--client-ca-file={}", shown(&callers.file())))
         .flag("--terminate-tls=off")
@@ -61,8 +61,8 @@ async fn callers_read_metrics_by_token_or_certificate(testbed: &Testbed) -> Resu
         ask(testbed, &["--cert", &shown(&certificate), "--key", &shown(&key)]).await
     };
     by_certificate(&callers, "scraper").await?.expect(200, METRIC)?;
-    let stranger = by_certificate(&strangers, "stranger").await?;
-    ensure!(!stranger.ok && stranger.status == 0, "a stranger's certificate was taken: {stranger:?}");
+    let nobody = by_certificate(&others, "nobody").await?;
+    ensure!(!nobody.ok && nobody.status == 0, "another CA's certificate was taken: {nobody:?}");
 
     ask(testbed, &[]).await?.expect(401, "a client certificate or a bearer token is needed")?;
     let wrong = ask_with(testbed, "wrong-token").await?;
@@ -169,7 +169,7 @@ async fn prometheus_reads_a_server_and_a_redirector(testbed: &Testbed) -> Result
         "global:\n  scrape_interval: 1s\nscrape_configs:\n".to_owned(),
         job("tunnel-server", &neighbour, "prometheus-token", &verified),
         job("tunnel-redirector", &cloud, "prometheus-token", "insecure_skip_verify: true"),
-        job("stranger", &neighbour, "wrong-token", &verified),
+        job("nobody", &neighbour, "wrong-token", &verified),
     ]
     .concat();
     let _prometheus = prometheus::start(testbed, &configuration)?;
@@ -185,13 +185,13 @@ async fn prometheus_reads_a_server_and_a_redirector(testbed: &Testbed) -> Result
         let shown: Vec<_> = series.iter().map(|series| series.label("role")).collect();
         ensure!(shown == [role], "{name} says that it is {shown:?}");
     }
-    let stranger = async || {
+    let nobody = async || {
         let targets = prometheus::targets().await?;
-        let Some(target) = targets.into_iter().find(|target| target.job == "stranger") else {
-            bail!("no target of the job stranger")
+        let Some(target) = targets.into_iter().find(|target| target.job == "nobody") else {
+            bail!("no target of the job nobody")
         };
         Ok(target.health)
     };
-    wait_until("the stranger to be refused", SOON, stranger, |health| health.contains("401")).await?;
+    wait_until("nobody to be let in", SOON, nobody, |health| health.contains("401")).await?;
     Ok(())
 }

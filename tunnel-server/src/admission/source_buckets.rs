@@ -15,7 +15,7 @@ pub(crate) struct SourceBuckets {
     burst: u32,
     /// Time until there is one more.
     refill: Duration,
-    /// Bounds the memory that strangers can occupy. Above that the sources with the fullest buckets are forgotten.
+    /// Bounds the memory that unauthenticated clients can occupy. Above that the sources with the fullest buckets are forgotten.
     most: usize,
     full_at: HashMap<IpAddr, Instant>,
 }

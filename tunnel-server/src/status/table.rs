@@ -67,7 +67,7 @@ impl StatusReport {
             let state = if peer.draining { "draining" } else { "up" };
             writeln!(
                 out,
-                "server {} at {}: {state} {}, {} nodes, {} connections passed to it",
+                "server {} at {}: {state} {}, {} nodes, {} connections forwarded to it",
                 harmless(&peer.server_id),
                 harmless(&peer.address),
                 age(peer.since_s),
@@ -373,7 +373,7 @@ mod tests {
             "failed since the start, by hop: target 60\n",
             "inventory /nodes.yaml: 2 edge, 1 cloud\n  OLD, as of 2h0m ago, of the state directory: the API server has not answered since the start\n  NOT UP TO DATE, the last good state is in effect: line 3\n",
             "  … and 2 more conflicts; --all shows them\n",
-            "server cloud-2 at 192.0.2.2:10262: up 1m1s, 7 nodes, 2 connections passed to it\n",
+            "server cloud-2 at 192.0.2.2:10262: up 1m1s, 7 nodes, 2 connections forwarded to it\n",
             "nodes: 4 of 7 connected, 1 to other servers\n",
             "up 1h1m, 10 at agents that leave",
             "at cloud-2",

@@ -1,4 +1,4 @@
-//! The side of the first server: passes on what it has, step by step, and takes it back should its successor die.
+//! The side of the first server: hands over what it has, step by step, and takes it back should its successor die.
 
 use std::future::pending;
 use std::io;
@@ -28,7 +28,7 @@ pub enum Phase {
     Passed,
 }
 
-/// Passes this server's agents and listeners on to a successor.
+/// Hands this server's agents and listeners over to a successor.
 pub struct Succession {
     pub runtime: Runtime,
     /// Those that a successor gets; dropped when this server stops, so that nothing waits in them.
@@ -51,7 +51,7 @@ impl Succession {
         bind: impl Fn() -> Option<S> + Send + Sync,
         stop: CancellationToken,
     ) {
-        // Not before it has something to pass on.
+        // Not before it has something to hand over.
         if stop.run_until_cancelled(self.gates.listeners.opened()).await.is_none() {
             return;
         }

@@ -164,8 +164,8 @@ async fn by_certificate(cluster: &Cluster<'_>) -> Result<()> {
     let refused = format!("caller-of-proxy cannot create nodes/proxy of {EDGE_NODE}");
     ask(&callers[0], run, &["--request", "POST"]).await?.expect(403, &refused)?;
     // The same name, signed by another CA.
-    let (certificate, key) = Authority::new(testbed, "strangers")?.client("caller-of-metrics")?;
+    let (certificate, key) = Authority::new(testbed, "another-ca")?.client("caller-of-metrics")?;
     let answer = ask(&Pair { certificate, key }, "/metrics/resource", &[]).await?;
-    ensure!(!answer.ok && answer.status == 0, "a stranger's certificate was taken: {answer:?}");
+    ensure!(!answer.ok && answer.status == 0, "another CA's certificate was taken: {answer:?}");
     Ok(())
 }

@@ -57,18 +57,18 @@ async fn read(cluster: &Cluster<'_>, worker: &CloudHost) -> Result<()> {
     // The reader is the account to which the guide gives the right.
     kubectl.run(&["create", "namespace", "monitoring"]).await?;
     kubectl.run(&["create", "serviceaccount", "prometheus", "--namespace=monitoring"]).await?;
-    kubectl.run(&["create", "serviceaccount", "stranger"]).await?;
+    kubectl.run(&["create", "serviceaccount", "nobody"]).await?;
     follow::section(cluster, DOCUMENT, PROMETHEUS, &[]).await?;
     let reader = kubectl.run(&["create", "token", "prometheus", "--namespace=monitoring"]).await?;
-    let stranger = kubectl.run(&["create", "token", "stranger"]).await?;
+    let nobody = kubectl.run(&["create", "token", "nobody"]).await?;
 
     // The authoriser may learn of the binding a moment later, and a denial is cached for 5 s.
     let answered = async || with_token(&reader).await;
     let answer =
         wait_until("the reader to be let in", PATIENCE, answered, |answer: &Answer| answer.status != 403);
     answer.await?.expect(200, METRIC)?;
-    let refused = "system:serviceaccount:default:stranger cannot get the nonResourceURL /metrics";
-    with_token(&stranger).await?.expect(403, refused)?;
+    let refused = "system:serviceaccount:default:nobody cannot get the nonResourceURL /metrics";
+    with_token(&nobody).await?.expect(403, refused)?;
     with_token("nonsense").await?.expect(401, "the API server does not accept the bearer token")?;
     ask(&[]).await?.expect(401, "a client certificate or a bearer token is needed")?;
     progress("the API server says whose token it is, and who may read");

@@ -125,7 +125,7 @@ async fn reached(
 /// Reads its metrics from another host, with the rights of the component.
 async fn metrics(cluster: &Cluster<'_>) -> Result<()> {
     let kubectl = &cluster.kubectl;
-    for account in ["reader", "stranger"] {
+    for account in ["reader", "nobody"] {
         kubectl.run(&["create", "serviceaccount", account]).await?;
     }
     let role = ["--clusterrole=postern:metrics-reader", "--serviceaccount=default:reader"];
@@ -141,8 +141,8 @@ async fn metrics(cluster: &Cluster<'_>) -> Result<()> {
     let may_read = |answer: &Answer| answer.status != 403;
     let answer = wait_until("the reader to be let in", SCRAPED, reader, may_read).await?;
     answer.expect(200, "postern_role{role=\"redirector\"} 1")?;
-    let refused = "system:serviceaccount:default:stranger cannot get the nonResourceURL /metrics";
-    ask("stranger").await?.expect(403, refused)
+    let refused = "system:serviceaccount:default:nobody cannot get the nonResourceURL /metrics";
+    ask("nobody").await?.expect(403, refused)
 }
 
 /// Runs a real Prometheus there, with the node's own address as its target.

@@ -10,15 +10,15 @@ use tunnel_link::relay::header;
 use super::direction::{ACK, Direction, END_STREAM, PADDED, PREFACE};
 use super::frames::{Block, Frame, Payload, Pick, encode};
 
-/// Maximum bytes that the stranger sends in one run.
+/// Maximum bytes that the adversary sends in one run.
 const MOST_SENT: usize = 8 << 20;
 /// Bytes that the line holds in each direction.
 pub const LINE: usize = 64 << 10;
 const END_HEADERS: u8 = 4;
 
-/// The stranger's end of the line.
+/// The adversary's end of the line.
 #[derive(Debug)]
-pub struct Stranger {
+pub struct Adversary {
     line: Option<DuplexStream>,
     client: bool,
     unsent: Vec<u8>,
@@ -32,7 +32,7 @@ pub struct Stranger {
     highest: u32,
     /// True once the first SETTINGS are acknowledged: they apply from then on. The fuzzer acknowledges others.
     acknowledged: bool,
-    /// False while the stranger does not read.
+    /// False while the adversary does not read.
     pub reads: bool,
 }
 
@@ -54,10 +54,10 @@ pub fn pattern(stream: u32, from: usize, len: usize) -> Vec<u8> {
     data
 }
 
-impl Stranger {
+impl Adversary {
     /// `client`: it opens the streams.
     pub fn new(line: DuplexStream, client: bool) -> Self {
-        let mut stranger = Self {
+        let mut adversary = Self {
             line: Some(line),
             client,
             unsent: Vec::new(),
@@ -71,10 +71,10 @@ impl Stranger {
             reads: true,
         };
         if client {
-            stranger.push(PREFACE);
+            adversary.push(PREFACE);
         }
-        stranger.push_frame(4, 0, 0, &[]);
-        stranger
+        adversary.push_frame(4, 0, 0, &[]);
+        adversary
     }
 
     fn push(&mut self, bytes: &[u8]) {
