@@ -35,7 +35,7 @@ pub(crate) const PORT: u16 = 10280;
 /// The targets' answer to each request.
 pub(crate) const ANSWER: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi";
 const SOON: Duration = Duration::from_secs(20);
-pub(crate) const TOKENS: &str = "alices-token,alice,1,\"ops\"\nbobs-token,bob,2\n";
+pub(crate) const TOKENS: &str = "alices-own-token,alice,1,\"ops\"\nbobs-random-token,bob,2\n";
 
 pub(crate) const POLICY: &str = r#"
 rules:
@@ -157,13 +157,13 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
             "connect 403",
         ),
         // By token: as a password over TLS, and as a bearer token from this host.
-        ([&tls[..], &["-U", "alice:alices-token", "-p", first]].concat(), "hi status 200 connect 200"),
+        ([&tls[..], &["-U", "alice:alices-own-token", "-p", first]].concat(), "hi status 200 connect 200"),
         (
-            vec!["-x", plain, "--proxy-header", "Proxy-Authorization: Bearer alices-token", "-p", first],
+            vec!["-x", plain, "--proxy-header", "Proxy-Authorization: Bearer alices-own-token", "-p", first],
             "connect 200",
         ),
         (
-            vec!["-x", plain, "--proxy-header", "Proxy-Authorization: Bearer bobs-token", "-p", first],
+            vec!["-x", plain, "--proxy-header", "Proxy-Authorization: Bearer bobs-random-token", "-p", first],
             "connect 403",
         ),
         (
@@ -171,7 +171,7 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
             "connect 407",
         ),
         // Not unencrypted over the network.
-        (vec!["-x", &elsewhere, "-U", "alice:alices-token", "-p", first], "connect 403"),
+        (vec!["-x", &elsewhere, "-U", "alice:alices-own-token", "-p", first], "connect 403"),
         // By address instead of name.
         (vec!["-x", plain, "-p", "http://edge-1:9101/"], "hi status 200 connect 200"),
         (vec!["-x", plain, "http://edge-1:9101/"], reached),
@@ -200,7 +200,7 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
     server.wait_access("by address", line("nobody by this host", "edge-1")).await?;
     server.wait_access("in the cloud", line("nobody by this host", "")).await?;
     let log = server.settled_log().await?;
-    ensure!(!log.contains("alices-token") && !log.contains("nobodys"), "a token is in the log");
+    ensure!(!log.contains("alices-own-token") && !log.contains("nobodys"), "a token is in the log");
     Ok(())
 }
 
@@ -404,9 +404,9 @@ async fn prometheus_scrapes_through_its_proxy_url(testbed: &Testbed) -> Result<(
     // Names that only the server knows: neither a DNS record nor the redirect helps here.
     let configuration = format!(
         "global:\n  scrape_interval: 1s\nscrape_configs:\n\
-         - job_name: secure\n  proxy_url: https://alice:alices-token@{CLOUD}:{PORT}\n  tls_config: {{ca_file: {}}}\n  \
+         - job_name: secure\n  proxy_url: https://alice:alices-own-token@{CLOUD}:{PORT}\n  tls_config: {{ca_file: {}}}\n  \
          static_configs:\n  - targets: ['edge-1:9100', 'edge-2:9100']\n\
-         - job_name: denied\n  proxy_url: http://bob:bobs-token@127.0.0.1:{PORT}\n  static_configs:\n  - targets: ['edge-1:9100']\n",
+         - job_name: denied\n  proxy_url: http://bob:bobs-random-token@127.0.0.1:{PORT}\n  static_configs:\n  - targets: ['edge-1:9100']\n",
         ca.display()
     );
     let _prometheus = prometheus::start(testbed, &configuration)?;

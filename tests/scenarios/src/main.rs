@@ -58,7 +58,6 @@ mod status_page;
 mod systemd;
 mod takeover;
 mod testbed;
-mod tokens;
 mod wan;
 mod web;
 
@@ -80,7 +79,6 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         restart::SCENARIOS,
         servers::SCENARIOS,
         takeover::SCENARIOS,
-        tokens::SCENARIOS,
         forwarded::SCENARIOS,
         gateway::SCENARIOS,
         redirector::SCENARIOS,

@@ -85,8 +85,8 @@ async fn callers_read_metrics_by_token_or_certificate(testbed: &Testbed) -> Resu
     ensure!(listeners.iter().any(|listener| listener["name"] == "metrics"), "{status}");
 
     // The token is replaced by another one.
-    tokens(testbed, "another-token,prometheus,1\n")?;
-    let other = async || ask_with(testbed, "another-token").await;
+    tokens(testbed, "another-prometheus-token,prometheus,1\n")?;
+    let other = async || ask_with(testbed, "another-prometheus-token").await;
     wait_until("the new token to be known", SOON, other, |answer| answer.status == 200).await?;
     ask_with(testbed, "prometheus-token").await?.expect(401, "not in --token-auth-file")
 }

@@ -1,4 +1,4 @@
-//! Limits what a source may do in a time: handshakes that strangers begin, failed enrolments, guesses of tokens.
+//! Limits what a source may do in a time: handshakes of unauthenticated clients, failed enrolments.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -25,8 +25,8 @@ impl SourceBuckets {
         Self { burst, refill, most, full_at: HashMap::new() }
     }
 
-    /// For failures, so that who guesses learns nothing and cannot fill the log. Agents and callers behind one NAT share
-    /// their address with strangers: what succeeds is not counted.
+    /// For failures, so that who guesses learns nothing and cannot fill the log. Agents behind one NAT share an address:
+    /// what succeeds is not counted.
     pub(crate) fn of_failures() -> Self {
         Self::new(10, Duration::from_secs(6), 4096)
     }
@@ -44,13 +44,6 @@ impl SourceBuckets {
             *full_at = next;
         }
         allowed
-    }
-
-    /// Gives back what was taken for nothing.
-    pub(crate) fn give_back(&mut self, address: IpAddr) {
-        if let Some(at) = self.full_at.get_mut(&source_key(address)) {
-            *at = at.checked_sub(self.refill).unwrap_or(*at);
-        }
     }
 
     /// Forgets sources whose buckets are full, and if these are few, the fuller half of all.
@@ -95,8 +88,6 @@ mod tests {
         assert!(failures.take(address("10.0.0.2"), start));
         assert!(failures.take(bad, start + refill));
         assert!(!failures.take(bad, start + refill));
-        failures.give_back(bad);
-        assert!(failures.take(bad, start + refill));
     }
 
     #[test]
@@ -135,12 +126,6 @@ mod tests {
                         now += Duration::from_millis(millis);
                         held = held.map(|held| full.min(held + millis));
                     }
-                    // Only what was taken is given back.
-                    1 if *held_by + 1000 <= full => {
-                        few.give_back(address);
-                        *held_by += 1000;
-                    }
-                    1 => {}
                     _ => {
                         many.take(address, now);
                         prop_assert!(many.full_at.len() <= 8);

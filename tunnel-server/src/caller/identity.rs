@@ -41,9 +41,6 @@ pub enum Refusal {
     /// The caller is known, but not allowed.
     #[error("{0}")]
     Forbidden(String),
-    /// The token is not looked up: too many others from its source had no owner.
-    #[error("{0}")]
-    TooManyFailures(String),
     /// The question cannot be answered now.
     #[error("{0}")]
     Unavailable(String),

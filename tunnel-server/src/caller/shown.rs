@@ -59,7 +59,7 @@ impl Refusal {
         match self {
             Self::Unauthenticated(reason) | Self::Forbidden(reason) if asked => Judgement::Refused(reason),
             Self::Unauthenticated(reason) | Self::Forbidden(reason) => Judgement::Withdrawn(reason),
-            Self::Unavailable(reason) | Self::TooManyFailures(reason) => Judgement::Unanswered(reason),
+            Self::Unavailable(reason) => Judgement::Unanswered(reason),
         }
     }
 }
@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn a_token_is_in_no_debug_output() {
-        let shown = Shown::Token(Token::new("alices-token"));
+        let shown = Shown::Token(Token::new("alices-own-token"));
         assert!(!format!("{shown:?}").contains("alices"), "{shown:?}");
     }
 }

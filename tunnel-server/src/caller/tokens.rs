@@ -8,16 +8,12 @@ use sha2::{Digest as _, Sha256};
 use super::identity::{AUTHENTICATED, Caller};
 
 /// Minimum length of a token: shorter ones can be guessed.
-const LEAST: usize = 6;
-/// Length below which a token could be guessed in time, although guessing is slowed down.
-const ENOUGH: usize = 16;
+const LEAST: usize = 16;
 
 /// Owners of tokens, by the token's hash: the tokens themselves are not kept.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tokens {
     callers: HashMap<[u8; 32], Caller>,
-    /// Lines with a token shorter than [`ENOUGH`].
-    short: Vec<usize>,
 }
 
 impl Tokens {
@@ -26,7 +22,7 @@ impl Tokens {
     /// # Errors
     /// Names the line and the reason, never the token.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let (mut callers, mut short) = (HashMap::new(), Vec::new());
+        let mut callers = HashMap::new();
         for (number, line) in text.lines().enumerate() {
             let line = line.trim();
             if line.is_empty() || line.starts_with('#') {
@@ -38,7 +34,9 @@ impl Tokens {
                 return Err(wrong("not TOKEN,USER,UID[,\"GROUP,GROUP\"]"));
             };
             if token.len() < LEAST {
-                return Err(wrong("the token has fewer than 6 characters"));
+                return Err(wrong(
+                    "the token has fewer than 16 characters and can be guessed: make a random one (`openssl rand -hex 16`)",
+                ));
             }
             if user.is_empty() {
                 return Err(wrong("the user is empty"));
@@ -56,24 +54,11 @@ impl Tokens {
             let groups = groups.chain([AUTHENTICATED]).map(str::to_owned);
             let mut caller = Caller::new(user.to_owned(), groups.collect());
             caller.uid = Some(uid.to_owned()).filter(|uid| !uid.is_empty());
-            if token.len() < ENOUGH {
-                short.push(number + 1);
-            }
             if callers.insert(Sha256::digest(token.as_bytes()).into(), caller).is_some() {
                 return Err(wrong("the token of an earlier line"));
             }
         }
-        Ok(Self { callers, short })
-    }
-
-    pub(super) fn warn_of_short(&self) {
-        if !self.short.is_empty() {
-            tracing::warn!(
-                lines = ?self.short,
-                fix = "replace them by random ones of at least 16 characters",
-                "tokens of --token-auth-file are short enough to be guessed"
-            );
-        }
+        Ok(Self { callers })
     }
 
     /// Compares tokens by their hashes, so that the time it takes reveals nothing about them.
@@ -87,21 +72,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn short_tokens_are_named_by_their_lines() {
-        let tokens = Tokens::parse("0123456789abcdef,a,1\n\n0123456789abcde,b,2\nsecret,c,3\n").unwrap();
-        assert_eq!(tokens.short, [3, 4]);
-    }
-
-    #[test]
     fn errors_name_the_line_and_not_the_token() {
-        assert_eq!(Tokens::parse("# a comment\n\nsecret,a,1\n").unwrap().callers.len(), 1);
+        assert_eq!(Tokens::parse("# a comment\n\nalices-own-token,a,1\n").unwrap().callers.len(), 1);
         for (text, reason) in [
-            ("\nsecret", "line 2: not TOKEN,USER,UID[,\"GROUP,GROUP\"]"),
-            ("abc,a,1", "line 1: the token has fewer than 6 characters"),
-            ("secret,,1", "line 1: the user is empty"),
-            ("secret,a,1,\"x,y", "line 1: the quote of the groups is not closed"),
-            ("secret,a,1,x,y", "line 1: put several groups in double quotes"),
-            ("secret,a,1\nsecret,b,2", "line 2: the token of an earlier line"),
+            ("\nalices-own-token", "line 2: not TOKEN,USER,UID[,\"GROUP,GROUP\"]"),
+            (
+                "alices-token-15,a,1",
+                "line 1: the token has fewer than 16 characters and can be guessed: make a random one (`openssl rand -hex 16`)",
+            ),
+            ("alices-own-token,,1", "line 1: the user is empty"),
+            ("alices-own-token,a,1,\"x,y", "line 1: the quote of the groups is not closed"),
+            ("alices-own-token,a,1,x,y", "line 1: put several groups in double quotes"),
+            ("alices-own-token,a,1\nalices-own-token,b,2", "line 2: the token of an earlier line"),
         ] {
             assert_eq!(Tokens::parse(text).unwrap_err(), reason, "{text}");
         }

@@ -28,10 +28,9 @@ pub(crate) struct Failure {
 impl Failure {
     pub(super) fn new(status: StatusCode, reason: impl Into<String>) -> Self {
         let outcome = match status {
-            StatusCode::FORBIDDEN
-            | StatusCode::UNAUTHORIZED
-            | StatusCode::PROXY_AUTHENTICATION_REQUIRED
-            | StatusCode::TOO_MANY_REQUESTS => Outcome::Denied,
+            StatusCode::FORBIDDEN | StatusCode::UNAUTHORIZED | StatusCode::PROXY_AUTHENTICATION_REQUIRED => {
+                Outcome::Denied
+            }
             _ => Outcome::Protocol,
         };
         Self { status, reason: reason.into(), outcome }
@@ -66,7 +65,6 @@ impl From<Refusal> for Failure {
         let status = match refusal {
             Refusal::Unauthenticated(_) => StatusCode::UNAUTHORIZED,
             Refusal::Forbidden(_) => StatusCode::FORBIDDEN,
-            Refusal::TooManyFailures(_) => StatusCode::TOO_MANY_REQUESTS,
             Refusal::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
         };
         Self::new(status, refusal.to_string())

@@ -126,7 +126,7 @@ mod tests {
             tls.accept_roots(&roots).unwrap();
             let mut registry = Registry::default();
             let metrics = Metrics::new(registry.sub_registry_with_prefix("postern"));
-            let tokens = Tokens::parse("alices-token,alice,1\n").unwrap();
+            let tokens = Tokens::parse("alices-own-token,alice,1\n").unwrap();
             let gate = Gate::new(true);
             let page = MetricsPage {
                 registry: Arc::new(registry),
@@ -198,7 +198,7 @@ mod tests {
     #[tokio::test]
     async fn a_token_or_a_certificate_reads_the_metrics() {
         let site = Site::new();
-        for (certified, header) in [(true, ""), (false, "Authorization: Bearer alices-token\r\n")] {
+        for (certified, header) in [(true, ""), (false, "Authorization: Bearer alices-own-token\r\n")] {
             let header = format!("{header}Accept: application/openmetrics-text\r\n");
             let answer = site.ask(certified, "GET /metrics", &header).await;
             assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
@@ -238,8 +238,8 @@ mod tests {
             ("GET /metrics", "", 401, "a client certificate or a bearer token is needed"),
             ("GET /metrics", "Authorization: Bearer wrong-token\r\n", 401, "not in --token-auth-file"),
             ("GET /metrics", "Authorization: Basic YTpi\r\n", 401, "has no bearer token"),
-            ("GET /status", "Authorization: Bearer alices-token\r\n", 404, "only /metrics is here"),
-            ("POST /metrics", "Authorization: Bearer alices-token\r\n", 405, "use GET"),
+            ("GET /status", "Authorization: Bearer alices-own-token\r\n", 404, "only /metrics is here"),
+            ("POST /metrics", "Authorization: Bearer alices-own-token\r\n", 405, "use GET"),
         ] {
             let answer = site.ask(false, line, header).await;
             assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{line} {header}: {answer}");

@@ -48,7 +48,7 @@ impl Site {
         let key = PrivateKeyDer::Pkcs8(key.serialize_der().into());
         let tls = ServerTls::new(vec![own.der().clone()], &key, &roots, None).unwrap();
         let context = ListenerContext::without_nodes();
-        let tokens = Tokens::parse("alices-token,alice,1\n").unwrap();
+        let tokens = Tokens::parse("alices-own-token,alice,1\n").unwrap();
         let gatekeeper = Gatekeeper {
             authenticator: Arc::new(Authenticator::new(tokens, None)),
             services: Services::Resolver,
@@ -208,7 +208,7 @@ async fn who_is_not_permitted_is_told_why() {
     for (tls, credentials, status, reason) in [
         (false, "", 407, "the policy does not permit nobody from 127.0.0.1 to reach 127.0.0.1:1\n"),
         (true, "", 407, "the policy does not permit nobody from 127.0.0.1 to reach 127.0.0.1:1\n"),
-        (true, "Bearer alices-token", 403, "the policy does not permit user alice from 127.0.0.1"),
+        (true, "Bearer alices-own-token", 403, "the policy does not permit user alice from 127.0.0.1"),
         (true, "Bearer nobodys-token", 407, "not in --token-auth-file"),
     ] {
         let field = match credentials {
@@ -274,7 +274,8 @@ async fn a_token_is_taken_over_tls_or_from_this_host() {
     let site = Site::new(ALL);
     let request = b"CONNECT 127.0.0.1:1 HTTP/1.1\r\nProxy-Authorization: Bearer nobodys-token\r\n\r\n";
     assert!(site.ask(false, request).await.starts_with("HTTP/1.1 407 "));
-    let asked = http::Request::connect("127.0.0.1:1").header("proxy-authorization", "Bearer alices-token");
+    let asked =
+        http::Request::connect("127.0.0.1:1").header("proxy-authorization", "Bearer alices-own-token");
     let asked = parse(&asked.body(()).unwrap().into_parts().0).unwrap();
     let elsewhere = "192.0.2.1".parse().unwrap();
     let refused = site.listener.reception.decide(&asked, Shown::Nothing, elsewhere, false).await;
@@ -295,13 +296,13 @@ async fn a_request_with_a_whole_url_is_forwarded() {
     };
     let request = format!(
         "POST http://{address}/x?y HTTP/1.1\r\nHost: other\r\nAuthorization: Basic eA==\r\n\
-         Proxy-Authorization: Bearer alices-token\r\nContent-Length: 3\r\n\r\nabcGET / HTTP/1.1\r\n\r\n"
+         Proxy-Authorization: Bearer alices-own-token\r\nContent-Length: 3\r\n\r\nabcGET / HTTP/1.1\r\n\r\n"
     );
     let (answer, (head, body)) = tokio::join!(site.ask(false, request.as_bytes()), serving);
     assert!(head.starts_with("POST /x?y HTTP/1.1\r\n"), "{head}");
     assert!(head.contains(&format!("host: {address}\r\n")), "{head}");
     assert!(head.contains("authorization: Basic eA==\r\n"), "the target's own: {head}");
-    assert!(!head.contains("alices-token"), "the target gets no credentials: {head}");
+    assert!(!head.contains("alices-own-token"), "the target gets no credentials: {head}");
     assert_eq!(&body, b"abc");
     assert!(answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with("\r\n\r\nhi"), "{answer}");
     assert!(answer.contains("x-a: b\r\n") && answer.contains("connection: close\r\n"), "{answer}");
@@ -330,7 +331,9 @@ async fn an_open_connection_ends_when_its_right_is_gone() {
     const TO: &str = "to: [{addresses: [127.0.0.0/8], ports: ['*']}]";
     let by_token = format!("rules:\n- name: tokens\n  from: [{{user: alice}}]\n  {TO}\n");
     let other = format!("rules:\n- name: another\n  from: [{{clients: [127.0.0.0/8]}}]\n  {TO}\n");
-    for (policy, token) in [(ALL, ""), (by_token.as_str(), "Proxy-Authorization: Bearer alices-token\r\n")] {
+    for (policy, token) in
+        [(ALL, ""), (by_token.as_str(), "Proxy-Authorization: Bearer alices-own-token\r\n")]
+    {
         let site = Site::new(policy);
         let keeper = site.listener.reception.gatekeeper.clone();
         let metrics = site.context.metrics.clone();
