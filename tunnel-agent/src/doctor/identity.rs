@@ -4,8 +4,9 @@ use std::path::Path;
 use std::time::SystemTime;
 
 use tunnel_doctor::{Checkup, Finding, Outcome, codes, private_file, validity_of};
-use tunnel_pki::{AgentIdentity, IdentityError, TrustBundle};
-use tunnel_runtime::{NodeName, files};
+use tunnel_pki::enrol::stored_identity;
+use tunnel_pki::{AgentIdentity, Holder, IdentityError};
+use tunnel_runtime::NodeName;
 
 use crate::config::Config;
 
@@ -19,7 +20,7 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, now: SystemTim
     let mut held = None;
     let dir = &config.given.state_dir;
     checkup
-        .run("certificate", &["state directory"], async || match load(dir) {
+        .run("certificate", &["state directory"], async || match stored_identity(dir, Holder::Agent) {
             Ok(None) => not_enrolled(config),
             Ok(Some(identity)) => {
                 let outcome = judge(&identity, &config.node_name, now);
@@ -53,23 +54,6 @@ fn not_enrolled(config: &Config) -> Outcome {
     }
     let found = format!("no certificate in {}, and no --token", config.given.state_dir.display());
     Finding::new(&codes::NOT_ENROLLED, found, AGAIN.replace("NAME", config.node_name.as_str())).into()
-}
-
-/// Reads without changing anything. Also accepts the key of a renewal that a crash interrupted.
-fn load(dir: &Path) -> Result<Option<AgentIdentity>, IdentityError> {
-    let certificate = dir.join("agent.crt");
-    let Some(chain) = files::read_optional(&certificate)? else { return Ok(None) };
-    let roots = TrustBundle::from_file(&dir.join("ca.crt"))?;
-    let mut last = IdentityError::file(&dir.join("agent.key"), &"there is no such file", "restore it");
-    for name in ["agent.key.next", "agent.key"] {
-        let path = dir.join(name);
-        let Some(key) = files::read_optional_private(&path)? else { continue };
-        match AgentIdentity::from_pem(&chain, &key, roots.clone()) {
-            Ok(identity) => return Ok(Some(identity)),
-            Err(error) => last = IdentityError::file(&path, &error, "it does not fit agent.crt"),
-        }
-    }
-    Err(last)
 }
 
 fn judge(identity: &AgentIdentity, node: &NodeName, now: SystemTime) -> Outcome {
@@ -142,6 +126,7 @@ mod tests {
         let (ca, now) = (Ca::new(), SystemTime::now());
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path();
+        let load = |path| stored_identity(path, Holder::Agent);
         assert!(load(path).unwrap().is_none());
         let write = |identity: &AgentIdentity| {
             fs::write(path.join("agent.crt"), tunnel_pki::pem_of_certificates(&identity.chain)).unwrap();
@@ -162,7 +147,7 @@ mod tests {
         let error = load(path).unwrap_err();
         assert_eq!(unusable(path, &error).code, "identity-unusable");
         let error = error.to_string();
-        assert!(error.contains("agent.key") && error.contains("does not fit"), "{error}");
+        assert!(error.contains("agent.key") && error.contains("it is not the certificate's key"), "{error}");
         fs::remove_file(path.join("agent.key")).unwrap();
         assert!(load(path).unwrap_err().to_string().contains("no such file"));
         fs::write(path.join("ca.crt"), "nothing").unwrap();

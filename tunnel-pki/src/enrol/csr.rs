@@ -20,7 +20,7 @@ use tunnel_runtime::text::printable;
 
 use crate::enrol::EnrollError;
 use crate::enrol::attempt::{AttemptError, RETRIES, check_issued};
-use crate::enrol::files::{IdentityFiles, Stored};
+use crate::enrol::files::IdentityFiles;
 use crate::{
     AgentIdentity, Holder, IdentityError, PrivateKey, TrustBundle, create_named_csr, pem_of_certificates,
 };
@@ -84,14 +84,14 @@ impl CsrEnrolment {
     /// The state directory cannot be written. All other failures are retried without limit.
     pub async fn ensure_identity(&self) -> Result<AgentIdentity, EnrollError> {
         let doubt = match self.files.load() {
-            Ok(Stored::Nothing) => return self.enrol().await,
-            Ok(Stored::Identity(identity)) if identity.node != self.node => {
+            Ok(None) => return self.enrol().await,
+            Ok(Some(identity)) if identity.node != self.node => {
                 format!("the identity in {} is node {}'s", self.state_dir.display(), identity.node)
             }
-            Ok(Stored::Identity(identity)) if identity.validity().is_over(SystemTime::now()) => {
+            Ok(Some(identity)) if identity.validity().is_over(SystemTime::now()) => {
                 "the certificate has expired".to_owned()
             }
-            Ok(Stored::Identity(identity)) => return Ok(*identity),
+            Ok(Some(identity)) => return Ok(identity),
             Err(error @ IdentityError::File(FileError::Io { .. })) => return Err(error.into()),
             // The API server knows this node, so nothing is lost with unusable files.
             Err(error) => error.to_string(),

@@ -15,12 +15,13 @@ pub(crate) fn has_certificate(state_dir: &Path, holder: Holder) -> bool {
     IdentityFiles::new(state_dir, holder).certificate().exists()
 }
 
-/// Contents of the state directory.
-pub(crate) enum Stored {
-    /// There is no certificate.
-    Nothing,
-    /// An identity whose parts fit together. It may have expired or be another node's.
-    Identity(Box<AgentIdentity>),
+/// Reads the identity in a state directory, which may have expired or be another node's, and changes nothing there. There is
+/// none if there is no certificate.
+///
+/// # Errors
+/// Names the file that is missing, cannot be read or does not fit the others.
+pub fn stored_identity(state_dir: &Path, holder: Holder) -> Result<Option<AgentIdentity>, IdentityError> {
+    Ok(IdentityFiles::new(state_dir, holder).read()?.map(|(identity, _)| identity))
 }
 
 #[derive(Clone, Debug)]
@@ -54,16 +55,21 @@ impl IdentityFiles {
         Ok(files::create_private_directory(&self.directory)?)
     }
 
-    /// Reads the identity. Finishes a [`IdentityFiles::store`] that a crash interrupted.
-    pub(crate) fn load(&self) -> Result<Stored, IdentityError> {
+    /// [`stored_identity`]. Finishes a [`IdentityFiles::store`] that a crash interrupted.
+    pub(crate) fn load(&self) -> Result<Option<AgentIdentity>, IdentityError> {
+        let Some((identity, is_next)) = self.read()? else { return Ok(None) };
+        if is_next && let Err(error) = self.promote_next_key() {
+            tracing::warn!(%error, "failed to rename the file of the new key");
+        }
+        Ok(Some(identity))
+    }
+
+    /// The identity, and true if its key is still [`IdentityFiles::next_key`].
+    fn read(&self) -> Result<Option<(AgentIdentity, bool)>, IdentityError> {
         let path = self.certificate();
         // A key without a certificate is worthless, so nothing is lost by enrolling.
-        let Some(chain) = files::read_optional(&path)? else { return Ok(Stored::Nothing) };
-        let roots = self.roots();
-        let bundle = files::read_optional(&roots)?
-            .ok_or_else(|| IdentityError::file(&roots, &"there is no such file", RESTORE))?;
-        let bundle =
-            TrustBundle::from_pem(&bundle).map_err(|error| IdentityError::file(&roots, &error, RESTORE))?;
+        let Some(chain) = files::read_optional(&path)? else { return Ok(None) };
+        let bundle = TrustBundle::from_file(&self.roots())?;
         let of_key = |key: &str| {
             let identity = AgentIdentity::from_pem(&chain, key, bundle.clone())?;
             match identity.holder {
@@ -73,16 +79,13 @@ impl IdentityFiles {
         };
         let next = files::read_optional_private(&self.next_key())?;
         if let Some(identity) = next.as_deref().and_then(|key| of_key(key).ok()) {
-            if let Err(error) = self.promote_next_key() {
-                tracing::warn!(%error, "failed to rename the file of the new key");
-            }
-            return Ok(Stored::Identity(Box::new(identity)));
+            return Ok(Some((identity, true)));
         }
         let key_path = self.key();
         let key = files::read_optional_private(&key_path)?
             .ok_or_else(|| IdentityError::file(&key_path, &"there is no such file", RESTORE))?;
         match of_key(&key) {
-            Ok(identity) => Ok(Stored::Identity(Box::new(identity))),
+            Ok(identity) => Ok(Some((identity, false))),
             Err(error @ IdentityError::Key(_)) => Err(IdentityError::file(&key_path, &error, RESTORE)),
             Err(error) => Err(IdentityError::file(&path, &error, RESTORE)),
         }

@@ -33,6 +33,7 @@ mod token;
 pub use bundles::{Announced, install_bundles};
 pub use csr::{CsrEnrolment, Pace};
 pub use error::EnrollError;
+pub use files::stored_identity;
 pub use flags::EnrolmentFlags;
 pub use metrics::IdentityMetrics;
 pub use recover::{Enrolled, Refusals, Refused, recover};

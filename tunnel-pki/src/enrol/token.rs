@@ -12,7 +12,7 @@ use crate::enrol::EnrollError;
 use crate::enrol::attempt::{AttemptError, RETRIES, is_orphaned};
 use crate::enrol::enrollment::Connection;
 use crate::enrol::error::enrol_by_token;
-use crate::enrol::files::{IdentityFiles, Stored};
+use crate::enrol::files::IdentityFiles;
 use crate::enrol::reach::Reach;
 use crate::{
     ALPN_GRPC, AgentIdentity, ExposeSecret, Holder, PrivateKey, SecretString, TrustBundle, anonymous_tls,
@@ -50,7 +50,7 @@ pub struct EnrollConfig {
 pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, EnrollError> {
     let files = IdentityFiles::new(&config.state_dir, config.holder);
     let known = match files.load()? {
-        Stored::Identity(identity) => {
+        Some(identity) => {
             if identity.node != config.node {
                 return Err(EnrollError::OtherNode {
                     path: files.certificate(),
@@ -61,9 +61,9 @@ pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, Enr
             if !identity.validity().is_over(SystemTime::now()) {
                 return Ok(match (&config.token, doubt(&identity, config.ca_hash.as_deref())) {
                     (Some(token), Some(doubt)) => {
-                        replace_if_agreed(config, &files, token, *identity, doubt).await
+                        replace_if_agreed(config, &files, token, identity, doubt).await
                     }
-                    _ => *identity,
+                    _ => identity,
                 });
             }
             if config.token.is_none() {
@@ -74,12 +74,12 @@ pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, Enr
                     fix = enrol_by_token(config.holder, &config.node),
                     "certificate has expired and there is no --token, using it in case this node's clock is wrong"
                 );
-                return Ok(*identity);
+                return Ok(identity);
             }
             tracing::warn!(node = %config.node, "certificate has expired, enrolling again");
             Some(identity.bundle)
         }
-        Stored::Nothing => None,
+        None => None,
     };
     let token = config.token.as_ref().ok_or_else(|| EnrollError::NoToken {
         state_dir: config.state_dir.clone(),
