@@ -484,30 +484,21 @@ impl Run {
 }
 
 fuzz_target!(|input: Input| {
-    memory::leaves_nothing(|| {
-        let start = memory::held();
-        let mut builder = tokio::runtime::Builder::new_current_thread();
-        let runtime = builder.enable_time().start_paused(true).build().expect("without sockets");
-        runtime.block_on(async {
-            let mut run = Run::new(input.callers_share);
-            run.settle().await;
-            for number in 0..input.connections % 5 {
-                run.dial_ready(FIRST_NEW + i64::from(number));
-                run.take(1).await;
-            }
-            for step in &input.steps {
-                run.step(step).await;
-                let memory = memory::held().saturating_sub(start);
-                assert!(memory <= MEMORY, "{memory} bytes are allocated");
-            }
-            if input.steps.len() % 2 == 0 {
-                run.all_end().await;
-            }
-            run.check();
-            drop(run);
-            sleep(BOUNDS.linger * 2).await;
-            let tasks = tokio::runtime::Handle::current().metrics().num_alive_tasks();
-            assert_eq!(tasks, 0, "tasks outlive the stream");
-        });
+    memory::leaves_nothing(BOUNDS.linger * 2, async |start| {
+        let mut run = Run::new(input.callers_share);
+        run.settle().await;
+        for number in 0..input.connections % 5 {
+            run.dial_ready(FIRST_NEW + i64::from(number));
+            run.take(1).await;
+        }
+        for step in &input.steps {
+            run.step(step).await;
+            let memory = memory::held().saturating_sub(start);
+            assert!(memory <= MEMORY, "{memory} bytes are allocated");
+        }
+        if input.steps.len() % 2 == 0 {
+            run.all_end().await;
+        }
+        run.check();
     });
 });

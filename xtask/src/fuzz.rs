@@ -136,16 +136,18 @@ pub(crate) fn run_target(target: &str, seconds: u32, quietly: bool) -> Result<()
 /// `cargo fuzz SUBCOMMAND`. The code is safe Rust (`forbid(unsafe_code)`), so the targets run without a sanitizer:
 /// panics, endless loops and memory use are all they can do wrong.
 fn cargo_fuzz(subcommand: &str) -> Result<Command> {
-    // A separate folder: the flags differ from those of other builds.
+    // A separate target folder: the flags differ from those of other builds.
     let target_dir = target_dir()?.join("fuzz");
     // The toolchain that builds everything else, with nightly options allowed: a separately installed nightly may be
     // older or newer and compile something else.
     let mut command = cargo();
+    // Its .cargo/config.toml has the profile.
+    command.current_dir(root().join("fuzz"));
     command.env("RUSTC_BOOTSTRAP", "1");
     // The targets need no BPF object.
     command.env("POSTERN_WITHOUT_BPF", "1");
     command.env("CARGO_TARGET_DIR", target_dir);
-    // Without this option it turns on debug assertions everywhere; fuzz/Cargo.toml says where they are wanted.
+    // Without this option it turns on debug assertions everywhere; the profile says where they are wanted.
     command.args(["fuzz", subcommand, "--release"]);
     Ok(command)
 }

@@ -94,9 +94,9 @@ pub(crate) struct Options {
     #[arg(long)]
     quick: bool,
     /// Puts the counts into the table of docs/security.md. Files must not differ from the commit.
-    #[arg(long, conflicts_with = "file")]
+    #[arg(long)]
     record: bool,
-    /// Only files whose path contains this.
+    /// Only files whose path contains this; with --record, all of a group's or none, such as tunnel-link/.
     file: Option<String>,
 }
 
@@ -108,6 +108,15 @@ pub(crate) fn run_all(options: &Options) -> Result<ExitCode> {
         "no file with {:?} in its path is among those that are tested so",
         options.file
     );
+    for group in groups.iter().filter(|_| options.record) {
+        let count = group.files.iter().filter(|file| wanted(file)).count();
+        ensure!(
+            count == 0 || count == group.files.len(),
+            "--record counts whole groups, and {:?} is in {count} of {:?}",
+            options.file,
+            group.files
+        );
+    }
     // Read before the hours that it takes: somebody may commit meanwhile.
     let now = options.record.then(day_and_commit).transpose()?;
     prepare()?;
@@ -175,7 +184,8 @@ fn is_unchanged(commit: &str, files: &[&str]) -> bool {
 /// Installs what is missing and brings the copy of the sources up to date.
 pub(crate) fn prepare() -> Result<()> {
     need_cargo_tool("cargo-mutants", VERSION)?;
-    let skipped = [root().join(".git"), root().join("fuzz"), root().join("target"), target_dir()?];
+    let inputs = ["corpus", "artifacts"].map(|name| root().join("fuzz").join(name));
+    let skipped = [[root().join(".git"), root().join("target"), target_dir()?].as_slice(), &inputs].concat();
     mirror(&root(), &source()?, &skipped)
 }
 
