@@ -18,6 +18,9 @@ const FOLDER: &str = "POSTERN_PROGRAMS";
 /// The scenarios of a cluster, and the one of a release's images.
 const OF_CLUSTERS: &str = "kubernetes::";
 const OF_IMAGES: &str = "deploy::manifests_run_unchanged";
+/// Those of a plain `cargo xtask test` that take more than half a minute.
+const LONG: [&str; 5] =
+    ["chaos::", "soak::", "kubernetes::", "disks::", "doctor::firewall::rules_of_other_programs_are_named"];
 
 /// The program `scenarios`, told what the options choose.
 fn program_of(options: &Options) -> Result<Command> {
@@ -61,6 +64,22 @@ impl Scenarios {
         }
         scenarios
     }
+}
+
+/// Runs the fast ones of a plain `cargo xtask test` once more, in a run of everything, with the static programs of the images:
+/// these have the libc and the allocator of a release.
+pub(crate) fn run_static(options: &Options, beside: &mut Beside, tally: &mut Tally) -> Result<()> {
+    let heading = "fast scenarios with the static programs of the images";
+    tally.heading(heading);
+    if let Err(error) = beside.wait(Need::Images).and_then(|()| beside.result(&name_of(&Need::Images))) {
+        tally.step(heading, Err(error));
+        return Ok(());
+    }
+    let mut command = program(built("scenarios")?);
+    command.args(["--quick", "--other-programs"]);
+    command.args(LONG.iter().flat_map(|name| ["--skip", name])).args(options.names.arguments());
+    command.env(FOLDER, cross::folder(Arch::HOST, options.profile())?);
+    tally.count(&mut command)
 }
 
 /// Builds what they need, unless that is built beside them, and runs them.

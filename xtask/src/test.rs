@@ -118,6 +118,9 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
     }
     run_kernel_tests(options, &kernel_tests, &mut tally)?;
     scenarios::run(options, &scenarios, beside.as_ref(), &mut tally)?;
+    if let Some(beside) = beside.as_mut().filter(|_| options.all) {
+        scenarios::run_static(options, beside, &mut tally)?;
+    }
     run_programs_and_peer_tests(options, &programs, beside.as_mut(), &mut tally);
     run_kernel(options, &mut tally);
     if let Some(beside) = &mut beside {
@@ -234,7 +237,7 @@ fn skip_the_rest(options: &Options, scenarios: &Scenarios, tally: &mut Tally) ->
         Kubernetes::value_variants().iter().map(|version| format!("Kubernetes {}", name_of(version)));
     let others: Vec<_> = others.collect();
     tally.skip(others.join(", "), "on request: `cargo xtask test --kubernetes VERSION`");
-    tally.skip("release binaries and images", "tests run unoptimised ones: `cargo xtask test --released`");
+    tally.skip("release binaries", "those of the images are not optimised: `cargo xtask test --released`");
     Ok(())
 }
 
