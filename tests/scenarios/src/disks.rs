@@ -18,7 +18,7 @@ use rcgen::KeyPair;
 use crate::common::{server, target};
 
 scenarios! {
-    an_agent_without_a_writable_disk_stays_reachable(limit = 240, quick),
+    an_agent_without_a_writable_disk_stays_reachable(waits, limit = 240, quick),
 }
 
 /// A tmpfs that only processes in its mount namespace see.

@@ -21,8 +21,6 @@ scenarios! {
     failures_have_their_own_status(edges = 2),
     connections_are_kept(edges = 2),
     bodies_of_any_length_pass,
-    a_slow_upload_arrives,
-    upgrades_are_relayed,
     a_callers_end_reaches_the_target,
     ambiguous_requests_reach_nobody_twice,
     an_answer_that_breaks_off_is_not_whole,
@@ -200,23 +198,6 @@ async fn bodies_of_any_length_pass(testbed: &Testbed) -> Result<()> {
     let asked = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nTrailer: x-sum\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n3\r\nabc\r\n0\r\nx-sum: 9\r\n\r\n";
     let answer = ask(asked.as_bytes()).await?;
     ensure!(answer.contains("x-sum\": \"9\"") && answer.contains("body=3"), "{answer:?}");
-    Ok(())
-}
-
-async fn a_slow_upload_arrives(testbed: &Testbed) -> Result<()> {
-    let (_server, _agent) = server_and_agent(testbed).await?;
-    let _web = Web::start(testbed, 1, PORT)?;
-    front::a_slow_upload_arrives(async || connect(listener()).await, HOST).await
-}
-
-async fn upgrades_are_relayed(testbed: &Testbed) -> Result<()> {
-    let (_server, _agent) = server_and_agent(testbed).await?;
-    let _web = Web::start(testbed, 1, PORT)?;
-    let connect = async || connect(listener()).await;
-    for asked in [("POST", "SPDY/3.1"), ("GET", "websocket")] {
-        front::an_upgrade_is_relayed(&connect, HOST, asked).await.context(asked.1)?;
-        front::a_refused_upgrade_is_answered(&connect, HOST, asked).await.context(asked.1)?;
-    }
     Ok(())
 }
 

@@ -18,15 +18,16 @@ scenarios! {
     nobody_without_a_certificate,
     a_target_with_anothers_certificate_is_refused,
     certificates_are_reloaded,
-    upgrades_are_relayed,
+    upgrades_are_relayed_by_both_listeners,
     an_expected_upload_arrives,
-    a_slow_upload_arrives,
+    a_slow_upload_arrives_by_both_listeners,
     a_callers_end_reaches_the_target,
     an_ended_half_is_answered_at_every_listener,
 }
 
 const KUBELET: u16 = 10250;
 const LISTENER: &str = "https://10.70.0.1:10263";
+const HTTP: ([u8; 4], u16) = ([127, 0, 0, 1], 10264);
 /// Host headers of the two targets of [`started`].
 const HOSTS: [&str; 2] = ["edge-1:10250", "edge-1:9100"];
 
@@ -222,15 +223,17 @@ async fn certificates_are_reloaded(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-async fn upgrades_are_relayed(testbed: &Testbed) -> Result<()> {
+async fn upgrades_are_relayed_by_both_listeners(testbed: &Testbed) -> Result<()> {
     let (cas, server, _agent, _targets) = started(testbed).await?;
-    let connect = async || connect(testbed, &cas).await;
-    for host in HOSTS {
-        for asked in [("GET", "websocket"), ("POST", "SPDY/3.1")] {
+    let (https, http) = (async || connect(testbed, &cas).await, async || client::connect(HTTP).await);
+    for asked in [("GET", "websocket"), ("POST", "SPDY/3.1")] {
+        for host in HOSTS {
             let what = || format!("{} to {host}", asked.1);
-            front::an_upgrade_is_relayed(&connect, host, asked).await.with_context(what)?;
-            front::a_refused_upgrade_is_answered(&connect, host, asked).await.with_context(what)?;
+            front::an_upgrade_is_relayed(&https, host, asked).await.with_context(what)?;
+            front::a_refused_upgrade_is_answered(&https, host, asked).await.with_context(what)?;
         }
+        front::an_upgrade_is_relayed(&http, HOSTS[1], asked).await.context("http listener")?;
+        front::a_refused_upgrade_is_answered(&http, HOSTS[1], asked).await.context("http listener")?;
     }
     let line = server.wait_access("of an upgrade", |line| line.text("listener") == "https").await?;
     ensure!(line.text("caller") == "prometheus" && line.text("outcome") == "ok", "access line {line:?}");
@@ -252,14 +255,15 @@ async fn an_expected_upload_arrives(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-async fn a_slow_upload_arrives(testbed: &Testbed) -> Result<()> {
+async fn a_slow_upload_arrives_by_both_listeners(testbed: &Testbed) -> Result<()> {
     let (cas, _server, _agent, _targets) = started(testbed).await?;
     let connect = async || connect(testbed, &cas).await;
-    // Concurrently, since both take long.
+    // Concurrently, since each takes long.
     let [one, other] = HOSTS;
     tokio::try_join!(
         front::a_slow_upload_arrives(&connect, one),
-        front::a_slow_upload_arrives(&connect, other)
+        front::a_slow_upload_arrives(&connect, other),
+        front::a_slow_upload_arrives(async || client::connect(HTTP).await, other)
     )?;
     Ok(())
 }
@@ -292,7 +296,7 @@ async fn an_ended_half_is_answered_at_every_listener(testbed: &Testbed) -> Resul
     }
     let connect = async || connect_to(10269, testbed, &cas).await;
     front::an_ended_half_is_answered(connect, "x", ("/metrics", METRIC)).await.context("metrics listener")?;
-    for (name, address) in [("http", ([127, 0, 0, 1], 10264)), ("plain", (CLOUD.octets(), 10268))] {
+    for (name, address) in [("http", HTTP), ("plain", (CLOUD.octets(), 10268))] {
         let connect = async || client::connect(address).await;
         front::an_ended_half_is_answered(connect, HOSTS[1], ("/late", "late\n")).await.context(name)?;
     }

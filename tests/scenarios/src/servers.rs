@@ -23,7 +23,7 @@ scenarios! {
     one_of_two_is_killed(limit = 180, quick),
     two_that_do_not_reach_each_other(limit = 180),
     one_that_does_not_hear_its_agent_forwards_connections(limit = 180),
-    a_silent_one_is_passed_by(limit = 180),
+    a_silent_one_is_passed_by(waits, limit = 180),
     one_whose_successor_died_is_linked_once(limit = 180),
     a_name_is_resolved_anew_and_all_its_addresses_are_tried,
 }

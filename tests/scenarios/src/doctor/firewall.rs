@@ -23,7 +23,7 @@ use crate::common::target;
 
 scenarios! {
     rules_of_other_programs_are_named(quick, limit = 180),
-    a_port_that_another_program_takes_is_found(limit = 150),
+    a_port_that_another_program_takes_is_found(waits, limit = 150),
     a_closed_listener_is_found,
     pods_that_input_drops(quick),
     a_full_conntrack_table,

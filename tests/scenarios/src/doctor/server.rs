@@ -19,7 +19,7 @@ use crate::common::server_and_agent;
 scenarios! {
     a_healthy_server_is_fine(quick),
     what_others_take_from_the_kernel_is_found,
-    a_failed_self_test_is_found,
+    a_failed_self_test_is_found(waits),
     programs_that_are_not_pinned_are_found,
     what_a_killed_server_leaves_is_found,
     damaged_files_are_found,

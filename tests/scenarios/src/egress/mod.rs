@@ -37,7 +37,7 @@ scenarios! {
     no_byte_overtakes_the_200,
     packets_are_answered_as_konnectivity_answers_them(quick),
     a_closed_connections_last_bytes_arrive,
-    stalled_callers_and_targets_stall_nobody(limit = 180),
+    stalled_callers_and_targets_stall_nobody(waits, limit = 180),
     what_is_no_edges_is_dialled_where_allowed,
     the_socket_passes_to_a_successor,
     callers_need_a_certificate(quick),
