@@ -1,12 +1,13 @@
 //! The agent from start to end. The only module that knows all parts.
 
+use std::future::pending;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use prometheus_client::registry::Registry;
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedMutexGuard, mpsc, watch};
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_link::relay::{end_quiet, register_stalled};
 use tunnel_pki::Holder;
@@ -14,10 +15,12 @@ use tunnel_pki::enrol::{EnrollConfig, EnrollError, Enrolled, IdentityMetrics, in
 use tunnel_runtime::admin::{
     Admin, Connections, Serving, Status, register_process_metrics, register_tasks, to_json,
 };
+use tunnel_runtime::files::create_private_directory;
 use tunnel_runtime::lifecycle::{Drain, ReadyGuard, Shutdown};
 use tunnel_runtime::limits::register_limits;
 use tunnel_runtime::logging;
 use tunnel_runtime::settled::Settling;
+use tunnel_runtime::takeover;
 
 use crate::addresses;
 use crate::config::{Config, KonnectivityConfig, Listen};
@@ -153,7 +156,15 @@ impl Start {
             Succession::new(runtime.clone(), listeners.copies, accepting, running, shutdown.clone());
         let succession = Arc::new(succession);
         let mut background = JoinSet::new();
-        background.spawn(succession.clone().run());
+        let socket = takeover::socket_path(&config.given.state_dir);
+        let bind = move || {
+            if let Some(directory) = socket.parent() {
+                // The directory does not exist before the first enrolment. An error here recurs in the next step.
+                let _ = create_private_directory(directory);
+            }
+            takeover::Listener::bind(&socket)
+        };
+        background.spawn(succession.clone().run(bind));
         if before.is_none() {
             succession.open();
         }
@@ -216,9 +227,9 @@ impl Bound {
                 }
             });
         }
-        if let Some((before, pending, renewals)) = self.before {
-            background.spawn(take_over(before, links.clone(), succession.clone(), pending, renewals));
-        }
+        let before = self.before.map(|(before, pending, renewals)| {
+            background.spawn(take_over(before, links.clone(), succession.clone(), pending, renewals))
+        });
         background.spawn(async move { match shared.resumed.clone().watch().await {} });
         background.spawn(connections::end_lost(live.clone(), runtime.addresses.subscribe()));
         background.spawn(install_bundles(keeper.clone(), config.reach.clone(), announced));
@@ -231,24 +242,50 @@ impl Bound {
             background.spawn(node::follow(api, node, runtime.pods.clone(), state_dir));
         }
 
-        shutdown.draining().await;
-        tokio::select! {
-            // A successor that is still taking over does not have all sessions yet. Connections for the others would
-            // fail.
-            _ = tokio::time::timeout(config.given.drain_timeout, runtime.handover.settled()) => {}
-            () = shutdown.forced() => {}
-        }
-        runtime.shutdown.begin();
-        succession.close();
-        if runtime.handover.has_passed() {
-            // If the successor dies, the next agent must be able to listen there while this one drains.
-            drop(self.admin);
-        }
-        drain(&runtime, async {
+        let ending = async {
             tokio::join!(end_quiet(&live, Connection::relaying), outbound.end_quiet());
-        })
-        .await;
+        };
+        end(&runtime, &succession, before, &shutdown, self.admin, ending).await;
     }
+}
+
+/// Waits until the agent is to end, and until no takeover is in progress. Then drains. `before`: the task that keeps the connection
+/// with the agent that this one took over from.
+pub async fn end(
+    runtime: &Runtime,
+    succession: &Succession,
+    before: Option<AbortHandle>,
+    shutdown: &Shutdown,
+    mut admin: Option<Serving>,
+    ending: impl Future<Output = ()>,
+) {
+    shutdown.draining().await;
+    tokio::select! {
+        // A successor that is still taking over does not have all sessions yet. Connections for the others would fail.
+        _ = tokio::time::timeout(runtime.config.given.drain_timeout, runtime.handover.settled()) => {}
+        () = shutdown.forced() => {}
+    }
+    runtime.shutdown.begin();
+    succession.close();
+    let passed = runtime.handover.has_passed();
+    // It waits to be stopped, and has the node's place again now, not only once this agent's connections have ended. Where a
+    // successor has the place, it is not to come back.
+    let before = before.filter(|before| !passed && !before.is_finished());
+    if passed || before.is_some() {
+        // It answers there. If a successor dies, the next agent must be able to listen there while this one drains.
+        admin = None;
+    }
+    let renews = async {
+        let Some(before) = before else { return pending().await };
+        before.abort();
+        let _renews_no_more = succession.hold_renewals().await;
+        pending().await
+    };
+    tokio::select! {
+        () = drain(runtime, ending) => {}
+        () = renews => {}
+    }
+    drop(admin);
 }
 
 /// Waits for the connections in flight, and for `ending` after the timeout, and ends the rest.

@@ -4,10 +4,11 @@ use std::collections::BTreeSet;
 use std::future::pending;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 /// Maximum delay of news about a session that the other agent had.
 const NEWS: Duration = Duration::from_secs(30);

@@ -20,6 +20,6 @@ pub mod runtime;
 mod servers;
 pub mod session;
 pub mod status;
-mod takeover;
+pub mod takeover;
 
 pub use tunnel_pki::enrol::reach;

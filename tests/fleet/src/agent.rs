@@ -1,37 +1,46 @@
-//! An agent: the parts that deal with servers.
+//! An agent: the parts that deal with servers, and with another agent of its node.
 
-use std::net::{IpAddr, Ipv4Addr};
-use std::path::Path;
+use std::future::ready;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, anyhow};
 use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, watch};
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::sleep;
+use tunnel_agent::app;
 use tunnel_agent::cli::Cli;
 use tunnel_agent::metrics::Metrics;
 use tunnel_agent::places::Places;
 use tunnel_agent::reach::Reach;
 use tunnel_agent::runtime::Runtime;
-use tunnel_agent::session::{LinkSet, Shared};
+use tunnel_agent::session::{LinkPhase, LinkSet, Running, Shared};
+use tunnel_agent::takeover::{Predecessor, Succession, take_over};
 use tunnel_doctor::parse_flags;
-use tunnel_pki::{AgentIdentity, PrivateKey, create_csr, public_key_of_csr};
+use tunnel_pki::enrol::{Announced, EnrollConfig, IdentityKeeper, IdentityMetrics, Recovery};
+use tunnel_pki::{AgentIdentity, Holder, PrivateKey, create_csr, public_key_of_csr};
 use tunnel_runtime::NodeName;
+use tunnel_runtime::lifecycle::Shutdown;
 use tunnel_server::pki::Ca;
 
 use crate::network::Net;
-use crate::server;
+use crate::server::{self, RESTARTS};
 
 /// `--keepalive`.
 const KEEPALIVE: Duration = Duration::from_secs(10);
 
 /// One process of an agent.
 pub(crate) struct Agent {
+    /// Number of the process.
+    pub(crate) process: usize,
     pub(crate) runtime: Runtime,
     pub(crate) links: Arc<LinkSet>,
-    tasks: Vec<JoinHandle<()>>,
-    _identity: watch::Sender<Arc<AgentIdentity>>,
+    /// A signal to the process.
+    signal: Shutdown,
+    serving: JoinHandle<()>,
 }
 
 /// Address of the node with this index.
@@ -40,61 +49,184 @@ pub(crate) fn host(index: usize) -> IpAddr {
     IpAddr::V4(Ipv4Addr::new(10, 1, 0, last))
 }
 
+/// Where an agent waits for its successor, and the address from which that comes.
+pub(crate) fn takeover(index: usize) -> (SocketAddr, IpAddr) {
+    let last = u8::try_from(index + 1).unwrap_or(u8::MAX);
+    let [waits, comes] = [4, 5].map(|net| IpAddr::V4(Ipv4Addr::new(10, net, 0, last)));
+    (SocketAddr::new(waits, 1), comes)
+}
+
 pub(crate) fn node(index: usize) -> Result<NodeName> {
     format!("edge-{index}").parse().map_err(|error| anyhow!("{error}"))
 }
 
 /// An identity that the CA has signed.
-pub(crate) fn identity(ca: &Ca, index: usize) -> Result<Arc<AgentIdentity>> {
+pub(crate) fn identity(ca: &Ca, index: usize) -> Result<AgentIdentity> {
     let (state, key) = (ca.state()?, PrivateKey::generate()?);
     let issued = state.issue_agent(&node(index)?, &public_key_of_csr(&create_csr(&key)?)?)?;
-    Ok(Arc::new(AgentIdentity::new(issued.chain, key.to_der(), state.bundle().clone())?))
+    Ok(AgentIdentity::new(issued.chain, key.to_der(), state.bundle().clone())?)
 }
 
-impl Agent {
-    pub(crate) fn start(
-        net: &Net,
-        index: usize,
-        identity: Arc<AgentIdentity>,
-        state_dir: &Path,
-        servers: usize,
-    ) -> Result<Self> {
+/// How an agent starts.
+pub(crate) struct Start<'a> {
+    pub(crate) net: &'a Net,
+    pub(crate) index: usize,
+    pub(crate) process: usize,
+    pub(crate) identity: &'a AgentIdentity,
+    pub(crate) state_dir: PathBuf,
+    /// Number of servers.
+    pub(crate) servers: usize,
+    /// Once a successor has taken over. Otherwise it waits to be stopped, as a pod.
+    pub(crate) ends_when_passed: bool,
+}
+
+impl Start<'_> {
+    /// Starts an agent. It takes over from the one that runs on the node, if there is one.
+    pub(crate) fn start(self) -> Result<Agent> {
+        let runtime = self.runtime()?;
+        let enroll = EnrollConfig {
+            servers: Vec::new(),
+            holder: Holder::Agent,
+            node: runtime.config.node_name.clone(),
+            state_dir: self.state_dir.clone(),
+            token: None,
+            ca_hash: None,
+            reach: runtime.config.reach.clone(),
+        };
+        let identity = self.identity.with_bundle(self.identity.bundle.clone());
+        let keeper = IdentityKeeper::start(enroll, identity, IdentityMetrics::default(), Recovery::Token);
+        let keeper = Arc::new(keeper);
+        let (bundles, announced) = mpsc::channel(16);
+        let links = LinkSet::new(Shared::new(runtime.clone(), keeper.subscribe(), bundles));
+        let signal = Shutdown::new();
+        let parts = Parts {
+            net: self.net.clone(),
+            index: self.index,
+            state_dir: self.state_dir,
+            servers: self.servers,
+            runtime: runtime.clone(),
+            running: Running { links: links.clone(), keeper },
+            announced,
+        };
+        let serving = tokio::spawn(parts.serve(signal.clone()));
+        Ok(Agent { process: self.process, runtime, links, signal, serving })
+    }
+
+    fn runtime(&self) -> Result<Runtime> {
         let flags = [
-            format!("--node-name={}", identity.node),
+            format!("--node-name={}", self.identity.node),
             "--server=given.by.the.fleet:1".to_owned(),
             "--proxy=none".to_owned(),
             "--congestion-control=system".to_owned(),
             "--max-links=1".to_owned(),
             "--max-servers=all".to_owned(),
+            format!("--when-replaced={}", if self.ends_when_passed { "exit" } else { "wait" }),
             format!("--keepalive={}s", KEEPALIVE.as_secs()),
-            format!("--state-dir={}", state_dir.display()),
+            format!("--state-dir={}", self.state_dir.display()),
         ];
         let cli = parse_flags::<Cli>(&flags).context("the agent's flags")?;
         let mut config = cli.run.config(Vec::new())?;
-        config.reach = Reach::over(net.at(host(index), KEEPALIVE));
+        config.reach = Reach::over(self.net.at(host(self.index), KEEPALIVE));
         let runtime =
             Runtime::new(config, Places::new(1024, 1 << 30), Metrics::new(&mut Registry::default()));
-        runtime.addresses.send_replace(Arc::new(vec![host(index)]));
-        let (sender, identities) = watch::channel(identity);
-        let (bundles, mut announced) = mpsc::channel(16);
-        let links = LinkSet::new(Shared::new(runtime.clone(), identities, bundles));
-        let known = (0..servers).map(server::address).map(server::host_port).collect::<Vec<_>>();
+        runtime.addresses.send_replace(Arc::new(vec![host(self.index)]));
+        Ok(runtime)
+    }
+}
+
+/// The parts with which a process serves.
+struct Parts {
+    net: Net,
+    index: usize,
+    state_dir: PathBuf,
+    servers: usize,
+    runtime: Runtime,
+    running: Running,
+    announced: mpsc::Receiver<Announced>,
+}
+
+impl Parts {
+    /// Serves until the signal, which comes from a successor too.
+    async fn serve(self, signal: Shutdown) {
+        let Self { net, runtime, running, mut announced, .. } = self;
+        let (waits, comes) = takeover(self.index);
+        let admin = SocketAddr::new(host(self.index), 10266);
+        let before = loop {
+            let before = match net.succeed(comes, waits) {
+                Ok(stream) => Predecessor::at(&self.state_dir, stream).await,
+                Err(_) => None,
+            };
+            if before.is_some() || !net.has_listener(admin) {
+                break before;
+            }
+            // The port is in use: it fails, and is started again.
+            sleep(RESTARTS).await;
+        };
+        let _admin = net.hold(admin);
+        runtime.handover.set_successor(before.is_some());
+        let succession =
+            Succession::new(runtime.clone(), Arc::default(), None, Arc::default(), signal.clone());
+        let succession = Arc::new(succession);
+        // Ends with this process.
+        let mut tasks = JoinSet::new();
+        tasks.spawn(succession.clone().run(move || Ok(net.wait_at(waits))));
+        let (links, keeper) = (running.links.clone(), running.keeper.clone());
+        // Nobody else sets it.
+        let _ = succession.running.set(running);
+        let before = match before {
+            Some(before) => {
+                let (pending, held) =
+                    (runtime.readiness.pending("taking over"), keeper.hold_pending_key().await);
+                Some(tasks.spawn(take_over(before, links.clone(), succession.clone(), pending, held)))
+            }
+            None => {
+                succession.open();
+                None
+            }
+        };
+        let known = (0..self.servers).map(server::address).map(server::host_port).collect::<Vec<_>>();
         let known = watch::Sender::new(Arc::new(known));
-        let follow = links.clone().follow(known.subscribe());
-        let tasks = vec![
-            tokio::spawn(async move {
-                follow.await;
-                drop(known);
-            }),
-            tokio::spawn(async move { while announced.recv().await.is_some() {} }),
-        ];
-        Ok(Self { runtime, links, tasks, _identity: sender })
+        tasks.spawn(links.follow(known.subscribe()));
+        tasks.spawn(async move { while announced.recv().await.is_some() {} });
+        app::end(&runtime, &succession, before, &signal, None, ready(())).await;
+    }
+}
+
+impl Agent {
+    /// How far a takeover is: whether it takes over, and is taken over from.
+    pub(crate) fn stage(&self) -> (bool, bool, bool) {
+        let handover = &self.runtime.handover;
+        (handover.is_successor(), handover.is_alone(), handover.has_passed())
+    }
+
+    pub(crate) fn is_attached(&self) -> bool {
+        self.links.status().iter().any(|link| link.phase == LinkPhase::Attached)
+    }
+
+    /// True if it is to go on.
+    pub(crate) fn goes_on(&self) -> bool {
+        !self.signal.is_draining()
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        self.serving.is_finished()
+    }
+
+    /// SIGTERM.
+    pub(crate) fn stop(&self) {
+        self.signal.begin();
+    }
+
+    /// A connection that lasts so long.
+    pub(crate) fn relay(&self, lasts: Duration) {
+        let forced = self.runtime.shutdown.forced_token().clone();
+        self.runtime.tasks.spawn(async move { forced.run_until_cancelled(sleep(lasts)).await });
     }
 }
 
 impl Drop for Agent {
     fn drop(&mut self) {
         self.runtime.shutdown.force();
-        self.tasks.iter().for_each(JoinHandle::abort);
+        self.serving.abort();
     }
 }

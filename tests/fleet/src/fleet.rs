@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Result;
@@ -33,14 +32,15 @@ pub(crate) struct Fleet {
     pub(crate) plan: Plan,
     dir: PathBuf,
     ca: Ca,
-    identities: Vec<Arc<AgentIdentity>>,
-    /// The processes of each server, the oldest first.
+    identities: Vec<AgentIdentity>,
+    /// The processes of each server and of each agent, the oldest first.
     pub(crate) servers: Vec<Vec<Server>>,
-    pub(crate) agents: Vec<Option<Agent>>,
-    /// Number of the next process of each server.
+    pub(crate) agents: Vec<Vec<Agent>>,
+    /// Number of the next process of each server, and of each agent.
     processes: Vec<usize>,
-    /// The times that messages between two processes of a server have taken, and until when each was so.
-    busy: Vec<Vec<(Duration, Option<Instant>)>>,
+    agent_processes: Vec<usize>,
+    /// The times that messages between two processes of a host have taken, and until when each was so.
+    busy: BTreeMap<Host, Vec<(Duration, Option<Instant>)>>,
     /// Reasons for each silent path, and the time since when.
     silent: BTreeMap<(Host, Host), (usize, Instant)>,
 }
@@ -68,10 +68,10 @@ enum Event {
     StartAgent(usize),
     Begin(Step),
     End(Step),
-    /// Messages between two processes of a server take so long from now on.
-    Busy(usize, Duration),
-    /// One of two processes ends, the connections of which last so long.
-    EndOne(usize, End, Duration),
+    /// Messages between two processes of a host take so long from now on.
+    Busy(Host, Duration),
+    /// One of two processes of a host ends, the connections of which last so long.
+    EndOne(Host, End, Duration),
 }
 
 /// Runs the plan without the steps of these numbers. Returns what the model has to say of it.
@@ -98,6 +98,7 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
             fleet.act(event, &mut model)?;
         }
         fleet.servers.iter_mut().for_each(|processes| processes.retain(|server| !server.has_ended()));
+        fleet.agents.iter_mut().for_each(|processes| processes.retain(|agent| !agent.has_ended()));
         model.look(&fleet)?;
         let look = begin.elapsed() + if model.is_quiet() { LOOK_QUIET } else { LOOK };
         let next = events.first_key_value().map_or(look, |((at, _), _)| look.min(*at));
@@ -126,12 +127,17 @@ fn events(plan: &Plan, without: &[usize], random: &mut StdRng) -> BTreeMap<(Dura
         at += *pause;
         if !without.contains(&index) {
             add(at, Event::Begin(step.clone()));
-            if let Step::Upgrade { server, how } = step {
+            let upgraded = match step {
+                Step::Upgrade { server, how } => Some((Host::Server(*server), how)),
+                Step::Replace { agent, how } => Some((Host::Agent(*agent), how)),
+                _ => None,
+            };
+            if let Some((host, how)) = upgraded {
                 if let Some((after, takes)) = how.busy {
-                    add(at + after, Event::Busy(*server, takes));
+                    add(at + after, Event::Busy(host, takes));
                 }
                 if let Some((after, end)) = how.end {
-                    add(at + after, Event::EndOne(*server, end, how.relays));
+                    add(at + after, Event::EndOne(host, end, how.relays));
                 }
             }
             add(at + step.lasts(), Event::End(step.clone()));
@@ -161,9 +167,10 @@ impl Fleet {
             ca,
             identities,
             servers: (0..plan.servers).map(|_| Vec::new()).collect(),
-            agents: (0..plan.agents).map(|_| None).collect(),
+            agents: (0..plan.agents).map(|_| Vec::new()).collect(),
             processes: vec![0; plan.servers],
-            busy: vec![Vec::new(); plan.servers],
+            agent_processes: vec![0; plan.agents],
+            busy: BTreeMap::new(),
             silent: BTreeMap::new(),
             plan,
         })
@@ -191,19 +198,23 @@ impl Fleet {
         processes.iter().rev().find(|server| server.accepts()).or(processes.last())
     }
 
-    /// How long it takes until one process of a server knows what another one does.
-    pub(crate) fn busy(&self, index: usize) -> Duration {
+    /// How long it takes until one process of a host knows what another one does.
+    pub(crate) fn busy(&self, host: Host) -> Duration {
         // Later messages have arrived too.
         let is_over =
             |takes: Duration, until: Option<Instant>| until.is_some_and(|at| at.elapsed() > takes * 2);
-        let still = self.busy[index].iter().filter(|(takes, until)| !is_over(*takes, *until));
+        let still =
+            self.busy.get(&host).into_iter().flatten().filter(|(takes, until)| !is_over(*takes, *until));
         still.map(|(takes, _)| *takes).max().unwrap_or(AT_ONCE)
     }
 
-    fn set_busy(&mut self, index: usize, takes: Option<Duration>) {
-        let (waits, comes) = server::takeover(index);
+    fn set_busy(&mut self, host: Host, takes: Option<Duration>) {
+        let (waits, comes) = match host {
+            Host::Server(index) => server::takeover(index),
+            Host::Agent(index) => agent::takeover(index),
+        };
         self.net.set_delay(waits.ip(), comes, takes.unwrap_or(AT_ONCE));
-        let times = &mut self.busy[index];
+        let times = self.busy.entry(host).or_default();
         if let Some((_, until)) = times.last_mut() {
             until.get_or_insert_with(Instant::now);
         }
@@ -211,10 +222,28 @@ impl Fleet {
     }
 
     fn start_agent(&mut self, index: usize) -> Result<()> {
-        let dir = self.dir.join(format!("agent-{index}"));
-        let identity = self.identities[index].clone();
-        let agent = Agent::start(&self.net, index, identity, &dir, self.plan.servers)?;
-        self.agents[index] = Some(agent);
+        let process = self.agent_processes[index];
+        self.agent_processes[index] += 1;
+        let start = agent::Start {
+            net: &self.net,
+            index,
+            process,
+            identity: &self.identities[index],
+            state_dir: self.dir.join(format!("agent-{index}")),
+            servers: self.plan.servers,
+            ends_when_passed: !self.plan.in_cluster,
+        };
+        let agent = start.start()?;
+        self.agents[index].push(agent);
+        Ok(())
+    }
+
+    /// Starts an agent again, unless one of its processes goes on.
+    fn restart_agent(&mut self, index: usize, model: &mut Model) -> Result<()> {
+        if !self.agents[index].iter().any(Agent::goes_on) {
+            self.start_agent(index)?;
+            model.disturbed(Host::Agent(index), None);
+        }
         Ok(())
     }
 
@@ -250,8 +279,9 @@ impl Fleet {
             }
             Event::Begin(step) => self.begin(&step, model)?,
             Event::End(step) => self.end(&step, model)?,
-            Event::Busy(index, takes) => self.set_busy(index, Some(takes)),
-            Event::EndOne(index, end, relays) => self.end_one(index, end, relays, model),
+            Event::Busy(host, takes) => self.set_busy(host, Some(takes)),
+            Event::EndOne(Host::Server(index), end, relays) => self.end_one(index, end, relays, model),
+            Event::EndOne(Host::Agent(index), end, relays) => self.end_agent(index, end, relays, model),
         }
         Ok(())
     }
@@ -286,12 +316,19 @@ impl Fleet {
                     self.start_server(*server)?;
                 }
             }
-            Step::Restart { agent, .. } => self.agents[*agent] = None,
+            Step::Replace { agent, how } => {
+                // One that is down has nothing to hand over, and there are two of a node at most.
+                if let [before] = &self.agents[*agent][..] {
+                    before.relay(how.relays);
+                    self.start_agent(*agent)?;
+                }
+            }
+            Step::Restart { agent, .. } => self.agents[*agent].clear(),
             Step::PowerLoss { agent, .. } => {
                 for server in 0..self.plan.servers {
                     self.net.forget(agent::host(*agent), server::address(server).ip());
                 }
-                self.agents[*agent] = None;
+                self.agents[*agent].clear();
             }
             Step::Disk { takes, lasts } => {
                 let takes = *takes;
@@ -324,17 +361,25 @@ impl Fleet {
                 self.restart_server(*server, model)?;
             }
             Step::Restart { agent, .. } | Step::PowerLoss { agent, .. } => {
-                if self.agents[*agent].is_none() {
-                    self.start_agent(*agent)?;
-                }
+                self.restart_agent(*agent, model)?;
                 model.disturbed(Host::Agent(*agent), None);
+            }
+            Step::Replace { agent, .. } => {
+                self.set_busy(Host::Agent(*agent), None);
+                if let Some((last, before)) = self.agents[*agent].split_last() {
+                    before.iter().for_each(Agent::stop);
+                    if !last.is_attached() {
+                        model.disturbed(Host::Agent(*agent), None);
+                    }
+                }
+                self.restart_agent(*agent, model)?;
             }
             Step::Disk { .. } => {
                 let disk = self.plan.disk;
                 set_disk(move || disk);
             }
             Step::Upgrade { server, .. } => {
-                self.set_busy(*server, None);
+                self.set_busy(Host::Server(*server), None);
                 if let Some((_, before)) = self.servers[*server].split_last() {
                     before.iter().for_each(Server::stop);
                 }
@@ -354,25 +399,34 @@ impl Fleet {
         Ok(())
     }
 
-    /// Ends one of two processes.
+    /// Ends one of two processes of an agent.
+    fn end_agent(&mut self, index: usize, end: End, relays: Duration, model: &mut Model) {
+        let busy = self.busy(Host::Agent(index));
+        let processes = &mut self.agents[index];
+        let Some(number) = end.of(processes.len()) else { return };
+        if end.is_killed() {
+            drop(processes.remove(number));
+            return model.disturbed(Host::Agent(index), None);
+        }
+        processes[number].relay(relays);
+        processes[number].stop();
+        if processes.iter().any(Agent::goes_on) {
+            model.given_back(index, busy);
+        } else {
+            model.disturbed(Host::Agent(index), None);
+        }
+    }
+
+    /// Ends one of two processes of a server.
     fn end_one(&mut self, index: usize, end: End, relays: Duration, model: &mut Model) {
         let processes = &mut self.servers[index];
-        let Some(last) = processes.len().checked_sub(1) else { return };
-        let number = match end {
-            End::SuccessorKilled | End::SuccessorStopped => last,
-            // It may have ended already.
-            End::PredecessorKilled | End::PredecessorStopped if last == 0 => return,
-            End::PredecessorKilled | End::PredecessorStopped => last - 1,
-        };
-        match end {
-            End::SuccessorKilled | End::PredecessorKilled => {
-                drop(processes.remove(number));
-                model.disturbed(Host::Server(index), None);
-            }
-            End::SuccessorStopped | End::PredecessorStopped => {
-                processes[number].relay(relays);
-                processes[number].stop();
-            }
+        let Some(number) = end.of(processes.len()) else { return };
+        if end.is_killed() {
+            drop(processes.remove(number));
+            model.disturbed(Host::Server(index), None);
+        } else {
+            processes[number].relay(relays);
+            processes[number].stop();
         }
     }
 }

@@ -12,7 +12,7 @@ use tunnel_runtime::NodeName;
 use crate::agent;
 use crate::fleet::{Fleet, Host};
 use crate::server::{DRAIN, Server};
-use crate::view::{OfServer, View};
+use crate::view::{OfAgent, OfServer, View};
 
 /// An agent has a session with a server after so long without disturbance: at most a pause after failures (15 s), and what an
 /// agent takes to notice that a link is silent (`--keepalive` and its answer).
@@ -32,10 +32,12 @@ const ONE: Duration = Duration::from_secs(1);
 /// A process that is told to end does so within this time: first it waits for a takeover, or until its predecessor has its agents
 /// again, and then for its connections.
 const ENDS: Duration = Duration::from_secs(5 * DRAIN.as_secs());
+/// The same of an agent, whose `--drain-timeout` is 30 s.
+const AGENT_ENDS: Duration = Duration::from_secs(70);
 /// Neither an agent nor a server keeps a session on a path that is silent for so long: `--keepalive` is 10 s.
 const GONE: Duration = Duration::from_secs(25);
 /// Tasks of a server, of each of its links with other servers at both ends, of an agent, and of each of its links likewise.
-const TASKS: [usize; 4] = [7, 7, 2, 6];
+const TASKS: [usize; 4] = [7, 7, 6, 6];
 /// The other servers know of a session, and of its end, after so long.
 const KNOWN: Duration = Duration::from_millis(500);
 
@@ -58,8 +60,11 @@ pub(crate) struct Model {
     not_one: BTreeMap<usize, (usize, Instant)>,
     /// Since when a process of a server takes another one for the holder of a node that it does not have.
     stale: BTreeMap<(Process, Process, usize), Instant>,
-    /// Since when a process ends.
+    /// Until when the two ends of a node's sessions may differ, as an agent takes over from another one.
+    moving: Vec<Instant>,
+    /// Since when a process of a server ends, and of an agent.
     ending: BTreeMap<Process, Instant>,
+    ending_agents: BTreeMap<Process, Instant>,
     patience: Duration,
     /// As it was seen last.
     view: View,
@@ -78,7 +83,9 @@ impl Model {
             epochs: BTreeMap::new(),
             not_one: BTreeMap::new(),
             stale: BTreeMap::new(),
+            moving: vec![Instant::now(); fleet.plan.agents],
             ending: BTreeMap::new(),
+            ending_agents: BTreeMap::new(),
             patience: fleet.plan.patience.max(ATTACHES),
             view: View::default(),
             noted: Instant::now(),
@@ -137,14 +144,21 @@ impl Model {
 
     /// A takeover of a server got on.
     fn upgraded(&mut self, fleet: &Fleet, server: usize) {
-        let busy = fleet.busy(server) * 2;
+        let busy = fleet.busy(Host::Server(server)) * 2;
         for index in 0..self.servers {
             // The other one may be between two processes as well: the one has closed, and the other does not know it yet.
-            let busy = busy.max(fleet.busy(index) * 2);
+            let busy = busy.max(fleet.busy(Host::Server(index)) * 2);
             self.within(Host::Server(server), Host::Server(index), LINKS_AGAIN + busy);
         }
         for index in 0..self.nodes.len() {
             self.within(Host::Server(server), Host::Agent(index), MOVES + busy);
+        }
+    }
+
+    /// One of an agent's processes is told to end, and another one goes on.
+    pub(crate) fn given_back(&mut self, agent: usize, busy: Duration) {
+        for server in 0..self.servers {
+            self.within(Host::Agent(agent), Host::Server(server), MOVES + busy * 2);
         }
     }
 
@@ -159,6 +173,12 @@ impl Model {
         if view != self.view {
             self.note(&view.to_string());
             let before = std::mem::replace(&mut self.view, view);
+            for (index, processes) in self.view.agents.iter().enumerate() {
+                let stages = |all: &[OfAgent]| all.iter().map(OfAgent::stage).collect::<Vec<_>>();
+                if before.agents.get(index).is_some_and(|before| stages(before) != stages(processes)) {
+                    self.moving[index] = Instant::now() + MOVES + fleet.busy(Host::Agent(index)) * 2;
+                }
+            }
             for index in 0..self.servers {
                 let of = |view: &View| view.servers.get(index).map(|all| stages(all));
                 if of(&before) == of(&self.view) {
@@ -183,6 +203,14 @@ impl Model {
             self.known(fleet, index, server)?;
             self.given_up(fleet, index, server)?;
         }
+        for (index, agent) in fleet.agents.iter().enumerate() {
+            for process in agent.iter().filter(|process| !process.goes_on()) {
+                let key = (index, process.process);
+                let since = self.ending_agents.entry(key).or_insert_with(Instant::now);
+                let within = AGENT_ENDS + fleet.busy(Host::Agent(index)) * 4;
+                ensure!(since.elapsed() < within, "edge-{index}.{} does not end", process.process);
+            }
+        }
         self.outdated(fleet)
     }
 
@@ -200,9 +228,9 @@ impl Model {
         }
         let busy = match accept {
             // The first one closes, and opens again once it sees that its successor was stopped before it got the answer.
-            0 => fleet.busy(index) * 2,
+            0 => fleet.busy(Host::Server(index)) * 2,
             // The successor waits so long until the first one no longer accepts.
-            _ => fleet.busy(index).saturating_sub(Duration::from_secs(5)),
+            _ => fleet.busy(Host::Server(index)).saturating_sub(Duration::from_secs(5)),
         };
         let (number, within) = (processes.len(), ONE + busy);
         let (as_many, since) = self.not_one.entry(index).or_insert((accept, Instant::now()));
@@ -217,7 +245,7 @@ impl Model {
     fn ends(&mut self, fleet: &Fleet, server: &Server) -> Result<()> {
         if server.ends() {
             let since = self.ending.entry(server.process).or_insert_with(Instant::now);
-            let within = ENDS + fleet.busy(server.process.0) * 4;
+            let within = ENDS + fleet.busy(Host::Server(server.process.0)) * 4;
             ensure!(since.elapsed() < within, "{} does not end within {within:?}", server.id);
         }
         Ok(())
@@ -243,12 +271,16 @@ impl Model {
     fn attached(&self, fleet: &Fleet, index: usize, server: &Server) -> Result<()> {
         let Some(seen) = self.view.server(index) else { return Ok(()) };
         for (number, node) in self.nodes.iter().enumerate() {
-            let Some(agent) = &self.view.agents[number] else { continue };
+            let agent = &self.view.agents[number];
+            if agent.is_empty() {
+                continue;
+            }
+            let there: Vec<_> = agent.iter().filter_map(|process| process.epochs[index]).collect();
             let silence = fleet.silence_between(Host::Server(index), Host::Agent(number));
             if silence.is_some_and(|lasts| lasts > GONE) {
-                let (here, there) = (seen.epochs[number], agent.epochs[index]);
+                let here = seen.epochs[number];
                 ensure!(
-                    (here, there) == (None, None),
+                    here.is_none() && there.is_empty(),
                     "a session of {node} with {} outlasts its path: {here:?}, {there:?}",
                     server.id
                 );
@@ -258,9 +290,10 @@ impl Model {
             }
             let processes = &self.view.servers[index];
             let here: Vec<_> = processes.iter().filter_map(|process| process.epochs[number]).collect();
-            let there = agent.epochs[index];
+            // The server has the successor's session a moment before the successor knows it.
+            let moves = self.moving[number] > Instant::now() && !here.is_empty();
             ensure!(
-                there.is_some_and(|there| here.contains(&there)),
+                moves || there.iter().any(|there| here.contains(there)),
                 "{node} is not attached to {}: its session is {there:?}, the server's {here:?}",
                 server.id
             );
@@ -353,6 +386,9 @@ impl Model {
         let (servers, agents) = (fleet.plan.servers, fleet.plan.agents);
         for (index, processes) in fleet.servers.iter().enumerate() {
             ensure!(processes.len() == 1, "server-{index} has {} processes", processes.len());
+        }
+        for (index, processes) in fleet.agents.iter().enumerate() {
+            ensure!(processes.len() == 1, "edge-{index} has {} processes", processes.len());
         }
         for agent in fleet.agents.iter().flatten() {
             let (tasks, links) = (agent.runtime.tasks.len(), agent.links.status().len());

@@ -82,6 +82,11 @@ impl Net {
         Listener { queue: shared.unwrap_or_else(|| self.bind(at)), gate }
     }
 
+    /// Has a port in use until it is dropped. Processes of one host may share it.
+    pub(crate) fn hold(&self, at: SocketAddr) -> Held {
+        Held { _queue: self.listener(at).unwrap_or_else(|| self.bind(at)) }
+    }
+
     /// Waits for successors, in the place of who has waited there.
     pub(crate) fn wait_at(&self, at: SocketAddr) -> Waiting {
         Waiting { net: self.clone(), at, queue: self.bind(at) }
@@ -223,6 +228,11 @@ impl Queue {
             None => pending().await,
         }
     }
+}
+
+/// A port in use.
+pub(crate) struct Held {
+    _queue: Arc<Queue>,
 }
 
 /// A server's listener.

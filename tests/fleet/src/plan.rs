@@ -47,6 +47,8 @@ pub(crate) enum Step {
     Crash { server: usize, lasts: Duration },
     /// A server has a successor on its host, which takes over.
     Upgrade { server: usize, how: Upgrade },
+    /// An agent has a successor on its node, which takes over.
+    Replace { agent: usize, how: Upgrade },
     /// An agent ends, and starts again.
     Restart { agent: usize, lasts: Duration },
     /// The same, and nobody is told.
@@ -57,10 +59,10 @@ pub(crate) enum Step {
     Clock { ahead: bool, by: Duration },
 }
 
-/// How a takeover goes.
+/// How a takeover goes, of a server or of an agent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Upgrade {
-    /// The first server is stopped after this time, if it has not ended.
+    /// The first process is stopped after this time, if it has not ended.
     pub(crate) stops: Duration,
     /// From the first time on, what one of the two does reaches the other after the second one: the host is busy.
     pub(crate) busy: Option<(Duration, Duration)>,
@@ -70,13 +72,28 @@ pub(crate) struct Upgrade {
     pub(crate) end: Option<(Duration, End)>,
 }
 
-/// An end of one of two servers.
+/// An end of one of two processes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum End {
     SuccessorKilled,
     SuccessorStopped,
     PredecessorKilled,
     PredecessorStopped,
+}
+
+impl End {
+    pub(crate) fn is_killed(self) -> bool {
+        matches!(self, Self::SuccessorKilled | Self::PredecessorKilled)
+    }
+
+    /// The process that ends, of so many, the oldest first. It may have ended already.
+    pub(crate) fn of(self, processes: usize) -> Option<usize> {
+        let last = processes.checked_sub(1)?;
+        match self {
+            Self::SuccessorKilled | Self::SuccessorStopped => Some(last),
+            Self::PredecessorKilled | Self::PredecessorStopped => last.checked_sub(1),
+        }
+    }
 }
 
 impl Upgrade {
@@ -119,7 +136,23 @@ impl Plan {
     pub(crate) fn of(seed: u64) -> Self {
         let mut random = StdRng::seed_from_u64(seed);
         let mut upgrades = StdRng::seed_from_u64(seed ^ 2);
-        if seed % 16 == 7 { Self::crowd(&mut random) } else { Self::fleet(&mut random, &mut upgrades) }
+        if seed % 16 == 7 {
+            return Self::crowd(&mut random);
+        }
+        let mut plan = Self::fleet(&mut random, &mut upgrades);
+        if seed % 8 == 1 {
+            plan.replace_agents(&mut StdRng::seed_from_u64(seed ^ 3));
+        }
+        plan
+    }
+
+    /// Agents have successors as well.
+    fn replace_agents(&mut self, random: &mut StdRng) {
+        for _ in 0..random.random_range(2..=4) {
+            let pause = between(random, Duration::from_millis(50), Duration::from_secs(20));
+            let step = Step::Replace { agent: random.random_range(0..self.agents), how: Upgrade::of(random) };
+            self.steps.insert(random.random_range(0..=self.steps.len()), (pause, step));
+        }
     }
 
     /// Many agents with slow disks that come at once, and few places.
@@ -205,7 +238,7 @@ impl Step {
             | Self::Restart { lasts, .. }
             | Self::PowerLoss { lasts, .. }
             | Self::Disk { lasts, .. } => *lasts,
-            Self::Upgrade { how, .. } => how.lasts(),
+            Self::Upgrade { how, .. } | Self::Replace { how, .. } => how.lasts(),
             Self::Forget { .. } | Self::Reset { .. } | Self::Clock { .. } => Duration::ZERO,
         }
     }

@@ -38,7 +38,7 @@ use crate::network::Net;
 pub(crate) const DRAIN: Duration = Duration::from_secs(5);
 
 /// Pause before a process that could not start is started again.
-const RESTARTS: Duration = Duration::from_secs(1);
+pub(crate) const RESTARTS: Duration = Duration::from_secs(1);
 
 /// As the product sets it on links with other servers.
 const KEEPALIVE: Duration = Duration::from_secs(1);

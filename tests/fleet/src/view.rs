@@ -13,7 +13,8 @@ use crate::server::{self, Server};
 pub(crate) struct View {
     /// The processes of each server, the oldest first.
     pub(crate) servers: Vec<Vec<OfServer>>,
-    pub(crate) agents: Vec<Option<OfAgent>>,
+    /// The processes of each agent likewise.
+    pub(crate) agents: Vec<Vec<OfAgent>>,
     open: usize,
 }
 
@@ -31,9 +32,11 @@ pub(crate) struct OfServer {
     pub(crate) linked: Vec<usize>,
 }
 
-/// An agent's links, by server.
+/// A process of an agent, and its links, by server.
 #[derive(PartialEq)]
 pub(crate) struct OfAgent {
+    process: usize,
+    stage: (bool, bool, bool),
     phases: Vec<LinkPhase>,
     /// Of its session, where it is attached.
     pub(crate) epochs: Vec<Option<u64>>,
@@ -44,7 +47,8 @@ impl View {
         let servers = fleet.servers.iter();
         let servers =
             servers.map(|processes| processes.iter().map(|server| OfServer::of(server, nodes)).collect());
-        let agents = fleet.agents.iter().map(|agent| Some(OfAgent::of(agent.as_ref()?, fleet.plan.servers)));
+        let of = |agent: &Agent| OfAgent::of(agent, fleet.plan.servers);
+        let agents = fleet.agents.iter().map(|processes| processes.iter().map(of).collect());
         Self { servers: servers.collect(), agents: agents.collect(), open: fleet.net.open().len() }
     }
 
@@ -90,7 +94,12 @@ impl OfAgent {
             }
             phases.push(link.phase);
         }
-        Self { phases, epochs }
+        Self { process: agent.process, stage: agent.stage(), phases, epochs }
+    }
+
+    /// How far a takeover is.
+    pub(crate) fn stage(&self) -> (usize, (bool, bool, bool)) {
+        (self.process, self.stage)
     }
 }
 
@@ -110,10 +119,11 @@ impl fmt::Display for View {
             f.write_str(" ] ")?;
         }
         for (index, agent) in self.agents.iter().enumerate() {
-            let Some(agent) = agent else { continue };
-            let phases: String =
-                agent.phases.iter().filter_map(|phase| format!("{phase:?}").chars().next()).collect();
-            write!(f, "edge-{index}:{phases} ")?;
+            for process in agent {
+                let phases: String =
+                    process.phases.iter().filter_map(|phase| format!("{phase:?}").chars().next()).collect();
+                write!(f, "edge-{index}.{}:{phases} ", process.process)?;
+            }
         }
         write!(f, "{} open", self.open)
     }

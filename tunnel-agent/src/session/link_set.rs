@@ -21,9 +21,9 @@ const GRACE: Duration = Duration::from_secs(60);
 const CHECK: Duration = Duration::from_secs(1);
 
 /// An agent that has its identity.
-pub(crate) struct Running {
-    pub(crate) links: Arc<LinkSet>,
-    pub(crate) keeper: Arc<IdentityKeeper>,
+pub struct Running {
+    pub links: Arc<LinkSet>,
+    pub keeper: Arc<IdentityKeeper>,
 }
 
 /// An agent's links. A server whose address is gone is left only when that costs nothing: another server can be used,

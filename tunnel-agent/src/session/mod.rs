@@ -22,8 +22,7 @@ mod unended;
 
 pub use link_loop::{LinkLoop, LinkPhase, LinkStatus};
 pub use link_metrics::register_links;
-pub use link_set::LinkSet;
-pub(crate) use link_set::Running;
+pub use link_set::{LinkSet, Running};
 #[cfg(test)]
 pub(crate) use session_end::{Refusal, SessionEnd};
 pub use shared::Shared;

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 /// First message of the first agent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Hello {
+pub struct Hello {
     /// The addresses at which it is attached.
     pub(super) attached: BTreeSet<String>,
 }

@@ -23,11 +23,11 @@ const CHECK: Duration = Duration::from_millis(20);
 const HELD: Duration = Duration::from_secs(60);
 
 /// The agent that runs on this node with the same state directory.
-pub(crate) type Predecessor = takeover::Predecessor<Hello>;
+pub type Predecessor = takeover::Predecessor<Hello>;
 
 /// Takes over from `before` once the servers have attached. Then keeps the connection open, by which `before` knows
 /// that this agent lives. `renewals` keeps this one from renewing the certificate meanwhile.
-pub(crate) async fn take_over(
+pub async fn take_over(
     mut before: Predecessor,
     links: Arc<LinkSet>,
     succession: Arc<Succession>,

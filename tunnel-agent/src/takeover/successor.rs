@@ -3,18 +3,15 @@
 use std::collections::BTreeSet;
 use std::future::pending;
 use std::io;
-use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use tokio::net::UnixStream;
 use tokio::sync::OwnedMutexGuard;
 use tokio_util::sync::CancellationToken;
 use tunnel_runtime::admin::Accepting;
-use tunnel_runtime::files::create_private_directory;
 use tunnel_runtime::lifecycle::Shutdown;
 use tunnel_runtime::log_once::LogOnce;
-use tunnel_runtime::takeover::{self, Copies, Listener, receive, send, socket_path};
+use tunnel_runtime::takeover::{self, Copies, Stream, Successors, receive, send};
 
 use super::message::{Answer, Ask, Hello};
 use crate::config::WhenReplaced;
@@ -28,13 +25,12 @@ const RENEWAL: Duration = Duration::from_secs(45);
 const RETRY: Duration = Duration::from_secs(10);
 
 /// Hands this agent's place over to a successor.
-pub(crate) struct Succession {
+pub struct Succession {
     pub(super) runtime: Runtime,
-    socket: PathBuf,
     /// Copies of the listening sockets.
     copies: Arc<Copies>,
     admin: Option<Accepting>,
-    pub(crate) running: Arc<OnceLock<Running>>,
+    pub running: Arc<OnceLock<Running>>,
     /// Ends this agent.
     process: Shutdown,
     open: CancellationToken,
@@ -43,7 +39,7 @@ pub(crate) struct Succession {
 }
 
 impl Succession {
-    pub(crate) fn new(
+    pub fn new(
         runtime: Runtime,
         copies: Arc<Copies>,
         admin: Option<Accepting>,
@@ -51,7 +47,6 @@ impl Succession {
         process: Shutdown,
     ) -> Self {
         Self {
-            socket: socket_path(&runtime.config.given.state_dir),
             runtime,
             copies,
             admin,
@@ -63,7 +58,7 @@ impl Succession {
     }
 
     /// Lets successors take over from now on: this agent has the node's place.
-    pub(crate) fn open(&self) {
+    pub fn open(&self) {
         self.open.cancel();
     }
 
@@ -72,28 +67,38 @@ impl Succession {
         self.open.cancelled().await;
     }
 
-    /// Serves successors once this agent has the node's place. Never returns.
-    pub(crate) async fn run(self: Arc<Self>) {
+    /// Serves successors, which come where `bind` says, once this agent has the node's place. Never returns.
+    pub async fn run<S: Successors>(self: Arc<Self>, bind: impl Fn() -> io::Result<S> + Send + Sync) {
         self.opened().await;
-        let _renewals = self.serve_all().await;
+        let _renewals = self.serve_all(&bind).await;
         pending::<()>().await;
     }
 
-    /// Serves successors. Returns when one ends while this agent drains. The returned guard stops renewals: by then the
-    /// place, the socket and the files may be those of the successor's own successor.
-    async fn serve_all(&self) -> Option<OwnedMutexGuard<()>> {
-        let mut listener = self.listen().await;
+    /// Serves successors. Returns when this agent drains, or when one ends meanwhile. The returned guard stops renewals: by then
+    /// the place, the socket and the files may be those of the successor's own successor.
+    async fn serve_all<S: Successors>(
+        &self,
+        bind: &(impl Fn() -> io::Result<S> + Send + Sync),
+    ) -> Option<OwnedMutexGuard<()>> {
+        let mut listener = self.listen(bind).await;
         loop {
-            match listener.accept().await {
-                Ok(stream) => {
+            let accepted = tokio::select! {
+                accepted = listener.accept() => accepted,
+                () = self.closed.cancelled() => {
+                    listener.remove();
+                    return None;
+                }
+            };
+            match accepted {
+                Ok(mut stream) => {
                     let mut renewals = None;
-                    self.serve(stream, &mut renewals).await;
+                    self.serve(&mut *stream, &mut renewals).await;
                     if self.closed.is_cancelled() {
                         return renewals;
                     }
                     drop(renewals);
                     if !listener.is_found() {
-                        listener = self.listen().await;
+                        listener = self.listen(bind).await;
                     }
                 }
                 Err(error) => {
@@ -104,18 +109,14 @@ impl Succession {
         }
     }
 
-    async fn listen(&self) -> Listener {
+    async fn listen<S>(&self, bind: impl Fn() -> io::Result<S>) -> S {
         let mut failing = LogOnce::default();
         loop {
-            if let Some(directory) = self.socket.parent() {
-                // The directory does not exist before the first enrolment. An error here recurs in the next step.
-                let _ = create_private_directory(directory);
-            }
-            match Listener::bind(&self.socket) {
+            match bind() {
                 Ok(listener) => return listener,
                 Err(error) if failing.is_new(error.kind()) => {
-                    let path = self.socket.display();
-                    tracing::warn!(%path, %error, "failed to listen for successors, retrying");
+                    let state_dir = self.runtime.config.given.state_dir.display();
+                    tracing::warn!(%state_dir, %error, "failed to listen for successors, retrying");
                 }
                 Err(_) => {}
             }
@@ -123,8 +124,8 @@ impl Succession {
         }
     }
 
-    async fn serve(&self, mut stream: UnixStream, renewals: &mut Option<OwnedMutexGuard<()>>) {
-        let ended = self.pass(&mut stream, renewals).await;
+    async fn serve(&self, stream: &mut dyn Stream, renewals: &mut Option<OwnedMutexGuard<()>>) {
+        let ended = self.pass(stream, renewals).await;
         if self.closed.is_cancelled() {
             return tracing::debug!("successor ended during the drain");
         }
@@ -141,7 +142,7 @@ impl Succession {
     /// Serves one successor. Returns when it ends.
     async fn pass(
         &self,
-        stream: &mut UnixStream,
+        stream: &mut dyn Stream,
         renewals: &mut Option<OwnedMutexGuard<()>>,
     ) -> io::Result<()> {
         let pid = takeover::successor(stream)?;
@@ -176,21 +177,17 @@ impl Succession {
         Ok(())
     }
 
-    /// Waits until this agent renews its certificate no more. The successor, which writes the same files, does so only
-    /// after that.
-    async fn hold_renewals(&self) -> Option<OwnedMutexGuard<()>> {
+    /// Waits until this agent renews its certificate no more. Another agent, which writes the same files, does so only after that.
+    pub(crate) async fn hold_renewals(&self) -> Option<OwnedMutexGuard<()>> {
         let keeper = &self.running.get()?.keeper;
         let held = tokio::time::timeout(RENEWAL, keeper.hold_pending_key()).await;
         held.inspect_err(|_| tracing::warn!("failed to end a renewal before the takeover")).ok()
     }
 
-    /// Stops handing over. Removes the socket, unless a successor has its own there.
-    pub(crate) fn close(&self) {
+    /// Stops handing over, but for a successor that has begun.
+    pub fn close(&self) {
         self.copies.close();
         self.closed.cancel();
-        if self.open.is_cancelled() && self.runtime.handover.is_alone() {
-            let _ = std::fs::remove_file(&self.socket);
-        }
     }
 }
 
@@ -201,6 +198,7 @@ mod tests {
     use tokio::sync::mpsc;
     use tunnel_pki::Holder;
     use tunnel_pki::enrol::{EnrollConfig, IdentityKeeper, IdentityMetrics, Recovery};
+    use tunnel_runtime::takeover::{Listener, socket_path};
 
     use super::*;
     use crate::doctor::tests_support::{Ca, agent};
@@ -235,6 +233,11 @@ mod tests {
         keeper
     }
 
+    fn at(state: &tempfile::TempDir) -> impl Fn() -> io::Result<Listener> + Send + Sync + use<> {
+        let path = socket_path(state.path());
+        move || Listener::bind(&path)
+    }
+
     async fn find(state: &tempfile::TempDir) -> Predecessor {
         loop {
             match Predecessor::find(state.path()).await {
@@ -247,20 +250,29 @@ mod tests {
     #[tokio::test]
     async fn an_agent_that_drains_leaves_the_socket_to_its_successors_successor() {
         let state = tempfile::tempdir().unwrap();
-        let first = succession(state.path());
+        let (first, bind) = (succession(state.path()), at(&state));
         let agents = async {
             let mut second = find(&state).await;
             let Answer::Done = second.ask(&Ask::Finish).await.unwrap();
             first.close();
             // The second agent had its own socket there, and has handed its place over.
-            let third = Listener::bind(&socket_path(state.path())).unwrap();
+            let third = bind().unwrap();
             drop(second);
             third
         };
-        let both = async { tokio::join!(first.serve_all(), agents) };
+        let both = async { tokio::join!(first.serve_all(&bind), agents) };
         let (_, third) = tokio::time::timeout(Duration::from_secs(10), both).await.unwrap();
         assert!(third.is_found(), "the next agent finds the first one");
         assert!(first.runtime.handover.has_passed(), "the first one dials again");
+    }
+
+    #[tokio::test]
+    async fn an_agent_that_ends_alone_removes_the_socket() {
+        let state = tempfile::tempdir().unwrap();
+        let (first, bind) = (succession(state.path()), at(&state));
+        let ended = async { tokio::join!(first.serve_all(&bind), async { first.close() }).0.is_none() };
+        assert!(tokio::time::timeout(Duration::from_secs(10), ended).await.unwrap());
+        assert!(!socket_path(state.path()).exists());
     }
 
     #[tokio::test]
@@ -269,7 +281,8 @@ mod tests {
         let (first, second) = (succession(state.path()), succession(state.path()));
         let (before, after) = (run(&first), run(&second));
         let renewing = before.hold_pending_key().await;
-        tokio::spawn(async move { first.serve_all().await });
+        let bind = at(&state);
+        tokio::spawn(async move { first.serve_all(&bind).await });
         let found = find(&state).await;
         let (held, pending) =
             (after.hold_pending_key().await, second.runtime.readiness.pending("taking over"));
