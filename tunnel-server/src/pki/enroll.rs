@@ -321,3 +321,47 @@ impl Enrollment for EnrollService {
         self.call("renew", request, |inner, message, peer| inner.renew(&message, &peer)).await
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tunnel_pki::{PrivateKey, create_csr, public_key_of_csr};
+
+    use super::*;
+    use crate::pki::{Ca, Lifetimes};
+
+    #[test]
+    fn a_certificate_that_ended_during_the_connection_is_not_renewed() {
+        let directory = tempfile::tempdir().unwrap();
+        let ca = Ca::load_or_create(&directory.path().join("ca"), Lifetimes::default()).unwrap();
+        let (told, state) = watch::channel(Arc::new(ca.state().unwrap()));
+        let standing = Standing::new(watch::channel(Arc::default()).1, watch::channel(None).1, true);
+        let policy = EnrollPolicy { standing, tokens: false };
+        let service = EnrollService::new(state, ca.state_dir(), policy, PkiMetrics::default());
+        let csr = create_csr(&PrivateKey::generate().unwrap()).unwrap();
+        let (key, node) = (public_key_of_csr(&csr).unwrap(), "edge-1".parse::<NodeName>().unwrap());
+        let issue = |life| {
+            let state = ca.state().unwrap();
+            let issued = state.issue_for((Holder::Agent, &node), &key, life, SystemTime::UNIX_EPOCH);
+            PeerCertificate(Some(issued.unwrap().chain[0].clone()))
+        };
+        let renew = |peer: &PeerCertificate| {
+            service.inner.renew(&RenewRequest { csr: csr.clone() }, peer).map(|(node, _)| node)
+        };
+        let refused = |peer: &PeerCertificate, reason: &str| {
+            let error = renew(peer).unwrap_err();
+            assert!(matches!(error, EnrollError::Certificate(_)), "{error}");
+            assert!(error.to_string().contains(reason), "{error}");
+        };
+        let (valid, expired) = (issue(Duration::MAX), issue(Duration::ZERO));
+        assert_eq!(renew(&valid).unwrap(), node);
+        refused(&expired, "the certificate expired");
+        refused(&PeerCertificate(None), "needs the present certificate");
+        ca.introduce().unwrap();
+        ca.activate().unwrap();
+        told.send_replace(Arc::new(ca.state().unwrap()));
+        assert_eq!(renew(&valid).unwrap(), node, "its root is still trusted");
+        ca.retire(true).unwrap();
+        told.send_replace(Arc::new(ca.state().unwrap()));
+        refused(&valid, "root is no longer trusted");
+    }
+}
