@@ -275,15 +275,19 @@ pub async fn end(
         // It answers there. If a successor dies, the next agent must be able to listen there while this one drains.
         admin = None;
     }
-    let renews = async {
-        let Some(before) = before else { return pending().await };
-        before.abort();
-        let _renews_no_more = succession.hold_renewals().await;
-        pending().await
+    let renews_no_more = async {
+        let _held = match before {
+            Some(before) => {
+                before.abort();
+                succession.hold_renewals().await
+            }
+            None => None,
+        };
+        pending::<()>().await;
     };
     tokio::select! {
         () = drain(runtime, ending) => {}
-        () = renews => {}
+        () = renews_no_more => {}
     }
     drop(admin);
 }
