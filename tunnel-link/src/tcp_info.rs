@@ -97,6 +97,8 @@ pub struct Delivery {
     pub shortest_rtt: Option<Duration>,
     /// Number of retransmitted segments.
     pub retransmits: u32,
+    /// Time since something last arrived, at TCP level too.
+    pub heard: Duration,
     /// Set if the peer has something to answer.
     pub silence: Option<Silence>,
     pub sending: SendTimes,
@@ -154,6 +156,7 @@ pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
         rtt: agreed(info[RTT], info[RTT_VARIATION]).max(shortest_rtt.unwrap_or_default()),
         shortest_rtt,
         retransmits: info[RETRANSMITS],
+        heard: lasts,
         silence: (unacknowledged.is_some() || probes > 0).then_some(Silence { lasts, unacknowledged }),
         sending: SendTimes {
             busy: Duration::from_micros(long(BUSY)),

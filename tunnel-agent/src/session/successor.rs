@@ -32,18 +32,28 @@ pub(super) async fn find(session: &SessionState) -> Connected {
     let mut resumed = session.shared.resumed.subscribe();
     let mut eager_until = Instant::now();
     let had = addresses.borrow_and_update().contains(&session.path.local);
+    let keepalive = session.shared.runtime.config.given.links.keepalive;
+    let flow = &session.path.flow;
+    // True while the server owes no answer. Only what is sent then, or the kernel's next probe, can go unanswered.
+    let mut owes_nothing = false;
     loop {
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
+            () = flow.more_sent(), if owes_nothing => {
+                owes_nothing = false;
+                pause = CHECK;
+                continue;
+            }
             Ok(()) = addresses.changed() => {}
             Ok(()) = resumed.changed() => {
                 session.report_load();
+                owes_nothing = false;
                 eager_until = Instant::now() + EAGER;
                 pause = answer(session);
                 continue;
             }
         }
-        pause = CHECK;
+        (pause, owes_nothing) = (CHECK, false);
         if had && !addresses.borrow_and_update().contains(&session.path.local) {
             session.silent.store(true, Ordering::Relaxed);
             if let Some(connected) = another(session).await {
@@ -53,13 +63,17 @@ pub(super) async fn find(session: &SessionState) -> Connected {
             continue;
         }
         let answer = answer(session);
-        let Some(silence) = session.path.flow.silence().await else {
+        flow.await_sending();
+        let silence = flow.silence().await;
+        owes_nothing = silence.is_none();
+        let Some(silence) = silence else {
             session.silent.store(false, Ordering::Relaxed);
+            pause = CHECK.max((keepalive + answer).saturating_sub(flow.heard()));
             continue;
         };
         let limit = match silence.unacknowledged {
             Some(_) if Instant::now() < eager_until => answer,
-            _ => patience(&silence, session.shared.runtime.config.given.links.keepalive, answer),
+            _ => patience(&silence, keepalive, answer),
         };
         session.silent.store(silence.lasts >= limit, Ordering::Relaxed);
         if silence.lasts < limit {
@@ -81,7 +95,7 @@ pub(super) async fn find(session: &SessionState) -> Connected {
                 None => Instant::now() + answer,
             };
             tokio::time::sleep_until(until).await;
-            let silence = session.path.flow.silence().await;
+            let silence = flow.silence().await;
             if silence.is_none_or(|silence| silence.lasts < limit) {
                 break;
             }

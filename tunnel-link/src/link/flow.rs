@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use futures_util::task::AtomicWaker;
 use parking_lot::Mutex;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tunnel_runtime::memory::link_queue;
 
@@ -73,6 +73,11 @@ pub struct Flow {
     /// Set if a task waits to know for how long the peer has been silent.
     asked: AtomicBool,
     silence: watch::Sender<Option<Silence>>,
+    /// Milliseconds since something had arrived at the last such answer.
+    heard: AtomicU32,
+    /// Set if a task wants to know when the link sends something.
+    awaited: AtomicBool,
+    more_sent: Notify,
 }
 
 impl Default for Flow {
@@ -92,6 +97,9 @@ impl Default for Flow {
             bulk: AtomicUsize::new(0),
             asked: AtomicBool::new(false),
             silence: watch::Sender::default(),
+            heard: AtomicU32::new(0),
+            awaited: AtomicBool::new(false),
+            more_sent: Notify::new(),
         }
     }
 }
@@ -164,8 +172,16 @@ impl Flow {
         self.asked.load(Ordering::Relaxed) && self.asked.swap(false, Ordering::Acquire)
     }
 
-    pub(super) fn answer(&self, silence: Option<Silence>) {
-        self.silence.send_replace(silence);
+    /// `delivery` is what the kernel says now, if it says anything.
+    pub(super) fn answer(&self, delivery: Option<Delivery>) {
+        let heard = delivery.map_or(0, |delivery| delivery.heard.as_millis());
+        self.heard.store(u32::try_from(heard).unwrap_or(u32::MAX), Ordering::Relaxed);
+        self.silence.send_replace(delivery.and_then(|delivery| delivery.silence));
+    }
+
+    /// Returns how long ago something had arrived at TCP level when [`Self::silence`] was last answered; zero if unknown.
+    pub fn heard(&self) -> Duration {
+        Duration::from_millis(self.heard.load(Ordering::Relaxed).into())
     }
 
     /// Returns the distance of the other end, as a round-trip time without queueing on the path; `None` before it is
@@ -187,6 +203,19 @@ impl Flow {
     /// Counts bytes that the link has sent.
     pub fn add_sent(&self, bytes: usize) {
         self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
+        if self.awaited.load(Ordering::Relaxed) && self.awaited.swap(false, Ordering::AcqRel) {
+            self.more_sent.notify_one();
+        }
+    }
+
+    /// Has [`Self::more_sent`] return for what the link sends from now on.
+    pub fn await_sending(&self) {
+        self.awaited.store(true, Ordering::Release);
+    }
+
+    /// Returns once the link has sent something since [`Self::await_sending`], or earlier.
+    pub async fn more_sent(&self) {
+        self.more_sent.notified().await;
     }
 
     /// Counts bytes that the link has received.
@@ -412,6 +441,7 @@ mod tests {
                 rtt: Duration::ZERO,
                 shortest_rtt: None,
                 retransmits: 3,
+                heard: Duration::ZERO,
                 silence: None,
                 sending: SendTimes {
                     busy: Duration::from_secs(2),

@@ -90,7 +90,7 @@ impl LinkIo {
     /// not read until a due PING has been written.
     fn answer_if_asked(&self) {
         if self.flow.is_asked() {
-            self.flow.answer(self.wire().delivery().and_then(|delivery| delivery.silence));
+            self.flow.answer(self.wire().delivery());
         }
     }
 
@@ -243,6 +243,20 @@ mod tests {
             .await;
             assert!(asked.now_or_never().is_some(), "{way}: no answer");
         }
+    }
+
+    #[tokio::test]
+    async fn who_waits_for_what_is_sent_is_told_once() {
+        let (mut link, _far) = link().await;
+        let flow = link.flow();
+        link.write_all(b"before").await.unwrap();
+        flow.await_sending();
+        let mut sent = std::pin::pin!(flow.more_sent());
+        assert!(sent.as_mut().now_or_never().is_none(), "nothing has been sent since");
+        link.write_all(b"some").await.unwrap();
+        assert!(sent.now_or_never().is_some());
+        link.write_all(b"more").await.unwrap();
+        assert!(flow.more_sent().now_or_never().is_none(), "nobody has asked again");
     }
 
     #[tokio::test]

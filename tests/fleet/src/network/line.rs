@@ -311,6 +311,7 @@ impl Line for End {
             rtt,
             shortest_rtt: Some(rtt),
             retransmits: 0,
+            heard: self.heard(),
             silence: self.silence(),
             sending: SendTimes::default(),
         })
@@ -320,6 +321,15 @@ impl Line for End {
 impl Stream for End {}
 
 impl End {
+    /// While the path is not silent, the kernel's questions are answered.
+    fn heard(&self) -> Duration {
+        let heard = self.with(|connection, _, _| {
+            let idle = connection.heard[self.side].elapsed().as_millis();
+            u64::try_from(idle % connection.keepalive.as_millis()).unwrap_or_default()
+        });
+        Duration::from_millis(heard.unwrap_or_default())
+    }
+
     /// Set if the peer has something to answer.
     fn silence(&self) -> Option<Silence> {
         let side = self.side;
