@@ -34,8 +34,8 @@ pub const ALPN_EDGE: &[u8] = b"postern-edge/1";
 /// ALPN protocol of ordinary gRPC on the same port.
 pub const ALPN_GRPC: &[u8] = b"h2";
 
-/// An attempt that a busy server turns away uses one up.
-const WANTED_TICKETS: TicketRequest = TicketRequest { new_session_count: 2, resumption_count: 2 };
+/// Each attempt that a busy server turns away uses one up, and an agent without one needs a full handshake.
+const WANTED_TICKETS: TicketRequest = TicketRequest { new_session_count: 4, resumption_count: 4 };
 
 fn tls_error(error: impl std::fmt::Display) -> IdentityError {
     IdentityError::Tls(error.to_string())

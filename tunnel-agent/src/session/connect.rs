@@ -2,6 +2,7 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use h2::server::Connection;
 use rustls_pki_types::CertificateDer;
@@ -13,6 +14,11 @@ use tunnel_pki::server_name;
 use super::session_end::{SessionEnd, TCP};
 use crate::reach::{Reached, Server};
 use crate::runtime::Runtime;
+
+const TLS: &str = "TLS handshake";
+/// Maximum wait for a TLS handshake. A server that all its agents come back to at once answers them in their order, ten
+/// thousand within this time.
+const TURN: Duration = Duration::from_secs(20);
 
 /// The agent dials, but the server opens the streams, so this end is the HTTP/2 server.
 pub(super) type LinkConnection = Connection<LinkIo, bytes::Bytes>;
@@ -65,7 +71,7 @@ async fn handshake(
     link::tune_probing_link(&stream, runtime.config.given.links.keepalive);
     // Every server proves this name, whatever address or load balancer leads to it.
     let handshake = TlsConnector::from(tls).connect(server_name(), stream);
-    match within("TLS handshake", handshake).await? {
+    match within(TLS, handshake).await? {
         Ok(stream) => Ok((stream, server, proxy)),
         Err(source) => Err(SessionEnd::Tls { source, proxy }),
     }
@@ -77,5 +83,6 @@ fn presented(stream: &TlsStream<Wire>) -> Chain {
 
 /// Limits the time of a step of the start.
 pub(super) async fn within<T>(step: &'static str, work: impl Future<Output = T>) -> Result<T, SessionEnd> {
-    tokio::time::timeout(HANDSHAKE_TIMEOUT, work).await.map_err(|_| SessionEnd::Slow { step })
+    let within = if step == TLS { TURN } else { HANDSHAKE_TIMEOUT };
+    tokio::time::timeout(within, work).await.map_err(|_| SessionEnd::Slow { step, within })
 }

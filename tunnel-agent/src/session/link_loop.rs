@@ -30,8 +30,11 @@ use crate::reach::Server;
 
 /// Minimum pause after a failure.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
-/// Maximum pause between two attempts. With the jitter, a fleet of 10,000 agents makes about 1,300 attempts a second.
+/// Maximum pause after a refusal.
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
+/// Maximum pause after any other end: a server that all its agents come back to at once has had no place. With the jitter, a
+/// fleet of 10,000 agents makes about 4,000 attempts a second.
+const BUSY_PAUSE: Duration = Duration::from_secs(5);
 /// Maximum pause while nothing answers, which causes no load on any server.
 const SILENT_PAUSE: Duration = Duration::from_millis(500);
 /// Pause after another agent took this node over: two agents with one identity must not replace each other in turns.
@@ -237,8 +240,7 @@ impl LinkLoop {
                 _ if refused => jittered(REPLACED_PAUSE, 0.5),
                 _ if standby => jittered(STANDBY_PAUSE, 0.5),
                 SessionEnd::Overtaken => Duration::ZERO,
-                _ if end.line_is_out() => delay.min(SILENT_PAUSE),
-                _ => delay,
+                _ => shortened(&end, delay),
             };
             runtime.metrics.sessions_ended.inc();
             let retry_in_ms = u64::try_from(pause.as_millis()).unwrap_or(u64::MAX);
@@ -451,6 +453,17 @@ impl LinkLoop {
     }
 }
 
+/// The back-off's pause after an attempt that was not refused for good.
+fn shortened(end: &SessionEnd, delay: Duration) -> Duration {
+    if end.line_is_out() {
+        delay.min(SILENT_PAUSE)
+    } else if matches!(end, SessionEnd::Refused(_)) || end.concerns_identity() {
+        delay
+    } else {
+        delay.min(jittered(BUSY_PAUSE, 1.0))
+    }
+}
+
 /// Leaves a server once it has the session of this agent's successor, which it says. It may not have it yet, though the
 /// successor knows of it: without this session the node would have none until then.
 async fn leave_to_successor(state: &SessionState, server_drains: &CancellationToken) {
@@ -458,5 +471,30 @@ async fn leave_to_successor(state: &SessionState, server_drains: &CancellationTo
     if *state.phase.borrow() != SessionPhase::Succeeded {
         // The successor's sessions are with other servers than this one.
         state.leave();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use tokio_rustls::rustls::{AlertDescription, Error};
+
+    use super::*;
+
+    #[test]
+    fn agents_of_a_busy_server_come_back_soon_and_refused_ones_do_not() {
+        let pauses = |end: SessionEnd| {
+            let pauses: Vec<_> = (0..100).map(|_| shortened(&end, LONGEST_PAUSE)).collect();
+            (*pauses.iter().min().unwrap(), *pauses.iter().max().unwrap())
+        };
+        let (shortest, longest) = pauses(SessionEnd::Closed);
+        assert!(shortest < BUSY_PAUSE / 4 && longest <= BUSY_PAUSE, "{shortest:?} to {longest:?}");
+        let refused = Refusal::ForNow("not in the inventory".into());
+        assert_eq!(pauses(refused.into()), (LONGEST_PAUSE, LONGEST_PAUSE));
+        let untrusted = SessionEnd::tls(Error::AlertReceived(AlertDescription::UnknownCA));
+        assert_eq!(pauses(untrusted), (LONGEST_PAUSE, LONGEST_PAUSE));
+        let unreachable = SessionEnd::Connect(io::ErrorKind::NetworkUnreachable.into());
+        assert_eq!(pauses(unreachable), (SILENT_PAUSE, SILENT_PAUSE));
     }
 }

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::io;
 use std::time::Duration;
 
-use tunnel_link::link::{self, HANDSHAKE_TIMEOUT, LinkDead, PING_INTERVAL};
+use tunnel_link::link::{self, LinkDead, PING_INTERVAL};
 use tunnel_pki::concerns_certificates;
 use tunnel_runtime::log_once::LogOnce;
 
@@ -20,8 +20,8 @@ pub(crate) enum SessionEnd {
     #[error("cannot connect: {0}")]
     Connect(#[source] io::Error),
     /// A step of the start took too long.
-    #[error("no {step} within {} s", HANDSHAKE_TIMEOUT.as_secs())]
-    Slow { step: &'static str },
+    #[error("no {step} within {} s", within.as_secs())]
+    Slow { step: &'static str, within: Duration },
     /// The server's certificate is not one of ours, or the server refused ours. `proxy` is the one in use, if any.
     #[error("TLS failed: {source}{}", tls_hint(proxy.as_deref()))]
     Tls { source: io::Error, proxy: Option<String> },
@@ -98,7 +98,7 @@ impl SessionEnd {
     /// notice at once when the network is back. A name server that reports an unknown name has answered.
     pub(super) fn line_is_out(&self) -> bool {
         match self {
-            Self::Slow { step } => *step == TCP,
+            Self::Slow { step, .. } => *step == TCP,
             Self::Connect(error) => matches!(
                 error.kind(),
                 io::ErrorKind::TimedOut | io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable
@@ -153,16 +153,20 @@ mod tests {
 
     use super::*;
 
+    fn slow(step: &'static str) -> SessionEnd {
+        SessionEnd::Slow { step, within: Duration::from_secs(10) }
+    }
+
     #[test]
     fn a_refusal_is_an_answer() {
-        assert!(SessionEnd::Slow { step: TCP }.line_is_out());
+        assert!(slow(TCP).line_is_out());
         assert!(SessionEnd::Connect(io::ErrorKind::NetworkUnreachable.into()).line_is_out());
         assert!(
             SessionEnd::Connect(io::ErrorKind::HostUnreachable.into()).line_is_out(),
             "or no name server"
         );
         assert!(!SessionEnd::Connect(io::ErrorKind::NotFound.into()).line_is_out(), "no such name");
-        assert!(!SessionEnd::Slow { step: "TLS handshake" }.line_is_out());
+        assert!(!slow("TLS handshake").line_is_out());
         assert!(!SessionEnd::Connect(io::ErrorKind::ConnectionRefused.into()).line_is_out());
         assert!(!SessionEnd::Closed.line_is_out());
     }
@@ -189,11 +193,11 @@ mod tests {
         let mut out = LogOnce::default();
         assert!(unreachable().is_news(&mut out));
         assert!(!unreachable().is_news(&mut out));
-        assert!(SessionEnd::Slow { step: TCP }.is_news(&mut out), "it is out in another way");
+        assert!(slow(TCP).is_news(&mut out), "it is out in another way");
         for _ in 0..2 {
             assert!(SessionEnd::Closed.is_news(&mut out), "each is a session's");
         }
-        assert!(SessionEnd::Slow { step: TCP }.is_news(&mut out), "it was back meanwhile");
+        assert!(slow(TCP).is_news(&mut out), "it was back meanwhile");
     }
 
     #[test]

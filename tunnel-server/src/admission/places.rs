@@ -49,11 +49,14 @@ struct State<K: Ord> {
 struct Source {
     since: u64,
     silent: BTreeMap<u64, Holder>,
+    /// They have sent something, and wait until this server gets to it: their age says nothing of them.
+    waiting: BTreeMap<u64, Holder>,
     speaking: BTreeMap<u64, Holder>,
 }
 
 #[derive(Debug)]
 struct Holder {
+    /// Since when it is silent, or speaks.
     at: Instant,
     evicted: CancellationToken,
 }
@@ -78,6 +81,12 @@ impl<K: Ord + Hash + Clone> Places<K> {
     /// room before that for a source with as many. Otherwise many that arrive at once would keep replacing each other.
     pub(crate) fn undisturbed_for(self, time: Duration) -> Self {
         Self { overdue: [time; 2], ..self }
+    }
+
+    /// True if all places are taken.
+    pub(crate) fn is_full(&self) -> bool {
+        let state = self.state.lock();
+        state.taken >= self.limit
     }
 
     /// Takes a place for a connection from `source`. Returns `None` if this source may not have one.
@@ -111,6 +120,7 @@ impl<K: Ord + Hash + Clone> State<K> {
         let places = self.sources.entry(source.clone()).or_insert_with(|| Source {
             since,
             silent: BTreeMap::new(),
+            waiting: BTreeMap::new(),
             speaking: BTreeMap::new(),
         });
         let before = (places.count(), Reverse(places.since), source.clone());
@@ -152,12 +162,16 @@ impl<K: Ord + Hash + Clone> State<K> {
 
 impl Source {
     fn count(&self) -> u32 {
-        u32::try_from(self.silent.len() + self.speaking.len()).unwrap_or(u32::MAX)
+        let count = self.silent.len() + self.waiting.len() + self.speaking.len();
+        u32::try_from(count).unwrap_or(u32::MAX)
     }
 
     /// `overdue`: minimum age of a silent connection, and of one that has sent something.
-    fn take_oldest(&mut self, now: Instant, overdue: [Duration; 2]) -> Option<CancellationToken> {
-        for (holders, overdue) in [&mut self.silent, &mut self.speaking].into_iter().zip(overdue) {
+    fn take_oldest(&mut self, now: Instant, [silent, speaking]: [Duration; 2]) -> Option<CancellationToken> {
+        let waiting = if speaking.is_zero() { Duration::ZERO } else { Duration::MAX };
+        let kinds =
+            [(&mut self.silent, silent), (&mut self.waiting, waiting), (&mut self.speaking, speaking)];
+        for (holders, overdue) in kinds {
             if let Some(oldest) = holders.first_entry()
                 && (overdue.is_zero() || now.saturating_duration_since(oldest.get().at) > overdue)
             {
@@ -178,11 +192,23 @@ pub(crate) struct Place<K: Ord + Hash + Clone> {
 }
 
 impl<K: Ord + Hash + Clone> Place<K> {
-    /// Called when the connection has sent something: silent ones are evicted before it.
-    pub(crate) fn spoke(&self) {
+    /// Called when the connection has sent something that this server has not got to: silent ones are evicted before it, and
+    /// it is not overdue until [`Place::spoke`].
+    pub(crate) fn waits(&self) {
         self.state.lock().change(&self.source, |places| {
             if let Some(holder) = places.silent.remove(&self.number) {
-                places.speaking.insert(self.number, holder);
+                places.waiting.insert(self.number, holder);
+            }
+        });
+    }
+
+    /// Called when the connection has sent something that this server begins to answer: silent and waiting ones are evicted
+    /// before it.
+    pub(crate) fn spoke(&self) {
+        self.state.lock().change(&self.source, |places| {
+            let holder = places.silent.remove(&self.number).or_else(|| places.waiting.remove(&self.number));
+            if let Some(holder) = holder {
+                places.speaking.insert(self.number, Holder { at: Instant::now(), ..holder });
             }
         });
     }
@@ -207,8 +233,9 @@ impl<K: Ord + Hash + Clone> Drop for Place<K> {
             return;
         }
         state.change(&self.source, |places| {
-            places.silent.remove(&self.number);
-            places.speaking.remove(&self.number);
+            for holders in [&mut places.silent, &mut places.waiting, &mut places.speaking] {
+                holders.remove(&self.number);
+            }
         });
         state.taken -= 1;
     }
@@ -252,6 +279,20 @@ mod tests {
         // Stuck connections make room.
         assert!(places.admit("site", now + LATER).is_some());
         assert_eq!(live(&first), 299);
+    }
+
+    #[test]
+    fn one_that_waits_for_its_turn_is_not_overdue_and_gives_way_to_other_sources_first() {
+        let (places, now) = (Places::new(4, u32::MAX), Instant::now());
+        let held: Vec<_> = (0..3).filter_map(|_| places.admit("site", now)).collect();
+        held.iter().for_each(Place::waits);
+        assert!(places.admit("site", now + LATER).is_none());
+        held[0].spoke();
+        let _other = places.admit("other", now).unwrap();
+        assert!(!held[0].is_evicted() && held[1].is_evicted());
+        // The place of the one that left is still in use.
+        drop(held.into_iter().nth(1));
+        assert!(places.admit("site", now + LATER).is_some(), "the one that spoke is stuck");
     }
 
     #[test]

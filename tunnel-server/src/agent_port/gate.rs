@@ -1,17 +1,19 @@
 //! Limits the connections to the agent port, with a place for each stage that they pass.
 //!
 //! Until the end of its handshake a connection competes by its address; addresses from which agents have attached, or
-//! servers and redirectors have linked, have separate places. With a certificate it competes only with those of the same
+//! servers and redirectors have linked, have separate places. Handshakes get their turn in the order in which they came: a
+//! connection that waits costs a file, and one that is turned away comes again. With a certificate it competes only with those of the same
 //! node, for a link or for a renewal.
 //! Without one it can only be an enrolment, and these have separate places.
 
 use std::net::IpAddr;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::Instant;
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, timeout};
 use tunnel_link::link::HANDSHAKE_TIMEOUT;
 use tunnel_runtime::NodeName;
 
@@ -30,32 +32,37 @@ const LINKED: Part = Part::new(1, 16);
 /// Connections that other servers and redirectors have forwarded at a time: as many as all listeners of one may have.
 const FORWARDED: Part = Part::new(37, 64);
 
-/// Handshakes at once from an unknown source: all agents behind one NAT come back when this server starts.
-const BURST: u32 = 1024;
+/// Handshakes at once from an unknown source: all agents behind one NAT come back when this server starts, and the first has
+/// to attach before the source is known.
+const BURST: u32 = 4096;
 /// Time until one more is allowed.
 const REFILL: Duration = Duration::from_millis(20);
 const MOST_SOURCES: usize = 1 << 14;
 
-/// More concurrent handshakes would only wait for each other's signatures.
-const MOST_HANDSHAKES: u32 = 4096;
+/// More would wait longer than their clients do.
+const MOST_WAITING: u32 = 8192;
+/// More would only wait for each other's disks and lines.
+const MOST_CERTIFIED: u32 = 4096;
 /// An enrolment takes tens of milliseconds.
 const MOST_ENROLMENTS: u32 = 1024;
 
-/// Handshakes from unknown sources.
-const UNAUTHENTICATED: Part = Part::new(1, 16).at_most(MOST_HANDSHAKES);
-/// Handshakes from sources from which an agent has attached before, or a server or redirector has linked.
-const KNOWN: Part = Part::new(1, 32).at_most(MOST_HANDSHAKES);
+/// Handshakes from unknown sources, and those that wait for their turn.
+const UNAUTHENTICATED: Part = Part::new(1, 16).at_most(MOST_WAITING);
+/// The same from sources from which an agent has attached before, or a server or redirector has linked: in what the parts of
+/// all kinds leave, because they are about to become the first links for which it is left.
+const KNOWN: Part = Part::new(1, 8).at_most(MOST_WAITING);
 /// Connections that have shown a certificate: links until they are attached, and renewals.
-const CERTIFIED: Part = Part::new(1, 32).at_most(MOST_HANDSHAKES);
+const CERTIFIED: Part = Part::new(1, 16).at_most(MOST_CERTIFIED);
+/// Maximum wait of a handshake for a place of its certificate, before it begins: it may need none.
+const NO_ROOM: Duration = Duration::from_millis(250);
 /// Connections for an enrolment, which need no certificate.
 const ENROLMENTS: Part = Part::new(1, 64).at_most(MOST_ENROLMENTS);
 /// Links of busy nodes beyond the first one.
 const ADDITIONAL: Part = Part::new(1, 32);
 
 /// The parts of the agents' ports.
-pub(crate) const PARTS: [(&str, Part); 5] = [
+pub(crate) const PARTS: [(&str, Part); 4] = [
     ("handshakes", UNAUTHENTICATED),
-    ("known", KNOWN),
     ("certified", CERTIFIED),
     ("enrolments", ENROLMENTS),
     ("additional", ADDITIONAL),
@@ -65,9 +72,13 @@ pub(super) struct Gate {
     unauthenticated: Places<IpAddr>,
     known: Places<IpAddr>,
     certified: Places<NodeName>,
+    freed: Arc<Freed>,
     enrolments: Places<IpAddr>,
     additional: Arc<Semaphore>,
     sources: Arc<KnownSources>,
+    /// As many of the handshakes on places of `known`, and of the others, get this server's first answer at a time as there
+    /// are threads.
+    turns: [Arc<Semaphore>; 2],
     /// How many handshakes an unknown source may begin in a time: each costs a signature.
     rate: Mutex<SourceBuckets>,
     /// Links of servers and redirectors, by what they are called in the log.
@@ -79,14 +90,17 @@ pub(super) struct Gate {
 }
 
 impl Gate {
-    pub(super) fn new(budget: &Budget) -> Self {
+    /// `threads`: number of those that do handshakes.
+    pub(super) fn new(budget: &Budget, threads: usize) -> Self {
         Self {
             unauthenticated: Places::new(budget.places(&UNAUTHENTICATED), u32::MAX),
             known: Places::new(budget.places(&KNOWN), u32::MAX),
             certified: Places::new(budget.places(&CERTIFIED), PER_NODE).undisturbed_for(HANDSHAKE_TIMEOUT),
+            freed: Arc::default(),
             enrolments: Places::new(budget.places(&ENROLMENTS), u32::MAX),
             additional: Arc::new(Semaphore::new(budget.places(&ADDITIONAL) as usize)),
             sources: Arc::default(),
+            turns: std::array::from_fn(|_| Arc::new(Semaphore::new(threads))),
             rate: Mutex::new(SourceBuckets::new(BURST, REFILL, MOST_SOURCES)),
             // A link that works does not make room for another one's.
             peers: Places::new(budget.places(&LINKED), LINKS_OF_ONE).undisturbed_for(Duration::MAX),
@@ -95,17 +109,36 @@ impl Gate {
         }
     }
 
-    /// Takes a place for a handshake.
-    pub(super) fn handshake(&self, address: IpAddr) -> Option<Place<IpAddr>> {
+    /// Takes a place for a handshake, which waits for its turn.
+    pub(super) fn handshake(&self, address: IpAddr) -> Option<(Place<IpAddr>, Arc<Semaphore>)> {
         let (source, now) = (source_key(address), Instant::now());
+        let [of_known, of_others] = &self.turns;
         let known = self.sources.contains(source);
-        if let Some(place) = known.then(|| self.known.admit(source, now)).flatten() {
-            return Some(place);
-        }
         if !known && !self.rate.lock().take(source, now) {
             return None;
         }
-        self.unauthenticated.admit(source, now)
+        // When this server has just started all agents come back, and it knows none of them.
+        let known = known || self.sources.is_empty();
+        if let Some(place) = known.then(|| self.known.admit(source, now)).flatten() {
+            return Some((place, of_known.clone()));
+        }
+        Some((self.unauthenticated.admit(source, now)?, of_others.clone()))
+    }
+
+    /// Waits for a moment until a handshake that begins now will find a place of its certificate. More of them would hold memory,
+    /// and wait there.
+    pub(super) async fn room(&self) {
+        let room = async {
+            loop {
+                let mut freed = pin!(self.freed.handshakes.notified());
+                freed.as_mut().enable();
+                if !self.certified.is_full() {
+                    return;
+                }
+                freed.await;
+            }
+        };
+        let _ = timeout(NO_ROOM, room).await;
     }
 
     /// Takes a place for the link of a server or a redirector; its oldest one makes room if it has too many.
@@ -124,7 +157,24 @@ impl Gate {
     pub(super) fn certified(&self, node: &NodeName, address: IpAddr) -> Option<Certified> {
         let place = self.certified.admit(node.clone(), Instant::now())?;
         let (additional, sources) = (self.additional.clone(), self.sources.clone());
-        Some(Certified { place, address, node: node.clone(), additional, sources })
+        let freed = OnDrop(self.freed.clone());
+        Some(Certified { place, _freed: freed, address, node: node.clone(), additional, sources })
+    }
+
+    /// The same; waits for a place of any node while none is free: a connection that is turned away has to do its handshake
+    /// again.
+    pub(super) async fn certified_when_free(&self, node: &NodeName, address: IpAddr) -> Option<Certified> {
+        let free = async {
+            loop {
+                let freed = self.freed.certified.notified();
+                let place = self.certified(node, address);
+                if place.is_some() || !self.certified.is_full() {
+                    return place;
+                }
+                freed.await;
+            }
+        };
+        timeout(HANDSHAKE_TIMEOUT, free).await.ok().flatten()
     }
 
     /// Takes a place for a connection without a certificate.
@@ -136,10 +186,30 @@ impl Gate {
 /// The place of a connection with a certificate.
 pub(super) struct Certified {
     pub(super) place: Place<NodeName>,
+    // Dropped after the place.
+    _freed: OnDrop,
     address: IpAddr,
     node: NodeName,
     additional: Arc<Semaphore>,
     sources: Arc<KnownSources>,
+}
+
+/// Told of each place of a certificate that is free again.
+#[derive(Default)]
+struct Freed {
+    /// Handshakes that are about to begin.
+    handshakes: Notify,
+    /// Connections that have shown a certificate.
+    certified: Notify,
+}
+
+struct OnDrop(Arc<Freed>);
+
+impl Drop for OnDrop {
+    fn drop(&mut self) {
+        self.0.handshakes.notify_waiters();
+        self.0.certified.notify_one();
+    }
 }
 
 impl Certified {
@@ -156,22 +226,28 @@ impl Certified {
 
 #[cfg(test)]
 mod tests {
+    use futures_util::FutureExt as _;
+
     use super::*;
 
+    fn handshake(gate: &Gate, source: IpAddr) -> Option<Place<IpAddr>> {
+        gate.handshake(source).map(|(place, _)| place)
+    }
+
     fn unauthenticated(gate: &Gate) -> Vec<Place<IpAddr>> {
-        (0..100_000u32).filter_map(|n| gate.handshake([192, 0, 2, (n % 16) as u8].into())).collect()
+        (0..100_000u32).filter_map(|n| handshake(gate, [192, 0, 2, (n % 16) as u8].into())).collect()
     }
 
     #[test]
     fn a_thousand_agents_of_one_site_come_back_beside_unauthenticated() {
-        let gate = Gate::new(&Budget::of(20_000, 1 << 30));
+        let gate = Gate::new(&Budget::of(20_000, 1 << 30), 1);
         let site = IpAddr::from([10, 0, 0, 1]);
         let node: NodeName = "edge-1".parse().unwrap();
         gate.certified(&node, site).unwrap().attached();
         let _unauthenticated = unauthenticated(&gate);
         let (mut left, mut rounds) = (1000, 0);
         while left > 0 {
-            let held: Vec<_> = (0..left).map_while(|_| gate.handshake(site)).collect();
+            let held: Vec<_> = (0..left).map_while(|_| handshake(&gate, site)).collect();
             assert!(held.iter().all(|place| !place.is_evicted()));
             left -= held.len();
             rounds += 1;
@@ -181,11 +257,11 @@ mod tests {
 
     #[test]
     fn an_unknown_source_gets_so_many_handshakes_at_once_and_a_known_one_any_number() {
-        let gate = Gate::new(&Budget::of(20_000, 1 << 30));
+        let gate = Gate::new(&Budget::of(20_000, 1 << 30), 1);
         let (unknown, other): (IpAddr, IpAddr) = ([192, 0, 2, 1].into(), [192, 0, 2, 2].into());
         // Each is over at once.
         let handshakes = |source: IpAddr| (0..5000).filter(|_| gate.handshake(source).is_some()).count();
-        assert!(handshakes(unknown) < 2000);
+        assert!(handshakes(unknown) < 4500);
         assert!(gate.handshake(unknown).is_none() && gate.handshake(other).is_some());
         gate.certified(&"edge-1".parse().unwrap(), unknown).unwrap().attached();
         assert_eq!(handshakes(unknown), 5000);
@@ -194,10 +270,52 @@ mod tests {
         assert_eq!(handshakes(host), 5000, "a server dials again whatever a neighbour of it does");
     }
 
+    #[test]
+    fn before_anybody_is_known_all_have_the_places_of_the_known() {
+        let at_once = |gate: &Gate| {
+            let source = IpAddr::from([192, 0, 2, 1]);
+            (0..5000).map_while(|_| handshake(gate, source)).collect::<Vec<_>>().len()
+        };
+        let budget = Budget::of(20_000, 1 << 30);
+        let (started, later) = (Gate::new(&budget, 1), Gate::new(&budget, 1));
+        later.certified(&"edge-1".parse().unwrap(), [10, 0, 0, 1].into()).unwrap().attached();
+        assert!(at_once(&started) > 2 * at_once(&later));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn handshakes_and_certificates_wait_for_a_place_and_each_that_is_free_serves_one() {
+        let gate = Gate::new(&Budget::of(2_000, 1 << 30), 1);
+        let node = |n: usize| format!("edge-{n}").parse::<NodeName>().unwrap();
+        let source = IpAddr::from([10, 0, 0, 1]);
+        let mut held: Vec<_> = (0..100_000).map_while(|n| gate.certified(&node(n), source)).collect();
+        let (one, other) = (node(200_000), node(200_001));
+        let mut waiting = pin!(gate.certified_when_free(&one, source));
+        let mut second = pin!(gate.certified_when_free(&other, source));
+        let mut room = pin!(gate.room());
+        assert!(waiting.as_mut().now_or_never().is_none() && second.as_mut().now_or_never().is_none());
+        assert!(room.as_mut().now_or_never().is_none());
+        drop(held.pop());
+        let first = waiting.as_mut().now_or_never().unwrap();
+        assert!(first.is_some() && second.as_mut().now_or_never().is_none());
+        // The first one took it before the handshake saw it.
+        assert!(room.as_mut().now_or_never().is_none());
+        drop(first);
+        assert!(second.as_mut().now_or_never().unwrap().is_some());
+        assert!(room.now_or_never().is_some());
+        // Neither waits for ever.
+        held.extend((300_000..400_000).map_while(|n| gate.certified(&node(n), source)));
+        gate.room().await;
+        assert!(gate.certified_when_free(&one, source).await.is_none());
+        // Nor does one whose node has too many wait for the places of others.
+        drop(held.pop());
+        let own: Vec<_> = (0..PER_NODE).filter_map(|_| gate.certified(&other, source)).collect();
+        assert_eq!(own.len(), 1, "there was one");
+    }
+
     // On a clock that stands still: an old place makes room for a new one.
     #[tokio::test(start_paused = true)]
     async fn one_server_or_agent_has_few_links_and_its_oldest_makes_room() {
-        let gate = Gate::new(&Budget::of(20_000, 1 << 30));
+        let gate = Gate::new(&Budget::of(20_000, 1 << 30), 1);
         let held: Vec<_> =
             (0..100).filter_map(|_| gate.peer("redirector of cloud-2", [10, 0, 0, 2].into())).collect();
         assert_eq!(held.len(), LINKS_OF_ONE as usize, "none is a second old");
@@ -216,7 +334,7 @@ mod tests {
     #[test]
     fn additional_links_leave_open_files_to_first_ones() {
         let budget = Budget::of(2_000, 1 << 30);
-        let gate = Gate::new(&budget);
+        let gate = Gate::new(&budget, 1);
         let link = || gate.certified(&"edge-1".parse().unwrap(), [10, 0, 0, 1].into()).unwrap().additional();
         let mut links: Vec<_> = (0..budget.places(&ADDITIONAL)).map(|_| link().unwrap()).collect();
         assert!(budget.places(&ADDITIONAL) > 0 && link().is_none());
@@ -227,7 +345,7 @@ mod tests {
     // On a clock that stands still: an old place makes room for a new one.
     #[tokio::test(start_paused = true)]
     async fn unauthenticated_leave_places_to_certificates_and_to_other_enrolments() {
-        let gate = Gate::new(&Budget::of(2_000, 1 << 30));
+        let gate = Gate::new(&Budget::of(2_000, 1 << 30), 1);
         let _handshakes = unauthenticated(&gate);
         let _enrolments: Vec<_> =
             (0..1000u32).filter_map(|n| gate.enrolment([192, 0, 2, (n % 16) as u8].into())).collect();

@@ -3,11 +3,16 @@
 use std::future::poll_fn;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
+use futures_util::poll;
 use rustls::HandshakeKind;
+use tokio::io::Interest;
 use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
 use tokio_rustls::server::TlsStream;
 use tokio_util::task::TaskTracker;
 use tunnel_link::link::{HANDSHAKE_TIMEOUT, Wire, tune_link};
@@ -57,13 +62,14 @@ impl Handshakes {
                 accepted = listener.accept(port) => accepted,
                 () = self.context.draining.cancelled() => return,
             };
-            let Some(place) = self.gate.handshake(peer.ip()) else {
+            let Some((place, turns)) = self.gate.handshake(peer.ip()) else {
                 self.context.metrics.handshake("turned_away");
                 continue;
             };
             let (handshakes, serve) = (self.clone(), serve.clone());
             self.workers.next_handshake().spawn(self.links.track_future(async move {
-                let shaken = handshakes.until_stop((peer, port), handshakes.shake(wire, &place)).await;
+                let shaken =
+                    handshakes.until_stop((peer, port), handshakes.shake(wire, &place, &turns)).await;
                 let Some(mut stream) = shaken else { return };
                 let worker = handshakes.workers.next().clone();
                 let (links, on_worker) = (handshakes.links.clone(), worker.clone());
@@ -101,18 +107,33 @@ impl Handshakes {
     }
 
     /// Does the handshake of a connection, unless its place is needed for another.
-    async fn shake(&self, mut wire: Wire, place: &Place<IpAddr>) -> Result<TlsStream<Wire>, Error> {
+    ///
+    /// The first answer is what costs: an agreement on keys and a signature. Clients get it in the order in which they came, and
+    /// whoever has one is served before the next gets it. Otherwise each of ten thousand agents that come back at once would
+    /// wait for the first answers to all others, until most have given up.
+    async fn shake(
+        &self,
+        mut wire: Wire,
+        place: &Place<IpAddr>,
+        turns: &Semaphore,
+    ) -> Result<TlsStream<Wire>, Error> {
         let shaken = async {
             wire.move_here()?;
             tune_link(&wire);
             self.context.congestion.set(&wire);
             let readable = poll_fn(|cx| wire.poll_readable(cx));
             tokio::time::timeout(SILENCE, readable).await.map_err(|_| Error::Silent)??;
-            place.spoke();
-            let stream =
-                tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(wire))
-                    .await
-                    .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "TLS handshake took too long"))??;
+            place.waits();
+            let accepted = begun_in_turn(turns, || self.gate.room(), async {
+                place.spoke();
+                if has_left(&wire).await? {
+                    return Err(Error::Left);
+                }
+                Ok(tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(wire)).await)
+            });
+            let accepted = accepted.await.ok_or(Error::NoTurn)??;
+            let slow = |_| io::Error::new(io::ErrorKind::TimedOut, "TLS handshake took too long");
+            let stream = accepted.map_err(slow)??;
             let connection = stream.get_ref().1;
             let resumed = connection.handshake_kind() == Some(HandshakeKind::Resumed);
             self.context.metrics.tls_handshake(resumed);
@@ -130,11 +151,41 @@ impl Handshakes {
     }
 }
 
+/// Polls `work` for the first time when its turn has come and there is room. The next one's comes after everything that was
+/// ready meanwhile. `None`: its turn did not come in time.
+async fn begun_in_turn<F: Future, R: Future<Output = ()>>(
+    turns: &Semaphore,
+    room: impl FnOnce() -> R,
+    work: F,
+) -> Option<F::Output> {
+    let mut work = pin!(work);
+    // Nobody closes the semaphore; without turns there is no order, and nothing else is lost.
+    let turn = tokio::time::timeout(HANDSHAKE_TIMEOUT, turns.acquire()).await.ok()?;
+    room().await;
+    let begun = poll!(work.as_mut());
+    tokio::task::yield_now().await;
+    drop(turn);
+    match begun {
+        Poll::Ready(done) => Some(done),
+        Poll::Pending => Some(work.await),
+    }
+}
+
+/// True if the client has closed the connection: an agent does so that has waited for too long.
+async fn has_left(wire: &Wire) -> io::Result<bool> {
+    let Some(socket) = wire.socket() else { return Ok(false) };
+    Ok(socket.ready(Interest::READABLE).await?.is_read_closed())
+}
+
 /// Reason that a connection got no further than its handshake.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
     #[error("nothing was sent within {} s", SILENCE.as_secs())]
     Silent,
+    #[error("the client closed the connection before this server got to it")]
+    Left,
+    #[error("its turn did not come within {} s", HANDSHAKE_TIMEOUT.as_secs())]
+    NoTurn,
     #[error("evicted: too many unauthenticated connections")]
     Evicted,
     #[error("too many unattached connections, of this node or in total")]
@@ -149,9 +200,45 @@ impl Error {
     pub(super) const fn label(&self) -> &'static str {
         match self {
             Self::Silent => "silent",
+            Self::Left => "left",
             Self::Evicted => "evicted",
-            Self::Busy | Self::Links => "turned_away",
+            Self::NoTurn | Self::Busy | Self::Links => "turned_away",
             Self::Failed(_) => "failed",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use parking_lot::Mutex;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn whoever_has_an_answer_is_served_before_the_next_gets_one() {
+        const CLIENTS: usize = 50;
+        let (turns, said) = (Arc::new(Semaphore::new(1)), Arc::new(Mutex::new(Vec::new())));
+        let clients: Vec<_> = (0..CLIENTS)
+            .map(|client| {
+                let (turns, said) = (turns.clone(), said.clone());
+                tokio::spawn(async move {
+                    let handshake = async {
+                        said.lock().push((client, "first answer"));
+                        tokio::task::yield_now().await;
+                        said.lock().push((client, "done"));
+                    };
+                    begun_in_turn(&turns, || async {}, handshake).await.unwrap();
+                })
+            })
+            .collect();
+        for client in clients {
+            client.await.unwrap();
+        }
+        let said = said.lock();
+        let at = |client, what| said.iter().position(|seen| *seen == (client, what)).unwrap();
+        for client in 0..CLIENTS - 2 {
+            assert!(at(client, "first answer") < at(client + 1, "first answer"), "{said:?}");
+            assert!(at(client, "done") < at(client + 2, "first answer"), "{said:?}");
         }
     }
 }

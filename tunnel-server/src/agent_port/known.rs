@@ -43,6 +43,10 @@ impl KnownSources {
         *known.clients.entry(source).or_default() += 1;
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.lock().clients.is_empty()
+    }
+
     pub(super) fn contains(&self, address: IpAddr) -> bool {
         self.0.lock().clients.contains_key(&source_key(address))
     }

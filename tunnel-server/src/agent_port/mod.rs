@@ -68,13 +68,9 @@ impl AgentPort {
         context.metrics.listener(forwarded::LISTENER);
         context.metrics.listener(EDGE);
         let context = Arc::new(context);
-        let handshakes = Handshakes {
-            tls,
-            workers,
-            context: context.clone(),
-            gate: Arc::new(gate::Gate::new(budget)),
-            links: TaskTracker::new(),
-        };
+        let gate = Arc::new(gate::Gate::new(budget, workers.handshakes()));
+        let handshakes =
+            Handshakes { tls, workers, context: context.clone(), gate, links: TaskTracker::new() };
         let enroll = EnrollConnections::new(enroll, context.metrics.clone(), context.draining.clone());
         Arc::new(Self { handshakes, context, enroll, listeners, from_edge })
     }
@@ -123,7 +119,11 @@ impl AgentPort {
                 };
                 let credential = self.context.credential(certificate);
                 let credential = credential.map_err(|error| io::Error::new(denied, error))?;
-                let certified = self.handshakes.gate.certified(&node, peer.ip()).ok_or(Error::Busy)?;
+                let certified = self.handshakes.gate.certified_when_free(&node, peer.ip());
+                let certified = tokio::select! {
+                    certified = certified => certified.ok_or(Error::Busy)?,
+                    () = place.evicted() => return Err(Error::Evicted),
+                };
                 drop(place);
                 // A task of its own frees the memory of the handshake: there are as many links as agents.
                 let io = LinkIo::new(stream);

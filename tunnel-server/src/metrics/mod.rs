@@ -102,6 +102,7 @@ impl Metrics {
             "failed",
             "turned_away",
             "silent",
+            "left",
             "evicted",
         ] {
             let _ = metrics.handshakes.get_or_create(&[("result", result)]);

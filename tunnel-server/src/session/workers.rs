@@ -75,6 +75,11 @@ impl Workers {
         &self.handles
     }
 
+    /// Number of threads for handshakes.
+    pub fn handshakes(&self) -> usize {
+        self.handles.len() - self.links
+    }
+
     /// Returns the thread for the next link, round-robin.
     pub fn next(&self) -> &Handle {
         in_turn(&self.handles[..self.links], &self.next)

@@ -113,7 +113,7 @@ impl Site {
             node: "edge-1".parse().unwrap(),
             credential: Arc::new(Credential::token(SystemTime::now())),
         };
-        let gate = Gate::new(&Budget::of(2_000, 1 << 30));
+        let gate = Gate::new(&Budget::of(2_000, 1 << 30), 1);
         let place = gate.certified(&presented.node, peer.ip()).unwrap();
         tokio::spawn(run(context, (near, Arc::default()), peer, presented, Handle::current(), place));
         Self { welcomes, answer, notices, unanswered, draining, sessions, inputs }
