@@ -77,11 +77,7 @@ impl Direction {
                 }
                 self.data.entry(stream).or_default().extend_from_slice(data);
             }
-            1 => {
-                if !self.opened.contains(&stream) {
-                    self.opened.push(stream);
-                }
-            }
+            1 if !self.opened.contains(&stream) => self.opened.push(stream),
             4 if flags & ACK == 0 => {
                 self.settings = true;
                 for setting in payload.chunks_exact(6) {
