@@ -162,7 +162,11 @@ impl Run {
         for _ in 0..1000 {
             // The paused clock goes on when no task can.
             sleep(Duration::from_millis(1)).await;
-            if !self.adversaries.iter_mut().fold(false, |moved, adversary| adversary.exchange() || moved) {
+            let mut moved = false;
+            for adversary in &mut self.adversaries {
+                moved |= adversary.exchange();
+            }
+            if !moved {
                 break;
             }
         }
@@ -278,7 +282,7 @@ impl Run {
             return;
         }
         // A target that connects.
-        let stream = ((highest >> 4) + 1 << 4) + 1;
+        let stream = (((highest >> 4) + 1) << 4) + 1;
         adversary.send(&Frame::Headers {
             on: Pick::Any(stream),
             block: Block::Request,
