@@ -353,7 +353,8 @@ impl Run {
 
     async fn talk(&mut self, bytes: usize) {
         let last = self.caller.known.len().saturating_sub(BOUNDS.connections);
-        for id in self.caller.known[last..].to_vec() {
+        let known = self.caller.known[last..].to_vec();
+        for id in known {
             self.data(id, bytes);
         }
         self.settle().await;
@@ -412,10 +413,14 @@ impl Run {
             }
             Step::Take(count) => self.take(count.into()).await,
             Step::TargetReads { target, bytes } => {
-                self.target(target).map(|target| target.read(bytes.into()));
+                if let Some(target) = self.target(target) {
+                    target.read(bytes.into());
+                }
             }
             Step::TargetWrites { target, bytes } => {
-                self.target(target).map(|target| target.write(bytes.into()));
+                if let Some(target) = self.target(target) {
+                    target.write(bytes.into());
+                }
             }
             Step::Talk { bytes } => self.talk(usize::from(bytes) + 1).await,
             Step::TargetEnds { target } => {
@@ -496,7 +501,7 @@ fuzz_target!(|input: Input| {
             let memory = memory::held().saturating_sub(start);
             assert!(memory <= MEMORY, "{memory} bytes are allocated");
         }
-        if input.steps.len() % 2 == 0 {
+        if input.steps.len().is_multiple_of(2) {
             run.all_end().await;
         }
         run.check();
