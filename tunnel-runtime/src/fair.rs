@@ -2,7 +2,8 @@
 //!
 //! A user may have as many turns as are free, so one that wants all gets half of them, and two get a third each
 //! (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). A request above that waits, until its own deadline;
-//! the user with the fewest turns goes first. Waiting is limited by the same rule.
+//! the user with the fewest turns goes first, and among equals the one whose last turn is longest ago. Waiting is limited by the
+//! same rule.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::Hash;
@@ -29,13 +30,17 @@ struct State<K: Ord + Hash + Clone> {
     /// Includes requests that were given up and not removed yet.
     waiting: usize,
     users: HashMap<K, User<K>>,
-    /// Users that wait, ordered by their number of turns.
-    wanted: BTreeSet<(usize, K)>,
+    /// Counts users that came, and turns that were given.
+    next: u64,
+    /// Users that wait, ordered by their number of turns, then by their last one.
+    wanted: BTreeSet<(usize, u64, K)>,
 }
 
 #[derive(Debug)]
 struct User<K: Ord + Hash + Clone> {
     taken: usize,
+    /// Number of its last turn, or of its first request.
+    since: u64,
     waiters: VecDeque<oneshot::Sender<Turn<K>>>,
 }
 
@@ -55,7 +60,7 @@ impl<K: Ord + Hash + Clone> Clone for FairShare<K> {
 impl<K: Ord + Hash + Clone> FairShare<K> {
     /// Allows `limit` turns at a time, and `most_waiting` waiting requests of all users together.
     pub fn new(limit: usize, most_waiting: usize) -> Self {
-        let state = State { taken: 0, waiting: 0, users: HashMap::new(), wanted: BTreeSet::new() };
+        let state = State { taken: 0, waiting: 0, users: HashMap::new(), next: 0, wanted: BTreeSet::new() };
         Self { shared: Arc::new(Shared { limit, most_waiting, state: Mutex::new(state) }) }
     }
 
@@ -89,13 +94,18 @@ impl<K: Ord + Hash + Clone> FairShare<K> {
             let (waiter, turn) = {
                 let mut state = self.shared.state.lock();
                 let free = self.shared.limit - state.taken;
-                let Some((_, user)) = state.wanted.first().filter(|(own, _)| *own < free).cloned() else {
+                let Some((.., user)) = state.wanted.first().filter(|(own, ..)| *own < free).cloned() else {
                     return;
                 };
+                state.next += 1;
+                let number = state.next;
                 let waiter = state.change(&user, |user| {
                     let waiter = user.waiters.pop_front();
                     let live = waiter.filter(|waiter| !waiter.is_closed());
-                    user.taken += usize::from(live.is_some());
+                    if live.is_some() {
+                        user.taken += 1;
+                        user.since = number;
+                    }
                     live
                 });
                 state.waiting -= 1;
@@ -115,8 +125,13 @@ impl<K: Ord + Hash + Clone> State<K> {
     }
 
     fn change<T>(&mut self, key: &K, change: impl FnOnce(&mut User<K>) -> T) -> T {
-        let user =
-            self.users.entry(key.clone()).or_insert_with(|| User { taken: 0, waiters: VecDeque::new() });
+        self.next += 1;
+        let since = self.next;
+        let user = self.users.entry(key.clone()).or_insert_with(|| User {
+            taken: 0,
+            since,
+            waiters: VecDeque::new(),
+        });
         let before = user.wanted();
         let changed = change(user);
         let after = user.wanted();
@@ -124,14 +139,14 @@ impl<K: Ord + Hash + Clone> State<K> {
             self.users.remove(key);
         }
         if before != after {
-            before.map(|own| self.wanted.remove(&(own, key.clone())));
-            after.map(|own| self.wanted.insert((own, key.clone())));
+            before.map(|(own, since)| self.wanted.remove(&(own, since, key.clone())));
+            after.map(|(own, since)| self.wanted.insert((own, since, key.clone())));
         }
         changed
     }
 
     fn forget_gone(&mut self) {
-        let wanted: Vec<K> = self.wanted.iter().map(|(_, user)| user.clone()).collect();
+        let wanted: Vec<K> = self.wanted.iter().map(|(.., user)| user.clone()).collect();
         for user in wanted {
             let gone = self.change(&user, |user| {
                 let before = user.waiters.len();
@@ -145,8 +160,8 @@ impl<K: Ord + Hash + Clone> State<K> {
 
 impl<K: Ord + Hash + Clone> User<K> {
     /// Returns the position among the waiting users; `None` if this one does not wait.
-    fn wanted(&self) -> Option<usize> {
-        (!self.waiters.is_empty()).then_some(self.taken)
+    fn wanted(&self) -> Option<(usize, u64)> {
+        (!self.waiters.is_empty()).then_some((self.taken, self.since))
     }
 }
 
@@ -206,6 +221,25 @@ mod tests {
         assert!(matches!(ask(&turns, 2).1, Poll::Ready(Some(_))));
         drop(waiting);
         assert!(ask(&turns, 1).1.is_pending());
+    }
+
+    #[test]
+    fn users_that_want_as_much_take_turns() {
+        const USERS: u16 = 4;
+        let turns = FairShare::new(2, 1000);
+        let held = [ask(&turns, USERS).1, ask(&turns, USERS + 1).1];
+        let mut waiting: Vec<_> = (0..40).map(|n| (n % USERS, ask(&turns, n % USERS).0)).collect();
+        drop(held);
+        let mut given = Vec::new();
+        while !waiting.is_empty() {
+            let next = waiting.iter_mut().position(|(_, taking)| poll(taking).is_ready());
+            given.push(waiting.remove(next.expect("a turn is free")).0);
+        }
+        for four in given.chunks(USERS.into()) {
+            let mut four = four.to_vec();
+            four.sort_unstable();
+            assert_eq!(four, [0, 1, 2, 3], "{given:?}");
+        }
     }
 
     proptest! {

@@ -16,8 +16,8 @@ use crate::reach::{Reached, Server};
 use crate::runtime::Runtime;
 
 const TLS: &str = "TLS handshake";
-/// Maximum wait for a TLS handshake. A server that all its agents come back to at once answers them in their order, ten
-/// thousand within this time.
+/// Maximum wait for a TLS handshake: for its turn at a server that all its agents come back to at once, which lasts 10 s at
+/// most, and for the handshake itself.
 const TURN: Duration = Duration::from_secs(20);
 
 /// The agent dials, but the server opens the streams, so this end is the HTTP/2 server.

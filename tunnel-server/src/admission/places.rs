@@ -44,7 +44,7 @@ struct State<K: Ord> {
     ranking: BTreeSet<(u32, Reverse<u64>, K)>,
 }
 
-/// Places of one source, oldest first.
+/// Places of one source, in the order in which they came.
 #[derive(Debug)]
 struct Source {
     since: u64,
@@ -85,8 +85,13 @@ impl<K: Ord + Hash + Clone> Places<K> {
 
     /// True if all places are taken.
     pub(crate) fn is_full(&self) -> bool {
+        self.state.lock().taken >= self.limit
+    }
+
+    /// True if a source without a place gets one: a free one, or that of a source with several.
+    pub(crate) fn admits_newcomers(&self) -> bool {
         let state = self.state.lock();
-        state.taken >= self.limit
+        state.taken < self.limit || state.ranking.last().is_some_and(|(most, ..)| *most > 1)
     }
 
     /// Takes a place for a connection from `source`. Returns `None` if this source may not have one.
@@ -151,7 +156,7 @@ impl<K: Ord + Hash + Clone> State<K> {
             (false, true) => OVERDUE,
             (false, false) => overdue,
         };
-        let victim = self.change(&from, |places| places.take_oldest(now, overdue));
+        let victim = self.change(&from, |places| places.take_overdue(now, overdue));
         let Some(victim) = victim else { return false };
         victim.cancel();
         self.taken -= 1;
@@ -166,19 +171,16 @@ impl Source {
         u32::try_from(count).unwrap_or(u32::MAX)
     }
 
-    /// `overdue`: minimum age of a silent connection, and of one that has sent something.
-    fn take_oldest(&mut self, now: Instant, [silent, speaking]: [Duration; 2]) -> Option<CancellationToken> {
-        let waiting = if speaking.is_zero() { Duration::ZERO } else { Duration::MAX };
-        let kinds =
-            [(&mut self.silent, silent), (&mut self.waiting, waiting), (&mut self.speaking, speaking)];
-        for (holders, overdue) in kinds {
-            if let Some(oldest) = holders.first_entry()
-                && (overdue.is_zero() || now.saturating_duration_since(oldest.get().at) > overdue)
-            {
-                return Some(oldest.remove().evicted);
-            }
-        }
-        None
+    /// Takes the oldest silent one that is overdue, else the newest that waits, which has waited least, else the oldest that
+    /// speaks. `overdue`: minimum age of a silent connection, and of one that has sent something.
+    fn take_overdue(&mut self, now: Instant, [silent, speaking]: [Duration; 2]) -> Option<CancellationToken> {
+        let over =
+            |holder: &Holder, age: Duration| age.is_zero() || now.saturating_duration_since(holder.at) > age;
+        let first = self.silent.first_entry().filter(|oldest| over(oldest.get(), silent));
+        first
+            .or_else(|| self.waiting.last_entry().filter(|_| speaking.is_zero()))
+            .or_else(|| self.speaking.first_entry().filter(|oldest| over(oldest.get(), speaking)))
+            .map(|taken| taken.remove().evicted)
     }
 }
 
@@ -192,11 +194,12 @@ pub(crate) struct Place<K: Ord + Hash + Clone> {
 }
 
 impl<K: Ord + Hash + Clone> Place<K> {
-    /// Called when the connection has sent something that this server has not got to: silent ones are evicted before it, and
-    /// it is not overdue until [`Place::spoke`].
+    /// Called when the connection waits for this server: silent ones are evicted before it, and it is not overdue until
+    /// [`Place::spoke`].
     pub(crate) fn waits(&self) {
         self.state.lock().change(&self.source, |places| {
-            if let Some(holder) = places.silent.remove(&self.number) {
+            let holder = places.silent.remove(&self.number).or_else(|| places.speaking.remove(&self.number));
+            if let Some(holder) = holder {
                 places.waiting.insert(self.number, holder);
             }
         });
@@ -284,15 +287,17 @@ mod tests {
     #[test]
     fn one_that_waits_for_its_turn_is_not_overdue_and_gives_way_to_other_sources_first() {
         let (places, now) = (Places::new(4, u32::MAX), Instant::now());
-        let held: Vec<_> = (0..3).filter_map(|_| places.admit("site", now)).collect();
+        let mut held: Vec<_> = (0..3).filter_map(|_| places.admit("site", now)).collect();
         held.iter().for_each(Place::waits);
         assert!(places.admit("site", now + LATER).is_none());
         held[0].spoke();
         let _other = places.admit("other", now).unwrap();
-        assert!(!held[0].is_evicted() && held[1].is_evicted());
+        // Of those that wait the newest has lost least.
+        assert!(!held[0].is_evicted() && !held[1].is_evicted() && held[2].is_evicted());
         // The place of the one that left is still in use.
-        drop(held.into_iter().nth(1));
+        drop(held.remove(2));
         assert!(places.admit("site", now + LATER).is_some(), "the one that spoke is stuck");
+        assert!(held[0].is_evicted() && !held[1].is_evicted());
     }
 
     #[test]
@@ -327,6 +332,17 @@ mod tests {
     }
 
     #[test]
+    fn newcomers_find_a_place_where_somebody_has_several() {
+        let (places, now) = (Places::new(4, u32::MAX).undisturbed_for(LATER), Instant::now());
+        let several: Vec<_> = (0..3).map(|_| places.admit(0, now).unwrap()).collect();
+        assert!(places.is_full() && places.admits_newcomers());
+        drop(several);
+        let _one_each: Vec<_> = (0..3).map(|source| places.admit(source, now).unwrap()).collect();
+        assert!(places.is_full() && !places.admits_newcomers());
+        assert!(places.admit(3, now).is_none());
+    }
+
+    #[test]
     fn evicted_connections_that_do_not_close_are_bounded() {
         let (places, now) = (Places::new(100, u32::MAX), Instant::now());
         let greedy: Vec<_> = (0..75).map(|_| places.admit(0, now).unwrap()).collect();
@@ -341,7 +357,7 @@ mod tests {
         fn places_are_fair(
             sockets in 1u32..40,
             per_source in 1u32..12,
-            steps in prop::collection::vec((0u8..6, 0u8..8, 0usize..40, 0u64..2_000), 1..300),
+            steps in prop::collection::vec((0u8..7, 0u8..8, 0usize..40, 0u64..2_000), 1..300),
         ) {
             let places = Places::new(sockets, per_source);
             let mut now = Instant::now();
@@ -354,6 +370,7 @@ mod tests {
                     0 if !held.is_empty() => drop(held.swap_remove(index % held.len())),
                     1 if !held.is_empty() => held[index % held.len()].spoke(),
                     2 => now += Duration::from_millis(millis),
+                    3 if !held.is_empty() => held[index % held.len()].waits(),
                     _ => {
                         let evicted_before: Vec<bool> = held.iter().map(Place::is_evicted).collect();
                         let before: Vec<usize> = (0..8).map(|source| of(&held, source)).collect();

@@ -1,10 +1,10 @@
 //! Limits the connections to the agent port, with a place for each stage that they pass.
 //!
 //! Until the end of its handshake a connection competes by its address; addresses from which agents have attached, or
-//! servers and redirectors have linked, have separate places. Handshakes get their turn in the order in which they came: a
-//! connection that waits costs a file, and one that is turned away comes again. With a certificate it competes only with those of the same
-//! node, for a link or for a renewal.
-//! Without one it can only be an enrolment, and these have separate places.
+//! servers and redirectors have linked, have separate places. Handshakes get their turn by their address too, those of one
+//! address in the order in which they came: a connection that waits costs a file, and one that is turned away comes again.
+//! With a certificate it competes only with those of the same node, for a link or for a renewal. Without one it can only be an
+//! enrolment, and these have separate places.
 
 use std::net::IpAddr;
 use std::pin::pin;
@@ -16,6 +16,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout};
 use tunnel_link::link::HANDSHAKE_TIMEOUT;
 use tunnel_runtime::NodeName;
+use tunnel_runtime::fair::{FairShare, Turn};
 
 use super::known::KnownSources;
 use crate::admission::{Budget, Part, Place, Places, Shares, SourceBuckets, source_key};
@@ -76,9 +77,8 @@ pub(super) struct Gate {
     enrolments: Places<IpAddr>,
     additional: Arc<Semaphore>,
     sources: Arc<KnownSources>,
-    /// As many of the handshakes on places of `known`, and of the others, get this server's first answer at a time as there
-    /// are threads.
-    turns: [Arc<Semaphore>; 2],
+    /// Handshakes on places of `known`, and others, that get this server's first answer at a time.
+    turns: [FairShare<IpAddr>; 2],
     /// How many handshakes an unknown source may begin in a time: each costs a signature.
     rate: Mutex<SourceBuckets>,
     /// Links of servers and redirectors, by what they are called in the log.
@@ -100,7 +100,8 @@ impl Gate {
             enrolments: Places::new(budget.places(&ENROLMENTS), u32::MAX),
             additional: Arc::new(Semaphore::new(budget.places(&ADDITIONAL) as usize)),
             sources: Arc::default(),
-            turns: std::array::from_fn(|_| Arc::new(Semaphore::new(threads))),
+            // One source alone gets half of them: as many as there are threads.
+            turns: std::array::from_fn(|_| FairShare::new(2 * threads, 4 * MOST_WAITING as usize)),
             rate: Mutex::new(SourceBuckets::new(BURST, REFILL, MOST_SOURCES)),
             // A link that works does not make room for another one's.
             peers: Places::new(budget.places(&LINKED), LINKS_OF_ONE).undisturbed_for(Duration::MAX),
@@ -110,8 +111,9 @@ impl Gate {
     }
 
     /// Takes a place for a handshake, which waits for its turn.
-    pub(super) fn handshake(&self, address: IpAddr) -> Option<(Place<IpAddr>, Arc<Semaphore>)> {
+    pub(super) fn handshake(&self, address: IpAddr) -> Option<(Place<IpAddr>, Queue)> {
         let (source, now) = (source_key(address), Instant::now());
+        let queue = |turns: &FairShare<IpAddr>| Queue { turns: turns.clone(), source };
         let [of_known, of_others] = &self.turns;
         let known = self.sources.contains(source);
         if !known && !self.rate.lock().take(source, now) {
@@ -120,19 +122,19 @@ impl Gate {
         // When this server has just started all agents come back, and it knows none of them.
         let known = known || self.sources.is_empty();
         if let Some(place) = known.then(|| self.known.admit(source, now)).flatten() {
-            return Some((place, of_known.clone()));
+            return Some((place, queue(of_known)));
         }
-        Some((self.unauthenticated.admit(source, now)?, of_others.clone()))
+        Some((self.unauthenticated.admit(source, now)?, queue(of_others)))
     }
 
-    /// Waits for a moment until a handshake that begins now will find a place of its certificate. More of them would hold memory,
-    /// and wait there.
+    /// Waits for a moment until a handshake that begins now will find a place of its certificate. More of them would hold
+    /// memory, and wait there.
     pub(super) async fn room(&self) {
         let room = async {
             loop {
                 let mut freed = pin!(self.freed.handshakes.notified());
                 freed.as_mut().enable();
-                if !self.certified.is_full() {
+                if self.certified.admits_newcomers() {
                     return;
                 }
                 freed.await;
@@ -166,8 +168,13 @@ impl Gate {
     pub(super) async fn certified_when_free(&self, node: &NodeName, address: IpAddr) -> Option<Certified> {
         let free = async {
             loop {
-                let freed = self.freed.certified.notified();
+                let mut freed = pin!(self.freed.certified.notified());
+                freed.as_mut().enable();
                 let place = self.certified(node, address);
+                if place.is_none() && !self.certified.is_full() {
+                    // This node has too many: the free place is for another one.
+                    self.freed.certified.notify_one();
+                }
                 if place.is_some() || !self.certified.is_full() {
                     return place;
                 }
@@ -180,6 +187,18 @@ impl Gate {
     /// Takes a place for a connection without a certificate.
     pub(super) fn enrolment(&self, address: IpAddr) -> Option<Place<IpAddr>> {
         self.enrolments.admit(source_key(address), Instant::now())
+    }
+}
+
+/// Where a handshake waits for its turn.
+pub(super) struct Queue {
+    turns: FairShare<IpAddr>,
+    source: IpAddr,
+}
+
+impl Queue {
+    pub(super) async fn turn(&self) -> Option<Turn<IpAddr>> {
+        self.turns.take(self.source).await
     }
 }
 

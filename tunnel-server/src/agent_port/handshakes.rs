@@ -12,13 +12,12 @@ use futures_util::poll;
 use rustls::HandshakeKind;
 use tokio::io::Interest;
 use tokio::runtime::Handle;
-use tokio::sync::Semaphore;
 use tokio_rustls::server::TlsStream;
 use tokio_util::task::TaskTracker;
 use tunnel_link::link::{HANDSHAKE_TIMEOUT, Wire, tune_link};
 use tunnel_pki::{ALPN_EDGE, ALPN_TUNNEL, ServerTls};
 
-use super::gate::Gate;
+use super::gate::{Gate, Queue};
 use super::link::LinkContext;
 use crate::admission::{Accept, Place};
 use crate::session::Workers;
@@ -62,14 +61,14 @@ impl Handshakes {
                 accepted = listener.accept(port) => accepted,
                 () = self.context.draining.cancelled() => return,
             };
-            let Some((place, turns)) = self.gate.handshake(peer.ip()) else {
+            let Some((place, queue)) = self.gate.handshake(peer.ip()) else {
                 self.context.metrics.handshake("turned_away");
                 continue;
             };
             let (handshakes, serve) = (self.clone(), serve.clone());
             self.workers.next_handshake().spawn(self.links.track_future(async move {
                 let shaken =
-                    handshakes.until_stop((peer, port), handshakes.shake(wire, &place, &turns)).await;
+                    handshakes.until_stop((peer, port), handshakes.shake(wire, &place, &queue)).await;
                 let Some(mut stream) = shaken else { return };
                 let worker = handshakes.workers.next().clone();
                 let (links, on_worker) = (handshakes.links.clone(), worker.clone());
@@ -108,14 +107,14 @@ impl Handshakes {
 
     /// Does the handshake of a connection, unless its place is needed for another.
     ///
-    /// The first answer is what costs: an agreement on keys and a signature. Clients get it in the order in which they came, and
-    /// whoever has one is served before the next gets it. Otherwise each of ten thousand agents that come back at once would
+    /// The first answer is what costs: an agreement on keys and a signature. Clients of one address get it in the order in which they
+    /// came, and whoever has one is served before the next gets it. Otherwise each of ten thousand agents that come back at once would
     /// wait for the first answers to all others, until most have given up.
     async fn shake(
         &self,
         mut wire: Wire,
         place: &Place<IpAddr>,
-        turns: &Semaphore,
+        queue: &Queue,
     ) -> Result<TlsStream<Wire>, Error> {
         let shaken = async {
             wire.move_here()?;
@@ -124,7 +123,7 @@ impl Handshakes {
             let readable = poll_fn(|cx| wire.poll_readable(cx));
             tokio::time::timeout(SILENCE, readable).await.map_err(|_| Error::Silent)??;
             place.waits();
-            let accepted = begun_in_turn(turns, || self.gate.room(), async {
+            let accepted = begun_in_turn(queue.turn(), || self.gate.room(), async {
                 place.spoke();
                 if has_left(&wire).await? {
                     return Err(Error::Left);
@@ -153,14 +152,13 @@ impl Handshakes {
 
 /// Polls `work` for the first time when its turn has come and there is room. The next one's comes after everything that was
 /// ready meanwhile. `None`: its turn did not come in time.
-async fn begun_in_turn<F: Future, R: Future<Output = ()>>(
-    turns: &Semaphore,
+async fn begun_in_turn<F: Future, R: Future<Output = ()>, T>(
+    turn: impl Future<Output = Option<T>>,
     room: impl FnOnce() -> R,
     work: F,
 ) -> Option<F::Output> {
     let mut work = pin!(work);
-    // Nobody closes the semaphore; without turns there is no order, and nothing else is lost.
-    let turn = tokio::time::timeout(HANDSHAKE_TIMEOUT, turns.acquire()).await.ok()?;
+    let turn = tokio::time::timeout(HANDSHAKE_TIMEOUT, turn).await.ok()??;
     room().await;
     let begun = poll!(work.as_mut());
     tokio::task::yield_now().await;
@@ -211,13 +209,14 @@ impl Error {
 #[cfg(test)]
 mod tests {
     use parking_lot::Mutex;
+    use tunnel_runtime::fair::FairShare;
 
     use super::*;
 
     #[tokio::test]
     async fn whoever_has_an_answer_is_served_before_the_next_gets_one() {
         const CLIENTS: usize = 50;
-        let (turns, said) = (Arc::new(Semaphore::new(1)), Arc::new(Mutex::new(Vec::new())));
+        let (turns, said) = (FairShare::new(2, CLIENTS * 4), Arc::new(Mutex::new(Vec::new())));
         let clients: Vec<_> = (0..CLIENTS)
             .map(|client| {
                 let (turns, said) = (turns.clone(), said.clone());
@@ -227,7 +226,7 @@ mod tests {
                         tokio::task::yield_now().await;
                         said.lock().push((client, "done"));
                     };
-                    begun_in_turn(&turns, || async {}, handshake).await.unwrap();
+                    begun_in_turn(turns.take(0), || async {}, handshake).await.unwrap();
                 })
             })
             .collect();

@@ -119,6 +119,7 @@ impl AgentPort {
                 };
                 let credential = self.context.credential(certificate);
                 let credential = credential.map_err(|error| io::Error::new(denied, error))?;
+                place.waits();
                 let certified = self.handshakes.gate.certified_when_free(&node, peer.ip());
                 let certified = tokio::select! {
                     certified = certified => certified.ok_or(Error::Busy)?,
