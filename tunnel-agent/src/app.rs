@@ -35,12 +35,14 @@ use crate::runtime::Runtime;
 use crate::servers::Servers;
 use crate::session::{LinkSet, Running, Shared, register_links};
 use crate::status::{self, AgentStatus};
-use crate::takeover::{Predecessor, Succession, take_over};
+use crate::takeover::{Predecessor, Succession, TAKE_OVER, take_over};
 
 /// Maximum trust bundles waiting to be installed.
 const BUNDLES: usize = 16;
 /// Maximum time for targets and servers to read the resets of connections that the drain has cut.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Maximum wait for a renewal in progress before the agent before has the node's place back. This agent serves meanwhile.
+const GIVE_BACK: Duration = Duration::from_secs(3);
 
 /// Runs the agent until `shutdown`.
 ///
@@ -249,8 +251,8 @@ impl Bound {
     }
 }
 
-/// Waits until the agent is to end, and until no takeover is in progress. Then drains. `before`: the task that keeps the connection
-/// with the agent that this one took over from.
+/// Waits until the agent is to end, and until no takeover is in progress. Then drains. `before`: the task that keeps
+/// the connection with the agent that this one took over from.
 pub async fn end(
     runtime: &Runtime,
     succession: &Succession,
@@ -260,28 +262,28 @@ pub async fn end(
     ending: impl Future<Output = ()>,
 ) {
     shutdown.draining().await;
-    tokio::select! {
-        // A successor that is still taking over does not have all sessions yet. Connections for the others would fail.
-        _ = tokio::time::timeout(runtime.config.given.drain_timeout, runtime.handover.settled()) => {}
-        () = shutdown.forced() => {}
-    }
+    let settled = settle(runtime, succession, before.as_ref());
+    let renewals = tokio::select! {
+        settled = tokio::time::timeout(runtime.config.given.drain_timeout, settled) => settled.ok().flatten(),
+        () = shutdown.forced() => None,
+    };
     runtime.shutdown.begin();
     succession.close();
-    let passed = runtime.handover.has_passed();
-    // It waits to be stopped, and has the node's place again now, not only once this agent's connections have ended. Where a
-    // successor has the place, it is not to come back.
-    let before = before.filter(|before| !passed && !before.is_finished());
-    if passed || before.is_some() {
+    let alone = runtime.handover.is_alone();
+    // It waits to be stopped, and has the node's place again now, not only once this agent's connections have ended.
+    // Where a successor has the place, or is still taking over, it is not to come back.
+    let before = before.filter(|before| alone && !before.is_finished());
+    if let Some(before) = &before {
+        before.abort();
+    }
+    if !alone || before.is_some() {
         // It answers there. If a successor dies, the next agent must be able to listen there while this one drains.
         admin = None;
     }
     let renews_no_more = async {
-        let _held = match before {
-            Some(before) => {
-                before.abort();
-                succession.hold_renewals().await
-            }
-            None => None,
+        let _held = match renewals {
+            None if before.is_some() => succession.hold_renewals(TAKE_OVER).await,
+            held => held,
         };
         pending::<()>().await;
     };
@@ -290,6 +292,29 @@ pub async fn end(
         () = renews_no_more => {}
     }
     drop(admin);
+}
+
+/// Waits until no takeover is in progress: a successor that is still taking over does not have all sessions yet, and
+/// connections for the others would fail. The returned guard stops renewals, so that the agent `before` may have the
+/// node's place back.
+async fn settle(
+    runtime: &Runtime,
+    succession: &Succession,
+    before: Option<&AbortHandle>,
+) -> Option<OwnedMutexGuard<()>> {
+    loop {
+        runtime.handover.settled().await;
+        let has_one = before.is_some_and(|before| !before.is_finished());
+        // While it has not handed the place over, this agent's renewals are held anyway.
+        if runtime.handover.has_passed() || !has_one || !succession.is_open() {
+            return None;
+        }
+        let renewals = succession.hold_renewals(GIVE_BACK).await;
+        // Otherwise a successor has come meanwhile, and needs the renewals to be free.
+        if runtime.handover.is_alone() {
+            return renewals;
+        }
+    }
 }
 
 /// Waits for the connections in flight, and for `ending` after the timeout, and ends the rest.

@@ -96,7 +96,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt as _;
     use std::time::Duration;
 
-    use super::super::tests_support::{Ca, agent};
+    use super::super::tests::{Ca, agent};
     use super::*;
 
     fn codes_of(outcome: Outcome) -> Vec<&'static str> {

@@ -17,3 +17,4 @@ mod successor;
 
 pub use predecessor::{Predecessor, take_over};
 pub use successor::Succession;
+pub(crate) use successor::TAKE_OVER;

@@ -20,7 +20,7 @@ use crate::runtime::Runtime;
 use crate::session::Running;
 
 /// Maximum wait for a renewal of the certificate that is in progress. A successor waits a minute for an answer.
-const RENEWAL: Duration = Duration::from_secs(45);
+pub(crate) const TAKE_OVER: Duration = Duration::from_secs(45);
 /// Retry interval for creating the socket on a full or read-only disk, and for accepting.
 const RETRY: Duration = Duration::from_secs(10);
 
@@ -62,6 +62,10 @@ impl Succession {
         self.open.cancel();
     }
 
+    pub(crate) fn is_open(&self) -> bool {
+        self.open.is_cancelled()
+    }
+
     /// Waits for [`Self::open`].
     pub(crate) async fn opened(&self) {
         self.open.cancelled().await;
@@ -74,8 +78,8 @@ impl Succession {
         pending::<()>().await;
     }
 
-    /// Serves successors. Returns when this agent drains, or when one ends meanwhile. The returned guard stops renewals: by then
-    /// the place, the socket and the files may be those of the successor's own successor.
+    /// Serves successors. Returns when this agent drains, or when one ends meanwhile. The returned guard stops
+    /// renewals: by then the place, the socket and the files may be those of the successor's own successor.
     async fn serve_all<S: Successors>(
         &self,
         bind: &(impl Fn() -> io::Result<S> + Send + Sync),
@@ -83,17 +87,19 @@ impl Succession {
         let mut listener = self.listen(bind).await;
         loop {
             let accepted = tokio::select! {
-                accepted = listener.accept() => accepted,
+                biased;
                 () = self.closed.cancelled() => {
                     listener.remove();
                     return None;
                 }
+                accepted = listener.accept() => accepted,
             };
             match accepted {
                 Ok(mut stream) => {
                     let mut renewals = None;
                     self.serve(&mut *stream, &mut renewals).await;
                     if self.closed.is_cancelled() {
+                        listener.remove();
                         return renewals;
                     }
                     drop(renewals);
@@ -161,7 +167,7 @@ impl Succession {
                 }
                 Ask::Finish => {
                     *renewals = tokio::select! {
-                        held = self.hold_renewals() => held,
+                        held = self.hold_renewals(TAKE_OVER) => held,
                         // The successor sends nothing until it is answered.
                         ended = receive::<Ask>(stream) => return ended.map(drop),
                     };
@@ -177,10 +183,11 @@ impl Succession {
         Ok(())
     }
 
-    /// Waits until this agent renews its certificate no more. Another agent, which writes the same files, does so only after that.
-    pub(crate) async fn hold_renewals(&self) -> Option<OwnedMutexGuard<()>> {
+    /// Waits, at most for `limit`, until this agent renews its certificate no more. Another agent, which writes the same
+    /// files, gets the node's place only after this wait.
+    pub(crate) async fn hold_renewals(&self, limit: Duration) -> Option<OwnedMutexGuard<()>> {
         let keeper = &self.running.get()?.keeper;
-        let held = tokio::time::timeout(RENEWAL, keeper.hold_pending_key()).await;
+        let held = tokio::time::timeout(limit, keeper.hold_pending_key()).await;
         held.inspect_err(|_| tracing::warn!("failed to end a renewal before the takeover")).ok()
     }
 
@@ -196,12 +203,14 @@ mod tests {
     use std::time::SystemTime;
 
     use tokio::sync::mpsc;
+    use tokio::task::AbortHandle;
     use tunnel_pki::Holder;
     use tunnel_pki::enrol::{EnrollConfig, IdentityKeeper, IdentityMetrics, Recovery};
     use tunnel_runtime::takeover::{Listener, socket_path};
 
     use super::*;
-    use crate::doctor::tests_support::{Ca, agent};
+    use crate::app;
+    use crate::doctor::tests::{Ca, agent};
     use crate::runtime::of_flags;
     use crate::session::{LinkSet, Shared};
     use crate::takeover::{Predecessor, take_over};
@@ -267,12 +276,64 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_agent_that_ends_alone_removes_the_socket() {
+    async fn an_agent_that_ends_removes_the_socket() {
         let state = tempfile::tempdir().unwrap();
         let (first, bind) = (succession(state.path()), at(&state));
         let ended = async { tokio::join!(first.serve_all(&bind), async { first.close() }).0.is_none() };
         assert!(tokio::time::timeout(Duration::from_secs(10), ended).await.unwrap());
         assert!(!socket_path(state.path()).exists());
+
+        let (first, bind) = (succession(state.path()), at(&state));
+        let dies = async {
+            let _second = find(&state).await;
+            first.close();
+        };
+        let ended = async { tokio::join!(first.serve_all(&bind), dies) };
+        tokio::time::timeout(Duration::from_secs(10), ended).await.unwrap();
+        assert!(!socket_path(state.path()).exists(), "its successor has ended first");
+    }
+
+    /// Stops an agent that has taken over and has a connection. Returns the task that keeps the agent before waiting.
+    fn stop(second: &Arc<Succession>) -> AbortHandle {
+        let before = tokio::spawn(pending::<()>()).abort_handle();
+        second.open();
+        let (of, kept) = (second.clone(), before.clone());
+        of.runtime.tasks.spawn(pending::<()>());
+        of.process.begin();
+        tokio::spawn(async move {
+            app::end(&of.runtime, &of, Some(kept), &of.process, None, std::future::ready(())).await;
+        });
+        before
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_agent_before_comes_back_once_a_renewal_has_ended_or_soon() {
+        for ends in [true, false] {
+            let state = tempfile::tempdir().unwrap();
+            let second = succession(state.path());
+            let renewing = run(&second).hold_pending_key().await;
+            let before = stop(&second);
+            tokio::time::sleep(Duration::from_secs(2)).await;
+            assert!(!before.is_finished(), "two agents may write the key");
+            assert!(!second.runtime.shutdown.is_draining(), "nobody has the node's place");
+            let _renewing = (!ends).then_some(renewing);
+            tokio::time::sleep(Duration::from_secs(if ends { 0 } else { 2 })).await;
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            assert!(before.is_finished() && second.runtime.shutdown.is_draining());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_agent_before_does_not_come_back_while_another_one_takes_over() {
+        let state = tempfile::tempdir().unwrap();
+        let second = succession(state.path());
+        let _keeper = run(&second);
+        second.runtime.handover.set(Phase::Passing(BTreeSet::new()));
+        let before = stop(&second);
+        let shutdown = second.runtime.shutdown.clone();
+        tokio::time::timeout(Duration::from_secs(31), shutdown.draining()).await.unwrap();
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(!before.is_finished() && !shutdown.is_forced(), "two agents take the place");
     }
 
     #[tokio::test]

@@ -1,4 +1,4 @@
-//! Certificates for tests.
+//! Tests, and certificates for those of other modules.
 
 use std::time::SystemTime;
 
@@ -8,6 +8,8 @@ use rcgen::{
 };
 use rustls_pki_types::CertificateDer;
 use tunnel_pki::{AgentIdentity, Holder, PrivateKey, TrustBundle, pem_of_certificates};
+
+use super::wanted;
 
 pub(crate) struct Ca {
     issuer: Issuer<'static, KeyPair>,
@@ -38,4 +40,13 @@ pub(crate) fn agent(ca: &Ca, node: &str, from: SystemTime, to: SystemTime) -> Ag
     let pem = PrivateKey::from_pem(&key.serialize_pem()).unwrap().to_pem();
     let roots = TrustBundle::new(vec![ca.root.clone()]).unwrap();
     AgentIdentity::from_pem(&pem_of_certificates(&[certificate.der().clone()]), &pem, roots).unwrap()
+}
+
+#[test]
+fn only_its_own_node_must_be_readable() {
+    let node = "edge-1".parse().unwrap();
+    let with_pods = wanted("x-tunnel-server-svc", Some(&node));
+    let nodes: Vec<_> = with_pods.iter().filter(|right| right.resource == "nodes").collect();
+    assert!(nodes.len() == 1 && nodes[0].name.as_deref() == Some("edge-1"), "{nodes:?}");
+    assert_eq!(wanted("x-tunnel-server-svc", None).len(), with_pods.len() - 1);
 }
