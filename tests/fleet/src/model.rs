@@ -14,8 +14,8 @@ use crate::fleet::{Fleet, Host};
 use crate::server::{DRAIN, Server};
 use crate::view::{OfAgent, OfServer, View};
 
-/// An agent has a session with a server after so long without disturbance: at most a pause after failures (15 s), and what an
-/// agent takes to notice that a link is silent (`--keepalive` and its answer).
+/// An agent has a session with a server after so long without disturbance: at most a pause after failures (5 s, or 15 s
+/// after a refusal), and what an agent takes to notice that a link is silent (`--keepalive` and its answer).
 const ATTACHES: Duration = Duration::from_secs(32);
 /// The same after an upgrade of that server.
 const MOVES: Duration = Duration::from_secs(3);

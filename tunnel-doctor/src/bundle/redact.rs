@@ -1,5 +1,6 @@
 //! Removes secrets from text: keys, tokens and passwords. A bundle should not have any; this is a second line of
 //! defence.
+
 use std::sync::LazyLock;
 
 use regex::Regex;
@@ -10,15 +11,15 @@ struct Pattern(Regex, &'static str);
 /// In this order: a value may be any of the later ones.
 static PATTERNS: LazyLock<Vec<Pattern>> = LazyLock::new(|| {
     let patterns = [
-        // From its first to its last line, or to the end of a text that ends in it. A key on one line, as in JSON, begins and
-        // ends there.
+        // From its first to its last line, or to the end of a text that ends in it. A key on one line, as in JSON, begins
+        // and ends there.
         (
             r"(?m)^[^\n]*-----BEGIN[^\n]*?PRIVATE KEY(?s:.*?-----END[^\n]*PRIVATE KEY[^\n]*(?:\n|\z)|.*)",
             "*** a private key was here ***\n",
         ),
-        // A log whose beginning was cut off within the key.
+        // A log whose beginning was cut off within the key. Its lines may end in CR LF.
         (
-            r"(?m)(?:^[ \t]*[A-Za-z0-9+/=]*[ \t]*\n)*^[^\n]*-----END[^\n]*PRIVATE KEY[^\n]*(?:\n|\z)",
+            r"(?m)(?:^[ \t]*[A-Za-z0-9+/=]*[ \t\r]*\n)*^[^\n]*-----END[^\n]*PRIVATE KEY[^\n]*(?:\n|\z)",
             "*** a private key was here ***\n",
         ),
         // User and password in http://USER:PASSWORD@HOST.
@@ -34,7 +35,7 @@ static PATTERNS: LazyLock<Vec<Pattern>> = LazyLock::new(|| {
         (r"[A-Za-z0-9._-]*\b[a-z0-9]{6}\.[a-z0-9]{26}\b[A-Za-z0-9._-]*", "***"),
         (r"\beyJ[A-Za-z0-9_-]*\.[A-Za-z0-9_-]*\.[A-Za-z0-9_-]*", "***"),
     ];
-    // Constants, checked by a test.
+    // Cannot fail: the patterns are constants, and the tests compile all of them.
     let pattern = |(pattern, instead)| Pattern(Regex::new(pattern).expect("it is a pattern"), instead);
     patterns.into_iter().map(pattern).collect()
 });
@@ -65,6 +66,10 @@ mod tests {
             (
                 "MIIEvQ+x/\nq3Fw==\n-----END PRIVATE KEY-----\nlast\n",
                 "*** a private key was here ***\nlast\n",
+            ),
+            (
+                "MIIEvQ+x/\r\nq3Fw==\r\n-----END PRIVATE KEY-----\r\nlast\r\n",
+                "*** a private key was here ***\nlast\r\n",
             ),
             ("a line\nq3Fw==\n-----END PRIVATE KEY-----\n", "a line\n*** a private key was here ***\n"),
             ("proxy http://user:pa%40ss@proxy:3128/ answers\n", "proxy http://***@proxy:3128/ answers\n"),

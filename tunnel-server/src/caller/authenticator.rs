@@ -1,5 +1,6 @@
 //! Finds the owners of tokens, in the file or in the cluster, at every listener that takes tokens: none that others can
-//! read. Guessing is hopeless: the file's tokens have a minimum length, and a cluster's are long.
+//! read. Wrong tokens are not counted: guessing is hopeless, as the file's tokens are to be random and have a minimum
+//! length, and a cluster's are long.
 
 use std::net::IpAddr;
 use std::sync::Arc;

@@ -7,7 +7,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::identity::{AUTHENTICATED, Caller};
 
-/// Minimum length of a token: shorter ones can be guessed.
+/// Minimum length of a token: shorter ones can be guessed. Longer ones are to be random, which cannot be checked.
 const LEAST: usize = 16;
 
 /// Owners of tokens, by the token's hash: the tokens themselves are not kept.
@@ -35,7 +35,8 @@ impl Tokens {
             };
             if token.len() < LEAST {
                 return Err(wrong(
-                    "the token has fewer than 16 characters and can be guessed: make a random one (`openssl rand -hex 16`)",
+                    "the token has fewer than 16 characters and can be guessed: make a random one \
+                     (`openssl rand -hex 16`)",
                 ));
             }
             if user.is_empty() {
@@ -78,7 +79,8 @@ mod tests {
             ("\nalices-own-token", "line 2: not TOKEN,USER,UID[,\"GROUP,GROUP\"]"),
             (
                 "alices-token-15,a,1",
-                "line 1: the token has fewer than 16 characters and can be guessed: make a random one (`openssl rand -hex 16`)",
+                "line 1: the token has fewer than 16 characters and can be guessed: make a random one \
+                 (`openssl rand -hex 16`)",
             ),
             ("alices-own-token,,1", "line 1: the user is empty"),
             ("alices-own-token,a,1,\"x,y", "line 1: the quote of the groups is not closed"),

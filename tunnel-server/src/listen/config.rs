@@ -50,8 +50,8 @@ pub struct CommonConfig {
     /// changes [default: in a cluster, the one that kube-apiserver accepts; else none is asked for].
     #[arg(long, value_name = "FILE")]
     pub client_ca_file: Option<PathBuf>,
-    /// Callers' tokens, as kube-apiserver's flag of this name reads them (TOKEN,USER,UID,"GROUPS"), of at least 16 characters, and
-    /// again when the file changes; in a cluster besides those that the API server knows [default: none].
+    /// Callers' tokens, as kube-apiserver's flag of this name reads them (TOKEN,USER,UID,"GROUPS"), but random and of at least 16
+    /// characters, and again when the file changes; in a cluster besides those that the API server knows [default: none].
     #[arg(long, value_name = "FILE")]
     pub token_auth_file: Option<PathBuf>,
     /// Audiences that a cluster's tokens may be for, at every listener that takes tokens of callers, comma-separated; api-server
