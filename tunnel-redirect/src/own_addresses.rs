@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use tunnel_runtime::net::{Ended, NetChanges};
 
 use super::error::RedirectError;
@@ -11,6 +11,9 @@ use super::running::Redirect;
 
 /// Interval at which the addresses are reread anyway.
 const PERIOD: Duration = Duration::from_secs(30);
+/// Time between two readings of the interfaces that lead to other hosts: every pod that starts changes addresses, and there may be a
+/// million routes to read.
+const UPLINKS: Duration = Duration::from_secs(5);
 /// Pause before a broken netlink subscription is renewed.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -32,12 +35,17 @@ impl Redirect {
             operation: "subscribe to address changes".into(),
             reason: error.to_string(),
         })?;
+        let mut uplinks_due = Instant::now();
         loop {
-            let applied = self.offload(Self::refresh_addresses).await?;
+            let uplinks = uplinks_due <= Instant::now();
+            let applied = self.offload(move |this| this.refresh_addresses(uplinks)).await?;
+            if uplinks {
+                uplinks_due = Instant::now() + UPLINKS;
+            }
             if applied.writes + applied.deletes > 0 {
                 tracing::info!(added = applied.writes, removed = applied.deletes, "host addresses changed");
             }
-            if let Err(ended) = changes.next(PERIOD).await {
+            if let Err(ended) = changes.next(if uplinks { PERIOD } else { UPLINKS }).await {
                 return Ok(ended);
             }
         }

@@ -290,8 +290,9 @@ impl Redirect {
         Ok(restored)
     }
 
-    /// Rereads this host's addresses and brings the maps up to date with them.
-    pub(super) fn refresh_addresses(&self) -> Result<Applied, RedirectError> {
+    /// Rereads this host's addresses, and the interfaces that lead to other hosts if told so, and brings the maps up to date with
+    /// them.
+    pub(super) fn refresh_addresses(&self, uplinks: bool) -> Result<Applied, RedirectError> {
         let listed = interface_addresses().map_err(|error| RedirectError::Netlink {
             operation: "list this host's addresses".into(),
             reason: error.to_string(),
@@ -301,7 +302,9 @@ impl Redirect {
         if inner.stopped {
             return Err(RedirectError::Stopped);
         }
-        inner.refresh_uplinks(true);
+        if uplinks {
+            inner.refresh_uplinks(true);
+        }
         if inner.current && inner.own == own {
             return Ok(Applied::default());
         }
@@ -346,17 +349,24 @@ impl Inner {
         if !always && self.uplinks_to.as_ref() == Some(&others) {
             return;
         }
-        let read = by_route.uplinks(&others);
-        self.uplinks_to = read.is_ok().then_some(others);
-        match read.and_then(|uplinks| self.maps.set_uplinks(&uplinks, &self.uplinks).map(|()| uplinks)) {
-            Ok(uplinks) => {
-                self.uplinks = uplinks;
-                self.uplinks_failed.clear();
+        self.uplinks_to = None;
+        let problem = match by_route.uplinks(&others).and_then(|found| {
+            self.maps.set_uplinks(&found.interfaces, &self.uplinks)?;
+            Ok(found)
+        }) {
+            Ok(found) => {
+                self.uplinks = found.interfaces;
+                self.uplinks_to = Some(others);
+                found.incomplete
             }
-            Err(error) if self.uplinks_failed.is_new(&error) => {
+            Err(error) => Some(error),
+        };
+        match problem {
+            None => _ = self.uplinks_failed.clear(),
+            Some(error) if self.uplinks_failed.is_new(&error) => {
                 tracing::warn!(%error, "failed to read the interfaces that lead to other hosts, pods are known by their address alone");
             }
-            Err(_) => {}
+            Some(_) => {}
         }
     }
 

@@ -126,7 +126,7 @@ impl Redirect {
             health: Mutex::new(Health::default()),
         };
         redirect.ensure_routes()?;
-        redirect.refresh_addresses()?;
+        redirect.refresh_addresses(true)?;
         redirect.lock().programs.attach(&redirect.cgroup, &redirect.netns)?;
         redirect.first_verification()?;
         tracing::info!(

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::Write as _;
+use std::sync::Mutex;
 use std::time::Instant;
 
 use tunnel_redirect::RedirectConfig;
@@ -15,6 +16,8 @@ use crate::support::{EDGE, POD_RANGE, World, desired, ip, net_of, with_client};
 pub(crate) const CASES: &[Case] = &[
     ("by_route::a_neighbour_is_no_pod_of_this_host", spoofed_pod),
     ("by_route::a_neighbour_is_no_pod_by_any_routing_table", other_tables),
+    ("by_route::a_next_hop_by_its_number_alone_is_reported", next_hops),
+    ("by_route::a_next_hop_without_an_interface_is_reported", next_hops),
     ("scale::uplinks_beside_a_full_routing_table", full_table),
 ];
 
@@ -78,6 +81,35 @@ fn other_tables() {
     let world = start(desired(&[EDGE]));
     neighbour.connect(Some("10.244.1.200"), "10.8.0.7:10250").unwrap();
     assert_eq!(world.counter("route4/steered"), 1, "lan0 is not known to lead to other hosts");
+}
+
+/// Of a host whose routing daemon makes next hops of their own, without the interfaces that old programs look for.
+fn next_hops() {
+    let (mut pod, mut neighbour) = (pod_of_this_host(), neighbour());
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let subscriber = tracing_subscriber::fmt()
+        .with_env_filter("warn")
+        .with_ansi(false)
+        .with_writer(Mutex::new(file.reopen().unwrap()))
+        .finish();
+    let _guard = tracing::subscriber::set_default(subscriber);
+    let warned = || fs::read_to_string(file.path()).unwrap().contains("set net.ipv4.nexthop_compat_mode=1");
+    ip("nexthop add id 7 via 10.1.0.2 dev lan0");
+    ip("route add default nhid 7");
+    let world = start(desired(&[EDGE]));
+    refused(&world, &mut neighbour, &mut pod, "a next hop with its interface");
+    assert!(!warned());
+    drop(world);
+    fs::write("/proc/sys/net/ipv4/nexthop_compat_mode", "0").unwrap();
+    let world = start(desired(&[EDGE]));
+    assert!(warned());
+    neighbour.connect(Some("10.244.1.200"), "10.8.0.7:10250").unwrap();
+    assert_eq!(world.counter("route4/steered"), 1, "it is known by its address alone");
+    drop(world);
+    // The other interfaces are known.
+    ip("route add default via 10.1.0.2 dev lan0 table 100");
+    let world = start(desired(&[EDGE]));
+    refused(&world, &mut neighbour, &mut pod, "a route of another table");
 }
 
 /// Of a host that speaks BGP: what is not needed is not stored.

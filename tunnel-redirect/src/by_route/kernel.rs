@@ -1,8 +1,8 @@
 //! Reads and writes rules and routes by rtnetlink, many in one system call.
 
-use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
+use std::{io, mem};
 
 use ipnet::IpNet;
 use netlink_packet_route::RouteNetlinkMessage;
@@ -15,8 +15,8 @@ use netlink_packet_route::route::{
 use netlink_packet_route::rule::RuleMessage;
 use nix::libc;
 use rtnetlink::packet_core::{
-    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_EXCL, NLM_F_REPLACE, NLM_F_REQUEST,
-    NetlinkMessage, NetlinkPayload,
+    DecodeError, NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_EXCL, NLM_F_REPLACE,
+    NLM_F_REQUEST, NLMSG_DONE, NLMSG_ERROR, NetlinkBuffer, NetlinkMessage, NetlinkPayload,
 };
 use rtnetlink::sys::{Socket, protocols::NETLINK_ROUTE};
 use socket2::SockRef;
@@ -39,6 +39,8 @@ pub(super) struct Kernel {
     sequence: u32,
     /// Address of the socket, which the kernel names as the author of a change.
     pub(super) port: u32,
+    /// It was logged that others' rules or routes are not understood.
+    warned: bool,
 }
 
 impl Kernel {
@@ -49,7 +51,7 @@ impl Kernel {
             // Lists are then of what was asked for only.
             socket.set_netlink_get_strict_chk(true)?;
             SockRef::from(&socket).set_read_timeout(Some(DEADLINE))?;
-            Ok(Self { socket, sequence: 0, port })
+            Ok(Self { socket, sequence: 0, port, warned: false })
         };
         open().map_err(|error: io::Error| failed("open a connection", &error))
     }
@@ -206,7 +208,7 @@ impl Kernel {
         let answers = self
             .exchange(&buffer, |message| found.push(message))
             .map_err(|error| failed(operation, &error))?;
-        Ok(answers.errors.into_iter().next().map_or(Ok(found), Err))
+        Ok(answers.errors.into_iter().chain(answers.unknown).next().map_or(Ok(found), Err))
     }
 
     /// Makes changes, the last of each batch with an acknowledgement; the kernel answers the others only if they fail.
@@ -240,7 +242,7 @@ impl Kernel {
         Ok(())
     }
 
-    /// Returns what `keep` makes of the messages of a list.
+    /// Returns what `keep` makes of the messages of a list. Rules and routes of others that are not understood are left out.
     fn list<T>(
         &mut self,
         operation: &str,
@@ -266,7 +268,12 @@ impl Kernel {
                     return Ok(Vec::new());
                 }
                 Some(error) => return Err(failed(operation, error)),
-                None if !answers.interrupted => return Ok(found),
+                None if !answers.interrupted => {
+                    if let Some(reason) = answers.unknown.filter(|_| !mem::replace(&mut self.warned, true)) {
+                        tracing::warn!(operation, %reason, "left out rules or routes that are not understood");
+                    }
+                    return Ok(found);
+                }
                 None => {}
             }
         }
@@ -288,40 +295,13 @@ impl Kernel {
     /// Sends requests and reads the answers, up to the one to the last request, whose messages go to `see`.
     fn exchange(&mut self, requests: &[u8], mut see: impl FnMut(RouteNetlinkMessage)) -> io::Result<Answers> {
         self.socket.send(requests, 0)?;
-        let first = self.sequence.wrapping_sub(BATCH as u32);
         let mut answers = Answers::default();
         let mut buffer = Vec::with_capacity(BUFFER);
         loop {
             buffer.clear();
             self.socket.recv(&mut buffer, 0)?;
-            let mut rest = &buffer[..];
-            while let Some(length) = rest.first_chunk().map(|length| u32::from_ne_bytes(*length)) {
-                let message = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest);
-                let message = message.map_err(|error| io::Error::other(error.to_string()))?;
-                rest = rest.get((length as usize).next_multiple_of(4)..).unwrap_or_default();
-                let last = message.header.sequence_number == self.sequence;
-                if !last && message.header.sequence_number.wrapping_sub(first) > BATCH as u32 {
-                    // The rest of an answer that was given up.
-                    continue;
-                }
-                answers.interrupted |= message.header.flags & NLM_F_DUMP_INTR != 0;
-                match message.payload {
-                    NetlinkPayload::Error(error) => {
-                        answers.errors.extend(error.code.map(|_| error.to_io()));
-                        if last {
-                            return Ok(answers);
-                        }
-                    }
-                    NetlinkPayload::Done(done) if last => {
-                        if done.code < 0 {
-                            answers.errors.push(io::Error::from_raw_os_error(-done.code));
-                        }
-                        return Ok(answers);
-                    }
-                    NetlinkPayload::InnerMessage(message) if last => see(message),
-                    // The rest of an answer that was given up.
-                    _ => {}
-                }
+            if answers.read(&buffer, self.sequence, &mut see)? {
+                return Ok(answers);
             }
         }
     }
@@ -333,6 +313,56 @@ struct Answers {
     errors: Vec<io::Error>,
     /// The list changed meanwhile.
     interrupted: bool,
+    /// The first message that is not understood. The others are read nevertheless: a list that is not read to its end stays on the
+    /// socket, and the kernel begins no other one.
+    unknown: Option<io::Error>,
+}
+
+impl Answers {
+    /// Reads what one system call returned. Returns true at the end of the answer to the last request, which has this number.
+    fn read(
+        &mut self,
+        mut rest: &[u8],
+        sequence: u32,
+        see: &mut impl FnMut(RouteNetlinkMessage),
+    ) -> io::Result<bool> {
+        let undecoded = |error: DecodeError| io::Error::other(error.to_string());
+        let first = sequence.wrapping_sub(BATCH as u32);
+        while !rest.is_empty() {
+            let message = NetlinkBuffer::new_checked(rest).map_err(undecoded)?;
+            let (number, kind) = (message.sequence_number(), message.message_type());
+            let decoded = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest);
+            rest = rest.get((message.length() as usize).next_multiple_of(4)..).unwrap_or_default();
+            let last = number == sequence;
+            if !last && number.wrapping_sub(first) > BATCH as u32 {
+                // The rest of an answer that was given up.
+                continue;
+            }
+            self.interrupted |= message.flags() & NLM_F_DUMP_INTR != 0;
+            match decoded.map(|message| message.payload) {
+                Ok(NetlinkPayload::Error(error)) => {
+                    self.errors.extend(error.code.map(|_| error.to_io()));
+                    if last {
+                        return Ok(true);
+                    }
+                }
+                Ok(NetlinkPayload::Done(done)) if last => {
+                    if done.code < 0 {
+                        self.errors.push(io::Error::from_raw_os_error(-done.code));
+                    }
+                    return Ok(true);
+                }
+                Ok(NetlinkPayload::InnerMessage(message)) if last => see(message),
+                // The rest of an answer that was given up.
+                Ok(_) => {}
+                Err(error) if matches!(kind, NLMSG_ERROR | NLMSG_DONE) => return Err(undecoded(error)),
+                Err(error) => {
+                    self.unknown.get_or_insert_with(|| undecoded(error));
+                }
+            }
+        }
+        Ok(false)
+    }
 }
 
 fn failed(operation: &str, error: &io::Error) -> RedirectError {
@@ -350,4 +380,49 @@ fn any_route(ipv6: bool) -> RouteMessage {
     request.header.scope = RouteScope::Universe;
     request.header.protocol = RouteProtocol::Unspec;
     request
+}
+
+#[cfg(test)]
+mod tests {
+    use rtnetlink::packet_core::{DoneMessage, NetlinkHeader};
+
+    use super::*;
+
+    /// As from the kernel, for a request with this number.
+    fn bytes(payload: NetlinkPayload<RouteNetlinkMessage>, sequence: u32) -> Vec<u8> {
+        let mut message = NetlinkMessage::new(NetlinkHeader::default(), payload);
+        message.header.sequence_number = sequence;
+        message.finalize();
+        let mut bytes = vec![0; message.buffer_len()];
+        message.serialize(&mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn a_message_that_is_not_understood_does_not_end_a_list() {
+        let route = |index| {
+            let mut route = any_route(false);
+            route.attributes = vec![RouteAttribute::Oif(index)];
+            bytes(NetlinkPayload::InnerMessage(RouteNetlinkMessage::NewRoute(route)), 7)
+        };
+        // An attribute that is longer than its message.
+        let mut broken = route(3);
+        let attribute = broken.len() - 8;
+        broken[attribute..attribute + 2].copy_from_slice(&400_u16.to_ne_bytes());
+        let done = bytes(NetlinkPayload::Done(DoneMessage::default()), 7);
+        let others_end = bytes(NetlinkPayload::Done(DoneMessage::default()), 6_u32.wrapping_sub(BATCH as u32));
+        let list = [route(2), broken, others_end, route(4)].concat();
+
+        let (mut answers, mut seen) = (Answers::default(), Vec::new());
+        let mut see = |message| match message {
+            RouteNetlinkMessage::NewRoute(route) => seen.extend(route.attributes),
+            other => panic!("{other:?}"),
+        };
+        assert!(!answers.read(&list, 7, &mut see).unwrap());
+        assert!(answers.read(&done, 7, &mut see).unwrap(), "the end of the list");
+        assert_eq!(seen, [RouteAttribute::Oif(2), RouteAttribute::Oif(4)]);
+        assert!(answers.unknown.is_some() && answers.errors.is_empty());
+        // A length beyond the end.
+        assert!(Answers::default().read(&done[..12], 7, &mut |_| ()).is_err());
+    }
 }

@@ -8,7 +8,7 @@ use tunnel_abi::{LOOPBACK_IFINDEX, UPLINK_CAPACITY};
 use super::device::{self, Device};
 use super::kernel::Kernel;
 use super::messages::{ListedRule, Place};
-use super::uplinks;
+use super::uplinks::{self, Uplinks};
 use super::wanted::{Kind, Packets, Route, Rule, Table, Wanted};
 use crate::error::RedirectError;
 
@@ -229,17 +229,18 @@ impl ByRoute {
 
     /// Interfaces that lead to other hosts: those of default routes, and those by which these addresses are reached. Of all
     /// tables: a host with several networks may have the default route of one in a table for some sources only.
-    pub(crate) fn uplinks(&mut self, others: &BTreeSet<IpAddr>) -> Result<BTreeSet<u32>, RedirectError> {
-        let mut uplinks = BTreeSet::new();
+    pub(crate) fn uplinks(&mut self, others: &BTreeSet<IpAddr>) -> Result<Uplinks, RedirectError> {
+        let mut uplinks = Uplinks::default();
         for ipv6 in families(true) {
             let routes = self.kernel.unicast_routes(ipv6, |route| uplinks::leads_to(route, others))?;
-            uplinks.extend(routes.iter().flat_map(uplinks::interfaces));
+            routes.iter().for_each(|route| uplinks.add(route));
         }
-        uplinks.remove(&LOOPBACK_IFINDEX);
-        for interface in uplinks.clone() {
-            uplinks.extend(self.kernel.controller(interface)?);
+        uplinks.interfaces.remove(&LOOPBACK_IFINDEX);
+        for interface in uplinks.interfaces.clone() {
+            uplinks.interfaces.extend(self.kernel.controller(interface)?);
         }
-        Ok(uplinks.into_iter().take(UPLINK_CAPACITY as usize).collect())
+        uplinks.interfaces = uplinks.interfaces.into_iter().take(UPLINK_CAPACITY as usize).collect();
+        Ok(uplinks)
     }
 
     /// Index of the device.

@@ -5,6 +5,7 @@ use std::net::IpAddr;
 
 use netlink_packet_route::route::{RouteAttribute, RouteMessage, RouteType};
 
+use crate::error::RedirectError;
 use crate::netlink::destination;
 
 /// True for default routes, and routes to one of these hosts. A network plugin may lead to other hosts' pods by the
@@ -17,7 +18,33 @@ pub(super) fn leads_to(route: &RouteMessage, hosts: &BTreeSet<IpAddr>) -> bool {
         })
 }
 
-pub(super) fn interfaces(route: &RouteMessage) -> Vec<u32> {
+/// The interfaces that were found, and a reason for which there may be more.
+#[derive(Default)]
+pub(crate) struct Uplinks {
+    pub(crate) interfaces: BTreeSet<u32>,
+    pub(crate) incomplete: Option<RedirectError>,
+}
+
+impl Uplinks {
+    pub(super) fn add(&mut self, route: &RouteMessage) {
+        let interfaces = interfaces(route);
+        let next_hop = route.attributes.iter().find_map(|attribute| match attribute {
+            RouteAttribute::NhId(id) => Some(id),
+            _ => None,
+        });
+        if let Some(id) = next_hop.filter(|_| interfaces.is_empty()) {
+            self.incomplete = Some(RedirectError::Netlink {
+                operation: "list the routes of --redirect-pods=route".into(),
+                reason: format!(
+                    "a route names no interface, only the next hop {id}: set net.ipv4.nexthop_compat_mode=1"
+                ),
+            });
+        }
+        self.interfaces.extend(interfaces);
+    }
+}
+
+fn interfaces(route: &RouteMessage) -> Vec<u32> {
     let of = |attribute: &RouteAttribute| match attribute {
         RouteAttribute::Oif(index) => vec![*index],
         RouteAttribute::MultiPath(hops) => hops.iter().map(|hop| hop.interface_index).collect(),
@@ -68,5 +95,19 @@ mod tests {
         let uplinks: Vec<u32> =
             routes.iter().filter(|route| leads_to(route, &hosts)).flat_map(interfaces).collect();
         assert_eq!(uplinks, [2, 3, 4, 5]);
+    }
+
+    #[test]
+    fn a_next_hop_without_an_interface_is_reported() {
+        let mut uplinks = Uplinks::default();
+        let mut both = route(None, RouteAttribute::NhId(7));
+        both.attributes.push(RouteAttribute::Oif(2));
+        uplinks.add(&both);
+        assert!(uplinks.incomplete.is_none());
+        uplinks.add(&route(None, RouteAttribute::NhId(8)));
+        uplinks.add(&route(None, RouteAttribute::Oif(3)));
+        assert_eq!(uplinks.interfaces, [2, 3].into());
+        let incomplete = uplinks.incomplete.unwrap().to_string();
+        assert!(incomplete.contains("only the next hop 8: set net.ipv4.nexthop_compat_mode=1"), "{incomplete}");
     }
 }
