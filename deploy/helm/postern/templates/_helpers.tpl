@@ -14,6 +14,16 @@ app.kubernetes.io/part-of: postern
 ["node-role.kubernetes.io/control-plane","node-role.kubernetes.io/controlplane","node-role.kubernetes.io/master","node.kubernetes.io/microk8s-controlplane"]
 {{- end }}
 
+{{/* Expressions that match no master. */}}
+{{- define "postern.notMasters" -}}
+{{- range $at, $label := include "postern.masters" . | fromJsonArray }}
+{{- if $at }}
+{{ end -}}
+- key: {{ $label }}
+  operator: DoesNotExist
+{{- end }}
+{{- end }}
+
 {{/* The nodes of gateways. */}}
 {{- define "postern.gateways" -}}
 - matchExpressions:
