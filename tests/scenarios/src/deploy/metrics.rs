@@ -116,10 +116,14 @@ async fn read(cluster: &Cluster<'_>, worker: &CloudHost) -> Result<()> {
     }
 
     rights::of_components(cluster, "deploy::prometheus_reads_servers").await?;
+    doctor_misses_rights(cluster).await
+}
+
+async fn doctor_misses_rights(cluster: &Cluster<'_>) -> Result<()> {
     let state = |check: &Value| check["state"].as_str().unwrap_or_default().to_owned();
     let check = checked(cluster).await?;
     ensure!(state(&check) == "ok", "{check:#}");
-    kubectl.run(&["delete", "clusterrolebinding", "postern:tunnel-server-metrics"]).await?;
+    cluster.kubectl.run(&["delete", "clusterrolebinding", "postern:tunnel-server-metrics"]).await?;
     let missed = wait_until(
         "doctor to miss the rights",
         PATIENCE,
