@@ -184,18 +184,25 @@ pub(crate) fn need_cargo_tool(name: &str, version: &str) -> Result<()> {
     install(name, version, &["--locked"])
 }
 
-/// Returns the path of a program that is installed beside cargo's other tools if it is missing.
+/// Returns the path of a program that is installed beside cargo's other tools if it is missing there, or of another version: that
+/// would make other files of a release.
 pub(crate) fn need_program(name: &str, version: &str, options: &[&str]) -> Result<PathBuf> {
     let path = cargo_home()?.join("bin").join(name);
-    if !succeeds(program(&path).arg("--version")) {
+    let installed = output(program(&path).arg("--version")).unwrap_or_default();
+    if !is_version(&installed, version) {
         install(name, version, options)?;
     }
     Ok(path)
 }
 
+/// Compares with an output such as `mdbook v0.5.4`.
+fn is_version(output: &str, version: &str) -> bool {
+    output.split_whitespace().any(|word| word.trim_start_matches('v') == version)
+}
+
 /// Cargo builds it in a temporary folder, outside of the project's.
 fn install(name: &str, version: &str, options: &[&str]) -> Result<()> {
-    println!("{name} is missing: installing it with `cargo install {name}`");
+    println!("{name} {version} is missing: installing it with `cargo install {name}`");
     let mut install = cargo();
     install.args(["install", name, "--version", version]).args(options).env_remove("CARGO_TARGET_DIR");
     run(install.current_dir("/"))
@@ -204,4 +211,16 @@ fn install(name: &str, version: &str, options: &[&str]) -> Result<()> {
 /// Reports whether this process runs as root.
 pub(crate) fn is_root() -> bool {
     nix::unistd::Uid::effective().is_root()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_of_another_version_does_not_count() {
+        assert!(is_version("mdbook v0.5.4\n", "0.5.4"));
+        assert!(!is_version("mdbook v0.5.40\n", "0.5.4"));
+        assert!(!is_version("", "0.5.4"));
+    }
 }

@@ -1,5 +1,6 @@
 //! `cargo xtask lint`.
 use std::fs;
+use std::io::ErrorKind;
 use std::path::Path;
 use std::time::Duration;
 
@@ -51,12 +52,13 @@ fn deny(tally: &mut Tally) -> Result<()> {
 /// Compares the dependencies with RustSec's database. Where it cannot be fetched, the copy of an earlier run counts, for as long
 /// as deny.toml says.
 fn advisories(tally: &mut Tally) -> Result<()> {
+    let databases = cargo_home()?.join("advisory-dbs");
     if let Err(error) = output(cargo().args(["deny", "fetch", "db"])) {
+        forget_attempts(&databases)?;
         let text = format!("{error:#}");
         let reason = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
         println!("advisories: the database cannot be fetched ({reason})");
     }
-    let databases = cargo_home()?.join("advisory-dbs");
     let marker = cache::folder()?.join("no-advisories-since");
     if has_database(&databases) {
         fs::remove_file(marker).ok();
@@ -82,6 +84,21 @@ fn tolerate_none(marker: &Path) -> Result<()> {
     };
     let age = made.modified()?.elapsed().unwrap_or_default();
     ensure!(age < LIMIT, "there has been none for 30 days: no known weakness would be noticed");
+    Ok(())
+}
+
+/// To be called after a fetch that failed, at which git writes FETCH_HEAD as well: cargo-deny takes its time for that of the copy.
+/// Without the file it takes that of the last commit, or of HEAD, which git writes with the copy.
+fn forget_attempts(databases: &Path) -> Result<()> {
+    for database in fs::read_dir(databases).into_iter().flatten().flatten() {
+        let file = database.path().join(".git/FETCH_HEAD");
+        match fs::remove_file(&file) {
+            Err(error) if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+                return Err(error).with_context(|| format!("removing {}", file.display()));
+            }
+            _ => {}
+        }
+    }
     Ok(())
 }
 
@@ -131,6 +148,32 @@ mod tests {
         assert!(!has_database(folder.path()));
         fs::create_dir_all(folder.path().join("advisory-db-1/.git")).unwrap();
         assert!(has_database(folder.path()));
+    }
+
+    #[test]
+    fn a_failed_fetch_does_not_make_a_database_younger() {
+        let folder = tempfile::tempdir().unwrap();
+        let database = folder.path().join("advisory-db-1");
+        fs::write(folder.path().join("db.lock"), "").unwrap();
+        let git = |arguments: &[&str]| {
+            let dates =
+                [("GIT_AUTHOR_DATE", "2020-01-01T00:00:00Z"), ("GIT_COMMITTER_DATE", "2020-01-01T00:00:00Z")];
+            program("git").arg("-C").arg(&database).args(arguments).envs(dates).output().unwrap()
+        };
+        fs::create_dir(&database).unwrap();
+        assert!(git(&["init", "--quiet"]).status.success());
+        let who = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"];
+        let commit = git(&[&who[..], &["commit", "--quiet", "--allow-empty", "--message=old"]].concat());
+        assert!(commit.status.success(), "{commit:?}");
+        git(&["remote", "add", "origin", "/nowhere/advisory-db"]);
+        assert!(!git(&["fetch", "--depth=1", "-u", "origin", "HEAD"]).status.success());
+        let fetched = database.join(".git/FETCH_HEAD");
+        assert!(fetched.exists(), "git writes it in any case");
+        forget_attempts(folder.path()).unwrap();
+        assert!(!fetched.exists());
+        // As often as it fails, and where there is no copy.
+        forget_attempts(folder.path()).unwrap();
+        forget_attempts(&folder.path().join("none")).unwrap();
     }
 
     #[test]

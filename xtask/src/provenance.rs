@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 
 use crate::image::VERSION;
@@ -40,16 +40,6 @@ impl Build {
         let text = serde_json::to_string_pretty(&self.statement(folder)?).context("the provenance")?;
         let path = folder.join(STATEMENT);
         fs::write(&path, text + "\n").with_context(|| format!("writing {}", path.display()))
-    }
-
-    /// Fails unless the statement in `folder` is the one about this build and exactly the files there.
-    pub(crate) fn verify(&self, folder: &Path) -> Result<()> {
-        let path = folder.join(STATEMENT);
-        let stated: Value = serde_json::from_slice(&read(&path)?)
-            .with_context(|| format!("{} is no JSON", path.display()))?;
-        let fits = stated == self.statement(folder)?;
-        ensure!(fits, "{} is not about this build and the files beside it: start again", path.display());
-        Ok(())
     }
 
     fn statement(&self, folder: &Path) -> Result<Value> {
@@ -131,31 +121,7 @@ mod tests {
         // Files that a person edits before signing are not built, nor are those about the others.
         fs::write(folder.path().join("NOTES.md"), "better").unwrap();
         fs::write(folder.path().join("SHA256SUMS"), "").unwrap();
-        build().verify(folder.path()).unwrap();
         assert_eq!(stated(&build(), folder.path()), statement);
-    }
-
-    #[test]
-    fn a_file_that_changed_came_or_went_fails() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("tunnel-agent.oci.tar");
-        fs::write(&file, "built").unwrap();
-        build().state(folder.path()).unwrap();
-        build().verify(folder.path()).unwrap();
-        let refused = |build: Build| {
-            let error = build.verify(folder.path()).unwrap_err().to_string();
-            assert!(error.contains(STATEMENT), "{error}");
-        };
-        fs::write(&file, "other").unwrap();
-        refused(build());
-        fs::remove_file(&file).unwrap();
-        refused(build());
-        fs::write(&file, "built").unwrap();
-        refused(Build { commit: "f".repeat(40), ..build() });
-        fs::write(folder.path().join("one-more"), "").unwrap();
-        refused(build());
-        fs::remove_file(folder.path().join(STATEMENT)).unwrap();
-        refused(build());
     }
 
     #[test]

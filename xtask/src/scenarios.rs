@@ -75,6 +75,9 @@ pub(crate) fn run_static(options: &Options, beside: &mut Beside, tally: &mut Tal
         tally.step(heading, Err(error));
         return Ok(());
     }
+    for name in LONG {
+        tally.skip(format!("{name} with the static programs"), "it takes more than half a minute");
+    }
     let mut command = program(built("scenarios")?);
     command.args(["--quick", "--other-programs"]);
     command.args(LONG.iter().flat_map(|name| ["--skip", name])).args(options.names.arguments());

@@ -16,7 +16,6 @@ use crate::support::{EDGE, POD_RANGE, World, desired, ip, net_of, with_client};
 pub(crate) const CASES: &[Case] = &[
     ("by_route::a_neighbour_is_no_pod_of_this_host", spoofed_pod),
     ("by_route::a_neighbour_is_no_pod_by_any_routing_table", other_tables),
-    ("by_route::a_next_hop_by_its_number_alone_is_reported", next_hops),
     ("by_route::a_next_hop_without_an_interface_is_reported", next_hops),
     ("scale::uplinks_beside_a_full_routing_table", full_table),
 ];

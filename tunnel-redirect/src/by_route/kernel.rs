@@ -410,7 +410,8 @@ mod tests {
         let attribute = broken.len() - 8;
         broken[attribute..attribute + 2].copy_from_slice(&400_u16.to_ne_bytes());
         let done = bytes(NetlinkPayload::Done(DoneMessage::default()), 7);
-        let others_end = bytes(NetlinkPayload::Done(DoneMessage::default()), 6_u32.wrapping_sub(BATCH as u32));
+        let others_end =
+            bytes(NetlinkPayload::Done(DoneMessage::default()), 6_u32.wrapping_sub(BATCH as u32));
         let list = [route(2), broken, others_end, route(4)].concat();
 
         let (mut answers, mut seen) = (Answers::default(), Vec::new());

@@ -108,6 +108,9 @@ mod tests {
         uplinks.add(&route(None, RouteAttribute::Oif(3)));
         assert_eq!(uplinks.interfaces, [2, 3].into());
         let incomplete = uplinks.incomplete.unwrap().to_string();
-        assert!(incomplete.contains("only the next hop 8: set net.ipv4.nexthop_compat_mode=1"), "{incomplete}");
+        assert!(
+            incomplete.contains("only the next hop 8: set net.ipv4.nexthop_compat_mode=1"),
+            "{incomplete}"
+        );
     }
 }

@@ -47,7 +47,8 @@ fn commands(path: &Path, words: &[&str], known: &BTreeSet<&str>, text: &mut Stri
 }
 
 fn ask(path: &Path, words: &[&str]) -> Result<Help> {
-    let text = output(program(path).args(words).arg("--help"))?;
+    // In a flag's help is the value of its variable.
+    let text = output(program(path).args(words).arg("--help").env_clear())?;
     let help = parse(&text);
     ensure!(
         !help.usage.is_empty() && !help.groups.is_empty(),
