@@ -69,7 +69,11 @@ impl IdentityFiles {
         let path = self.certificate();
         // A key without a certificate is worthless, so nothing is lost by enrolling.
         let Some(chain) = files::read_optional(&path)? else { return Ok(None) };
-        let bundle = TrustBundle::from_file(&self.roots())?;
+        let roots = self.roots();
+        let bundle = files::read_optional(&roots)?
+            .ok_or_else(|| IdentityError::file(&roots, &"there is no such file", RESTORE))?;
+        let bundle =
+            TrustBundle::from_pem(&bundle).map_err(|error| IdentityError::file(&roots, &error, RESTORE))?;
         let of_key = |key: &str| {
             let identity = AgentIdentity::from_pem(&chain, key, bundle.clone())?;
             match identity.holder {
