@@ -457,7 +457,7 @@ impl LinkLoop {
 fn shortened(end: &SessionEnd, delay: Duration) -> Duration {
     if end.line_is_out() {
         delay.min(SILENT_PAUSE)
-    } else if matches!(end, SessionEnd::Refused(_)) || end.concerns_identity() {
+    } else if matches!(end, SessionEnd::Refused(_)) || end.concerns_identity() || end.has_no_such_name() {
         delay
     } else {
         delay.min(jittered(BUSY_PAUSE, 1.0))
@@ -494,6 +494,8 @@ mod tests {
         assert_eq!(pauses(refused.into()), (LONGEST_PAUSE, LONGEST_PAUSE));
         let untrusted = SessionEnd::tls(Error::AlertReceived(AlertDescription::UnknownCA));
         assert_eq!(pauses(untrusted), (LONGEST_PAUSE, LONGEST_PAUSE));
+        let no_such_name = SessionEnd::Connect(io::ErrorKind::NotFound.into());
+        assert_eq!(pauses(no_such_name), (LONGEST_PAUSE, LONGEST_PAUSE));
         let unreachable = SessionEnd::Connect(io::ErrorKind::NetworkUnreachable.into());
         assert_eq!(pauses(unreachable), (SILENT_PAUSE, SILENT_PAUSE));
     }

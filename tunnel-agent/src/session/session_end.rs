@@ -107,6 +107,11 @@ impl SessionEnd {
         }
     }
 
+    /// True if a name server says that the server's name has no address.
+    pub(super) fn has_no_such_name(&self) -> bool {
+        matches!(self, Self::Connect(error) if error.kind() == io::ErrorKind::NotFound)
+    }
+
     /// True if the connection was closed or reset without a reason, by the server or by something on the path.
     pub(super) fn is_cut(&self) -> bool {
         match self {
