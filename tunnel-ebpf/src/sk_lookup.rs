@@ -118,23 +118,28 @@ where
 /// this host, such as the local kubelet.
 #[inline(always)]
 fn finish(ctx: &SkLookupContext, way: Way, allowed: bool, v6: bool) -> u32 {
-    let (outcome, verdict) = if allowed { steer(ctx, v6) } else { (Lookup::ForeignClient, SK_DROP) };
-    count(of_lookup(way, v6, outcome));
-    verdict
-}
-
-#[inline(always)]
-fn steer(ctx: &SkLookupContext, v6: bool) -> (Lookup, u32) {
+    if !allowed {
+        count(of_lookup(way, v6, Lookup::ForeignClient));
+        return SK_DROP;
+    }
     // Keep the choice of an older server: while it runs, its programs also come first in the connect hook, so the
     // virtual addresses are its own and the connection belongs to it.
     // SAFETY: the kernel's own context.
     let taken = unsafe { is_taken(ctx.lookup) };
     let (slot, flags) = (if v6 { LISTENER_V6 } else { LISTENER_V4 }, if taken { F_REPLACE } else { 0 });
     match LISTENER.redirect_sk_lookup(ctx, slot, flags) {
-        Ok(()) if taken => (Lookup::Replaced, SK_PASS),
-        Ok(()) => (Lookup::Steered, SK_PASS),
-        Err(error) if error == -EEXIST => (Lookup::Steered, SK_PASS),
-        Err(_) => (Lookup::NoListener, SK_DROP),
+        Ok(()) => {
+            count(of_lookup(way, v6, if taken { Lookup::Replaced } else { Lookup::Steered }));
+            SK_PASS
+        }
+        Err(error) if error == -EEXIST => {
+            count(of_lookup(way, v6, Lookup::Steered));
+            SK_PASS
+        }
+        Err(_) => {
+            count(of_lookup(way, v6, Lookup::NoListener));
+            SK_DROP
+        }
     }
 }
 
