@@ -317,8 +317,10 @@ impl Fleet {
                 }
             }
             Step::Replace { agent, how } => {
-                // One that is down has nothing to hand over, and there are two of a node at most.
-                if let [before] = &self.agents[*agent][..] {
+                // One that is down has nothing to hand over, and there are two of a node at most. On a host where each hears of
+                // the other only after seconds, one after the other would give up before it is answered.
+                let busy = self.busy(Host::Agent(*agent)) > AT_ONCE;
+                if let ([before], false) = (&self.agents[*agent][..], busy) {
                     before.relay(how.relays);
                     self.start_agent(*agent)?;
                 }
