@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn each_alert_has_its_runbook() {
-        let read = |name: &str| std::fs::read_to_string(root().join(name)).unwrap();
+        let read = |name: &str| fs::read_to_string(root().join(name)).unwrap();
         let (alerts, runbooks) = (read("deploy/prometheus/alerts.yml"), read("docs/operate/runbooks.md"));
         let alerts: Vec<_> =
             alerts.lines().filter_map(|line| line.trim().strip_prefix("- alert: ")).collect();

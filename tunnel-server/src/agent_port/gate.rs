@@ -171,12 +171,13 @@ impl Gate {
                 let mut freed = pin!(self.freed.certified.notified());
                 freed.as_mut().enable();
                 let place = self.certified(node, address);
-                if place.is_none() && !self.certified.is_full() {
+                if place.is_some() {
+                    return place;
+                }
+                if !self.certified.is_full() {
                     // This node has too many: the free place is for another one.
                     self.freed.certified.notify_one();
-                }
-                if place.is_some() || !self.certified.is_full() {
-                    return place;
+                    return None;
                 }
                 freed.await;
             }

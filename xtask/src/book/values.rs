@@ -64,11 +64,9 @@ fn parse(yaml: &str) -> Result<Vec<Value>> {
             values.push(Value { key, default, comment: std::mem::take(&mut comment).join(" ") });
         }
     }
-    let is_parent = |key: &str| values.iter().any(|value| value.key.starts_with(&format!("{key}.")));
-    let kept =
-        values.iter().map(|value| !is_parent(&value.key) || !value.comment.is_empty()).collect::<Vec<_>>();
-    let mut kept = kept.into_iter();
-    values.retain(|_| kept.next() == Some(true));
+    let keys: Vec<String> = values.iter().map(|value| value.key.clone()).collect();
+    let is_parent = |key: &str| keys.iter().any(|other| other.starts_with(&format!("{key}.")));
+    values.retain(|value| !value.comment.is_empty() || !is_parent(&value.key));
     Ok(values)
 }
 
