@@ -39,6 +39,8 @@ pub(crate) struct Fleet {
     /// Number of the next process of each server, and of each agent.
     processes: Vec<usize>,
     agent_processes: Vec<usize>,
+    /// Agents of which a process was killed: who supervises it starts another one once none is left.
+    killed: Vec<bool>,
     /// The times that messages between two processes of a host have taken, and until when each was so.
     busy: BTreeMap<Host, Vec<(Duration, Option<Instant>)>>,
     /// Reasons for each silent path, and the time since when.
@@ -99,6 +101,7 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
         }
         fleet.servers.iter_mut().for_each(|processes| processes.retain(|server| !server.has_ended()));
         fleet.agents.iter_mut().for_each(|processes| processes.retain(|agent| !agent.has_ended()));
+        fleet.restart_killed(&mut model)?;
         model.look(&fleet)?;
         let look = begin.elapsed() + if model.is_quiet() { LOOK_QUIET } else { LOOK };
         let next = events.first_key_value().map_or(look, |((at, _), _)| look.min(*at));
@@ -170,6 +173,7 @@ impl Fleet {
             agents: (0..plan.agents).map(|_| Vec::new()).collect(),
             processes: vec![0; plan.servers],
             agent_processes: vec![0; plan.agents],
+            killed: vec![false; plan.agents],
             busy: BTreeMap::new(),
             silent: BTreeMap::new(),
             plan,
@@ -235,6 +239,17 @@ impl Fleet {
         };
         let agent = start.start()?;
         self.agents[index].push(agent);
+        self.killed[index] = false;
+        Ok(())
+    }
+
+    /// An agent that has passed everything on ends, also if its successor was killed meanwhile.
+    fn restart_killed(&mut self, model: &mut Model) -> Result<()> {
+        for index in 0..self.plan.agents {
+            if self.killed[index] && self.agents[index].is_empty() {
+                self.restart_agent(index, model)?;
+            }
+        }
         Ok(())
     }
 
@@ -408,6 +423,7 @@ impl Fleet {
         let Some(number) = end.of(processes.len()) else { return };
         if end.is_killed() {
             drop(processes.remove(number));
+            self.killed[index] = true;
             return model.disturbed(Host::Agent(index), None);
         }
         processes[number].relay(relays);

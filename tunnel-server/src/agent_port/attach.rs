@@ -10,7 +10,6 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use h2::PingPong;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -239,7 +238,11 @@ async fn session(
     context.metrics.handshake("attached");
     tracing::info!(node = %session.node, %peer, epoch = session.epoch, version = %session.agent_version, "session attached");
     let told = Told { bundle, loopback };
-    let end = follow(context, &session, &flow, &mut client, &mut events, pings, told).await;
+    // Beside everything else: it waits for no notice that a dead agent does not acknowledge.
+    let end = tokio::select! {
+        dead = link::keep_alive(pings, &flow, || session.stalls.sweep()) => dead.into(),
+        end = follow(context, &session, &mut client, &mut events, told) => end,
+    };
     if let Some(refusal) = session.refusal.get() {
         // Clients must not reach it while the agent is notified.
         context.sessions.unregister(&session);
@@ -393,16 +396,13 @@ impl Unheard {
 async fn follow(
     context: &LinkContext,
     session: &Arc<Session>,
-    flow: &Flow,
     client: &mut AgentClient<Channel>,
     events: &mut Streaming<AgentEvent>,
-    pings: PingPong,
     Told { mut bundle, mut loopback }: Told,
 ) -> End {
     let mut settings = context.settings.clone();
     // May have changed after the Welcome was sent.
     settings.mark_changed();
-    let mut alive = std::pin::pin!(link::keep_alive(pings, flow, || session.stalls.sweep()));
     let mut wanted = session.links.wanted();
     let mut span = (Instant::now(), 0u32);
     let mut handover = context.handover.clone();
@@ -424,7 +424,6 @@ async fn follow(
                 }
                 Err(status) => return End::Lost(Box::new(status)),
             },
-            dead = &mut alive => return dead.into(),
             changed = bundle.changed(), if !draining_sent => {
                 if changed.is_err() { return End::Stopped }
                 let pem = bundle.borrow_and_update().to_pem();
