@@ -1,8 +1,9 @@
 //! `cargo xtask fleet`: the simulated fleet of tests/fleet.
 use std::ffi::OsString;
-use std::process::ExitCode;
+use std::io::{BufRead as _, BufReader};
+use std::process::{ExitCode, Stdio};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 
 use crate::command::{build_programs, built, program};
 
@@ -20,18 +21,29 @@ pub(crate) struct Options {
 
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     build_programs(&[PROGRAM])?;
-    start(&options.given)
+    let status = program(built(PROGRAM)?).args(&options.given).status().context("starting the fleet")?;
+    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Runs seeds that no run has had, as a part of the tests.
+/// Runs seeds that no run has had, as a part of the tests. The error has the seeds that failed: they are all that a later run needs.
 pub(crate) fn run_new_seeds(is_built: bool) -> Result<ExitCode> {
     if !is_built {
         build_programs(&[PROGRAM])?;
     }
-    start(&[format!("--seconds={SECONDS}").into()])
-}
-
-fn start(args: &[OsString]) -> Result<ExitCode> {
-    let status = program(built(PROGRAM)?).args(args).status().context("starting the fleet")?;
-    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let mut fleet = program(built(PROGRAM)?)
+        .arg(format!("--seconds={SECONDS}"))
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("starting the fleet")?;
+    let mut failed = Vec::new();
+    for line in BufReader::new(fleet.stdout.take().context("no standard output")?).lines() {
+        let line = line.context("reading the fleet's output")?;
+        println!("{line}");
+        if line.contains(": FAILED: ") {
+            failed.push(line.trim().to_owned());
+        }
+    }
+    let status = fleet.wait().context("waiting for the fleet")?;
+    ensure!(status.success(), "{}", failed.first().cloned().unwrap_or_else(|| status.to_string()));
+    Ok(ExitCode::SUCCESS)
 }

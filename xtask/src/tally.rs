@@ -71,7 +71,7 @@ impl Tally {
             Ok(()) => self.passed += 1,
             Err(error) => {
                 eprintln!("{what}: {error:#}");
-                self.fail(what.to_owned());
+                self.fail(format!("{what}: {}", format!("{error:#}").lines().next().unwrap_or_default()));
             }
         }
     }
