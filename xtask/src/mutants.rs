@@ -15,7 +15,7 @@ use crate::source::{Source, git};
 
 const VERSION: &str = "27.1.0";
 /// Has the table of results.
-const DOCUMENT: &str = "docs/security.md";
+const DOCUMENT: &str = "docs/mutants.csv";
 
 /// Files of one package, and its tests that run against them: every change costs a build and a run of these.
 pub(crate) struct Group {
@@ -93,7 +93,7 @@ pub(crate) struct Options {
     /// Only what CI runs.
     #[arg(long)]
     quick: bool,
-    /// Puts the counts into the table of docs/security.md. Files must not differ from the commit.
+    /// Puts the counts into docs/mutants.csv. Files must not differ from the commit.
     #[arg(long)]
     record: bool,
     /// Only files whose path contains this; with --record, all of a group's or none, such as tunnel-link/.

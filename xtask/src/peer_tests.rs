@@ -1,5 +1,5 @@
 //! `cargo xtask peers test`: konnectivity's own integration tests, from its Go module, with Postern's agent in place of theirs.
-//! docs/parity.md says which pass; this fails where that is not true.
+//! tests/peers/konnectivity.csv says which pass; this fails where that is not true.
 //!
 //! The tests run in namespaces of their own: they dial a black hole, look up a name that does not exist, and may
 //! leave agents behind.
@@ -19,8 +19,9 @@ use crate::{cache, peers};
 pub(crate) const NAME: &str = "peers::konnectivity";
 const MODULE: &str = "konnectivity-tests";
 const PACKAGE: &str = "sigs.k8s.io/apiserver-network-proxy/tests";
-/// The part of docs/parity.md with the table.
-const HEADING: &str = "## konnectivity's own tests";
+/// The expected results: `test,result,why`.
+const TABLE: &str = "tests/peers/konnectivity.csv";
+const HEAD: &str = "test,result,why\n";
 /// Time limit for all of them; they take a minute and a half, most of which one of them waits in any case.
 const LIMIT: &str = "20m";
 /// Maximum number of runs of a test whose result is a matter of chance.
@@ -40,7 +41,7 @@ pub(crate) struct Options {
 
 #[derive(clap::Subcommand)]
 enum What {
-    /// Runs konnectivity's own integration tests against tunnel-agent, and compares with the table in docs/parity.md.
+    /// Runs konnectivity's own integration tests against tunnel-agent, and compares with tests/peers/konnectivity.csv.
     Test {
         /// Only tests whose names match this regular expression.
         #[arg(long, value_name = "REGEX")]
@@ -86,7 +87,7 @@ impl Report {
             println!("{name} {}", verdict.as_str());
         }
         for line in &self.wrong {
-            println!("docs/parity.md: {line}");
+            println!("{TABLE}: {line}");
         }
     }
 
@@ -134,9 +135,8 @@ type Verdicts = BTreeMap<String, Verdict>;
 type Results = BTreeMap<String, (Verdict, String)>;
 
 fn test(filter: Option<&str>, show: Show) -> Result<Report> {
-    let page = root().join("docs/parity.md");
-    let page = fs::read_to_string(&page).with_context(|| format!("reading {}", page.display()))?;
-    let expected = table(&page)?;
+    let text = fs::read_to_string(root().join(TABLE)).with_context(|| format!("reading {TABLE}"))?;
+    let expected = table(&text)?;
     let tests = build_tests()?;
     fs::remove_file(log()?).ok();
     let mut results = run_tests(&tests, filter, show)?;
@@ -253,23 +253,22 @@ fn result(line: &str) -> Option<(String, Verdict)> {
     Some((rest.split(' ').next()?.to_owned(), verdict))
 }
 
-/// Parses the rows `| test | verdict | why |` of the table.
-fn table(page: &str) -> Result<Verdicts> {
-    let (_, part) = page.split_once(HEADING).with_context(|| format!("docs/parity.md has no {HEADING:?}"))?;
-    let part = part.split("\n## ").next().unwrap_or(part);
+/// Parses the rows of the table.
+fn table(text: &str) -> Result<Verdicts> {
+    let rows = text.strip_prefix(HEAD).with_context(|| format!("{TABLE} does not begin with {HEAD:?}"))?;
     let mut verdicts = Verdicts::new();
-    for line in part.lines().filter(|line| line.starts_with("| `")) {
-        let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
+    for line in rows.lines() {
+        let cells: Vec<&str> = line.splitn(3, ',').collect();
         let [name, verdict, why] = cells[..] else {
-            anyhow::bail!("docs/parity.md: not three cells: {line}");
+            anyhow::bail!("{TABLE}: not three cells: {line}");
         };
         let verdict = Verdict::parse(verdict)
-            .with_context(|| format!("docs/parity.md: {verdict:?} is not passes, fails or races: {line}"))?;
-        ensure!(verdict == Verdict::Passes || !why.is_empty(), "docs/parity.md does not say why: {line}");
-        let twice = verdicts.insert(name.trim_matches('`').to_owned(), verdict);
-        ensure!(twice.is_none(), "docs/parity.md has {name} twice");
+            .with_context(|| format!("{TABLE}: {verdict:?} is not passes, fails or races: {line}"))?;
+        ensure!(verdict == Verdict::Passes || !why.is_empty(), "{TABLE} does not say why: {line}");
+        let twice = verdicts.insert(name.to_owned(), verdict);
+        ensure!(twice.is_none(), "{TABLE} has {name} twice");
     }
-    ensure!(!verdicts.is_empty(), "docs/parity.md has no rows below {HEADING:?}");
+    ensure!(!verdicts.is_empty(), "{TABLE} has no rows");
     Ok(verdicts)
 }
 
@@ -311,10 +310,8 @@ mod tests {
 
     #[test]
     fn the_table_is_compared_both_ways() {
-        let page = format!(
-            "a\n{HEADING}\n\n| test | result | why |\n|---|---|---|\n| `TestA` | passes | |\n| `TestB` | fails | of this |\n| `TestR` | races | with itself |\n\n## next\n| `TestX` | x | |\n"
-        );
-        let expected = table(&page).unwrap();
+        let text = format!("{HEAD}TestA,passes,\nTestB,fails,of this, and that\nTestR,races,with itself\n");
+        let expected = table(&text).unwrap();
         let rows = [("TestA", Verdict::Passes), ("TestB", Verdict::Fails), ("TestR", Verdict::Races)];
         assert_eq!(expected, verdicts(&rows));
         let results = |of: &[(&str, Verdict)]| -> Results {
@@ -334,15 +331,15 @@ mod tests {
         assert_eq!(wrong[1], "TestB passes, and is said to be \"fails\"");
         assert_eq!(wrong.len(), 4, "{wrong:?}");
         assert_eq!(compare(&expected, &results, false).len(), 3);
-        for (row, broken) in [("of this", ""), ("with itself", ""), ("passes", "ok")] {
-            assert!(table(&page.replace(row, broken)).is_err(), "{row}");
+        for (row, broken) in [("of this, and that", ""), ("with itself", ""), ("passes", "ok")] {
+            assert!(table(&text.replace(row, broken)).is_err(), "{row}");
         }
         assert!(table("nothing").is_err());
     }
 
     #[test]
-    fn the_page_has_the_table() {
-        let page = fs::read_to_string(root().join("docs/parity.md")).unwrap();
-        assert!(table(&page).unwrap().contains_key("TestBasicProxy_GRPC"));
+    fn the_table_is_well_formed() {
+        let text = fs::read_to_string(root().join(TABLE)).unwrap();
+        assert!(table(&text).unwrap().contains_key("TestBasicProxy_GRPC"));
     }
 }

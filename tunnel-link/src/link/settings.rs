@@ -1,4 +1,4 @@
-//! Settings of a link: HTTP/2, TLS, TCP and timeouts. `docs/benchmarks.md` has the measurements behind the values.
+//! Settings of a link: HTTP/2, TLS, TCP and timeouts. `docs/benchmarks/changes.csv` has the measurements behind the values.
 
 use std::time::Duration;
 
