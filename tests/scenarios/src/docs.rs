@@ -86,25 +86,3 @@ pub(crate) fn listed() -> Result<Vec<Listed>> {
     }
     Ok(metrics)
 }
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn every_scenario_that_documents_name_exists() {
-        let names: Vec<&str> = crate::all().map(crate::scenario::Scenario::name).collect();
-        for (file, text) in [
-            ("parity.md", include_str!("../../../docs/parity.md")),
-            ("security.md", include_str!("../../../docs/security.md")),
-        ] {
-            for named in text.split('`').skip(1).step_by(2) {
-                let is_scenario = named.split_once("::").is_some_and(|(subject, case)| {
-                    names.iter().any(|name| name.starts_with(&format!("{subject}::"))) && case != "…"
-                });
-                assert!(
-                    !is_scenario || names.contains(&named),
-                    "docs/{file} names {named}, which does not exist"
-                );
-            }
-        }
-    }
-}

@@ -66,6 +66,7 @@ fn made(part: &str, programs: &Path) -> Result<String> {
         }
         "values.yaml" => values::table(&read("deploy/helm/postern/values.yaml")?),
         "metrics.json" => tables::metrics(&read("deploy/prometheus/metrics.json")?),
+        "boundaries.csv" => tables::boundaries(&read("docs/boundaries.csv")?),
         "exit codes" => tables::exit_codes(&read("tunnel-runtime/src/config/mod.rs")?),
         "roles" => tables::permissions(&root().join("deploy")),
         _ => anyhow::bail!("nothing makes it"),

@@ -1,4 +1,4 @@
-//! Tables of metrics, exit codes and permissions.
+//! Tables of metrics, boundaries, exit codes and permissions.
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -31,6 +31,33 @@ pub(super) fn metrics(json: &str) -> Result<String> {
                 field(metric, "help")?
             )?;
         }
+    }
+    Ok(text)
+}
+
+/// From the list of boundaries with their tests, which lint compares with the sources: `area,boundary,tests,missing in`.
+pub(super) fn boundaries(csv: &str) -> Result<String> {
+    let (mut text, mut last) = (String::new(), "");
+    for row in csv.lines().skip(1) {
+        let cells = row.split_once(',').and_then(|(area, rest)| {
+            let (boundary, rest) = match rest.strip_prefix('"') {
+                Some(quoted) => quoted.split_once("\",")?,
+                None => rest.split_once(',')?,
+            };
+            let (tests, missing) = rest.split_once(',')?;
+            Some((area, boundary, tests, missing))
+        });
+        let (area, boundary, tests, missing) = cells.with_context(|| format!("not four cells: {row}"))?;
+        if area != last {
+            write!(text, "\n### {area}\n\n| boundary | tests | |\n|---|---|---|\n")?;
+            last = area;
+        }
+        writeln!(
+            text,
+            "| {} | {} | {missing} |",
+            cell(boundary),
+            quoted(tests.split(' ').map(str::to_owned))
+        )?;
     }
     Ok(text)
 }
@@ -183,6 +210,15 @@ mod tests {
         let roles: Vec<&str> = text.lines().filter(|line| line.starts_with("## ")).collect();
         assert_eq!(roles.len(), 16, "{roles:?}");
         assert_eq!(roles[0], "## ClusterRole `postern:tunnel-server`");
+    }
+
+    #[test]
+    fn boundaries_are_tables_by_area() {
+        let text = boundaries("head\nA,\"x, y\",a::b c::d,Y S\nB,z,e::f,\n").unwrap();
+        let (first, second) = text.split_once("\n### B\n").unwrap();
+        assert!(first.ends_with("| x, y | `a::b`, `c::d` | Y S |\n"), "{text}");
+        assert!(second.ends_with("| z | `e::f` |  |\n"), "{text}");
+        assert!(boundaries("head\nA,b\n").is_err());
     }
 
     #[test]
