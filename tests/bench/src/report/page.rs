@@ -193,17 +193,17 @@ fn ratio(record: &Record, line: &Line, to: &[Peer]) -> String {
     ratio.map_or_else(|| "–".to_owned(), |ratio| number(ratio) + "×")
 }
 
-/// The goals that were not met; their number says how many were.
+/// The number of goals that were met, and the goals that were missed.
 fn goals(text: &mut String, report: &Report<'_>) -> std::fmt::Result {
     let targets = targets::check(report.record, report.name, report.options);
     let met = targets.iter().filter(|target| target.met == Some(true)).count();
     writeln!(
         text,
-        "\n## Goals\n\n{met} of {} are met. The others:\n\n| goal | measured |\n|---|---|",
+        "\n## Goals\n\n{met} of {} are met. These were missed:\n\n| goal | measured |\n|---|---|",
         targets.len()
     )?;
-    for target in targets.iter().filter(|target| target.met != Some(true)) {
-        let measured = target.measured.map_or_else(|| "not in this run".to_owned(), number);
+    for target in targets.iter().filter(|target| target.met == Some(false)) {
+        let measured = target.measured.map_or_else(String::new, number);
         let line = target.line.as_ref().map_or_else(String::new, |line| format!(" ({line})"));
         writeln!(text, "| {} | {measured}{line} |", target.asks)?;
     }
