@@ -1,7 +1,5 @@
 //! Mutation tests: cargo-mutants changes one operator, branch or result at a time in code that decides, and the unit
 //! tests have to notice. `.cargo/mutants.toml` has the changes that are left out, each with its reason.
-mod table;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -9,13 +7,9 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::Value;
 
-use self::table::Counts;
 use crate::command::{cargo, end_of, need_cargo_tool, program, root, shown, target_dir};
-use crate::source::{Source, git};
 
 const VERSION: &str = "27.1.0";
-/// Has the table of results.
-const DOCUMENT: &str = "docs/mutants.csv";
 
 /// Files of one package, and its tests that run against them: every change costs a build and a run of these.
 pub(crate) struct Group {
@@ -93,10 +87,7 @@ pub(crate) struct Options {
     /// Only what CI runs.
     #[arg(long)]
     quick: bool,
-    /// Puts the counts into docs/mutants.csv. Files must not differ from the commit.
-    #[arg(long)]
-    record: bool,
-    /// Only files whose path contains this; with --record, all of a group's or none, such as tunnel-link/.
+    /// Only files whose path contains this.
     file: Option<String>,
 }
 
@@ -108,35 +99,17 @@ pub(crate) fn run_all(options: &Options) -> Result<ExitCode> {
         "no file with {:?} in its path is among those that are tested so",
         options.file
     );
-    for group in groups.iter().filter(|_| options.record) {
-        let count = group.files.iter().filter(|file| wanted(file)).count();
-        ensure!(
-            count == 0 || count == group.files.len(),
-            "--record counts whole groups, and {:?} is in {count} of {:?}",
-            options.file,
-            group.files
-        );
-    }
-    // Read before the hours that it takes: somebody may commit meanwhile.
-    let now = options.record.then(day_and_commit).transpose()?;
     prepare()?;
-    let (mut complete, mut counted) = (true, Vec::new());
+    let mut complete = true;
     for group in groups {
         let files: Vec<_> = group.files.iter().copied().filter(|file| wanted(file)).collect();
         if files.is_empty() {
             continue;
         }
-        let tested = test(group, &files, false);
-        if let Err(error) = tested.and_then(|results| {
-            counted.push((group.name, counts(&results)?));
-            judge(group.name, &results)
-        }) {
+        if let Err(error) = test(group, &files, false).and_then(|results| judge(group.name, &results)) {
             eprintln!("{error:#}");
             complete = false;
         }
-    }
-    if let Some((day, commit)) = now {
-        record(&counted, (&day, &commit))?;
     }
     Ok(if complete { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -153,32 +126,6 @@ pub(crate) fn slow() -> Vec<String> {
 
 pub(crate) fn run_quick(group: &Group) -> Result<()> {
     judge(group.name, &test(group, group.files, true)?)
-}
-
-/// Puts these results into the document.
-fn record(counted: &[(&str, Counts)], now: (&str, &str)) -> Result<()> {
-    let document = root().join(DOCUMENT);
-    let text = fs::read_to_string(&document).with_context(|| format!("reading {DOCUMENT}"))?;
-    let row = |group: &'static Group| {
-        let counts = counted.iter().find(|(name, _)| *name == group.name).map(|(_, counts)| *counts);
-        table::Group { name: group.name, files: group.files, counts }
-    };
-    let rows: Vec<_> = GROUPS.iter().map(row).collect();
-    let text = table::updated(&text, &rows, now, is_unchanged)?;
-    fs::write(&document, text).with_context(|| format!("writing {DOCUMENT}"))
-}
-
-/// Fails if files differ from the commit.
-fn day_and_commit() -> Result<(String, String)> {
-    Source::read()?.ensure_committed()?;
-    let output = program("date").args(["-u", "+%F"]).output().context("running date")?;
-    let commit = git(&["rev-parse", "--short=12", "HEAD"]).context("git rev-parse failed")?;
-    Ok((String::from_utf8_lossy(&output.stdout).trim().to_owned(), commit))
-}
-
-/// True if the files are those of the commit.
-fn is_unchanged(commit: &str, files: &[&str]) -> bool {
-    git(&[&["diff", "--quiet", commit, "HEAD", "--"], files].concat()).is_some()
 }
 
 /// Installs what is missing and brings the copy of the sources up to date.
@@ -237,19 +184,6 @@ fn test(group: &Group, files: &[&str], quietly: bool) -> Result<PathBuf> {
     Ok(results)
 }
 
-fn counts(results: &Path) -> Result<Counts> {
-    let outcomes: Value = serde_json::from_str(&read(results, "outcomes.json")?).context("outcomes.json")?;
-    let count =
-        |name: &str| outcomes[name].as_u64().with_context(|| format!("outcomes.json has no {name:?}"));
-    Ok(Counts {
-        total: count("total_mutants")?,
-        caught: count("caught")?,
-        hung: count("timeout")?,
-        unviable: count("unviable")?,
-        missed: count("missed")?,
-    })
-}
-
 fn read(results: &Path, name: &str) -> Result<String> {
     let path = results.join(name);
     fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
@@ -257,7 +191,11 @@ fn read(results: &Path, name: &str) -> Result<String> {
 
 /// Prints the counts; fails if no test has noticed one of the changes.
 fn judge(name: &str, results: &Path) -> Result<()> {
-    let Counts { total, caught, hung, unviable, missed } = counts(results)?;
+    let outcomes: Value = serde_json::from_str(&read(results, "outcomes.json")?).context("outcomes.json")?;
+    let count =
+        |name: &str| outcomes[name].as_u64().with_context(|| format!("outcomes.json has no {name:?}"));
+    let (total, missed) = (count("total_mutants")?, count("missed")?);
+    let (caught, hung, unviable) = (count("caught")?, count("timeout")?, count("unviable")?);
     println!(
         "mutants::{name}: {total} changes: {caught} made a test fail, {hung} made one hang, {unviable} do not compile, {missed} went unnoticed"
     );
@@ -308,17 +246,5 @@ mod tests {
         for file in GROUPS.iter().flat_map(|group| group.files) {
             assert!(root().join(file).is_file(), "{file}");
         }
-    }
-
-    #[test]
-    fn the_documents_table_has_the_groups_and_their_files() {
-        let document = fs::read_to_string(root().join(DOCUMENT)).unwrap();
-        let rows: Vec<_> = GROUPS
-            .iter()
-            .map(|group| table::Group { name: group.name, files: group.files, counts: None })
-            .collect();
-        // Its rows stay, or have no figures.
-        let same = table::updated(&document, &rows, ("", ""), |_, _| true).unwrap();
-        assert!(same == document, "`cargo xtask mutants --record` writes another table:\n{same}");
     }
 }
