@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::command::{cargo, end_of, need_cargo_tool, program, root, shown, target_dir};
+use crate::command::{cargo, end_of, need_cargo_tool, root, shown, target_dir};
 
 const VERSION: &str = "27.1.0";
 
