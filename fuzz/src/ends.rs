@@ -118,7 +118,7 @@ impl Drop for Counted {
     }
 }
 
-/// The server's end: as `session/link.rs` and `session/relay.rs` of the server.
+/// The server's end: as `session/link.rs` of the server.
 pub async fn client_end(line: DuplexStream, shared: Shared, ready: impl FnOnce(SendRequest<Bytes>)) {
     let _over = shared.over.clone().drop_guard();
     let Ok((send, mut connection)) = link::client_builder().handshake::<_, Bytes>(line).await else { return };

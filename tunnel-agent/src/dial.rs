@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -113,6 +113,15 @@ impl DialRequest {
     }
 }
 
+/// A connection to a target.
+pub(crate) struct Dialled {
+    pub(crate) socket: TcpStream,
+    /// May differ from the target's: see [`Policy::place`].
+    pub(crate) address: IpAddr,
+    /// Its place among all of this agent's.
+    pub(crate) place: Place,
+}
+
 /// Dials targets for one server.
 pub(crate) struct Dialler {
     policy: Arc<Policy>,
@@ -131,13 +140,12 @@ impl Dialler {
         self.turns.taken()
     }
 
-    /// Returns the connection and its place among all of this agent's. The socket's peer address may differ from the
-    /// target: see [`Policy::place`]. `loopback_ports` are those that the server has named.
+    /// Returns the connection. `loopback_ports` are those that the server has named.
     pub(crate) async fn dial(
         &self,
         request: DialRequest,
         loopback_ports: &BTreeSet<u16>,
-    ) -> Result<(TcpStream, Place), DialError> {
+    ) -> Result<Dialled, DialError> {
         let DialRequest { target, of_node, deadline } = request;
         let target = self
             .policy
@@ -156,7 +164,7 @@ impl Dialler {
             .map_err(|_| DialError::TimedOut { target, after: deadline })?
             .map_err(|error| DialError::from_io(target, deadline, error))?;
         prepare_socket(&socket);
-        Ok((socket, place))
+        Ok(Dialled { socket, address: target.ip().to_canonical(), place })
     }
 }
 
@@ -259,7 +267,7 @@ mod tests {
         let dialler = Dialler::new(&of_flags(&["--server=a:1", "--allow-target=127.0.0.0/8:*", &own]));
         let source = async |listener: &TcpListener, host: &str| {
             let target = format!("{host}:{}", listener.local_addr().unwrap().port()).parse().unwrap();
-            let (dialled, _place) =
+            let Dialled { socket: dialled, .. } =
                 dialler.dial(DialRequest::within(DEFAULT_DEADLINE, target), &BTreeSet::new()).await.unwrap();
             let (_, source) = listener.accept().await.unwrap();
             assert_eq!(source, dialled.local_addr().unwrap());

@@ -2,11 +2,12 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::AsFd as _;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::TcpListener;
+use tunnel_link::relay::{listen, prepare_socket};
 use tunnel_runtime::config::BindError;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::takeover::Copies;
@@ -14,6 +15,8 @@ use tunnel_runtime::takeover::Copies;
 use crate::config::{Config, Listen};
 use crate::takeover::Predecessor;
 
+/// The name of all listeners that lead to the cloud.
+const OUTBOUND: &str = "outbound";
 /// Retry interval for an address that another agent holds.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -53,13 +56,13 @@ impl Listeners {
         let mut admin = None;
         if let Some(address) = config.given.admin_address {
             let mut listener = listener("admin", "--admin-address", address);
-            listener.open(before).await.map_err(|error| BindError::new(listener.flag, address, error))?;
+            listener.open(before).map_err(|error| BindError::new(listener.flag, address, error))?;
             admin = Some(listener);
         }
         let mut outbound = Vec::new();
         for listen in &config.outbound {
-            let mut listener = listener("outbound", listen.flag(), listen.address);
-            match listener.open(before).await {
+            let mut listener = listener(OUTBOUND, listen.flag(), listen.address);
+            match listener.open(before) {
                 Err(error) if before.is_some() && error.kind() == io::ErrorKind::AddrInUse => {
                     let (flag, address) = (listener.flag, listener.address);
                     tracing::warn!(flag, %address, "failed to listen beside the agent before, waiting for its end");
@@ -73,12 +76,19 @@ impl Listeners {
 }
 
 impl Listener {
-    async fn open(&mut self, before: &mut Option<Predecessor>) -> io::Result<()> {
+    /// Sets the options that accepted sockets inherit.
+    fn prepare(&self, socket: &impl AsFd) {
+        if self.name == OUTBOUND {
+            prepare_socket(socket);
+        }
+    }
+
+    fn open(&mut self, before: &mut Option<Predecessor>) -> io::Result<()> {
         let taken = before.as_mut().and_then(|before| before.listener(self.name, |at| at == self.address));
         let socket = match taken {
-            Some(listener) => TcpListener::from_std(listener)?,
-            None => TcpListener::bind(self.address).await?,
-        };
+            Some(taken) => TcpListener::from_std(taken).inspect(|taken| self.prepare(taken)),
+            None => listen(self.address, |socket| self.prepare(socket)),
+        }?;
         self.copies.add(self.name, self.address, socket.as_fd().try_clone_to_owned()?);
         self.socket = Some(socket);
         Ok(())
@@ -91,7 +101,7 @@ impl Listener {
             if let Some(socket) = self.socket {
                 return socket;
             }
-            match self.open(&mut None).await {
+            match self.open(&mut None) {
                 Ok(()) => tracing::info!(flag, %address, "listening"),
                 Err(error) => {
                     if failing.is_new(&error) {

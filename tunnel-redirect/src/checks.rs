@@ -10,7 +10,6 @@ use super::cgroup::Cgroup;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::netns::this_netns;
-use super::running::redirect_ranges;
 use super::{by_route, load, netlink, pins, preflight, range_use};
 
 const FAILS: &str = "fails at connect()";
@@ -73,7 +72,7 @@ pub fn foreign_lookups() -> Result<Vec<String>, RedirectError> {
 /// # Errors
 /// The routes cannot be listed.
 pub fn missing_range_routes(config: &RedirectConfig) -> Result<Vec<IpNet>, RedirectError> {
-    let mut missing = redirect_ranges(config, preflight::ipv6_usable().is_ok());
+    let mut missing = config.ranges(preflight::ipv6_usable().is_ok());
     let routes = netlink::blocking(|handle| async move { netlink::local_routes(&handle).await })?;
     missing.retain(|range| !routes.iter().any(|route| route.contains(range)));
     Ok(missing)

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use tunnel_routing::{reserved_addresses, reserved_addresses_v6};
 
 /// Settings of [`Redirect::start`](super::Redirect::start).
 #[derive(Clone, Debug)]
@@ -33,6 +34,22 @@ pub struct RedirectConfig {
     pub pods: Pods,
     /// The network leads edge nodes' addresses to this host. What it does not take by route fails instead of being sent on.
     pub gateway: bool,
+}
+
+impl RedirectConfig {
+    /// The redirect ranges, without host bits; that of IPv6 if the host has it.
+    pub(super) fn ranges(&self, ipv6: bool) -> Vec<IpNet> {
+        let v6 = ipv6.then(|| IpNet::V6(self.redirect_range_v6.trunc()));
+        [Some(IpNet::V4(self.redirect_range.trunc())), v6].into_iter().flatten().collect()
+    }
+
+    /// The ends of the ranges, which are reserved for self-tests.
+    pub(super) fn self_tests(&self) -> [IpNet; 2] {
+        [
+            IpNet::V4(reserved_addresses(self.redirect_range)),
+            IpNet::V6(reserved_addresses_v6(self.redirect_range_v6)),
+        ]
+    }
 }
 
 /// How connections of pods are redirected.

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipnet::{IpNet, Ipv4Net};
 use tunnel_abi::{LIST_CAPACITY, ROUTE_CAPACITY};
-use tunnel_routing::{Desired, RouteTarget, reserved_addresses, reserved_addresses_v6};
+use tunnel_routing::{Desired, RouteTarget};
 
 use super::change::{Change, ComesIn};
 use super::config::RedirectConfig;
@@ -178,7 +178,7 @@ fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNet>, BTreeMa
         IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8)),
         IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST)),
     ];
-    let ranges = redirect_ranges(host.config);
+    let ranges = host.config.ranges(true);
     // An interface of this host may have a virtual address as its address; as a client it would be admitted from outside.
     let own = || {
         let own = host.own.iter().filter(|address| !ranges.iter().any(|range| range.contains(*address)));
@@ -203,10 +203,6 @@ fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNet>, BTreeMa
     (excluded, clients)
 }
 
-fn redirect_ranges(config: &RedirectConfig) -> [IpNet; 2] {
-    [IpNet::V4(config.redirect_range.trunc()), IpNet::V6(config.redirect_range_v6.trunc())]
-}
-
 /// Clears host bits and turns IPv4-mapped networks into IPv4, the form that the programs look up.
 pub(super) fn normalize(net: &IpNet) -> IpNet {
     let net = net.trunc();
@@ -221,7 +217,7 @@ pub(super) fn normalize(net: &IpNet) -> IpNet {
 }
 
 fn check_route(net: IpNet, target: RouteTarget, config: &RedirectConfig) -> Result<(), RedirectError> {
-    let ranges = redirect_ranges(config);
+    let ranges = config.ranges(true);
     let refuse = |reason: &str| RedirectError::Route {
         net,
         virtual_address: target.virtual_address,
@@ -240,11 +236,7 @@ fn check_route(net: IpNet, target: RouteTarget, config: &RedirectConfig) -> Resu
     if ranges.iter().any(|range| range.contains(&net) || net.contains(range)) {
         return Err(refuse("the network overlaps the redirect range"));
     }
-    let reserved = [
-        IpNet::V4(reserved_addresses(config.redirect_range)),
-        IpNet::V6(reserved_addresses_v6(config.redirect_range_v6)),
-    ];
-    if reserved.iter().any(|reserved| reserved.contains(&block) || block.contains(reserved)) {
+    if config.self_tests().iter().any(|reserved| reserved.contains(&block) || block.contains(reserved)) {
         return Err(refuse(
             "its block of virtual addresses overlaps the end of the range, which is reserved for the self-test",
         ));

@@ -11,7 +11,7 @@ use tunnel_runtime::net::{Ended, NetChanges};
 use super::by_route::{ByRoute, Watched};
 use super::error::RedirectError;
 use super::range_use;
-use super::running::{Redirect, redirect_ranges};
+use super::running::Redirect;
 
 /// Interval at which the routes are checked without a change.
 const PERIOD: Duration = Duration::from_secs(30);
@@ -40,7 +40,7 @@ impl Redirect {
     /// Subscribes, then restores what is missing on each change, until the subscription breaks, or needs to be for another
     /// device.
     async fn keep_routes(self: &Arc<Self>, logs: &mut Logs) -> Result<Option<Ended>, RedirectError> {
-        let ranges = redirect_ranges(&self.config, self.ipv6);
+        let ranges = self.config.ranges(self.ipv6);
         let watched = self.watched().await?;
         let tables = watched.as_ref().map_or(&[][..], |watched| &watched.tables[..]);
         let (device, own) = (watched.map(|watched| watched.device), watched.map(|watched| watched.author));

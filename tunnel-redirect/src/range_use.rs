@@ -18,7 +18,6 @@ use tunnel_abi::LOOPBACK_IFINDEX;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::netlink::{self, destination, own_address};
-use super::running::redirect_ranges;
 
 /// Configuration of this network namespace.
 #[derive(Debug, Default)]
@@ -34,7 +33,7 @@ struct Network {
 /// # Errors
 /// [`RedirectError::RangeUsed`], or the namespace cannot be listed.
 pub(super) fn check(config: &RedirectConfig, ipv6: bool) -> Result<(), RedirectError> {
-    let ranges = redirect_ranges(config, ipv6);
+    let ranges = config.ranges(ipv6);
     let of_interest = ranges.clone();
     let network = netlink::blocking(|handle| async move { read(&handle, &of_interest).await })?;
     for range in ranges {

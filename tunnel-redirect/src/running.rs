@@ -11,7 +11,7 @@ use ipnet::IpNet;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tunnel_abi::LIST_CAPACITY;
-use tunnel_routing::{Desired, reserved_addresses, reserved_addresses_v6};
+use tunnel_routing::Desired;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::net::interface_addresses;
 
@@ -154,7 +154,7 @@ impl Redirect {
 
     fn write_all(&self, inner: &mut Inner, want: &MapContents) -> Result<Applied, RedirectError> {
         let refuse = self.config.orphan_policy == OrphanPolicy::Refuse;
-        let ranges = redirect_ranges(&self.config, self.ipv6);
+        let ranges = self.config.ranges(self.ipv6);
         let routes = inner.by_route.is_some().then(|| {
             let wanted = Wanted::of(want, &ranges, refuse);
             if self.config.gateway { wanted.of_a_gateway() } else { wanted }
@@ -224,16 +224,9 @@ impl Redirect {
         self.ipv6
     }
 
-    /// Reports whether `virtual_address` is reserved for self-tests of this or another server; drop such connections silently.
-    pub fn is_self_test(&self, virtual_address: IpAddr) -> bool {
-        match virtual_address {
-            IpAddr::V4(virtual_address) => {
-                reserved_addresses(self.config.redirect_range).contains(&virtual_address)
-            }
-            IpAddr::V6(virtual_address) => {
-                reserved_addresses_v6(self.config.redirect_range_v6).contains(&virtual_address)
-            }
-        }
+    /// The virtual addresses reserved for self-tests of this or another server; drop such connections silently.
+    pub fn self_tests(&self) -> [IpNet; 2] {
+        self.config.self_tests()
     }
 
     /// Counters since the start, named `<hook>/<outcome>`.
@@ -272,7 +265,7 @@ impl Redirect {
         if inner.released {
             return Ok(Vec::new());
         }
-        let ranges = redirect_ranges(&self.config, self.ipv6);
+        let ranges = self.config.ranges(self.ipv6);
         // First, and whatever becomes of the others: the host's own processes need these.
         let added = netlink::blocking(|handle| async move {
             let mut added = false;
@@ -418,9 +411,4 @@ fn log_left_out(left_out: usize) {
             "excluded addresses do not fit into the kernel's list, addresses of cloud nodes are left out and stay direct"
         ),
     }
-}
-
-pub(super) fn redirect_ranges(config: &RedirectConfig, ipv6: bool) -> Vec<IpNet> {
-    let v6 = ipv6.then(|| IpNet::V6(config.redirect_range_v6.trunc()));
-    [Some(IpNet::V4(config.redirect_range.trunc())), v6].into_iter().flatten().collect()
 }

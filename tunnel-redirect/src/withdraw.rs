@@ -11,7 +11,7 @@ use super::claim;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::pins::Others;
-use super::running::{Redirect, redirect_ranges};
+use super::running::Redirect;
 use super::{netlink, pins, preflight};
 
 /// Maximum time in which a server that resumes reattaches its programs.
@@ -121,7 +121,7 @@ impl Redirect {
             Ok(false) => {}
             Err(error) => tracing::warn!(%error, "failed to look for another server that redirects"),
         }
-        let ranges = redirect_ranges(&self.config, self.ipv6);
+        let ranges = self.config.ranges(self.ipv6);
         let removed = netlink::blocking(|handle| async move {
             for range in ranges {
                 netlink::remove_route(&handle, range).await?;
@@ -166,7 +166,7 @@ pub fn cleanup(config: &RedirectConfig) -> Result<Cleaned, RedirectError> {
     if let Some(taken) = claim::holder(config, ipv6)? {
         return Err(taken);
     }
-    let ranges = redirect_ranges(config, ipv6);
+    let ranges = config.ranges(ipv6);
     let routes = netlink::blocking(|handle| async move {
         let mut removed = Vec::new();
         for range in ranges {

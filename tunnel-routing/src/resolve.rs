@@ -118,11 +118,6 @@ impl Router {
             }
         }
     }
-
-    /// The target that the agent dials for a connection to `port` of a node or pod.
-    pub fn dialled(&self, found: &NodeAddress, port: u16) -> SocketAddr {
-        if found.pod { SocketAddr::new(found.address, port) } else { self.target(found.address, port) }
-    }
 }
 
 impl Resolved {

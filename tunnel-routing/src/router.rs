@@ -32,7 +32,7 @@ use super::config::RouterConfig;
 use super::desired::{Desired, Table};
 use super::own_ports::OwnPorts;
 use super::planner::{Planned, Planner};
-use super::snapshot::Snapshot;
+use super::snapshot::{NodeAddress, Snapshot};
 use crate::inventory::Inventory;
 
 /// Maximum number of nodes looked up under one lock, so that a session that starts or ends is not blocked for longer.
@@ -307,11 +307,11 @@ impl Router {
         self.ports.load().tunnelled.contains(&port)
     }
 
-    /// The target that the agent dials for a connection to `port` of its node's `address`.
-    pub fn target(&self, address: IpAddr, port: u16) -> SocketAddr {
+    /// The target that the agent dials for a connection to `port` of a node or pod.
+    pub fn dialled(&self, found: &NodeAddress, port: u16) -> SocketAddr {
         // Programs that listen on loopback only use 127.0.0.1, whatever the node's own address family.
-        let loopback = self.ports.load().loopback.contains(&port);
-        SocketAddr::new(if loopback { Ipv4Addr::LOCALHOST.into() } else { address }, port)
+        let loopback = !found.pod && self.ports.load().loopback.contains(&port);
+        SocketAddr::new(if loopback { Ipv4Addr::LOCALHOST.into() } else { found.address }, port)
     }
 
     /// Reports whether the redirect leads clients to this target on the node: a tunnelled port of an address that is its own,

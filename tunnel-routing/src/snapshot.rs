@@ -103,11 +103,11 @@ impl Snapshot {
     }
 
     /// The only edge node that has the address, or a pod with it.
-    pub fn holder(&self, address: IpAddr) -> Option<NodeName> {
+    pub fn holder(&self, address: IpAddr) -> Option<NodeAddress> {
         match self.by_address(address) {
-            ByAddress::Unique(found) => Some(found.node),
+            ByAddress::Unique(found) => Some(found),
             ByAddress::Ambiguous(_) => None,
-            ByAddress::Unknown => self.by_pod(address).map(|pod| pod.node),
+            ByAddress::Unknown => self.by_pod(address),
         }
     }
 

@@ -14,7 +14,7 @@ use tunnel_runtime::net::lookup;
 use tunnel_runtime::text::printable;
 
 use super::shared::{Busy, Held, Shared};
-use crate::dial::{DEFAULT_DEADLINE, DialError, DialRequest};
+use crate::dial::{DEFAULT_DEADLINE, DialError, DialRequest, Dialled};
 use crate::places::Place;
 
 /// Minimum time for one of several addresses while any is left, as in Go's dialler.
@@ -57,7 +57,7 @@ impl Dial for ForServer {
             }
         };
         match dialled {
-            Ok(((socket, place), target)) => {
+            Ok((Dialled { socket, place, .. }, target)) => {
                 self.shared.runtime.metrics.dialled("ok", started.elapsed());
                 Ok(Connected { socket, target, _place: place, _held: held })
             }
@@ -111,7 +111,7 @@ impl Dial for ForServer {
 
 impl ForServer {
     /// Connects to the first address that the policy allows and that answers.
-    async fn connect(&self, address: &str) -> Result<((TcpStream, Place), SocketAddr), Failed> {
+    async fn connect(&self, address: &str) -> Result<(Dialled, SocketAddr), Failed> {
         let deadline = tokio::time::Instant::now() + DEFAULT_DEADLINE;
         let named = || format!("dial tcp {}", printable(address, 100));
         let timed_out = || Failed { outcome: Outcome::TimedOut, reason: format!("{}: i/o timeout", named()) };

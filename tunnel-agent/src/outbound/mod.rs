@@ -17,9 +17,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tunnel_link::link::Flow;
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{
-    Abort, Relay, RelayError, Relaying, Side, Traffic, end_on_drop, end_quiet, prepare_socket,
-};
+use tunnel_link::relay::{Abort, Relay, RelayError, Relaying, Side, Traffic, end_on_drop, end_quiet};
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::live::Live;
 use tunnel_runtime::log_once::LogRarely;
@@ -81,8 +79,6 @@ impl Outbound {
             };
             match accepted {
                 Ok((socket, client)) => {
-                    // Done first, so that the client sees a reset whatever goes wrong.
-                    prepare_socket(&socket);
                     if !listen.permits(client.ip()) {
                         self.runtime.metrics.outbound(Outcome::Denied);
                         if let Some(left_out) = refused.due(Instant::now()) {

@@ -9,7 +9,6 @@ use bytes::Bytes;
 use h2::RecvStream;
 use h2::server::SendResponse;
 use http::Request;
-use tokio::net::TcpStream;
 use tonic::Status;
 use tunnel_link::grpc::{refuse, response};
 use tunnel_link::outcome::Outcome;
@@ -17,8 +16,7 @@ use tunnel_link::relay::{Abort, Side, Traffic};
 
 use super::state::SessionState;
 use crate::connections::Connection;
-use crate::dial::{DialError, DialRequest};
-use crate::places::Place;
+use crate::dial::{DialError, DialRequest, Dialled};
 
 /// Serves one Relay stream, from the request to the end of both directions.
 pub(super) fn relay(
@@ -48,7 +46,7 @@ async fn dial_and_relay(
             return;
         }
     };
-    let (target, (mut socket, _place)) = match dialled {
+    let (target, Dialled { mut socket, address, place: _place }) = match dialled {
         Ok(dialled) => dialled,
         Err(error) => {
             session.shared.runtime.metrics.dialled(error.label(), started.elapsed());
@@ -71,7 +69,7 @@ async fn dial_and_relay(
         server: session.server.clone(),
         link: (session.link, session.path.flow.clone()),
         target,
-        dialled: socket.peer_addr().map_or(target.ip(), |peer| peer.ip()).to_canonical(),
+        dialled: address,
         started,
         traffic: Traffic::part_of(vec![metrics.relayed.clone()]),
         abort: abort.clone(),
@@ -105,7 +103,7 @@ async fn dial_and_relay(
 async fn dial(
     session: &SessionState,
     request: Result<DialRequest, DialError>,
-) -> Result<(SocketAddr, (TcpStream, Place)), DialError> {
+) -> Result<(SocketAddr, Dialled), DialError> {
     let request = request?;
     let dialled = session.common.dialler.dial(request, &session.common.loopback_ports.load_full()).await?;
     Ok((request.target, dialled))

@@ -6,6 +6,7 @@ use std::io;
 use std::net::Shutdown;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -128,7 +129,7 @@ pub(super) struct Inward<'a> {
 }
 
 impl Inward<'_> {
-    /// Runs until the stream's end has been relayed as a half-close.
+    /// Runs until the stream's end has been relayed as a half-close, or the close of the socket is to relay it.
     pub(super) async fn run(
         &self,
         socket: &mut WriteHalf<'_>,
@@ -156,6 +157,9 @@ impl Inward<'_> {
             self.delivery.run(socket, stream, |socket| sent_nothing_for(socket.as_ref())).await?;
             if self.side == Side::Server {
                 ended_well(stream).await?;
+            }
+            if self.answer.last.load(Ordering::Relaxed) {
+                return Ok(());
             }
             match SockRef::from(socket.as_ref()).shutdown(Shutdown::Write) {
                 // The other direction reports the socket's error.

@@ -3,6 +3,7 @@
 use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 
 use bytes::{BufMut, Bytes, BytesMut};
@@ -112,6 +113,7 @@ impl Outward<'_> {
             let error = send_error(send, error).await;
             return unwanted(Err(error)).map(|_| Sent::Unwanted);
         }
+        self.answer.last.store(true, Ordering::Relaxed);
         tokio::select! {
             biased;
             _ = self.answer.ended.wait() => Ok(Sent::All),
@@ -250,6 +252,8 @@ pub(super) struct Answer {
     pub(super) ended: SetOnce<()>,
     /// On the agent: set when writing to the target has failed.
     pub(super) broken: SetOnce<io::ErrorKind>,
+    /// Set by the outward direction once it is complete: the socket is closed when the answer is complete too.
+    pub(super) last: AtomicBool,
 }
 
 /// End of the outward direction.

@@ -5,17 +5,20 @@
 //! that. A cancelled task and a killed process reset their connections too.
 
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use socket2::SockRef;
 use tokio::io::Interest;
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tunnel_runtime::net::refine;
 
 use crate::link;
 use crate::tcp_info::unacknowledged;
 
+/// Number of connections that wait in a listener, as in [`TcpListener::bind`].
+const BACKLOG: u32 = 1024;
 /// Unsent bytes in the kernel above which the socket is not written to. Limits the kernel memory held for a receiver
 /// that does not read.
 const NOTSENT_LOWAT: u32 = 256 << 10;
@@ -23,6 +26,20 @@ const NOTSENT_LOWAT: u32 = 256 << 10;
 const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
 /// Maximum time for which a client may read none of the last bytes; its connection is then reset without them.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Listens on an address. `prepare` sets options that accepted sockets inherit; they are set before it listens, because a
+/// connection may come at once.
+///
+/// # Errors
+/// As socket(2), bind(2) and listen(2).
+pub fn listen(address: SocketAddr, prepare: impl FnOnce(&TcpSocket)) -> io::Result<TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    // As TcpListener::bind does.
+    socket.set_reuseaddr(true)?;
+    prepare(&socket);
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
+}
 
 /// Sets the options of a tunnelled connection's socket, on either end, and [`reset_on_drop`]. Accepted sockets inherit
 /// what is set on their listener.
@@ -87,4 +104,25 @@ pub async fn lost(socket: &TcpStream) -> io::Error {
 /// of file. Every kernel has it; if a sandbox refuses it, that is logged.
 fn linger(socket: &impl AsFd, time: Option<Duration>) {
     refine("SO_LINGER", SockRef::from(socket).set_linger(time));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn what_a_listener_accepts_inherits_every_option() {
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            let listener = listen(address.parse().unwrap(), prepare_socket).unwrap();
+            let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+            let (accepted, _) = listener.accept().await.unwrap();
+            let accepted = SockRef::from(&accepted);
+            assert_eq!(accepted.linger().unwrap(), Some(Duration::ZERO));
+            assert!(accepted.tcp_nodelay().unwrap() && accepted.keepalive().unwrap());
+            assert_eq!(accepted.tcp_keepalive_time().unwrap(), KEEPALIVE_TIME);
+            assert_eq!(accepted.tcp_keepalive_interval().unwrap(), Duration::from_secs(5));
+            assert_eq!(accepted.tcp_keepalive_retries().unwrap(), 3);
+            assert_eq!(accepted.tcp_notsent_lowat().unwrap(), NOTSENT_LOWAT);
+        }
+    }
 }

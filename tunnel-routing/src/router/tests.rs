@@ -587,8 +587,14 @@ fn ports_change_while_running() {
     assert!(changed.has_changed().unwrap());
     assert_eq!(router.desired().ports, BTreeSet::from([9100, 10250, 10255, 10266]));
     assert!(router.tunnels(9100) && router.tunnels(10250) && !router.tunnels(22));
-    assert_eq!(router.target(ip("10.8.0.7"), 9100), "10.8.0.7:9100".parse().unwrap());
-    assert_eq!(router.target(ip("fd00::7"), 10266), "127.0.0.1:10266".parse().unwrap());
+    let dialled = |address, pod, port| {
+        let found =
+            NodeAddress { node: "edge-1".parse().unwrap(), address: ip(address), kubelet_port: 10250, pod };
+        router.dialled(&found, port).to_string()
+    };
+    assert_eq!(dialled("10.8.0.7", false, 9100), "10.8.0.7:9100");
+    assert_eq!(dialled("fd00::7", false, 10266), "127.0.0.1:10266");
+    assert_eq!(dialled("10.8.0.7", true, 10266), "10.8.0.7:10266");
     router.set_inventory(inventory(vec![node("edge-1", true, &["10.8.0.7"])]));
     assert!(router.desired().ports.contains(&9100), "a change of the nodes keeps the ports");
     router.set_ports(&BTreeSet::new(), &BTreeSet::new());

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 
 use tokio::net::TcpListener;
-use tunnel_link::relay::tune_socket;
+use tunnel_link::relay::{listen, prepare_socket};
 use tunnel_redirect::{Redirect, RedirectConfig, RedirectError};
 use tunnel_runtime::config::{BindError, ConfigError};
 
@@ -37,12 +37,10 @@ impl Listeners {
                 // With port 0, the kernel picks another one each time, so this takes none of `before`.
                 let taken = before.as_mut().and_then(|before| before.listener(row.name, |at| at == address));
                 let socket = match taken {
-                    Some(taken) => TcpListener::from_std(taken),
-                    None => TcpListener::bind(address).await,
+                    Some(taken) => TcpListener::from_std(taken).inspect(|taken| row.prepare(taken)),
+                    None => listen(address, |socket| row.prepare(socket)),
                 };
                 let socket = socket.map_err(|error| BindError::new(flag, address, error))?;
-                // Connections that come before the listener serves inherit it too.
-                tune_socket(&socket);
                 sockets.push((row.name, socket));
             }
         }
@@ -69,7 +67,7 @@ impl Listeners {
             other => anyhow::Error::new(other).context("--redirect=on"),
         });
         let (redirect, listeners) = started?;
-        listeners.iter().for_each(tune_socket);
+        listeners.iter().for_each(prepare_socket);
         self.sockets.extend(listeners.into_iter().map(|listener| (REDIRECT, listener)));
         Ok(redirect)
     }

@@ -3,9 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter::once;
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use tokio::net::TcpListener;
+use tunnel_link::relay::{prepare_socket, tune_socket};
 use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::takeover::MOST_SOCKETS;
 
@@ -125,6 +127,15 @@ fn at(flag: &'static str, address: Option<SocketAddr>) -> Vec<(&'static str, Soc
 }
 
 impl Listener {
+    /// Sets the options that accepted sockets inherit.
+    pub(super) fn prepare(&self, socket: &impl AsFd) {
+        match self.part {
+            Some(_) => prepare_socket(socket),
+            // Agents, and the admin port: what they were sent last is not discarded.
+            None => tune_socket(socket),
+        }
+    }
+
     pub(super) fn places(&self, budget: &Budget) -> u32 {
         self.part.map_or(0, |part| budget.places(&part))
     }
@@ -306,7 +317,8 @@ fn redirect(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     let Some(redirect) = &parts.runtime.redirect else { return };
     let shares = Shares::new(places);
     for socket in sockets {
-        parts.serve(Redirected { redirect: redirect.clone() }, socket, &shares);
+        let redirected = Redirected { self_tests: redirect.self_tests(), by_route: redirect.by_route() };
+        parts.serve(redirected, socket, &shares);
     }
 }
 

@@ -8,7 +8,7 @@ use tunnel_routing::Router;
 
 use super::context::OpenError;
 use super::front::Front;
-use super::open::{Listener, Opened};
+use super::serve::{Client, Listener, Opened};
 
 /// HTTP on loopback, without authentication. Each request's Host names its node; nothing is added to the request.
 pub(crate) const HTTP: &str = "http";
@@ -25,7 +25,7 @@ impl Listener for Arc<Front> {
         self.listener
     }
 
-    async fn open(&self, _: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
+    async fn open(&self, _: &mut TcpStream, _: &mut Client, _: &Router) -> Result<Opened, OpenError> {
         Ok(Opened::Served { front: self.clone(), prefix: Bytes::new() })
     }
 }

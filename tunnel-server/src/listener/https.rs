@@ -13,8 +13,8 @@ use tunnel_routing::{Resolved, Router};
 use super::client_hello::{HelloError, Parsed, parse_client_hello};
 use super::context::{OpenError, OpenRequest};
 use super::front::Front;
-use super::open::{Listener, Opened};
 use super::preface::{PrefaceError, answer, read_preface, timed_out};
+use super::serve::{Client, Listener, Opened};
 
 /// A fatal TLS alert (RFC 8446 §6) without its description.
 const ALERT: [u8; 6] = [21, 3, 3, 0, 2, 2];
@@ -62,7 +62,12 @@ impl Listener for Https {
         HTTPS
     }
 
-    async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opened, OpenError> {
+    async fn open(
+        &self,
+        socket: &mut TcpStream,
+        _: &mut Client,
+        router: &Router,
+    ) -> Result<Opened, OpenError> {
         const HELLO: &str = "ClientHello";
         let mut read = BytesMut::new();
         let parse = |bytes: &[u8]| {

@@ -10,22 +10,22 @@ use arc_swap::ArcSwap;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use socket2::SockRef;
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
+use tunnel_link::relay::{self, prepare_socket};
 use tunnel_routing::{Resolved, Router};
 use tunnel_runtime::config::BindError;
+use tunnel_runtime::net::refine;
 use tunnel_runtime::takeover::Copies;
 
 use super::context::{ListenerContext, OpenError, OpenRequest};
-use super::open::{Listener, Opened};
+use super::serve::{Client, Listener, Opened};
 use crate::admission::{Gate, Shares};
 use crate::maps::{Map, Target, check, overlap};
 use crate::metrics::{Judgement, Permit};
 
 /// The name of all maps' listeners in logs and metrics.
 pub(crate) const MAP: &str = "map";
-/// The same as in [`TcpListener::bind`].
-const BACKLOG: u32 = 128;
 
 struct Mapped {
     map: Arc<ArcSwap<Map>>,
@@ -64,9 +64,14 @@ impl Listener for Mapped {
         MAP
     }
 
-    async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opened, OpenError> {
+    async fn open(
+        &self,
+        _: &mut TcpStream,
+        client: &mut Client,
+        router: &Router,
+    ) -> Result<Opened, OpenError> {
         let map = self.map.load_full();
-        let client = socket.peer_addr()?.ip();
+        let client = client.address.ip();
         if !map.permits(client) {
             return Err(OpenError::Client(format!("{} is not for {}", map.listen, client.to_canonical())));
         }
@@ -187,7 +192,7 @@ impl Maps {
     /// Listens, and returns the listener and a copy for a successor. `gone`: the listeners that close if everything
     /// succeeds.
     async fn bind(&self, listen: SocketAddr, gone: &[SocketAddr]) -> io::Result<(TcpListener, OwnedFd)> {
-        let listener = match TcpListener::bind(listen).await {
+        let listener = match relay::listen(listen, prepare_socket) {
             // While the gate is closed, another server of this host has the maps, and may have replaced them by its
             // own.
             Err(error) if error.kind() == io::ErrorKind::AddrInUse && self.gate.is_open() => {
@@ -221,12 +226,11 @@ impl Maps {
 /// kernel permits it if all of them set SO_REUSEPORT, which they do only for this moment.
 fn bind_beside(listen: SocketAddr, others: &[OwnedFd]) -> io::Result<TcpListener> {
     let agree = |agree| others.iter().try_for_each(|other| SockRef::from(other).set_reuse_port(agree));
-    let socket = if listen.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-    socket.set_reuseaddr(true)?;
-    socket.set_reuseport(true)?;
     let listener = agree(true).and_then(|()| {
-        socket.bind(listen)?;
-        socket.listen(BACKLOG)
+        relay::listen(listen, |socket| {
+            prepare_socket(socket);
+            refine("SO_REUSEPORT", socket.set_reuseport(true));
+        })
     });
     let ended = agree(false);
     let listener = listener?;

@@ -37,7 +37,7 @@ pub(crate) fn end_if_moved(connection: &Connection, now: &Snapshot) {
 /// True if the address by which the node was found is another node's now.
 fn has_moved(connection: &Connection, now: &Snapshot) -> bool {
     let (Some(node), Some(address)) = (&connection.node, connection.found_by) else { return false };
-    !now.has(node, address) && now.holder(address).is_some_and(|holder| holder != *node)
+    !now.has(node, address) && now.holder(address).is_some_and(|holder| holder.node != *node)
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use tunnel_runtime::NodeName;
 use super::connect::Reception;
 use super::context::OpenError;
 use super::front::{Admission, Front};
-use super::open::{Listener, Opened};
+use super::serve::{Client, Listener, Opened};
 use crate::caller::CallerTls;
 
 /// Maximum time in which a client has to begin.
@@ -33,7 +33,7 @@ impl Listener for Connect {
         CONNECT
     }
 
-    async fn open(&self, socket: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
+    async fn open(&self, socket: &mut TcpStream, _: &mut Client, _: &Router) -> Result<Opened, OpenError> {
         let mut first = [0];
         let peeked = timeout(BEGIN, socket.peek(&mut first)).await;
         let peeked =

@@ -1,24 +1,23 @@
 //! The redirect's listener: the accepted socket's own address is the virtual address, or the edge node's own if a route
 //! led the connection here. Its port is the port that the client dialled.
 
-use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
-
 use bytes::Bytes;
+use ipnet::IpNet;
 use tokio::net::TcpStream;
-use tunnel_redirect::Redirect;
-use tunnel_routing::{ByAddress, Router};
+use tunnel_routing::Router;
 
 use super::context::{OpenError, OpenRequest};
-use super::open::{Listener, Opened};
+use super::serve::{Client, Listener, Opened};
 use crate::admission::source_key;
 
 /// The listener's name in logs and metrics.
 pub(crate) const REDIRECT: &str = "redirect";
 
 pub(crate) struct Redirected {
-    /// Recognises its self-tests.
-    pub(crate) redirect: Arc<Redirect>,
+    /// Virtual addresses of self-tests of the redirect, this server's or another's.
+    pub(crate) self_tests: [IpNet; 2],
+    /// Connections of other network namespaces come by route, to the edge nodes' own addresses.
+    pub(crate) by_route: bool,
 }
 
 impl Listener for Redirected {
@@ -28,43 +27,33 @@ impl Listener for Redirected {
         REDIRECT
     }
 
-    /// Maps the source address of this host's own processes back to the virtual address. That is their source, but
-    /// accept(2), like getpeername(2), returns the node's address that it stands for.
-    fn client(&self, socket: &TcpStream, accepted: SocketAddr, router: &Router) -> SocketAddr {
-        let Ok(local) = socket.local_addr() else { return accepted };
-        let virtual_address = local.ip().to_canonical();
-        match router.snapshot().by_virtual_address(virtual_address) {
-            Some(node) if node.address == accepted.ip().to_canonical() => {
-                SocketAddr::new(virtual_address, accepted.port())
-            }
-            _ => accepted,
-        }
-    }
-
-    /// Counts this host's own processes as one source for each node. Their IPv4 connections come from the virtual
-    /// address itself, because a `local` route without a preferred source uses the destination. Their IPv6 connections
-    /// come from an address of this host.
-    fn source(socket: &TcpStream, client: IpAddr, router: &Router) -> IpAddr {
-        match socket.local_addr().ok().filter(|_| router.is_own(client)) {
-            Some(virtual_address) => virtual_address.ip().to_canonical(),
-            None => source_key(client),
-        }
-    }
-
-    async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opened, OpenError> {
+    async fn open(
+        &self,
+        socket: &mut TcpStream,
+        client: &mut Client,
+        router: &Router,
+    ) -> Result<Opened, OpenError> {
         let local = socket.local_addr()?;
         let address = local.ip().to_canonical();
-        if self.redirect.is_self_test(address) {
+        if self.self_tests.iter().any(|reserved| reserved.contains(&address)) {
             return Err(OpenError::SelfTest);
         }
         let snapshot = router.snapshot();
-        let by_route = || match snapshot.by_address(address) {
-            ByAddress::Unique(node) => Some(node),
-            ByAddress::Ambiguous(_) => None,
-            ByAddress::Unknown => snapshot.by_pod(address),
+        let virtual_address = snapshot.by_virtual_address(address);
+        // The source of this host's own processes is the virtual address, but accept(2), like getpeername(2), returns the
+        // node's address that it stands for.
+        if virtual_address.as_ref().is_some_and(|node| node.address == client.address.ip().to_canonical()) {
+            client.address.set_ip(address);
+        }
+        // This host's own processes count as one source for each node. Their IPv4 connections come from the virtual
+        // address itself, because a `local` route without a preferred source uses the destination. Their IPv6 connections
+        // come from an address of this host.
+        client.source = match router.is_own(client.address.ip()) {
+            true => address,
+            false => source_key(client.address.ip()),
         };
-        let node = snapshot.by_virtual_address(address);
-        let node = node.or_else(|| self.redirect.by_route().then(by_route)?).ok_or_else(|| {
+        let by_route = || self.by_route.then(|| snapshot.holder(address))?;
+        let node = virtual_address.or_else(by_route).ok_or_else(|| {
             OpenError::Client(format!(
                 "{address} is neither the virtual address of a node nor the address of one alone: the node has left, or never existed"
             ))

@@ -1,7 +1,7 @@
 //! Opens a connection: takes its place, finds the way to its node, lets the agent dial, and relays. Each step notes its
 //! result in the access log's record.
 //!
-//! The redirected path takes these steps one by one, in `mod.rs`: its sockets are relayed while the agent still dials.
+//! The redirected path takes these steps one by one, in `serve.rs`: its sockets are relayed while the agent still dials.
 
 use std::future::ready;
 use std::net::SocketAddr;
@@ -35,28 +35,6 @@ pub(super) struct Stream {
     stream: RecvStream,
 }
 
-/// Takes the connection's place, and finds the way to its node.
-pub(super) async fn way(
-    context: &ListenerContext,
-    request: &OpenRequest,
-    client: SocketAddr,
-    place: Result<Share, Full>,
-    record: &mut AccessLogGuard,
-) -> Result<Way, Failed> {
-    let session = context.sessions.get(&request.node);
-    record.admit(place, Some((&request.node, session.as_ref().map(|session| session.places()))))?;
-    let found = tokio::select! {
-        biased;
-        failed = record.aborted() => return Err(failed),
-        found = Way::find(context, request, client, session) => found,
-    };
-    let way = found.map_err(|reason| Failed { outcome: Outcome::NoTunnel, reason })?;
-    if let Some(server_id) = way.server_id() {
-        record.via(server_id);
-    }
-    Ok(way)
-}
-
 impl Stream {
     /// Lets the node's agent dial the target.
     async fn open(
@@ -66,7 +44,7 @@ impl Stream {
         place: Result<Share, Full>,
         record: &mut AccessLogGuard,
     ) -> Result<Self, Failed> {
-        let mut way = way(context, request, client, place, record).await?;
+        let mut way = Way::find(context, request, client, place, record).await?;
         let (over, aborted) = (way.link().over.clone(), record.aborted());
         let asked = async {
             let asked = way.ask(request.target).await?;

@@ -3,10 +3,13 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{RelayError, Totals};
 use tunnel_routing::RETURN;
 
-use super::context::{ListenerContext, OpenRequest};
+use super::access_log::AccessLogGuard;
+use super::context::{Failed, ListenerContext, OpenRequest};
+use crate::admission::{Full, Share};
 use crate::peers::OnPeer;
 use crate::session::{Asked, Link, On, Session, Taken};
 
@@ -17,11 +20,36 @@ pub(super) enum Way {
 }
 
 impl Way {
+    /// Takes the connection's place, finds a way to its node, and notes both in `record`.
+    ///
+    /// # Errors
+    /// There is no place or no way; the error says why.
+    pub(super) async fn find(
+        context: &ListenerContext,
+        request: &OpenRequest,
+        client: SocketAddr,
+        place: Result<Share, Full>,
+        record: &mut AccessLogGuard,
+    ) -> Result<Self, Failed> {
+        let session = context.sessions.get(&request.node);
+        record.admit(place, Some((&request.node, session.as_ref().map(|session| session.places()))))?;
+        let found = tokio::select! {
+            biased;
+            failed = record.aborted() => return Err(failed),
+            found = Self::wait(context, request, client, session) => found,
+        };
+        let way = found.map_err(|reason| Failed { outcome: Outcome::NoTunnel, reason })?;
+        if let Self::Peer(on_peer) = &way {
+            record.via(&on_peer.peer.server_id);
+        }
+        Ok(way)
+    }
+
     /// Chooses a way, and waits for one while the node's agent is expected back. `session`: the node's on this server.
     ///
     /// # Errors
     /// There is no way; the error says why.
-    pub(super) async fn find(
+    async fn wait(
         context: &ListenerContext,
         request: &OpenRequest,
         client: SocketAddr,
@@ -88,14 +116,6 @@ impl Way {
 
     fn session(session: &Arc<Session>) -> Self {
         Self::Session(session.clone(), session.links.take())
-    }
-
-    /// Returns the ID of the server that has the node, if it is another one.
-    pub(super) fn server_id(&self) -> Option<&str> {
-        match self {
-            Self::Session(..) => None,
-            Self::Peer(on_peer) => Some(&on_peer.peer.server_id),
-        }
     }
 
     pub(super) fn link(&self) -> &Link {

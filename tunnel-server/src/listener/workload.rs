@@ -12,7 +12,7 @@ use super::access_log::AccessLogGuard;
 use super::connect::{Asked, Reception};
 use super::context::{Failed, OpenError};
 use super::proxy::front;
-use super::turned_away;
+use super::serve::turned_away;
 use super::upstream::Upstream;
 use crate::admission::{Share, Shares};
 use crate::caller::Shown;

@@ -20,7 +20,7 @@ use tunnel_link::relay::{
 use tunnel_runtime::NodeName;
 use tunnel_runtime::text::printable;
 
-use crate::session::{Asked, Link, Links, On, Taken, ask};
+use crate::session::{Asked, Link, Links, On, Taken};
 
 /// Time for another server to report if it has the node, plus four times the round-trip time: it does not have to ask
 /// anyone else.
@@ -108,7 +108,7 @@ impl Peer {
     ) -> Result<OnPeer, NotAsked> {
         let link = self.links.take();
         let more = metadata(node, client, unless_silent);
-        let mut asked = match ask(&link, &self.server_id, PEER_RELAY_PATH, target, more).await {
+        let mut asked = match link.ask(&self.server_id, PEER_RELAY_PATH, target, more).await {
             Ok(asked) => asked,
             Err(error) => {
                 if matches!(error, RelayError::Link(_)) {

@@ -12,7 +12,7 @@ use tunnel_link::bench::{BENCH_PATH, LONGEST, MODE_HEADER, Mode, send, swallow};
 use tunnel_link::relay::{Pipe, RelayError, Traffic, TunnelStream, pipe};
 use tunnel_runtime::admin::{Bench, BenchAnswer};
 
-use crate::session::{On, Session, Sessions, ask};
+use crate::session::{On, Session, Sessions};
 
 /// Number of small messages that go to the agent and back.
 const ECHOES: usize = 20;
@@ -74,7 +74,7 @@ async fn begin(session: &Arc<Session>, mode: Mode) -> Result<TunnelStream, Strin
     let to = session.node.as_str();
     let failed = |error: RelayError| error.to_string();
     let more = HeaderMap::from_iter([header]);
-    let asked = ask(&link, to, BENCH_PATH, NO_TARGET, more).await.map_err(failed)?;
+    let asked = link.ask(to, BENCH_PATH, NO_TARGET, more).await.map_err(failed)?;
     let on = On { link: &link, to, stalls: &session.stalls };
     let (mut send, answer) = asked.answer(on, NO_TARGET, |_| {});
     let stream = answer.await.map_err(failed)?;

@@ -27,7 +27,7 @@ use bytes::BytesMut;
 use ipnet::IpNet;
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 use tokio::net::{TcpStream, UnixStream};
-use tunnel_link::relay::{end_on_drop, flushed, prepare_socket, reset_on_drop};
+use tunnel_link::relay::{end_on_drop, flushed};
 use tunnel_runtime::config::ConfigError;
 
 use super::access_log::over_limit;
@@ -117,8 +117,7 @@ impl Egress {
                 accepted = listener.accept(NAME) => accepted,
             };
             let Some(place) = self.admit(client) else {
-                // A reset: the client could take an end of file for an answer.
-                reset_on_drop(&socket);
+                // Resets it: the client could take an end of file for an answer.
                 continue;
             };
             let (dialler, tls) = (self.dialler.clone(), tls.clone());
@@ -175,7 +174,6 @@ async fn receive_tls(
     client: SocketAddr,
     tls: &CallerTls,
 ) -> Result<(), String> {
-    prepare_socket(&socket);
     let (stream, certified) = tls.accept(socket, false).await?;
     let name = certified.as_ref().map(|shown| tls::common_name(shown.leaf())).unwrap_or_default();
     let caller = Caller { address: client, name: name.into(), certified: certified.map(Arc::new) };

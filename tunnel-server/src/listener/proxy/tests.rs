@@ -11,6 +11,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tunnel_link::outcome::{Hop, Outcome};
+use tunnel_link::relay::{listen, prepare_socket};
 use tunnel_pki::{ServerTls, TrustBundle};
 
 use super::*;
@@ -19,7 +20,7 @@ use crate::caller::{Authenticator, Shown, Tokens};
 use crate::listener::connect::{Gatekeeper, Services, parse};
 use crate::listener::context::ListenerContext;
 use crate::listener::judge::judge_all;
-use crate::listener::receive;
+use crate::listener::serve::receive;
 use crate::policy::Policy;
 
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -61,7 +62,7 @@ impl Site {
     }
 
     async fn connect(&self) -> TcpStream {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let listener = listen("127.0.0.1:0".parse().unwrap(), prepare_socket).unwrap();
         let socket = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (accepted, client) = listener.accept().await.unwrap();
         let shares = Shares::new(1);
