@@ -25,7 +25,6 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, running: Optio
     let lookups = async || judge_lookups(tunnel_redirect::foreign_lookups(), replaced(running));
     checkup.run("sk_lookup", &["kernel"], lookups).await;
     checkup.run("redirect route", &["running", "kernel"], async || virtual_address_route(options)).await;
-    checkup.run("maps", &["running"], async || running.map_or_else(unknown, maps)).await;
     checkup.run("self-test", &["running"], async || running.map_or_else(unknown, self_test)).await;
     checkup
         .run("arrivals", &["running"], async || running.map_or_else(unknown, |it| arrivals(options, it)))
@@ -117,28 +116,27 @@ fn virtual_address_route(options: &RedirectConfig) -> Outcome {
     }
 }
 
-fn maps(running: &Running<StatusReport>) -> Outcome {
-    if metric(&running.metrics, "postern_redirect_current") == Some(0.0) {
-        let reason = running.status.redirect.reason.as_deref().unwrap_or("the last write failed");
-        let fix =
-            "the server's log has the error of each write; `tunnel-server status` shows when it is over";
-        return Finding::new(&codes::MAPS_NOT_CURRENT, reason, fix).into();
-    }
-    let redirect = &running.status.redirect;
-    Outcome::fine(format!("{} routes, {} of them down", redirect.routes, redirect.routes_down))
-}
-
 fn self_test(running: &Running<StatusReport>) -> Outcome {
     let redirect = &running.status.redirect;
     match redirect.state {
         RedirectState::Off => Outcome::Skipped("the running server has --redirect=off".to_owned()),
-        RedirectState::On => {
-            Outcome::fine(format!("passed; {} times something was restored", redirect.mended))
-        }
+        RedirectState::On => Outcome::fine(format!(
+            "passed; {} routes, {} of them down; {} times something was restored",
+            redirect.routes, redirect.routes_down, redirect.mended
+        )),
         RedirectState::Degraded => {
             let reason = redirect.reason.as_deref().unwrap_or("no reason is known");
-            let fix = "what the reason names; the server verifies again every 30 s, so no restart is needed";
-            Finding::new(&codes::REDIRECT_DEGRADED, reason, fix).into()
+            let (code, fix) = match metric(&running.metrics, "postern_redirect_current") {
+                Some(0.0) => (
+                    &codes::MAPS_NOT_CURRENT,
+                    "the server's log has the error of each write; `tunnel-server status` shows when it is over",
+                ),
+                _ => (
+                    &codes::REDIRECT_DEGRADED,
+                    "what the reason names; the server verifies again every 30 s, so no restart is needed",
+                ),
+            };
+            Finding::new(code, reason, fix).into()
         }
     }
 }
@@ -371,8 +369,7 @@ mod tests {
             Outcome::Faults(findings) => (findings[0].code, findings[0].found.clone()),
             _ => ("", String::new()),
         };
-        assert_eq!(code(maps(&running(0))), ("maps-not-current", "map routes: E2BIG".to_owned()));
-        assert_eq!(code(maps(&running(1))).0, "");
+        assert_eq!(code(self_test(&running(0))), ("maps-not-current", "map routes: E2BIG".to_owned()));
         assert_eq!(code(self_test(&running(1))), ("redirect-degraded", "map routes: E2BIG".to_owned()));
     }
 }

@@ -26,8 +26,8 @@ pub const MOST_STREAMS: u32 = (1 << 30) - (1 << 20);
 const DIAL_DEADLINE: Duration = Duration::from_secs(5);
 /// Time for which a link may leave a dial unacknowledged, plus twice its round-trip time.
 const SILENCE: Duration = Duration::from_millis(2500);
-/// Added to the dial deadline for the way through the tunnel; after both, the agent counts as hung.
-const DIAL_GRACE: Duration = Duration::from_secs(3);
+/// Time for the agent's answer: the dial deadline, and 3 s for the way through the tunnel.
+const ANSWER: Duration = DIAL_DEADLINE.saturating_add(Duration::from_secs(3));
 /// No link receives this many bytes.
 const NONE: u64 = u64::MAX;
 
@@ -232,14 +232,20 @@ impl Asked {
     }
 }
 
-/// Returns when the link has not even acknowledged for so long that its line must be down. A slow line acknowledges.
-async fn silent(flow: &Flow) -> Duration {
+/// Returns when the answer is late: after how long a silence if the link has not even acknowledged for so long that its line
+/// must be down, which a slow line does; `None` if the agent counts as hung. Both with one timer, as every dial sets it.
+async fn late(flow: &Flow) -> Option<Duration> {
+    let deadline = tokio::time::Instant::now() + ANSWER;
     let mut pause = SILENCE;
     loop {
-        tokio::time::sleep(pause).await;
+        let next = tokio::time::Instant::now() + pause;
+        tokio::time::sleep_until(next.min(deadline)).await;
+        if next >= deadline {
+            return None;
+        }
         let patience = SILENCE + flow.rtt.last().unwrap_or_default() * 2;
         pause = match flow.silence().await {
-            Some(silence) if silence.lasts >= patience => return silence.lasts,
+            Some(silence) if silence.lasts >= patience => return Some(silence.lasts),
             Some(silence) => patience - silence.lasts,
             None => SILENCE,
         };
@@ -253,19 +259,19 @@ pub(crate) async fn dialled(
     link: &Link,
     response: ResponseFuture,
 ) -> Result<Response<RecvStream>, RelayError> {
-    let limit = DIAL_DEADLINE + DIAL_GRACE;
     let response = tokio::select! {
-        response = tokio::time::timeout(limit, response) => response,
-        silence = silent(&link.flow) => {
-            link.note_unanswered();
-            let reason = format!("the link to {to} has been silent for {:.1} s", silence.as_secs_f32());
+        response = response => response?,
+        late = late(&link.flow) => {
+            let reason = match late {
+                Some(silence) => {
+                    link.note_unanswered();
+                    format!("the link to {to} has been silent for {:.1} s", silence.as_secs_f32())
+                }
+                None => format!("{to} did not answer the dial of {target} within {} s", ANSWER.as_secs()),
+            };
             return Err(RelayError::Dial(Outcome::TimedOut, reason));
         }
     };
-    let response = response.map_err(|_| {
-        let reason = format!("{to} did not answer the dial of {target} within {} s", limit.as_secs());
-        RelayError::Dial(Outcome::TimedOut, reason)
-    })??;
     if response.status() != StatusCode::OK {
         let reason = format!("{to} answered with HTTP status {}", response.status());
         return Err(RelayError::Dial(Outcome::Protocol, reason));

@@ -78,7 +78,6 @@ async fn a_healthy_server_is_fine(testbed: &Testbed) -> Result<()> {
         "cgroup",
         "sk_lookup",
         "redirect route",
-        "maps",
         "self-test",
         "pins",
         "arrivals",
