@@ -232,8 +232,8 @@ impl Asked {
     }
 }
 
-/// Returns when the answer is late: after how long a silence if the link has not even acknowledged for so long that its line
-/// must be down, which a slow line does; `None` if the agent counts as hung. Both with one timer, as every dial sets it.
+/// Returns when the answer is late: with the length of the silence if the link has not even acknowledged for so long that its
+/// line must be down (a slow line acknowledges), or `None` if the agent counts as hung. One timer for both, as every dial sets it.
 async fn late(flow: &Flow) -> Option<Duration> {
     let deadline = tokio::time::Instant::now() + ANSWER;
     let mut pause = SILENCE;
