@@ -1,5 +1,4 @@
-//! What a listener does with each connection: it accepts, finds node and target in a way of its own (the trait
-//! [`Listener`]), and relays.
+//! A listener accepts a connection, finds its node and target in a way of its own (the trait [`Listener`]), and relays.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
