@@ -7,8 +7,11 @@ use tunnel_runtime::text::harmless;
 
 use super::code::{Code, Severity};
 
-/// Document that explains the codes.
-const DOCS: &str = "docs/operate/troubleshooting.md";
+/// Where the book is published, in a folder for each version; docs/releases.md says how it is set.
+const BOOK: &str = match option_env!("POSTERN_DOCS_URL") {
+    Some(url) => url,
+    None => "https://example.org/postern",
+};
 
 /// A detected fault.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -20,6 +23,7 @@ pub struct Finding {
     pub meaning: &'static str,
     /// Command that fixes it, or other advice.
     pub fix: String,
+    /// URL of the section about the code.
     pub docs: String,
 }
 
@@ -31,7 +35,7 @@ impl Finding {
             found: found.into(),
             meaning: code.meaning,
             fix: fix.into(),
-            docs: format!("{DOCS}#{}", code.id),
+            docs: format!("{BOOK}/v{}/operate/troubleshooting.html#{}", env!("CARGO_PKG_VERSION"), code.id),
         }
     }
 }
@@ -213,7 +217,7 @@ mod tests {
             "BROKEN   cgroup     \n",
             "         cgroup-unusable: none\u{fffd}\n",
             "           fix:   mount -t cgroup2 none /sys/fs/cgroup\n",
-            "           see:   docs/operate/troubleshooting.md#cgroup-unusable\n",
+            concat!("/v", env!("CARGO_PKG_VERSION"), "/operate/troubleshooting.html#cgroup-unusable\n"),
             "SKIP     programs   `cgroup` is broken\n",
             "SKIP     self-test  `programs` was skipped: `cgroup` is broken\n",
             "1 ok, 0 warnings, 1 broken, 2 skipped\n",
