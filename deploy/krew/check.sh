@@ -21,11 +21,11 @@ newer() {
   [ "${1%%.*}" -gt "${2%%.*}" ] || { [ "${1%%.*}" -eq "${2%%.*}" ] && [ "${of%%[!0-9]*}" -ge "${2#*.}" ]; }
 }
 
-# Collects rights that are missing.
+# Collects rights that are missing, as `kubectl auth can-i` has them.
 may() {
   case $(kube auth can-i "$@" 2>/dev/null </dev/null || :) in
     yes*) ;;
-    *) missing="$missing${missing:+, }$1 $2" ;;
+    *) missing="$missing${missing:+, }$*" ;;
   esac
 }
 
@@ -68,10 +68,11 @@ before() {
   missing=
   may create pods --subresource=exec
   may get pods --subresource=log
+  may list nodes --all-namespaces
   if [ -z "$missing" ]; then
     say ok 'rights to operate' yes
   else
-    say WARNING 'rights to operate' "missing: exec into pods, or their logs" 'this plugin needs them'
+    say WARNING 'rights to operate' "missing: $missing" 'the other commands of this plugin need them'
   fi
 
   level=$(kube get namespace "$namespace" \
@@ -83,6 +84,7 @@ before() {
       "kubectl label --overwrite namespace $namespace pod-security.kubernetes.io/enforce=privileged" ;;
   esac
 
+  case $missing in *nodes*) return ;; esac
   hosts=$(labelled node-role.kubernetes.io/control-plane node-role.kubernetes.io/controlplane node-role.kubernetes.io/master \
     node.kubernetes.io/microk8s-controlplane node-restriction.kubernetes.io/postern-gateway)
   [ -n "$hosts" ] ||
@@ -148,14 +150,19 @@ END
 
 nodes_and_versions() {
   lines=$(summary "$1" 2>&1) || {
-    say BROKEN nodes "$(printf '%s\n' "$lines" | tail -n 1)"
+    say BROKEN nodes "$(printf '%s\n' "$lines" | head -n 1)"
     return
   }
   found=$(printf '%s\n' "$lines" | sed -n 's/^nodes: //p')
-  down=$(printf '%s\n' "$lines" | sed -n 's/^without a tunnel: //p')
+  # Names only: a server that lies could name flags.
+  down=$(printf '%s\n' "$lines" | sed -n 's/^without a tunnel: //p' | tr ' ' '\n' | grep -E '^[a-z0-9][a-z0-9.-]*$' | paste -s -d ' ' -) || :
   # Of those without a tunnel the kubelet's own connection tells who is offline.
   # shellcheck disable=SC2086
-  online=$([ -z "$down" ] || kube get nodes $down --ignore-not-found --no-headers 2>/dev/null | awk '$2 ~ /^Ready/ { printf " %s", $1 }')
+  online=$([ -z "$down" ] || if rows=$(kube get nodes $down --ignore-not-found --no-headers); then
+    printf '%s\n' "$rows" | awk '$2 ~ /^Ready/ { printf " %s", $1 }'
+  else
+    printf ' %s' "$down"
+  fi)
   if [ -n "$online" ]; then
     say BROKEN nodes "$found; no tunnel, although the node is Ready:$online" \
       'kubectl postern test NODE; on the node, the log of its agent (crictl logs)'
@@ -184,11 +191,10 @@ END
 
 after() {
   rollouts
-  found=$(pods tunnel-server 2>&1) || found=
-  [ -n "$found" ] || {
-    say BROKEN servers "no pod of tunnel-server runs in namespace $namespace"
+  if ! found=$(pods tunnel-server 2>&1) || [ -z "$found" ]; then
+    say BROKEN servers "${found:-no pod of tunnel-server runs in namespace $namespace}"
     return
-  }
+  fi
   for pod in $found; do
     code=0
     said=$(in_server "$pod" doctor 2>&1) || code=$?

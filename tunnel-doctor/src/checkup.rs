@@ -5,13 +5,8 @@ use std::fmt::Write as _;
 use serde::Serialize;
 use tunnel_runtime::text::harmless;
 
+use super::book::Page;
 use super::code::{Code, Severity};
-
-/// Where the book is published, in a folder for each version; docs/releases.md says how it is set.
-const BOOK: &str = match option_env!("POSTERN_DOCS_URL") {
-    Some(url) => url,
-    None => "https://example.org/postern",
-};
 
 /// A detected fault.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -35,7 +30,7 @@ impl Finding {
             found: found.into(),
             meaning: code.meaning,
             fix: fix.into(),
-            docs: format!("{BOOK}/v{}/operate/troubleshooting.html#{}", env!("CARGO_PKG_VERSION"), code.id),
+            docs: format!("{}#{}", Page::Troubleshooting.url(), code.id),
         }
     }
 }

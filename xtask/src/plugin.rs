@@ -242,7 +242,7 @@ mod tests {
                     "subresource=exec",
                     &["check", "--pre"],
                     1,
-                    "WARNING  rights to operate  missing: create pods",
+                    "WARNING  rights to operate  missing: create pods --subresource=exec\n",
                 ),
             ] {
                 let bench = Bench::new(shell).with(file, text);

@@ -1,5 +1,6 @@
 //! `cargo xtask release`: all that a release consists of, in one folder; docs/releases.md says how it is signed.
 use std::collections::BTreeMap;
+use std::env;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -37,6 +38,8 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
         commit: commit.clone(),
         lock: fs::read(root().join("Cargo.lock")).context("reading Cargo.lock")?,
         profile: name_of(&options.profile),
+        // Cargo's processes inherit it; tunnel-doctor compiles it in.
+        docs_url: env::var("POSTERN_DOCS_URL").ok(),
         compiler: output(program("rustc").arg("--version"))?.trim().to_owned(),
     };
     // Files of another attempt must not get into the checksums.

@@ -75,8 +75,9 @@ impl TestCommand {
         if self.output.is_json() {
             print(&format!("{:#}\n", Value::Array(json)))?;
         } else {
+            let hint = if ok < nodes.len() { "; `test NODE` says how to fix it" } else { "" };
             print(&format!(
-                "{} nodes: {ok} ok, {warnings} with warnings, {broken} broken; `test NODE` says how to fix it\n",
+                "{} nodes: {ok} ok, {warnings} with warnings, {broken} broken{hint}\n",
                 nodes.len()
             ))?;
         }

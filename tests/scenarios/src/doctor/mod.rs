@@ -41,7 +41,9 @@ pub(crate) async fn run(mut command: Command) -> Result<Said> {
         let (docs, code) = (finding["docs"].as_str(), finding["code"].as_str().unwrap_or_default());
         let page = docs.and_then(|docs| docs.strip_suffix(&format!("#{code}")));
         ensure!(
-            page.is_some_and(|url| url.starts_with("https://") && url.ends_with("/operate/troubleshooting.html")),
+            page.is_some_and(
+                |url| url.starts_with("https://") && url.ends_with("/operate/troubleshooting.html")
+            ),
             "{finding}"
         );
     }
