@@ -8,7 +8,7 @@ say() {
     BROKEN) worst=2 ;;
     WARNING) [ "$worst" -gt 1 ] || worst=1 ;;
   esac
-  [ "$1" = ok ] || awaited=${awaited:-$2: $3}
+  case $1$unfinished in BROKEN* | WARNING1) awaited=${awaited:-$2: $3} ;; esac
   report="$report$(printf '%-8s %-18s %s' "$1" "$2" "$3")
 "
   [ -z "${4:-}" ] || report="$report           fix: $4
