@@ -5,10 +5,8 @@ use std::fmt::Write as _;
 use serde::Serialize;
 use tunnel_runtime::text::harmless;
 
+use super::book::Page;
 use super::code::{Code, Severity};
-
-/// Document that explains the codes.
-const DOCS: &str = "docs/operate/troubleshooting.md";
 
 /// A detected fault.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -20,6 +18,7 @@ pub struct Finding {
     pub meaning: &'static str,
     /// Command that fixes it, or other advice.
     pub fix: String,
+    /// URL of the section about the code.
     pub docs: String,
 }
 
@@ -31,7 +30,7 @@ impl Finding {
             found: found.into(),
             meaning: code.meaning,
             fix: fix.into(),
-            docs: format!("{DOCS}#{}", code.id),
+            docs: format!("{}#{}", Page::Troubleshooting.url(), code.id),
         }
     }
 }
@@ -213,7 +212,7 @@ mod tests {
             "BROKEN   cgroup     \n",
             "         cgroup-unusable: none\u{fffd}\n",
             "           fix:   mount -t cgroup2 none /sys/fs/cgroup\n",
-            "           see:   docs/operate/troubleshooting.md#cgroup-unusable\n",
+            concat!("/v", env!("CARGO_PKG_VERSION"), "/operate/troubleshooting.html#cgroup-unusable\n"),
             "SKIP     programs   `cgroup` is broken\n",
             "SKIP     self-test  `programs` was skipped: `cgroup` is broken\n",
             "1 ok, 0 warnings, 1 broken, 2 skipped\n",

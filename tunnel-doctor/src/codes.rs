@@ -85,18 +85,14 @@ codes! {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-    use std::fs;
-    use std::path::Path;
 
+    use super::super::book::Page;
+    use super::super::book::tests::text;
     use super::ALL;
-
-    fn repository() -> &'static Path {
-        Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
-    }
 
     #[test]
     fn each_code_has_its_section_in_the_docs_and_each_section_its_code() {
-        let text = fs::read_to_string(repository().join("docs/operate/troubleshooting.md")).unwrap();
+        let text = text(Page::Troubleshooting);
         let sections: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("### ")).collect();
         let codes: Vec<&str> = ALL.iter().map(|code| code.id).collect();
         assert_eq!(sections, codes, "the same codes in the same order");

@@ -1,6 +1,7 @@
 //! Findings of the `doctor` command of both programs. Each has a stable code, which docs/operate/troubleshooting.md explains.
 #![forbid(unsafe_code)]
 
+mod book;
 pub mod bundle;
 mod checkup;
 pub mod cluster;
@@ -15,6 +16,7 @@ mod running;
 mod tls;
 mod tool;
 
+pub use book::Page;
 pub use checkup::{Check, Checkup, Finding, Outcome, Report, State};
 pub use code::{Code, Severity};
 pub use command::{DoctorCommand, Examine, bad_flags};

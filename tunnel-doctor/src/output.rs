@@ -15,6 +15,11 @@ pub struct DoctorOutput {
 }
 
 impl DoctorOutput {
+    /// True if JSON is requested.
+    pub fn is_json(&self) -> bool {
+        self.output == Format::Json
+    }
+
     /// Prints a report.
     ///
     /// # Errors

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::command::{cargo, cargo_home, need_cargo_tool, output, root, run};
+use crate::command::{cargo, cargo_home, need_cargo_tool, output, program, root, run};
 use crate::tally::Tally;
-use crate::{build_ebpf, cache, circles, one_shot};
+use crate::{build_ebpf, cache, circles, one_shot, packages};
 
 const DENY_VERSION: &str = "0.20.2";
 /// Time for which the advisory database may be missing; that for which a copy counts is in deny.toml.
@@ -40,6 +40,12 @@ pub(crate) fn run_lint(tally: &mut Tally) -> Result<()> {
     // Nothing is linked: libFuzzer, in C++, need not be compiled.
     run(clippy.args(["--", "-D", "warnings"]).env("CUSTOM_LIBFUZZER_PATH", "/nowhere/libfuzzer.a"))?;
     build_ebpf::clippy()?;
+    packages::install(&[packages::LINT])?;
+    let scripts = ["kubectl-postern", "check.sh", "kubectl_complete-postern"];
+    run(program("shellcheck")
+        .arg("--external-sources")
+        .args(scripts)
+        .current_dir(root().join("deploy/krew")))?;
     deny(tally)
 }
 

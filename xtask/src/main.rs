@@ -24,6 +24,7 @@ mod options;
 mod packages;
 mod peer_tests;
 mod peers;
+mod plugin;
 mod provenance;
 mod release;
 mod sbom;

@@ -39,6 +39,9 @@ pub(crate) const SCENARIOS: &[Need] = &[
     Need { program: "chromium", package: "chromium" },
 ];
 
+/// Judge of the shell scripts of deploy/krew.
+pub(crate) const LINT: &[Need] = &[Need { program: "shellcheck", package: "shellcheck" }];
+
 /// Compiler of the fuzz targets.
 pub(crate) const FUZZ: &[Need] = &[Need { program: "g++", package: "g++" }];
 

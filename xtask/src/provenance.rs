@@ -30,6 +30,8 @@ pub(crate) struct Build {
     /// Contents of Cargo.lock.
     pub(crate) lock: Vec<u8>,
     pub(crate) profile: String,
+    /// URL of the book in `doctor`'s findings, if it is not the default.
+    pub(crate) docs_url: Option<String>,
     /// Output of `rustc --version`.
     pub(crate) compiler: String,
 }
@@ -54,7 +56,7 @@ impl Build {
             "predicate": {
                 "buildDefinition": {
                     "buildType": "urn:postern:cargo-xtask-release:1",
-                    "externalParameters": { "version": VERSION, "profile": self.profile },
+                    "externalParameters": { "version": VERSION, "profile": self.profile, "docsUrl": self.docs_url },
                     "internalParameters": { "compiler": self.compiler },
                     "resolvedDependencies": [
                         { "name": "source", "digest": { "gitCommit": self.commit } },
@@ -99,6 +101,7 @@ mod tests {
             commit: "0123456789abcdef0123456789abcdef01234567".into(),
             lock: b"[[package]]\n".to_vec(),
             profile: "release".into(),
+            docs_url: None,
             compiler: "rustc 1.95.0".into(),
         }
     }

@@ -1,5 +1,6 @@
 //! `cargo xtask release`: all that a release consists of, in one folder; docs/releases.md says how it is signed.
 use std::collections::BTreeMap;
+use std::env;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,6 +14,7 @@ use crate::cross::{self, Arch, Profile};
 use crate::image::oci::digest;
 use crate::image::{self, Image, VERSION};
 use crate::peers::{self, Peer};
+use crate::plugin;
 use crate::provenance::Build;
 use crate::source::{Source, git};
 
@@ -36,6 +38,8 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
         commit: commit.clone(),
         lock: fs::read(root().join("Cargo.lock")).context("reading Cargo.lock")?,
         profile: name_of(&options.profile),
+        // Cargo's processes inherit it; tunnel-doctor compiles it in.
+        docs_url: env::var("POSTERN_DOCS_URL").ok(),
         compiler: output(program("rustc").arg("--version"))?.trim().to_owned(),
     };
     // Files of another attempt must not get into the checksums.
@@ -58,7 +62,7 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
     }
     manifests(&out)?;
     chart(&out, source.epoch)?;
-    plugin(&out, source.epoch)?;
+    plugin::write_release(&out, source.epoch)?;
     let programs = cross::folder(Arch::HOST, options.profile)?;
     let book = book::build(&programs)?;
     pack(source.epoch, &book, &out.join(format!("postern-book-{VERSION}.tar.gz")), &["."])?;
@@ -76,11 +80,11 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn copy(from: &Path, to: &Path) -> Result<()> {
+pub(crate) fn copy(from: &Path, to: &Path) -> Result<()> {
     fs::copy(from, to).map(drop).with_context(|| format!("copying {} to {}", from.display(), to.display()))
 }
 
-fn write(path: &Path, text: &str) -> Result<()> {
+pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).with_context(|| format!("writing {}", path.display()))
 }
 
@@ -126,29 +130,13 @@ fn chart(out: &Path, epoch: u64) -> Result<()> {
 }
 
 /// Packs files reproducibly: the same files give the same bytes.
-fn pack(epoch: u64, folder: &Path, archive: &Path, files: &[&str]) -> Result<()> {
+pub(crate) fn pack(epoch: u64, folder: &Path, archive: &Path, files: &[&str]) -> Result<()> {
     let pack = "epoch=$1 folder=$2 archive=$3; shift 3; \
                 tar --create --sort=name --format=ustar --mtime=\"@$epoch\" --owner=0 --group=0 --numeric-owner \
                 --mode=u=rwX,go=rX --directory \"$folder\" \"$@\" | gzip --no-name > \"$archive\"";
     let mut tar = program("sh");
     tar.args(["-c", pack, "sh", &epoch.to_string()]).arg(folder).arg(archive).args(files);
     run(&mut tar)
-}
-
-/// kubectl's plugin, and its manifest for krew.
-fn plugin(out: &Path, epoch: u64) -> Result<()> {
-    let contents = tempfile::tempdir().context("a folder for the plugin")?;
-    for file in ["deploy/krew/kubectl-postern", "LICENSE"] {
-        let from = root().join(file);
-        copy(&from, &contents.path().join(from.file_name().unwrap_or_default()))?;
-    }
-    let archive = out.join(format!("kubectl-postern-{VERSION}.tar.gz"));
-    pack(epoch, contents.path(), &archive, &["LICENSE", "kubectl-postern"])?;
-    let bytes = fs::read(&archive).with_context(|| format!("reading {}", archive.display()))?;
-    let manifest = include_str!("../../deploy/krew/plugin.yaml");
-    let manifest =
-        manifest.replace("VERSION", VERSION).replace("SHA256", digest(&bytes).trim_start_matches("sha256:"));
-    write(&out.join("postern.yaml"), &manifest)
 }
 
 fn packages_in(folder: &Path) -> Result<PathBuf> {
@@ -214,25 +202,6 @@ mod tests {
         let end = "\n## route\n\n* a plan counts once\n* a token\n\n## tests\n\n* less\n\n## other\n\n* Capacity without a cliff\n";
         assert!(text.ends_with(end), "{text}");
         assert!(notes("", "abc", None).contains("The first release."));
-    }
-
-    #[test]
-    fn the_plugin_is_packed_for_krew() {
-        let out = tempfile::tempdir().unwrap();
-        plugin(out.path(), 1_700_000_000).unwrap();
-        let archive = out.path().join(format!("kubectl-postern-{VERSION}.tar.gz"));
-        let bytes = fs::read(&archive).unwrap();
-        let manifest = fs::read_to_string(out.path().join("postern.yaml")).unwrap();
-        let sum = digest(&bytes);
-        assert!(manifest.contains(&format!("sha256: {}\n", sum.trim_start_matches("sha256:"))), "{manifest}");
-        assert!(manifest.contains(&format!("  version: v{VERSION}\n")), "{manifest}");
-        assert!(manifest.contains(&format!("/kubectl-postern-{VERSION}.tar.gz\n")), "{manifest}");
-        run(program("tar").args(["--extract", "--gzip", "--file"]).arg(&archive).current_dir(out.path()))
-            .unwrap();
-        let usage = program("./kubectl-postern").arg("--help").current_dir(out.path()).output().unwrap();
-        assert!(usage.status.success() && usage.stdout.starts_with(b"kubectl postern COMMAND"), "{usage:?}");
-        plugin(out.path(), 1_700_000_000).unwrap();
-        assert_eq!(digest(&fs::read(&archive).unwrap()), sum, "other bytes of the same files");
     }
 
     #[test]

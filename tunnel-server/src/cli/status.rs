@@ -11,7 +11,7 @@ use tunnel_runtime::admin::Show;
 use tunnel_runtime::output::print;
 
 use super::running::AskArgs;
-use crate::status::{ConnectionsReport, StatusReport, merged};
+use crate::status::{ConnectionsReport, StatusReport, merged, summary};
 
 #[derive(Args, Clone, Debug)]
 pub struct StatusCommand {
@@ -24,6 +24,9 @@ pub struct StatusCommand {
     /// has taken nothing for longest.
     #[arg(long, value_name = "NODE", conflicts_with_all = ["all", "from"])]
     connections: Option<Option<NodeName>>,
+    /// Show the versions of servers and agents and the nodes without a tunnel instead, a line each: for scripts.
+    #[arg(long, conflicts_with_all = ["all", "connections", "output"])]
+    summary: bool,
     /// Show what `status -o json` printed, instead of asking; of several servers, one after the other, as one table. `-` is
     /// standard input.
     #[arg(long, value_name = "FILE", conflicts_with = "watch")]
@@ -50,7 +53,9 @@ impl StatusCommand {
             let to_text = |report: ConnectionsReport| report.to_text();
             return Ok(self.show.run("tunnel-server", self.ask.admin_address, &path, to_text).await?);
         }
-        let to_text = |report: StatusReport| report.to_text(self.all);
+        let to_text = |report: StatusReport| {
+            if self.summary { summary(&[report]) } else { report.to_text(self.all) }
+        };
         Ok(self.show.run("tunnel-server", self.ask.admin_address, "/status", to_text).await?)
     }
 
@@ -61,6 +66,7 @@ impl StatusCommand {
         }
         let reports: Vec<StatusReport> = documents(text)?;
         Ok(match reports.as_slice() {
+            reports if self.summary => summary(reports),
             [report] => report.to_text(self.all),
             reports => merged(reports, self.all),
         })

@@ -1,20 +1,33 @@
-//! `tunnel-server test NODE`.
+//! `tunnel-server test NODE` and `test --all`.
 
 use std::collections::BTreeSet;
+use std::io::{self, Write as _};
 
 use clap::Args;
-use tunnel_doctor::DoctorOutput;
+use futures_util::{StreamExt as _, stream};
+use serde_json::{Value, json};
+use tunnel_doctor::{DoctorOutput, Report, Running};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::config::value;
+use tunnel_runtime::output::print;
+use tunnel_runtime::text::harmless;
 
 use super::running::AskArgs;
+use crate::config::Config;
 use crate::doctor;
+use crate::status::StatusReport;
+
+/// Number of nodes that are tested at the same time.
+const AT_ONCE: usize = 32;
 
 #[derive(Args, Clone, Debug)]
 pub struct TestCommand {
     /// The edge node.
-    #[arg(value_name = "NODE")]
-    node: NodeName,
+    #[arg(value_name = "NODE", required_unless_present = "all")]
+    node: Option<NodeName>,
+    /// Test each edge node of the inventory: one line for each fault, and one with counts at the end.
+    #[arg(long, conflicts_with = "node")]
+    all: bool,
     #[command(flatten)]
     output: DoctorOutput,
     #[command(flatten)]
@@ -32,8 +45,94 @@ impl TestCommand {
     pub async fn run(&self) -> anyhow::Result<u8> {
         let ports: Vec<u16> = self.port.iter().copied().collect();
         let (config, running) = self.ask.configured().await?;
-        let report = doctor::test(&config, &running, self.node.as_str(), &ports).await;
+        let Some(node) = &self.node else { return Ok(self.all(&config, &running, &ports).await?) };
+        let report = doctor::test(&config, &running, node.as_str(), &ports).await;
         self.output.print(&report)?;
         Ok(report.exit_code())
+    }
+
+    async fn all(&self, config: &Config, running: &Running<StatusReport>, ports: &[u16]) -> io::Result<u8> {
+        let nodes =
+            running.status.nodes.iter().filter(|node| node.in_inventory).map(|node| node.name.as_str());
+        let nodes: Vec<&str> = nodes.collect();
+        let test = async |name| (name, doctor::test(config, running, name, ports).await);
+        let mut tests = stream::iter(nodes.iter().copied()).map(test).buffer_unordered(AT_ONCE);
+        let (mut counts, mut json) = ([0_usize; 3], Vec::new());
+        while let Some((name, report)) = tests.next().await {
+            counts[usize::from(report.exit_code())] += 1;
+            if self.output.is_json() {
+                json.push(json!({ "node": name, "report": report }));
+            } else if !print(&lines(name, &report))? {
+                break;
+            }
+            let done = counts.iter().sum::<usize>();
+            if done % 100 == 0 {
+                // A closed stderr cannot be reported anywhere.
+                let _ = writeln!(io::stderr(), "{done} of {} nodes tested", nodes.len());
+            }
+        }
+        let [ok, warnings, broken] = counts;
+        if self.output.is_json() {
+            print(&format!("{:#}\n", Value::Array(json)))?;
+        } else {
+            let hint = if ok < nodes.len() { "; `test NODE` says how to fix it" } else { "" };
+            print(&format!(
+                "{} nodes: {ok} ok, {warnings} with warnings, {broken} broken{hint}\n",
+                nodes.len()
+            ))?;
+        }
+        Ok(if broken > 0 { 2 } else { u8::from(warnings > 0) })
+    }
+}
+
+/// Returns a line for each finding, or one that says that there is none.
+fn lines(node: &str, report: &Report) -> String {
+    let state = ["ok", "WARNING", "BROKEN"][usize::from(report.exit_code())];
+    let findings: Vec<_> = report.findings().collect();
+    if findings.is_empty() {
+        return format!("{state:<8} {}\n", harmless(node));
+    }
+    let line =
+        |code: &str, found: &str| format!("{state:<8} {}  {code}: {}\n", harmless(node), harmless(found));
+    findings.iter().map(|finding| line(finding.code, &finding.found)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use tunnel_doctor::{Checkup, Finding, Outcome, codes};
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Program {
+        #[command(flatten)]
+        test: TestCommand,
+    }
+
+    #[test]
+    fn one_node_or_all_are_named() {
+        let parsed = |args: &[&str]| Program::try_parse_from([&["test"], args].concat());
+        assert!(parsed(&["edge-1"]).is_ok_and(|program| program.test.node.is_some()));
+        assert!(parsed(&["--all"]).is_ok_and(|program| program.test.all));
+        parsed(&[]).unwrap_err();
+        parsed(&["--all", "edge-1"]).unwrap_err();
+    }
+
+    #[test]
+    fn each_finding_of_a_node_has_its_line() {
+        let report = |outcome: Outcome| {
+            let mut checkup = Checkup::default();
+            checkup.add("tunnel", outcome);
+            checkup.report("tunnel-server", "1.0")
+        };
+        assert_eq!(lines("edge-1", &report(Outcome::fine("up"))), "ok       edge-1\n");
+        let faults = vec![
+            Finding::new(&codes::PORT_NOT_REACHED, "port 9100: \u{1b}", "start it"),
+            Finding::new(&codes::PORT_NOT_REACHED, "port 9200: refused", "start it"),
+        ];
+        let expected = "WARNING  edge-1  port-not-reached: port 9100: \u{fffd}\n\
+                        WARNING  edge-1  port-not-reached: port 9200: refused\n";
+        assert_eq!(lines("edge-1", &report(Outcome::Faults(faults))), expected);
     }
 }

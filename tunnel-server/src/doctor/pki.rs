@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use tokio::net::TcpStream;
 use tunnel_doctor::{
-    Checkup, Finding, Outcome, Trusted, codes, judge_chain, judge_handshake_error, private_file,
+    Checkup, Finding, Outcome, Page, Trusted, codes, judge_chain, judge_handshake_error, private_file,
     state_directory, validity_of,
 };
 use tunnel_pki::{ALPN_GRPC, TrustBundle, presented_chain, validity};
@@ -77,12 +77,13 @@ fn ca(dir: &Path, now: SystemTime) -> Outcome {
 fn roots(bundle: &TrustBundle, now: SystemTime) -> Vec<Finding> {
     let fault = |(root, hash): (_, String)| {
         let validity = validity(root).ok()?;
-        let fix = "tunnel-server ca introduce, then activate and retire (docs/tasks/certificates.md)";
+        let fix =
+            || format!("tunnel-server ca introduce, then activate and retire ({})", Page::Certificates.url());
         if let Some(reason) = validity_of(&validity, now) {
-            return Some(Finding::new(&codes::CA_UNUSABLE, format!("the root {hash} is {reason}"), fix));
+            return Some(Finding::new(&codes::CA_UNUSABLE, format!("the root {hash} is {reason}"), fix()));
         }
         let soon = validity_of(&validity, now + SOON)?;
-        Some(Finding::new(&codes::CA_EXPIRES, format!("the root {hash}, in 90 days: {soon}"), fix))
+        Some(Finding::new(&codes::CA_EXPIRES, format!("the root {hash}, in 90 days: {soon}"), fix()))
     };
     bundle.roots().iter().zip(bundle.hashes()).filter_map(fault).collect()
 }

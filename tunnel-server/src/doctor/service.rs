@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::time::Duration;
 
 use tokio::net::TcpStream;
-use tunnel_doctor::{Checkup, Finding, Outcome, Running, codes};
+use tunnel_doctor::{Checkup, Finding, Outcome, Page, Running, codes};
 use tunnel_routing::inventory;
 
 use crate::config::{Config, NodeSource};
@@ -127,7 +127,8 @@ fn judge(inventory: &InventoryStatus) -> Outcome {
         let more =
             if left > 0 { format!("; {left} more in `tunnel-server status -o json`") } else { String::new() };
         let fix = format!(
-            "correct the nodes that are named; docs/tasks/nodes.md says what each kind of conflict means: {}",
+            "correct the nodes that are named; {} says what each kind of conflict means: {}",
+            Page::Nodes.url(),
             first.message
         );
         return Finding::new(&codes::INVENTORY_CONFLICT, format!("{}{more}", shown.join("; ")), fix).into();

@@ -97,7 +97,7 @@ fn problems(report: &StatusReport) -> Vec<String> {
 }
 
 /// Returns each node as reported by the server that has its agent, or the one that had it last, with the server's id.
-fn nodes(reports: &[&StatusReport]) -> BTreeMap<NodeName, (String, NodeStatus)> {
+pub(super) fn nodes(reports: &[&StatusReport]) -> BTreeMap<NodeName, (String, NodeStatus)> {
     let mut nodes: BTreeMap<NodeName, (String, NodeStatus)> = BTreeMap::new();
     for report in reports {
         for node in &report.nodes {
@@ -118,22 +118,22 @@ fn worth(node: &NodeStatus) -> (bool, u64, bool, std::cmp::Reverse<u64>) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use serde_json::{Value, json};
 
     use super::*;
 
-    fn session(epoch: u64) -> Value {
+    pub(crate) fn session(epoch: u64) -> Value {
         json!({"peer": "203.0.113.9:40000", "epoch": epoch, "since_s": 60, "rtt_ms": 12.3, "agent_version": "0.1.0",
             "links": [], "connections": 2, "stalled": 0, "bytes_to_node": 1, "bytes_from_node": 2})
     }
 
-    fn node(name: &str, session: &Value, via: &[&str], last_seen: Option<u64>) -> Value {
+    pub(crate) fn node(name: &str, session: &Value, via: &[&str], last_seen: Option<u64>) -> Value {
         json!({"name": name, "addresses": ["10.8.0.7"], "in_inventory": true, "connected": !session.is_null(),
             "via": via, "session": session, "last_seen_s": last_seen})
     }
 
-    fn report(id: &str, ready: bool, nodes: &[Value]) -> StatusReport {
+    pub(crate) fn report(id: &str, ready: bool, nodes: &[Value]) -> StatusReport {
         let redirect = json!({"state": "degraded", "reason": "the route is gone", "mended": 1, "counters": {},
             "routes": 1, "routes_down": 0, "excluded": 0, "programs": []});
         let document = json!({"version": "0.1.0", "server_id": id, "uptime_s": 90, "ready": ready, "pending": [],

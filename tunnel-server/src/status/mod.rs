@@ -5,6 +5,7 @@ mod merged;
 mod model;
 pub(crate) mod page;
 mod report;
+mod summary;
 mod table;
 
 pub(crate) use connections::endpoint as connections_endpoint;
@@ -15,4 +16,5 @@ pub use model::{
     PeerStatus, PodsWay, ProgramStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
 };
 pub use report::{AGENTS, Reporter, SourceReport};
+pub use summary::summary;
 pub(crate) use table::write_table;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use postern_testbed::cluster::Cluster;
 use postern_testbed::cluster::kubectl::said;
+use postern_testbed::cluster::manifests::deploy;
 use postern_testbed::cluster::peers;
 pub(super) use postern_testbed::document::{blocks, commands};
 use postern_testbed::report::progress;
@@ -59,7 +60,9 @@ pub(super) async fn run(
     let helm = peers::helm()?;
     let helm = helm.parent().context("helm is in no folder")?;
     let inherited = std::env::var("PATH").context("PATH")?;
-    let path = format!("{}:{}:{inherited}", folder.display(), helm.display());
+    // kubectl's plugin is there as the guide has it.
+    let plugin = deploy().join("krew");
+    let path = format!("{}:{}:{}:{inherited}", folder.display(), helm.display(), plugin.display());
     let mut command = Command::new("sh");
     command.args(["-eux", "-c", &commands]).current_dir(cluster.testbed.dir()).env("PATH", path);
     for (key, value) in kubectl.get_envs().filter_map(|(key, value)| Some((key, value?))) {

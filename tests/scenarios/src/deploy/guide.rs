@@ -178,7 +178,7 @@ mod tests {
         ("kubectl --namespace kube-system patch deployment coredns", "the same"),
         ("--plain-port=10268", "flags, not commands; the scenarios in plain.rs give them to a server"),
         (
-            "kubectl --namespace kube-system exec daemonset/tunnel-server -- /tunnel-server ca retire",
+            "kubectl postern ca retire",
             "it is refused for as long as a certificate of the old root may be in use, which is days",
         ),
         (

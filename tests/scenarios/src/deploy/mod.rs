@@ -311,13 +311,6 @@ async fn rotation(kubectl: &Kubectl) -> Result<()> {
         let server = ["exec", "--namespace", NAMESPACE, "daemonset/tunnel-server", "--"];
         kubectl.run(&[&server[..], &["/tunnel-server", "ca", step, "--in-cluster"]].concat()).await
     };
-    let agent = async |step: &str| {
-        let server = ["exec", "--namespace", NAMESPACE, "daemonset/tunnel-server", "--"];
-        let command = ["/tunnel-server", "agent", step, "no-such-node", "--in-cluster"];
-        kubectl.run(&[&server[..], &command].concat()).await
-    };
-    agent("revoke").await?;
-    agent("readmit").await?;
     ca("introduce").await?;
     let status = ca("status").await?;
     ensure!(status.matches("sha256:").count() >= 2, "there are not two roots in {status:?}");

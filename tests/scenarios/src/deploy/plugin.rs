@@ -14,6 +14,7 @@ use postern_testbed::cluster::postern::NAMESPACE;
 use postern_testbed::report::progress;
 use postern_testbed::wait::wait_until;
 use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::process::Command;
 
@@ -51,6 +52,7 @@ async fn postern(kubectl: &Kubectl, args: &[&str]) -> Result<Said> {
 
 /// Runs every command on a cluster with this number of servers and an agent on the edge node.
 pub(super) async fn every_command(kubectl: &Kubectl, servers: usize) -> Result<()> {
+    checks(kubectl, servers).await?;
     let said = postern(kubectl, &["status"]).await?;
     let table = said.ends_with(0)?;
     let row = table.lines().find(|line| line.starts_with(EDGE_NODE)).with_context(|| table.to_owned())?;
@@ -70,6 +72,9 @@ pub(super) async fn every_command(kubectl: &Kubectl, servers: usize) -> Result<(
         said.errors.matches("== tunnel-server-").count() == servers && reports.contains("401"),
         "{said:?}"
     );
+    let said = postern(kubectl, &["test", "--all", "--port=10250"]).await?;
+    let row = format!("ok       {EDGE_NODE}\n1 nodes: 1 ok, 0 with warnings, 0 broken");
+    ensure!(said.ends_with(0)?.matches(&row).count() == servers, "{said:?}");
     let said = postern(kubectl, &["test", "no-such-node"]).await?;
     ensure!(said.ends_with(2)?.contains("node-unknown"), "{said:?}");
 
@@ -99,8 +104,8 @@ pub(super) async fn every_command(kubectl: &Kubectl, servers: usize) -> Result<(
     for (args, code, reason) in [
         (&["test"][..], 64, "needs the name of a node"),
         (&["logs", "../x"], 64, "is not the name of a node"),
-        (&["--namespace=default", "status"], 1, "runs in namespace default"),
-        (&["--namespace=default", "page"], 1, "runs in namespace default"),
+        (&["status", "-n", "default"], 1, "runs in namespace default"),
+        (&["page", "--namespace=default"], 1, "runs in namespace default"),
         (&["--namespace=default", "bundle"], 1, "no pods of Postern in namespace default"),
         (&["bundle", "../x"], 64, "is not the name of a node"),
         (&["bundle", "--all"], 64, "--all is not known"),
@@ -114,6 +119,53 @@ pub(super) async fn every_command(kubectl: &Kubectl, servers: usize) -> Result<(
     bundle(kubectl, servers).await?;
     progress(&format!("kubectl postern: every command, with {servers} servers"));
     Ok(())
+}
+
+/// Runs what is about the cluster as a whole, and what works on it, with flags of kubectl's behind the command.
+async fn checks(kubectl: &Kubectl, servers: usize) -> Result<()> {
+    let said = postern(kubectl, &["check", "--pre"]).await?;
+    // The testbed's nodes have the kernel of this machine.
+    ensure!(said.code < 2 && said.out.contains("ok       rights to install"), "{said:?}");
+    let said = postern(kubectl, &["check", "--wait=50s"]).await?;
+    ensure!(said.code < 2, "{said:?}");
+    for line in [
+        format!("ok       {:<18} {servers} of {servers} nodes\n", "tunnel-server"),
+        format!("ok       {:<18} 1 of 1 nodes\n", "tunnel-agent"),
+        format!("ok       {:<18} 1 of 1 connected\n", "nodes"),
+        format!("ok       {:<18} {}\n", "versions", env!("CARGO_PKG_VERSION")),
+    ] {
+        ensure!(said.out.contains(&line), "no {line:?}: {said:?}");
+    }
+    ensure!(said.out.matches(" doctor: ").count() == servers, "{said:?}");
+    let said = postern(kubectl, &["check", "--namespace", "default"]).await?;
+    ensure!(said.ends_with(2)?.contains("no such DaemonSet in namespace default"), "{said:?}");
+
+    let said = postern(kubectl, &["version", "--request-timeout", "30s"]).await?;
+    let version = env!("CARGO_PKG_VERSION");
+    let expected = format!("tunnel-agent {version}: 1\ntunnel-server {version}: {servers}\n");
+    ensure!(said.ends_with(0)?.ends_with(&expected), "{said:?}");
+
+    for (args, shown) in [
+        (&["agent", "revoke", "no-such-node"][..], "revoked: "),
+        (&["agent", "list"], "no-such-node"),
+        (&["agent", "readmit", "no-such-node"], "readmitted: "),
+        (&["ca", "status"], "sha256:"),
+    ] {
+        let said = postern(kubectl, args).await?;
+        ensure!(said.ends_with(0)?.contains(shown), "{args:?}: {said:?}");
+    }
+    let mut watch = command(kubectl, &["status", "--watch"])?.spawn()?;
+    let mut lines = BufReader::new(watch.stdout.take().context("no standard output")?).lines();
+    let mut drawn = 0;
+    let twice = async {
+        while drawn < 2 {
+            let line = lines.next_line().await?.context("it ended")?;
+            drawn += usize::from(line.contains("1 of 1 connected"));
+        }
+        anyhow::Ok(())
+    };
+    tokio::time::timeout(Duration::from_secs(60), twice).await.context("status --watch")??;
+    watch.kill().await.context("ending kubectl postern")
 }
 
 /// Opens the status page of a server on a port of this host.

@@ -39,7 +39,13 @@ pub(crate) async fn run(mut command: Command) -> Result<Said> {
             ensure!(finding[key].as_str().is_some_and(|text| text.len() > 3), "no {key}: {finding}");
         }
         let (docs, code) = (finding["docs"].as_str(), finding["code"].as_str().unwrap_or_default());
-        ensure!(docs == Some(&format!("docs/operate/troubleshooting.md#{code}")), "{finding}");
+        let page = docs.and_then(|docs| docs.strip_suffix(&format!("#{code}")));
+        ensure!(
+            page.is_some_and(
+                |url| url.starts_with("https://") && url.ends_with("/operate/troubleshooting.html")
+            ),
+            "{finding}"
+        );
     }
     Ok(Said { report, exit })
 }

@@ -1,0 +1,149 @@
+//! Versions of servers and agents, and the nodes without a tunnel, in lines that `kubectl postern` reads.
+
+use std::collections::BTreeMap;
+
+use tunnel_runtime::text::harmless;
+
+use super::merged::nodes;
+use super::model::StatusReport;
+use crate::runtime::role::Role;
+
+/// Maximum number of names in a line.
+const MAX_NAMES: usize = 50;
+
+const SERVER: &str = "tunnel-server";
+
+type Names = Vec<String>;
+
+/// Formats the reports: a line `PROGRAM VERSION: COUNT` for each version, with names where `skew: …` says that it differs from the
+/// servers' one; `nodes: N of M connected`; `without a tunnel: NAME…`.
+pub fn summary(reports: &[StatusReport]) -> String {
+    let reports: Vec<&StatusReport> = reports.iter().collect();
+    let mut programs: BTreeMap<(&str, &str), Names> = BTreeMap::new();
+    for report in &reports {
+        let program = match report.role {
+            Role::Server => SERVER,
+            Role::Redirector => "tunnel-redirector",
+        };
+        programs.entry((program, &report.version)).or_default().push(report.server_id.clone());
+    }
+    let nodes = nodes(&reports);
+    let (mut down, mut count) = (Names::new(), nodes.len());
+    for (name, (_, node)) in &nodes {
+        match &node.session {
+            Some(session) => {
+                let same = programs.entry(("tunnel-agent", &session.agent_version)).or_default();
+                same.push(name.to_string());
+            }
+            // Not an edge node, and shown only because its agent was here.
+            None if !node.in_inventory => count -= 1,
+            None if node.via.is_empty() => down.push(name.to_string()),
+            None => {}
+        }
+    }
+    let mut text = String::new();
+    let newest = programs.keys().filter(|(program, _)| *program == SERVER).map(|(_, version)| *version);
+    let newest = newest.max_by_key(|version| parts(version)).unwrap_or_default();
+    for ((program, version), names) in &programs {
+        let who = if *version == newest { String::new() } else { format!(" ({})", first(names)) };
+        text += &harmless(&format!("{program} {version}: {}{who}", names.len()));
+        text.push('\n');
+    }
+    for line in skew(&programs, newest) {
+        text += &format!("skew: {}\n", harmless(&line));
+    }
+    text += &format!("nodes: {} of {count} connected\n", count - down.len());
+    if !down.is_empty() {
+        text += &format!("without a tunnel: {}\n", harmless(&first(&down)));
+    }
+    text
+}
+
+fn first(names: &[String]) -> String {
+    names[..names.len().min(MAX_NAMES)].join(" ")
+}
+
+/// Returns a line for each version that differs from the servers' newest one: docs/versions.md has the rule.
+fn skew(programs: &BTreeMap<(&str, &str), Names>, newest: &str) -> Vec<String> {
+    let servers =
+        programs.keys().filter(|(program, _)| *program == SERVER).map(|(_, version)| parts(version));
+    let oldest = servers.min().unwrap_or_default();
+    let line = |((program, version), names): (&(&str, &str), &Names)| {
+        let (of_it, of_newest) = (parts(version), parts(newest));
+        let fix = if *program != SERVER && of_it[..2] > oldest[..2] {
+            "not supported: update the servers first"
+        } else if of_it[0] != of_newest[0] || of_it[1] + 1 < of_newest[1] {
+            "not supported: update them from each minor version to the next"
+        } else {
+            "update them"
+        };
+        format!("{} {program} have version {version}, and the servers {newest}: {fix}", names.len())
+    };
+    programs.iter().filter(|((_, version), _)| *version != newest).map(line).collect()
+}
+
+/// Returns major, minor and patch version. Zeros stand for what is no number.
+fn parts(version: &str) -> [u64; 3] {
+    let mut parts = version.split(['.', '-', '+']).map(|part| part.parse().unwrap_or(0));
+    std::array::from_fn(|_| parts.next().unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::merged::tests::{node, report, session};
+    use super::*;
+
+    fn servers(agents: &str, versions: [&str; 2]) -> Vec<StatusReport> {
+        let (mut held, none) = (session(1), json!(null));
+        held["agent_version"] = json!(agents);
+        let one = [node("edge-1", &held, &[], None), node("edge-2", &none, &["cloud-2"], None)];
+        let gone = json!({"name": "gone", "addresses": [], "in_inventory": false, "connected": false, "session": null, "last_seen_s": 5});
+        let two = [
+            node("edge-1", &none, &["cloud-1"], None),
+            node("edge-2", &held, &[], None),
+            node("edge-3", &none, &[], None),
+            gone,
+        ];
+        let mut reports = vec![report("cloud-1", true, &one), report("cloud-2", true, &two)];
+        reports.iter_mut().zip(versions).for_each(|(report, version)| report.version = version.to_owned());
+        reports
+    }
+
+    #[test]
+    fn a_node_counts_once_and_its_absence_is_named() {
+        let expected = "tunnel-agent 0.2.0: 2\ntunnel-server 0.2.0: 2\n\
+                        nodes: 2 of 3 connected\nwithout a tunnel: edge-3\n";
+        assert_eq!(summary(&servers("0.2.0", ["0.2.0", "0.2.0"])), expected);
+        let many: Vec<_> = (0..60).map(|n| node(&format!("e{n}"), &json!(null), &[], None)).collect();
+        let text = summary(&[report("cloud-1", true, &many)]);
+        assert!(text.contains("nodes: 0 of 60 connected\n"), "{text}");
+        let down = text.lines().find_map(|line| line.strip_prefix("without a tunnel: ")).unwrap();
+        assert_eq!(down.split(' ').count(), MAX_NAMES);
+    }
+
+    #[test]
+    fn skew_is_judged_by_the_documented_rule() {
+        let of = |agents: &str, servers_have: [&str; 2]| {
+            let text = summary(&servers(agents, servers_have));
+            text.lines().filter_map(|line| line.strip_prefix("skew: ").map(str::to_owned)).collect::<Vec<_>>()
+        };
+        assert_eq!(of("0.2.1", ["0.2.1", "0.2.1"]), [""; 0]);
+        assert_eq!(
+            of("0.2.0", ["0.2.1", "0.2.1"]),
+            ["2 tunnel-agent have version 0.2.0, and the servers 0.2.1: update them"]
+        );
+        assert_eq!(
+            of("0.9.0", ["0.10.0", "0.10.0"]),
+            ["2 tunnel-agent have version 0.9.0, and the servers 0.10.0: update them"]
+        );
+        assert!(of("0.8.0", ["0.10.0", "0.10.0"])[0].contains("not supported: update them"));
+        assert!(of("0.3.0", ["0.2.0", "0.2.0"])[0].contains("not supported: update the servers first"));
+        // Of patch versions any order is fine.
+        assert!(of("0.2.9", ["0.2.0", "0.2.0"])[0].ends_with(": update them"));
+        let mixed = summary(&servers("0.2.0", ["0.3.0", "0.2.0"]));
+        assert!(mixed.contains("tunnel-server 0.2.0: 1 (cloud-2)\ntunnel-server 0.3.0: 1\n"), "{mixed}");
+        assert_eq!(of("0.2.0", ["0.3.0", "0.2.0"]).len(), 2);
+    }
+}
