@@ -205,7 +205,8 @@ impl Host<'_> {
             // Every instance of it.
             self.systemctl(&["disable", "--quiet", &template])?;
         }
-        self.systemctl(&["reset-failed", &all])?;
+        // There may be none.
+        self.systemctl(&["reset-failed", &all]).ok();
         println!("stopped and disabled {all}");
         let own = self.path(OWN_UNITS).join(&template);
         match read_optional(&own)? {

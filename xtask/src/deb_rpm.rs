@@ -228,6 +228,7 @@ license-file = ["copyright", "0"]
 extended-description = "{text}"
 revision = "{revision}"
 section = "net"
+depends = ""
 changelog = "changelog"
 conf-files = [{configs}]
 maintainer-scripts = "scripts"
@@ -268,6 +269,19 @@ pub(crate) fn check(out: &Path, epoch: u64) -> Result<()> {
         for (path, same) in [(&deb, stage.deb(&again)?), (&rpm, stage.rpm(&again)?)] {
             let read = |path: &Path| fs::read(path).with_context(|| format!("reading {}", path.display()));
             ensure!(read(path)? == read(&same)?, "{} has other bytes when it is made again", path.display());
+        }
+        for (arch, [debian, fedora]) in
+            [(Arch::Amd64, ["amd64", "x86_64"]), (Arch::Arm64, ["arm64", "aarch64"])]
+        {
+            let programs = Programs { folder: &folder, arch, revision: 1, epoch, documents: None };
+            let stage = Stage::new(image, &programs)?;
+            let deb = output(program("dpkg-deb").arg("--field").arg(stage.deb(&again)?).arg("Architecture"))?;
+            let rpm =
+                output(program("rpm").args(["-qp", "--queryformat", "%{ARCH}"]).arg(stage.rpm(&again)?))?;
+            ensure!(
+                (deb.trim(), rpm.trim()) == (debian, fedora),
+                "packages for {arch:?} are for {deb} and {rpm}"
+            );
         }
         lifecycle(image, &rpm, &Stage::new(image, &second)?.rpm(out)?)?;
     }

@@ -40,7 +40,7 @@ const SERVER: [&str; 2] = ["postern-server@a", "postern-server@b"];
 const AGENT: [&str; 2] = ["postern-agent@a", "postern-agent@b"];
 
 fn main() -> ExitCode {
-    match run() {
+    match started() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             println!("units: {error:#}");
@@ -49,7 +49,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run() -> Result<()> {
+fn started() -> Result<()> {
     let init = fs::read_to_string("/proc/1/comm").context("what PID 1 is")?;
     ensure!(
         std::env::var_os(WHOLE_MACHINE).is_some() && init.trim() == "systemd",
