@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use tunnel_agent::app;
-use tunnel_agent::cli::{Cli, Command, SHORT_HELP};
+use tunnel_agent::cli::{Cli, Command, SERVICE, SHORT_HELP};
 use tunnel_runtime::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_runtime::lifecycle::{Shutdown, block_on, forbid_core_dumps};
 use tunnel_runtime::logging;
@@ -38,6 +38,9 @@ async fn command(cli: Cli, flags: Vec<String>) -> anyhow::Result<u8> {
         Some(Command::Status(command)) => command.run().await?,
         Some(Command::Bundle(command)) => command.run().await?,
         Some(Command::Doctor(command)) => return Ok(command.run().await?),
+        Some(Command::Service(command)) => {
+            command.run(&SERVICE, |cli: Cli| cli.run.config(Vec::new()).map(drop))?;
+        }
         None => {
             let config = cli.run.config(flags)?;
             let (log, _written) = logging::init(config.given.log)?;

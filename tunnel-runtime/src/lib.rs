@@ -24,6 +24,7 @@ pub mod net;
 mod node_name;
 pub mod output;
 pub mod reloaded;
+pub mod service;
 pub mod settled;
 pub mod state_file;
 pub mod takeover;

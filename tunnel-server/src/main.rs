@@ -9,7 +9,7 @@ use tunnel_runtime::lifecycle::{Shutdown, block_on, forbid_core_dumps};
 use tunnel_runtime::logging;
 use tunnel_runtime::memory::reuse_freed;
 use tunnel_server::app;
-use tunnel_server::cli::{Cli, Command, SHORT_HELP, redact};
+use tunnel_server::cli::{Cli, Command, SERVICE, SHORT_HELP, redact};
 use tunnel_server::config::Config;
 
 /// musl's own allocator maps and unmaps every large buffer, which doubles the CPU time of bulk transfers.
@@ -41,6 +41,9 @@ fn main() -> ExitCode {
         Some(Command::Import(command)) => command.run().map_err(Into::into),
         Some(Command::Policy(command)) => command.run().map_err(Into::into),
         Some(Command::Ca(command)) => block_on(command.run()),
+        Some(Command::Service(command)) => {
+            command.run(&SERVICE, |cli: Cli| cli.run.check(Vec::new()).map(drop)).map_err(Into::into)
+        }
     };
     ended(done.map(|()| exit::OK))
 }

@@ -10,6 +10,7 @@ mod chosen;
 mod circles;
 mod command;
 mod cross;
+mod deb_rpm;
 mod demo;
 mod ebpf_sources;
 mod fleet;
@@ -26,6 +27,7 @@ mod peer_tests;
 mod peers;
 mod plugin;
 mod provenance;
+mod registry;
 mod release;
 mod sbom;
 mod scenarios;
@@ -75,7 +77,7 @@ enum Command {
     /// Static binaries for amd64 and arm64, and an OCI archive of each program in <target dir>/image/; installs what is missing for
     /// that.
     Image(image::Options),
-    /// Binaries, images, SBOMs, manifests, chart, book, notes, provenance and checksums in <target dir>/postern-VERSION/, of a clone
+    /// Binaries, packages (.deb, .rpm), images, SBOMs, manifests, chart, plugin, book, notes, provenance and checksums in <target dir>/postern-VERSION/, of a clone
     /// without changes, and prints that folder. Publishes nothing: docs/releases.md has the steps before and after.
     Release(release::Options),
     /// Checks the documents' links, builds the book of docs/ in <target dir>/book and prints its first page's path; installs what is

@@ -11,9 +11,9 @@ pub(crate) struct Options {
     /// Everything, as CI does. Without it and without names: unit, property and kernel tests and a part of the scenarios.
     #[arg(long, conflicts_with = "names")]
     pub(crate) all: bool,
-    /// Only the kernel tests of the redirect, the demo and the systemd units, on another kernel in virtual machines. `--all`
-    /// has 6.1.
-    #[arg(long, value_enum, conflicts_with_all = ["all", "names", "skip", "list", "repeat", "keep"])]
+    /// Only the kernel tests of the redirect, the demo and the systemd units, on another kernel in virtual machines; or those cases
+    /// of them that are named, such as `systemd`. `--all` has 6.1.
+    #[arg(long, value_enum, conflicts_with_all = ["all", "list", "repeat", "keep"])]
     pub(crate) kernel: Option<Kernel>,
     /// Only scenarios, with the static binaries and the images that a release has: those of a run without `--all`, and one in which
     /// the shipped manifests run. With names, these.

@@ -58,6 +58,14 @@ pub(crate) const BENCH: &[Need] =
 /// Installer of zig and cargo-zigbuild.
 pub(crate) const PIP: &[Need] = &[Need { program: "pip3", package: "python3-pip" }];
 
+/// Programs that try the packages of a release.
+pub(crate) const PACKAGES: &[Need] = &[
+    Need { program: "busybox", package: "busybox-static" },
+    Need { program: "lintian", package: "lintian" },
+    Need { program: "rpm", package: "rpm" },
+    Need { program: "xz", package: "xz-utils" },
+];
+
 /// Emulator that runs the arm64 programs on amd64.
 pub(crate) const QEMU_USER: &[Need] = &[Need { program: "qemu-aarch64-static", package: "qemu-user-static" }];
 

@@ -11,11 +11,14 @@ use anyhow::{Context as _, Result, ensure};
 use crate::book;
 use crate::command::{name_of, output, program, root, run, shown, target_dir};
 use crate::cross::{self, Arch, Profile};
-use crate::image::oci::digest;
+use crate::deb_rpm::{self, Programs, Stage};
+use crate::image::oci::{self, digest};
 use crate::image::{self, Image, VERSION};
+use crate::packages;
 use crate::peers::{self, Peer};
 use crate::plugin;
 use crate::provenance::Build;
+use crate::registry::Registry;
 use crate::source::{Source, git};
 
 #[derive(clap::Args)]
@@ -58,10 +61,15 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
             copy(&folder.join(image.name()), &out.join(&name))?;
             let sbom = format!("{name}.cdx.json");
             copy(&built.join(&sbom), &out.join(sbom))?;
+            let programs =
+                Programs { folder: &folder, arch, revision: 1, epoch: source.epoch, documents: None };
+            let stage = Stage::new(image, &programs)?;
+            stage.deb(&out)?;
+            stage.rpm(&out)?;
         }
     }
     manifests(&out)?;
-    chart(&out, source.epoch)?;
+    chart(&out, &source)?;
     plugin::write_release(&out, source.epoch)?;
     let programs = cross::folder(Arch::HOST, options.profile)?;
     let book = book::build(&programs)?;
@@ -108,8 +116,8 @@ fn manifests(out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The Helm chart. helm stores the current time with every file, so it is packed a second time with the commit's.
-fn chart(out: &Path, epoch: u64) -> Result<()> {
+/// The Helm chart, and an OCI archive of it for registries. helm stores the current time with every file, so it is packed a second time with the commit's.
+fn chart(out: &Path, source: &Source) -> Result<[PathBuf; 2]> {
     let helm = peers::build(Peer::Helm)?.join("helm");
     let chart = root().join("deploy/helm/postern");
     let dir = tempfile::tempdir().context("a folder for the chart")?;
@@ -124,9 +132,35 @@ fn chart(out: &Path, epoch: u64) -> Result<()> {
         .arg(&packed)
         .arg("--directory")
         .arg(&contents))?;
-    pack(epoch, &contents, &out.join(&name), &["postern"])?;
-    // Checks that the new archive is a chart.
-    run(program(&helm).args(["show", "chart"]).arg(out.join(&name)))
+    let archive = out.join(&name);
+    pack(source.epoch, &contents, &archive, &["postern"])?;
+    // Fails unless the new archive is a chart.
+    let metadata = output(program(&helm).args(["show", "chart"]).arg(&archive))?;
+    let metadata = serde_saphyr::from_str(&metadata).context("Chart.yaml")?;
+    let bytes = fs::read(&archive).with_context(|| format!("reading {}", archive.display()))?;
+    let layout = out.join(format!("postern-chart-{VERSION}.oci.tar"));
+    let bytes = oci::chart(&metadata, bytes, &source.created)?;
+    fs::write(&layout, bytes).with_context(|| format!("writing {}", layout.display()))?;
+    Ok([archive, layout])
+}
+
+/// Tries what a release adds to the programs: packages by Debian's and rpm's own tools, and the chart
+/// by Helm, which pulls it from a registry on loopback.
+pub(crate) fn check() -> Result<()> {
+    packages::install(&[packages::PACKAGES])?;
+    let dir = tempfile::tempdir().context("a folder for packages")?;
+    let source = Source::read()?;
+    let [packed, layout] = chart(dir.path(), &source)?;
+    let registry = Registry::serve(&layout)?;
+    let pulled = tempfile::tempdir().context("a folder for the chart")?;
+    let helm = peers::build(Peer::Helm)?.join("helm");
+    run(program(helm)
+        .args(["pull", "--plain-http", "--version", VERSION, "--destination"])
+        .arg(pulled.path())
+        .arg(format!("oci://{}/postern", registry.address)))?;
+    let read = |path: &Path| fs::read(path).with_context(|| format!("reading {}", path.display()));
+    ensure!(read(&packages_in(pulled.path())?)? == read(&packed)?, "helm pulled another chart");
+    deb_rpm::check(dir.path(), source.epoch)
 }
 
 /// Packs files reproducibly: the same files give the same bytes.

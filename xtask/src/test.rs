@@ -8,6 +8,7 @@ use anyhow::{Context as _, Result, anyhow, ensure};
 use clap::ValueEnum as _;
 
 use crate::beside::Beside;
+use crate::chosen::Names;
 use crate::command::{build_programs, built, cargo, is_root, name_of, program, run, shown, target_dir};
 use crate::demo::PROGRAMS;
 use crate::kernel::{self, Kernel};
@@ -17,7 +18,7 @@ use crate::peer_tests::Show;
 use crate::peers::Kubernetes;
 use crate::scenarios::{self, Scenarios};
 use crate::tally::Tally;
-use crate::{bench, book, build_ebpf, demo, fleet, fuzz, mutants, packages, peer_tests};
+use crate::{bench, book, build_ebpf, demo, fleet, fuzz, mutants, packages, peer_tests, release};
 
 /// Seconds that each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
@@ -67,7 +68,7 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
         build_ebpf::run()?;
         build_programs(&kernel::programs())?;
         tally.heading(&format!("kernel {}", name_of(&kernel)));
-        kernel::run(kernel, &mut tally)?;
+        kernel::run(kernel, &options.names, &mut tally)?;
         tally.report(None);
         return Ok(exit_code(&tally));
     }
@@ -312,11 +313,12 @@ const NEW_SEEDS: &str = "fleet::new_seeds";
 
 /// Programs that are tests by their exit codes. The benchmark's only checks that every line still gets a value.
 fn whole_programs(options: &Options) -> Vec<(&'static str, Run)> {
-    let programs: [(&str, Run); 4] = [
+    let programs: [(&str, Run); 5] = [
         (NEW_SEEDS, fleet::run_new_seeds),
         ("demo", |built| run_demo(built, false)),
         ("demo::kubernetes", |built| run_demo(built, true)),
         (SMOKE, bench::smoke),
+        ("release::packages_and_chart", |_| release::check().map(|()| ExitCode::SUCCESS)),
     ];
     programs.into_iter().filter(|(name, _)| options.runs(name)).collect()
 }
@@ -390,7 +392,7 @@ fn run_kernel(options: &Options, tally: &mut Tally) {
     }
     tally.heading(&name);
     let built = if options.all { Ok(()) } else { build_everything(tally) };
-    if let Err(error) = built.and_then(|()| kernel::run(kernel::IN_EVERY_RUN, tally)) {
+    if let Err(error) = built.and_then(|()| kernel::run(kernel::IN_EVERY_RUN, &Names::default(), tally)) {
         tally.step(&name, Err(error));
     }
 }

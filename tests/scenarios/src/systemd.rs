@@ -18,11 +18,11 @@ async fn units_are_valid(testbed: &Testbed) -> Result<()> {
         let (text, environment) = (shipped(&unit)?, shipped(&format!("{name}.env"))?);
         let binary = process::program(&program)?;
 
-        // The unit has the installed path of the program, which systemd-analyze would look for.
-        let installed = format!("/usr/local/bin/{program}");
+        // systemd would look for the program where it is installed.
+        let installed = format!("ExecStart={program} ");
         ensure!(text.matches(&installed).count() == 1, "{unit} does not start {installed}");
         let path = testbed.dir().join(&unit);
-        fs::write(&path, text.replace(&installed, &binary.display().to_string()))
+        fs::write(&path, text.replace(&installed, &format!("ExecStart={} ", binary.display())))
             .context("writing the unit")?;
         let mut verify = Command::new("systemd-analyze");
         verify.args(["verify", "--man=no", "--recursive-errors=no"]).arg(&path);

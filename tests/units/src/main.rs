@@ -1,4 +1,4 @@
-//! The units of deploy/systemd, started by systemd as docs/install/systemd.md tells. It installs into /etc, /usr/local and
+//! The units of deploy/systemd, started by systemd as docs/install/systemd.md tells. It installs into /etc, /usr and
 //! /var/lib of the machine that it runs on: a virtual one, which `cargo xtask test --kernel` boots for it.
 #![forbid(unsafe_code)]
 
@@ -9,9 +9,8 @@ mod unit;
 
 use std::cell::Cell;
 use std::fs;
-use std::io::{ErrorKind, Write as _};
+use std::io::ErrorKind;
 use std::net::SocketAddr;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::Duration;
@@ -25,7 +24,7 @@ use postern_testbed::wait::{wait_for, while_running};
 use tokio::io::AsyncWriteExt as _;
 use tokio::time::timeout;
 
-use guide::{Guide, Host, edit_flags};
+use guide::{Guide, Shell, edit_flags, run, run_newer};
 use unit::{LONG, expect_state, main_pid, property, systemctl, wait_logged, wait_state};
 
 /// Maximum time of the whole test.
@@ -41,7 +40,7 @@ const SERVER: [&str; 2] = ["postern-server@a", "postern-server@b"];
 const AGENT: [&str; 2] = ["postern-agent@a", "postern-agent@b"];
 
 fn main() -> ExitCode {
-    match run() {
+    match started() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             println!("units: {error:#}");
@@ -50,7 +49,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run() -> Result<()> {
+fn started() -> Result<()> {
     let init = fs::read_to_string("/proc/1/comm").context("what PID 1 is")?;
     ensure!(
         std::env::var_os(WHOLE_MACHINE).is_some() && init.trim() == "systemd",
@@ -92,13 +91,11 @@ fn step(text: &str) {
 async fn tested() -> Result<()> {
     let guide = Guide::read()?;
     let edge = host::wire()?;
-    let on_edge = || edge.command("sh");
-    let cloud = Host { program: "server", shell: &|| Command::new("sh") };
-    let node = Host { program: "agent", shell: &on_edge };
-    Guide::lay_out()?;
+    let (cloud, node): (Shell<'_>, Shell<'_>) = (&|| Command::new("sh"), &|| edge.command("sh"));
+    guide::lay_out()?;
 
-    server_as_installed(&guide, &cloud).await.context("the server as installed")?;
-    agent_as_installed(&guide, &node, &edge).await.context("the agent as installed")?;
+    server_as_installed(guide, cloud).await.context("the server as installed")?;
+    agent_as_installed(guide, node, &edge).await.context("the agent as installed")?;
     let target = Target::start(&edge, host::EDGE, 10250, Behaviour::Echo)?;
     let address = target.address;
     wait_visit(address).await?;
@@ -106,27 +103,46 @@ async fn tested() -> Result<()> {
     killed_and_back(address).await.context("a server that is killed")?;
     step("the server is upgraded");
     let logged = "took over from the previous server";
-    upgraded(&guide, &cloud, SERVER, logged, address).await.context("the server's upgrade")?;
+    upgraded((cloud, guide.upgrade), SERVER, logged, address).await.context("the server's upgrade")?;
     step("the agent is upgraded");
     let logged = "took over from the agent before";
-    upgraded(&guide, &node, AGENT, logged, address).await.context("the agent's upgrade")?;
-    step("both are removed");
-    for (host, units) in [(&node, AGENT), (&cloud, SERVER)] {
-        guide.remove(host).await?;
-        for unit in units {
-            // A program that was killed because it had not stopped in time would have failed.
-            expect_state(unit, "inactive").await?;
-        }
+    upgraded((node, guide.copy_again), AGENT, logged, address).await.context("the agent's upgrade")?;
+    step("the agent is removed");
+    run(node, guide.remove).await?;
+    step("a server that was stopped is upgraded and removed");
+    systemctl(&["stop", SERVER[1]]).await?;
+    run(cloud, "dpkg --install new/*.deb").await?;
+    // A program that was killed because it had not stopped in time would have failed.
+    for unit in SERVER.iter().chain(&AGENT) {
+        expect_state(unit, "inactive").await?;
+    }
+    expect_enabled(SERVER[1], true)?;
+    run(cloud, "dpkg --remove postern-server").await?;
+    expect_enabled(SERVER[1], false)?;
+    ensure!(Path::new("/etc/postern/server.env").exists(), "a removal alone took the flags");
+    run(cloud, guide.purge).await?;
+    for path in [
+        "/etc/postern",
+        "/var/lib/postern",
+        "/usr/bin/tunnel-server",
+        "/usr/lib/systemd/system/postern-server@.service",
+        "/etc/systemd/system/postern-agent@.service",
+        "/sys/fs/cgroup/system.slice/system-postern\\x2dserver.slice/postern-server@b.service",
+    ] {
+        ensure!(!Path::new(path).exists(), "{path} is left");
     }
     host::nothing_is_left()
 }
 
 /// Starts it with the flags of deploy/systemd: the redirect is attached to the root of the machine's cgroups.
-async fn server_as_installed(guide: &Guide, host: &Host<'_>) -> Result<()> {
+async fn server_as_installed(guide: Guide, cloud: Shell<'_>) -> Result<()> {
     step("the server starts");
-    guide.install(host, &[DRAIN]).await?;
+    run(cloud, guide.install).await?;
+    expect_state(SERVER[0], "inactive").await.context("an installation starts nothing")?;
+    expect_enabled(SERVER[0], false)?;
+    edit_flags("server", &[DRAIN])?;
     host::write_inventory()?;
-    guide.start(host).await?;
+    run(cloud, guide.start).await?;
     host::wait_ready().await?;
     expect_enabled(SERVER[0], true)?;
     let never_gives_up = property(SERVER[0], "StartLimitIntervalUSec").await?;
@@ -144,7 +160,7 @@ async fn server_as_installed(guide: &Guide, host: &Host<'_>) -> Result<()> {
 
     // The edge is in the machine's cgroups too, and the agent's own dials must not be redirected.
     let cgroup = "--redirect-cgroup /sys/fs/cgroup/system.slice --redirect-ports";
-    edit_flags(host.program, &[("--redirect-ports", cgroup)])?;
+    edit_flags("server", &[("--redirect-ports", cgroup)])?;
     systemctl(&["restart", SERVER[0]]).await?;
     host::wait_ready().await
 }
@@ -163,7 +179,7 @@ async fn not_direct(address: SocketAddr) -> Result<()> {
 }
 
 /// Starts it on the edge: in the edge's network namespace, and in no slice that is redirected.
-async fn agent_as_installed(guide: &Guide, host: &Host<'_>, edge: &Namespace) -> Result<()> {
+async fn agent_as_installed(guide: Guide, node: Shell<'_>, edge: &Namespace) -> Result<()> {
     step("the agent starts");
     let dropins = Path::new("/etc/systemd/system/postern-agent@.service.d");
     fs::create_dir_all(dropins).with_context(|| format!("creating {}", dropins.display()))?;
@@ -174,17 +190,16 @@ async fn agent_as_installed(guide: &Guide, host: &Host<'_>, edge: &Namespace) ->
     create.args(["token", "create", "--node", host::NODE, "-o", "json"]);
     let token = unit::output(create).await?;
     let token: Token = serde_json::from_str(&token).with_context(|| format!("the token {token:?}"))?;
-    let file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open("/etc/postern/token");
-    file.and_then(|mut file| file.write_all(token.token.as_bytes())).context("writing the token")?;
-    let server = format!("{}:10262", host::CLOUD);
-    let first = format!(
-        "{} --node-name {} --token-file /etc/postern/token --ca-hash {}",
+    run(node, guide.copy).await?;
+    let install = format!(
+        "tunnel-agent service install --server {}:10262 {} --node-name {} --ca-hash {} --token",
+        host::CLOUD,
         DRAIN.1,
         host::NODE,
         token.ca_hash
     );
-    guide.install(host, &[("cloud.example.org:10262", server.as_str()), (DRAIN.0, first.as_str())]).await?;
-    guide.start(host).await?;
+    let said = run(node, &format!("{install} {}", token.token)).await?;
+    ensure!(said.contains("wrote /etc/postern/token (mode 600)"), "service install said {said}");
     expect_enabled(AGENT[0], true)?;
     let writable = ["/var/lib/postern/agent", "/tmp", "/var/tmp"];
     confinement::expect(main_pid(AGENT[0]).await?, 0, &writable, &["/var/lib/postern/server", "/sys/fs/bpf"])
@@ -230,15 +245,14 @@ async fn killed_and_back(address: SocketAddr) -> Result<()> {
 
 /// The second instance takes over under load; the first one keeps its connections, and ends with them.
 async fn upgraded(
-    guide: &Guide,
-    host: &Host<'_>,
+    (shell, commands): (Shell<'_>, &str),
     [first, second]: [&'static str; 2],
     logged: &str,
     address: SocketAddr,
 ) -> Result<()> {
     let mut held = hold(address, b"before").await?;
     let work = async {
-        guide.upgrade(host).await?;
+        run_newer(shell, commands).await?;
         wait_logged(second, logged).await?;
         echo(&mut held, b"after").await.context("on the connection held")?;
         expect_state(first, "active").await.context("with a connection open")?;

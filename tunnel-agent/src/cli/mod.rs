@@ -6,6 +6,7 @@ mod status;
 use clap::{Parser, Subcommand};
 use tunnel_doctor::DoctorCommand;
 use tunnel_doctor::bundle::BundleCommand;
+use tunnel_runtime::service::{Service, ServiceCommand};
 
 pub use doctor::ExamineFlags;
 pub use status::StatusCommand;
@@ -14,7 +15,13 @@ use crate::config::Flags;
 
 /// Flags and commands that `-h` shows: those that most people need.
 pub const SHORT_HELP: &str = "config server node-name token-file ca-hash proxy kubeconfig allow-target state-dir log-level \
-                              status doctor bundle";
+                              status doctor bundle service";
+
+pub const SERVICE: Service = Service {
+    name: "agent",
+    unit: include_str!("../../../deploy/systemd/postern-agent@.service"),
+    environment: include_str!("../../../deploy/systemd/agent.env"),
+};
 
 /// Runs on an edge node, dials the tunnel-servers, and lets them reach this node.
 #[derive(Debug, Parser)]
@@ -40,4 +47,7 @@ pub enum Command {
     Doctor(Box<DoctorCommand<ExamineFlags>>),
     /// Write a support bundle: state, metrics, flags, log, facts of the node, and doctor's report; no keys and no tokens.
     Bundle(Box<BundleCommand<ExamineFlags>>),
+    // Described by its struct.
+    #[command(name = "service")]
+    Service(ServiceCommand),
 }

@@ -3,6 +3,7 @@
 use clap::{Parser, Subcommand};
 use tunnel_doctor::DoctorCommand;
 use tunnel_doctor::bundle::BundleCommand;
+use tunnel_runtime::service::{Service, ServiceCommand};
 
 use super::agent::AgentCommand;
 use super::bench::BenchCommand;
@@ -18,7 +19,13 @@ use crate::config::{Config, RedirectorFlags};
 
 /// Flags and commands shown by `-h`: those that most people need.
 pub const SHORT_HELP: &str = "inventory peers kubeconfig config state-dir bind-address redirect-ports exclude log-level \
-                              status doctor test token redirector";
+                              status doctor test token redirector service";
+
+pub const SERVICE: Service = Service {
+    name: "server",
+    unit: include_str!("../../../deploy/systemd/postern-server@.service"),
+    environment: include_str!("../../../deploy/systemd/server.env"),
+};
 
 /// Lets cloud components reach edge nodes that only dial out.
 #[derive(Debug, Parser)]
@@ -59,4 +66,7 @@ pub enum Command {
     Policy(PolicyCommand),
     /// Print the maps of another system's configuration as --maps reads them.
     Import(ImportCommand),
+    // Described by its struct.
+    #[command(name = "service")]
+    Service(ServiceCommand),
 }

@@ -66,6 +66,10 @@ fn token_commands_work_before_the_first_start() {
         .unwrap();
     let shown = run(&state_dir, "token create --node edge-2").unwrap();
     assert!(shown.contains("--server a.example:1,b.example:2 ") && shown.contains(&hash), "{shown}");
+    assert!(
+        shown.contains("\n  tunnel-agent service install --server a.example:1,b.example:2 --node"),
+        "{shown}"
+    );
     let given = run_json(&state_dir, "token create --node edge-2 --server-address [fd00::1]:10262");
     assert!(given["command"].as_str().unwrap().contains("--server [fd00::1]:10262 "));
 

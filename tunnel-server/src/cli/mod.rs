@@ -23,7 +23,7 @@ pub use agent::AgentCommand;
 pub use bench::BenchCommand;
 pub use ca::CaCommand;
 pub use cleanup::CleanupCommand;
-pub use command::{Cli, Command, SHORT_HELP};
+pub use command::{Cli, Command, SERVICE, SHORT_HELP};
 pub use doctor::ExamineFlags;
 pub use import::ImportCommand;
 pub use policy::PolicyCommand;

@@ -106,13 +106,19 @@ impl TokenCommand {
         };
         let command =
             format!("{program} --node-name {node} --token {} --ca-hash {}", token.expose(), ca.hash());
-        let what = match holder {
-            Holder::Agent => "node:    ",
-            Holder::Redirector => "redirector:",
+        let (what, or) = match holder {
+            Holder::Agent => {
+                let service = command.replacen("tunnel-agent", "tunnel-agent service install", 1);
+                (
+                    "node:    ",
+                    format!("\nor, as root, to have systemd start it from now on:\n\n  {service}\n"),
+                )
+            }
+            Holder::Redirector => ("redirector:", String::new()),
         };
         let (token, expires, ca_hash) = (token.expose(), record.expires, ca.hash());
         let text = format!(
-            "token:    {token}\n{what} {node}\nexpires:  {expires:.0}\nca hash:  {ca_hash}\n\nOn the node run, once:\n\n  {command}\n"
+            "token:    {token}\n{what} {node}\nexpires:  {expires:.0}\nca hash:  {ca_hash}\n\nOn the node run, once:\n\n  {command}\n{or}"
         );
         let json = json!({
             "id": record.id,

@@ -48,6 +48,23 @@ impl Layout {
     fn add_json(&mut self, media_type: &str, value: &Value) -> Result<Value> {
         Ok(self.add(media_type, serde_json::to_vec(value)?))
     }
+
+    /// The archive, whose index names these.
+    fn archive(self, manifests: &[Value]) -> Result<Vec<u8>> {
+        let top = json!({ "schemaVersion": 2, "mediaType": INDEX, "manifests": manifests });
+        let mut files = BTreeMap::from([
+            ("oci-layout".to_owned(), br#"{"imageLayoutVersion":"1.0.0"}"#.to_vec()),
+            ("index.json".to_owned(), serde_json::to_vec(&top)?),
+        ]);
+        for (digest, bytes) in self.blobs {
+            files.insert(format!("blobs/sha256/{}", digest.trim_start_matches("sha256:")), bytes);
+        }
+        let mut archive = Archive::default();
+        for (path, bytes) in &files {
+            archive.add(path, 0o644, bytes)?;
+        }
+        archive.finish()
+    }
 }
 
 /// The whole archive.
@@ -72,24 +89,29 @@ pub(super) fn archive(common: &Common, platforms: &[Platform]) -> Result<Vec<u8>
         "org.opencontainers.image.ref.name": common.reference,
     });
     let named_first: Vec<Value> = [index].into_iter().chain(sboms).collect();
-    let top = json!({
-        "schemaVersion": 2,
-        "mediaType": INDEX,
-        "manifests": named_first,
-    });
+    layout.archive(&named_first)
+}
 
-    let mut files = BTreeMap::from([
-        ("oci-layout".to_owned(), br#"{"imageLayoutVersion":"1.0.0"}"#.to_vec()),
-        ("index.json".to_owned(), serde_json::to_vec(&top)?),
-    ]);
-    for (digest, bytes) in layout.blobs {
-        files.insert(format!("blobs/sha256/{}", digest.trim_start_matches("sha256:")), bytes);
-    }
-    let mut archive = Archive::default();
-    for (path, bytes) in &files {
-        archive.add(path, 0o644, bytes)?;
-    }
-    archive.finish()
+/// An archive of a Helm chart as `helm push` puts it into a registry. `metadata` is Chart.yaml; its version is the tag.
+pub(crate) fn chart(metadata: &Value, packed: Vec<u8>, created: &str) -> Result<Vec<u8>> {
+    let mut layout = Layout::default();
+    let configuration = layout.add_json("application/vnd.cncf.helm.config.v1+json", metadata)?;
+    let content = layout.add("application/vnd.cncf.helm.chart.content.v1.tar+gzip", packed);
+    let manifest = json!({
+        "schemaVersion": 2,
+        "mediaType": MANIFEST,
+        "config": configuration,
+        "layers": [content],
+        "annotations": {
+            "org.opencontainers.image.created": created,
+            "org.opencontainers.image.description": metadata["description"],
+            "org.opencontainers.image.title": metadata["name"],
+            "org.opencontainers.image.version": metadata["version"],
+        },
+    });
+    let mut manifest = layout.add_json(MANIFEST, &manifest)?;
+    manifest["annotations"] = json!({ "org.opencontainers.image.ref.name": metadata["version"] });
+    layout.archive(&[manifest])
 }
 
 fn annotations(common: &Common) -> Value {

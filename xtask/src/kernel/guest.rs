@@ -114,7 +114,7 @@ impl<'a> Guest<'a> {
 
     /// Adds a file with this text.
     pub(super) fn write(&self, path: &str, text: &str) -> Result<()> {
-        let path = self.inside(Path::new(path))?;
+        let path = self.inside(path)?;
         create(path.parent().context("a file has a folder")?)?;
         write(&path, text)
     }
@@ -122,20 +122,20 @@ impl<'a> Guest<'a> {
     /// Adds a script, such as an init.
     pub(super) fn write_script(&self, path: &str, text: &str) -> Result<()> {
         self.write(path, text)?;
-        let path = self.inside(Path::new(path))?;
+        let path = self.inside(path)?;
         let executable = fs::Permissions::from_mode(0o755);
         fs::set_permissions(&path, executable)
             .with_context(|| format!("making {} executable", path.display()))
     }
 
     pub(super) fn link(&self, path: &str, target: &str) -> Result<()> {
-        let path = self.inside(Path::new(path))?;
+        let path = self.inside(path)?;
         create(path.parent().context("a link has a folder")?)?;
         symlink(target, &path).with_context(|| format!("linking {}", path.display()))
     }
 
     pub(super) fn add_folder(&self, path: &str) -> Result<()> {
-        create(&self.inside(Path::new(path))?)
+        create(&self.inside(path)?)
     }
 
     fn copy(&self, from: &Path, to: &Path) -> Result<()> {
@@ -147,7 +147,9 @@ impl<'a> Guest<'a> {
         fs::copy(from, &to).map(drop).with_context(|| format!("copying {}", from.display()))
     }
 
-    fn inside(&self, path: &Path) -> Result<PathBuf> {
+    /// Where the machine's path is on this one.
+    pub(super) fn inside(&self, path: impl AsRef<Path>) -> Result<PathBuf> {
+        let path = path.as_ref();
         let below = path.strip_prefix("/").with_context(|| format!("{} is not absolute", path.display()))?;
         Ok(self.root().join(below))
     }

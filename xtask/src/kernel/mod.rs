@@ -5,8 +5,9 @@
 //! exit code of each case goes to a second serial port, so that a kernel that crashes is no success.
 use std::fs;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 
+use crate::chosen::Names;
 use crate::command::{built, name_of};
 use crate::demo::PROGRAMS;
 use crate::packages;
@@ -92,11 +93,12 @@ pub(crate) fn programs() -> Vec<&'static str> {
 }
 
 /// Boots the kernel with the programs that have been built, and counts the results of its tests.
-pub(crate) fn run(kernel: Kernel, tally: &mut Tally) -> Result<()> {
+pub(crate) fn run(kernel: Kernel, chosen: &Names, tally: &mut Tally) -> Result<()> {
     packages::install(&[packages::TESTBED, packages::DEMO, packages::VIRTUAL_MACHINE])?;
     let unpacked = debian::unpacked(kernel)?;
     let emulated = !has_virtualisation();
-    let cases = cases(kernel, emulated);
+    let mut cases = cases(kernel, emulated);
+    cases.retain(|(name, _)| chosen.select(name));
     for (case, needs) in left_out(kernel) {
         tally.skip(format!("kernel::{}: {case}", name_of(&kernel)), format!("it needs {needs}"));
     }
@@ -120,7 +122,12 @@ pub(crate) fn run(kernel: Kernel, tally: &mut Tally) -> Result<()> {
     guest.pack()?;
     let names: Vec<_> = cases.iter().map(|(name, _)| *name).collect();
     // systemd has to be the first process, and gets a machine of its own: no case leaves anything for another there.
-    for (init, names) in [("init", names.as_slice()), (systemd::INIT, &[systemd::CASE][..])] {
+    let with_systemd: &[_] = if chosen.select(systemd::CASE) { &[systemd::CASE] } else { &[] };
+    ensure!(names.len() + with_systemd.len() > 0, "no case has a name with {:?}", chosen.given());
+    for (init, names) in [("init", names.as_slice()), (systemd::INIT, with_systemd)] {
+        if names.is_empty() {
+            continue;
+        }
         let (mut machine, results) = guest.machine(init, emulated)?;
         tally.count(&mut machine)?;
         let text = fs::read_to_string(&results).with_context(|| format!("reading {}", results.display()))?;

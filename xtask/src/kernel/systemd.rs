@@ -7,6 +7,9 @@ use anyhow::Result;
 
 use super::guest::Guest;
 use crate::command::which;
+use crate::cross::Arch;
+use crate::deb_rpm::{Programs, Stage};
+use crate::image::Image;
 
 /// The init, and the name of the case.
 pub(super) const INIT: &str = "init-systemd";
@@ -19,8 +22,21 @@ const FOLDER: &str = "/lib/systemd";
 const SYSTEMD: &[&str] = &["systemd", "systemd-journald"];
 /// Program that starts services in releases after 252.
 const EXECUTOR: &str = "systemd-executor";
-/// `install`, because busybox has none.
-const TOOLS: &[&str] = &["install", "journalctl", "systemctl"];
+/// `install`, because busybox has none, and what dpkg needs.
+const TOOLS: &[&str] = &[
+    "dpkg",
+    "dpkg-deb",
+    "dpkg-query",
+    "dpkg-split",
+    "install",
+    "journalctl",
+    "ldconfig",
+    "start-stop-daemon",
+    "systemctl",
+    "tar",
+];
+/// Folders in the machine with the server's package, and with a newer one.
+const PACKAGES: [&str; 2] = ["/root/download", "/root/download/new"];
 const UNITS: &[&str] = &[
     "basic.target",
     "local-fs.target",
@@ -97,8 +113,22 @@ pub(super) fn add(guest: &Guest<'_>) -> Result<()> {
     for (target, unit) in WANTED {
         guest.link(&format!("{FOLDER}/system/{target}.wants/{unit}"), &format!("../{unit}"))?;
     }
-    for folder in ["/sysroot", "/usr/local/bin", "/var/lib", "/var/log", "/var/tmp"] {
+    for folder in
+        ["/sysroot", "/usr/local/bin", "/var/lib/dpkg/info", "/var/lib/dpkg/updates", "/var/log", "/var/tmp"]
+    {
         guest.add_folder(folder)?;
+    }
+    guest.write("/var/lib/dpkg/status", "")?;
+    for (folder, revision) in PACKAGES.iter().zip(1..) {
+        guest.add_folder(folder)?;
+        let programs = Programs {
+            folder: &guest.inside("/postern")?,
+            arch: Arch::HOST,
+            revision,
+            epoch: 0,
+            documents: None,
+        };
+        Stage::new(Image::Server, &programs)?.deb(&guest.inside(folder)?)?;
     }
     guest.write("/etc/machine-id", "00112233445566778899aabbccddeeff\n")?;
     guest.write("/etc/hostname", "cloud-1\n")?;
