@@ -90,7 +90,7 @@ pub struct NodesConfig {
           value_parser = value::on_off)]
     pub allow_empty_inventory: OnOff,
     /// Which nodes are edge nodes: a label selector as `kubectl get -l` takes it, or several joined by ||.
-    #[arg(long, value_name = "SELECTOR", default_value = DEFAULT_EDGE_SELECTOR)]
+    #[arg(long, value_name = "SELECTOR", env = "POSTERN_EDGE_SELECTOR", default_value = DEFAULT_EDGE_SELECTOR)]
     pub edge_selector: Selector,
     /// Agent ports of the other servers, comma-separated HOST:PORT; this server's own may be among them [default: none; in a
     /// cluster the Service's EndpointSlices name them]. A server forwards connections to the one that has the node.

@@ -48,8 +48,8 @@ pub struct RedirectorFlags {
     #[arg(long, value_name = "NAMESPACE", value_parser = object_name, help_heading = "Kubernetes")]
     namespace: Option<String>,
     /// ConfigMap with the port lists.
-    #[arg(long, value_name = "NAME", default_value_t = ObjectNames::default().configmap, value_parser = object_name,
-          help_heading = "Kubernetes")]
+    #[arg(long, value_name = "NAME", env = "POSTERN_CONFIGMAP", default_value_t = ObjectNames::default().configmap,
+          value_parser = object_name, help_heading = "Kubernetes")]
     configmap: String,
     /// Service that leads to the servers.
     #[arg(long, value_name = "NAME", default_value_t = ObjectNames::default().service, value_parser = object_name,

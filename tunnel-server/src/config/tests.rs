@@ -419,6 +419,16 @@ fn a_redirector_has_its_own_flags() {
     assert_eq!(format!("{:?}", parsed_again(&pod)), format!("{pod:?}"));
     let token = parsed(&["redirector", "--token=x"]).unwrap_err();
     assert!(token.starts_with("--token: not supported in a cluster"), "{token}");
+    // deploy/components/everywhere copies these from the servers.
+    let server = Cli::command();
+    for command in [&server, server.find_subcommand("redirector").unwrap()] {
+        for (flag, variable) in
+            [("configmap", "POSTERN_CONFIGMAP"), ("edge_selector", "POSTERN_EDGE_SELECTOR")]
+        {
+            let found = command.get_arguments().find(|argument| argument.get_id() == flag).unwrap();
+            assert_eq!(found.get_env().unwrap(), variable, "{}", command.get_name());
+        }
+    }
 }
 
 #[test]

@@ -48,7 +48,8 @@ impl KubeOptions {
 #[command(next_help_heading = "Kubernetes")]
 pub struct ObjectNames {
     /// ConfigMap with the port lists: http-proxy-ports, https-proxy-ports, dnat-ports-pair, localhost-proxy-ports.
-    #[arg(long, value_name = "NAME", default_value_t = Self::default().configmap, value_parser = object_name)]
+    #[arg(long, value_name = "NAME", env = "POSTERN_CONFIGMAP", default_value_t = Self::default().configmap,
+          value_parser = object_name)]
     pub configmap: String,
     /// ConfigMap to write the nodes' DNS records to, for CoreDNS's hosts plugin.
     #[arg(long, value_name = "NAME", default_value_t = Self::default().dns_configmap, value_parser = object_name)]

@@ -18,9 +18,6 @@
 {{- if not .Values.server.podsByRoute }}
 - --redirect-pods=connect
 {{- end }}
-{{- if .Values.edgeNodes }}
-- {{ printf "--edge-selector=%s" (include "postern.edgeSelector" .) | quote }}
-{{- end }}
 {{- with .Values.server.edgeAddresses }}
 - "--edge-addresses={{ join "," . }}"
 {{- end }}
@@ -47,9 +44,6 @@
 - redirector
 - --state-dir=/var/lib/postern/redirector
 - "--drain-timeout={{ .Values.redirector.drainTimeout }}"
-{{- if ne .Values.server.configMap "tunnel-server-cfg" }}
-- "--configmap={{ .Values.server.configMap }}"
-{{- end }}
 {{- if .Values.redirector.gateway }}
 {{- include "postern.gatewayArgs" . }}
 {{- end }}
@@ -79,9 +73,6 @@
 {{- end }}
 {{- if ne (int $ports.http) 10264 }}
 - "--insecure-port={{ $ports.http }}"
-{{- end }}
-{{- if ne .Values.server.configMap "tunnel-server-cfg" }}
-- "--configmap={{ .Values.server.configMap }}"
 {{- end }}
 {{- if ne .Values.server.dnsConfigMap "tunnel-nodes" }}
 - "--dns-configmap={{ .Values.server.dnsConfigMap }}"
@@ -143,5 +134,91 @@
 {{- end }}
 {{- range .Values.agent.extraArgs }}
 - {{ . | quote }}
+{{- end }}
+{{- end }}
+
+{{/* Environment of a program: (list . "server"). */}}
+{{- define "postern.env" -}}
+{{- $root := index . 0 -}}
+{{- $own := include (printf "postern.%sEnv" (index . 1)) $root -}}
+{{- $own }}
+{{- with (index $root.Values (index . 1)).extraEnv }}
+{{- $names := list -}}
+{{- range $own | fromYamlArray }}{{ $names = append $names .name }}{{ end }}
+{{- range . }}
+{{- if has .name $names }}
+{{- fail (printf "%s.extraEnv: %s is there already" (index $ 1) .name) }}
+{{- end }}
+{{- $names = append $names .name }}
+{{- end }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "postern.serverEnv" -}}
+{{- include "postern.redirectEnv" (list . .Values.server.ports.admin) }}
+{{- end }}
+
+{{- define "postern.redirectorEnv" -}}
+{{- include "postern.redirectEnv" (list . .Values.redirector.adminPort) }}
+{{- end }}
+
+{{/* (list . ADMIN-PORT) */}}
+{{- define "postern.redirectEnv" -}}
+{{- $values := (index . 0).Values -}}
+# Whose pods may use the redirect; a redirector's certificate names it.
+- name: NODE_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: spec.nodeName
+# --bpffs. Not below /sys: AppArmor's profile for containers denies writing there.
+- name: POSTERN_BPFFS
+  value: /bpf
+# --configmap and --edge-selector.
+- name: POSTERN_CONFIGMAP
+  value: {{ $values.server.configMap }}
+- name: POSTERN_EDGE_SELECTOR
+  value: {{ include "postern.edgeSelector" (index . 0) | quote }}
+{{- if ne (int (index . 1)) 10265 }}
+# --admin-address, for the commands in the pod too.
+- name: POSTERN_ADMIN_ADDRESS
+  value: "127.0.0.1:{{ index . 1 }}"
+{{- end }}
+{{- end }}
+
+{{- define "postern.agentEnv" -}}
+- name: NODE_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: spec.nodeName
+- name: NODE_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.hostIP
+{{- if ne (int .Values.agent.adminPort) 10266 }}
+# --admin-address, for the commands in the pod too.
+- name: POSTERN_ADMIN_ADDRESS
+  value: "127.0.0.1:{{ .Values.agent.adminPort }}"
+{{- end }}
+{{- if .Values.agent.kubeletCredentials.enabled }}
+# The kubeconfig names no namespace.
+- name: POD_NAMESPACE
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.namespace
+{{- end }}
+{{- with .Values.agent.apiServer.host }}
+- name: KUBERNETES_SERVICE_HOST
+  value: {{ . | quote }}
+- name: KUBERNETES_SERVICE_PORT
+  value: {{ $.Values.agent.apiServer.port | quote }}
+{{- end }}
+{{- with .Values.agent.proxy }}
+- name: HTTPS_PROXY
+  value: {{ . | quote }}
+{{- end }}
+{{- with .Values.agent.noProxy }}
+- name: NO_PROXY
+  value: {{ . | quote }}
 {{- end }}
 {{- end }}

@@ -1,12 +1,51 @@
 {{/* Labels of every object. */}}
 {{- define "postern.labels" -}}
+{{- include "postern.labelsOf" (list . "postern") -}}
+{{- end }}
+
+{{/* The same with a program's name: (list . "tunnel-server"). */}}
+{{- define "postern.labelsOf" -}}
+{{- $root := index . 0 -}}
+{{- include "postern.podLabels" (index . 1) }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/* Labels of pods, without those that another version of the chart changes: they would replace every pod. Selectors, which nothing
+     can change, have the name alone. */}}
+{{- define "postern.podLabels" -}}
+app.kubernetes.io/name: {{ . }}
 app.kubernetes.io/part-of: postern
 {{- end }}
 
-{{/* An image: (list . "tunnel-server"). */}}
+{{/* An image: (list . "tunnel-server" IMAGE-OF-THE-VALUES). */}}
 {{- define "postern.image" -}}
-{{- $root := index . 0 -}}
-{{- printf "%s/postern/%s:%s" $root.Values.image.registry (index . 1) ($root.Values.image.tag | default $root.Chart.AppVersion) -}}
+{{- $values := (index . 0).Values.image -}}
+{{- $image := index . 2 -}}
+{{- $image.repository | default (printf "%s/postern/%s" $values.registry (index . 1)) -}}
+{{- if $image.tag -}}
+{{- printf ":%s" $image.tag -}}
+{{- else if not $image.digest -}}
+{{- printf ":%s" ($values.tag | default (index . 0).Chart.AppVersion) -}}
+{{- end -}}
+{{- with $image.digest }}@{{ . }}{{ end -}}
+{{- end }}
+
+{{/* Of a DaemonSet: (list . "server"). */}}
+{{- define "postern.updateStrategy" -}}
+{{- $values := (index (index . 0).Values (index . 1)).updateStrategy -}}
+type: {{ $values.type }}
+{{- if eq $values.type "RollingUpdate" }}
+{{- $rolling := $values.rollingUpdate -}}
+{{- $isZero := dict "0" true "0%" true -}}
+{{- if eq (hasKey $isZero (toString $rolling.maxSurge)) (hasKey $isZero (toString $rolling.maxUnavailable)) -}}
+{{- fail (printf "%s.updateStrategy.rollingUpdate: one of maxSurge and maxUnavailable is 0, the other not; they are %v and %v" (index . 1) $rolling.maxSurge $rolling.maxUnavailable) -}}
+{{- end }}
+rollingUpdate:
+  {{- toYaml $rolling | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{/* Labels that distributions give to masters, as a list in JSON: kubeadm, k3s and most others; RKE1; before 1.24; MicroK8s. */}}
@@ -21,6 +60,23 @@ app.kubernetes.io/part-of: postern
 {{ end -}}
 - key: {{ $label }}
   operator: DoesNotExist
+{{- end }}
+{{- end }}
+
+{{/* The nodes of servers. */}}
+{{- define "postern.serverNodes" -}}
+{{- if .Values.server.nodeSelectorTerms -}}
+{{- toYaml .Values.server.nodeSelectorTerms }}
+{{- else if .Values.server.gateway -}}
+{{- include "postern.gateways" . }}
+{{- else -}}
+{{- range $at, $label := include "postern.masters" . | fromJsonArray }}
+{{- if $at }}
+{{ end -}}
+- matchExpressions:
+    - key: {{ $label }}
+      operator: Exists
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -58,7 +114,7 @@ app.kubernetes.io/part-of: postern
 {{/* The same as a selector, in the form of --edge-selector. */}}
 {{- define "postern.edgeSelector" -}}
 {{- $terms := list -}}
-{{- range .Values.edgeNodes -}}
+{{- range include "postern.edgeNodes" . | fromJsonArray -}}
 {{- if not .values -}}
 {{- $terms = append $terms .key -}}
 {{- else if eq (len .values) 1 -}}
@@ -81,11 +137,17 @@ imagePullSecrets:
 
 {{/* Contradictions that a schema cannot express. */}}
 {{- define "postern.check" -}}
+{{- $kubernetes := .Capabilities.KubeVersion.Version -}}
+{{- if semverCompare "<1.30.0-0" $kubernetes -}}
+{{- if not .Values.agent.kubeletCredentials.enabled -}}
+{{- fail (printf "agent.kubeletCredentials.enabled: this is Kubernetes %s, and agents get a certificate by their ServiceAccount from 1.30 on: set it to true" $kubernetes) -}}
+{{- end -}}
+{{- if .Values.redirector.enabled -}}
+{{- fail (printf "redirector.enabled: this is Kubernetes %s, and redirectors need 1.30: set it to false, or update the cluster" $kubernetes) -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.service.externalAddresses (ne .Values.service.type "ClusterIP") -}}
 {{- fail (printf "service.externalAddresses: only with service.type ClusterIP, and it is %s" .Values.service.type) -}}
-{{- end -}}
-{{- if and .Values.service.nodePort (eq .Values.service.type "ClusterIP") -}}
-{{- fail "service.nodePort: a Service of type ClusterIP has none; set service.type to NodePort or LoadBalancer" -}}
 {{- end -}}
 {{- if and .Values.service.externalTrafficPolicy (eq .Values.service.type "ClusterIP") -}}
 {{- fail "service.externalTrafficPolicy: a Service of type ClusterIP has none" -}}

@@ -8,7 +8,7 @@ use postern_testbed::cluster::kubectl::said;
 use postern_testbed::cluster::peers;
 use postern_testbed::cluster::{Cluster, EDGE_NODE};
 use postern_testbed::report::progress;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::process::Command;
 use tokio::time::timeout;
 
@@ -64,15 +64,28 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
     let servers = fs::read_dir(&pins).with_context(|| format!("reading {}", pins.display()))?.count();
     ensure!(servers == 1, "{servers} servers have pinned programs in {}", pins.display());
     progress("the chart is installed");
+    // The pod prints it, and is gone: with `--logs` Helm looks for it then.
+    let tested = helm(cluster, &["test", "postern", "--timeout=120s"]).await?;
+    ensure!(
+        tested.contains("Succeeded") && tested.contains("nodes: 1 of 1 connected"),
+        "helm test: {tested}"
+    );
     guides("helm upgrade", &[(GUIDES, of_its_own.as_str())]).await?;
     service_port(cluster).await?;
+    let object = |kind: &str, name: &str| format!("/api/v1/namespaces/{NAMESPACE}/{kind}/{name}");
+    let config = cluster.api.get(&object("configmaps", "tunnel-server-cfg")).await?;
+    ensure!(config["data"] == json!({ "http-proxy-ports": "9100" }), "the ConfigMap has {}", config["data"]);
 
     // Values set by `kubectl edit` stay.
     let edited = json!({ "data": { "localhost-proxy-ports": "10266" } }).to_string();
     let patch = ["patch", "configmap", "tunnel-server-cfg", "--namespace", NAMESPACE, "--patch", &edited];
     kubectl.run(&patch).await?;
     let change = [
-        "--set=service.nodePort=31008,tunnelledPorts.http={9100},tunnelledPorts.https={9443},server.nodeCondition=true",
+        "--set=tunnelledPorts.http={9100},tunnelledPorts.https={9443},server.nodeCondition=true",
+        "--set=server.image.repository=localhost/postern/tunnel-server,server.extraEnv[0].name=NOTHING",
+        "--set=server.extraVolumes[0].name=further,server.extraVolumes[0].emptyDir.medium=Memory",
+        "--set=server.extraVolumeMounts[0].name=further,server.extraVolumeMounts[0].mountPath=/further",
+        &format!("--set=test.node={EDGE_NODE}"),
     ];
     let upgrade = ["upgrade", "postern", chart, &values, "--wait", "--timeout=120s"];
     helm(cluster, &[&upgrade[..], &change].concat()).await?;
@@ -81,20 +94,26 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
     }
     logs(kubectl).await.context("after the upgrade")?;
     service_has_port(cluster, NAMESPACE).await?;
-    let object = |kind: &str, name: &str| format!("/api/v1/namespaces/{NAMESPACE}/{kind}/{name}");
     service_port(cluster).await?;
     let config = cluster.api.get(&object("configmaps", "tunnel-server-cfg")).await?;
     let expected =
         json!({ "http-proxy-ports": "9100", "https-proxy-ports": "9443", "localhost-proxy-ports": "10266" });
     ensure!(config["data"] == expected, "the ConfigMap has {}", config["data"]);
     let node = format!("/api/v1/nodes/{EDGE_NODE}");
-    let up = |node: &serde_json::Value| postern_testbed::cluster::api::is_true(node, "PosternTunnel");
+    let up = |node: &Value| postern_testbed::cluster::api::is_true(node, "PosternTunnel");
     cluster.api.wait("the condition that was asked for", &node, PATIENCE, up).await?;
     // A second upgrade must change nothing: the server's own ports of the internal Service stay.
     helm(cluster, &[&upgrade[..], &change].concat()).await?;
     service_has_port(cluster, NAMESPACE).await?;
+    // Nothing listens at port 9443 of the node.
+    let failed = helm(cluster, &["test", "postern", "--timeout=120s"]).await.err();
+    let failed = failed.map(|error| format!("{error:#}")).unwrap_or_default();
+    ensure!(failed.contains("#port-not-reached"), "helm test of a node: {failed:?}");
     progress("the chart is upgraded");
 
+    reused(cluster, chart, &values).await?;
+    // Removes the pod of the test that failed.
+    helm(cluster, &["test", "postern", "--timeout=120s"]).await?;
     helm(cluster, &["rollback", "postern", "1", "--wait", "--timeout=120s"]).await?;
     for (program, _) in PROGRAMS {
         ready_in(kubectl, NAMESPACE, program, 1).await?;
@@ -107,6 +126,28 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
     ensure!(kubectl.run(&secret).await?.contains("tunnel-server-ca"), "helm has removed the CA");
     progress("the chart is removed; the CA is kept");
     Ok(())
+}
+
+/// `--reuse-values` leaves out the defaults of values that a chart has and the one before had not: Helm names them, and the
+/// documented flag has them.
+async fn reused(cluster: &Cluster<'_>, chart: &str, values: &str) -> Result<()> {
+    let older = cluster.testbed.dir().join("older");
+    let copied =
+        Command::new("cp").args(["-r", chart]).arg(&older).output().await.context("copying the chart")?;
+    ensure!(copied.status.success(), "{}", said(&copied));
+    fs::remove_file(older.join("templates/test.yaml")).context("the template of what is new")?;
+    let file = older.join("values.yaml");
+    let text_of = fs::read_to_string(&file).context("the values")?;
+    let mut defaults: Value = serde_saphyr::from_str(&text_of).context("the values")?;
+    let removed = defaults.as_object_mut().and_then(|values| values.remove("test"));
+    ensure!(removed.is_some(), "the chart has no value test");
+    fs::write(&file, defaults.to_string()).context("writing the older values")?;
+    fs::remove_file(older.join("values.schema.json")).context("the schema, which requires what is new")?;
+    helm(cluster, &["upgrade", "postern", text(&older)?, "--reset-values", values]).await?;
+    let refused = helm(cluster, &["upgrade", "postern", chart, "--reuse-values"]).await;
+    let refused = refused.err().map(|error| format!("{error:#}")).unwrap_or_default();
+    ensure!(refused.contains("missing property 'test'"), "--reuse-values: {refused:?}");
+    helm(cluster, &["upgrade", "postern", chart, "--reset-then-reuse-values"]).await.map(drop)
 }
 
 /// The Service has the configured node port.

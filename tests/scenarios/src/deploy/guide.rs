@@ -150,7 +150,7 @@ mod tests {
             "xtask has made the images, with the same code and a faster profile, before it starts this",
         ),
         (
-            "# my-postern/kustomization.yaml\nresources: [../deploy/overlays/nodeport]",
+            "# my-postern/kustomization.yaml\nresources: [../deploy/base]",
             "deploy::addresses_are_as_documented renders it",
         ),
         (

@@ -1,6 +1,5 @@
 //! deploy/ as an administrator applies it: real images, real pods, and only the rights that are used.
 use std::cell::Cell;
-use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,7 +8,6 @@ use anyhow::{Context as _, Result, ensure};
 use postern_testbed::client::{self, visit};
 use postern_testbed::cluster::api::is_true;
 use postern_testbed::cluster::kubectl::Kubectl;
-use postern_testbed::cluster::manifests::{deploy, write_overlay};
 use postern_testbed::cluster::pods::{self, TALK, shell};
 use postern_testbed::cluster::postern::NAMESPACE;
 use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE};
@@ -23,6 +21,7 @@ use crate::common::{alongside, target};
 use crate::kubernetes::following::Following;
 use crate::rights;
 
+mod accepted;
 mod by_name;
 mod callers;
 mod chart;
@@ -43,6 +42,7 @@ mod render;
 mod superedge;
 mod two_masters;
 
+use accepted::{components, extended};
 use callers::callers_are_asked_for;
 use chart::chart_is_installed_upgraded_and_removed;
 use gateways::gateways_are_deployed_as_documented;
@@ -67,7 +67,7 @@ scenarios! {
     migration_from_yurttunnel_and_back(images, limit = 420),
     migration_from_konnectivity(images, limit = 600),
     migration_from_superedge(images, limit = 600),
-    chart_renders_what_kustomize_does(images, no_cluster),
+    chart_renders_what_kustomize_does(images, no_cluster, limit = 300),
     gateways_are_deployed_as_documented(images, no_cluster),
     programs_can_be_pinned(cluster, no_cluster),
     a_host_without_a_tun_device_can_have_a_server(cluster, no_cluster),
@@ -100,50 +100,15 @@ const DOCUMENT: &str = concat!(
     include_str!("../../../../docs/tasks/revoke.md"),
     include_str!("../../../../docs/tasks/upgrade.md"),
 );
-const FOLDERS: [&str; 7] = [
-    "base",
-    "overlays/nodeport",
-    "overlays/loadbalancer",
-    "overlays/openyurt-migration",
-    "overlays/superedge",
-    "overlays/everywhere",
-    "prometheus",
-];
 const PROGRAMS: [(&str, &str); 2] = [("tunnel-server", CLOUD_NODE), ("tunnel-agent", EDGE_NODE)];
 const PATIENCE: Duration = Duration::from_secs(60);
 
 async fn manifests_run_unchanged(testbed: &Testbed) -> Result<()> {
     let mut cluster = Cluster::start(testbed).await?;
-    for folder in FOLDERS {
-        let path = deploy().join(folder);
-        cluster.kubectl.run(&["apply", "--dry-run=server", "-k", text(&path)?]).await?;
-    }
-    for component in components()? {
-        // Its kinds belong to the Prometheus operator.
-        if component == "prometheus-operator" {
-            continue;
-        }
-        let path = testbed.dir().join("component");
-        let others = extended(&component);
-        write_overlay(&path, "base", &[others, &[component.as_str()]].concat(), &json!([]))?;
-        let applied = cluster.kubectl.run(&["apply", "--dry-run=server", "-k", text(&path)?]).await;
-        applied.with_context(|| format!("deploy/components/{component}"))?;
-    }
-    progress("the API server accepts every folder and component");
+    accepted::by_the_api_server(&cluster).await?;
     import(&mut cluster).await?;
     pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK)]).await?;
     explained(&cluster, installed).await
-}
-
-/// Returns the names below deploy/components.
-fn components() -> Result<Vec<String>> {
-    let entries = fs::read_dir(deploy().join("components")).context("deploy/components")?;
-    entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
-}
-
-/// Returns the component that another one extends.
-fn extended(component: &str) -> &'static [&'static str] {
-    if component.starts_with("everywhere-") { &["everywhere"] } else { &[] }
 }
 
 /// Imports into each host the image of the program that runs there.

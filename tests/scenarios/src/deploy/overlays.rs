@@ -143,8 +143,20 @@ pub(super) async fn redirectors_get_what_servers_get(testbed: &Testbed) -> Resul
             "with {component} the server has {server}, the redirector {redirector}"
         );
     }
-    for folder in ["base", "overlays/openyurt-migration"] {
+    for folder in ["base", "overlays/openyurt-migration", "overlays/superedge"] {
         let objects = rendered(testbed, folder, &["everywhere"]).await?;
+        let variables = |name: &str| -> Result<Vec<Value>> {
+            let pod = &object(&objects, "DaemonSet", name)?["spec"]["template"]["spec"];
+            let mut all = pod["containers"][0]["env"].as_array().cloned().unwrap_or_default();
+            all.sort_by_key(ToString::to_string);
+            let shared = ["POSTERN_CONFIGMAP", "POSTERN_EDGE_SELECTOR"].map(Value::from);
+            Ok(all.into_iter().filter(|one| shared.contains(&one["name"])).collect())
+        };
+        let (server, redirector) = (variables("tunnel-server")?, variables("tunnel-redirector")?);
+        ensure!(
+            server.len() == 2 && server == redirector,
+            "{folder}: the server has {server:?}, the redirector {redirector:?}"
+        );
         let ports = |role: &str| -> Result<Vec<Value>> {
             let rule = &object(&objects, "Role", role)?["rules"][0];
             ensure!(rule["resources"] == json!(["configmaps"]), "the first rule of {role} is {rule}");
@@ -159,16 +171,21 @@ pub(super) async fn redirectors_get_what_servers_get(testbed: &Testbed) -> Resul
 
 /// The API server rejects a Service of type ClusterIP with node ports.
 pub(super) async fn public_addresses_leave_no_node_port(testbed: &Testbed) -> Result<()> {
-    let folders = [
-        "base",
-        "overlays/nodeport",
-        "overlays/loadbalancer",
-        "overlays/openyurt-migration",
-        "overlays/superedge",
-    ];
+    let folders = ["base", "overlays/loadbalancer", "overlays/openyurt-migration", "overlays/superedge"];
+    let annotate = json!([{ "op": "add", "path": "/metadata/annotations", "value": { "a": "b" } }]);
+    let target = json!({ "kind": "Service", "name": "x-tunnel-server-svc" });
+    let patches = json!([{ "target": target, "patch": annotate.to_string() }]);
     for folder in folders {
-        let objects = rendered(testbed, folder, &["public-addresses"]).await?;
-        let service = &object(&objects, "Service", "x-tunnel-server-svc")?["spec"];
+        let lower = testbed.dir().join("lower");
+        write_overlay(&lower, folder, &[], &patches)?;
+        let lower = fs::canonicalize(&lower).context("the overlay's folder")?;
+        let objects = rendered(testbed, text(&lower)?, &["public-addresses"]).await?;
+        let service = object(&objects, "Service", "x-tunnel-server-svc")?;
+        // No addresses of anybody's: an agent names the annotation in its error.
+        let expected = json!({ "a": "b", "x-tunnel-server-external-addr": "addresses are missing" });
+        let found = &service["metadata"]["annotations"];
+        ensure!(*found == expected, "{folder}: the Service has the annotations {found}");
+        let service = &service["spec"];
         ensure!(service["type"] == "ClusterIP", "{folder}: it is of type {}", service["type"]);
         ensure!(service["externalTrafficPolicy"].is_null(), "{folder}: it has a policy: {service}");
         let expected = json!([{ "name": "tcp", "port": 10262, "targetPort": 10262, "protocol": "TCP" }]);
@@ -183,7 +200,7 @@ pub(super) async fn addresses_are_as_documented(testbed: &Testbed) -> Result<()>
     fs::create_dir(&dir).with_context(|| dir.display().to_string())?;
     let variants = follow::blocks(DOCUMENT).into_iter().filter(|block| block.section == "Three variants");
     let variants: Vec<&str> = variants.map(|block| block.text).collect();
-    let expected = [("NodePort", json!(31008)), ("ClusterIP", Value::Null), ("LoadBalancer", Value::Null)];
+    let expected = [("NodePort", json!(31008)), ("ClusterIP", Value::Null), ("LoadBalancer", json!(31008))];
     ensure!(variants.len() == expected.len(), "the variants are {variants:?}");
     for (variant, (kind, port)) in variants.into_iter().zip(expected) {
         fs::write(dir.join("kustomization.yaml"), variant).context("writing the overlay")?;

@@ -45,7 +45,7 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
         imported += &follow::on_host(cluster, node, TITLE, command).await?;
     }
     // A test must not redirect the whole machine: its overlay on top of the README's one limits the redirect.
-    let folder = "overlays/nodeport";
+    let folder = "base";
     overlay(cluster.testbed, folder)?;
     let shown = follow::run(
         cluster,

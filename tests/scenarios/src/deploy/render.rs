@@ -13,7 +13,8 @@ use postern_testbed::report::progress;
 use serde_json::{Value, json};
 use tokio::process::Command;
 
-use super::text;
+use super::patches::{argument, of};
+use super::{components, text};
 
 /// Values with their effects, and values that are refused.
 const VALUES: &str = include_str!("chart-values.txt");
@@ -22,50 +23,37 @@ const REFUSED: &str = include_str!("chart-refused.txt");
 /// Objects by kind and name.
 pub(super) type Objects = BTreeMap<(String, String), Value>;
 
-/// A folder or component of deploy/, and the chart's values that render the same objects.
-const SAME: [(&str, &[&str], &[&str]); 23] = [
-    ("base", &[], &[]),
-    ("overlays/nodeport", &[], &["--set=service.nodePort=31008"]),
-    ("overlays/loadbalancer", &[], &["--set=service.type=LoadBalancer"]),
-    ("overlays/superedge", &[], &["--values=values-superedge.yaml"]),
-    ("overlays/openyurt-migration", &[], &["--values=values-openyurt-migration.yaml"]),
-    ("base", &["kernel-5.10"], &["--set=server.kernel510=true"]),
-    ("base", &["cri-o"], &["--set=server.seccompProfile=Unconfined"]),
-    ("base", &["ipv6-only"], &["--set=server.bindAddress=::"]),
-    ("base", &["node-condition"], &["--set=server.nodeCondition=true"]),
-    ("base", &["https-callers"], &["--set=server.httpsCallers.enabled=true"]),
-    ("base", &["connect"], &["--set=server.connect.enabled=true"]),
-    ("base", &["metrics"], &["--set=server.metrics.enabled=true"]),
-    ("base", &["egress-services"], &["--set=server.egressServices=true"]),
-    ("base", &["konnectivity-agents"], &["--set=server.konnectivityAgents.enabled=true"]),
-    ("base", &["kubelet-credentials"], &["--set=agent.kubeletCredentials.enabled=true"]),
-    ("base", &["selinux"], &["--set=server.seLinuxOptions.type=spc_t,agent.seLinuxOptions.type=spc_t"]),
-    ("overlays/everywhere", &[], &["--set=redirector.enabled=true"]),
+/// Folders of deploy/ with a whole installation, and the chart's values that render the same objects.
+pub(super) const OVERLAYS: [(&str, &[&str]); 5] = [
+    ("base", &[]),
+    ("overlays/loadbalancer", &["--set=service.type=LoadBalancer"]),
+    ("overlays/superedge", &["--values=values-superedge.yaml"]),
+    ("overlays/openyurt-migration", &["--values=values-openyurt-migration.yaml"]),
+    ("overlays/everywhere", &["--set=redirector.enabled=true"]),
+];
+/// The same of components, each with all of [`OVERLAYS`].
+pub(super) const COMPONENTS: [(&[&str], &[&str]); 20] = [
+    (&[], &[]),
     (
-        "base",
-        &["everywhere", "metrics", "everywhere-metrics"],
-        &["--set=redirector.enabled=true,redirector.metrics.enabled=true,server.metrics.enabled=true"],
+        &["kernel-5.10"],
+        &["--set=server.securityContext.capabilities.add={BPF,PERFMON,NET_ADMIN,SYS_RESOURCE}"],
     ),
-    ("base", &["everywhere", "kernel-5.10"], &["--set=redirector.enabled=true,server.kernel510=true"]),
-    ("base", &["everywhere", "cri-o"], &["--set=redirector.enabled=true,server.seccompProfile=Unconfined"]),
+    (&["cri-o"], &["--set=server.securityContext.seccompProfile.type=Unconfined"]),
+    (&["ipv6-only"], &["--set=server.bindAddress=::"]),
+    (&["node-condition"], &["--set=server.nodeCondition=true"]),
+    (&["https-callers"], &["--set=server.httpsCallers.enabled=true"]),
+    (&["connect"], &["--set=server.connect.enabled=true"]),
+    (&["metrics"], &["--set=server.metrics.enabled=true"]),
+    (&["egress-services"], &["--set=server.egressServices=true"]),
+    (&["konnectivity-agents"], &["--set=server.konnectivityAgents.enabled=true"]),
+    (&["kubelet-credentials"], &["--set=agent.kubeletCredentials.enabled=true"]),
+    (&["selinux"], &[SELINUX]),
     (
-        "base",
-        &["everywhere", "selinux"],
-        &[
-            "--set=redirector.enabled=true",
-            "--set=server.seLinuxOptions.type=spc_t,agent.seLinuxOptions.type=spc_t",
-        ],
-    ),
-    (
-        "base",
         &["public-addresses"],
-        &[
-            "--set=service.type=ClusterIP",
-            "--set=service.externalAddresses={203.0.113.1:10262,203.0.113.2:10262,203.0.113.3:10262}",
-        ],
+        &["--set=service.type=ClusterIP", "--set=service.externalAddresses={203.0.113.1:10262}"],
     ),
+    (&["edge-pods"], &["--set=server.edgePodRoutes={10.244.0.0/16}"]),
     (
-        "base",
         &["prometheus-operator"],
         &[
             "--set=monitoring.rules=true,monitoring.podMonitor=true",
@@ -73,22 +61,50 @@ const SAME: [(&str, &[&str], &[&str]); 23] = [
             "--set=tunnelledPorts.loopback={10266},server.createConfigMap=false",
         ],
     ),
+    (&["everywhere"], &["--set=redirector.enabled=true"]),
+    (
+        &["everywhere", "metrics", "everywhere-metrics"],
+        &["--set=redirector.enabled=true,redirector.metrics.enabled=true,server.metrics.enabled=true"],
+    ),
+    (
+        &["everywhere", "kernel-5.10"],
+        &[
+            "--set=redirector.enabled=true",
+            "--set=server.securityContext.capabilities.add={BPF,PERFMON,NET_ADMIN,SYS_RESOURCE}",
+        ],
+    ),
+    (
+        &["everywhere", "cri-o"],
+        &["--set=redirector.enabled=true,server.securityContext.seccompProfile.type=Unconfined"],
+    ),
+    (&["everywhere", "selinux"], &["--set=redirector.enabled=true", SELINUX]),
 ];
+const SELINUX: &str =
+    "--set=server.securityContext.seLinuxOptions.type=spc_t,agent.securityContext.seLinuxOptions.type=spc_t";
+/// Compared by `deploy::gateways_are_deployed_as_documented`, or for agents that are in no pod.
+const NOT_COMPARED: [&str; 3] = ["gateway", "everywhere-gateway", "kubelet-rights"];
 
 pub(super) async fn chart_renders_what_kustomize_does(testbed: &Testbed) -> Result<()> {
-    let lint = helm(&["lint", "--strict", text(&chart())?]).await?;
+    let lint = helm(&["lint", "--strict", "--kube-version=1.34.0", text(&chart())?]).await?;
     ensure!(lint.contains("0 chart(s) failed"), "{lint}");
-    for (folder, components, values) in SAME {
-        let overlay = testbed.dir().join("same");
-        write_overlay(&overlay, folder, components, &json!([]))?;
-        let mut expected = kustomize(&overlay).await?;
-        let rendered = template(values).await?;
-        if values.iter().any(|value| value.contains("createConfigMap=false")) {
-            expected.retain(|(kind, _), _| kind != "ConfigMap");
-        }
-        same(&expected, &rendered).with_context(|| format!("{folder} {components:?} and {values:?}"))?;
+    let known: BTreeSet<&str> =
+        COMPONENTS.iter().flat_map(|(names, _)| *names).chain(&NOT_COMPARED).copied().collect();
+    for component in components()? {
+        ensure!(known.contains(component.as_str()), "deploy/components/{component} is not compared");
     }
-    progress(&format!("{} folders and components, and the chart, are the same", SAME.len()));
+    for (folder, of_folder) in OVERLAYS {
+        for (components, of_components) in COMPONENTS {
+            let values = [of_folder, of_components].concat();
+            combined(testbed, folder, components, &values)
+                .await
+                .with_context(|| format!("{folder} {components:?} and {values:?}"))?;
+        }
+    }
+    progress(&format!(
+        "{} overlays with {} components, and the chart, are the same",
+        OVERLAYS.len(),
+        COMPONENTS.len()
+    ));
     every_value_changes_what_it_should().await?;
     for row in rows(REFUSED) {
         let [settings, expected] = row[..] else { bail!("not two columns: {row:?}") };
@@ -96,6 +112,78 @@ pub(super) async fn chart_renders_what_kustomize_does(testbed: &Testbed) -> Resu
         let said = said(&refused);
         ensure!(!refused.status.success(), "helm takes {settings}");
         ensure!(said.contains(expected), "{settings} is refused without {expected:?}: {said}");
+    }
+    Ok(())
+}
+
+/// Compares a folder with components, as an administrator patches them, with the chart.
+async fn combined(testbed: &Testbed, folder: &str, components: &[&str], values: &[&str]) -> Result<()> {
+    let everywhere = folder.ends_with("everywhere");
+    let components: Vec<&str> =
+        components.iter().copied().filter(|name| !(everywhere && *name == "everywhere")).collect();
+    let patch = match components[..] {
+        ["public-addresses"] => json!([{
+            "target": { "kind": "Service", "name": "x-tunnel-server-svc" },
+            "patch": json!([{
+                "op": "replace",
+                "path": "/metadata/annotations/x-tunnel-server-external-addr",
+                "value": "203.0.113.1:10262",
+            }]).to_string(),
+        }]),
+        ["edge-pods"] => {
+            json!([of("tunnel-(server|redirector)", &json!([argument("--edge-pod-routes=10.244.0.0/16")]))])
+        }
+        _ => json!([]),
+    };
+    let overlay = testbed.dir().join("same");
+    write_overlay(&overlay, folder, &components, &patch)?;
+    let (mut expected, mut rendered) = (kustomize(&overlay).await?, template(values).await?);
+    if values.iter().any(|value| value.contains("createConfigMap=false")) {
+        expected.retain(|(kind, _), _| kind != "ConfigMap");
+        rendered.retain(|(kind, _), _| kind != "ConfigMap");
+    }
+    if values.iter().any(|value| value.starts_with("--values=")) {
+        // The component keeps redirectors off the edge nodes of every distribution, the chart off those of edgeNodes.
+        for objects in [&mut expected, &mut rendered] {
+            if let Some(set) = objects.get_mut(&("DaemonSet".to_owned(), "tunnel-redirector".to_owned())) {
+                set["spec"]["template"]["spec"]["affinity"].take();
+            }
+        }
+    }
+    same(&expected, &rendered)
+}
+
+/// Checks the labels that only the chart's objects have, and removes them.
+fn without_labels_of_helm(objects: &mut Objects) -> Result<()> {
+    const OF_HELM: [(&str, &str); 4] = [
+        ("app.kubernetes.io/instance", "postern"),
+        ("app.kubernetes.io/version", env!("CARGO_PKG_VERSION")),
+        ("app.kubernetes.io/managed-by", "Helm"),
+        ("helm.sh/chart", concat!("postern-", env!("CARGO_PKG_VERSION"))),
+    ];
+    for ((kind, name), object) in objects {
+        // Another version must change neither a selector, which the API server refuses, nor every pod.
+        let spec = object["spec"].clone();
+        if kind == "DaemonSet" {
+            let expected = json!({ "matchLabels": { "app.kubernetes.io/name": name } });
+            ensure!(spec["selector"] == expected, "{kind} {name} selects {}", spec["selector"]);
+            let of_pods = &spec["template"]["metadata"]["labels"];
+            ensure!(
+                OF_HELM.iter().all(|(key, _)| of_pods[key].is_null()),
+                "the pods of {name} have {of_pods}"
+            );
+        }
+        let labels = object["metadata"]["labels"].as_object_mut();
+        let labels = labels.with_context(|| format!("{kind} {name} has no labels"))?;
+        for (key, value) in OF_HELM {
+            let found = labels.remove(key).unwrap_or_default();
+            ensure!(found == value, "{kind} {name} has {key} {found}, not {value}");
+        }
+        let found = labels.get("app.kubernetes.io/name").cloned().unwrap_or_default();
+        ensure!(!found.is_null(), "{kind} {name} has no name: {labels:?}");
+        if found == "postern" {
+            labels.remove("app.kubernetes.io/name");
+        }
     }
     Ok(())
 }
@@ -144,9 +232,10 @@ fn rows(table: &str) -> impl Iterator<Item = Vec<&str>> {
 
 /// Returns the arguments of helm.
 fn set(settings: &str) -> Vec<String> {
-    let flag = |setting: &str| match setting.strip_prefix("string:") {
-        Some(text) => format!("--set-string={text}"),
-        None => format!("--set={setting}"),
+    let flag = |setting: &str| match setting.split_once(':') {
+        Some(("string", text)) => format!("--set-string={text}"),
+        Some(("version", version)) => format!("--kube-version={version}"),
+        _ => format!("--set={setting}"),
     };
     settings.split("; ").map(flag).collect()
 }
@@ -179,13 +268,27 @@ pub(super) fn same(expected: &Objects, rendered: &Objects) -> Result<()> {
     for (key, object) in expected {
         let (kind, name) = key;
         let found = rendered.get(key).with_context(|| format!("the chart has no {kind} {name}"))?;
-        if let Some(difference) = difference(object, found, "") {
+        if let Some(difference) = difference(&in_order(object), &in_order(found), "") {
             bail!("{kind} {name}{difference}");
         }
     }
-    let more: Vec<_> = rendered.keys().filter(|key| !expected.contains_key(*key)).collect();
+    // Only Helm has tests.
+    let more = rendered.keys().filter(|key| key.0 != "Pod" && !expected.contains_key(*key));
+    let more: Vec<_> = more.collect();
     ensure!(more.is_empty(), "only the chart has {more:?}");
     Ok(())
+}
+
+/// Sorts flags and variables: an overlay's are before those of components.
+fn in_order(object: &Value) -> Value {
+    let mut object = object.clone();
+    for list in ["args", "env"] {
+        let list = object.pointer_mut(&format!("/spec/template/spec/containers/0/{list}"));
+        if let Some(list) = list.and_then(Value::as_array_mut) {
+            list.sort_by_key(ToString::to_string);
+        }
+    }
+    object
 }
 
 /// Finds the first place where two values differ.
@@ -224,10 +327,17 @@ fn template_args(values: &[impl AsRef<str>]) -> Result<Vec<String>> {
 }
 
 pub(super) async fn template(values: &[impl AsRef<str>]) -> Result<Objects> {
+    let mut objects = objects(&yaml(values).await?)?;
+    without_labels_of_helm(&mut objects)?;
+    Ok(objects)
+}
+
+/// Renders the chart.
+pub(super) async fn yaml(values: &[impl AsRef<str>]) -> Result<String> {
     let args = template_args(values)?;
     let rendered = output(&args).await?;
     ensure!(rendered.status.success(), "helm {}: {}", args.join(" "), said(&rendered));
-    objects(&String::from_utf8_lossy(&rendered.stdout))
+    Ok(String::from_utf8_lossy(&rendered.stdout).into_owned())
 }
 
 async fn helm(args: &[&str]) -> Result<String> {

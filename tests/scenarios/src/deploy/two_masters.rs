@@ -96,7 +96,7 @@ async fn install(cluster: &Cluster<'_>) -> Result<()> {
             { "op": "add", "path": "/spec/template/spec/containers/0/volumeMounts/2/subPathExpr", "value": "$(NODE_NAME)" },
         ]),
     );
-    let dir = patches::overlay_in(testbed, "overlays/nodeport", &[], &cgroup, vec![folder])?;
+    let dir = patches::overlay_in(testbed, "base", &[], &cgroup, vec![folder])?;
     kubectl.run(&["apply", "-k", text(&dir)?]).await?;
     ready(kubectl, "tunnel-server", 2).await?;
     ready(kubectl, "tunnel-agent", 1).await
