@@ -4,6 +4,7 @@
 use std::process::ExitCode;
 
 use anyhow::Context;
+use clap::CommandFactory as _;
 use tunnel_agent::app;
 use tunnel_agent::cli::{Cli, Command, SERVICE, SHORT_HELP};
 use tunnel_runtime::config::{exit, parse_command_line, report_error, shell_line};
@@ -41,6 +42,7 @@ async fn command(cli: Cli, flags: Vec<String>) -> anyhow::Result<u8> {
         Some(Command::Service(command)) => {
             command.run(&SERVICE, |cli: Cli| cli.run.config(Vec::new()).map(drop))?;
         }
+        Some(Command::Completion(command)) => command.run(Cli::command())?,
         None => {
             let config = cli.run.config(flags)?;
             let (log, _written) = logging::init(config.given.log)?;

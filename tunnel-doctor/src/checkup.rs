@@ -1,8 +1,12 @@
 //! Runs checks one after the other. A check is skipped, with the reason, if one that it needs has failed.
 
 use std::fmt::Write as _;
+use std::io;
 
+use clap::builder::styling::{AnsiColor, Style};
 use serde::Serialize;
+use tunnel_runtime::output::{Format, is_coloured, print};
+use tunnel_runtime::progress::Progress;
 use tunnel_runtime::text::harmless;
 
 use super::book::Page;
@@ -83,12 +87,29 @@ pub struct Check {
 }
 
 /// Checks done so far.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Checkup {
     checks: Vec<Check>,
+    progress: Progress,
+}
+
+impl Default for Checkup {
+    fn default() -> Self {
+        Self::of("doctor")
+    }
 }
 
 impl Checkup {
+    /// Begins the checks of this command.
+    pub fn of(command: &'static str) -> Self {
+        Self { checks: Vec::new(), progress: Progress::start(command, "examining") }
+    }
+
+    /// Begins checks beside others, of which nobody is told before they end.
+    pub fn silent() -> Self {
+        Self { checks: Vec::new(), progress: Progress::none() }
+    }
+
     /// Returns the reason for skipping a check that needs these checks, if there is one.
     pub fn blocked(&self, needs: &[&str]) -> Option<String> {
         let of = |name: &&str| self.checks.iter().find(|check| check.name == *name);
@@ -103,7 +124,10 @@ impl Checkup {
     pub async fn run(&mut self, name: &'static str, needs: &[&str], check: impl AsyncFnOnce() -> Outcome) {
         let outcome = match self.blocked(needs) {
             Some(reason) => Outcome::Skipped(reason),
-            None => check().await,
+            None => {
+                self.progress.set(format!("checking {name}"));
+                check().await
+            }
         };
         self.add(name, outcome);
     }
@@ -157,18 +181,29 @@ impl Report {
         self.checks.iter().flat_map(|check| &check.findings)
     }
 
-    pub fn to_text(&self) -> String {
+    /// Prints the report.
+    ///
+    /// # Errors
+    /// Fails if standard output fails, but not if it was closed.
+    pub fn print(&self, format: Format) -> io::Result<()> {
+        print(&format.show(self, || self.to_text(is_coloured()))?).map(drop)
+    }
+
+    /// Formats the report; `coloured` marks the states in the colours of a terminal.
+    pub fn to_text(&self, coloured: bool) -> String {
         let mut text = format!("{} {}\n", self.program, self.version);
         let width = self.checks.iter().map(|check| check.name.len()).max().unwrap_or_default();
         for check in &self.checks {
-            let state = match check.state {
-                State::Ok => "ok",
-                State::Skipped => "SKIP",
-                State::Warning => "WARNING",
-                State::Broken => "BROKEN",
+            let (state, colour) = match check.state {
+                State::Ok => ("ok", AnsiColor::Green),
+                State::Skipped => ("SKIP", AnsiColor::Cyan),
+                State::Warning => ("WARNING", AnsiColor::Yellow),
+                State::Broken => ("BROKEN", AnsiColor::Red),
             };
+            let style = if coloured { colour.on_default() } else { Style::new() };
+            let (name, found) = (check.name, harmless(&check.found));
             // Writing to a String never fails.
-            let _ = writeln!(text, "{state:<8} {:<width$}  {}", check.name, harmless(&check.found));
+            let _ = writeln!(text, "{style}{state:<8}{style:#} {name:<width$}  {found}");
             for finding in &check.findings {
                 let _ = writeln!(text, "         {}: {}", finding.code, harmless(&finding.found));
                 let _ = writeln!(text, "           means: {}", finding.meaning);
@@ -206,7 +241,7 @@ mod tests {
         checkup.run("self-test", &["programs"], async || -> Outcome { unreachable!("so is this") }).await;
         let report = checkup.report("tunnel-server", "1.0");
         assert_eq!((report.result, report.exit_code()), (State::Broken, 2));
-        let text = report.to_text();
+        let text = report.to_text(false);
         for line in [
             "ok       kernel     6.1\n",
             "BROKEN   cgroup     \n",

@@ -9,10 +9,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::config::value::ListenAddress;
+use tunnel_runtime::output::Output;
+use tunnel_runtime::progress::Progress;
 
 use super::checkup::{Checkup, Finding, Report};
 use super::codes;
-use super::output::DoctorOutput;
 use super::running::{Asked, ask_at};
 
 /// Flags of an examination. If the program is running, its own flags are used instead.
@@ -30,7 +31,7 @@ pub trait Examine: Args + Clone + Debug {
 #[derive(Args, Clone, Debug)]
 pub struct DoctorCommand<F: Args> {
     #[command(flatten)]
-    output: DoctorOutput,
+    output: Output,
     #[command(flatten)]
     flags: F,
 }
@@ -49,9 +50,11 @@ impl<F: Examine> DoctorCommand<F> {
     /// # Errors
     /// Fails if standard output fails.
     pub async fn run(&self) -> io::Result<u8> {
+        let progress = Progress::start("doctor", "asking the running program");
         let running = ask_at(self.flags.admin_address()).await;
+        drop(progress);
         let (report, _) = self.flags.examine(&running).await;
-        self.output.print(&report)?;
+        report.print(self.output.output)?;
         Ok(report.exit_code())
     }
 }

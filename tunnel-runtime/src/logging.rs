@@ -6,7 +6,7 @@ use std::io::IsTerminal;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -14,7 +14,12 @@ use tracing_subscriber::{Layer, Registry, fmt as fmt_layer, reload};
 
 use crate::log_queue;
 pub use crate::log_queue::{LogGuard, LostLines};
-pub use crate::output::Format;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    Text,
+    Json,
+}
 
 /// The flags of the log.
 #[derive(Args, Clone, Copy, Debug)]

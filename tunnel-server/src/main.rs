@@ -4,6 +4,7 @@
 use std::process::ExitCode;
 
 use anyhow::Context;
+use clap::CommandFactory as _;
 use tunnel_runtime::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_runtime::lifecycle::{Shutdown, block_on, forbid_core_dumps};
 use tunnel_runtime::logging;
@@ -44,6 +45,7 @@ fn main() -> ExitCode {
         Some(Command::Service(command)) => {
             command.run(&SERVICE, |cli: Cli| cli.run.check(Vec::new()).map(drop)).map_err(Into::into)
         }
+        Some(Command::Completion(command)) => command.run(Cli::command()).map_err(Into::into),
     };
     ended(done.map(|()| exit::OK))
 }

@@ -4,6 +4,8 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
 
+use serde_json::Value;
+
 fn run(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_tunnel-server")).args(args).output().expect("the program starts")
 }
@@ -113,4 +115,100 @@ fn help_and_version_are_0_and_on_standard_output() {
         assert!(!text.contains(hidden), "{hidden}");
     }
     assert_eq!(run(&["--version"]).status.code(), Some(0));
+}
+
+/// Runs a shell's command line on a terminal, and returns what that shows.
+fn on_terminal(line: &str) -> String {
+    let mut script = Command::new("script");
+    script
+        .args(["--quiet", "--command", line, "/dev/null"])
+        .env("PROGRAM", env!("CARGO_BIN_EXE_tunnel-server"));
+    script.env("TERM", "xterm").env_remove("NO_COLOR").env_remove("CLICOLOR_FORCE").stdin(Stdio::null());
+    let output = script.output().expect("util-linux's script starts");
+    String::from_utf8(output.stdout).expect("text")
+}
+
+#[test]
+fn colours_are_for_a_terminal() {
+    const DOCTOR: &str =
+        "\"$PROGRAM\" doctor --admin-address=0 --inventory=/nowhere --redirect=off --state-dir=/nowhere";
+    let red = "\u{1b}[31mBROKEN  \u{1b}[0m ";
+    for (line, coloured) in [
+        (DOCTOR.to_owned(), true),
+        (format!("NO_COLOR=1 {DOCTOR}"), false),
+        (format!("TERM=dumb {DOCTOR}"), false),
+        (format!("{DOCTOR} | cat"), false),
+        (format!("CLICOLOR_FORCE=1 {DOCTOR} | cat"), true),
+        (format!("CLICOLOR_FORCE=1 {DOCTOR} --output=yaml"), false),
+    ] {
+        let shown = on_terminal(&line);
+        assert!(shown.contains("BROKEN  ") || shown.contains("state: broken"), "{line}: {shown:?}");
+        let found = (shown.contains(red), shown.contains('\u{1b}'));
+        assert_eq!(found, (coloured, coloured), "{line}: {shown:?}");
+    }
+}
+
+#[test]
+fn a_terminal_shows_what_a_slow_command_waits_for() {
+    // Accepts nothing, so that the command waits for its deadline.
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("its address");
+    let status = format!("\"$PROGRAM\" status --admin-address={address} 2>&1");
+    let [shown, piped] = std::thread::scope(|scope| {
+        let lines = [status.clone(), format!("{status} | cat")];
+        lines.map(|line| scope.spawn(move || on_terminal(&line))).map(|shown| shown.join().expect("it ends"))
+    });
+    assert!(shown.contains(&format!("\r\u{1b}[Kstatus: asking {address} … (2 s)")), "{shown:?}");
+    let (_, error) = shown.rsplit_once("\r\u{1b}[K").expect("it is erased");
+    assert!(error.starts_with("tunnel-server: --admin-address="), "{shown:?}");
+    assert!(piped.starts_with("tunnel-server: --admin-address=") && piped.lines().count() == 1, "{piped}");
+}
+
+#[test]
+fn documents_are_the_same_as_json_and_yaml() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let command = |args: &[&str]| {
+        let state_dir = format!("--state-dir={}", directory.path().join("server").display());
+        let output = run(&[args, &[&state_dir]].concat());
+        assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).expect("text")
+    };
+    command(&["token", "create", "--node=1e5"]);
+    for list in [&["token", "list"][..], &["ca", "status"], &["agent", "list"]] {
+        let json: Value = serde_json::from_str(&command(&[list, &["-o", "json"]].concat())).expect("JSON");
+        let yaml: Value = serde_saphyr::from_str(&command(&[list, &["-o", "yaml"]].concat())).expect("YAML");
+        assert_eq!(json, yaml, "{list:?}");
+    }
+}
+
+#[test]
+fn only_the_status_has_a_wide_form() {
+    for args in
+        [&["token", "list"][..], &["doctor"], &["test", "edge-1"], &["bench", "edge-1"], &["ca", "status"]]
+    {
+        let (code, error) = code_and_error(&[args, &["-o", "wide"]].concat());
+        assert_eq!(code, Some(64), "{args:?}: {error}");
+        assert!(error.contains("[possible values: text, json, yaml]"), "{args:?}: {error}");
+    }
+    let (code, error) = code_and_error(&["status", "--connections", "-o", "wide"]);
+    assert_eq!((code, error.contains("--output=wide: ")), (Some(64), true), "{error}");
+    let (code, error) = code_and_error(&["status", "-o", "xml"]);
+    assert_eq!(
+        (code, error.contains("[possible values: text, wide, json, yaml]")),
+        (Some(64), true),
+        "{error}"
+    );
+}
+
+#[test]
+fn completion_ends_without_a_word_when_its_reader_does() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_tunnel-server"))
+        .args(["completion", "zsh"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    drop(child.stdout.take());
+    let output = child.wait_with_output().expect("it ends");
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
 }

@@ -15,6 +15,7 @@ mod demo;
 mod ebpf_sources;
 mod fleet;
 mod fuzz;
+mod help;
 mod image;
 mod kernel;
 mod lint;
@@ -32,6 +33,7 @@ mod release;
 mod sbom;
 mod scenarios;
 mod services;
+mod shell;
 mod soak;
 mod source;
 mod tally;
@@ -81,8 +83,8 @@ enum Command {
     /// without changes, and prints that folder. Publishes nothing: docs/releases.md has the steps before and after.
     Release(release::Options),
     /// Checks the documents' links, builds the book of docs/ in <target dir>/book and prints its first page's path; installs what is
-    /// missing for that.
-    Docs,
+    /// missing for that. Man pages and completion scripts get into <target dir>/man and completion.
+    Docs(book::Options),
     /// Measures Postern and what a user would pick instead, on one testbed in one run (root).
     Bench(bench::Options),
     /// Runs fuzz targets.
@@ -131,7 +133,7 @@ fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Peers(options) => peer_tests::run(&options),
         Command::Image(options) => image::run_image(&options),
         Command::Release(options) => release::run_release(&options),
-        Command::Docs => book::run_docs(),
+        Command::Docs(options) => book::run_docs(&options),
         Command::Bench(options) => bench::run_bench(&options),
         Command::Fuzz(options) => fuzz::run_all(&options),
         Command::Mutants(options) => mutants::run_all(&options),

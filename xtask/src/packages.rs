@@ -42,6 +42,14 @@ pub(crate) const SCENARIOS: &[Need] = &[
 /// Judge of the shell scripts of deploy/krew.
 pub(crate) const LINT: &[Need] = &[Need { program: "shellcheck", package: "shellcheck" }];
 
+/// Shells that complete the programs' commands, and what checks their man pages.
+pub(crate) const SHELLS: &[Need] = &[
+    Need { program: "bash", package: "bash" },
+    Need { program: "zsh", package: "zsh" },
+    Need { program: "fish", package: "fish" },
+    Need { program: "mandoc", package: "mandoc" },
+];
+
 /// Compiler of the fuzz targets.
 pub(crate) const FUZZ: &[Need] = &[Need { program: "g++", package: "g++" }];
 

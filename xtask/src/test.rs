@@ -18,11 +18,12 @@ use crate::peer_tests::Show;
 use crate::peers::Kubernetes;
 use crate::scenarios::{self, Scenarios};
 use crate::tally::Tally;
-use crate::{bench, book, build_ebpf, demo, fleet, fuzz, mutants, packages, peer_tests, release};
+use crate::{bench, book, build_ebpf, demo, fleet, fuzz, mutants, packages, peer_tests, release, shell};
 
 /// Seconds that each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
 const BOOK: &str = "the book";
+const SHELL: &str = "man pages and completion";
 /// Packages whose tests are run by their programs.
 const SCENARIOS: &str = "postern-scenarios";
 const KERNEL_TESTS: &str = "postern-kernel-tests";
@@ -30,7 +31,9 @@ const KERNEL_TESTS: &str = "postern-kernel-tests";
 const REDIRECT_KERNEL: &str = "redirect_kernel";
 
 fn why_root() -> String {
-    use packages::{BENCH, CLUSTER, DEMO, FUZZ, NAT, PIP, QEMU_USER, SCENARIOS, TESTBED, VIRTUAL_MACHINE};
+    use packages::{
+        BENCH, CLUSTER, DEMO, FUZZ, NAT, PIP, QEMU_USER, SCENARIOS, SHELLS, TESTBED, VIRTUAL_MACHINE,
+    };
     let names = packages::names;
     format!(
         "\
@@ -44,7 +47,8 @@ cargo xtask test needs root, because it
     {} for the demo,
     {} for the Kubernetes cluster,
     {} for images, arm64 and another kernel,
-    {} for the benchmark, {} for fuzz targets.
+    {} for the benchmark, {} for fuzz targets,
+    {} for man pages and completion.
 Everything it makes is removed again, whether tests pass or fail.",
         names(&[TESTBED]),
         names(&[NAT, SCENARIOS]),
@@ -53,6 +57,7 @@ Everything it makes is removed again, whether tests pass or fail.",
         names(&[PIP, QEMU_USER, VIRTUAL_MACHINE]),
         names(&[NAT, BENCH]),
         names(&[FUZZ]),
+        names(&[SHELLS]),
     )
 }
 
@@ -89,7 +94,9 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
         if options.all {
             // Before other builds begin: it may install mdBook.
             tally.heading(BOOK);
-            tally.step(BOOK, book::build(&target_dir()?.join("debug")).map(drop));
+            let programs = target_dir()?.join("debug");
+            tally.step(BOOK, book::build(&programs).map(drop));
+            tally.step(SHELL, shell::build(&programs).and_then(|target| shell::check(&target)));
         }
     }
     let (scenarios, kernel_tests) = choose(options, &packages, &mut tally)?;

@@ -6,6 +6,7 @@ mod status;
 use clap::{Parser, Subcommand};
 use tunnel_doctor::DoctorCommand;
 use tunnel_doctor::bundle::BundleCommand;
+use tunnel_runtime::completion::CompletionCommand;
 use tunnel_runtime::service::{Service, ServiceCommand};
 
 pub use doctor::ExamineFlags;
@@ -50,4 +51,6 @@ pub enum Command {
     // Described by its struct.
     #[command(name = "service")]
     Service(ServiceCommand),
+    /// Print a script with which a shell completes commands and flags.
+    Completion(CompletionCommand),
 }

@@ -6,6 +6,7 @@ mod redact;
 
 pub use redact::redacted;
 use tunnel_runtime::config::host_name;
+use tunnel_runtime::progress::Progress;
 
 use std::io;
 use std::path::PathBuf;
@@ -36,7 +37,9 @@ impl<F: Examine> BundleCommand<F> {
     /// # Errors
     /// Fails if the file exists or cannot be written.
     pub async fn run(&self) -> io::Result<()> {
+        let progress = Progress::start("bundle", "asking the running program");
         let running = ask_at(self.flags.admin_address()).await;
+        drop(progress);
         let (report, state_dir) = self.flags.examine(&running).await;
         let ready = |running: &Running<_>| Ok(running.pending.clone().unwrap_or("ok".to_owned()) + "\n");
         let flags = |running: &Running<_>| {
@@ -44,7 +47,7 @@ impl<F: Examine> BundleCommand<F> {
             Ok(flags.join("\n") + "\n")
         };
         let mut parts = vec![
-            Part::new("doctor.txt", "what doctor found", Ok(report.to_text())),
+            Part::new("doctor.txt", "what doctor found", Ok(report.to_text(false))),
             Part::new("doctor.json", "the same", json(&report)),
             Part::new("status.json", "/status", answer(&running, |running| json(&running.status))),
             Part::new("metrics.txt", "/metrics", answer(&running, |running| Ok(running.metrics.clone()))),
@@ -52,9 +55,11 @@ impl<F: Examine> BundleCommand<F> {
             Part::new("flags.txt", "the flags in effect", answer(&running, flags)),
             facts::state_directory(&state_dir),
         ];
+        let progress = Progress::start("bundle", "reading logs and facts of the host");
         parts.extend(facts::logs(&self.log, F::UNITS).await);
         parts.push(facts::kernel());
         parts.push(facts::network().await);
+        drop(progress);
 
         let host = host_name().unwrap_or_else(|_| "host".to_owned());
         let name = format!("{}-{host}-{}", report.program, Timestamp::now().strftime("%Y%m%dT%H%M%SZ"));

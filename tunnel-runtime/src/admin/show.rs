@@ -12,16 +12,14 @@ use super::client::{ClientError, fetch};
 use crate::config::report_error;
 use crate::config::value::ListenAddress;
 use crate::output::{Format, print};
+use crate::progress::Progress;
 
 /// Pause between two requests under `--watch`.
 const INTERVAL: Duration = Duration::from_secs(2);
 
-/// Flags for the output of `status`.
+/// Flag for the output of `status`.
 #[derive(Args, Clone, Debug)]
 pub struct Show {
-    /// text, or json as the admin port has it.
-    #[arg(short, long, value_name = "FORMAT", default_value = "text")]
-    output: Format,
     /// Show it again every 2 s until Ctrl-C.
     #[arg(short, long)]
     watch: bool,
@@ -39,19 +37,15 @@ pub enum ShowError {
 }
 
 impl Show {
-    /// True if JSON is requested.
-    pub fn is_json(&self) -> bool {
-        self.output == Format::Json
-    }
-
-    /// Prints the document at `path` of the `program` that has this `--admin-address`, formatted by `to_text`. With
-    /// `--watch` it repeats until Ctrl-C.
+    /// Prints the document at `path` of the `program` that has this `--admin-address`, with `to_text` as its text.
+    /// With `--watch` it repeats until Ctrl-C.
     ///
     /// # Errors
     /// Fails if the program has no admin endpoints, if standard output fails or, without `--watch`, if there is no
     /// answer.
     pub async fn run<T: DeserializeOwned>(
         &self,
+        format: Format,
         program: &str,
         admin_address: ListenAddress,
         path: &str,
@@ -59,14 +53,14 @@ impl Show {
     ) -> Result<(), ShowError> {
         let address = admin_address.ok_or(ClientError::Off)?;
         if !self.watch {
-            print(&self.fetch_text(address, path, &to_text).await?)?;
+            print(&self.fetch_text(format, address, path, &to_text).await?)?;
             return Ok(());
         }
         // Install the handler before the first request: Ctrl-C is a normal end even while waiting for an answer.
         let mut interrupt = signal(SignalKind::interrupt())?;
         let watch = async {
             loop {
-                match self.fetch_text(address, path, &to_text).await {
+                match self.fetch_text(format, address, path, &to_text).await {
                     Ok(text) if print(&text)? => {}
                     Ok(_) => return Ok(()),
                     // It may come back, as during an upgrade.
@@ -86,17 +80,23 @@ impl Show {
 
     async fn fetch_text<T: DeserializeOwned>(
         &self,
+        format: Format,
         address: SocketAddr,
         path: &str,
         to_text: impl Fn(T) -> String,
-    ) -> Result<String, ClientError> {
-        let mut shown = match self.output {
-            // Print unparsed JSON: a newer program may report more than this version knows.
-            Format::Json => format!("{:#}\n", fetch::<serde_json::Value>(address, path).await?),
-            Format::Text => to_text(fetch(address, path).await?),
+    ) -> Result<String, ShowError> {
+        let _progress = Progress::start("status", format!("asking {address}"));
+        let mut shown = match format {
+            Format::Text | Format::Wide => to_text(fetch(address, path).await?),
+            // Print the document unparsed: a newer program may report more than this version knows.
+            _ => format.show(&fetch::<serde_json::Value>(address, path).await?, String::new)?,
         };
-        if self.watch && self.output == Format::Text {
-            shown.push('\n');
+        if self.watch {
+            match format {
+                Format::Text | Format::Wide => shown.push('\n'),
+                Format::Yaml => shown.insert_str(0, "---\n"),
+                Format::Json => {}
+            }
         }
         Ok(shown)
     }

@@ -1,15 +1,15 @@
 //! `tunnel-server agent`: revokes identities of agents, redirectors and servers, and readmits them.
 
-use std::io::{self, Write};
+use std::io::Write;
 
 use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_runtime::NodeName;
-use tunnel_runtime::output::Format;
+use tunnel_runtime::progress::Progress;
 
 use super::cluster_args::ClusterArgs;
-use super::output::{Common, fail_if_any, print, print_json, print_table};
+use super::output::{Common, fail_if_any, table};
 use crate::kube::ObjectNames;
 use crate::kube::read::revocations::RevocationMap;
 use crate::pki::{PkiError, Revocation, RevocationStore, Subject, cluster_of};
@@ -74,7 +74,7 @@ impl AgentCommand {
     /// # Errors
     /// If the records cannot be read or written, or the node to readmit is not revoked.
     pub async fn run(&self) -> anyhow::Result<()> {
-        self.run_to(&mut io::stdout()).await
+        self.run_to(&mut Progress::start("agent", "reading or writing the records")).await
     }
 
     pub(crate) async fn run_to(&self, out: &mut dyn Write) -> anyhow::Result<()> {
@@ -163,18 +163,12 @@ impl AgentCommand {
 
     fn print_list(&self, records: &[Revocation], out: &mut dyn Write) -> Result<(), PkiError> {
         let state = |record: &Revocation| if record.readmitted.is_some() { "readmitted" } else { "revoked" };
-        if self.common.output == Format::Json {
-            let row = |record: &Revocation| -> Value {
-                json!({
-                    "node": record.subject, "state": state(record),
-                    "revoked": record.revoked, "readmitted": record.readmitted,
-                })
-            };
-            return print_json(out, &records.iter().map(row).collect());
-        }
-        if records.is_empty() {
-            return print(out, "no node or server was revoked\n");
-        }
+        let document = |record: &Revocation| -> Value {
+            json!({
+                "node": record.subject, "state": state(record),
+                "revoked": record.revoked, "readmitted": record.readmitted,
+            })
+        };
         let row = |record: &Revocation| {
             let readmitted = record.readmitted.map(|at| format!("{at:.0}")).unwrap_or_default();
             let name = match &record.subject {
@@ -183,6 +177,8 @@ impl AgentCommand {
             };
             vec![name, state(record).to_owned(), format!("{:.0}", record.revoked), readmitted]
         };
-        print_table(out, &["NODE", "STATE", "REVOKED", "READMITTED"], records.iter().map(row))
+        let columns = ["NODE", "STATE", "REVOKED", "READMITTED"];
+        let text = table(&columns, records.iter().map(row), "no node or server was revoked");
+        self.common.show(out, &text, &records.iter().map(document).collect())
     }
 }

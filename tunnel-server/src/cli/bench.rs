@@ -10,7 +10,8 @@ use serde_json::json;
 use tunnel_link::link::limited_by;
 use tunnel_runtime::NodeName;
 use tunnel_runtime::admin::client::{ClientError, fetch, request_within};
-use tunnel_runtime::output::{Format, print};
+use tunnel_runtime::output::{Output, print};
+use tunnel_runtime::progress::Progress;
 
 use super::running::AskArgs;
 use crate::session::bench::BenchReport;
@@ -26,9 +27,8 @@ pub struct BenchCommand {
     /// The edge node; its agent has to be attached to this server.
     #[arg(value_name = "NODE")]
     node: NodeName,
-    /// text, for humans, or json: one document.
-    #[arg(short, long, value_name = "FORMAT", default_value = "text")]
-    output: Format,
+    #[command(flatten)]
+    output: Output,
     #[command(flatten)]
     ask: AskArgs,
 }
@@ -46,6 +46,7 @@ impl BenchCommand {
             let node = status.nodes.into_iter().find(|status| status.name == *node);
             Ok(node.and_then(|node| node.session).map(|session| session.links).unwrap_or_default())
         };
+        let progress = Progress::start("bench", format!("measuring the way to {node}"));
         let before = links().await?;
         let path = format!("/bench/{node}");
         let answer = request_within(DEADLINE, address, Method::POST, &path, bytes::Bytes::new()).await?;
@@ -54,11 +55,8 @@ impl BenchCommand {
         }
         let report: BenchReport = serde_json::from_slice(&answer.body).context("the server's answer")?;
         let measured = Measured::new(report, &before, &links().await?);
-        let text = match self.output {
-            Format::Text => measured.to_text(),
-            Format::Json => format!("{:#}\n", measured.to_json()),
-        };
-        print(&text)?;
+        drop(progress);
+        print(&self.output.output.show(&measured.to_json(), || measured.to_text())?)?;
         Ok(())
     }
 }

@@ -1,11 +1,12 @@
 //! `tunnel-server ca`: works on the state directory or on the Secret of a cluster.
 
-use std::io::{self, Write};
+use std::io::Write;
 
 use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_runtime::NodeName;
+use tunnel_runtime::progress::Progress;
 
 use super::cluster_args::ClusterArgs;
 use super::output::Common;
@@ -66,7 +67,7 @@ impl CaCommand {
     /// # Errors
     /// If the CA cannot be read or changed, or the step is not possible in its state.
     pub async fn run(&self) -> anyhow::Result<()> {
-        self.run_to(&mut io::stdout()).await
+        self.run_to(&mut Progress::start("ca", "reading or writing the CA")).await
     }
 
     pub(crate) async fn run_to(&self, out: &mut dyn Write) -> anyhow::Result<()> {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::Value;
-use tunnel_runtime::output::Format;
+use tunnel_runtime::output::Output;
 
 use crate::pki::{DEFAULT_STATE_DIR, PkiError};
 use crate::status::write_table;
@@ -16,38 +16,33 @@ pub(super) struct Common {
     /// The server's state directory.
     #[arg(long, value_name = "DIR", default_value = DEFAULT_STATE_DIR, global = true)]
     pub(super) state_dir: PathBuf,
-    /// text, for humans, or json: one document.
-    #[arg(short, long, value_name = "FORMAT", default_value = "text", global = true)]
-    pub(super) output: Format,
+    #[command(flatten)]
+    output: Output,
 }
 
 impl Common {
-    /// Prints the text, or the JSON if that is wanted.
-    pub(super) fn show(&self, out: &mut dyn Write, text: &str, json: &Value) -> Result<(), PkiError> {
-        match self.output {
-            Format::Text => print(out, text),
-            Format::Json => print_json(out, json),
-        }
+    /// Prints the text, or the document if that is wanted.
+    pub(super) fn show(&self, out: &mut dyn Write, text: &str, document: &Value) -> Result<(), PkiError> {
+        let shown = self.output.output.show(document, || text.to_owned());
+        shown
+            .and_then(|shown| out.write_all(shown.as_bytes()))
+            .map_err(|error| PkiError::io(Path::new("standard output"), error))
     }
 }
 
-pub(super) fn print(out: &mut dyn Write, text: &str) -> Result<(), PkiError> {
-    out.write_all(text.as_bytes()).map_err(|error| PkiError::io(Path::new("standard output"), error))
-}
-
-pub(super) fn print_json(out: &mut dyn Write, value: &Value) -> Result<(), PkiError> {
-    print(out, &format!("{value:#}\n"))
-}
-
-pub(super) fn print_table(
-    out: &mut dyn Write,
+/// Returns a table, or the text for having no rows.
+pub(super) fn table(
     columns: &[&str],
-    rows: impl Iterator<Item = Vec<String>>,
-) -> Result<(), PkiError> {
+    rows: impl ExactSizeIterator<Item = Vec<String>>,
+    none: &str,
+) -> String {
+    if rows.len() == 0 {
+        return format!("{none}\n");
+    }
     let mut text = String::new();
     // A string takes everything.
     let _ = write_table(&mut text, columns, rows);
-    print(out, &text)
+    text
 }
 
 pub(super) fn note(text: &str) {

@@ -8,13 +8,17 @@ use clap::Args;
 use serde::de::DeserializeOwned;
 use tunnel_runtime::NodeName;
 use tunnel_runtime::admin::Show;
-use tunnel_runtime::output::print;
+use tunnel_runtime::config::ConfigError;
+use tunnel_runtime::output::{Format, print};
 
 use super::running::AskArgs;
-use crate::status::{ConnectionsReport, StatusReport, merged, summary};
+use crate::status::{ConnectionsReport, Shown, StatusReport, merged, summary};
 
 #[derive(Args, Clone, Debug)]
 pub struct StatusCommand {
+    /// text, for humans; wide, with all columns of the nodes; json or yaml as the admin port has it.
+    #[arg(short, long, value_name = "FORMAT", default_value = "text", hide_possible_values = true)]
+    output: Format,
     #[command(flatten)]
     show: Show,
     /// Show every node, not only the first 50.
@@ -43,7 +47,7 @@ impl StatusCommand {
     pub async fn run(&self) -> anyhow::Result<()> {
         if let Some(from) = &self.from {
             let text = read(from).with_context(|| format!("--from={}", from.display()))?;
-            let shown = self.shown(&text).with_context(|| format!("--from={}", from.display()))?;
+            let shown = self.of_file(&text).with_context(|| format!("--from={}", from.display()))?;
             print(&shown)?;
             return Ok(());
         }
@@ -51,25 +55,36 @@ impl StatusCommand {
             let of_node = node.as_ref().map_or_else(String::new, |node| format!("?node={node}"));
             let path = format!("/connections{of_node}");
             let to_text = |report: ConnectionsReport| report.to_text();
-            return Ok(self.show.run("tunnel-server", self.ask.admin_address, &path, to_text).await?);
+            if self.output == Format::Wide {
+                let reason = "connections have no further columns; text, json or yaml";
+                return Err(ConfigError::new("--output", "wide", reason).into());
+            }
+            return Ok(self
+                .show
+                .run(self.output, "tunnel-server", self.ask.admin_address, &path, to_text)
+                .await?);
         }
         let to_text = |report: StatusReport| {
-            if self.summary { summary(&[report]) } else { report.to_text(self.all) }
+            if self.summary { summary(&[report]) } else { report.to_text(self.shown()) }
         };
-        Ok(self.show.run("tunnel-server", self.ask.admin_address, "/status", to_text).await?)
+        Ok(self.show.run(self.output, "tunnel-server", self.ask.admin_address, "/status", to_text).await?)
     }
 
-    fn shown(&self, text: &str) -> anyhow::Result<String> {
-        if self.show.is_json() {
+    fn of_file(&self, text: &str) -> anyhow::Result<String> {
+        if matches!(self.output, Format::Json | Format::Yaml) {
             // Unchanged: a newer server may report more than this version knows.
-            return Ok(format!("{:#}\n", serde_json::Value::Array(documents(text)?)));
+            return Ok(self.output.show(&documents::<serde_json::Value>(text)?, String::new)?);
         }
         let reports: Vec<StatusReport> = documents(text)?;
         Ok(match reports.as_slice() {
             reports if self.summary => summary(reports),
-            [report] => report.to_text(self.all),
-            reports => merged(reports, self.all),
+            [report] => report.to_text(self.shown()),
+            reports => merged(reports, self.shown()),
         })
+    }
+
+    fn shown(&self) -> Shown {
+        Shown { all: self.all, wide: self.output == Format::Wide }
     }
 }
 

@@ -5,11 +5,12 @@ use std::io::{self, Write as _};
 
 use clap::Args;
 use futures_util::{StreamExt as _, stream};
-use serde_json::{Value, json};
-use tunnel_doctor::{DoctorOutput, Report, Running};
+use serde_json::json;
+use tunnel_doctor::{Checkup, Report, Running};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::config::value;
-use tunnel_runtime::output::print;
+use tunnel_runtime::output::{Format, Output, print};
+use tunnel_runtime::progress::Progress;
 use tunnel_runtime::text::harmless;
 
 use super::running::AskArgs;
@@ -29,7 +30,7 @@ pub struct TestCommand {
     #[arg(long, conflicts_with = "node")]
     all: bool,
     #[command(flatten)]
-    output: DoctorOutput,
+    output: Output,
     #[command(flatten)]
     ask: AskArgs,
     /// Ports to test, comma-separated [default: all that the server tunnels].
@@ -44,10 +45,12 @@ impl TestCommand {
     /// If the server is not running, or standard output fails.
     pub async fn run(&self) -> anyhow::Result<u8> {
         let ports: Vec<u16> = self.port.iter().copied().collect();
+        let progress = Progress::start("test", "asking the running server");
         let (config, running) = self.ask.configured().await?;
+        drop(progress);
         let Some(node) = &self.node else { return Ok(self.all(&config, &running, &ports).await?) };
-        let report = doctor::test(&config, &running, node.as_str(), &ports).await;
-        self.output.print(&report)?;
+        let report = doctor::test(Checkup::of("test"), &config, &running, node.as_str(), &ports).await;
+        report.print(self.output.output)?;
         Ok(report.exit_code())
     }
 
@@ -55,13 +58,14 @@ impl TestCommand {
         let nodes =
             running.status.nodes.iter().filter(|node| node.in_inventory).map(|node| node.name.as_str());
         let nodes: Vec<&str> = nodes.collect();
-        let test = async |name| (name, doctor::test(config, running, name, ports).await);
+        let test = async |name| (name, doctor::test(Checkup::silent(), config, running, name, ports).await);
         let mut tests = stream::iter(nodes.iter().copied()).map(test).buffer_unordered(AT_ONCE);
-        let (mut counts, mut json) = ([0_usize; 3], Vec::new());
+        let (mut counts, mut documents) = ([0_usize; 3], Vec::new());
+        let is_text = self.output.output == Format::Text;
         while let Some((name, report)) = tests.next().await {
             counts[usize::from(report.exit_code())] += 1;
-            if self.output.is_json() {
-                json.push(json!({ "node": name, "report": report }));
+            if !is_text {
+                documents.push(json!({ "node": name, "report": report }));
             } else if !print(&lines(name, &report))? {
                 break;
             }
@@ -72,15 +76,11 @@ impl TestCommand {
             }
         }
         let [ok, warnings, broken] = counts;
-        if self.output.is_json() {
-            print(&format!("{:#}\n", Value::Array(json)))?;
-        } else {
+        let counted = || {
             let hint = if ok < nodes.len() { "; `test NODE` says how to fix it" } else { "" };
-            print(&format!(
-                "{} nodes: {ok} ok, {warnings} with warnings, {broken} broken{hint}\n",
-                nodes.len()
-            ))?;
-        }
+            format!("{} nodes: {ok} ok, {warnings} with warnings, {broken} broken{hint}\n", nodes.len())
+        };
+        print(&self.output.output.show(&documents, counted)?)?;
         Ok(if broken > 0 { 2 } else { u8::from(warnings > 0) })
     }
 }
@@ -100,7 +100,7 @@ fn lines(node: &str, report: &Report) -> String {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
-    use tunnel_doctor::{Checkup, Finding, Outcome, codes};
+    use tunnel_doctor::{Finding, Outcome, codes};
 
     use super::*;
 

@@ -8,9 +8,8 @@ use serde_json::{Value, json};
 use tunnel_pki::Holder;
 use tunnel_runtime::NodeName;
 use tunnel_runtime::config::HostPort;
-use tunnel_runtime::output::Format;
 
-use super::output::{Common, fail_if_any, note, print, print_json, print_table};
+use super::output::{Common, fail_if_any, note, table};
 use crate::pki::{Ca, Lifetimes, PkiError, ServerFile, TokenRecord, TokenStore, parse_ttl};
 
 /// Create, list and revoke the tokens with which agents and redirectors enrol.
@@ -137,27 +136,19 @@ impl TokenCommand {
     fn list(&self, store: &TokenStore, out: &mut dyn Write) -> Result<(), PkiError> {
         let (records, broken) = store.list()?;
         let now = Timestamp::now();
-        match self.common.output {
-            Format::Json => {
-                let rows: Vec<_> = records.iter().map(|record| token_json(record, now)).collect();
-                print_json(out, &Value::from(rows))?;
-            }
-            Format::Text if records.is_empty() => print(out, "no tokens\n")?,
-            Format::Text => {
-                let row = |record: &TokenRecord| {
-                    vec![
-                        record.id.clone(),
-                        record.holder.to_string(),
-                        record.node.to_string(),
-                        format!("{:?}", record.state(now)).to_lowercase(),
-                        format!("{:.0}", record.expires),
-                        record.used_at.map(|at| format!("{at:.0}")).unwrap_or_default(),
-                    ]
-                };
-                let columns = ["ID", "FOR", "NODE", "STATE", "EXPIRES", "USED"];
-                print_table(out, &columns, records.iter().map(row))?;
-            }
-        }
+        let row = |record: &TokenRecord| {
+            vec![
+                record.id.clone(),
+                record.holder.to_string(),
+                record.node.to_string(),
+                format!("{:?}", record.state(now)).to_lowercase(),
+                format!("{:.0}", record.expires),
+                record.used_at.map(|at| format!("{at:.0}")).unwrap_or_default(),
+            ]
+        };
+        let columns = ["ID", "FOR", "NODE", "STATE", "EXPIRES", "USED"];
+        let text = table(&columns, records.iter().map(row), "no tokens");
+        self.common.show(out, &text, &records.iter().map(|record| token_json(record, now)).collect())?;
         fail_if_any(broken)
     }
 }

@@ -28,8 +28,13 @@ const ANSWER: Duration = Duration::from_secs(10);
 const OPEN: Duration = Duration::from_millis(500);
 
 /// Tests the path to `name`. Tests `ports`, or all that the server tunnels if it is empty.
-pub async fn test(config: &Config, running: &Running<StatusReport>, name: &str, ports: &[u16]) -> Report {
-    let mut checkup = Checkup::default();
+pub async fn test(
+    mut checkup: Checkup,
+    config: &Config,
+    running: &Running<StatusReport>,
+    name: &str,
+    ports: &[u16],
+) -> Report {
     let status = &running.status;
     let node = status.nodes.iter().find(|node| node.name.as_str() == name);
     checkup.run("node", &[], async || judge_node(name, node)).await;

@@ -7,20 +7,20 @@ use tunnel_runtime::NodeName;
 use tunnel_runtime::text::{age, harmless};
 
 use super::model::{NodeStatus, RedirectState, StatusReport};
-use super::table::{MAX_CONFLICTS, MAX_NODES, NODE_COLUMNS, more, write_table};
+use super::table::{MAX_CONFLICTS, MAX_NODES, NODE_COLUMNS, Shown, more, write_table};
 
 const SERVER_COLUMNS: &[&str] =
     &["SERVER", "ROLE", "STATE", "#NODES", "#CONNECTIONS", "REDIRECT", "#FAILED", "VERSION"];
 
-/// Formats the reports as text; `all` shows every node and conflict.
-pub fn merged(reports: &[StatusReport], all: bool) -> String {
+/// Formats the reports as text.
+pub fn merged(reports: &[StatusReport], shown: Shown) -> String {
     let mut text = String::new();
     // Writing to a String does not fail.
-    let _ = write(&mut text, reports, all);
+    let _ = write(&mut text, reports, shown);
     text
 }
 
-fn write(out: &mut String, reports: &[StatusReport], all: bool) -> std::fmt::Result {
+fn write(out: &mut String, reports: &[StatusReport], what: Shown) -> std::fmt::Result {
     let mut reports: Vec<&StatusReport> = reports.iter().collect();
     reports.sort_by(|a, b| a.server_id.cmp(&b.server_id));
     write_table(out, SERVER_COLUMNS, reports.iter().map(|report| server_row(report)))?;
@@ -33,7 +33,7 @@ fn write(out: &mut String, reports: &[StatusReport], all: bool) -> std::fmt::Res
         .iter()
         .flat_map(|report| report.inventory.conflicts.iter().map(|conflict| conflict.message.as_str()))
         .collect();
-    let shown = if all { conflicts.len() } else { conflicts.len().min(MAX_CONFLICTS) };
+    let shown = if what.all { conflicts.len() } else { conflicts.len().min(MAX_CONFLICTS) };
     for conflict in conflicts.iter().take(shown) {
         writeln!(out, "CONFLICT: {}", harmless(conflict))?;
     }
@@ -43,11 +43,11 @@ fn write(out: &mut String, reports: &[StatusReport], all: bool) -> std::fmt::Res
     let connected = nodes.iter().filter(|(_, node)| node.connected).count();
     writeln!(out, "nodes: {connected} of {} connected", nodes.len())?;
     nodes.sort_by(|(_, a), (_, b)| a.rank().cmp(&b.rank()).then_with(|| a.name.cmp(&b.name)));
-    let shown = if all { nodes.len() } else { nodes.len().min(MAX_NODES) };
-    let mut columns = NODE_COLUMNS.to_vec();
+    let shown = if what.all { nodes.len() } else { nodes.len().min(MAX_NODES) };
+    let mut columns = what.of(NODE_COLUMNS.iter().copied());
     columns.insert(1, "SERVER");
     let rows = nodes[..shown].iter().map(|(server, node)| {
-        let mut row = node.row();
+        let mut row = what.of(node.row());
         row.insert(1, harmless(server));
         row
     });
@@ -173,7 +173,7 @@ pub(super) mod tests {
                 node("moved", &session(9), &[], None),
             ],
         );
-        let text = merged(&[two, one], false);
+        let text = merged(&[two, one], Shown::default());
         assert_eq!(
             line(&text, "cloud-1 "),
             ["cloud-1", "server", "up", "1m30s", "2", "4", "DEGRADED", "3", "0.1.0"]
@@ -192,7 +192,7 @@ pub(super) mod tests {
     fn a_servers_words_are_harmless() {
         let mut evil = report("x\u{1b}[2J", true, &[]);
         evil.redirect.reason = Some("a\nb".to_owned());
-        let text = merged(&[evil.clone(), evil], true);
+        let text = merged(&[evil.clone(), evil], Shown { all: true, wide: true });
         assert!(!text.contains('\u{1b}') && !text.contains("a\nb"), "{text:?}");
     }
 }

@@ -17,4 +17,5 @@ pub use model::{
 };
 pub use report::{AGENTS, Reporter, SourceReport};
 pub use summary::summary;
+pub use table::Shown;
 pub(crate) use table::write_table;

@@ -31,17 +31,37 @@ pub(super) const NODE_COLUMNS: &[&str] = &[
     "AGENT",
     "LAST END",
 ];
+/// Those of `-o wide` only: with all of them, few terminals show a node on one line.
+const WIDE_COLUMNS: &[&str] = &["PEER", "#LINKS", "#LIMITED BY", "AGENT"];
+
+/// What is shown of the status.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Shown {
+    /// Every node and conflict, not only the first ones.
+    pub all: bool,
+    /// Every column of the nodes.
+    pub wide: bool,
+}
+
+impl Shown {
+    /// Takes a cell of each column of the nodes, and returns those that are shown.
+    pub(super) fn of<T>(self, cells: impl IntoIterator<Item = T>) -> Vec<T> {
+        let is_shown = |column: &&str| self.wide || !WIDE_COLUMNS.contains(column);
+        let cells = cells.into_iter().zip(NODE_COLUMNS);
+        cells.filter(|(_, column)| is_shown(column)).map(|(cell, _)| cell).collect()
+    }
+}
 
 impl StatusReport {
-    /// Formats the status; `all` shows every node and conflict, not only the first ones.
-    pub fn to_text(&self, all: bool) -> String {
+    /// Formats the status.
+    pub fn to_text(&self, shown: Shown) -> String {
         let mut text = String::new();
         // Writing to a String does not fail.
-        let _ = self.write(&mut text, all);
+        let _ = self.write(&mut text, shown);
         text
     }
 
-    fn write(&self, out: &mut String, all: bool) -> std::fmt::Result {
+    fn write(&self, out: &mut String, what: Shown) -> std::fmt::Result {
         let ready = if self.ready {
             "ready".to_owned()
         } else {
@@ -81,7 +101,7 @@ impl StatusReport {
             let failed: Vec<_> = self.failures.iter().map(at).collect();
             writeln!(out, "failed since the start, by hop: {}", failed.join(", "))?;
         }
-        self.write_inventory(out, all)?;
+        self.write_inventory(out, what.all)?;
         let connected = self.nodes.iter().filter(|node| node.connected).count();
         let elsewhere = self.nodes.iter().filter(|node| !node.connected && !node.via.is_empty()).count();
         write!(out, "nodes: {connected} of {} connected", self.nodes.len())?;
@@ -89,7 +109,7 @@ impl StatusReport {
             write!(out, ", {elsewhere} to other servers")?;
         }
         writeln!(out)?;
-        self.write_nodes(out, all)
+        self.write_nodes(out, what)
     }
 
     fn write_inventory(&self, out: &mut String, all: bool) -> std::fmt::Result {
@@ -111,14 +131,15 @@ impl StatusReport {
         more(out, "  ", conflicts.len() - shown, "conflicts")
     }
 
-    fn write_nodes(&self, out: &mut String, all: bool) -> std::fmt::Result {
+    fn write_nodes(&self, out: &mut String, what: Shown) -> std::fmt::Result {
         if self.nodes.is_empty() {
             return Ok(());
         }
         let mut nodes: Vec<&NodeStatus> = self.nodes.iter().collect();
         nodes.sort_by(|a, b| a.rank().cmp(&b.rank()).then_with(|| a.name.cmp(&b.name)));
-        let shown = if all { nodes.len() } else { nodes.len().min(MAX_NODES) };
-        write_table(out, NODE_COLUMNS, nodes[..shown].iter().map(|node| node.row()))?;
+        let shown = if what.all { nodes.len() } else { nodes.len().min(MAX_NODES) };
+        let columns = what.of(NODE_COLUMNS.iter().copied());
+        write_table(out, &columns, nodes[..shown].iter().map(|node| what.of(node.row())))?;
         more(out, "", nodes.len() - shown, "nodes")
     }
 }
@@ -253,6 +274,8 @@ mod tests {
     use crate::runtime::role::Role;
     use crate::status::{ConflictStatus, InventoryStatus, ListenerStatus, PeerStatus};
 
+    const ALL: Shown = Shown { all: true, wide: true };
+
     fn link(number: u32) -> LinkStatus {
         LinkStatus {
             number,
@@ -362,7 +385,7 @@ mod tests {
             node("gone", None),
             node("replaced", Some(0)),
         ])
-        .to_text(false);
+        .to_text(Shown { wide: true, all: false });
         let at = |part: &str| text.find(part).unwrap_or_else(|| panic!("no {part} in\n{text}"));
         let order = ["\ngone", "\nnever", "\nstranger", "\nstalls", "\nb ", "\nelsewhere"].map(at);
         assert!(order.is_sorted(), "{text}");
@@ -394,14 +417,15 @@ mod tests {
     fn ten_thousand_nodes_are_cut_and_all_are_not() {
         let nodes = (0..10_000).map(|i| node(&format!("edge-{i}"), (i != 9_999).then_some(0))).collect();
         let report = report(nodes);
-        let text = report.to_text(false);
+        let text = report.to_text(Shown::default());
         assert!(text.lines().count() < 80, "{}", text.lines().count());
         assert!(text.contains("\nedge-9999"), "the one that is down is among those shown");
         assert!(text.contains("… and 9950 more nodes; --all shows them\n"));
-        assert!(report.to_text(true).lines().count() > 10_000);
+        assert!(report.to_text(ALL).lines().count() > 10_000);
         let lines: Vec<_> = text.lines().filter(|line| line.starts_with("edge-")).collect();
-        let column = lines[1].find("203.0.113.9").unwrap();
-        assert!(lines[1..].iter().all(|line| line.find("203.0.113.9") == Some(column)), "{text}");
+        let column = lines[1].find("12.3 ms").unwrap();
+        assert!(lines[1..].iter().all(|line| line.find("12.3 ms") == Some(column)), "{text}");
+        assert!(!text.contains("203.0.113.9") && !text.contains("LIMITED BY"), "only -o wide: {text}");
     }
 
     #[test]
@@ -410,7 +434,7 @@ mod tests {
         const EVIL: &str = "x\u{1b}[2J\u{9b}31m\u{1b}]0;t\u{7}\r\nFORGED\t\u{7f}\0";
         let nodes = vec![node("edge-1", Some(0)), node("gone", None), node("elsewhere", None)];
         let mut report = report(nodes);
-        let lines = report.to_text(true).lines().count();
+        let lines = report.to_text(ALL).lines().count();
         report.version = EVIL.to_owned();
         report.server_id = EVIL.to_owned();
         report.pending = vec![EVIL.to_owned()];
@@ -429,7 +453,7 @@ mod tests {
         report.peers[0].address = EVIL.to_owned();
         // As the command receives it.
         let report: StatusReport = serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
-        let text = report.to_text(true);
+        let text = report.to_text(ALL);
         assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
         assert_eq!(text.lines().count(), lines, "{text:?}");
         assert_eq!(text.matches("\u{fffd}\u{fffd}FORGED").count(), 15, "{text:?}");

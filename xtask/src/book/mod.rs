@@ -15,15 +15,28 @@ use anyhow::{Context as _, Result};
 
 use self::pages::Pages;
 use crate::command::{build_programs, need_program, program, root, run, target_dir};
+use crate::shell;
 
 const VERSION: &str = "0.5.4";
 /// Without its server and without optimisation: it compiles in less time, and builds the book in a few seconds.
 const INSTALL: &[&str] = &["--locked", "--debug", "--no-default-features", "--features", "search"];
 const MARK: &str = "<!-- made of: ";
 
-pub(crate) fn run_docs() -> Result<ExitCode> {
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Also tries man pages and completion with real shells, as `test --all` does (root, if those have to be installed).
+    #[arg(long)]
+    shells: bool,
+}
+
+pub(crate) fn run_docs(options: &Options) -> Result<ExitCode> {
     build_programs(&["tunnel-server", "tunnel-agent"])?;
-    println!("{}", build(&target_dir()?.join("debug"))?.join("index.html").display());
+    let programs = target_dir()?.join("debug");
+    let target = shell::build(&programs)?;
+    if options.shells {
+        shell::check(&target)?;
+    }
+    println!("{}", build(&programs)?.join("index.html").display());
     Ok(ExitCode::SUCCESS)
 }
 

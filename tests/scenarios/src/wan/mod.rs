@@ -371,7 +371,7 @@ async fn a_small_receive_window_is_named(testbed: &Testbed) -> Result<()> {
     ensure!(window > 0.5 && buffer < 0.5, "{session}");
     let worst = [("quantile", "0.99")];
     server.wait_metric("postern_link_window_limited_ratio", &worst, |ratio| ratio > 0.5).await?;
-    let text = server::run(testbed, &["status"])?.stdout;
+    let text = server::run(testbed, &["status", "-o", "wide"])?.stdout;
     let text = String::from_utf8_lossy(&text);
     ensure!(text.contains(" window "), "the table does not name the window: {text}");
     // The other direction is not limited.
