@@ -24,6 +24,7 @@ fn bad_configuration_exits_with_64() {
             "invalid value 'x' for '--allow-target <CIDR:PORTS>': not CIDR:PORTS; ",
         ),
         (&["--no-such-flag"], "unexpected argument '--no-such-flag'"),
+        (&["status", "-o", "wide"], "[possible values: text, json, yaml]"),
         (
             &["status", "--admin-address=192.0.2.1:1"],
             "invalid value '192.0.2.1:1' for '--admin-address <ADDRESS:PORT>': not a loopback address",
