@@ -30,7 +30,7 @@ pub(crate) fn of_program(path: &Path, name: &str) -> Result<Vec<(Vec<String>, He
     let mut left = vec![vec![name.to_owned()]];
     while let Some(words) = left.pop() {
         let help = ask(path, &words[1..])?;
-        let below = |command: &String| [&*words, &[command.clone()]].concat();
+        let below = |command: &String| [&*words, std::slice::from_ref(command)].concat();
         left.extend(help.commands.iter().rev().map(below));
         all.push((words, help));
     }
@@ -63,11 +63,10 @@ impl Help {
     /// Flags and arguments to list by their headings, without `--help` and `--version`.
     pub(crate) fn listed(&self, known: &BTreeSet<&str>) -> Vec<(&str, Vec<&Flag>)> {
         let takes_all = self.takes_all(known);
-        let is_listed = |flag: &&Flag| {
-            !(takes_all && known.contains(&*flag.name))
-                && !flag.name.ends_with("--help")
-                && !flag.name.ends_with("--version")
+        let is_left_out = |name: &str| {
+            name.ends_with("--help") || name.ends_with("--version") || (takes_all && known.contains(name))
         };
+        let is_listed = |flag: &&Flag| !is_left_out(&flag.name);
         let groups =
             self.groups.iter().map(|(heading, flags)| (&**heading, flags.iter().filter(is_listed).collect()));
         groups.filter(|(_, flags): &(_, Vec<_>)| !flags.is_empty()).collect()
