@@ -66,9 +66,9 @@ const SAME: [(&str, &[&str], &[&str]); 23] = [
     ),
     (
         "base",
-        &["prometheus-operator"],
+        &["metrics", "prometheus-operator"],
         &[
-            "--set=monitoring.rules=true,monitoring.podMonitor=true",
+            "--set=monitoring.rules=true,monitoring.podMonitor=true,server.metrics.enabled=true",
             // The component leaves these to the administrator.
             "--set=tunnelledPorts.loopback={10266},server.createConfigMap=false",
         ],
