@@ -34,7 +34,7 @@ pub(crate) fn endpoint(peers: Arc<Peers>, status: Arc<admin::Status>) -> Arc<adm
 
 async fn ask(peer: &Peer) -> String {
     let told = tokio::time::timeout(PATIENCE, peer.status()).await;
-    let told = told.unwrap_or_else(|_| Err(format!("no answer within {} s", PATIENCE.as_secs())));
+    let told = told.unwrap_or_else(|_| Err(format!("nothing within {} s", PATIENCE.as_secs())));
     // Passed on as it is: another version may report more or less than this one knows.
     let report = told.and_then(|told| match serde_json::from_str::<IgnoredAny>(&told) {
         Ok(_) => Ok(told),

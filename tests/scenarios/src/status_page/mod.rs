@@ -76,7 +76,7 @@ async fn it_shows_what_runs(testbed: &Testbed) -> Result<()> {
     // Current throughput.
     let stream = client::connect((testbed.edge(1).ip(), 9102)).await?;
     let reading = tokio::spawn(drain(stream));
-    let flowing = async || browser.text("#rows tr[data-node=edge-1] td:nth-child(11)").await;
+    let flowing = async || browser.text("#rows tr[data-node=edge-1] td:nth-child(10)").await;
     wait_until("a throughput", client::PATIENCE, flowing, |text| text.contains("MB/s")).await?;
     reading.abort();
 
@@ -159,7 +159,7 @@ async fn all_servers_are_in_one_view(testbed: &Testbed) -> Result<()> {
         let cells = row(&mut browser, node).await?;
         ensure!(parts.iter().all(|part| cells.contains(part)), "{node}: {cells}");
     }
-    let flowing = async || browser.text("#rows tr[data-node=hamburg-till-1] td:nth-child(11)").await;
+    let flowing = async || browser.text("#rows tr[data-node=hamburg-till-1] td:nth-child(10)").await;
     wait_until("a throughput", client::PATIENCE, flowing, |text| text.contains("MB/s")).await?;
     browser.click("#rows tr[data-node=hamburg-till-1]").await?;
     browser.until("document.querySelectorAll('#detail-sessions tbody tr').length === 3").await?;

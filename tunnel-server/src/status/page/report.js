@@ -84,7 +84,6 @@ export const COLUMNS = [
   ["name", "Node", "", (row) => row.name],
   ["state", "State", "", (row) => STATES[row.state]],
   ["tunnels", "Tunnels", "number", (row) => `${row.tunnels}/${row.of}`],
-  ["servers", "Servers", "", (row) => row.servers],
   ["addresses", "Addresses", "", (row) => row.addresses],
   ["rtt", "RTT", "number", (row) => ms(row.rtt)],
   ["links", "Links", "number", (row) => row.links],
@@ -94,6 +93,7 @@ export const COLUMNS = [
   ["from", "From node", "number", (row) => rate(row.from)],
   ["agent", "Agent", "", (row) => row.agent],
   ["end", "Last end", "faint", (row) => (row.end ? `${age(row.seen)} ago: ${row.end}` : "")],
+  ["servers", "Servers", "", (row) => row.servers],
 ];
 
 // A listener with two addresses is there twice, with the same count. The agents' counts none.
