@@ -10,7 +10,7 @@ use postern_testbed::agent::{self, Agent};
 use postern_testbed::client::{self, expect_unreachable, visit};
 use postern_testbed::inventory::{Inventory, node};
 use postern_testbed::report::figure;
-use postern_testbed::server::Builder;
+use postern_testbed::server::{Builder, run};
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, NEIGHBOUR, Testbed};
@@ -173,11 +173,12 @@ async fn all_servers_are_in_one_view(testbed: &Testbed) -> Result<()> {
     }
     let file = testbed.dir().join("reports.json");
     fs::write(&file, reports)?;
-    let text = first.run(&["status", "--from", &file.display().to_string()])?;
+    let said = run(testbed, &["status", "--from", &file.display().to_string()])?;
+    let text = String::from_utf8_lossy(&said.stdout);
     for (node, words) in
         [("hamburg-till-2", "connected"), ("zurich-till-4", "away"), ("zurich-till-5", "never seen")]
     {
-        let line = text.lines().find(|line| line.starts_with(node)).with_context(|| text.clone())?;
+        let line = text.lines().find(|line| line.starts_with(node)).with_context(|| text.to_string())?;
         let tunnels = if words == "connected" { " 2/3 " } else { " 0/3 " };
         ensure!(line.contains(words) && line.contains(tunnels), "{line}");
     }
