@@ -225,6 +225,7 @@ async fn narrow_and_by_keyboard(browser: &mut Browser) -> Result<()> {
     for _ in 0..40 {
         browser.press("Tab").await?;
         let stop = "(() => { const e = document.activeElement, s = getComputedStyle(e); \
+            if (e === document.body) return ['', true]; \
             return [e.id || e.dataset.key || e.textContent.trim(), s.outlineStyle !== 'none' && s.outlineWidth !== '0px']; })()";
         let stop = browser.value(stop).await?;
         let name = stop[0].as_str().unwrap_or_default().to_owned();
