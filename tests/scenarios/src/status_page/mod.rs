@@ -219,9 +219,9 @@ async fn narrow_and_by_keyboard(browser: &mut Browser) -> Result<()> {
     ensure!(hidden.as_array().is_some_and(Vec::is_empty), "beyond the edge of a narrow screen: {hidden}");
 
     browser
-        .value("document.querySelector('#close').click(); document.activeElement.blur(); scrollTo(0, 0)")
+        .value("document.querySelector('#close').click(); document.querySelector('#search').focus()")
         .await?;
-    let mut stops = Vec::new();
+    let mut stops = vec!["search".to_owned()];
     for _ in 0..40 {
         browser.press("Tab").await?;
         let stop = "(() => { const e = document.activeElement, s = getComputedStyle(e); \
