@@ -97,6 +97,7 @@ impl Start {
         let settling = Settling::default();
         settling.threads(vec![Handle::current()]);
         let admin = Admin {
+            cluster: None,
             registry: Arc::new(self.registry),
             readiness: self.runtime.readiness,
             status,

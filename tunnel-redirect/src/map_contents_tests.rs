@@ -37,7 +37,11 @@ impl State {
         let routes = self.routes.iter().enumerate().map(route).collect();
         let (excluded, clients) = (self.excluded.clone(), self.clients.clone());
         let up = self.routes.values().map(|target| target.up).collect();
-        Desired { ports: self.ports.clone(), table: Arc::new(Table { excluded, clients, routes, nodes }), up }
+        Desired {
+            ports: self.ports.clone(),
+            table: Arc::new(Table { excluded, clients, routes, nodes, edge: Vec::new() }),
+            up,
+        }
     }
 }
 

@@ -31,6 +31,15 @@ pub struct Table {
     pub routes: BTreeMap<IpNet, Route>,
     /// Ordered by name, each with the routes that are up while the node has a tunnel.
     pub nodes: Vec<(NodeName, Vec<IpNet>)>,
+    /// For each of `nodes`, true if it is an edge node.
+    pub edge: Vec<bool>,
+}
+
+impl Table {
+    /// Index in [`Table::nodes`].
+    pub(super) fn place(&self, node: &NodeName) -> Option<usize> {
+        self.nodes.binary_search_by(|(name, _)| name.cmp(node)).ok()
+    }
 }
 
 /// The route of a network.
@@ -79,10 +88,9 @@ impl Desired {
         Some(flipped.flat_map(|((_, nets), (up, _))| nets.iter().map(|net| (*net, *up))).collect())
     }
 
-    /// Brings the node's routes up or down. Returns true if it has any.
-    pub(super) fn set_up(&mut self, node: &NodeName, up: bool) -> bool {
-        let Ok(place) = self.table.nodes.binary_search_by(|(name, _)| name.cmp(node)) else { return false };
-        self.up[place] = up;
-        !self.table.nodes[place].1.is_empty()
+    /// Brings the routes of the node at this place in the table up or down. Returns true if that changes any.
+    pub(super) fn set_up(&mut self, place: usize, up: bool) -> bool {
+        let before = std::mem::replace(&mut self.up[place], up);
+        before != up && !self.table.nodes[place].1.is_empty()
     }
 }

@@ -8,6 +8,7 @@ mod config;
 mod conflict;
 mod desired;
 mod follow;
+mod held;
 pub mod inventory;
 mod own_ports;
 mod plan;

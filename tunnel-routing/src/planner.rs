@@ -111,8 +111,9 @@ impl Planner {
         let given = self.assign(&mut plan, &inventory, now);
         let clients = config.clients.iter().copied().chain(self.pods_here(config, &inventory, &plan.claims));
         let nodes = inventory.iter().map(|node| (node.name.clone(), Vec::new())).collect();
+        let edge = inventory.iter().map(|node| node.edge).collect();
         let (excluded, clients) = (std::mem::take(&mut plan.excluded), clients.collect());
-        let mut table = Table { excluded, clients, routes: given.routes, nodes };
+        let mut table = Table { excluded, clients, routes: given.routes, nodes, edge };
         for (net, route) in &table.routes {
             if let Some(node) = route.node {
                 table.nodes[node].1.push(*net);

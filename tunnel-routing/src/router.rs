@@ -30,6 +30,8 @@ use super::awaited::Awaited;
 use super::claims::{Claims, StoredClaims};
 use super::config::RouterConfig;
 use super::desired::{Desired, Table};
+pub use super::held::Holder;
+use super::held::{Counted, Counts, Held};
 use super::own_ports::OwnPorts;
 use super::planner::{Planned, Planner};
 use super::snapshot::{NodeAddress, Snapshot};
@@ -67,33 +69,13 @@ struct Ports {
     loopback: BTreeSet<u16>,
 }
 
-/// The side that holds a tunnel to a node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Holder {
-    This,
-    /// At least one of the other servers.
-    Peers,
-}
-
-/// The sides that hold a tunnel to a node now.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Held {
-    here: bool,
-    elsewhere: bool,
-}
-
-impl Held {
-    fn anywhere(self) -> bool {
-        self.here || self.elsewhere
-    }
-}
-
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct RouterState {
     /// Nodes with a tunnel, and those whose agents are awaited.
     live: HashMap<NodeName, Held>,
     awaited: Awaited,
     desired: Desired,
+    counts: Counts,
     /// Nodes whose session started or ended while a new plan's nodes are looked up.
     flipped: Option<HashSet<NodeName>>,
 }
@@ -102,7 +84,13 @@ impl Router {
     /// Creates a router without nodes. Metrics go into `registry`, which has the prefix `postern`.
     pub fn new(config: RouterConfig, registry: &mut Registry) -> Self {
         let desired = Desired { ports: config.ports.clone(), ..Desired::default() };
-        let state = RouterState { desired, ..RouterState::default() };
+        let state = RouterState {
+            live: HashMap::new(),
+            awaited: Awaited::default(),
+            desired,
+            counts: Counts::register(registry),
+            flipped: None,
+        };
         let ports = Ports { tunnelled: config.ports.clone(), loopback: BTreeSet::new() };
         let router = Self {
             ports: ArcSwap::from_pointee(ports),
@@ -206,10 +194,14 @@ impl Router {
     /// Replaces the routes; returns the old ones.
     fn replace(&self, snapshot: Arc<Snapshot>, table: Arc<Table>) -> (Arc<Snapshot>, Arc<Table>) {
         self.state.lock().flipped = Some(HashSet::new());
-        let mut up = Vec::with_capacity(table.nodes.len());
+        let (mut up, mut counted) = (Vec::with_capacity(table.nodes.len()), Counted::default());
         for nodes in table.nodes.chunks(CHUNK) {
             let state = self.state.lock();
-            up.extend(nodes.iter().map(|(node, _)| state.live.contains_key(node)));
+            for (node, _) in nodes {
+                let held = state.live.get(node);
+                up.push(held.is_some());
+                counted.add(&table, held.copied().unwrap_or_default());
+            }
             MutexGuard::unlock_fair(state);
         }
         let mut state = self.state.lock();
@@ -217,9 +209,9 @@ impl Router {
         let earlier = self.snapshot.swap(snapshot);
         let replaced = std::mem::replace(&mut state.desired.table, table);
         state.desired.up = up;
+        let _held = state.counts.replace(counted);
         for node in state.flipped.take().unwrap_or_default() {
-            let live = state.live.contains_key(&node);
-            state.desired.set_up(&node, live);
+            state.follow(&node);
         }
         self.bump();
         (earlier, replaced)
@@ -394,19 +386,25 @@ impl RouterState {
     /// Brings the node's routes up if either side has a tunnel to it or its agent is awaited, else down. Returns true
     /// if any of its routes changed.
     fn set_reachable(&mut self, node: &NodeName, held: Held) -> bool {
-        let before = self.live.contains_key(node);
         let up = held.anywhere() || self.awaited.contains(node);
-        if up {
-            self.live.insert(node.clone(), held);
-        } else {
-            self.live.remove(node);
-        }
-        if up == before {
+        let before = match up {
+            true => self.live.insert(node.clone(), held),
+            false => self.live.remove(node),
+        };
+        if before == up.then_some(held) {
             return false;
         }
         if let Some(flipped) = &mut self.flipped {
             flipped.insert(node.clone());
         }
-        self.desired.set_up(node, up)
+        self.follow(node)
+    }
+
+    /// Brings the node's routes and its count into agreement with its tunnels. Returns true if any of its routes changed.
+    fn follow(&mut self, node: &NodeName) -> bool {
+        let held = self.live.get(node).copied();
+        let Some(place) = self.desired.table.place(node) else { return false };
+        self.counts.set(&self.desired.table, place, held.unwrap_or_default());
+        self.desired.set_up(place, held.is_some())
     }
 }

@@ -33,7 +33,7 @@ use crate::runtime::Runtime;
 use crate::runtime::role::register_role;
 use crate::session::{Workers, bench};
 use crate::status::page::PAGES;
-use crate::status::{AGENTS, Reporter, connections_endpoint};
+use crate::status::{AGENTS, Reporter, cluster_endpoint, connections_endpoint};
 use crate::takeover::Predecessor;
 
 /// A server that has its addresses and its redirect. Only its admin endpoints answer.
@@ -164,14 +164,20 @@ fn serve_admin(
     log: logging::Handle,
 ) -> anyhow::Result<Serving> {
     let runtime = &reporter.runtime;
-    let settling = runtime.settling.clone();
+    let (settling, peers) = (runtime.settling.clone(), runtime.peers.clone());
+    let bench = bench::endpoint(runtime.sessions.clone());
+    let connections = connections_endpoint(runtime.metrics.clone());
+    let readiness = runtime.readiness.clone();
+    let status = reporter.into_status();
+    peers.tell(&status);
     let endpoints = Admin {
         registry,
-        readiness: runtime.readiness.clone(),
-        connections: Some(connections_endpoint(runtime.metrics.clone())),
+        readiness,
+        connections: Some(connections),
         flags: flags.into(),
-        bench: Some(bench::endpoint(runtime.sessions.clone())),
-        status: reporter.into_status(),
+        bench: Some(bench),
+        cluster: Some(cluster_endpoint(peers, status.clone())),
+        status,
         pages: PAGES,
         log,
         settling,

@@ -221,10 +221,22 @@ mod tests {
     fn each_alert_has_its_runbook() {
         let read = |name: &str| fs::read_to_string(root().join(name)).unwrap();
         let (alerts, runbooks) = (read("deploy/prometheus/alerts.yml"), read("docs/operate/runbooks.md"));
-        let alerts: Vec<_> =
-            alerts.lines().filter_map(|line| line.trim().strip_prefix("- alert: ")).collect();
+        let of = |key: &str| {
+            alerts
+                .lines()
+                .filter_map(|line| line.trim().strip_prefix(key))
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        };
         let sections: Vec<_> = runbooks.lines().filter_map(|line| line.strip_prefix("## ")).collect();
-        assert_eq!(sections, alerts, "the same alerts in the same order");
+        assert_eq!(sections, of("- alert: "), "the same alerts in the same order");
+        // mdbook's anchors.
+        let page =
+            concat!("https://example.org/postern/v", env!("CARGO_PKG_VERSION"), "/operate/runbooks.html");
+        let urls: Vec<_> = sections.iter().map(|name| format!("{page}#{}", name.to_lowercase())).collect();
+        assert_eq!(of("runbook_url: "), urls, "each alert leads to its section, of this version");
+        let values = read("deploy/helm/postern/values.yaml");
+        assert!(values.contains(&format!("\n  runbookUrl: {page}\n")), "the chart leads to another page");
     }
 
     #[test]

@@ -50,7 +50,7 @@ impl From<State> for Desired {
                 (net, Route { virtual_address, any_port, node: Some(n) })
             },
         );
-        let table = Table { excluded, clients, routes: routes.collect(), nodes };
+        let table = Table { excluded, clients, routes: routes.collect(), nodes, edge: Vec::new() };
         Self { ports, table: Arc::new(table), up }
     }
 }

@@ -122,7 +122,10 @@ async fn every_end_is_forwarded(testbed: &Testbed) -> Result<()> {
     }
     let status = server::run(testbed, &["status"])?;
     let status = String::from_utf8_lossy(&status.stdout);
-    ensure!(status.contains("1 nodes") && status.contains("at "), "the first server's status:\n{status}");
+    ensure!(
+        status.contains("1 nodes") && status.contains("1 of 1 connected: 0 here, 1 elsewhere"),
+        "the first server's status:\n{status}"
+    );
     Ok(())
 }
 

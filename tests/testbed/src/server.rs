@@ -230,6 +230,14 @@ impl<'a> Builder<'a> {
         self
     }
 
+    /// Gives its host this name, as far as it can see.
+    pub fn hostname(mut self, name: &str) -> Result<Self> {
+        let named = r#"echo "$0" > /proc/sys/kernel/hostname && exec "$@""#;
+        let line = ["unshare", "--uts", "sh", "-c", named, name].map(PathBuf::from);
+        self.program = Some(line.into_iter().chain([process::program("tunnel-server")?]).collect());
+        Ok(self)
+    }
+
     #[must_use]
     pub fn memory(mut self, limit: &MemoryLimit) -> Self {
         self.memory = Some(limit.clone());

@@ -1,5 +1,6 @@
 //! The router against a naive model that applies the rules address by address.
 
+use prometheus_client::encoding::text::encode;
 use proptest::prelude::*;
 use std::collections::HashMap;
 use std::time::{Duration, UNIX_EPOCH};
@@ -11,7 +12,8 @@ use crate::inventory::InventoryNode;
 #[derive(Clone, Debug)]
 enum Step {
     Inventory(Vec<(u8, bool, Vec<u8>)>),
-    Live(u8, bool),
+    Live(u8, Holder, bool),
+    Lose(u8, Holder),
     Wait(u64),
 }
 
@@ -23,10 +25,15 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     );
     let step = prop_oneof![
         3 => nodes.prop_map(|nodes| Step::Inventory(nodes.into_iter().map(|(n, (edge, a))| (n, edge, a)).collect())),
-        2 => (0u8..8, any::<bool>()).prop_map(|(n, live)| Step::Live(n, live)),
+        2 => (0u8..8, holder(), any::<bool>()).prop_map(|(n, holder, live)| Step::Live(n, holder, live)),
+        1 => (0u8..8, holder()).prop_map(|(n, holder)| Step::Lose(n, holder)),
         1 => (1u64..700).prop_map(Step::Wait),
     ];
     prop::collection::vec(step, 1..30)
+}
+
+fn holder() -> impl Strategy<Value = Holder> {
+    prop_oneof![Just(Holder::This), Just(Holder::Peers)]
 }
 
 /// Outcome that the rules require for one address.
@@ -130,8 +137,9 @@ proptest! {
     fn routes_agree_with_the_rules(steps in steps()) {
         // Else the cloud nodes' network has no edge node.
         let config = RouterConfig { edge_addresses: vec![tests::net("10.0.0.0/24")], ..tests::config() };
-        let router = Router::new(config, &mut Registry::default());
-        let (mut model, mut live, mut now) = (Model::default(), HashSet::new(), Instant::now());
+        let mut registry = Registry::default();
+        let router = Router::new(config, &mut registry);
+        let (mut model, mut live, mut now) = (Model::default(), HashMap::new(), Instant::now());
         for step in steps {
             match step {
                 Step::Wait(seconds) => {
@@ -139,10 +147,15 @@ proptest! {
                     router.refresh_at(now);
                     model.follow(model.nodes.clone(), now);
                 }
-                Step::Live(n, up) => {
+                Step::Live(n, holder, up) => {
                     let name = tests::name(&format!("n{n}"));
-                    router.set_live(&name, Holder::This, up);
-                    if up { live.insert(name); } else { live.remove(&name); }
+                    router.set_live(&name, holder, up);
+                    live.entry(name).or_insert([false; 2])[holder as usize] = up;
+                }
+                Step::Lose(n, holder) => {
+                    let name = tests::name(&format!("n{n}"));
+                    router.lose(&name, holder);
+                    live.entry(name).or_insert([false; 2])[holder as usize] = false;
                 }
                 Step::Inventory(list) => {
                     let nodes: Vec<_> = list
@@ -160,6 +173,18 @@ proptest! {
                     model.follow(nodes, now);
                 }
             }
+            // Agents that are expected back are away already.
+            let mut nodes = [("here", 0), ("elsewhere", 0), ("away", 0)];
+            for node in model.nodes.iter().filter(|node| node.edge) {
+                nodes[match live.get(&node.name) { Some([true, _]) => 0, Some([_, true]) => 1, _ => 2 }].1 += 1;
+            }
+            let mut metrics = String::new();
+            encode(&mut metrics, &registry).unwrap();
+            for (state, count) in nodes {
+                let line = format!("nodes{{state=\"{state}\"}} {count}\n");
+                prop_assert!(metrics.contains(&line), "{} is not in {}", line, metrics);
+            }
+            router.give_up(Instant::now() + crate::RETURN);
             let (desired, snapshot) = (router.desired(), router.snapshot());
             let mut virtual_addresses = HashSet::new();
             for address in addresses() {
@@ -173,7 +198,7 @@ proptest! {
                     }
                     Expect::To(name) => {
                         let target = target.unwrap();
-                        prop_assert_eq!(target.up, live.contains(&name));
+                        prop_assert_eq!(target.up, live.get(&name).is_some_and(|live| live[0] || live[1]));
                         let found = snapshot.by_virtual_address(target.virtual_address).unwrap();
                         prop_assert_eq!((&found.node, found.address), (&name, address));
                         prop_assert!(virtual_addresses.insert(target.virtual_address), "one virtual address, two routes");

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::Duration;
 
+use prometheus_client::encoding::text::encode;
 use tunnel_runtime::net::identifies_host;
 
 use super::*;
@@ -440,7 +441,8 @@ fn many(count: u32) -> Inventory {
 fn a_node_that_changes_among_100_000_keeps_every_virtual_address_and_no_session_waits() {
     for count in [5_000, 10_000, 100_000] {
         let wide = RouterConfig { pods: vec![net("fd00:9::/64")], ..config() };
-        let router = Router::new(wide, &mut Registry::default());
+        let mut registry = Registry::default();
+        let router = Router::new(wide, &mut registry);
         let nodes = many(count);
         let started = Instant::now();
         router.set_inventory(nodes.clone());
@@ -479,6 +481,13 @@ fn a_node_that_changes_among_100_000_keeps_every_virtual_address_and_no_session_
             "{count} nodes: a session waits {longest:?} at most meanwhile, {:?} on average else",
             flips / count
         );
+        let mut metrics = String::new();
+        let started = Instant::now();
+        encode(&mut metrics, &registry).unwrap();
+        println!("{count} nodes: a scrape of the routes' metrics takes {:?}", started.elapsed());
+        for counted in [format!("here\"}} {count}"), "elsewhere\"} 0".into(), "away\"} 0".into()] {
+            assert!(metrics.contains(&format!("nodes{{state=\"{counted}\n")), "{metrics}");
+        }
         // No virtual address was reassigned.
         let after = router.desired();
         let same = after.routes().filter(|(net, target)| {

@@ -6,6 +6,7 @@
 //! | `/healthz`, `/livez` | 200 while the process runs (`/livez` is the name that Kubernetes' own programs use) |
 //! | `/readyz` | 200, or 503 and the pending parts |
 //! | `/status` | JSON |
+//! | `/cluster` | JSON: the status of every server of the cluster, this one's first (server) |
 //! | `/connections`, `/connections?node=NODE` | JSON: the current connections |
 //! | `/ui/` | a page for browsers that shows the same (server) |
 //! | `/config` | JSON: the flags in effect, without secrets |
@@ -74,6 +75,9 @@ pub fn to_json(report: &impl Serialize) -> serde_json::Value {
 /// Returns the answer of `/connections`, of one node or of all.
 pub type Connections = dyn Fn(Option<&str>) -> serde_json::Value + Send + Sync;
 
+/// Returns the answer of `/cluster`, as JSON.
+pub type Cluster = dyn Fn() -> Pin<Box<dyn Future<Output = String> + Send>> + Send + Sync;
+
 /// Answer of `POST /bench/NODE`, or the reason for having none.
 pub type BenchAnswer = Pin<Box<dyn Future<Output = Result<serde_json::Value, String>> + Send>>;
 
@@ -86,6 +90,8 @@ pub struct Admin {
     pub registry: Arc<Registry>,
     pub readiness: Readiness,
     pub status: Arc<Status>,
+    /// Set on a server only.
+    pub cluster: Option<Arc<Cluster>>,
     /// `None` if this program does not list its connections.
     pub connections: Option<Arc<Connections>>,
     /// The flags in effect, with secrets masked.
@@ -147,6 +153,7 @@ impl Admin {
             .route("/livez", get(healthy))
             .route("/readyz", get(readyz))
             .route("/status", get(status))
+            .route("/cluster", get(cluster))
             .route("/connections", get(connections))
             .route("/config", get(config))
             .route("/bench/{node}", post(bench))
@@ -229,6 +236,11 @@ async fn readyz(State(admin): State<Admin>) -> Response {
 
 async fn status(State(admin): State<Admin>) -> Response {
     axum::Json((admin.status)()).into_response()
+}
+
+async fn cluster(State(admin): State<Admin>) -> Response {
+    let Some(cluster) = &admin.cluster else { return StatusCode::NOT_FOUND.into_response() };
+    ([(header::CONTENT_TYPE, "application/json")], cluster().await).into_response()
 }
 
 /// Query parameters of `/connections`.

@@ -43,6 +43,7 @@ fn serve_after(settling: Settling) -> (Served, Readiness, Log) {
         registry: Arc::new(registry),
         readiness: readiness.clone(),
         status: Arc::new(|| serde_json::json!({"answer": 42})),
+        cluster: Some(Arc::new(|| Box::pin(std::future::ready("[42]".to_owned())))),
         connections: Some(Arc::new(|node: Option<&str>| serde_json::json!({"of": node}))),
         flags: Arc::new(["--log-level=info".to_owned()]),
         bench: Some(Arc::new(|node: String| -> BenchAnswer {
@@ -91,6 +92,7 @@ async fn the_flags_are_shown_and_a_measurement_is_asked_for() {
     let (serving, _, _) = serve();
     let flags = ask(&serving, Method::GET, "/config", "").await;
     assert_eq!(flags.text(), "[\"--log-level=info\"]");
+    assert_eq!(ask(&serving, Method::GET, "/cluster", "").await.text(), "[42]");
     let answer = ask(&serving, Method::POST, "/bench/edge-1", "").await;
     assert_eq!((answer.status, answer.text()), (StatusCode::OK, "{\"node\":\"edge-1\"}"));
     let answer = ask(&serving, Method::POST, "/bench/edge-9", "").await;

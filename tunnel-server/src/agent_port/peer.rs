@@ -4,18 +4,20 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::vec::IntoIter;
 
 use tokio::sync::broadcast::error::{RecvError, TryRecvError};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, mpsc};
 use tokio::task::JoinSet;
 use tokio_rustls::server::TlsStream;
+use tokio_stream::Iter;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 use tunnel_link::grpc;
 use tunnel_link::link::{self, HANDSHAKE_TIMEOUT, LinkIo, Wire};
 use tunnel_link::proto::peer_server::{Peer, PeerServer};
-use tunnel_link::proto::{Holdings, Segment, WatchRequest};
+use tunnel_link::proto::{Holdings, Segment, StatusPart, StatusRequest, WatchRequest};
 use tunnel_link::relay::PEER_RELAY_PATH;
 use tunnel_runtime::text::printable;
 
@@ -24,12 +26,16 @@ use super::judged::Judged;
 use super::link::{Handover, LinkContext};
 use crate::admission::{Place, Shares};
 use crate::listener::ListenerContext;
+use crate::peers::Peers;
 use crate::pki::{Refusal, Revocations};
 use crate::session::Move;
 
 /// Maximum number of nodes in one message.
 const PART: usize = 1000;
-/// Maximum number of calls of a link at a time, besides forwarded connections. There is one, which lasts.
+/// Size of a part of the status, in bytes.
+const STATUS_PART: usize = 64 << 10;
+/// Maximum number of calls of a link at a time, besides forwarded connections. There is one that lasts, and one for each
+/// page that is open at the other server.
 const MOST_CALLS: usize = 4;
 
 /// A link before HTTP/2 begins.
@@ -68,7 +74,8 @@ pub(super) async fn serve(
     let calls = Arc::new(Semaphore::new(MOST_CALLS));
     let service = PeerServer::new(PeerService {
         context: context.clone(),
-        bundle: redirector,
+        peers: listeners.peers.clone(),
+        redirector,
         refusal: refusal.clone(),
         new_link: judged.new_link.clone(),
         watching: Arc::new(Semaphore::new(1)),
@@ -137,8 +144,10 @@ pub(super) async fn serve(
 
 struct PeerService {
     context: Arc<LinkContext>,
-    /// True if the roots are sent too.
-    bundle: bool,
+    /// Has this server's status.
+    peers: Arc<Peers>,
+    /// The client is one: it gets the roots too, and no status.
+    redirector: bool,
     /// Set if nothing may be forwarded for this client.
     refusal: Option<Refusal>,
     /// Cancelled when the client is to make a new link.
@@ -151,6 +160,7 @@ struct PeerService {
 impl Peer for PeerService {
     type WatchStream = ReceiverStream<Result<Holdings, Status>>;
     type RelayStream = ReceiverStream<Result<Segment, Status>>;
+    type StatusStream = Iter<IntoIter<Result<StatusPart, Status>>>;
 
     async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         if let Some(refusal) = &self.refusal {
@@ -166,13 +176,30 @@ impl Peer for PeerService {
         tracing::debug!(server_id, version, "another server watches the attached nodes");
         let (sender, receiver) = mpsc::channel(1);
         let new_link = self.new_link.clone();
-        tokio::spawn(tell(self.context.clone(), self.bundle, new_link, (sender, watching)));
+        tokio::spawn(tell(self.context.clone(), self.redirector, new_link, (sender, watching)));
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
     async fn relay(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::RelayStream>, Status> {
         // `serve` handles Relay streams before tonic sees them, unless the client may have none.
         Err(Status::permission_denied("nothing is forwarded for this client"))
+    }
+
+    async fn status(&self, _: Request<StatusRequest>) -> Result<Response<Self::StatusStream>, Status> {
+        if let Some(refusal) = &self.refusal {
+            return Err(Status::unauthenticated(refusal.to_string()));
+        }
+        // It tells who connects to what, which a redirector's host has no business to know.
+        if self.redirector {
+            return Err(Status::permission_denied("a server does not tell redirectors its status"));
+        }
+        let status = self.peers.own_status().ok_or_else(|| Status::unavailable("its admin port is off"))?;
+        // Not on the thread of the links: it takes long with many nodes.
+        let json = tokio::task::spawn_blocking(move || status().to_string()).await;
+        let json = json.map_err(|error| Status::internal(error.to_string()))?.into_bytes();
+        let parts: Vec<_> =
+            json.chunks(STATUS_PART).map(|part| Ok(StatusPart { json: part.to_vec() })).collect();
+        Ok(Response::new(tokio_stream::iter(parts)))
     }
 }
 
@@ -282,6 +309,11 @@ fn gathered(first: Move, moves: &mut broadcast::Receiver<Move>) -> Option<Holdin
 
 #[cfg(test)]
 mod tests {
+    use prometheus_client::registry::Registry;
+    use tokio_stream::StreamExt as _;
+    use tonic::Code;
+    use tunnel_runtime::admin;
+
     use super::*;
     use crate::agent_port::attach::tests::context;
 
@@ -305,5 +337,34 @@ mod tests {
         assert_eq!(said, [(false, false), (true, false), (false, true)]);
         drop(told);
         telling.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_redirector_is_not_told_the_status() {
+        let (context, _inputs) = context();
+        let router = crate::runtime::without_nodes(&mut Registry::default());
+        let peers = Arc::new(Peers::new(router));
+        let service = |redirector, refusal| PeerService {
+            context: context.clone(),
+            peers: peers.clone(),
+            redirector,
+            refusal,
+            new_link: CancellationToken::new(),
+            watching: Arc::new(Semaphore::new(1)),
+        };
+        let ask = async |redirector, refusal| {
+            let told = service(redirector, refusal).status(Request::new(StatusRequest {})).await;
+            let parts = told.map_err(|status| status.code())?.into_inner().collect::<Vec<_>>().await;
+            Ok::<_, Code>(parts.into_iter().flat_map(|part| part.unwrap().json).collect::<Vec<u8>>())
+        };
+        assert_eq!(ask(false, None).await, Err(Code::Unavailable), "its admin port is off");
+        let long = "x".repeat(3 * STATUS_PART);
+        let status: Arc<admin::Status> = Arc::new(move || serde_json::json!(long));
+        peers.tell(&status);
+        let told = ask(false, None).await.unwrap();
+        assert_eq!(String::from_utf8(told).unwrap(), status().to_string());
+        assert_eq!(ask(true, None).await, Err(Code::PermissionDenied));
+        let refusal = Refusal::Retired;
+        assert_eq!(ask(false, Some(refusal)).await, Err(Code::Unauthenticated));
     }
 }

@@ -1,13 +1,14 @@
 //! The nodes of the other servers.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::RwLock;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_routing::{Holder, Router};
 use tunnel_runtime::NodeName;
+use tunnel_runtime::admin;
 
 use super::peer::Peer;
 use crate::pki::{Refusal, Standing};
@@ -18,6 +19,8 @@ pub struct Peers {
     held: RwLock<HashMap<NodeName, Held>>,
     /// Not set: no node is revoked.
     standing: OnceLock<Standing>,
+    /// What the other servers are told of this one. Weak, as it reads this.
+    status: OnceLock<Weak<admin::Status>>,
     router: Arc<Router>,
     changed: watch::Sender<u64>,
 }
@@ -37,9 +40,20 @@ impl Peers {
             up: RwLock::default(),
             held: RwLock::default(),
             standing: OnceLock::new(),
+            status: OnceLock::new(),
             router,
             changed: watch::Sender::new(0),
         }
+    }
+
+    /// Sets the status that the other servers may ask for; only once.
+    pub fn tell(&self, status: &Arc<admin::Status>) {
+        let _ = self.status.set(Arc::downgrade(status));
+    }
+
+    /// This server's own status; None without an admin port.
+    pub(crate) fn own_status(&self) -> Option<Arc<admin::Status>> {
+        self.status.get().and_then(Weak::upgrade)
     }
 
     /// Offers no route to revoked nodes, and forwards nothing to them, whatever the other servers say that they have. Call it

@@ -7,7 +7,7 @@ use tunnel_runtime::NodeName;
 use tunnel_runtime::text::{age, harmless};
 
 use super::model::{NodeStatus, RedirectState, StatusReport};
-use super::table::{MAX_CONFLICTS, MAX_NODES, NODE_COLUMNS, Shown, more, write_table};
+use super::table::{MAX_CONFLICTS, MAX_NODES, NODE_COLUMNS, Shown, more, servers, write_table};
 
 const SERVER_COLUMNS: &[&str] =
     &["SERVER", "ROLE", "STATE", "#NODES", "#CONNECTIONS", "REDIRECT", "#FAILED", "VERSION"];
@@ -39,16 +39,18 @@ fn write(out: &mut String, reports: &[StatusReport], what: Shown) -> std::fmt::R
     }
     more(out, "", conflicts.len() - shown, "conflicts")?;
 
-    let mut nodes: Vec<(String, NodeStatus)> = nodes(&reports).into_values().collect();
-    let connected = nodes.iter().filter(|(_, node)| node.connected).count();
+    let mut nodes: Vec<(BTreeSet<&str>, NodeStatus)> = nodes(&reports).into_values().collect();
+    let connected = nodes.iter().filter(|(at, _)| !at.is_empty()).count();
     writeln!(out, "nodes: {connected} of {} connected", nodes.len())?;
     nodes.sort_by(|(_, a), (_, b)| a.rank().cmp(&b.rank()).then_with(|| a.name.cmp(&b.name)));
     let shown = if what.all { nodes.len() } else { nodes.len().min(MAX_NODES) };
     let mut columns = what.of(NODE_COLUMNS.iter().copied());
-    columns.insert(1, "SERVER");
-    let rows = nodes[..shown].iter().map(|(server, node)| {
-        let mut row = what.of(node.row());
-        row.insert(1, harmless(server));
+    columns.insert(3, "SERVERS");
+    let known = servers(reports.iter().copied()).len();
+    let rows = nodes[..shown].iter().map(|(at, node)| {
+        let mut row = what.of(node.row("connected", known));
+        let at: Vec<&str> = at.iter().copied().collect();
+        row.insert(3, if at.is_empty() { "-".to_owned() } else { harmless(&at.join(" ")) });
         row
     });
     write_table(out, &columns, rows)?;
@@ -96,19 +98,28 @@ fn problems(report: &StatusReport) -> Vec<String> {
     problems
 }
 
-/// Returns each node as reported by the server that has its agent, or the one that had it last, with the server's id.
-pub(super) fn nodes(reports: &[&StatusReport]) -> BTreeMap<NodeName, (String, NodeStatus)> {
-    let mut nodes: BTreeMap<NodeName, (String, NodeStatus)> = BTreeMap::new();
+/// Returns each node as reported by a server that has its agent, or the one that had it last, and the ids of all servers
+/// that have it; `via` has those but the one that reports.
+pub(super) fn nodes<'a>(
+    reports: &[&'a StatusReport],
+) -> BTreeMap<&'a NodeName, (BTreeSet<&'a str>, NodeStatus)> {
+    let mut best: BTreeMap<&NodeName, (BTreeSet<&str>, &StatusReport, &NodeStatus)> = BTreeMap::new();
     for report in reports {
         for node in &report.nodes {
-            let server = if node.connected { report.server_id.clone() } else { "-".to_owned() };
-            let better = nodes.get(&node.name).is_none_or(|(_, known)| worth(node) > worth(known));
-            if better {
-                nodes.insert(node.name.clone(), (server, node.clone()));
+            let (at, of, known) = best.entry(&node.name).or_insert_with(|| (BTreeSet::new(), report, node));
+            at.extend(node.via.iter().map(String::as_str));
+            at.extend(node.connected.then_some(report.server_id.as_str()));
+            if worth(node) > worth(known) {
+                (*of, *known) = (report, node);
             }
         }
     }
-    nodes
+    let merged = best.into_iter().map(|(name, (at, of, known))| {
+        let others = at.iter().filter(|id| !known.connected || **id != of.server_id);
+        let via = others.map(|id| (*id).to_owned()).collect();
+        (name, (at, NodeStatus { via, ..known.clone() }))
+    });
+    merged.collect()
 }
 
 /// Sort key: a session first, the newest before others; then known at another server; then seen last.
@@ -161,6 +172,7 @@ pub(super) mod tests {
                 node("edge-2", &none, &["cloud-2"], Some(5)),
                 node("edge-3", &none, &[], Some(500)),
                 node("moved", &session(7), &[], None),
+                node("third", &none, &["cloud-3"], None),
             ],
         );
         let two = report(
@@ -180,11 +192,12 @@ pub(super) mod tests {
         );
         assert_eq!(line(&text, "cloud-2 ")[2..4], ["NOT", "READY"]);
         assert!(text.contains("cloud-1: redirect degraded: the route is gone\n"), "{text}");
-        assert!(text.contains("nodes: 3 of 4 connected\n"), "{text}");
-        assert_eq!(line(&text, "edge-1 ")[1..3], ["cloud-1", "up"]);
-        assert_eq!(line(&text, "edge-2 ")[1..3], ["cloud-2", "up"]);
-        assert_eq!(line(&text, "edge-3 ")[1..4], ["-", "DOWN", "40s"]);
-        assert_eq!(line(&text, "moved ")[1], "cloud-2");
+        assert!(text.contains("nodes: 4 of 5 connected\n"), "{text}");
+        assert_eq!(line(&text, "edge-1 ")[1..5], ["connected", "1m0s", "1/2", "cloud-1"]);
+        assert_eq!(line(&text, "edge-2 ")[1..5], ["connected", "1m0s", "1/2", "cloud-2"]);
+        assert_eq!(line(&text, "edge-3 ")[1..5], ["away", "40s", "0/2", "-"]);
+        assert_eq!(line(&text, "moved ")[3..6], ["2/2", "cloud-1", "cloud-2"]);
+        assert_eq!(line(&text, "third ")[1..5], ["elsewhere:", "cloud-3", "1/2", "cloud-3"]);
         assert_eq!(text.matches("edge-1 ").count(), 1);
     }
 

@@ -1,5 +1,6 @@
 //! The server's status: the answer of `/status`, and its output by `tunnel-server status`.
 
+mod cluster;
 mod connections;
 mod merged;
 mod model;
@@ -8,6 +9,7 @@ mod report;
 mod summary;
 mod table;
 
+pub(crate) use cluster::endpoint as cluster_endpoint;
 pub(crate) use connections::endpoint as connections_endpoint;
 pub use connections::{ConnectionStatus, ConnectionsReport};
 pub use merged::merged;

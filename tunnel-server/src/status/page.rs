@@ -11,6 +11,11 @@ pub(crate) const PAGES: &[Page] = &[
         body: include_str!("page/page.js"),
     },
     Page {
+        path: "/ui/report.js",
+        content_type: "text/javascript; charset=utf-8",
+        body: include_str!("page/report.js"),
+    },
+    Page {
         path: "/ui/page.css",
         content_type: "text/css; charset=utf-8",
         body: include_str!("page/page.css"),
@@ -24,7 +29,7 @@ mod tests {
     /// The page shows data that comes from nodes and clients.
     #[test]
     fn nothing_is_written_as_markup_or_run_as_a_script() {
-        let script = PAGES[1].body;
+        let script = PAGES[1].body.to_owned() + PAGES[2].body;
         for way in [
             "innerHTML",
             "outerHTML",
@@ -47,6 +52,6 @@ mod tests {
             assert!(!page.contains(forbidden), "{forbidden}");
         }
         assert_eq!(page.matches("<script").count(), 1);
-        assert!(page.contains("<script src=\"page.js\" defer></script>"));
+        assert!(page.contains("<script src=\"page.js\" type=\"module\"></script>"));
     }
 }

@@ -1,5 +1,6 @@
 //! The status as text: problems come first, and 10,000 nodes still fit on a screen.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
@@ -10,6 +11,7 @@ use super::model::{
     FailuresStatus, LinkStatus, NodeStatus, PodsWay, RedirectState, RedirectStatus, SessionStatus,
     StatusReport,
 };
+use crate::runtime::role::Role;
 
 /// Nodes shown without `--all`.
 pub(super) const MAX_NODES: usize = 50;
@@ -19,6 +21,7 @@ pub(super) const MAX_CONFLICTS: usize = 10;
 pub(super) const NODE_COLUMNS: &[&str] = &[
     "NODE",
     "STATE",
+    "#TUNNELS",
     "ADDRESSES",
     "PEER",
     "#RTT",
@@ -102,11 +105,11 @@ impl StatusReport {
             writeln!(out, "failed since the start, by hop: {}", failed.join(", "))?;
         }
         self.write_inventory(out, what.all)?;
-        let connected = self.nodes.iter().filter(|node| node.connected).count();
+        let here = self.nodes.iter().filter(|node| node.connected).count();
         let elsewhere = self.nodes.iter().filter(|node| !node.connected && !node.via.is_empty()).count();
-        write!(out, "nodes: {connected} of {} connected", self.nodes.len())?;
+        write!(out, "nodes: {} of {} connected", here + elsewhere, self.nodes.len())?;
         if elsewhere > 0 {
-            write!(out, ", {elsewhere} to other servers")?;
+            write!(out, ": {here} here, {elsewhere} elsewhere")?;
         }
         writeln!(out)?;
         self.write_nodes(out, what)
@@ -139,7 +142,9 @@ impl StatusReport {
         nodes.sort_by(|a, b| a.rank().cmp(&b.rank()).then_with(|| a.name.cmp(&b.name)));
         let shown = if what.all { nodes.len() } else { nodes.len().min(MAX_NODES) };
         let columns = what.of(NODE_COLUMNS.iter().copied());
-        write_table(out, &columns, nodes[..shown].iter().map(|node| what.of(node.row())))?;
+        let servers = servers(std::iter::once(self)).len();
+        let rows = nodes[..shown].iter().map(|node| what.of(node.row("here", servers)));
+        write_table(out, &columns, rows)?;
         more(out, "", nodes.len() - shown, "nodes")
     }
 }
@@ -166,6 +171,15 @@ pub(crate) fn write_table(
         writeln!(out, "{}", line.trim_end())?;
     }
     Ok(())
+}
+
+/// Ids of the servers that may have tunnels, as far as these reports know.
+pub(super) fn servers<'a>(reports: impl Iterator<Item = &'a StatusReport>) -> BTreeSet<&'a str> {
+    let known = reports.flat_map(|report| {
+        let own = (report.role == Role::Server).then_some(&report.server_id);
+        own.into_iter().chain(report.peers.iter().map(|peer| &peer.server_id))
+    });
+    known.map(String::as_str).collect()
 }
 
 pub(super) fn more(out: &mut String, indent: &str, left: usize, what: &str) -> std::fmt::Result {
@@ -214,23 +228,26 @@ impl NodeStatus {
         }
     }
 
-    /// The cells for [`NODE_COLUMNS`].
-    pub(super) fn row(&self) -> Vec<String> {
+    /// The cells for [`NODE_COLUMNS`]. `word` says that it has a session, which may be one of `servers`.
+    pub(super) fn row(&self, word: &str, servers: usize) -> Vec<String> {
         let addresses = self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
         let mut state = match (&self.session, self.last_seen_s) {
-            (None, _) if !self.via.is_empty() => format!("at {}", harmless(&self.via.join(" "))),
-            (Some(session), _) if self.in_inventory => format!("up {}", age(session.since_s)),
-            (Some(session), _) => format!("NOT IN INVENTORY {}", age(session.since_s)),
-            (None, Some(ago)) => format!("DOWN {}", age(ago)),
-            (None, None) => "NEVER SEEN".to_owned(),
+            (Some(session), _) => format!("{word} {}", age(session.since_s)),
+            (None, _) if !self.via.is_empty() => format!("elsewhere: {}", harmless(&self.via.join(" "))),
+            (None, Some(ago)) => format!("away {}", age(ago)),
+            (None, None) => "never seen".to_owned(),
         };
+        if !self.in_inventory {
+            state.push_str(", not in inventory");
+        }
         if !self.leaving.is_empty() {
             // The columns do not include the connections of these sessions.
             let connections: u32 = self.leaving.iter().map(|session| session.connections).sum();
             state.push_str(&format!(", {connections} at agents that leave"));
         }
         let none = || "-".to_owned();
-        let mut row = vec![self.name.to_string(), state, addresses];
+        let tunnels = usize::from(self.session.is_some()) + self.via.len();
+        let mut row = vec![self.name.to_string(), state, format!("{tunnels}/{servers}"), addresses];
         match &self.session {
             Some(session) => row.extend([
                 session.peer.to_string(),
@@ -271,7 +288,6 @@ mod tests {
 
     use super::*;
     use crate::inventory::SourceStatus;
-    use crate::runtime::role::Role;
     use crate::status::{ConflictStatus, InventoryStatus, ListenerStatus, PeerStatus};
 
     const ALL: Shown = Shown { all: true, wide: true };
@@ -397,13 +413,16 @@ mod tests {
             "inventory /nodes.yaml: 2 edge, 1 cloud\n  OLD, as of 2h0m ago, of the state directory: the API server has not answered since the start\n  NOT UP TO DATE, the last good state is in effect: line 3\n",
             "  … and 2 more conflicts; --all shows them\n",
             "server cloud-2 at 192.0.2.2:10262: up 1m1s, 7 nodes, 2 connections forwarded to it\n",
-            "nodes: 4 of 7 connected, 1 to other servers\n",
-            "up 1h1m, 10 at agents that leave",
-            "at cloud-2",
-            "DOWN 40s",
+            "nodes: 5 of 7 connected: 4 here, 1 elsewhere\n",
+            "here 1h1m, 10 at agents that leave",
+            "here 1h1m, not in inventory",
+            "elsewhere: cloud-2 ",
+            " 1/2 ",
+            "away 40s ",
+            " 0/2 ",
             "40s ago: the agent has left",
-            "NEVER SEEN",
-            "up 1h1m",
+            "never seen ",
+            "here 1h1m",
             "12.3 ms",
             "window 46 %",
             "1023 B",

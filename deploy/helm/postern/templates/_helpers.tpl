@@ -178,6 +178,9 @@ imagePullSecrets:
 {{- if and .Values.redirector.metrics.enabled (not .Values.redirector.enabled) -}}
 {{- fail "redirector.metrics.enabled: there are no redirectors; set redirector.enabled" -}}
 {{- end -}}
+{{- if and .Values.monitoring.rules (not .Values.server.metrics.enabled) -}}
+{{- fail "monitoring.rules: Prometheus would get no metrics of servers, which the alerts are about: set server.metrics.enabled" -}}
+{{- end -}}
 {{- if .Values.monitoring.podMonitor -}}
 {{- $tunnelled := false -}}
 {{- range .Values.tunnelledPorts.loopback -}}

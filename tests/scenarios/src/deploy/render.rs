@@ -54,9 +54,9 @@ pub(super) const COMPONENTS: [(&[&str], &[&str]); 20] = [
     ),
     (&["edge-pods"], &["--set=server.edgePodRoutes={10.244.0.0/16}"]),
     (
-        &["prometheus-operator"],
+        &["metrics", "prometheus-operator"],
         &[
-            "--set=monitoring.rules=true,monitoring.podMonitor=true",
+            "--set=monitoring.rules=true,monitoring.podMonitor=true,server.metrics.enabled=true",
             // The component leaves these to the administrator.
             "--set=tunnelledPorts.loopback={10266},server.createConfigMap=false",
         ],

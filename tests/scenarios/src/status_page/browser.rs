@@ -194,6 +194,12 @@ impl Browser {
         Ok(())
     }
 
+    /// Sets the width of the screen, in CSS pixels.
+    pub(super) async fn width(&mut self, width: u32) -> Result<()> {
+        let size = json!({"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 500});
+        self.command("Emulation.setDeviceMetricsOverride", size).await.map(drop)
+    }
+
     /// Sets the preferred colour scheme.
     pub(super) async fn dark(&mut self, dark: bool) -> Result<()> {
         let value = if dark { "dark" } else { "light" };

@@ -197,12 +197,14 @@ impl Conditions {
 /// Builds a strategic merge patch: conditions are a list keyed by type, so the kubelet's conditions stay.
 fn patch(want: Want, server: &str) -> Value {
     let (reason, message, since) = match want {
-        Want::Up => {
-            ("TunnelUp", format!("the agent has a tunnel; reported by server {server}"), Timestamp::now())
-        }
+        Want::Up => (
+            "TunnelUp",
+            format!("connected: the agent has a tunnel; reported by server {server}"),
+            Timestamp::now(),
+        ),
         Want::Down(since) => {
             let since = Timestamp::now() - since.elapsed();
-            ("TunnelDown", format!("no tunnel since {since:.0}; reported by server {server}"), since)
+            ("TunnelDown", format!("away: no tunnel since {since:.0}; reported by server {server}"), since)
         }
         Want::Gone => {
             return json!({"status": {"conditions": [{"type": CONDITION, "$patch": "delete"}]}});

@@ -90,9 +90,9 @@ async fn track(
         }
         for Change { node, up, .. } in due.into_iter().filter(|change| change.is_news) {
             let (kind, reason, note) = if up {
-                (EventType::Normal, "TunnelUp", "the agent has a tunnel")
+                (EventType::Normal, "TunnelUp", "connected: the agent has a tunnel")
             } else {
-                (EventType::Warning, "TunnelDown", "the agent has a tunnel to no server any more")
+                (EventType::Warning, "TunnelDown", "away: the agent has a tunnel to no server any more")
             };
             events.publish(events::node(node.as_str()), kind, reason, note.to_owned());
         }

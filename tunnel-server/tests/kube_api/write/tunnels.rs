@@ -140,7 +140,7 @@ async fn the_condition_follows_the_tunnel_and_the_kubelets_conditions_stay() {
     assert!(began.elapsed() >= Duration::from_secs(30), "it was written after {:?}", began.elapsed());
     let down = fixture.condition("edge-2").unwrap();
     assert_eq!((&down["status"], &down["reason"]), (&"False".into(), &"TunnelDown".into()));
-    assert!(down["message"].as_str().unwrap().contains("no tunnel since 20"), "{down}");
+    assert!(down["message"].as_str().unwrap().contains("away: no tunnel since 20"), "{down}");
     sessions.set(&["edge-1", "edge-2"]);
     for edge in ["edge-1", "edge-2"] {
         eventually("the tunnel is back", || (fixture.status(edge)? == "True").then_some(())).await;
