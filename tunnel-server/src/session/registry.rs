@@ -11,7 +11,6 @@ use tokio::sync::{broadcast, watch};
 use tokio::time::Instant;
 use tunnel_routing::{Holder, Router};
 use tunnel_runtime::NodeName;
-use tunnel_runtime::clock::wall_clock;
 
 use super::Session;
 use crate::metrics::Metrics;
@@ -212,7 +211,7 @@ impl Sessions {
     /// # Errors
     /// If the live session has the same or a newer epoch.
     pub fn register(&self, session: Arc<Session>) -> Result<Option<Arc<Session>>, Fenced> {
-        let (node, now) = (session.node.clone(), wall_clock());
+        let (node, now) = (session.node.clone(), self.router.clock().now());
         let mut live = self.live.write();
         if let Some(current) = live.get(&node)
             && rank(current.epoch, now) >= rank(session.epoch, now)
