@@ -88,7 +88,7 @@ pub fn judge_chain(
             fix,
         ));
     }
-    let error = roots.verify_server(chain).err()?;
+    let error = roots.verify_server(chain, now).err()?;
     let fix = "`tunnel-server ca status` on the server, and restart it: it issues itself a new certificate";
     Some(Finding::new(&codes::SERVER_CERTIFICATE_UNTRUSTED, format!("{server}: {error}"), fix))
 }

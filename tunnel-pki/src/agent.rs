@@ -8,6 +8,7 @@ use rustls::ClientConfig;
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tunnel_runtime::NodeName;
+use tunnel_runtime::clock::Clock;
 use zeroize::Zeroizing;
 
 use super::bundle::TrustBundle;
@@ -28,6 +29,8 @@ pub struct AgentIdentity {
     pub key: Zeroizing<PrivateKeyDer<'static>>,
     /// Roots that may sign a server's certificate.
     pub bundle: TrustBundle,
+    /// By which certificates are valid.
+    pub clock: Clock,
     validity: Validity,
     /// Made for the first link. It has the sessions that links resume, so those of another certificate, or of other roots, are
     /// not resumed.
@@ -52,7 +55,8 @@ impl AgentIdentity {
         if !request::matches(&PrivateKey::from_der(&key)?, leaf)? {
             return Err(IdentityError::Key("it is not the certificate's key".into()));
         }
-        Ok(Self { holder, node, chain, key, bundle, validity, tls: OnceLock::new() })
+        let clock = Clock::default();
+        Ok(Self { holder, node, chain, key, bundle, clock, validity, tls: OnceLock::new() })
     }
 
     /// [`AgentIdentity::new`] from PEM.
@@ -74,6 +78,7 @@ impl AgentIdentity {
             chain: self.chain.clone(),
             key: Zeroizing::new(self.key.clone_key()),
             bundle,
+            clock: self.clock,
             validity: self.validity,
             tls: OnceLock::new(),
         }

@@ -14,6 +14,7 @@ use rand::TryRngCore as _;
 use rand::rngs::OsRng;
 use rustls::server::ProducesTickets;
 use sha2::{Digest as _, Sha256};
+use tunnel_runtime::clock::Clock;
 
 use super::bundle::TrustBundle;
 use super::key::PrivateKey;
@@ -27,14 +28,14 @@ const LABEL: &[u8] = b"postern session tickets 1";
 const LEAST: usize = 360;
 
 /// Makes and reads tickets. Nothing is stored: each key is derived when it is needed.
-pub struct Tickets(Prk);
+pub struct Tickets(Prk, Clock);
 
 impl Tickets {
     /// `key` is the signing root's.
-    pub fn new(key: &PrivateKey, roots: &TrustBundle) -> Self {
+    pub fn new(key: &PrivateKey, roots: &TrustBundle, clock: Clock) -> Self {
         let mut all = Sha256::new();
         roots.roots().iter().for_each(|root| all.update(root));
-        Self(Salt::new(HKDF_SHA256, &all.finalize()).extract(key.to_der().secret_der()))
+        Self(Salt::new(HKDF_SHA256, &all.finalize()).extract(key.to_der().secret_der()), clock)
     }
 
     /// Each ticket has a key of its own, so that a nonce repeats with its salt only.
@@ -73,8 +74,8 @@ fn only() -> Nonce {
     Nonce::assume_unique_for_key([0; NONCE_LEN])
 }
 
-fn epoch() -> Option<u32> {
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).ok()?;
+fn epoch(clock: Clock) -> Option<u32> {
+    let now = clock.now().duration_since(SystemTime::UNIX_EPOCH).ok()?;
     u32::try_from(now.as_secs() / u64::from(EPOCH)).ok()
 }
 
@@ -91,11 +92,11 @@ impl ProducesTickets for Tickets {
         if session.len() < LEAST {
             return None;
         }
-        self.seal(session, epoch()?)
+        self.seal(session, epoch(self.1)?)
     }
 
     fn decrypt(&self, ticket: &[u8]) -> Option<Vec<u8>> {
-        self.open(ticket, epoch()?)
+        self.open(ticket, epoch(self.1)?)
     }
 }
 
@@ -124,7 +125,8 @@ mod tests {
         let (key, other) = (PrivateKey::generate().unwrap(), PrivateKey::generate().unwrap());
         let (old, new) = (root(&key), root(&other));
         let both = [old.roots(), new.roots()].concat();
-        let (issuer, another) = (Tickets::new(&key, &old), Tickets::new(&key, &old));
+        let (issuer, another) =
+            (Tickets::new(&key, &old, Clock::default()), Tickets::new(&key, &old, Clock::default()));
         let session = vec![7; LEAST];
         let ticket = issuer.seal(&session, 100).unwrap();
         for now in 99..=101 {
@@ -137,7 +139,7 @@ mod tests {
             (&key, new.clone()),
             (&other, old.clone()),
         ] {
-            assert_eq!(Tickets::new(key, &roots).open(&ticket, 100), None);
+            assert_eq!(Tickets::new(key, &roots, Clock::default()).open(&ticket, 100), None);
         }
         // Nor does anyone read a part of it, or a changed one, such as one with a later epoch.
         for length in 0..ticket.len() {

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use arc_swap::ArcSwap;
 use rustls::client::{Resumption, TicketRequest};
@@ -10,12 +11,14 @@ use rustls::server::{
     ClientHello, NoServerSessionStorage, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier,
 };
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::time_provider::TimeProvider;
 use rustls::{
     AlertDescription, CertificateError, ClientConfig, InconsistentKeys, OtherError, RootCertStore,
     ServerConfig, version,
 };
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tokio_rustls::TlsAcceptor;
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::error::causes;
 
 use super::agent::AgentIdentity;
@@ -47,11 +50,27 @@ pub fn server_name() -> ServerName<'static> {
     ServerName::try_from(SERVER_NAME).expect("SERVER_NAME is a DNS name")
 }
 
+/// The clock of a host, as rustls reads it.
+#[derive(Debug)]
+struct Time(Clock);
+
+impl TimeProvider for Time {
+    fn current_time(&self) -> Option<UnixTime> {
+        Some(unix_time(self.0.now()))
+    }
+}
+
+/// Before 1970 no certificate is valid, as then.
+fn unix_time(time: SystemTime) -> UnixTime {
+    UnixTime::since_unix_epoch(time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default())
+}
+
 fn client(
     trust: Trust,
+    clock: Clock,
 ) -> Result<rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>, IdentityError> {
     let verifier = server_verifier(move |leaf, rest, name, now| trust.verify(leaf, rest, name, now));
-    Ok(ClientConfig::builder_with_provider(provider())
+    Ok(ClientConfig::builder_with_details(provider(), Arc::new(Time(clock)))
         .with_protocol_versions(&[&version::TLS13])
         .map_err(tls_error)?
         .dangerous()
@@ -92,7 +111,7 @@ pub fn agent_tls(identity: &AgentIdentity, alpn: &[u8]) -> Result<Arc<ClientConf
     let config = match identity.tls.get() {
         Some(config) => config,
         None => {
-            let mut config = client(Trust::Roots(Arc::new(identity.bundle.root_store())))?
+            let mut config = client(Trust::Roots(Arc::new(identity.bundle.root_store())), identity.clock)?
                 .with_client_cert_resolver(certified(identity.chain.clone(), &identity.key)?);
             config.resumption = Resumption::in_memory_sessions(1);
             config.send_ticket_request = Some(WANTED_TICKETS);
@@ -117,8 +136,9 @@ pub fn peer_tls(
     chain: Vec<CertificateDer<'static>>,
     key: &PrivateKeyDer<'_>,
     bundle: &TrustBundle,
+    clock: Clock,
 ) -> Result<Arc<ClientConfig>, IdentityError> {
-    let config = client(Trust::Roots(Arc::new(bundle.root_store())))?
+    let config = client(Trust::Roots(Arc::new(bundle.root_store())), clock)?
         .with_client_cert_resolver(certified(chain, key)?);
     Ok(finish(config, ALPN_PEER))
 }
@@ -126,7 +146,8 @@ pub fn peer_tls(
 /// TLS 1.3 without a client certificate, to a server of known roots. An agent whose certificate has expired enrols
 /// again with it.
 pub fn anonymous_tls(bundle: &TrustBundle, alpn: &[u8]) -> Result<Arc<ClientConfig>, IdentityError> {
-    Ok(finish(client(Trust::Roots(Arc::new(bundle.root_store())))?.with_no_client_auth(), alpn))
+    let trust = Trust::Roots(Arc::new(bundle.root_store()));
+    Ok(finish(client(trust, Clock::default())?.with_no_client_auth(), alpn))
 }
 
 /// TLS 1.2 or 1.3 to a server of another system. Its certificate must name the dialled host and be signed by one of
@@ -158,18 +179,18 @@ pub fn foreign_tls(
 /// # Errors
 /// Fails if `ca_hash` is malformed.
 pub fn pinned_tls(ca_hash: &str) -> Result<Arc<ClientConfig>, IdentityError> {
-    let config = client(Trust::Pinned(parse_ca_hash(ca_hash)?))?.with_no_client_auth();
+    let config = client(Trust::Pinned(parse_ca_hash(ca_hash)?), Clock::default())?.with_no_client_auth();
     Ok(finish(config, ALPN_GRPC))
 }
 
 impl TrustBundle {
     /// Checks that a server's chain (leaf first) would be accepted with these roots as the trusted ones.
-    pub fn verify_server(&self, chain: &[CertificateDer<'_>]) -> Result<(), IdentityError> {
+    pub fn verify_server(&self, chain: &[CertificateDer<'_>], now: SystemTime) -> Result<(), IdentityError> {
         let (leaf, rest) =
             chain.split_first().ok_or_else(|| IdentityError::Parse("an empty chain".into()))?;
         let trust = Trust::Roots(Arc::new(self.root_store()));
         trust
-            .verify(leaf, rest, &server_name(), UnixTime::now())
+            .verify(leaf, rest, &server_name(), unix_time(now))
             .map_err(|error| IdentityError::Bundle(format!("it does not verify the present server: {error}")))
     }
 }
@@ -221,6 +242,7 @@ fn refuses_certificate(alert: AlertDescription) -> bool {
 pub struct ServerTls {
     config: ArcSwap<ServerConfig>,
     leaf: ArcSwap<CertificateDer<'static>>,
+    clock: Clock,
 }
 
 impl ServerTls {
@@ -234,10 +256,11 @@ impl ServerTls {
         key: &PrivateKeyDer<'_>,
         client_roots: &TrustBundle,
         tickets: Option<Tickets>,
+        clock: Clock,
     ) -> Result<Self, IdentityError> {
         let leaf = leaf(&chain)?;
-        let config = server_config(chain, key, client_roots.root_store(), tickets)?;
-        Ok(Self { config: ArcSwap::from(config), leaf: ArcSwap::from_pointee(leaf) })
+        let config = server_config(chain, key, client_roots.root_store(), tickets, clock)?;
+        Ok(Self { config: ArcSwap::from(config), leaf: ArcSwap::from_pointee(leaf), clock })
     }
 
     /// Replaces certificate, key and client roots for later handshakes.
@@ -252,7 +275,7 @@ impl ServerTls {
         tickets: Option<Tickets>,
     ) -> Result<(), IdentityError> {
         let leaf = leaf(&chain)?;
-        self.config.store(server_config(chain, key, client_roots.root_store(), tickets)?);
+        self.config.store(server_config(chain, key, client_roots.root_store(), tickets, self.clock)?);
         self.leaf.store(Arc::new(leaf));
         Ok(())
     }
@@ -326,11 +349,12 @@ fn server_config(
     key: &PrivateKeyDer<'_>,
     client_roots: RootCertStore,
     tickets: Option<Tickets>,
+    clock: Clock,
 ) -> Result<Arc<ServerConfig>, IdentityError> {
     let verifier = client_verifier(caller_verifier(client_roots, false)?, |certificate| {
         client_of_certificate(certificate).map(drop).map_err(refuse)
     });
-    let mut config = ServerConfig::builder_with_provider(provider())
+    let mut config = ServerConfig::builder_with_details(provider(), Arc::new(Time(clock)))
         .with_protocol_versions(&[&version::TLS13])
         .map_err(tls_error)?
         .with_client_cert_verifier(verifier)

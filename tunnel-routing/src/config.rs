@@ -4,6 +4,7 @@ use std::collections::{BTreeSet, HashSet};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_runtime::NodeName;
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::net::{InterfaceAddress, identifies_host, interface_addresses};
 
 /// Settings that do not change at run time.
@@ -28,6 +29,8 @@ pub struct RouterConfig {
     /// This host's addresses, each with its network: never an edge node's. The cloud node that has one of them is this
     /// host, whose pods may use the redirect. [`host_addresses`] in production. Returns None if not known at present.
     pub host_addresses: fn() -> Option<HashSet<IpNet>>,
+    /// This host's.
+    pub clock: Clock,
 }
 
 impl RouterConfig {
@@ -44,6 +47,7 @@ impl RouterConfig {
             exclude: Vec::new(),
             clients: Vec::new(),
             host_addresses: || None,
+            clock: Clock::default(),
         }
     }
 

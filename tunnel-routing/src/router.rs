@@ -16,7 +16,7 @@ mod tests;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
-use std::time::{Instant, SystemTime};
+use std::time::Instant;
 
 use arc_swap::ArcSwap;
 use ipnet::IpNet;
@@ -25,6 +25,7 @@ use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_runtime::NodeName;
+use tunnel_runtime::clock::Clock;
 
 use super::awaited::Awaited;
 use super::claims::{Claims, StoredClaims};
@@ -108,6 +109,11 @@ impl Router {
         // Exclusions and clients take effect from the start.
         router.set_inventory(Inventory::default());
         router
+    }
+
+    /// This host's clock.
+    pub fn clock(&self) -> Clock {
+        self.config.clock
     }
 
     /// True if one of Postern's own listeners is there.
@@ -361,7 +367,7 @@ impl Router {
     /// # Errors
     /// The claims have another version.
     pub fn restore_claims(&self, stored: StoredClaims) -> Result<(), String> {
-        self.planner.lock().claims = Claims::restore(stored, Instant::now(), SystemTime::now())?;
+        self.planner.lock().claims = Claims::restore(stored, Instant::now(), self.config.clock.now())?;
         Ok(())
     }
 
@@ -369,7 +375,7 @@ impl Router {
     /// computation.
     pub fn stored_claims(&self) -> Option<StoredClaims> {
         let claims = self.planner.lock().claims.clone();
-        claims.known.then(|| claims.store(Instant::now(), SystemTime::now()))
+        claims.known.then(|| claims.store(Instant::now(), self.config.clock.now()))
     }
 
     /// Increases whenever [`Self::stored_claims`] changes.

@@ -146,6 +146,34 @@ mod tests {
         }
     }
 
+    /// Compiled with the others, a package has all features that any of them adds; alone, it has its own.
+    #[test]
+    fn features_of_shared_dependencies_are_in_the_workspaces_table() {
+        // Of tests, and of our own crate.
+        const ADDED: [&str; 2] = [r#"["test-util"]"#, r#"["user"]"#];
+        let listed = program("git").args(["ls-files", "*/Cargo.toml"]).current_dir(root()).output().unwrap();
+        let files = String::from_utf8(listed.stdout).unwrap();
+        assert!(files.lines().count() > 20, "{files}");
+        for file in files.lines() {
+            let text = fs::read_to_string(root().join(file)).unwrap();
+            for line in text.lines().filter(|line| line.contains("workspace = true")) {
+                let added = line.split_once("features = ").map(|(_, added)| added);
+                assert!(
+                    added.is_none_or(|added| ADDED.iter().any(|own| added.starts_with(own))),
+                    "{file}: {line}: the feature belongs into Cargo.toml of the workspace"
+                );
+            }
+            let (_, dependencies) = text.split_once("[dependencies]\n").unwrap_or_default();
+            let dependencies = dependencies.split("\n[").next().unwrap_or_default();
+            let has =
+                |name: &str| dependencies.lines().any(|line| line.starts_with(&format!("{name}.workspace")));
+            assert!(
+                !(has("kube") || has("kube-core")) || has("k8s-openapi"),
+                "{file}: kube does not compile without k8s-openapi, which has the version of Kubernetes"
+            );
+        }
+    }
+
     #[test]
     fn a_lock_is_no_database() {
         let folder = tempfile::tempdir().unwrap();

@@ -26,6 +26,7 @@ use tunnel_runtime::NodeName;
 use tunnel_runtime::lifecycle::Shutdown;
 use tunnel_server::pki::Ca;
 
+use crate::fleet::Host;
 use crate::network::Net;
 use crate::server::{self, RESTARTS};
 
@@ -38,6 +39,7 @@ pub(crate) struct Agent {
     pub(crate) process: usize,
     pub(crate) runtime: Runtime,
     pub(crate) links: Arc<LinkSet>,
+    pub(crate) keeper: Arc<IdentityKeeper>,
     /// A signal to the process.
     signal: Shutdown,
     serving: JoinHandle<()>,
@@ -85,7 +87,7 @@ impl Start<'_> {
     pub(crate) fn start(self) -> Result<Agent> {
         let runtime = self.runtime()?;
         let enroll = EnrollConfig {
-            servers: Vec::new(),
+            servers: (0..self.servers).map(|index| server::address(index).to_string()).collect(),
             holder: Holder::Agent,
             node: runtime.config.node_name.clone(),
             state_dir: self.state_dir.clone(),
@@ -93,7 +95,8 @@ impl Start<'_> {
             ca_hash: None,
             reach: runtime.config.reach.clone(),
         };
-        let identity = self.identity.with_bundle(self.identity.bundle.clone());
+        let mut identity = self.identity.with_bundle(self.identity.bundle.clone());
+        identity.clock = Host::Agent(self.index).clock();
         let keeper = IdentityKeeper::start(enroll, identity, IdentityMetrics::default(), Recovery::Token);
         let keeper = Arc::new(keeper);
         let (bundles, announced) = mpsc::channel(16);
@@ -105,11 +108,11 @@ impl Start<'_> {
             state_dir: self.state_dir,
             servers: self.servers,
             runtime: runtime.clone(),
-            running: Running { links: links.clone(), keeper },
+            running: Running { links: links.clone(), keeper: keeper.clone() },
             announced,
         };
         let serving = tokio::spawn(parts.serve(signal.clone()));
-        Ok(Agent { process: self.process, runtime, links, signal, serving })
+        Ok(Agent { process: self.process, runtime, links, keeper, signal, serving })
     }
 
     fn runtime(&self) -> Result<Runtime> {

@@ -10,7 +10,7 @@ use rand::{Rng as _, SeedableRng as _};
 use tokio::time::{Instant, sleep_until};
 use tunnel_pki::AgentIdentity;
 use tunnel_runtime::blocking::set_disk;
-use tunnel_runtime::clock::{set_wall_clock, wall_clock};
+use tunnel_runtime::clock::Clock;
 use tunnel_server::pki::{Ca, Lifetimes};
 
 use crate::agent::{self, Agent};
@@ -22,6 +22,10 @@ use crate::server::{self, Server, Start};
 /// How often the fleet is looked at, and once nothing happens any more.
 const LOOK: Duration = Duration::from_millis(100);
 const LOOK_QUIET: Duration = Duration::from_millis(500);
+
+/// A clock that is wrong by so much does no harm: certificates are valid five minutes before they are issued, and may be issued
+/// and shown by clocks that are wrong in different directions.
+const HARMLESS: Duration = Duration::from_secs(120);
 
 /// A process knows at once what another one of its host does.
 const AT_ONCE: Duration = Duration::from_millis(1);
@@ -43,6 +47,8 @@ pub(crate) struct Fleet {
     killed: Vec<bool>,
     /// The times that messages between two processes of a host have taken, and until when each was so.
     busy: BTreeMap<Host, Vec<(Duration, Option<Instant>)>>,
+    /// Reasons for which a host's clock is wrong.
+    wrong: BTreeMap<Host, usize>,
     /// Reasons for each silent path, and the time since when.
     silent: BTreeMap<(Host, Host), (usize, Instant)>,
 }
@@ -61,7 +67,17 @@ impl Host {
             Self::Agent(index) => agent::host(index),
         }
     }
+
+    pub(crate) fn clock(self) -> Clock {
+        Clock::of(match self {
+            Self::Server(index) => 2 * index + 1,
+            Self::Agent(index) => 2 * index + 2,
+        })
+    }
 }
+
+/// Shows the right time.
+pub(crate) const RIGHT: Clock = Clock::of(0);
 
 /// One thing to do.
 #[derive(Clone, Debug)]
@@ -85,7 +101,7 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
     let mut random = StdRng::seed_from_u64(seed);
     random.random::<u64>();
     let begin = Instant::now();
-    set_wall_clock(SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_000));
+    RIGHT.set(SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_000));
     let disk = plan.disk;
     set_disk(move || disk);
     let mut events = events(&plan, without, &mut random);
@@ -109,6 +125,18 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
     }
     model.finish(&fleet)?;
     Ok(model)
+}
+
+fn hosts(plan: &Plan) -> impl Iterator<Item = Host> + use<> {
+    (0..plan.servers).map(Host::Server).chain((0..plan.agents).map(Host::Agent))
+}
+
+fn lifetimes(plan: &Plan, clock: Clock) -> Lifetimes {
+    Lifetimes { agent: plan.life, server: plan.life, clock }
+}
+
+fn jump(clock: Clock, from: SystemTime, ahead: bool, by: Duration) {
+    clock.set(if ahead { from + by } else { from - by });
 }
 
 /// Returns the plan's events, ordered by time. The number tells those of the same time apart.
@@ -151,7 +179,9 @@ fn events(plan: &Plan, without: &[usize], random: &mut StdRng) -> BTreeMap<(Dura
 
 impl Fleet {
     fn new(plan: Plan, random: StdRng, dir: &Path) -> Result<Self> {
-        let ca = Ca::load_or_create(&dir.join("ca"), Lifetimes::default())?;
+        let hosts = hosts(&plan).collect::<Vec<_>>();
+        hosts.iter().for_each(|host| host.clock().set(RIGHT.now()));
+        let ca = Ca::load_or_create(&dir.join("ca"), lifetimes(&plan, RIGHT))?;
         let identities = (0..plan.agents).map(|index| agent::identity(&ca, index)).collect::<Result<_>>()?;
         let net = Net::new(random);
         for (agent, delays) in plan.delays.iter().enumerate() {
@@ -175,6 +205,7 @@ impl Fleet {
             agent_processes: vec![0; plan.agents],
             killed: vec![false; plan.agents],
             busy: BTreeMap::new(),
+            wrong: BTreeMap::new(),
             silent: BTreeMap::new(),
             plan,
         })
@@ -185,7 +216,8 @@ impl Fleet {
         self.processes[index] += 1;
         let start = Start {
             net: &self.net,
-            ca: &self.ca,
+            ca: Ca::open(self.ca.state_dir(), lifetimes(&self.plan, Host::Server(index).clock()))?,
+            clock: Host::Server(index).clock(),
             state_dir: self.dir.join(server::id_of(process)),
             process,
             count: self.plan.servers,
@@ -352,8 +384,18 @@ impl Fleet {
                 set_disk(move || takes);
                 model.excused(*lasts);
             }
-            Step::Clock { ahead: true, by } => set_wall_clock(wall_clock() + *by),
-            Step::Clock { ahead: false, by } => set_wall_clock(wall_clock() - *by),
+            Step::Clock { ahead, by } => {
+                for clock in hosts(&self.plan).map(Host::clock).chain([RIGHT]) {
+                    jump(clock, clock.now(), *ahead, *by);
+                }
+            }
+            Step::WrongClock { host, ahead, by, .. } => {
+                *self.wrong.entry(*host).or_default() += 1;
+                jump(host.clock(), RIGHT.now(), *ahead, *by);
+                if *by > HARMLESS {
+                    model.wrong(*host);
+                }
+            }
         }
         Ok(())
     }
@@ -401,6 +443,14 @@ impl Fleet {
                     before.iter().for_each(Server::stop);
                 }
                 self.restart_server(*server, model)?;
+            }
+            Step::WrongClock { host, .. } => {
+                let reasons = self.wrong.entry(*host).or_default();
+                *reasons -= 1;
+                if *reasons == 0 {
+                    host.clock().set(RIGHT.now());
+                    model.right(*host);
+                }
             }
             Step::Forget { .. } | Step::Reset { .. } | Step::Clock { .. } => {}
         }

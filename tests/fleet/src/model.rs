@@ -1,6 +1,6 @@
 //! Checks that hold for a fleet at all times, and how long each may take after a disturbance.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hasher as _};
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use tunnel_runtime::NodeName;
 
 use crate::agent;
-use crate::fleet::{Fleet, Host};
+use crate::fleet::{Fleet, Host, RIGHT};
 use crate::server::{DRAIN, Server};
 use crate::view::{OfAgent, OfServer, View};
 
@@ -52,6 +52,9 @@ pub(crate) struct Model {
     begin: Instant,
     /// The time by which each pair of hosts has to be linked.
     due: BTreeMap<(Host, Host), Instant>,
+    /// Hosts whose clocks are wrong, and pairs that may not be linked before these are right.
+    wrong: BTreeSet<Host>,
+    waiting: BTreeSet<(Host, Host)>,
     nodes: Vec<NodeName>,
     servers: usize,
     /// The highest epoch of each node at each process of a server.
@@ -78,6 +81,8 @@ impl Model {
         Self {
             begin: Instant::now(),
             due: BTreeMap::new(),
+            wrong: BTreeSet::new(),
+            waiting: BTreeSet::new(),
             nodes: (0..fleet.plan.agents).filter_map(|index| agent::node(index).ok()).collect(),
             servers: fleet.plan.servers,
             epochs: BTreeMap::new(),
@@ -115,8 +120,32 @@ impl Model {
     }
 
     fn within(&mut self, one: Host, other: Host, time: Duration) {
-        let due = self.due.entry((one.min(other), one.max(other))).or_insert_with(Instant::now);
+        let pair = (one.min(other), one.max(other));
+        let due = self.due.entry(pair).or_insert_with(Instant::now);
         *due = (*due).max(Instant::now() + time);
+        if self.wrong.contains(&one) || self.wrong.contains(&other) {
+            self.waiting.insert(pair);
+        }
+    }
+
+    /// The clock of a host is wrong. This ends no session, but certificates may not be valid for a new one.
+    pub(crate) fn wrong(&mut self, host: Host) {
+        self.wrong.insert(host);
+        let attaching = self
+            .due
+            .iter()
+            .filter(|((one, other), due)| (*one == host || *other == host) && **due > Instant::now());
+        self.waiting.extend(attaching.map(|(pair, _)| *pair));
+    }
+
+    /// The clock of a host is right again.
+    pub(crate) fn right(&mut self, host: Host) {
+        self.wrong.remove(&host);
+        for (one, other) in std::mem::take(&mut self.waiting) {
+            let servers = matches!((one, other), (Host::Server(_), Host::Server(_)));
+            // Inserted again if the other one's is still wrong.
+            self.within(one, other, if servers { LINKS } else { self.patience });
+        }
     }
 
     /// A path is back, or a host. `None`: with every other host.
@@ -163,7 +192,8 @@ impl Model {
     }
 
     fn is_due(&self, fleet: &Fleet, one: Host, other: Host) -> bool {
-        let due = self.due.get(&(one.min(other), one.max(other)));
+        let pair = (one.min(other), one.max(other));
+        let due = self.due.get(&pair).filter(|_| !self.waiting.contains(&pair));
         fleet.silence_between(one, other).is_none() && due.is_some_and(|due| *due <= Instant::now())
     }
 
@@ -393,6 +423,13 @@ impl Model {
         for agent in fleet.agents.iter().flatten() {
             let (tasks, links) = (agent.runtime.tasks.len(), agent.links.status().len());
             ensure!((tasks, links) == (servers, servers), "an agent has {tasks} tasks and {links} links");
+            let identity = agent.keeper.current();
+            let (validity, now) = (identity.validity(), RIGHT.now());
+            ensure!(
+                validity.not_before <= now && now < validity.renew_at(),
+                "the certificate of {} is of no use: {validity:?}",
+                identity.node
+            );
         }
         for server in fleet.servers.iter().flatten() {
             let linked: Vec<_> =

@@ -5,6 +5,8 @@ use std::time::Duration;
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
+use crate::fleet::Host;
+
 /// A fleet, and what happens to it.
 #[derive(Debug)]
 pub(crate) struct Plan {
@@ -14,6 +16,8 @@ pub(crate) struct Plan {
     pub(crate) in_cluster: bool,
     /// Open files of each server, by which its places are bounded.
     pub(crate) files: u32,
+    /// Lifetime of all certificates.
+    pub(crate) life: Duration,
     /// Time that an agent's disk takes.
     pub(crate) disk: Duration,
     /// One-way delays between each agent and each server.
@@ -55,8 +59,10 @@ pub(crate) enum Step {
     PowerLoss { agent: usize, lasts: Duration },
     /// The agents' disks are slow.
     Disk { takes: Duration, lasts: Duration },
-    /// The clocks jump.
+    /// The clocks jump, all at once.
     Clock { ahead: bool, by: Duration },
+    /// The clock of one host jumps, and is set right later.
+    WrongClock { host: Host, ahead: bool, by: Duration, lasts: Duration },
 }
 
 /// How a takeover goes, of a server or of an agent.
@@ -127,6 +133,8 @@ impl Upgrade {
 
 /// A server that ends is started again after so long.
 const RESTARTS: Duration = Duration::from_secs(2);
+/// As in the product.
+const LIFE: Duration = Duration::from_secs(30 * 86_400);
 
 fn between(random: &mut StdRng, from: Duration, to: Duration) -> Duration {
     Duration::from_millis(random.random_range(from.as_millis() as u64..=to.as_millis() as u64))
@@ -143,6 +151,10 @@ impl Plan {
         if seed % 8 == 1 {
             plan.replace_agents(&mut StdRng::seed_from_u64(seed ^ 3));
         }
+        // Lower ones are kept for other faults.
+        if seed % 8 == 5 && seed > 32 {
+            plan.jump_clocks(&mut StdRng::seed_from_u64(seed ^ 4));
+        }
         plan
     }
 
@@ -151,6 +163,27 @@ impl Plan {
         for _ in 0..random.random_range(2..=4) {
             let pause = between(random, Duration::from_millis(50), Duration::from_secs(20));
             let step = Step::Replace { agent: random.random_range(0..self.agents), how: Upgrade::of(random) };
+            self.steps.insert(random.random_range(0..=self.steps.len()), (pause, step));
+        }
+    }
+
+    /// The clocks of some hosts are wrong for a time, and certificates may last for less than that.
+    fn jump_clocks(&mut self, random: &mut StdRng) {
+        let minute = Duration::from_secs(60);
+        self.life = minute * [60, 720, 7200, 43_200][random.random_range(0..4)];
+        // All certificates would be over at once.
+        self.steps.retain(|(_, step)| !matches!(step, Step::Clock { .. }));
+        for _ in 0..random.random_range(2..=5) {
+            let host = match random.random() {
+                true => Host::Agent(random.random_range(0..self.agents)),
+                false => Host::Server(random.random_range(0..self.servers)),
+            };
+            // Up to six days. Renewals look at the clock every ten minutes.
+            let by = minute * (1 << random.random_range(0..14));
+            let most = if random.random_bool(0.3) { minute * 15 } else { minute };
+            let lasts = between(random, Duration::from_secs(1), most);
+            let pause = between(random, Duration::from_millis(50), Duration::from_secs(20));
+            let step = Step::WrongClock { host, ahead: random.random(), by, lasts };
             self.steps.insert(random.random_range(0..=self.steps.len()), (pause, step));
         }
     }
@@ -164,6 +197,7 @@ impl Plan {
             agents,
             in_cluster: false,
             files: 128,
+            life: LIFE,
             disk: between(random, Duration::from_millis(1100), Duration::from_millis(1400)),
             delays: vec![vec![delay]; agents],
             between: Duration::from_millis(1),
@@ -197,6 +231,7 @@ impl Plan {
             agents,
             in_cluster: upgrades.random(),
             files: 1024,
+            life: LIFE,
             disk: ms(2),
             delays,
             between: between(random, ms(1), ms(10)),
@@ -237,7 +272,8 @@ impl Step {
             | Self::Crash { lasts, .. }
             | Self::Restart { lasts, .. }
             | Self::PowerLoss { lasts, .. }
-            | Self::Disk { lasts, .. } => *lasts,
+            | Self::Disk { lasts, .. }
+            | Self::WrongClock { lasts, .. } => *lasts,
             Self::Upgrade { how, .. } | Self::Replace { how, .. } => how.lasts(),
             Self::Forget { .. } | Self::Reset { .. } | Self::Clock { .. } => Duration::ZERO,
         }

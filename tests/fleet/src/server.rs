@@ -18,6 +18,7 @@ use tunnel_pki::TrustBundle;
 use tunnel_redirect::Orphans;
 use tunnel_routing::{Router, RouterConfig};
 use tunnel_runtime::NodeName;
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::Shutdown;
 use tunnel_server::agent_port::{AgentPort, Budget, Handover, LinkContext};
@@ -64,7 +65,8 @@ pub(crate) struct Server {
 /// How a server starts.
 pub(crate) struct Start<'a> {
     pub(crate) net: &'a Net,
-    pub(crate) ca: &'a Ca,
+    pub(crate) ca: Ca,
+    pub(crate) clock: Clock,
     pub(crate) state_dir: PathBuf,
     pub(crate) process: (usize, usize),
     /// Number of servers.
@@ -134,6 +136,7 @@ impl Start<'_> {
             reach: Reach::over(self.net.at(address.ip(), KEEPALIVE)),
             redirector: None,
             trust: Trust {
+                clock: self.clock,
                 roots: trusted,
                 standing,
                 revocations: RevocationStore::new(&self.state_dir),
@@ -192,8 +195,9 @@ impl Start<'_> {
 
     fn runtime(&self, id: &str) -> Result<Runtime> {
         let mut registry = Registry::default();
-        let config =
+        let mut config =
             RouterConfig::new("198.18.0.0/15".parse()?, "fd9e:706f:7374:6572::/64".parse()?, [10250]);
+        config.clock = self.clock;
         let router = Arc::new(Router::new(config, &mut registry));
         let mut runtime = Runtime::new(router, Arc::new(Workers::here()), &mut registry);
         id.clone_into(&mut runtime.server_id);

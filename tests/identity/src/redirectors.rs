@@ -106,7 +106,7 @@ async fn nothing_but_passing_on() {
     let read = tokio::time::timeout(DEADLINE, link.read_to_end(&mut bytes)).await.expect("it is closed");
     assert!(read.is_err() || bytes.is_empty(), "the server began a session: {bytes:?}");
     // It is no server.
-    assert!(identity.bundle.verify_server(&identity.chain).is_err());
+    assert!(identity.bundle.verify_server(&identity.chain, SystemTime::now()).is_err());
     // It may ask a server for its nodes. It has no CA, and gets the roots.
     let mut told = watch(&port, &identity).await.unwrap();
     let first = told.message().await.unwrap().unwrap();

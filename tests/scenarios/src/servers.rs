@@ -255,11 +255,11 @@ async fn a_name_is_resolved_anew_and_all_its_addresses_are_tried(testbed: &Testb
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
     visit(on_edge.address).await?;
 
-    // The server comes back at another address, and the name follows.
-    server.process.crash().await?;
-    testbed.router.iptables(&format!("-I FORWARD -i edge+ -d {CLOUD} -p tcp -j DROP"))?;
+    // The server comes back at another address. The name has it before the agent dials again: a SYN to the old one would wait.
     testbed.cloud.ip(&format!("addr add {later}/24 dev eth0"))?;
     mounted.write(&hosts(&[silent, later]))?;
+    testbed.router.iptables(&format!("-I FORWARD -i edge+ -d {CLOUD} -p tcp -j DROP"))?;
+    server.process.crash().await?;
     server.start_again().await?;
     let moved = server.wait_connected("edge-1", true, agent::START + SETTLED);
     moved.await.context("the agent finds the other address")?;

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
 use tunnel_runtime::blocking::blocking;
-use tunnel_runtime::clock::wall_clock;
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::state_file::StateFile;
 
 /// Maximum wait for the disk. The server waits for ten seconds, and flash that others write to may take longer.
@@ -27,6 +27,7 @@ struct Source {
     /// Without it only a clock that is set back before a restart does harm.
     file: Arc<StateFile<u64>>,
     last: Mutex<u64>,
+    clock: Clock,
     /// Lets at most one thread wait for the disk.
     storing: Arc<Semaphore>,
 }
@@ -34,10 +35,10 @@ struct Source {
 impl EpochSource {
     /// Reads the last epoch. An unusable file is replaced with the next epoch: no more is lost than with a new state
     /// directory.
-    pub(super) fn open(path: PathBuf) -> Self {
+    pub(super) fn open(path: PathBuf, clock: Clock) -> Self {
         let file = StateFile::new(path);
         let (last, storing) = (Mutex::new(file.load().unwrap_or_default()), Arc::new(Semaphore::new(1)));
-        Self(Arc::new(Source { file, last, storing }))
+        Self(Arc::new(Source { file, last, clock, storing }))
     }
 
     /// Returns the next epoch, which is stored before it is used. A disk that is full, read-only or slow does not stop
@@ -75,7 +76,7 @@ impl EpochSource {
 
 impl Source {
     fn choose(&self) -> u64 {
-        let now = wall_clock().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
+        let now = self.clock.now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
         let mut last = self.last.lock();
         // Another agent of this node, from which this one takes over, may have used higher epochs meanwhile.
         *last = self.file.read().ok().flatten().unwrap_or_default().max(*last);
@@ -105,14 +106,14 @@ mod tests {
     fn epochs_grow_across_restarts_and_clocks_set_back() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("epoch");
-        let first = next(&EpochSource::open(path.clone()));
-        let source = EpochSource::open(path.clone());
+        let first = next(&EpochSource::open(path.clone(), Clock::default()));
+        let source = EpochSource::open(path.clone(), Clock::default());
         let second = next(&source);
         assert!(second > first && next(&source) > second);
         // As if the clock had once been far ahead.
         let ahead = u64::MAX / 2;
         std::fs::write(&path, ahead.to_string()).unwrap();
-        assert_eq!(next(&EpochSource::open(path)), ahead + 1);
+        assert_eq!(next(&EpochSource::open(path, Clock::default())), ahead + 1);
     }
 
     #[test]
@@ -121,7 +122,8 @@ mod tests {
         let path = dir.path().join("epoch");
         // The clock is behind.
         std::fs::write(&path, (u64::MAX / 2).to_string()).unwrap();
-        let (before, after) = (EpochSource::open(path.clone()), EpochSource::open(path));
+        let (before, after) =
+            (EpochSource::open(path.clone(), Clock::default()), EpochSource::open(path, Clock::default()));
         let numbers = [&before, &after, &before, &before, &after].map(next);
         assert!(numbers.is_sorted_by(|a, b| a < b), "{numbers:?}");
     }
@@ -132,12 +134,12 @@ mod tests {
         let path = dir.path().join("epoch");
         for content in ["", "x", "-1", "18446744073709551616"] {
             std::fs::write(&path, content).unwrap();
-            let epoch = next(&EpochSource::open(path.clone()));
+            let epoch = next(&EpochSource::open(path.clone(), Clock::default()));
             assert!(epoch > 1_700_000_000_000, "{epoch}");
             assert_eq!(std::fs::read_to_string(&path).unwrap(), epoch.to_string());
         }
         // Its directory cannot be created.
-        let source = EpochSource::open(path.join("epoch"));
+        let source = EpochSource::open(path.join("epoch"), Clock::default());
         let first = next(&source);
         assert!(next(&source) > first);
     }
@@ -147,7 +149,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("epoch");
         let stored = || std::fs::read_to_string(&path).unwrap();
-        let source = EpochSource::open(path.clone());
+        let source = EpochSource::open(path.clone(), Clock::default());
         let patient = async || source.next_within(Duration::from_secs(600)).await.unwrap();
         let first = patient().await;
         assert_eq!(stored(), first.to_string());

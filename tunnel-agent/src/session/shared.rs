@@ -34,8 +34,9 @@ impl Shared {
         bundles: mpsc::Sender<Announced>,
     ) -> Arc<Self> {
         let given = &runtime.config.given;
+        let clock = identity.borrow().clock;
         Arc::new(Self {
-            epochs: EpochSource::open(given.state_dir.join("epoch")),
+            epochs: EpochSource::open(given.state_dir.join("epoch"), clock),
             bench: BenchPolicy::new(given.links.bench),
             attached: Attached::default(),
             resumed: Resumed::default(),

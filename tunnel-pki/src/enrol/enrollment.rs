@@ -18,6 +18,7 @@ use tunnel_link::link::Wire;
 use tunnel_link::proto::EnrollResponse;
 use tunnel_link::proto::enrollment_client::EnrollmentClient;
 use tunnel_runtime::NodeName;
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::error::chain;
 
 use crate::enrol::attempt::{AttemptError, check_issued};
@@ -66,11 +67,14 @@ impl Connection {
         response: &EnrollResponse,
         key: &PrivateKey,
         (holder, node): (Holder, &NodeName),
+        clock: Clock,
     ) -> Result<AgentIdentity, AttemptError> {
         let parse = || {
             let bundle = TrustBundle::from_pem(&response.trust_bundle)?;
-            bundle.verify_server(&self.server_chain)?;
-            AgentIdentity::from_pem(&response.certificate_chain, &key.to_pem(), bundle)
+            bundle.verify_server(&self.server_chain, clock.now())?;
+            let mut identity = AgentIdentity::from_pem(&response.certificate_chain, &key.to_pem(), bundle)?;
+            identity.clock = clock;
+            Ok(identity)
         };
         parse()
             .and_then(|identity| check_issued(identity, holder, node))

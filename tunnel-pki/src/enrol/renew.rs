@@ -9,6 +9,8 @@ use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard, watch};
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_link::proto::RenewRequest;
 use tunnel_runtime::backoff::{Backoff, jittered};
+use tunnel_runtime::blocking::blocking;
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::config::HostPort;
 
 use crate::enrol::attempt::{AttemptError, RETRIES, is_orphaned};
@@ -130,7 +132,7 @@ impl IdentityKeeper {
         if current.bundle == bundle {
             return Ok(false);
         }
-        bundle.verify_server(server_chain)?;
+        bundle.verify_server(server_chain, current.clock.now())?;
         let identity = current.with_bundle(bundle);
         if !*unsaved {
             let (files, bundle) = (self.renewer.files.clone(), identity.bundle.clone());
@@ -177,7 +179,7 @@ fn is_unsaved(stored: &Result<(), IdentityError>) -> bool {
 async fn run_blocking(
     work: impl FnOnce() -> Result<(), IdentityError> + Send + 'static,
 ) -> Result<(), IdentityError> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|stopped| {
+    blocking(work).await.unwrap_or_else(|stopped| {
         // The write panicked, or the runtime is shutting down.
         Err(IdentityError::Key(format!("writing the identity was interrupted: {stopped}")))
     })
@@ -198,7 +200,7 @@ impl Renewer {
             let identity = Arc::clone(&identities.borrow_and_update());
             let (at, due) = due(&identity, futile);
             tokio::select! {
-                () = sleep_until(at) => {}
+                () = sleep_until(at, identity.clock) => {}
                 // An announced bundle may call for an early renewal.
                 changed = identities.changed() => {
                     if changed.is_err() {
@@ -210,7 +212,7 @@ impl Renewer {
             tracing::info!(node = %identity.node, due = ?due, "renewing the certificate");
             let renewed = self.renew_until_done().await;
             futile = due == Due::Rotation && !renewed.is_signed_by_newest_root();
-            if let Some(pause) = pause_after(renewed.renew_at(), SystemTime::now(), &mut pauses) {
+            if let Some(pause) = pause_after(renewed.renew_at(), renewed.clock.now(), &mut pauses) {
                 tracing::warn!(
                     node = %renewed.node,
                     retry_in_s = pause.as_secs_f64(),
@@ -244,7 +246,7 @@ impl Renewer {
                 }
             }
             let identity = Arc::clone(&self.current.borrow());
-            if identity.validity().is_over(SystemTime::now()) && self.recovery == Recovery::Token {
+            if identity.validity().is_over(identity.clock.now()) && self.recovery == Recovery::Token {
                 tracing::error!(
                     node = %identity.node,
                     fix = enrol_by_token(identity.holder, &identity.node),
@@ -267,6 +269,7 @@ impl Renewer {
             &response.into_inner(),
             &key,
             (self.config.holder, &self.config.node),
+            old.clock,
         )?;
         let mut unsaved = self.storing.lock().await;
         // Roots that were announced meanwhile are newer than the answer's.
@@ -307,7 +310,7 @@ impl Renewer {
 /// Time and reason of the next renewal. `futile`: the last renewal for a rotation still brought a certificate of the
 /// old root.
 fn due(identity: &AgentIdentity, futile: bool) -> (SystemTime, Due) {
-    let now = SystemTime::now();
+    let now = identity.clock.now();
     let life = identity.validity().life();
     let at = identity.renew_at() + jittered(life / JITTER_SHARE, 1.0);
     if identity.is_signed_by_newest_root() {
@@ -328,8 +331,8 @@ fn pause_after(renew_at: SystemTime, now: SystemTime, pauses: &mut Backoff) -> O
 }
 
 /// Sleeps by the wall clock, because certificates use it.
-async fn sleep_until(at: SystemTime) {
-    while let Ok(left) = at.duration_since(SystemTime::now()) {
+async fn sleep_until(at: SystemTime, clock: Clock) {
+    while let Ok(left) = at.duration_since(clock.now()) {
         if left.is_zero() {
             return;
         }

@@ -7,6 +7,7 @@ use std::time::SystemTime;
 use rustls::ClientConfig;
 use tunnel_link::proto::EnrollRequest;
 use tunnel_runtime::NodeName;
+use tunnel_runtime::clock::Clock;
 
 use crate::enrol::EnrollError;
 use crate::enrol::attempt::{AttemptError, RETRIES, is_orphaned};
@@ -199,7 +200,12 @@ impl<'a> Round<'a> {
             csr: self.csr.clone(),
         };
         let response = connection.client.enroll(request).await?;
-        connection.issued_identity(&response.into_inner(), &self.key, (self.config.holder, &self.config.node))
+        connection.issued_identity(
+            &response.into_inner(),
+            &self.key,
+            (self.config.holder, &self.config.node),
+            Clock::default(),
+        )
     }
 }
 

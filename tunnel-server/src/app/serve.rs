@@ -13,6 +13,7 @@ use tunnel_pki::enrol::reach::Reach;
 use tunnel_redirect::Feeder;
 use tunnel_routing::{follow, keep_claims};
 use tunnel_runtime::admin::Serving;
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::limits::Limits;
 use tunnel_runtime::takeover::{self, socket_path};
 
@@ -199,6 +200,7 @@ fn to_peers(
         server_id: runtime.server_id.clone(),
         tls,
         trust: Trust {
+            clock: Clock::default(),
             roots,
             standing,
             revocations,

@@ -27,6 +27,7 @@ use clap::Args;
 use ipnet::IpNet;
 use tunnel_link::link::Congestion;
 use tunnel_runtime::NodeName;
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::config::value::{self, List, OnOff};
 use tunnel_runtime::config::{ConfigError, ConfigFile, HostPort, Ignored};
 use tunnel_runtime::logging::LogConfig;
@@ -218,6 +219,7 @@ impl Config {
             exclude: redirect.exclude.clone(),
             clients: redirect.redirect_clients.clone(),
             host_addresses,
+            clock: Clock::default(),
         }
     }
 

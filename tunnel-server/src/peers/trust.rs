@@ -8,6 +8,7 @@ use rustls_pki_types::CertificateDer;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
 use tunnel_pki::{BACKDATE, IdentityError, TrustBundle};
+use tunnel_runtime::clock::Clock;
 
 use super::peer::Peer;
 use crate::pki::{Refusal, Revocation, RevocationStore, Revocations, Standing, Subject};
@@ -21,6 +22,7 @@ const AGAIN: Duration = Duration::from_secs(10);
 
 /// The rules by which servers are judged, and the place of their revocations.
 pub struct Trust {
+    pub clock: Clock,
     /// The roots in force.
     pub roots: watch::Receiver<Arc<TrustBundle>>,
     /// Which servers are revoked.
@@ -45,12 +47,14 @@ pub(super) enum Distrust {
 /// again before: it may have another certificate.
 pub(super) async fn not_trusted(trust: &Trust, peer: &Peer, chain: &[CertificateDer<'_>]) -> Distrust {
     let (mut standing, mut roots) = (trust.standing.clone(), trust.roots.clone());
+    // A clock that jumps ends no link.
+    let (began, since) = (trust.clock.now(), Instant::now());
     let mut ends = None;
     loop {
         if let Err(refusal) = standing.judge_server(&peer.server_id) {
             return refusal.into();
         }
-        let verified = roots.borrow_and_update().verify_server(chain);
+        let verified = roots.borrow_and_update().verify_server(chain, began + since.elapsed());
         let next = match verified {
             Ok(()) => {
                 ends = None;

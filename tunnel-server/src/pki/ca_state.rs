@@ -14,6 +14,7 @@ use tunnel_pki::{
     TrustBundle, Validity, public_key_hash, validity,
 };
 use tunnel_runtime::NodeName;
+use tunnel_runtime::clock::Clock;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
 use super::error::PkiError;
@@ -30,11 +31,13 @@ const ROOT_LIFE: Duration = Duration::from_secs(10 * 365 * 86_400);
 pub struct Lifetimes {
     pub agent: Duration,
     pub server: Duration,
+    /// By which certificates are issued.
+    pub clock: Clock,
 }
 
 impl Default for Lifetimes {
     fn default() -> Self {
-        Self { agent: 30 * DAY, server: 30 * DAY }
+        Self { agent: 30 * DAY, server: 30 * DAY, clock: Clock::default() }
     }
 }
 
@@ -55,6 +58,7 @@ impl Lifetimes {
         Ok(Self {
             agent: read("POSTERN_AGENT_CERTIFICATE_LIFE", default.agent)?,
             server: read("POSTERN_SERVER_CERTIFICATE_LIFE", default.server)?,
+            clock: default.clock,
         })
     }
 }
@@ -85,7 +89,7 @@ impl Root {
         let key = PrivateKey::generate()?;
         let mut params = ca_params(&key, 1);
         params.serial_number = Some(SerialNumber::from(generation));
-        set_own_validity(&mut params, ROOT_LIFE);
+        set_own_validity(&mut params, ROOT_LIFE, Clock::default());
         let certificate = params.self_signed(&key).map_err(|error| PkiError::sign(&error))?.der().clone();
         let pair = PrivateKey::from_der(&key.to_der())?;
         Ok((Self::new(certificate, Some(pair))?, key))
@@ -171,6 +175,10 @@ impl CaState {
         &self.roots
     }
 
+    pub(super) const fn clock(&self) -> Clock {
+        self.lifetimes.clock
+    }
+
     pub fn role(&self, root: &Root) -> Role {
         match self.roots.first() {
             Some(first) if root.generation > first.generation => Role::Introduced,
@@ -189,7 +197,7 @@ impl CaState {
     /// The same for all servers with these roots.
     pub(super) fn tickets(&self) -> Result<Tickets, PkiError> {
         let (_, issuer) = self.signer()?;
-        Ok(Tickets::new(issuer.key(), &self.bundle))
+        Ok(Tickets::new(issuer.key(), &self.bundle, self.clock()))
     }
 
     /// Signs a certificate for the node: `O=postern:agents`, `CN=postern:node:<node>`, client authentication only.
@@ -209,7 +217,7 @@ impl CaState {
     ) -> Result<IssuedCertificate, PkiError> {
         let mut params = leaf_params(ExtendedKeyUsagePurpose::ClientAuth);
         params.distinguished_name = holder.distinguished_name(node);
-        let now = SystemTime::now();
+        let now = self.clock().now();
         // Dates in certificates are whole seconds. It must already be valid by the clocks of other servers.
         let issued = (after + Duration::from_secs(1)).min(now + BACKDATE * 4 / 5).max(now);
         set_validity(&mut params, issued, self.lifetimes.agent.min(life));
@@ -236,7 +244,7 @@ impl CaState {
             params.subject_alt_names.push(SanType::DnsName(dns_name));
         }
         params.subject_alt_names.extend(addresses.iter().copied().map(SanType::IpAddress));
-        set_own_validity(&mut params, self.lifetimes.server);
+        set_own_validity(&mut params, self.lifetimes.server, self.clock());
         let mut issued = self.sign(&params, &key)?;
         let (signing, issuer) = self.signer()?;
         issued.chain.push(signing.certificate.clone());
@@ -244,7 +252,7 @@ impl CaState {
             if let Some(signer) = &other.signer {
                 let mut params = ca_params(issuer.key(), 0);
                 params.serial_number = Some(random_serial());
-                set_own_validity(&mut params, ROOT_LIFE);
+                set_own_validity(&mut params, ROOT_LIFE, self.clock());
                 let cross = params.signed_by(issuer.key(), signer).map_err(|error| PkiError::sign(&error))?;
                 issued.chain.push(cross.der().clone());
             }
@@ -262,7 +270,7 @@ impl CaState {
         params.distinguished_name.push(DnType::OrganizationName, PEER_ORGANIZATION);
         let name = format!("{PEER_COMMON_NAME_PREFIX}{server_id}");
         params.distinguished_name.push(DnType::CommonName, name);
-        set_own_validity(&mut params, self.lifetimes.server);
+        set_own_validity(&mut params, self.lifetimes.server, self.clock());
         Ok((self.sign(&params, &key)?, key))
     }
 
@@ -315,8 +323,8 @@ fn set_validity(params: &mut CertificateParams, issued: SystemTime, life: Durati
 }
 
 /// Sets the validity of a certificate whose time of issue does not matter.
-fn set_own_validity(params: &mut CertificateParams, life: Duration) {
-    let now = SystemTime::now();
+fn set_own_validity(params: &mut CertificateParams, life: Duration, clock: Clock) {
+    let now = clock.now();
     set_validity(params, now, life);
     if life > 2 * OWN_BACKDATE {
         params.not_before = (now - OWN_BACKDATE).into();

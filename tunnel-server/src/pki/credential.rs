@@ -7,6 +7,7 @@ use jiff::Timestamp;
 use rustls_pki_types::CertificateDer;
 use tokio::time::Instant;
 use tunnel_pki::{IdentityError, TrustBundle, validity};
+use tunnel_runtime::clock::Clock;
 
 use super::standing::Refusal;
 
@@ -37,11 +38,15 @@ impl Credential {
     ///
     /// # Errors
     /// The certificate cannot be read.
-    pub fn of(certificate: &CertificateDer<'_>, roots: &Arc<TrustBundle>) -> Result<Self, IdentityError> {
+    pub fn of(
+        certificate: &CertificateDer<'_>,
+        roots: &Arc<TrustBundle>,
+        clock: Clock,
+    ) -> Result<Self, IdentityError> {
         let (validity, signer) = (validity(certificate)?, roots.issuer_of(certificate));
         let (roots, not_after, now) = (roots.clone(), validity.not_after, Instant::now());
         // TLS does not verify the certificate of a resumed session: it may have expired.
-        let ends = not_after.duration_since(SystemTime::now()).map_or(now, |left| now + left + AFTER_EXPIRY);
+        let ends = not_after.duration_since(clock.now()).map_or(now, |left| now + left + AFTER_EXPIRY);
         let certificate = Certificate { not_after, ends, roots, signer };
         Ok(Self { issued: validity.issued(), certificate: Some(certificate) })
     }
@@ -109,7 +114,7 @@ mod tests {
         let issue = || {
             let key = public_key_of_csr(&create_csr(&PrivateKey::generate().unwrap()).unwrap()).unwrap();
             let issued = ca.state().unwrap().issue_agent(&"edge-1".parse().unwrap(), &key).unwrap();
-            (Credential::of(&issued.chain[0], &roots()).unwrap(), issued.not_after)
+            (Credential::of(&issued.chain[0], &roots(), Clock::default()).unwrap(), issued.not_after)
         };
         let (old, not_after) = issue();
         let now = Instant::now();
@@ -133,7 +138,7 @@ mod tests {
         let other = Ca::load_or_create(&other.path().join("server"), Lifetimes::default()).unwrap();
         let key = public_key_of_csr(&create_csr(&PrivateKey::generate().unwrap()).unwrap()).unwrap();
         let foreign = other.state().unwrap().issue_agent(&"edge-1".parse().unwrap(), &key).unwrap();
-        let foreign = Credential::of(&foreign.chain[0], &roots()).unwrap();
+        let foreign = Credential::of(&foreign.chain[0], &roots(), Clock::default()).unwrap();
         assert_eq!(foreign.judge(&roots(), now), Err(Refusal::Retired));
         assert_eq!(Credential::token(SystemTime::now()).judge(&roots(), end + AFTER_EXPIRY), Ok(()));
     }

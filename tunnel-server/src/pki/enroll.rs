@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use jiff::Timestamp;
 use parking_lot::Mutex;
@@ -13,6 +13,7 @@ use tonic::{Code, Request, Response, Status};
 use tunnel_link::proto::enrollment_server::Enrollment;
 use tunnel_link::proto::{EnrollRequest, EnrollResponse, RenewRequest};
 use tunnel_pki::{CsrKey, Holder, IdentityError, holder_of_certificate, pem_of_certificates, validity};
+use tunnel_runtime::blocking::blocking;
 use tunnel_runtime::{NodeName, NodeNameError};
 
 use super::ca_state::CaState;
@@ -166,7 +167,7 @@ impl EnrollService {
                 // The semaphore is never closed.
                 let permit = Arc::clone(&self.inner.permits).acquire_owned().await;
                 // Finished even if the agent gives up: a retry gets the same answer.
-                tokio::task::spawn_blocking(move || {
+                blocking(move || {
                     let _permit = permit;
                     work(&inner, message, certificate)
                 })
@@ -280,7 +281,7 @@ impl Inner {
         let (holder, node) = holder_of_certificate(certificate).map_err(refuse)?;
         // The handshake checked both, but a connection may outlive the certificate or its root.
         let validity = validity(certificate).map_err(refuse)?;
-        if validity.is_over(SystemTime::now()) {
+        if validity.is_over(self.ca.borrow().clock().now()) {
             return Err(EnrollError::Certificate("the certificate expired; enrol with a new token".into()));
         }
         if self.ca.borrow().bundle().issuer_of(certificate).is_none() {
@@ -324,6 +325,8 @@ impl Enrollment for EnrollService {
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
     use tunnel_pki::{PrivateKey, create_csr, public_key_of_csr};
 
     use super::*;

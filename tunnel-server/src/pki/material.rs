@@ -168,7 +168,20 @@ mod tests {
         assert_eq!((roles(&both), both.keys().len()), (vec![Role::Issuing, Role::Introduced], 2));
         assert!(matches!(both.introduce(), Err(PkiError::Rotation(_))));
         assert!(matches!(both.retire(), Err(PkiError::Rotation(_))));
+        let mut keyless = both.clone();
+        keyless.keys.remove(&key_name(&new));
+        let error = keyless.activate().unwrap_err().to_string();
+        assert!(
+            error.contains(&key_name(&new)) && error.contains("the introduced root's key is missing"),
+            "{error}"
+        );
         let (active, hash) = both.activate().unwrap();
+        let error = active.introduce().unwrap_err().to_string();
+        assert!(
+            error.contains(first.state(Lifetimes::default()).unwrap().hash())
+                && error.contains("`ca retire`"),
+            "{error}"
+        );
         assert_eq!((roles(&active), hash), (vec![Role::Issuing, Role::Retiring], new.clone()));
         let (last, old) = active.retire().unwrap();
         assert_ne!(old, new);

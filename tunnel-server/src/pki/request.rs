@@ -99,3 +99,29 @@ fn single<'a>(mut attributes: impl Iterator<Item = &'a AttributeTypeAndValue<'a>
         _ => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tunnel_pki::{PrivateKey, create_csr};
+
+    use super::*;
+
+    #[test]
+    fn a_request_is_all_that_was_sent() {
+        let request = create_csr(&PrivateKey::generate().unwrap()).unwrap();
+        assert!(examine_request(&request).unwrap().subject.is_none());
+        let followed = [&request[..], &[0x30, 0x00]].concat();
+        let denial = examine_request(&followed).unwrap_err();
+        assert_eq!(
+            (denial.reason, denial.message.as_str()),
+            ("InvalidRequest", "bytes follow after the request's end")
+        );
+        for length in 0..request.len() {
+            let denial = examine_request(&request[..length]).unwrap_err();
+            assert_eq!(denial.reason, "InvalidRequest", "{length}");
+        }
+        // The last byte belongs to the signature, which proves possession of the key.
+        let (last, rest) = request.split_last().unwrap();
+        assert_eq!(examine_request(&[rest, &[last ^ 1]].concat()).unwrap_err().reason, "InvalidRequest");
+    }
+}

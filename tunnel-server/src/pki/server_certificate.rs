@@ -79,8 +79,8 @@ impl ServerCertificate {
         let sans = names.sans();
         let (issued, key) = state.issue_server(&sans.0, &sans.1)?;
         let validity = leaf_validity(&issued)?;
-        let tls =
-            Arc::new(ServerTls::new(issued.chain, &key.to_der(), state.bundle(), Some(state.tickets()?))?);
+        let (tickets, clock) = (Some(state.tickets()?), state.clock());
+        let tls = Arc::new(ServerTls::new(issued.chain, &key.to_der(), state.bundle(), tickets, clock)?);
         let peer_tls = Arc::new(ArcSwap::from(peer_config(&state, server_id)?));
         let (names_sender, names) = watch::channel(names);
         let (roots_sender, roots) = watch::channel(Arc::new(state.bundle().clone()));
@@ -145,7 +145,7 @@ fn leaf_validity(issued: &IssuedCertificate) -> Result<Validity, PkiError> {
 
 fn peer_config(state: &CaState, server_id: &str) -> Result<Arc<ClientConfig>, PkiError> {
     let (issued, key) = state.issue_peer(server_id)?;
-    Ok(peer_tls(issued.chain, &key.to_der(), state.bundle())?)
+    Ok(peer_tls(issued.chain, &key.to_der(), state.bundle(), state.clock())?)
 }
 
 struct Renewal {
@@ -195,7 +195,7 @@ impl Renewal {
         let state = if ca_changed { Arc::new(self.ca.state()?) } else { Arc::clone(&self.state.borrow()) };
         let sans = self.names.borrow_and_update().sans();
         // It is not valid yet if the clock was ahead when it was issued.
-        let current = (self.validity.not_before..self.validity.renew_at()).contains(&SystemTime::now());
+        let current = (self.validity.not_before..self.validity.renew_at()).contains(&state.clock().now());
         if !ca_changed && sans == self.sans && current {
             return Ok(());
         }

@@ -132,8 +132,8 @@ fn certificates_have_the_expected_contents() {
         [SERVER_NAME, "cloud.example", "*.cloud.example", "10.0.0.1", "fd00::1"]
     );
     assert!(client_of_certificate(&server.chain[0]).is_err());
-    state.bundle().verify_server(&server.chain).unwrap();
-    state.bundle().verify_server(&issued.chain).unwrap_err();
+    state.bundle().verify_server(&server.chain, SystemTime::now()).unwrap();
+    state.bundle().verify_server(&issued.chain, SystemTime::now()).unwrap_err();
     for bad in ["", "a b", "é.example", "a..b", &"a".repeat(300)] {
         let error = state.issue_server(&[bad.to_owned()], &[]).map(|_| ()).unwrap_err();
         assert!(matches!(error, PkiError::Name { .. }), "{bad}: {error}");
@@ -204,7 +204,7 @@ fn a_rotation_takes_three_steps() {
     // An agent that knows only the old root still accepts the server.
     let (server, _) = state.issue_server(&[], &[]).unwrap();
     let old_only = tunnel_pki::TrustBundle::new(vec![state.roots()[1].certificate.clone()]).unwrap();
-    old_only.verify_server(&server.chain).unwrap();
+    old_only.verify_server(&server.chain, SystemTime::now()).unwrap();
     assert_eq!(state.bundle().issuer_of(&before.chain[0]), Some(1));
 
     let error = ca.retire(false).unwrap_err().to_string();
@@ -215,7 +215,7 @@ fn a_rotation_takes_three_steps() {
     assert_eq!((state.hash(), state.roots().len()), (new.as_str(), 1));
     assert_eq!(state.roots()[0].generation, 2);
     only_key(&state_dir);
-    old_only.verify_server(&state.issue_server(&[], &[]).unwrap().0.chain).unwrap_err();
+    old_only.verify_server(&state.issue_server(&[], &[]).unwrap().0.chain, SystemTime::now()).unwrap_err();
 }
 
 #[test]

@@ -326,6 +326,23 @@ mod tests {
     }
 
     #[test]
+    fn a_copied_file_is_no_second_token_and_time_has_an_end() {
+        let (_directory, store, now) = store();
+        let (token, record) = store.create((Holder::Agent, &node("edge-1")), HOUR, now).unwrap();
+        let copy: Token = format!("aaaaaa{}", &token.expose()[6..]).parse().unwrap();
+        fs::copy(store.0.path(&file_name(token.id())), store.0.path(&file_name(copy.id()))).unwrap();
+        let redeem = |token| store.redeem(token, (Holder::Agent, &node("edge-1")), "k", None, now);
+        let error = redeem(&copy).unwrap_err().to_string();
+        let parts = ["aaaaaa.json", &format!("it holds token \"{}\"", record.id), "make a new token"];
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+        assert_eq!(redeem(&token).unwrap(), Ok(()));
+        let error =
+            store.create((Holder::Agent, &node("edge-2")), Duration::MAX, now).unwrap_err().to_string();
+        assert!(error.contains("18446744073709551615s"), "{error}");
+        assert_eq!(store.list().unwrap().0.len(), 1);
+    }
+
+    #[test]
     fn one_of_several_concurrent_keys_wins() {
         let (_directory, store, now) = store();
         let (token, _) = store.create((Holder::Agent, &node("edge-1")), HOUR, now).unwrap();

@@ -297,6 +297,12 @@ pub(crate) async fn dialled(
 
 #[cfg(test)]
 mod tests {
+    use std::future::pending;
+
+    use h2::Reason;
+    use h2::server::SendResponse;
+    use tunnel_link::relay::RELAY_PATH;
+
     use super::super::links::tests::link;
     use super::*;
 
@@ -311,5 +317,85 @@ mod tests {
         assert!(!link.is_silent());
         link.note_unanswered();
         assert!(link.is_silent());
+    }
+
+    /// What a client hears of an agent that answers a stream like this.
+    async fn heard<F: Future<Output = ()> + Send + 'static>(
+        agent: impl FnOnce(SendResponse<Bytes>) -> F + Send + 'static,
+    ) -> Result<(), (Outcome, String)> {
+        let (near, far) = tokio::io::duplex(1 << 16);
+        tokio::spawn(async move {
+            let mut connection = h2::server::handshake(far).await.unwrap();
+            let (request, respond) = connection.accept().await.unwrap().unwrap();
+            assert_eq!(
+                (&request.headers()[TARGET_HEADER], &request.headers()["grpc-timeout"]),
+                (&HeaderValue::from_static("192.0.2.1:10250"), &HeaderValue::from_static("5S"))
+            );
+            let drive = async { while connection.accept().await.is_some() {} };
+            tokio::join!(agent(respond), drive)
+        });
+        let (send, connection) = h2::client::handshake(near).await.unwrap();
+        tokio::spawn(connection);
+        let (flow, over) = (Arc::new(Flow::default()), CancellationToken::new());
+        let link = Link::new(0, flow, over, send, Handle::current(), Streams::new(MOST_STREAMS));
+        let (to, target) = ("the agent of edge-1", "192.0.2.1:10250".parse().unwrap());
+        let stalls = StallBound::new(1 << 20, 1 << 16);
+        let asked = link.ask(to, RELAY_PATH, target, HeaderMap::new()).await.unwrap();
+        let (_send, answer) = asked.answer(On { link: &link, to, stalls: &stalls }, target, |_| ());
+        let answered = answer.await.map(drop);
+        answered.map_err(|error| (error.outcome(Side::Server), error.to_string()))
+    }
+
+    /// Sends headers that end the stream.
+    fn ends(mut respond: SendResponse<Bytes>, status: StatusCode, grpc: Option<(&str, &str)>) {
+        let mut response = Response::builder().status(status);
+        if let Some((code, message)) = grpc {
+            response = response.header("grpc-status", code).header("grpc-message", message);
+        }
+        respond.send_response(response.body(()).unwrap(), true).unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn every_answer_but_headers_is_a_failure_with_its_reason() {
+        let connected = heard(async |mut respond| {
+            let _stream = respond.send_response(Response::new(()), false).unwrap();
+            pending().await
+        });
+        assert_eq!(connected.await, Ok(()));
+        let http = heard(async |respond| ends(respond, StatusCode::SERVICE_UNAVAILABLE, None)).await;
+        let reason = "the agent of edge-1 answered with HTTP status 503 Service Unavailable";
+        assert_eq!(http, Err((Outcome::Protocol, reason.into())));
+        // A proxy's page says nothing of a connection, whatever status of gRPC it has.
+        let page = heard(async |respond| ends(respond, StatusCode::BAD_GATEWAY, Some(("0", "")))).await;
+        assert_eq!(page.unwrap_err().0, Outcome::Protocol);
+        let reason = "the agent of edge-1 ended the stream without connecting";
+        let ended = heard(async |respond| ends(respond, StatusCode::OK, Some(("0", "")))).await;
+        assert_eq!(ended, Err((Outcome::Protocol, reason.into())));
+        let denied = heard(async |respond| ends(respond, StatusCode::OK, Some(("7", "not%0Aallowed")))).await;
+        let (outcome, reason) = denied.unwrap_err();
+        assert_eq!(outcome, Outcome::from_code(Code::PermissionDenied));
+        assert!(
+            reason.starts_with("the agent of edge-1 refused: not") && !reason.contains('\n'),
+            "{reason:?}"
+        );
+        let late = heard(async |respond| ends(respond, StatusCode::OK, Some(("4", "no answer")))).await;
+        assert_eq!(late, Err((Outcome::TimedOut, "the agent of edge-1 gave up: no answer".into())));
+        let reset = heard(async |mut respond| respond.send_reset(Reason::CONNECT_ERROR)).await;
+        assert_eq!(reset.unwrap_err().0, Outcome::TargetReset);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_agent_that_does_not_answer_is_given_up_after_its_time_and_the_ways() {
+        let begin = tokio::time::Instant::now();
+        let hung = heard(async |respond| {
+            let _respond = respond;
+            pending().await
+        });
+        let reason = "the agent of edge-1 did not answer the dial of 192.0.2.1:10250 within 8 s";
+        assert_eq!(hung.await, Err((Outcome::TimedOut, reason.into())));
+        assert_eq!(begin.elapsed().as_secs(), 8);
+        // One that is gone is known at once.
+        let gone = heard(async |respond| drop(respond)).await.unwrap_err();
+        assert_eq!(begin.elapsed().as_secs(), 8, "{gone:?}");
     }
 }

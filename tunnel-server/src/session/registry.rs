@@ -18,7 +18,6 @@ use tokio_util::sync::CancellationToken;
 use tunnel_link::relay::{OF_NODE_HEADER, RELAY_PATH, RelayError, StallBound, Totals};
 use tunnel_routing::{Holder, Router};
 use tunnel_runtime::NodeName;
-use tunnel_runtime::clock::wall_clock;
 
 use super::link::{Asked, Link};
 use super::links::Links;
@@ -307,7 +306,7 @@ impl Sessions {
     /// # Errors
     /// If the live session has the same or a newer epoch.
     pub fn register(&self, session: Arc<Session>) -> Result<Option<Arc<Session>>, Fenced> {
-        let (node, now) = (session.node.clone(), wall_clock());
+        let (node, now) = (session.node.clone(), self.router.clock().now());
         let mut live = self.live.write();
         if let Some(current) = live.get(&node)
             && rank(current.epoch, now) >= rank(session.epoch, now)

@@ -10,6 +10,7 @@ use tonic::{Code, Streaming};
 use tunnel_link::proto::peer_client::PeerClient;
 use tunnel_link::proto::{Holdings, Segment, WatchRequest};
 use tunnel_pki::{AgentIdentity, peer_tls};
+use tunnel_runtime::clock::Clock;
 use tunnel_server::pki::{Revocation, Revocations, Subject};
 use tunnel_server::runtime::settings::Settings;
 
@@ -66,7 +67,7 @@ async fn a_retired_root_ends_links_and_a_renewed_agent_loses_no_connection() {
     // Whoever had the old key could have forged this server's certificate.
     let old = server.ca.state().unwrap();
     let (forged, key) = old.issue_peer("server-x").unwrap();
-    let forged = peer_tls(forged.chain, &key.to_der(), old.bundle()).unwrap();
+    let forged = peer_tls(forged.chain, &key.to_der(), old.bundle(), Clock::default()).unwrap();
     let mut forger = PeerClient::new(channel(&port.address, forged).await);
     let mut told = forger.watch(WatchRequest::default()).await.unwrap().into_inner();
 

@@ -22,6 +22,7 @@ use tunnel_link::link::Congestion;
 use tunnel_pki::enrol::{IdentityKeeper, IdentityMetrics, Recovery};
 use tunnel_pki::{AgentIdentity, TrustBundle};
 use tunnel_routing::{Router, RouterConfig};
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::{Drain, Shutdown};
 use tunnel_server::agent_port::{AgentPort, Budget, Gate, Handover, LinkContext};
@@ -159,6 +160,7 @@ impl Port {
             reach: Reach::new(None, Congestion::System),
             redirector: None,
             trust: Trust {
+                clock: Clock::default(),
                 roots: self.roots.subscribe(),
                 standing: self.standing.clone(),
                 revocations: self.store.clone(),

@@ -92,6 +92,8 @@ mod tests {
     use tokio_rustls::client::TlsStream;
     use tunnel_pki::{ServerTls, TrustBundle};
 
+    use tunnel_runtime::clock::Clock;
+
     use super::super::{Admission, Front};
     use super::*;
     use crate::admission::Shares;
@@ -120,8 +122,9 @@ mod tests {
             let issuer = Issuer::new(params, key);
             let roots = TrustBundle::new(vec![root.clone()]).unwrap();
             let (certificate, key) = signed(&issuer, "localhost", ExtendedKeyUsagePurpose::ServerAuth);
-            let tls =
-                CallerTls::new(Arc::new(ServerTls::new(vec![certificate], &key, &roots, None).unwrap()));
+            let tls = CallerTls::new(Arc::new(
+                ServerTls::new(vec![certificate], &key, &roots, None, Clock::default()).unwrap(),
+            ));
             let tls = tls.unwrap();
             tls.accept_roots(&roots).unwrap();
             let mut registry = Registry::default();

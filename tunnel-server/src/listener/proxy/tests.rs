@@ -13,6 +13,7 @@ use tokio_rustls::TlsConnector;
 use tunnel_link::outcome::{Hop, Outcome};
 use tunnel_link::relay::{listen, prepare_socket};
 use tunnel_pki::{ServerTls, TrustBundle};
+use tunnel_runtime::clock::Clock;
 
 use super::*;
 use crate::admission::Shares;
@@ -47,7 +48,7 @@ impl Site {
         let key = KeyPair::generate().unwrap();
         let own = CertificateParams::new(["localhost".to_owned()]).unwrap().signed_by(&key, &issuer).unwrap();
         let key = PrivateKeyDer::Pkcs8(key.serialize_der().into());
-        let tls = ServerTls::new(vec![own.der().clone()], &key, &roots, None).unwrap();
+        let tls = ServerTls::new(vec![own.der().clone()], &key, &roots, None, Clock::default()).unwrap();
         let context = ListenerContext::without_nodes();
         let tokens = Tokens::parse("alices-own-token,alice,1\n").unwrap();
         let gatekeeper = Gatekeeper {
