@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     /// What a client hears of an agent that answers a stream like this.
-    async fn heard<F: Future<Output = ()> + Send>(
+    async fn heard<F: Future<Output = ()> + Send + 'static>(
         agent: impl FnOnce(SendResponse<Bytes>) -> F + Send + 'static,
     ) -> Result<(), (Outcome, String)> {
         let (near, far) = tokio::io::duplex(1 << 16);
