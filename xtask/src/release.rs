@@ -19,6 +19,7 @@ use crate::peers::{self, Peer};
 use crate::plugin;
 use crate::provenance::Build;
 use crate::registry::Registry;
+use crate::shell;
 use crate::source::{Source, git};
 
 #[derive(clap::Args)]
@@ -54,6 +55,7 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
     for archive in &archives {
         copy(archive, &out.join(archive.file_name().unwrap_or_default()))?;
     }
+    let documents = shell::build(&cross::folder(Arch::HOST, options.profile)?)?;
     for arch in Arch::ALL {
         let folder = cross::folder(arch, options.profile)?;
         for image in Image::ALL {
@@ -61,8 +63,13 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
             copy(&folder.join(image.name()), &out.join(&name))?;
             let sbom = format!("{name}.cdx.json");
             copy(&built.join(&sbom), &out.join(sbom))?;
-            let programs =
-                Programs { folder: &folder, arch, revision: 1, epoch: source.epoch, documents: None };
+            let programs = Programs {
+                folder: &folder,
+                arch,
+                revision: 1,
+                epoch: source.epoch,
+                documents: Some(&documents),
+            };
             let stage = Stage::new(image, &programs)?;
             stage.deb(&out)?;
             stage.rpm(&out)?;

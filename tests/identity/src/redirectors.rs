@@ -1,7 +1,7 @@
 //! A redirector's certificate: its enrolment, and its uses.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use h2::client::SendRequest;
