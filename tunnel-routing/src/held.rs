@@ -56,7 +56,7 @@ impl Counts {
         }
     }
 
-    /// Counts the nodes of a new table; returns what it has replaced.
+    /// Takes the counts of a new table. Returns the holders of the one before, for the caller to drop outside of the lock.
     pub(super) fn replace(&mut self, counted: Counted) -> Vec<Held> {
         self.here.set(counted.here);
         self.elsewhere.set(counted.elsewhere);

@@ -168,7 +168,7 @@ fn serve_admin(
     let bench = bench::endpoint(runtime.sessions.clone());
     let connections = connections_endpoint(runtime.metrics.clone());
     let readiness = runtime.readiness.clone();
-    let status = reporter.into_status();
+    let (role, status) = (reporter.role, reporter.into_status());
     peers.tell(&status);
     let endpoints = Admin {
         registry,
@@ -176,7 +176,7 @@ fn serve_admin(
         connections: Some(connections),
         flags: flags.into(),
         bench: Some(bench),
-        cluster: Some(cluster_endpoint(peers, status.clone())),
+        cluster: Some(cluster_endpoint(role, peers, status.clone())),
         status,
         pages: PAGES,
         log,

@@ -36,7 +36,7 @@ const PART: usize = 1000;
 const STATUS_PART: usize = 64 << 10;
 /// Maximum number of calls of a link at a time, besides forwarded connections. There is one that lasts, and one for each
 /// page that is open at the other server.
-const MOST_CALLS: usize = 4;
+const MOST_CALLS: usize = 16;
 
 /// A link before HTTP/2 begins.
 pub(super) struct Incoming {

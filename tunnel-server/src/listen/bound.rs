@@ -58,16 +58,16 @@ impl Listeners {
             before.listener(REDIRECT, |address| address.is_ipv4() == v4)
         };
         let listeners = [taken(true), taken(false)];
-        let started = tunnel_redirect::listen(options, listeners).await.map_err(|error| match error {
-            RedirectError::NotCgroup { path, reason } => anyhow::Error::new(ConfigError::new(
-                "--redirect-cgroup",
-                path.display().to_string(),
-                format!("{reason}: give a directory of a cgroup v2 hierarchy"),
-            )),
-            other => anyhow::Error::new(other).context("--redirect=on"),
-        });
+        let started =
+            tunnel_redirect::listen(options, listeners, prepare_socket).await.map_err(|error| match error {
+                RedirectError::NotCgroup { path, reason } => anyhow::Error::new(ConfigError::new(
+                    "--redirect-cgroup",
+                    path.display().to_string(),
+                    format!("{reason}: give a directory of a cgroup v2 hierarchy"),
+                )),
+                other => anyhow::Error::new(other).context("--redirect=on"),
+            });
         let (redirect, listeners) = started?;
-        listeners.iter().for_each(prepare_socket);
         self.sockets.extend(listeners.into_iter().map(|listener| (REDIRECT, listener)));
         Ok(redirect)
     }

@@ -78,7 +78,7 @@ pub(crate) async fn serve<D: Listener>(
             Err(full) => {
                 over_limit(&context.metrics, name, client, &full);
                 context.metrics.turned_away(name);
-                // Resets it: the client could take an end of file for an answer.
+                // Dropping it resets it: the client could take an end of file for an answer.
                 continue;
             }
         };

@@ -47,7 +47,7 @@ pub(super) enum Distrust {
 /// again before: it may have another certificate.
 pub(super) async fn not_trusted(trust: &Trust, peer: &Peer, chain: &[CertificateDer<'_>]) -> Distrust {
     let (mut standing, mut roots) = (trust.standing.clone(), trust.roots.clone());
-    // A clock that jumps ends no link.
+    // A clock that jumps ends no link: as for agents, the time at its start counts, and what has passed since.
     let (began, since) = (trust.clock.now(), Instant::now());
     let mut ends = None;
     loop {
@@ -80,7 +80,9 @@ pub(super) async fn not_trusted(trust: &Trust, peer: &Peer, chain: &[Certificate
 
 /// Keeps the newer ones of the revocations that another server has told.
 pub(super) async fn learn(trust: &Trust, peer: &Peer, told: Vec<String>) {
-    let (now, known) = (Timestamp::now(), trust.standing.revocations().borrow().clone());
+    // A time that no timestamp can have takes no readmission.
+    let now = Timestamp::try_from(trust.clock.now()).unwrap_or(Timestamp::MIN);
+    let known = trust.standing.revocations().borrow().clone();
     let (mut records, mut skipped) = (Vec::new(), 0_u64);
     for text in &told {
         let told = serde_json::from_str::<Revocation>(text).map_err(|_| Skipped);

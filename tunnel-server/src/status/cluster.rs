@@ -10,17 +10,19 @@ use serde_json::json;
 use tunnel_runtime::admin;
 
 use crate::peers::{Peer, Peers};
+use crate::runtime::role::Role;
 
 /// Time for another server to report. One with 100,000 nodes has tens of megabytes to send.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Answers `/cluster`: a list of this server's status, and of each other one's status or `{"server_id", "error"}`.
-pub(crate) fn endpoint(peers: Arc<Peers>, status: Arc<admin::Status>) -> Arc<admin::Cluster> {
+/// Answers `/cluster`: a list of this server's status, and of each other one's status or `{"server_id", "error"}`. A redirector,
+/// which no server tells its status, lists only its own.
+pub(crate) fn endpoint(role: Role, peers: Arc<Peers>, status: Arc<admin::Status>) -> Arc<admin::Cluster> {
     Arc::new(move || {
         let (peers, status) = (peers.clone(), status.clone());
         Box::pin(async move {
             // During a takeover there are links with both servers of a host; those of the one that stops come first.
-            let mut others: Vec<_> = peers.all();
+            let mut others = if role == Role::Server { peers.all() } else { Vec::new() };
             others.sort_by_key(|peer| !peer.is_draining());
             let others: BTreeMap<_, _> =
                 others.into_iter().map(|peer| (peer.server_id.clone(), peer)).collect();

@@ -72,7 +72,7 @@ fn skew(programs: &BTreeMap<(&str, &str), Names>, newest: &str) -> Vec<String> {
         let (of_it, of_newest) = (parts(version), parts(newest));
         let fix = if *program != SERVER && of_it[..2] > oldest[..2] {
             "not supported: update the servers first"
-        } else if of_it[0] != of_newest[0] || of_it[1] + 1 < of_newest[1] {
+        } else if of_it[0] != of_newest[0] || of_it[1].saturating_add(1) < of_newest[1] {
             "not supported: update them from each minor version to the next"
         } else {
             "update them"

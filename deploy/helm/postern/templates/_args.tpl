@@ -176,7 +176,7 @@
   value: /bpf
 # --configmap and --edge-selector.
 - name: POSTERN_CONFIGMAP
-  value: {{ $values.server.configMap }}
+  value: {{ $values.server.configMap | quote }}
 - name: POSTERN_EDGE_SELECTOR
   value: {{ include "postern.edgeSelector" (index . 0) | quote }}
 {{- if ne (int (index . 1)) 10265 }}

@@ -1,4 +1,4 @@
-//! What the API server says of every folder, component and rendering of the chart, in a dry run that refuses unknown fields.
+//! Every folder, component and rendering of the chart in a server-side dry run, which refuses unknown fields.
 use std::fs;
 
 use anyhow::{Context as _, Result};

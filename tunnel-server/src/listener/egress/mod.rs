@@ -117,7 +117,7 @@ impl Egress {
                 accepted = listener.accept(NAME) => accepted,
             };
             let Some(place) = self.admit(client) else {
-                // Resets it: the client could take an end of file for an answer.
+                // Dropping it resets it: the client could take an end of file for an answer.
                 continue;
             };
             let (dialler, tls) = (self.dialler.clone(), tls.clone());

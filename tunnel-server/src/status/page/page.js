@@ -4,6 +4,7 @@ import { age, COLUMNS, conflicts, FAILURES, failedAt, failureRows, LINKS, linkRo
 const ROW = 28; // Height of a row, as in page.css.
 const SPARE = 12; // Rows beyond the visible ones.
 const LEAST_PAUSE = 2000;
+const LISTS = ["failures", "listeners", "nodes", "peers", "pending"];
 
 const $ = (id) => document.getElementById(id);
 const view = {
@@ -245,8 +246,13 @@ function detail() {
 function take(answers) {
   const now = performance.now();
   const seconds = view.reports.length === 0 ? 0 : (now - view.at) / 1000;
-  const reports = answers.filter((answer) => answer.error === undefined);
-  view.silent = answers.filter((answer) => answer.error !== undefined);
+  // A server of another version may report less than this page shows.
+  const whole = (answer) => LISTS.every((list) => Array.isArray(answer[list])) && answer.redirect && answer.inventory;
+  const judged = answers.map((answer) =>
+    answer.error === undefined && !whole(answer) ? { server_id: answer.server_id, error: `version ${answer.version}` } : answer,
+  );
+  const reports = judged.filter((answer) => answer.error === undefined);
+  view.silent = judged.filter((answer) => answer.error !== undefined);
   const servers = new Set(reports.flatMap((report) => report.peers.map((peer) => peer.server_id)));
   for (const report of reports) if (report.role === "server") servers.add(report.server_id);
   view.servers = servers.size;

@@ -44,7 +44,7 @@ export function rowsOf(reports, seconds, counted, servers) {
       row.listed ||= node.in_inventory;
       if (node.addresses.length > row.nets.length) row.nets = node.addresses;
       for (const server of node.via) row.via.add(server);
-      for (const leaving of node.leaving) row.leaving += leaving.connections;
+      for (const leaving of node.leaving ?? []) row.leaving += leaving.connections;
       if (node.last_seen_s !== null && (row.seen === null || node.last_seen_s < row.seen)) {
         [row.seen, row.end] = [node.last_seen_s, node.last_end || ""];
       }
