@@ -1,4 +1,4 @@
-//! Which side holds a tunnel to each edge node, and how many nodes are held by which.
+//! The sides that hold a tunnel to each edge node, and the counts of nodes by side.
 
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;

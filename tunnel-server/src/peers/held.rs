@@ -19,7 +19,7 @@ pub struct Peers {
     held: RwLock<HashMap<NodeName, Held>>,
     /// Not set: no node is revoked.
     standing: OnceLock<Standing>,
-    /// What the other servers are told of this one. Weak, as it reads this.
+    /// The status that the other servers may ask for. Weak, as it reads this.
     status: OnceLock<Weak<admin::Status>>,
     router: Arc<Router>,
     changed: watch::Sender<u64>,
