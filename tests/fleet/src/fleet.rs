@@ -365,8 +365,10 @@ impl Fleet {
             }
             Step::Replace { agent, how } => {
                 // One that is down has nothing to hand over, and there are two of a node at most. On a host where each hears of
-                // the other only after seconds, one after the other would give up before it is answered.
-                let busy = self.busy(Host::Agent(*agent)) > AT_ONCE;
+                // the other only after seconds, one after the other would give up before it is answered. While a server hears of its
+                // successor so late, it does not know either that an agent's successor is attached there.
+                let servers = (0..self.plan.servers).map(Host::Server);
+                let busy = servers.chain([Host::Agent(*agent)]).any(|host| self.busy(host) > AT_ONCE);
                 if let ([before], false) = (&self.agents[*agent][..], busy) {
                     before.relay(how.relays);
                     self.start_agent(*agent)?;

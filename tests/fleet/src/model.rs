@@ -22,6 +22,8 @@ const MOVES: Duration = Duration::from_secs(3);
 /// Servers are linked after so long without disturbance: at most a pause after failures (5 s), and the time after which a
 /// silent link is given up (2.5 s).
 const LINKS: Duration = Duration::from_secs(12);
+/// A server whose clock was wrong may have a certificate of that time. It looks every two seconds whether it needs another one.
+const RENEWS: Duration = Duration::from_secs(4);
 /// The same after an upgrade of the other server: it is dialled at once.
 const LINKS_AGAIN: Duration = Duration::from_millis(1500);
 /// A silent server is given up after 2.5 s and twice the last round trip, which are looked at every 0.5 s, and after what was
@@ -54,6 +56,8 @@ pub(crate) struct Model {
     due: BTreeMap<(Host, Host), Instant>,
     /// Hosts whose clocks are wrong, and pairs that may not be linked before these are right.
     wrong: BTreeSet<Host>,
+    /// When the clocks of hosts became right again.
+    righted: BTreeMap<Host, Instant>,
     waiting: BTreeSet<(Host, Host)>,
     nodes: Vec<NodeName>,
     servers: usize,
@@ -82,6 +86,7 @@ impl Model {
             begin: Instant::now(),
             due: BTreeMap::new(),
             wrong: BTreeSet::new(),
+            righted: BTreeMap::new(),
             waiting: BTreeSet::new(),
             nodes: (0..fleet.plan.agents).filter_map(|index| agent::node(index).ok()).collect(),
             servers: fleet.plan.servers,
@@ -122,7 +127,9 @@ impl Model {
     fn within(&mut self, one: Host, other: Host, time: Duration) {
         let pair = (one.min(other), one.max(other));
         let due = self.due.entry(pair).or_insert_with(Instant::now);
-        *due = (*due).max(Instant::now() + time);
+        let renewed =
+            [one, other].into_iter().filter_map(|host| self.righted.get(&host).map(|at| *at + RENEWS));
+        *due = (*due).max(renewed.fold(Instant::now(), Instant::max) + time);
         if self.wrong.contains(&one) || self.wrong.contains(&other) {
             self.waiting.insert(pair);
         }
@@ -141,6 +148,7 @@ impl Model {
     /// The clock of a host is right again.
     pub(crate) fn right(&mut self, host: Host) {
         self.wrong.remove(&host);
+        self.righted.insert(host, Instant::now());
         for (one, other) in std::mem::take(&mut self.waiting) {
             let servers = matches!((one, other), (Host::Server(_), Host::Server(_)));
             // Inserted again if the other one's is still wrong.

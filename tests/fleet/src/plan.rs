@@ -34,6 +34,9 @@ pub(crate) struct Plan {
     pub(crate) patience: Duration,
 }
 
+/// By how much all clocks jump back at a time.
+const BACK: Duration = Duration::from_secs(30);
+
 /// One thing that happens.
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
@@ -179,11 +182,17 @@ impl Plan {
                 false => Host::Server(random.random_range(0..self.servers)),
             };
             // Up to six days. Renewals look at the clock every ten minutes.
-            let by = minute * (1 << random.random_range(0..14));
+            let mut by = minute * (1 << random.random_range(0..14));
+            let ahead = random.random();
+            // An agent that is more than a day ahead and comes back is refused while the server has its session, as a copied identity
+            // would be, and then waits for a minute or two.
+            if ahead && matches!(host, Host::Agent(_)) {
+                by = by.min(minute * 60 * 20);
+            }
             let most = if random.random_bool(0.3) { minute * 15 } else { minute };
             let lasts = between(random, Duration::from_secs(1), most);
             let pause = between(random, Duration::from_millis(50), Duration::from_secs(20));
-            let step = Step::WrongClock { host, ahead: random.random(), by, lasts };
+            let step = Step::WrongClock { host, ahead, by, lasts };
             self.steps.insert(random.random_range(0..=self.steps.len()), (pause, step));
         }
     }
@@ -259,7 +268,11 @@ impl Step {
             17 => Self::Restart { agent, lasts: short },
             18..=19 => Self::PowerLoss { agent, lasts: short },
             20 => Self::Disk { takes: lasts / 4, lasts },
-            _ => Self::Clock { ahead: random.random(), by: lasts * 20 },
+            _ => {
+                // Far back, no certificate would be valid yet: each begins five minutes before it is issued.
+                let (ahead, most) = if random.random() { (true, lasts * 20) } else { (false, BACK) };
+                Self::Clock { ahead, by: most.min(lasts * 20) }
+            }
         }
     }
 
