@@ -111,6 +111,7 @@ mod tests {
             status: Arc::new(|| serde_json::json!({"version": "1.0"})),
             connections: None,
             flags: Arc::new(["--a=b".to_owned()]),
+            cluster: None,
             bench: None,
             pages: &[],
             log: logging::Handle::detached(),

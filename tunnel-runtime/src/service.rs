@@ -39,7 +39,7 @@ enum Action {
     Uninstall,
 }
 
-/// What a program brings for systemd: files of deploy/systemd.
+/// A program's files for systemd, from deploy/systemd.
 pub struct Service {
     /// `server` or `agent`.
     pub name: &'static str,
@@ -283,7 +283,7 @@ fn split(flags: &[&str]) -> Result<(Option<String>, Vec<String>), ConfigError> {
                 token = Some(given.trim().to_owned());
                 rest.push(format!("--token-file={TOKEN}"));
             }
-            // What systemd would split, expand or unquote.
+            // Characters at which systemd would split, expand or unquote.
             None if flag.is_empty() || flag.contains(|c: char| c.is_whitespace() || "'\"\\$".contains(c)) => {
                 let reason = "blanks, quotes, \\ and $ mean something in a unit; give this flag in a file, with --config";
                 // The value may be a password.

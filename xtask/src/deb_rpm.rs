@@ -26,7 +26,7 @@ Copyright (C) 2026 The Postern authors
 
 Licensed under the Apache License, Version 2.0. On Debian systems, its text is in /usr/share/common-licenses/Apache-2.0.
 ";
-/// What lintian finds and is meant.
+/// Findings of lintian that are meant.
 const JUSTIFIED: [&str; 4] = [
     // cargo-deb's, of a static program.
     "empty-field Depends",

@@ -54,7 +54,7 @@ impl Help {
         self.groups.iter().flat_map(|(_, flags)| flags).map(|flag| &*flag.name).collect()
     }
 
-    /// Whether a command takes the program's own flags, whose names are `known`, so that they need not be listed again.
+    /// True if a command takes the program's own flags, whose names are `known`, so that they need not be listed again.
     pub(crate) fn takes_all(&self, known: &BTreeSet<&str>) -> bool {
         // `--help` and `--state-dir` alone are no reason.
         self.names().intersection(known).count() > 10

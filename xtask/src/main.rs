@@ -1,6 +1,7 @@
 //! The project's only entry point: `cargo xtask COMMAND`. CI runs exactly these commands.
 #![forbid(unsafe_code)]
 
+mod archive;
 mod bench;
 mod beside;
 mod book;

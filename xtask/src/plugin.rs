@@ -5,10 +5,10 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, ensure};
 
+use crate::archive::{copy, pack, write};
 use crate::command::root;
 use crate::image::VERSION;
 use crate::image::oci::digest;
-use crate::release::{copy, pack, write};
 
 /// kubectl's plugin, and its manifest for krew.
 pub(crate) fn write_release(out: &Path, epoch: u64) -> Result<()> {

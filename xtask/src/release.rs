@@ -8,6 +8,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, ensure};
 
+use crate::archive::{copy, pack, write};
 use crate::book;
 use crate::command::{name_of, output, program, root, run, shown, target_dir};
 use crate::cross::{self, Arch, Profile};
@@ -95,14 +96,6 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-pub(crate) fn copy(from: &Path, to: &Path) -> Result<()> {
-    fs::copy(from, to).map(drop).with_context(|| format!("copying {} to {}", from.display(), to.display()))
-}
-
-pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
-    fs::write(path, text).with_context(|| format!("writing {}", path.display()))
-}
-
 /// The base and every overlay as one file each, for those without Kustomize.
 fn manifests(out: &Path) -> Result<()> {
     let kubectl = peers::build(Peer::Kubernetes)?.join("kubectl");
@@ -168,16 +161,6 @@ pub(crate) fn check() -> Result<()> {
     let read = |path: &Path| fs::read(path).with_context(|| format!("reading {}", path.display()));
     ensure!(read(&packages_in(pulled.path())?)? == read(&packed)?, "helm pulled another chart");
     deb_rpm::check(dir.path(), source.epoch)
-}
-
-/// Packs files reproducibly: the same files give the same bytes.
-pub(crate) fn pack(epoch: u64, folder: &Path, archive: &Path, files: &[&str]) -> Result<()> {
-    let pack = "epoch=$1 folder=$2 archive=$3; shift 3; \
-                tar --create --sort=name --format=ustar --mtime=\"@$epoch\" --owner=0 --group=0 --numeric-owner \
-                --mode=u=rwX,go=rX --directory \"$folder\" \"$@\" | gzip --no-name > \"$archive\"";
-    let mut tar = program("sh");
-    tar.args(["-c", pack, "sh", &epoch.to_string()]).arg(folder).arg(archive).args(files);
-    run(&mut tar)
 }
 
 fn packages_in(folder: &Path) -> Result<PathBuf> {

@@ -1,4 +1,4 @@
-//! What a shell has of the programs: man pages and completion scripts.
+//! Man pages and completion scripts of the programs.
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -319,7 +319,7 @@ mod tests {
         assert!(link.is_silent());
     }
 
-    /// What a client hears of an agent that answers a stream like this.
+    /// Returns the answer that a client gets if the agent answers the stream like this.
     async fn heard<F: Future<Output = ()> + Send + 'static>(
         agent: impl FnOnce(SendResponse<Bytes>) -> F + Send + 'static,
     ) -> Result<(), (Outcome, String)> {
@@ -359,7 +359,7 @@ mod tests {
     async fn every_answer_but_headers_is_a_failure_with_its_reason() {
         let connected = heard(async |mut respond| {
             let _stream = respond.send_response(Response::new(()), false).unwrap();
-            pending().await
+            pending::<()>().await;
         });
         assert_eq!(connected.await, Ok(()));
         let http = heard(async |respond| ends(respond, StatusCode::SERVICE_UNAVAILABLE, None)).await;
@@ -389,7 +389,7 @@ mod tests {
         let begin = tokio::time::Instant::now();
         let hung = heard(async |respond| {
             let _respond = respond;
-            pending().await
+            pending::<()>().await;
         });
         let reason = "the agent of edge-1 did not answer the dial of 192.0.2.1:10250 within 8 s";
         assert_eq!(hung.await, Err((Outcome::TimedOut, reason.into())));

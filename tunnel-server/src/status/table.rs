@@ -37,7 +37,7 @@ pub(super) const NODE_COLUMNS: &[&str] = &[
 /// Those of `-o wide` only: with all of them, few terminals show a node on one line.
 const WIDE_COLUMNS: &[&str] = &["PEER", "#LINKS", "#LIMITED BY", "AGENT"];
 
-/// What is shown of the status.
+/// The shown part of the status.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Shown {
     /// Every node and conflict, not only the first ones.

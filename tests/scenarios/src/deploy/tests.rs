@@ -116,7 +116,7 @@ fn documents_name_values_that_exist() {
             }
             let mut value = &values;
             for key in word.split('.') {
-                // What is below an empty map or list is the user's.
+                // Values below an empty map or list are the user's.
                 if value.as_object().is_some_and(|map| map.is_empty()) {
                     break;
                 }
