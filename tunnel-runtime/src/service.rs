@@ -1,9 +1,13 @@
 //! `service`: the program as a unit of systemd. Packages call it too: an instance of the unit that runs is replaced by another one,
 //! which takes over from it.
 
+#[cfg(test)]
+mod tests;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
 use secrecy::{ExposeSecret, SecretString};
@@ -17,6 +21,10 @@ const PROGRAMS: [&str; 4] = ["usr/local/sbin", "usr/local/bin", "usr/sbin", "usr
 const OWN_UNITS: &str = "etc/systemd/system";
 const UNITS: [&str; 3] = [OWN_UNITS, "usr/lib/systemd/system", "lib/systemd/system"];
 const TOKEN: &str = "/etc/postern/token";
+/// First line of a unit that [`Host::install`] has written, which it also replaces and removes.
+const WRITTEN: &str = "# `service install` writes this file again: use `systemctl edit` for changes.\n";
+/// Time for which a new instance has to run before another one is no longer started with the machine.
+const STAYS: Duration = Duration::from_secs(3);
 
 /// Run this program as a unit of systemd, which starts it with the machine and whenever it fails.
 #[derive(Args, Clone, Debug)]
@@ -50,15 +58,19 @@ pub struct Service {
 #[derive(Debug, thiserror::Error)]
 pub enum ServiceError {
     #[error(
-        "systemd does not run on this host (/run/systemd/system is missing): have what starts programs here start {0} with its flags"
+        "systemd does not run on this host (/run/systemd/system is missing): start {0} with its flags by the init system that does"
     )]
     NoSystemd(String),
     #[error("needs root's rights: run it with sudo")]
     NotRoot,
-    #[error("systemd would {found}: `install -m 755 {this} /usr/local/bin/` and repeat this, or remove what is not wanted", this = .this.display())]
+    #[error("systemd would {found}: `install -m 755 {this} /usr/local/bin/` and repeat this, or remove that other program", this = .this.display())]
     Elsewhere { found: String, this: PathBuf },
     #[error("{0} instances of {1} run: stop one with `systemctl stop`")]
     TooMany(usize, String),
+    #[error(
+        "{unit} ends soon after its start, and was stopped again: see `journalctl --unit {unit}`{before}"
+    )]
+    Ends { unit: String, before: &'static str },
     #[error("`{command}` failed: {said}")]
     Systemctl { command: String, said: String },
     #[error(transparent)]
@@ -77,7 +89,8 @@ impl ServiceCommand {
         service: &Service,
         check: impl FnOnce(T) -> Result<(), ConfigError>,
     ) -> Result<(), ServiceError> {
-        let host = Host { root: PathBuf::from("/"), systemctl: PathBuf::from("systemctl"), service };
+        let (root, systemctl) = (PathBuf::from("/"), PathBuf::from("systemctl"));
+        let host = Host { root, systemctl, service, stays: STAYS };
         if !host.path("run/systemd/system").is_dir() {
             return Err(ServiceError::NoSystemd(service.program()));
         }
@@ -133,6 +146,8 @@ struct Host<'a> {
     root: PathBuf,
     systemctl: PathBuf,
     service: &'a Service,
+    /// [`STAYS`]
+    stays: Duration,
 }
 
 impl Host<'_> {
@@ -161,19 +176,14 @@ impl Host<'_> {
         }
         let path = format!("/etc/postern/{}.env", self.service.name);
         let before = read_optional(&self.path(&path))?;
-        let (text, replaced) = with_flags(
-            before.as_deref().unwrap_or(self.service.environment),
-            &self.service.variable(),
-            &flags,
-        );
+        let text = before.as_deref().unwrap_or(self.service.environment);
+        let text = with_flags(text, &self.service.variable(), &flags)?;
+        if let Some(before) = before.filter(|before| *before != text) {
+            // Not printed: a proxy's password may be there.
+            self.write(&format!("{path}.before"), &before, PRIVATE_FILE)?;
+        }
         self.write(&path, &text, PRIVATE_FILE)?;
-        if let Some(replaced) = replaced.filter(|_| before.is_some()) {
-            println!("the flags there were {replaced}");
-        }
-        let unit = self.service.unit_name("");
-        if !UNITS.iter().any(|folder| self.path(folder).join(&unit).exists()) {
-            self.write(&format!("/{OWN_UNITS}/{unit}"), self.service.unit, PUBLIC_FILE)?;
-        }
+        self.write_unit(true)?;
         let running = self.running()?;
         let started = self.start(&running, true)?;
         println!(
@@ -185,6 +195,7 @@ impl Host<'_> {
     }
 
     fn upgrade(&self) -> Result<(), ServiceError> {
+        self.write_unit(false)?;
         let running = self.running()?;
         if running.is_empty() {
             // An operator stopped it, or has not started it yet.
@@ -210,12 +221,12 @@ impl Host<'_> {
         println!("stopped and disabled {all}");
         let own = self.path(OWN_UNITS).join(&template);
         match read_optional(&own)? {
-            Some(text) if text == self.service.unit => {
+            Some(text) if text.starts_with(WRITTEN) => {
                 remove_if_present(&own)?;
                 self.systemctl(&["daemon-reload"])?;
                 println!("removed {}", own.display());
             }
-            Some(_) => println!("{} is not this version's unit, and stays", own.display()),
+            Some(_) => println!("{} was not written by `service install`, and stays", own.display()),
             None => {}
         }
         let name = self.service.name;
@@ -231,6 +242,12 @@ impl Host<'_> {
         self.systemctl(&["daemon-reload"])?;
         // Not `start`: it may have failed before, and be waiting for its next try.
         self.systemctl(&["restart", &next])?;
+        if !self.stays(&next)? {
+            // Otherwise systemd would start it again and again.
+            self.systemctl(&["stop", &next])?;
+            let before = if running.is_empty() { "" } else { "; the running instance was not replaced" };
+            return Err(ServiceError::Ends { unit: next, before });
+        }
         if enable {
             self.systemctl(&["disable", "--quiet", &self.service.unit_name("")])?;
             self.systemctl(&["enable", "--quiet", &next])?;
@@ -240,6 +257,31 @@ impl Host<'_> {
             running => println!("started {next}, which takes over from {}", running.join(", ")),
         }
         Ok(next)
+    }
+
+    /// True if the unit's program runs all the time.
+    fn stays(&self, unit: &str) -> Result<bool, ServiceError> {
+        let process = || self.systemctl(&["show", "--property=MainPID", unit]);
+        let (since, first) = (Instant::now(), process()?);
+        while since.elapsed() < self.stays {
+            std::thread::sleep(self.stays / 10);
+            if process()? != first {
+                return Ok(false);
+            }
+        }
+        Ok(first.trim() != "MainPID=0")
+    }
+
+    /// Writes the unit again that this has written, and the first time if `new`, unless another unit is there, such as a package's.
+    fn write_unit(&self, new: bool) -> Result<(), ServiceError> {
+        let unit = self.service.unit_name("");
+        let own = format!("/{OWN_UNITS}/{unit}");
+        let text = format!("{WRITTEN}{}", self.service.unit);
+        let is_due = match read_optional(&self.path(&own))? {
+            Some(present) => present.starts_with(WRITTEN) && present != text,
+            None => new && !UNITS.iter().any(|folder| self.path(folder).join(&unit).exists()),
+        };
+        if is_due { self.write(&own, &text, PUBLIC_FILE) } else { Ok(()) }
     }
 
     /// Instances that run. Those that serve the last connections of a predecessor do too.
@@ -290,164 +332,29 @@ fn split(flags: &[&str]) -> Result<(Option<String>, Vec<String>), ConfigError> {
                 let name = flag.split('=').next().filter(|name| name.starts_with("--"));
                 return Err(ConfigError::without_value(name.unwrap_or("service install"), reason));
             }
+            None if has_password(flag) => {
+                let reason = "everyone on the host can read the flags of a process; give one with a password in a file, with --config";
+                return Err(ConfigError::without_value(flag.split('=').next().unwrap_or_default(), reason));
+            }
             None => rest.push(flag.to_owned()),
         }
     }
     Ok((token, rest))
 }
 
-/// The text of an environment file with these flags, and the flags that were there and are not now.
-fn with_flags(text: &str, variable: &str, flags: &[String]) -> (String, Option<String>) {
-    let set = format!("{variable}{}", flags.join(" "));
-    let (others, before): (Vec<&str>, Vec<&str>) = text.lines().partition(|line| !line.starts_with(variable));
-    let text: String = others.iter().copied().chain([set.as_str()]).map(|line| format!("{line}\n")).collect();
-    let before = before.last().filter(|line| **line != set);
-    (text, before.map(|line| line.trim_start_matches(variable).to_owned()))
+/// True for a flag with a URL such as http://user:password@host.
+fn has_password(flag: &str) -> bool {
+    let authority = flag.split_once("://").and_then(|(_, rest)| rest.split('/').next());
+    authority.is_some_and(|authority| authority.contains('@'))
 }
 
-#[cfg(test)]
-mod tests {
-    use std::os::unix::fs::PermissionsExt as _;
-
-    use super::*;
-
-    const SERVICE: Service = Service {
-        name: "agent",
-        unit: "[Service]\n",
-        environment: "# flags\nHTTPS_PROXY=http://p\nPOSTERN_AGENT_FLAGS=--server cloud.example.org:10262\n",
-    };
-
-    /// Calls `test` with a host whose systemctl writes down its arguments, and lists the units that `running` names.
-    fn on_host(running: &str, test: impl FnOnce(&Host<'_>, &dyn Fn() -> Vec<String>)) {
-        let dir = tempfile::tempdir().unwrap();
-        let systemctl = dir.path().join("systemctl");
-        let (log, listed) = (dir.path().join("log"), dir.path().join("running"));
-        fs::write(&listed, running).unwrap();
-        let script = format!(
-            "#!/bin/sh\ncase $1 in list-units) cat {};; is-enabled) test $3 = postern-agent@a.service;; *) echo \"$@\" >> {};; esac\n",
-            listed.display(),
-            log.display()
-        );
-        fs::write(&systemctl, script).unwrap();
-        fs::set_permissions(&systemctl, fs::Permissions::from_mode(0o755)).unwrap();
-        fs::create_dir_all(dir.path().join(OWN_UNITS)).unwrap();
-        let host = Host { root: dir.path().to_owned(), systemctl, service: &SERVICE };
-        let calls = || {
-            let text = fs::read_to_string(&log).unwrap_or_default();
-            fs::remove_file(&log).ok();
-            text.lines().map(str::to_owned).collect()
-        };
-        test(&host, &calls);
+/// The text of an environment file with these flags.
+fn with_flags(text: &str, variable: &str, flags: &[String]) -> Result<String, ConfigError> {
+    if let Some(line) = text.lines().find(|line| line.ends_with('\\')) {
+        let reason = "a line that ends with \\ goes on in the next one: make it one line";
+        return Err(ConfigError::without_value(line.split('=').next().unwrap_or(variable), reason));
     }
-
-    #[test]
-    fn it_is_installed_once_and_again() {
-        on_host("", |host, calls| {
-            host.install(&["--server", "a:1", "--token", "id.secret", "--node-name=n"]).unwrap();
-            let read = |path: &str| {
-                let path = host.path(path);
-                let mode = fs::metadata(&path).unwrap().permissions().mode() & 0o777;
-                (fs::read_to_string(path).unwrap(), mode)
-            };
-            assert_eq!(read(TOKEN), ("id.secret\n".to_owned(), 0o600));
-            let flags = "# flags\nHTTPS_PROXY=http://p\nPOSTERN_AGENT_FLAGS=--server a:1 --token-file=/etc/postern/token --node-name=n\n";
-            assert_eq!(read("/etc/postern/agent.env"), (flags.to_owned(), 0o600));
-            assert_eq!(read("/etc/systemd/system/postern-agent@.service"), ("[Service]\n".to_owned(), 0o644));
-            let started = [
-                "daemon-reload",
-                "restart postern-agent@a.service",
-                "disable --quiet postern-agent@.service",
-                "enable --quiet postern-agent@a.service",
-            ];
-            assert_eq!(calls(), started);
-
-            // With it running, another instance takes over. A unit that is there stays, such as a package's.
-            fs::write(host.root.join("running"), "postern-agent@a.service loaded active running x\n")
-                .unwrap();
-            fs::write(host.path("/etc/systemd/system/postern-agent@.service"), "edited\n").unwrap();
-            host.install(&["--server=b:1"]).unwrap();
-            assert!(calls().contains(&"restart postern-agent@b.service".to_owned()));
-            assert!(read("/etc/postern/agent.env").0.ends_with("FLAGS=--server=b:1\n"));
-            host.uninstall().unwrap();
-            assert_eq!(read("/etc/systemd/system/postern-agent@.service").0, "edited\n");
-        });
-    }
-
-    #[test]
-    fn an_upgrade_starts_nothing_that_was_stopped_and_enables_nothing_that_was_not() {
-        on_host("", |host, calls| {
-            host.upgrade().unwrap();
-            assert_eq!(calls(), [""; 0]);
-        });
-        let both = "postern-agent@a.service loaded active running x\npostern-agent@b.service loaded active running x\n";
-        on_host(both, |host, calls| {
-            host.upgrade().unwrap();
-            let calls = calls();
-            assert_eq!(calls[1], "restart postern-agent@c.service");
-            assert_eq!(calls[3], "enable --quiet postern-agent@c.service");
-        });
-        on_host("postern-agent@b.service loaded active running x\n", |host, calls| {
-            host.upgrade().unwrap();
-            assert_eq!(calls(), ["daemon-reload", "restart postern-agent@a.service"]);
-        });
-    }
-
-    #[test]
-    fn what_was_written_is_removed() {
-        on_host("", |host, calls| {
-            host.install(&["--server=a:1"]).unwrap();
-            calls();
-            host.uninstall().unwrap();
-            assert!(!host.path("/etc/systemd/system/postern-agent@.service").exists());
-            assert_eq!(
-                calls(),
-                [
-                    "stop postern-agent@*.service",
-                    "disable --quiet postern-agent@.service",
-                    "reset-failed postern-agent@*.service",
-                    "daemon-reload"
-                ]
-            );
-            // A second time, and where it never was.
-            host.uninstall().unwrap();
-            assert_eq!(calls().len(), 2);
-        });
-    }
-
-    #[test]
-    fn systemd_has_to_find_this_program() {
-        on_host("", |host, _| {
-            let (here, folder) = (host.root.join("tunnel-agent"), host.path("usr/local/bin"));
-            fs::write(&here, "").unwrap();
-            let error = host.finds(&here).unwrap_err().to_string();
-            assert!(error.contains("not find tunnel-agent") && error.contains("install -m 755 /"), "{error}");
-            fs::create_dir_all(&folder).unwrap();
-            fs::write(folder.join("tunnel-agent"), "another").unwrap();
-            assert!(host.finds(&here).unwrap_err().to_string().contains("not this program"));
-            host.finds(&fs::canonicalize(folder.join("tunnel-agent")).unwrap()).unwrap();
-        });
-    }
-
-    #[test]
-    fn flags_that_systemd_would_change_are_refused() {
-        for flag in ["--a=b c", "--a=$B", "--a='b'", "--a=\"", "--a=\\", "--a=b\nC=d", ""] {
-            let error = split(&[flag]).unwrap_err().to_string();
-            let key = if flag.is_empty() { "service install" } else { "--a" };
-            assert!(error.starts_with(&format!("{key}: blanks")) && error.contains("--config"), "{error}");
-        }
-        let (token, rest) = split(&["--token= a.b "]).unwrap();
-        assert_eq!((token.as_deref(), rest.len()), (Some("a.b"), 1));
-    }
-
-    #[test]
-    fn a_systemctl_that_fails_is_named_with_what_it_said() {
-        on_host("", |host, _| {
-            fs::write(&host.systemctl, "#!/bin/sh\necho masked >&2; exit 1\n").unwrap();
-            let error = host.upgrade().unwrap_err().to_string();
-            assert!(
-                error.starts_with("`systemctl list-units ") && error.ends_with("exit status: 1, masked"),
-                "{error}"
-            );
-        });
-    }
+    let set = format!("{variable}{}", flags.join(" "));
+    let others = text.lines().filter(|line| !line.starts_with(variable));
+    Ok(others.chain([set.as_str()]).map(|line| format!("{line}\n")).collect())
 }
