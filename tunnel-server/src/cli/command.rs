@@ -20,7 +20,7 @@ use crate::config::{Config, RedirectorFlags};
 
 /// Flags and commands shown by `-h`: those that most people need.
 pub const SHORT_HELP: &str = "inventory peers kubeconfig config state-dir bind-address redirect-ports exclude log-level \
-                              status doctor test token redirector service";
+                              status doctor test token redirector";
 
 pub const SERVICE: Service = Service {
     name: "server",
