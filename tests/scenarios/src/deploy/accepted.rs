@@ -33,7 +33,7 @@ pub(super) async fn by_the_api_server(cluster: &Cluster<'_>) -> Result<()> {
     let (mut public, mut all) = (Vec::new(), FURTHER.to_vec());
     for (components, values) in COMPONENTS {
         match components {
-            ["prometheus-operator"] => {}
+            [.., "prometheus-operator"] => {}
             ["public-addresses"] => public.extend(values),
             _ => all.extend(values),
         }
