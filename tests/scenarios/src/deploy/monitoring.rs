@@ -180,7 +180,7 @@ mod tests {
                 assert!(alert["annotations"][text].is_string(), "{name} has no {text}");
             }
             let fired = format!("'{{alertname=\"{name}\", severity=\"{severity}\"}}', value: 1");
-            assert_eq!(tests.matches(&fired).count(), 1, "{name} does not fire in a test");
+            assert!(tests.contains(&fired), "{name} does not fire in a test");
         }
     }
 
