@@ -42,10 +42,7 @@ async fn connections_do_without_them(testbed: &Testbed) -> Result<()> {
     stream.shutdown().await?;
     let end = client::end_of(&mut stream, client::PATIENCE).await?;
     // The listener has got SO_LINGER before, which its connection has inherited and cannot undo.
-    ensure!(
-        matches!(end, client::End::Eof(0) | client::End::Reset),
-        "the connection ended with {end:?}"
-    );
+    ensure!(matches!(end, client::End::Eof(0) | client::End::Reset), "the connection ended with {end:?}");
     for option in ["TCP_NODELAY", "TCP_NOTSENT_LOWAT", "TCP_USER_TIMEOUT", "SO_KEEPALIVE", "SO_LINGER"] {
         for program in [&server.process, &agent.process] {
             let times = async || {
