@@ -1,6 +1,6 @@
 # shellcheck shell=sh
 # shellcheck disable=SC2154
-# `kubectl postern check`: read by kubectl-postern, into which `cargo xtask release` puts it.
+# `kubectl postern check` and `version`: read by kubectl-postern, into which `cargo xtask release` puts it.
 
 # One check's line of the report: its state, what was checked, what was found, and how to fix it.
 say() {
@@ -15,11 +15,11 @@ say() {
 "
 }
 
-# Whether a version such as 6.1.0-18-amd64 is that one, such as 5.10, or newer.
+# Whether the first version, such as 6.1.0-18-amd64, is at least the second, such as 5.10. What is no version is not.
 newer() {
   of=${1#*.}
   [ "${1%%.*}" -gt "${2%%.*}" ] || { [ "${1%%.*}" -eq "${2%%.*}" ] && [ "${of%%[!0-9]*}" -ge "${2#*.}" ]; }
-}
+} 2>/dev/null
 
 # Collects rights that are missing, as `kubectl auth can-i` has them.
 may() {
@@ -29,11 +29,9 @@ may() {
   esac
 }
 
-# Names of the nodes that have one of these labels.
+# Name and kernel of the nodes in $nodes that have one of these labels.
 labelled() {
-  for label in "$@"; do
-    kube get nodes --selector="$label" --no-headers 2>/dev/null || :
-  done | awk '{ print $1 }' | sort -u
+  printf '%s\n' "$nodes" | awk -v "label=(^|,)($1)(,|\$)" '$NF ~ label { print $1, $(NF - 2) }'
 }
 
 before() {
@@ -66,8 +64,12 @@ before() {
     say BROKEN 'rights to install' "missing: $missing" 'use a kubeconfig of an administrator'
   fi
   missing=
+  may get pods
+  may list pods
   may create pods --subresource=exec
+  may create pods --subresource=portforward
   may get pods --subresource=log
+  may list daemonsets.apps
   may list nodes --all-namespaces
   if [ -z "$missing" ]; then
     say ok 'rights to operate' yes
@@ -85,13 +87,17 @@ before() {
   esac
 
   case $missing in *nodes*) return ;; esac
-  hosts=$(labelled node-role.kubernetes.io/control-plane node-role.kubernetes.io/controlplane node-role.kubernetes.io/master \
-    node.kubernetes.io/microk8s-controlplane node-restriction.kubernetes.io/postern-gateway)
+  if ! nodes=$(kube get nodes --output=wide --show-labels --no-headers 2>&1); then
+    say BROKEN nodes "$(printf '%s\n' "$nodes" | tail -n 1)"
+    return
+  fi
+  hosts=$(labelled 'node-role.kubernetes.io/(control-plane|controlplane|master)=[^,]*|node.kubernetes.io/microk8s-controlplane=[^,]*|node-restriction.kubernetes.io/postern-gateway=[^,]*')
   [ -n "$hosts" ] ||
     say BROKEN masters 'no node has the label of one' 'a managed control plane needs gateways: see the page of this name'
-  for host in $hosts; do
-    kernel=$(kube get node "$host" --output='jsonpath={.status.nodeInfo.kernelVersion}')
-    if ! newer "$kernel" 5.10; then
+  while read -r host kernel; do
+    if ! newer "$kernel" 0.0; then
+      [ -z "$host" ] || say WARNING "kernel of $host" "$kernel: not a version" 'see uname -r on the host: it needs 5.10, better 6.1'
+    elif ! newer "$kernel" 5.10; then
       say BROKEN "kernel of $host" "$kernel" 'update it to 5.10, better 6.1'
     elif ! newer "$kernel" 5.11; then
       say WARNING "kernel of $host" "$kernel" 'add the component kernel-5.10'
@@ -100,9 +106,10 @@ before() {
     else
       say ok "kernel of $host" "$kernel"
     fi
-  done
-
-  edges=$(labelled node-role.kubernetes.io/edge openyurt.io/is-edge-worker=true superedge.io/edge-node=enable | grep -c .) || :
+  done <<END
+$hosts
+END
+  edges=$(labelled 'node-role.kubernetes.io/edge=[^,]*|openyurt.io/is-edge-worker=true|superedge.io/edge-node=enable' | grep -c .) || :
   if [ "$edges" -gt 0 ]; then
     say ok 'edge nodes' "$edges"
   else
@@ -110,9 +117,43 @@ before() {
   fi
 }
 
+# Leaves the names of the nodes that are Ready, by the kubelet's own connection, in $ready; asks once a round.
+ask_nodes() {
+  [ -z "$ready" ] || return 0
+  listed=$(kube get nodes --no-headers) || return
+  ready=$(printf '%s\n' "$listed" | awk '$2 ~ /^Ready/ { print $1 }')
+}
+
+# Lines of this text that are names of Ready nodes, or with ! those that are not.
+in_ready() {
+  printf '%s\n=\n%s\n' "$ready" "$1" |
+    awk -v "not=${2:-}" '$0 == "=" { second = 1; next } !second { known[$0]; next } $0 != "" && ($0 in known) == (not == "")'
+}
+
+# The lines of a text in one line, 50 at most.
+some() {
+  printf '%s\n' "$1" | awk 'NR <= 50 { printf "%s%s", space, $0; space = " " } END { if (NR > 50) printf " and %d more", NR - 50 }'
+}
+
+# Says what an update of the DaemonSet $name waits for.
+updating() {
+  offline=0
+  if [ "$name" = tunnel-agent ] && ask_nodes; then
+    offline=$(in_ready "$(nodes_of_agents)" ! | grep -c .) || :
+  fi
+  if [ "${seen:-0}" -ge "$generation" ] && [ "$strategy" = OnDelete ]; then
+    say WARNING "$name" "$updated of $wanted nodes are updated" 'delete the pods of the others: its strategy is OnDelete'
+  elif [ "${seen:-0}" -ge "$generation" ] && [ $((updated + offline)) -ge "$wanted" ]; then
+    say WARNING "$name" "$updated of $wanted nodes are updated; $offline are not Ready" 'nothing, if they are offline'
+  else
+    unfinished=1
+    say WARNING "$name" "is being updated: $updated of $wanted nodes" "kubectl -n $namespace describe daemonset $name"
+  fi
+}
+
 rollouts() {
   format='{.metadata.name}|{.metadata.generation}|{.status.observedGeneration}|{.status.desiredNumberScheduled}'
-  format="$format|{.status.updatedNumberScheduled}|{.status.numberAvailable}"
+  format="$format|{.status.updatedNumberScheduled}|{.status.numberAvailable}|{.spec.updateStrategy.type}"
   if ! rows=$(kube get daemonsets --selector='app.kubernetes.io/name in (tunnel-server, tunnel-redirector, tunnel-agent)' \
     --output="jsonpath={range .items[*]}$format{\"\\n\"}{end}" 2>&1); then
     say BROKEN DaemonSets "$(echo "$rows" | tail -n 1)"
@@ -123,17 +164,15 @@ rollouts() {
       [ $name = tunnel-redirector ] || say BROKEN $name "no such DaemonSet in namespace $namespace" 'install it, or give --namespace'
       continue
     }
-    IFS='|' read -r _ generation seen wanted updated available <<END
+    IFS='|' read -r _ generation seen wanted updated available strategy <<END
 $row
 END
     updated=${updated:-0}
     available=${available:-0}
-    if [ "${seen:-0}" -lt "$generation" ] || [ "$updated" -lt "${wanted:-0}" ]; then
-      unfinished=1
-      say WARNING $name "is being updated: $updated of ${wanted:-0} nodes" "kubectl -n $namespace describe daemonset $name"
-    elif [ "${wanted:-0}" -eq 0 ]; then
-      # Kubernetes has perhaps not seen the labels yet.
-      unfinished=1
+    wanted=${wanted:-0}
+    if [ "${seen:-0}" -lt "$generation" ] || [ "$updated" -lt "$wanted" ]; then
+      updating
+    elif [ "$wanted" -eq 0 ]; then
       state=BROKEN
       [ $name = tunnel-server ] || state=WARNING
       say "$state" $name 'no node has the labels that it wants' "kubectl -n $namespace describe daemonset $name"
@@ -148,44 +187,42 @@ END
   done
 }
 
+# What servers and redirectors say together: src/status/summary.rs of the server has the lines.
 nodes_and_versions() {
-  lines=$(summary "$1" 2>&1) || {
-    say BROKEN nodes "$(printf '%s\n' "$lines" | head -n 1)"
+  # shellcheck disable=SC2046,SC2086
+  ask $1 $(pods tunnel-redirector)
+  for pod in $silent; do say BROKEN "$pod" 'does not answer' "kubectl -n $namespace describe pod $pod"; done
+  [ -n "$first" ] || return 0
+  lines=$(shown --summary) || {
+    say BROKEN nodes "$first makes no summary of them"
     return
   }
   found=$(printf '%s\n' "$lines" | sed -n 's/^nodes: //p')
-  # Names only: a server that lies could name flags.
-  down=$(printf '%s\n' "$lines" | sed -n 's/^without a tunnel: //p' | tr ' ' '\n' | grep -E '^[a-z0-9][a-z0-9.-]*$' | paste -s -d ' ' -) || :
-  # Of those without a tunnel the kubelet's own connection tells who is offline.
-  # shellcheck disable=SC2086
-  online=$([ -z "$down" ] || if rows=$(kube get nodes $down --ignore-not-found --no-headers); then
-    printf '%s\n' "$rows" | awk '$2 ~ /^Ready/ { printf " %s", $1 }'
-  else
-    printf ' %s' "$down"
-  fi)
-  if [ -n "$online" ]; then
-    say BROKEN nodes "$found; no tunnel, although the node is Ready:$online" \
-      'kubectl postern test NODE; on the node, the log of its agent (crictl logs)'
-  elif [ -n "$down" ]; then
-    say WARNING nodes "$found; the others are not Ready: $down" 'nothing, if they are offline'
-  else
+  # Names only: a server may lie.
+  down=$(printf '%s\n' "$lines" | sed -n 's/^without a tunnel: //p' | tr ' ' '\n' | grep -E '^[a-z0-9][a-z0-9.-]*$') || :
+  if [ -z "$down" ]; then
     say ok nodes "$found"
+  elif ! ask_nodes; then
+    say BROKEN nodes "$found; the cluster does not say whether the others are Ready: $(some "$down")" \
+      'you need the right to list nodes'
+  elif online=$(in_ready "$down") && [ -n "$online" ]; then
+    say BROKEN nodes "$found; no tunnel, although the node is Ready: $(some "$online")" \
+      'kubectl postern test NODE; on the node, the log of its agent (crictl logs)'
+  else
+    say WARNING nodes "$found; the others are not Ready: $(some "$down")" 'nothing, if they are offline'
   fi
-  case $lines in
-    *'
-skew: '*) ;;
-    *) say ok versions "$(printf '%s\n' "$lines" | sed -n 's/^tunnel-server \(.*\): .*/\1/p')" ;;
-  esac
+  skew=$(printf '%s\n' "$lines" | sed -n 's/^skew: //p')
+  found=$(printf '%s\n' "$lines" | sed -n 's/^tunnel-server \(.*\): .*/\1/p')
+  [ -n "$skew" ] || [ -z "$found" ] || say ok versions "$found"
   while read -r line; do
     case $line in
-      'skew: '*'not supported'*) state=BROKEN ;;
-      'skew: '*) state=WARNING ;;
-      *) continue ;;
+      '') continue ;;
+      *'not supported'*) state=BROKEN ;;
+      *) state=WARNING ;;
     esac
-    unfinished=1
-    say "$state" versions "${line#skew: }"
+    say "$state" versions "$line"
   done <<END
-$lines
+$skew
 END
 }
 
@@ -195,6 +232,7 @@ after() {
     say BROKEN servers "${found:-no pod of tunnel-server runs in namespace $namespace}"
     return
   fi
+  answering=
   for pod in $found; do
     code=0
     said=$(in_server "$pod" doctor 2>&1) || code=$?
@@ -202,13 +240,15 @@ after() {
       say BROKEN "$pod" "doctor: $(printf '%s\n' "$said" | head -n 1)"
       continue
     }
+    answering="$answering $pod"
     case $code in 0) state=ok ;; 1) state=WARNING ;; *) state=BROKEN ;; esac
     say "$state" "$pod" "doctor: $counts"
     details=$(printf '%s\n' "$said" | grep -E '^(WARNING|BROKEN|  )') || continue
     report="$report$(printf '%s\n' "$details" | sed 's/^/  /')
 "
   done
-  nodes_and_versions "$found"
+  # To ask one again that does not answer takes as long again.
+  nodes_and_versions "$answering"
 }
 
 check() {
@@ -222,8 +262,10 @@ check() {
         patience=${word#*=}
         case $patience in *h) unit=3600 ;; *m) unit=60 ;; *) unit=1 ;; esac
         patience=${patience%[smh]}
-        case $patience in '' | *[!0-9]*) fail "$word: not a duration such as 90s, 5m or 1h" ;; esac
-        patience=$((patience * unit))
+        case $patience in '' | *[!0-9]* | ???????*) fail "$word: not a duration such as 90s, 5m or 1h" ;; esac
+        # With zeros in front it would be octal.
+        patience=${patience#"${patience%%[!0]*}"}
+        patience=$((${patience:-0} * unit))
         ;;
       *) fail "check: $word is not known" ;;
     esac
@@ -234,8 +276,13 @@ check() {
     worst=0
     unfinished=
     awaited=
+    ready=
     $round
-    if [ "$worst" -lt 2 ] && [ -z "$unfinished" ] || [ "$(date +%s)" -ge "$until" ]; then break; fi
+    if [ "$worst" -lt 2 ] && [ -z "$unfinished" ]; then break; fi
+    if [ "$(date +%s)" -ge "$until" ]; then
+      [ "$patience" -eq 0 ] || [ "$worst" -eq 2 ] || say BROKEN wait "after $patience s: $awaited"
+      break
+    fi
     echo "waiting: $awaited" >&2
     sleep 3
   done
@@ -243,3 +290,13 @@ check() {
   exit "$worst"
 }
 
+version() {
+  echo "kubectl-postern $version"
+  found=$(servers)
+  # shellcheck disable=SC2046,SC2086
+  ask $found $(pods tunnel-redirector)
+  [ -n "$first" ] || exit 1
+  lines=$(shown --summary)
+  printf '%s\n' "$lines" | grep -Ev '^(nodes|without a tunnel): ' || :
+  [ -z "$silent" ]
+}

@@ -6,7 +6,7 @@ use std::io::{self, Write as _};
 use clap::Args;
 use futures_util::{StreamExt as _, stream};
 use serde_json::json;
-use tunnel_doctor::{Checkup, Report, Running};
+use tunnel_doctor::{Checkup, Finding, Report, Running, Severity};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::config::value;
 use tunnel_runtime::output::{Format, Output, print};
@@ -85,22 +85,24 @@ impl TestCommand {
     }
 }
 
-/// Returns a line for each finding, or one that says that there is none.
+/// Returns a line for each finding, with its severity, or one that says that there is none.
 fn lines(node: &str, report: &Report) -> String {
-    let state = ["ok", "WARNING", "BROKEN"][usize::from(report.exit_code())];
-    let findings: Vec<_> = report.findings().collect();
-    if findings.is_empty() {
-        return format!("{state:<8} {}\n", harmless(node));
-    }
-    let line =
-        |code: &str, found: &str| format!("{state:<8} {}  {code}: {}\n", harmless(node), harmless(found));
-    findings.iter().map(|finding| line(finding.code, &finding.found)).collect()
+    let node = harmless(node);
+    let line = |finding: &Finding| {
+        let state = match finding.severity {
+            Severity::Warning => "WARNING",
+            Severity::Broken => "BROKEN",
+        };
+        format!("{state:<8} {node}  {}: {}\n", finding.code, harmless(&finding.found))
+    };
+    let lines: String = report.findings().map(line).collect();
+    if lines.is_empty() { format!("{:<8} {node}\n", "ok") } else { lines }
 }
 
 #[cfg(test)]
 mod tests {
     use clap::Parser;
-    use tunnel_doctor::{Finding, Outcome, codes};
+    use tunnel_doctor::{Outcome, codes};
 
     use super::*;
 
@@ -129,10 +131,10 @@ mod tests {
         assert_eq!(lines("edge-1", &report(Outcome::fine("up"))), "ok       edge-1\n");
         let faults = vec![
             Finding::new(&codes::PORT_NOT_REACHED, "port 9100: \u{1b}", "start it"),
-            Finding::new(&codes::PORT_NOT_REACHED, "port 9200: refused", "start it"),
+            Finding::new(&codes::NODE_WITHOUT_TUNNEL, "no agent", "start it"),
         ];
         let expected = "WARNING  edge-1  port-not-reached: port 9100: \u{fffd}\n\
-                        WARNING  edge-1  port-not-reached: port 9200: refused\n";
+                        BROKEN   edge-1  node-without-tunnel: no agent\n";
         assert_eq!(lines("edge-1", &report(Outcome::Faults(faults))), expected);
     }
 }

@@ -8,15 +8,19 @@ use super::merged::nodes;
 use super::model::StatusReport;
 use crate::runtime::role::Role;
 
-/// Maximum number of names in a line.
+/// Maximum number of names behind a version.
 const MAX_NAMES: usize = 50;
 
 const SERVER: &str = "tunnel-server";
 
 type Names = Vec<String>;
 
-/// Formats the reports: a line `PROGRAM VERSION: COUNT` for each version, with names where `skew: …` says that it differs from the
-/// servers' one; `nodes: N of M connected`; `without a tunnel: NAME…`.
+/// Formats the reports as these lines; summary.txt has examples:
+///
+/// * `PROGRAM VERSION: COUNT` for each version. One that is not the servers' newest also has names, 50 at most.
+/// * `skew: …` for each version that is not the servers' newest, with what to update.
+/// * `nodes: N of M connected`
+/// * `without a tunnel: NAME…`: all these nodes, if there are any.
 pub fn summary(reports: &[StatusReport]) -> String {
     let reports: Vec<&StatusReport> = reports.iter().collect();
     let mut programs: BTreeMap<(&str, &str), Names> = BTreeMap::new();
@@ -43,7 +47,7 @@ pub fn summary(reports: &[StatusReport]) -> String {
     }
     let mut text = String::new();
     let newest = programs.keys().filter(|(program, _)| *program == SERVER).map(|(_, version)| *version);
-    let newest = newest.max_by_key(|version| parts(version)).unwrap_or_default();
+    let newest = newest.max_by_key(|version| (parts(version), is_release(version))).unwrap_or_default();
     for ((program, version), names) in &programs {
         let who = if *version == newest { String::new() } else { format!(" ({})", first(names)) };
         text += &harmless(&format!("{program} {version}: {}{who}", names.len()));
@@ -54,7 +58,7 @@ pub fn summary(reports: &[StatusReport]) -> String {
     }
     text += &format!("nodes: {} of {count} connected\n", count - down.len());
     if !down.is_empty() {
-        text += &format!("without a tunnel: {}\n", harmless(&first(&down)));
+        text += &format!("without a tunnel: {}\n", harmless(&down.join(" ")));
     }
     text
 }
@@ -63,11 +67,11 @@ fn first(names: &[String]) -> String {
     names[..names.len().min(MAX_NAMES)].join(" ")
 }
 
-/// Returns a line for each version that differs from the servers' newest one: docs/versions.md has the rule.
+/// Returns a line for each version that differs from the servers' newest one, if there is any: docs/versions.md has the rule.
 fn skew(programs: &BTreeMap<(&str, &str), Names>, newest: &str) -> Vec<String> {
     let servers =
         programs.keys().filter(|(program, _)| *program == SERVER).map(|(_, version)| parts(version));
-    let oldest = servers.min().unwrap_or_default();
+    let Some(oldest) = servers.min() else { return Vec::new() };
     let line = |((program, version), names): (&(&str, &str), &Names)| {
         let (of_it, of_newest) = (parts(version), parts(newest));
         let fix = if *program != SERVER && of_it[..2] > oldest[..2] {
@@ -86,6 +90,11 @@ fn skew(programs: &BTreeMap<(&str, &str), Names>, newest: &str) -> Vec<String> {
 fn parts(version: &str) -> [u64; 3] {
     let mut parts = version.split(['.', '-', '+']).map(|part| part.parse().unwrap_or(0));
     std::array::from_fn(|_| parts.next().unwrap_or(0))
+}
+
+/// Returns whether it is not a pre-release such as 0.2.0-rc1.
+fn is_release(version: &str) -> bool {
+    !version.split('+').next().is_some_and(|version| version.contains('-'))
 }
 
 #[cfg(test)]
@@ -113,14 +122,16 @@ mod tests {
 
     #[test]
     fn a_node_counts_once_and_its_absence_is_named() {
-        let expected = "tunnel-agent 0.2.0: 2\ntunnel-server 0.2.0: 2\n\
-                        nodes: 2 of 3 connected\nwithout a tunnel: edge-3\n";
-        assert_eq!(summary(&servers("0.2.0", ["0.2.0", "0.2.0"])), expected);
+        // The plugin's tests read the same file.
+        let examples = include_str!("summary.txt").split_inclusive("\n\n");
+        let texts = ["0.2.0", "0.1.0", "0.3.0"].map(|agents| summary(&servers(agents, ["0.2.0", "0.2.0"])));
+        let examples: Vec<_> = examples.map(|example| example.replace("\n\n", "\n")).collect();
+        assert_eq!(examples, texts);
         let many: Vec<_> = (0..60).map(|n| node(&format!("e{n}"), &json!(null), &[], None)).collect();
         let text = summary(&[report("cloud-1", true, &many)]);
         assert!(text.contains("nodes: 0 of 60 connected\n"), "{text}");
         let down = text.lines().find_map(|line| line.strip_prefix("without a tunnel: ")).unwrap();
-        assert_eq!(down.split(' ').count(), MAX_NAMES);
+        assert_eq!(down.split(' ').count(), 60);
     }
 
     #[test]
@@ -145,5 +156,14 @@ mod tests {
         let mixed = summary(&servers("0.2.0", ["0.3.0", "0.2.0"]));
         assert!(mixed.contains("tunnel-server 0.2.0: 1 (cloud-2)\ntunnel-server 0.3.0: 1\n"), "{mixed}");
         assert_eq!(of("0.2.0", ["0.3.0", "0.2.0"]).len(), 2);
+        let candidates = of("0.2.0", ["0.2.0-rc2", "0.2.0"]);
+        assert_eq!(
+            candidates,
+            ["1 tunnel-server have version 0.2.0-rc2, and the servers 0.2.0: update them"]
+        );
+        assert_eq!(of("0.2.0-rc1", ["0.2.0-rc1", "0.2.0-rc1"]), [""; 0]);
+        let mut alone = servers("0.2.0", ["0.1.0", "0.1.0"]);
+        alone.iter_mut().for_each(|report| report.role = Role::Redirector);
+        assert!(!summary(&alone).contains("skew"), "there is no server to compare with");
     }
 }

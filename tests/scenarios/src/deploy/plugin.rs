@@ -109,7 +109,7 @@ pub(super) async fn every_command(kubectl: &Kubectl, servers: usize) -> Result<(
         (&["--namespace=default", "bundle"], 1, "no pods of Postern in namespace default"),
         (&["bundle", "../x"], 64, "is not the name of a node"),
         (&["bundle", "--all"], 64, "--all is not known"),
-        (&["doctor", "no-such-node"], 1, "no agent's pod runs on node no-such-node"),
+        (&["doctor", "no-such-node"], 2, "no agent's pod runs on node no-such-node"),
     ] {
         let said = postern(kubectl, args).await?;
         let is_last = said.errors.lines().next_back().is_some_and(|line| line.contains(reason));
