@@ -53,7 +53,7 @@ mod tests {
     use super::*;
     use crate::command::{program, run};
 
-    /// What a server says with `--summary`, by its own test: with agents of its version, of the last one, and of the next.
+    /// Output of `--summary`, from its own test: with agents of its version, of the last one, and of the next.
     const SUMMARIES: &str = include_str!("../../tunnel-server/src/status/summary.txt");
 
     type Shell = &'static [&'static str];
