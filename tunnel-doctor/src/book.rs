@@ -1,4 +1,4 @@
-//! URLs of the book, for whoever reads a finding in a pod.
+//! URLs of the book: a pod has no copy of it.
 
 /// Where the book is published, in a folder for each version; docs/releases.md says how it is set.
 const BOOK: &str = match option_env!("POSTERN_DOCS_URL") {

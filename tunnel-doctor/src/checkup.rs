@@ -105,7 +105,7 @@ impl Checkup {
         Self { checks: Vec::new(), progress: Progress::start(command, "examining") }
     }
 
-    /// Begins checks beside others, of which nobody is told before they end.
+    /// Begins checks that print no progress, because others run at the same time.
     pub fn silent() -> Self {
         Self { checks: Vec::new(), progress: Progress::none() }
     }

@@ -21,46 +21,48 @@ pub(super) struct Held {
     pub(super) elsewhere: bool,
 }
 
+/// The states of a node, as the label of `postern_nodes`.
+const STATES: [&str; 3] = ["here", "elsewhere", "away"];
+
 impl Held {
     pub(super) fn anywhere(self) -> bool {
         self.here || self.elsewhere
+    }
+
+    /// The place of the node's state in [`STATES`].
+    const fn state(self) -> usize {
+        match self {
+            Self { here: true, .. } => 0,
+            Self { elsewhere: true, .. } => 1,
+            Self { .. } => 2,
+        }
     }
 }
 
 /// `postern_nodes`: counted as tunnels come and go, as a scrape must not walk over 100,000 nodes.
 #[derive(Debug)]
 pub(super) struct Counts {
-    here: Gauge,
-    elsewhere: Gauge,
-    away: Gauge,
+    /// By state, as [`STATES`].
+    nodes: [Gauge; 3],
     /// As in [`Table::nodes`].
     held: Vec<Held>,
 }
 
 impl Counts {
     pub(super) fn register(registry: &mut Registry) -> Self {
-        let nodes = Family::<[(&'static str, &'static str); 1], Gauge>::default();
-        let [here, elsewhere, away] =
-            ["here", "elsewhere", "away"].map(|state| nodes.get_or_create(&[("state", state)]).clone());
+        let family = Family::<[(&'static str, &'static str); 1], Gauge>::default();
+        let nodes = STATES.map(|state| family.get_or_create(&[("state", state)]).clone());
         let help =
             "Edge nodes by state: here has a tunnel to this server, elsewhere only to others, away to none";
-        registry.register("nodes", help, nodes);
-        Self { here, elsewhere, away, held: Vec::new() }
-    }
-
-    fn of(&self, held: Held) -> &Gauge {
-        match held {
-            Held { here: true, .. } => &self.here,
-            Held { elsewhere: true, .. } => &self.elsewhere,
-            Held { .. } => &self.away,
-        }
+        registry.register("nodes", help, family);
+        Self { nodes, held: Vec::new() }
     }
 
     /// Takes the counts of a new table. Returns the holders of the one before, for the caller to drop outside of the lock.
     pub(super) fn replace(&mut self, counted: Counted) -> Vec<Held> {
-        self.here.set(counted.here);
-        self.elsewhere.set(counted.elsewhere);
-        self.away.set(counted.away);
+        for (gauge, count) in self.nodes.iter().zip(counted.nodes) {
+            gauge.set(count);
+        }
         std::mem::replace(&mut self.held, counted.held)
     }
 
@@ -68,8 +70,8 @@ impl Counts {
     pub(super) fn set(&mut self, table: &Table, place: usize, held: Held) {
         let before = std::mem::replace(&mut self.held[place], held);
         if table.edge.get(place) == Some(&true) {
-            self.of(before).dec();
-            self.of(held).inc();
+            self.nodes[before.state()].dec();
+            self.nodes[held.state()].inc();
         }
     }
 }
@@ -77,9 +79,8 @@ impl Counts {
 /// The nodes of a table that is not in effect yet.
 #[derive(Debug, Default)]
 pub(super) struct Counted {
-    here: i64,
-    elsewhere: i64,
-    away: i64,
+    /// By state, as [`STATES`].
+    nodes: [i64; 3],
     held: Vec<Held>,
 }
 
@@ -87,11 +88,7 @@ impl Counted {
     /// Adds the table's next node.
     pub(super) fn add(&mut self, table: &Table, held: Held) {
         if table.edge.get(self.held.len()) == Some(&true) {
-            *match held {
-                Held { here: true, .. } => &mut self.here,
-                Held { elsewhere: true, .. } => &mut self.elsewhere,
-                Held { .. } => &mut self.away,
-            } += 1;
+            self.nodes[held.state()] += 1;
         }
         self.held.push(held);
     }

@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn only_text_is_made_unless_a_document_is_wanted() {
-        let never = || -> String { unreachable!("nobody wants it") };
+        let never = || -> String { unreachable!("this format has no text") };
         assert_eq!(Format::Json.show(&json!({ "a": 1 }), never).unwrap(), "{\n  \"a\": 1\n}\n");
         assert_eq!(Format::Wide.show(&(), || "a\n".to_owned()).unwrap(), "a\n");
     }

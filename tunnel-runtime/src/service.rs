@@ -351,7 +351,7 @@ fn has_password(flag: &str) -> bool {
 /// The text of an environment file with these flags.
 fn with_flags(text: &str, variable: &str, flags: &[String]) -> Result<String, ConfigError> {
     if let Some(line) = text.lines().find(|line| line.ends_with('\\')) {
-        let reason = "a line that ends with \\ goes on in the next one: make it one line";
+        let reason = "the line ends with \\, which joins it with the next one: write both as one line";
         return Err(ConfigError::without_value(line.split('=').next().unwrap_or(variable), reason));
     }
     let set = format!("{variable}{}", flags.join(" "));

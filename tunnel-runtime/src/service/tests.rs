@@ -153,7 +153,7 @@ fn flags_that_systemd_would_change_are_refused() {
     let error = split(&["--proxy=http://u:secret@p:3128"]).unwrap_err().to_string();
     assert!(error.starts_with("--proxy: everyone") && !error.contains("secret"), "{error}");
     let error = with_flags("A=b \\\nc\n", "F=", &[]).unwrap_err().to_string();
-    assert!(error.starts_with("A: a line that ends with \\"), "{error}");
+    assert!(error.starts_with("A: the line ends with \\"), "{error}");
     let (token, rest) = split(&["--token= a.b "]).unwrap();
     assert_eq!((token.as_deref(), rest.len()), (Some("a.b"), 1));
 }

@@ -233,7 +233,8 @@ impl Asked {
 }
 
 /// Returns when the answer is late: with the length of the silence if the link has not even acknowledged for so long that its
-/// line must be down (a slow line acknowledges), or `None` if the agent counts as hung. One timer for both, as every dial sets it.
+/// line must be down (a slow line acknowledges), or `None` if the agent counts as hung. Both times share one timer, because every
+/// dial pays for it.
 async fn late(flow: &Flow) -> Option<Duration> {
     let deadline = tokio::time::Instant::now() + ANSWER;
     let mut pause = SILENCE;

@@ -131,7 +131,7 @@ async fn an_agent_is_expected_back_unless_it_has_left_or_may_not_come() {
 }
 
 #[test]
-fn an_epoch_that_no_clock_explains_keeps_nobody_out() {
+fn an_epoch_far_ahead_of_the_clock_yields_to_any_other() {
     let now = SystemTime::now();
     let ms = |time: SystemTime| u64::try_from(time.duration_since(UNIX_EPOCH).unwrap().as_millis()).unwrap();
     let newer = |than: u64, epoch: u64| rank(epoch, now) > rank(than, now);
