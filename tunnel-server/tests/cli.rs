@@ -120,10 +120,11 @@ fn help_and_version_are_0_and_on_standard_output() {
 /// Runs a shell's command line on a terminal, and returns what that shows.
 fn on_terminal(line: &str) -> String {
     let mut script = Command::new("script");
-    script
-        .args(["--quiet", "--command", line, "/dev/null"])
-        .env("PROGRAM", env!("CARGO_BIN_EXE_tunnel-server"));
-    script.env("TERM", "xterm").env_remove("NO_COLOR").env_remove("CLICOLOR_FORCE").stdin(Stdio::null());
+    script.args(["--quiet", "--command", line, "/dev/null"]).stdin(Stdio::null());
+    // Nothing of the environment in which the test runs: CI, CLICOLOR and others decide about colours, and SHELL runs `line`.
+    let path = std::env::var_os("PATH").expect("PATH");
+    script.env_clear().env("PATH", path).env("SHELL", "/bin/sh").env("TERM", "xterm");
+    script.env("PROGRAM", env!("CARGO_BIN_EXE_tunnel-server"));
     let output = script.output().expect("util-linux's script starts");
     String::from_utf8(output.stdout).expect("text")
 }

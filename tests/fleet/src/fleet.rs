@@ -47,6 +47,8 @@ pub(crate) struct Fleet {
     killed: Vec<bool>,
     /// The times that messages between two processes of a host have taken, and until when each was so.
     busy: BTreeMap<Host, Vec<(Duration, Option<Instant>)>>,
+    /// Until then an agent may use an epoch that its slow disk does not have yet.
+    unstored: Instant,
     /// Reasons for which a host's clock is wrong.
     wrong: BTreeMap<Host, usize>,
     /// Reasons for each silent path, and the time since when.
@@ -205,6 +207,7 @@ impl Fleet {
             agent_processes: vec![0; plan.agents],
             killed: vec![false; plan.agents],
             busy: BTreeMap::new(),
+            unstored: Instant::now(),
             wrong: BTreeMap::new(),
             silent: BTreeMap::new(),
             plan,
@@ -308,6 +311,12 @@ impl Fleet {
         }
     }
 
+    fn clocks_jump(&self, model: &mut Model) {
+        if Instant::now() < self.unstored {
+            model.epochs_may_fall();
+        }
+    }
+
     /// For how long nothing has passed between two hosts.
     pub(crate) fn silence_between(&self, one: Host, other: Host) -> Option<Duration> {
         let silent = self.silent.get(&(one, other)).or(self.silent.get(&(other, one)));
@@ -384,15 +393,18 @@ impl Fleet {
             Step::Disk { takes, lasts } => {
                 let takes = *takes;
                 set_disk(move || takes);
+                self.unstored = self.unstored.max(Instant::now() + *lasts + takes);
                 model.excused(*lasts);
             }
             Step::Clock { ahead, by } => {
+                self.clocks_jump(model);
                 for clock in hosts(&self.plan).map(Host::clock).chain([RIGHT]) {
                     jump(clock, clock.now(), *ahead, *by);
                 }
             }
             Step::WrongClock { host, ahead, by, .. } => {
                 *self.wrong.entry(*host).or_default() += 1;
+                self.clocks_jump(model);
                 jump(host.clock(), RIGHT.now(), *ahead, *by);
                 if *by > HARMLESS {
                     model.wrong(*host);
@@ -450,6 +462,7 @@ impl Fleet {
                 let reasons = self.wrong.entry(*host).or_default();
                 *reasons -= 1;
                 if *reasons == 0 {
+                    self.clocks_jump(model);
                     host.clock().set(RIGHT.now());
                     model.right(*host);
                 }

@@ -63,6 +63,8 @@ pub(crate) struct Model {
     servers: usize,
     /// The highest epoch of each node at each process of a server.
     epochs: BTreeMap<(Process, usize), u64>,
+    /// True once an agent may have lost its last epoch.
+    epochs_fall: bool,
     /// Since when none or both of a server's processes accept.
     not_one: BTreeMap<usize, (usize, Instant)>,
     /// Since when a process of a server takes another one for the holder of a node that it does not have.
@@ -91,6 +93,7 @@ impl Model {
             nodes: (0..fleet.plan.agents).filter_map(|index| agent::node(index).ok()).collect(),
             servers: fleet.plan.servers,
             epochs: BTreeMap::new(),
+            epochs_fall: false,
             not_one: BTreeMap::new(),
             stale: BTreeMap::new(),
             moving: vec![Instant::now(); fleet.plan.agents],
@@ -168,6 +171,11 @@ impl Model {
             let servers = matches!((host, other), (Host::Server(_), Host::Server(_)));
             self.within(host, other, if servers { LINKS } else { self.patience });
         }
+    }
+
+    /// A clock is set while an epoch is used that is not stored yet: a successor may choose a lower one.
+    pub(crate) fn epochs_may_fall(&mut self) {
+        self.epochs_fall = true;
     }
 
     /// Agents cannot attach for this time.
@@ -299,7 +307,11 @@ impl Model {
             ensure!(session.peer.ip() == host, "{}: {} is at {}", server.id, session.node, session.peer);
             let highest = self.epochs.entry((server.process, agent)).or_default();
             let (epoch, node) = (session.epoch, &session.node);
-            ensure!(epoch >= *highest, "{}: {node} has epoch {epoch} after {highest}", server.id);
+            ensure!(
+                epoch >= *highest || self.epochs_fall,
+                "{}: {node} has epoch {epoch} after {highest}",
+                server.id
+            );
             *highest = epoch;
         }
         Ok(())

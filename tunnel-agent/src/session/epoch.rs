@@ -24,7 +24,7 @@ pub(super) struct EpochSource(Arc<Source>);
 
 #[derive(Debug)]
 struct Source {
-    /// Without it only a clock that is set back before a restart does harm.
+    /// Without it only a clock that is set back before a restart or a takeover does harm.
     file: Arc<StateFile<u64>>,
     last: Mutex<u64>,
     clock: Clock,

@@ -1,9 +1,11 @@
 //! Serves one session on a connected link until it ends.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use h2::PingPong;
+use tokio::sync::oneshot;
 use tokio::sync::watch::Receiver;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -43,11 +45,12 @@ pub(super) async fn serve(
     let service = AgentServer::new(AgentService(session.clone()));
     // A task of its own: relayed data wakes this one, which must not poll everything else each time.
     let mut watching = JoinSet::new();
-    watching.spawn(watch(session.clone(), pings, session.phase.subscribe(), on_draining));
+    let (ends, mut ended) = oneshot::channel();
+    watching.spawn(watch(session.clone(), pings, session.phase.subscribe(), on_draining, ends));
     let end = loop {
         tokio::select! {
             biased;
-            Some(ended) = watching.join_next() => break ended.unwrap_or(SessionEnd::Closed),
+            ended = &mut ended => break ended.unwrap_or(SessionEnd::Closed),
             accepted = link::accept(&mut link, &session.path.flow) => match accepted {
                 Some(Ok((request, respond))) => {
                     if request.uri().path() == RELAY_PATH {
@@ -63,7 +66,6 @@ pub(super) async fn serve(
             },
         }
     };
-    drop(watching);
     session.release();
     // Resets all open connections. The GOAWAY says that this was on purpose.
     session.stop.cancel();
@@ -73,6 +75,16 @@ pub(super) async fn serve(
         }
         _ => CLOSE_TIMEOUT,
     };
+    tokio::select! {
+        () = close(&session, &mut link, patience) => {}
+        // A server that has gone silent is not waited for.
+        Some(_) = watching.join_next() => {}
+    }
+    end
+}
+
+/// Waits until the server has read everything, for `patience` at most, and has closed the link.
+async fn close(session: &SessionState, link: &mut LinkConnection, patience: Duration) {
     if session.link == 0 {
         // The session ends with this link, and with it unsent data of additional ones.
         let others = async {
@@ -83,14 +95,13 @@ pub(super) async fn serve(
         };
         tokio::select! {
             _ = tokio::time::timeout(patience, others) => {}
-            () = closed(&mut link) => {}
+            () = closed(link) => {}
         }
     }
     link.graceful_shutdown();
-    if tokio::time::timeout(patience, closed(&mut link)).await.is_err() {
+    if tokio::time::timeout(patience, closed(link)).await.is_err() {
         tracing::debug!(server = %session.server, "server did not close the link in time");
     }
-    end
 }
 
 /// Waits until the server has closed the link. Drops new streams.
@@ -98,22 +109,30 @@ async fn closed(link: &mut LinkConnection) {
     while let Some(Ok(_)) = link.accept().await {}
 }
 
-/// Waits for everything except the link that ends a session.
+/// Waits for everything except the link that ends a session, and sends it to `ends`. Returns once the link is dead: data
+/// may still be on its way then.
 async fn watch(
     session: Arc<SessionState>,
     pings: PingPong,
     mut phase: Receiver<SessionPhase>,
     on_draining: CancellationToken,
-) -> SessionEnd {
-    tokio::select! {
+    ends: oneshot::Sender<SessionEnd>,
+) {
+    let mut dead = pin!(link::keep_alive(pings, &session.path.flow, || session.common.stalls.sweep()));
+    let end = tokio::select! {
         end = never_attached(&session) => end,
-        dead = link::keep_alive(pings, &session.path.flow, || session.common.stalls.sweep()) => dead.into(),
+        dead = &mut dead => {
+            let _ = ends.send(dead.into());
+            return;
+        }
         end = report(session.clone()), if session.link == 0 => end,
         end = ended_by_server(&session, &mut phase, &on_draining) => end,
         // An additional link ends with the first.
         end = drained(&session, &on_draining), if session.link == 0 => end,
         () = session.stop.cancelled() => SessionEnd::Stopping,
-    }
+    };
+    let _ = ends.send(end);
+    dead.await;
 }
 
 /// Returns when the server has not attached in time.
