@@ -22,6 +22,8 @@ use crate::server::{self, Server, Start};
 /// How often the fleet is looked at, and once nothing happens any more.
 const LOOK: Duration = Duration::from_millis(100);
 const LOOK_QUIET: Duration = Duration::from_millis(500);
+/// At the end an agent may just renew its certificate, over a connection of its own.
+const RENEWAL: Duration = Duration::from_secs(5);
 
 /// A clock that is wrong by so much does no harm: certificates are valid five minutes before they are issued, and may be issued
 /// and shown by clocks that are wrong in different directions.
@@ -125,7 +127,12 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
         let next = events.first_key_value().map_or(look, |((at, _), _)| look.min(*at));
         sleep_until(begin + next).await;
     }
-    model.finish(&fleet)?;
+    while let Err(error) = model.finish(&fleet) {
+        if begin.elapsed() > end + RENEWAL {
+            return Err(error);
+        }
+        sleep_until(Instant::now() + LOOK).await;
+    }
     Ok(model)
 }
 
