@@ -1,6 +1,7 @@
 //! Errors of links.
 
 use std::io;
+use std::time::Duration;
 
 use tunnel_runtime::error::causes;
 
@@ -12,6 +13,9 @@ pub enum LinkDead {
     /// Neither an answer nor anything else arrived within [`PING_TIMEOUT`].
     #[error("no answer to an HTTP/2 PING for {} s", PING_TIMEOUT.as_secs())]
     Timeout,
+    /// The other kernel has acknowledged nothing for so long.
+    #[error("no answer for {:.1} s", .0.as_secs_f32())]
+    Silent(Duration),
     /// The connection failed.
     #[error("{}", reason(.0))]
     Failed(#[source] h2::Error),

@@ -73,6 +73,8 @@ pub struct Flow {
     /// Set if a task waits to know for how long the peer has been silent.
     asked: AtomicBool,
     silence: watch::Sender<Option<Silence>>,
+    /// Set if the link is given up: see [`Self::give_up`].
+    given_up: AtomicBool,
     /// Milliseconds since something had arrived at the last such answer.
     heard: AtomicU32,
     /// Set if a task wants to know when the link sends something.
@@ -97,6 +99,7 @@ impl Default for Flow {
             bulk: AtomicUsize::new(0),
             asked: AtomicBool::new(false),
             silence: watch::Sender::default(),
+            given_up: AtomicBool::new(false),
             heard: AtomicU32::new(0),
             awaited: AtomicBool::new(false),
             more_sent: Notify::new(),
@@ -165,6 +168,16 @@ impl Flow {
         // Without an answer, the link is being closed.
         tokio::time::timeout(ANSWER, silence.changed()).await.ok()?.ok()?;
         *silence.borrow()
+    }
+
+    /// Makes the link's close a TCP reset: nothing arrives at the other end, and a FIN would wait in the kernel behind bytes
+    /// that are not acknowledged. If only this direction still works, the other end learns of the close.
+    pub(super) fn give_up(&self) {
+        self.given_up.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_given_up(&self) -> bool {
+        self.given_up.load(Ordering::Relaxed)
     }
 
     /// True if [`Self::silence`] is waiting for an answer.

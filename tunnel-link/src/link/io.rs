@@ -16,6 +16,7 @@ use super::flow::Flow;
 use super::retransmission::{rto_max, set_rto_max};
 use super::settings::{not_sent_limit, tune_tls};
 use super::wire::Wire;
+use crate::relay::reset_on_drop;
 
 /// Minimum time between two queries of the link's rate.
 const RATE_INTERVAL: Duration = Duration::from_millis(10);
@@ -113,6 +114,16 @@ impl LinkIo {
         let pause = rto_max(delivery.rtt);
         if pause > self.rto_max || pause < self.rto_max / 2 {
             self.pause_at_most(pause * 5 / 4);
+        }
+    }
+}
+
+impl Drop for LinkIo {
+    fn drop(&mut self) {
+        if self.flow.is_given_up()
+            && let Some(socket) = self.wire().socket()
+        {
+            reset_on_drop(socket);
         }
     }
 }

@@ -14,6 +14,10 @@ use super::settings::{PING_INTERVAL, PING_TIMEOUT};
 /// meanwhile. Code that waits for the peer waits for a few round trips, and would notice the next outage only after a
 /// multiple of the last one.
 const LONG: Duration = Duration::from_secs(1);
+/// Maximum silence between servers.
+const SILENCE: Duration = Duration::from_millis(2500);
+/// Interval of the checks for it.
+const CHECK: Duration = Duration::from_millis(500);
 
 /// Sends PINGs until the link is dead, measures the round-trip time, and calls `tick` before each PING. On a slow link
 /// an answer may take long; other data arriving meanwhile shows that the peer is alive.
@@ -25,7 +29,10 @@ pub async fn keep_alive(mut pings: PingPong, flow: &Flow, mut tick: impl FnMut()
         loop {
             let received = flow.received();
             match tokio::time::timeout(PING_TIMEOUT, &mut pong).await {
-                Err(_) if flow.received() == received => return LinkDead::Timeout,
+                Err(_) if flow.received() == received => {
+                    flow.give_up();
+                    return LinkDead::Timeout;
+                }
                 Err(_) => tick(),
                 Ok(Err(error)) => return LinkDead::Failed(error),
                 Ok(Ok(_)) => break,
@@ -36,6 +43,31 @@ pub async fn keep_alive(mut pings: PingPong, flow: &Flow, mut tick: impl FnMut()
         if took < LONG {
             // Jitter, so that thousands of links do not ping in step.
             tokio::time::sleep(jittered(PING_INTERVAL, 0.1)).await;
+        }
+    }
+}
+
+/// [`keep_alive`] of a link between two servers, at either end: it is dead too once the other kernel has answered nothing for
+/// [`SILENCE`] and two round trips. Servers are near each other, and another one may have the node as well.
+///
+/// Both ends look: segments that the peer sends again count as heard, so the end that still receives may not notice that
+/// nothing of its own arrives.
+pub async fn keep_alive_of_server(pings: PingPong, flow: &Flow, tick: impl FnMut()) -> LinkDead {
+    tokio::select! {
+        biased;
+        dead = keep_alive(pings, flow, tick) => dead,
+        silence = silent(flow) => LinkDead::Silent(silence),
+    }
+}
+
+/// Ends once the other kernel has answered nothing for too long.
+async fn silent(flow: &Flow) -> Duration {
+    loop {
+        tokio::time::sleep(CHECK).await;
+        let patience = SILENCE + flow.rtt.last().unwrap_or_default() * 2;
+        if let Some(silence) = flow.silence().await.filter(|silence| silence.lasts >= patience) {
+            flow.give_up();
+            return silence.lasts;
         }
     }
 }

@@ -20,7 +20,7 @@ pub(crate) use flow::{Bulk, Taken};
 pub use http2::{Accepted, accept, drive};
 pub use io::LinkIo;
 pub use limits::{Limits, limited_by};
-pub use liveness::keep_alive;
+pub use liveness::{keep_alive, keep_alive_of_server};
 pub use rtt::Rtt;
 pub(crate) use settings::SEND_BUFFER;
 pub use settings::*;

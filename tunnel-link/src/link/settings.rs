@@ -63,6 +63,8 @@ pub const RESET_MEMORY: Duration = Duration::from_secs(5);
 
 /// Time between two PINGs.
 pub const PING_INTERVAL: Duration = Duration::from_secs(10);
+/// Silence of a link between servers before the kernel asks whether the other one is there.
+const SERVER_KEEPALIVE: Duration = Duration::from_secs(1);
 /// Time between two unanswered keepalive probes of [`tune_probing_link`].
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum time for an answer to a PING: a dead link is noticed within `PING_INTERVAL + PING_TIMEOUT`.
@@ -143,11 +145,16 @@ pub fn tune_link(wire: &Wire) {
     tune(wire, &keepalive());
 }
 
-/// Like [`tune_link`], and has the kernel send keepalive probes once the link has been silent for this long. Only ends
-/// that dial do this: an agent's probes keep a NAT's mapping alive, and if the mapping was forgotten, the server's
+/// Like [`tune_link`], and has the kernel send keepalive probes once the link has been silent for this long. Only agents do
+/// this, not servers to agents: an agent's probes keep a NAT's mapping alive, and if the mapping was forgotten, the server's
 /// kernel answers with a reset.
 pub fn tune_probing_link(wire: &Wire, silence: Duration) {
     tune(wire, &keepalive().with_time(silence).with_interval(PROBE_INTERVAL));
+}
+
+/// [`tune_probing_link`] for either end of a link between two servers.
+pub fn tune_server_link(wire: &Wire) {
+    tune_probing_link(wire, SERVER_KEEPALIVE);
 }
 
 /// Sets the options. None is essential: PINGs find a dead link if the kernel does not.

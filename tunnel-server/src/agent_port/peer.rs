@@ -55,6 +55,7 @@ pub(super) async fn serve(
     Incoming { judged, peer, place, shares }: Incoming,
 ) {
     let (context, server_id, redirector) = (judged.context.clone(), judged.name(), judged.is_redirector());
+    link::tune_server_link(stream.get_ref().0);
     let io = LinkIo::new(*stream);
     let flow = io.flow();
     let admitted = if redirector { shares.most_of(peer.ip()) } else { shares.limit() };
@@ -94,7 +95,7 @@ pub(super) async fn serve(
     // A separate task: relayed bytes wake this one, which must not poll everything else each time.
     let mut watching = JoinSet::new();
     let shared = flow.clone();
-    watching.spawn(async move { link::keep_alive(pings, &shared, || ()).await });
+    watching.spawn(async move { link::keep_alive_of_server(pings, &shared, || ()).await });
     let end = loop {
         tokio::select! {
             biased;

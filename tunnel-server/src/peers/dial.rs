@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tonic::{Code, Status, Streaming};
 use tunnel_link::grpc::{Channel, origin};
-use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_link::link::{self, HANDSHAKE_TIMEOUT, LinkIo};
 use tunnel_link::proto::peer_client::PeerClient;
 use tunnel_link::proto::{Holdings, WatchRequest};
 use tunnel_pki::enrol::reach::{Reach, Server};
@@ -36,11 +36,7 @@ use super::peer::Peer;
 use super::trust::{Distrust, Trust, learn, not_trusted};
 use crate::session::{Link, Streams, Workers};
 
-/// How long a link may be silent before the kernel asks whether the other server is there.
-const KEEPALIVE: Duration = Duration::from_secs(1);
-/// A link that has not answered for so long is given up: another server may have the node as well.
-const SILENCE: Duration = Duration::from_millis(2500);
-/// How often to look.
+/// How often to look whether a link is needed.
 const CHECK: Duration = Duration::from_millis(500);
 /// How long to connect, for each step. Servers are near each other.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -186,8 +182,6 @@ enum Error {
     Closed,
     #[error(transparent)]
     Dead(#[from] link::LinkDead),
-    #[error("no answer for {:.1} s", .0.as_secs_f32())]
-    Silent(Duration),
     #[error("the other server did not send its nodes: {}", printable(.0.message(), 200))]
     Watch(Box<Status>),
     #[error("the other server sent node {0:?}: not the name of a node")]
@@ -282,8 +276,7 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
         ended = driver.join_next() => ended_with(ended),
         error = follow_holdings(&context.peers, &peer, (first, told), &mut client, context, chain.clone()) => error,
         distrust = not_trusted(&context.trust, &peer, &chain) => distrust.into(),
-        dead = link::keep_alive(pings, &flow, || peer.stalls.sweep()) => dead.into(),
-        silence = silent(&flow) => Error::Silent(silence),
+        dead = link::keep_alive_of_server(pings, &flow, || peer.stalls.sweep()) => dead.into(),
         () = peer.closed.cancelled() => Error::Broken,
         () = unneeded(&context.peers, &peer) => Error::Unneeded,
     };
@@ -294,7 +287,7 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
 async fn handshake(context: &PeerContext, address: &str) -> Result<(LinkIo, Chain), Error> {
     let server = Server::Named(address.to_owned());
     let socket = within("TCP", context.reach.connect(&server)).await?.stream;
-    link::tune_probing_link(&socket, KEEPALIVE);
+    link::tune_server_link(&socket);
     let connector = TlsConnector::from(context.tls.load_full());
     let stream = within("TLS", connector.connect(server_name(), socket)).await?;
     let chain = stream.get_ref().1.peer_certificates().unwrap_or_default().into();
@@ -428,17 +421,6 @@ async fn unneeded(peers: &Peers, peer: &Arc<Peer>) {
         let stays = |other: &Arc<Peer>| other.server_id == peer.server_id && !other.is_draining();
         if peer.is_draining() && peer.connections() == 0 && peers.all().iter().any(stays) {
             return;
-        }
-    }
-}
-
-/// Ends once the other server's kernel has answered nothing for so long.
-async fn silent(flow: &Flow) -> Duration {
-    loop {
-        tokio::time::sleep(CHECK).await;
-        let patience = SILENCE + flow.rtt.last().unwrap_or_default() * 2;
-        if let Some(silence) = flow.silence().await.filter(|silence| silence.lasts >= patience) {
-            return silence.lasts;
         }
     }
 }
