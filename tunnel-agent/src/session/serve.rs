@@ -170,7 +170,15 @@ async fn ended_by_server(
 /// Once this agent or the server drains, waits until there are no connections left.
 async fn drained(session: &SessionState, server_draining: &CancellationToken) -> SessionEnd {
     let end = tokio::select! {
-        () = session.shared.runtime.shutdown.draining() => {
+        () = async {
+            let runtime = &session.shared.runtime;
+            runtime.shutdown.draining().await;
+            // Both ends are being replaced. The session of this agent's successor is with the server's successor, and until
+            // that one has the listeners, connections come through here.
+            if server_draining.is_cancelled() && runtime.handover.has_passed() {
+                let _ = tokio::time::timeout(SUCCESSOR, session.served.cancelled()).await;
+            }
+        } => {
             let _ = session.events.send(Ok(draining())).await;
             SessionEnd::Stopping
         }
