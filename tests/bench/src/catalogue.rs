@@ -171,6 +171,7 @@ fn scale(group: Group) -> Vec<Line> {
         line(&format!("scale-routes-connect-{routes}"), &format!("connect() p50, {routes} nodes"), "µs");
     }
     line("scale-connect-100000", "connect() p50, the most nodes over the fewest", "×");
+    line("scale-start", "a server with 10,000 nodes started until it is ready", "s");
     line("scale-routes-load", "a file with 100,000 nodes until it is in effect", "s");
     line("scale-routes-update", "one node of 100,000 added until connect() knows it", "ms");
     line("scale-routes-update-cpu", "CPU time of the server for it", "ms");

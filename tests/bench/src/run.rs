@@ -132,9 +132,9 @@ impl<'a> Bench<'a> {
     }
 
     async fn on_path(&mut self, paths: &wan::Paths<'_>, peer: Peer) -> Result<()> {
-        let running = self.start(peer).await?;
+        let mut running = self.start(peer).await?;
         let target = &self.targets[running.edge - 1];
-        let measured = paths.measure(peer, &running, target, &mut self.record).await;
+        let measured = paths.measure(peer, &mut running, target, &mut self.record).await;
         measured.and(running.stop().await)
     }
 

@@ -23,6 +23,8 @@ use crate::{connect, fleet, peers, scale_fleet};
 const HELD: usize = 30_000;
 /// Dials a second across all agents.
 const DIALS: usize = 1_000;
+/// Edge nodes in the inventory of a server that starts.
+const START_NODES: usize = 10_000;
 /// Maximum time for all agents to attach.
 const ATTACH: Duration = Duration::from_secs(180);
 /// Maximum time for 100,000 nodes to be read and put into the maps.
@@ -69,6 +71,11 @@ pub(crate) async fn measure(
             note_failure(record, &[&format!("-{agents}")], &error);
             failed = Err(error);
         }
+    }
+    println!("  a server that starts with {} nodes", size.part(START_NODES));
+    if let Err(error) = of_start(testbed, size, record).await {
+        note_failure(record, &["scale-start"], &error);
+        failed = Err(error);
     }
     println!("  {} routes", size.part(ROUTES[ROUTES.len() - 1]));
     if let Err(error) = of_routes(testbed, effort, size, record).await {
@@ -201,6 +208,19 @@ async fn dials(agents: usize, size: Size, record: &mut Record) -> Result<()> {
     }
     record.value("scale-dials-p50", Peer::Postern, micros(&mut times, 0.5)?);
     record.value("scale-dials-p99", Peer::Postern, micros(&mut times, 0.99)?);
+    Ok(())
+}
+
+/// The redirect's programs are loaded and all routes are in the kernel when the server is ready.
+async fn of_start(testbed: &Testbed, size: Size, record: &mut Record) -> Result<()> {
+    connect::inventory_with(testbed, size.part(START_NODES))?.write()?;
+    let start = Instant::now();
+    let started = peers::postern::server_builder(testbed).start().await;
+    let took = start.elapsed();
+    Inventory::of(testbed)?;
+    let status = started?.process.stop().await?;
+    ensure!(status.success(), "the server ended with {status}");
+    record.value("scale-start", Peer::Postern, took.as_secs_f64());
     Ok(())
 }
 

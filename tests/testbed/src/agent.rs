@@ -254,6 +254,11 @@ impl<'a> Agent<'a> {
         self.start_again()
     }
 
+    /// The name of its node.
+    pub fn node(&self) -> &str {
+        &self.builder.node
+    }
+
     /// Starts the agent again after it has exited; it has its certificate, so it gets no token.
     pub fn start_again(&mut self) -> Result<()> {
         ensure!(self.process.ended()?.is_some(), "the agent still runs");

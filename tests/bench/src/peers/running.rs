@@ -1,12 +1,13 @@
 //! A running peer.
 use std::net::Ipv4Addr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use postern_testbed::agent::Agent;
 use postern_testbed::process::Process;
 use postern_testbed::server::Server;
 use postern_testbed::wait::wait_until;
+use tokio::time::sleep;
 
 use crate::dial::Dialer;
 use crate::line::Peer;
@@ -15,6 +16,8 @@ use crate::usage::{Part, Side};
 
 /// Maximum wait until a peer's first connection works.
 const START: Duration = Duration::from_secs(30);
+/// Pause before a connect that has failed is made again.
+const AGAIN: Duration = Duration::from_millis(2);
 /// The edge behind NAT.
 pub(crate) const BEHIND_NAT: usize = 1;
 /// The edge that the cloud can dial.
@@ -66,6 +69,23 @@ impl<'a> Running<'a> {
             Keep::Postern(both) => both.0.first(),
             Keep::Processes(_) => None,
         }
+    }
+
+    /// Stops Postern's agent and starts it again. Returns the time until a connection is carried; redirected connects fail at
+    /// once before that.
+    pub(crate) async fn restart_agent(&mut self) -> Result<Duration> {
+        let Keep::Postern(both) = &mut self.keep else { bail!("it has no agent of Postern's") };
+        let (servers, agent) = &mut **both;
+        agent.process.stop().await?;
+        let server = servers.last().context("no server")?;
+        server.wait_connected(agent.node(), false, START).await?;
+        let start = Instant::now();
+        agent.start_again()?;
+        while load::visit(&self.dialer).await.is_err() {
+            ensure!(start.elapsed() < START, "the agent carries nothing after {START:?}");
+            sleep(AGAIN).await;
+        }
+        Ok(start.elapsed())
     }
 
     /// Stops it; Postern gracefully, so that its eBPF programs are detached.

@@ -24,12 +24,13 @@ const COMPARISON: [(&str, &str); 13] = [
     ("beside-bulk-4-visit", "connect, echo, close, p99 beside four downloads"),
 ];
 /// Lines with a value of each peer, or of Postern alone.
-const VALUES: [&str; 14] = [
+const VALUES: [&str; 15] = [
     "connect-1",
     "connect-10000",
     "scale-agents-memory-10000",
     "scale-agents-cpu-10000",
     "scale-agents-restart-10000",
+    "scale-start",
     "scale-routes-update",
     "scale-lost-back",
     "scale-routes-memory",

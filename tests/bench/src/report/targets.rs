@@ -119,12 +119,16 @@ fn on_host(record: &Record) -> Vec<Target> {
             target(&format!("{title} p99 beside {what}, over alone"), measured, AtMost(2.0))
         })
     });
-    let agents = target(
-        "memory of the server for an idle agent of 10,000, KiB",
-        value("scale-agents-memory-10000"),
-        AtMost(40.0),
-    );
-    fixed.chain(beside).chain([agents]).collect()
+    let alone = [
+        ("memory of the server for an idle agent of 10,000, KiB", "scale-agents-memory-10000", 40.0),
+        ("memory of both ends without a connection, MB", "held-idle", 30.0),
+        ("killed server: 10,000 agents back, sessions resumed, s", "scale-agents-restart-10000", 8.0),
+        ("killed server: 10,000 agents back, full handshakes, s", "scale-agents-restart-full-10000", 12.0),
+        ("one of three servers killed: 10,000 agents have a session, s", "scale-lost-back", 4.0),
+        ("a server with 10,000 nodes started until it is ready, s", "scale-start", 1.0),
+    ];
+    let alone = alone.map(|(asks, line, limit)| target(asks, value(line), AtMost(limit)));
+    fixed.chain(beside).chain(alone).collect()
 }
 
 fn target(what: &str, measured: Option<f64>, bound: Bound) -> Target {

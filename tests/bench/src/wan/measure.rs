@@ -84,7 +84,7 @@ impl<'a> Paths<'a> {
     pub(crate) async fn measure(
         &self,
         peer: Peer,
-        on: &Running<'_>,
+        on: &mut Running<'_>,
         target: &Target<'_>,
         record: &mut Record,
     ) -> Result<()> {
@@ -102,6 +102,11 @@ impl<'a> Paths<'a> {
                 let users = Users::start(&on.dialer).await?;
                 self.testbed.forget_mappings()?;
                 self.recovery(peer, users, record).await
+            }
+            What::Start => {
+                let took = on.restart_agent().await?;
+                record.value(&id(self.place, USABLE), peer, took.div_duration_f64(self.place.rtt()));
+                Ok(())
             }
             What::NewMapping => {
                 record.missing(&id(self.place, USABLE), peer, "no NAT is in its way");

@@ -21,6 +21,8 @@ enum What {
     Outage(Duration),
     /// The same after the NAT has forgotten its mappings and gives new ones.
     NewMapping,
+    /// Time from the start of Postern's agent, which has its certificate, to the first connection through it.
+    Start,
     /// Capacity of the forwarder itself, by a plain connection: the first [`TRANSFERS`] of [`MEASURES`].
     Forwarder,
 }
@@ -55,7 +57,7 @@ impl Place {
     fn load(&self) -> u64 {
         match self.what {
             What::Load | What::Forwarder => self.path.down.max(self.path.up),
-            What::Outage(_) | What::NewMapping => 0,
+            What::Outage(_) | What::NewMapping | What::Start => 0,
         }
     }
 
@@ -71,6 +73,7 @@ impl Place {
             What::Outage(_) | What::NewMapping => {
                 return vec![line(USABLE, self.title, "s").in_section(RECOVERY_TITLE)];
             }
+            What::Start => return vec![line(USABLE, self.title, "round trips").in_section(START_TITLE)],
         };
         MEASURES
             .iter()
@@ -84,6 +87,9 @@ impl Place {
         if self.what == What::Forwarder && peer != Peer::Direct {
             return Some("the line is about the forwarder alone");
         }
+        if self.what == What::Start && peer != Peer::Postern {
+            return Some("the line is about Postern's agent");
+        }
         (smoke && !self.in_smoke(peer)).then_some("in a smoke run it is measured over another path")
     }
 
@@ -95,6 +101,7 @@ impl Place {
             What::Outage(_) => &["outage-5", "outage-20", "outage-60"],
             What::NewMapping => &["new-mapping"],
             What::Forwarder => &["forwarder"],
+            What::Start => &["start"],
         };
         let number = Peer::FAR.iter().position(|other| *other == peer).unwrap_or_default();
         peer == Peer::Postern || places[number % places.len()] == self.id
@@ -114,6 +121,7 @@ pub(crate) fn loss_based() -> Option<&'static str> {
 
 /// Path on which recovery is measured.
 const RECOVERY: Path = Path::new(50, 100);
+const START_TITLE: &str = "100 ms, 200 Mbit/s: the agent starts";
 const RECOVERY_TITLE: &str = "50 ms, 100 Mbit/s: until a new connection works again";
 
 const fn outage(seconds: u64) -> What {
@@ -121,7 +129,7 @@ const fn outage(seconds: u64) -> What {
 }
 
 /// All places; the buffers of each hold one bandwidth × delay.
-pub(crate) const PLACES: [Place; 18] = [
+pub(crate) const PLACES: [Place; 19] = [
     // A rate that no forwarder reaches.
     place("forwarder", "The forwarder itself: 2 ms, no limit", Path::new(2, 100_000))
         .measures(What::Forwarder),
@@ -156,6 +164,8 @@ pub(crate) const PLACES: [Place; 18] = [
     place("outage-60", "the line was out for 60 s", RECOVERY).measures(outage(60)),
     place("new-mapping", "the NAT has forgotten the mapping and gives a new one", RECOVERY)
         .measures(What::NewMapping),
+    place("start", "until a connection is carried, with the program's own start", Path::new(100, 200))
+        .measures(What::Start),
 ];
 
 /// Measurements under load: id, title and unit.
@@ -203,14 +213,16 @@ mod tests {
                     What::Outage(_) => "outage",
                     What::NewMapping => "mapping",
                     What::Forwarder => "forwarder",
+                    What::Start => "start",
                 });
             }
-            measured.retain(|kind| *kind != "forwarder");
+            measured.retain(|kind| *kind != "forwarder" && *kind != "start");
             assert_eq!(measured, ["load", "outage", "mapping"], "{peer}");
         }
         let left_out = PLACES.iter().filter(|place| place.leaves_out(Peer::Postern, true).is_some());
         assert_eq!(left_out.map(|place| place.id).collect::<Vec<_>>(), ["forwarder"]);
-        assert!(PLACES.iter().all(|place| place.leaves_out(Peer::Direct, false).is_none()));
+        let alone = PLACES.iter().filter(|place| place.leaves_out(Peer::Direct, false).is_some());
+        assert_eq!(alone.map(|place| place.id).collect::<Vec<_>>(), ["start"]);
     }
 
     #[test]

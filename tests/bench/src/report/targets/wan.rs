@@ -67,6 +67,7 @@ pub(super) fn check(record: &Record, chosen: &[&Place]) -> Vec<Target> {
         ("usable after an outage of 5 s, s", &["outage-5"][..], 1.0),
         ("usable after a longer outage, s", &["outage-20", "outage-60"], 2.0),
         ("usable after the NAT has forgotten the mapping, s", &["new-mapping"], 3.0),
+        ("the agent's start until a connection is carried, round trips", &["start"], 4.0),
     ] {
         targets.push(self::worst(asks, &of(places), &["usable"], AtMost(limit), seconds));
     }
