@@ -18,7 +18,7 @@ use crate::enrol::enrollment::Connection;
 use crate::enrol::error::enrol_by_token;
 use crate::enrol::files::IdentityFiles;
 use crate::enrol::{EnrollConfig, EnrollError, IdentityMetrics};
-use crate::{ALPN_GRPC, AgentIdentity, IdentityError, TrustBundle, agent_tls, create_csr};
+use crate::{ALPN_GRPC, AgentIdentity, IdentityError, TrustBundle, Validity, agent_tls, create_csr};
 
 /// Maximum length of one sleep, so that a changed clock or a suspended machine is noticed.
 const LONGEST_SLEEP: Duration = Duration::from_secs(600);
@@ -226,15 +226,26 @@ impl Renewer {
     /// Retries without limit, even after the certificate has expired: the clock may be wrong.
     async fn renew_until_done(&self) -> Arc<AgentIdentity> {
         let mut backoff = RETRIES;
+        // Set once no server has issued a certificate that is valid already: this host's clock is behind theirs.
+        let mut behind = false;
         loop {
             let servers = self.servers.lock().clone();
+            let mut early = false;
             for server in &servers {
-                let renewed = self.renew_from(server).await;
-                self.metrics.count(renewed.is_ok());
+                let renewed = self.renew_from(server, behind).await;
+                self.metrics.count(matches!(renewed, Ok(Some(_))));
                 match renewed {
-                    Ok(identity) => {
+                    Ok(Some(identity)) => {
                         tracing::info!(node = %identity.node, server, "certificate renewed");
                         return identity;
+                    }
+                    Ok(None) => {
+                        early = true;
+                        tracing::warn!(
+                            server,
+                            fix = "check the clocks of the server and of this host",
+                            "new certificate is not valid yet, asking the other servers first"
+                        );
                     }
                     Err(error) => {
                         tracing::warn!(
@@ -244,6 +255,10 @@ impl Renewer {
                         );
                     }
                 }
+            }
+            if early && !behind {
+                behind = true;
+                continue;
             }
             let identity = Arc::clone(&self.current.borrow());
             if identity.validity().is_over(identity.clock.now()) && self.recovery == Recovery::Token {
@@ -257,7 +272,12 @@ impl Renewer {
         }
     }
 
-    async fn renew_from(&self, server: &str) -> Result<Arc<AgentIdentity>, AttemptError> {
+    /// Returns `None` if the new certificate is not valid yet and not taken all the same because this host's clock is `behind`.
+    async fn renew_from(
+        &self,
+        server: &str,
+        behind: bool,
+    ) -> Result<Option<Arc<AgentIdentity>>, AttemptError> {
         let _pending_key = self.pending_key.lock().await;
         let old = Arc::clone(&self.current.borrow());
         let tls = agent_tls(&old, ALPN_GRPC).map_err(AttemptError::transient)?;
@@ -271,13 +291,16 @@ impl Renewer {
             (self.config.holder, &self.config.node),
             old.clock,
         )?;
+        if !behind && is_early(identity.validity(), old.validity(), old.clock.now()) {
+            return Ok(None);
+        }
         let mut unsaved = self.storing.lock().await;
         // Roots that were announced meanwhile are newer than the answer's.
         let present = self.current.borrow().bundle.clone();
         if present != old.bundle {
             identity = identity.with_bundle(present);
         }
-        Ok(self.store(identity, &mut unsaved).await)
+        Ok(Some(self.store(identity, &mut unsaved).await))
     }
 
     /// Stores the identity and publishes it, even if storing failed. `unsaved` is the value of `storing`.
@@ -305,6 +328,12 @@ impl Renewer {
         let (files, identity) = (self.files.clone(), Arc::clone(identity));
         run_blocking(move || files.store(&identity)).await
     }
+}
+
+/// True for a certificate of a server whose clock is ahead, while the present one is valid: the other servers would refuse it
+/// until it is valid.
+fn is_early(new: Validity, present: Validity, now: SystemTime) -> bool {
+    new.not_before > now && !present.is_over(now)
 }
 
 /// Time and reason of the next renewal. `futile`: the last renewal for a rotation still brought a certificate of the
@@ -343,6 +372,18 @@ async fn sleep_until(at: SystemTime, clock: Clock) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_certificate_of_the_future_is_early_while_the_present_one_is_valid() {
+        let now = SystemTime::now();
+        let (hour, day) = (Duration::from_secs(3600), Duration::from_secs(86_400));
+        let present = Validity { not_before: now - day, not_after: now + hour };
+        let of = |not_before| Validity { not_before, not_after: not_before + day };
+        assert!(!is_early(of(now - hour), present, now));
+        assert!(is_early(of(now + hour), present, now));
+        let over = Validity { not_after: now - hour, ..present };
+        assert!(!is_early(of(now + hour), over, now), "there is no better one");
+    }
 
     #[test]
     fn with_a_clock_that_is_ahead_the_renewals_become_rare() {
