@@ -500,7 +500,11 @@ impl Fleet {
         }
         processes[number].relay(relays);
         processes[number].stop();
-        if processes.iter().any(Agent::goes_on) {
+        if !self.plan.in_cluster && !busy.is_zero() {
+            // The first one ends as well if its successor's word, that it has taken over, is on its way.
+            self.killed[index] = true;
+            model.disturbed(Host::Agent(index), None);
+        } else if processes.iter().any(Agent::goes_on) {
             model.given_back(index, busy);
         } else {
             model.disturbed(Host::Agent(index), None);
