@@ -1,5 +1,5 @@
 # shellcheck shell=sh
-# shellcheck disable=SC2154
+# shellcheck disable=SC2034,SC2154
 # `kubectl postern bundle`: read by kubectl-postern, into which `cargo xtask release` puts it.
 
 # Pods with this name, whatever their state, as POD:RESTARTS:CONTAINER:PROGRAM. One that has not started has no count of restarts.
