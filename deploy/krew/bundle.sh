@@ -37,10 +37,15 @@ END
   log=$work/$turn.log
   echo "== $pod" >&5
   code=0
+  since=$(date +%s)
   limited logs "$pod" --container="$container" --timestamps --tail=20000 >"$log" 2>"$to.txt" || code=$?
-  # A pod that has not answered is not asked again.
+  # A pod that has not answered, or whose node could not be dialled, is not asked again.
   hangs=
-  [ "$code" -ne 143 ] || hangs=1
+  case $code in
+    0) ;;
+    143) hangs=1 ;;
+    *) [ $(($(date +%s) - since)) -lt 10 ] || hangs=1 ;;
+  esac
   input=$log
   if [ -z "$hangs" ] && limited exec "$pod" --stdin --container="$container" -- "/$program" bundle --file=- --log=- \
     >"$work/$turn.tar.gz" 2>"$to.txt"; then

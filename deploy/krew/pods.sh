@@ -12,8 +12,9 @@ starting=
 stopped=
 # Set in a worker.
 worker=
-# A file for the program's standard input.
+# A file for the program's standard input. Without one it is the terminal, at which kubectl may have to ask for a password.
 input=
+if [ -t 0 ]; then exec 6<&0; else exec 6</dev/null; fi
 # The exit code after Ctrl-C.
 interrupted=130
 
@@ -66,10 +67,15 @@ guard() {
   done
 }
 
+replaced_by_kubectl() {
+  late
+  eval "exec $kubectl"
+}
+
 # kubectl in the background, as a signal to this shell waits for the end of what is in the foreground.
 limited() {
   starting=1
-  (late && eval "exec $kubectl") <"${input:-/dev/null}" &
+  if [ -n "$input" ]; then replaced_by_kubectl "$@" <"$input" & else replaced_by_kubectl "$@" <&6 & fi
   started
   child=$!
   : >"$work/$child.runs"
