@@ -21,6 +21,12 @@ fn shells() -> Vec<Shell> {
     shells
 }
 
+/// Tests at the same time: what they do is to wait.
+fn in_shells(test: impl Fn(Shell) + Sync) {
+    let test = &test;
+    std::thread::scope(|scope| shells().into_iter().for_each(|shell| drop(scope.spawn(move || test(shell)))));
+}
+
 /// The plugin with a kubectl that only answers.
 struct Bench {
     folder: tempfile::TempDir,
@@ -79,7 +85,7 @@ fn flags_of_kubectl_stand_anywhere() {
     const EXEC: &str = "<exec><tunnel-server-b><--container=tunnel-server><--></tunnel-server>";
     const ONE: &str = "<exec><tunnel-server-a><--container=tunnel-server><--></tunnel-server>";
     const OURS: &str = "<--namespace=kube-system>";
-    for shell in shells() {
+    in_shells(|shell| {
         let bench = Bench::new(shell);
         for (words, call) in [
             (
@@ -149,14 +155,14 @@ fn flags_of_kubectl_stand_anywhere() {
         }
         assert_eq!(bench.run(&[]).0, 64);
         assert_eq!(bench.run(&["test", "--help"]).0, 0);
-    }
+    });
 }
 
 /// A file with its content, the flags of `check`, its exit code, and a part of what it prints.
 type Case = (&'static str, &'static str, &'static [&'static str], i32, &'static str);
 
 fn check(cases: &[Case]) {
-    for shell in shells() {
+    in_shells(|shell| {
         for (file, text, words, code, shown) in cases {
             let (ended, out, errors) = Bench::new(shell).with(file, text).run(words);
             let context = format!("{shell:?} {words:?} {file}: {out}{errors}");
@@ -165,7 +171,7 @@ fn check(cases: &[Case]) {
             let is_open = words.contains(&"--wait=1s");
             assert!(is_open || errors.contains("waiting: ") == waits, "{context}");
         }
-    }
+    });
 }
 
 #[test]

@@ -6,12 +6,6 @@ use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Tests at the same time: what they do is to wait.
-fn in_shells(test: impl Fn(Shell) + Sync) {
-    let test = &test;
-    std::thread::scope(|scope| shells().into_iter().for_each(|shell| drop(scope.spawn(move || test(shell)))));
-}
-
 /// Returns the names and texts of an archive's files.
 fn unpacked(archive: &Path) -> String {
     let to = tempfile::tempdir().unwrap();
