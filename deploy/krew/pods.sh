@@ -56,6 +56,8 @@ guard() {
   quiet=0
   before=
   while sleep 1 && [ -e "$work/$1.runs" ]; do
+    # Its shell heeds no signal that came as it began to wait, if it is bash, before the process has ended.
+    [ ! -e "$work/ended" ] || kill "$1" 2>/dev/null || return 0
     printed=$(wc -c "$work/$turn."* 2>/dev/null | tail -n 1)
     quiet=$((quiet + 1))
     [ "$printed" = "$before" ] || quiet=0

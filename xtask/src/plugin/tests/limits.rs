@@ -120,20 +120,29 @@ fn a_signal_ends_all_that_the_plugin_started() {
                 plugin.env("TMPDIR", &folder).process_group(0).current_dir(bench.folder.path());
                 let mut plugin = plugin.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
                 let hang = || fs::read_to_string(bench.file("hanging")).unwrap_or_default();
-                let wait = |what: &str, done: &dyn Fn() -> bool| {
+                let wait = |what: &str, done: &mut dyn FnMut() -> bool| {
                     let deadline = Instant::now() + PATIENCE;
                     while !done() {
                         assert!(Instant::now() < deadline, "{context}: {what}");
                         std::thread::sleep(Duration::from_millis(10));
                     }
                 };
-                wait("its calls do not begin", &|| hang().lines().count() == hanging);
+                wait("its calls do not begin", &mut || hang().lines().count() == hanging);
                 let to = format!("{}{}", if is_terminal { "-" } else { "" }, plugin.id());
-                run(program("kill").args([signal, "--", &to])).unwrap();
+                // Again each second: bash heeds no signal that comes as it begins to wait.
+                let mut sent = None;
+                let mut ended = || {
+                    if sent.is_none_or(|at: Instant| at.elapsed() > Duration::from_secs(1)) {
+                        run(program("kill").args([signal, "--", &to])).unwrap();
+                        sent = Some(Instant::now());
+                    }
+                    plugin.try_wait().unwrap().is_some()
+                };
+                wait("it does not end", &mut ended);
                 assert_eq!(plugin.wait().unwrap().code(), Some(code), "{context}");
                 assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "{context}: temporary files are left");
                 assert!(!bench.file("unfinished").exists(), "{context}");
-                wait("kubectl is left", &|| !hang().lines().any(runs));
+                wait("kubectl is left", &mut || !hang().lines().any(runs));
             }
         }
     });
