@@ -193,10 +193,11 @@ nodes_and_versions() {
   ask $1 $(pods tunnel-redirector)
   for pod in $silent; do say BROKEN "$pod" 'does not answer' "kubectl -n $namespace describe pod $pod"; done
   [ -n "$first" ] || return 0
-  lines=$(shown --summary) || {
+  shown --summary >"$work/summary" || {
     say BROKEN nodes "$first makes no summary of them"
     return
   }
+  lines=$(cat "$work/summary")
   found=$(printf '%s\n' "$lines" | sed -n 's/^nodes: //p')
   # Names only: a server may lie.
   down=$(printf '%s\n' "$lines" | sed -n 's/^without a tunnel: //p' | tr ' ' '\n' | grep -E '^[a-z0-9][a-z0-9.-]*$') || :
@@ -226,51 +227,49 @@ $skew
 END
 }
 
+# Says what doctor found in a server.
+examined() {
+  said=$(cat "$work/$turn.err" "$work/$turn.out")
+  counts=$(printf '%s\n' "$said" | grep -E '^[0-9]+ ok, ') || {
+    say BROKEN "$1" "doctor: $(printf '%s\n' "$said" | head -n 1)"
+    return 0
+  }
+  answering="$answering $1"
+  case $code in 0) state=ok ;; 1) state=WARNING ;; *) state=BROKEN ;; esac
+  say "$state" "$1" "doctor: $counts"
+  details=$(printf '%s\n' "$said" | grep -E '^(WARNING|BROKEN|  )') || return 0
+  report="$report$(printf '%s\n' "$details" | sed 's/^/  /')
+"
+}
+
 after() {
   rollouts
-  if ! found=$(pods tunnel-server 2>&1) || [ -z "$found" ]; then
-    say BROKEN servers "${found:-no pod of tunnel-server runs in namespace $namespace}"
+  if ! list=$(pods tunnel-server 2>&1) || [ -z "$list" ]; then
+    say BROKEN servers "${list:-no pod of tunnel-server runs in namespace $namespace}"
     return
   fi
   answering=
-  for pod in $found; do
-    code=0
-    said=$(in_server "$pod" doctor 2>&1) || code=$?
-    counts=$(printf '%s\n' "$said" | grep -E '^[0-9]+ ok, ') || {
-      say BROKEN "$pod" "doctor: $(printf '%s\n' "$said" | head -n 1)"
-      continue
-    }
-    answering="$answering $pod"
-    case $code in 0) state=ok ;; 1) state=WARNING ;; *) state=BROKEN ;; esac
-    say "$state" "$pod" "doctor: $counts"
-    details=$(printf '%s\n' "$said" | grep -E '^(WARNING|BROKEN|  )') || continue
-    report="$report$(printf '%s\n' "$details" | sed 's/^/  /')
-"
-  done
+  within 180
+  at_once in_server examined doctor
   # To ask one again that does not answer takes as long again.
   nodes_and_versions "$answering"
 }
 
 check() {
   round=after
-  patience=0
+  longest=0
   for word in "$@"; do
     case $word in
       --pre) round=before ;;
-      --wait) patience=300 ;;
+      --wait) longest=300 ;;
       --wait=*)
-        patience=${word#*=}
-        case $patience in *h) unit=3600 ;; *m) unit=60 ;; *) unit=1 ;; esac
-        patience=${patience%[smh]}
-        case $patience in '' | *[!0-9]* | ???????*) fail "$word: not a duration such as 90s, 5m or 1h" ;; esac
-        # With zeros in front it would be octal.
-        patience=${patience#"${patience%%[!0]*}"}
-        patience=$((${patience:-0} * unit))
+        longest=$(seconds "${word#*=}")
+        [ -n "$longest" ] || fail "$word: not a duration such as 90s, 5m or 1h"
         ;;
       *) fail "check: $word is not known" ;;
     esac
   done
-  until=$(($(date +%s) + patience))
+  until=$(($(date +%s) + longest))
   while :; do
     report=
     worst=0
@@ -280,7 +279,7 @@ check() {
     $round
     if [ "$worst" -lt 2 ] && [ -z "$unfinished" ]; then break; fi
     if [ "$(date +%s)" -ge "$until" ]; then
-      [ "$patience" -eq 0 ] || [ "$worst" -eq 2 ] || say BROKEN wait "after $patience s: $awaited"
+      [ "$longest" -eq 0 ] || [ "$worst" -eq 2 ] || say BROKEN wait "after $longest s: $awaited"
       break
     fi
     echo "waiting: $awaited" >&2
@@ -296,7 +295,7 @@ version() {
   # shellcheck disable=SC2046,SC2086
   ask $found $(pods tunnel-redirector)
   [ -n "$first" ] || exit 1
-  lines=$(shown --summary)
-  printf '%s\n' "$lines" | grep -Ev '^(nodes|without a tunnel): ' || :
+  shown --summary >"$work/summary"
+  grep -Ev '^(nodes|without a tunnel): ' "$work/summary" || :
   [ -z "$silent" ]
 }

@@ -318,11 +318,17 @@ fn lifecycle(image: Image, first: &Path, second: &Path) -> Result<()> {
     let flags = root.join(format!("etc/postern/{name}.env"));
     let mode = fs::metadata(&flags).context("the example's copy")?.permissions().mode() & 0o777;
     ensure!(mode == 0o600, "{} has mode {mode:o}", flags.display());
-    write(&flags, "# edited\n")?;
+    let edited = "POSTERN_SERVER_FLAGS=\"--bpffs /own \\\n --config /etc/postern/own.yaml\"\n";
+    write(&flags, edited)?;
+    write(&root.join("etc/postern/own.yaml"), "bpffs: /other\nredirect-range: 10.0.0.0/16 # ours")?;
     expect("an upgrade", &rpm("--upgrade", second.as_os_str())?, &upgrade)?;
-    ensure!(fs::read_to_string(&flags).is_ok_and(|text| text == "# edited\n"), "edited flags are lost");
+    ensure!(fs::read_to_string(&flags).is_ok_and(|text| text == edited), "edited flags are lost");
     let removed = rpm("--erase", package.as_ref())?;
-    let cleanup = if image == Image::Server { "tunnel-server cleanup\n" } else { "" };
+    let cleanup = if image == Image::Server {
+        "tunnel-server cleanup --bpffs=/own --redirect-range=10.0.0.0/16\n"
+    } else {
+        ""
+    };
     let stop = format!("tunnel-{name} service uninstall\n{cleanup}systemctl daemon-reload\n");
     expect("a removal", &removed, &stop)?;
     ensure!(flags.exists(), "a removal took the flags");

@@ -41,7 +41,7 @@ pub(crate) fn run_lint(tally: &mut Tally) -> Result<()> {
     run(clippy.args(["--", "-D", "warnings"]).env("CUSTOM_LIBFUZZER_PATH", "/nowhere/libfuzzer.a"))?;
     build_ebpf::clippy()?;
     packages::install(&[packages::LINT])?;
-    let scripts = ["kubectl-postern", "check.sh", "bundle.sh", "kubectl_complete-postern"];
+    let scripts = ["kubectl-postern", "pods.sh", "check.sh", "bundle.sh", "kubectl_complete-postern"];
     run(program("shellcheck")
         .arg("--external-sources")
         .args(scripts)

@@ -137,24 +137,6 @@
 {{- end }}
 {{- end }}
 
-{{/* Environment of a program: (list . "server"). */}}
-{{- define "postern.env" -}}
-{{- $root := index . 0 -}}
-{{- $own := include (printf "postern.%sEnv" (index . 1)) $root -}}
-{{- $own }}
-{{- with (index $root.Values (index . 1)).extraEnv }}
-{{- $names := list -}}
-{{- range $own | fromYamlArray }}{{ $names = append $names .name }}{{ end }}
-{{- range . }}
-{{- if has .name $names }}
-{{- fail (printf "%s.extraEnv: %s is there already" (index $ 1) .name) }}
-{{- end }}
-{{- $names = append $names .name }}
-{{- end }}
-{{ toYaml . }}
-{{- end }}
-{{- end }}
-
 {{- define "postern.serverEnv" -}}
 {{- include "postern.redirectEnv" (list . .Values.server.ports.admin) }}
 {{- end }}
