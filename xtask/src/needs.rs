@@ -7,12 +7,14 @@ use clap::ValueEnum;
 use crate::cross::{Arch, Profile};
 use crate::image::{self, Image};
 use crate::peers::Peer;
-use crate::{bench, fuzz, packages, peers};
+use crate::{bench, fuzz, packages, peers, previous};
 
 /// A kind of scenario, as in `scenarios --list`, or another build that can be made before its turn.
 /// In build order: those that the fewest scenarios wait for come last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Need {
+    /// The programs of the previous version.
+    Previous,
     /// The programs of a Kubernetes cluster.
     Cluster,
     Konnectivity,
@@ -36,6 +38,7 @@ impl Need {
     /// Name for messages.
     pub(crate) fn title(self) -> &'static str {
         match self {
+            Self::Previous => "the programs of the previous version",
             Self::Cluster => "the programs of the test cluster",
             Self::Images => "building the images",
             Self::MetricsServer => "metrics-server and kube-router's network policies",
@@ -59,7 +62,7 @@ impl Need {
             Self::ClusterAndKonnectivity => &[Kubernetes, Prometheus, Konnectivity],
             Self::Konnectivity => &[Konnectivity],
             Self::Cilium => &[Cilium],
-            Self::Rathole | Self::Arm64 | Self::Fuzz => &[],
+            Self::Previous | Self::Rathole | Self::Arm64 | Self::Fuzz => &[],
         }
     }
 
@@ -72,7 +75,7 @@ impl Need {
             Self::Arm64 if Arch::HOST != Arch::Arm64 => &[packages::PIP, packages::QEMU_USER],
             Self::Arm64 => &[packages::PIP],
             Self::Fuzz => &[packages::FUZZ],
-            Self::Rathole | Self::Konnectivity | Self::Cilium => &[],
+            Self::Previous | Self::Rathole | Self::Konnectivity | Self::Cilium => &[],
         }
     }
 
@@ -90,6 +93,7 @@ impl Need {
     ) -> Result<Vec<(String, PathBuf)>> {
         packages::install(self.packages())?;
         match self {
+            Self::Previous => return previous::variables(),
             Self::Images => {
                 image::build(profile, &Image::ALL.map(|image| (image, &[Arch::HOST][..])))?;
             }

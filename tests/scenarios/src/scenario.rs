@@ -104,6 +104,12 @@ impl Scenario {
         self
     }
 
+    /// Marks it as running the programs of the previous version.
+    pub(crate) const fn previous(mut self) -> Self {
+        self.kind = "previous";
+        self
+    }
+
     /// Marks it as needing the builds for such a cluster, but starting none.
     pub(crate) const fn no_cluster(mut self) -> Self {
         self.clusterless = true;
