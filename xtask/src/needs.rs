@@ -20,6 +20,8 @@ pub(crate) enum Need {
     Konnectivity,
     /// The programs of a cluster and of konnectivity, which are built before.
     ClusterAndKonnectivity,
+    /// The programs of a cluster and of the previous version.
+    ClusterAndPrevious,
     /// The images for this machine, and the programs that deploy them.
     Images,
     /// metrics-server and kube-router's network policies, in a cluster.
@@ -43,6 +45,7 @@ impl Need {
             Self::Images => "building the images",
             Self::MetricsServer => "metrics-server and kube-router's network policies",
             Self::Rathole => "rathole",
+            Self::ClusterAndPrevious => "the programs of the test cluster and of the previous version",
             Self::Konnectivity => "the programs of konnectivity",
             Self::ClusterAndKonnectivity => "the programs of the test cluster and of konnectivity",
             Self::Cilium => "Cilium's loader",
@@ -55,7 +58,7 @@ impl Need {
     fn peers(self) -> &'static [Peer] {
         use Peer::{Cilium, Helm, Konnectivity, KubeRouter, Kubernetes, MetricsServer, Prometheus};
         match self {
-            Self::Cluster => peers::CLUSTER,
+            Self::Cluster | Self::ClusterAndPrevious => peers::CLUSTER,
             // konnectivity, for the migration from it.
             Self::Images => &[Kubernetes, Prometheus, Helm, Konnectivity],
             Self::MetricsServer => &[Kubernetes, Prometheus, MetricsServer, KubeRouter],
@@ -69,7 +72,7 @@ impl Need {
     /// Debian packages, installed before anything is built: that takes little time, and no other run may do it meanwhile.
     pub(crate) fn packages(self) -> &'static [&'static [packages::Need]] {
         match self {
-            Self::Cluster | Self::ClusterAndKonnectivity => &[packages::CLUSTER],
+            Self::Cluster | Self::ClusterAndKonnectivity | Self::ClusterAndPrevious => &[packages::CLUSTER],
             Self::MetricsServer => &[packages::CLUSTER, packages::POLICIES],
             Self::Images => &[packages::CLUSTER, packages::PIP],
             Self::Arm64 if Arch::HOST != Arch::Arm64 => &[packages::PIP, packages::QEMU_USER],
@@ -93,7 +96,6 @@ impl Need {
     ) -> Result<Vec<(String, PathBuf)>> {
         packages::install(self.packages())?;
         match self {
-            Self::Previous => return previous::variables(),
             Self::Images => {
                 image::build(profile, &Image::ALL.map(|image| (image, &[Arch::HOST][..])))?;
             }
@@ -104,6 +106,10 @@ impl Need {
             Self::Fuzz => fuzz::prepare()?,
             _ => {}
         }
-        peers::variables(self.peers(), kubernetes)
+        let mut variables = peers::variables(self.peers(), kubernetes)?;
+        if matches!(self, Self::Previous | Self::ClusterAndPrevious) {
+            variables.push(previous::variable()?);
+        }
+        Ok(variables)
     }
 }

@@ -20,10 +20,10 @@ const FOLDER: &str = "POSTERN_PREVIOUS";
 const FETCH: &str = "in a shallow clone, or one without tags, `git fetch --unshallow --tags` brings it";
 
 /// Builds them and returns the variable that tells scenarios where they are.
-pub(crate) fn variables() -> Result<Vec<(String, PathBuf)>> {
+pub(crate) fn variable() -> Result<(String, PathBuf)> {
     let (name, commit) = find()?;
     let folder = cache::once("previous", &name, &[&commit], |folder| build(folder, &name, &commit))?;
-    Ok(vec![(FOLDER.to_owned(), folder)])
+    Ok((FOLDER.to_owned(), folder))
 }
 
 /// Fails if this clone does not have the previous version, and says what brings it.

@@ -69,7 +69,7 @@ async fn forward(testbed: &Testbed, redirects: Version, attached: Version) -> Re
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let mut held = hold(on_edge.address, b"before the revocation").await?;
 
-    // What is revoked at one server is revoked at the other.
+    // One server tells the other what is revoked.
     testbed.allow_error("revoked");
     first.run(&["agent", "revoke", "edge-1"])?;
     second.wait_connected("edge-1", false, TOLD).await.context("revoked at the other server")?;

@@ -1,5 +1,6 @@
 //! The programs of this and of the previous version with each other. They assert bytes, and no words of a log or of a
 //! command, which may change with each version.
+mod cluster;
 mod fleet;
 mod pair;
 mod replaced;
@@ -7,6 +8,7 @@ mod replaced;
 use anyhow::{Result, ensure};
 use postern_testbed::process::{Process, Version};
 
+use cluster::a_cluster_is_upgraded_and_brought_back;
 use fleet::{
     a_redirector_of_the_previous_version, a_server_of_the_previous_version_and_a_redirector,
     the_agent_is_at_a_server_of_the_previous_version, the_client_is_at_a_server_of_the_previous_version,
@@ -28,6 +30,7 @@ scenarios! {
     an_agent_is_upgraded_and_brought_back(previous, limit = 180),
     an_agent_is_upgraded_before_its_server(previous, limit = 180),
     each_version_reads_what_the_other_has_stored(previous, edges = 2, limit = 180),
+    a_cluster_is_upgraded_and_brought_back(cluster_and_previous, limit = 300),
 }
 
 /// Fails if the process runs the program of another version.

@@ -52,7 +52,7 @@ impl Open {
     }
 }
 
-async fn take_over<'a>(before: &Server<'a>, version: Version) -> Result<Server<'a>> {
+pub(super) async fn take_over<'a>(before: &Server<'a>, version: Version) -> Result<Server<'a>> {
     let own = before.status().await?["server_id"].clone();
     let after = before.successor_as(version)?;
     // Its admin port is that of the one before.
@@ -62,6 +62,19 @@ async fn take_over<'a>(before: &Server<'a>, version: Version) -> Result<Server<'
     };
     wait_until("the successor to be ready", TAKES_OVER, ready, |ready| *ready).await?;
     expect_version(&after.process, version, "tunnel-server")?;
+    Ok(after)
+}
+
+pub(super) async fn agent_takes_over<'a>(
+    server: &Server<'_>,
+    before: &Agent<'a>,
+    version: Version,
+) -> Result<Agent<'a>> {
+    let epoch = async || Ok(session_of(server, 0).await?["epoch"].clone());
+    let own = epoch().await?;
+    let after = before.successor_as(version)?;
+    wait_until("the successor's session", TAKES_OVER, epoch, |now| *now != own).await?;
+    expect_version(&after.process, version, "tunnel-agent")?;
     Ok(after)
 }
 
@@ -104,14 +117,10 @@ async fn agent_at(testbed: &Testbed, of_server: Version) -> Result<()> {
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let _source = target(testbed, 1, 9101, Behaviour::Source(8, LENGTH))?;
     for version in BOTH_WAYS {
-        let epoch = session_of(&server, 0).await?["epoch"].clone();
         let open = Open::new(testbed, hold(on_edge.address, b"before").await?).await?;
         let what = format!("an agent's replacement by {version:?}");
         let replacing = async {
-            let after = agent.successor_as(version)?;
-            let now = async || Ok(session_of(&server, 0).await?["epoch"].clone());
-            wait_until("the successor's session", TAKES_OVER, now, |now| *now != epoch).await?;
-            expect_version(&after.process, version, "tunnel-agent")?;
+            let after = agent_takes_over(&server, &agent, version).await?;
             open.finish(&mut agent.process).await?;
             anyhow::Ok(after)
         };
