@@ -86,15 +86,20 @@ impl Toolchain {
 /// touched when its contents differ, so that the server is not rebuilt for nothing.
 pub(crate) fn run() -> Result<PathBuf> {
     let workspace = root();
+    let fingerprint = ebpf_sources::fingerprint(&workspace).context("cannot read the programs' sources")?;
     let target_dir = target_dir()?;
+    publish(&compile(&workspace, &target_dir)?, &target_dir, &fingerprint)
+}
+
+/// Builds the object of these sources, which may be another version's, and returns its path in the target directory.
+pub(crate) fn compile(workspace: &Path, target_dir: &Path) -> Result<PathBuf> {
     let toolchains = usable_toolchains()?;
     ensure_linker()?;
 
-    let fingerprint = ebpf_sources::fingerprint(&workspace).context("cannot read the programs' sources")?;
     let mut failed = Vec::new();
     for toolchain in &toolchains {
-        match build(toolchain, &workspace, &target_dir) {
-            Ok(built) => return publish(&built, &target_dir, &fingerprint),
+        match build(toolchain, workspace, target_dir) {
+            Ok(built) => return Ok(built),
             Err(error) => {
                 eprintln!("build-ebpf: {} cannot build the programs: {error:#}", toolchain.describe());
                 failed.push(toolchain.describe());

@@ -48,7 +48,14 @@ pub(crate) fn build_as(profile: &str, packages: &[&str]) -> Result<()> {
 /// Builds these programs as `cargo build --all-targets` does: without `--examples`, of which there are none, cargo leaves out
 /// features that only tests ask for, and compiles tokio and all that uses it once more.
 pub(crate) fn build_programs(names: &[&str]) -> Result<()> {
-    run(cargo().args(["build", "--examples"]).args(names.iter().flat_map(|name| ["--bin", name])))
+    run(&mut building(names))
+}
+
+/// The command that does so.
+pub(crate) fn building(names: &[&str]) -> Command {
+    let mut build = cargo();
+    build.args(["build", "--examples"]).args(names.iter().flat_map(|name| ["--bin", name]));
+    build
 }
 
 /// A package of the workspace.

@@ -28,6 +28,7 @@ mod packages;
 mod peer_tests;
 mod peers;
 mod plugin;
+mod previous;
 mod provenance;
 mod registry;
 mod release;

@@ -7,17 +7,21 @@ use clap::ValueEnum;
 use crate::cross::{Arch, Profile};
 use crate::image::{self, Image};
 use crate::peers::Peer;
-use crate::{bench, fuzz, packages, peers};
+use crate::{bench, fuzz, packages, peers, previous};
 
 /// A kind of scenario, as in `scenarios --list`, or another build that can be made before its turn.
 /// In build order: those that the fewest scenarios wait for come last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Need {
+    /// The programs of the previous version.
+    Previous,
     /// The programs of a Kubernetes cluster.
     Cluster,
     Konnectivity,
     /// The programs of a cluster and of konnectivity, which are built before.
     ClusterAndKonnectivity,
+    /// The programs of a cluster and of the previous version.
+    ClusterAndPrevious,
     /// The images for this machine, and the programs that deploy them.
     Images,
     /// metrics-server and kube-router's network policies, in a cluster.
@@ -36,10 +40,12 @@ impl Need {
     /// Name for messages.
     pub(crate) fn title(self) -> &'static str {
         match self {
+            Self::Previous => "the programs of the previous version",
             Self::Cluster => "the programs of the test cluster",
             Self::Images => "building the images",
             Self::MetricsServer => "metrics-server and kube-router's network policies",
             Self::Rathole => "rathole",
+            Self::ClusterAndPrevious => "the programs of the test cluster and of the previous version",
             Self::Konnectivity => "the programs of konnectivity",
             Self::ClusterAndKonnectivity => "the programs of the test cluster and of konnectivity",
             Self::Cilium => "Cilium's loader",
@@ -52,27 +58,27 @@ impl Need {
     fn peers(self) -> &'static [Peer] {
         use Peer::{Cilium, Helm, Konnectivity, KubeRouter, Kubernetes, MetricsServer, Prometheus};
         match self {
-            Self::Cluster => peers::CLUSTER,
+            Self::Cluster | Self::ClusterAndPrevious => peers::CLUSTER,
             // konnectivity, for the migration from it.
             Self::Images => &[Kubernetes, Prometheus, Helm, Konnectivity],
             Self::MetricsServer => &[Kubernetes, Prometheus, MetricsServer, KubeRouter],
             Self::ClusterAndKonnectivity => &[Kubernetes, Prometheus, Konnectivity],
             Self::Konnectivity => &[Konnectivity],
             Self::Cilium => &[Cilium],
-            Self::Rathole | Self::Arm64 | Self::Fuzz => &[],
+            Self::Previous | Self::Rathole | Self::Arm64 | Self::Fuzz => &[],
         }
     }
 
     /// Debian packages, installed before anything is built: that takes little time, and no other run may do it meanwhile.
     pub(crate) fn packages(self) -> &'static [&'static [packages::Need]] {
         match self {
-            Self::Cluster | Self::ClusterAndKonnectivity => &[packages::CLUSTER],
+            Self::Cluster | Self::ClusterAndKonnectivity | Self::ClusterAndPrevious => &[packages::CLUSTER],
             Self::MetricsServer => &[packages::CLUSTER, packages::POLICIES],
             Self::Images => &[packages::CLUSTER, packages::PIP],
             Self::Arm64 if Arch::HOST != Arch::Arm64 => &[packages::PIP, packages::QEMU_USER],
             Self::Arm64 => &[packages::PIP],
             Self::Fuzz => &[packages::FUZZ],
-            Self::Rathole | Self::Konnectivity | Self::Cilium => &[],
+            Self::Previous | Self::Rathole | Self::Konnectivity | Self::Cilium => &[],
         }
     }
 
@@ -100,6 +106,10 @@ impl Need {
             Self::Fuzz => fuzz::prepare()?,
             _ => {}
         }
-        peers::variables(self.peers(), kubernetes)
+        let mut variables = peers::variables(self.peers(), kubernetes)?;
+        if matches!(self, Self::Previous | Self::ClusterAndPrevious) {
+            variables.push(previous::variable()?);
+        }
+        Ok(variables)
     }
 }

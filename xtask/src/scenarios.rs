@@ -11,12 +11,13 @@ use crate::demo::PROGRAMS;
 use crate::needs::Need;
 use crate::options::Options;
 use crate::tally::Tally;
-use crate::{build_ebpf, packages};
+use crate::{build_ebpf, packages, previous};
 
 /// Environment variable that names the folder of the two programs to scenarios; without it, it is their own.
 const FOLDER: &str = "POSTERN_PROGRAMS";
-/// The scenarios of a cluster, and the one of a release's images.
+/// The scenarios of a cluster, those with the previous version, and the one of a release's images.
 const OF_CLUSTERS: &str = "kubernetes::";
+const OF_VERSIONS: &str = "versions::";
 const OF_IMAGES: &str = "deploy::manifests_run_unchanged";
 const LONG: &str = "it takes more than half a minute";
 /// Those of a plain `cargo xtask test` that are not run a second time with the static programs.
@@ -104,6 +105,10 @@ pub(crate) fn run(
     }
     packages::install(&[packages::NAT, packages::SCENARIOS])?;
     let mut command = program_of(options)?;
+    if let Some(error) = previous::check().err().filter(|_| options.all) {
+        tally.skip(OF_VERSIONS, format!("{error:#}"));
+        command.args(["--skip", OF_VERSIONS]);
+    }
     command.args(options.keep.then_some("--keep"));
     command.args(options.repeat.map(|count| format!("--repeat={count}")));
     command.args(options.is_variant().then_some("--other-programs"));

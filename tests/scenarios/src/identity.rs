@@ -183,7 +183,11 @@ async fn token_from_a_file(testbed: &Testbed) -> Result<()> {
 }
 
 /// Puts another certificate for the agent's own key into its state folder.
-fn replace_certificate(testbed: &Testbed, agent: &Agent<'_>, valid: Range<SystemTime>) -> Result<String> {
+pub(crate) fn replace_certificate(
+    testbed: &Testbed,
+    agent: &Agent<'_>,
+    valid: Range<SystemTime>,
+) -> Result<String> {
     let authority = Authority::open(&testbed.dir().join("server"))?;
     let key =
         KeyPair::from_pem(&fs::read_to_string(agent.state_dir().join("agent.key"))?).context("agent.key")?;
@@ -192,14 +196,18 @@ fn replace_certificate(testbed: &Testbed, agent: &Agent<'_>, valid: Range<System
     Ok(certificate)
 }
 
+/// The time of a certificate that is renewed in 5 s: certificates begin 300 s before they are issued; of this one's 100 s, 75 have
+/// passed, and 80 % is the time to renew.
+pub(crate) fn renewed_soon() -> Range<SystemTime> {
+    let now = SystemTime::now();
+    now - Duration::from_secs(375)..now + Duration::from_secs(25)
+}
+
 async fn renewal_drops_no_connection(testbed: &Testbed) -> Result<()> {
     let (server, mut agent) = server_and_agent(testbed).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     agent.crash(&server).await?;
-    // Certificates begin 300 s before they are issued; of this one's 100 s, 75 have passed: 80 % is 5 s away.
-    let now = SystemTime::now();
-    let old =
-        replace_certificate(testbed, &agent, now - Duration::from_secs(375)..now + Duration::from_secs(25))?;
+    let old = replace_certificate(testbed, &agent, renewed_soon())?;
     agent.return_to(&server).await?;
     let mut held = hold(on_edge.address, b"under the old certificate").await?;
     let file = agent.state_dir().join("agent.crt");

@@ -24,9 +24,14 @@ rules:
 
 /// Starts a server that lets workloads on the edge reach the echo, and the echo.
 pub(crate) async fn server(testbed: &Testbed) -> Result<(Server<'_>, Target)> {
+    server_of(testbed, Builder::new(testbed)).await
+}
+
+/// As [`server`], with this builder of the server.
+pub(crate) async fn server_of<'a>(testbed: &'a Testbed, server: Builder<'a>) -> Result<(Server<'a>, Target)> {
     let policy = testbed.dir().join("policy.yaml");
     fs::write(&policy, POLICY).with_context(|| format!("writing {}", policy.display()))?;
-    let server = Builder::new(testbed).flag(format!("--policy={}", policy.display())).start().await?;
+    let server = server.flag(format!("--policy={}", policy.display())).start().await?;
     Ok((server, Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::Echo)?))
 }
 

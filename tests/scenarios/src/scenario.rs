@@ -104,6 +104,18 @@ impl Scenario {
         self
     }
 
+    /// Marks it as running the programs of the previous version.
+    pub(crate) const fn previous(mut self) -> Self {
+        self.kind = "previous";
+        self
+    }
+
+    /// Marks it as running them on a real Kubernetes.
+    pub(crate) const fn cluster_and_previous(mut self) -> Self {
+        self.kind = "cluster-and-previous";
+        self
+    }
+
     /// Marks it as needing the builds for such a cluster, but starting none.
     pub(crate) const fn no_cluster(mut self) -> Self {
         self.clusterless = true;
@@ -113,7 +125,10 @@ impl Scenario {
     /// Reports whether it starts a real Kubernetes.
     pub(crate) fn has_cluster(&self) -> bool {
         !self.clusterless
-            && matches!(self.kind, "cluster" | "images" | "metrics-server" | "cluster-and-konnectivity")
+            && matches!(
+                self.kind,
+                "cluster" | "images" | "metrics-server" | "cluster-and-konnectivity" | "cluster-and-previous"
+            )
     }
 
     /// Lets it run beside others: see the field.

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, ensure};
 use crate::admin::Admin;
 use crate::cgroup::MemoryLimit;
 use crate::client;
-use crate::process::{self, Process};
+use crate::process::{self, Process, Version};
 use crate::server::{Server, Token};
 use crate::topology::Testbed;
 use crate::wait::wait_until;
@@ -38,6 +38,7 @@ pub struct Builder<'a> {
     memory: Option<MemoryLimit>,
     /// Command line up to the program, if it is not the build for this machine.
     program: Option<Vec<PathBuf>>,
+    version: Version,
 }
 
 impl<'a> Builder<'a> {
@@ -74,6 +75,7 @@ impl<'a> Builder<'a> {
             mounts_of: None,
             memory: None,
             program: None,
+            version: Version::This,
         }
     }
 
@@ -149,6 +151,13 @@ impl<'a> Builder<'a> {
         self.below(["prlimit".to_owned(), format!("--nofile={limit}:{limit}")])
     }
 
+    /// Runs the program of this version.
+    #[must_use]
+    pub fn version(mut self, version: Version) -> Self {
+        self.version = version;
+        self
+    }
+
     /// Runs the arm64 build of the agent.
     pub fn arm64(mut self) -> Result<Self> {
         self.program = Some(process::arm64_program("tunnel-agent")?);
@@ -180,7 +189,7 @@ impl<'a> Builder<'a> {
         let host = self.testbed.on_edge(self.edge);
         let program = match &self.program {
             Some(program) => program.clone(),
-            None => vec![process::program("tunnel-agent")?],
+            None => vec![self.version.program("tunnel-agent")?],
         };
         let mut command = match self.mounts_of {
             Some(pid) => {
@@ -267,6 +276,12 @@ impl<'a> Agent<'a> {
         Ok(())
     }
 
+    /// As [`Self::start_again`], with the program of another version.
+    pub fn start_again_as(&mut self, version: Version) -> Result<()> {
+        self.builder.version = version;
+        self.start_again()
+    }
+
     /// Starts one more agent with the same flags, and waits until it has taken over from this one.
     pub async fn take_over(&self) -> Result<Self> {
         let agent = self.successor()?;
@@ -276,7 +291,12 @@ impl<'a> Agent<'a> {
 
     /// Starts one more agent with the same flags.
     pub fn successor(&self) -> Result<Self> {
-        Builder { name: format!("{}+", self.builder.name), ..self.builder.clone() }.spawn()
+        self.successor_as(self.builder.version)
+    }
+
+    /// As [`Self::successor`], with the program of another version.
+    pub fn successor_as(&self, version: Version) -> Result<Self> {
+        Builder { name: format!("{}+", self.builder.name), version, ..self.builder.clone() }.spawn()
     }
 
     /// Kills the agent, and waits until the server has noticed.

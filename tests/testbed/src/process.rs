@@ -163,6 +163,12 @@ impl Process {
         self.log.as_deref().with_context(|| format!("{} has no log", self.name))
     }
 
+    /// Returns the program that it runs.
+    pub fn program(&self) -> Result<PathBuf> {
+        let link = format!("/proc/{}/exe", self.pid());
+        fs::read_link(&link).with_context(|| format!("reading {link}"))
+    }
+
     pub fn ended(&mut self) -> Result<Option<ExitStatus>> {
         if self.ended.is_none() {
             self.ended = self.child.try_wait().with_context(|| format!("waiting for {}", self.name))?;
@@ -301,6 +307,30 @@ fn field_of_stat(stat: &str, field: StatField) -> Option<u64> {
 
 /// Environment variable that names a folder with other builds of the two programs, such as those of a release.
 const PROGRAMS: &str = "POSTERN_PROGRAMS";
+/// Environment variable that names the folder of the previous version's two programs.
+const PREVIOUS: &str = "POSTERN_PREVIOUS";
+
+/// A version of Postern's two programs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Version {
+    This,
+    Previous,
+}
+
+impl Version {
+    /// Returns the path of one of the two programs, as [`program`] for this version.
+    pub fn program(self, name: &str) -> Result<PathBuf> {
+        match self {
+            Self::This => program(name),
+            Self::Previous => {
+                let folder = std::env::var_os(PREVIOUS);
+                let folder =
+                    folder.with_context(|| format!("{PREVIOUS} is not set: use `cargo xtask test`"))?;
+                Ok(Path::new(&folder).join(name))
+            }
+        }
+    }
+}
 
 /// Returns the path of a program built into the same folder as this one, or of one of Postern's two in the folder [`PROGRAMS`].
 pub fn program(name: &str) -> Result<PathBuf> {

@@ -18,7 +18,7 @@ use crate::cgroup::{Cgroup, MemoryLimit};
 use crate::client;
 use crate::inventory::{self, Inventory};
 use crate::netns::Namespace;
-use crate::process::{self, Placement, Process};
+use crate::process::{self, Placement, Process, Version};
 use crate::topology::{CLOUD, CloudHost, NEIGHBOUR, Testbed};
 use crate::wait::{wait_for, wait_until};
 
@@ -58,6 +58,7 @@ pub struct Builder<'a> {
     without_sys_admin: bool,
     /// Command line of the program, if it is not the build for this machine.
     program: Option<Vec<PathBuf>>,
+    version: Version,
     host: Host<'a>,
 }
 
@@ -99,6 +100,7 @@ impl<'a> Builder<'a> {
             memory: None,
             without_sys_admin: false,
             program: None,
+            version: Version::This,
             host,
         }
     }
@@ -238,6 +240,13 @@ impl<'a> Builder<'a> {
         Ok(self)
     }
 
+    /// Runs the program of this version.
+    #[must_use]
+    pub fn version(mut self, version: Version) -> Self {
+        self.version = version;
+        self
+    }
+
     #[must_use]
     pub fn memory(mut self, limit: &MemoryLimit) -> Self {
         self.memory = Some(limit.clone());
@@ -287,7 +296,7 @@ impl<'a> Builder<'a> {
         }
         match &self.program {
             Some(program) => line.extend(program.iter().cloned()),
-            None => line.push(process::program("tunnel-server")?),
+            None => line.push(self.version.program("tunnel-server")?),
         }
         let (first, rest) = line.split_first().context("an empty command line")?;
         let host = Placement { ns: self.host.ns, cgroup: self.host.cgroup };
@@ -353,6 +362,12 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
+    /// As [`Self::start_again`], with the program of another version.
+    pub async fn start_again_as(&mut self, version: Version) -> Result<()> {
+        self.builder.version = version;
+        self.start_again().await
+    }
+
     /// Starts one more server with the same flags, and waits until it has taken over from this one.
     pub async fn take_over(&self) -> Result<Self> {
         let mut server = self.successor()?;
@@ -363,8 +378,13 @@ impl<'a> Server<'a> {
 
     /// Starts one more server with the same flags.
     pub fn successor(&self) -> Result<Self> {
+        self.successor_as(self.builder.version)
+    }
+
+    /// As [`Self::successor`], with the program of another version.
+    pub fn successor_as(&self, version: Version) -> Result<Self> {
         let name = format!("{}+", self.builder.name);
-        let builder = Builder { name, ..self.builder.clone() };
+        let builder = Builder { name, version, ..self.builder.clone() };
         let process = builder.spawn()?;
         Ok(Self::new(builder, process))
     }
@@ -488,7 +508,7 @@ impl<'a> Server<'a> {
     pub fn run(&self, args: &[&str]) -> Result<String> {
         let state = self.builder.testbed.dir().join(self.builder.host.state);
         let state = format!("--state-dir={}", state.display());
-        let output = run(self.builder.testbed, &[args, &[state.as_str()]].concat())?;
+        let output = run_as(self.builder.version, self.builder.testbed, &[args, &[state.as_str()]].concat())?;
         let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
         if !output.status.success() {
             let stderr = String::from_utf8_lossy(&output.stderr);
@@ -509,6 +529,11 @@ impl<'a> Server<'a> {
 
 /// Runs `tunnel-server ARGS` on the cloud host to its end.
 pub fn run(testbed: &Testbed, args: &[&str]) -> Result<Output> {
-    let mut command = testbed.on_cloud().command(&process::program("tunnel-server")?);
+    run_as(Version::This, testbed, args)
+}
+
+/// As [`run`], with the program of another version.
+fn run_as(version: Version, testbed: &Testbed, args: &[&str]) -> Result<Output> {
+    let mut command = testbed.on_cloud().command(&version.program("tunnel-server")?);
     command.args(args).output().with_context(|| format!("running tunnel-server {args:?}"))
 }

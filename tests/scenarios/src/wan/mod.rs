@@ -55,7 +55,7 @@ fn mbit(bytes: u64, took: Duration) -> f64 {
     bits / 1e6 / took.as_secs_f64()
 }
 
-async fn download(address: SocketAddr, seed: u64, length: u64) -> Result<Duration> {
+pub(crate) async fn download(address: SocketAddr, seed: u64, length: u64) -> Result<Duration> {
     let start = Instant::now();
     let mut stream = connect(address).await?;
     let got = digest(&mut stream).await?;
@@ -63,7 +63,7 @@ async fn download(address: SocketAddr, seed: u64, length: u64) -> Result<Duratio
     Ok(start.elapsed())
 }
 
-async fn upload(address: SocketAddr, seed: u64, length: u64) -> Result<Duration> {
+pub(crate) async fn upload(address: SocketAddr, seed: u64, length: u64) -> Result<Duration> {
     let start = Instant::now();
     let mut stream = connect(address).await?;
     let mut pattern = Pattern::new(seed, length);
@@ -184,7 +184,7 @@ async fn two_links_are_enough_for_bbr(testbed: &Testbed) -> Result<()> {
 }
 
 /// Opens connections to a shell, each on its own link; after each one the node has a spare link.
-async fn hold_on_links_of_their_own(
+pub(crate) async fn hold_on_links_of_their_own(
     server: &Server<'_>,
     shell: SocketAddr,
     most: usize,
