@@ -230,7 +230,8 @@ fn tools() -> Result<PathBuf> {
     })
 }
 
-fn need_target(arch: Arch) -> Result<()> {
+/// Installs Rust's standard library for `arch` if it is missing.
+pub(crate) fn need_target(arch: Arch) -> Result<()> {
     let target = arch.target();
     let libraries = || {
         let output = program("rustc").args(["--print", "target-libdir", "--target", target]).output().ok()?;
