@@ -16,10 +16,23 @@ pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
 
 /// Packs files reproducibly: the same files give the same bytes.
 pub(crate) fn pack(epoch: u64, folder: &Path, archive: &Path, files: &[&str]) -> Result<()> {
-    let pack = "epoch=$1 folder=$2 archive=$3; shift 3; \
-                tar --create --sort=name --format=ustar --mtime=\"@$epoch\" --owner=0 --group=0 --numeric-owner \
-                --mode=u=rwX,go=rX --directory \"$folder\" \"$@\" | gzip --no-name > \"$archive\"";
-    let mut tar = program("sh");
-    tar.args(["-c", pack, "sh", &epoch.to_string()]).arg(folder).arg(archive).args(files);
-    run(&mut tar)
+    let mut tar = program("tar");
+    tar.args(["--create", "--sort=name", "--format=ustar", "--owner=0", "--group=0", "--numeric-owner"]);
+    // Not by a pipe of a shell, which does not notice that tar failed.
+    tar.args(["--mode=u=rwX,go=rX", "--use-compress-program=gzip --no-name", &format!("--mtime=@{epoch}")]);
+    run(tar.arg("--file").arg(archive).arg("--directory").arg(folder).args(files))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_archive_without_one_of_its_files_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        write(&folder.path().join("there"), "").unwrap();
+        let archive = folder.path().join("archive.tar.gz");
+        pack(0, folder.path(), &archive, &["there"]).unwrap();
+        pack(0, folder.path(), &archive, &["there", "absent"]).unwrap_err();
+    }
 }

@@ -81,9 +81,7 @@ impl<'a> Stage<'a> {
     pub(crate) fn deb(&self, out: &Path) -> Result<PathBuf> {
         let path =
             out.join(format!("{}_{}_{}.deb", self.package, self.version(), name_of(&self.programs.arch)));
-        // Without liblzma's headers, which need another package: it runs xz.
-        let options = ["--locked", "--no-default-features", "--features", "gzip"];
-        let mut tool = program(need_program("cargo-deb", CARGO_DEB, &options)?);
+        let [mut tool, _] = tools()?.map(program);
         tool.args(["--no-build", "--no-strip", "--no-dbgsym", "--quiet", "--offline"]);
         self.run(&mut tool, path)
     }
@@ -95,7 +93,7 @@ impl<'a> Stage<'a> {
             Arch::Arm64 => "aarch64",
         };
         let path = out.join(format!("{}-{}.{arch}.rpm", self.package, self.version()));
-        let mut tool = program(need_program("cargo-generate-rpm", CARGO_GENERATE_RPM, &["--locked"])?);
+        let [_, mut tool] = tools()?.map(program);
         tool.args(["generate-rpm", "--auto-req", "no", "--arch", arch]);
         self.run(&mut tool, path)
     }
@@ -107,6 +105,14 @@ impl<'a> Stage<'a> {
         run(tool.env("SOURCE_DATE_EPOCH", self.programs.epoch.to_string()))?;
         Ok(path)
     }
+}
+
+/// Paths of cargo-deb and cargo-generate-rpm, which are installed if they are missing.
+pub(crate) fn tools() -> Result<[PathBuf; 2]> {
+    // Without liblzma's headers, which need another package: it runs xz.
+    let options = ["--locked", "--no-default-features", "--features", "gzip"];
+    let deb = need_program("cargo-deb", CARGO_DEB, &options)?;
+    Ok([deb, need_program("cargo-generate-rpm", CARGO_GENERATE_RPM, &["--locked"])?])
 }
 
 fn stage_files(image: Image, programs: &Programs<'_>, stage: &Path) -> Result<Vec<File>> {

@@ -3,6 +3,7 @@ use std::collections::BTreeMap;
 use std::env;
 use std::fmt::Write as _;
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -36,8 +37,10 @@ pub(crate) struct Options {
 pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
     let source = Source::read()?;
     source.ensure_committed()?;
-    let out = target_dir()?.join(format!("postern-{VERSION}"));
     let commit = source.revision.clone().unwrap_or_default();
+    if options.profile == Profile::Release {
+        check_tags(&commit)?;
+    }
     let build = Build {
         builder: options.builder.clone(),
         commit: commit.clone(),
@@ -47,9 +50,25 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
         docs_url: env::var("POSTERN_DOCS_URL").ok(),
         compiler: output(program("rustc").arg("--version"))?.trim().to_owned(),
     };
-    // Files of another attempt must not get into the checksums.
-    fs::remove_dir_all(&out).ok();
+    let done = target_dir()?.join(format!("postern-{VERSION}"));
+    // It gets its name when it is complete.
+    let out = done.with_file_name(format!("postern-{VERSION}.partial"));
+    for folder in [&out, &done] {
+        // Files of another attempt must not get into the checksums.
+        remove(folder)?;
+    }
     fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
+
+    // First whatever may fail within seconds: programs take half an hour.
+    write(&out.join("NOTES.md"), &written_notes(&commit)?)?;
+    manifests(&out)?;
+    chart(&out, &source)?;
+    plugin::write_release(&out, source.epoch)?;
+    deb_rpm::tools()?;
+    book::tool()?;
+    for arch in Arch::ALL {
+        cross::need_target(arch)?;
+    }
 
     let archives = image::build(options.profile, &Image::ALL.map(|image| (image, Arch::ALL.as_slice())))?;
     let built = archives.first().and_then(|archive| archive.parent()).context("no archives")?;
@@ -76,24 +95,64 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
             stage.rpm(&out)?;
         }
     }
-    manifests(&out)?;
-    chart(&out, &source)?;
-    plugin::write_release(&out, source.epoch)?;
     let programs = cross::folder(Arch::HOST, options.profile)?;
     let book = book::build(&programs)?;
     pack(source.epoch, &book, &out.join(format!("postern-book-{VERSION}.tar.gz")), &["."])?;
-    let since = git(&["describe", "--tags", "--abbrev=0", "HEAD^"]);
-    let range = since.as_ref().map_or_else(|| "HEAD".to_owned(), |tag| format!("{tag}..HEAD"));
-    let log = git(&["log", "--no-merges", "--reverse", "--format=%s", &range]).context("git log failed")?;
-    write(&out.join("NOTES.md"), &notes(&log, &commit, since.as_deref()))?;
-    ensure!(
-        Source::read()?.revision == source.revision,
-        "the clone was changed during the build: start again"
-    );
+    let now = Source::read()?;
+    now.ensure_committed()?;
+    ensure!(now.revision == source.revision, "another commit was checked out during the build: start again");
     build.state(&out)?;
     write(&out.join("SHA256SUMS"), &checksums(&out)?)?;
-    println!("{}", out.display());
+    fs::rename(&out, &done).with_context(|| format!("renaming to {}", done.display()))?;
+    println!("{}", done.display());
     Ok(ExitCode::SUCCESS)
+}
+
+fn remove(folder: &Path) -> Result<()> {
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("removing {}", folder.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Fails if the history is incomplete, or if tags contradict the version.
+fn check_tags(commit: &str) -> Result<()> {
+    ensure!(
+        git(&["rev-parse", "--is-shallow-repository"]).as_deref() == Some("false"),
+        "this clone lacks history, of which NOTES.md is made: `git fetch --unshallow --tags`"
+    );
+    let of_version = git(&["rev-parse", "--verify", &format!("refs/tags/v{VERSION}^{{commit}}")]);
+    let here = git(&["tag", "--points-at", commit, "--list", "v[0-9]*"]).context("git tag failed")?;
+    judge_tags(commit, of_version.as_deref(), &here)?;
+    if of_version.is_none() {
+        println!("this commit has no tag v{VERSION}: publish the files only after it has (docs/releases.md)");
+    }
+    Ok(())
+}
+
+/// `of_version` is the commit that the version's tag names; `here` are the commit's tags, one per line.
+fn judge_tags(commit: &str, of_version: Option<&str>, here: &str) -> Result<()> {
+    let other = of_version.filter(|tagged| *tagged != commit);
+    ensure!(
+        other.is_none(),
+        "version {VERSION} is commit {}: set the next one (docs/releases.md)",
+        other.unwrap_or_default()
+    );
+    let wanted = format!("v{VERSION}");
+    ensure!(
+        here.is_empty() || here.lines().any(|tag| tag == wanted),
+        "this commit is tagged {here}, but its version is {VERSION} (Cargo.toml)"
+    );
+    Ok(())
+}
+
+fn written_notes(commit: &str) -> Result<String> {
+    let since = git(&["describe", "--tags", "--match", "v[0-9]*", "--abbrev=0", &format!("{commit}^")]);
+    let range = since.as_ref().map_or_else(|| "HEAD".to_owned(), |tag| format!("{tag}..HEAD"));
+    let log = git(&["log", "--no-merges", "--reverse", "--format=%s", &range]).context("git log failed")?;
+    Ok(notes(&log, commit, since.as_deref()))
 }
 
 /// The base and every overlay as one file each, for those without Kustomize.
@@ -128,7 +187,8 @@ fn chart(out: &Path, source: &Source) -> Result<[PathBuf; 2]> {
     let contents = dir.path().join("contents");
     fs::create_dir(&contents).context("a folder for the chart's files")?;
     run(program("tar")
-        .args(["--extract", "--gzip", "--file"])
+        // helm rounds times up: of a file that is this second's, tar would warn.
+        .args(["--extract", "--gzip", "--touch", "--file"])
         .arg(&packed)
         .arg("--directory")
         .arg(&contents))?;
@@ -226,6 +286,17 @@ mod tests {
         let end = "\n## route\n\n* a plan counts once\n* a token\n\n## tests\n\n* less\n\n## other\n\n* Capacity without a cliff\n";
         assert!(text.ends_with(end), "{text}");
         assert!(notes("", "abc", None).contains("The first release."));
+    }
+
+    #[test]
+    fn a_version_is_one_commit() {
+        let wanted = format!("v{VERSION}");
+        judge_tags("abc", None, "").unwrap();
+        judge_tags("abc", Some("abc"), &format!("v0.0.0-rc.1\n{wanted}")).unwrap();
+        let error = judge_tags("abc", Some("def"), "").unwrap_err().to_string();
+        assert!(error.contains("is commit def"), "{error}");
+        let error = judge_tags("abc", None, "v9.0.0").unwrap_err().to_string();
+        assert!(error.contains("is tagged v9.0.0, but its version is"), "{error}");
     }
 
     #[test]

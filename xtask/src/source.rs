@@ -27,11 +27,16 @@ impl Source {
         Ok(Self { revision: Some(format!("{commit}{dirty}")), created, epoch })
     }
 
-    /// Fails unless the files are those of a commit.
+    /// Fails unless the files are those of a commit, and no others: helm and kubectl take whatever is in a folder.
     pub(crate) fn ensure_committed(&self) -> Result<()> {
         let revision = self.revision.as_deref().unwrap_or_default();
         ensure!(!revision.is_empty(), "this is no git clone: there is no commit to name");
-        ensure!(!revision.ends_with("-dirty"), "files differ from the commit: commit or stash them first");
+        let changed =
+            git(&["status", "--porcelain", "--untracked-files=normal"]).context("git status failed")?;
+        ensure!(
+            changed.is_empty() && !revision.ends_with("-dirty"),
+            "files differ from the commit: commit, stash or remove them first:\n{changed}"
+        );
         Ok(())
     }
 }

@@ -16,7 +16,6 @@ use super::flow::Flow;
 use super::retransmission::{rto_max, set_rto_max};
 use super::settings::{not_sent_limit, tune_tls};
 use super::wire::Wire;
-use crate::relay::reset_on_drop;
 
 /// Minimum time between two queries of the link's rate.
 const RATE_INTERVAL: Duration = Duration::from_millis(10);
@@ -123,7 +122,7 @@ impl Drop for LinkIo {
         if self.flow.is_given_up()
             && let Some(socket) = self.wire().socket()
         {
-            reset_on_drop(socket);
+            refine("SO_LINGER", SockRef::from(socket).set_linger(Some(Duration::ZERO)));
         }
     }
 }

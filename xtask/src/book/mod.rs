@@ -47,7 +47,7 @@ pub(crate) fn build(programs: &Path) -> Result<PathBuf> {
         *text = complete(text, |part| made(part, programs)).with_context(|| page.clone())?;
     }
     pages.check()?;
-    let mdbook = need_program("mdbook", VERSION, INSTALL)?;
+    let mdbook = tool()?;
     let (source, book) = (target_dir()?.join("book-source"), target_dir()?.join("book"));
     for folder in [&source, &book] {
         // Of another run.
@@ -56,6 +56,11 @@ pub(crate) fn build(programs: &Path) -> Result<PathBuf> {
     pages.write(&source)?;
     run(program(&mdbook).arg("build").arg(&source).arg("--dest-dir").arg(&book))?;
     Ok(book)
+}
+
+/// Path of mdbook, which is installed if it is missing.
+pub(crate) fn tool() -> Result<PathBuf> {
+    need_program("mdbook", VERSION, INSTALL)
 }
 
 /// Puts the parts in place of their marks.
