@@ -63,7 +63,8 @@ guard() {
     [ "$printed" = "$before" ] || quiet=0
     before=$printed
     if [ "$quiet" -ge "$limit" ]; then
-      kill "$1" && echo "kubectl postern: no answer for $limit s" >&2
+      # First the words: its shell reads them once it has ended.
+      kill -0 "$1" && echo "kubectl postern: no answer for $limit s" >&2 && kill "$1"
       return
     fi
   done

@@ -27,23 +27,23 @@ fn a_pod_that_does_not_answer_is_given_up() {
     const SERVER: &str = " exec tunnel-server-a ";
     in_shells(|shell| {
         for (hangs, words, code, shown) in [
-            (SERVER, &["test", "--all"][..], 2, "no answer for 1 s"),
+            (SERVER, &["test", "--all"][..], 2, "no answer for 3 s"),
             (SERVER, &["doctor"], 2, "14 ok"),
             (SERVER, &["status"], 1, "TABLE"),
             (SERVER, &["status"], 1, "tunnel-server-a does not answer"),
             (SERVER, &["version"], 1, "tunnel-server 0.2.0: 2"),
-            (SERVER, &["bench", "edge-1"], 0, "no answer for 1 s"),
-            (" exec tunnel-agent-x ", &["doctor", "edge-1"], 2, "no answer for 1 s"),
-            (" exec ", &["agent", "list"], 1, "no answer for 1 s"),
+            (SERVER, &["bench", "edge-1"], 0, "no answer for 3 s"),
+            (" exec tunnel-agent-x ", &["doctor", "edge-1"], 2, "no answer for 3 s"),
+            (" exec ", &["agent", "list"], 1, "no answer for 3 s"),
             (
                 SERVER,
                 &["check"],
                 2,
-                "BROKEN   tunnel-server-a    doctor: kubectl postern: no answer for 1 s\nok       tunnel-server-b    doctor: 14 ok",
+                "BROKEN   tunnel-server-a    doctor: kubectl postern: no answer for 3 s\nok       tunnel-server-b    doctor: 14 ok",
             ),
         ] {
             let bench = Bench::new(shell).with("hangs", hangs);
-            let (ended, out, errors) = bench.run(&[words, &["--request-timeout=1s"]].concat());
+            let (ended, out, errors) = bench.run(&[words, &["--request-timeout=3s"]].concat());
             let said = format!("{out}{errors}");
             assert!(ended == code && said.contains(shown), "{shell:?} {words:?}: {ended} {said}");
         }
@@ -73,13 +73,13 @@ fn a_bundle_has_what_pods_give_and_why_others_give_nothing() {
     in_shells(|shell| {
         for (hangs, code, reason) in [
             ("nothing", 0, ""),
-            (" exec tunnel-agent-x ", 1, "no answer for 1 s\n\ntunnel-agent-x ***\n"),
-            (" logs tunnel-agent-x ", 1, "no answer for 1 s\n\n"),
+            (" exec tunnel-agent-x ", 1, "no answer for 3 s\n\ntunnel-agent-x ***\n"),
+            (" logs tunnel-agent-x ", 1, "no answer for 3 s\n\n"),
         ] {
             let bench = Bench::new(shell).with("hangs", hangs);
             let archive = bench.file("a.tar.gz");
             let file = format!("--file={}", archive.display());
-            let (ended, out, errors) = bench.run(&["bundle", &file, "--request-timeout=1s"]);
+            let (ended, out, errors) = bench.run(&["bundle", &file, "--request-timeout=3s"]);
             let context = format!("{shell:?} {hangs}: {out}{errors}");
             assert!(ended == code && out.ends_with("a.tar.gz: 4 pods\n"), "{context}");
             assert_eq!(errors.contains("tunnel-agent-x gives no bundle"), code == 1, "{context}");
