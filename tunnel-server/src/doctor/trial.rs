@@ -64,6 +64,8 @@ async fn failure(to: To, port: u16) -> Option<String> {
     let silent = || format!("no answer within {} s", DEADLINE.as_secs());
     let mut stream = match timeout(DEADLINE, TcpStream::connect(SocketAddr::new(to.address(), port))).await {
         Ok(Ok(stream)) => stream,
+        // The server accepted it and closed it before connect() saw that. What refuses a connection gives ECONNREFUSED.
+        Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionReset => return None,
         Ok(Err(error)) => return Some(error.to_string()),
         Err(_) => return Some(silent()),
     };
