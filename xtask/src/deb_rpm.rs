@@ -81,7 +81,7 @@ impl<'a> Stage<'a> {
     pub(crate) fn deb(&self, out: &Path) -> Result<PathBuf> {
         let path =
             out.join(format!("{}_{}_{}.deb", self.package, self.version(), name_of(&self.programs.arch)));
-        let [mut tool, _] = tools()?.map(program);
+        let mut tool = program(cargo_deb()?);
         tool.args(["--no-build", "--no-strip", "--no-dbgsym", "--quiet", "--offline"]);
         self.run(&mut tool, path)
     }
@@ -93,7 +93,7 @@ impl<'a> Stage<'a> {
             Arch::Arm64 => "aarch64",
         };
         let path = out.join(format!("{}-{}.{arch}.rpm", self.package, self.version()));
-        let [_, mut tool] = tools()?.map(program);
+        let mut tool = program(cargo_generate_rpm()?);
         tool.args(["generate-rpm", "--auto-req", "no", "--arch", arch]);
         self.run(&mut tool, path)
     }
@@ -107,12 +107,20 @@ impl<'a> Stage<'a> {
     }
 }
 
-/// Paths of cargo-deb and cargo-generate-rpm, which are installed if they are missing.
-pub(crate) fn tools() -> Result<[PathBuf; 2]> {
+/// Installs the tools that make the packages, if they are missing.
+pub(crate) fn need_tools() -> Result<()> {
+    cargo_deb()?;
+    cargo_generate_rpm().map(drop)
+}
+
+fn cargo_deb() -> Result<PathBuf> {
     // Without liblzma's headers, which need another package: it runs xz.
     let options = ["--locked", "--no-default-features", "--features", "gzip"];
-    let deb = need_program("cargo-deb", CARGO_DEB, &options)?;
-    Ok([deb, need_program("cargo-generate-rpm", CARGO_GENERATE_RPM, &["--locked"])?])
+    need_program("cargo-deb", CARGO_DEB, &options)
+}
+
+fn cargo_generate_rpm() -> Result<PathBuf> {
+    need_program("cargo-generate-rpm", CARGO_GENERATE_RPM, &["--locked"])
 }
 
 fn stage_files(image: Image, programs: &Programs<'_>, stage: &Path) -> Result<Vec<File>> {

@@ -6,7 +6,7 @@ use std::process::{ExitCode, Stdio};
 use anyhow::{Context as _, Result, ensure};
 
 use crate::command::{build_programs, built, program};
-use crate::source::git;
+use crate::source::{Source, git};
 
 const PROGRAM: &str = "postern-fleet";
 /// Of a whole run, on all processors.
@@ -32,9 +32,8 @@ pub(crate) fn run_new_seeds(is_built: bool) -> Result<ExitCode> {
     if !is_built {
         build_programs(&[PROGRAM])?;
     }
-    let changed = git(&["status", "--porcelain", "--untracked-files=no"]);
-    let tree =
-        git(&["rev-parse", "HEAD^{tree}"]).filter(|_| changed.is_some_and(|changed| changed.is_empty()));
+    let committed = Source::read()?.revision.is_some_and(|revision| !revision.ends_with("-dirty"));
+    let tree = git(&["rev-parse", "HEAD^{tree}"]).filter(|_| committed);
     let first = tree.and_then(|tree| first_seed(&tree)).map(|first| format!("--first={first}"));
     let mut fleet = program(built(PROGRAM)?)
         .arg(format!("--seconds={SECONDS}"))

@@ -64,7 +64,7 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
     manifests(&out)?;
     chart(&out, &source)?;
     plugin::write_release(&out, source.epoch)?;
-    deb_rpm::tools()?;
+    deb_rpm::need_tools()?;
     book::tool()?;
     for arch in Arch::ALL {
         cross::need_target(arch)?;

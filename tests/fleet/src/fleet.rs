@@ -45,7 +45,7 @@ pub(crate) struct Fleet {
     /// Number of the next process of each server, and of each agent.
     processes: Vec<usize>,
     agent_processes: Vec<usize>,
-    /// Agents of which a process was killed: who supervises it starts another one once none is left.
+    /// Agents of which a process was killed, or may end without being told: the supervisor starts another one once none is left.
     killed: Vec<bool>,
     /// The times that messages between two processes of a host have taken, and until when each was so.
     busy: BTreeMap<Host, Vec<(Duration, Option<Instant>)>>,

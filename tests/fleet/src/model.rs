@@ -275,7 +275,8 @@ impl Model {
         let busy = match accept {
             // The first one closes, and opens again once it sees that its successor was stopped before it got the answer.
             0 => fleet.busy(Host::Server(index)) * 2,
-            // One that is told to stop asks the one before it to go on, and learns so late that it has ended.
+            // A process that is told to stop asks its predecessor to resume, and accepts until it has an answer, or until it
+            // sees that the predecessor has ended. Each takes a message's time.
             _ if processes.len() > 2 => fleet.busy(Host::Server(index)) * 2,
             // The successor waits so long until the first one no longer accepts.
             _ => fleet.busy(Host::Server(index)).saturating_sub(Duration::from_secs(5)),

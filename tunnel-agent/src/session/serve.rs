@@ -109,8 +109,8 @@ async fn closed(link: &mut LinkConnection) {
     while let Some(Ok(_)) = link.accept().await {}
 }
 
-/// Waits for everything except the link that ends a session, and sends it to `ends`. Returns once the link is dead: data
-/// may still be on its way then.
+/// Sends the reason to `ends` once anything but the link's own end ends the session. Returns only when the link is dead: until
+/// then its last data may still be on its way.
 async fn watch(
     session: Arc<SessionState>,
     pings: PingPong,

@@ -145,9 +145,9 @@ pub fn tune_link(wire: &Wire) {
     tune(wire, &keepalive());
 }
 
-/// Like [`tune_link`], and has the kernel send keepalive probes once the link has been silent for this long. Only agents do
-/// this, not servers to agents: an agent's probes keep a NAT's mapping alive, and if the mapping was forgotten, the server's
-/// kernel answers with a reset.
+/// Like [`tune_link`], and has the kernel send keepalive probes once the link has been silent for this long. Of an agent's link
+/// only the agent's end does this: its probes keep a NAT's mapping alive, and if the mapping was forgotten, the server's kernel
+/// answers with a reset.
 pub fn tune_probing_link(wire: &Wire, silence: Duration) {
     tune(wire, &keepalive().with_time(silence).with_interval(PROBE_INTERVAL));
 }

@@ -272,7 +272,8 @@ impl Renewer {
         }
     }
 
-    /// Returns `None` if the new certificate is not valid yet and not taken all the same because this host's clock is `behind`.
+    /// Stores the new certificate and returns it. Returns `None`, and stores nothing, if it is not valid yet. With `behind`, this
+    /// host's clock is taken to be wrong, and the certificate to be valid.
     async fn renew_from(
         &self,
         server: &str,

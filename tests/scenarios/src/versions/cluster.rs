@@ -1,5 +1,5 @@
-//! An upgrade in a cluster and the way back: each version goes on with the CA, the claims and the certificates that the other has
-//! left there, by this version's manifests.
+//! An upgrade in a cluster and the way back, with this version's manifests. Each version uses the CA, the claims and the
+//! certificates that the other one has stored.
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
 use postern_testbed::agent;
