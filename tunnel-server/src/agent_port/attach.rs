@@ -38,7 +38,7 @@ use super::link::{
 use crate::admission::Shares;
 use crate::pki::{Credential, Refusal};
 use crate::runtime::settings::Settings;
-use crate::session::{Forgotten, Link, Links, Session, Streams};
+use crate::session::{Forgotten, Link, Links, Placing, Session, Streams};
 
 /// Maximum size of a control message from an agent, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;
@@ -213,7 +213,7 @@ async fn session(
         peer,
         since: Instant::now(),
         agent_version: printable(&hello.agent_version, 64),
-        links: Links::new(first, most_links(&hello, &context.congestion)),
+        links: links(first, &hello, &context.congestion),
         stalls: StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize),
         places: Shares::new(0),
         relayed: Totals::default(),
@@ -260,10 +260,13 @@ async fn session(
     end
 }
 
-/// Maximum number of links of the session.
-fn most_links(hello: &Hello, own: &Congestion) -> u32 {
+fn links(first: Arc<Link>, hello: &Hello, own: &Congestion) -> Links {
     let bbr = hello.features.iter().any(|feature| feature == BBR_FEATURE) && own.is_bbr();
-    if bbr { hello.max_links.min(BBR_LINKS) } else { hello.max_links }
+    if bbr {
+        Links::new(first, hello.max_links.min(BBR_LINKS), Placing::Together)
+    } else {
+        Links::new(first, hello.max_links, Placing::Apart)
+    }
 }
 
 async fn not_admitted(client: &mut AgentClient<Channel>, refusal: Refusal) -> End {

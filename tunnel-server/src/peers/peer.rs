@@ -23,7 +23,7 @@ use tunnel_link::relay::{
 use tunnel_runtime::NodeName;
 use tunnel_runtime::text::printable;
 
-use crate::session::{Asked, Link, Links, On, Taken};
+use crate::session::{Asked, Link, Links, On, Placing, Taken};
 
 /// Time for another server to report if it has the node, plus four times the round-trip time: it does not have to ask
 /// anyone else.
@@ -64,7 +64,7 @@ impl Peer {
             address,
             since: Instant::now(),
             relayed: Totals::default(),
-            links: Links::new(link, 1),
+            links: Links::new(link, 1, Placing::Apart),
             stalls: StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize),
             draining,
             closed,

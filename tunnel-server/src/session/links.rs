@@ -23,6 +23,18 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const LONGEST_PATIENCE: Duration = Duration::from_secs(300);
 /// Time for which a link without connections is kept, because it is likely to be needed again.
 const IDLE: Duration = Duration::from_secs(60);
+/// Connections that begin within this time are one client's: layers of an image, or a page's files.
+const BURST: Duration = Duration::from_millis(100);
+
+/// Places of new connections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placing {
+    /// Each on the least loaded link. A loss slows only those down that share the link.
+    Apart,
+    /// Those that begin together on one link, because a loss slows nothing down. With BBR two bulk links share a line unevenly, and
+    /// the second one has first to find the line's rate.
+    Together,
+}
 
 /// The number of a link was not requested, or is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -37,6 +49,7 @@ pub struct Links {
     wanted: watch::Sender<u32>,
     /// Maximum number of links.
     most: u32,
+    placing: Placing,
     /// Connections on all links, including those that take no more.
     connections: Arc<AtomicU32>,
 }
@@ -46,6 +59,8 @@ struct State {
     links: Vec<Measured>,
     asked: Option<Instant>,
     patience: Duration,
+    /// Number of the link that was last chosen by its load, and the time.
+    chosen: Option<(u32, Instant)>,
 }
 
 impl State {
@@ -55,6 +70,23 @@ impl State {
 
     fn is_up(&self, number: u32) -> bool {
         self.links.iter().any(|link| link.link.number == number)
+    }
+
+    /// The link of those that began just before, if it can take more.
+    fn of_burst(&self, now: Instant) -> Option<usize> {
+        let (number, since) = self.chosen?;
+        if now.saturating_duration_since(since) >= BURST {
+            return None;
+        }
+        let index = self.links.iter().position(|link| link.link.number == number)?;
+        let (silent, spent, busy, ..) = self.links[index].load();
+        (!silent && !spent && !busy).then_some(index)
+    }
+
+    fn least_loaded(&mut self, now: Instant) -> usize {
+        let least = (0..self.links.len()).min_by_key(|index| self.links[*index].load()).unwrap_or_default();
+        self.chosen = Some((self.links[least].link.number, now));
+        least
     }
 }
 
@@ -95,19 +127,20 @@ impl Measured {
 
 impl Links {
     /// `most` is the maximum number of links that the agent opens on request.
-    pub(crate) fn new(first: Arc<Link>, most: u32) -> Self {
+    pub(crate) fn new(first: Arc<Link>, most: u32, placing: Placing) -> Self {
         let links = vec![Measured::new(first, Instant::now())];
-        let state = Mutex::new(State { links, asked: None, patience: PATIENCE });
+        let state = Mutex::new(State { links, asked: None, patience: PATIENCE, chosen: None });
         Self {
             state,
             wanted: watch::Sender::new(1),
             most: most.clamp(1, MAX_LINKS),
+            placing,
             connections: Arc::default(),
         }
     }
 
-    /// Returns the link for a new connection. On a long path that is the least loaded one, and another link is
-    /// requested when all are in use.
+    /// Returns the link for a new connection. On a long path that is the least loaded one, or that of a burst, and another
+    /// link is requested when all are in use.
     pub(crate) fn take(&self) -> Taken {
         self.take_at(Instant::now())
     }
@@ -124,9 +157,10 @@ impl Links {
             return Taken::new(first, &self.connections);
         }
         state.links.iter_mut().for_each(|link| link.measure(now));
-        let least = (0..state.links.len()).min_by_key(|index| state.links[*index].load()).unwrap_or_default();
-        state.links[least].idle_since = None;
-        let taken = Taken::new(&state.links[least].link, &self.connections);
+        let of_burst = if self.placing == Placing::Together { state.of_burst(now) } else { None };
+        let index = of_burst.unwrap_or_else(|| state.least_loaded(now));
+        state.links[index].idle_since = None;
+        let taken = Taken::new(&state.links[index].link, &self.connections);
         self.want_more(&mut state, now);
         taken
     }
@@ -297,7 +331,7 @@ pub(super) mod tests {
     }
 
     async fn links(rtt: Duration, most: u32) -> Links {
-        Links::new(link(0, rtt).await, most)
+        Links::new(link(0, rtt).await, most, Placing::Apart)
     }
 
     fn numbers(taken: &[Taken]) -> Vec<u32> {
@@ -334,6 +368,23 @@ pub(super) mod tests {
         assert_eq!((links.connections(), *wanted.borrow()), (7, 8), "no more than there may be");
         drop(taken);
         assert_eq!(links.connections(), 0);
+    }
+
+    #[tokio::test]
+    async fn connections_that_begin_together_share_a_link_until_it_is_busy() {
+        let links = Links::new(link(0, 50 * MS).await, 2, Placing::Together);
+        let start = Instant::now();
+        let typing = links.take_at(start);
+        links.join(link(1, 50 * MS).await).unwrap();
+        let at = |ms| start + ms * MS;
+        let burst: Vec<_> = [1000, 1001, 1099].map(|ms| links.take_at(at(ms))).into();
+        assert_eq!((typing.number, numbers(&burst)), (0, vec![1; 3]), "none beside the one that types");
+        let next = [links.take_at(at(1100)), links.take_at(at(1101))];
+        assert_eq!(numbers(&next), [0, 0], "the least loaded one");
+        next[0].flow.add_sent(1_000_000);
+        assert_eq!(links.take_at(at(1190)).number, 1, "the other one is busy");
+        burst[0].note_unanswered();
+        assert_eq!(links.take_at(at(1191)).number, 0, "silent is worse than busy");
     }
 
     #[tokio::test]

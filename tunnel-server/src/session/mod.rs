@@ -12,7 +12,7 @@ pub use link::{Link, MOST_STREAMS, Taken};
 pub use link_metrics::register_links;
 #[cfg(test)]
 pub(crate) use links::tests::link as test_link;
-pub use links::{Links, NotWanted};
+pub use links::{Links, NotWanted, Placing};
 pub use registry::{Fenced, LastEnd, Session, Sessions};
 pub(crate) use registry::{Forgotten, Move};
 pub use workers::Workers;

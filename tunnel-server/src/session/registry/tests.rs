@@ -7,8 +7,8 @@ use tokio_util::sync::CancellationToken;
 use tunnel_link::relay::{StallBound, Totals};
 
 use super::*;
-use crate::session::Links;
 use crate::session::links::tests::link;
+use crate::session::{Links, Placing};
 
 fn sessions() -> Sessions {
     let mut registry = Registry::default();
@@ -32,7 +32,7 @@ impl Sessions {
             peer: "203.0.113.9:40000".parse().unwrap(),
             since: Instant::now(),
             agent_version: String::new(),
-            links: Links::new(link(0, Duration::ZERO).await, 1),
+            links: Links::new(link(0, Duration::ZERO).await, 1, Placing::Apart),
             stalls: StallBound::new(1 << 20, 1 << 20),
             places: crate::admission::Shares::new(0),
             relayed: Totals::default(),
