@@ -134,6 +134,10 @@ pub struct LinkConfig {
     /// system's), system, or the kernel's name of one.
     #[arg(long, value_name = "NAME", default_value = "auto", value_parser = Congestion::parse)]
     congestion_control: Congestion,
+    /// on or off: offer MPTCP (RFC 8684) to the servers, which accept it from Linux 6.1 on. A link then outlasts the loss of one of
+    /// several uplinks; `ip mptcp endpoint` on this host names them.
+    #[arg(long, value_name = "on|off", default_value = "off", value_parser = value::on_off)]
+    pub mptcp: OnOff,
     /// on or off: let the servers measure the way to this agent (`tunnel-server bench`), one at a time and at most 2 s of
     /// sending each.
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = value::on_off)]
@@ -227,7 +231,7 @@ impl Flags {
             node_name,
             token,
             ca_hash,
-            reach: Reach::new(proxy, self.links.congestion_control.clone()),
+            reach: Reach::new(proxy, self.links.congestion_control.clone()).with_multipath(self.links.mptcp),
             outbound: self.outbound.listeners()?,
             when_replaced: self.when_replaced.unwrap_or(when_replaced),
             ignored: self.ignored(),

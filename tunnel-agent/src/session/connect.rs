@@ -8,7 +8,7 @@ use h2::server::Connection;
 use rustls_pki_types::CertificateDer;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsConnector, rustls};
-use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo, Wire};
+use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo, Wire, is_multipath};
 use tunnel_pki::server_name;
 
 use super::session_end::{SessionEnd, TCP};
@@ -40,8 +40,8 @@ pub(super) struct Path {
     pub(super) flow: Arc<Flow>,
     /// Leads to the same server again; the name may lead to several.
     pub(super) again: Server,
-    /// This node's address on the link.
-    pub(super) local: IpAddr,
+    /// This node's address on the link; None: it may have several.
+    pub(super) local: Option<IpAddr>,
 }
 
 /// Connects up to HTTP/2's first frames.
@@ -51,7 +51,11 @@ pub(super) async fn connect(
     tls: Arc<rustls::ClientConfig>,
 ) -> Result<Connected, SessionEnd> {
     let (stream, again, proxy) = handshake(runtime, server, tls).await?;
-    let local = stream.get_ref().0.local_addr().map_err(SessionEnd::Connect)?.ip();
+    let wire = stream.get_ref().0;
+    let local = match wire.socket() {
+        Some(socket) if is_multipath(socket) => None,
+        _ => Some(wire.local_addr().map_err(SessionEnd::Connect)?.ip()),
+    };
     let chain = presented(&stream);
     let io = LinkIo::new(stream);
     let flow = io.flow();

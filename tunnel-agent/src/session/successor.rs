@@ -31,7 +31,8 @@ pub(super) async fn find(session: &SessionState) -> Connected {
     let mut addresses = session.shared.runtime.addresses.subscribe();
     let mut resumed = session.shared.resumed.subscribe();
     let mut eager_until = Instant::now();
-    let had = addresses.borrow_and_update().contains(&session.path.local);
+    // Not if it was none of this node's from the beginning.
+    let local = session.path.local.filter(|local| addresses.borrow_and_update().contains(local));
     let keepalive = session.shared.runtime.config.given.links.keepalive;
     let flow = &session.path.flow;
     // True while the server owes no answer. Only what is sent then, or the kernel's next probe, can go unanswered.
@@ -54,10 +55,10 @@ pub(super) async fn find(session: &SessionState) -> Connected {
             }
         }
         (pause, owes_nothing) = (CHECK, false);
-        if had && !addresses.borrow_and_update().contains(&session.path.local) {
+        if let Some(address) = local.filter(|local| !addresses.borrow_and_update().contains(local)) {
             session.silent.store(true, Ordering::Relaxed);
             if let Some(connected) = another(session).await {
-                tracing::info!(server = %session.server, address = %session.path.local, "link lost its address, replacing it");
+                tracing::info!(server = %session.server, %address, "link lost its address, replacing it");
                 return connected;
             }
             continue;

@@ -13,9 +13,11 @@ use tokio_rustls::TlsStream;
 use tunnel_runtime::net::refine;
 
 use super::flow::Flow;
+use super::multipath::is_multipath;
 use super::retransmission::{rto_max, set_rto_max};
 use super::settings::{not_sent_limit, tune_tls};
 use super::wire::Wire;
+use crate::tcp_info::Delivery;
 
 /// Minimum time between two queries of the link's rate.
 const RATE_INTERVAL: Duration = Duration::from_millis(10);
@@ -30,6 +32,8 @@ pub struct LinkIo {
     stream: Box<TlsStream<Wire>>,
     flow: Arc<Flow>,
     rate_read: Instant,
+    /// Set if the kernel does not report the path in use.
+    multipath: bool,
     /// Maximum pause between two retransmissions, as set in the kernel.
     rto_max: Duration,
     /// Set once everything is written and the other end has been told.
@@ -39,15 +43,17 @@ pub struct LinkIo {
 impl LinkIo {
     /// Wraps a stream after its handshake, on a socket tuned by [`super::tune_link`].
     pub fn new(stream: impl Into<TlsStream<Wire>>) -> Self {
+        let stream = stream.into();
         let mut io = Self {
-            stream: Box::new(stream.into()),
+            multipath: stream.get_ref().0.socket().is_some_and(is_multipath),
+            stream: Box::new(stream),
             flow: Arc::default(),
             rate_read: Instant::now(),
             rto_max: Duration::ZERO,
             closing: None,
         };
         io.resize(io.flow.piece());
-        let rtt = io.wire().delivery().and_then(|delivery| delivery.shortest_rtt);
+        let rtt = io.delivery().and_then(|delivery| delivery.shortest_rtt);
         if let Some(rtt) = rtt {
             // Measured in the handshake; used until a PING is answered.
             io.flow.rtt.assume(rtt);
@@ -59,6 +65,10 @@ impl LinkIo {
 
     fn wire(&self) -> &Wire {
         self.stream.get_ref().0
+    }
+
+    fn delivery(&self) -> Option<Delivery> {
+        if self.multipath { None } else { self.wire().delivery() }
     }
 
     /// Returns the state shared by the link's streams.
@@ -90,7 +100,7 @@ impl LinkIo {
     /// not read until a due PING has been written.
     fn answer_if_asked(&self) {
         if self.flow.is_asked() {
-            self.flow.answer(self.wire().delivery());
+            self.flow.answer(self.delivery());
         }
     }
 
@@ -106,7 +116,7 @@ impl LinkIo {
             return;
         }
         self.rate_read = now;
-        let Some(delivery) = self.wire().delivery() else { return };
+        let Some(delivery) = self.delivery() else { return };
         if let Some(piece) = self.flow.delivered(delivery) {
             self.resize(piece);
         }

@@ -34,6 +34,18 @@ const FLUSH_PATIENCE: Duration = Duration::from_secs(10);
 /// As socket(2), bind(2) and listen(2).
 pub fn listen(address: SocketAddr, prepare: impl FnOnce(&TcpSocket)) -> io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    listen_on(socket, address, prepare)
+}
+
+/// [`listen`] with this socket.
+///
+/// # Errors
+/// As bind(2) and listen(2).
+pub fn listen_on(
+    socket: TcpSocket,
+    address: SocketAddr,
+    prepare: impl FnOnce(&TcpSocket),
+) -> io::Result<TcpListener> {
     // As TcpListener::bind does.
     socket.set_reuseaddr(true)?;
     prepare(&socket);

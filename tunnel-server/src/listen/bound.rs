@@ -6,7 +6,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 
 use tokio::net::TcpListener;
-use tunnel_link::relay::{listen, prepare_socket};
+use tunnel_link::relay::prepare_socket;
 use tunnel_redirect::{Redirect, RedirectConfig, RedirectError};
 use tunnel_runtime::config::{BindError, ConfigError};
 
@@ -38,7 +38,7 @@ impl Listeners {
                 let taken = before.as_mut().and_then(|before| before.listener(row.name, |at| at == address));
                 let socket = match taken {
                     Some(taken) => TcpListener::from_std(taken).inspect(|taken| row.prepare(taken)),
-                    None => listen(address, |socket| row.prepare(socket)),
+                    None => row.listen(address),
                 };
                 let socket = socket.map_err(|error| BindError::new(flag, address, error))?;
                 sockets.push((row.name, socket));

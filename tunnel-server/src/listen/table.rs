@@ -1,13 +1,15 @@
 //! The table of listeners.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::iter::once;
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use tokio::net::TcpListener;
-use tunnel_link::relay::{prepare_socket, tune_socket};
+use tunnel_link::link::multipath_socket;
+use tunnel_link::relay::{listen, listen_on, prepare_socket, tune_socket};
 use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::takeover::MOST_SOCKETS;
 
@@ -133,6 +135,14 @@ impl Listener {
             Some(_) => prepare_socket(socket),
             // Agents, and the admin port: what they were sent last is not discarded.
             None => tune_socket(socket),
+        }
+    }
+
+    pub(super) fn listen(&self, address: SocketAddr) -> io::Result<TcpListener> {
+        match multipath_socket(address) {
+            // Edge hosts may have several uplinks.
+            Ok(socket) if self.name == AGENTS => listen_on(socket, address, |socket| self.prepare(socket)),
+            _ => listen(address, |socket| self.prepare(socket)),
         }
     }
 

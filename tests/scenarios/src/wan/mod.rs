@@ -1,5 +1,6 @@
 //! Links over a wide-area path: delay, low bandwidth, loss, outages, a NAT that forgets.
 mod silent;
+mod uplinks;
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -24,6 +25,7 @@ use silent::{
     a_long_outage_ends_at_once, nat_forgets_the_link, outages_of_up_to_ten_seconds_are_survived,
     the_edge_gets_another_address, the_edge_was_asleep,
 };
+use uplinks::one_of_two_uplinks_fails;
 
 scenarios! {
     a_lossy_path_changes_no_byte(quick),
@@ -44,6 +46,7 @@ scenarios! {
     nat_forgets_the_link,
     the_edge_gets_another_address,
     the_edge_was_asleep,
+    one_of_two_uplinks_fails,
 }
 
 /// Time limit for a step on a slow path; the scenario's own limit is far above.

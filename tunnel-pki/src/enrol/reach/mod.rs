@@ -9,7 +9,9 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use tunnel_link::link::{Congestion, Wire};
+use tokio::net::TcpStream;
+use tunnel_link::link::{Congestion, Wire, multipath_socket};
+use tunnel_runtime::net::refine;
 
 pub use proxy::{Proxy, ProxyFault, proxy_fault};
 
@@ -27,6 +29,7 @@ pub type Connecting = Pin<Box<dyn Future<Output = io::Result<Wire>> + Send>>;
 pub struct Reach {
     proxy: Option<Arc<Proxy>>,
     congestion: Congestion,
+    multipath: bool,
     /// None: the kernel's.
     network: Option<Arc<dyn Network>>,
 }
@@ -51,7 +54,12 @@ pub struct Reached {
 
 impl Reach {
     pub fn new(proxy: Option<Proxy>, congestion: Congestion) -> Self {
-        Self { proxy: proxy.map(Arc::new), congestion, network: None }
+        Self { proxy: proxy.map(Arc::new), congestion, ..Self::default() }
+    }
+
+    /// Offers MPTCP on direct connections.
+    pub fn with_multipath(self, multipath: bool) -> Self {
+        Self { multipath, ..self }
     }
 
     /// Connects through this network, without a proxy.
@@ -90,6 +98,9 @@ impl Reach {
             return Ok(Reached { stream, server: server.clone(), proxy: Some(way.address) });
         }
         let stream = match self.network.clone() {
+            None if self.multipath => {
+                direct::connect_by(&server.to_string(), connect_multipath).await?.into()
+            }
             None => direct::connect(&server.to_string()).await?.into(),
             Some(network) => {
                 let connect = move |address| network.connect(address);
@@ -98,6 +109,16 @@ impl Reach {
         };
         let server = Server::At(stream.peer_addr()?);
         Ok(Reached { stream, server, proxy: None })
+    }
+}
+
+async fn connect_multipath(to: SocketAddr) -> io::Result<TcpStream> {
+    match multipath_socket(to) {
+        Ok(socket) => socket.connect(to).await,
+        Err(error) => {
+            refine("MPTCP", Err(error));
+            TcpStream::connect(to).await
+        }
     }
 }
 

@@ -1,0 +1,69 @@
+//! An edge with two uplinks, and MPTCP on its links.
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::Testbed;
+use postern_testbed::agent;
+use postern_testbed::client::echo;
+use postern_testbed::report::figure;
+use postern_testbed::server::Builder;
+use postern_testbed::target::Behaviour;
+use tokio::net::TcpStream;
+
+use super::{PATIENCE, session, upload};
+use crate::common::{hold, target};
+
+/// Interface of the second uplink on the router.
+const SECOND: &str = "edge1-second";
+/// Within this time the kernel has retransmitted on the other path; only PING, after 20 s, would find the link dead.
+const SOON: Duration = Duration::from_secs(5);
+
+pub(super) async fn one_of_two_uplinks_fails(testbed: &Testbed) -> Result<()> {
+    let (edge, router) = (testbed.edge(1), &testbed.router);
+    edge.ns.ip(&format!("link add eth1 type veth peer name {SECOND} netns {}", router.name()))?;
+    for change in [
+        "addr add 192.168.150.2/24 dev eth1",
+        "link set eth1 up",
+        "rule add from 192.168.150.2 table 150",
+        "route add default via 192.168.150.1 table 150",
+        // What docs/tasks/edge-sites.md says.
+        "mptcp endpoint add 192.168.150.2 dev eth1 subflow",
+    ] {
+        edge.ns.ip(change).context("needed: MPTCP in the kernel, and net.mptcp.enabled=1")?;
+    }
+    router.ip(&format!("addr add 192.168.150.1/24 dev {SECOND}"))?;
+    router.ip(&format!("link set {SECOND} up"))?;
+
+    let server = Builder::new(testbed).start().await?;
+    let _agent = agent::Builder::new(&server, 1).flag("--mptcp=on").enrol(&server).await?;
+    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
+    let sink = target(testbed, 1, 9101, Behaviour::Sink)?;
+    let mut typing = hold(shell.address, b"before").await?;
+    let before = session(&server).await?;
+    for (failed, port) in [("first", edge.router_port.as_str()), ("second", SECOND)] {
+        router.iptables(&format!("-I FORWARD -i {port} -j DROP"))?;
+        router.iptables(&format!("-I FORWARD -o {port} -j DROP"))?;
+        let pause = type_on(&mut typing).await?;
+        upload(sink.address, 5, 5_000_000).await?;
+        figure(&format!("the {failed} uplink fails: a keystroke waits {pause:.2?}"));
+        ensure!(pause <= SOON, "a keystroke took {pause:.1?} after the {failed} uplink had failed");
+        router.iptables(&format!("-D FORWARD -i {port} -j DROP"))?;
+        router.iptables(&format!("-D FORWARD -o {port} -j DROP"))?;
+        // The kernel goes back to a path once that has acknowledged what was lost on it.
+        type_on(&mut typing).await?;
+    }
+    ensure!(session(&server).await? == before, "the agent attached again");
+    Ok(())
+}
+
+/// The longest wait for an echo, while keys are pressed for a second.
+async fn type_on(stream: &mut TcpStream) -> Result<Duration> {
+    let start = Instant::now();
+    let mut longest = Duration::ZERO;
+    while start.elapsed() < Duration::from_secs(1) {
+        let pressed = Instant::now();
+        tokio::time::timeout(PATIENCE, echo(stream, b"during")).await??;
+        longest = longest.max(pressed.elapsed());
+    }
+    Ok(longest)
+}
