@@ -110,7 +110,7 @@ fn of_nodes(edge: usize, cloud: usize) -> Outcome {
         return Outcome::fine(format!("{edge} edge nodes, {cloud} others"));
     }
     let fix =
-        "label them: `kubectl label node NAME openyurt.io/is-edge-worker=true`, or correct --edge-selector";
+        "label them: `kubectl label node NAME node-role.kubernetes.io/edge=`, or correct --edge-selector";
     Finding::new(&codes::NO_EDGE_NODES, format!("none of {cloud} nodes is an edge node"), fix).into()
 }
 
