@@ -110,8 +110,11 @@ impl Measured {
 
     fn measure(&mut self, now: Instant) {
         let elapsed = now.saturating_duration_since(self.last.0);
-        if elapsed >= SHORTEST_SPAN {
-            let moved = self.link.flow.moved();
+        let moved = self.link.flow.moved();
+        if self.link.connections() == 0 {
+            // The transfer has ended, whatever its rate was.
+            (self.rate, self.last) = (0, (now, moved));
+        } else if elapsed >= SHORTEST_SPAN {
             let bytes = u128::from(moved.saturating_sub(self.last.1));
             self.rate = u64::try_from(bytes * 1000 / elapsed.as_millis()).unwrap_or(u64::MAX);
             self.last = (now, moved);
@@ -404,6 +407,18 @@ pub(super) mod tests {
         // Later it is idle again.
         drop(links.take_at(start + 60_000 * MS));
         assert_eq!(links.take_at(start + 60_001 * MS).number, 0);
+    }
+
+    #[tokio::test]
+    async fn a_link_whose_bulk_transfer_has_ended_is_used_again() {
+        let links = Links::new(link(0, 50 * MS).await, 2, Placing::Together);
+        let start = Instant::now();
+        let bulk = links.take_at(start);
+        links.join(link(1, 50 * MS).await).unwrap();
+        bulk.flow.add_sent(10_000_000);
+        drop(bulk);
+        let next = [3000, 3001, 3060].map(|ms| links.take_at(start + ms * MS));
+        assert_eq!(numbers(&next), [0; 3], "it has found the line's rate already");
     }
 
     #[tokio::test]
