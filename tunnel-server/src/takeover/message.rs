@@ -15,7 +15,6 @@ pub(super) struct Hello {
     /// Ranges that it redirects, and the first virtual address of each.
     pub(super) virtual_addresses: Vec<(IpNet, IpAddr)>,
     /// The nodes of the other servers.
-    #[serde(default)]
     pub(super) fleet: Vec<String>,
 }
 
