@@ -111,7 +111,7 @@ impl Port {
         };
         let workers = Arc::new(Workers::start(1).unwrap());
         let enroll = EnrollService::new(
-            server.certificate.ca(),
+            server.certificate.ca.clone(),
             server.state_dir(),
             EnrollPolicy { standing: standing.clone(), tokens: true },
             PkiMetrics::default(),
@@ -125,7 +125,7 @@ impl Port {
             drain: Drain::new(Shutdown::new()),
         };
         let budget = Budget::of(1024, 1 << 30);
-        let tls = server.certificate.tls();
+        let tls = server.certificate.tls.clone();
         let port = AgentPort::new(tls, workers.clone(), enroll, context, listeners, None, &budget);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -154,7 +154,7 @@ impl Port {
     pub(super) fn follow(&self, server: &TestServer, other: &Self) -> JoinHandle<()> {
         let context = PeerContext {
             server_id: self.id.clone(),
-            tls: server.certificate.peer_tls(),
+            tls: server.certificate.peer_tls.clone(),
             workers: self.workers.clone(),
             peers: self.peers.clone(),
             reach: Reach::new(None, Congestion::System),
