@@ -203,7 +203,7 @@ async fn session(
     let session = Arc::new(Session {
         id: context.sessions.next_id(),
         node,
-        router: context.sessions.router().clone(),
+        router: context.sessions.router.clone(),
         epoch: hello.epoch,
         credential: ArcSwap::from(credential),
         refusal: OnceLock::new(),

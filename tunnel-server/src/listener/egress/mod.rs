@@ -175,7 +175,7 @@ async fn receive_tls(
     tls: &CallerTls,
 ) -> Result<(), String> {
     let (stream, certified) = tls.accept(socket, false).await?;
-    let name = certified.as_ref().map(|shown| tls::common_name(shown.leaf())).unwrap_or_default();
+    let name = certified.as_ref().map(|shown| tls::common_name(&shown.leaf)).unwrap_or_default();
     let caller = Caller { address: client, name: name.into(), certified: certified.map(Arc::new) };
     let (read, write, watched) = halves::of_tls(stream).map_err(|error| error.to_string())?;
     let shutdown = dialler.context.drain.shutdown().clone();

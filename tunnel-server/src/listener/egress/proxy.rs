@@ -65,7 +65,7 @@ pub(super) async fn serve(
 ) -> Over {
     let shutdown = dialler.context.drain.shutdown().clone();
     let (address, shown) = (caller.address, caller.clone());
-    let streams = dialler.shares.limit().saturating_add(WITHOUT_PLACE);
+    let streams = dialler.shares.limit.saturating_add(WITHOUT_PLACE);
     let service =
         ProxyServiceServer::new(Proxy { dialler, caller }).max_decoding_message_size(LARGEST_MESSAGE);
     let connection = http2::Builder::new(TokioExecutor::new())

@@ -259,7 +259,7 @@ impl Served {
         };
         match caller {
             Some(caller) => {
-                Ok(Some((caller, authenticator.and_then(|known| known.reviewer().map(Arc::as_ref)))))
+                Ok(Some((caller, authenticator.and_then(|known| known.reviewer.as_deref()))))
             }
             None => Err(Refusal::Unauthenticated("nobody knows the caller".to_owned()).into()),
         }

@@ -68,7 +68,7 @@ impl MetricsPage {
                 return Err(Refusal::Unauthenticated(reason.to_owned()));
             }
         };
-        match self.authenticator.reviewer() {
+        match &self.authenticator.reviewer {
             Some(reviewer) => reviewer.allow_path(&caller, PATH).await,
             // Without a cluster every authenticated caller may.
             None => Ok(()),

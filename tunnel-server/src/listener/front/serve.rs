@@ -69,7 +69,7 @@ impl Front {
         let h2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
         let certificate = match certified {
             Some(certified) => {
-                let caller = caller_of_certificate(certified.leaf()).map_err(OpenError::Client)?;
+                let caller = caller_of_certificate(&certified.leaf).map_err(OpenError::Client)?;
                 Some((caller, Arc::new(certified)))
             }
             None => None,
