@@ -32,7 +32,7 @@ pub use config::AgentsConfig;
 pub use enroll::{enroll_routes, for_client};
 pub(crate) use gate::PARTS as AGENTS_PARTS;
 pub use konnectivity::KonnectivityConfig;
-pub(crate) use konnectivity::{KonnectivityPort, NAME as KONNECTIVITY, Tokens, service_account};
+pub(crate) use konnectivity::{KonnectivityPort, NAME as KONNECTIVITY, Tokens};
 
 use crate::listener::{EDGE, ListenerContext};
 use crate::pki::EnrollService;

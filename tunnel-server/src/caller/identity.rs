@@ -39,6 +39,25 @@ impl fmt::Display for Caller {
     }
 }
 
+/// Parses `NAMESPACE/NAME` of a ServiceAccount.
+///
+/// # Errors
+/// It is not that.
+pub(crate) fn service_account(value: &str) -> Result<String, String> {
+    let is_name = |name: &str| {
+        !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte))
+    };
+    match value.split_once('/') {
+        Some((namespace, name)) if is_name(namespace) && is_name(name) => Ok(value.to_owned()),
+        _ => Err("not NAMESPACE/NAME of a ServiceAccount".to_owned()),
+    }
+}
+
+/// Returns the user in the tokens of such a ServiceAccount.
+pub(crate) fn service_account_user(account: &str) -> String {
+    format!("system:serviceaccount:{}", account.replace('/', ":"))
+}
+
 /// Returns the node of the pod that a token is bound to, by what the API server says of its user.
 ///
 /// # Errors

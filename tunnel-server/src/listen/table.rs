@@ -16,7 +16,7 @@ use super::config::ListenersConfig;
 use super::parts::Parts;
 use crate::admission::{Budget, Part, Shares};
 use crate::agent_port::{AGENTS_PARTS, KONNECTIVITY, Tokens};
-use crate::caller::{Audiences, Reviewer};
+use crate::caller::{Audiences, Reviewer, service_account_user};
 use crate::listener::{
     Admission, CONNECT, Connect, EGRESS, Egress, Front, HTTP, HTTPS, Https, MAP, METRICS, MOST_SECURE_PORTS,
     Maps, MetricsPage, PLAIN, REDIRECT, Redirected, TargetTls,
@@ -207,7 +207,7 @@ fn konnectivity(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
         // They are known by these if they have no certificate.
         let reviewer = parts.callers.client.clone();
         let reviewer = reviewer.map(|client| Reviewer::new(client, Audiences::only(&options.audience)));
-        let tokens = Tokens::new(reviewer, options.user());
+        let tokens = Tokens::new(reviewer, service_account_user(&options.account));
         let port = agents.port.for_konnectivity(tokens, agents.peers.clone());
         parts.runtime.tasks.spawn(port.serve(parts.gates.agents(socket)));
     }

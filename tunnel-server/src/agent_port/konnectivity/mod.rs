@@ -38,7 +38,6 @@ use context::Context;
 use service::Service;
 
 pub use config::KonnectivityConfig;
-pub(crate) use config::service_account;
 pub(crate) use context::Tokens;
 
 /// Name of the listener in logs, and for a successor.
