@@ -122,7 +122,8 @@ impl Start<'_> {
         let certificate =
             ServerCertificate::start(self.ca.clone(), ServerNames::default(), &id, PkiMetrics::default())?;
         let policy = EnrollPolicy { standing: standing.clone(), tokens: true };
-        let enroll = EnrollService::new(certificate.ca.clone(), self.ca.state_dir(), policy, PkiMetrics::default());
+        let enroll =
+            EnrollService::new(certificate.ca.clone(), self.ca.state_dir(), policy, PkiMetrics::default());
         let context = links(&runtime, &said, trusted.clone(), standing.clone());
         let (tls, listeners) = (certificate.tls.clone(), ListenerContext::of(&runtime));
         let budget = Budget::of(self.files, 1 << 30);

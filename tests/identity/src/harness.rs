@@ -121,7 +121,8 @@ impl TestServer {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let (lose_answers, refused) = (Arc::new(AtomicUsize::new(0)), Arc::<Mutex<Vec<String>>>::default());
-        let (tls, lose, refusals) = (certificate.tls.clone(), Arc::clone(&lose_answers), Arc::clone(&refused));
+        let (tls, lose, refusals) =
+            (certificate.tls.clone(), Arc::clone(&lose_answers), Arc::clone(&refused));
         let accept = tokio::spawn(async move {
             while let Ok((stream, peer)) = listener.accept().await {
                 let acceptor = tls.acceptor();

@@ -87,7 +87,12 @@ impl Source {
             Self::Kubernetes(kube) => {
                 let (followed, services) = watch::channel(ClusterIps::default());
                 let stop = runtime.stop.clone();
-                runtime.tasks.spawn(cluster_ips::run(kube.client.clone(), kube.health.clone(), followed, stop));
+                runtime.tasks.spawn(cluster_ips::run(
+                    kube.client.clone(),
+                    kube.health.clone(),
+                    followed,
+                    stop,
+                ));
                 Some(ClusterServices::new(services, ServiceEndpoints::new(kube.client.clone())))
             }
         }

@@ -26,10 +26,10 @@ pub use certificate::caller_of_certificate;
 pub(crate) use certified::Certified;
 #[cfg(test)]
 pub(crate) use certified::tests::CallersCa;
-pub(crate) use identity::{node_of_pod, service_account, service_account_user};
 pub use identity::{Caller, Refusal};
 #[cfg(test)]
 pub(crate) use identity::{NODE_NAME, POD_NAME};
+pub(crate) use identity::{node_of_pod, service_account, service_account_user};
 pub(crate) use questions::{Asker, Questions};
 pub use review::Reviewer;
 pub use roots::ClientRoots;
