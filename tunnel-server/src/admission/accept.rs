@@ -1,6 +1,7 @@
 //! Accepts connections despite temporary errors, such as a full file descriptor table.
 
 use std::future::pending;
+use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -72,7 +73,7 @@ impl Gated {
             tokio::select! {
                 biased;
                 _ = self.open.changed() => {}
-                accepted = accept(&self.listener, listener) => return accepted,
+                accepted = accept(|| self.listener.accept(), listener) => return accepted,
             }
         }
     }
@@ -91,9 +92,10 @@ impl Accept for Gated {
     }
 }
 
-async fn accept(socket: &TcpListener, listener: &'static str) -> (TcpStream, SocketAddr) {
+/// Returns the next connection of a socket. Errors are logged, and do not end the wait.
+pub async fn accept<C, F: Future<Output = io::Result<C>>>(next: impl Fn() -> F, listener: &'static str) -> C {
     loop {
-        match socket.accept().await {
+        match next().await {
             Ok(accepted) => return accepted,
             Err(error) if is_of_one_connection(&error) => {
                 tracing::debug!(listener, %error, "connection lost before it was accepted");
@@ -107,8 +109,8 @@ async fn accept(socket: &TcpListener, listener: &'static str) -> (TcpStream, Soc
 }
 
 /// True for an error of the connection that was about to be accepted, not of the listener (accept(2)).
-fn is_of_one_connection(error: &std::io::Error) -> bool {
-    use std::io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted, TimedOut};
+fn is_of_one_connection(error: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted, TimedOut};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted | TimedOut)
 }
 

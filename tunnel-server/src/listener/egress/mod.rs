@@ -21,7 +21,6 @@ mod unix;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::BytesMut;
 use ipnet::IpNet;
@@ -33,7 +32,7 @@ use tunnel_runtime::config::ConfigError;
 use super::access_log::over_limit;
 use super::context::ListenerContext;
 use super::preface::{PrefaceError, read_preface};
-use crate::admission::{Gate, Gated, Share, Shares};
+use crate::admission::{Gate, Gated, Share, Shares, accept};
 use crate::caller::CallerTls;
 use crate::session::Workers;
 use authority::{Masked, PREFACE};
@@ -89,18 +88,11 @@ impl Egress {
             if let Err(error) = socket.place() {
                 tracing::error!(listener = NAME, error = format!("{error:#}"), "failed to create the socket");
             }
-            let accepted = tokio::select! {
+            tokio::select! {
                 biased;
                 () = draining.cancelled() => break,
-                () = gate.closed() => continue,
-                accepted = socket.listener.accept() => accepted,
-            };
-            match accepted {
-                Ok((stream, _)) => self.receive_unix(stream),
-                Err(error) => {
-                    tracing::error!(listener = NAME, %error, "failed to accept a connection, check the limit of open files (ulimit -n)");
-                    tokio::time::sleep(Duration::from_millis(100)).await;
-                }
+                () = gate.closed() => {}
+                (stream, _) = accept(|| socket.listener.accept(), NAME) => self.receive_unix(stream),
             }
         }
         if gate.is_open() {
