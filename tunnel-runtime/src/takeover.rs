@@ -97,28 +97,15 @@ impl Listener {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
         Ok(Self { listener, path: path.to_owned(), file: file(path)? })
     }
-
-    /// Waits for the next successor.
-    ///
-    /// # Errors
-    /// Fails if too many files are open.
-    pub async fn accept(&self) -> io::Result<UnixStream> {
-        Ok(self.listener.accept().await?.0)
-    }
-
-    /// See [`Successors::is_found`].
-    pub fn is_found(&self) -> bool {
-        file(&self.path).is_ok_and(|now| now == self.file)
-    }
 }
 
 impl Successors for Listener {
     async fn accept(&self) -> io::Result<Box<dyn Stream>> {
-        Ok(Box::new(Self::accept(self).await?))
+        Ok(Box::new(self.listener.accept().await?.0))
     }
 
     fn is_found(&self) -> bool {
-        Self::is_found(self)
+        file(&self.path).is_ok_and(|now| now == self.file)
     }
 
     fn remove(&self) {
@@ -412,12 +399,12 @@ mod tests {
         let copies = Copies::new(listeners.iter().map(copy).collect());
         let first = tokio::spawn(async move {
             let mut stream = waiting.accept().await.unwrap();
-            assert!(successor(&stream).unwrap().is_some());
-            copies.greet(&mut stream, "1.2.3", vec![7u8]).await.unwrap();
-            let asked: Option<String> = receive(&mut stream).await.unwrap();
-            send(&mut stream, &asked.map(|asked| asked.len())).await.unwrap();
+            assert!(successor(&*stream).unwrap().is_some());
+            copies.greet(&mut *stream, "1.2.3", vec![7u8]).await.unwrap();
+            let asked: Option<String> = receive(&mut *stream).await.unwrap();
+            send(&mut *stream, &asked.map(|asked| asked.len())).await.unwrap();
             // The successor's end closes the connection.
-            assert_eq!(receive::<String>(&mut stream).await.unwrap(), None);
+            assert_eq!(receive::<String>(&mut *stream).await.unwrap(), None);
         });
         let mut second = Predecessor::<Vec<u8>>::find(state.path()).await.unwrap();
         assert_eq!((second.own(), second.pid()), (&vec![7], std::process::id()));

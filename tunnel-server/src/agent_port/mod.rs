@@ -27,7 +27,7 @@ use tunnel_runtime::config::HostPort;
 
 pub use self::from_edge::FromEdge;
 pub use self::link::{Handover, LinkContext};
-pub use crate::admission::{Accept, Budget, Gate, Gated};
+pub use crate::admission::{Accept, Budget};
 pub use config::AgentsConfig;
 pub use enroll::{enroll_routes, for_client};
 pub(crate) use gate::PARTS as AGENTS_PARTS;

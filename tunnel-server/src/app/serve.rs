@@ -12,7 +12,6 @@ use tunnel_pki::TrustBundle;
 use tunnel_pki::enrol::reach::Reach;
 use tunnel_redirect::Feeder;
 use tunnel_routing::{follow, keep_claims};
-use tunnel_runtime::admin::Serving;
 use tunnel_runtime::clock::Clock;
 use tunnel_runtime::limits::Limits;
 use tunnel_runtime::takeover::{self, socket_path};
@@ -91,7 +90,7 @@ impl Bound {
             runtime: runtime.clone(),
             sockets: copies,
             gates: gates.clone(),
-            admin: self.admin.as_ref().map(Serving::accepting),
+            admin: self.admin.as_ref().map(|admin| admin.gate.clone()),
             handover: said.handover.clone(),
             phase: watch::Sender::default(),
             closed: CancellationToken::new(),

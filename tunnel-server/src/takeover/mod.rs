@@ -23,8 +23,7 @@ use tokio::net::TcpListener;
 pub use predecessor::{Before, Predecessor, TakeOver};
 pub(crate) use predecessor::{NODES, PORTS};
 pub use successor::{Phase, Succession};
-
-use crate::admission::{Gate, Gated};
+use tunnel_runtime::accept::{Gate, Gated};
 
 /// The gates of the listeners that two servers of one host use in turns.
 #[derive(Clone, Debug)]

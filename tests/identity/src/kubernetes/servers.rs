@@ -22,10 +22,11 @@ use tunnel_link::link::Congestion;
 use tunnel_pki::enrol::{IdentityKeeper, IdentityMetrics, Recovery};
 use tunnel_pki::{AgentIdentity, TrustBundle};
 use tunnel_routing::{Router, RouterConfig};
+use tunnel_runtime::accept::Gate;
 use tunnel_runtime::clock::Clock;
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::{Drain, Shutdown};
-use tunnel_server::agent_port::{AgentPort, Budget, Gate, Handover, LinkContext};
+use tunnel_server::agent_port::{AgentPort, Budget, Handover, LinkContext};
 use tunnel_server::listener::ListenerContext;
 use tunnel_server::peers::{self, PeerContext, Peers, Trust};
 use tunnel_server::pki::{

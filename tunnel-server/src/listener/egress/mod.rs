@@ -27,12 +27,13 @@ use ipnet::IpNet;
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 use tokio::net::{TcpStream, UnixStream};
 use tunnel_link::relay::{end_on_drop, flushed};
+use tunnel_runtime::accept::{Gate, Gated, accept};
 use tunnel_runtime::config::ConfigError;
 
 use super::access_log::over_limit;
 use super::context::ListenerContext;
 use super::preface::{PrefaceError, read_preface};
-use crate::admission::{Gate, Gated, Share, Shares, accept};
+use crate::admission::{Share, Shares};
 use crate::caller::CallerTls;
 use crate::session::Workers;
 use authority::{Masked, PREFACE};
