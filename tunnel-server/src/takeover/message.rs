@@ -41,15 +41,3 @@ pub(super) enum Answer {
     Attached(Vec<String>),
     Resumed,
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_server_that_does_not_tell_of_the_others_is_understood() {
-        let text = r#"{"server_id": "server-a", "pins": null, "virtual_addresses": [["192.0.2.1/32", "198.18.0.9"]]}"#;
-        let hello: Hello = serde_json::from_str(text).unwrap();
-        assert_eq!((hello.virtual_addresses.len(), hello.fleet), (1, Vec::new()));
-    }
-}
