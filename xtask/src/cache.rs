@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use sha2::{Digest as _, Sha256};
 
+use crate::files;
+
 /// Returns the folder of `parts` below `area`, and has `fill` make it if it does not exist. It is complete or absent:
 /// `fill` writes to a temporary folder. Other processes wait meanwhile.
 pub(crate) fn once(
@@ -20,7 +22,7 @@ pub(crate) fn once(
     if made.exists() {
         return Ok(made);
     }
-    fs::create_dir_all(&area).with_context(|| format!("creating {}", area.display()))?;
+    files::create(&area)?;
     let _lock = lock(&area.join(format!("{name}.lock")))?;
     if made.exists() {
         // Another process has made it while this one waited.
@@ -29,7 +31,7 @@ pub(crate) fn once(
     let temporary = area.join(format!("{keyed}.tmp"));
     // Left by a run that was killed; no other process writes there while the lock is held.
     fs::remove_dir_all(&temporary).ok();
-    fs::create_dir_all(&temporary).with_context(|| format!("creating {}", temporary.display()))?;
+    files::create(&temporary)?;
     fill(&temporary)?;
     fs::rename(&temporary, &made).with_context(|| format!("renaming to {}", made.display()))?;
     Ok(made)

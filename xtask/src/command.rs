@@ -96,9 +96,7 @@ pub(crate) fn target_dir() -> Result<PathBuf> {
 fn metadata() -> Result<Value> {
     let mut command = cargo();
     command.args(["metadata", "--no-deps", "--format-version=1", "--offline"]).stderr(Stdio::inherit());
-    let output = command.output().context("starting cargo metadata")?;
-    ensure!(output.status.success(), "cargo metadata ended with {}", output.status);
-    serde_json::from_slice(&output.stdout).context("cargo metadata did not print JSON")
+    serde_json::from_str(&output(&mut command)?).context("cargo metadata did not print JSON")
 }
 
 /// A program, to be run in the project's root.

@@ -11,9 +11,9 @@ use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::command::{build, built, is_root, program, root, shown, target_dir};
+use crate::command::{build, built, is_root, program, root, run as run_command, shown, target_dir};
 use crate::tally::Tally;
-use crate::{cache, peers};
+use crate::{cache, files, peers};
 
 /// Name of the step in `cargo xtask test`.
 pub(crate) const NAME: &str = "peers::konnectivity";
@@ -135,8 +135,7 @@ type Verdicts = BTreeMap<String, Verdict>;
 type Results = BTreeMap<String, (Verdict, String)>;
 
 fn test(filter: Option<&str>, show: Show) -> Result<Report> {
-    let text = fs::read_to_string(root().join(TABLE)).with_context(|| format!("reading {TABLE}"))?;
-    let expected = table(&text)?;
+    let expected = table(&files::text(&root().join(TABLE))?)?;
     let tests = build_tests()?;
     fs::remove_file(log()?).ok();
     let mut results = run_tests(&tests, filter, show)?;
@@ -155,11 +154,7 @@ fn test(filter: Option<&str>, show: Show) -> Result<Report> {
 /// The test program, built once for every clone.
 fn build_tests() -> Result<PathBuf> {
     let module = root().join("tests/peers").join(MODULE);
-    let read = |name: &str| {
-        let path = module.join(name);
-        fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
-    };
-    let (go_mod, sums) = (read("go.mod")?, read("go.sum")?);
+    let (go_mod, sums) = (files::text(&module.join("go.mod"))?, files::text(&module.join("go.sum"))?);
     let folder = cache::once("peers", MODULE, &[&sums, &go_mod], |folder| {
         let (go, version) = peers::need_go(MODULE, &go_mod)?;
         println!("building konnectivity's tests with {version}, once for every clone on this machine");
@@ -170,9 +165,7 @@ fn build_tests() -> Result<PathBuf> {
             .args(["test", "-c", "-trimpath", "-mod=readonly", "-o"])
             .arg(folder.join("tests"))
             .arg(PACKAGE);
-        let status = command.status().with_context(|| format!("starting {}", shown(&command)))?;
-        ensure!(status.success(), "`{}` in {} ended with {status}", shown(&command), module.display());
-        Ok(())
+        run_command(&mut command).with_context(|| format!("in {}", module.display()))
     })?;
     Ok(folder.join("tests"))
 }
@@ -185,7 +178,7 @@ fn log() -> Result<PathBuf> {
 fn run_tests(tests: &Path, filter: Option<&str>, show: Show) -> Result<Results> {
     let log = log()?;
     let folder = log.parent().context("it is in a folder")?;
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    files::create(folder)?;
     let errors = File::options().create(true).append(true).open(&log);
     let errors = errors.with_context(|| format!("creating {}", log.display()))?;
     if show == Show::Progress {
