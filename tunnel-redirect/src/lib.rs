@@ -49,7 +49,7 @@ pub use error::{RedirectError, SelfTestError};
 pub use feed::Feeder;
 pub use listen::listen;
 pub use load::ProgramInfo;
-pub use metrics::RedirectMetrics;
+pub use metrics::register_redirect;
 pub use pins::{Orphans, Others};
 pub use privileges::give_up_capabilities;
 pub use running::{Applied, Health, Redirect};

@@ -317,7 +317,7 @@ fn redirect(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     let Some(redirect) = &parts.runtime.redirect else { return };
     let shares = Shares::new(places);
     for socket in sockets {
-        let redirected = Redirected { self_tests: redirect.self_tests(), by_route: redirect.by_route() };
+        let redirected = Redirected { self_tests: redirect.self_tests(), by_route: redirect.routed };
         parts.serve(redirected, socket, &shares);
     }
 }

@@ -229,9 +229,9 @@ impl Reporter {
             excluded: desired.table.excluded.len(),
             ports: desired.ports.iter().copied().collect(),
             clients: desired.table.clients.iter().copied().collect(),
-            not_pinned: redirect.not_pinned().map(str::to_owned),
-            pods: if redirect.by_route() { PodsWay::Route } else { PodsWay::Connect },
-            not_by_route: redirect.not_by_route().map(str::to_owned),
+            not_pinned: redirect.not_pinned.clone(),
+            pods: if redirect.routed { PodsWay::Route } else { PodsWay::Connect },
+            not_by_route: redirect.not_routed.clone(),
         }
     }
 }
