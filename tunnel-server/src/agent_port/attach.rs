@@ -519,11 +519,8 @@ fn take(
             context.sessions.leave(session, false);
         }
         Some(agent_event::Event::Hello(_)) => return Err(End::NotHello),
-        // Informational: routes come from the inventory.
-        Some(agent_event::Event::Addresses(addresses)) => {
-            tracing::debug!(node = %session.node, addresses = ?addresses.addresses, "node addresses changed");
-        }
-        Some(agent_event::Event::Load(_)) | None => {}
+        // Of earlier agents, or to get traffic on the link.
+        Some(agent_event::Event::Addresses(_) | agent_event::Event::Load(_)) | None => {}
     }
     Ok(())
 }
