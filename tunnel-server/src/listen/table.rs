@@ -195,7 +195,7 @@ fn reachable(addresses: impl IntoIterator<Item = SocketAddr>) -> BTreeSet<u16> {
 fn agents(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
     let Some(agents) = &parts.own.agents else { return };
     for socket in sockets {
-        parts.runtime.tasks.spawn(agents.port.clone().serve(parts.gates.agents(socket)));
+        parts.runtime.tasks.spawn(agents.port.clone().serve(parts.gates.agents.guard(socket)));
         parts.runtime.tasks.spawn(agents.port.clone().shut_out());
     }
 }
@@ -209,7 +209,7 @@ fn konnectivity(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
         let reviewer = reviewer.map(|client| Reviewer::new(client, Audiences::only(&options.audience)));
         let tokens = Tokens::new(reviewer, service_account_user(&options.account));
         let port = agents.port.for_konnectivity(tokens, agents.peers.clone());
-        parts.runtime.tasks.spawn(port.serve(parts.gates.agents(socket)));
+        parts.runtime.tasks.spawn(port.serve(parts.gates.agents.guard(socket)));
     }
 }
 
@@ -262,7 +262,7 @@ fn egress(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
         parts.runtime.drain.spawn(egress.clone().serve_unix(socket, parts.gates.listeners.clone()));
     }
     for (socket, tls) in sockets.into_iter().zip(parts.own.egress_tls.take()) {
-        let listener = parts.gates.listener(socket);
+        let listener = parts.gates.listeners.guard(socket);
         parts.runtime.drain.spawn(egress.clone().serve_tls(listener, tls.tls.clone()));
         parts.runtime.tasks.spawn(tls.follow(parts.runtime.rights.clone(), parts.runtime.stop.clone()));
     }

@@ -209,7 +209,7 @@ impl Renewal {
 
     fn report(&self) {
         let end = self.validity.not_after.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        self.metrics.set_server_not_after(i64::try_from(end.as_secs()).unwrap_or(i64::MAX));
-        self.metrics.set_roots(self.state.borrow().roots().len());
+        self.metrics.server_not_after.set(i64::try_from(end.as_secs()).unwrap_or(i64::MAX));
+        self.metrics.roots.set(i64::try_from(self.state.borrow().roots().len()).unwrap_or(i64::MAX));
     }
 }
