@@ -9,7 +9,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -23,6 +23,8 @@ use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, Interest};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::timeout;
+
+use crate::files::identity;
 
 /// Name of the socket in the state directory.
 const SOCKET: &str = "takeover";
@@ -95,7 +97,7 @@ impl Listener {
         }
         let listener = UnixListener::bind(path)?;
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-        Ok(Self { listener, path: path.to_owned(), file: file(path)? })
+        Ok(Self { listener, path: path.to_owned(), file: identity(path)? })
     }
 }
 
@@ -105,7 +107,7 @@ impl Successors for Listener {
     }
 
     fn is_found(&self) -> bool {
-        file(&self.path).is_ok_and(|now| now == self.file)
+        identity(&self.path).is_ok_and(|now| now == self.file)
     }
 
     fn remove(&self) {
@@ -113,11 +115,6 @@ impl Successors for Listener {
             let _ = std::fs::remove_file(&self.path);
         }
     }
-}
-
-fn file(path: &Path) -> io::Result<(u64, u64)> {
-    let metadata = std::fs::metadata(path)?;
-    Ok((metadata.dev(), metadata.ino()))
 }
 
 /// Returns the process id of a successor; `None` if it has none.

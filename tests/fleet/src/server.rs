@@ -161,7 +161,7 @@ impl Start<'_> {
             eligible: said.eligible.clone(),
         });
         let (handover, phase) = (said.handover.subscribe(), succession.phase.subscribe());
-        let (signal, ends_when_passed) = (Shutdown::new(), self.ends_when_passed);
+        let (signal, ends_when_passed) = (Shutdown::default(), self.ends_when_passed);
         let started = CancellationToken::new();
         let parts = Parts {
             net: self.net.clone(),

@@ -210,7 +210,7 @@ mod tests {
     fn succession(state_dir: &std::path::Path) -> Arc<Succession> {
         let state_dir = format!("--state-dir={}", state_dir.display());
         let runtime = of_flags(&["--server=a:1", "--when-replaced=wait", &state_dir]);
-        Arc::new(Succession::new(runtime, Arc::default(), None, Arc::default(), Shutdown::new()))
+        Arc::new(Succession::new(runtime, Arc::default(), None, Arc::default(), Shutdown::default()))
     }
 
     /// Gives the agent an identity that has just been issued.

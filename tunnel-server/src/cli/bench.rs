@@ -9,7 +9,7 @@ use http::{Method, StatusCode};
 use serde::Serialize;
 use tunnel_link::link::limited_by;
 use tunnel_runtime::NodeName;
-use tunnel_runtime::admin::client::{ClientError, fetch, request_within};
+use tunnel_runtime::admin::client::{ClientError, fetch, request};
 use tunnel_runtime::admin::to_json;
 use tunnel_runtime::output::{Output, print};
 use tunnel_runtime::progress::Progress;
@@ -50,7 +50,7 @@ impl BenchCommand {
         let progress = Progress::start("bench", format!("measuring the way to {node}"));
         let before = links().await?;
         let path = format!("/bench/{node}");
-        let answer = request_within(DEADLINE, address, Method::POST, &path, bytes::Bytes::new()).await?;
+        let answer = request(DEADLINE, address, Method::POST, &path, bytes::Bytes::new()).await?;
         if answer.status != StatusCode::OK {
             anyhow::bail!("{}", answer.text().trim());
         }

@@ -42,7 +42,7 @@ struct Following {
 impl Following {
     async fn start(api: &ApiServer, state_dir: &Path) -> Self {
         let (KubeContext { client, health, .. }, _inputs) = context(api, false).await;
-        let (router, age, readiness) = (Arc::new(router()), Age::default(), Readiness::new());
+        let (router, age, readiness) = (Arc::new(router()), Age::default(), Readiness::default());
         let cache = ClusterCache::new(state_dir);
         let (stop, tasks) = (CancellationToken::new(), TaskTracker::new());
         let (ports, ports_said) = watch::channel(Arc::<Settings>::default());
@@ -60,7 +60,7 @@ impl Following {
             age: age.clone(),
             health: health.clone(),
             nodes_known: Some(readiness.pending("nodes")),
-            ports_known: Some(Readiness::new().pending("ports")),
+            ports_known: Some(Readiness::default().pending("ports")),
         };
         tasks.spawn(apply.run(stop.clone()));
         let publish = move |nodes: Inventory| {

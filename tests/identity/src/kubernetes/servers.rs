@@ -123,7 +123,7 @@ impl Port {
             sessions: sessions.clone(),
             peers: peers.clone(),
             metrics,
-            drain: Drain::new(Shutdown::new()),
+            drain: Drain::new(Shutdown::default()),
         };
         let budget = Budget::of(1024, 1 << 30);
         let tls = server.certificate.tls.clone();
