@@ -1,11 +1,11 @@
 //! Downloads and builds that every clone on this machine shares, in `~/.cache/postern`.
-use std::env;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use sha2::{Digest as _, Sha256};
 
+use crate::command::user_folder;
 use crate::files;
 
 /// Returns the folder of `parts` below `area`, and has `fill` make it if it does not exist. It is complete or absent:
@@ -38,11 +38,7 @@ pub(crate) fn once(
 }
 
 pub(crate) fn folder() -> Result<PathBuf> {
-    let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let base = set("XDG_CACHE_HOME")
-        .or_else(|| Some(set("HOME")?.join(".cache")))
-        .context("neither XDG_CACHE_HOME nor HOME is set: there is no place to keep what is built")?;
-    Ok(base.join("postern"))
+    Ok(user_folder("XDG_CACHE_HOME", ".cache")?.join("postern"))
 }
 
 /// Locks a file until it is closed, at the latest when the process ends.

@@ -9,9 +9,12 @@ use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, anyhow, ensure};
+use clap::ValueEnum;
 
-use crate::command::{build, built, is_root, program, root, run as run_command, shown, target_dir};
+use crate::command::{
+    build_as, built, is_root, name_of, program, root, run as run_command, shown, target_dir,
+};
 use crate::tally::Tally;
 use crate::{cache, files, peers};
 
@@ -53,7 +56,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     match &options.command {
         None => peers::run_peers(&options.build),
         Some(What::Test { run }) => {
-            build(&["tunnel-agent"])?;
+            build_as("dev", &["tunnel-agent"])?;
             let report = test(run.as_deref(), Show::Progress)?;
             report.print();
             Ok(if report.wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -84,7 +87,7 @@ pub(crate) struct Report {
 impl Report {
     fn print(&self) {
         for (name, (verdict, _)) in &self.results {
-            println!("{name} {}", verdict.as_str());
+            println!("{name} {}", name_of(verdict));
         }
         for line in &self.wrong {
             println!("{TABLE}: {line}");
@@ -103,31 +106,12 @@ impl Report {
 }
 
 /// Result of a test, expected or actual.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Verdict {
     Passes,
     Fails,
     /// Only in the table: it passes or fails by chance.
     Races,
-}
-
-impl Verdict {
-    fn parse(text: &str) -> Option<Self> {
-        match text {
-            "passes" => Some(Self::Passes),
-            "fails" => Some(Self::Fails),
-            "races" => Some(Self::Races),
-            _ => None,
-        }
-    }
-
-    fn as_str(self) -> &'static str {
-        match self {
-            Self::Passes => "passes",
-            Self::Fails => "fails",
-            Self::Races => "races",
-        }
-    }
 }
 
 type Verdicts = BTreeMap<String, Verdict>;
@@ -255,8 +239,8 @@ fn table(text: &str) -> Result<Verdicts> {
         let [name, verdict, why] = cells[..] else {
             anyhow::bail!("{TABLE}: not three cells: {line}");
         };
-        let verdict = Verdict::parse(verdict)
-            .with_context(|| format!("{TABLE}: {verdict:?} is not passes, fails or races: {line}"))?;
+        let verdict = Verdict::from_str(verdict, false)
+            .map_err(|_| anyhow!("{TABLE}: {verdict:?} is not passes, fails or races: {line}"))?;
         ensure!(verdict == Verdict::Passes || !why.is_empty(), "{TABLE} does not say why: {line}");
         let twice = verdicts.insert(name.to_owned(), verdict);
         ensure!(twice.is_none(), "{TABLE} has {name} twice");
@@ -271,11 +255,11 @@ fn compare(expected: &Verdicts, results: &Results, all: bool) -> Vec<String> {
     for (name, (result, said)) in results {
         let why = if *result == Verdict::Fails { format!(": {said}") } else { String::new() };
         let result = match (expected.get(name), result) {
-            (None, result) => format!("{}, and has no row", result.as_str()),
+            (None, result) => format!("{}, and has no row", name_of(result)),
             (Some(Verdict::Races), Verdict::Fails) => format!("fails {ATTEMPTS} times, and is said to race"),
             (Some(Verdict::Races), _) => continue,
             (Some(row), result) if row == result => continue,
-            (Some(row), result) => format!("{}, and is said to be \"{}\"", result.as_str(), row.as_str()),
+            (Some(row), result) => format!("{}, and is said to be \"{}\"", name_of(result), name_of(row)),
         };
         wrong.push(format!("{name} {result}{why}"));
     }
