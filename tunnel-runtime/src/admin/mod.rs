@@ -33,7 +33,6 @@ pub use process::{register_process_metrics, register_tasks};
 pub use serve::TUNNELLED;
 pub use show::{Show, ShowError};
 
-use std::fmt;
 use std::io;
 use std::net::TcpListener;
 use std::pin::Pin;
@@ -101,12 +100,6 @@ pub struct Admin {
     pub pages: &'static [Page],
     pub log: logging::Handle,
     pub settling: Settling,
-}
-
-impl fmt::Debug for Admin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Admin").field("readiness", &self.readiness).finish_non_exhaustive()
-    }
 }
 
 impl Admin {
