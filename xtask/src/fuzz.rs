@@ -3,6 +3,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
+use crate::archive::pack;
 use crate::command::{cargo, end_of, need_cargo_tool, root, run, shown, target_dir};
 use crate::files;
 use crate::packages;
@@ -78,18 +79,8 @@ fn minimise(targets: &[String]) -> Result<()> {
         // Inputs that only change how often a branch is taken are not kept.
         run(merge.args(["--", "-merge=1", "-use_counters=0", "-max_len=4096"]))?;
     }
-    let mut pack = Command::new("tar");
     // The same inputs give the same file.
-    pack.args([
-        "--create",
-        "--gzip",
-        "--sort=name",
-        "--mtime=@0",
-        "--owner=0",
-        "--group=0",
-        "--numeric-owner",
-    ]);
-    run(pack.arg("--file").arg(root().join(CORPUS)).arg("--directory").arg(dir.path()).arg("corpus"))
+    pack(0, dir.path(), &root().join(CORPUS), &["corpus"])
 }
 
 /// Name of a target among the tests.
