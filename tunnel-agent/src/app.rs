@@ -154,7 +154,7 @@ impl Start {
         let connections = connections::endpoint(runtime.metrics.live.clone(), config.node_name.clone());
         let admin = self.serve_admin(listeners.admin, status, Some(connections)).await?;
         runtime.handover.set_successor(before.is_some());
-        let accepting = admin.as_ref().map(Serving::accepting);
+        let accepting = admin.as_ref().map(|admin| admin.gate.clone());
         let succession =
             Succession::new(runtime.clone(), listeners.copies, accepting, running, shutdown.clone());
         let succession = Arc::new(succession);

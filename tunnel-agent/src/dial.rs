@@ -135,11 +135,6 @@ impl Dialler {
         Self { policy, places, turns: FairShare::new(MAX_PENDING, MAX_WAITING) }
     }
 
-    /// Number of pending dials.
-    pub(crate) fn pending(&self) -> usize {
-        self.turns.taken()
-    }
-
     /// Returns the connection. `loopback_ports` are those that the server has named.
     pub(crate) async fn dial(
         &self,

@@ -16,7 +16,7 @@ use crate::config::{Config, Listen};
 use crate::takeover::Predecessor;
 
 /// The name of all listeners that lead to the cloud.
-const OUTBOUND: &str = "outbound";
+pub(crate) const OUTBOUND: &str = "outbound";
 /// Retry interval for an address that another agent holds.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -116,7 +116,7 @@ impl Listener {
 
 #[cfg(test)]
 mod tests {
-    use tunnel_runtime::takeover;
+    use tunnel_runtime::takeover::{self, Successors as _};
 
     use super::*;
     use crate::runtime::of_flags;
@@ -139,7 +139,7 @@ mod tests {
         let waiting = takeover::Listener::bind(&takeover::socket_path(state.path())).unwrap();
         let greet = async {
             let mut stream = waiting.accept().await.unwrap();
-            copies.greet(&mut stream, "1.2.3", serde_json::json!({"attached": []})).await.unwrap();
+            copies.greet(&mut *stream, "1.2.3", serde_json::json!({"attached": []})).await.unwrap();
             stream
         };
         let (_first, mut before) = tokio::join!(greet, Predecessor::find(state.path()));

@@ -50,9 +50,9 @@ impl Runtime {
             places,
             addresses,
             pods,
-            readiness: Readiness::new(),
+            readiness: Readiness::default(),
             handover: Handover::default(),
-            shutdown: Shutdown::new(),
+            shutdown: Shutdown::default(),
             tasks: TaskTracker::new(),
         }
     }

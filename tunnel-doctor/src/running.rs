@@ -6,7 +6,7 @@ use clap::Parser;
 use http::{Method, StatusCode};
 use hyper::body::Bytes;
 use serde::de::DeserializeOwned;
-use tunnel_runtime::admin::client::{ClientError, fetch, request};
+use tunnel_runtime::admin::client::{ClientError, DEADLINE, fetch, request};
 use tunnel_runtime::config::value::ListenAddress;
 use tunnel_runtime::limits::in_pod;
 
@@ -26,7 +26,7 @@ pub struct Running<T> {
 }
 
 async fn ask<T: DeserializeOwned>(address: SocketAddr) -> Result<Running<T>, ClientError> {
-    let get = async |path: &str| request(address, Method::GET, path, Bytes::new()).await;
+    let get = async |path: &str| request(DEADLINE, address, Method::GET, path, Bytes::new()).await;
     let ready = get("/readyz").await?;
     let config = get("/config").await?;
     Ok(Running {
@@ -102,7 +102,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_running_program_is_asked_and_one_that_waits_is_found() {
-        let (mut registry, readiness) = (Registry::default(), Readiness::new());
+        let (mut registry, readiness) = (Registry::default(), Readiness::default());
         registry.register("postern_redirect_current", "1 if it is", Gauge::<i64>::default());
         let waiting = readiness.pending("the API server");
         let admin = Admin {

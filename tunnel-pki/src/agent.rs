@@ -18,6 +18,18 @@ use super::holder::Holder;
 use super::key::PrivateKey;
 use super::request;
 
+type ChainAndKey = (Vec<CertificateDer<'static>>, Zeroizing<PrivateKeyDer<'static>>);
+
+/// Parses a chain and the key of its leaf from PEM.
+pub(super) fn chain_and_key(chain: &str, key: &str) -> Result<ChainAndKey, IdentityError> {
+    let chain = CertificateDer::pem_slice_iter(chain.as_bytes())
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| IdentityError::Parse(format!("not PEM: {error}")))?;
+    let key = PrivateKeyDer::from_pem_slice(key.as_bytes())
+        .map_err(|error| IdentityError::Key(format!("not PEM: {error}")))?;
+    Ok((chain, Zeroizing::new(key)))
+}
+
 /// Credentials of an agent or a redirector, and the roots that it trusts.
 pub struct AgentIdentity {
     pub holder: Holder,
@@ -61,12 +73,8 @@ impl AgentIdentity {
 
     /// [`AgentIdentity::new`] from PEM.
     pub fn from_pem(chain: &str, key: &str, bundle: TrustBundle) -> Result<Self, IdentityError> {
-        let chain = CertificateDer::pem_slice_iter(chain.as_bytes())
-            .collect::<Result<Vec<_>, _>>()
-            .map_err(|error| IdentityError::Parse(format!("not PEM: {error}")))?;
-        let key = PrivateKeyDer::from_pem_slice(key.as_bytes())
-            .map_err(|error| IdentityError::Key(format!("not PEM: {error}")))?;
-        Self::new(chain, Zeroizing::new(key), bundle)
+        let (chain, key) = chain_and_key(chain, key)?;
+        Self::new(chain, key, bundle)
     }
 
     /// Returns the same identity with other trusted roots.

@@ -21,7 +21,7 @@ use tokio_rustls::TlsAcceptor;
 use tunnel_runtime::clock::Clock;
 use tunnel_runtime::error::causes;
 
-use super::agent::AgentIdentity;
+use super::agent::{AgentIdentity, chain_and_key};
 use super::bundle::TrustBundle;
 use super::certificate::{SERVER_NAME, client_of_certificate, parse_ca_hash};
 use super::error::IdentityError;
@@ -95,6 +95,15 @@ pub fn certified(
         }
         Err(error) => Err(tls_error(error)),
     }
+}
+
+/// The same from PEM.
+///
+/// # Errors
+/// Also fails if the texts cannot be parsed: [`IdentityError::Key`] is about the key.
+pub fn certified_pem(chain: &str, key: &str) -> Result<Arc<SingleCertAndKey>, IdentityError> {
+    let (chain, key) = chain_and_key(chain, key)?;
+    certified(chain, &key)
 }
 
 fn finish(mut config: ClientConfig, alpn: &[u8]) -> Arc<ClientConfig> {

@@ -27,26 +27,16 @@ const MAX_PROGRAMS: usize = 64;
 /// A hook of the redirect, as in the kernel's `enum bpf_attach_type`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum AttachType {
-    Connect4,
-    Connect6,
-    Getpeername4,
-    Getpeername6,
-    SkLookup,
+    Connect4 = 10,
+    Connect6 = 11,
+    Getpeername4 = 29,
+    Getpeername6 = 30,
+    SkLookup = 36,
 }
 
 impl AttachType {
     pub(super) const CGROUP: [Self; 4] =
         [Self::Connect4, Self::Connect6, Self::Getpeername4, Self::Getpeername6];
-
-    fn number(self) -> u32 {
-        match self {
-            Self::Connect4 => 10,
-            Self::Connect6 => 11,
-            Self::Getpeername4 => 29,
-            Self::Getpeername6 => 30,
-            Self::SkLookup => 36,
-        }
-    }
 
     /// Name of our program at the hook.
     pub(super) fn program(self) -> &'static str {
@@ -95,7 +85,7 @@ pub(super) fn attached(target: &File, hook: AttachType) -> io::Result<Attached> 
     let mut ids = [0_u32; MAX_PROGRAMS];
     let mut attr = QueryAttr {
         target_fd: word(target.as_raw_fd())?,
-        attach_type: hook.number(),
+        attach_type: hook as u32,
         query_flags: 0,
         attach_flags: 0,
         prog_ids: ids.as_mut_ptr() as u64,
@@ -132,7 +122,7 @@ fn call(
     let attr = AttachAttr {
         target_fd: word(cgroup.as_raw_fd())?,
         program_fd: word(program.as_raw_fd())?,
-        attach_type: hook.number(),
+        attach_type: hook as u32,
         flags,
     };
     // SAFETY: `attr` is a live bpf_attr of the size passed, and these commands do not write to it.

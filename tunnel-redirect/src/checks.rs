@@ -1,16 +1,16 @@
 //! Checks for operators: whether this host meets the requirements, and whether the redirect works.
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use ipnet::IpNet;
+use tunnel_runtime::kernel::release;
 
 use super::attached::{self, AttachType};
 use super::cgroup::Cgroup;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::netns::this_netns;
-use super::{by_route, load, netlink, pins, preflight, range_use};
+use super::{load, netlink, pins, preflight, range_use};
 
 const FAILS: &str = "fails at connect()";
 
@@ -30,7 +30,7 @@ pub fn host_checks(config: &RedirectConfig) -> Vec<HostCheck> {
             "kernel",
             preflight::probe(config).map(|features| {
                 let connect = if features.set_retval { FAILS } else { "is accepted and reset" };
-                format!("{}; a connect to a node without a tunnel {connect}", preflight::release())
+                format!("{}; a connect to a node without a tunnel {connect}", release())
             }),
         ),
         check(
@@ -84,12 +84,4 @@ pub fn missing_range_routes(config: &RedirectConfig) -> Result<Vec<IpNet>, Redir
 /// The BPF file system cannot be read.
 pub fn left_behind(config: &RedirectConfig) -> Result<Vec<PathBuf>, RedirectError> {
     config.pins.as_ref().map_or(Ok(Vec::new()), |pins| pins::dead(&pins.dir))
-}
-
-/// True if the kernel leads TCP packets for an edge node's address to a server of this host, by route.
-///
-/// # Errors
-/// [`RedirectError::Netlink`]
-pub fn is_led_here(to: SocketAddr) -> Result<bool, RedirectError> {
-    by_route::is_led_here(to)
 }

@@ -40,15 +40,16 @@ mod start;
 mod verify_loop;
 mod withdraw;
 
+pub use by_route::is_led_here;
 pub use checks::{
-    HostCheck, fails_at_connect, foreign_lookups, host_checks, is_led_here, left_behind, missing_range_routes,
+    HostCheck, fails_at_connect, foreign_lookups, host_checks, left_behind, missing_range_routes,
 };
 pub use config::{LEAST_ORPHAN_TIMEOUT, ORPHAN_TIMEOUT, OrphanPolicy, PinConfig, Pods, RedirectConfig};
 pub use error::{RedirectError, SelfTestError};
 pub use feed::Feeder;
 pub use listen::listen;
 pub use load::ProgramInfo;
-pub use metrics::RedirectMetrics;
+pub use metrics::register_redirect;
 pub use pins::{Orphans, Others};
 pub use privileges::give_up_capabilities;
 pub use running::{Applied, Health, Redirect};

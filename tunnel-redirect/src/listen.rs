@@ -30,7 +30,7 @@ pub async fn listen(
         let v6 = v6.or_else(|| bind(Ipv6Addr::LOCALHOST.into()).ok());
         std::iter::once(&v4).chain(&v6).for_each(prepare);
         let redirect = Redirect::start(options, &v4, v6.as_ref())?;
-        let v6 = v6.filter(|_| redirect.ipv6());
+        let v6 = v6.filter(|_| redirect.ipv6);
         Ok::<_, RedirectError>((redirect, [Some(v4), v6]))
     });
     let (redirect, listeners) = started.await.map_err(|error| failed(io::Error::other(error)))??;

@@ -16,6 +16,17 @@ use tunnel_abi::LOOPBACK_IFINDEX;
 
 use super::error::RedirectError;
 
+/// The value of a message's first attribute of a kind, by reference.
+macro_rules! attribute {
+    ($message:expr, $kind:path) => {
+        $message.attributes.iter().find_map(|attribute| match attribute {
+            $kind(value) => Some(value),
+            _ => None,
+        })
+    };
+}
+pub(super) use attribute;
+
 /// Runs `work` with a netlink connection on its own thread, so that it can be called inside or outside a runtime. The
 /// thread inherits the calling thread's network namespace.
 pub(super) fn blocking<T, F, W>(work: W) -> Result<T, RedirectError>
@@ -132,14 +143,6 @@ fn changed(
 
 /// This host's address in a message: IFA_LOCAL, else IFA_ADDRESS, which is the same or a point-to-point peer's.
 pub(super) fn own_address(message: &AddressMessage) -> Option<IpAddr> {
-    let local = message.attributes.iter().find_map(|attribute| match attribute {
-        AddressAttribute::Local(address) => Some(*address),
-        _ => None,
-    });
-    local.or_else(|| {
-        message.attributes.iter().find_map(|attribute| match attribute {
-            AddressAttribute::Address(address) => Some(*address),
-            _ => None,
-        })
-    })
+    let local = attribute!(message, AddressAttribute::Local);
+    local.or_else(|| attribute!(message, AddressAttribute::Address)).copied()
 }

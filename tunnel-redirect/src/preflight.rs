@@ -8,7 +8,7 @@ use aya::sys::{BpfHelper, is_helper_supported, is_program_supported};
 use aya::util::KernelVersion;
 use nix::libc;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use nix::sys::utsname::uname;
+use tunnel_runtime::kernel::release;
 
 use super::config::RedirectConfig;
 use super::error::RedirectError;
@@ -121,9 +121,4 @@ pub(super) fn ipv6_usable() -> Result<(), &'static str> {
         Ok(_) => Err("net.ipv6.conf.lo.disable_ipv6 is set"),
         Err(_) => Err("the kernel has no IPv6"),
     }
-}
-
-/// `uname -r`.
-pub(super) fn release() -> String {
-    uname().map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default()
 }

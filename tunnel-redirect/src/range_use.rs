@@ -17,7 +17,7 @@ use tunnel_abi::LOOPBACK_IFINDEX;
 
 use super::config::RedirectConfig;
 use super::error::RedirectError;
-use super::netlink::{self, destination, own_address};
+use super::netlink::{self, attribute, destination, own_address};
 
 /// Configuration of this network namespace.
 #[derive(Debug, Default)]
@@ -54,11 +54,8 @@ async fn read(handle: &Handle, ranges: &[IpNet]) -> Result<Network, RedirectErro
     let mut network = Network::default();
     let links: Vec<_> = handle.link().get().execute().try_collect().await.map_err(failed("interfaces"))?;
     for link in links {
-        let name = link.attributes.iter().find_map(|attribute| match attribute {
-            LinkAttribute::IfName(name) => Some(name.clone()),
-            _ => None,
-        });
-        network.links.extend(name.map(|name| (link.header.index, name)));
+        let name = attribute!(link, LinkAttribute::IfName);
+        network.links.extend(name.map(|name| (link.header.index, name.clone())));
     }
     network.addresses = handle.address().get().execute().try_collect().await.map_err(failed("addresses"))?;
     for request in
@@ -137,10 +134,8 @@ impl Network {
 
     fn describe(&self, route: &RouteMessage) -> String {
         let network = destination(route).map_or_else(|| "default".to_owned(), |network| network.to_string());
-        let device = route.attributes.iter().find_map(|attribute| match attribute {
-            RouteAttribute::Oif(index) => Some(format!(" by the interface {}", self.link(*index))),
-            _ => None,
-        });
+        let device = attribute!(route, RouteAttribute::Oif);
+        let device = device.map(|index| format!(" by the interface {}", self.link(*index)));
         let table = match table_of(route) {
             LOCAL => "local".to_owned(),
             254 => "main".to_owned(),
@@ -165,27 +160,15 @@ fn is_harmless(route: &RouteMessage) -> bool {
 }
 
 fn table_of(route: &RouteMessage) -> u32 {
-    let long = route.attributes.iter().find_map(|attribute| match attribute {
-        RouteAttribute::Table(table) => Some(*table),
-        _ => None,
-    });
-    long.unwrap_or_else(|| route.header.table.into())
+    attribute!(route, RouteAttribute::Table).copied().unwrap_or_else(|| route.header.table.into())
 }
 
 fn table_of_rule(rule: &RuleMessage) -> u32 {
-    let long = rule.attributes.iter().find_map(|attribute| match attribute {
-        RuleAttribute::Table(table) => Some(*table),
-        _ => None,
-    });
-    long.unwrap_or_else(|| rule.header.table.into())
+    attribute!(rule, RuleAttribute::Table).copied().unwrap_or_else(|| rule.header.table.into())
 }
 
 fn priority(rule: &RuleMessage) -> u32 {
-    let given = rule.attributes.iter().find_map(|attribute| match attribute {
-        RuleAttribute::Priority(priority) => Some(*priority),
-        _ => None,
-    });
-    given.unwrap_or_default()
+    attribute!(rule, RuleAttribute::Priority).copied().unwrap_or_default()
 }
 
 /// Share of the clients' packets to a range that a selector fits.

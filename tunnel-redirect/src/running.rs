@@ -55,13 +55,15 @@ pub struct Redirect {
     pub(super) config: RedirectConfig,
     pub(super) cgroup: Cgroup,
     pub(super) netns: File,
-    pub(super) ipv6: bool,
+    /// IPv6 destinations are redirected too.
+    pub ipv6: bool,
     /// Connections of other network namespaces are taken by route.
-    pub(super) routed: bool,
-    /// The reason why they are not, although they may be.
-    pub(super) not_routed: Option<String>,
+    pub routed: bool,
+    /// The reason why they are not, with [`Pods::Auto`](super::Pods::Auto).
+    pub not_routed: Option<String>,
     pub(super) features: Features,
-    pub(super) not_pinned: Option<String>,
+    /// The reason why nothing is pinned, although configured.
+    pub not_pinned: Option<String>,
     /// Notified when programs are missing.
     pub(super) lost: Notify,
     pub(super) inner: Mutex<Inner>,
@@ -192,11 +194,6 @@ impl Redirect {
         self.lock().programs.pinned_in().map(Path::to_path_buf)
     }
 
-    /// Reason that nothing is pinned although configured.
-    pub fn not_pinned(&self) -> Option<&str> {
-        self.not_pinned.as_deref()
-    }
-
     /// The redirected networks, each with its first virtual address.
     pub fn virtual_addresses(&self) -> Vec<(IpNet, IpAddr)> {
         let inner = self.lock();
@@ -207,21 +204,6 @@ impl Redirect {
     /// If not, it is redirected, and the listener must reset it.
     pub fn fails_at_connect(&self) -> bool {
         self.features.set_retval
-    }
-
-    /// Reports whether connections of other network namespaces are taken by route.
-    pub fn by_route(&self) -> bool {
-        self.routed
-    }
-
-    /// Reason that they are redirected at connect(), with [`Pods::Auto`](super::Pods::Auto).
-    pub fn not_by_route(&self) -> Option<&str> {
-        self.not_routed.as_deref()
-    }
-
-    /// Reports whether IPv6 destinations are redirected.
-    pub fn ipv6(&self) -> bool {
-        self.ipv6
     }
 
     /// The virtual addresses reserved for self-tests of this or another server; drop such connections silently.

@@ -134,7 +134,7 @@ impl Redirect {
             ipv6 = redirect.ipv6,
             fail_at_connect = redirect.features.set_retval,
             pinned = redirect.pinned_in().is_some(),
-            by_route = redirect.by_route(),
+            by_route = redirect.routed,
             "redirect attached and verified"
         );
         Ok(redirect)

@@ -64,11 +64,6 @@ impl<K: Ord + Hash + Clone> FairShare<K> {
         Self { shared: Arc::new(Shared { limit, most_waiting, state: Mutex::new(state) }) }
     }
 
-    /// Returns the number of turns taken.
-    pub fn taken(&self) -> usize {
-        self.shared.state.lock().taken
-    }
-
     /// Waits for a turn. `None` if too many requests of this user wait already.
     pub async fn take(&self, user: K) -> Option<Turn<K>> {
         let granted = {
@@ -268,7 +263,7 @@ mod tests {
                 }
                 waiting = left;
                 prop_assert!(held.len() <= limit);
-                prop_assert_eq!(turns.taken(), held.len());
+                prop_assert_eq!(turns.shared.state.lock().taken, held.len());
                 let mut own: HashMap<u16, usize> = HashMap::new();
                 for (number, _) in &held {
                     *own.entry(*number).or_default() += 1;

@@ -128,6 +128,15 @@ pub fn read_optional_private(path: &Path) -> Result<Option<Zeroizing<String>>, F
     }
 }
 
+/// Returns the device and inode of the file at this path, which another file there does not have.
+///
+/// # Errors
+/// Fails if there is no file.
+pub fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    let found = fs::symlink_metadata(path)?;
+    Ok((found.dev(), found.ino()))
+}
+
 /// Removes a file if it exists.
 pub fn remove_if_present(path: &Path) -> Result<(), FileError> {
     match fs::remove_file(path) {

@@ -3,8 +3,9 @@
 use std::fmt;
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeMetric as _};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeLabelSet, EncodeMetric as _};
 use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Metric, Registry, Unit};
 
@@ -19,7 +20,7 @@ pub fn registered<M: Clone + Default + Metric>(
     metric
 }
 
-/// Registers the gauges that `read` writes at each scrape.
+/// Registers the gauges and counters that `read` writes at each scrape.
 pub fn register_gauges(
     registry: &mut Registry,
     read: impl Fn(&mut Gauges<'_>) -> fmt::Result + Send + Sync + 'static,
@@ -42,7 +43,7 @@ impl<F: Fn(&mut Gauges<'_>) -> fmt::Result + Send + Sync + 'static> Collector fo
 }
 
 #[derive(Debug)]
-pub struct Gauges<'a>(DescriptorEncoder<'a>);
+pub struct Gauges<'a>(pub(crate) DescriptorEncoder<'a>);
 
 impl Gauges<'_> {
     /// Writes a count. One that is too large is written as the largest.
@@ -58,6 +59,32 @@ impl Gauges<'_> {
     ) -> fmt::Result {
         let gauge = ConstGauge::new(count.try_into().unwrap_or(i64::MAX));
         gauge.encode(self.0.encode_descriptor(name, help, unit, MetricType::Gauge)?)
+    }
+
+    /// Writes a counter.
+    ///
+    /// # Errors
+    /// Fails if the output does.
+    pub fn counter(&mut self, name: &str, help: &str, count: u64) -> fmt::Result {
+        let descriptor = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
+        ConstCounter::new(count).encode(descriptor)
+    }
+
+    /// Writes a counter for each set of labels.
+    ///
+    /// # Errors
+    /// Fails if the output does.
+    pub fn counters<L: EncodeLabelSet>(
+        &mut self,
+        name: &str,
+        help: &str,
+        counts: impl IntoIterator<Item = (L, u64)>,
+    ) -> fmt::Result {
+        let mut family = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
+        for (labels, count) in counts {
+            ConstCounter::new(count).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
     }
 
     /// Writes a value for each value of a label.

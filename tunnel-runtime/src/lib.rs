@@ -2,6 +2,7 @@
 //! nor certificates nor Kubernetes.
 #![forbid(unsafe_code)]
 
+pub mod accept;
 pub mod admin;
 pub mod backoff;
 pub mod blocking;

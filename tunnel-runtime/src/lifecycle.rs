@@ -36,7 +36,7 @@ pub fn block_on<T, E: From<io::Error>>(program: impl Future<Output = Result<T, E
 }
 
 /// Stop state. `draining`: take nothing new and finish the work in flight. `forced`: end immediately; this implies
-/// draining. Clones share the state.
+/// draining. By default only [`Shutdown::begin`] and [`Shutdown::force`] trigger it. Clones share the state.
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
     draining: CancellationToken,
@@ -44,11 +44,6 @@ pub struct Shutdown {
 }
 
 impl Shutdown {
-    /// Creates a shutdown that only [`Shutdown::begin`] and [`Shutdown::force`] trigger.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Creates a shutdown triggered by SIGTERM and SIGINT: the first signal starts the drain, the second forces the
     /// end.
     ///
@@ -60,7 +55,7 @@ impl Shutdown {
     pub fn on_signals() -> io::Result<Self> {
         let mut term = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
-        let shutdown = Self::new();
+        let shutdown = Self::default();
         let trigger = shutdown.clone();
         tokio::spawn(async move {
             loop {
@@ -251,10 +246,6 @@ struct Pending {
 }
 
 impl Readiness {
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Makes the program not ready until the returned guard is dropped. `/readyz` shows `name` until then.
     #[must_use = "dropping the guard means ready"]
     pub fn pending(&self, name: impl Into<String>) -> ReadyGuard {
@@ -301,7 +292,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn drain_waits_for_the_last_guard() {
-        let drain = Drain::new(Shutdown::new());
+        let drain = Drain::new(Shutdown::default());
         let guard = drain.guard();
         drain.spawn(async move {
             guard.shutdown().draining().await;
@@ -316,7 +307,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn drain_forces_the_rest_after_its_timeout() {
-        let drain = Drain::new(Shutdown::new());
+        let drain = Drain::new(Shutdown::default());
         let guard = drain.guard();
         let work = tokio::spawn(async move { guard.shutdown().forced().await });
         let started = tokio::time::Instant::now();
@@ -328,7 +319,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_second_signal_ends_the_drain() {
-        let drain = Drain::new(Shutdown::new());
+        let drain = Drain::new(Shutdown::default());
         let _guard = drain.guard();
         let shutdown = drain.shutdown().clone();
         tokio::spawn(async move {
@@ -367,7 +358,7 @@ mod tests {
 
     #[test]
     fn ready_when_the_last_guard_is_dropped() {
-        let readiness = Readiness::new();
+        let readiness = Readiness::default();
         assert!(readiness.is_ready());
         let redirect = readiness.pending("redirect");
         let inventory = readiness.pending("inventory");

@@ -67,11 +67,6 @@ impl Limits {
         usize::try_from(self.cpu.amount.div_ceil(1000)).unwrap_or(usize::MAX).max(1)
     }
 
-    /// True if no visible cgroup limits the memory below the machine's.
-    pub fn memory_is_machines(&self) -> bool {
-        self.memory.from == Path::new(MACHINE)
-    }
-
     #[expect(clippy::cast_precision_loss, reason = "a machine has few CPUs")]
     fn cpus(&self) -> f64 {
         self.cpu.amount as f64 / 1000.0
@@ -87,7 +82,7 @@ impl Limits {
             open_files,
             "process limits"
         );
-        if self.memory_is_machines() && in_pod() {
+        if self.memory.from == Path::new(MACHINE) && in_pod() {
             tracing::warn!(
                 memory = self.memory.amount,
                 "no memory limit found for this pod, using the machine's memory"

@@ -8,11 +8,11 @@ use std::thread;
 use std::time::Duration;
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
-use prometheus_client::metrics::MetricType;
-use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::encoding::DescriptorEncoder;
 use tracing_appender::non_blocking::{ErrorCounter, NonBlocking, NonBlockingBuilder, WorkerGuard};
 use tracing_subscriber::fmt::MakeWriter;
+
+use crate::gauges::Gauges;
 
 /// Maximum number of waiting lines: about 2 MiB.
 const LINES: usize = 4096;
@@ -79,13 +79,11 @@ impl LostLines {
 }
 
 impl Collector for LostLines {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         let help = "Log lines that were not written, by reason";
-        let mut family = encoder.encode_descriptor("log_lines_lost", help, None, MetricType::Counter)?;
-        for (reason, lines) in [("queue_full", self.dropped()), ("write_failed", self.failed())] {
-            ConstCounter::new(lines).encode(family.encode_family(&[("reason", reason)])?)?;
-        }
-        Ok(())
+        let lost = [("queue_full", self.dropped()), ("write_failed", self.failed())];
+        let labelled = lost.map(|(reason, lines)| ([("reason", reason)], lines));
+        Gauges(encoder).counters("log_lines_lost", help, labelled)
     }
 }
 

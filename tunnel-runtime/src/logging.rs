@@ -142,12 +142,6 @@ pub struct Handle {
     lost: LostLines,
 }
 
-impl fmt::Debug for Handle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Handle").finish_non_exhaustive()
-    }
-}
-
 impl Handle {
     /// Creates a handle without a logger, for tests and one-shot commands.
     pub fn detached() -> Self {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 use secrecy::{ExposeSecret, SecretString};
 
-use crate::config::{ConfigError, parse};
+use crate::config::{ConfigError, parse, reason_of};
 use crate::files::{FileError, PRIVATE_FILE, PUBLIC_FILE, read_optional, remove_if_present, replace};
 
 /// Folders in which systemd looks for a program without a path, in its order.
@@ -102,7 +102,8 @@ impl ServiceCommand {
                 let flags: Vec<&str> = flags.iter().map(ExposeSecret::expose_secret).collect();
                 let program = service.program();
                 let words = [program.as_str()].into_iter().chain(flags.iter().copied());
-                let (cli, _) = parse::<T>(words, "").map_err(|error| refused(&error))?;
+                let refused = |error| ConfigError::without_value("service install", reason_of(&error));
+                let (cli, _) = parse::<T>(words, "").map_err(refused)?;
                 check(cli)?;
                 host.finds(&this()?)?;
                 host.install(&flags)
@@ -118,12 +119,6 @@ impl ServiceCommand {
 
 fn this() -> Result<PathBuf, FileError> {
     std::env::current_exe().map_err(|error| FileError::io(Path::new("/proc/self/exe"), error))
-}
-
-fn refused(error: &clap::Error) -> ConfigError {
-    let text = error.to_string();
-    let line = text.lines().next().unwrap_or_default();
-    ConfigError::without_value("service install", line.trim_start_matches("error: "))
 }
 
 impl Service {

@@ -1,6 +1,5 @@
 //! The stages between an event and those who observe it: `GET /debug/settled` waits until each has caught up.
 
-use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,12 +25,6 @@ pub struct Settling(Arc<Mutex<Vec<Stage>>>);
 struct Stage {
     name: &'static str,
     wait: Arc<dyn Fn() -> Wait + Send + Sync>,
-}
-
-impl fmt::Debug for Settling {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.0.lock().iter().map(|stage| stage.name)).finish()
-    }
 }
 
 /// Answer of `/debug/settled`.

@@ -9,7 +9,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -23,6 +23,8 @@ use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, Interest};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::timeout;
+
+use crate::files::identity;
 
 /// Name of the socket in the state directory.
 const SOCKET: &str = "takeover";
@@ -95,30 +97,17 @@ impl Listener {
         }
         let listener = UnixListener::bind(path)?;
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-        Ok(Self { listener, path: path.to_owned(), file: file(path)? })
-    }
-
-    /// Waits for the next successor.
-    ///
-    /// # Errors
-    /// Fails if too many files are open.
-    pub async fn accept(&self) -> io::Result<UnixStream> {
-        Ok(self.listener.accept().await?.0)
-    }
-
-    /// See [`Successors::is_found`].
-    pub fn is_found(&self) -> bool {
-        file(&self.path).is_ok_and(|now| now == self.file)
+        Ok(Self { listener, path: path.to_owned(), file: identity(path)? })
     }
 }
 
 impl Successors for Listener {
     async fn accept(&self) -> io::Result<Box<dyn Stream>> {
-        Ok(Box::new(Self::accept(self).await?))
+        Ok(Box::new(self.listener.accept().await?.0))
     }
 
     fn is_found(&self) -> bool {
-        Self::is_found(self)
+        identity(&self.path).is_ok_and(|now| now == self.file)
     }
 
     fn remove(&self) {
@@ -126,11 +115,6 @@ impl Successors for Listener {
             let _ = std::fs::remove_file(&self.path);
         }
     }
-}
-
-fn file(path: &Path) -> io::Result<(u64, u64)> {
-    let metadata = std::fs::metadata(path)?;
-    Ok((metadata.dev(), metadata.ino()))
 }
 
 /// Returns the process id of a successor; `None` if it has none.
@@ -412,12 +396,12 @@ mod tests {
         let copies = Copies::new(listeners.iter().map(copy).collect());
         let first = tokio::spawn(async move {
             let mut stream = waiting.accept().await.unwrap();
-            assert!(successor(&stream).unwrap().is_some());
-            copies.greet(&mut stream, "1.2.3", vec![7u8]).await.unwrap();
-            let asked: Option<String> = receive(&mut stream).await.unwrap();
-            send(&mut stream, &asked.map(|asked| asked.len())).await.unwrap();
+            assert!(successor(&*stream).unwrap().is_some());
+            copies.greet(&mut *stream, "1.2.3", vec![7u8]).await.unwrap();
+            let asked: Option<String> = receive(&mut *stream).await.unwrap();
+            send(&mut *stream, &asked.map(|asked| asked.len())).await.unwrap();
             // The successor's end closes the connection.
-            assert_eq!(receive::<String>(&mut stream).await.unwrap(), None);
+            assert_eq!(receive::<String>(&mut *stream).await.unwrap(), None);
         });
         let mut second = Predecessor::<Vec<u8>>::find(state.path()).await.unwrap();
         assert_eq!((second.own(), second.pid()), (&vec![7], std::process::id()));

@@ -15,7 +15,7 @@ use tokio::runtime::Handle;
 use tunnel_link::relay::register_stalled;
 use tunnel_pki::Holder;
 use tunnel_pki::enrol::IdentityMetrics;
-use tunnel_redirect::{Orphans, RedirectMetrics};
+use tunnel_redirect::{Orphans, register_redirect};
 use tunnel_routing::{Router, load_claims};
 use tunnel_runtime::admin::{Admin, Serving, register_process_metrics, register_tasks};
 use tunnel_runtime::lifecycle::{ReadyGuard, Shutdown, raise_open_files};
@@ -119,7 +119,7 @@ pub async fn build(mut config: Config, log: logging::Handle) -> anyhow::Result<B
     let mut listeners = Listeners::bind(&config.listeners, &mut running).await?;
     let orphans = start_redirect(&config, &mut runtime, &mut listeners, &mut running).await?;
     if let Some(redirect) = &runtime.redirect {
-        postern.register_collector(Box::new(RedirectMetrics(redirect.clone())));
+        register_redirect(postern, redirect.clone());
     }
     let registry = Arc::new(registry);
     let copies = Arc::new(Copies::new(listeners.copies()?));

@@ -1,18 +1,9 @@
-//! Files of a release, and archives that are the same for the same contents.
-use std::fs;
+//! Archives that are the same for the same contents.
 use std::path::Path;
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 
 use crate::command::{program, run};
-
-pub(crate) fn copy(from: &Path, to: &Path) -> Result<()> {
-    fs::copy(from, to).map(drop).with_context(|| format!("copying {} to {}", from.display(), to.display()))
-}
-
-pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
-    fs::write(path, text).with_context(|| format!("writing {}", path.display()))
-}
 
 /// Packs files reproducibly: the same files give the same bytes.
 pub(crate) fn pack(epoch: u64, folder: &Path, archive: &Path, files: &[&str]) -> Result<()> {
@@ -30,7 +21,7 @@ mod tests {
     #[test]
     fn an_archive_without_one_of_its_files_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
-        write(&folder.path().join("there"), "").unwrap();
+        std::fs::write(folder.path().join("there"), "").unwrap();
         let archive = folder.path().join("archive.tar.gz");
         pack(0, folder.path(), &archive, &["there"]).unwrap();
         pack(0, folder.path(), &archive, &["there", "absent"]).unwrap_err();

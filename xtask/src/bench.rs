@@ -12,7 +12,7 @@ use crate::command::{
 use crate::demo::PROGRAMS;
 use crate::peers::{self, Peer};
 use crate::source::git;
-use crate::{build_ebpf, packages};
+use crate::{build_ebpf, files, packages};
 
 const RATHOLE_VERSION: &str = "0.5.0";
 
@@ -187,7 +187,7 @@ fn measure(options: &Options, arguments: &[String], commit: &Commit) -> Result<E
     }
     if options.record {
         let kept = kept(commit)?;
-        fs::create_dir_all(&kept).with_context(|| format!("creating {}", kept.display()))?;
+        files::create(&kept)?;
         bench.arg("--keep").arg(&kept);
     }
     run_in_foreground(&mut bench)
@@ -200,17 +200,12 @@ fn record(report: &Path, part: &str) -> Result<()> {
     if plots.exists() {
         fs::remove_dir_all(&plots).with_context(|| format!("emptying {}", plots.display()))?;
     }
-    fs::create_dir_all(&plots).with_context(|| format!("creating {}", plots.display()))?;
-    let copy = |from: &Path, to: &Path| {
-        fs::copy(from, to).with_context(|| format!("copying {} to {}", from.display(), to.display()))
-    };
+    files::create(&plots)?;
     for name in [format!("{part}.md"), format!("{part}.csv")] {
-        copy(&report.join("recorded").join(&name), &docs.join(&name))?;
+        files::copy(&report.join("recorded").join(&name), &docs.join(&name))?;
     }
-    let drawn = report.join(part);
-    for entry in fs::read_dir(&drawn).with_context(|| format!("reading {}", drawn.display()))? {
-        let entry = entry.context("an entry of the report's folder")?;
-        copy(&entry.path(), &plots.join(entry.file_name()))?;
+    for drawn in files::paths_in(&report.join(part))? {
+        files::copy(&drawn, &plots.join(files::file_name(&drawn)))?;
     }
     println!("recorded in {}", docs.join(format!("{part}.md")).display());
     Ok(())

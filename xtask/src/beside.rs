@@ -19,7 +19,7 @@ use crate::command::{end_of, name_of, program, shown, target_dir};
 use crate::cross::Profile;
 use crate::needs::Need;
 use crate::tally::minutes;
-use crate::{fuzz, mutants, packages};
+use crate::{files, fuzz, mutants, packages};
 
 /// Environment variable that names the folder to scenarios.
 const VARIABLE: &str = "POSTERN_NEEDS";
@@ -51,7 +51,7 @@ impl Beside {
         }
         let folder = target_dir()?.join("beside");
         fs::remove_dir_all(&folder).ok();
-        fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        files::create(&folder)?;
         let log = folder.join("log");
         let output = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
         let names: Vec<_> = needs.iter().map(|need| need.title()).collect();
@@ -195,7 +195,7 @@ fn fuzzed(folder: &Path, target: &str) -> Result<()> {
 /// Reads the result that [`made`] has left.
 fn result(folder: &Path, name: &str) -> Result<()> {
     let path = folder.join(name);
-    let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+    let text = files::text(&path)?;
     match text.strip_prefix(FAILED) {
         Some(reason) => bail!("{reason}"),
         None => Ok(()),

@@ -24,8 +24,6 @@ enum Toolchain {
     Active,
     /// Another one that rustup manages.
     Rustup(&'static str),
-    /// Debian's packaged rustc (rustc-web, rust-web-src).
-    Debian,
 }
 
 impl Toolchain {
@@ -33,7 +31,6 @@ impl Toolchain {
         match self {
             Self::Active => "the active toolchain (RUSTC_BOOTSTRAP=1)".into(),
             Self::Rustup(name) => format!("rustup's {name}"),
-            Self::Debian => "Debian's /usr/bin/rustc (RUSTC_BOOTSTRAP=1)".into(),
         }
     }
 
@@ -45,11 +42,6 @@ impl Toolchain {
             Self::Rustup(name) => {
                 let mut command = Command::new("rustup");
                 command.args(["run", name, tool]);
-                command
-            }
-            Self::Debian => {
-                let mut command = Command::new(Path::new("/usr/bin").join(tool));
-                command.env("RUSTC", "/usr/bin/rustc");
                 command
             }
         };
@@ -113,8 +105,7 @@ pub(crate) fn compile(workspace: &Path, target_dir: &Path) -> Result<PathBuf> {
 }
 
 fn usable_toolchains() -> Result<Vec<Toolchain>> {
-    let candidates =
-        [Toolchain::Active, Toolchain::Rustup("stable"), Toolchain::Rustup("nightly"), Toolchain::Debian];
+    let candidates = [Toolchain::Active, Toolchain::Rustup("stable"), Toolchain::Rustup("nightly")];
     let usable = |toolchains: &[Toolchain]| -> Vec<Toolchain> {
         toolchains.iter().filter(|toolchain| toolchain.has_sources()).cloned().collect()
     };
@@ -123,9 +114,8 @@ fn usable_toolchains() -> Result<Vec<Toolchain>> {
         return Ok(found);
     }
     eprintln!("build-ebpf: no toolchain has rust-src: running `rustup component add rust-src`");
-    run_command(Command::new("rustup").args(["component", "add", "rust-src"])).context(
-        "no toolchain has rust-src; install rustup, or Debian's rustc-web, cargo-web and rust-web-src",
-    )?;
+    run_command(Command::new("rustup").args(["component", "add", "rust-src"]))
+        .context("no toolchain has rust-src; install rustup")?;
     let found = usable(&candidates);
     if found.is_empty() {
         bail!("rust-src was installed, but no toolchain shows it; check `rustup show`");

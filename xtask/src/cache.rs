@@ -1,10 +1,12 @@
 //! Downloads and builds that every clone on this machine shares, in `~/.cache/postern`.
-use std::env;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use sha2::{Digest as _, Sha256};
+
+use crate::command::user_folder;
+use crate::files;
 
 /// Returns the folder of `parts` below `area`, and has `fill` make it if it does not exist. It is complete or absent:
 /// `fill` writes to a temporary folder. Other processes wait meanwhile.
@@ -20,7 +22,7 @@ pub(crate) fn once(
     if made.exists() {
         return Ok(made);
     }
-    fs::create_dir_all(&area).with_context(|| format!("creating {}", area.display()))?;
+    files::create(&area)?;
     let _lock = lock(&area.join(format!("{name}.lock")))?;
     if made.exists() {
         // Another process has made it while this one waited.
@@ -29,18 +31,14 @@ pub(crate) fn once(
     let temporary = area.join(format!("{keyed}.tmp"));
     // Left by a run that was killed; no other process writes there while the lock is held.
     fs::remove_dir_all(&temporary).ok();
-    fs::create_dir_all(&temporary).with_context(|| format!("creating {}", temporary.display()))?;
+    files::create(&temporary)?;
     fill(&temporary)?;
     fs::rename(&temporary, &made).with_context(|| format!("renaming to {}", made.display()))?;
     Ok(made)
 }
 
 pub(crate) fn folder() -> Result<PathBuf> {
-    let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let base = set("XDG_CACHE_HOME")
-        .or_else(|| Some(set("HOME")?.join(".cache")))
-        .context("neither XDG_CACHE_HOME nor HOME is set: there is no place to keep what is built")?;
-    Ok(base.join("postern"))
+    Ok(user_folder("XDG_CACHE_HOME", ".cache")?.join("postern"))
 }
 
 /// Locks a file until it is closed, at the latest when the process ends.

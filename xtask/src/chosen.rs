@@ -1,10 +1,9 @@
 //! Which tests a command line chooses, and which packages may have them.
-use std::fs;
-use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 
 use crate::command::default_packages;
+use crate::files::{self, files_below};
 
 /// Names on the command line.
 #[derive(clap::Args, Clone, Default)]
@@ -68,8 +67,7 @@ impl Names {
             for file in files_below(&package.folder)? {
                 if file.extension().is_some_and(|extension| extension == "rs") {
                     text += &file.to_string_lossy();
-                    text +=
-                        &fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
+                    text += &files::text(&file)?;
                 }
             }
             let has = |name: &String| name.split("::").all(|part| text.contains(part));
@@ -81,23 +79,10 @@ impl Names {
     }
 }
 
-/// Files of one package: another package below it is not a part of it.
-pub(crate) fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    let entries = fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
-    for entry in entries {
-        let path = entry.with_context(|| format!("reading {}", folder.display()))?.path();
-        if !path.is_dir() {
-            files.push(path);
-        } else if !path.join("Cargo.toml").exists() {
-            files.extend(files_below(&path)?);
-        }
-    }
-    Ok(files)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn names(names: &[&str], skip: &[&str]) -> Names {

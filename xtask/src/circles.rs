@@ -7,7 +7,6 @@
 //! `cargo modules dependencies --acyclic` counts every child that uses its parent as a circle, since its graph has the edge
 //! from a parent to its child; `cargo cycles` does not follow `super::`.
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
@@ -16,6 +15,8 @@ use petgraph::graphmap::DiGraphMap;
 use proc_macro2::{TokenStream, TokenTree};
 use quote::ToTokens as _;
 use syn::{Attribute, Item, ItemUse, Meta, UseTree, Visibility};
+
+use crate::files;
 
 type ModulePath = Vec<String>;
 /// Imports at one level: importer and imported, and the modules that do it.
@@ -57,7 +58,7 @@ impl Modules {
     }
 
     fn read_file(&mut self, file: &Path, folder: &Path, path: ModulePath) -> Result<()> {
-        let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+        let text = files::text(file)?;
         let parsed = syn::parse_file(&text).with_context(|| format!("parsing {}", file.display()))?;
         self.read_items(&parsed.items, folder, path)
     }

@@ -24,19 +24,19 @@ pub(crate) fn name_of(value: &impl ValueEnum) -> String {
 
 /// Cargo's folder for the user, where `cargo install` puts programs.
 pub(crate) fn cargo_home() -> Result<PathBuf> {
+    user_folder("CARGO_HOME", ".cargo")
+}
+
+/// The folder in this variable, or the default one below the user's home.
+pub(crate) fn user_folder(variable: &str, default: &str) -> Result<PathBuf> {
     let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let home = set("CARGO_HOME").or_else(|| Some(set("HOME")?.join(".cargo")));
-    home.context("neither CARGO_HOME nor HOME is set")
+    let folder = set(variable).or_else(|| Some(set("HOME")?.join(default)));
+    folder.with_context(|| format!("neither {variable} nor HOME is set"))
 }
 
 /// Path of a program that `cargo build` made.
 pub(crate) fn built(name: &str) -> Result<PathBuf> {
     Ok(target_dir()?.join("debug").join(name))
-}
-
-/// Builds these packages.
-pub(crate) fn build(packages: &[&str]) -> Result<()> {
-    build_as("dev", packages)
 }
 
 /// Builds these packages with a profile of Cargo.toml.
@@ -96,9 +96,7 @@ pub(crate) fn target_dir() -> Result<PathBuf> {
 fn metadata() -> Result<Value> {
     let mut command = cargo();
     command.args(["metadata", "--no-deps", "--format-version=1", "--offline"]).stderr(Stdio::inherit());
-    let output = command.output().context("starting cargo metadata")?;
-    ensure!(output.status.success(), "cargo metadata ended with {}", output.status);
-    serde_json::from_slice(&output.stdout).context("cargo metadata did not print JSON")
+    serde_json::from_str(&output(&mut command)?).context("cargo metadata did not print JSON")
 }
 
 /// A program, to be run in the project's root.

@@ -2,14 +2,13 @@
 //!
 //! cargo-zigbuild has zig compile the C of some crates and link: one tool for both architectures, with the same libc everywhere.
 use std::ffi::OsString;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
 use clap::ValueEnum;
 
-use crate::command::{cargo, cargo_home, default_packages, program, root, run, succeeds, target_dir};
-use crate::{cache, packages};
+use crate::command::{cargo, cargo_home, default_packages, output, program, root, run, succeeds, target_dir};
+use crate::{cache, files, packages};
 
 /// cargo-zigbuild and zig, by their hashes.
 const REQUIREMENTS: &str = include_str!("../zigbuild.txt");
@@ -88,11 +87,11 @@ pub(crate) fn build(arch: Arch, profile: Profile, names: &[&str]) -> Result<Path
     run(&mut compile)?;
 
     let (made, folder) = (made(arch, profile)?, folder(arch, profile)?);
-    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    files::create(&folder)?;
     for name in names {
         let binary = folder.join(name);
         strip_debug(&made.join(name), &binary)?;
-        let bytes = fs::read(&binary).with_context(|| format!("reading {}", binary.display()))?;
+        let bytes = files::bytes(&binary)?;
         names_no_folder(&binary, &bytes, &places)?;
         names_no_time(&binary, &bytes)?;
         keeps_symbols(&binary, &bytes)?;
@@ -146,20 +145,14 @@ fn strip_debug(from: &Path, to: &Path) -> Result<()> {
 }
 
 fn sysroot() -> Result<PathBuf> {
-    printed("rustc", &["--print", "sysroot"]).map(PathBuf::from)
+    Ok(PathBuf::from(output(program("rustc").args(["--print", "sysroot"]))?.trim()))
 }
 
 /// A field of `rustc --version --verbose`.
 fn rustc_says(field: &str) -> Result<String> {
-    let version = printed("rustc", &["--version", "--verbose"])?;
+    let version = output(program("rustc").args(["--version", "--verbose"]))?;
     let value = version.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(": "));
     value.map(str::to_owned).with_context(|| format!("rustc names no {field}"))
-}
-
-fn printed(name: &str, args: &[&str]) -> Result<String> {
-    let output = program(name).args(args).output().with_context(|| format!("starting {name}"))?;
-    ensure!(output.status.success(), "{name} {} ended with {}", args.join(" "), output.status);
-    Ok(String::from_utf8(output.stdout).with_context(|| format!("{name}'s output"))?.trim().to_owned())
 }
 
 /// Fails if the binary names a folder of this machine: a build on another machine, or in another folder, would differ.
@@ -253,6 +246,8 @@ pub(crate) fn need_target(arch: Arch) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

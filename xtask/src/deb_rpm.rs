@@ -11,6 +11,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use crate::command::{name_of, need_program, output, program, root, run, which};
 use crate::cross::Arch;
+use crate::files::{bytes, copy, create, file_name, paths_in, text, write};
 use crate::image::{Image, VERSION};
 
 const CARGO_DEB: &str = "3.8.0";
@@ -128,8 +129,8 @@ fn stage_files(image: Image, programs: &Programs<'_>, stage: &Path) -> Result<Ve
     let (binary, package) = (image.name(), format!("postern-{name}"));
     let mut files = Vec::new();
     let mut add = |from: PathBuf, path: String, mode: &'static str| -> Result<()> {
-        let source = from.file_name().context("a file has a name")?.to_string_lossy().into_owned();
-        fs::copy(&from, stage.join(&source)).with_context(|| format!("copying {}", from.display()))?;
+        let source = file_name(&from);
+        copy(&from, &stage.join(&source))?;
         files.push(File { source, path, mode });
         Ok(())
     };
@@ -151,7 +152,7 @@ fn stage_files(image: Image, programs: &Programs<'_>, stage: &Path) -> Result<Ve
     }
     for script in ["postinst", "prerm", "postrm"] {
         let from = root().join("deploy/packages").join(script);
-        let text = fs::read_to_string(&from).with_context(|| format!("reading {}", from.display()))?;
+        let text = text(&from)?;
         write(&stage.join("scripts").join(script), &text.replace("NAME", &name))?;
     }
     write(&stage.join("copyright"), COPYRIGHT)?;
@@ -182,21 +183,14 @@ fn man_and_completion(folder: &Path, binary: &str) -> Result<Vec<(PathBuf, Strin
     let completion =
         completion.map(|(from, to)| (folder.join("completion").join(from), format!("usr/share/{to}")));
     let mut files = Vec::from(completion);
-    let man = folder.join("man");
-    for entry in fs::read_dir(&man).with_context(|| format!("reading {}", man.display()))? {
-        let path = entry.context("man")?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    for path in paths_in(&folder.join("man"))? {
+        let name = file_name(&path);
         if name.starts_with(binary) {
             files.push((path, format!("usr/share/man/man1/{name}")));
         }
     }
     files.sort();
     Ok(files)
-}
-
-fn write(path: &Path, text: &str) -> Result<()> {
-    fs::create_dir_all(path.parent().context("a file has a folder")?).context("a folder for a package")?;
-    fs::write(path, text).with_context(|| format!("writing {}", path.display()))
 }
 
 /// The manifest that both tools read.
@@ -260,7 +254,7 @@ const RECORDER: &str = "#!/bin/sh\necho \"${0##*/} $*\" >> /calls\n";
 /// whose programs, systemctl too, write down how they are called. `cargo xtask test --kernel` has dpkg and the real ones.
 pub(crate) fn check(out: &Path, epoch: u64) -> Result<()> {
     let (folder, again) = (out.join("programs"), out.join("again"));
-    fs::create_dir_all(&again).context("a folder for packages")?;
+    create(&again)?;
     for image in Image::ALL {
         write_program(&folder.join(image.name()))?;
         let of = |revision| Programs { folder: &folder, arch: Arch::HOST, revision, epoch, documents: None };
@@ -273,8 +267,11 @@ pub(crate) fn check(out: &Path, epoch: u64) -> Result<()> {
         run(lintian.arg(&deb))?;
         let stage = Stage::new(image, &first)?;
         for (path, same) in [(&deb, stage.deb(&again)?), (&rpm, stage.rpm(&again)?)] {
-            let read = |path: &Path| fs::read(path).with_context(|| format!("reading {}", path.display()));
-            ensure!(read(path)? == read(&same)?, "{} has other bytes when it is made again", path.display());
+            ensure!(
+                bytes(path)? == bytes(&same)?,
+                "{} has other bytes when it is made again",
+                path.display()
+            );
         }
         for (arch, [debian, fedora]) in
             [(Arch::Amd64, ["amd64", "x86_64"]), (Arch::Arm64, ["arm64", "aarch64"])]
@@ -305,9 +302,9 @@ fn lifecycle(image: Image, first: &Path, second: &Path) -> Result<()> {
     let dir = tempfile::tempdir().context("a folder for rpm")?;
     let root = dir.path();
     for folder in ["bin", "run/systemd/system"] {
-        fs::create_dir_all(root.join(folder)).context("a folder for rpm")?;
+        create(&root.join(folder))?;
     }
-    fs::copy(which("busybox")?, root.join("bin/busybox")).context("copying busybox")?;
+    copy(&which("busybox")?, &root.join("bin/busybox"))?;
     for tool in ["cp", "mkdir", "rm", "rmdir", "sh", "test"] {
         symlink("busybox", root.join("bin").join(tool)).context("linking busybox")?;
     }

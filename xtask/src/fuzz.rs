@@ -1,10 +1,11 @@
 //! Fuzz targets: parsers that meet the network, and state machines that others drive, in fuzz/ (cargo-fuzz's layout).
-use std::fs;
 use std::process::{Command, ExitCode};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
+use crate::archive::pack;
 use crate::command::{cargo, end_of, need_cargo_tool, root, run, shown, target_dir};
+use crate::files;
 use crate::packages;
 
 const VERSION: &str = "0.13.2";
@@ -52,12 +53,8 @@ pub(crate) fn run_all(options: &Options) -> Result<ExitCode> {
 
 /// Names of the targets, from their files.
 pub(crate) fn targets() -> Result<Vec<String>> {
-    let dir = root().join("fuzz/fuzz_targets");
-    let entries = fs::read_dir(&dir).with_context(|| format!("reading {}", dir.display()))?;
-    let mut names: Vec<String> =
-        entries.flatten().filter_map(|entry| entry.path().file_stem()?.to_str().map(str::to_owned)).collect();
-    names.sort();
-    Ok(names)
+    let paths = files::paths_in(&root().join("fuzz/fuzz_targets"))?;
+    Ok(paths.iter().filter_map(|path| path.file_stem()?.to_str().map(str::to_owned)).collect())
 }
 
 /// Installs what is missing and compiles all targets.
@@ -75,25 +72,15 @@ fn minimise(targets: &[String]) -> Result<()> {
     let dir = tempfile::tempdir().context("a folder for the inputs")?;
     for target in targets {
         let kept = dir.path().join("corpus").join(target);
-        fs::create_dir_all(&kept).with_context(|| format!("creating {}", kept.display()))?;
+        files::create(&kept)?;
         let mut merge = cargo_fuzz("run")?;
         merge.args(["--sanitizer", "none", target]).arg(&kept);
         merge.args(["corpus", "seeds"].map(|from| root().join("fuzz").join(from).join(target)));
         // Inputs that only change how often a branch is taken are not kept.
         run(merge.args(["--", "-merge=1", "-use_counters=0", "-max_len=4096"]))?;
     }
-    let mut pack = Command::new("tar");
     // The same inputs give the same file.
-    pack.args([
-        "--create",
-        "--gzip",
-        "--sort=name",
-        "--mtime=@0",
-        "--owner=0",
-        "--group=0",
-        "--numeric-owner",
-    ]);
-    run(pack.arg("--file").arg(root().join(CORPUS)).arg("--directory").arg(dir.path()).arg("corpus"))
+    pack(0, dir.path(), &root().join(CORPUS), &["corpus"])
 }
 
 /// Name of a target among the tests.
@@ -107,7 +94,7 @@ pub(crate) fn run_target(target: &str, seconds: u32, quietly: bool) -> Result<()
     // New inputs go to the first folder, which is not checked in.
     let corpus = root().join("fuzz/corpus").join(target);
     let seeds = root().join("fuzz/seeds").join(target);
-    fs::create_dir_all(&corpus).with_context(|| format!("creating {}", corpus.display()))?;
+    files::create(&corpus)?;
     ensure!(seeds.is_dir(), "{} is missing: every target has seeds", seeds.display());
     let mut command = cargo_fuzz("run")?;
     command.args(["--sanitizer", "none", target]).args([&corpus, &seeds]);

@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use crate::command::{cargo, cargo_home, need_cargo_tool, output, program, root, run};
 use crate::tally::Tally;
-use crate::{build_ebpf, cache, circles, one_shot, packages};
+use crate::{build_ebpf, cache, circles, files, one_shot, packages};
 
 const DENY_VERSION: &str = "0.20.2";
 /// Time for which the advisory database may be missing; that for which a copy counts is in deny.toml.
@@ -86,7 +86,7 @@ fn advisories(tally: &mut Tally) -> Result<()> {
 fn tolerate_none(marker: &Path) -> Result<()> {
     let Ok(made) = fs::metadata(marker) else {
         fs::create_dir_all(marker.parent().unwrap_or(marker)).ok();
-        return fs::write(marker, "").with_context(|| format!("writing {}", marker.display()));
+        return files::write(marker, "");
     };
     let age = made.modified()?.elapsed().unwrap_or_default();
     ensure!(age < LIMIT, "there has been none for 30 days: no known weakness would be noticed");

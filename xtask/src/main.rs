@@ -14,6 +14,7 @@ mod cross;
 mod deb_rpm;
 mod demo;
 mod ebpf_sources;
+mod files;
 mod fleet;
 mod fuzz;
 mod help;

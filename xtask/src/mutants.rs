@@ -8,6 +8,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::Value;
 
 use crate::command::{cargo, end_of, need_cargo_tool, root, shown, target_dir};
+use crate::files;
 
 const VERSION: &str = "27.1.0";
 
@@ -153,7 +154,7 @@ fn test(group: &Group, files: &[&str], quietly: bool) -> Result<PathBuf> {
         ensure!(root().join(file).is_file(), "{file} is missing: mutants.rs has the list of files");
     }
     let output = build_dir()?.join(format!("{}-results", group.name));
-    fs::create_dir_all(&output).with_context(|| format!("creating {}", output.display()))?;
+    files::create(&output)?;
     let mut command = cargo();
     command.env("CARGO_TARGET_DIR", build_dir()?);
     // The decisions need no BPF object.
@@ -186,7 +187,7 @@ fn test(group: &Group, files: &[&str], quietly: bool) -> Result<PathBuf> {
 
 fn read(results: &Path, name: &str) -> Result<String> {
     let path = results.join(name);
-    fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
+    files::text(&path)
 }
 
 /// Prints the counts; fails if no test has noticed one of the changes.
@@ -210,10 +211,9 @@ fn judge(name: &str, results: &Path) -> Result<()> {
 
 /// Makes `to` a copy of `from`. Files that are the same stay untouched, so that cargo sees no change.
 fn mirror(from: &Path, to: &Path, skipped: &[PathBuf]) -> Result<()> {
-    fs::create_dir_all(to).with_context(|| format!("creating {}", to.display()))?;
+    files::create(to)?;
     let mut kept = Vec::new();
-    for entry in fs::read_dir(from).with_context(|| format!("reading {}", from.display()))? {
-        let path = entry.with_context(|| format!("reading {}", from.display()))?.path();
+    for path in files::paths_in(from)? {
         let Some(name) = path.file_name().filter(|_| !skipped.contains(&path)) else { continue };
         let copy = to.join(name);
         kept.push(name.to_owned());
@@ -221,13 +221,12 @@ fn mirror(from: &Path, to: &Path, skipped: &[PathBuf]) -> Result<()> {
             mirror(&path, &copy, skipped)?;
             continue;
         }
-        let text = fs::read(&path).with_context(|| format!("reading {}", path.display()))?;
+        let text = files::bytes(&path)?;
         if fs::read(&copy).ok().as_ref() != Some(&text) {
-            fs::copy(&path, &copy).with_context(|| format!("writing {}", copy.display()))?;
+            files::copy(&path, &copy)?;
         }
     }
-    for entry in fs::read_dir(to).with_context(|| format!("reading {}", to.display()))? {
-        let path = entry.with_context(|| format!("reading {}", to.display()))?.path();
+    for path in files::paths_in(to)? {
         if path.file_name().is_some_and(|name| kept.iter().any(|kept| kept == name)) {
             continue;
         }

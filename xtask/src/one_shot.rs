@@ -3,7 +3,6 @@
 //! A line appears a moment after its event: a scenario has to wait for it, in a closure that is called again and again, or to
 //! read the log once the program has settled. Metrics are left out: a value that is read to be compared with a later one looks
 //! like one that is read too early.
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context as _, Result, ensure};
@@ -11,14 +10,14 @@ use proc_macro2::{TokenStream, TokenTree};
 use quote::ToTokens as _;
 use syn::{Block, ImplItem, Item};
 
-use crate::chosen::files_below;
+use crate::files::{files_below, text};
 
 /// Fails with every such read below this folder.
 pub(crate) fn check(folder: &Path) -> Result<()> {
     let mut found = Vec::new();
     for file in files_below(folder)? {
         if file.extension().is_some_and(|extension| extension == "rs") {
-            let text = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
+            let text = text(&file)?;
             let parsed = syn::parse_file(&text).with_context(|| format!("parsing {}", file.display()))?;
             found.extend(of_items(&parsed.items).map(|name| format!("{}: {name}", file.display())));
         }

@@ -9,11 +9,14 @@ use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, anyhow, ensure};
+use clap::ValueEnum;
 
-use crate::command::{build, built, is_root, program, root, shown, target_dir};
+use crate::command::{
+    build_as, built, is_root, name_of, program, root, run as run_command, shown, target_dir,
+};
 use crate::tally::Tally;
-use crate::{cache, peers};
+use crate::{cache, files, peers};
 
 /// Name of the step in `cargo xtask test`.
 pub(crate) const NAME: &str = "peers::konnectivity";
@@ -53,7 +56,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     match &options.command {
         None => peers::run_peers(&options.build),
         Some(What::Test { run }) => {
-            build(&["tunnel-agent"])?;
+            build_as("dev", &["tunnel-agent"])?;
             let report = test(run.as_deref(), Show::Progress)?;
             report.print();
             Ok(if report.wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -84,7 +87,7 @@ pub(crate) struct Report {
 impl Report {
     fn print(&self) {
         for (name, (verdict, _)) in &self.results {
-            println!("{name} {}", verdict.as_str());
+            println!("{name} {}", name_of(verdict));
         }
         for line in &self.wrong {
             println!("{TABLE}: {line}");
@@ -103,7 +106,7 @@ impl Report {
 }
 
 /// Result of a test, expected or actual.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Verdict {
     Passes,
     Fails,
@@ -111,32 +114,12 @@ enum Verdict {
     Races,
 }
 
-impl Verdict {
-    fn parse(text: &str) -> Option<Self> {
-        match text {
-            "passes" => Some(Self::Passes),
-            "fails" => Some(Self::Fails),
-            "races" => Some(Self::Races),
-            _ => None,
-        }
-    }
-
-    fn as_str(self) -> &'static str {
-        match self {
-            Self::Passes => "passes",
-            Self::Fails => "fails",
-            Self::Races => "races",
-        }
-    }
-}
-
 type Verdicts = BTreeMap<String, Verdict>;
 /// Results, each with the test's output.
 type Results = BTreeMap<String, (Verdict, String)>;
 
 fn test(filter: Option<&str>, show: Show) -> Result<Report> {
-    let text = fs::read_to_string(root().join(TABLE)).with_context(|| format!("reading {TABLE}"))?;
-    let expected = table(&text)?;
+    let expected = table(&files::text(&root().join(TABLE))?)?;
     let tests = build_tests()?;
     fs::remove_file(log()?).ok();
     let mut results = run_tests(&tests, filter, show)?;
@@ -155,11 +138,7 @@ fn test(filter: Option<&str>, show: Show) -> Result<Report> {
 /// The test program, built once for every clone.
 fn build_tests() -> Result<PathBuf> {
     let module = root().join("tests/peers").join(MODULE);
-    let read = |name: &str| {
-        let path = module.join(name);
-        fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
-    };
-    let (go_mod, sums) = (read("go.mod")?, read("go.sum")?);
+    let (go_mod, sums) = (files::text(&module.join("go.mod"))?, files::text(&module.join("go.sum"))?);
     let folder = cache::once("peers", MODULE, &[&sums, &go_mod], |folder| {
         let (go, version) = peers::need_go(MODULE, &go_mod)?;
         println!("building konnectivity's tests with {version}, once for every clone on this machine");
@@ -170,9 +149,7 @@ fn build_tests() -> Result<PathBuf> {
             .args(["test", "-c", "-trimpath", "-mod=readonly", "-o"])
             .arg(folder.join("tests"))
             .arg(PACKAGE);
-        let status = command.status().with_context(|| format!("starting {}", shown(&command)))?;
-        ensure!(status.success(), "`{}` in {} ended with {status}", shown(&command), module.display());
-        Ok(())
+        run_command(&mut command).with_context(|| format!("in {}", module.display()))
     })?;
     Ok(folder.join("tests"))
 }
@@ -185,7 +162,7 @@ fn log() -> Result<PathBuf> {
 fn run_tests(tests: &Path, filter: Option<&str>, show: Show) -> Result<Results> {
     let log = log()?;
     let folder = log.parent().context("it is in a folder")?;
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    files::create(folder)?;
     let errors = File::options().create(true).append(true).open(&log);
     let errors = errors.with_context(|| format!("creating {}", log.display()))?;
     if show == Show::Progress {
@@ -262,8 +239,8 @@ fn table(text: &str) -> Result<Verdicts> {
         let [name, verdict, why] = cells[..] else {
             anyhow::bail!("{TABLE}: not three cells: {line}");
         };
-        let verdict = Verdict::parse(verdict)
-            .with_context(|| format!("{TABLE}: {verdict:?} is not passes, fails or races: {line}"))?;
+        let verdict = Verdict::from_str(verdict, false)
+            .map_err(|_| anyhow!("{TABLE}: {verdict:?} is not passes, fails or races: {line}"))?;
         ensure!(verdict == Verdict::Passes || !why.is_empty(), "{TABLE} does not say why: {line}");
         let twice = verdicts.insert(name.to_owned(), verdict);
         ensure!(twice.is_none(), "{TABLE} has {name} twice");
@@ -278,11 +255,11 @@ fn compare(expected: &Verdicts, results: &Results, all: bool) -> Vec<String> {
     for (name, (result, said)) in results {
         let why = if *result == Verdict::Fails { format!(": {said}") } else { String::new() };
         let result = match (expected.get(name), result) {
-            (None, result) => format!("{}, and has no row", result.as_str()),
+            (None, result) => format!("{}, and has no row", name_of(result)),
             (Some(Verdict::Races), Verdict::Fails) => format!("fails {ATTEMPTS} times, and is said to race"),
             (Some(Verdict::Races), _) => continue,
             (Some(row), result) if row == result => continue,
-            (Some(row), result) => format!("{}, and is said to be \"{}\"", result.as_str(), row.as_str()),
+            (Some(row), result) => format!("{}, and is said to be \"{}\"", name_of(result), name_of(row)),
         };
         wrong.push(format!("{name} {result}{why}"));
     }

@@ -1,6 +1,5 @@
 //! `cargo xtask peers`: the real Kubernetes, Prometheus, metrics-server, konnectivity, Helm, kube-router's network policies and
 //! Cilium's loader, built from Go modules once and kept outside of any clone.
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -10,6 +9,7 @@ use clap::ValueEnum;
 
 use crate::cache;
 use crate::command::{name_of, program, root, run};
+use crate::files;
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
@@ -148,13 +148,9 @@ pub(crate) fn variables(peers: &[Peer], kubernetes: Option<Kubernetes>) -> Resul
 /// Folder of the programs, which are built first if it does not exist.
 pub(crate) fn build(peer: Peer) -> Result<PathBuf> {
     let module = peer.module();
-    let read = |name: &str| {
-        let path = module.join(name);
-        fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
-    };
-    let go_mod = read("go.mod")?;
+    let go_mod = files::text(&module.join("go.mod"))?;
     let ldflags = peer.ldflags(&go_mod)?;
-    let (sums, programs) = (read("go.sum")?, format!("{:?}", peer.programs()));
+    let (sums, programs) = (files::text(&module.join("go.sum"))?, format!("{:?}", peer.programs()));
     let parts = [sums.as_str(), &go_mod, &ldflags, peer.tags(), &programs];
     cache::once("peers", &name_of(&peer), &parts, |folder| build_into(folder, peer, &go_mod, &ldflags))
 }

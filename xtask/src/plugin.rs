@@ -5,10 +5,11 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::archive::{copy, pack, write};
+use crate::archive::pack;
 use crate::command::root;
+use crate::files::{self, copy, write};
 use crate::image::VERSION;
-use crate::image::oci::digest;
+use crate::image::oci::sha256;
 
 /// kubectl's plugin, and its manifest for krew.
 pub(crate) fn write_release(out: &Path, epoch: u64) -> Result<()> {
@@ -22,10 +23,9 @@ pub(crate) fn write_release(out: &Path, epoch: u64) -> Result<()> {
     fs::set_permissions(&script, Permissions::from_mode(0o755)).context("the plugin's script")?;
     let archive = out.join(format!("kubectl-postern-{VERSION}.tar.gz"));
     pack(epoch, contents.path(), &archive, &["LICENSE", "kubectl-postern", "kubectl_complete-postern"])?;
-    let bytes = fs::read(&archive).with_context(|| format!("reading {}", archive.display()))?;
+    let sum = sha256(&files::bytes(&archive)?);
     let manifest = include_str!("../../deploy/krew/plugin.yaml");
-    let manifest =
-        manifest.replace("VERSION", VERSION).replace("SHA256", digest(&bytes).trim_start_matches("sha256:"));
+    let manifest = manifest.replace("VERSION", VERSION).replace("SHA256", &sum);
     write(&out.join("postern.yaml"), &manifest)
 }
 

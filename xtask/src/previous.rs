@@ -7,9 +7,9 @@ use std::time::Instant;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use crate::archive::copy;
 use crate::command::{building, program, root, run, target_dir};
 use crate::demo::PROGRAMS;
+use crate::files::{self, copy};
 use crate::source::git;
 use crate::{build_ebpf, cache};
 
@@ -58,7 +58,7 @@ fn base() -> Result<Option<String>> {
     if !path.exists() {
         return Ok(None);
     }
-    let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+    let text = files::text(&path)?;
     let commit = text.lines().find(|line| !line.starts_with('#'));
     commit.map(|commit| Some(commit.trim().to_owned())).with_context(|| format!("{BASE} names no commit"))
 }
@@ -103,7 +103,7 @@ fn build(folder: &Path, name: &str, commit: &str) -> Result<()> {
     let start = Instant::now();
     let work = folder.join("work");
     let (sources, made, archive) = (work.join("sources"), work.join("made"), work.join("sources.tar"));
-    fs::create_dir_all(&sources).with_context(|| format!("creating {}", sources.display()))?;
+    files::create(&sources)?;
     run(program("git").args(["archive", "--output"]).arg(&archive).arg(commit))?;
     // Cargo compares times: files with those of the commit would pass for the ones that it compiled last.
     run(program("tar")
@@ -132,10 +132,8 @@ fn build(folder: &Path, name: &str, commit: &str) -> Result<()> {
 
 /// The packages that the programs are made of.
 fn packages(sources: &Path) -> Result<Vec<String>> {
-    let entries = fs::read_dir(sources).with_context(|| format!("reading {}", sources.display()))?;
-    let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
-    let names: Result<Vec<_>> = names.collect();
-    Ok(names?.into_iter().filter(|name| name.starts_with("tunnel-")).collect())
+    let names = files::paths_in(sources)?.into_iter().map(|path| files::file_name(&path));
+    Ok(names.filter(|name| name.starts_with("tunnel-")).collect())
 }
 
 #[cfg(test)]

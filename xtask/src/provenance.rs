@@ -1,14 +1,14 @@
 //! Provenance of a release: how, from which commit and by whom its files were built, as an in-toto statement with a predicate of
 //! SLSA 1.0. cosign signs it (docs/releases.md).
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 
+use crate::files;
 use crate::image::VERSION;
-use crate::image::oci::digest;
+use crate::image::oci::sha256;
 
 /// The statement: the same for everyone who builds the same commit.
 const STATEMENT: &str = "provenance.json";
@@ -40,15 +40,13 @@ impl Build {
     /// Writes the statement about the files in `folder`.
     pub(crate) fn state(&self, folder: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(&self.statement(folder)?).context("the provenance")?;
-        let path = folder.join(STATEMENT);
-        fs::write(&path, text + "\n").with_context(|| format!("writing {}", path.display()))
+        files::write(&folder.join(STATEMENT), text + "\n")
     }
 
     fn statement(&self, folder: &Path) -> Result<Value> {
-        let mut subjects = Vec::new();
-        for (name, sum) in sums(folder)? {
-            subjects.push(json!({ "name": name, "digest": { "sha256": sum } }));
-        }
+        let built = sums(folder)?.into_iter().filter(|(name, _)| !NOT_BUILT.contains(&name.as_str()));
+        let subjects: Vec<Value> =
+            built.map(|(name, sum)| json!({ "name": name, "digest": { "sha256": sum } })).collect();
         Ok(json!({
             "_type": "https://in-toto.io/Statement/v1",
             "subject": subjects,
@@ -60,7 +58,7 @@ impl Build {
                     "internalParameters": { "compiler": self.compiler },
                     "resolvedDependencies": [
                         { "name": "source", "digest": { "gitCommit": self.commit } },
-                        { "name": "Cargo.lock", "digest": { "sha256": hex(&self.lock) } },
+                        { "name": "Cargo.lock", "digest": { "sha256": sha256(&self.lock) } },
                     ],
                 },
                 "runDetails": { "builder": { "id": self.builder } },
@@ -69,30 +67,19 @@ impl Build {
     }
 }
 
-/// The sha256 of each file that was built.
-fn sums(folder: &Path) -> Result<BTreeMap<String, String>> {
+/// The sha256 of each file in a folder.
+pub(crate) fn sums(folder: &Path) -> Result<BTreeMap<String, String>> {
     let mut sums = BTreeMap::new();
-    for entry in fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))? {
-        let name = entry.with_context(|| format!("reading {}", folder.display()))?.file_name();
-        let name = name.to_string_lossy().into_owned();
-        if !NOT_BUILT.contains(&name.as_str()) {
-            let sum = hex(&read(&folder.join(&name))?);
-            sums.insert(name, sum);
-        }
+    for path in files::paths_in(folder)? {
+        sums.insert(files::file_name(&path), sha256(&files::bytes(&path)?));
     }
     Ok(sums)
 }
 
-fn read(path: &Path) -> Result<Vec<u8>> {
-    fs::read(path).with_context(|| format!("reading {}", path.display()))
-}
-
-fn hex(bytes: &[u8]) -> String {
-    digest(bytes).trim_start_matches("sha256:").to_owned()
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn build() -> Build {
@@ -118,7 +105,7 @@ mod tests {
             fs::write(folder.path().join(name), name).unwrap();
         }
         let statement = stated(&build(), folder.path());
-        let subject = |name: &str| json!({ "name": name, "digest": { "sha256": hex(name.as_bytes()) } });
+        let subject = |name: &str| json!({ "name": name, "digest": { "sha256": sha256(name.as_bytes()) } });
         let subjects = ["tunnel-agent-linux-amd64", "tunnel-agent.oci.tar"].map(subject);
         assert_eq!(statement["subject"], json!(subjects));
         // Files that a person edits before signing are not built, nor are those about the others.
@@ -135,7 +122,7 @@ mod tests {
         let statement = stated(&build(), folder.path());
         let definition = &statement["predicate"]["buildDefinition"];
         assert_eq!(definition.pointer(from), Some(&json!(build().commit)));
-        assert_eq!(definition.pointer(lock), Some(&json!(hex(&build().lock))));
+        assert_eq!(definition.pointer(lock), Some(&json!(sha256(&build().lock))));
         assert_eq!(definition["internalParameters"]["compiler"], build().compiler);
         assert_eq!(definition["externalParameters"]["profile"], build().profile);
         assert_eq!(statement["predicate"]["runDetails"]["builder"]["id"], build().builder);

@@ -9,17 +9,18 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::archive::{copy, pack, write};
+use crate::archive::pack;
 use crate::book;
-use crate::command::{name_of, output, program, root, run, shown, target_dir};
+use crate::command::{name_of, output, program, root, run, target_dir};
 use crate::cross::{self, Arch, Profile};
 use crate::deb_rpm::{self, Programs, Stage};
-use crate::image::oci::{self, digest};
+use crate::files::{self, copy, write};
+use crate::image::oci;
 use crate::image::{self, Image, VERSION};
 use crate::packages;
 use crate::peers::{self, Peer};
 use crate::plugin;
-use crate::provenance::Build;
+use crate::provenance::{Build, sums};
 use crate::registry::Registry;
 use crate::shell;
 use crate::source::{Source, git};
@@ -44,7 +45,7 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
     let build = Build {
         builder: options.builder.clone(),
         commit: commit.clone(),
-        lock: fs::read(root().join("Cargo.lock")).context("reading Cargo.lock")?,
+        lock: files::bytes(&root().join("Cargo.lock"))?,
         profile: name_of(&options.profile),
         // Cargo's processes inherit it; tunnel-doctor compiles it in.
         docs_url: env::var("POSTERN_DOCS_URL").ok(),
@@ -57,7 +58,7 @@ pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
         // Files of another attempt must not get into the checksums.
         remove(folder)?;
     }
-    fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
+    files::create(&out)?;
 
     // First whatever may fail within seconds: programs take half an hour.
     write(&out.join("NOTES.md"), &written_notes(&commit)?)?;
@@ -158,19 +159,11 @@ fn written_notes(commit: &str) -> Result<String> {
 /// The base and every overlay as one file each, for those without Kustomize.
 fn manifests(out: &Path) -> Result<()> {
     let kubectl = peers::build(Peer::Kubernetes)?.join("kubectl");
-    let overlays = root().join("deploy/overlays");
     let mut folders = vec![root().join("deploy/base")];
-    for entry in fs::read_dir(&overlays).with_context(|| format!("reading {}", overlays.display()))? {
-        folders.push(entry.context("deploy/overlays")?.path());
-    }
+    folders.extend(files::paths_in(&root().join("deploy/overlays"))?);
     for folder in folders {
-        let mut render = program(&kubectl);
-        let output = render.arg("kustomize").arg(&folder).output().context("starting kubectl")?;
-        let errors = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "`{}` ended with {}: {errors}", shown(&render), output.status);
-        let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let path = out.join(format!("postern-{name}.yaml"));
-        fs::write(&path, &output.stdout).with_context(|| format!("writing {}", path.display()))?;
+        let manifest = output(program(&kubectl).arg("kustomize").arg(&folder))?;
+        files::write(&out.join(format!("postern-{}.yaml", files::file_name(&folder))), manifest)?;
     }
     Ok(())
 }
@@ -197,10 +190,8 @@ fn chart(out: &Path, source: &Source) -> Result<[PathBuf; 2]> {
     // Fails unless the new archive is a chart.
     let metadata = output(program(&helm).args(["show", "chart"]).arg(&archive))?;
     let metadata = serde_saphyr::from_str(&metadata).context("Chart.yaml")?;
-    let bytes = fs::read(&archive).with_context(|| format!("reading {}", archive.display()))?;
     let layout = out.join(format!("postern-chart-{VERSION}.oci.tar"));
-    let bytes = oci::chart(&metadata, bytes, &source.created)?;
-    fs::write(&layout, bytes).with_context(|| format!("writing {}", layout.display()))?;
+    files::write(&layout, oci::chart(&metadata, files::bytes(&archive)?, &source.created)?)?;
     Ok([archive, layout])
 }
 
@@ -218,33 +209,20 @@ pub(crate) fn check() -> Result<()> {
         .args(["pull", "--plain-http", "--version", VERSION, "--destination"])
         .arg(pulled.path())
         .arg(format!("oci://{}/postern", registry.address)))?;
-    let read = |path: &Path| fs::read(path).with_context(|| format!("reading {}", path.display()));
-    ensure!(read(&packages_in(pulled.path())?)? == read(&packed)?, "helm pulled another chart");
+    let pulled = files::bytes(&packages_in(pulled.path())?)?;
+    ensure!(pulled == files::bytes(&packed)?, "helm pulled another chart");
     deb_rpm::check(dir.path(), source.epoch)
 }
 
 fn packages_in(folder: &Path) -> Result<PathBuf> {
-    let entries = fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
-    let mut paths = entries.flatten().map(|entry| entry.path());
+    let mut paths = files::paths_in(folder)?.into_iter();
     let found = paths.find(|path| path.extension().is_some_and(|extension| extension == "tgz"));
     found.context("helm package wrote no .tgz")
 }
 
 /// Checksums of the files in a folder, in the format of `sha256sum --check`.
 fn checksums(folder: &Path) -> Result<String> {
-    let entries = fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
-    let mut sums = BTreeMap::new();
-    for entry in entries {
-        let entry = entry.with_context(|| format!("reading {}", folder.display()))?;
-        let bytes = fs::read(entry.path()).with_context(|| format!("reading {}", entry.path().display()))?;
-        sums.insert(entry.file_name().to_string_lossy().into_owned(), digest(&bytes));
-    }
-    let mut text = String::new();
-    for (name, digest) in sums {
-        // Writing to a String cannot fail.
-        writeln!(text, "{}  {name}", digest.trim_start_matches("sha256:")).ok();
-    }
-    Ok(text)
+    Ok(sums(folder)?.into_iter().map(|(name, sum)| format!("{sum}  {name}\n")).collect())
 }
 
 /// Release notes from the commits' subjects, `AREA: WHAT`, oldest first.

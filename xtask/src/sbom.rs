@@ -7,6 +7,7 @@ use anyhow::{Context as _, Result};
 
 use crate::command::{cargo, need_cargo_tool, packages, root, run};
 use crate::cross::Arch;
+use crate::files;
 use crate::source::Source;
 
 const VERSION: &str = "0.5.9";
@@ -29,7 +30,7 @@ pub(crate) fn of(names: &[&str], arch: Arch, source: &Source) -> Result<BTreeMap
     for name in names {
         let folder = folders.get(*name).with_context(|| format!("the workspace has no {name}"))?;
         let path = folder.join(format!("{FILE}.json"));
-        let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+        let text = files::text(&path)?;
         // Our own crates are named by their folders; a clone elsewhere has the same SBOM.
         let text = text.replace(&format!("file://{}/", root().display()), "file:///");
         found.insert((*name).to_owned(), text.into_bytes());

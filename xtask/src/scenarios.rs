@@ -1,11 +1,11 @@
 //! The scenarios of `cargo xtask test`.
 use std::process::Command;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use clap::ValueEnum as _;
 
 use crate::beside::Beside;
-use crate::command::{build_programs, built, name_of, program};
+use crate::command::{build_programs, built, name_of, output, program};
 use crate::cross::{self, Arch, Profile};
 use crate::demo::PROGRAMS;
 use crate::needs::Need;
@@ -50,9 +50,7 @@ pub(crate) struct Scenarios {
 
 impl Scenarios {
     pub(crate) fn list(options: &Options) -> Result<Self> {
-        let output = program_of(options)?.arg("--list").output().context("listing the scenarios")?;
-        ensure!(output.status.success(), "`scenarios --list` ended with {}", output.status);
-        Ok(Self::parse(&String::from_utf8_lossy(&output.stdout)))
+        Ok(Self::parse(&output(program_of(options)?.arg("--list"))?))
     }
 
     /// Parses lines such as `[cluster] kubernetes::in_cluster: test`.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result, ensure};
 
 use crate::command::{output, program, run, target_dir};
+use crate::files;
 use crate::help::{self, Help};
 use crate::image::VERSION;
 use crate::packages;
@@ -36,23 +37,21 @@ pub(crate) fn build(programs: &Path) -> Result<PathBuf> {
     for folder in [&man, &completion] {
         // Of another version.
         fs::remove_dir_all(folder).ok();
-        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        files::create(folder)?;
     }
-    let write = |path: PathBuf, text: String| {
-        fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
-    };
     let date = git(&["log", "-1", "--format=%cs"]).unwrap_or_default();
     for name in PROGRAMS {
         let path = programs.join(name);
         for shell in SHELLS {
             let script = output(program(&path).args(["completion", shell]))?;
-            write(completion.join(format!("{name}.{shell}")), script)?;
+            files::write(&completion.join(format!("{name}.{shell}")), script)?;
         }
         let all = help::of_program(&path, name)?;
         let of_program = all.first().map(|(_, help)| help.names()).unwrap_or_default();
         for (words, help) in &all {
             let known = if words.len() == 1 { BTreeSet::new() } else { of_program.clone() };
-            write(man.join(format!("{}.1", words.join("-"))), page(&date, words, help, &known))?;
+            let path = man.join(format!("{}.1", words.join("-")));
+            files::write(&path, page(&date, words, help, &known))?;
         }
     }
     Ok(target)
@@ -122,8 +121,7 @@ pub(crate) fn check(target: &Path) -> Result<()> {
         zsh.args(["20", "zsh", "-f", "-c", ZSH, "zsh"]).arg(script).args([line, word]).env("TERM", "dumb");
         output(&mut zsh).with_context(|| format!("zsh does not complete {line:?} with {word:?}"))?;
     }
-    let pages = fs::read_dir(target.join("man")).context("reading the man pages")?;
-    let pages: Vec<_> = pages.flatten().map(|page| page.path()).collect();
+    let pages = files::paths_in(&target.join("man"))?;
     run(program("mandoc").args(["-T", "lint", "-W", "warning"]).args(&pages))
 }
 

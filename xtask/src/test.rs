@@ -9,7 +9,9 @@ use clap::ValueEnum as _;
 
 use crate::beside::Beside;
 use crate::chosen::Names;
-use crate::command::{build_programs, built, cargo, is_root, name_of, program, run, shown, target_dir};
+use crate::command::{
+    build_programs, built, cargo, is_root, name_of, output, program, run, shown, target_dir,
+};
 use crate::demo::PROGRAMS;
 use crate::kernel::{self, Kernel};
 use crate::needs::Need;
@@ -285,10 +287,7 @@ fn run_units(
 
 /// Names of the chosen kernel tests.
 fn kernel_tests(options: &Options) -> Result<Vec<String>> {
-    let output =
-        program(built(REDIRECT_KERNEL)?).arg("--list").output().context("listing the kernel tests")?;
-    ensure!(output.status.success(), "`{REDIRECT_KERNEL} --list` ended with {}", output.status);
-    let text = String::from_utf8_lossy(&output.stdout);
+    let text = output(program(built(REDIRECT_KERNEL)?).arg("--list"))?;
     let names = text.lines().filter_map(|line| line.strip_suffix(": test"));
     Ok(names.filter(|name| options.names.select(&of_kernel(name))).map(str::to_owned).collect())
 }

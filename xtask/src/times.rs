@@ -3,9 +3,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 
 use crate::command::target_dir;
+use crate::files;
 
 /// Seconds by name.
 pub(crate) type Times = BTreeMap<String, f64>;
@@ -29,11 +30,7 @@ pub(crate) fn read(file: &Path) -> Times {
 
 pub(crate) fn write(file: &Path, times: &Times) -> Result<()> {
     let lines: String = times.iter().map(|(name, time)| format!("{time:.1} {name}\n")).collect();
-    let write = || {
-        file.parent().map_or(Ok(()), fs::create_dir_all)?;
-        fs::write(file, lines)
-    };
-    write().with_context(|| format!("writing {}", file.display()))
+    files::write(file, lines)
 }
 
 /// Returns a line for each that takes a fifth more than in the last run.

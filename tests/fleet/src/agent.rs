@@ -101,7 +101,7 @@ impl Start<'_> {
         let keeper = Arc::new(keeper);
         let (bundles, announced) = mpsc::channel(16);
         let links = LinkSet::new(Shared::new(runtime.clone(), keeper.subscribe(), bundles));
-        let signal = Shutdown::new();
+        let signal = Shutdown::default();
         let parts = Parts {
             net: self.net.clone(),
             index: self.index,

@@ -16,8 +16,9 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep};
 use tunnel_agent::reach::{Connecting, Network};
 use tunnel_link::link::Wire;
+use tunnel_runtime::accept::Gate;
 use tunnel_runtime::takeover::{Stream, Successors};
-use tunnel_server::agent_port::{Accept, Gate};
+use tunnel_server::agent_port::Accept;
 
 use self::line::{Connection, End};
 

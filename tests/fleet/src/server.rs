@@ -122,15 +122,16 @@ impl Start<'_> {
         let certificate =
             ServerCertificate::start(self.ca.clone(), ServerNames::default(), &id, PkiMetrics::default())?;
         let policy = EnrollPolicy { standing: standing.clone(), tokens: true };
-        let enroll = EnrollService::new(certificate.ca(), self.ca.state_dir(), policy, PkiMetrics::default());
+        let enroll =
+            EnrollService::new(certificate.ca.clone(), self.ca.state_dir(), policy, PkiMetrics::default());
         let context = links(&runtime, &said, trusted.clone(), standing.clone());
-        let (tls, listeners) = (certificate.tls(), ListenerContext::of(&runtime));
+        let (tls, listeners) = (certificate.tls.clone(), ListenerContext::of(&runtime));
         let budget = Budget::of(self.files, 1 << 30);
         let workers = runtime.workers.clone();
         let port = AgentPort::new(tls, workers.clone(), enroll, context, listeners, None, &budget);
         let to_peers = PeerContext {
             server_id: id.clone(),
-            tls: certificate.peer_tls(),
+            tls: certificate.peer_tls.clone(),
             workers,
             peers: runtime.peers.clone(),
             reach: Reach::over(self.net.at(address.ip(), KEEPALIVE)),
@@ -160,7 +161,7 @@ impl Start<'_> {
             eligible: said.eligible.clone(),
         });
         let (handover, phase) = (said.handover.subscribe(), succession.phase.subscribe());
-        let (signal, ends_when_passed) = (Shutdown::new(), self.ends_when_passed);
+        let (signal, ends_when_passed) = (Shutdown::default(), self.ends_when_passed);
         let started = CancellationToken::new();
         let parts = Parts {
             net: self.net.clone(),

@@ -116,12 +116,13 @@ impl TestServer {
         let revocations = watch::Sender::<Arc<Revocations>>::default();
         let (nodes, known) = watch::channel(None);
         let policy = EnrollPolicy { standing: Standing::new(revocations.subscribe(), known, true), tokens };
-        let service = EnrollService::new(certificate.ca(), ca.state_dir(), policy, metrics.clone());
+        let service = EnrollService::new(certificate.ca.clone(), ca.state_dir(), policy, metrics.clone());
         let routes = enroll_routes(service);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let (lose_answers, refused) = (Arc::new(AtomicUsize::new(0)), Arc::<Mutex<Vec<String>>>::default());
-        let (tls, lose, refusals) = (certificate.tls(), Arc::clone(&lose_answers), Arc::clone(&refused));
+        let (tls, lose, refusals) =
+            (certificate.tls.clone(), Arc::clone(&lose_answers), Arc::clone(&refused));
         let accept = tokio::spawn(async move {
             while let Ok((stream, peer)) = listener.accept().await {
                 let acceptor = tls.acceptor();

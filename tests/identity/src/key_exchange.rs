@@ -35,7 +35,7 @@ fn older_agent(identity: &AgentIdentity) -> Arc<ClientConfig> {
 
 /// An older server of this installation.
 async fn older_server(server: &TestServer) -> String {
-    let present = server.certificate.tls().acceptor();
+    let present = server.certificate.tls.acceptor();
     let mut tls = ServerConfig::builder_with_provider(older())
         .with_protocol_versions(&[&version::TLS13])
         .unwrap()

@@ -81,7 +81,7 @@ async fn an_agent_resumes_at_every_server_and_only_with_the_same_identity() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let accepting = async {
-        let stream = other.tls().acceptor().accept(listener.accept().await.unwrap().0).await.unwrap();
+        let stream = other.tls.acceptor().accept(listener.accept().await.unwrap().0).await.unwrap();
         let shown = stream.get_ref().1.peer_certificates().unwrap().to_vec();
         (stream.get_ref().1.handshake_kind().unwrap(), shown)
     };
@@ -150,7 +150,7 @@ async fn an_expired_certificate_is_refused_when_it_resumes() {
 async fn no_session_outlives_a_root() {
     let server = TestServer::start().await;
     let (_, identity) = server.enrolled("edge-1").await;
-    let mut ca = server.certificate.ca();
+    let mut ca = server.certificate.ca.clone();
     let port = Port::of(&server, "server-a").await;
     let tls = agent_tls(&identity, ALPN_TUNNEL).unwrap();
     let shaken = async || shake(&port.address, tls.clone()).await;

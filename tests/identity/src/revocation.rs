@@ -70,7 +70,7 @@ async fn a_copied_identity_never_comes_back() {
     // A rotation of the CA changes nothing of that.
     server.ca.introduce().unwrap();
     let hash = server.ca.activate().unwrap();
-    let mut state = server.certificate.ca();
+    let mut state = server.certificate.ca.clone();
     tokio::time::timeout(crate::harness::DEADLINE, state.wait_for(|state| state.hash() == hash))
         .await
         .unwrap()

@@ -13,7 +13,7 @@ use crate::harness::{DEADLINE, Session, TestServer, enroll, eventually, log};
 const LIFE: Duration = Duration::from_secs(60);
 
 async fn server_has(server: &TestServer, roots: usize, signs: &str) -> String {
-    let mut ca = server.certificate.ca();
+    let mut ca = server.certificate.ca.clone();
     let state = ca.wait_for(|state| state.roots().len() == roots && state.hash() == signs);
     let state = tokio::time::timeout(DEADLINE, state).await.expect("the server follows its files").unwrap();
     state.bundle().to_pem()
@@ -158,7 +158,7 @@ async fn a_new_token_replaces_the_identity_of_a_ca_that_is_gone() {
     };
     enrolls_anew(&server, away.clone()).await;
     // An agent that was notified of its retired root already has the new hash.
-    let only_new = server.certificate.ca().borrow().bundle().to_pem();
+    let only_new = server.certificate.ca.borrow().bundle().to_pem();
     fs::write(attached.state_dir.join("ca.crt"), only_new).unwrap();
     enrolls_anew(&server, attached).await;
     // The server has lost its CA and made another.

@@ -66,7 +66,7 @@ async fn a_broken_ca_file_changes_nothing_until_it_is_repaired() {
     assert_eq!(fs::read(&path).unwrap(), b"broken", "never overwritten");
     fs::write(&path, good).unwrap();
     let new = server.ca.introduce().unwrap();
-    let mut ca = server.certificate.ca();
+    let mut ca = server.certificate.ca.clone();
     let state = tokio::time::timeout(crate::harness::DEADLINE, ca.wait_for(|state| state.roots().len() == 2));
     assert_eq!(state.await.expect("it follows again").unwrap().roots()[1].hash, new);
 }

@@ -183,17 +183,17 @@ fn no_device() {
     assert!(matches!(error, RedirectError::Tun { .. }), "{error}");
     let auto = RedirectConfig { pods: Pods::Auto, ..config() };
     let world = World::with(auto.clone(), &with_client(desired(&[EDGE]), POD_RANGE));
-    assert!(!world.redirect.by_route());
+    assert!(!world.redirect.routed);
     assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.1, PORT));
     drop(world);
     umount("/dev/net").unwrap();
     ip("link add cilium_host type veth peer name cilium_net");
     let world = World::with(auto.clone(), &with_client(desired(&[EDGE]), POD_RANGE));
-    assert!(!world.redirect.by_route(), "Cilium's eBPF host routing ignores rules for ports");
+    assert!(!world.redirect.routed, "Cilium's eBPF host routing ignores rules for ports");
     drop(world);
     ip("link del cilium_host");
     let world = World::with(auto, &with_client(desired(&[EDGE]), POD_RANGE));
-    assert!(world.redirect.by_route());
+    assert!(world.redirect.routed);
     assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
 }
 

@@ -150,7 +150,7 @@ fn ipv6() {
     let mut desired = desired(&[EDGE_V6]);
     route(&mut desired, "2001:db8:7::8", "fd9e:706f:7374:6572::8", false);
     let world = World::start(&desired);
-    assert!(world.redirect.ipv6());
+    assert!(world.redirect.ipv6);
     let asked = at(EDGE_V6.0, PORT);
     arrived(&TcpStream::connect(asked).unwrap(), asked, EDGE_V6.1);
     // Also of a packet that comes after its connection was reset.

@@ -296,7 +296,7 @@ fn without_ipv6() {
     let serving = listener.serve();
     sysctl("net.ipv6.conf.all.disable_ipv6", "1");
     let redirect = Redirect::start(config(), &listener.v4, Some(&listener.v6)).unwrap();
-    assert!(!redirect.ipv6());
+    assert!(!redirect.ipv6);
     redirect.apply(|| desired(&[EDGE, EDGE_V6]).into()).unwrap();
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
     assert_eq!(range_routes().len(), 1);

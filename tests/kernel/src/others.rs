@@ -66,7 +66,7 @@ fn a_mount_of_the_own_folder_is_enough_for_pins() {
     mount(Some(&shared), &inside, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
     config.pins.as_mut().unwrap().dir = pod.path().into();
     let world = World::with(config, &desired(&[EDGE]));
-    assert_eq!(world.redirect.not_pinned(), None);
+    assert_eq!(world.redirect.not_pinned, None);
     let own = world.redirect.pinned_in().unwrap();
     let pins = fs::read_dir(shared.join(own.file_name().unwrap())).unwrap().count();
     assert_eq!(pins, 7, "four programs, two maps and a link");

@@ -18,17 +18,17 @@ use tokio::sync::watch;
 use tunnel_link::link::Flow;
 use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{Abort, Relay, RelayError, Relaying, Side, Traffic, end_on_drop, end_quiet};
+use tunnel_runtime::accept::accept;
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::live::Live;
 use tunnel_runtime::log_once::LogRarely;
 
 use crate::config::Listen;
+use crate::listeners::OUTBOUND;
 use crate::runtime::Runtime;
 use crate::session::{LinkSet, Shared};
 use link::{Links, Stream};
 
-/// Pause after a failed accept: errors of a single connection do not repeat, EMFILE does.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 /// Time since accept after which a client that has closed its end, and has no link yet, counts as gone. Before that it
 /// may have half-closed and wait for the answer.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -71,32 +71,21 @@ impl Outbound {
 
     /// Serves a listener until the drain, except while another agent of this node has taken over.
     pub(crate) async fn serve(self: Arc<Self>, listen: Listen, listener: TcpListener) {
-        let (listen, refused, failing) = (Arc::new(listen), LogRarely::default(), LogRarely::default());
+        let (listen, refused) = (Arc::new(listen), LogRarely::default());
         loop {
-            let accepted = tokio::select! {
+            let (socket, client) = tokio::select! {
                 accepted = self.accept(&listener) => accepted,
                 () = self.runtime.shutdown.draining() => return,
             };
-            match accepted {
-                Ok((socket, client)) => {
-                    if !listen.permits(client.ip()) {
-                        self.runtime.metrics.outbound(Outcome::Denied);
-                        if let Some(left_out) = refused.due(Instant::now()) {
-                            tracing::warn!(address = %listen.address, %client, left_out, "client not permitted");
-                        }
-                        continue;
-                    }
-                    let (outbound, listen) = (self.clone(), listen.clone());
-                    self.runtime.tasks.spawn(async move { outbound.handle(socket, client, &listen).await });
+            if !listen.permits(client.ip()) {
+                self.runtime.metrics.outbound(Outcome::Denied);
+                if let Some(left_out) = refused.due(Instant::now()) {
+                    tracing::warn!(address = %listen.address, %client, left_out, "client not permitted");
                 }
-                Err(error) => {
-                    if let Some(left_out) = failing.due(Instant::now()) {
-                        let address = listen.address;
-                        tracing::warn!(%address, %error, left_out, "failed to accept a connection to the cloud");
-                    }
-                    tokio::time::sleep(ACCEPT_PAUSE).await;
-                }
+                continue;
             }
+            let (outbound, listen) = (self.clone(), listen.clone());
+            self.runtime.tasks.spawn(async move { outbound.handle(socket, client, &listen).await });
         }
     }
 
@@ -106,13 +95,13 @@ impl Outbound {
     }
 
     /// Accepts the next client. Once another agent has taken over, it accepts the clients of the shared socket.
-    async fn accept(&self, listener: &TcpListener) -> io::Result<(TcpStream, SocketAddr)> {
+    async fn accept(&self, listener: &TcpListener) -> (TcpStream, SocketAddr) {
         loop {
             self.runtime.handover.leads().await;
             tokio::select! {
                 biased;
                 () = self.runtime.handover.passed() => {}
-                accepted = listener.accept() => return accepted,
+                accepted = accept(|| listener.accept(), OUTBOUND) => return accepted,
             }
         }
     }

@@ -77,22 +77,17 @@ pub struct LinkStatus {
     /// Number of connections relayed now.
     pub connections: u32,
     /// Bytes a second that the path of the first link took when this agent last sent something. None before that.
-    #[serde(default)]
     pub delivery_rate: Option<u64>,
     /// Number of TCP segments that this agent has retransmitted on the first link.
-    #[serde(default)]
     pub retransmits: Option<u32>,
     /// Share (0 to 1) of the last 10 to 20 s of sending on the first link in which the server's TCP receive window was
     /// full. None before this agent sent anything, or before Linux 4.10.
-    #[serde(default)]
     pub window_limited: Option<f64>,
     /// The same for this agent's TCP send buffer.
-    #[serde(default)]
     pub buffer_limited: Option<f64>,
     /// Reason why the last session or attempt ended.
     pub last_error: Option<String>,
     /// Seconds since then.
-    #[serde(default)]
     pub last_error_s: Option<u64>,
 }
 

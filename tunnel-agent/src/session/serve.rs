@@ -12,7 +12,6 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tunnel_link::bench::BENCH_PATH;
 use tunnel_link::proto::agent_server::AgentServer;
-use tunnel_link::proto::{Addresses, AgentEvent, Load, agent_event};
 use tunnel_link::relay::RELAY_PATH;
 use tunnel_link::{grpc, link};
 
@@ -31,8 +30,6 @@ const DRAIN_CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 const SUCCESSOR: Duration = Duration::from_secs(30);
 /// Time without connections after which a drain is over. On a slow link twice its round trip.
 const QUIET: Duration = Duration::from_millis(100);
-/// Time between two load reports.
-const LOAD_INTERVAL: Duration = Duration::from_secs(15);
 
 /// Serves one link until it ends. When the server drains, cancels `on_draining` immediately and serves until there are
 /// no connections left.
@@ -125,7 +122,6 @@ async fn watch(
             let _ = ends.send(dead.into());
             return;
         }
-        end = report(session.clone()), if session.link == 0 => end,
         end = ended_by_server(&session, &mut phase, &on_draining) => end,
         // An additional link ends with the first.
         end = drained(&session, &on_draining), if session.link == 0 => end,
@@ -200,31 +196,4 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
         }
     }
     end
-}
-
-/// Reports this node's addresses and load to the server as they change. Never returns by itself.
-async fn report(session: Arc<SessionState>) -> SessionEnd {
-    let mut addresses = session.shared.runtime.addresses.subscribe();
-    let mut tick = tokio::time::interval(LOAD_INTERVAL);
-    let mut reported = Load::default();
-    loop {
-        let event = tokio::select! {
-            changed = addresses.changed() => {
-                if changed.is_err() { return std::future::pending().await }
-                let now = addresses.borrow_and_update().iter().map(ToString::to_string).collect();
-                agent_event::Event::Addresses(Addresses { addresses: now })
-            }
-            _ = tick.tick() => {
-                let now = session.load();
-                if now == reported { continue }
-                reported = now;
-                agent_event::Event::Load(now)
-            }
-        };
-        if *session.phase.borrow() == SessionPhase::Connecting {
-            continue;
-        }
-        // A full queue means that the server does not read its events. The next report repeats the state.
-        let _ = session.events.try_send(Ok(AgentEvent { event: Some(event) }));
-    }
 }

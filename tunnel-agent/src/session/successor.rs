@@ -47,7 +47,7 @@ pub(super) async fn find(session: &SessionState) -> Connected {
             }
             Ok(()) = addresses.changed() => {}
             Ok(()) = resumed.changed() => {
-                session.report_load();
+                session.nudge();
                 owes_nothing = false;
                 eager_until = Instant::now() + EAGER;
                 pause = answer(session);
@@ -88,7 +88,7 @@ pub(super) async fn find(session: &SessionState) -> Connected {
         for last in [false, true] {
             // The network, and the link with it, may just have come back. Data sent now is answered at once, but only
             // after lost data has been retransmitted.
-            session.report_load();
+            session.nudge();
             let until = match silence.unacknowledged {
                 // The second connection took no time: the network has been there since its start.
                 Some(sent) if start.elapsed() < answer => start + sent.pause + answer,

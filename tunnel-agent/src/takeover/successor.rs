@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::sync::OwnedMutexGuard;
 use tokio_util::sync::CancellationToken;
-use tunnel_runtime::admin::Accepting;
+use tunnel_runtime::accept::{Gate, accept};
 use tunnel_runtime::lifecycle::Shutdown;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::takeover::{self, Copies, Stream, Successors, receive, send};
@@ -21,7 +21,7 @@ use crate::session::Running;
 
 /// Maximum wait for a renewal of the certificate that is in progress. A successor waits a minute for an answer.
 pub(crate) const TAKE_OVER: Duration = Duration::from_secs(45);
-/// Retry interval for creating the socket on a full or read-only disk, and for accepting.
+/// Retry interval for creating the socket on a full or read-only disk.
 const RETRY: Duration = Duration::from_secs(10);
 
 /// Hands this agent's place over to a successor.
@@ -29,7 +29,7 @@ pub struct Succession {
     pub(super) runtime: Runtime,
     /// Copies of the listening sockets.
     copies: Arc<Copies>,
-    admin: Option<Accepting>,
+    admin: Option<Gate>,
     pub running: Arc<OnceLock<Running>>,
     /// Ends this agent.
     process: Shutdown,
@@ -42,7 +42,7 @@ impl Succession {
     pub fn new(
         runtime: Runtime,
         copies: Arc<Copies>,
-        admin: Option<Accepting>,
+        admin: Option<Gate>,
         running: Arc<OnceLock<Running>>,
         process: Shutdown,
     ) -> Self {
@@ -86,31 +86,23 @@ impl Succession {
     ) -> Option<OwnedMutexGuard<()>> {
         let mut listener = self.listen(bind).await;
         loop {
-            let accepted = tokio::select! {
+            let mut stream = tokio::select! {
                 biased;
                 () = self.closed.cancelled() => {
                     listener.remove();
                     return None;
                 }
-                accepted = listener.accept() => accepted,
+                stream = accept(|| listener.accept(), "takeover") => stream,
             };
-            match accepted {
-                Ok(mut stream) => {
-                    let mut renewals = None;
-                    self.serve(&mut *stream, &mut renewals).await;
-                    if self.closed.is_cancelled() {
-                        listener.remove();
-                        return renewals;
-                    }
-                    drop(renewals);
-                    if !listener.is_found() {
-                        listener = self.listen(bind).await;
-                    }
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "failed to accept a successor");
-                    tokio::time::sleep(RETRY).await;
-                }
+            let mut renewals = None;
+            self.serve(&mut *stream, &mut renewals).await;
+            if self.closed.is_cancelled() {
+                listener.remove();
+                return renewals;
+            }
+            drop(renewals);
+            if !listener.is_found() {
+                listener = self.listen(bind).await;
             }
         }
     }
@@ -218,7 +210,7 @@ mod tests {
     fn succession(state_dir: &std::path::Path) -> Arc<Succession> {
         let state_dir = format!("--state-dir={}", state_dir.display());
         let runtime = of_flags(&["--server=a:1", "--when-replaced=wait", &state_dir]);
-        Arc::new(Succession::new(runtime, Arc::default(), None, Arc::default(), Shutdown::new()))
+        Arc::new(Succession::new(runtime, Arc::default(), None, Arc::default(), Shutdown::default()))
     }
 
     /// Gives the agent an identity that has just been issued.

@@ -24,6 +24,7 @@ use socket2::SockRef;
 use super::messages::{ListedRoute, ListedRule, Place, family};
 use super::wanted::Table;
 use crate::error::RedirectError;
+use crate::netlink::attribute;
 
 /// Messages in one system call: their answers fit into a socket's default buffer.
 const BATCH: usize = 64;
@@ -65,12 +66,8 @@ impl Kernel {
 
     /// The device that an interface is part of, such as a VRF, which the kernel then names as the one of its packets.
     pub(super) fn controller(&mut self, interface: u32) -> Result<Option<u32>, RedirectError> {
-        let attributes = self.link(interface)?.map(|link| link.attributes).unwrap_or_default();
-        let mut controllers = attributes.into_iter().filter_map(|attribute| match attribute {
-            LinkAttribute::Controller(index) => Some(index),
-            _ => None,
-        });
-        Ok(controllers.next())
+        let link = self.link(interface)?;
+        Ok(link.and_then(|link| attribute!(link, LinkAttribute::Controller).copied()))
     }
 
     fn link(&mut self, index: u32) -> Result<Option<LinkMessage>, RedirectError> {

@@ -12,7 +12,7 @@ use netlink_packet_route::rule::{
 use netlink_packet_route::{AddressFamily, IpProtocol};
 
 use super::wanted::{Kind, Packets, Route, Rule, Table};
-use crate::netlink::destination;
+use crate::netlink::{attribute, destination};
 
 /// Marks rules and routes as Postern's. Not in `/etc/iproute2/rt_protos`, nor used by FRR or BIRD.
 const PROTOCOL: RouteProtocol = RouteProtocol::Other(201);
@@ -122,15 +122,9 @@ impl ListedRule {
         if !message.attributes.contains(&RuleAttribute::Protocol(PROTOCOL)) {
             return None;
         }
-        let table = message.attributes.iter().find_map(|attribute| match attribute {
-            RuleAttribute::Table(table) => Some(*table),
-            _ => None,
-        })?;
-        let number = Place::of_table(table)?;
-        let port = message.attributes.iter().find_map(|attribute| match attribute {
-            RuleAttribute::DestinationPortRange(range) => Some(Packets::Port(range.start)),
-            _ => None,
-        });
+        let number = Place::of_table(*attribute!(message, RuleAttribute::Table)?)?;
+        let ports = attribute!(message, RuleAttribute::DestinationPortRange);
+        let port = ports.map(|range| Packets::Port(range.start));
         let icmp = [Packets::Icmp(Table::Ports), Packets::Icmp(Table::AnyPort)];
         let others = [Packets::EveryPort, Packets::OfOthers].into_iter().chain(icmp);
         let ipv6 = message.header.family == AddressFamily::Inet6;

@@ -11,7 +11,7 @@ mod system;
 mod uplinks;
 mod wanted;
 
-pub(super) use probe::is_led_here;
+pub use probe::is_led_here;
 pub(super) use steady::{ByRoute, Watched, remove_leftovers};
 pub(super) use system::host_netns;
 pub(super) use wanted::Wanted;

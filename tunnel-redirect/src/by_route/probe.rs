@@ -13,6 +13,7 @@ use super::messages::Place;
 use super::steady::ByRoute;
 use super::wanted::{Kind, Packets, Route, Rule, Table};
 use crate::error::{RedirectError, SelfTestError};
+use crate::netlink::attribute;
 
 impl ByRoute {
     /// Looks up one network of each family on this port, another one each time.
@@ -50,8 +51,11 @@ impl ByRoute {
     }
 }
 
-/// True if the kernel leads TCP packets for it to a server of this host.
-pub(crate) fn is_led_here(to: SocketAddr) -> Result<bool, RedirectError> {
+/// True if the kernel leads TCP packets for an edge node's address to a server of this host, by route.
+///
+/// # Errors
+/// [`RedirectError::Netlink`]
+pub fn is_led_here(to: SocketAddr) -> Result<bool, RedirectError> {
     Ok(Kernel::open()?.route_of(to)?.as_ref().is_ok_and(leads_here))
 }
 
@@ -62,10 +66,7 @@ fn leads_here(found: &RouteMessage) -> bool {
 }
 
 fn table(route: &RouteMessage) -> Option<u32> {
-    route.attributes.iter().find_map(|attribute| match attribute {
-        RouteAttribute::Table(table) => Some(*table),
-        _ => None,
-    })
+    attribute!(route, RouteAttribute::Table).copied()
 }
 
 fn describe(found: io::Result<RouteMessage>) -> String {
@@ -79,11 +80,8 @@ fn describe(found: io::Result<RouteMessage>) -> String {
             return format!("nowhere ({reason})");
         }
     };
-    let device = route.attributes.iter().find_map(|attribute| match attribute {
-        RouteAttribute::Oif(index) => Some(*index),
-        _ => None,
-    });
-    let name = device.and_then(|index| if_indextoname(index as libc::c_uint).ok());
+    let device = attribute!(route, RouteAttribute::Oif);
+    let name = device.and_then(|index| if_indextoname(*index as libc::c_uint).ok());
     let name = name.map_or_else(|| "?".to_owned(), |name| name.to_string_lossy().into_owned());
     format!("by {name}, by the routing table {}", table(&route).unwrap_or_default())
 }

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use netlink_packet_route::route::{RouteAttribute, RouteMessage, RouteType};
 
 use crate::error::RedirectError;
-use crate::netlink::destination;
+use crate::netlink::{attribute, destination};
 
 /// True for default routes, and routes to one of these hosts. A network plugin may lead to other hosts' pods by the
 /// interface of its own ones, as Antrea does, so that a gateway is no sign.
@@ -28,10 +28,7 @@ pub(crate) struct Uplinks {
 impl Uplinks {
     pub(super) fn add(&mut self, route: &RouteMessage) {
         let interfaces = interfaces(route);
-        let next_hop = route.attributes.iter().find_map(|attribute| match attribute {
-            RouteAttribute::NhId(id) => Some(id),
-            _ => None,
-        });
+        let next_hop = attribute!(route, RouteAttribute::NhId);
         if let Some(id) = next_hop.filter(|_| interfaces.is_empty()) {
             self.incomplete = Some(RedirectError::Netlink {
                 operation: "list the routes of --redirect-pods=route".into(),

@@ -12,7 +12,8 @@ use tokio::net::TcpStream;
 
 /// The status of 100,000 nodes takes about 40 MiB.
 const MAX_ANSWER_BYTES: usize = 256 << 20;
-const DEADLINE: Duration = Duration::from_secs(10);
+/// Time for an answer that needs no measurement.
+pub const DEADLINE: Duration = Duration::from_secs(10);
 
 /// Reason for having no answer.
 #[derive(Debug, thiserror::Error)]
@@ -48,24 +49,11 @@ impl Answer {
     }
 }
 
-/// Sends one request on its own connection; takes at most 10 s.
+/// Sends one request on its own connection.
 ///
 /// # Errors
 /// Fails if there is no HTTP response. A response with any status is not an error.
 pub async fn request(
-    address: SocketAddr,
-    method: Method,
-    path: &str,
-    body: Bytes,
-) -> Result<Answer, ClientError> {
-    request_within(DEADLINE, address, method, path, body).await
-}
-
-/// Like [`request`], with another deadline.
-///
-/// # Errors
-/// Same as [`request`].
-pub async fn request_within(
     deadline: Duration,
     address: SocketAddr,
     method: Method,
@@ -117,7 +105,7 @@ pub async fn request_within(
 /// # Errors
 /// Fails as [`request`] does, if the status is not 200, or if the document is not a `T`.
 pub async fn fetch<T: DeserializeOwned>(address: SocketAddr, path: &str) -> Result<T, ClientError> {
-    let answer = request(address, Method::GET, path, Bytes::new()).await?;
+    let answer = request(DEADLINE, address, Method::GET, path, Bytes::new()).await?;
     if answer.status != StatusCode::OK {
         let text = answer.text().trim().chars().take(200).collect();
         return Err(ClientError::Status { address, path: path.to_owned(), status: answer.status, text });

@@ -33,8 +33,6 @@ pub use process::{register_process_metrics, register_tasks};
 pub use serve::TUNNELLED;
 pub use show::{Show, ShowError};
 
-use std::convert::Infallible;
-use std::fmt;
 use std::io;
 use std::net::TcpListener;
 use std::pin::Pin;
@@ -51,9 +49,9 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use prometheus_client::registry::Registry;
 use serde::{Deserialize, Serialize};
-use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use crate::accept::Gate;
 use crate::lifecycle::Readiness;
 use crate::logging;
 use crate::settled::Settling;
@@ -104,12 +102,6 @@ pub struct Admin {
     pub settling: Settling,
 }
 
-impl fmt::Debug for Admin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Admin").field("readiness", &self.readiness).finish_non_exhaustive()
-    }
-}
-
 impl Admin {
     /// Answers at the listener, on a new thread, until the returned handle is dropped.
     ///
@@ -117,27 +109,18 @@ impl Admin {
     /// Fails if it is not a listener, or if the thread or its runtime cannot be created.
     pub fn serve(self, listener: TcpListener) -> io::Result<Serving> {
         listener.set_nonblocking(true)?;
-        let address = listener.local_addr()?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let stop = CancellationToken::new();
+        let (stop, gate) = (CancellationToken::new(), Gate::new(true));
+        let entered = runtime.enter();
+        let listener = gate.guard(tokio::net::TcpListener::from_std(listener)?);
+        drop(entered);
         let stopped = stop.clone();
-        let (accepting, open) = watch::channel(true);
         let thread = std::thread::Builder::new().name("admin".to_owned()).spawn(move || {
-            runtime.block_on(async move {
-                let served = async {
-                    let listener = tokio::net::TcpListener::from_std(listener)?;
-                    let tunnelled = self.clone().tunnelled_router();
-                    serve::answer(&listener, (&self.router(), &tunnelled), open).await
-                };
-                tokio::select! {
-                    () = stopped.cancelled() => {}
-                    Err::<Infallible, io::Error>(error) = served => {
-                        tracing::error!(%address, %error, "failed to serve the admin endpoints");
-                    }
-                }
-            });
+            let tunnelled = self.clone().tunnelled_router();
+            let serving = serve::answer(listener, self.router(), tunnelled);
+            runtime.block_on(stopped.run_until_cancelled_owned(serving));
         })?;
-        Ok(Serving { stop, accepting: Accepting(Arc::new(accepting)), thread: Some(thread) })
+        Ok(Serving { stop, gate, thread: Some(thread) })
     }
 
     fn router(self) -> Router {
@@ -173,24 +156,9 @@ impl Admin {
 #[derive(Debug)]
 pub struct Serving {
     stop: CancellationToken,
-    accepting: Accepting,
+    /// While it is closed, connections are left to another process that shares the listener.
+    pub gate: Gate,
     thread: Option<JoinHandle<()>>,
-}
-
-/// Controls whether the endpoints accept connections, or leave them to another process that shares the listener.
-#[derive(Clone, Debug)]
-pub struct Accepting(Arc<watch::Sender<bool>>);
-
-impl Accepting {
-    pub fn set(&self, accepting: bool) {
-        self.0.send_replace(accepting);
-    }
-}
-
-impl Serving {
-    pub fn accepting(&self) -> Accepting {
-        self.accepting.clone()
-    }
 }
 
 impl Drop for Serving {

@@ -1,7 +1,6 @@
 //! Serves connections to the admin endpoints, and checks which requests are answered.
 
 use std::convert::Infallible;
-use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
@@ -13,9 +12,8 @@ use axum::response::{IntoResponse as _, Response};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use tokio::net::TcpListener;
-use tokio::sync::watch;
 
+use crate::accept::Gated;
 use crate::text::printable;
 
 /// Source address that an agent uses to dial its own admin port for a server. A client that reaches a node's ports
@@ -26,45 +24,23 @@ pub const TUNNELLED: Ipv4Addr = Ipv4Addr::new(127, 80, 84, 1);
 pub(super) const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum length of a request's head, in bytes.
 const MAX_HEAD: usize = 16 << 10;
-/// Pause after a failed accept: errors of a single connection do not repeat, EMFILE does.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
-/// Accepts connections while `open` is true and answers their requests, until dropped. The second router serves
-/// connections from [`TUNNELLED`].
-pub(super) async fn answer(
-    listener: &TcpListener,
-    (own, tunnelled): (&Router, &Router),
-    mut open: watch::Receiver<bool>,
-) -> io::Result<Infallible> {
+/// Accepts connections and answers their requests, until dropped. The second router serves connections from
+/// [`TUNNELLED`].
+pub(super) async fn answer(mut listener: Gated, own: Router, tunnelled: Router) -> Infallible {
     let mut server = http1::Builder::new();
     // A client may close its sending half after the request and wait for the answer.
     server.timer(TokioTimer::new()).header_read_timeout(READ_TIMEOUT).max_buf_size(MAX_HEAD).half_close(true);
     loop {
-        if open.wait_for(|open| *open).await.is_err() {
-            // The sender is dropped only when the program is about to end.
-            return std::future::pending().await;
-        }
-        let accepted = tokio::select! {
-            biased;
-            Ok(()) = open.changed() => continue,
-            accepted = listener.accept() => accepted,
-        };
-        match accepted {
-            Ok((socket, client)) => {
-                let router = if client.ip() == TUNNELLED { tunnelled } else { own };
-                let service = TowerToHyperService::new(router.clone());
-                let connection = server.serve_connection(TokioIo::new(socket), service);
-                tokio::spawn(async move {
-                    if let Err(error) = connection.await {
-                        tracing::debug!(%client, %error, "admin connection failed");
-                    }
-                });
+        let (socket, client) = listener.accept("admin").await;
+        let router = if client.ip() == TUNNELLED { &tunnelled } else { &own };
+        let service = TowerToHyperService::new(router.clone());
+        let connection = server.serve_connection(TokioIo::new(socket), service);
+        tokio::spawn(async move {
+            if let Err(error) = connection.await {
+                tracing::debug!(%client, %error, "admin connection failed");
             }
-            Err(error) => {
-                tracing::warn!(%error, "failed to accept an admin connection");
-                tokio::time::sleep(ACCEPT_PAUSE).await;
-            }
-        }
+        });
     }
 }
 

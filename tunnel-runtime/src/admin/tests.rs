@@ -37,7 +37,7 @@ fn serve_after(settling: Settling) -> (Served, Readiness, Log) {
     registry.sub_registry_with_prefix("postern").register("things", "Things seen", counter.clone());
     counter.inc_by(3);
     register_process_metrics(&mut registry, "1.2.3");
-    let readiness = Readiness::new();
+    let readiness = Readiness::default();
     let log = Log(Arc::default());
     let admin = Admin {
         registry: Arc::new(registry),
@@ -68,7 +68,7 @@ fn serve_after(settling: Settling) -> (Served, Readiness, Log) {
 }
 
 async fn ask(serving: &Served, method: Method, path: &str, body: &'static str) -> client::Answer {
-    client::request(serving.address(), method, path, body.into()).await.unwrap()
+    client::request(client::DEADLINE, serving.address(), method, path, body.into()).await.unwrap()
 }
 
 #[tokio::test]

@@ -139,7 +139,7 @@ fn read_file(path: &Path, command: &Command, given: &ArgMatches) -> Result<Vec<S
 }
 
 /// Returns the first line of clap's error, without the prefix `error: `.
-fn reason_of(error: &clap::Error) -> String {
+pub(crate) fn reason_of(error: &clap::Error) -> String {
     let text = error.to_string();
     let line = text.lines().next().unwrap_or_default();
     line.strip_prefix("error: ").unwrap_or(line).to_owned()

@@ -6,6 +6,7 @@ mod ignored;
 mod target;
 pub mod value;
 
+pub(crate) use command_line::reason_of;
 pub use command_line::{ConfigFile, parse};
 pub use error::{BindError, ConfigError, pair};
 pub use ignored::Ignored;

@@ -1,6 +1,5 @@
 //! Watches changes of this host's addresses or routes, by rtnetlink(7).
 
-use std::fmt;
 use std::io;
 use std::time::Duration;
 
@@ -100,12 +99,6 @@ impl NetChanges {
                 Ok(true)
             }
         }
-    }
-}
-
-impl fmt::Debug for NetChanges {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("NetChanges")
     }
 }
 

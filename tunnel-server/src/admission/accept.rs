@@ -1,84 +1,11 @@
-//! Accepts connections despite temporary errors, such as a full file descriptor table.
+//! Where the connections of agents and of other servers come from.
 
-use std::future::pending;
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
-use std::time::Duration;
 
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::watch;
 use tunnel_link::link::Wire;
+use tunnel_runtime::accept::Gated;
 
-/// Pause before the next attempt when the process or the host is out of resources.
-const PAUSE: Duration = Duration::from_millis(100);
-
-/// Tells listeners whether to accept. While they do not, connections wait in them, or are accepted by another process
-/// that has the same listeners.
-#[derive(Clone, Debug)]
-pub struct Gate(Arc<watch::Sender<bool>>);
-
-impl Gate {
-    pub fn new(open: bool) -> Self {
-        Self(Arc::new(watch::Sender::new(open)))
-    }
-
-    pub fn set(&self, open: bool) {
-        self.0.send_replace(open);
-    }
-
-    /// Waits until it is open.
-    pub async fn opened(&self) {
-        // This never fails, because the gate holds the sender.
-        let _ = self.0.subscribe().wait_for(|open| *open).await;
-    }
-
-    pub fn is_open(&self) -> bool {
-        *self.0.borrow()
-    }
-
-    /// Waits until it is closed.
-    pub async fn closed(&self) {
-        let _ = self.0.subscribe().wait_for(|open| !*open).await;
-    }
-
-    pub fn guard(&self, listener: TcpListener) -> Gated {
-        Gated { listener, open: self.0.subscribe(), _gate: self.clone() }
-    }
-}
-
-/// A listener behind a [`Gate`].
-#[derive(Debug)]
-pub struct Gated {
-    listener: TcpListener,
-    open: watch::Receiver<bool>,
-    /// Keeps the sender, so that waiting never fails.
-    _gate: Gate,
-}
-
-impl AsFd for Gated {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.listener.as_fd()
-    }
-}
-
-impl Gated {
-    /// Returns the next connection. Errors are logged, and do not end the wait.
-    pub async fn accept(&mut self, listener: &'static str) -> (TcpStream, SocketAddr) {
-        loop {
-            if self.open.wait_for(|open| *open).await.is_err() {
-                return pending().await;
-            }
-            tokio::select! {
-                biased;
-                _ = self.open.changed() => {}
-                accepted = accept(&self.listener, listener) => return accepted,
-            }
-        }
-    }
-}
-
-/// Where the connections of agents and of other servers come from.
+/// A port, or in a simulation what stands for it.
 pub trait Accept: Send + 'static {
     /// Returns the next connection of the port `name`, and its client's address.
     fn accept(&mut self, name: &'static str) -> impl Future<Output = (Wire, SocketAddr)> + Send;
@@ -88,52 +15,5 @@ impl Accept for Gated {
     async fn accept(&mut self, name: &'static str) -> (Wire, SocketAddr) {
         let (socket, peer) = Self::accept(self, name).await;
         (socket.into(), peer)
-    }
-}
-
-async fn accept(socket: &TcpListener, listener: &'static str) -> (TcpStream, SocketAddr) {
-    loop {
-        match socket.accept().await {
-            Ok(accepted) => return accepted,
-            Err(error) if is_of_one_connection(&error) => {
-                tracing::debug!(listener, %error, "connection lost before it was accepted");
-            }
-            Err(error) => {
-                tracing::error!(listener, %error, "failed to accept a connection, check the limit of open files (ulimit -n)");
-                tokio::time::sleep(PAUSE).await;
-            }
-        }
-    }
-}
-
-/// True for an error of the connection that was about to be accepted, not of the listener (accept(2)).
-fn is_of_one_connection(error: &std::io::Error) -> bool {
-    use std::io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted, TimedOut};
-    matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted | TimedOut)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn a_closed_gate_leaves_connections_to_whoever_opens() {
-        let gate = Gate::new(false);
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let mut gated = gate.guard(listener);
-        let client = TcpStream::connect(address).await.unwrap();
-        let closed = tokio::time::timeout(Duration::from_millis(50), gated.accept("test")).await;
-        assert!(closed.is_err(), "accepted behind a closed gate");
-        gate.set(true);
-        let (_, peer) = gated.accept("test").await;
-        assert_eq!(peer, client.local_addr().unwrap());
-        let waiting = tokio::spawn(async move { gated.accept("test").await });
-        gate.set(false);
-        let second = TcpStream::connect(address).await.unwrap();
-        tokio::task::yield_now().await;
-        assert!(!waiting.is_finished());
-        gate.set(true);
-        assert_eq!(waiting.await.unwrap().1, second.local_addr().unwrap());
     }
 }

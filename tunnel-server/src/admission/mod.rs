@@ -8,7 +8,7 @@ mod source_buckets;
 
 use std::net::{IpAddr, Ipv6Addr};
 
-pub use accept::{Accept, Gate, Gated};
+pub use accept::Accept;
 pub use budget::Budget;
 pub(crate) use budget::Part;
 pub(crate) use places::{Place, Places};

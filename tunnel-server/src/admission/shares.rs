@@ -18,7 +18,7 @@ use super::source_key;
 
 #[derive(Clone, Debug)]
 pub(crate) struct Shares {
-    limit: u32,
+    pub(crate) limit: u32,
     counts: Arc<Mutex<Counts>>,
     /// Places of unauthenticated connections; `None` if they have no separate bound here.
     unauthenticated: Option<Arc<Shares>>,
@@ -104,10 +104,6 @@ impl Shares {
     /// Maximum number of connections of one source.
     pub(crate) fn most_of(&self, source: IpAddr) -> u32 {
         if source_key(source).is_loopback() { self.limit } else { self.limit.div_ceil(2) }
-    }
-
-    pub(crate) fn limit(&self) -> u32 {
-        self.limit
     }
 
     /// Returns the same shares with the limit that an agent accepts now, which may change.

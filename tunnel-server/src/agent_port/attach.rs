@@ -203,7 +203,7 @@ async fn session(
     let session = Arc::new(Session {
         id: context.sessions.next_id(),
         node,
-        router: context.sessions.router().clone(),
+        router: context.sessions.router.clone(),
         epoch: hello.epoch,
         credential: ArcSwap::from(credential),
         refusal: OnceLock::new(),
@@ -522,11 +522,8 @@ fn take(
             context.sessions.leave(session, false);
         }
         Some(agent_event::Event::Hello(_)) => return Err(End::NotHello),
-        // Informational: routes come from the inventory.
-        Some(agent_event::Event::Addresses(addresses)) => {
-            tracing::debug!(node = %session.node, addresses = ?addresses.addresses, "node addresses changed");
-        }
-        Some(agent_event::Event::Load(_)) | None => {}
+        // Of earlier agents, or to get traffic on the link.
+        Some(agent_event::Event::Addresses(_) | agent_event::Event::Load(_)) | None => {}
     }
     Ok(())
 }

@@ -94,7 +94,7 @@ impl Handshakes {
             Err(error) => {
                 self.context.metrics.handshake(error.label());
                 match error {
-                    Error::Failed(_) => {
+                    Error::Failed(_) | Error::Denied(_) => {
                         tracing::info!(%peer, port, %error, "handshake failed on the agent port");
                     }
                     // Unauthenticated clients can cause any number of these.
@@ -138,8 +138,7 @@ impl Handshakes {
             self.context.metrics.tls_handshake(resumed);
             // Any other proves that it has its key: a new certificate is good for longer than a session.
             if resumed && !matches!(connection.alpn_protocol(), Some(ALPN_TUNNEL | ALPN_EDGE)) {
-                let reason = "only an agent's links resume a session";
-                return Err(io::Error::new(io::ErrorKind::PermissionDenied, reason).into());
+                return Err(Error::denied("only an agent's links resume a session"));
             }
             Ok(stream)
         };
@@ -190,18 +189,25 @@ pub(super) enum Error {
     Busy,
     #[error("it has as many links with this server as one may have, or all servers and redirectors have")]
     Links,
+    #[error("{0}")]
+    Denied(String),
     #[error(transparent)]
     Failed(#[from] io::Error),
 }
 
 impl Error {
+    /// Of a client whose certificate or protocol does not fit.
+    pub(super) fn denied(why: impl std::fmt::Display) -> Self {
+        Self::Denied(why.to_string())
+    }
+
     pub(super) const fn label(&self) -> &'static str {
         match self {
             Self::Silent => "silent",
             Self::Left => "left",
             Self::Evicted => "evicted",
             Self::NoTurn | Self::Busy | Self::Links => "turned_away",
-            Self::Failed(_) => "failed",
+            Self::Failed(_) | Self::Denied(_) => "failed",
         }
     }
 }

@@ -24,7 +24,7 @@ impl LinkContext {
         &self,
         certificate: &CertificateDer<'_>,
     ) -> Result<Arc<Credential>, IdentityError> {
-        Ok(Arc::new(Credential::of(certificate, &self.bundle.borrow(), self.sessions.router().clock())?))
+        Ok(Arc::new(Credential::of(certificate, &self.bundle.borrow(), self.sessions.router.clock())?))
     }
 
     /// The only rule for links: neither end is revoked, the inventory knows the node, a redirector's is no edge node, and the

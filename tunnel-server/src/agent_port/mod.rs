@@ -17,7 +17,6 @@ mod peer;
 mod shut_out;
 
 use std::collections::BTreeSet;
-use std::io;
 use std::sync::Arc;
 
 use tokio::sync::watch;
@@ -28,12 +27,12 @@ use tunnel_runtime::config::HostPort;
 
 pub use self::from_edge::FromEdge;
 pub use self::link::{Handover, LinkContext};
-pub use crate::admission::{Accept, Budget, Gate, Gated};
+pub use crate::admission::{Accept, Budget};
 pub use config::AgentsConfig;
 pub use enroll::{enroll_routes, for_client};
 pub(crate) use gate::PARTS as AGENTS_PARTS;
 pub use konnectivity::KonnectivityConfig;
-pub(crate) use konnectivity::{KonnectivityPort, NAME as KONNECTIVITY, Tokens, service_account};
+pub(crate) use konnectivity::{KonnectivityPort, NAME as KONNECTIVITY, Tokens};
 
 use crate::listener::{EDGE, ListenerContext};
 use crate::pki::EnrollService;
@@ -109,16 +108,13 @@ impl AgentPort {
     async fn serve_one(&self, Connection { stream, peer, place, worker }: Connection) -> Result<(), Error> {
         let connection = stream.get_ref().1;
         let certificate = connection.peer_certificates().and_then(|chain| chain.first()).cloned();
-        let denied = io::ErrorKind::PermissionDenied;
-        let client = certificate.as_ref().map(client_of_certificate).transpose();
-        let client = client.map_err(|error| io::Error::new(denied, error))?;
+        let client = certificate.as_ref().map(client_of_certificate).transpose().map_err(Error::denied)?;
         match connection.alpn_protocol() {
             Some(ALPN_TUNNEL) => {
                 let (Some(Client::Agent(node)), Some(certificate)) = (client, &certificate) else {
-                    return Err(io::Error::new(denied, "an agent's link needs a client certificate").into());
+                    return Err(Error::denied("an agent's link needs a client certificate"));
                 };
-                let credential = self.context.credential(certificate);
-                let credential = credential.map_err(|error| io::Error::new(denied, error))?;
+                let credential = self.context.credential(certificate).map_err(Error::denied)?;
                 place.waits();
                 let certified = self.handshakes.gate.certified_when_free(&node, peer.ip());
                 let certified = tokio::select! {
@@ -144,11 +140,10 @@ impl AgentPort {
                 let (Some(client @ (Client::Server(_) | Client::Redirector(_))), Some(certificate)) =
                     (client, &certificate)
                 else {
-                    let reason = "it needs the certificate of a server or of a redirector";
-                    return Err(io::Error::new(denied, reason).into());
+                    return Err(Error::denied("it needs the certificate of a server or of a redirector"));
                 };
                 let judged = Judged::new(self.context.clone(), client, certificate);
-                let judged = judged.map_err(|error| io::Error::new(denied, error))?;
+                let judged = judged.map_err(Error::denied)?;
                 let gate = &self.handshakes.gate;
                 let linked = gate.peer(&judged.name(), peer.ip()).ok_or(Error::Links)?;
                 drop(place);
@@ -159,17 +154,17 @@ impl AgentPort {
             }
             Some(ALPN_EDGE) => {
                 let (Some(Client::Agent(node)), Some(certificate)) = (client, &certificate) else {
-                    return Err(io::Error::new(denied, "it needs the certificate of an agent").into());
+                    return Err(Error::denied("it needs the certificate of an agent"));
                 };
                 let Some(from_edge) = self.from_edge.clone() else {
                     let reason = "this server has no --policy, which would say what workloads may reach";
-                    return Err(io::Error::new(denied, reason).into());
+                    return Err(Error::denied(reason));
                 };
                 let judged = Judged::new(self.context.clone(), Client::Agent(node.clone()), certificate);
-                let judged = judged.map_err(|error| io::Error::new(denied, error))?;
+                let judged = judged.map_err(Error::denied)?;
                 if let Err(refusal) = judged.judge() {
                     self.context.metrics.session_refused(refusal.label());
-                    return Err(io::Error::new(denied, refusal.to_string()).into());
+                    return Err(Error::denied(refusal));
                 }
                 let mut share = from_edge.shares.admit(peer.ip()).map_err(|_| Error::Busy)?;
                 share.reaches(&node, None).map_err(|_| Error::Busy)?;
@@ -183,9 +178,7 @@ impl AgentPort {
             Some(ALPN_GRPC) => {
                 let node = match client {
                     Some(Client::Agent(node) | Client::Redirector(node)) => Some(node),
-                    Some(Client::Server(_)) => {
-                        return Err(io::Error::new(denied, "servers have nothing to enrol").into());
-                    }
+                    Some(Client::Server(_)) => return Err(Error::denied("servers have nothing to enrol")),
                     None => None,
                 };
                 let enrol_place = match &node {
@@ -198,7 +191,7 @@ impl AgentPort {
             }
             _ => {
                 let offered = "the client offered none of postern/1, postern-peer/1, postern-edge/1 and h2";
-                return Err(io::Error::new(io::ErrorKind::InvalidData, offered).into());
+                return Err(Error::denied(offered));
             }
         }
         Ok(())

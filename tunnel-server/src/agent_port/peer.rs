@@ -58,7 +58,7 @@ pub(super) async fn serve(
     link::tune_server_link(stream.get_ref().0);
     let io = LinkIo::new(*stream);
     let flow = io.flow();
-    let admitted = if redirector { shares.most_of(peer.ip()) } else { shares.limit() };
+    let admitted = if redirector { shares.most_of(peer.ip()) } else { shares.limit };
     let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::admitting_builder(admitted).handshake(io));
     let Ok(Ok(mut link)) = handshake.await else {
         tracing::debug!(%peer, server_id, "HTTP/2 handshake with another server failed");

@@ -49,14 +49,14 @@ impl Bound {
         let Some(ca) = ca else { return Ok(None) };
         let names = config.server_names();
         let certificate = ServerCertificate::start(ca, names, server_id, self.metrics.pki.clone())?;
-        let own = certificate.tls();
+        let own = certificate.tls.clone();
         let egress_tls = config.listeners.egress.tls.clone();
         let egress_tls = egress_tls.map(|tls| EgressTls::new(tls, own.clone(), &self.metrics.files));
         let egress_tls = egress_tls.transpose()?;
         let standing = self.standing(said)?;
         Ok(Some(Identity {
-            peer_tls: certificate.peer_tls(),
-            roots: certificate.roots(),
+            peer_tls: certificate.peer_tls.clone(),
+            roots: certificate.roots.clone(),
             certificate: Some(Arc::new(certificate)),
             redirector: None,
             standing,
@@ -79,10 +79,10 @@ impl Bound {
         let Some(redirector) = enrolled else { return Ok(None) };
         tasks.spawn(ready_while_linked(peers.clone(), readiness.clone(), stop.clone()));
         Ok(Some(Identity {
-            peer_tls: redirector.tls(),
+            peer_tls: redirector.tls.clone(),
             certificate: None,
             standing: self.standing(said)?,
-            roots: redirector.roots(),
+            roots: redirector.roots.subscribe(),
             redirector: Some(redirector.start(said.peers.subscribe(), tasks, stop.clone())),
             // Its certificate is a client's: no scraper would take it for a server's.
             caller_tls: CallerTls::self_signed(config.node.as_str()),

@@ -34,8 +34,10 @@ const SERVER: &str = "a server";
 /// A redirector with its certificate.
 pub(crate) struct Redirector {
     enrolled: Enrolled,
-    tls: Arc<ArcSwap<ClientConfig>>,
-    roots: watch::Sender<Arc<TrustBundle>>,
+    /// TLS settings for dialling servers, which are kept current.
+    pub(super) tls: Arc<ArcSwap<ClientConfig>>,
+    /// The trusted roots, which are kept current.
+    pub(super) roots: watch::Sender<Arc<TrustBundle>>,
     reach: Reach,
 }
 
@@ -69,16 +71,6 @@ impl Redirector {
         let tls = agent_tls(&identity, ALPN_PEER).context("the redirector's certificate")?;
         let roots = watch::Sender::new(Arc::new(identity.bundle.clone()));
         Ok(Self { enrolled, tls: Arc::new(ArcSwap::from(tls)), roots, reach })
-    }
-
-    /// Returns the TLS settings for dialling servers, which are kept current.
-    pub(crate) fn tls(&self) -> Arc<ArcSwap<ClientConfig>> {
-        self.tls.clone()
-    }
-
-    /// Returns the trusted roots, which are kept current.
-    pub(crate) fn roots(&self) -> watch::Receiver<Arc<TrustBundle>> {
-        self.roots.subscribe()
     }
 
     /// Keeps the certificate valid until `stop`. `addresses`: the servers.

@@ -12,7 +12,6 @@ use tunnel_pki::TrustBundle;
 use tunnel_pki::enrol::reach::Reach;
 use tunnel_redirect::Feeder;
 use tunnel_routing::{follow, keep_claims};
-use tunnel_runtime::admin::Serving;
 use tunnel_runtime::clock::Clock;
 use tunnel_runtime::limits::Limits;
 use tunnel_runtime::takeover::{self, socket_path};
@@ -57,7 +56,7 @@ impl Bound {
         let Found { running: before, orphans } = self.found;
         let gates = Gates::new(before.is_none() && orphans.is_empty());
         let budget = Budget::of(open_files, Limits::of_process().memory.amount);
-        let own = certificate.as_ref().map(|certificate| certificate.tls());
+        let own = certificate.as_ref().map(|certificate| certificate.tls.clone());
         let named = move |address: IpAddr| own.as_ref().is_some_and(|own| own.names(&address.to_string()));
         runtime.router.own_ports.start(config.listeners.own_ports(), peers.clone(), Box::new(named));
         let callers = Callers::new(&config.listeners, files.callers, runtime, client, caller_tls, &budget);
@@ -66,9 +65,9 @@ impl Bound {
                 links(config, runtime, roots.clone(), &standing, settings.clone(), said.handover.subscribe());
             let policy = EnrollPolicy { standing, tokens: config.token_enrollment() };
             let state_dir = &config.process.state_dir;
-            let enroll = EnrollService::new(certificate.ca(), state_dir, policy, metrics.pki.clone());
+            let enroll = EnrollService::new(certificate.ca.clone(), state_dir, policy, metrics.pki.clone());
             let context = ListenerContext::of(runtime);
-            let (tls, workers) = (certificate.tls(), runtime.workers.clone());
+            let (tls, workers) = (certificate.tls.clone(), runtime.workers.clone());
             let workloads = config.listeners.connect.policy.is_some().then(|| callers.workloads());
             let port = AgentPort::new(tls, workers, enroll, links, context, workloads, &budget);
             AgentPorts { port, peers }
@@ -91,7 +90,7 @@ impl Bound {
             runtime: runtime.clone(),
             sockets: copies,
             gates: gates.clone(),
-            admin: self.admin.as_ref().map(Serving::accepting),
+            admin: self.admin.as_ref().map(|admin| admin.gate.clone()),
             handover: said.handover.clone(),
             phase: watch::Sender::default(),
             closed: CancellationToken::new(),

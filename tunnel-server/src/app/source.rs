@@ -76,7 +76,7 @@ impl Source {
     pub(crate) fn client(&self) -> Option<kube::Client> {
         match self {
             Self::File { .. } => None,
-            Self::Kubernetes(kube) => Some(kube.client()),
+            Self::Kubernetes(kube) => Some(kube.client.clone()),
         }
     }
 
@@ -87,8 +87,13 @@ impl Source {
             Self::Kubernetes(kube) => {
                 let (followed, services) = watch::channel(ClusterIps::default());
                 let stop = runtime.stop.clone();
-                runtime.tasks.spawn(cluster_ips::run(kube.client(), kube.health(), followed, stop));
-                Some(ClusterServices::new(services, ServiceEndpoints::new(kube.client())))
+                runtime.tasks.spawn(cluster_ips::run(
+                    kube.client.clone(),
+                    kube.health.clone(),
+                    followed,
+                    stop,
+                ));
+                Some(ClusterServices::new(services, ServiceEndpoints::new(kube.client.clone())))
             }
         }
     }

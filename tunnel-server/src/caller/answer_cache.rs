@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 use std::hash::Hash;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
+use tokio::time::Instant;
 
 /// Maximum number of entries, because callers choose the keys.
 const MOST: usize = 4096;
@@ -21,19 +22,12 @@ impl<K, V> Default for AnswerCache<K, V> {
 
 impl<K: Eq + Hash, V: Clone> AnswerCache<K, V> {
     pub(crate) fn get(&self, key: &K) -> Option<V> {
-        self.get_at(key, Instant::now())
-    }
-
-    fn get_at(&self, key: &K, now: Instant) -> Option<V> {
         let entries = self.0.lock();
-        entries.get(key).filter(|(_, until)| now < *until).map(|(value, _)| value.clone())
+        entries.get(key).filter(|(_, until)| Instant::now() < *until).map(|(value, _)| value.clone())
     }
 
     pub(crate) fn put(&self, key: K, value: V, lasts: Duration) {
-        self.put_at(key, value, lasts, Instant::now());
-    }
-
-    fn put_at(&self, key: K, value: V, lasts: Duration, now: Instant) {
+        let now = Instant::now();
         let mut entries = self.0.lock();
         if entries.len() >= MOST {
             entries.retain(|_, (_, until)| now < *until);
@@ -61,11 +55,7 @@ impl<K: Eq + Hash, T: Clone, E: Clone> VerdictCache<K, T, E> {
     }
 
     pub(crate) fn get(&self, key: &K) -> Option<Result<T, E>> {
-        self.get_at(key, Instant::now())
-    }
-
-    pub(super) fn get_at(&self, key: &K, now: Instant) -> Option<Result<T, E>> {
-        self.yes.get_at(key, now).map(Ok).or_else(|| self.no.get_at(key, now).map(Err))
+        self.yes.get(key).map(Ok).or_else(|| self.no.get(key).map(Err))
     }
 
     pub(crate) fn put(&self, key: K, verdict: Result<T, E>) {
@@ -80,23 +70,25 @@ impl<K: Eq + Hash, T: Clone, E: Clone> VerdictCache<K, T, E> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn an_answer_expires() {
-        let (cache, now) = (AnswerCache::default(), Instant::now());
-        cache.put_at("a", 1, Duration::from_secs(5), now);
-        assert_eq!(cache.get_at(&"a", now + Duration::from_secs(4)), Some(1));
-        assert_eq!(cache.get_at(&"a", now + Duration::from_secs(5)), None);
-        assert_eq!(cache.get_at(&"b", now), None);
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_expires() {
+        let cache = AnswerCache::default();
+        cache.put("a", 1, Duration::from_secs(5));
+        tokio::time::advance(Duration::from_secs(4)).await;
+        assert_eq!(cache.get(&"a"), Some(1));
+        assert_eq!(cache.get(&"b"), None);
+        tokio::time::advance(Duration::from_secs(1)).await;
+        assert_eq!(cache.get(&"a"), None);
     }
 
     #[test]
     fn it_does_not_grow_beyond_its_bound() {
-        let (cache, now) = (AnswerCache::default(), Instant::now());
+        let cache = AnswerCache::default();
         for n in 0..3 * MOST {
-            cache.put_at(n, (), Duration::from_secs(5), now);
+            cache.put(n, (), Duration::from_secs(3600));
             assert!(cache.0.lock().len() <= MOST);
         }
-        assert_eq!(cache.get_at(&(3 * MOST - 1), now), Some(()));
+        assert_eq!(cache.get(&(3 * MOST - 1)), Some(()));
     }
 
     #[test]

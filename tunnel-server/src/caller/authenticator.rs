@@ -33,7 +33,7 @@ impl ShownToken<'_> {
 pub(crate) struct Authenticator {
     tokens: ArcSwap<Tokens>,
     /// `None` without a cluster.
-    reviewer: Option<Arc<Reviewer>>,
+    pub(crate) reviewer: Option<Arc<Reviewer>>,
 }
 
 impl Authenticator {
@@ -43,10 +43,6 @@ impl Authenticator {
 
     pub(crate) fn set_tokens(&self, tokens: Tokens) {
         self.tokens.store(tokens.into());
-    }
-
-    pub(crate) fn reviewer(&self) -> Option<&Arc<Reviewer>> {
-        self.reviewer.as_ref()
     }
 
     /// True if the API server has to be asked whose the token is.

@@ -43,7 +43,7 @@ impl Accepted {
 /// The certificate that a caller has shown.
 #[derive(Debug)]
 pub(crate) struct Certified {
-    leaf: CertificateDer<'static>,
+    pub(crate) leaf: CertificateDer<'static>,
     intermediates: Vec<CertificateDer<'static>>,
     /// `None` if it cannot be read, which the verifier then reports.
     not_after: Option<SystemTime>,
@@ -62,10 +62,6 @@ impl Certified {
             accepted,
             verified: Mutex::default(),
         })
-    }
-
-    pub(crate) fn leaf(&self) -> &CertificateDer<'static> {
-        &self.leaf
     }
 
     /// Checks that a handshake would accept the certificate now.

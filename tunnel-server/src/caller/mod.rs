@@ -27,6 +27,9 @@ pub(crate) use certified::Certified;
 #[cfg(test)]
 pub(crate) use certified::tests::CallersCa;
 pub use identity::{Caller, Refusal};
+#[cfg(test)]
+pub(crate) use identity::{NODE_NAME, POD_NAME};
+pub(crate) use identity::{node_of_pod, service_account, service_account_user};
 pub(crate) use questions::{Asker, Questions};
 pub use review::Reviewer;
 pub use roots::ClientRoots;

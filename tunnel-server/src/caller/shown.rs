@@ -46,7 +46,7 @@ impl Shown {
     pub(crate) fn digest(&self) -> [u8; 32] {
         match self {
             Self::Nothing => [0; 32],
-            Self::Certificate(_, certified) => Sha256::digest(certified.leaf()).into(),
+            Self::Certificate(_, certified) => Sha256::digest(&certified.leaf).into(),
             Self::Token(token) => Sha256::digest(token.secret()).into(),
             Self::Node(name) => Sha256::digest(name.as_str()).into(),
         }

@@ -28,7 +28,8 @@ pub struct CallerTls {
     /// The same certificate if it is a server's, which has names.
     own: Option<Arc<ServerTls>>,
     config: ArcSwap<ServerConfig>,
-    accepted: Accepted,
+    /// The verifier in effect, for callers' certificates that have been accepted before.
+    pub(crate) accepted: Accepted,
 }
 
 impl CallerTls {
@@ -74,11 +75,6 @@ impl CallerTls {
         let verifier = caller_verifier(roots.root_store(), false)?;
         self.set(config(&self.certificate, verifier.clone())?, verifier);
         Ok(())
-    }
-
-    /// The verifier in effect, for callers' certificates that have been accepted before.
-    pub(crate) fn accepted(&self) -> &Accepted {
-        &self.accepted
     }
 
     /// Sets the settings, and the verifier that is in them, which they do not give out.

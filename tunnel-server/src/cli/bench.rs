@@ -6,10 +6,11 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Args;
 use http::{Method, StatusCode};
-use serde_json::json;
+use serde::Serialize;
 use tunnel_link::link::limited_by;
 use tunnel_runtime::NodeName;
-use tunnel_runtime::admin::client::{ClientError, fetch, request_within};
+use tunnel_runtime::admin::client::{ClientError, fetch, request};
+use tunnel_runtime::admin::to_json;
 use tunnel_runtime::output::{Output, print};
 use tunnel_runtime::progress::Progress;
 
@@ -49,23 +50,27 @@ impl BenchCommand {
         let progress = Progress::start("bench", format!("measuring the way to {node}"));
         let before = links().await?;
         let path = format!("/bench/{node}");
-        let answer = request_within(DEADLINE, address, Method::POST, &path, bytes::Bytes::new()).await?;
+        let answer = request(DEADLINE, address, Method::POST, &path, bytes::Bytes::new()).await?;
         if answer.status != StatusCode::OK {
             anyhow::bail!("{}", answer.text().trim());
         }
         let report: BenchReport = serde_json::from_slice(&answer.body).context("the server's answer")?;
         let measured = Measured::new(report, &before, &links().await?);
         drop(progress);
-        print(&self.output.output.show(&measured.to_json(), || measured.to_text())?)?;
+        print(&self.output.output.show(&to_json(&measured), || measured.to_text())?)?;
         Ok(())
     }
 }
 
+#[derive(Serialize)]
 struct Measured {
+    #[serde(flatten)]
     report: BenchReport,
     links: usize,
     /// Segments that the server has retransmitted meanwhile, on the links that exist after the measurement.
-    resent: u32,
+    resent_segments: u32,
+    /// Share of the segments to the node that were retransmitted: those lost, or taken for lost.
+    loss: f64,
     window_limited: Option<f64>,
     buffer_limited: Option<f64>,
 }
@@ -75,22 +80,18 @@ impl Measured {
         let count = |links: &[LinkStatus], number| {
             links.iter().find(|link| link.number == number).map_or(0, |link| link.retransmits)
         };
-        let resent =
+        let resent_segments: u32 =
             after.iter().map(|link| link.retransmits.saturating_sub(count(before, link.number))).sum();
         let most = |share: fn(&LinkStatus) -> Option<f64>| after.iter().filter_map(share).reduce(f64::max);
+        let segments = (report.to_node_bytes / SEGMENT).max(1);
         Self {
             report,
             links: after.len(),
-            resent,
+            resent_segments,
+            loss: (f64::from(resent_segments) / segments as f64).min(1.0),
             window_limited: most(|link| link.window_limited),
             buffer_limited: most(|link| link.buffer_limited),
         }
-    }
-
-    /// Share of the segments to the node that were retransmitted: those lost, or taken for lost.
-    fn loss(&self) -> f64 {
-        let segments = (self.report.to_node_bytes / SEGMENT).max(1);
-        (f64::from(self.resent) / segments as f64).min(1.0)
     }
 
     fn to_text(&self) -> String {
@@ -113,22 +114,12 @@ impl Measured {
         );
         let _ = writeln!(text, "to node     {:.2} MB/s", report.to_node_mb_s);
         let _ = writeln!(text, "from node   {:.2} MB/s", report.from_node_mb_s);
-        let _ =
-            writeln!(text, "sent again  {} segments to the node ({:.2} %)", self.resent, self.loss() * 100.0);
+        let (resent, loss) = (self.resent_segments, self.loss * 100.0);
+        let _ = writeln!(text, "sent again  {resent} segments to the node ({loss:.2} %)");
         let limited = self.window_limited.zip(self.buffer_limited);
         let by = limited.and_then(|(window, buffer)| limited_by(window, buffer));
         let _ = writeln!(text, "limited by  {}", by.unwrap_or_else(|| "the path".to_owned()));
         text
-    }
-
-    fn to_json(&self) -> serde_json::Value {
-        json!({
-            "node": self.report.node, "rtt_ms": self.report.rtt_ms,
-            "to_node_mb_s": self.report.to_node_mb_s, "from_node_mb_s": self.report.from_node_mb_s,
-            "to_node_bytes": self.report.to_node_bytes, "from_node_bytes": self.report.from_node_bytes,
-            "links": self.links, "resent_segments": self.resent, "loss": self.loss(),
-            "window_limited": self.window_limited, "buffer_limited": self.buffer_limited,
-        })
     }
 }
 
@@ -171,6 +162,6 @@ mod tests {
         ] {
             assert!(text.contains(line), "{line}{text}");
         }
-        assert_eq!(measured.to_json()["loss"], 0.01);
+        assert_eq!(to_json(&measured)["loss"], 0.01);
     }
 }

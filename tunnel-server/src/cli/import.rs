@@ -2,17 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use serde::Deserialize;
+use tunnel_routing::inventory::DEFAULT_KUBELET_PORT;
 use tunnel_runtime::NodeName;
 use tunnel_runtime::config::ConfigError;
 
-use tunnel_routing::inventory::DEFAULT_KUBELET_PORT;
-use tunnel_runtime::reloaded::read;
+use super::status::read;
 
 #[derive(Args, Clone, Debug)]
 pub struct ImportCommand {
@@ -64,12 +63,8 @@ impl ImportCommand {
     /// If the file cannot be used: with the place and the reason.
     pub fn run(&self) -> Result<(), ConfigError> {
         let ImportAction::Superedge { file, node } = &self.action;
-        // The image has no tool to copy a file into a pod.
-        let text = if file.as_os_str() == "-" {
-            io::read_to_string(io::stdin()).map_err(|error| error.to_string())
-        } else {
-            read(file)
-        };
+        // Standard input, because the image has no tool to copy a file into a pod.
+        let text = read(file).map_err(|error| error.to_string());
         let printed = text.and_then(|text| superedge(&text, node.as_ref()));
         let wrong = |reason| ConfigError::new("import superedge", file.display().to_string(), reason);
         print!("{}", printed.map_err(wrong)?);

@@ -88,7 +88,8 @@ impl StatusCommand {
     }
 }
 
-fn read(path: &Path) -> io::Result<String> {
+/// Reads a file, or standard input if it is `-`.
+pub(super) fn read(path: &Path) -> io::Result<String> {
     if path == Path::new("-") {
         return io::read_to_string(io::stdin());
     }

@@ -32,7 +32,7 @@ use tunnel_runtime::config::value::{self, List, OnOff};
 use tunnel_runtime::config::{ConfigError, ConfigFile, HostPort, Ignored};
 use tunnel_runtime::logging::LogConfig;
 
-use crate::agent_port::service_account;
+use crate::caller::service_account;
 use crate::kube::{KubeOptions, ObjectNames};
 use crate::listen::ListenersConfig;
 use crate::pki::{DEFAULT_STATE_DIR, ServerNames};

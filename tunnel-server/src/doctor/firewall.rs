@@ -306,7 +306,7 @@ pub(super) mod tests {
         let mut status = serde_json::json!({
             "version": "1", "server_id": "s", "uptime_s": 1, "ready": true, "pending": [], "nodes": [], "listeners": [],
             "redirect": {"state": "on", "reason": null, "mended": 0, "counters": {}, "routes": 1, "routes_down": 0,
-                         "excluded": 0, "programs": []},
+                         "excluded": 0},
             "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},
         });
         if let Some(ports) = ports {

@@ -303,7 +303,7 @@ mod tests {
             let status = serde_json::json!({
                 "version": "1", "server_id": "s", "uptime_s": uptime, "ready": true, "pending": [], "nodes": [],
                 "listeners": [listener("127.0.0.1:4000"), listener("[::1]:4000")],
-                "redirect": {"state": "on", "reason": null, "mended": 0, "routes": 1, "routes_down": 0, "excluded": 0, "programs": [],
+                "redirect": {"state": "on", "reason": null, "mended": 0, "routes": 1, "routes_down": 0, "excluded": 0,
                              "counters": counters},
                 "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},
             });
@@ -343,7 +343,7 @@ mod tests {
         let status = serde_json::json!({
             "version": "1", "server_id": "s", "uptime_s": 1, "ready": true, "pending": [], "nodes": [], "listeners": [],
             "redirect": {"state": "on", "reason": null, "mended": 0, "routes": 1, "routes_down": 0, "excluded": 0,
-                         "counters": {"lookup4/steered": 7, "lookup4/replaced": 2, "lookup6/replaced": 1}, "programs": []},
+                         "counters": {"lookup4/steered": 7, "lookup4/replaced": 2, "lookup6/replaced": 1}},
             "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},
         });
         let status = serde_json::from_value(status).unwrap();
@@ -356,7 +356,7 @@ mod tests {
         let status = serde_json::json!({
             "version": "1", "server_id": "s", "uptime_s": 1, "ready": false, "pending": [], "nodes": [], "listeners": [],
             "redirect": {"state": "degraded", "reason": "map routes: E2BIG", "mended": 0, "counters": {}, "routes": 1,
-                         "routes_down": 0, "excluded": 0, "programs": []},
+                         "routes_down": 0, "excluded": 0},
             "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},
         });
         let running = |current: u8| Running {

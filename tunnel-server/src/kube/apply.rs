@@ -202,7 +202,7 @@ mod tests {
     }
 
     fn start(state_dir: &Path) -> Parts {
-        let (router, age, readiness) = (router(), Age::default(), Readiness::new());
+        let (router, age, readiness) = (router(), Age::default(), Readiness::default());
         let (nodes, nodes_said) = watch::channel(Arc::default());
         let (_ranges, ranges) = watch::channel(Vec::new());
         let (ports, ports_said) = watch::channel(Arc::default());

@@ -1,7 +1,6 @@
 //! Looks up the endpoints of a Service while a caller waits.
 
-use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Service;
@@ -11,10 +10,9 @@ use kube::api::ListParams;
 use tunnel_kube::request;
 
 use super::read::SERVICE_NAME;
-use super::read::cluster_ips::{self, ClusterService};
 
 /// Time limit for the API server while a caller waits.
-const DEADLINE: Duration = Duration::from_secs(4);
+pub(super) const DEADLINE: Duration = Duration::from_secs(4);
 
 /// Address of one endpoint of a Service's port.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,7 +25,7 @@ pub struct Endpoint {
 /// Asks the API server for the endpoints of Services.
 #[derive(Clone)]
 pub struct ServiceEndpoints {
-    client: kube::Client,
+    pub client: kube::Client,
 }
 
 impl ServiceEndpoints {
@@ -57,15 +55,6 @@ impl ServiceEndpoints {
             return Err(format!("the Service {full_name} has no ready endpoint"));
         }
         Ok(found)
-    }
-
-    /// Returns the Service that has this cluster IP now.
-    ///
-    /// # Errors
-    /// If the API server does not answer, or does not support the query.
-    pub async fn service_at(&self, address: IpAddr) -> Result<Option<Arc<ClusterService>>, String> {
-        let found = cluster_ips::ask(&self.client, address, DEADLINE).await;
-        found.map_err(|error| error.to_string())
     }
 
     /// Returns the ready endpoints of the TCP port named `port`; empty if there are none.

@@ -54,10 +54,12 @@ use crate::status::SourceReport;
 
 /// The Kubernetes side before its CA is known.
 pub struct Kube {
-    client: kube::Client,
+    /// Also asks about callers, pods and endpoints.
+    pub client: kube::Client,
     namespace: Arc<str>,
     names: Arc<ObjectNames>,
-    health: Health,
+    /// How watches are doing, also those of the listeners.
+    pub health: Health,
     nodes: NodeCount,
     records_left_out: Gauge,
     age: Age,
@@ -156,16 +158,6 @@ impl Kube {
         }
     }
 
-    /// To ask about callers, pods and endpoints.
-    pub fn client(&self) -> kube::Client {
-        self.client.clone()
-    }
-
-    /// How watches are doing, for those of the listeners.
-    pub fn health(&self) -> Health {
-        self.health.clone()
-    }
-
     /// State of the source of the nodes, for `status`.
     pub fn status(&self, router: &Arc<Router>) -> SourceReport {
         let (health, router, age) = (self.health.clone(), Arc::clone(router), self.age.clone());
@@ -246,7 +238,7 @@ impl Kube {
         let (Some(certificate), Some(events)) = (certificate, events) else { return };
         tasks.spawn(authority::follow(context.clone(), state_dir));
         tasks.spawn(revocations::follow(context.clone(), writes.revocations));
-        tasks.spawn(csr::run(writers.clone(), certificate.ca(), writes.standing, writes.pki_metrics));
+        tasks.spawn(csr::run(writers.clone(), certificate.ca.clone(), writes.standing, writes.pki_metrics));
         if let Some(zones) = writes.dns_records {
             tasks.spawn(dns::run(writers.clone(), events.clone(), zones, self.records_left_out));
         }

@@ -129,7 +129,7 @@ fn follow_roots(
     client: Option<&kube::Client>,
     runtime: &Runtime,
 ) {
-    let (mut changes, rights) = (tls.accepted().changes(), runtime.rights.clone());
+    let (mut changes, rights) = (tls.accepted.changes(), runtime.rights.clone());
     let changed = async move {
         while changes.changed().await.is_ok() {
             rights.notify_one();

@@ -90,7 +90,8 @@ impl Parts<'_> {
     /// Serves a socket. The drain waits for it to accept no more: it must not be over while what was accepted is not yet
     /// counted.
     pub(super) fn serve<D: Listener>(&self, listener: D, socket: TcpListener, shares: &Shares) {
-        let served = listener::serve(listener, self.gates.listener(socket), self.context(), shares.clone());
+        let served =
+            listener::serve(listener, self.gates.listeners.guard(socket), self.context(), shares.clone());
         self.runtime.drain.spawn(served);
     }
 

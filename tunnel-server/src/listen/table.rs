@@ -18,7 +18,7 @@ use super::config::ListenersConfig;
 use super::parts::Parts;
 use crate::admission::{Budget, Part, Shares};
 use crate::agent_port::{AGENTS_PARTS, KONNECTIVITY, Tokens};
-use crate::caller::{Audiences, Reviewer};
+use crate::caller::{Audiences, Reviewer, service_account_user};
 use crate::listener::{
     Admission, CONNECT, Connect, EGRESS, Egress, Front, HTTP, HTTPS, Https, MAP, METRICS, MOST_SECURE_PORTS,
     Maps, MetricsPage, PLAIN, REDIRECT, Redirected, TargetTls,
@@ -205,7 +205,7 @@ fn reachable(addresses: impl IntoIterator<Item = SocketAddr>) -> BTreeSet<u16> {
 fn agents(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
     let Some(agents) = &parts.own.agents else { return };
     for socket in sockets {
-        parts.runtime.tasks.spawn(agents.port.clone().serve(parts.gates.agents(socket)));
+        parts.runtime.tasks.spawn(agents.port.clone().serve(parts.gates.agents.guard(socket)));
         parts.runtime.tasks.spawn(agents.port.clone().shut_out());
     }
 }
@@ -217,9 +217,9 @@ fn konnectivity(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
         // They are known by these if they have no certificate.
         let reviewer = parts.callers.client.clone();
         let reviewer = reviewer.map(|client| Reviewer::new(client, Audiences::only(&options.audience)));
-        let tokens = Tokens::new(reviewer, options.user());
+        let tokens = Tokens::new(reviewer, service_account_user(&options.account));
         let port = agents.port.for_konnectivity(tokens, agents.peers.clone());
-        parts.runtime.tasks.spawn(port.serve(parts.gates.agents(socket)));
+        parts.runtime.tasks.spawn(port.serve(parts.gates.agents.guard(socket)));
     }
 }
 
@@ -272,7 +272,7 @@ fn egress(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
         parts.runtime.drain.spawn(egress.clone().serve_unix(socket, parts.gates.listeners.clone()));
     }
     for (socket, tls) in sockets.into_iter().zip(parts.own.egress_tls.take()) {
-        let listener = parts.gates.listener(socket);
+        let listener = parts.gates.listeners.guard(socket);
         parts.runtime.drain.spawn(egress.clone().serve_tls(listener, tls.tls.clone()));
         parts.runtime.tasks.spawn(tls.follow(parts.runtime.rights.clone(), parts.runtime.stop.clone()));
     }
@@ -327,7 +327,7 @@ fn redirect(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     let Some(redirect) = &parts.runtime.redirect else { return };
     let shares = Shares::new(places);
     for socket in sockets {
-        let redirected = Redirected { self_tests: redirect.self_tests(), by_route: redirect.by_route() };
+        let redirected = Redirected { self_tests: redirect.self_tests(), by_route: redirect.routed };
         parts.serve(redirected, socket, &shares);
     }
 }

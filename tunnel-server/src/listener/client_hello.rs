@@ -18,11 +18,9 @@ const NAME_TYPE_HOST: u8 = 0;
 const MAX_NAME: usize = 255;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Parsed {
-    /// The beginning of a ClientHello.
-    Incomplete,
-    /// A whole ClientHello, with the server name as the client sent it.
-    Hello(Option<String>),
+pub struct Hello {
+    /// The server name as the client sent it.
+    pub name: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -48,35 +46,35 @@ impl HelloError {
     }
 }
 
-/// Parses the ClientHello at the beginning of `bytes`, which may be split into several records.
+/// Parses the ClientHello at the beginning of `bytes`, which may be split into several records. Returns `None` if it is
+/// not complete yet.
 ///
 /// # Errors
 /// The bytes are not the beginning of a ClientHello.
-pub fn parse_client_hello(bytes: &[u8]) -> Result<Parsed, HelloError> {
+pub fn parse_client_hello(bytes: &[u8]) -> Result<Option<Hello>, HelloError> {
     let mut message = Vec::new();
     let mut rest = bytes;
     for _ in 0..MAX_RECORDS {
         // Decides from the first byte on, so that an HTTP client does not have to wait for a timeout.
         match rest {
-            [] => return Ok(Parsed::Incomplete),
-            [HANDSHAKE] => return Ok(Parsed::Incomplete),
+            [] | [HANDSHAKE] => return Ok(None),
             [HANDSHAKE, 3, ..] => {}
             _ => return Err(HelloError::NotTls),
         }
-        let [_, _, _, high, low, body @ ..] = rest else { return Ok(Parsed::Incomplete) };
+        let [_, _, _, high, low, body @ ..] = rest else { return Ok(None) };
         let length = usize::from(u16::from_be_bytes([*high, *low]));
         if length == 0 || length > MAX_RECORD {
             return Err(HelloError::Malformed("record length"));
         }
         message.extend_from_slice(&body[..length.min(body.len())]);
         if let Some(whole) = whole_message(&message)? {
-            return client_hello(whole).map(Parsed::Hello);
+            return client_hello(whole).map(|name| Some(Hello { name }));
         }
         if bytes.len() >= MAX_HELLO {
             return Err(HelloError::TooLong);
         }
         if body.len() < length {
-            return Ok(Parsed::Incomplete);
+            return Ok(None);
         }
         rest = &rest[RECORD_HEADER + length..];
     }
@@ -202,9 +200,9 @@ mod tests {
             prop_assert!(hello.len() > 1216, "{}", hello.len());
             let bytes = in_records(&hello, size);
             for end in 0..bytes.len() {
-                prop_assert_eq!(parse_client_hello(&bytes[..end]), Ok(Parsed::Incomplete), "{} of {}", end, bytes.len());
+                prop_assert_eq!(parse_client_hello(&bytes[..end]), Ok(None), "{} of {}", end, bytes.len());
             }
-            prop_assert_eq!(parse_client_hello(&bytes), Ok(Parsed::Hello(Some(name))));
+            prop_assert_eq!(parse_client_hello(&bytes), Ok(Some(Hello { name: Some(name) })));
         }
 
         #[test]
@@ -230,7 +228,7 @@ mod tests {
         assert_eq!(parse_client_hello(&[22, 3, 1, 0, 4, 1, 0xff, 0xff, 0xff]), Err(HelloError::TooLong));
         assert_eq!(
             parse_client_hello(&hello("10.0.0.7")),
-            Ok(Parsed::Hello(None)),
+            Ok(Some(Hello { name: None })),
             "rustls does not send an address as SNI"
         );
     }
@@ -241,7 +239,8 @@ mod tests {
         let mut bytes = hello("aaaa.bbb");
         let at = bytes.windows(8).position(|window| window == b"aaaa.bbb").unwrap();
         bytes[at..at + 8].copy_from_slice(b"10.0.0.7");
-        assert_eq!(parse_client_hello(&bytes), Ok(Parsed::Hello(Some("10.0.0.7".to_owned()))));
+        let found = Hello { name: Some("10.0.0.7".to_owned()) };
+        assert_eq!(parse_client_hello(&bytes), Ok(Some(found)));
         let mut acceptor = rustls::server::Acceptor::default();
         acceptor.read_tls(&mut bytes.as_slice()).unwrap();
         let accepted = acceptor.accept().ok().flatten().unwrap();

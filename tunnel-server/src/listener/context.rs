@@ -51,7 +51,7 @@ impl ListenerContext {
             sessions: Arc::new(Sessions::new(router.clone(), metrics.clone())),
             peers: Arc::new(Peers::new(router)),
             metrics,
-            drain: Drain::new(tunnel_runtime::lifecycle::Shutdown::new()),
+            drain: Drain::new(tunnel_runtime::lifecycle::Shutdown::default()),
         }
     }
 }

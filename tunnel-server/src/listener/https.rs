@@ -10,7 +10,7 @@ use bytes::{Bytes, BytesMut};
 use tokio::net::TcpStream;
 use tunnel_routing::{Resolved, Router};
 
-use super::client_hello::{HelloError, Parsed, parse_client_hello};
+use super::client_hello::parse_client_hello;
 use super::context::{OpenError, OpenRequest};
 use super::front::Front;
 use super::preface::{PrefaceError, answer, read_preface, timed_out};
@@ -70,14 +70,8 @@ impl Listener for Https {
     ) -> Result<Opened, OpenError> {
         const HELLO: &str = "ClientHello";
         let mut read = BytesMut::new();
-        let parse = |bytes: &[u8]| {
-            Ok::<_, HelloError>(match parse_client_hello(bytes)? {
-                Parsed::Incomplete => None,
-                Parsed::Hello(name) => Some(name),
-            })
-        };
-        let name = match read_preface(socket, &mut read, HELLO, parse).await {
-            Ok(name) => name,
+        let name = match read_preface(socket, &mut read, HELLO, parse_client_hello).await {
+            Ok(hello) => hello.name,
             Err(PrefaceError::Lost(error)) => return Err(error),
             Err(PrefaceError::TimedOut) => return Err(OpenError::Client(timed_out(HELLO))),
             Err(PrefaceError::Invalid(error)) => {

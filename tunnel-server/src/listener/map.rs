@@ -14,13 +14,14 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 use tunnel_link::relay::{self, prepare_socket};
 use tunnel_routing::{Resolved, Router};
+use tunnel_runtime::accept::Gate;
 use tunnel_runtime::config::BindError;
 use tunnel_runtime::net::refine;
 use tunnel_runtime::takeover::Copies;
 
 use super::context::{ListenerContext, OpenError, OpenRequest};
 use super::serve::{Client, Listener, Opened};
-use crate::admission::{Gate, Shares};
+use crate::admission::Shares;
 use crate::maps::{Map, Target, check, overlap};
 use crate::metrics::{Judgement, Permit};
 

@@ -1,5 +1,6 @@
 //! Reads the first bytes of a client, and answers a client that is turned away.
 
+use std::fmt::Display;
 use std::time::Duration;
 
 use bytes::BytesMut;
@@ -47,6 +48,15 @@ pub(super) async fn read_preface<T, E>(
 /// Message for [`PrefaceError::TimedOut`].
 pub(super) fn timed_out(what: &str) -> String {
     format!("no whole {what} within {} s", READ_TIMEOUT.as_secs())
+}
+
+/// Returns an answer over HTTP/1.1 after which the connection ends. `status` is what the status line says.
+pub(super) fn last_answer(status: impl Display, reason: &str) -> String {
+    let body = format!("tunnel-server: {reason}\n");
+    format!(
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+        body.len()
+    )
 }
 
 /// Sends a last `message` to a client, and gives it time to read what it was sent. It may still be sending a body that

@@ -8,12 +8,13 @@ use tokio::net::TcpStream;
 use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::end_on_drop;
 use tunnel_routing::Router;
+use tunnel_runtime::accept::Gated;
 
 use super::access_log::{AccessLogGuard, over_limit};
 use super::context::{Failed, ListenerContext, OpenError, OpenRequest};
 use super::front::Front;
 use super::way::Way;
-use crate::admission::{Gated, Share, Shares, source_key};
+use crate::admission::{Share, Shares, source_key};
 use crate::metrics::Permit;
 
 /// A kind of listener, which finds the node of each accepted connection.

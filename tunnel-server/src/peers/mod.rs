@@ -5,13 +5,11 @@
 
 mod dial;
 mod held;
-mod metrics;
 mod peer;
 mod trust;
 
 pub use dial::{PeerContext, RedirectorLinks, follow};
 pub use held::Peers;
-pub use metrics::register_peers;
 pub(crate) use peer::OnPeer;
 pub use peer::Peer;
 pub use trust::Trust;

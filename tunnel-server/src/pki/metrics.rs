@@ -10,8 +10,8 @@ use tunnel_runtime::gauges::registered;
 #[derive(Clone, Debug, Default)]
 pub struct PkiMetrics {
     enrollments: Family<[(&'static str, &'static str); 2], Counter>,
-    server_not_after: Gauge,
-    roots: Gauge,
+    pub(super) server_not_after: Gauge,
+    pub(super) roots: Gauge,
 }
 
 impl PkiMetrics {
@@ -36,13 +36,5 @@ impl PkiMetrics {
     /// Number of calls (`enroll`, `renew`, `csr`) with an outcome (`issued`, `unknown_token`, …).
     pub fn enrollments(&self, call: &'static str, outcome: &'static str) -> u64 {
         self.enrollments.get_or_create(&[("call", call), ("outcome", outcome)]).get()
-    }
-
-    pub(super) fn set_server_not_after(&self, seconds: i64) {
-        self.server_not_after.set(seconds);
-    }
-
-    pub(super) fn set_roots(&self, count: usize) {
-        self.roots.set(i64::try_from(count).unwrap_or(i64::MAX));
     }
 }

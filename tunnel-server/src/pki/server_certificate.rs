@@ -59,11 +59,15 @@ fn local_addresses() -> Vec<IpAddr> {
 /// The server's own certificate and CA, kept current: renewed at 80 % of the lifetime, and reissued when the names, the
 /// host's addresses or the CA's files change. The key is never stored: each start generates a new one.
 pub struct ServerCertificate {
-    tls: Arc<ServerTls>,
-    /// TLS settings for connections to other servers.
-    peer_tls: Arc<ArcSwap<ClientConfig>>,
-    ca: watch::Receiver<Arc<CaState>>,
-    roots: watch::Receiver<Arc<TrustBundle>>,
+    /// The TLS settings of the agent port, kept current.
+    pub tls: Arc<ServerTls>,
+    /// The TLS settings for connections to other servers, kept current: load them for each connection.
+    pub peer_tls: Arc<ArcSwap<ClientConfig>>,
+    /// The current CA.
+    pub ca: watch::Receiver<Arc<CaState>>,
+    /// The roots of the current CA, which are sent to the agents. It is notified only if they differ, not on every change
+    /// of the CA.
+    pub roots: watch::Receiver<Arc<TrustBundle>>,
     names: watch::Sender<ServerNames>,
     _task: AbortOnDropHandle<()>,
 }
@@ -102,27 +106,6 @@ impl ServerCertificate {
         renewal.report();
         let task = AbortOnDropHandle::new(tokio::spawn(renewal.run()));
         Ok(Self { tls, peer_tls, ca: state_receiver, roots, names: names_sender, _task: task })
-    }
-
-    /// The TLS settings of the agent port, kept current.
-    pub fn tls(&self) -> Arc<ServerTls> {
-        Arc::clone(&self.tls)
-    }
-
-    /// The TLS settings for connections to other servers, kept current: load them for each connection.
-    pub fn peer_tls(&self) -> Arc<ArcSwap<ClientConfig>> {
-        Arc::clone(&self.peer_tls)
-    }
-
-    /// The current CA.
-    pub fn ca(&self) -> watch::Receiver<Arc<CaState>> {
-        self.ca.clone()
-    }
-
-    /// The roots of the current CA, which are sent to the agents. It is notified only if they differ, not on every change
-    /// of the CA.
-    pub fn roots(&self) -> watch::Receiver<Arc<TrustBundle>> {
-        self.roots.clone()
     }
 
     /// Changes the certificate's names; it is reissued in the background if they differ.
@@ -226,7 +209,7 @@ impl Renewal {
 
     fn report(&self) {
         let end = self.validity.not_after.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        self.metrics.set_server_not_after(i64::try_from(end.as_secs()).unwrap_or(i64::MAX));
-        self.metrics.set_roots(self.state.borrow().roots().len());
+        self.metrics.server_not_after.set(i64::try_from(end.as_secs()).unwrap_or(i64::MAX));
+        self.metrics.roots.set(i64::try_from(self.state.borrow().roots().len()).unwrap_or(i64::MAX));
     }
 }

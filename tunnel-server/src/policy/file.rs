@@ -9,6 +9,8 @@ use tunnel_runtime::config::{PortSet, value};
 
 use tunnel_routing::inventory::Selector;
 
+use crate::caller::{service_account, service_account_user};
+
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct File {
@@ -65,12 +67,9 @@ pub(super) struct ServiceAccount(pub(super) String);
 impl<'de> Deserialize<'de> for ServiceAccount {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
-        match text.split_once('/') {
-            Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() && !name.contains('/') => {
-                Ok(Self(format!("system:serviceaccount:{namespace}:{name}")))
-            }
-            _ => Err(D::Error::custom(format!("{text:?} is not NAMESPACE/NAME of a service account"))),
-        }
+        let account = service_account(&text);
+        let account = account.map_err(|reason| D::Error::custom(format!("{text:?} is {reason}")))?;
+        Ok(Self(service_account_user(&account)))
     }
 }
 

@@ -12,13 +12,14 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_redirect::Redirect;
 use tunnel_routing::Router;
+use tunnel_runtime::gauges::register_gauges;
 use tunnel_runtime::lifecycle::{Drain, Readiness, Shutdown};
 use tunnel_runtime::settled::Settling;
 
 use server_id::server_id;
 
 use crate::metrics::Metrics;
-use crate::peers::{Peers, register_peers};
+use crate::peers::Peers;
 use crate::session::{Sessions, Workers, register_links};
 
 /// Made once, and cloned whole.
@@ -53,7 +54,9 @@ impl Runtime {
         let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));
         register_links(registry, sessions.clone());
         let peers = Arc::new(Peers::new(router.clone()));
-        register_peers(registry, peers.clone());
+        let held = peers.clone();
+        let help = "Other servers that this one is linked with";
+        register_gauges(registry, move |gauges| gauges.count("peers", help, None, held.all().len()));
         Self {
             server_id: server_id(),
             router,
@@ -62,9 +65,9 @@ impl Runtime {
             metrics,
             redirect: None,
             workers,
-            readiness: Readiness::new(),
+            readiness: Readiness::default(),
             settling: Settling::default(),
-            drain: Drain::new(Shutdown::new()),
+            drain: Drain::new(Shutdown::default()),
             rights: Arc::default(),
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),

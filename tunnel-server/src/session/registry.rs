@@ -174,7 +174,8 @@ pub struct Sessions {
     /// Sessions whose agents are leaving: they keep their connections and get no new ones. Each node's oldest is first.
     leaving: Mutex<HashMap<NodeName, VecDeque<Arc<Session>>>>,
     ids: AtomicU64,
-    router: Arc<Router>,
+    /// Each session asks it about its node.
+    pub(crate) router: Arc<Router>,
     metrics: Metrics,
     changed: watch::Sender<u64>,
     moves: broadcast::Sender<Move>,
@@ -193,11 +194,6 @@ impl Sessions {
             changed: watch::Sender::new(0),
             moves: broadcast::Sender::new(MOVES),
         }
-    }
-
-    /// The router that each session asks about its node.
-    pub(crate) fn router(&self) -> &Arc<Router> {
-        &self.router
     }
 
     /// Returns a session number that is unique in this process.

@@ -146,7 +146,7 @@ pub(super) mod tests {
 
     pub(crate) fn report(id: &str, ready: bool, nodes: &[Value]) -> StatusReport {
         let redirect = json!({"state": "degraded", "reason": "the route is gone", "mended": 1, "counters": {},
-            "routes": 1, "routes_down": 0, "excluded": 0, "programs": []});
+            "routes": 1, "routes_down": 0, "excluded": 0});
         let document = json!({"version": "0.1.0", "server_id": id, "uptime_s": 90, "ready": ready, "pending": [],
             "nodes": nodes, "listeners": [{"name": "https", "address": "0.0.0.0:1", "connections_active": 4, "accepted": 9},
                 {"name": "https", "address": "[::]:1", "connections_active": 4, "accepted": 9}],

@@ -15,7 +15,7 @@ pub use connections::{ConnectionStatus, ConnectionsReport};
 pub use merged::merged;
 pub use model::{
     ConflictStatus, FailureStatus, FailuresStatus, InventoryStatus, LinkStatus, ListenerStatus, NodeStatus,
-    PeerStatus, PodsWay, ProgramStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
+    PeerStatus, PodsWay, RedirectState, RedirectStatus, SessionStatus, StatusReport,
 };
 pub use report::{AGENTS, Reporter, SourceReport};
 pub use summary::summary;

@@ -52,7 +52,6 @@ pub struct NodeStatus {
     /// Seconds since the last session ended, if one has since the server started; also set during another session.
     pub last_seen_s: Option<u64>,
     /// Reason why it ended.
-    #[serde(default)]
     pub last_end: Option<String>,
 }
 
@@ -87,10 +86,8 @@ pub struct LinkStatus {
     pub retransmits: u32,
     /// Share, 0 to 1, of the last 10 to 20 s of sending in which the agent's TCP receive window was full; None before the
     /// server sent anything, or before Linux 4.10.
-    #[serde(default)]
     pub window_limited: Option<f64>,
     /// The same for the server's TCP send buffer.
-    #[serde(default)]
     pub buffer_limited: Option<f64>,
     /// Bytes that one connection may have in flight.
     pub window: u32,
@@ -146,15 +143,12 @@ pub struct RedirectStatus {
     /// Source ranges that may use the virtual addresses, besides this host itself: its pods.
     #[serde(default)]
     pub clients: Vec<IpNet>,
-    pub programs: Vec<ProgramStatus>,
     /// Reason why the programs are not pinned and would vanish with a killed server; None also with `--bpffs=off`.
-    #[serde(default)]
     pub not_pinned: Option<String>,
     /// How connections of pods, Services and other hosts get here.
     #[serde(default)]
     pub pods: PodsWay,
     /// Reason why not by route, with `--redirect-pods=auto`.
-    #[serde(default)]
     pub not_by_route: Option<String>,
 }
 
@@ -176,14 +170,6 @@ pub enum RedirectState {
     On,
     /// The last verification failed.
     Degraded,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ProgramStatus {
-    /// The hook, such as `connect4`.
-    pub name: String,
-    /// Instructions that the verifier processed; None before kernel 5.16.
-    pub instructions: Option<u32>,
 }
 
 /// The connections that failed at one hop.

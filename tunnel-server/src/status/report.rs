@@ -10,7 +10,7 @@ use tunnel_runtime::admin;
 
 use super::model::{
     FailureStatus, FailuresStatus, InventoryStatus, LinkStatus, ListenerStatus, NodeStatus, PeerStatus,
-    PodsWay, ProgramStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
+    PodsWay, RedirectState, RedirectStatus, SessionStatus, StatusReport,
 };
 use crate::inventory::SourceStatus;
 use crate::runtime::Runtime;
@@ -229,17 +229,9 @@ impl Reporter {
             excluded: desired.table.excluded.len(),
             ports: desired.ports.iter().copied().collect(),
             clients: desired.table.clients.iter().copied().collect(),
-            programs: redirect
-                .program_info()
-                .into_iter()
-                .map(|program| ProgramStatus {
-                    name: program.hook.to_owned(),
-                    instructions: program.verified_instructions,
-                })
-                .collect(),
-            not_pinned: redirect.not_pinned().map(str::to_owned),
-            pods: if redirect.by_route() { PodsWay::Route } else { PodsWay::Connect },
-            not_by_route: redirect.not_by_route().map(str::to_owned),
+            not_pinned: redirect.not_pinned.clone(),
+            pods: if redirect.routed { PodsWay::Route } else { PodsWay::Connect },
+            not_by_route: redirect.not_routed.clone(),
         }
     }
 }

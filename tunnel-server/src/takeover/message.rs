@@ -15,7 +15,6 @@ pub(super) struct Hello {
     /// Ranges that it redirects, and the first virtual address of each.
     pub(super) virtual_addresses: Vec<(IpNet, IpAddr)>,
     /// The nodes of the other servers.
-    #[serde(default)]
     pub(super) fleet: Vec<String>,
 }
 
@@ -41,16 +40,4 @@ pub(super) enum Answer {
     /// The nodes whose agents are attached to the first server by now.
     Attached(Vec<String>),
     Resumed,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_server_that_does_not_tell_of_the_others_is_understood() {
-        let text = r#"{"server_id": "server-a", "pins": null, "virtual_addresses": [["192.0.2.1/32", "198.18.0.9"]]}"#;
-        let hello: Hello = serde_json::from_str(text).unwrap();
-        assert_eq!((hello.virtual_addresses.len(), hello.fleet), (1, Vec::new()));
-    }
 }

@@ -18,13 +18,11 @@ mod pace;
 mod predecessor;
 mod successor;
 
-use tokio::net::TcpListener;
+use tunnel_runtime::accept::Gate;
 
 pub use predecessor::{Before, Predecessor, TakeOver};
 pub(crate) use predecessor::{NODES, PORTS};
 pub use successor::{Phase, Succession};
-
-use crate::admission::{Gate, Gated};
 
 /// The gates of the listeners that two servers of one host use in turns.
 #[derive(Clone, Debug)]
@@ -37,13 +35,5 @@ impl Gates {
     /// Opens the gate for agents, and that for connections if `listeners`.
     pub fn new(listeners: bool) -> Self {
         Self { agents: Gate::new(true), listeners: Gate::new(listeners) }
-    }
-
-    pub(crate) fn agents(&self, listener: TcpListener) -> Gated {
-        self.agents.guard(listener)
-    }
-
-    pub(crate) fn listener(&self, listener: TcpListener) -> Gated {
-        self.listeners.guard(listener)
     }
 }

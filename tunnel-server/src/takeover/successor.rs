@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_runtime::admin::Accepting;
+use tunnel_runtime::accept::{Gate, accept};
 use tunnel_runtime::takeover::{self, Copies, Stream, Successors, receive, send};
 
 use super::Gates;
@@ -35,7 +35,7 @@ pub struct Succession {
     pub sockets: Arc<Copies>,
     pub gates: Gates,
     /// The admin port's.
-    pub admin: Option<Accepting>,
+    pub admin: Option<Gate>,
     pub handover: watch::Sender<Handover>,
     pub phase: watch::Sender<Phase>,
     /// See [`Succession::close`].
@@ -60,13 +60,8 @@ impl Succession {
             while let Some(listener) = bind() {
                 let listener = listening.insert(listener);
                 while listener.is_found() {
-                    match listener.accept().await {
-                        Ok(mut stream) => self.serve(&mut *stream).await,
-                        Err(error) => {
-                            tracing::warn!(%error, "failed to accept a successor");
-                            tokio::time::sleep(std::time::Duration::from_secs(1)).await;
-                        }
-                    }
+                    let mut stream = accept(|| listener.accept(), "takeover").await;
+                    self.serve(&mut *stream).await;
                 }
             }
         };

@@ -42,7 +42,7 @@ struct Following {
 impl Following {
     async fn start(api: &ApiServer, state_dir: &Path) -> Self {
         let (KubeContext { client, health, .. }, _inputs) = context(api, false).await;
-        let (router, age, readiness) = (Arc::new(router()), Age::default(), Readiness::new());
+        let (router, age, readiness) = (Arc::new(router()), Age::default(), Readiness::default());
         let cache = ClusterCache::new(state_dir);
         let (stop, tasks) = (CancellationToken::new(), TaskTracker::new());
         let (ports, ports_said) = watch::channel(Arc::<Settings>::default());
@@ -60,7 +60,7 @@ impl Following {
             age: age.clone(),
             health: health.clone(),
             nodes_known: Some(readiness.pending("nodes")),
-            ports_known: Some(Readiness::new().pending("ports")),
+            ports_known: Some(Readiness::default().pending("ports")),
         };
         tasks.spawn(apply.run(stop.clone()));
         let publish = move |nodes: Inventory| {
@@ -223,10 +223,7 @@ async fn a_file_that_cannot_be_used_is_as_none() {
     first.stop().await;
     let cache = ClusterCache::new(state.path());
     assert!(cache.load().await.is_some());
-    let good = std::fs::read_to_string(&file).unwrap();
-    let other = good.replace("\"version\":1", "\"version\":2");
-    assert_ne!(good, other);
-    for content in ["", "{", "{\"version\":2}", "{\"version\":1,\"at\":1}", "[]", &other] {
+    for content in ["", "{", "{\"at\":1}", "[]"] {
         std::fs::write(&file, content).unwrap();
         assert!(cache.load().await.is_none(), "{content:?}");
     }

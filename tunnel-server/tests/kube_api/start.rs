@@ -38,7 +38,7 @@ async fn start(api: &ApiServer, dns_records: bool) -> (Health, DropGuard) {
     let (server_names, pki_metrics) = (ServerNames::default(), PkiMetrics::default());
     let (names, metrics) = (server_names.clone(), pki_metrics.clone());
     let certificate = ServerCertificate::start(ca, names, &runtime.server_id, metrics).unwrap();
-    let health = kube.health();
+    let health = kube.health.clone();
     let (known_nodes, nodes) = watch::channel(None);
     let (_, revocations) = watch::channel(Arc::<Revocations>::default());
     let reads = Reads {

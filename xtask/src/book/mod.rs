@@ -15,6 +15,7 @@ use anyhow::{Context as _, Result};
 
 use self::pages::Pages;
 use crate::command::{build_programs, need_program, program, root, run, target_dir};
+use crate::files;
 use crate::shell;
 
 const VERSION: &str = "0.5.4";
@@ -76,7 +77,7 @@ fn complete(text: &str, made: impl Fn(&str) -> Result<String>) -> Result<String>
 }
 
 fn made(part: &str, programs: &Path) -> Result<String> {
-    let read = |path: &str| fs::read_to_string(root().join(path)).with_context(|| format!("reading {path}"));
+    let read = |path: &str| files::text(&root().join(path));
     match part {
         "tunnel-server --help" | "tunnel-agent --help" => {
             let name = part.trim_end_matches(" --help");

@@ -1,11 +1,11 @@
 //! The pages of the book and the repository's other documents: every link between them has to lead somewhere.
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
 
 use super::links::{Link, anchors, links};
+use crate::files::{self, files_below, write};
 
 /// Has the book's pages.
 pub(super) const DOCS: &str = "docs";
@@ -19,13 +19,12 @@ pub(super) struct Pages {
 
 impl Pages {
     pub(super) fn read(root: &Path) -> Result<Self> {
-        let mut files = in_folder(root)?;
-        files.retain(|path| path.parent() == Some(root));
-        files.extend(files_below(&root.join(DOCS))?);
-        files.retain(|path| path.extension().is_some_and(|extension| extension == "md"));
+        let mut pages = files::paths_in(root)?;
+        pages.extend(files_below(&root.join(DOCS))?);
+        pages.retain(|path| path.extension().is_some_and(|extension| extension == "md"));
         let mut texts = BTreeMap::new();
-        for path in files {
-            let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+        for path in pages {
+            let text = files::text(&path)?;
             texts.insert(path.strip_prefix(root)?.to_string_lossy().into_owned(), text);
         }
         Ok(Self { root: root.to_owned(), texts })
@@ -77,7 +76,7 @@ impl Pages {
         for path in files_below(&self.root.join(DOCS))? {
             let name = path.strip_prefix(&self.root)?.to_string_lossy().into_owned();
             if !self.texts.contains_key(&name) {
-                write(&folder.join(in_book(&name)), &fs::read(&path).context("reading a picture")?)?;
+                write(&folder.join(in_book(&name)), files::bytes(&path)?)?;
             }
         }
         for (page, text) in self.texts.iter().filter(|(page, _)| is_in_book(page)) {
@@ -131,28 +130,10 @@ fn resolve(page: &str, target: &str) -> Option<(String, Option<String>)> {
     Some((parts.join("/"), anchor.map(str::to_owned)))
 }
 
-fn in_folder(folder: &Path) -> Result<Vec<PathBuf>> {
-    let entries = fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
-    entries.map(|entry| Ok(entry.context("reading a folder")?.path())).collect()
-}
-
-fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    for path in in_folder(folder)? {
-        if path.is_dir() { files.extend(files_below(&path)?) } else { files.push(path) }
-    }
-    Ok(files)
-}
-
-fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    let folder = path.parent().context("a page without a folder")?;
-    fs::create_dir_all(folder)
-        .and_then(|()| fs::write(path, bytes))
-        .with_context(|| path.display().to_string())
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn repository(files: &[(&str, &str)]) -> (tempfile::TempDir, Pages) {

@@ -1,12 +1,12 @@
 //! Tables of metrics, boundaries, exit codes and permissions.
 use std::fmt::Write as _;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::Value;
 
 use super::cells::{cell, code};
+use crate::files;
 
 /// From the list that tests compare with the metrics that programs expose, and with those that alerts and panels ask for.
 pub(super) fn metrics(json: &str) -> Result<String> {
@@ -89,7 +89,7 @@ pub(super) fn exit_codes(source: &str) -> Result<String> {
 pub(super) fn permissions(deploy: &Path) -> Result<String> {
     let mut text = String::new();
     for (folder, file) in roles(deploy)? {
-        let manifest = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
+        let manifest = files::text(&file)?;
         text += &of_manifest(&manifest, &folder).with_context(|| file.display().to_string())?;
     }
     ensure!(!text.is_empty(), "no roles below {}", deploy.display());
@@ -99,27 +99,24 @@ pub(super) fn permissions(deploy: &Path) -> Result<String> {
 /// Returns manifests with roles, with their component's name or none: the base first.
 fn roles(deploy: &Path) -> Result<Vec<(String, PathBuf)>> {
     let mut folders = Vec::new();
-    let components = deploy.join("components");
-    for entry in fs::read_dir(&components).with_context(|| format!("reading {}", components.display()))? {
-        let path = entry.context("deploy/components")?.path();
-        folders.push((path.file_name().unwrap_or_default().to_string_lossy().into_owned(), path));
+    for path in files::paths_in(&deploy.join("components"))? {
+        folders.push((files::file_name(&path), path));
     }
     folders.push((String::new(), deploy.join("base")));
-    let mut files = Vec::new();
+    let mut found = Vec::new();
     for (name, folder) in folders {
-        for entry in fs::read_dir(&folder).with_context(|| format!("reading {}", folder.display()))? {
-            let path = entry.context("deploy/")?.path();
-            let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+        for path in files::paths_in(&folder)? {
+            let text = files::text(&path)?;
             if text.contains("\nrules:\n")
                 && text.lines().any(|line| matches!(line, "kind: ClusterRole" | "kind: Role"))
             {
-                files.push((name.clone(), path));
+                found.push((name.clone(), path));
             }
         }
     }
     // The server's roles stand before the agent's, which most readers need less.
-    files.sort_by_key(|(name, path)| (name.clone(), !path.ends_with("server-rbac.yaml"), path.clone()));
-    Ok(files)
+    found.sort_by_key(|(name, path)| (name.clone(), !path.ends_with("server-rbac.yaml"), path.clone()));
+    Ok(found)
 }
 
 /// Reads the only format of rules that the manifests have.
@@ -186,6 +183,8 @@ fn qualified(resource: &str, group: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
     use crate::command::root;
 

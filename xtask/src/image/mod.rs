@@ -11,7 +11,7 @@ use clap::ValueEnum;
 use crate::command::{name_of, root, target_dir};
 use crate::cross::{self, Arch, Profile};
 use crate::source::Source;
-use crate::{build_ebpf, sbom};
+use crate::{build_ebpf, files, sbom};
 
 pub(crate) mod oci;
 mod recipe;
@@ -116,7 +116,7 @@ pub(crate) fn build(profile: Profile, wanted: &[Wanted<'_>]) -> Result<Vec<PathB
         }
     }
     let out = target_dir()?.join("image");
-    fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
+    files::create(&out)?;
     let write = |name: String, bytes: &[u8]| {
         let (path, partial) = (out.join(&name), out.join(format!("{name}.tmp")));
         // Renamed into place: a scenario may be importing the previous one.
@@ -156,7 +156,7 @@ fn files(recipe: &Recipe, context: &Path) -> Result<BTreeMap<String, Vec<u8>>> {
     let mut files = BTreeMap::new();
     for (path, file) in &recipe.files {
         let file = context.join(file);
-        let bytes = fs::read(&file).with_context(|| format!("reading {}", file.display()))?;
+        let bytes = files::bytes(&file)?;
         files.insert(path.clone(), bytes);
     }
     Ok(files)
@@ -164,7 +164,7 @@ fn files(recipe: &Recipe, context: &Path) -> Result<BTreeMap<String, Vec<u8>>> {
 
 /// Fails unless the server contains the eBPF object. Both architectures are little-endian, so one object is for both.
 fn embeds(files: &BTreeMap<String, Vec<u8>>, object: &Path) -> Result<()> {
-    let object_bytes = fs::read(object).with_context(|| format!("reading {}", object.display()))?;
+    let object_bytes = files::bytes(object)?;
     ensure!(!object_bytes.is_empty(), "{} is empty", object.display());
     ensure!(
         files.values().any(|binary| cross::contains(binary, &object_bytes)),

@@ -176,8 +176,12 @@ fn sbom_of(layout: &mut Layout, image: &Value, sbom: &Value) -> Result<Value> {
 
 /// `sha256:` and 64 hexadecimal digits.
 pub(crate) fn digest(bytes: &[u8]) -> String {
-    let hash = Sha256::digest(bytes);
-    hash.iter().fold("sha256:".to_owned(), |text, byte| format!("{text}{byte:02x}"))
+    format!("sha256:{}", sha256(bytes))
+}
+
+/// The digits alone.
+pub(crate) fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// A tar without times and owners.

@@ -1,9 +1,10 @@
 //! The instructions of a Containerfile that ours use.
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context as _, Result, bail, ensure};
+
+use crate::files;
 
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Recipe {
@@ -16,7 +17,7 @@ pub(super) struct Recipe {
 
 impl Recipe {
     pub(super) fn read(path: &Path) -> Result<Self> {
-        let text = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+        let text = files::text(path)?;
         Self::parse(&text).with_context(|| path.display().to_string())
     }
 

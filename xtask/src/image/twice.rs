@@ -1,12 +1,12 @@
 //! Checks that another build of the same commit, in another folder, makes the same bytes.
 use std::env;
-use std::fs;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, bail};
 
-use super::oci;
+use super::oci::digest;
 use crate::command::{program, root, run};
+use crate::files;
 
 pub(super) fn check(archives: &[PathBuf]) -> Result<()> {
     let folder = tempfile::tempdir().context("a folder for the second build")?;
@@ -21,11 +21,7 @@ pub(super) fn check(archives: &[PathBuf]) -> Result<()> {
     for archive in archives {
         let file = archive.file_name().context("an archive without a name")?;
         let other = target.join("image").join(file);
-        let digest = |path: &PathBuf| {
-            let bytes = fs::read(path).with_context(|| format!("reading {}", path.display()))?;
-            anyhow::Ok(oci::digest(&bytes))
-        };
-        let (first, second) = (digest(archive)?, digest(&other)?);
+        let [first, second] = [files::bytes(archive)?, files::bytes(&other)?].map(|bytes| digest(&bytes));
         if first != second {
             let kept = folder.keep();
             bail!("{} is {first}, and built in {} it is {second}", archive.display(), kept.display());

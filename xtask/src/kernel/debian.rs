@@ -8,6 +8,7 @@ use clap::ValueEnum;
 
 use crate::cache;
 use crate::command::{name_of, output, program, run};
+use crate::files;
 
 /// Debian's package that depends on a release's current kernel for clouds.
 const CURRENT: &str = "linux-image-cloud-amd64";
@@ -75,7 +76,7 @@ fn download(folder: &Path, archive: &str, release: &str) -> Result<()> {
     let apt = Apt(folder.join("apt"));
     for below in ["lists/partial", "cache/archives/partial"] {
         let path = apt.0.join(below);
-        fs::create_dir_all(&path).with_context(|| format!("creating {}", path.display()))?;
+        files::create(&path)?;
     }
     let source = format!("deb [signed-by={KEYRING}] http://deb.debian.org/{archive} {release} main\n");
     fs::write(apt.0.join("sources.list"), source).context("writing sources.list")?;

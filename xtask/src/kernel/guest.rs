@@ -10,6 +10,7 @@ use tempfile::TempDir;
 
 use super::debian::Unpacked;
 use crate::command::{output, program, run, which};
+use crate::files::{copy, create, paths_in, write};
 
 /// Programs that tests and demo run.
 const TOOLS: &[&str] = &[
@@ -63,8 +64,8 @@ impl<'a> Guest<'a> {
         for tool in TOOLS {
             guest.add_tool(&which(tool)?)?;
         }
-        for entry in fs::read_dir(EXTENSIONS).context(EXTENSIONS)?.flatten() {
-            guest.add_tool(&entry.path())?;
+        for extension in paths_in(Path::new(EXTENSIONS))? {
+            guest.add_tool(&extension)?;
         }
         let modules = guest.root().join("usr/lib/modules");
         run(program("cp").arg("--recursive").arg(&kernel.modules).arg(&modules))?;
@@ -114,9 +115,7 @@ impl<'a> Guest<'a> {
 
     /// Adds a file with this text.
     pub(super) fn write(&self, path: &str, text: &str) -> Result<()> {
-        let path = self.inside(path)?;
-        create(path.parent().context("a file has a folder")?)?;
-        write(&path, text)
+        write(&self.inside(path)?, text)
     }
 
     /// Adds a script, such as an init.
@@ -144,7 +143,7 @@ impl<'a> Guest<'a> {
             return Ok(());
         }
         create(to.parent().context("a file has a folder")?)?;
-        fs::copy(from, &to).map(drop).with_context(|| format!("copying {}", from.display()))
+        copy(from, &to)
     }
 
     /// Where the machine's path is on this one.
@@ -218,14 +217,6 @@ uname -a
 fn libraries(listed: &str) -> Vec<PathBuf> {
     let words = listed.split_whitespace().filter(|word| word.starts_with('/'));
     words.map(|word| PathBuf::from(word.trim_end_matches(':'))).collect()
-}
-
-fn create(folder: &Path) -> Result<()> {
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))
-}
-
-fn write(path: &Path, text: &str) -> Result<()> {
-    fs::write(path, text).with_context(|| format!("writing {}", path.display()))
 }
 
 #[cfg(test)]

@@ -5,11 +5,12 @@
 //! exit code of each case goes to a second serial port, so that a kernel that crashes is no success.
 use std::fs;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 
 use crate::chosen::Names;
 use crate::command::{built, name_of};
 use crate::demo::PROGRAMS;
+use crate::files;
 use crate::packages;
 use crate::tally::Tally;
 
@@ -130,7 +131,7 @@ pub(crate) fn run(kernel: Kernel, chosen: &Names, tally: &mut Tally) -> Result<(
         }
         let (mut machine, results) = guest.machine(init, emulated)?;
         tally.count(&mut machine)?;
-        let text = fs::read_to_string(&results).with_context(|| format!("reading {}", results.display()))?;
+        let text = files::text(&results)?;
         for name in names {
             tally.step(&format!("kernel::{}: {name}", name_of(&kernel)), succeeded(&text, name));
         }

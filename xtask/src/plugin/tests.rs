@@ -404,8 +404,8 @@ fn the_plugin_is_packed_for_krew() {
     let archive = out.path().join(format!("kubectl-postern-{VERSION}.tar.gz"));
     let bytes = fs::read(&archive).unwrap();
     let manifest = fs::read_to_string(out.path().join("postern.yaml")).unwrap();
-    let sum = digest(&bytes);
-    assert!(manifest.contains(&format!("sha256: {}\n", sum.trim_start_matches("sha256:"))), "{manifest}");
+    let sum = sha256(&bytes);
+    assert!(manifest.contains(&format!("sha256: {sum}\n")), "{manifest}");
     assert!(manifest.contains(&format!("  version: v{VERSION}\n")), "{manifest}");
     assert!(manifest.contains(&format!("/kubectl-postern-{VERSION}.tar.gz\n")), "{manifest}");
     run(program("tar").args(["--extract", "--gzip", "--file"]).arg(&archive).current_dir(out.path()))
@@ -423,5 +423,5 @@ fn the_plugin_is_packed_for_krew() {
     let completion = fs::metadata(out.path().join("kubectl_complete-postern")).unwrap();
     assert_eq!(completion.permissions().mode() & 0o111, 0o111);
     write_release(out.path(), 1_700_000_000).unwrap();
-    assert_eq!(digest(&fs::read(&archive).unwrap()), sum, "other bytes of the same files");
+    assert_eq!(sha256(&fs::read(&archive).unwrap()), sum, "other bytes of the same files");
 }

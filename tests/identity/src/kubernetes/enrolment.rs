@@ -38,7 +38,7 @@ fn ask(enrolment: &Arc<CsrEnrolment>) -> tokio::task::JoinHandle<Result<AgentIde
 #[tokio::test(flavor = "multi_thread")]
 async fn a_redirector_enrols_by_csr() {
     let (api, server) = (ApiServer::start(), TestServer::start().await);
-    let signer = Signer::start(&api, server.certificate.ca()).await;
+    let signer = Signer::start(&api, server.certificate.ca.clone()).await;
     let (holder, state_dir) = ((Holder::Redirector, node("cloud-2")), api.dir().join("redirector"));
     let redirector = Arc::new(CsrEnrolment::new(agent_api(&api).await, holder, state_dir.clone(), PACE));
     let enrolling = ask(&redirector);
@@ -69,7 +69,7 @@ fn asked(request: &Value) -> &str {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agent_enrols_by_csr_and_then_lives_on_its_files() {
     let (api, server) = (ApiServer::start(), TestServer::start().await);
-    let signer = Signer::start(&api, server.certificate.ca()).await;
+    let signer = Signer::start(&api, server.certificate.ca.clone()).await;
     let (agent, state_dir) = enrolment(&api, "edge-1", "agent").await;
     // The API server is down at first, and fails while the agent waits.
     api.down();
@@ -96,7 +96,7 @@ async fn an_agent_enrols_by_csr_and_then_lives_on_its_files() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_refused_request_is_logged_and_repeated_and_a_deleted_one_is_made_again() {
     let (api, server) = (ApiServer::start(), TestServer::start().await);
-    let signer = Signer::start(&api, server.certificate.ca()).await;
+    let signer = Signer::start(&api, server.certificate.ca.clone()).await;
     let (agent, state_dir) = enrolment(&api, "edge-7", "agent").await;
     let enrolling = ask(&agent);
     let first = signer.answer(&api, "system:node:edge-8").await;
@@ -122,7 +122,7 @@ async fn passing_failures_make_no_second_request() {
     // Used by no other test, so that the log lines are this test's.
     const NODE: &str = "edge-once";
     let (api, server) = (ApiServer::start(), TestServer::start().await);
-    let signer = Signer::start(&api, server.certificate.ca()).await;
+    let signer = Signer::start(&api, server.certificate.ca.clone()).await;
     let (agent, _) = enrolment(&api, NODE, "agent").await;
     let waits = |line: &str| line.contains(NODE) && line.contains("enrolment failed, retrying");
     api.inject("create", "certificatesigningrequests", Fault::Truncate, 1);
@@ -221,7 +221,7 @@ async fn put_ended(server: &TestServer, name: &str, state_dir: &Path) {
 #[tokio::test(flavor = "multi_thread")]
 async fn unusable_files_are_replaced() {
     let (api, server) = (ApiServer::start(), TestServer::start().await);
-    let signer = Signer::start(&api, server.certificate.ca()).await;
+    let signer = Signer::start(&api, server.certificate.ca.clone()).await;
     let (agent, state_dir) = enrolment(&api, "edge-1", "agent").await;
     let enrolling = ask(&agent);
     signer.answer(&api, "system:node:edge-1").await;
@@ -247,13 +247,13 @@ async fn unusable_files_are_replaced() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agent_that_no_server_accepts_enrols_again() {
     let (api, old, new) = (ApiServer::start(), TestServer::start().await, TestServer::start().await);
-    let signer = Signer::start(&api, old.certificate.ca()).await;
+    let signer = Signer::start(&api, old.certificate.ca.clone()).await;
     let (agent, state_dir) = enrolment(&api, "edge-1", "agent").await;
     let enrolling = ask(&agent);
     signer.answer(&api, "system:node:edge-1").await;
     let identity = done(enrolling).await.unwrap();
     drop(signer);
-    let signer = Signer::start(&api, new.certificate.ca()).await;
+    let signer = Signer::start(&api, new.certificate.ca.clone()).await;
 
     let config = EnrollConfig {
         servers: vec![new.address.clone()],
@@ -297,7 +297,7 @@ async fn an_agent_enrols_again_without_a_writable_directory() {
     let keeper = IdentityKeeper::start(config, identity, IdentityMetrics::default(), Recovery::ApiServer);
     let keeper = Arc::new(keeper);
     let recovering = tokio::spawn(recover(agent, keeper.clone(), || Some(Refused::EnrollAgain)));
-    let signer = Signer::start(&api, server.certificate.ca()).await;
+    let signer = Signer::start(&api, server.certificate.ca.clone()).await;
     signer.answer(&api, "system:node:edge-1").await;
     eventually("another certificate", || (keeper.current().chain != first).then_some(())).await;
     recovering.abort();
@@ -365,7 +365,7 @@ async fn an_agent_of_a_readmitted_node_enrols_again() {
     eventually("the session ends", || port.sessions.live().is_empty().then_some(())).await;
     let refused = links.clone();
     let recovering = tokio::spawn(recover(agent, keeper.clone(), move || refused.refused()));
-    let signer = Signer::with(&api, server.certificate.ca(), port.standing.clone()).await;
+    let signer = Signer::with(&api, server.certificate.ca.clone(), port.standing.clone()).await;
     signer.answer(&api, "system:node:edge-1").await;
     eventually("another certificate", || (keeper.current().chain != first).then_some(())).await;
     eventually("it is attached again", || {

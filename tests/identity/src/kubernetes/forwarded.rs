@@ -26,7 +26,7 @@ async fn refusal(server: &TestServer, port: &Port) -> Status {
 }
 
 pub(super) async fn client(server: &TestServer, port: &Port) -> PeerClient<Channel> {
-    PeerClient::new(channel(&port.address, server.certificate.peer_tls().load_full()).await)
+    PeerClient::new(channel(&port.address, server.certificate.peer_tls.load_full()).await)
 }
 
 /// A connection from edge-1 to `target`.

@@ -73,7 +73,7 @@ async fn a_retired_root_ends_links_and_a_renewed_agent_loses_no_connection() {
 
     server.ca.introduce().unwrap();
     let new = server.ca.activate().unwrap();
-    let mut ca = server.certificate.ca();
+    let mut ca = server.certificate.ca.clone();
     tokio::time::timeout(DEADLINE, ca.wait_for(|state| state.hash() == new)).await.unwrap().unwrap();
     port.roots.send_replace(Arc::new(ca.borrow_and_update().bundle().clone()));
     let (send, mut segments) = mpsc::channel(1);

@@ -22,10 +22,11 @@ use tunnel_link::link::Congestion;
 use tunnel_pki::enrol::{IdentityKeeper, IdentityMetrics, Recovery};
 use tunnel_pki::{AgentIdentity, TrustBundle};
 use tunnel_routing::{Router, RouterConfig};
+use tunnel_runtime::accept::Gate;
 use tunnel_runtime::clock::Clock;
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::{Drain, Shutdown};
-use tunnel_server::agent_port::{AgentPort, Budget, Gate, Handover, LinkContext};
+use tunnel_server::agent_port::{AgentPort, Budget, Handover, LinkContext};
 use tunnel_server::listener::ListenerContext;
 use tunnel_server::peers::{self, PeerContext, Peers, Trust};
 use tunnel_server::pki::{
@@ -111,7 +112,7 @@ impl Port {
         };
         let workers = Arc::new(Workers::start(1).unwrap());
         let enroll = EnrollService::new(
-            server.certificate.ca(),
+            server.certificate.ca.clone(),
             server.state_dir(),
             EnrollPolicy { standing: standing.clone(), tokens: true },
             PkiMetrics::default(),
@@ -122,10 +123,10 @@ impl Port {
             sessions: sessions.clone(),
             peers: peers.clone(),
             metrics,
-            drain: Drain::new(Shutdown::new()),
+            drain: Drain::new(Shutdown::default()),
         };
         let budget = Budget::of(1024, 1 << 30);
-        let tls = server.certificate.tls();
+        let tls = server.certificate.tls.clone();
         let port = AgentPort::new(tls, workers.clone(), enroll, context, listeners, None, &budget);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -154,7 +155,7 @@ impl Port {
     pub(super) fn follow(&self, server: &TestServer, other: &Self) -> JoinHandle<()> {
         let context = PeerContext {
             server_id: self.id.clone(),
-            tls: server.certificate.peer_tls(),
+            tls: server.certificate.peer_tls.clone(),
             workers: self.workers.clone(),
             peers: self.peers.clone(),
             reach: Reach::new(None, Congestion::System),

@@ -135,7 +135,7 @@ pub(super) async fn certificates_follow_their_files(testbed: &Testbed) -> Result
     let _agent = Agent::enrol(&server, 1).await?;
     let _echo = target(testbed, 1, ECHO, Behaviour::Echo)?;
     visit(testbed, Some(first.caller("a")?)).await?;
-    testbed.expect_error("callers.crt: it holds no certificate");
+    testbed.expect_error("callers.crt: trust bundle: it has no certificate");
     fs::write(&path, "rubbish")?;
     server.wait_log("keeping its last good content").await?;
     visit(testbed, Some(first.caller("a")?)).await?;

@@ -3,6 +3,8 @@
 use clap::Args;
 use tunnel_runtime::config::value::{self, Port};
 
+use crate::caller::service_account;
+
 /// The port of konnectivity's agents. The default is that it is off.
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "konnectivity's agents")]
@@ -25,23 +27,6 @@ pub struct KonnectivityConfig {
     pub(crate) agent_namespace: Option<String>,
 }
 
-impl KonnectivityConfig {
-    /// The user name of the ServiceAccount.
-    pub(crate) fn user(&self) -> String {
-        format!("system:serviceaccount:{}", self.account.replace('/', ":"))
-    }
-}
-
-pub(crate) fn service_account(value: &str) -> Result<String, String> {
-    let is_name = |name: &str| {
-        !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte))
-    };
-    match value.split_once('/') {
-        Some((namespace, name)) if is_name(namespace) && is_name(name) => Ok(value.to_owned()),
-        _ => Err("not NAMESPACE/NAME of a ServiceAccount".to_owned()),
-    }
-}
-
 fn audience(value: &str) -> Result<String, String> {
     if value.is_empty() { Err("an audience is needed".to_owned()) } else { Ok(value.to_owned()) }
 }
@@ -49,12 +34,12 @@ fn audience(value: &str) -> Result<String, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::caller::service_account_user;
 
     #[test]
     fn a_service_account_has_a_namespace_and_a_name() {
         let account = service_account("kube-system/konnectivity-agent").unwrap();
-        let config = KonnectivityConfig { account, ..KonnectivityConfig::default() };
-        assert_eq!(config.user(), "system:serviceaccount:kube-system:konnectivity-agent");
+        assert_eq!(service_account_user(&account), "system:serviceaccount:kube-system:konnectivity-agent");
         for value in ["", "konnectivity-agent", "/a", "a/", "a/b/c", "a/b:c"] {
             assert!(service_account(value).is_err(), "{value:?}");
         }

@@ -19,7 +19,8 @@ impl Calls for Control {
     type RelayStream = ReceiverStream<Result<Segment, Status>>;
 
     async fn attach(&self, _: Request<Welcome>) -> Result<Response<Self::AttachStream>, Status> {
-        let events = self.0.take_events().ok_or_else(|| Status::failed_precondition("attached already"))?;
+        let events = self.0.event_stream.lock().take();
+        let events = events.ok_or_else(|| Status::failed_precondition("attached already"))?;
         Ok(Response::new(Box::pin(ReceiverStream::new(events))))
     }
 

@@ -12,14 +12,10 @@ use tonic::metadata::MetadataMap;
 use tunnel_runtime::NodeName;
 
 use super::context::Tokens;
-use crate::caller::{Caller, Refusal, Token};
+use crate::caller::{Caller, Refusal, Token, node_of_pod};
 use crate::listener::until_withdrawn;
 use crate::metrics::{Judgement, Permit};
 
-/// The API server sets these for a token that is bound to a pod. A token bound to a node only was made by somebody who
-/// may create tokens and could choose the node.
-const NODE_NAME: &str = "authentication.kubernetes.io/node-name";
-const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
 const WANTED: &str =
     "a client certificate of this server's CA or a service account's token (authorization: Bearer) is needed";
 
@@ -98,14 +94,7 @@ fn node_of(caller: &Caller, user: &str) -> Result<NodeName, String> {
     if caller.name != user {
         return Err(format!("{caller} is not {user}, whose tokens are taken here"));
     }
-    let single = |key: &str| match caller.extra.get(key).map(Vec::as_slice) {
-        Some([one]) => Some(one.as_str()),
-        _ => None,
-    };
-    let (Some(node), Some(_)) = (single(NODE_NAME), single(POD_NAME)) else {
-        return Err("the token is not bound to a pod that runs on a node".to_owned());
-    };
-    node.parse().map_err(|error| format!("the token's node {node:?}: {error}"))
+    node_of_pod(user, Some(&caller.extra))
 }
 
 #[cfg(test)]
@@ -115,7 +104,7 @@ mod tests {
     use tunnel_kube::ClientSettings;
 
     use super::*;
-    use crate::caller::{Audiences, Reviewer};
+    use crate::caller::{Audiences, NODE_NAME, POD_NAME, Reviewer};
 
     const USER: &str = "system:serviceaccount:kube-system:konnectivity-agent";
 
@@ -136,8 +125,9 @@ mod tests {
             // Made for the node, not for a pod on it.
             (caller(USER, &bound[..1]), "not bound"),
             (caller(USER, &bound[1..]), "not bound"),
-            (caller(USER, &[(NODE_NAME, &["edge-1", "edge-2"]), bound[1]]), "not bound"),
-            (caller(USER, &[(NODE_NAME, &["Edge 1"]), bound[1]]), "the token's node"),
+            (caller(USER, &[bound[0], (POD_NAME, &["a", "b"])]), "not bound"),
+            (caller(USER, &[(NODE_NAME, &["edge-1", "edge-2"]), bound[1]]), "2 values"),
+            (caller(USER, &[(NODE_NAME, &["Edge 1"]), bound[1]]), USER),
         ] {
             let error = node_of(&caller, USER).unwrap_err();
             assert!(error.contains(reason), "{caller:?}: {error}");

@@ -38,7 +38,6 @@ use context::Context;
 use service::Service;
 
 pub use config::KonnectivityConfig;
-pub(crate) use config::service_account;
 pub(crate) use context::Tokens;
 
 /// Name of the listener in logs, and for a successor.
@@ -82,14 +81,13 @@ impl KonnectivityPort {
 
     async fn serve_one(&self, Connection { stream, peer, place, worker }: Connection) -> Result<(), Error> {
         let certificate = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first()).cloned();
-        let denied = |why: &dyn ToString| io::Error::new(io::ErrorKind::PermissionDenied, why.to_string());
         let certified = match &certificate {
-            Some(certificate) => match client_of_certificate(certificate).map_err(|error| denied(&error))? {
+            Some(certificate) => match client_of_certificate(certificate).map_err(Error::denied)? {
                 Client::Agent(node) => {
-                    let credential = self.context.link.credential(certificate);
-                    Some(Presented { node, credential: credential.map_err(|error| denied(&error))? })
+                    let credential = self.context.link.credential(certificate).map_err(Error::denied)?;
+                    Some(Presented { node, credential })
                 }
-                _ => return Err(denied(&"its certificate is not an agent's").into()),
+                _ => return Err(Error::denied("its certificate is not an agent's")),
             },
             None => None,
         };

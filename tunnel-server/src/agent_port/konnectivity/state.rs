@@ -24,7 +24,7 @@ pub(super) struct Agent {
     /// None once the session should end.
     events: Mutex<Option<mpsc::Sender<Result<AgentEvent, Status>>>>,
     /// None once the session has taken it.
-    event_stream: Mutex<Option<Events>>,
+    pub(super) event_stream: Mutex<Option<Events>>,
     leaving: CancellationToken,
     pub(super) refused: SetOnce<Status>,
 }
@@ -41,11 +41,6 @@ impl Agent {
             leaving: CancellationToken::new(),
             refused: SetOnce::new(),
         }
-    }
-
-    /// Takes the events for the session.
-    pub(super) fn take_events(&self) -> Option<Events> {
-        self.event_stream.lock().take()
     }
 
     /// Ends the session once it has no connections.

@@ -1,10 +1,10 @@
 use std::net::Ipv4Addr;
-use std::time::Instant;
 
 use http::Method;
 use postern_fake_kube::{ApiServer, Fault, eventually};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tunnel_kube::ClientSettings;
 
 use super::*;
@@ -82,7 +82,7 @@ async fn the_api_server_knows_whose_token_it_is() {
     assert_eq!(server.requests("create", TOKENS), 2, "each is asked once");
 }
 
-#[tokio::test(flavor = "multi_thread")]
+#[tokio::test]
 async fn a_yes_is_remembered_for_30_s_and_a_no_for_5() {
     let (_server, reviewer) = reviewer().await;
     let before = Instant::now();
@@ -93,16 +93,18 @@ async fn a_yes_is_remembered_for_30_s_and_a_no_for_5() {
     let after = Instant::now();
     let [yes, no] = ["good", "bad"].map(|token| -> [u8; 32] { Sha256::digest(token).into() });
     let [may, may_not] = ["/metrics", "/status"].map(|path| (caller.clone(), Right::Path(path)));
-    let remembered = |at: Instant| {
+    tokio::time::pause();
+    let remembered = async |at: Instant| {
+        tokio::time::advance(at - Instant::now()).await;
         let (tokens, rights) = (&reviewer.tokens, &reviewer.rights);
-        let tokens = [&yes, &no].map(|token| tokens.get_at(token, at).is_some());
-        (tokens, [&may, &may_not].map(|right| rights.get_at(right, at).is_some()))
+        let tokens = [&yes, &no].map(|token| tokens.get(token).is_some());
+        (tokens, [&may, &may_not].map(|right| rights.get(right).is_some()))
     };
-    let [five, thirty] = [5, 30].map(Duration::from_secs);
-    assert_eq!(remembered(before + five), ([true; 2], [true; 2]));
-    assert_eq!(remembered(after + five), ([true, false], [true, false]));
-    assert_eq!(remembered(before + thirty), ([true, false], [true, false]));
-    assert_eq!(remembered(after + thirty), ([false; 2], [false; 2]));
+    let ([five, thirty], short) = ([5, 30].map(Duration::from_secs), Duration::from_millis(1));
+    assert_eq!(remembered(before + five - short).await, ([true; 2], [true; 2]));
+    assert_eq!(remembered(after + five).await, ([true, false], [true, false]));
+    assert_eq!(remembered(before + thirty - short).await, ([true, false], [true, false]));
+    assert_eq!(remembered(after + thirty).await, ([false; 2], [false; 2]));
 }
 
 /// A token that is shown here must be good for nothing else, where the operator wants that.

@@ -58,7 +58,7 @@ pub async fn run<F: Future<Output = ()> + Send, K: Future<Output = Inventory> + 
             () = stop.cancelled() => return,
             () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                 due = None;
-                let inventory = nodes.inventory();
+                let inventory = nodes.inventory.clone();
                 let empty = inventory.is_empty();
                 if empty && had_nodes && !allow_empty {
                     log_vanished();
@@ -134,10 +134,6 @@ impl Nodes {
         !self.complete && self.inventory.is_empty()
     }
 
-    fn inventory(&self) -> Inventory {
-        self.inventory.clone()
-    }
-
     /// Returns true if the inventory has changed.
     fn apply(&mut self, event: Event<SlimNode>) -> bool {
         match event {
@@ -176,7 +172,10 @@ impl Nodes {
                 let first = !std::mem::replace(&mut self.complete, true);
                 self.set(node.name(), known) || first
             }
-            Event::Delete(node) => self.forget(node.name()),
+            Event::Delete(node) => {
+                self.skipped.remove(node.name());
+                self.inventory.remove(node.name())
+            }
         }
     }
 
@@ -194,11 +193,6 @@ impl Nodes {
             }
             None => self.inventory.remove(name),
         }
-    }
-
-    fn forget(&mut self, name: &str) -> bool {
-        self.skipped.remove(name);
-        self.inventory.remove(name)
     }
 
     fn read(&mut self, node: &SlimNode) -> Known {

@@ -14,7 +14,7 @@ use tunnel_runtime::text::printable;
 use super::dial::{Caller, Dialler};
 use super::halves::{Over, Writer, closed, hung_up};
 use crate::listener::answer::status_of;
-use crate::listener::preface::{PrefaceError, read_preface, timed_out};
+use crate::listener::preface::{PrefaceError, last_answer, read_preface, timed_out};
 
 /// Maximum length of a request's head, in bytes.
 const LONGEST_HEAD: usize = 16 << 10;
@@ -116,13 +116,7 @@ async fn until_gone(read: &mut (impl AsyncRead + Unpin), early: &mut BytesMut, w
 
 /// Answers with an error. The reason is also in the status line, which is all that kube-apiserver shows.
 async fn refuse(write: &mut impl Writer, status: StatusCode, reason: &str) -> Over {
-    let body = format!("tunnel-server: {reason}\n");
-    let answer = format!(
-        "HTTP/1.1 {} {}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
-        status.as_u16(),
-        printable(reason, 300),
-        body.len()
-    );
+    let answer = last_answer(format_args!("{} {}", status.as_u16(), printable(reason, 300)), reason);
     let told = async {
         write.write_all(answer.as_bytes()).await?;
         write.shutdown().await

@@ -1,6 +1,7 @@
 //! Resolves a caller's destination: an address on an edge node, or one that this server may dial itself.
 
-use std::net::{IpAddr, SocketAddr};
+use std::fmt::Display;
+use std::net::SocketAddr;
 
 use bytes::Bytes;
 use ipnet::IpNet;
@@ -83,9 +84,9 @@ fn through_tunnel(found: NodeAddress, port: u16, router: &Router) -> Destination
     Destination::Edge(OpenRequest::to_found(found, target, Bytes::new()))
 }
 
-pub(super) fn not_allowed(address: IpAddr) -> String {
+pub(super) fn not_allowed(what: impl Display) -> String {
     format!(
-        "{address} is not an edge node's or its pod's, and --egress-direct does not allow this server to dial it"
+        "{what} is not an edge node's or its pod's, and --egress-direct does not allow this server to dial it"
     )
 }
 

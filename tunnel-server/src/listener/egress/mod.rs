@@ -21,19 +21,19 @@ mod unix;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::BytesMut;
 use ipnet::IpNet;
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 use tokio::net::{TcpStream, UnixStream};
 use tunnel_link::relay::{end_on_drop, flushed};
+use tunnel_runtime::accept::{Gate, Gated, accept};
 use tunnel_runtime::config::ConfigError;
 
 use super::access_log::over_limit;
 use super::context::ListenerContext;
 use super::preface::{PrefaceError, read_preface};
-use crate::admission::{Gate, Gated, Share, Shares};
+use crate::admission::{Share, Shares};
 use crate::caller::CallerTls;
 use crate::session::Workers;
 use authority::{Masked, PREFACE};
@@ -89,18 +89,11 @@ impl Egress {
             if let Err(error) = socket.place() {
                 tracing::error!(listener = NAME, error = format!("{error:#}"), "failed to create the socket");
             }
-            let accepted = tokio::select! {
+            tokio::select! {
                 biased;
                 () = draining.cancelled() => break,
-                () = gate.closed() => continue,
-                accepted = socket.listener.accept() => accepted,
-            };
-            match accepted {
-                Ok((stream, _)) => self.receive_unix(stream),
-                Err(error) => {
-                    tracing::error!(listener = NAME, %error, "failed to accept a connection, check the limit of open files (ulimit -n)");
-                    tokio::time::sleep(Duration::from_millis(100)).await;
-                }
+                () = gate.closed() => {}
+                (stream, _) = accept(|| socket.listener.accept(), NAME) => self.receive_unix(stream),
             }
         }
         if gate.is_open() {
@@ -175,7 +168,7 @@ async fn receive_tls(
     tls: &CallerTls,
 ) -> Result<(), String> {
     let (stream, certified) = tls.accept(socket, false).await?;
-    let name = certified.as_ref().map(|shown| tls::common_name(shown.leaf())).unwrap_or_default();
+    let name = certified.as_ref().map(|shown| tls::common_name(&shown.leaf)).unwrap_or_default();
     let caller = Caller { address: client, name: name.into(), certified: certified.map(Arc::new) };
     let (read, write, watched) = halves::of_tls(stream).map_err(|error| error.to_string())?;
     let shutdown = dialler.context.drain.shutdown().clone();

@@ -33,13 +33,8 @@ const SEND_BUFFER: usize = 256 << 10;
 /// Interval of PINGs, and the time after which a caller that has not answered one is gone.
 const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(20));
 
-struct Proxy {
-    dialler: Arc<Dialler>,
-    caller: Caller,
-}
-
 #[tonic::async_trait]
-impl ProxyService for Proxy {
+impl ProxyService for Asked {
     type ProxyStream = Pin<Box<dyn Stream<Item = Result<Packet, Status>> + Send>>;
 
     async fn proxy(
@@ -47,10 +42,9 @@ impl ProxyService for Proxy {
         request: Request<Streaming<Packet>>,
     ) -> Result<Response<Self::ProxyStream>, Status> {
         let (packets, answer) = mpsc::channel(PACKETS);
-        let asked = Asked { dialler: self.dialler.clone(), caller: self.caller.clone() };
         // The listener's shares bound the number of connections, and each connection is bounded.
         let room = Arc::new(Room::new(usize::MAX));
-        let connections = Connections::new(Arc::new(asked), BOUNDS, room, Arc::default(), packets);
+        let connections = Connections::new(Arc::new(self.clone()), BOUNDS, room, Arc::default(), packets);
         tokio::spawn(connections.serve(request.into_inner()));
         Ok(Response::new(Box::pin(ReceiverStream::new(answer))))
     }
@@ -65,9 +59,9 @@ pub(super) async fn serve(
 ) -> Over {
     let shutdown = dialler.context.drain.shutdown().clone();
     let (address, shown) = (caller.address, caller.clone());
-    let streams = dialler.shares.limit().saturating_add(WITHOUT_PLACE);
+    let streams = dialler.shares.limit.saturating_add(WITHOUT_PLACE);
     let service =
-        ProxyServiceServer::new(Proxy { dialler, caller }).max_decoding_message_size(LARGEST_MESSAGE);
+        ProxyServiceServer::new(Asked { dialler, caller }).max_decoding_message_size(LARGEST_MESSAGE);
     let connection = http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
         .initial_stream_window_size(STREAM_WINDOW.min(CONNECTION_WINDOW / streams))

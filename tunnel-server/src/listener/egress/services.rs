@@ -9,8 +9,9 @@ use rand::seq::SliceRandom as _;
 use tokio::sync::watch;
 use tunnel_link::outcome::Outcome;
 
+use super::destination::not_allowed;
 use crate::caller::answer_cache::AnswerCache;
-use crate::kube::read::cluster_ips::{ClusterIps, ClusterService};
+use crate::kube::read::cluster_ips::{self, ClusterIps, ClusterService};
 use crate::kube::{Endpoint, ServiceEndpoints};
 use crate::listener::context::Failed;
 
@@ -71,11 +72,7 @@ impl Wanted {
     }
 
     pub(super) fn out_of_reach(&self, endpoint: SocketAddr) -> Failed {
-        let why = format!(
-            "its endpoint {endpoint} is not an edge node's or its pod's, and --egress-direct does not allow this server to \
-             dial it"
-        );
-        self.failed(Outcome::Denied, &why)
+        self.failed(Outcome::Denied, &not_allowed(format_args!("its endpoint {endpoint}")))
     }
 
     pub(super) fn at(&self, endpoint: SocketAddr, failed: &Failed) -> Failed {
@@ -86,10 +83,6 @@ impl Wanted {
 impl ClusterServices {
     pub(crate) fn new(services: watch::Receiver<ClusterIps>, endpoints: ServiceEndpoints) -> Self {
         Self { services, endpoints, answers: AnswerCache::default() }
-    }
-
-    fn known(&self) -> bool {
-        self.services.borrow().known
     }
 
     /// Returns the Service with this address, and its ready endpoints of the same address family, preferring those that
@@ -133,14 +126,14 @@ impl ClusterServices {
     /// Asks for the Service that has an address which was not a Service's in the last update from the API server: that
     /// may be old, for example just after the API server has restarted.
     async fn ask(&self, address: IpAddr) -> Result<Option<Arc<ClusterService>>, Failed> {
-        match self.endpoints.service_at(address).await {
+        match cluster_ips::ask(&self.endpoints.client, address).await {
             Ok(found) => Ok(found),
-            Err(reason) if self.known() => {
-                tracing::debug!(%address, error = reason, "failed to look up the Service of an address, assuming none");
+            Err(error) if self.services.borrow().known => {
+                tracing::debug!(%address, %error, "failed to look up the Service of an address, assuming none");
                 Ok(None)
             }
-            Err(reason) => {
-                let reason = format!("failed to look up the Service of {address}: {reason}");
+            Err(error) => {
+                let reason = format!("failed to look up the Service of {address}: {error}");
                 Err(Failed { outcome: Outcome::TimedOut, reason })
             }
         }

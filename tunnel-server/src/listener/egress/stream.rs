@@ -23,6 +23,7 @@ pub(super) const BOUNDS: Bounds = Bounds {
 };
 
 /// Dials for one caller.
+#[derive(Clone)]
 pub(super) struct Asked {
     pub(super) dialler: Arc<Dialler>,
     pub(super) caller: Caller,

@@ -19,9 +19,9 @@ use tunnel_link::konnectivity::Packet;
 use tunnel_link::konnectivity::packet::Payload;
 use tunnel_link::konnectivity::proxy_service_client::ProxyServiceClient;
 use tunnel_link::outcome::{Hop, Outcome};
+use tunnel_runtime::accept::Gate;
 
 use super::*;
-use crate::admission::Gate;
 use crate::caller::CallersCa;
 use crate::listener::judge::judge_all;
 use crate::metrics::Metrics;

@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{ResolvesServerCert, ResolvesServerCertUsingSni};
-use rustls::{CertificateError, RootCertStore, ServerConfig};
-use rustls_pki_types::pem::PemObject as _;
-use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{CertificateError, ServerConfig};
+use rustls_pki_types::CertificateDer;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
-use tunnel_pki::{IdentityError, ServerTls, caller_config, caller_verifier, certified, client_verifier};
+use tunnel_pki::{
+    IdentityError, ServerTls, TrustBundle, caller_config, caller_verifier, certified_pem, client_verifier,
+};
 use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts, read_all};
 use x509_parser::prelude::{FromDer as _, X509Certificate};
@@ -80,16 +81,9 @@ fn server_config(
     let bad =
         |key: &str, path: &Path, reason: String| ConfigError::new(key, path.display().to_string(), reason);
     let bad_ca = |reason: String| bad("--egress-client-ca", &config.client_ca, reason);
-    let mut roots = RootCertStore::empty();
-    let pem = |at: usize| texts.get(at).and_then(Option::as_deref).unwrap_or_default().as_bytes();
-    for certificate in CertificateDer::pem_slice_iter(pem(0)) {
-        let certificate = certificate.map_err(|error| bad_ca(format!("not PEM: {error}")))?;
-        roots.add(certificate).map_err(|error| bad_ca(format!("not a CA's certificate: {error}")))?;
-    }
-    if roots.is_empty() {
-        return Err(bad_ca("it holds no certificate".to_owned()));
-    }
-    let verifier = caller_verifier(roots, true).map_err(|error| bad_ca(error.to_string()))?;
+    let pem = |at: usize| texts.get(at).and_then(Option::as_deref).unwrap_or_default();
+    let verifier = TrustBundle::from_pem(pem(0)).and_then(|roots| caller_verifier(roots.root_store(), true));
+    let verifier = verifier.map_err(|error| bad_ca(error.to_string()))?;
     let names = config.clients.clone();
     let verifier = client_verifier(verifier, move |certificate| {
         if names.is_empty() || names.contains(&common_name(certificate)) {
@@ -98,15 +92,10 @@ fn server_config(
         Err(rustls::Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure))
     });
     let shown = match &config.certificate {
-        Some((certificate, key)) => {
-            let chain = CertificateDer::pem_slice_iter(pem(1))
-                .collect::<Result<Vec<_>, _>>()
-                .map_err(|error| bad("--egress-cert", certificate, format!("not PEM: {error}")))?;
-            let private = PrivateKeyDer::from_pem_slice(pem(2))
-                .map_err(|error| bad("--egress-key", key, format!("not a PEM key: {error}")))?;
-            certified(chain, &private)
-                .map_err(|error| bad("--egress-cert", certificate, error.to_string()))?
-        }
+        Some((certificate, key)) => certified_pem(pem(1), pem(2)).map_err(|error| match error {
+            IdentityError::Key(_) => bad("--egress-key", key, error.to_string()),
+            _ => bad("--egress-cert", certificate, error.to_string()),
+        })?,
         None => own,
     };
     let settings = caller_config(shown, verifier.clone(), &[b"h2", b"http/1.1"]);

@@ -3,11 +3,12 @@
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
 use tokio::net::{UnixListener, UnixStream};
+use tunnel_runtime::files::identity;
 
 /// A listening socket, which is at its path from [`Socket::place`] on.
 #[derive(Debug)]
@@ -26,8 +27,8 @@ impl Socket {
     /// # Errors
     /// Its permissions cannot be set.
     pub(crate) fn take(path: &Path, mode: u32, socket: OwnedFd) -> anyhow::Result<Option<Self>> {
-        let Ok(found) = std::fs::symlink_metadata(path) else { return Ok(None) };
-        if !found.file_type().is_socket() {
+        let Ok(file) = identity(path) else { return Ok(None) };
+        if !std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
             return Ok(None);
         }
         let taken = || -> io::Result<_> {
@@ -37,7 +38,6 @@ impl Socket {
             UnixListener::from_std(listener)
         };
         let listener = taken().with_context(|| format!("--egress-socket={}", path.display()))?;
-        let file = (found.dev(), found.ino());
         Ok(Some(Self { listener, path: path.to_owned(), aside: None, file }))
     }
 
@@ -71,7 +71,7 @@ impl Socket {
             let _ = std::fs::remove_file(&aside);
             let listener = UnixListener::bind(&aside)?;
             std::fs::set_permissions(&aside, std::fs::Permissions::from_mode(mode))?;
-            Ok((listener, file(&aside)?))
+            Ok((listener, identity(&aside)?))
         };
         let (listener, file) = bound().map_err(|error: io::Error| {
             let reason = match error.kind() {
@@ -103,7 +103,7 @@ impl Socket {
     /// Removes its file, unless another socket has replaced it. A remaining file would refuse connections, as a missing
     /// one does.
     pub(super) fn remove(self) {
-        if file(&self.path).is_ok_and(|found| found == self.file) {
+        if identity(&self.path).is_ok_and(|found| found == self.file) {
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -115,11 +115,6 @@ impl Drop for Socket {
             let _ = std::fs::remove_file(aside);
         }
     }
-}
-
-fn file(path: &Path) -> io::Result<(u64, u64)> {
-    let found = std::fs::symlink_metadata(path)?;
-    Ok((found.dev(), found.ino()))
 }
 
 #[cfg(test)]

@@ -258,9 +258,7 @@ impl Served {
             (Admission::Policy(..), _) => None,
         };
         match caller {
-            Some(caller) => {
-                Ok(Some((caller, authenticator.and_then(|known| known.reviewer().map(Arc::as_ref)))))
-            }
+            Some(caller) => Ok(Some((caller, authenticator.and_then(|known| known.reviewer.as_deref())))),
             None => Err(Refusal::Unauthenticated("nobody knows the caller".to_owned()).into()),
         }
     }

@@ -4,7 +4,6 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
-use http_body_util::BodyExt as _;
 use http_body_util::combinators::UnsyncBoxBody;
 use hyper::body::{Body as _, Frame, Incoming, SizeHint};
 use tokio_util::task::AbortOnDropHandle;
@@ -17,10 +16,6 @@ use crate::listener::access_log::AccessLogGuard;
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// The body of an answer to the client.
 pub(super) type Body = UnsyncBoxBody<Bytes, BoxError>;
-
-pub(super) fn empty() -> Body {
-    http_body_util::Empty::new().map_err(|never| match never {}).boxed_unsync()
-}
 
 /// State of a request until it is over: its access log line, and its connection to the target. Dropping it earlier
 /// resets that connection.

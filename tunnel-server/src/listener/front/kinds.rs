@@ -59,7 +59,7 @@ impl Front {
     pub(super) fn reviewer(&self) -> Option<&Arc<Reviewer>> {
         match &self.admission {
             Admission::Callers(authenticator) | Admission::Listed { authenticator, .. } => {
-                authenticator.reviewer()
+                authenticator.reviewer.as_ref()
             }
             Admission::Everyone | Admission::Policy(..) => None,
         }

@@ -9,10 +9,10 @@ use http::request::Parts;
 use http::{HeaderValue, Method, Response, StatusCode, header};
 use http_body_util::{BodyExt as _, Full};
 use prometheus_client::registry::Registry;
+use tunnel_runtime::accept::Gate;
 use tunnel_runtime::admin::exposition;
 
 use super::body::Body;
-use crate::admission::Gate;
 use crate::caller::{Authenticator, Caller, Refusal, ShownToken, bearer_token};
 use crate::listener::answer::Failure;
 
@@ -68,7 +68,7 @@ impl MetricsPage {
                 return Err(Refusal::Unauthenticated(reason.to_owned()));
             }
         };
-        match self.authenticator.reviewer() {
+        match &self.authenticator.reviewer {
             Some(reviewer) => reviewer.allow_path(&caller, PATH).await,
             // Without a cluster every authenticated caller may.
             None => Ok(()),

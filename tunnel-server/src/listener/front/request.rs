@@ -15,7 +15,7 @@ use tunnel_runtime::error::chain;
 use super::admitted::{Admitted, Destination};
 use super::answer::{self, Reader, reader};
 use super::backend::{self, Tls};
-use super::body::{AnswerBody, Body, Exchange, empty};
+use super::body::{AnswerBody, Body, Exchange};
 use super::served::Served;
 use super::tunnel::{Tunnel, established};
 use super::{expect, headers, upgrade};
@@ -138,7 +138,7 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
                 head.headers.insert(header::UPGRADE, protocol);
             }
             tokio::spawn(upgrade::relay(client, target, exchange));
-            Ok(Response::from_parts(head, empty()))
+            Ok(Response::from_parts(head, Body::default()))
         }
         (Some(_), None) => {
             let reason = format!("{to} changed the protocol without being asked to");

@@ -69,7 +69,7 @@ impl Front {
         let h2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
         let certificate = match certified {
             Some(certified) => {
-                let caller = caller_of_certificate(certified.leaf()).map_err(OpenError::Client)?;
+                let caller = caller_of_certificate(&certified.leaf).map_err(OpenError::Client)?;
                 Some((caller, Arc::new(certified)))
             }
             None => None,
@@ -175,7 +175,11 @@ where
     let told = ended.as_ref().map_or_else(|error| late || error.is_parse(), |()| !served.faults.reported());
     // An upgraded connection goes on with its socket.
     if let Some(mut socket) = watched.into_socket().filter(|_| told) {
-        let last = if late && served.front.tls.is_none() { too_late() } else { String::new() };
+        let last = if late && served.front.tls.is_none() {
+            preface::last_answer(StatusCode::REQUEST_TIMEOUT, &preface::timed_out(REQUEST))
+        } else {
+            String::new()
+        };
         tokio::select! {
             () = preface::answer(&mut socket, last.as_bytes()) => {}
             () = shutdown.forced() => {}
@@ -192,16 +196,6 @@ where
         }
         Ok(()) => Ok(()),
     }
-}
-
-/// Answer to a client whose head took too long.
-fn too_late() -> String {
-    let body = format!("tunnel-server: {}\n", preface::timed_out(REQUEST));
-    format!(
-        "HTTP/1.1 {}\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",
-        StatusCode::REQUEST_TIMEOUT,
-        body.len()
-    )
 }
 
 /// Completes when another server answers scrapers from now on. Connections of other listeners go on until the drain.

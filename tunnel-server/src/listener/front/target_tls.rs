@@ -11,12 +11,11 @@ use std::sync::Arc;
 use arc_swap::ArcSwap;
 use rustls::client::danger::ServerCertVerifier as _;
 use rustls::client::{Resumption, WebPkiServerVerifier};
-use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::sign::SingleCertAndKey;
 use rustls::{CertificateError, ClientConfig, Error};
-use rustls_pki_types::pem::PemObject as _;
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use tokio::sync::watch;
-use tunnel_pki::{TrustBundle, server_verifier};
+use tunnel_pki::{IdentityError, TrustBundle, certified_pem, server_verifier};
 use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts};
 
@@ -135,8 +134,12 @@ impl Material {
             _ => None,
         };
         let certificate = match (chain, key) {
-            (Some((file, Some(chain))), Some((_, Some(key)))) => {
-                Some(certified(chain, key).map_err(|reason| file.error(reason))?)
+            (Some((file, Some(chain))), Some((key_file, Some(key)))) => {
+                let certified = certified_pem(chain, key).map_err(|error| match error {
+                    IdentityError::Key(_) => key_file.error(error.to_string()),
+                    _ => file.error(error.to_string()),
+                });
+                Some(certified?)
             }
             (Some(_), _) => {
                 tracing::warn!("--kubelet-client-certificate is not there yet: kubelets will answer 401");
@@ -145,23 +148,6 @@ impl Material {
             _ => None,
         };
         Ok(Self { verifier, certificate })
-    }
-}
-
-fn certified(chain: &str, key: &str) -> Result<Arc<SingleCertAndKey>, String> {
-    let chain = CertificateDer::pem_slice_iter(chain.as_bytes())
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(|error| format!("not PEM: {error}"))?;
-    if chain.is_empty() {
-        return Err("it has no certificate".to_owned());
-    }
-    let key = PrivateKeyDer::from_pem_slice(key.as_bytes())
-        .map_err(|error| format!("--kubelet-client-key is not a private key in PEM: {error}"))?;
-    let key = rustls::crypto::aws_lc_rs::sign::any_supported_type(&key).map_err(|error| error.to_string())?;
-    let certified = CertifiedKey::new(chain, key);
-    match certified.keys_match() {
-        Ok(()) => Ok(Arc::new(SingleCertAndKey::from(certified))),
-        Err(error) => Err(format!("it does not belong to --kubelet-client-key: {error}")),
     }
 }
 

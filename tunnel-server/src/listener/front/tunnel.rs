@@ -8,7 +8,7 @@ use hyper_util::rt::TokioIo;
 use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::reset_on_drop;
 
-use super::body::{Body, empty};
+use super::body::Body;
 use super::socket::{PrefixedSocket, Watched};
 use crate::listener::access_log::AccessLogGuard;
 use crate::listener::upstream::Upstream;
@@ -22,7 +22,7 @@ pub(super) struct Tunnel {
 
 /// Returns the answer to CONNECT once the target is connected.
 pub(super) fn established() -> Response<Body> {
-    let mut response = Response::new(empty());
+    let mut response = Response::new(Body::default());
     response.extensions_mut().insert(ReasonPhrase::from_static(b"Connection established"));
     response
 }

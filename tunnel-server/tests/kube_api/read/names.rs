@@ -16,11 +16,11 @@ const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpoints
 
 /// The names in the certificate that a client gets.
 async fn served(certificate: &ServerCertificate) -> Vec<String> {
-    let bundle = certificate.ca().borrow().bundle().clone();
+    let bundle = certificate.ca.borrow().bundle().clone();
     let connector = TlsConnector::from(anonymous_tls(&bundle, ALPN_GRPC).unwrap());
     let (client, server) = tokio::io::duplex(1 << 16);
     let name: ServerName<'static> = server_name();
-    let acceptor = certificate.tls().acceptor();
+    let acceptor = certificate.tls.acceptor();
     let (client, _server) = tokio::join!(connector.connect(name, client), acceptor.accept(server));
     let client = client.unwrap();
     server_names_of_certificate(&client.get_ref().1.peer_certificates().unwrap()[0]).unwrap()

@@ -28,7 +28,7 @@ fn a_node_that_drops_its_edge_label_was_one() {
             "labels": {"superedge.io/edge-node": label}}}))
     };
     let (first, again) = ("2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z");
-    let was_edge = |nodes: &Nodes| nodes.inventory().get("edge-1").map(|node| node.was_edge);
+    let was_edge = |nodes: &Nodes| nodes.inventory.get("edge-1").map(|node| node.was_edge);
     let mut nodes = Nodes::new(Selector::default(), false);
     assert!(listed(&mut nodes, &[labelled("enable", first)]));
     assert_eq!(was_edge(&nodes), Some(false));
@@ -38,7 +38,7 @@ fn a_node_that_drops_its_edge_label_was_one() {
     nodes.apply(Event::Apply(labelled("x", first)));
     listed(&mut nodes, &[labelled("", first)]);
     assert_eq!(was_edge(&nodes), Some(true));
-    let kept = serde_json::to_string(&nodes.inventory()).unwrap();
+    let kept = serde_json::to_string(&nodes.inventory).unwrap();
     let mut nodes = Nodes::new(Selector::default(), false);
     assert!(nodes.is_first_list());
     nodes.inventory = serde_json::from_str(&kept).unwrap();
@@ -50,7 +50,7 @@ fn a_node_that_drops_its_edge_label_was_one() {
 }
 
 fn names(nodes: &Nodes) -> Vec<String> {
-    nodes.inventory().iter().map(|node| node.name.to_string()).collect()
+    nodes.inventory.iter().map(|node| node.name.to_string()).collect()
 }
 
 #[test]

@@ -9,15 +9,11 @@ use tunnel_pki::{CsrKey, Holder};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::text::printable;
 
+use crate::caller::node_of_pod;
 use crate::pki::{examine_request, subject_of};
 
 const NODE_USER: &str = "system:node:";
 const NODE_GROUP: &str = "system:nodes";
-/// Set by the API server for a token bound to a pod: the node on which the pod runs.
-const NODE_NAME_EXTRA: &str = "authentication.kubernetes.io/node-name";
-/// Without this key the token is bound to a Node instead of a pod running there: anyone who may create tokens of the
-/// ServiceAccount could choose the node.
-const POD_NAME_EXTRA: &str = "authentication.kubernetes.io/pod-name";
 const CLIENT_AUTH: &str = "client auth";
 const DIGITAL_SIGNATURE: &str = "digital signature";
 /// Maximum size in bytes. Our requests have about 500.
@@ -122,33 +118,15 @@ fn requester(
 ) -> Result<(Holder, NodeName), Denial> {
     let user = spec.username.as_deref().unwrap_or_default();
     let refuse = |message: String| Err(Denial("NotANode", message));
-    let (holder, name) = if let Some(name) = user.strip_prefix(NODE_USER) {
+    let (holder, node) = if let Some(name) = user.strip_prefix(NODE_USER) {
         let groups = spec.groups.as_deref().unwrap_or_default();
         if !groups.iter().any(|group| group == NODE_GROUP) {
             return refuse(format!("user {user:?} is not in the group {NODE_GROUP}"));
         }
         // Kubelet credentials give access to the kubelet's own node only.
-        (Holder::Agent, name)
+        (Holder::Agent, name.parse::<NodeName>().map_err(|error| format!("user {user:?}: {error}")))
     } else if let Some(holder) = accounts.holder(user) {
-        let name = match spec.extra.as_ref().and_then(|extra| extra.get(NODE_NAME_EXTRA)).map(Vec::as_slice) {
-            Some([_]) if spec.extra.as_ref().is_none_or(|extra| !extra.contains_key(POD_NAME_EXTRA)) => {
-                return refuse(format!(
-                    "the token of user {user:?} is not bound to a pod: {POD_NAME_EXTRA} is missing"
-                ));
-            }
-            Some([name]) => name.as_str(),
-            Some(names) => {
-                return refuse(format!("user {user:?} has {} values of {NODE_NAME_EXTRA}", names.len()));
-            }
-            None => {
-                return refuse(format!(
-                    "the token of user {user:?} is not bound to a pod on a node: {NODE_NAME_EXTRA} is missing \
-                     (tokens that the kubelet gives to pods have it from Kubernetes 1.30 on; on an older one give \
-                     the agent the kubelet's --kubeconfig)"
-                ));
-            }
-        };
-        (holder, name)
+        (holder, node_of_pod(user, spec.extra.as_ref()))
     } else {
         return refuse(format!(
             "user {user:?} is neither a node ({NODE_USER}NAME) nor \
@@ -156,8 +134,7 @@ fn requester(
             accounts.namespace, accounts.agent, accounts.redirector
         ));
     };
-    let node = name.parse().map_err(|error| Denial("NotANode", format!("user {user:?}: {error}")))?;
-    Ok((holder, node))
+    Ok((holder, node.map_err(|reason| Denial("NotANode", reason))?))
 }
 
 fn usages(spec: &CertificateSigningRequestSpec) -> Result<(), Denial> {

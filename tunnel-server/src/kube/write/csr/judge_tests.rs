@@ -9,6 +9,7 @@ use x509_parser::certification_request::X509CertificationRequest;
 use x509_parser::prelude::FromDer as _;
 
 use super::*;
+use crate::caller::{NODE_NAME, POD_NAME};
 
 const SERVICE_ACCOUNT: &str = "system:serviceaccount:kube-system:tunnel-agent";
 const ACCOUNTS: Accounts<'_> =
@@ -78,7 +79,7 @@ fn from_pod(extra: &[(&str, &[&str])]) -> CertificateSigningRequest {
         spec.username = Some(SERVICE_ACCOUNT.to_owned());
         spec.groups = Some(vec!["system:serviceaccounts".to_owned()]);
         let values = |values: &[&str]| values.iter().map(|value| (*value).to_owned()).collect();
-        let pod = (POD_NAME_EXTRA.to_owned(), vec!["tunnel-agent-x".to_owned()]);
+        let pod = (POD_NAME.to_owned(), vec!["tunnel-agent-x".to_owned()]);
         let extra: BTreeMap<_, _> =
             extra.iter().map(|(key, named)| ((*key).to_owned(), values(named))).collect();
         spec.extra = Some(extra.into_iter().chain([pod]).collect());
@@ -110,7 +111,7 @@ fn assert_denied(csr: &CertificateSigningRequest, reason: &str, part: &str) {
 fn a_node_gets_its_own_certificate() {
     assert_eq!(approved(&good()).node.as_str(), "edge-1");
     assert_eq!(approved(&good()).life, None);
-    let bound = from_pod(&[(NODE_NAME_EXTRA, &["edge-1"])]);
+    let bound = from_pod(&[(NODE_NAME, &["edge-1"])]);
     assert_eq!(approved(&bound).node.as_str(), "edge-1");
     let both = with(|spec| spec.usages = Some(vec![DIGITAL_SIGNATURE.to_owned(), CLIENT_AUTH.to_owned()]));
     approved(&both);
@@ -124,7 +125,7 @@ fn a_redirectors_certificate_is_for_its_service_account_only() {
     let node: NodeName = "cloud-2".parse().unwrap();
     let request = |holder: Holder| ByteString(pem(&params(holder.distinguished_name(&node))).into_bytes());
     let from = |user: &str, holder| {
-        let mut csr = from_pod(&[(NODE_NAME_EXTRA, &["cloud-2"])]);
+        let mut csr = from_pod(&[(NODE_NAME, &["cloud-2"])]);
         csr.spec.username = Some(user.to_owned());
         csr.spec.request = request(holder);
         csr
@@ -194,7 +195,7 @@ fn requesters_that_are_not_the_node() {
         // Even with the extra and the group of a valid requester.
         let csr = with(|spec| {
             spec.username = user.map(str::to_owned);
-            spec.extra = Some(BTreeMap::from([(NODE_NAME_EXTRA.to_owned(), vec!["edge-1".to_owned()])]));
+            spec.extra = Some(BTreeMap::from([(NODE_NAME.to_owned(), vec!["edge-1".to_owned()])]));
         });
         assert_denied(&csr, "NotANode", "neither a node");
     }
@@ -207,18 +208,18 @@ fn requesters_that_are_not_the_node() {
 fn service_account_tokens_that_name_no_node_or_another_one() {
     assert_denied(&from_pod(&[]), "NotANode", "not bound to a pod on a node");
     assert_denied(&with(|spec| spec.username = Some(SERVICE_ACCOUNT.to_owned())), "NotANode", "not bound");
-    assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &["edge-2"])]), "OtherNode", "edge-2");
-    assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &["edge-1", "edge-2"])]), "NotANode", "2 values");
-    assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &[])]), "NotANode", "0 values");
-    assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &[""])]), "NotANode", "empty");
+    assert_denied(&from_pod(&[(NODE_NAME, &["edge-2"])]), "OtherNode", "edge-2");
+    assert_denied(&from_pod(&[(NODE_NAME, &["edge-1", "edge-2"])]), "NotANode", "2 values");
+    assert_denied(&from_pod(&[(NODE_NAME, &[])]), "NotANode", "0 values");
+    assert_denied(&from_pod(&[(NODE_NAME, &[""])]), "NotANode", "empty");
     // The token is bound to a Node: its creator chose the node.
     let unbound = with(|spec| {
         spec.username = Some(SERVICE_ACCOUNT.to_owned());
-        spec.extra = Some(BTreeMap::from([(NODE_NAME_EXTRA.to_owned(), vec!["edge-1".to_owned()])]));
+        spec.extra = Some(BTreeMap::from([(NODE_NAME.to_owned(), vec!["edge-1".to_owned()])]));
     });
     assert_denied(&unbound, "NotANode", "not bound to a pod: ");
     // Namespace and name are configurable.
-    let bound = from_pod(&[(NODE_NAME_EXTRA, &["edge-1"])]);
+    let bound = from_pod(&[(NODE_NAME, &["edge-1"])]);
     assert!(matches!(judge(&bound, Accounts { namespace: "postern", ..ACCOUNTS }), Verdict::Deny { .. }));
     assert!(matches!(judge(&bound, Accounts { agent: "agent", ..ACCOUNTS }), Verdict::Deny { .. }));
 }
