@@ -18,6 +18,8 @@ use tunnel_runtime::state_file::StateFile;
 
 use crate::runtime::settings::Settings;
 
+/// Version of the file's format. Files of another version are not used.
+const VERSION: u32 = 1;
 /// Changes within this time are written together.
 const PERIOD: Duration = Duration::from_secs(30);
 
@@ -53,6 +55,7 @@ impl Age {
 /// The nodes, ports and ranges of a cluster.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Content {
+    version: u32,
     /// Time at which the state was current, in seconds since 1970.
     pub at: u64,
     pub nodes: Inventory,
@@ -73,7 +76,13 @@ impl ClusterCache {
     /// Loads the file. Returns None if there is none that can be used; the reason is logged.
     pub async fn load(&self) -> Option<Content> {
         let file = self.0.clone();
-        tokio::task::spawn_blocking(move || file.load()).await.ok().flatten()
+        let content = tokio::task::spawn_blocking(move || file.load()).await.ok().flatten()?;
+        if content.version != VERSION {
+            let (path, version) = (self.0.path().display(), content.version);
+            tracing::warn!(%path, version, "ignoring a state file of an unknown version");
+            return None;
+        }
+        Some(content)
     }
 
     /// Writes the state in effect after each change until `stop`. `nodes` are those of the API server.
@@ -88,6 +97,7 @@ impl ClusterCache {
     ) {
         let content = move || {
             Some(Content {
+                version: VERSION,
                 at: seconds(current_at(&health)),
                 nodes: Inventory::clone(&nodes.borrow()),
                 services: router.services(),

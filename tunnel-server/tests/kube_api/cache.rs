@@ -223,7 +223,10 @@ async fn a_file_that_cannot_be_used_is_as_none() {
     first.stop().await;
     let cache = ClusterCache::new(state.path());
     assert!(cache.load().await.is_some());
-    for content in ["", "{", "{\"at\":1}", "[]"] {
+    let good = std::fs::read_to_string(&file).unwrap();
+    let other = good.replace("\"version\":1", "\"version\":2");
+    assert_ne!(good, other);
+    for content in ["", "{", "{\"version\":2}", "{\"version\":1,\"at\":1}", "[]", &other] {
         std::fs::write(&file, content).unwrap();
         assert!(cache.load().await.is_none(), "{content:?}");
     }
