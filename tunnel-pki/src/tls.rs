@@ -93,6 +93,9 @@ pub fn certified(
         Ok(()) | Err(rustls::Error::InconsistentKeys(InconsistentKeys::Unknown)) => {
             Ok(Arc::new(SingleCertAndKey::from(certified)))
         }
+        Err(rustls::Error::InconsistentKeys(_)) => {
+            Err(IdentityError::Key("it does not belong to the certificate".to_owned()))
+        }
         Err(error) => Err(tls_error(error)),
     }
 }
@@ -103,6 +106,9 @@ pub fn certified(
 /// Also fails if the texts cannot be parsed: [`IdentityError::Key`] is about the key.
 pub fn certified_pem(chain: &str, key: &str) -> Result<Arc<SingleCertAndKey>, IdentityError> {
     let (chain, key) = chain_and_key(chain, key)?;
+    if chain.is_empty() {
+        return Err(IdentityError::Parse("it has no certificate".to_owned()));
+    }
     certified(chain, &key)
 }
 

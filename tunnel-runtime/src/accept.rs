@@ -45,7 +45,7 @@ impl Gate {
     }
 
     pub fn guard(&self, listener: TcpListener) -> Gated {
-        Gated { listener, open: self.0.subscribe(), _gate: self.clone() }
+        Gated { listener, failing: LogRarely::default(), open: self.0.subscribe(), _gate: self.clone() }
     }
 }
 
@@ -53,6 +53,7 @@ impl Gate {
 #[derive(Debug)]
 pub struct Gated {
     listener: TcpListener,
+    failing: LogRarely,
     open: watch::Receiver<bool>,
     /// Keeps the sender, so that waiting never fails.
     _gate: Gate,
@@ -74,15 +75,18 @@ impl Gated {
             tokio::select! {
                 biased;
                 _ = self.open.changed() => {}
-                accepted = accept(|| self.listener.accept(), listener) => return accepted,
+                accepted = accept(|| self.listener.accept(), listener, &self.failing) => return accepted,
             }
         }
     }
 }
 
-/// Returns the next connection of a socket. Errors are logged, and do not end the wait.
-pub async fn accept<C, F: Future<Output = io::Result<C>>>(next: impl Fn() -> F, listener: &'static str) -> C {
-    let failing = LogRarely::default();
+/// Returns the next connection of a socket. Errors are logged as rarely as `failing` says, and do not end the wait.
+pub async fn accept<C, F: Future<Output = io::Result<C>>>(
+    next: impl Fn() -> F,
+    listener: &'static str,
+    failing: &LogRarely,
+) -> C {
     loop {
         match next().await {
             Ok(accepted) => return accepted,

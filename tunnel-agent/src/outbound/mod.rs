@@ -71,10 +71,10 @@ impl Outbound {
 
     /// Serves a listener until the drain, except while another agent of this node has taken over.
     pub(crate) async fn serve(self: Arc<Self>, listen: Listen, listener: TcpListener) {
-        let (listen, refused) = (Arc::new(listen), LogRarely::default());
+        let (listen, refused, failing) = (Arc::new(listen), LogRarely::default(), LogRarely::default());
         loop {
             let (socket, client) = tokio::select! {
-                accepted = self.accept(&listener) => accepted,
+                accepted = self.accept(&listener, &failing) => accepted,
                 () = self.runtime.shutdown.draining() => return,
             };
             if !listen.permits(client.ip()) {
@@ -95,13 +95,13 @@ impl Outbound {
     }
 
     /// Accepts the next client. Once another agent has taken over, it accepts the clients of the shared socket.
-    async fn accept(&self, listener: &TcpListener) -> (TcpStream, SocketAddr) {
+    async fn accept(&self, listener: &TcpListener, failing: &LogRarely) -> (TcpStream, SocketAddr) {
         loop {
             self.runtime.handover.leads().await;
             tokio::select! {
                 biased;
                 () = self.runtime.handover.passed() => {}
-                accepted = accept(|| listener.accept(), OUTBOUND) => return accepted,
+                accepted = accept(|| listener.accept(), OUTBOUND, failing) => return accepted,
             }
         }
     }

@@ -45,7 +45,8 @@ pub(super) async fn find(session: &SessionState) -> Connected {
                 pause = CHECK;
                 continue;
             }
-            Ok(()) = addresses.changed() => {}
+            // The route may have changed too.
+            Ok(()) = addresses.changed() => session.nudge(),
             Ok(()) = resumed.changed() => {
                 session.nudge();
                 owes_nothing = false;

@@ -10,7 +10,7 @@ use tokio::sync::OwnedMutexGuard;
 use tokio_util::sync::CancellationToken;
 use tunnel_runtime::accept::{Gate, accept};
 use tunnel_runtime::lifecycle::Shutdown;
-use tunnel_runtime::log_once::LogOnce;
+use tunnel_runtime::log_once::{LogOnce, LogRarely};
 use tunnel_runtime::takeover::{self, Copies, Stream, Successors, receive, send};
 
 use super::message::{Answer, Ask, Hello};
@@ -85,6 +85,7 @@ impl Succession {
         bind: &(impl Fn() -> io::Result<S> + Send + Sync),
     ) -> Option<OwnedMutexGuard<()>> {
         let mut listener = self.listen(bind).await;
+        let failing = LogRarely::default();
         loop {
             let mut stream = tokio::select! {
                 biased;
@@ -92,7 +93,7 @@ impl Succession {
                     listener.remove();
                     return None;
                 }
-                stream = accept(|| listener.accept(), "takeover") => stream,
+                stream = accept(|| listener.accept(), "takeover", &failing) => stream,
             };
             let mut renewals = None;
             self.serve(&mut *stream, &mut renewals).await;

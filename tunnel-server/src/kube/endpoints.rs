@@ -12,7 +12,7 @@ use tunnel_kube::request;
 use super::read::SERVICE_NAME;
 
 /// Time limit for the API server while a caller waits.
-pub(super) const DEADLINE: Duration = Duration::from_secs(4);
+pub const DEADLINE: Duration = Duration::from_secs(4);
 
 /// Address of one endpoint of a Service's port.
 #[derive(Clone, Debug, PartialEq, Eq)]

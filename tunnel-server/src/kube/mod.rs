@@ -37,7 +37,7 @@ pub use self::apply::{Apply, Said};
 use self::cache::{Age, ClusterCache};
 pub(crate) use self::context::object_name;
 pub use self::context::{KubeContext, KubeOptions, ObjectNames};
-pub use self::endpoints::{Endpoint, ServiceEndpoints};
+pub use self::endpoints::{DEADLINE, Endpoint, ServiceEndpoints};
 pub use self::error::ClusterError;
 use self::read::authority;
 use self::read::revocations::RevocationMap;

@@ -143,6 +143,9 @@ pub struct RedirectStatus {
     /// Source ranges that may use the virtual addresses, besides this host itself: its pods.
     #[serde(default)]
     pub clients: Vec<IpNet>,
+    /// Empty. The previous version needs it, which reads this one's document while servers are upgraded.
+    #[serde(skip_deserializing)]
+    pub programs: [(); 0],
     /// Reason why the programs are not pinned and would vanish with a killed server; None also with `--bpffs=off`.
     pub not_pinned: Option<String>,
     /// How connections of pods, Services and other hosts get here.

@@ -229,6 +229,7 @@ impl Reporter {
             excluded: desired.table.excluded.len(),
             ports: desired.ports.iter().copied().collect(),
             clients: desired.table.clients.iter().copied().collect(),
+            programs: [],
             not_pinned: redirect.not_pinned.clone(),
             pods: if redirect.routed { PodsWay::Route } else { PodsWay::Connect },
             not_by_route: redirect.not_routed.clone(),

@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_runtime::accept::{Gate, accept};
+use tunnel_runtime::log_once::LogRarely;
 use tunnel_runtime::takeover::{self, Copies, Stream, Successors, receive, send};
 
 use super::Gates;
@@ -55,12 +56,12 @@ impl Succession {
         if stop.run_until_cancelled(self.gates.listeners.opened()).await.is_none() {
             return;
         }
-        let mut listening = None;
+        let (mut listening, failing) = (None, LogRarely::default());
         let serve = async {
             while let Some(listener) = bind() {
                 let listener = listening.insert(listener);
                 while listener.is_found() {
-                    let mut stream = accept(|| listener.accept(), "takeover").await;
+                    let mut stream = accept(|| listener.accept(), "takeover", &failing).await;
                     self.serve(&mut *stream).await;
                 }
             }

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use k8s_openapi::api::core::v1::Service;
@@ -16,7 +17,6 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_kube::{Health, RequestError, request};
 
-use crate::kube::endpoints::DEADLINE;
 use crate::kube::partial::Partial;
 
 /// A Service with a cluster IP.
@@ -95,11 +95,12 @@ pub async fn run(
 pub async fn ask(
     client: &kube::Client,
     address: IpAddr,
+    deadline: Duration,
 ) -> Result<Option<Arc<ClusterService>>, RequestError> {
     let api = Api::<PartialService>::all(client.clone());
     let of_this = ListParams::default().fields(&format!("spec.clusterIP={}", address.to_canonical()));
     let object = address.to_string();
-    let found = request(DEADLINE, "finding the Service at", &object, api.list(&of_this)).await?;
+    let found = request(deadline, "finding the Service at", &object, api.list(&of_this)).await?;
     let found = found.items.iter().find_map(PartialService::cluster_service);
     Ok(found.filter(|service| service.addresses.contains(&address.to_canonical())).map(Arc::new))
 }

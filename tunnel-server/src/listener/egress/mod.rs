@@ -29,6 +29,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tunnel_link::relay::{end_on_drop, flushed};
 use tunnel_runtime::accept::{Gate, Gated, accept};
 use tunnel_runtime::config::ConfigError;
+use tunnel_runtime::log_once::LogRarely;
 
 use super::access_log::over_limit;
 use super::context::ListenerContext;
@@ -85,6 +86,7 @@ impl Egress {
     /// gate is closed, a successor has the same socket, and the file stays for it.
     pub(crate) async fn serve_unix(self, mut socket: Socket, gate: Gate) {
         let draining = self.dialler.context.drain.shutdown().draining_token();
+        let failing = LogRarely::default();
         while draining.run_until_cancelled(gate.opened()).await.is_some() {
             if let Err(error) = socket.place() {
                 tracing::error!(listener = NAME, error = format!("{error:#}"), "failed to create the socket");
@@ -93,7 +95,7 @@ impl Egress {
                 biased;
                 () = draining.cancelled() => break,
                 () = gate.closed() => {}
-                (stream, _) = accept(|| socket.listener.accept(), NAME) => self.receive_unix(stream),
+                (stream, _) = accept(|| socket.listener.accept(), NAME, &failing) => self.receive_unix(stream),
             }
         }
         if gate.is_open() {

@@ -12,7 +12,7 @@ use tunnel_link::outcome::Outcome;
 use super::destination::not_allowed;
 use crate::caller::answer_cache::AnswerCache;
 use crate::kube::read::cluster_ips::{self, ClusterIps, ClusterService};
-use crate::kube::{Endpoint, ServiceEndpoints};
+use crate::kube::{DEADLINE, Endpoint, ServiceEndpoints};
 use crate::listener::context::Failed;
 
 /// Time for which endpoints are used without asking again.
@@ -126,7 +126,7 @@ impl ClusterServices {
     /// Asks for the Service that has an address which was not a Service's in the last update from the API server: that
     /// may be old, for example just after the API server has restarted.
     async fn ask(&self, address: IpAddr) -> Result<Option<Arc<ClusterService>>, Failed> {
-        match cluster_ips::ask(&self.endpoints.client, address).await {
+        match cluster_ips::ask(&self.endpoints.client, address, DEADLINE).await {
             Ok(found) => Ok(found),
             Err(error) if self.services.borrow().known => {
                 tracing::debug!(%address, %error, "failed to look up the Service of an address, assuming none");
