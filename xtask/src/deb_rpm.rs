@@ -70,7 +70,7 @@ impl<'a> Stage<'a> {
         let package = image.name().replace("tunnel-", "postern-");
         let dir = tempfile::tempdir().context("a folder for a package")?;
         let files = stage_files(image, programs, dir.path())?;
-        write(&dir.path().join("Cargo.toml"), &manifest(&package, image, programs, &files))?;
+        write(&dir.path().join("Cargo.toml"), manifest(&package, image, programs, &files))?;
         Ok(Self { dir, package, programs })
     }
 
@@ -153,10 +153,10 @@ fn stage_files(image: Image, programs: &Programs<'_>, stage: &Path) -> Result<Ve
     for script in ["postinst", "prerm", "postrm"] {
         let from = root().join("deploy/packages").join(script);
         let text = text(&from)?;
-        write(&stage.join("scripts").join(script), &text.replace("NAME", &name))?;
+        write(&stage.join("scripts").join(script), text.replace("NAME", &name))?;
     }
     write(&stage.join("copyright"), COPYRIGHT)?;
-    write(&stage.join("lintian"), &format!("{package}: {}\n", JUSTIFIED.join(&format!("\n{package}: "))))?;
+    write(&stage.join("lintian"), format!("{package}: {}\n", JUSTIFIED.join(&format!("\n{package}: "))))?;
     files.push(File {
         source: "lintian".to_owned(),
         path: format!("usr/share/lintian/overrides/{package}"),
