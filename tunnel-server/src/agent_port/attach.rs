@@ -416,7 +416,7 @@ async fn follow(
         tokio::select! {
             event = events.message() => match event {
                 Ok(Some(event)) => {
-                    if let Err(end) = take(context, session, &event, &mut span) {
+                    if let Err(end) = take(context, session, event, &mut span) {
                         return end;
                     }
                 }
@@ -506,7 +506,7 @@ fn attach_again_within(context: &LinkContext, session: &Session) -> Duration {
 fn take(
     context: &LinkContext,
     session: &Arc<Session>,
-    event: &AgentEvent,
+    AgentEvent { event }: AgentEvent,
     span: &mut (Instant, u32),
 ) -> Result<(), End> {
     if span.0.elapsed() > EVENT_SPAN {
@@ -516,7 +516,7 @@ fn take(
     if span.1 > MAX_EVENTS {
         return Err(End::Flood);
     }
-    match &event.event {
+    match event {
         Some(agent_event::Event::Draining(_)) => {
             tracing::info!(node = %session.node, "agent is draining");
             context.sessions.leave(session, false);

@@ -46,7 +46,7 @@ scenarios! {
     nat_forgets_the_link,
     the_edge_gets_another_address,
     the_edge_was_asleep,
-    one_of_two_uplinks_fails,
+    one_of_two_uplinks_fails(limit = 180),
 }
 
 /// Time limit for a step on a slow path; the scenario's own limit is far above.
