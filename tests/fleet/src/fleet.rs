@@ -400,7 +400,8 @@ impl Fleet {
             Step::Disk { takes, lasts } => {
                 let takes = *takes;
                 set_disk(move || takes);
-                self.unstored = self.unstored.max(Instant::now() + *lasts + takes);
+                // A write may wait for another one.
+                self.unstored = self.unstored.max(Instant::now() + *lasts + takes * 2);
                 model.excused(*lasts);
             }
             Step::Clock { ahead, by } => {
