@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_closed_gate_leaves_connections_to_whoever_opens() {
+    async fn connections_wait_while_the_gate_is_closed() {
         let gate = Gate::new(false);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();

@@ -314,7 +314,8 @@ impl Testbed {
         self.drop_at_router("-D", port)
     }
 
-    fn drop_at_router(&self, change: &str, port: &str) -> Result<()> {
+    /// Changes the rules by which the router drops what comes from this interface of it or goes there: `-I` or `-D`.
+    pub fn drop_at_router(&self, change: &str, port: &str) -> Result<()> {
         for rule in
             [format!("{change} FORWARD -i {port} -j DROP"), format!("{change} FORWARD -o {port} -j DROP")]
         {

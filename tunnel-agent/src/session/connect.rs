@@ -8,7 +8,7 @@ use h2::server::Connection;
 use rustls_pki_types::CertificateDer;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsConnector, rustls};
-use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo, Wire, is_multipath};
+use tunnel_link::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo, Wire};
 use tunnel_pki::server_name;
 
 use super::session_end::{SessionEnd, TCP};
@@ -52,10 +52,8 @@ pub(super) async fn connect(
 ) -> Result<Connected, SessionEnd> {
     let (stream, again, proxy) = handshake(runtime, server, tls).await?;
     let wire = stream.get_ref().0;
-    let local = match wire.socket() {
-        Some(socket) if is_multipath(socket) => None,
-        _ => Some(wire.local_addr().map_err(SessionEnd::Connect)?.ip()),
-    };
+    let local = wire.local_addr().map_err(SessionEnd::Connect)?.ip();
+    let local = (!wire.is_multipath()).then_some(local);
     let chain = presented(&stream);
     let io = LinkIo::new(stream);
     let flow = io.flow();

@@ -13,7 +13,6 @@ use tokio_rustls::TlsStream;
 use tunnel_runtime::net::refine;
 
 use super::flow::Flow;
-use super::multipath::is_multipath;
 use super::retransmission::{rto_max, set_rto_max};
 use super::settings::{not_sent_limit, tune_tls};
 use super::wire::Wire;
@@ -45,7 +44,7 @@ impl LinkIo {
     pub fn new(stream: impl Into<TlsStream<Wire>>) -> Self {
         let stream = stream.into();
         let mut io = Self {
-            multipath: stream.get_ref().0.socket().is_some_and(is_multipath),
+            multipath: stream.get_ref().0.is_multipath(),
             stream: Box::new(stream),
             flow: Arc::default(),
             rate_read: Instant::now(),

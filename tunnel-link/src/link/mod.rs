@@ -22,7 +22,7 @@ pub use http2::{Accepted, accept, drive};
 pub use io::LinkIo;
 pub use limits::{Limits, limited_by};
 pub use liveness::{keep_alive, keep_alive_of_server};
-pub use multipath::{is_multipath, multipath_socket};
+pub use multipath::multipath_socket;
 pub use rtt::Rtt;
 pub(crate) use settings::SEND_BUFFER;
 pub use settings::*;

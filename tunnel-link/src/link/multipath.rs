@@ -1,5 +1,5 @@
-//! MPTCP (RFC 8684): a link whose host has several uplinks goes on when one of them fails. Which addresses it uses is the
-//! host's configuration (`ip mptcp endpoint`).
+//! MPTCP (RFC 8684): a link survives the failure of one of its host's uplinks. `ip mptcp endpoint` on the host names their
+//! addresses.
 
 use std::io;
 use std::net::SocketAddr;
@@ -27,7 +27,7 @@ pub fn multipath_socket(address: SocketAddr) -> io::Result<TcpSocket> {
 
 /// True if the connection uses MPTCP, or offered it. The kernel then reports only the first path, which may be the one that has
 /// failed, and has neither TCP_USER_TIMEOUT nor TCP_RTO_MAX_MS.
-pub fn is_multipath(socket: &impl AsFd) -> bool {
+pub(super) fn is_multipath(socket: &impl AsFd) -> bool {
     SockRef::from(socket).protocol().is_ok_and(|protocol| protocol == Some(Protocol::MPTCP))
 }
 

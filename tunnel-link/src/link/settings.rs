@@ -8,7 +8,6 @@ use socket2::{SockRef, TcpKeepalive};
 use tunnel_runtime::memory::stall_budget;
 use tunnel_runtime::net::refine;
 
-use super::multipath::is_multipath;
 use super::wire::Wire;
 
 /// Initial HTTP/2 stream window, in bytes: what one tunnelled connection may have in flight, or held for a receiver
@@ -163,7 +162,7 @@ fn tune(wire: &Wire, keepalive: &TcpKeepalive) {
     let Some(socket) = wire.socket().map(SockRef::from) else { return };
     refine("TCP_NODELAY", socket.set_tcp_nodelay(true));
     refine("SO_KEEPALIVE", socket.set_tcp_keepalive(keepalive));
-    if !is_multipath(&*socket) {
+    if !wire.is_multipath() {
         refine("TCP_USER_TIMEOUT", socket.set_tcp_user_timeout(Some(PING_INTERVAL + PING_TIMEOUT)));
     }
 }

@@ -9,6 +9,7 @@ use std::task::{Context, Poll};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
+use super::multipath::is_multipath;
 use crate::tcp_info::{Delivery, delivery};
 
 /// A connection that is not encrypted yet.
@@ -36,6 +37,11 @@ pub trait Line: AsyncRead + AsyncWrite + Debug + Send + Sync + Unpin {
     /// Returns the socket, if there is one.
     fn socket(&self) -> Option<&TcpStream> {
         None
+    }
+
+    /// True if it uses MPTCP, or offered it.
+    fn is_multipath(&self) -> bool {
+        self.socket().is_some_and(is_multipath)
     }
 
     /// Moves the socket to the runtime of this thread.

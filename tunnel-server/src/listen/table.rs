@@ -139,11 +139,13 @@ impl Listener {
     }
 
     pub(super) fn listen(&self, address: SocketAddr) -> io::Result<TcpListener> {
-        match multipath_socket(address) {
-            // Edge hosts may have several uplinks.
-            Ok(socket) if self.name == AGENTS => listen_on(socket, address, |socket| self.prepare(socket)),
-            _ => listen(address, |socket| self.prepare(socket)),
+        // Edge hosts may have several uplinks.
+        if self.name == AGENTS
+            && let Ok(socket) = multipath_socket(address)
+        {
+            return listen_on(socket, address, |socket| self.prepare(socket));
         }
+        listen(address, |socket| self.prepare(socket))
     }
 
     pub(super) fn places(&self, budget: &Budget) -> u32 {

@@ -41,32 +41,25 @@ pub(super) async fn one_of_two_uplinks_fails(testbed: &Testbed) -> Result<()> {
     let mut typing = hold(shell.address, b"before").await?;
     let before = session(&server).await?;
     for (failed, port) in [("first", edge.router_port.as_str()), ("second", SECOND)] {
-        drop_at(testbed, "-I", &[port])?;
+        testbed.drop_at_router("-I", port)?;
         let pause = type_on(&mut typing).await?;
         upload(sink.address, 5, 5_000_000).await?;
         figure(&format!("the {failed} uplink fails: a keystroke waits {pause:.2?}"));
         ensure!(pause <= SOON, "a keystroke took {pause:.1?} after the {failed} uplink had failed");
-        drop_at(testbed, "-D", &[port])?;
+        testbed.drop_at_router("-D", port)?;
         // The kernel goes back to a path once that has acknowledged what was lost on it.
         type_on(&mut typing).await?;
     }
     ensure!(session(&server).await? == before, "the agent attached again");
 
     // No path is left: PINGs find that, and the agent dials again once there is one.
-    drop_at(testbed, "-I", &[&edge.router_port, SECOND])?;
+    testbed.cut_link(1)?;
+    testbed.drop_at_router("-I", SECOND)?;
     server.wait_connected("edge-1", false, PATIENCE).await?;
-    drop_at(testbed, "-D", &[&edge.router_port, SECOND])?;
+    testbed.restore_link(1)?;
+    testbed.drop_at_router("-D", SECOND)?;
     server.wait_connected("edge-1", true, PATIENCE).await?;
     drop(hold(shell.address, b"after").await?);
-    Ok(())
-}
-
-/// Changes the rules by which the router drops what goes through these interfaces, without a word to either end.
-fn drop_at(testbed: &Testbed, change: &str, ports: &[&str]) -> Result<()> {
-    for port in ports {
-        testbed.router.iptables(&format!("{change} FORWARD -i {port} -j DROP"))?;
-        testbed.router.iptables(&format!("{change} FORWARD -o {port} -j DROP"))?;
-    }
     Ok(())
 }
 
