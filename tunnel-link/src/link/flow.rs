@@ -70,8 +70,6 @@ pub struct Flow {
     owner: AtomicWaker,
     /// Number of streams that send more than small messages.
     bulk: AtomicUsize,
-    /// Number of connections whose client has sent all that it will.
-    closing: AtomicU32,
     /// Set if a task waits to know for how long the peer has been silent.
     asked: AtomicBool,
     silence: watch::Sender<Option<Silence>>,
@@ -99,7 +97,6 @@ impl Default for Flow {
             path_rtt: AtomicU32::new(0),
             owner: AtomicWaker::new(),
             bulk: AtomicUsize::new(0),
-            closing: AtomicU32::new(0),
             asked: AtomicBool::new(false),
             silence: watch::Sender::default(),
             given_up: AtomicBool::new(false),
@@ -154,11 +151,6 @@ impl Flow {
     /// Returns the limit on one stream's bytes queued in front of the link: its share when many send at once.
     pub(crate) fn share(&self) -> usize {
         share(link_queue(), self.bulk.load(Ordering::Relaxed))
-    }
-
-    /// Returns the number of connections of which only the end is still to come, as far as this end knows.
-    pub fn closing(&self) -> u32 {
-        self.closing.load(Ordering::Relaxed)
     }
 
     /// Returns the number of streams that send much.
@@ -319,23 +311,6 @@ impl<'a> Bulk<'a> {
 impl Drop for Bulk<'_> {
     fn drop(&mut self) {
         self.set(false);
-    }
-}
-
-/// Counts a connection among those that are closing, until this is dropped.
-#[derive(Debug)]
-pub(crate) struct Closing<'a>(&'a Flow);
-
-impl<'a> Closing<'a> {
-    pub(crate) fn new(flow: &'a Flow) -> Self {
-        flow.closing.fetch_add(1, Ordering::Relaxed);
-        Self(flow)
-    }
-}
-
-impl Drop for Closing<'_> {
-    fn drop(&mut self) {
-        self.0.closing.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

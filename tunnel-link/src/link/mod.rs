@@ -17,7 +17,7 @@ mod wire;
 pub use congestion::Congestion;
 pub use error::{LinkDead, reason};
 pub use flow::Flow;
-pub(crate) use flow::{Bulk, Closing, Taken};
+pub(crate) use flow::{Bulk, Taken};
 pub use http2::{Accepted, accept, drive};
 pub use io::LinkIo;
 pub use limits::{Limits, limited_by};

@@ -15,6 +15,7 @@ use http::{HeaderValue, Response};
 
 use super::GRPC_STATUS;
 use super::error::{RelayError, Side};
+use super::inward::well;
 use super::outward::{send_error, stream_reset};
 use super::stall::{Abort, StallBound};
 use super::traffic::{Traffic, Waiting};
@@ -99,8 +100,8 @@ impl Forward<'_> {
     /// to `respond`. Returns the outcome at the target.
     ///
     /// # Errors
-    /// Returns the reason for an early end. Both streams are then reset, unless nothing was answered yet: then
-    /// `respond` can still report it.
+    /// Returns the reason for an early end. Streams that are still open are then reset, unless nothing was answered
+    /// yet: then `respond` can still report it.
     pub async fn run(
         self,
         (mut body, respond): (RecvStream, &mut SendResponse<Bytes>),
@@ -122,16 +123,16 @@ impl Forward<'_> {
             }
         };
         match ended {
-            Ok((_, Forwarded::All(Some(status)))) if status == "0" => Ok(Outcome::Ok),
-            // After everything that the target had sent; see `TARGET_RESET`.
-            Ok((_, Forwarded::All(_))) => Ok(Outcome::TargetReset),
+            Ok((_, Forwarded::All(_))) => Ok(Outcome::Ok),
             Ok((_, Forwarded::Unwanted)) => Ok(Outcome::ClientReset),
             Err(ended) => {
                 let reason = ended.reset_reason();
                 send.send_reset(reason);
                 match (&mut answering, &ended) {
+                    // Its trailers say this, and come after everything that the target had sent; see `TARGET_RESET`.
+                    (Some(_), Ended::Agent(RelayError::TargetReset | RelayError::Status(_)))
+                    | (None, Ended::Dial(_)) => {}
                     (Some(answering), _) => answering.send_reset(reason),
-                    (None, Ended::Dial(_)) => {}
                     (None, _) => respond.send_reset(reason),
                 }
                 Err(ended)
@@ -167,10 +168,15 @@ impl Forward<'_> {
         let to = answering.insert(to.map_err(|error| Ended::Client(error.into()))?);
         let passed = |bytes| self.traffic.count_to_socket(bytes);
         let to = (to, &self.traffic.for_socket);
-        self.direction((&mut from, self.agent), to, passed).await.map_err(|cut| match cut {
+        let ended = self.direction((&mut from, self.agent), to, passed).await.map_err(|cut| match cut {
             Cut::From(error) => Ended::Agent(error),
             Cut::To(error) => Ended::Client(error),
-        })
+        })?;
+        if let Forwarded::All(status) = &ended {
+            // At once: the other server resets its stream when it reads this status, possibly before the agent does.
+            well(status.as_ref()).map_err(Ended::Agent)?;
+        }
+        Ok(ended)
     }
 
     /// Forwards everything, including the end, from `from` (a stream of the link of `flow`) to `to`. `waiting` shows

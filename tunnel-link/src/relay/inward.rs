@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
+use http::HeaderValue;
 use socket2::SockRef;
 use tokio::io::AsyncWrite;
 use tokio::net::tcp::WriteHalf;
@@ -268,7 +269,12 @@ pub(super) async fn discard(stream: &mut RecvStream) {
 /// Checks the trailers of a stream whose data has ended: the target may have reset the connection after the data.
 pub(super) async fn ended_well(stream: &mut RecvStream) -> Result<(), RelayError> {
     let trailers = stream.trailers().await?.unwrap_or_default();
-    match trailers.get(GRPC_STATUS) {
+    well(trailers.get(GRPC_STATUS))
+}
+
+/// Checks the status in the trailers of a stream.
+pub(super) fn well(status: Option<&HeaderValue>) -> Result<(), RelayError> {
+    match status {
         Some(status) if status == "0" => Ok(()),
         Some(status) if status == TARGET_RESET => Err(RelayError::TargetReset),
         Some(status) => Err(RelayError::Status(printable(&format!("grpc-status {status:?}"), 32))),

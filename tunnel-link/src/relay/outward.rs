@@ -19,7 +19,7 @@ use super::error::{RelayError, Side};
 use super::frame::{FrameError, HEADER_LEN, header};
 use super::traffic::Traffic;
 use super::{GRPC_STATUS, TARGET_RESET};
-use crate::link::{Bulk, Closing, Flow, SEND_BUFFER};
+use crate::link::{Bulk, Flow, SEND_BUFFER};
 
 /// Bytes read at a time while a connection is idle or exchanges small messages.
 pub const SMALL_READ: usize = 4 << 10;
@@ -114,7 +114,6 @@ impl Outward<'_> {
             return unwanted(Err(error)).map(|_| Sent::Unwanted);
         }
         self.answer.last.store(true, Ordering::Relaxed);
-        let _closing = Closing::new(self.flow);
         tokio::select! {
             biased;
             _ = self.answer.ended.wait() => Ok(Sent::All),

@@ -56,13 +56,26 @@ pub(crate) async fn forwarded() -> Link {
 /// Like [`forwarded`]; `client` and `agent` are that server's path estimates of its two links.
 pub(crate) async fn forwarded_along(client: Arc<Flow>, agent: Arc<Flow>) -> Link {
     let Link { send: to_agent, targets, agent_ends } = direct().await;
+    // The two ends report how it ended.
+    let (send, _) = in_front_of(to_agent, client, agent).await;
+    Link { send, targets, agent_ends }
+}
+
+/// Creates a link with a server in front of the given one, which is with an agent. Also yields how the connections ended
+/// at that server.
+pub(crate) async fn in_front_of(
+    to_agent: SendRequest<Bytes>,
+    client: Arc<Flow>,
+    agent: Arc<Flow>,
+) -> (SendRequest<Bytes>, mpsc::UnboundedReceiver<Outcome>) {
+    let (ends, middle_ends) = mpsc::unbounded_channel();
     let (server_io, middle_io) = tokio::io::duplex(1 << 20);
     tokio::spawn(async move {
         let mut connection = link::server_builder().handshake(middle_io).await.unwrap();
         let stalls = stalls();
         while let Some(Ok((request, mut respond))) = connection.accept().await {
             let (to_agent, stalls) = (to_agent.clone(), stalls.clone());
-            let (client, agent) = (client.clone(), agent.clone());
+            let (client, agent, ends) = (client.clone(), agent.clone(), ends.clone());
             tokio::spawn(async move {
                 let mut to_agent = to_agent.ready().await.unwrap();
                 let (response, mut send) = to_agent.send_request(Request::new(()), false).unwrap();
@@ -75,14 +88,14 @@ pub(crate) async fn forwarded_along(client: Arc<Flow>, agent: Arc<Flow>) -> Link
                     traffic: &traffic,
                 };
                 let answer = async { Ok(response.await?) };
-                // The two ends report how it ended.
-                let _ = forward.run((request.into_body(), &mut respond), &mut send, answer).await;
+                let ended = forward.run((request.into_body(), &mut respond), &mut send, answer).await;
+                let _ = ends.send(ended.unwrap_or_else(|ended| ended.outcome()));
             });
         }
     });
     let (send, connection) = link::client_builder().handshake(server_io).await.unwrap();
     tokio::spawn(connection);
-    Link { send, targets, agent_ends }
+    (send, middle_ends)
 }
 
 /// Creates a link with the agent.

@@ -111,7 +111,7 @@ impl Measured {
     fn measure(&mut self, now: Instant) {
         let elapsed = now.saturating_duration_since(self.last.0);
         let moved = self.link.flow.moved();
-        if self.connections() == 0 {
+        if self.link.connections() == 0 {
             // The transfer has ended, whatever its rate was.
             (self.rate, self.last) = (0, (now, moved));
         } else if elapsed >= SHORTEST_SPAN {
@@ -124,12 +124,7 @@ impl Measured {
     /// Sort key, least loaded first. Silent links come last: the connections that they lose would make them look idle.
     fn load(&self) -> (bool, bool, bool, u32, u64) {
         let busy = self.rate > BUSY;
-        (self.link.is_silent(), self.link.is_spent(), busy, self.connections(), self.rate)
-    }
-
-    /// Without those that are about to end, which takes a round trip: most clients have everything before they close.
-    fn connections(&self) -> u32 {
-        self.link.connections().saturating_sub(self.link.flow.closing())
+        (self.link.is_silent(), self.link.is_spent(), busy, self.link.connections(), self.rate)
     }
 }
 
