@@ -36,9 +36,8 @@ const ONE: Duration = Duration::from_secs(1);
 const ENDS: Duration = Duration::from_secs(5 * DRAIN.as_secs());
 /// The same of an agent, whose `--drain-timeout` is 30 s.
 const AGENT_ENDS: Duration = Duration::from_secs(70);
-/// Neither an agent nor a server keeps a session on a path that is silent for so long. A PING is waited for twice if something
-/// else arrived after it was sent, and the last bytes may have been under way for seconds.
-const GONE: Duration = Duration::from_secs(28);
+/// Neither an agent nor a server keeps a session on a path that is silent for so long: `--keepalive` is 10 s.
+const GONE: Duration = Duration::from_secs(25);
 /// Tasks of a server, of each of its links with other servers at both ends, of an agent, and of each of its links likewise.
 const TASKS: [usize; 4] = [7, 7, 6, 6];
 /// The other servers know of a session, and of its end, after so long.

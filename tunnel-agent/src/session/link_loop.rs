@@ -206,11 +206,11 @@ impl LinkLoop {
                 end = self.session(&mut identity, &leftovers, &mut successor) => end,
                 () = runtime.shutdown.forced() => break,
             };
+            let standby = end.stands_by();
+            self.note_end(&end);
             if self.leaving.is_cancelled() {
                 break;
             }
-            let standby = end.stands_by();
-            self.note_end(&end);
             if matches!(end, SessionEnd::Succeeded) {
                 runtime.metrics.sessions_ended.inc();
                 tracing::info!(server = %self.server, reason = %end, "session finishes what it relays");
