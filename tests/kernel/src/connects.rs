@@ -57,7 +57,9 @@ fn redirected() {
     // server takes that back.
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().client.ip(), address(EDGE.0));
     assert_eq!(world.counter("connect4/redirected"), 6, "five connects and the self-test");
-    assert_eq!(world.counter("lookup4/steered"), 6);
+    // A SYN that is sent again, as on an emulated processor that is busy, may be looked up again.
+    let steered = world.counter("lookup4/steered");
+    assert!(steered >= 6, "{steered}");
     // Other ports and other addresses go direct; this namespace has no route to either.
     fails(at(EDGE.0, 22), libc::ENETUNREACH);
     fails(at("10.8.0.9", PORT), libc::ENETUNREACH);

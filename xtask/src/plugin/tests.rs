@@ -60,8 +60,9 @@ impl Bench {
     }
 
     fn command(&self, words: &[&str]) -> Command {
-        let mut plugin = program(self.shell[0]);
-        plugin.args(&self.shell[1..]).arg(self.file("plugin")).args(words);
+        // A program that a script starts in the background ignores SIGINT, and a shell cannot trap what it inherits so.
+        let mut plugin = program("env");
+        plugin.arg("--default-signal=INT").args(self.shell).arg(self.file("plugin")).args(words);
         plugin.env("KUBECTL", self.file("kubectl"));
         plugin
     }
