@@ -66,16 +66,6 @@ fn started() -> Result<()> {
     })
 }
 
-/// True from Linux 5.14 on: before, pods are redirected at connect().
-fn can_lead_by_route() -> Result<bool> {
-    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").context("the kernel's version")?;
-    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
-    let (Some(Ok(major)), Some(Ok(minor))) = (numbers.next(), numbers.next()) else {
-        anyhow::bail!("the kernel's version {release:?}")
-    };
-    Ok((major, minor) >= (5_u32, 14_u32))
-}
-
 /// Prints the state of the units and the end of the journal.
 fn explain() {
     let [a, b] = SERVER;
@@ -166,7 +156,9 @@ async fn server_as_installed(guide: Guide, cloud: Shell<'_>) -> Result<()> {
     )?;
     ensure!(!host::pins().is_empty(), "nothing is pinned");
     let by_route = Path::new("/sys/class/net/postern0").exists();
-    ensure!(by_route == can_lead_by_route()?, "a TUN device: {by_route}; does the unit permit /dev/net/tun?");
+    // Before Linux 5.14, pods are redirected at connect().
+    let can = tunnel_runtime::kernel::version().context("the kernel's version")? >= (5, 14);
+    ensure!(by_route == can, "a TUN device: {by_route}; does the unit permit /dev/net/tun?");
     not_direct(SocketAddr::new(host::EDGE.into(), 10250)).await?;
 
     // The edge is in the machine's cgroups too, and the agent's own dials must not be redirected.
