@@ -11,7 +11,7 @@ fn a_file_has_flags_too() {
         let file = format!("--config={}", path.display());
         config(&[args, &[&file]].concat())
     };
-    let text = "agent-port: 7\nredirect: false\nexclude: [10.0.0.0/8, 'fd00::1']\nlog-level: debug\nmap:\n\
+    let text = "agent-port: 7\nredirect: false\ngateway: off\nexclude: [10.0.0.0/8, 'fd00::1']\nlog-level: debug\nmap:\n\
                 - 127.0.0.1:1=a/22\n- 127.0.0.1:2=b/22\n";
     let of_file = with(text, &[]).unwrap();
     assert_eq!((of_file.listeners.agents.port, of_file.redirects), (Some(7), false));

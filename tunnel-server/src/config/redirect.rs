@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use clap::Args;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use tunnel_runtime::config::value::{self, List};
+use tunnel_runtime::config::value::{self, List, OnOff};
 use tunnel_runtime::config::{ConfigError, duration_text};
 
 use tunnel_redirect::{LEAST_ORPHAN_TIMEOUT, OrphanPolicy, PinConfig, Pods, RedirectConfig};
@@ -57,15 +57,23 @@ pub struct RedirectFlags {
     /// cloud's network; refuse has them fail until a server is back or `cleanup` removes the programs (needs --bpffs).
     #[arg(long, value_name = "direct|refuse", value_enum, default_value_t, hide_possible_values = true)]
     pub orphan_policy: OrphanPolicy,
-    /// How connections of pods and Services are redirected: route, with the edge node's own address, which their
-    /// NetworkPolicies judge, and with all else that reaches this host for an edge node (needs /dev/net/tun); connect, as those
-    /// of the host's processes, to a virtual address; auto, by route where there is a /dev/net/tun, Linux 5.14 and no Cilium.
+    /// How connections of pods and Services are redirected. route: by policy routing, which keeps the edge node's address, so
+    /// that NetworkPolicies match it, and also takes Services and other hosts' connections (needs /dev/net/tun). connect: to a
+    /// virtual address, as those of the host's processes. auto: by route where there is a /dev/net/tun, Linux 5.14 and no Cilium.
     #[arg(long, value_name = "connect|route|auto", value_enum, default_value_t, hide_possible_values = true)]
     pub redirect_pods: Pods,
     /// This host is a gateway: the network leads edge nodes' addresses here, for the clients of --redirect-clients. What the
     /// tunnel does not take fails instead of being sent back into the network. Needs --redirect-pods=route.
-    #[arg(long)]
-    pub gateway: bool,
+    #[arg(
+        long,
+        value_name = "on|off",
+        default_value = "off",
+        default_missing_value = "on",
+        num_args = 0..=1,
+        require_equals = true,
+        value_parser = value::on_off
+    )]
+    pub gateway: OnOff,
 }
 
 /// Names of the redirect's objects in the kernel, for `cleanup` too.

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{CommandFactory, Parser};
+use clap::{ArgAction, CommandFactory, Parser};
 use tunnel_redirect::{Pods, RedirectConfig};
 use tunnel_routing::inventory::Selector;
 use tunnel_runtime::config::parse;
@@ -47,6 +47,17 @@ fn error(args: &[&str]) -> String {
 #[test]
 fn the_command_line_is_consistent() {
     Cli::command().debug_assert();
+}
+
+/// Those without one can neither be in the file of --config nor are they shown by /config.
+#[test]
+fn every_flag_takes_a_value() {
+    let command = Cli::command();
+    let redirector = command.find_subcommand("redirector").unwrap();
+    for arg in command.get_arguments().chain(redirector.get_arguments()) {
+        let sets = matches!(arg.get_action(), ArgAction::Set | ArgAction::Append);
+        assert!(sets || matches!(arg.get_long(), Some("help" | "version") | None), "{arg}");
+    }
 }
 
 #[test]
