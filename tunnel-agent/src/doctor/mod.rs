@@ -61,8 +61,8 @@ async fn cluster(checkup: &mut Checkup, kube: &KubeOptions, config: &Config) {
         "name the kubelet's kubeconfig with --kubeconfig, or enrol with --server, --token and --ca-hash";
     let Some((client, namespace)) = connected(checkup, client, fix).await else { return };
     let wanted = wanted(&kube.service, config.given.targets.pods.then_some(&config.node_name));
-    let fix = "kubectl apply -k deploy/base (its Role and ClusterRole tunnel-agent), or with --pod-targets=on an \
-               overlay with the component edge-pods";
+    let fix = "kubectl apply -k OVERLAY, or helm upgrade again (deploy/base and the chart have the Role and ClusterRole \
+               tunnel-agent; --pod-targets=on needs the component edge-pods, in the chart agent.podTargets)";
     checkup
         .run("API rights", &["API server"], async || rights(&client, &namespace, &wanted, fix).await)
         .await;

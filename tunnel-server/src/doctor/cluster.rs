@@ -62,9 +62,12 @@ async fn judge(client: &Client, namespace: &str, names: &ObjectNames, role: Role
         Role::Server => of_server(names),
         Role::Redirector => of_redirector(names),
     };
-    let account = account(role);
+    let (account, from) = match role {
+        Role::Server => (account(role), "deploy/base"),
+        Role::Redirector => (account(role), "deploy/components/everywhere"),
+    };
     let fix = format!(
-        "kubectl apply -k deploy/base (its Role and ClusterRole), then `kubectl auth can-i --list --as \
+        "kubectl apply -k OVERLAY, or helm upgrade again ({from} and the chart have the Role and ClusterRole), then `kubectl auth can-i --list --as \
          system:serviceaccount:{namespace}:{account} -n {namespace}`"
     );
     rights(client, namespace, &wanted, &fix).await
