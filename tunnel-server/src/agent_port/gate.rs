@@ -51,7 +51,7 @@ const MOST_ENROLMENTS: u32 = 1024;
 const UNAUTHENTICATED: Part = Part::new(1, 16).at_most(MOST_WAITING);
 /// The same from sources from which an agent has attached before, or a server or redirector has linked: in what the parts of
 /// all kinds leave, because they are about to become the first links for which it is left.
-const KNOWN: Part = Part::new(1, 8).at_most(MOST_WAITING);
+const KNOWN: Part = Part::new(1, 4).at_most(MOST_WAITING);
 /// Connections that have shown a certificate: links until they are attached, and renewals.
 const CERTIFIED: Part = Part::new(1, 16).at_most(MOST_CERTIFIED);
 /// Maximum wait of a handshake for a place of its certificate, before it begins: it may need none.
