@@ -112,7 +112,9 @@ pub enum RedirectError {
         /// For example an interface's address.
         user: String,
     },
-    #[error("rtnetlink: cannot {operation}: {reason}; check CAP_NET_ADMIN and `ip route show table local`")]
+    #[error(
+        "rtnetlink: cannot {operation}: {reason}; check CAP_NET_ADMIN, `ip rule`, `ip route show table local`, and net.ipv6.conf.default.disable_ipv6 if it is about IPv6"
+    )]
     Netlink { operation: String, reason: String },
     #[error(
         "--redirect-pods=route: cannot make a TUN device: {source}; load the module tun, give this process /dev/net/tun, or use --redirect-pods=connect"
@@ -178,7 +180,7 @@ pub enum SelfTestError {
         found: String,
     },
     #[error(
-        "the kernel sends packets for the edge node's address {to} {found}, not to this server: look for a rule before the priority 90 (`ip rule`) and move it behind, or set --redirect-pods=connect"
+        "the kernel sends packets for the edge node's address {to} {found}, not to this server: a rule with a priority below 90 matches first (`ip rule`): give it one above 92, or set --redirect-pods=connect"
     )]
     NotByRoute { to: SocketAddr, found: String },
     /// The server is not serving, so the connect must fail, but it did not.

@@ -19,7 +19,7 @@ pub fn register_redirect(registry: &mut Registry, redirect: Arc<Redirect>) {
         let help =
             "1 if connections of pods, Services and other hosts are taken by route, 0 if pods' at connect()";
         gauges.count("redirect_by_route", help, None, u8::from(redirect.routed))?;
-        let help = "Excluded addresses for which the kernel's list has no room; they are direct all the same";
+        let help = "Excluded addresses for which the kernel's list has no room; connects to them are still not redirected";
         gauges.count("redirect_exclusions_left_out", help, None, redirect.left_out())?;
         let help = "Times that something lost from the redirect was restored";
         gauges.counter("redirect_mended", help, health.restored)?;

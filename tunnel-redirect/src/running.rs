@@ -15,7 +15,7 @@ use tunnel_routing::Desired;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::net::interface_addresses;
 
-use super::by_route::{ByRoute, Wanted};
+use super::by_route::{ByRoute, Restored, Wanted};
 use super::cgroup::Cgroup;
 use super::change::{Change, ComesIn};
 use super::claim::Claim;
@@ -111,6 +111,19 @@ impl std::fmt::Debug for Redirect {
 }
 
 impl Redirect {
+    /// Removes the rules and routes that dead servers have left. To be called when the nodes are known: until then they may
+    /// refuse connections, as the orphan policy of those servers says. After an error the next verification does it.
+    ///
+    /// # Errors
+    /// [`RedirectError::Netlink`]
+    pub fn remove_dead_routes(&self) -> Result<(), RedirectError> {
+        match &mut self.lock().by_route {
+            Some(by_route) => by_route.nodes_are_known(),
+            None => return Ok(()),
+        }
+        self.ensure_routes().map(drop)
+    }
+
     /// Brings the maps to the state that `desired` returns, writing only differences. After an error the maps hold a
     /// part of the change, and the next call writes the rest; an invalid state changes nothing. `desired` is called
     /// under the lock of the maps, so that a call that had to wait does not write an older state than the one before.
@@ -120,10 +133,7 @@ impl Redirect {
     /// [`health`](Self::health) includes the error until a call succeeds.
     pub fn apply(&self, desired: impl FnOnce() -> Desired) -> Result<Applied, RedirectError> {
         let mut inner = self.lock();
-        let applied = self.bring_to(&mut inner, desired).and_then(|applied| {
-            inner.by_route.as_mut().map_or(Ok(()), ByRoute::sweep)?;
-            Ok(applied)
-        });
+        let applied = self.bring_to(&mut inner, desired);
         let stale = applied.as_ref().err().map(ToString::to_string);
         self.note(|health| health.stale = stale);
         applied
@@ -250,19 +260,21 @@ impl Redirect {
         let ranges = self.config.ranges(self.ipv6);
         // First, and whatever becomes of the others: the host's own processes need these.
         let added = netlink::blocking(|handle| async move {
-            let mut added = false;
+            let mut added = Ok(false);
             for range in ranges {
-                added |= netlink::add_route(&handle, range).await?;
+                let of_range = netlink::add_route(&handle, range).await;
+                added = added.and_then(|added| Ok(added | of_range?));
             }
-            Ok(added)
-        })?;
-        let mut restored = Vec::new();
-        restored.extend(added.then_some("redirect route"));
+            added
+        });
         let Inner { by_route, maps, .. } = &mut *inner;
-        let Some(by_route) = by_route else { return Ok(restored) };
-        restored.extend(by_route.restore()?.parts());
-        maps.set_device(by_route.device())?;
-        Ok(restored)
+        let taken = by_route.as_mut().map(|by_route| {
+            let taken = by_route.restore();
+            maps.set_device(by_route.device())?;
+            taken
+        });
+        let added = added?.then_some("redirect route");
+        Ok(added.into_iter().chain(taken.transpose()?.into_iter().flat_map(Restored::parts)).collect())
     }
 
     /// Rereads this host's addresses, and the interfaces that lead to other hosts if told so, and brings the maps up to date with
@@ -339,7 +351,7 @@ impl Inner {
         match problem {
             None => _ = self.uplinks_failed.clear(),
             Some(error) if self.uplinks_failed.is_new(&error) => {
-                tracing::warn!(%error, "failed to read the interfaces that lead to other hosts, pods are known by their address alone");
+                tracing::warn!(%error, "failed to list the interfaces that lead to other hosts, another host's packet with a pod's source address may count as a pod's");
             }
             Some(_) => {}
         }

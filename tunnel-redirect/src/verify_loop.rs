@@ -99,10 +99,7 @@ impl Redirect {
         // Restores first: listing attached programs costs less than a self-test that must time out.
         let result = match self.offload(Self::restore_now).await {
             Ok(lost) => {
-                if !lost.is_empty() {
-                    tracing::warn!(lost = lost.join(", "), "restored lost parts of the redirect");
-                    self.note(|health| health.restored += 1);
-                }
+                self.note_restored(&lost);
                 self.verify().await
             }
             Err(error) => Err(error),
@@ -161,6 +158,13 @@ impl Redirect {
         Ok(())
     }
 
+    fn note_restored(&self, lost: &[&str]) {
+        if !lost.is_empty() {
+            tracing::warn!(lost = lost.join(", "), "restored lost parts of the redirect");
+            self.note(|health| health.restored += 1);
+        }
+    }
+
     /// Adds lost redirect routes and reattaches lost programs, once this server has the claim; returns the names of those that
     /// were missing.
     fn restore_now(&self) -> Result<Vec<&'static str>, RedirectError> {
@@ -169,18 +173,27 @@ impl Redirect {
             inner.claim.retake()?;
         }
         drop(inner);
-        let mut restored = self.ensure_routes()?;
+        let routes = self.ensure_routes();
         let mut inner = self.lock();
         if inner.stopped {
             return Err(RedirectError::Stopped);
         }
+        let mut restored = Vec::new();
         if !inner.released {
+            // Whatever becomes of the routes: an IPv6 range without one must not leave IPv4 without programs.
             restored.extend(inner.programs.lost(&self.cgroup, &self.netns)?);
             inner.programs.attach(&self.cgroup, &self.netns)?;
             // After a `resume` that failed half-way.
             if inner.by_route.as_mut().is_some_and(ByRoute::unpause) {
                 drop(inner);
                 restored.extend(self.ensure_routes()?);
+            }
+        }
+        match routes {
+            Ok(routes) => restored.extend(routes),
+            Err(error) => {
+                self.note_restored(&restored);
+                return Err(error);
             }
         }
         Ok(restored)

@@ -25,6 +25,7 @@ pub(crate) const CASES: &[Case] = &[
     ("by_route::without_it_a_pod_is_redirected_at_connect", without),
     ("by_route::services_are_taken_from_pods_and_from_the_host", services),
     ("by_route::without_a_tun_device", no_device),
+    ("by_route::without_ipv6_on_new_devices", no_ipv6_on_devices),
     ("by_route::a_node_without_a_tunnel", down),
     ("by_route::without_set_retval_down_is_taken", down_on_old_kernels),
     ("by_route::ipv6", ipv6),
@@ -195,6 +196,20 @@ fn no_device() {
     let world = World::with(auto, &with_client(desired(&[EDGE]), POD_RANGE));
     assert!(world.redirect.routed);
     assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
+}
+
+/// The loopback device has IPv6, and a device that is made does not.
+fn no_ipv6_on_devices() {
+    let mut pod = pod_of_this_host();
+    sysctl("net.ipv6.conf.default.disable_ipv6", "1");
+    let listener = Listener::open();
+    let error = Redirect::start(by_route(), &listener.v4, Some(&listener.v6)).unwrap_err().to_string();
+    assert!(error.contains("add routes") && error.contains("disable_ipv6"), "{error}");
+    let auto = RedirectConfig { pods: Pods::Auto, ..config() };
+    let world = World::with(auto, &with_client(desired(&[EDGE, EDGE_V6]), POD_RANGE));
+    assert!(!world.redirect.routed);
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.1, PORT));
+    assert_eq!(ask(at(EDGE_V6.0, PORT)).unwrap().local, at(EDGE_V6.1, PORT));
 }
 
 fn down() {

@@ -8,16 +8,18 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 use tunnel_redirect::{
-    Redirect, RedirectConfig, RedirectError, foreign_lookups, give_up_capabilities, host_checks,
+    Pods, Redirect, RedirectConfig, RedirectError, foreign_lookups, give_up_capabilities, host_checks,
     missing_range_routes,
 };
 
 use crate::Case;
+use crate::by_route::rules;
 use crate::harness::{cgroup_mount, own_cgroup};
+use crate::lifecycle::runtime;
 use crate::raw;
 use crate::support::{
-    EDGE, EDGE_V6, Listener, PORT, World, ask, at, config, desired, doctor, eventually, range_routes, route,
-    sysctl,
+    EDGE, EDGE_V6, Listener, PORT, World, ask, at, config, desired, doctor, eventually, ip, range_routes,
+    route, sysctl,
 };
 
 pub(crate) const CASES: &[Case] = &[
@@ -43,6 +45,7 @@ pub(crate) const CASES: &[Case] = &[
     ("failures::what_only_the_start_needs_is_given_up", what_only_the_start_needs_is_given_up),
     ("failures::redirect_range_too_small", small_range),
     ("failures::without_ipv6_the_rest_works", without_ipv6),
+    ("failures::programs_come_back_while_ipv6_is_switched_off", ipv6_goes),
     ("failures::without_an_ipv6_listener_the_rest_works", without_v6_listener),
 ];
 
@@ -302,6 +305,22 @@ fn without_ipv6() {
     assert_eq!(range_routes().len(), 1);
     drop((redirect, serving));
     assert_eq!(range_routes().len(), 0);
+}
+
+/// The kernel takes the IPv6 range's route away, and refuses it from then on.
+fn ipv6_goes() {
+    let by_route = RedirectConfig { pods: Pods::Route, ..config() };
+    let world = World::with(by_route, &desired(&[EDGE, EDGE_V6]));
+    sysctl("net.ipv6.conf.all.disable_ipv6", "1");
+    eventually("the route is gone", || range_routes().len() == 1);
+    ip("-4 rule del pref 90");
+    let of_connect4 = world.redirect.program_info().into_iter().find(|program| program.hook == "connect4");
+    raw::detach_link_of(of_connect4.unwrap().id);
+    runtime().block_on(world.redirect.verify_and_restore());
+    let problem = world.redirect.health().problem.unwrap();
+    assert!(problem.contains("disable_ipv6"), "{problem}");
+    assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
+    assert!(rules().iter().any(|rule| rule.contains("dport 10250")), "{:?}", rules());
 }
 
 fn without_v6_listener() {

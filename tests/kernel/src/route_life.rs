@@ -21,8 +21,8 @@ use crate::others::pinned;
 use crate::peer::Peer;
 use crate::raw;
 use crate::support::{
-    EDGE, EDGE_B, Listener, POD_RANGE, PORT, World, ask, at, config, counter, desired, eventually, fails, ip,
-    run, sysctl, with_client,
+    EDGE, EDGE_B, Listener, POD_RANGE, PORT, State, World, ask, at, config, counter, desired, eventually,
+    fails, ip, run, sysctl, with_client,
 };
 
 pub(crate) const CASES: &[Case] = &[
@@ -81,6 +81,24 @@ fn refused() {
     let error = asks(&mut pod, "10.8.0.7:10250").unwrap_err();
     assert!(error.starts_with(&format!("err {}", libc::EHOSTUNREACH)), "{error}");
     fails(at(EDGE.0, PORT), libc::EHOSTUNREACH);
+    // A successor does not know the nodes yet.
+    let listener = Listener::open();
+    let serving = listener.serve();
+    let next = Redirect::start(by_route(), &listener.v4, Some(&listener.v6)).unwrap();
+    let next = Arc::new(next);
+    next.apply(|| State::default().into()).unwrap();
+    runtime().block_on(next.verify_and_restore());
+    let error = asks(&mut pod, "10.8.0.7:10250").unwrap_err();
+    assert!(error.starts_with(&format!("err {}", libc::EHOSTUNREACH)), "{error}");
+    next.apply(|| with_client(desired(&[EDGE]), POD_RANGE).into()).unwrap();
+    next.remove_dead_routes().unwrap();
+    assert_eq!(asks(&mut pod, "10.8.0.7:10250").unwrap().local, at(EDGE.0, PORT));
+    drop((next, serving));
+    assert_eq!((rules(), devices()), (Vec::new(), 0));
+
+    let server = Peer::spawn_server_as("refuse");
+    server.kill();
+    eventually("the device ends with the process", || devices() == 0);
     assert_eq!(cleanup(&config()).unwrap().rules, 2);
     assert_eq!((rules(), routes(198_180)), (Vec::new(), String::new()));
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);

@@ -184,6 +184,7 @@ impl World {
         let serving = listener.serve();
         let redirect = Redirect::start(config, &listener.v4, Some(&listener.v6)).expect("start");
         redirect.apply(|| desired.clone().into()).expect("apply");
+        redirect.remove_dead_routes().expect("remove the routes of dead servers");
         Self { redirect: Arc::new(redirect), _listener: listener, serving }
     }
 

@@ -274,7 +274,7 @@ impl Kernel {
                 None => {}
             }
         }
-        Err(failed(operation, &io::Error::other("they change all the time")))
+        Err(failed(operation, &io::Error::other(format!("the list changed during each of {ATTEMPTS} reads"))))
     }
 
     fn append(&mut self, buffer: &mut Vec<u8>, message: RouteNetlinkMessage, flags: u16) {

@@ -1,7 +1,7 @@
 //! Keeps the kernel's rules and routes at the wanted ones.
 
 use std::collections::BTreeSet;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use tunnel_abi::{LOOPBACK_IFINDEX, UPLINK_CAPACITY};
 
@@ -53,7 +53,9 @@ pub(crate) struct ByRoute {
     pub(super) paused: bool,
     /// The route of each family that was looked up last.
     pub(super) probed: [Option<Route>; 2],
-    /// The remains of servers that are gone are removed.
+    /// The nodes are known, so that the remains of servers that are gone can go.
+    nodes_known: bool,
+    /// They are removed.
     swept: bool,
     /// Numbers of the devices of servers beside this one.
     others: BTreeSet<u32>,
@@ -64,12 +66,17 @@ impl ByRoute {
     pub(crate) fn open(ipv6: bool) -> Result<Self, RedirectError> {
         let mut kernel = Kernel::open()?;
         let device = device(&mut kernel)?;
-        // Fails where the kernel has no policy routing. The table is still empty.
+        // Fails where the kernel has no policy routing, and where a new device has no IPv6 although the loopback device does. The
+        // table is still empty.
         let place = Place { number: device.number, index: device.index };
         for ipv6 in families(ipv6) {
-            let probe = || vec![Rule { ipv6, packets: Packets::Port(1) }.message(place)];
-            kernel.add_rules(probe())?;
-            kernel.remove_rules(probe())?;
+            let rule = || vec![Rule { ipv6, packets: Packets::Port(1) }.message(place)];
+            kernel.add_rules(rule())?;
+            kernel.remove_rules(rule())?;
+            let loopback = if ipv6 { Ipv6Addr::LOCALHOST.into() } else { IpAddr::from(Ipv4Addr::LOCALHOST) };
+            let route = Route { table: Table::Ports, net: loopback.into(), kind: Kind::Local };
+            kernel.add_routes([route.message(place)].into_iter())?;
+            kernel.remove_routes([route.message(place)].into_iter())?;
         }
         Ok(Self {
             device,
@@ -78,6 +85,7 @@ impl ByRoute {
             present: Wanted::default(),
             paused: false,
             probed: [None; 2],
+            nodes_known: false,
             swept: false,
             others: BTreeSet::new(),
         })
@@ -100,30 +108,27 @@ impl ByRoute {
     pub(crate) fn add(&mut self, wanted: Wanted) -> Result<(), RedirectError> {
         let place = self.place();
         let routes = wanted.routes.difference(&self.present.routes).map(|route| route.message(place));
-        self.kernel.add_routes(routes)?;
+        let routes = self.kernel.add_routes(routes);
         let rules = wanted.rules.difference(&self.present.rules).map(|rule| rule.message(place)).collect();
-        if !self.paused {
-            self.kernel.add_rules(rules)?;
-        }
+        let rules = if self.paused { Ok(()) } else { self.kernel.add_rules(rules) };
+        // Also those that failed, which the next restore() adds.
         self.present = wanted;
-        Ok(())
+        routes.and(rules)
     }
 
-    /// Removes the remains of servers that are gone, once. To be called when the nodes are known: until then the remains may
-    /// refuse connections, as the orphan policy of those servers says.
-    pub(crate) fn sweep(&mut self) -> Result<(), RedirectError> {
-        if self.swept {
-            return Ok(());
-        }
-        remove_dead(&mut self.kernel)?;
-        self.swept = true;
-        // Another process may have had this device's number.
-        self.restore().map(drop)
+    /// Has [`Self::restore`] remove the remains of servers that are gone. Until the nodes are known these may refuse
+    /// connections, as the orphan policy of those servers says.
+    pub(crate) fn nodes_are_known(&mut self) {
+        self.nodes_known = true;
     }
 
     /// Compares the kernel's device, rules and routes with what this process has written, and restores those that are
-    /// missing, or foreign after the [`Self::sweep`].
+    /// missing, or foreign once the nodes are known.
     pub(crate) fn restore(&mut self) -> Result<Restored, RedirectError> {
+        if self.nodes_known && !self.swept {
+            remove_dead(&mut self.kernel)?;
+            self.swept = true;
+        }
         let mut restored = Restored { device: self.restore_device()?, ..Restored::default() };
         let place = self.place();
         let (mut rules, mut foreign) = (BTreeSet::new(), Vec::new());
@@ -164,14 +169,15 @@ impl ByRoute {
         }
         let missing: Vec<Route> = self.present.routes.difference(&routes).copied().collect();
         restored.routes += missing.len();
-        self.kernel.add_routes(missing.into_iter().map(|route| route.message(place)))?;
+        let added = self.kernel.add_routes(missing.into_iter().map(|route| route.message(place)));
         if self.paused {
-            return Ok(restored);
+            return added.map(|()| restored);
         }
         let missing: Vec<Rule> = self.present.rules.difference(&rules).copied().collect();
         restored.rules += missing.len();
-        self.kernel.add_rules(missing.into_iter().map(|rule| rule.message(place)).collect())?;
-        Ok(restored)
+        let rules = self.kernel.add_rules(missing.into_iter().map(|rule| rule.message(place)).collect());
+        // Whatever becomes of the routes: those of one family may be there.
+        added.and(rules).map(|()| restored)
     }
 
     /// Reports whether a server beside this one has ended without removing its rules. These come first, and with

@@ -55,7 +55,7 @@ impl Listener for Redirected {
         let by_route = || self.by_route.then(|| snapshot.holder(address))?;
         let node = virtual_address.or_else(by_route).ok_or_else(|| {
             OpenError::Client(format!(
-                "{address} is neither the virtual address of a node nor the address of one alone: the node has left, or never existed"
+                "{address} is no virtual address, and no node's or several nodes' address: the node has left, or never existed"
             ))
         })?;
         // The hook at connect() rewrites only to these ports: on any other, the client has dialled the virtual address

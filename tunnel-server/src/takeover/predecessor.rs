@@ -181,6 +181,11 @@ impl TakeOver {
             self.apply_routes().await;
         }
         orphans.remove();
+        if let Some(redirect) = &self.runtime.redirect
+            && let Err(error) = redirect.remove_dead_routes()
+        {
+            tracing::warn!(%error, "failed to remove the rules and routes of dead servers");
+        }
         others
     }
 
