@@ -22,7 +22,10 @@ pub(super) async fn agents_are_updated(cluster: &Cluster<'_>) -> Result<()> {
     let node = json!({
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": { "name": OFFLINE, "labels": { "superedge.io/edge-node": "enable" } },
+        "metadata": {
+            "name": OFFLINE,
+            "labels": { "kubernetes.io/os": "linux", "superedge.io/edge-node": "enable" },
+        },
         "status": {
             "capacity": room,
             "allocatable": room,

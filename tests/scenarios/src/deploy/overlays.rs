@@ -7,7 +7,7 @@ use postern_testbed::cluster::manifests::write_overlay;
 use serde_json::{Value, json};
 
 use super::guide::link_deploy;
-use super::render::{Objects, kustomize};
+use super::render::{Objects, kustomize, template};
 use super::{DOCUMENT, components, extended, follow, text};
 
 /// Renders `deploy/FOLDER` with these components.
@@ -124,6 +124,21 @@ fn selects(terms: &Value, labels: &[(&str, &str)]) -> Result<bool> {
         }
     }
     Ok(false)
+}
+
+/// Every pod tolerates every taint, so that no taint keeps it from a Windows node.
+pub(super) async fn no_windows_node_gets_a_pod(testbed: &Testbed) -> Result<()> {
+    let linux = json!({ "kubernetes.io/os": "linux" });
+    let objects = rendered(testbed, "base", &["everywhere"]).await?;
+    for name in ["tunnel-server", "tunnel-agent", "tunnel-redirector"] {
+        let selected = &object(&objects, "DaemonSet", name)?["spec"]["template"]["spec"]["nodeSelector"];
+        ensure!(*selected == linux, "{name} selects {selected}");
+    }
+    // Another test compares the chart's DaemonSets with these.
+    let chart = template(&[""; 0]).await?;
+    let selected = &object(&chart, "Pod", "postern-test")?["spec"]["nodeSelector"];
+    ensure!(*selected == linux, "the pod of `helm test` selects {selected}");
+    Ok(())
 }
 
 /// Redirectors have the same requirements of their hosts as servers.
