@@ -53,9 +53,9 @@ use migration::migration_from_yurttunnel_and_back;
 use monitoring::{alerts_fire_and_stay_silent, panels_ask_for_what_programs_expose};
 use overlays::{
     a_host_without_a_tun_device_can_have_a_server, addresses_are_as_documented,
-    components_go_where_the_servers_are, masters_of_every_distribution_get_a_server,
-    no_windows_node_gets_a_pod, programs_can_be_pinned, public_addresses_leave_no_node_port,
-    redirectors_get_what_servers_get,
+    components_go_where_the_servers_are, every_binding_has_its_role,
+    masters_of_every_distribution_get_a_server, no_windows_node_gets_a_pod, programs_can_be_pinned,
+    public_addresses_leave_no_node_port, redirectors_get_what_servers_get,
 };
 use patches::{argument, overlay, overlay_with};
 use readme::the_readme_is_followed;
@@ -78,6 +78,7 @@ scenarios! {
     public_addresses_leave_no_node_port(cluster, no_cluster, quick),
     addresses_are_as_documented(cluster, no_cluster, quick),
     components_go_where_the_servers_are(cluster, no_cluster),
+    every_binding_has_its_role(cluster, no_cluster),
     chart_is_installed_upgraded_and_removed(images, limit = 600),
     the_guide_is_followed(images, limit = 420),
     the_readme_is_followed(images, limit = 300),

@@ -7,7 +7,7 @@ use postern_testbed::cluster::manifests::write_overlay;
 use serde_json::{Value, json};
 
 use super::guide::link_deploy;
-use super::render::{Objects, kustomize, template};
+use super::render::{COMPONENTS, Objects, kustomize, template};
 use super::{DOCUMENT, components, extended, follow, text};
 
 /// Renders `deploy/FOLDER` with these components.
@@ -180,6 +180,25 @@ pub(super) async fn redirectors_get_what_servers_get(testbed: &Testbed) -> Resul
         let (server, redirector) = (ports("postern:tunnel-server")?, ports("postern:tunnel-redirector")?);
         ensure!(server.len() == 1, "{folder}: the server's port lists are in {server:?}");
         ensure!(redirector.contains(&server[0]), "{folder}: redirectors read {redirector:?}, not {server:?}");
+    }
+    Ok(())
+}
+
+/// A binding to a role that does not exist gives nothing, and no tool warns.
+pub(super) async fn every_binding_has_its_role(testbed: &Testbed) -> Result<()> {
+    // Redirectors may be scraped where servers are not.
+    let redirectors = &["everywhere", "everywhere-metrics", "prometheus-operator"][..];
+    let alone = &["prometheus-operator"][..];
+    for components in COMPONENTS.iter().map(|(components, _)| *components).chain([redirectors, alone]) {
+        let objects = rendered(testbed, "base", components).await?;
+        let mut bindings = 0;
+        for ((kind, name), binding) in objects.iter().filter(|((kind, _), _)| kind.ends_with("Binding")) {
+            let role = |key: &str| binding["roleRef"][key].as_str().unwrap_or_default();
+            object(&objects, role("kind"), role("name"))
+                .with_context(|| format!("{components:?}: {kind} {name} is for that"))?;
+            bindings += 1;
+        }
+        ensure!(bindings > 0, "{components:?}: there are no bindings");
     }
     Ok(())
 }
