@@ -175,7 +175,7 @@ END
     elif [ "$wanted" -eq 0 ]; then
       state=BROKEN
       [ $name = tunnel-server ] || state=WARNING
-      say "$state" $name 'no node has the labels that it wants' "kubectl -n $namespace describe daemonset $name"
+      say "$state" $name 'no node matches its nodeAffinity' "kubectl -n $namespace describe daemonset $name"
     elif [ "$available" -lt "$wanted" ]; then
       state=BROKEN
       [ $name != tunnel-agent ] || state=WARNING
