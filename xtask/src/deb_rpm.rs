@@ -19,6 +19,8 @@ const CARGO_GENERATE_RPM: &str = "0.21.1";
 /// Folders of zsh's completion below /usr/share/zsh.
 const ZSH_OF_DEBIAN: &str = "vendor-completions";
 const ZSH_OF_FEDORA: &str = "site-functions";
+/// Line of a package's script that stands for deploy/packages/unit.sh.
+const SHARED: &str = ". \"${0%/*}/unit.sh\"\n";
 const MAINTAINER: &str = "The Postern authors <postern@example.org>";
 
 /// Debian has the licence's text.
@@ -150,9 +152,10 @@ fn stage_files(image: Image, programs: &Programs<'_>, stage: &Path) -> Result<Ve
             add(from, path, "644")?;
         }
     }
+    let scripts = root().join("deploy/packages");
+    let shared = text(&scripts.join("unit.sh"))?;
     for script in ["postinst", "prerm", "postrm"] {
-        let from = root().join("deploy/packages").join(script);
-        let text = text(&from)?;
+        let text = text(&scripts.join(script))?.replace(SHARED, &shared);
         write(&stage.join("scripts").join(script), text.replace("NAME", &name))?;
     }
     write(&stage.join("copyright"), COPYRIGHT)?;
@@ -305,7 +308,7 @@ fn lifecycle(image: Image, first: &Path, second: &Path) -> Result<()> {
         create(&root.join(folder))?;
     }
     copy(&which("busybox")?, &root.join("bin/busybox"))?;
-    for tool in ["cp", "mkdir", "rm", "rmdir", "sh", "test"] {
+    for tool in ["cp", "mkdir", "readlink", "rm", "rmdir", "sh", "test"] {
         symlink("busybox", root.join("bin").join(tool)).context("linking busybox")?;
     }
     write_program(&root.join("usr/bin/systemctl"))?;
@@ -346,7 +349,15 @@ fn lifecycle(image: Image, first: &Path, second: &Path) -> Result<()> {
     for left in [link, root.join(format!("usr/lib/systemd/system/{package}@.service"))] {
         ensure!(!left.exists(), "{} is left", left.display());
     }
-    Ok(())
+    // A unit in /etc may be a copy of the package's, or start a program of the host's own.
+    let unit = root.join(format!("etc/systemd/system/{package}@.service"));
+    write(&unit, format!("[Service]\nExecStart = tunnel-{name} $POSTERN_FLAGS\n"))?;
+    rpm("--install", first.as_os_str())?;
+    expect("a removal beside a copy of the unit", &rpm("--erase", package.as_ref())?, &stop)?;
+    write_program(&root.join(format!("usr/local/bin/tunnel-{name}")))?;
+    rpm("--install", first.as_os_str())?;
+    let alone = "systemctl daemon-reload\n";
+    expect("a removal beside a program of the host's", &rpm("--erase", package.as_ref())?, alone)
 }
 
 #[cfg(test)]

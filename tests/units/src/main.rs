@@ -36,6 +36,9 @@ const PACE: Duration = Duration::from_millis(20);
 /// Edit of the drain timeout in the flags: longer than a connection is held here, however slow the machine is.
 const DRAIN: (&str, &str) = ("--drain-timeout 30s", "--drain-timeout 2m");
 
+const PACKAGED_UNIT: &str = "/usr/lib/systemd/system/postern-server@.service";
+const OWN_UNIT: &str = "/etc/systemd/system/postern-server@.service";
+
 const SERVER: [&str; 2] = ["postern-server@a", "postern-server@b"];
 const AGENT: [&str; 2] = ["postern-agent@a", "postern-agent@b"];
 
@@ -125,12 +128,59 @@ async fn tested() -> Result<()> {
         "/etc/postern",
         "/var/lib/postern",
         "/usr/bin/tunnel-server",
-        "/usr/lib/systemd/system/postern-server@.service",
+        PACKAGED_UNIT,
         "/etc/systemd/system/postern-agent@.service",
         "/sys/fs/cgroup/system.slice/system-postern\\x2dserver.slice/postern-server@b.service",
     ] {
         ensure!(!Path::new(path).exists(), "{path} is left");
     }
+    host::nothing_is_left()?;
+    purged_beside_a_copied_unit(guide, cloud).await.context("a purge beside a copy of the unit")?;
+    purged_beside_a_program(guide, cloud).await.context("a purge beside a program of the host's own")
+}
+
+/// As `systemctl edit --full` copies it: the unit in /etc still starts the package's program, which has to end before it is
+/// removed.
+async fn purged_beside_a_copied_unit(guide: Guide, cloud: Shell<'_>) -> Result<()> {
+    step("a package is purged whose unit was copied to /etc");
+    run(cloud, guide.install).await?;
+    fs::copy(PACKAGED_UNIT, OWN_UNIT).context("copying the unit")?;
+    // For the test that follows.
+    fs::copy("/usr/bin/tunnel-server", "/root/tunnel-server").context("copying the server")?;
+    systemctl(&["daemon-reload"]).await?;
+    host::write_inventory()?;
+    systemctl(&["enable", "--now", SERVER[0]]).await?;
+    host::wait_ready().await?;
+    run(cloud, guide.purge).await?;
+    expect_state(SERVER[0], "inactive").await?;
+    expect_enabled(SERVER[0], false)?;
+    for path in ["/etc/postern", "/var/lib/postern", "/usr/bin/tunnel-server"] {
+        ensure!(!Path::new(path).exists(), "{path} is left");
+    }
+    host::nothing_is_left()?;
+    fs::remove_file(OWN_UNIT).context("the unit that is the administrator's")?;
+    systemctl(&["daemon-reload"]).await.map(drop)
+}
+
+/// `service install` of a program without a package, beside which a package comes and goes.
+async fn purged_beside_a_program(guide: Guide, cloud: Shell<'_>) -> Result<()> {
+    step("a package is purged beside a program of the host's own");
+    let own = "/usr/local/bin/tunnel-server";
+    fs::rename("/root/tunnel-server", own).context("installing the server")?;
+    fs::create_dir_all("/etc/postern").context("/etc/postern")?;
+    host::write_inventory()?;
+    run(cloud, &format!("{own} service install --inventory /etc/postern/nodes.yaml")).await?;
+    host::wait_ready().await?;
+    let server = main_pid(SERVER[0]).await?;
+    run(cloud, guide.install).await?;
+    run(cloud, guide.purge).await?;
+    expect_enabled(SERVER[0], true)?;
+    ensure!(main_pid(SERVER[0]).await? == server, "the server was replaced");
+    for path in ["/etc/postern/server.env", "/etc/postern/nodes.yaml", "/var/lib/postern/server", OWN_UNIT] {
+        ensure!(Path::new(path).exists(), "{path} is gone, which the server of the host's own uses");
+    }
+    ensure!(!Path::new("/usr/bin/tunnel-server").exists(), "the package's program is left");
+    run(cloud, &format!("{own} service uninstall")).await?;
     host::nothing_is_left()
 }
 
