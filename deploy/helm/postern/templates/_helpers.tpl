@@ -20,6 +20,25 @@ app.kubernetes.io/name: {{ . }}
 app.kubernetes.io/part-of: postern
 {{- end }}
 
+{{/* What gives a ServiceAccount the ClusterRole of the same name: (list . "postern:tunnel-server" "tunnel-server"). */}}
+{{- define "postern.clusterRoleBinding" -}}
+{{- $root := index . 0 -}}
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata:
+  name: {{ index . 1 }}
+  labels:
+    {{- include "postern.labels" $root | nindent 4 }}
+roleRef:
+  apiGroup: rbac.authorization.k8s.io
+  kind: ClusterRole
+  name: {{ index . 1 }}
+subjects:
+  - kind: ServiceAccount
+    name: {{ index . 2 }}
+    namespace: {{ $root.Release.Namespace }}
+{{- end }}
+
 {{/* An image: (list . "tunnel-server" IMAGE-OF-THE-VALUES). */}}
 {{- define "postern.image" -}}
 {{- $values := (index . 0).Values.image -}}
