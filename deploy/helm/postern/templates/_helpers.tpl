@@ -99,6 +99,30 @@ rollingUpdate:
 {{- end }}
 {{- end }}
 
+{{/* The nodes of redirectors. */}}
+{{- define "postern.redirectorNodes" -}}
+{{- if .Values.redirector.nodeSelectorTerms -}}
+{{- toYaml .Values.redirector.nodeSelectorTerms }}
+{{- else if .Values.redirector.gateway -}}
+# A master has a server, beside which no redirector may run.
+{{- include "postern.gateways" . | nindent 0 }}
+    {{- include "postern.notMasters" . | nindent 4 }}
+{{- else -}}
+# Neither a master nor an edge node.
+- matchExpressions:
+    {{- include "postern.notMasters" . | nindent 4 }}
+    {{- range include "postern.edgeNodes" . | fromJsonArray }}
+    - key: {{ .key }}
+      {{- if .values }}
+      operator: NotIn
+      values: {{ toJson .values }}
+      {{- else }}
+      operator: DoesNotExist
+      {{- end }}
+    {{- end }}
+{{- end }}
+{{- end }}
+
 {{/* The nodes of gateways. */}}
 {{- define "postern.gateways" -}}
 - matchExpressions:
