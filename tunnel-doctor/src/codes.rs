@@ -43,7 +43,7 @@ codes! {
     REDIRECT_DEGRADED = "redirect-degraded" Broken "the server's connection to itself through the hooks failed";
     CONNECTS_LOST = "connects-lost" Warning "connections were redirected, and never arrived at the server";
     MAPS_NOT_CURRENT = "maps-not-current" Broken "the kernel redirects by an older state of the nodes";
-    NOT_PINNED = "not-pinned" Warning "when the server is killed, connects to edge nodes go to whichever host has the address instead of being refused";
+    NOT_PINNED = "not-pinned" Warning "when the server is killed, connects to edge nodes bypass the tunnel instead of being refused";
     PROGRAMS_LEFT_BEHIND = "programs-left-behind" Warning "programs of a server that was killed are still in the kernel";
     KUBELET_BY_NAME = "kubelet-by-name" Broken "kube-apiserver looks the node's name up and does not find its address: kubectl logs and exec fail";
     PORT_TAKEN = "port-taken" Broken "the server cannot listen where its flags say";

@@ -74,7 +74,10 @@ fn skew(programs: &BTreeMap<(&str, &str), Names>, newest: &str) -> Vec<String> {
     let Some(oldest) = servers.min() else { return Vec::new() };
     let line = |((program, version), names): (&(&str, &str), &Names)| {
         let (of_it, of_newest) = (parts(version), parts(newest));
-        let fix = if *program != SERVER && of_it[..2] > oldest[..2] {
+        let next = [oldest[0], oldest[1].saturating_add(1)];
+        let fix = if *program != SERVER && of_it[..2] == next {
+            "update the servers"
+        } else if *program != SERVER && of_it[..2] > oldest[..2] {
             "not supported: update the servers first"
         } else if of_it[0] != of_newest[0] || of_it[1].saturating_add(1) < of_newest[1] {
             "not supported: update them from each minor version to the next"
@@ -150,7 +153,10 @@ mod tests {
             ["2 tunnel-agent have version 0.9.0, and the servers 0.10.0: update them"]
         );
         assert!(of("0.8.0", ["0.10.0", "0.10.0"])[0].contains("not supported: update them"));
-        assert!(of("0.3.0", ["0.2.0", "0.2.0"])[0].contains("not supported: update the servers first"));
+        assert!(of("0.3.0", ["0.2.0", "0.2.0"])[0].ends_with(": update the servers"));
+        for ahead in ["0.4.0", "1.3.0"] {
+            assert!(of(ahead, ["0.2.0", "0.2.0"])[0].contains("not supported: update the servers first"));
+        }
         // Of patch versions any order is fine.
         assert!(of("0.2.9", ["0.2.0", "0.2.0"])[0].ends_with(": update them"));
         let mixed = summary(&servers("0.2.0", ["0.3.0", "0.2.0"]));

@@ -205,7 +205,14 @@ fn a_check_tells_what_is_broken_from_what_is_offline() {
             1,
             "WARNING  versions           2 tunnel-agent have version 0.1.0",
         ),
-        ("summary", newer, &["check"], 2, "BROKEN   versions           2 tunnel-agent have version 0.3.0"),
+        ("summary", newer, &["check"], 1, "WARNING  versions           2 tunnel-agent have version 0.3.0"),
+        (
+            "summary",
+            "skew: 2 tunnel-agent have version 0.4.0, and the servers 0.2.0: not supported: update the servers first\n",
+            &["check"],
+            2,
+            "BROKEN   versions           2 tunnel-agent have version 0.4.0",
+        ),
         // Of three nodes edge-3 is not Ready.
         (
             "agents",
