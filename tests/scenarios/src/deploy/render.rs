@@ -106,6 +106,11 @@ pub(super) async fn chart_renders_what_kustomize_does(testbed: &Testbed) -> Resu
         COMPONENTS.len()
     ));
     every_value_changes_what_it_should().await?;
+    // Kustomize has no such pod.
+    let chart = template(&[""; 0]).await?;
+    let pod = chart.get(&("Pod".to_owned(), "postern-test".to_owned())).context("no Pod postern-test")?;
+    let selected = &pod["spec"]["nodeSelector"];
+    ensure!(*selected == json!({ "kubernetes.io/os": "linux" }), "the pod of `helm test` selects {selected}");
     for row in rows(REFUSED) {
         let [settings, expected] = row[..] else { bail!("not two columns: {row:?}") };
         let refused = output(&template_args(&set(settings))?).await?;
