@@ -82,6 +82,8 @@ async fn update(
         // A name server that does not answer must not hold up the start.
         None => tokio::time::timeout(LOOKUP, source_towards(&servers)).await.ok().flatten(),
     };
+    // Else an outage of the name server would put another address first.
+    let first = first.or_else(|| kept.first().copied());
     publish_if_new(ordered(first, up), publish);
 }
 
@@ -144,6 +146,18 @@ mod tests {
             assert!(identifies_host(*address), "{address}");
             std::net::TcpListener::bind((*address, 0)).unwrap_or_else(|e| panic!("{address}: {e}"));
         }
+    }
+
+    #[tokio::test]
+    async fn a_server_without_an_address_changes_no_order() {
+        let addresses = interface_addresses().unwrap().into_iter().filter(|entry| entry.up);
+        let Some(last) = addresses.map(|entry| entry.address).filter(|it| identifies_host(*it)).max() else {
+            return eprintln!("not tested: this host has no address but loopback");
+        };
+        let (publish, servers) = (watch::Sender::new(Arc::new(vec![last])), watch::Sender::default());
+        servers.send_replace(Arc::new(vec!["no-such-server.invalid:1".parse().unwrap()]));
+        update(None, &servers.subscribe(), &publish).await;
+        assert_eq!(publish.borrow().first(), Some(&last));
     }
 
     #[tokio::test]

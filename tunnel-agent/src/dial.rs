@@ -11,7 +11,7 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::Instant;
 use tonic::Code;
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{OF_NODE_HEADER, TARGET_HEADER, prepare_socket};
+use tunnel_link::relay::{OF_NODE_HEADER, TARGET_HEADER, connect_target, prepare_socket};
 use tunnel_runtime::admin::TUNNELLED;
 use tunnel_runtime::fair::FairShare;
 
@@ -167,7 +167,7 @@ impl Dialler {
 /// recognizes those of servers. That address is IPv4.
 async fn connect(target: SocketAddr, admin: bool) -> io::Result<TcpStream> {
     if !admin {
-        return TcpStream::connect(target).await;
+        return connect_target(target).await;
     }
     let socket = TcpSocket::new_v4()?;
     socket.bind((TUNNELLED, 0).into())?;

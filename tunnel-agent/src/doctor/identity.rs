@@ -14,6 +14,9 @@ use crate::config::Config;
 const OVERDUE_PERCENT: u32 = 90;
 const AGAIN: &str =
     "tunnel-server token create --node NAME, and start the agent once with the command that it prints";
+/// The same for an agent that enrols with the API server, which takes no token.
+const AGAIN_IN_A_CLUSTER: &str =
+    "the agent enrols again by itself; if it does not, look at `kubectl get csr` and at the log of its pod";
 
 /// Returns the identity if there is a usable one.
 pub(super) async fn check(checkup: &mut Checkup, config: &Config, now: SystemTime) -> Option<AgentIdentity> {
@@ -23,23 +26,27 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, now: SystemTim
         .run("certificate", &["state directory"], async || match stored_identity(dir, Holder::Agent) {
             Ok(None) => not_enrolled(config),
             Ok(Some(identity)) => {
-                let outcome = judge(&identity, &config.node_name, now);
+                let outcome = judge(&identity, &config.node_name, again(config), now);
                 held = Some(identity);
                 outcome
             }
-            Err(error) => unusable(dir, &error).into(),
+            Err(error) => unusable(dir, &error, again(config)).into(),
         })
         .await;
     held
 }
 
-fn unusable(dir: &Path, error: &IdentityError) -> Finding {
+const fn again(config: &Config) -> &'static str {
+    if config.kube.is_some() { AGAIN_IN_A_CLUSTER } else { AGAIN }
+}
+
+fn unusable(dir: &Path, error: &IdentityError, again: &str) -> Finding {
     // A key that others may read is not used.
     if let Some(readable) = private_file(&dir.join("agent.key")) {
         return readable;
     }
     let fix = format!(
-        "restore the file from a backup; else move agent.key, agent.crt and ca.crt out of {} and enrol again: {AGAIN}",
+        "restore the file from a backup; else move agent.key, agent.crt and ca.crt out of {} and enrol again: {again}",
         dir.display()
     );
     Finding::new(&codes::IDENTITY_UNUSABLE, error.to_string(), fix)
@@ -56,13 +63,12 @@ fn not_enrolled(config: &Config) -> Outcome {
     Finding::new(&codes::NOT_ENROLLED, found, AGAIN.replace("NAME", config.node_name.as_str())).into()
 }
 
-fn judge(identity: &AgentIdentity, node: &NodeName, now: SystemTime) -> Outcome {
+fn judge(identity: &AgentIdentity, node: &NodeName, again: &str, now: SystemTime) -> Outcome {
     let mut faults = Vec::new();
     if identity.node != *node {
         let found = format!("the certificate is for {}, and this node is {node}", identity.node);
         let fix = format!(
-            "if the name is right, give this node a state directory of its own; a copied one must be removed: \
-             --node-name={}, or {AGAIN}",
+            "if this state directory was copied, remove it, then: {again}; if the node was renamed, start with --node-name={}",
             identity.node
         );
         faults.push(Finding::new(&codes::IDENTITY_OF_ANOTHER_NODE, found, fix));
@@ -72,7 +78,7 @@ fn judge(identity: &AgentIdentity, node: &NodeName, now: SystemTime) -> Outcome 
         let (code, fix) = if validity.is_over(now) {
             (
                 &codes::CERTIFICATE_EXPIRED,
-                format!("if `date -u` is right: {}", AGAIN.replace("NAME", node.as_str())),
+                format!("if `date -u` is right: {}", again.replace("NAME", node.as_str())),
             )
         } else {
             (&codes::CLOCK_SKEW, "timedatectl set-ntp true: this host's clock is behind".to_owned())
@@ -82,8 +88,7 @@ fn judge(identity: &AgentIdentity, node: &NodeName, now: SystemTime) -> Outcome 
         let found = format!(
             "more than {OVERDUE_PERCENT} % of the certificate's life are over; it is renewed after 80 %"
         );
-        let fix =
-            "the agent's log says why no server renews it: `journalctl -u postern-agent@a | grep -i renew`";
+        let fix = "the agent's log says why no server renews it: `journalctl -u postern-agent@a | grep -i renew`, or its pod's";
         faults.push(Finding::new(&codes::RENEWAL_OVERDUE, found, fix));
     }
     let left = validity.not_after.duration_since(now).unwrap_or_default().as_secs();
@@ -113,7 +118,7 @@ mod tests {
         let day = Duration::from_secs(86_400);
         let node = |name: &str| name.parse::<NodeName>().unwrap();
         let identity = agent(&ca, "edge-1", now, now + 30 * day);
-        let judged = |name: &str, at: SystemTime| codes_of(judge(&identity, &node(name), at));
+        let judged = |name: &str, at: SystemTime| codes_of(judge(&identity, &node(name), AGAIN, at));
         assert_eq!(judged("edge-1", now + day), [""; 0]);
         assert_eq!(judged("edge-2", now + day), ["identity-of-another-node"]);
         assert_eq!(judged("edge-1", now + 28 * day), ["renewal-overdue"]);
@@ -140,12 +145,12 @@ mod tests {
         write(&agent(&ca, "edge-1", now, now + life));
         assert_eq!(load(path).unwrap().unwrap().node.as_str(), "edge-1");
         fs::set_permissions(path.join("agent.key"), fs::Permissions::from_mode(0o640)).unwrap();
-        assert_eq!(unusable(path, &load(path).unwrap_err()).code, "key-readable-by-others");
+        assert_eq!(unusable(path, &load(path).unwrap_err(), AGAIN).code, "key-readable-by-others");
         fs::set_permissions(path.join("agent.key"), fs::Permissions::from_mode(0o600)).unwrap();
         let other = agent(&ca, "edge-1", now, now + life);
         fs::write(path.join("agent.crt"), tunnel_pki::pem_of_certificates(&other.chain)).unwrap();
         let error = load(path).unwrap_err();
-        assert_eq!(unusable(path, &error).code, "identity-unusable");
+        assert_eq!(unusable(path, &error, AGAIN).code, "identity-unusable");
         let error = error.to_string();
         assert!(error.contains("agent.key") && error.contains("it is not the certificate's key"), "{error}");
         fs::remove_file(path.join("agent.key")).unwrap();

@@ -10,7 +10,7 @@ use crate::status::AgentStatus;
 const REFUSED: [&str; 3] = [
     "the server refused this session",
     "the server takes no session under this certificate",
-    "another agent of this node has taken over",
+    "a newer session of this node took over",
 ];
 
 /// Part of its error for links that a proxy cuts again and again.
@@ -116,6 +116,7 @@ mod tests {
             Refusal::Session("revoked".into()),
             Refusal::ForNow("not in the inventory".into()),
             Refusal::Certificate("revoked".into()),
+            Refusal::Replaced("10.0.0.7:4711".into()),
         ] {
             assert_eq!(
                 codes_of(&[(LinkPhase::Waiting, Some(end.to_string()))]),

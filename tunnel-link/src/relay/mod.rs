@@ -25,7 +25,9 @@ pub use outward::{SMALL_READ, next_size};
 pub use pipe::{Pipe, PipeEnd, PipeStatus, TunnelStream, pipe, pipe_of_client};
 pub use pump::Pump;
 pub use quiet::{Relaying, end_quiet};
-pub use socket::{end_on_drop, flushed, listen, listen_on, lost, prepare_socket, reset_on_drop, tune_socket};
+pub use socket::{
+    connect_target, end_on_drop, flushed, listen, listen_on, lost, prepare_socket, reset_on_drop, tune_socket,
+};
 pub use stall::{Abort, StallBound, StallBudget, StallTicket};
 pub use tcp::Relay;
 pub use traffic::{Totals, Traffic, Waiting};

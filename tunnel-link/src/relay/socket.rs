@@ -53,6 +53,24 @@ pub fn listen_on(
     socket.listen(BACKLOG)
 }
 
+/// Connects to a target. If nothing listens on a port of this host, the kernel may choose that port as the source, and connect
+/// the socket to itself (simultaneous open, RFC 9293 section 3.5): this is refused.
+///
+/// # Errors
+/// Those of connect(2).
+pub async fn connect_target(target: SocketAddr) -> io::Result<TcpStream> {
+    not_to_itself(TcpStream::connect(target).await?, target)
+}
+
+fn not_to_itself(socket: TcpStream, target: SocketAddr) -> io::Result<TcpStream> {
+    if socket.local_addr()? == target {
+        // Else the port would be taken for a minute when its program starts again.
+        reset_on_drop(&socket);
+        return Err(io::ErrorKind::ConnectionRefused.into());
+    }
+    Ok(socket)
+}
+
 /// Sets the options of a tunnelled connection's socket, on either end, and [`reset_on_drop`]. Accepted sockets inherit
 /// what is set on their listener.
 pub fn prepare_socket(socket: &impl AsFd) {
@@ -121,6 +139,18 @@ fn linger(socket: &impl AsFd, time: Option<Duration>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_connection_to_itself_is_refused() {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let own = socket.local_addr().unwrap();
+        let connected = socket.connect(own).await.expect("the kernel connects it to itself");
+        let error = not_to_itself(connected, own).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+        let listener = TcpListener::bind(own).await.expect("the port is free at once");
+        connect_target(listener.local_addr().unwrap()).await.unwrap();
+    }
 
     #[tokio::test]
     async fn what_a_listener_accepts_inherits_every_option() {

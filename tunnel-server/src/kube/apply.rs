@@ -82,13 +82,21 @@ impl Apply {
         let (changed, changes) = watch::channel(0);
         let (nodes, settings, health) =
             (self.said.nodes.clone(), self.settings.subscribe(), self.health.clone());
+        let unread = settings.borrow().clone();
+        let saved = self.cache.load().await.map(|content| Arc::new(content.settings));
+        let kept = saved.clone();
+        // Until the ConfigMap is read, the file keeps those that it has.
+        let settings = move || {
+            let used = settings.borrow().clone();
+            kept.clone().filter(|_| Arc::ptr_eq(&used, &unread)).unwrap_or(used)
+        };
         let keep =
             self.cache.clone().keep(changes, nodes, settings, self.router.clone(), health, stop.clone());
-        tokio::join!(keep, stop.run_until_cancelled(self.follow(changed)));
+        tokio::join!(keep, stop.run_until_cancelled(self.follow(changed, saved)));
     }
 
     /// Increments `changed` with each change that has to be saved in the cache.
-    async fn follow(&mut self, changed: watch::Sender<u64>) {
+    async fn follow(&mut self, changed: watch::Sender<u64>, saved: Option<Arc<Settings>>) {
         let (mut grace, mut patience) = (pin!(sleep(GRACE)), pin!(sleep(PORTS_WAIT)));
         let (mut grace_over, mut ranges_known, mut current) = (false, false, false);
         loop {
@@ -111,7 +119,11 @@ impl Apply {
                     grace_over = true;
                 }
                 () = &mut patience, if self.ports_known.is_some() => {
-                    tracing::warn!("ports of the ConfigMap not known yet, using --redirect-ports");
+                    let (seconds, of_last_start) = (PORTS_WAIT.as_secs(), saved.is_some());
+                    tracing::warn!(seconds, of_last_start, "ConfigMap not read in time, its ports are not known yet");
+                    if let Some(saved) = &saved {
+                        self.use_ports(saved.clone());
+                    }
                     self.ports_known.take();
                 }
                 () = sleep(REFRESH), if current => {}
@@ -241,6 +253,26 @@ mod tests {
             assert!(parts.readiness.is_ready());
             assert!(parts.router.tunnels(10250));
             assert_eq!(parts.router.tunnels(9100), told);
+            parts.stop.cancel();
+        }
+    }
+
+    /// Its list may be forbidden, or late.
+    #[tokio::test(start_paused = true)]
+    async fn ports_of_a_config_map_that_cannot_be_read_stay() {
+        let directory = tempfile::tempdir().unwrap();
+        let node =
+            Arc::new([InventoryNode::new("edge-1".parse().unwrap())].into_iter().collect::<Inventory>());
+        for told in [true, false, false] {
+            let parts = start(directory.path());
+            parts.nodes.send_replace(node.clone());
+            if told {
+                let ports = Settings { tunnelled: [9100].into(), ..Settings::default() };
+                parts.ports.send_replace(Arc::new(ports));
+            }
+            // The cache file is written meanwhile.
+            sleep(PORTS_WAIT + GRACE).await;
+            assert!(parts.readiness.is_ready() && parts.router.tunnels(9100));
             parts.stop.cancel();
         }
     }

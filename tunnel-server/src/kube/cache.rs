@@ -85,12 +85,13 @@ impl ClusterCache {
         Some(content)
     }
 
-    /// Writes the state in effect after each change until `stop`. `nodes` are those of the API server.
+    /// Writes the state in effect after each change until `stop`. `nodes` are those of the API server. `settings` returns the
+    /// settings to save.
     pub async fn keep(
         self,
         changed: watch::Receiver<u64>,
         nodes: watch::Receiver<Arc<Inventory>>,
-        settings: watch::Receiver<Arc<Settings>>,
+        settings: impl Fn() -> Arc<Settings> + Clone + Send + Sync + 'static,
         router: Arc<Router>,
         health: Health,
         stop: CancellationToken,
@@ -101,7 +102,7 @@ impl ClusterCache {
                 at: seconds(current_at(&health)),
                 nodes: Inventory::clone(&nodes.borrow()),
                 services: router.services(),
-                settings: Settings::clone(&settings.borrow()),
+                settings: Settings::clone(&settings()),
             })
         };
         self.0.keep(changed, content, PERIOD, stop).await;

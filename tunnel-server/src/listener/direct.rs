@@ -10,7 +10,7 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{CopyError, Side, Totals, copy, end_on_drop, prepare_socket};
+use tunnel_link::relay::{CopyError, Side, Totals, connect_target, copy, end_on_drop, prepare_socket};
 use tunnel_runtime::net::lookup_holding;
 
 use super::access_log::AccessLogGuard;
@@ -54,7 +54,7 @@ pub(super) async fn connect(target: SocketAddr) -> Result<TcpStream, Failed> {
         outcome,
         reason: format!("dial tcp {target}: {why}"),
     };
-    match tokio::time::timeout(DIAL_TIMEOUT, TcpStream::connect(target)).await {
+    match tokio::time::timeout(DIAL_TIMEOUT, connect_target(target)).await {
         Ok(Ok(socket)) => {
             prepare_socket(&socket);
             Ok(socket)

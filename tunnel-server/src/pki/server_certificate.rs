@@ -12,7 +12,7 @@ use tokio::time::MissedTickBehavior;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_pki::{ServerTls, TrustBundle, Validity, peer_tls, validity};
 use tunnel_runtime::log_once::LogOnce;
-use tunnel_runtime::net::interface_addresses;
+use tunnel_runtime::net::{InterfaceAddress, interface_addresses};
 
 use super::ca::Ca;
 use super::ca_state::{CaState, IssuedCertificate, dns_name};
@@ -49,10 +49,15 @@ fn local_addresses() -> Vec<IpAddr> {
     let listed = interface_addresses().inspect_err(
         |error| tracing::warn!(%error, "failed to list this host's addresses for the server's certificate"),
     );
+    nameable(listed.unwrap_or_default())
+}
+
+fn nameable(listed: Vec<InterfaceAddress>) -> Vec<IpAddr> {
     // IPv6 link-local addresses mean nothing without a scope, which a certificate cannot have.
     let usable = |address: &IpAddr| !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
-    let addresses = listed.unwrap_or_default().into_iter().map(|entry| entry.address);
-    let addresses: BTreeSet<_> = addresses.filter(usable).collect();
+    // kube-proxy in IPVS mode gives the addresses of all Services to an interface that is down.
+    let up = listed.into_iter().filter(|entry| entry.up).map(|entry| entry.address);
+    let addresses: BTreeSet<_> = up.filter(usable).collect();
     addresses.into_iter().take(MAX_LOCAL_ADDRESSES).collect()
 }
 
@@ -211,5 +216,19 @@ impl Renewal {
         let end = self.validity.not_after.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         self.metrics.server_not_after.set(i64::try_from(end.as_secs()).unwrap_or(i64::MAX));
         self.metrics.roots.set(i64::try_from(self.state.borrow().roots().len()).unwrap_or(i64::MAX));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_of_services_take_no_places() {
+        let entry = |address: [u8; 4], up| InterfaceAddress { address: address.into(), prefix: 32, up };
+        // As on kube-ipvs0.
+        let services = (0..200).map(|n| entry([10, 96, 0, n], false));
+        let listed = services.chain([entry([192, 168, 1, 10], true), entry([127, 0, 0, 1], true)]);
+        assert_eq!(nameable(listed.collect()), [IpAddr::from([127, 0, 0, 1]), [192, 168, 1, 10].into()]);
     }
 }

@@ -7,6 +7,7 @@ use arc_swap::ArcSwap;
 use bytes::Bytes;
 use rand::seq::SliceRandom as _;
 use tunnel_routing::{NodeAddress, Resolved, Router, Snapshot};
+use tunnel_runtime::net::Reach;
 use tunnel_runtime::text::printable;
 
 use crate::caller::{Authenticator, Refusal, Shown, ShownToken};
@@ -164,8 +165,8 @@ impl Gatekeeper {
         Reached::Edge(OpenRequest::to_found(found, target, Bytes::new()))
     }
 
-    /// Picks one endpoint of a Service. Skips this server's loopback, where listeners trust every client, and the ports
-    /// of Postern's own listeners: only a rule's address range may open them, since a rule does not control the
+    /// Picks one endpoint of a Service. Skips this server's loopback, where listeners trust every client, metadata services, and
+    /// the ports of Postern's own listeners: only a rule's address range may open them, since a rule does not control the
     /// addresses behind a name.
     async fn endpoint(&self, name: &str, namespace: &str, port: u16) -> Result<Reached, Denied> {
         let endpoints = self.endpoints(name, namespace, port).await.map_err(Denied::Unavailable)?;
@@ -174,15 +175,13 @@ impl Gatekeeper {
             let here = matches!(resolved, Resolved::Here(_)) || self.router.is_own_port(endpoint.address);
             (!here).then_some((endpoint.address, resolved))
         };
-        let mut elsewhere: Vec<_> = endpoints.iter().filter_map(resolve).collect();
-        elsewhere.shuffle(&mut rand::rng());
-        match elsewhere.pop() {
+        match pick(endpoints.iter().filter_map(resolve).collect()) {
             Some((address, Resolved::Edge(found) | Resolved::Pod(found))) => {
                 Ok(self.on_edge(found, address.port()))
             }
-            Some((_, Resolved::VirtualAddress(_))) => Err(Denied::Policy),
             Some((_, unclear @ Resolved::Ambiguous { .. })) => Err(Denied::Unavailable(unclear.to_string())),
-            Some((address, _)) => Ok(Reached::Cloud(address)),
+            Some((address, resolved)) if is_usable(address, &resolved) => Ok(Reached::Cloud(address)),
+            Some(_) => Err(Denied::Policy),
             None => {
                 let reason = format!("{name}.{namespace} has no address but loopback and Postern's own");
                 Err(Denied::Unavailable(reason))
@@ -262,6 +261,21 @@ impl Permit for Permitted {
     }
 }
 
+/// Picks one at random, of the usable ones if there are any.
+fn pick(mut endpoints: Vec<(SocketAddr, Resolved)>) -> Option<(SocketAddr, Resolved)> {
+    endpoints.shuffle(&mut rand::rng());
+    let at = endpoints.iter().position(|(address, resolved)| is_usable(*address, resolved));
+    (!endpoints.is_empty()).then(|| endpoints.swap_remove(at.unwrap_or_default()))
+}
+
+fn is_usable(address: SocketAddr, resolved: &Resolved) -> bool {
+    match resolved {
+        Resolved::Edge(_) | Resolved::Pod(_) => true,
+        Resolved::VirtualAddress(_) | Resolved::Ambiguous { .. } => false,
+        _ => Reach::of(address.ip()) == Reach::Host,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use prometheus_client::registry::Registry;
@@ -280,6 +294,23 @@ mod tests {
             labels: [(format!("node-restriction.kubernetes.io/{label}"), String::new())].into(),
             ..InventoryNode::new(name.parse().unwrap())
         }
+    }
+
+    #[test]
+    fn an_endpoint_that_cannot_be_used_is_picked_only_if_there_is_no_other() {
+        let at = |address: &str| address.parse::<SocketAddr>().unwrap();
+        let [metadata, good, twice] = ["169.254.169.254:80", "10.1.0.5:80", "10.8.0.1:80"].map(at);
+        let elsewhere = |address: SocketAddr| (address, Resolved::Elsewhere(address.ip()));
+        let ambiguous = (twice, Resolved::Ambiguous { address: twice.ip(), nodes: Vec::new() });
+        for _ in 0..50 {
+            let picked = pick(vec![elsewhere(metadata), ambiguous.clone(), elsewhere(good)]);
+            assert_eq!(picked.unwrap().0, good);
+        }
+        for address in [metadata, at("100.100.100.200:80"), at("[fd00:ec2::254]:80")] {
+            let (address, resolved) = pick(vec![elsewhere(address)]).unwrap();
+            assert!(!is_usable(address, &resolved), "{address}");
+        }
+        assert!(pick(Vec::new()).is_none());
     }
 
     #[tokio::test]
