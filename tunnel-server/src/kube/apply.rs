@@ -17,7 +17,7 @@ use tunnel_routing::inventory::Inventory;
 use tunnel_routing::{Router, update, update_services};
 use tunnel_runtime::lifecycle::ReadyGuard;
 
-use super::cache::{Age, ClusterCache};
+use super::cache::{Age, ClusterCache, Content};
 use super::read::nodes::DEBOUNCE;
 use crate::inventory::NodeCount;
 use crate::pki::KnownNodes;
@@ -83,8 +83,9 @@ impl Apply {
         let (nodes, settings, health) =
             (self.said.nodes.clone(), self.settings.subscribe(), self.health.clone());
         let unread = settings.borrow().clone();
-        let saved = self.cache.load().await.map(|content| Arc::new(content.settings));
-        let kept = saved.clone();
+        let saved = self.cache.load().await;
+        let of_last_start = saved.as_ref().map(|content| Arc::new(content.settings.clone()));
+        let kept = of_last_start.clone();
         // Until the ConfigMap is read, the file keeps those that it has.
         let settings = move || {
             let used = settings.borrow().clone();
@@ -92,18 +93,23 @@ impl Apply {
         };
         let keep =
             self.cache.clone().keep(changes, nodes, settings, self.router.clone(), health, stop.clone());
-        tokio::join!(keep, stop.run_until_cancelled(self.follow(changed, saved)));
+        tokio::join!(keep, stop.run_until_cancelled(self.follow(changed, saved, of_last_start)));
     }
 
     /// Increments `changed` with each change that has to be saved in the cache.
-    async fn follow(&mut self, changed: watch::Sender<u64>, saved: Option<Arc<Settings>>) {
+    async fn follow(
+        &mut self,
+        changed: watch::Sender<u64>,
+        mut saved: Option<Content>,
+        of_last_start: Option<Arc<Settings>>,
+    ) {
         let (mut grace, mut patience) = (pin!(sleep(GRACE)), pin!(sleep(PORTS_WAIT)));
         let (mut grace_over, mut ranges_known, mut current) = (false, false, false);
         loop {
             tokio::select! {
                 Ok(()) = self.said.nodes.changed() => {
                     self.use_nodes().await;
-                    (grace_over, current) = (true, true);
+                    (grace_over, current, saved) = (true, true, None);
                 }
                 Ok(()) = self.said.ranges.changed() => {
                     let ranges = self.said.ranges.borrow_and_update().clone();
@@ -115,14 +121,14 @@ impl Apply {
                     self.use_ports(ports);
                 }
                 () = &mut grace, if !grace_over => {
-                    self.use_cache(ranges_known).await;
+                    self.use_saved(saved.take(), ranges_known).await;
                     grace_over = true;
                 }
                 () = &mut patience, if self.ports_known.is_some() => {
-                    let (seconds, of_last_start) = (PORTS_WAIT.as_secs(), saved.is_some());
-                    tracing::warn!(seconds, of_last_start, "ConfigMap not read in time, its ports are not known yet");
-                    if let Some(saved) = &saved {
-                        self.use_ports(saved.clone());
+                    let (seconds, saved) = (PORTS_WAIT.as_secs(), of_last_start.is_some());
+                    tracing::warn!(seconds, saved, "ConfigMap not read in time, its ports are not known yet");
+                    if let Some(ports) = &of_last_start {
+                        self.use_ports(ports.clone());
                     }
                     self.ports_known.take();
                 }
@@ -154,8 +160,8 @@ impl Apply {
         self.ports_known.take();
     }
 
-    async fn use_cache(&mut self, ranges_known: bool) {
-        let Some(content) = self.cache.load().await.filter(|content| !content.nodes.is_empty()) else {
+    async fn use_saved(&mut self, saved: Option<Content>, ranges_known: bool) {
+        let Some(content) = saved.filter(|content| !content.nodes.is_empty()) else {
             return;
         };
         // An error means that the channel is closed: this server is stopping.

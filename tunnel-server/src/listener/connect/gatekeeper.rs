@@ -170,23 +170,28 @@ impl Gatekeeper {
     /// addresses behind a name.
     async fn endpoint(&self, name: &str, namespace: &str, port: u16) -> Result<Reached, Denied> {
         let endpoints = self.endpoints(name, namespace, port).await.map_err(Denied::Unavailable)?;
-        let resolve = |endpoint: &Endpoint| {
-            let resolved = self.router.resolve_endpoint(endpoint.address, endpoint.node.as_deref());
-            let here = matches!(resolved, Resolved::Here(_)) || self.router.is_own_port(endpoint.address);
-            (!here).then_some((endpoint.address, resolved))
-        };
-        match pick(endpoints.iter().filter_map(resolve).collect()) {
-            Some((address, Resolved::Edge(found) | Resolved::Pod(found))) => {
-                Ok(self.on_edge(found, address.port()))
-            }
-            Some((_, unclear @ Resolved::Ambiguous { .. })) => Err(Denied::Unavailable(unclear.to_string())),
-            Some((address, resolved)) if is_usable(address, &resolved) => Ok(Reached::Cloud(address)),
-            Some(_) => Err(Denied::Policy),
-            None => {
+        pick(endpoints.iter().filter_map(|endpoint| self.reach_endpoint(endpoint)).collect()).unwrap_or_else(
+            || {
                 let reason = format!("{name}.{namespace} has no address but loopback and Postern's own");
                 Err(Denied::Unavailable(reason))
-            }
+            },
+        )
+    }
+
+    /// `None`: loopback, or a port of Postern's own listeners.
+    fn reach_endpoint(&self, endpoint: &Endpoint) -> Option<Result<Reached, Denied>> {
+        let address = endpoint.address;
+        if self.router.is_own_port(address) {
+            return None;
         }
+        Some(match self.router.resolve_endpoint(address, endpoint.node.as_deref()) {
+            Resolved::Here(_) => return None,
+            Resolved::Edge(found) | Resolved::Pod(found) => Ok(self.on_edge(found, address.port())),
+            unclear @ Resolved::Ambiguous { .. } => Err(Denied::Unavailable(unclear.to_string())),
+            Resolved::VirtualAddress(_) => Err(Denied::Policy),
+            _ if Reach::of(address.ip()) != Reach::Host => Err(Denied::Policy),
+            _ => Ok(Reached::Cloud(address)),
+        })
     }
 
     async fn endpoints(&self, name: &str, namespace: &str, port: u16) -> Result<Vec<Endpoint>, String> {
@@ -261,19 +266,11 @@ impl Permit for Permitted {
     }
 }
 
-/// Picks one at random, of the usable ones if there are any.
-fn pick(mut endpoints: Vec<(SocketAddr, Resolved)>) -> Option<(SocketAddr, Resolved)> {
+/// Picks an endpoint at random, of those that can be reached if there are any.
+fn pick(mut endpoints: Vec<Result<Reached, Denied>>) -> Option<Result<Reached, Denied>> {
     endpoints.shuffle(&mut rand::rng());
-    let at = endpoints.iter().position(|(address, resolved)| is_usable(*address, resolved));
-    (!endpoints.is_empty()).then(|| endpoints.swap_remove(at.unwrap_or_default()))
-}
-
-fn is_usable(address: SocketAddr, resolved: &Resolved) -> bool {
-    match resolved {
-        Resolved::Edge(_) | Resolved::Pod(_) => true,
-        Resolved::VirtualAddress(_) | Resolved::Ambiguous { .. } => false,
-        _ => Reach::of(address.ip()) == Reach::Host,
-    }
+    endpoints.sort_by_key(Result::is_err);
+    endpoints.into_iter().next()
 }
 
 #[cfg(test)]
@@ -298,18 +295,28 @@ mod tests {
 
     #[test]
     fn an_endpoint_that_cannot_be_used_is_picked_only_if_there_is_no_other() {
-        let at = |address: &str| address.parse::<SocketAddr>().unwrap();
-        let [metadata, good, twice] = ["169.254.169.254:80", "10.1.0.5:80", "10.8.0.1:80"].map(at);
-        let elsewhere = |address: SocketAddr| (address, Resolved::Elsewhere(address.ip()));
-        let ambiguous = (twice, Resolved::Ambiguous { address: twice.ip(), nodes: Vec::new() });
+        let router = crate::runtime::without_nodes(&mut Registry::default());
+        let nodes = ["edge-1", "edge-2"].map(|name| node(name, "10.8.0.1", "site"));
+        router.set_inventory(Inventory::from(nodes.to_vec()));
+        let gatekeeper = Gatekeeper {
+            authenticator: Arc::new(Authenticator::new(Tokens::default(), None)),
+            services: Services::Resolver,
+            policy: ArcSwap::from_pointee(Policy::parse(POLICY).unwrap()),
+            router,
+        };
+        let reached = |address: &str| {
+            let endpoint = Endpoint { address: address.parse().unwrap(), node: None };
+            gatekeeper.reach_endpoint(&endpoint).unwrap()
+        };
+        let [metadata, good, twice] = ["169.254.169.254:80", "10.1.0.5:80", "10.8.0.1:80"];
         for _ in 0..50 {
-            let picked = pick(vec![elsewhere(metadata), ambiguous.clone(), elsewhere(good)]);
-            assert_eq!(picked.unwrap().0, good);
+            let picked = pick([metadata, twice, good].map(reached).into());
+            assert_eq!(picked, Some(Ok(Reached::Cloud(good.parse().unwrap()))));
         }
-        for address in [metadata, at("100.100.100.200:80"), at("[fd00:ec2::254]:80")] {
-            let (address, resolved) = pick(vec![elsewhere(address)]).unwrap();
-            assert!(!is_usable(address, &resolved), "{address}");
+        for address in [metadata, "100.100.100.200:80", "[fd00:ec2::254]:80"] {
+            assert_eq!(pick(vec![reached(address)]), Some(Err(Denied::Policy)), "{address}");
         }
+        assert!(matches!(reached(twice), Err(Denied::Unavailable(_))));
         assert!(pick(Vec::new()).is_none());
     }
 
