@@ -1,11 +1,13 @@
 //! Follows this node's own addresses.
 
+use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tunnel_runtime::blocking::blocking;
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::net::{Ended, NetChanges, identifies_host, interface_addresses, lookup, source_address};
 
@@ -25,7 +27,7 @@ pub(crate) async fn follow(
     background: &mut JoinSet<()>,
 ) {
     let (node_ip, publish) = (runtime.config.given.node_ip, runtime.addresses.clone());
-    update(node_ip, &servers, &publish).await;
+    update(listed().await, node_ip, &servers, &publish).await;
     background.spawn(async move {
         let mut changes = subscribe();
         loop {
@@ -39,7 +41,7 @@ pub(crate) async fn follow(
             if next.is_err() {
                 changes = subscribe();
             }
-            update(node_ip, &servers, &publish).await;
+            update(listed().await, node_ip, &servers, &publish).await;
         }
     });
 }
@@ -51,25 +53,26 @@ fn subscribe() -> Option<NetChanges> {
         .ok()
 }
 
+/// Returns the addresses of the interfaces that are up.
+async fn listed() -> io::Result<Vec<IpAddr>> {
+    // It takes a while on a node with thousands of interfaces.
+    let listed = blocking(interface_addresses).await??;
+    Ok(listed.into_iter().filter(|entry| entry.up).map(|entry| entry.address).collect())
+}
+
 async fn update(
+    listed: io::Result<Vec<IpAddr>>,
     node_ip: Option<IpAddr>,
     servers: &watch::Receiver<Arc<Vec<HostPort>>>,
     publish: &watch::Sender<Arc<Vec<IpAddr>>>,
 ) {
-    // Listing takes a while on a node with thousands of interfaces.
-    let listed = match tokio::task::spawn_blocking(interface_addresses).await {
-        Ok(Ok(listed)) => listed,
-        Ok(Err(error)) => {
-            tracing::warn!(%error, "failed to list this node's addresses, keeping the last ones");
-            return;
-        }
+    let mut up = match listed {
+        Ok(listed) => listed,
         Err(error) => {
-            tracing::error!(%error, "failed to list this node's addresses, keeping the last ones");
-            return;
+            return tracing::warn!(%error, "failed to list this node's addresses, keeping the last ones");
         }
     };
-    let up = listed.into_iter().filter(|entry| entry.up).map(|entry| entry.address);
-    let up: Vec<IpAddr> = up.filter(|address| identifies_host(*address)).collect();
+    up.retain(|address| identifies_host(*address));
     // Lost addresses are published at once, because without its address this node may reach no name server either.
     let known = publish.borrow().clone();
     let kept: Vec<IpAddr> = known.iter().copied().filter(|address| up.contains(address)).collect();
@@ -150,14 +153,14 @@ mod tests {
 
     #[tokio::test]
     async fn a_server_without_an_address_changes_no_order() {
-        let addresses = interface_addresses().unwrap().into_iter().filter(|entry| entry.up);
-        let Some(last) = addresses.map(|entry| entry.address).filter(|it| identifies_host(*it)).max() else {
-            return eprintln!("not tested: this host has no address but loopback");
-        };
-        let (publish, servers) = (watch::Sender::new(Arc::new(vec![last])), watch::Sender::default());
+        // Documentation addresses (RFC 5737).
+        let [first, other] = [[198, 51, 100, 2], [192, 0, 2, 1]].map(IpAddr::from);
+        let (publish, servers) = (watch::Sender::new(Arc::new(vec![first])), watch::Sender::default());
         servers.send_replace(Arc::new(vec!["no-such-server.invalid:1".parse().unwrap()]));
-        update(None, &servers.subscribe(), &publish).await;
-        assert_eq!(publish.borrow().first(), Some(&last));
+        update(Ok(vec![other, first]), None, &servers.subscribe(), &publish).await;
+        assert_eq!(**publish.borrow(), [first, other]);
+        update(Err(io::ErrorKind::OutOfMemory.into()), None, &servers.subscribe(), &publish).await;
+        assert_eq!(**publish.borrow(), [first, other]);
     }
 
     #[tokio::test]

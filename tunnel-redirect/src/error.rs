@@ -32,7 +32,7 @@ pub enum RedirectError {
         missing: Vec<&'static str>,
     },
     #[error(
-        "no cgroup v2 hierarchy in /proc/self/mountinfo: mount one (`mkdir -p /sys/fs/cgroup/unified && mount -t cgroup2 none /sys/fs/cgroup/unified`), or name it with --redirect-cgroup"
+        "no cgroup v2 hierarchy in /proc/self/mountinfo: boot with systemd.unified_cgroup_hierarchy=1, or name a mounted one with --redirect-cgroup"
     )]
     NoCgroup,
     #[error("--redirect-cgroup={}: {reason}: give a directory of a cgroup v2 hierarchy", path.display())]

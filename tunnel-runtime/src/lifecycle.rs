@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use parking_lot::Mutex;
+use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinHandle;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
@@ -169,6 +170,15 @@ impl Drain {
         F::Output: Send + 'static,
     {
         self.tracker.spawn(work)
+    }
+
+    /// The same on another runtime.
+    pub fn spawn_on<F>(&self, work: F, runtime: &Handle) -> JoinHandle<F::Output>
+    where
+        F: Future + Send + 'static,
+        F::Output: Send + 'static,
+    {
+        self.tracker.spawn_on(work, runtime)
     }
 
     /// Starts the drain if needed, and waits up to `timeout` for the work in flight. After that it runs `ending`,

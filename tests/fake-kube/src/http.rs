@@ -57,7 +57,7 @@ async fn answer(request: Request<Incoming>, shared: &Arc<Shared>) -> Response<Bo
         _ => return status(405, "MethodNotAllowed", "no such verb"),
     };
     *shared.requests.lock().unwrap().entry((verb.to_owned(), path.clone())).or_default() += 1;
-    let fault = fault(shared, verb, &collection.resource);
+    let fault = fault(shared, verb, &collection.resource, rest.first().copied());
     match fault {
         Some(Fault::Status(code)) => return status(code, "Injected", "injected"),
         Some(Fault::TooManyRequests { retry_after }) => {
@@ -117,10 +117,14 @@ async fn answer(request: Request<Incoming>, shared: &Arc<Shared>) -> Response<Bo
     }
 }
 
-fn fault(shared: &Shared, verb: &str, resource: &str) -> Option<Fault> {
+fn fault(shared: &Shared, verb: &str, resource: &str, object: Option<&str>) -> Option<Fault> {
     let mut rules = shared.rules.lock().unwrap();
     let matches = |pattern: &str, text: &str| pattern == "*" || pattern == text;
-    let at = rules.iter().position(|rule| matches(rule.verb, verb) && matches(rule.resource, resource))?;
+    let at = rules.iter().position(|rule| {
+        matches(rule.verb, verb)
+            && matches(rule.resource, resource)
+            && rule.object.is_none_or(|name| object == Some(name))
+    })?;
     let fault = rules[at].fault.clone();
     rules[at].times -= 1;
     if rules[at].times == 0 {

@@ -46,6 +46,8 @@ pub enum Fault {
 struct Rule {
     verb: &'static str,
     resource: &'static str,
+    /// None: of any name.
+    object: Option<&'static str>,
     fault: Fault,
     times: usize,
 }
@@ -221,7 +223,13 @@ impl ApiServer {
     /// The next `times` requests that match get `fault`. Verbs: `list` (first pages), `continue` (further pages),
     /// `watch`, `get`, `create`, `update`, `patch`, `delete`, or `*`; `resource` is the plural, or `*`.
     pub fn inject(&self, verb: &'static str, resource: &'static str, fault: Fault, times: usize) {
-        self.shared.rules.lock().unwrap().push(Rule { verb, resource, fault, times });
+        self.shared.rules.lock().unwrap().push(Rule { verb, resource, object: None, fault, times });
+    }
+
+    /// The same for all requests about one object, until `heal`.
+    pub fn inject_for(&self, verb: &'static str, resource: &'static str, object: &'static str, fault: Fault) {
+        let rule = Rule { verb, resource, object: Some(object), fault, times: usize::MAX };
+        self.shared.rules.lock().unwrap().push(rule);
     }
 
     /// Reports whether every injected fault was used.

@@ -189,7 +189,7 @@ fn nothing_mounted() {
     umount2(&cgroup_mount(), MntFlags::MNT_DETACH).unwrap();
     let error = start(RedirectConfig { cgroup: None, ..config() }).unwrap_err();
     assert!(matches!(error, RedirectError::NoCgroup), "{error}");
-    message_has(&error, &["mount -t cgroup2"]);
+    message_has(&error, &["systemd.unified_cgroup_hierarchy=1"]);
 }
 
 fn outside() {

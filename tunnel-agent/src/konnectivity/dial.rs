@@ -64,7 +64,11 @@ impl Dial for ForServer {
             Err(Failed { outcome, reason }) => {
                 self.shared.runtime.metrics.dialled(outcome.as_str(), started.elapsed());
                 self.shared.metrics.dial_failed(outcome);
-                tracing::info!(server = printable(&self.server_id, 100), reason, "connection refused");
+                tracing::info!(
+                    server = printable(&self.server_id, 100),
+                    reason,
+                    "failed to connect to the target"
+                );
                 Err(in_words_of_go(outcome, reason))
             }
         }

@@ -109,7 +109,7 @@ impl Outbound {
     async fn handle(&self, mut socket: TcpStream, client: SocketAddr, listen: &Listen) {
         let Some(_place) = self.runtime.places.take() else {
             self.runtime.metrics.outbound(Outcome::Busy);
-            return tracing::debug!(%client, limit = self.runtime.places.limit(), "connection refused at a bound");
+            return tracing::debug!(%client, limit = self.runtime.places.limit(), "refused a connection, there are as many as permitted");
         };
         let since = Instant::now();
         // A request of a client that is gone must not be executed once the network is back.

@@ -50,7 +50,7 @@ async fn dial_and_relay(
         Ok(dialled) => dialled,
         Err(error) => {
             session.shared.runtime.metrics.dialled(error.label(), started.elapsed());
-            tracing::info!(server = %session.server, reason = %error, "connection refused");
+            tracing::info!(server = %session.server, reason = %error, "failed to connect to the target");
             refuse(&mut respond, &Status::new(error.code(), error.to_string()));
             return;
         }

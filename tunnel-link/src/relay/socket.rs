@@ -63,6 +63,8 @@ pub async fn connect_target(target: SocketAddr) -> io::Result<TcpStream> {
 }
 
 fn not_to_itself(socket: TcpStream, target: SocketAddr) -> io::Result<TcpStream> {
+    // The unspecified address is this host's loopback.
+    let target = if target.ip().is_unspecified() { socket.peer_addr()? } else { target };
     if socket.local_addr()? == target {
         // Else the port would be taken for a minute when its program starts again.
         reset_on_drop(&socket);
@@ -148,6 +150,11 @@ mod tests {
         let connected = socket.connect(own).await.expect("the kernel connects it to itself");
         let error = not_to_itself(connected, own).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(own).unwrap();
+        let unspecified = SocketAddr::from(([0, 0, 0, 0], own.port()));
+        let connected = socket.connect(unspecified).await.expect("the kernel connects it to itself");
+        assert!(not_to_itself(connected, unspecified).is_err());
         let listener = TcpListener::bind(own).await.expect("the port is free at once");
         connect_target(listener.local_addr().unwrap()).await.unwrap();
     }

@@ -62,7 +62,8 @@ fn judge(name: &str, outcome: Result<String, RedirectError>) -> Outcome {
         ),
         RedirectError::NoCgroup | RedirectError::NotCgroup { .. } | RedirectError::NotRoot { .. } => (
             &codes::CGROUP_UNUSABLE,
-            "mount -t cgroup2 none /sys/fs/cgroup/unified, or name the host's with --redirect-cgroup".into(),
+            "name the host's cgroup v2 mount with --redirect-cgroup; if there is none, boot with systemd.unified_cgroup_hierarchy=1"
+                .into(),
         ),
         RedirectError::Foreign { id, hook, path, .. } => (
             &codes::FOREIGN_EXCLUSIVE_PROGRAM,

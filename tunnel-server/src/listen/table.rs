@@ -268,8 +268,7 @@ fn plain(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
 
 fn egress(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     let (direct, services) = (parts.config.egress.direct.clone(), parts.own.services.take());
-    let workers = parts.runtime.workers.clone();
-    let egress = Egress::new(parts.context(), places, direct, services, workers);
+    let egress = Egress::new(parts.context(), places, direct, services);
     if let Some(socket) = parts.own.egress_socket.take() {
         parts.runtime.drain.spawn(egress.clone().serve_unix(socket, parts.gates.listeners.clone()));
     }
@@ -315,10 +314,13 @@ fn maps(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
             let (maps, router, rights) = (maps.clone(), router.clone(), rights.clone());
             async move {
                 let ports = listen(&of_file);
-                maps.replace(of_file).await?;
-                router.own_ports.set_maps(ports);
+                let replaced = maps.replace(of_file).await;
+                if replaced.is_ok() {
+                    router.own_ports.set_maps(ports);
+                }
+                // Maps may have been removed even so.
                 rights.notify_one();
-                Ok(())
+                replaced
             }
         };
         parts.runtime.tasks.spawn(file.run(apply, parts.runtime.stop.clone()));

@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use tokio::net::TcpStream;
 use tunnel_link::konnectivity::in_words_of_go;
 use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{RelayError, Side};
@@ -15,7 +16,7 @@ use tunnel_runtime::lifecycle::Drain;
 use crate::metrics::Metrics;
 use crate::peers::Peers;
 use crate::runtime::Runtime;
-use crate::session::Sessions;
+use crate::session::{Sessions, Workers};
 
 /// State that all listeners share.
 #[derive(Clone)]
@@ -24,6 +25,7 @@ pub struct ListenerContext {
     pub sessions: Arc<Sessions>,
     pub peers: Arc<Peers>,
     pub metrics: Metrics,
+    pub workers: Arc<Workers>,
     /// Tracks the connections in flight.
     pub drain: Drain,
 }
@@ -35,8 +37,28 @@ impl ListenerContext {
             sessions: runtime.sessions.clone(),
             peers: runtime.peers.clone(),
             metrics: runtime.metrics.clone(),
+            workers: runtime.workers.clone(),
             drain: runtime.drain.clone(),
         }
+    }
+
+    /// Serves a caller's connection on one of the threads for handshakes: its TLS and HTTP, which anybody can ask for, do not
+    /// delay what other listeners accept.
+    pub(crate) fn serve_apart<F>(
+        &self,
+        socket: TcpStream,
+        serve: impl FnOnce(TcpStream) -> F + Send + 'static,
+    ) where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let socket = socket.into_std();
+        let work = async move {
+            match socket.and_then(TcpStream::from_std) {
+                Ok(socket) => serve(socket).await,
+                Err(error) => tracing::warn!(%error, "failed to set up a client's socket"),
+            }
+        };
+        self.drain.spawn_on(work, self.workers.next_handshake());
     }
 }
 
@@ -51,6 +73,7 @@ impl ListenerContext {
             sessions: Arc::new(Sessions::new(router.clone(), metrics.clone())),
             peers: Arc::new(Peers::new(router)),
             metrics,
+            workers: Arc::new(Workers::here()),
             drain: Drain::new(tunnel_runtime::lifecycle::Shutdown::default()),
         }
     }

@@ -149,7 +149,8 @@ impl Maps {
     /// judged again.
     ///
     /// # Errors
-    /// One map cannot be listened on; the error names it, its address and the reason. Nothing has changed then.
+    /// One map cannot be listened on; the error names it, its address and the reason. Nothing has changed then, except
+    /// on a server that has handed its listeners over, or drains: it opens none, and applies the rest.
     pub(crate) async fn replace(&self, of_file: Vec<Map>) -> Result<(), String> {
         let wanted = [self.fixed.as_slice(), &of_file].concat();
         check(&wanted)?;
@@ -162,8 +163,18 @@ impl Maps {
         // A listener that replaces another one gets connections as soon as it is bound, so these come last, when
         // nothing else can fail.
         let (last, first): (Vec<_>, Vec<_>) = new.partition(|(_, map)| takes_a_place(map));
+        let mut new: Vec<_> = first.into_iter().chain(last).collect();
+        // Nothing would be accepted there, and another server of this host could not listen there.
+        let accepts = self.gate.is_open() && !self.context.drain.shutdown().is_draining();
+        let left_out = new.first().filter(|_| !accepts).map(|(index, map)| {
+            let listen = map.listen;
+            format!("maps[{index}].listen: not listening on {listen}: this server stops, or another of this host serves")
+        });
+        if left_out.is_some() {
+            new.clear();
+        }
         let mut bound = Vec::new();
-        for (index, map) in first.into_iter().chain(last) {
+        for (index, map) in new {
             let (listener, copy) = self
                 .bind(map.listen, &gone)
                 .await
@@ -187,16 +198,14 @@ impl Maps {
             self.sockets.add(MAP, map.listen, copy);
             self.serve(map, listener);
         }
-        Ok(())
+        left_out.map_or(Ok(()), Err)
     }
 
     /// Listens, and returns the listener and a copy for a successor. `gone`: the listeners that close if everything
     /// succeeds.
     async fn bind(&self, listen: SocketAddr, gone: &[SocketAddr]) -> io::Result<(TcpListener, OwnedFd)> {
         let listener = match relay::listen(listen, prepare_socket) {
-            // While the gate is closed, another server of this host has the maps, and may have replaced them by its
-            // own.
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse && self.gate.is_open() => {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
                 let in_the_way = gone.iter().filter(|old| overlap(**old, listen));
                 let in_the_way: Vec<_> = in_the_way.filter_map(|old| self.sockets.get(MAP, *old)).collect();
                 if in_the_way.is_empty() { Err(error) } else { bind_beside(listen, &in_the_way) }
@@ -287,6 +296,14 @@ mod tests {
         !connected.is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
     }
 
+    async fn closed(at: SocketAddr) {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while listens(at).await {
+            assert!(Instant::now() < deadline, "something listens on {at}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
     #[tokio::test]
     async fn a_listener_moves_to_an_address_that_overlaps_and_back() {
         let first = TcpListener::bind("0.0.0.0:0").await.unwrap();
@@ -301,11 +318,7 @@ mod tests {
         maps.replace(vec![map(here)]).await.unwrap();
         assert!(listens(here).await);
         assert!(sockets.get(MAP, everywhere).is_none());
-        let deadline = Instant::now() + Duration::from_secs(30);
-        while listens(elsewhere).await {
-            assert!(Instant::now() < deadline, "the old listener is not closed");
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+        closed(elsewhere).await;
 
         // A foreign listener is in the way too: nothing changes.
         let foreign = TcpListener::bind(elsewhere).await.unwrap();
@@ -317,13 +330,46 @@ mod tests {
         assert!(!SockRef::from(&kept).reuse_port().unwrap(), "nobody else may listen there");
         drop((foreign, kept));
 
-        gate.set(false);
-        assert!(maps.replace(vec![map(everywhere)]).await.is_err(), "another server has the maps");
-        gate.set(true);
         maps.replace(vec![map(everywhere)]).await.unwrap();
         assert!(listens(elsewhere).await);
         let kept = sockets.get(MAP, everywhere).unwrap();
         assert!(!SockRef::from(&kept).reuse_port().unwrap());
         assert!(sockets.get(MAP, here).is_none());
+    }
+
+    #[tokio::test]
+    async fn a_server_that_does_not_accept_opens_no_map() {
+        let (gate, context) = (Gate::new(true), ListenerContext::without_nodes());
+        let sockets = Arc::new(Copies::new(Vec::new()));
+        let maps = Maps::new(Vec::new(), gate.clone(), context.clone(), Shares::new(100), sockets.clone());
+        let [kept, removed, new] = [2, 3, 4].map(|host| SocketAddr::from(([127, 0, 0, host], 0)));
+        // A port that is free on all three.
+        let port = TcpListener::bind(kept).await.unwrap().local_addr().unwrap().port();
+        let [kept, removed, new] = [kept, removed, new].map(|at| SocketAddr::new(at.ip(), port));
+        maps.replace(vec![map(kept), map(removed)]).await.unwrap();
+
+        let elsewhere = Map { node: "edge-2".parse().unwrap(), ..map(kept) };
+        let wanted = vec![elsewhere.clone(), map(new)];
+        let refused = async || {
+            let refused = maps.replace(wanted.clone()).await.unwrap_err();
+            assert!(refused.starts_with(&format!("maps[1].listen: not listening on {new}: ")), "{refused}");
+            closed(new).await;
+            assert!(sockets.get(MAP, new).is_none() && sockets.get(MAP, removed).is_none());
+            assert_eq!(
+                maps.open.lock()[&kept].map.load().node,
+                elsewhere.node,
+                "what is open follows the file"
+            );
+        };
+        gate.set(false);
+        refused().await;
+        // The other server did not get that far.
+        gate.set(true);
+        maps.replace(wanted.clone()).await.unwrap();
+        assert!(listens(new).await);
+
+        maps.replace(vec![elsewhere.clone(), map(removed)]).await.unwrap();
+        context.drain.shutdown().begin();
+        refused().await;
     }
 }

@@ -12,7 +12,6 @@ mod connect;
 mod context;
 mod direct;
 mod egress;
-mod first_request;
 mod front;
 #[cfg(test)]
 mod hosts_tests;

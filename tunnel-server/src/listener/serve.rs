@@ -83,14 +83,13 @@ pub(crate) async fn serve<D: Listener>(
                 continue;
             }
         };
-        context.drain.spawn(receive(
-            listener.clone(),
-            socket,
-            client,
-            context.clone(),
-            shares.clone(),
-            place,
-        ));
+        let (listener, shares, with) = (listener.clone(), shares.clone(), context.clone());
+        let receive = move |socket| receive(listener, socket, client, with, shares, place);
+        if D::READS {
+            context.serve_apart(socket, receive);
+        } else {
+            context.drain.spawn(receive(socket));
+        }
     }
 }
 
@@ -133,7 +132,7 @@ pub(crate) async fn receive<D: Listener>(
         Ok(way) => way,
         Err(failed) => return record.finish(&Err(failed)),
     };
-    // Moves from the accepting thread to the one that owns the link, which relays both directions.
+    // Moves from this thread to the one that owns the link, which relays both directions.
     let worker = way.link().worker.clone();
     match socket.into_std() {
         Ok(socket) => {
@@ -183,7 +182,13 @@ fn relay(
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use tokio::net::TcpListener;
+    use tokio::sync::mpsc;
+    use tokio_util::task::AbortOnDropHandle;
+    use tunnel_runtime::accept::Gate;
+
     use super::*;
+    use crate::session::Workers;
 
     pub(crate) fn size_of_future<A, B, C, D, F>(_: fn(A, B, C, D) -> F) -> usize {
         size_of::<F>()
@@ -195,5 +200,41 @@ pub(crate) mod tests {
     fn the_future_of_a_connection_stays_small() {
         let size = size_of_future(relay);
         assert!(size <= 3112, "{size}");
+    }
+
+    /// Tells on which thread it is opened.
+    struct Opening<const READS: bool>(mpsc::UnboundedSender<String>);
+
+    impl<const READS: bool> Listener for Opening<READS> {
+        const READS: bool = READS;
+
+        fn name(&self) -> &'static str {
+            "test"
+        }
+
+        async fn open(&self, _: &mut TcpStream, _: &mut Client, _: &Router) -> Result<Opened, OpenError> {
+            let thread = std::thread::current().name().unwrap_or_default().to_owned();
+            self.0.send(thread).unwrap();
+            Err(OpenError::Client("a test".to_owned()))
+        }
+    }
+
+    async fn thread_of<const READS: bool>() -> String {
+        let workers = Arc::new(Workers::start(1).unwrap());
+        let context = ListenerContext { workers, ..ListenerContext::without_nodes() };
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (opened, mut thread) = mpsc::unbounded_channel();
+        let gated = Gate::new(true).guard(listener);
+        let serving = serve(Opening::<READS>(opened), gated, context, Shares::new(10));
+        let _serving = AbortOnDropHandle::new(tokio::spawn(serving));
+        let _client = TcpStream::connect(address).await.unwrap();
+        thread.recv().await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn what_a_client_sends_is_not_read_on_the_accepting_thread() {
+        assert_eq!(thread_of::<true>().await, "handshake-0");
+        assert_ne!(thread_of::<false>().await, "handshake-0");
     }
 }

@@ -1,5 +1,6 @@
 //! The data path's threads. Each has its own runtime, so that a link, its streams and their sockets never change threads.
-//! Handshakes, which anybody can ask for and which take long, have threads of their own.
+//! Handshakes, which anybody can ask for and which take long, have threads of their own, where callers' TLS and HTTP are
+//! served too.
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -18,6 +18,8 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tunnel_kube::{Attempts, RequestError, merge, request};
 use tunnel_runtime::NodeName;
+use tunnel_runtime::backoff::Backoff;
+use tunnel_runtime::log_once::LogOnce;
 
 use super::tracker::Tracker;
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
@@ -29,6 +31,10 @@ pub const CONDITION: &str = "PosternTunnel";
 
 /// Limits the writes to ten a second.
 const PACE: Duration = Duration::from_millis(100);
+/// Longest delay before the next write while writes fail, whichever nodes they are of.
+const SLOWEST: Duration = Duration::from_secs(5);
+/// Delays before a node that could not be written is tried again: one that never can be must not delay the others.
+const RETRY: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
 /// Interval at which the conditions are read again, in case another writer changed them.
 const REREAD: Duration = Duration::from_secs(30 * 60);
 /// Nodes per list page. A Node with everything that kubelets report has about ten kilobytes.
@@ -53,6 +59,9 @@ pub(super) async fn run(context: KubeContext, tunnels: Arc<Mutex<Tracker>>, chan
         changed: false,
         queue: VecDeque::new(),
         next_write: now,
+        slower: Backoff::new(PACE, SLOWEST),
+        failing: HashMap::new(),
+        errors: LogOnce::default(),
     };
     reconcile::run(conditions, inputs, PACE, Attempts::new("keeping the condition of Nodes"), stop).await;
 }
@@ -74,6 +83,16 @@ struct Conditions {
     changed: bool,
     queue: VecDeque<NodeName>,
     next_write: Instant,
+    slower: Backoff,
+    /// Nodes whose last write failed.
+    failing: HashMap<NodeName, Failing>,
+    /// The status of failed writes, each logged once until none fails any more.
+    errors: LogOnce,
+}
+
+struct Failing {
+    again: Instant,
+    backoff: Backoff,
 }
 
 /// Desired condition of a node.
@@ -106,6 +125,7 @@ impl Reconcile for Conditions {
             // A node created again under this name is a new one, without a condition.
             let inventory = self.context.inventory.borrow();
             present.retain(|node, _| inventory.get(node.as_str()).is_some());
+            self.failing.retain(|node, _| inventory.get(node.as_str()).is_some());
         }
     }
 
@@ -118,6 +138,8 @@ impl Reconcile for Conditions {
         if !*leader.borrow_and_update() {
             self.present = None;
             self.queue.clear();
+            self.failing.clear();
+            self.errors.clear();
             return Ok(None);
         }
         if self.present.is_none() || Instant::now() >= self.read_again {
@@ -130,36 +152,70 @@ impl Reconcile for Conditions {
             return Ok(Some(Instant::now()));
         }
         // Later changes queue up behind those already waiting.
-        if self.queue.is_empty() && std::mem::take(&mut self.changed) {
-            self.queue = self.due();
+        if self.queue.is_empty() {
+            let again = self.failing.values().any(|failing| failing.again <= Instant::now());
+            if std::mem::take(&mut self.changed) || again {
+                self.queue = self.due();
+            }
         }
         let Some(node) = self.queue.pop_front() else {
-            attempts.succeeded();
-            return Ok(Some(self.read_again));
-        };
-        if let Some(want) = self.want(&node) {
-            self.next_write = Instant::now() + PACE;
-            match self.write(&node, want).await {
-                Ok(()) => attempts.succeeded(),
-                // The node was deleted, as the inventory will show.
-                Err(error) if error.is_not_found() => {}
-                Err(error) => {
-                    // To the end of the queue: one node that cannot be written must not delay the others.
-                    self.queue.push_back(node);
-                    return Err(error.into());
-                }
+            if self.failing.is_empty() {
+                attempts.succeeded();
             }
+            return Ok(self.failing.values().map(|failing| failing.again).chain([self.read_again]).min());
+        };
+        match self.want(&node) {
+            Some(want) => {
+                let written = self.write(&node, want).await;
+                self.next_write = Instant::now() + self.judge(node, written);
+            }
+            None => self.no_longer_failing(&node),
         }
         Ok(Some(self.next_write))
     }
 }
 
 impl Conditions {
-    /// Returns the nodes that have to be written now.
-    fn due(&self) -> VecDeque<NodeName> {
-        let inventory = self.context.inventory.borrow().clone();
+    /// Returns the nodes that have to be written now, and forgets the failures of those that need not be any more.
+    fn due(&mut self) -> VecDeque<NodeName> {
+        let (inventory, now) = (self.context.inventory.borrow().clone(), Instant::now());
+        let mut failing = std::mem::take(&mut self.failing);
+        failing.retain(|node, _| self.want(node).is_some());
+        self.failing = failing;
+        let waits = |node: &NodeName| self.failing.get(node).is_some_and(|failing| failing.again > now);
         let nodes = inventory.iter().map(|node| &node.name);
-        nodes.filter(|node| self.want(node).is_some()).cloned().collect()
+        nodes.filter(|node| self.want(node).is_some() && !waits(node)).cloned().collect()
+    }
+
+    /// Returns the delay before the next write, of whichever node.
+    fn judge(&mut self, node: NodeName, written: Result<(), RequestError>) -> Duration {
+        match written {
+            // Not found: the node was deleted, as the inventory will show.
+            Err(error) if !error.is_not_found() => {
+                if self.errors.is_new(error.code.unwrap_or_default()) {
+                    tracing::warn!(%node, %error, "failed to update the condition of a Node, retrying");
+                } else {
+                    tracing::debug!(%node, %error, "failed to update the condition of a Node, retrying");
+                }
+                let [first, last] = RETRY;
+                let now = Instant::now();
+                let new = || Failing { again: now, backoff: Backoff::new(first, last) };
+                let failing = self.failing.entry(node).or_insert_with(new);
+                failing.again = now + failing.backoff.next_delay();
+                PACE + self.slower.next_delay()
+            }
+            _ => {
+                self.slower.reset();
+                self.no_longer_failing(&node);
+                PACE
+            }
+        }
+    }
+
+    fn no_longer_failing(&mut self, node: &NodeName) {
+        if self.failing.remove(node).is_some() && self.failing.is_empty() && self.errors.clear() {
+            tracing::info!("the condition of every Node can be updated again");
+        }
     }
 
     /// Returns the condition to write for `node`; None if it is up to date or not known yet.

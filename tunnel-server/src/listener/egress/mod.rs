@@ -1,7 +1,7 @@
 //! The egress listener, for kube-apiserver's EgressSelector. It speaks konnectivity's ProxyService (gRPC) and HTTP
 //! CONNECT, which it tells apart by the first bytes, on a Unix socket and, with mutual TLS, on a port.
 //!
-//! A connection is served on one of the data path's threads. Its target is dialled through the tunnel of the node that
+//! A connection of the Unix socket is served on one of the links' threads. Its target is dialled through the tunnel of the node that
 //! has the address, or by this server itself where that is allowed.
 
 mod authority;
@@ -36,7 +36,6 @@ use super::context::ListenerContext;
 use super::preface::{PrefaceError, read_preface};
 use crate::admission::{Share, Shares};
 use crate::caller::CallerTls;
-use crate::session::Workers;
 use authority::{Masked, PREFACE};
 use destination::Direct;
 use dial::{Caller, Dialler};
@@ -64,7 +63,6 @@ pub(crate) struct Egress {
     dialler: Arc<Dialler>,
     /// Places of the callers' connections, taken before a client is authenticated or asks for anything.
     callers: Shares,
-    workers: Arc<Workers>,
 }
 
 impl Egress {
@@ -74,12 +72,11 @@ impl Egress {
         places: u32,
         direct: Vec<IpNet>,
         services: Option<ClusterServices>,
-        workers: Arc<Workers>,
     ) -> Self {
         context.metrics.listener(NAME);
         let (shares, services) = (Shares::new(places), services.map(Arc::new));
         let dialler = Arc::new(Dialler { context, shares, direct: Direct(direct), services });
-        Self { dialler, callers: Shares::new(places), workers }
+        Self { dialler, callers: Shares::new(places) }
     }
 
     /// Serves the Unix socket until the drain starts. Once `gate` is open, the path leads to this socket. While the
@@ -116,14 +113,13 @@ impl Egress {
                 continue;
             };
             let (dialler, tls) = (self.dialler.clone(), tls.clone());
-            let work = async move {
+            self.dialler.context.serve_apart(socket, async move |socket| {
                 let _place = place;
                 if let Err(reason) = receive_tls(dialler.clone(), socket, client, &tls).await {
                     dialler.context.metrics.turned_away(NAME);
                     tracing::warn!(listener = NAME, %client, reason, "connection rejected");
                 }
-            };
-            self.dialler.context.drain.spawn(work);
+            });
         }
     }
 
@@ -150,7 +146,7 @@ impl Egress {
         let dialler = self.dialler.clone();
         let guard = dialler.context.drain.guard();
         let stream = stream.into_std();
-        self.workers.next().spawn(async move {
+        dialler.context.workers.clone().next().spawn(async move {
             let _held = (guard, place);
             match stream.and_then(UnixStream::from_std).and_then(halves::of_unix) {
                 // Closing a Unix socket discards nothing.

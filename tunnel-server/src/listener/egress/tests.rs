@@ -25,6 +25,7 @@ use super::*;
 use crate::caller::CallersCa;
 use crate::listener::judge::judge_all;
 use crate::metrics::Metrics;
+use crate::session::Workers;
 
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Number of callers that wait for a banner.
@@ -44,11 +45,11 @@ impl Served {
     async fn open_with(services: Option<ClusterServices>, places: u32) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let socket = Socket::bind(&dir.path().join("egress.sock"), 0o600, false).await.unwrap();
-        let context = ListenerContext::without_nodes();
-        let metrics = context.metrics.clone();
         let workers = Arc::new(Workers::start(1).unwrap());
+        let context = ListenerContext { workers, ..ListenerContext::without_nodes() };
+        let metrics = context.metrics.clone();
         let direct = vec!["127.0.0.0/8".parse().unwrap()];
-        let served = Egress::new(context, places, direct, services, workers);
+        let served = Egress::new(context, places, direct, services);
         let task = tokio::spawn(served.serve_unix(socket, Gate::new(true)));
         let opened = Self { dir, metrics, _task: tokio_util::task::AbortOnDropHandle::new(task) };
         while !opened.path().exists() {

@@ -17,6 +17,7 @@ mod metrics;
 mod pods;
 mod proxy;
 mod request;
+mod requests;
 mod right;
 mod serve;
 mod served;

@@ -19,18 +19,19 @@ use super::body::Body;
 use super::kinds::{Front, MAX_HEAD, Peer};
 use super::metrics::MetricsPage;
 use super::request;
+use super::requests::Requests;
 use super::served::Served;
 use super::socket::{Faults, PrefixedSocket, Watched};
 use crate::admission::{Share, Shares};
 use crate::caller::caller_of_certificate;
 use crate::listener::context::{ListenerContext, OpenError};
-use crate::listener::first_request::FirstRequest;
 use crate::listener::preface;
 use crate::metrics::Metrics;
 
 /// Maximum time to tell a refused client of the end.
 const FAREWELL: Duration = Duration::from_secs(10);
-/// Maximum wait for a whole head, including the idle time before the next request. For HTTP/2, interval of PINGs.
+/// Maximum wait for a whole head, including the idle time before the next request. For HTTP/2, maximum time without a
+/// request, and interval of PINGs.
 ///
 /// Longer than Prometheus' usual 30 s between scrapes.
 const IDLE: Duration = Duration::from_secs(45);
@@ -107,12 +108,10 @@ where
     let served = Arc::new(served);
     let page = served.front.metrics.as_ref();
     let _counted = page.map(|_| Counted::new(listener, &served.context.metrics));
-    let first = FirstRequest::default();
-    let asked = first.clone();
+    let requests = Requests::default();
     let answer = |request| {
-        asked.came();
-        let served = served.clone();
-        async move { Ok::<_, Infallible>(request::answer(&served, request).await) }
+        let (served, request_in_flight) = (served.clone(), requests.open());
+        async move { Ok::<_, Infallible>(request_in_flight.answered(request::answer(&served, request).await)) }
     };
     let over = async {
         tokio::select! {
@@ -121,27 +120,13 @@ where
             // The client comes back with another one.
             () = served.peer.lapsed() => {}
         }
-        first.wait().await;
+        requests.first().await;
     };
     let proxy = served.front.is_proxy();
     let patience = if proxy { preface::READ_TIMEOUT } else { IDLE };
     let serving = async {
         if h2 {
-            let mut builder = http2::Builder::new(TokioExecutor::new());
-            builder
-                .timer(TokioTimer::new())
-                .max_concurrent_streams(MAX_STREAMS)
-                .max_header_list_size(u32::try_from(MAX_HEAD).unwrap_or(u32::MAX))
-                .keep_alive_interval(IDLE);
-            let connection = builder.serve_connection(TokioIo::new(stream), service_fn(answer));
-            let mut connection = std::pin::pin!(connection);
-            tokio::select! {
-                ended = connection.as_mut() => ended,
-                () = over => {
-                    connection.as_mut().graceful_shutdown();
-                    connection.await
-                }
-            }
+            http_2(stream, &requests, over, answer).await
         } else {
             http_1(stream, patience, over, answer).await
         }
@@ -251,12 +236,53 @@ where
     }
 }
 
+/// The same for HTTP/2, until there has been no request for a while. hyper knows no such limit, and waits for a client's
+/// preface even after a shutdown (hyper#4171, #4172).
+async fn http_2<S, F>(
+    stream: S,
+    requests: &Requests,
+    over: impl Future<Output = ()>,
+    answer: impl Fn(Request<Incoming>) -> F,
+) -> hyper::Result<()>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    F: Future<Output = Result<Response<Body>, Infallible>> + Send + 'static,
+{
+    let mut builder = http2::Builder::new(TokioExecutor::new());
+    builder
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(MAX_STREAMS)
+        .max_header_list_size(u32::try_from(MAX_HEAD).unwrap_or(u32::MAX))
+        .keep_alive_interval(IDLE);
+    let connection = builder.serve_connection(TokioIo::new(stream), service_fn(answer));
+    let mut connection = std::pin::pin!(connection);
+    let over = async {
+        tokio::select! {
+            () = over => {}
+            () = requests.none_for(IDLE) => {}
+        }
+    };
+    tokio::select! {
+        // A request that has just come is answered.
+        biased;
+        ended = connection.as_mut() => return ended,
+        () = over => connection.as_mut().graceful_shutdown(),
+    }
+    tokio::select! {
+        biased;
+        ended = connection.as_mut() => ended,
+        () = requests.none_for(FAREWELL) => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use http_body_util::{BodyExt as _, Full};
+    use http_body_util::{BodyExt as _, Empty, Full};
+    use hyper::client::conn::http2::{Builder, SendRequest};
     use socket2::SockRef;
-    use tokio::io::AsyncReadExt as _;
+    use tokio::io::{AsyncReadExt as _, DuplexStream};
     use tokio::net::TcpListener;
+    use tokio::task::JoinHandle;
     use tokio::time::timeout;
     use tokio_util::sync::{CancellationToken, DropGuard};
     use tunnel_link::relay::lost;
@@ -318,6 +344,70 @@ mod tests {
             SockRef::from(&client).set_linger(Some(Duration::ZERO)).unwrap();
             drop(client);
             timeout(PATIENCE, gone.cancelled()).await.expect("the request ends with its client");
+        }
+    }
+
+    /// Returns a client's end of an HTTP/2 connection whose requests are answered after four times the longest idle time,
+    /// a token that begins its end, and the task that serves it.
+    fn served_over_http_2() -> (DuplexStream, CancellationToken, JoinHandle<hyper::Result<()>>) {
+        let (client, server) = tokio::io::duplex(64 * 1024);
+        let over = CancellationToken::new();
+        let until = over.clone();
+        let serving = tokio::spawn(async move {
+            let requests = Requests::default();
+            let answer = |_| {
+                let request = requests.open();
+                async move {
+                    tokio::time::sleep(4 * IDLE).await;
+                    let late = Full::from("late").map_err(|never| match never {}).boxed_unsync();
+                    Ok(request.answered(Response::new(late)))
+                }
+            };
+            http_2(server, &requests, until.cancelled(), answer).await
+        });
+        (client, over, serving)
+    }
+
+    async fn speaks_http_2(client: DuplexStream) -> SendRequest<Empty<Bytes>> {
+        let builder = Builder::new(TokioExecutor::new());
+        let (sender, connection) = builder.handshake(TokioIo::new(client)).await.unwrap();
+        tokio::spawn(connection);
+        sender
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_http_2_connection_without_a_request_ends() {
+        for (preface, drains) in [(false, false), (false, true), (true, false), (true, true)] {
+            let (client, over, serving) = served_over_http_2();
+            let (mut silent, mut speaking) = (None, None);
+            match preface {
+                true => speaking = Some(speaks_http_2(client).await),
+                false => silent = Some(client),
+            }
+            if drains {
+                over.cancel();
+            }
+            let within = if drains { FAREWELL } else { IDLE + FAREWELL } + Duration::from_secs(1);
+            let ended = timeout(within, serving).await;
+            assert!(ended.is_ok(), "preface: {preface}, drains: {drains}");
+            drop((silent, speaking));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_http_2_request_may_take_long() {
+        for drains in [false, true] {
+            let (client, over, serving) = served_over_http_2();
+            let mut sender = speaks_http_2(client).await;
+            let answer = tokio::spawn(sender.send_request(Request::new(Empty::new())));
+            tokio::time::sleep(IDLE / 2).await;
+            if drains {
+                over.cancel();
+            }
+            let answer = answer.await.unwrap().unwrap().into_body().collect().await.unwrap();
+            assert_eq!(answer.to_bytes(), "late");
+            let ended = timeout(IDLE + FAREWELL + Duration::from_secs(1), serving).await;
+            assert!(ended.is_ok(), "drains: {drains}");
         }
     }
 }

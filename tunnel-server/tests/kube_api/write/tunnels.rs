@@ -185,7 +185,7 @@ async fn a_restart_after_which_the_agents_return_writes_nothing() {
 }
 
 #[tokio::test]
-async fn writes_are_paced_and_one_failing_node_delays_no_other() {
+async fn writes_are_paced_and_a_deleted_node_delays_no_other() {
     let fixture = Fixture::new(true).await;
     let names: Vec<_> = (0..15).map(|n| format!("edge-{n}")).collect();
     let names: Vec<_> = names.iter().map(String::as_str).collect();
@@ -201,6 +201,38 @@ async fn writes_are_paced_and_one_failing_node_delays_no_other() {
     }
     // Ten a second: the fifteenth comes 1.4 s after the first.
     assert!(began.elapsed() >= Duration::from_millis(1400), "{:?}", began.elapsed());
+}
+
+#[tokio::test]
+async fn a_node_that_cannot_be_written_delays_no_other() {
+    let fixture = Fixture::new(true).await;
+    let names = ["edge-1", "edge-2", "edge-3"];
+    fixture.api.put_all(NODES, names.iter().map(|name| node(name, None)));
+    // As a policy or a webhook may refuse it.
+    fixture.api.inject_for("patch", "nodes", "edge-1", Fault::Status(422));
+    let sessions = Sessions::start(&fixture, &names);
+    fixture.nodes(&names, &[]);
+    let is = |node: &'static str, status: &'static str| {
+        let fixture = &fixture;
+        move || (fixture.status(node)? == status).then_some(())
+    };
+    let tries = || fixture.api.requests("patch", &format!("{NODES}/edge-1/status"));
+    for node in ["edge-2", "edge-3"] {
+        eventually("the others' conditions", is(node, "True")).await;
+    }
+    // The delays have grown to several seconds then, and other nodes are written at once.
+    eventually("more attempts", || (tries() >= 4).then_some(())).await;
+    for (live, status) in [(&["edge-1", "edge-2"][..], "False"), (&names[..], "True")] {
+        let (began, before) = (Instant::now(), tries());
+        sessions.set(live);
+        eventually("the change of another node", is("edge-3", status)).await;
+        let (took, tried) = (began.elapsed(), tries() - before);
+        // Five seconds are those after which a tunnel is down.
+        assert!(took < Duration::from_secs(15), "{status} after {took:?}");
+        assert!(tried <= 6, "{tried} attempts in {took:?}");
+    }
+    fixture.api.heal();
+    eventually("the condition once it can be written", is("edge-1", "True")).await;
 }
 
 #[tokio::test]

@@ -19,7 +19,7 @@ mod judge;
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use futures_util::StreamExt;
 use k8s_openapi::ByteString;
@@ -32,6 +32,8 @@ use kube::{Api, ResourceExt};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tunnel_pki::pem_of_certificates;
+use tunnel_runtime::backoff::jittered;
+use tunnel_runtime::log_once::LogOnce;
 
 use judge::{Accounts, Approved, Verdict, judge};
 use tunnel_kube::{SIGNER, post, request};
@@ -47,8 +49,10 @@ const TRUE: &str = "True";
 
 /// Maximum number of requests in work: a fleet that enrols at once must not overload the API server.
 const CONCURRENT: u16 = 16;
-/// Delay before a request that could not be answered is tried again.
+/// Delay before a request is looked at again whose newer state the watch should have delivered.
 const RETRY: Duration = Duration::from_secs(5);
+/// Delays before a request that could not be answered is tried again, at least and at most.
+const FAILED_RETRY: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
 /// Label of enrolments by CertificateSigningRequest in metrics and logs.
 const CALL: &str = "csr";
 
@@ -63,8 +67,8 @@ pub async fn run(
     let mut leader = context.leader.clone();
     let stop = context.stop.clone();
     let api = Api::all(context.client.clone());
-    let reconciler =
-        Arc::new(CsrReconciler { context, api, ca, standing, metrics, answered: Mutex::default() });
+    let (answered, failures) = Default::default();
+    let reconciler = Arc::new(CsrReconciler { context, api, ca, standing, metrics, answered, failures });
     loop {
         tokio::select! {
             leads = leader.wait_for(|leads| *leads) => if leads.is_err() { return },
@@ -80,6 +84,7 @@ pub async fn run(
 
 async fn work(reconciler: Arc<CsrReconciler>) {
     reconciler.answered.lock().clear();
+    reconciler.failures.lock().clear();
     let ours = watcher::Config::default().fields(&format!("spec.signerName={SIGNER}"));
     let (store, writer) = reflector::store();
     let health = &reconciler.context.health;
@@ -91,18 +96,9 @@ async fn work(reconciler: Arc<CsrReconciler>) {
         |csr, reconciler: Arc<CsrReconciler>| {
             Box::pin(async move { reconciler.answer(csr.as_ref().clone()).await })
         },
-        |csr: Arc<CertificateSigningRequest>, error, _| {
-            let csr = csr.name_any();
-            match error {
-                // The watch reports an unavailable API server.
-                ClusterError::Request(error) if error.code.is_none() => {
-                    tracing::debug!(csr, %error, "failed to answer a CertificateSigningRequest, retrying");
-                }
-                error => {
-                    tracing::warn!(csr, %error, "failed to answer a CertificateSigningRequest, retrying");
-                }
-            }
-            Action::requeue(RETRY)
+        |csr: Arc<CertificateSigningRequest>, error, reconciler: Arc<CsrReconciler>| {
+            reconciler.failed(&csr, &error);
+            Action::requeue(retry_after(&csr, SystemTime::now()))
         },
         reconciler,
         store,
@@ -110,6 +106,15 @@ async fn work(reconciler: Arc<CsrReconciler>) {
         config,
     );
     done.for_each(|_| async {}).await;
+}
+
+/// Returns the delay after a failure: in proportion to the age of the request, so that delays grow, and later requests
+/// do not wait for it.
+fn retry_after(csr: &CertificateSigningRequest, now: SystemTime) -> Duration {
+    let created = csr.creation_timestamp().map(|time| SystemTime::from(time.0));
+    let age = created.and_then(|created| now.duration_since(created).ok()).unwrap_or_default();
+    let [least, most] = FAILED_RETRY;
+    jittered((age / 2).clamp(least, most), 0.5)
 }
 
 #[derive(Debug)]
@@ -186,6 +191,8 @@ struct CsrReconciler {
     metrics: PkiMetrics,
     /// UIDs of requests whose answer has not come back through the watch yet.
     answered: Mutex<HashSet<String>>,
+    /// Why requests could not be answered: a missing right fails all that a fleet has made, in the same way.
+    failures: Mutex<LogOnce>,
 }
 
 impl CsrReconciler {
@@ -202,6 +209,28 @@ impl CsrReconciler {
             Err(error) if error.is_conflict() || error.is_not_found() => Ok(Action::requeue(RETRY)),
             other => other,
         }
+    }
+
+    fn failed(&self, csr: &CertificateSigningRequest, error: &ClusterError) {
+        let csr = csr.name_any();
+        // The text names the request, except that of an error of this server's CA.
+        let kind = match error {
+            // The watch reports an unavailable API server.
+            ClusterError::Request(error) if error.code.is_none() => None,
+            ClusterError::Request(error) => error.code.map(|code| format!("{} {code}", error.action)),
+            error => Some(error.to_string()),
+        };
+        if kind.is_some_and(|kind| self.failures.lock().is_new(kind)) {
+            tracing::warn!(csr, %error, "failed to answer CertificateSigningRequests, retrying");
+        } else {
+            tracing::debug!(csr, %error, "failed to answer a CertificateSigningRequest, retrying");
+        }
+    }
+
+    fn answered(&self, uid: String, label: &'static str) {
+        self.answered.lock().insert(uid);
+        self.failures.lock().clear();
+        self.metrics.count(CALL, label);
     }
 
     async fn advance(&self, mut csr: CertificateSigningRequest) -> Result<Action, ClusterError> {
@@ -225,8 +254,7 @@ impl CsrReconciler {
                 Step::Sign(approved) => {
                     let life = self.sign(&mut csr, &approved)?;
                     csr = self.write("signing CertificateSigningRequest", "status", &csr).await?;
-                    self.answered.lock().insert(uid.clone());
-                    self.metrics.count(CALL, "issued");
+                    self.answered(uid.clone(), "issued");
                     tracing::info!(call = CALL, holder = %approved.holder, node = %approved.node, csr = name, user, life_s = life.as_secs(), "certificate issued");
                 }
                 Step::Refuse { approved, reason, message } => {
@@ -246,8 +274,7 @@ impl CsrReconciler {
                     };
                     let refused = with_condition(csr, condition, reason, message);
                     csr = self.write(action, subresource, &refused).await?;
-                    self.answered.lock().insert(uid.clone());
-                    self.metrics.count(CALL, label);
+                    self.answered(uid.clone(), label);
                 }
                 Step::Ignore => return Ok(Action::await_change()),
             }
@@ -278,7 +305,7 @@ impl CsrReconciler {
         let pem = pem_of_certificates(&issued.chain) + &ca.bundle().to_pem();
         let status = csr.status.get_or_insert_with(CertificateSigningRequestStatus::default);
         status.certificate = Some(ByteString(pem.into_bytes()));
-        Ok(issued.not_after.duration_since(std::time::SystemTime::now()).unwrap_or_default())
+        Ok(issued.not_after.duration_since(SystemTime::now()).unwrap_or_default())
     }
 }
 

@@ -95,3 +95,21 @@ fn other_signers_requests_and_deleted_ones_are_left_alone() {
         Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(jiff::Timestamp::now()));
     assert!(matches!(next(&deleted), Step::Ignore));
 }
+
+#[test]
+fn delays_grow_with_the_age_of_a_request() {
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+    let now = SystemTime::now();
+    let of_age = |age: i64| {
+        let mut csr = good();
+        let created = jiff::Timestamp::try_from(now).unwrap() - jiff::SignedDuration::from_secs(age);
+        csr.metadata.creation_timestamp = Some(Time(created));
+        retry_after(&csr, now).as_secs_f64()
+    };
+    // The API server's clock may be ahead.
+    for (age, least, most) in [(-600, 0.5, 1.0), (0, 0.5, 1.0), (20, 5.0, 10.0), (86_400, 30.0, 60.0)] {
+        let delay = of_age(age);
+        assert!(delay >= least && delay <= most, "{delay} s at {age} s");
+    }
+    assert!(retry_after(&good(), now) <= Duration::from_secs(1));
+}
