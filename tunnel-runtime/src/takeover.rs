@@ -11,6 +11,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -142,11 +143,14 @@ struct Greeting<H> {
 
 /// Listening sockets for a successor, with name and address.
 #[derive(Debug, Default)]
-pub struct Copies(Mutex<Vec<(String, SocketAddr, OwnedFd)>>);
+pub struct Copies {
+    sockets: Mutex<Vec<(String, SocketAddr, OwnedFd)>>,
+    sent: AtomicBool,
+}
 
 impl Copies {
     pub fn new(copies: Vec<(String, SocketAddr, OwnedFd)>) -> Self {
-        Self(Mutex::new(copies))
+        Self { sockets: Mutex::new(copies), sent: AtomicBool::new(false) }
     }
 
     /// Greets a successor: sends it the sockets, and `own`, which depends on the kind of program.
@@ -160,7 +164,9 @@ impl Copies {
         own: H,
     ) -> io::Result<()> {
         let (listeners, copies) = {
-            let sockets = self.0.lock();
+            let sockets = self.sockets.lock();
+            // A socket that is added from now on is not among them.
+            self.sent.store(true, Ordering::Relaxed);
             let listeners: Vec<_> = sockets.iter().map(|(name, at, _)| (name.clone(), *at)).collect();
             let copies = sockets.iter().map(|(_, _, socket)| socket.try_clone());
             (listeners, copies.collect::<io::Result<Vec<_>>>()?)
@@ -173,26 +179,36 @@ impl Copies {
         send(stream, &greeting).await
     }
 
+    /// Reports whether a successor has them, which has not ended.
+    pub fn are_sent(&self) -> bool {
+        self.sent.load(Ordering::Relaxed)
+    }
+
+    /// To be called when the successor has ended.
+    pub fn taken_back(&self) {
+        self.sent.store(false, Ordering::Relaxed);
+    }
+
     /// Returns a copy of one socket, for this program itself.
     pub fn get(&self, name: &str, at: SocketAddr) -> Option<OwnedFd> {
-        let sockets = self.0.lock();
+        let sockets = self.sockets.lock();
         let (_, _, socket) = sockets.iter().find(|(other, address, _)| other == name && *address == at)?;
         socket.try_clone().ok()
     }
 
     /// Adds a socket.
     pub fn add(&self, name: &str, at: SocketAddr, socket: OwnedFd) {
-        self.0.lock().push((name.to_owned(), at, socket));
+        self.sockets.lock().push((name.to_owned(), at, socket));
     }
 
     /// Closes a socket that is no longer used.
     pub fn remove(&self, name: &str, at: SocketAddr) {
-        self.0.lock().retain(|(other, address, _)| other != name || *address != at);
+        self.sockets.lock().retain(|(other, address, _)| other != name || *address != at);
     }
 
     /// Closes all sockets, so that no connection waits in them once this program stops accepting.
     pub fn close(&self) {
-        self.0.lock().clear();
+        self.sockets.lock().clear();
     }
 }
 

@@ -31,7 +31,7 @@ use crate::listen::{ADMIN, Files, Listeners};
 use crate::pki::{Lifetimes, PkiMetrics, ServerFile, agent_addresses};
 use crate::runtime::Runtime;
 use crate::runtime::role::register_role;
-use crate::session::{Workers, bench};
+use crate::session::{Threads, Workers, bench};
 use crate::status::page::PAGES;
 use crate::status::{AGENTS, Reporter, cluster_endpoint, connections_endpoint};
 use crate::takeover::Predecessor;
@@ -47,6 +47,7 @@ pub struct Bound {
     starting: ReadyGuard,
     admin: Option<Serving>,
     found: Found,
+    threads: Threads,
 }
 
 /// Metrics that are registered before what counts in them is there.
@@ -88,7 +89,7 @@ pub async fn build(mut config: Config, log: logging::Handle) -> anyhow::Result<B
         Some(_) => (PkiMetrics::default(), IdentityMetrics::register(&mut registry, Holder::Redirector)),
         None => (PkiMetrics::register(&mut registry), IdentityMetrics::default()),
     };
-    let workers = Arc::new(Workers::start(limits.threads())?);
+    let (workers, worker_threads) = Workers::start(limits.threads())?;
     let postern = registry.sub_registry_with_prefix("postern");
     postern.register_collector(Box::new(log.lost().clone()));
     let threads = [&[Handle::current()], workers.runtimes()].concat();
@@ -152,6 +153,7 @@ pub async fn build(mut config: Config, log: logging::Handle) -> anyhow::Result<B
         starting,
         admin,
         found: Found { running, orphans },
+        threads: worker_threads,
     })
 }
 

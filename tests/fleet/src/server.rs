@@ -30,7 +30,7 @@ use tunnel_server::pki::{
     ServerNames, Standing,
 };
 use tunnel_server::runtime::Runtime;
-use tunnel_server::session::{MOST_STREAMS, Workers};
+use tunnel_server::session::{MOST_STREAMS, Threads, Workers};
 use tunnel_server::takeover::{Gates, Phase, Predecessor, Succession, TakeOver};
 
 use crate::network::Net;
@@ -200,7 +200,7 @@ impl Start<'_> {
             RouterConfig::new("198.18.0.0/15".parse()?, "fd9e:706f:7374:6572::/64".parse()?, [10250]);
         config.clock = self.clock;
         let router = Arc::new(Router::new(config, &mut registry));
-        let mut runtime = Runtime::new(router, Arc::new(Workers::here()), &mut registry);
+        let mut runtime = Runtime::new(router, Workers::here(), &mut registry);
         id.clone_into(&mut runtime.server_id);
         Ok(runtime)
     }
@@ -289,6 +289,7 @@ impl Parts {
             certificate: Some(self.certificate),
             said,
             admin: None,
+            threads: Threads::default(),
         };
         if let Err(error) = running.run(signal, DRAIN, ends_when_passed).await {
             tracing::error!(%error, "a server failed to stop");

@@ -256,6 +256,9 @@ impl<T: Send + 'static> ReloadedFile<T> {
         let what = self.what;
         match loaded {
             Ok(()) => tracing::info!(what, "reloaded the file"),
+            Err(error) if self.unapplied => {
+                tracing::error!(what, %error, "failed to apply the file, retrying");
+            }
             Err(error) => {
                 tracing::error!(what, %error, "failed to reload the file, keeping its last good content");
             }

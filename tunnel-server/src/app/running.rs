@@ -14,6 +14,7 @@ use crate::agent_port::{AgentPort, Handover};
 use crate::pki::{KnownNodes, ServerCertificate};
 use crate::runtime::Runtime;
 use crate::runtime::settings::Settings;
+use crate::session::Threads;
 use crate::takeover::{Before, Succession};
 
 /// Time for links and tasks to end once nothing is relayed any more.
@@ -55,6 +56,7 @@ pub struct Running {
     pub certificate: Option<Arc<ServerCertificate>>,
     pub said: Said,
     pub admin: Option<Serving>,
+    pub threads: Threads,
 }
 
 impl Running {

@@ -119,6 +119,7 @@ impl Bound {
             certificate,
             said,
             admin: self.admin,
+            threads: self.threads,
         }
     }
 }

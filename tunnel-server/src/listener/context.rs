@@ -73,7 +73,7 @@ impl ListenerContext {
             sessions: Arc::new(Sessions::new(router.clone(), metrics.clone())),
             peers: Arc::new(Peers::new(router)),
             metrics,
-            workers: Arc::new(Workers::here()),
+            workers: Workers::here(),
             drain: Drain::new(tunnel_runtime::lifecycle::Shutdown::default()),
         }
     }

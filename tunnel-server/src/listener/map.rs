@@ -30,27 +30,22 @@ pub(crate) const MAP: &str = "map";
 
 struct Mapped {
     map: Arc<ArcSwap<Map>>,
-    open: Arc<OpenMaps>,
+    in_effect: Arc<ArcSwap<Vec<Map>>>,
 }
-
-type OpenMaps = Mutex<HashMap<SocketAddr, Open>>;
 
 /// A client that a map has led to its target.
 struct Led {
     map: Arc<Map>,
     client: IpAddr,
-    open: Arc<OpenMaps>,
+    in_effect: Arc<ArcSwap<Vec<Map>>>,
 }
 
 #[tonic::async_trait]
 impl Permit for Led {
     async fn judge(&self) -> Judgement {
         let Map { node, target, .. } = &*self.map;
-        let leads = |open: &Open| {
-            let map = open.map.load();
-            map.node == *node && map.target == *target && map.permits(self.client)
-        };
-        if self.open.lock().values().any(leads) {
+        let leads = |map: &Map| map.node == *node && map.target == *target && map.permits(self.client);
+        if self.in_effect.load().iter().any(leads) {
             return Judgement::Holds;
         }
         let client = self.client.to_canonical();
@@ -77,7 +72,7 @@ impl Listener for Mapped {
             return Err(OpenError::Client(format!("{} is not for {}", map.listen, client.to_canonical())));
         }
         let request = request(&map, router).map_err(OpenError::Client)?;
-        Ok(Opened::Permitted(request, Arc::new(Led { map, client, open: self.open.clone() })))
+        Ok(Opened::Permitted(request, Arc::new(Led { map, client, in_effect: self.in_effect.clone() })))
     }
 }
 
@@ -119,7 +114,9 @@ struct Open {
 pub(crate) struct Maps {
     /// Maps from flags.
     fixed: Vec<Map>,
-    open: Arc<OpenMaps>,
+    /// Those of flags and file, also while this server opens none.
+    in_effect: Arc<ArcSwap<Vec<Map>>>,
+    open: Mutex<HashMap<SocketAddr, Open>>,
     gate: Gate,
     context: ListenerContext,
     shares: Shares,
@@ -135,12 +132,14 @@ impl Maps {
         shares: Shares,
         sockets: Arc<Copies>,
     ) -> Self {
-        Self { fixed, open: Arc::default(), gate, context, shares, sockets }
+        Self { fixed, in_effect: Arc::default(), open: Mutex::default(), gate, context, shares, sockets }
     }
 
     /// Serves maps whose listeners are bound; a successor can get them already.
     pub(crate) fn start(&self, bound: impl IntoIterator<Item = (Map, TcpListener)>) {
-        for (map, listener) in bound {
+        let (maps, listeners): (Vec<_>, Vec<_>) = bound.into_iter().unzip();
+        self.in_effect.store(Arc::new(maps.clone()));
+        for (map, listener) in maps.into_iter().zip(listeners) {
             self.serve(map, listener);
         }
     }
@@ -164,8 +163,9 @@ impl Maps {
         // nothing else can fail.
         let (last, first): (Vec<_>, Vec<_>) = new.partition(|(_, map)| takes_a_place(map));
         let mut new: Vec<_> = first.into_iter().chain(last).collect();
-        // Nothing would be accepted there, and another server of this host could not listen there.
-        let accepts = self.gate.is_open() && !self.context.drain.shutdown().is_draining();
+        // Nothing would be accepted there, or not for long, and another server of this host could not listen there.
+        let passing = self.sockets.are_sent() || !self.gate.is_open();
+        let accepts = !passing && !self.context.drain.shutdown().is_draining();
         let left_out = new.first().filter(|_| !accepts).map(|(index, map)| {
             let listen = map.listen;
             format!("maps[{index}].listen: not listening on {listen}: this server stops, or another of this host serves")
@@ -181,6 +181,7 @@ impl Maps {
                 .map_err(|error| format!("maps[{index}].{}", BindError::new("listen", map.listen, error)))?;
             bound.push((map.clone(), listener, copy));
         }
+        self.in_effect.store(Arc::new(wanted.clone()));
         let mut open = self.open.lock();
         for listen in gone {
             if let Some(map) = open.remove(&listen) {
@@ -220,7 +221,7 @@ impl Maps {
         let (listen, closed) = (map.listen, CancellationToken::new());
         let map = Arc::new(ArcSwap::from_pointee(map));
         let accepting = super::serve(
-            Mapped { map: map.clone(), open: self.open.clone() },
+            Mapped { map: map.clone(), in_effect: self.in_effect.clone() },
             self.gate.guard(listener),
             self.context.clone(),
             self.shares.clone(),
@@ -267,11 +268,9 @@ mod tests {
     #[tokio::test]
     async fn a_client_is_led_as_long_as_a_map_does_so() {
         let listen = SocketAddr::from(([127, 0, 0, 1], 2222));
-        let at = |map: Map| {
-            (map.listen, Open { map: Arc::new(ArcSwap::from_pointee(map)), closed: CancellationToken::new() })
-        };
-        let open = Arc::new(Mutex::new(HashMap::from([at(map(listen))])));
-        let led = Led { map: Arc::new(map(listen)), client: [127, 0, 0, 1].into(), open: open.clone() };
+        let in_effect = Arc::new(ArcSwap::from_pointee(vec![map(listen)]));
+        let (client, known) = ([127, 0, 0, 1].into(), in_effect.clone());
+        let led = Led { map: Arc::new(map(listen)), client, in_effect: known };
         assert_eq!(led.judge().await, Judgement::Holds);
         let moved = SocketAddr::from(([0, 0, 0, 0], 2222));
         for (maps, holds) in [
@@ -282,7 +281,7 @@ mod tests {
             (vec![Map { target: Target::Port(23), ..map(listen) }, map(moved)], true),
             (vec![], false),
         ] {
-            *open.lock() = maps.iter().cloned().map(at).collect();
+            in_effect.store(Arc::new(maps.clone()));
             let judgement = led.judge().await;
             assert_eq!(judgement == Judgement::Holds, holds, "{maps:?}: {judgement:?}");
         }
@@ -355,14 +354,19 @@ mod tests {
             assert!(refused.starts_with(&format!("maps[1].listen: not listening on {new}: ")), "{refused}");
             closed(new).await;
             assert!(sockets.get(MAP, new).is_none() && sockets.get(MAP, removed).is_none());
-            assert_eq!(
-                maps.open.lock()[&kept].map.load().node,
-                elsewhere.node,
-                "what is open follows the file"
-            );
+            let open = maps.open.lock()[&kept].map.load_full();
+            assert_eq!(open.node, elsewhere.node, "what is open follows the file");
+            let (map, client) = (Arc::new(map(removed)), [127, 0, 0, 1].into());
+            let led = Led { map, client, in_effect: maps.in_effect.clone() };
+            assert_eq!(led.judge().await, Judgement::Holds, "its map has moved");
         };
-        gate.set(false);
+        let (successor, mut greeted) = tokio::net::UnixStream::pair().unwrap();
+        sockets.greet(&mut greeted, "test", ()).await.unwrap();
         refused().await;
+        gate.set(false);
+        sockets.taken_back();
+        refused().await;
+        drop((successor, greeted));
         // The other server did not get that far.
         gate.set(true);
         maps.replace(wanted.clone()).await.unwrap();

@@ -220,7 +220,7 @@ pub(crate) mod tests {
     }
 
     async fn thread_of<const READS: bool>() -> String {
-        let workers = Arc::new(Workers::start(1).unwrap());
+        let (workers, _threads) = Workers::start(1).unwrap();
         let context = ListenerContext { workers, ..ListenerContext::without_nodes() };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();

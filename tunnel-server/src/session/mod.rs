@@ -15,4 +15,4 @@ pub(crate) use links::tests::link as test_link;
 pub use links::{Links, NotWanted, Placing};
 pub use registry::{Fenced, LastEnd, Session, Sessions};
 pub(crate) use registry::{Forgotten, Move};
-pub use workers::Workers;
+pub use workers::{Threads, Workers};

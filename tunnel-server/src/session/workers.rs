@@ -3,6 +3,7 @@
 //! served too.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
@@ -13,7 +14,8 @@ use tokio_util::sync::CancellationToken;
 /// others.
 const EVENT_INTERVAL: u32 = 8;
 
-/// The data path's threads. Dropping it stops them.
+/// The runtimes of the data path's threads. It may be held by what runs there.
+#[derive(Debug)]
 pub struct Workers {
     /// Those of the links first.
     handles: Vec<Handle>,
@@ -21,6 +23,11 @@ pub struct Workers {
     links: usize,
     next: AtomicUsize,
     next_handshake: AtomicUsize,
+}
+
+/// The threads. Dropping it stops them.
+#[derive(Debug, Default)]
+pub struct Threads {
     stop: CancellationToken,
     threads: Vec<JoinHandle<()>>,
 }
@@ -30,45 +37,25 @@ impl Workers {
     ///
     /// # Errors
     /// If a thread or its runtime cannot be created.
-    pub fn start(count: usize) -> io::Result<Self> {
-        let stop = CancellationToken::new();
-        let links = count.max(1);
-        let mut workers = Self {
-            handles: Vec::new(),
-            links,
-            next: AtomicUsize::new(0),
-            next_handshake: AtomicUsize::new(0),
-            stop,
-            threads: Vec::new(),
-        };
+    pub fn start(count: usize) -> io::Result<(Arc<Self>, Threads)> {
+        let (links, mut threads) = (count.max(1), Threads::default());
+        let mut handles = Vec::new();
         for index in 0..links {
-            workers.add(format!("link-{index}"))?;
+            handles.push(threads.add(format!("link-{index}"))?);
         }
         for index in 0..links.div_ceil(2) {
-            workers.add(format!("handshake-{index}"))?;
+            handles.push(threads.add(format!("handshake-{index}"))?);
         }
-        Ok(workers)
+        Ok((Self::of(handles, links), threads))
     }
 
     /// Uses the current runtime for everything, without threads.
-    pub fn here() -> Self {
-        let handles = vec![Handle::current(); 2];
-        let (next, next_handshake) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let (stop, threads) = (CancellationToken::new(), Vec::new());
-        Self { handles, links: 1, next, next_handshake, stop, threads }
+    pub fn here() -> Arc<Self> {
+        Self::of(vec![Handle::current(); 2], 1)
     }
 
-    fn add(&mut self, name: String) -> io::Result<()> {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .event_interval(EVENT_INTERVAL)
-            .build()?;
-        self.handles.push(runtime.handle().clone());
-        let stop = self.stop.clone();
-        let thread =
-            std::thread::Builder::new().name(name).spawn(move || runtime.block_on(stop.cancelled()))?;
-        self.threads.push(thread);
-        Ok(())
+    fn of(handles: Vec<Handle>, links: usize) -> Arc<Self> {
+        Arc::new(Self { handles, links, next: AtomicUsize::new(0), next_handshake: AtomicUsize::new(0) })
     }
 
     /// The runtimes of all threads.
@@ -97,7 +84,21 @@ fn in_turn<'a>(handles: &'a [Handle], next: &AtomicUsize) -> &'a Handle {
     &handles[next.fetch_add(1, Ordering::Relaxed) % handles.len()]
 }
 
-impl Drop for Workers {
+impl Threads {
+    fn add(&mut self, name: String) -> io::Result<Handle> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .event_interval(EVENT_INTERVAL)
+            .build()?;
+        let (handle, stop) = (runtime.handle().clone(), self.stop.clone());
+        let thread =
+            std::thread::Builder::new().name(name).spawn(move || runtime.block_on(stop.cancelled()))?;
+        self.threads.push(thread);
+        Ok(handle)
+    }
+}
+
+impl Drop for Threads {
     fn drop(&mut self) {
         self.stop.cancel();
         for thread in self.threads.drain(..) {

@@ -87,6 +87,7 @@ impl Succession {
             Err(error) => tracing::warn!(%error, "failed to talk to the successor, resuming service"),
         }
         self.take_back().await;
+        self.sockets.taken_back();
         self.phase.send_replace(Phase::Alone);
     }
 

@@ -29,7 +29,7 @@ const LISTENERS: Listeners = Listeners { https: 10263, secure: BTreeMap::new(), 
 /// Starts the only server of a cluster. It stops when the guard is dropped.
 async fn start(api: &ApiServer, dns_records: bool) -> (Health, DropGuard) {
     let mut registry = Registry::default();
-    let workers = Arc::new(Workers::start(1).unwrap());
+    let workers = Workers::here();
     let runtime = Runtime::new(Arc::new(router()), workers, &mut registry);
     let stop = runtime.stop.clone();
     let kube = Kube::connect(&options(api), NodeCount::default(), &mut registry).await.unwrap();

@@ -33,7 +33,7 @@ use tunnel_server::pki::{
     EnrollPolicy, EnrollService, KnownNodes, PkiMetrics, RevocationStore, Revocations, Standing,
 };
 use tunnel_server::runtime::settings::Settings;
-use tunnel_server::session::{MOST_STREAMS, Sessions, Workers};
+use tunnel_server::session::{MOST_STREAMS, Sessions, Threads, Workers};
 
 use super::{agent_api, links};
 use crate::harness::{TestServer, node};
@@ -52,6 +52,7 @@ pub(crate) struct Port {
     pub(crate) sessions: Arc<Sessions>,
     pub(super) peers: Arc<Peers>,
     pub(crate) workers: Arc<Workers>,
+    _threads: Threads,
     pub(crate) router: Arc<Router>,
     pub(crate) revocations: watch::Sender<Arc<Revocations>>,
     /// None if the inventory is not known.
@@ -110,7 +111,7 @@ impl Port {
             most_streams,
             drain_timeout: DRAIN,
         };
-        let workers = Arc::new(Workers::start(1).unwrap());
+        let (workers, threads) = Workers::start(1).unwrap();
         let enroll = EnrollService::new(
             server.certificate.ca.clone(),
             server.state_dir(),
@@ -123,6 +124,7 @@ impl Port {
             sessions: sessions.clone(),
             peers: peers.clone(),
             metrics,
+            workers: workers.clone(),
             drain: Drain::new(Shutdown::default()),
         };
         let budget = Budget::of(1024, 1 << 30);
@@ -138,6 +140,7 @@ impl Port {
             sessions,
             peers,
             workers,
+            _threads: threads,
             router,
             revocations,
             nodes,
@@ -150,8 +153,7 @@ impl Port {
         }
     }
 
-    /// Follows the nodes of another server of this installation. The task ends once this port is dropped, and the caller has to
-    /// wait for it: the last owner of the port's threads must not be one of them.
+    /// Follows the nodes of another server of this installation. The task ends once this port is dropped.
     pub(super) fn follow(&self, server: &TestServer, other: &Self) -> JoinHandle<()> {
         let context = PeerContext {
             server_id: self.id.clone(),

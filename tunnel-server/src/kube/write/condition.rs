@@ -1,6 +1,6 @@
 //! The condition `PosternTunnel` of edge nodes, written by the leader.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,7 +19,6 @@ use tokio::time::Instant;
 use tunnel_kube::{Attempts, RequestError, merge, request};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::backoff::Backoff;
-use tunnel_runtime::log_once::LogOnce;
 
 use super::tracker::Tracker;
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
@@ -61,7 +60,7 @@ pub(super) async fn run(context: KubeContext, tunnels: Arc<Mutex<Tracker>>, chan
         next_write: now,
         slower: Backoff::new(PACE, SLOWEST),
         failing: HashMap::new(),
-        errors: LogOnce::default(),
+        logged: HashSet::new(),
     };
     reconcile::run(conditions, inputs, PACE, Attempts::new("keeping the condition of Nodes"), stop).await;
 }
@@ -87,7 +86,7 @@ struct Conditions {
     /// Nodes whose last write failed.
     failing: HashMap<NodeName, Failing>,
     /// The status of failed writes, each logged once until none fails any more.
-    errors: LogOnce,
+    logged: HashSet<Option<u16>>,
 }
 
 struct Failing {
@@ -126,6 +125,8 @@ impl Reconcile for Conditions {
             let inventory = self.context.inventory.borrow();
             present.retain(|node, _| inventory.get(node.as_str()).is_some());
             self.failing.retain(|node, _| inventory.get(node.as_str()).is_some());
+            drop(inventory);
+            self.forget_logged();
         }
     }
 
@@ -139,11 +140,12 @@ impl Reconcile for Conditions {
             self.present = None;
             self.queue.clear();
             self.failing.clear();
-            self.errors.clear();
+            self.logged.clear();
             return Ok(None);
         }
         if self.present.is_none() || Instant::now() >= self.read_again {
             let present = list(&self.api).await?;
+            attempts.succeeded();
             // Another server that led meanwhile may have written others.
             self.present = leader.has_changed().is_ok_and(|changed| !changed).then_some(present);
             self.read_again = Instant::now() + REREAD;
@@ -152,16 +154,10 @@ impl Reconcile for Conditions {
             return Ok(Some(Instant::now()));
         }
         // Later changes queue up behind those already waiting.
-        if self.queue.is_empty() {
-            let again = self.failing.values().any(|failing| failing.again <= Instant::now());
-            if std::mem::take(&mut self.changed) || again {
-                self.queue = self.due();
-            }
+        if self.queue.is_empty() && std::mem::take(&mut self.changed) {
+            self.queue = self.due();
         }
-        let Some(node) = self.queue.pop_front() else {
-            if self.failing.is_empty() {
-                attempts.succeeded();
-            }
+        let Some(node) = self.queue.pop_front().or_else(|| self.failing_due()) else {
             return Ok(self.failing.values().map(|failing| failing.again).chain([self.read_again]).min());
         };
         match self.want(&node) {
@@ -169,22 +165,25 @@ impl Reconcile for Conditions {
                 let written = self.write(&node, want).await;
                 self.next_write = Instant::now() + self.judge(node, written);
             }
-            None => self.no_longer_failing(&node),
+            None => self.succeeded(&node),
         }
         Ok(Some(self.next_write))
     }
 }
 
 impl Conditions {
-    /// Returns the nodes that have to be written now, and forgets the failures of those that need not be any more.
-    fn due(&mut self) -> VecDeque<NodeName> {
-        let (inventory, now) = (self.context.inventory.borrow().clone(), Instant::now());
-        let mut failing = std::mem::take(&mut self.failing);
-        failing.retain(|node, _| self.want(node).is_some());
-        self.failing = failing;
-        let waits = |node: &NodeName| self.failing.get(node).is_some_and(|failing| failing.again > now);
+    /// Returns the nodes that have to be written now.
+    fn due(&self) -> VecDeque<NodeName> {
+        let inventory = self.context.inventory.borrow().clone();
         let nodes = inventory.iter().map(|node| &node.name);
-        nodes.filter(|node| self.want(node).is_some() && !waits(node)).cloned().collect()
+        let due = |node: &&NodeName| !self.failing.contains_key(*node) && self.want(node).is_some();
+        nodes.filter(due).cloned().collect()
+    }
+
+    /// Returns the failing node that has been waiting for its next attempt for longest.
+    fn failing_due(&self) -> Option<NodeName> {
+        let (node, failing) = self.failing.iter().min_by_key(|(_, failing)| failing.again)?;
+        (failing.again <= Instant::now()).then(|| node.clone())
     }
 
     /// Returns the delay before the next write, of whichever node.
@@ -192,7 +191,7 @@ impl Conditions {
         match written {
             // Not found: the node was deleted, as the inventory will show.
             Err(error) if !error.is_not_found() => {
-                if self.errors.is_new(error.code.unwrap_or_default()) {
+                if self.logged.insert(error.code) {
                     tracing::warn!(%node, %error, "failed to update the condition of a Node, retrying");
                 } else {
                     tracing::debug!(%node, %error, "failed to update the condition of a Node, retrying");
@@ -206,15 +205,20 @@ impl Conditions {
             }
             _ => {
                 self.slower.reset();
-                self.no_longer_failing(&node);
+                self.succeeded(&node);
                 PACE
             }
         }
     }
 
-    fn no_longer_failing(&mut self, node: &NodeName) {
-        if self.failing.remove(node).is_some() && self.failing.is_empty() && self.errors.clear() {
-            tracing::info!("the condition of every Node can be updated again");
+    fn succeeded(&mut self, node: &NodeName) {
+        self.failing.remove(node);
+        self.forget_logged();
+    }
+
+    fn forget_logged(&mut self) {
+        if self.failing.is_empty() && !std::mem::take(&mut self.logged).is_empty() {
+            tracing::info!("no Node is left whose condition cannot be updated");
         }
     }
 

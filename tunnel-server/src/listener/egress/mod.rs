@@ -1,7 +1,7 @@
 //! The egress listener, for kube-apiserver's EgressSelector. It speaks konnectivity's ProxyService (gRPC) and HTTP
 //! CONNECT, which it tells apart by the first bytes, on a Unix socket and, with mutual TLS, on a port.
 //!
-//! A connection of the Unix socket is served on one of the links' threads. Its target is dialled through the tunnel of the node that
+//! A connection is served on one of the data path's threads. Its target is dialled through the tunnel of the node that
 //! has the address, or by this server itself where that is allowed.
 
 mod authority;

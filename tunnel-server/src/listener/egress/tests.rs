@@ -25,7 +25,7 @@ use super::*;
 use crate::caller::CallersCa;
 use crate::listener::judge::judge_all;
 use crate::metrics::Metrics;
-use crate::session::Workers;
+use crate::session::{Threads, Workers};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Number of callers that wait for a banner.
@@ -35,6 +35,7 @@ struct Served {
     dir: tempfile::TempDir,
     metrics: Metrics,
     _task: tokio_util::task::AbortOnDropHandle<()>,
+    _threads: Threads,
 }
 
 impl Served {
@@ -45,13 +46,14 @@ impl Served {
     async fn open_with(services: Option<ClusterServices>, places: u32) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let socket = Socket::bind(&dir.path().join("egress.sock"), 0o600, false).await.unwrap();
-        let workers = Arc::new(Workers::start(1).unwrap());
+        let (workers, threads) = Workers::start(1).unwrap();
         let context = ListenerContext { workers, ..ListenerContext::without_nodes() };
         let metrics = context.metrics.clone();
         let direct = vec!["127.0.0.0/8".parse().unwrap()];
         let served = Egress::new(context, places, direct, services);
         let task = tokio::spawn(served.serve_unix(socket, Gate::new(true)));
-        let opened = Self { dir, metrics, _task: tokio_util::task::AbortOnDropHandle::new(task) };
+        let opened =
+            Self { dir, metrics, _task: tokio_util::task::AbortOnDropHandle::new(task), _threads: threads };
         while !opened.path().exists() {
             tokio::task::yield_now().await;
         }

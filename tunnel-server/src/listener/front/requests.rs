@@ -21,7 +21,7 @@ struct Count {
     open: u32,
 }
 
-/// A request until its answer has been sent.
+/// A request until hyper has all of its answer.
 #[derive(Debug)]
 pub(super) struct InFlight(watch::Sender<Count>);
 
@@ -38,6 +38,13 @@ impl Requests {
     /// has not read anything. A client that has just connected would get no answer, and most clients do not retry.
     pub(super) async fn first(&self) {
         let _ = timeout(FIRST, self.0.subscribe().wait_for(|count| count.all > 0)).await;
+    }
+
+    /// Completes if there has never been a request, after `limit`.
+    pub(super) async fn none_at_all(&self, limit: Duration) {
+        if timeout(limit, self.0.subscribe().wait_for(|count| count.all > 0)).await.is_ok() {
+            std::future::pending::<()>().await;
+        }
     }
 
     /// Completes when there has been no request for `limit`.

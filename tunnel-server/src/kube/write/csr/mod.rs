@@ -33,7 +33,6 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 use tunnel_pki::pem_of_certificates;
 use tunnel_runtime::backoff::jittered;
-use tunnel_runtime::log_once::LogOnce;
 
 use judge::{Accounts, Approved, Verdict, judge};
 use tunnel_kube::{SIGNER, post, request};
@@ -97,7 +96,7 @@ async fn work(reconciler: Arc<CsrReconciler>) {
             Box::pin(async move { reconciler.answer(csr.as_ref().clone()).await })
         },
         |csr: Arc<CertificateSigningRequest>, error, reconciler: Arc<CsrReconciler>| {
-            reconciler.failed(&csr, &error);
+            reconciler.failed(&csr, error);
             Action::requeue(retry_after(&csr, SystemTime::now()))
         },
         reconciler,
@@ -191,8 +190,8 @@ struct CsrReconciler {
     metrics: PkiMetrics,
     /// UIDs of requests whose answer has not come back through the watch yet.
     answered: Mutex<HashSet<String>>,
-    /// Why requests could not be answered: a missing right fails all that a fleet has made, in the same way.
-    failures: Mutex<LogOnce>,
+    /// Kinds of failures, each logged once until a request is answered: a missing right fails all that a fleet has made.
+    failures: Mutex<HashSet<String>>,
 }
 
 impl CsrReconciler {
@@ -220,7 +219,7 @@ impl CsrReconciler {
             ClusterError::Request(error) => error.code.map(|code| format!("{} {code}", error.action)),
             error => Some(error.to_string()),
         };
-        if kind.is_some_and(|kind| self.failures.lock().is_new(kind)) {
+        if kind.is_some_and(|kind| self.failures.lock().insert(kind)) {
             tracing::warn!(csr, %error, "failed to answer CertificateSigningRequests, retrying");
         } else {
             tracing::debug!(csr, %error, "failed to answer a CertificateSigningRequest, retrying");
@@ -258,6 +257,14 @@ impl CsrReconciler {
                     tracing::info!(call = CALL, holder = %approved.holder, node = %approved.node, csr = name, user, life_s = life.as_secs(), "certificate issued");
                 }
                 Step::Refuse { approved, reason, message } => {
+                    // An approval cannot be denied any more.
+                    let (condition, action, subresource, label) = match approved {
+                        true => (FAILED, "failing CertificateSigningRequest", "status", "failed"),
+                        false => (DENIED, "denying CertificateSigningRequest", "approval", "denied"),
+                    };
+                    let refused = with_condition(csr, condition, reason, message.clone());
+                    csr = self.write(action, subresource, &refused).await?;
+                    self.answered(uid.clone(), label);
                     tracing::warn!(
                         call = CALL,
                         csr = name,
@@ -267,14 +274,6 @@ impl CsrReconciler {
                         reason = message,
                         "enrolment refused"
                     );
-                    // An approval cannot be denied any more.
-                    let (condition, action, subresource, label) = match approved {
-                        true => (FAILED, "failing CertificateSigningRequest", "status", "failed"),
-                        false => (DENIED, "denying CertificateSigningRequest", "approval", "denied"),
-                    };
-                    let refused = with_condition(csr, condition, reason, message);
-                    csr = self.write(action, subresource, &refused).await?;
-                    self.answered(uid.clone(), label);
                 }
                 Step::Ignore => return Ok(Action::await_change()),
             }
