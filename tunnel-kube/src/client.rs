@@ -24,6 +24,7 @@ use tower::{BoxError, ServiceBuilder, service_fn};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::error::chain;
 use tunnel_runtime::net::lookup;
+use tunnel_runtime::text::printable;
 
 /// Namespace of the objects if none is configured.
 const DEFAULT_NAMESPACE: &str = "kube-system";
@@ -237,13 +238,13 @@ fn in_cluster(error: &InClusterError) -> String {
 }
 
 /// The text of a failed request's error. If the API server answered, its own message, which names a missing permission
-/// by verb, resource and namespace.
+/// by verb, resource and namespace. A proxy's may be a page.
 pub fn reason(error: &kube::Error) -> String {
     match error {
-        kube::Error::Api(status) if status.reason.is_empty() => {
-            format!("{} ({})", status.message, status.code)
+        kube::Error::Api(status) => {
+            let code = format!("{} {}", status.code, status.reason);
+            format!("{} ({})", printable(&status.message, 512), code.trim_end())
         }
-        kube::Error::Api(status) => format!("{} ({} {})", status.message, status.code, status.reason),
         kube::Error::Service(error) => chain(error.as_ref()),
         _ => chain(error),
     }
@@ -361,5 +362,17 @@ mod tests {
             "this is not a pod with a service account: $KUBERNETES_SERVICE_HOST and $KUBERNETES_SERVICE_PORT are not \
              set; run it as one, or name a cluster with --kubeconfig FILE, or run standalone with --inventory FILE"
         );
+    }
+
+    #[test]
+    fn a_page_of_a_proxy_does_not_fill_the_log() {
+        let mut status =
+            Status::failure(&"<html>\n".repeat(10_000), "Failed to parse error data").with_code(502);
+        let text = reason(&kube::Error::Api(Box::new(status.clone())));
+        assert!(text.len() < 2000 && text.ends_with(" (502 Failed to parse error data)"), "{text}");
+        assert!(!text.contains('\n'));
+        status.message = "no".to_owned();
+        status.reason = String::new();
+        assert_eq!(reason(&kube::Error::Api(Box::new(status))), "no (502)");
     }
 }

@@ -8,6 +8,7 @@ use http::{Request, Response, StatusCode};
 use kube::Client;
 use kube::client::Body;
 use parking_lot::Mutex;
+use tokio::runtime::Handle;
 use tokio::time::Instant;
 use tunnel_runtime::log_once::LogOnce;
 
@@ -29,9 +30,19 @@ pub async fn connect_lasting(
     namespace: Option<String>,
     settings: ClientSettings,
 ) -> Result<(Client, String), KubeError> {
+    connect_reading(kubeconfig, namespace, settings, AGAIN).await
+}
+
+async fn connect_reading(
+    kubeconfig: Option<PathBuf>,
+    namespace: Option<String>,
+    settings: ClientSettings,
+    again: Duration,
+) -> Result<(Client, String), KubeError> {
     let (good, found) = connect(kubeconfig.as_deref(), namespace.as_deref(), &settings).await?;
-    let state = State { good, stale: false, unusable: LogOnce::default(), renewed: None };
-    let lasting = Arc::new(Lasting { kubeconfig, namespace, settings, state: Mutex::new(state) });
+    let (unusable, due) = (LogOnce::default(), None);
+    let state = State { good, due, reading: false, unusable, renewed: None };
+    let lasting = Arc::new(Lasting { kubeconfig, namespace, settings, again, state: Mutex::new(state) });
     let service = tower::service_fn(move |request: Request<Body>| {
         let lasting = Arc::clone(&lasting);
         async move { lasting.send(request).await }
@@ -44,20 +55,23 @@ struct Lasting {
     /// None: as configured.
     namespace: Option<String>,
     settings: ClientSettings,
+    again: Duration,
     state: Mutex<State>,
 }
 
 struct State {
     /// The last client that could be made.
     good: Client,
-    /// The configuration has to be read again.
-    stale: bool,
+    /// Time from which the configuration has to be read again.
+    due: Option<Instant>,
+    /// It is being read.
+    reading: bool,
     unusable: LogOnce,
     renewed: Option<Instant>,
 }
 
 impl Lasting {
-    async fn send(&self, request: Request<Body>) -> Result<Response<Body>, kube::Error> {
+    async fn send(self: Arc<Self>, request: Request<Body>) -> Result<Response<Body>, kube::Error> {
         let answer = self.client().await.send(request).await;
         let failed = match &answer {
             Ok(answer) => answer.status() == StatusCode::UNAUTHORIZED,
@@ -69,36 +83,49 @@ impl Lasting {
         answer
     }
 
-    async fn client(&self) -> Client {
+    async fn client(self: &Arc<Self>) -> Client {
         {
-            let state = self.state.lock();
-            if !state.stale {
+            let mut state = self.state.lock();
+            if state.reading || state.due.is_none_or(|due| due > Instant::now()) {
                 return state.good.clone();
             }
+            state.reading = true;
         }
-        let (kubeconfig, namespace) = (self.kubeconfig.as_deref(), self.namespace.as_deref());
-        let made = connect(kubeconfig, namespace, &self.settings).await;
+        // Goes on if the request is given up meanwhile.
+        let _ = tokio::spawn(self.clone().read()).await;
+        self.state.lock().good.clone()
+    }
+
+    async fn read(self: Arc<Self>) {
+        let (kubeconfig, namespace, settings) =
+            (self.kubeconfig.clone(), self.namespace.clone(), self.settings);
+        let runtime = Handle::current();
+        let connect = async move { connect(kubeconfig.as_deref(), namespace.as_deref(), &settings).await };
+        // kube waits for a program that makes the credentials.
+        let made = tokio::task::spawn_blocking(move || runtime.block_on(connect)).await;
+        let made = made.map_err(|error| error.to_string());
         let mut state = self.state.lock();
-        match made {
+        state.reading = false;
+        match made.and_then(|made| made.map_err(|error| error.to_string())) {
             Ok((client, _)) => {
                 state.unusable.clear();
                 state.good = client;
-                state.stale = false;
+                state.due = None;
             }
             Err(error) => {
                 if state.unusable.is_new(&error) {
                     tracing::warn!(%error, "failed to reload the API server credentials, keeping the previous ones");
                 }
+                state.due = Some(Instant::now() + self.again);
             }
         }
-        state.good.clone()
     }
 
     fn renew(&self) {
         let mut state = self.state.lock();
-        if state.renewed.is_none_or(|at| at.elapsed() >= AGAIN) {
+        if state.renewed.is_none_or(|at| at.elapsed() >= self.again) {
             state.renewed = Some(Instant::now());
-            state.stale = true;
+            state.due.get_or_insert_with(Instant::now);
         }
     }
 }
@@ -117,8 +144,9 @@ mod tests {
         let (old, new) = (ApiServer::start(), ApiServer::start());
         let path = old.dir().join("kubeconfig-of-both");
         std::fs::copy(old.kubeconfig(), &path).unwrap();
+        let again = Duration::from_millis(200);
         let (client, namespace) =
-            connect_lasting(Some(path.clone()), None, ClientSettings::SERVER).await.unwrap();
+            connect_reading(Some(path.clone()), None, ClientSettings::SERVER, again).await.unwrap();
         assert_eq!((client.default_namespace(), namespace.as_str()), ("kube-system", "kube-system"));
         let nodes = Api::<Node>::all(client);
         let list = async || nodes.list(&ListParams::default()).await;
@@ -133,8 +161,49 @@ mod tests {
         assert_eq!(asked(), [3, 0]);
 
         std::fs::copy(new.kubeconfig(), &path).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while asked()[1] == 0 {
+            assert!(Instant::now() < deadline, "it is not read again");
+            tokio::time::sleep(again / 10).await;
+            list().await.unwrap();
+        }
         list().await.unwrap();
-        assert_eq!(asked(), [3, 1]);
+        assert_eq!(asked()[1], 2);
+    }
+
+    #[tokio::test]
+    async fn a_plugin_that_takes_long_holds_up_nothing() {
+        let server = ApiServer::start();
+        let (path, runs) = (server.dir().join("kubeconfig-with-plugin"), server.dir().join("runs"));
+        std::fs::copy(server.kubeconfig(), &path).unwrap();
+        let (client, _) = connect_lasting(Some(path.clone()), None, ClientSettings::SERVER).await.unwrap();
+        let nodes = Api::<Node>::all(client);
+        let list = async || nodes.list(&ListParams::default()).await;
+        let script = format!("echo >> {}; sleep 1; exit 1", runs.display());
+        let plugin = format!(
+            "{{exec: {{apiVersion: client.authentication.k8s.io/v1, command: sh, args: [-c, \"{script}\"], \
+             interactiveMode: Never}}}}"
+        );
+        let kubeconfig = std::fs::read_to_string(&path).unwrap();
+        assert!(kubeconfig.contains("{token: fake}"));
+        std::fs::write(&path, kubeconfig.replace("{token: fake}", &plugin)).unwrap();
+        server.inject("list", "nodes", Fault::Status(401), 1);
+        list().await.unwrap_err();
+
+        let (mut ticks, mut tick) = (0, tokio::time::interval(Duration::from_millis(20)));
+        let mut asked = std::pin::pin!(list());
+        let answer = loop {
+            tokio::select! {
+                answer = asked.as_mut() => break answer,
+                _ = tick.tick() => ticks += 1,
+            }
+        };
+        answer.expect("the earlier credentials are used");
+        assert!(ticks >= 10, "{ticks} in a second");
+        let ran = || std::fs::read_to_string(&runs).unwrap().lines().count();
+        let before = ran();
+        list().await.unwrap();
+        assert!(before > 0 && ran() == before, "it runs once in {AGAIN:?}");
     }
 
     #[tokio::test]

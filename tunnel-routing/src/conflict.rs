@@ -92,16 +92,22 @@ impl ConflictKind {
     }
 }
 
+/// Maximum number of nodes that the text of a conflict names.
+const NAMED: usize = 5;
+
 impl fmt::Display for Conflict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(address) = self.address {
             write!(f, "address {address} of ")?;
         }
-        for (i, node) in self.nodes.iter().enumerate() {
+        for (i, node) in self.nodes.iter().take(NAMED).enumerate() {
             write!(f, "{}{node}", if i == 0 { "" } else { ", " })?;
         }
+        if self.nodes.len() > NAMED {
+            write!(f, " and {} more", self.nodes.len() - NAMED)?;
+        }
         if let Some(holder) = &self.holder {
-            write!(f, ": {holder} had it first and keeps it; use the names of the others")?;
+            write!(f, ": {holder} named it first and keeps it; reach the others by name")?;
         }
         f.write_str(match self.kind {
             // The text of the holder above is enough.
@@ -122,7 +128,7 @@ impl fmt::Display for Conflict {
                 ": it lies in a network of this host, or in the /24 (/64) of a cloud node; it is not used for the node (if it \
                  is the node's, name the edge nodes' networks with --edge-addresses)"
             }
-            ConflictKind::NoAddress => ": the node has no address; only others can be reached",
+            ConflictKind::NoAddress => ": the node reports no IP address: its ports cannot be reached by one",
             ConflictKind::TooMany => {
                 ": the node has more than 16 addresses; the rest is not used (InternalIPs are used first)"
             }

@@ -260,6 +260,11 @@ impl Router {
         }
     }
 
+    /// Reports whether a server has a tunnel to the node.
+    pub fn is_reachable(&self, node: &NodeName) -> bool {
+        self.state.lock().live.contains_key(node)
+    }
+
     /// While the node's agent is expected back, a [`CancellationToken`] cancelled once it is back or given up.
     pub fn awaited(&self, node: &NodeName) -> Option<CancellationToken> {
         self.state.lock().awaited.over(node)

@@ -99,8 +99,11 @@ fn a_node_does_not_get_what_is_somebody_elses() {
     let taken = conflicts(&router, ConflictKind::Taken);
     assert_eq!(
         taken[0].to_string(),
-        "address 10.8.0.2 of edge-1: edge-2 had it first and keeps it; use the names of the others"
+        "address 10.8.0.2 of edge-1: edge-2 named it first and keeps it; reach the others by name"
     );
+    let nodes = (0..1000).map(|n| name(&format!("edge-{n}"))).collect();
+    let text = Conflict { nodes, ..taken[0].clone() }.to_string();
+    assert!(text.contains("edge-4 and 995 more: edge-2 named"), "a log line has room for a few: {text}");
 }
 
 #[test]

@@ -64,7 +64,7 @@ impl Questions {
             Ok(None) => "too many questions to the API server wait already".to_owned(),
             Err(_) => {
                 let seconds = PATIENCE.as_secs();
-                format!("no turn at the API server within {seconds} s: too many pending requests")
+                format!("gave up after {seconds} s: too many questions to the API server are pending")
             }
         };
         Err(Refusal::Unavailable(reason))

@@ -126,7 +126,7 @@ impl Apply {
                 }
                 () = &mut patience, if self.ports_known.is_some() => {
                     let (seconds, saved) = (PORTS_WAIT.as_secs(), of_last_start.is_some());
-                    tracing::warn!(seconds, saved, "ConfigMap not read in time, its ports are not known yet");
+                    tracing::warn!(seconds, saved, "ConfigMap not read in time, serving with the ports of the last run if there are any");
                     if let Some(ports) = &of_last_start {
                         self.use_ports(ports.clone());
                     }

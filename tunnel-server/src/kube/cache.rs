@@ -31,8 +31,8 @@ impl Age {
     /// Registers the gauge in `registry`, which has the prefix `postern`.
     pub fn register(registry: &mut Registry) -> Self {
         let age = Self::default();
-        let help = "When the nodes in effect were current, if they are those of the state directory because the API server \
-                    has not answered since the start; 0 otherwise";
+        let help = "Unix time of the saved nodes that are in use because the API server has not answered since the start; 0 \
+                    while the nodes are the API server's";
         registry.register("inventory_saved_timestamp_seconds", help, age.0.clone());
         age
     }

@@ -233,7 +233,7 @@ impl Kube {
         let (client, selector, allow_empty) = (context.client.clone(), reads.selector, reads.allow_empty);
         tasks.spawn(nodes::run(client, selector, health, allow_empty, last_known, publish, stop));
         tasks.spawn(configmap::run(context.clone(), events.clone(), listeners.clone(), say_ports));
-        tasks.spawn(service_ranges::run(context.clone(), say_ranges));
+        tasks.spawn(service_ranges::run(context.clone(), say_ranges, service_ranges::AGAIN));
         tasks.spawn(peers::run(context.clone(), reads.given_peers, state_dir.clone(), reads.peers));
         let (Some(certificate), Some(events)) = (certificate, events) else { return };
         tasks.spawn(authority::follow(context.clone(), state_dir));

@@ -89,7 +89,7 @@ fn ports(
 fn pair(entry: &str, http: u16) -> Result<u16, String> {
     let Some((from, to)) = entry.split_once('=') else {
         return Err(format!(
-            "is no pair in a list of pairs; write {entry}={http}, or every entry as a plain port"
+            "is a plain port, but another entry has '='; write {entry}={http}, or only plain ports"
         ));
     };
     if to.trim().parse() == Ok(http) {
@@ -287,8 +287,8 @@ mod tests {
             (
                 vec![9100],
                 vec![
-                    "http-proxy-ports: \"9200\" is no pair in a list of pairs; write 9200=10264, or every entry as a \
-                     plain port"
+                    "http-proxy-ports: \"9200\" is a plain port, but another entry has '='; write 9200=10264, or only \
+                     plain ports"
                         .to_owned()
                 ]
             )

@@ -20,20 +20,26 @@ use crate::kube::context::KubeContext;
 /// Time limit for the request that tests if the API server has these objects.
 const REQUEST: Duration = Duration::from_secs(10);
 
-/// Follows the ranges and publishes changes until the context's `stop`. An API server without such objects is asked
-/// only once.
-pub async fn run(context: KubeContext, publish: watch::Sender<Vec<IpNet>>) {
+/// Pause after which an API server without these objects is asked again: it may have been upgraded.
+pub const AGAIN: Duration = Duration::from_secs(600);
+
+/// Follows the ranges and publishes changes until the context's `stop`.
+pub async fn run(context: KubeContext, publish: watch::Sender<Vec<IpNet>>, again: Duration) {
     let api = Api::<ServiceCIDR>::all(context.client.clone());
-    match context.stop.run_until_cancelled(are_served(&api)).await {
-        Some(true) => {}
-        Some(false) => {
-            tracing::info!(
-                "API server has no ServiceCIDRs (Kubernetes 1.33), set --service-cidrs to keep edge nodes from claiming \
-                 a Service's address"
-            );
-            return;
+    let served = async {
+        let mut told = false;
+        while !are_served(&api).await {
+            if !std::mem::replace(&mut told, true) {
+                tracing::info!(
+                    "API server has no ServiceCIDRs (Kubernetes 1.33), set --service-cidrs to keep edge nodes from claiming \
+                     a Service's address"
+                );
+            }
+            tokio::time::sleep(again).await;
         }
-        None => return,
+    };
+    if context.stop.run_until_cancelled(served).await.is_none() {
+        return;
     }
     let mut changes = pin!(context.health.follow(api, Config::default(), "servicecidrs"));
     let mut followed = FollowedSet::default();

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use futures_util::StreamExt as _;
 use futures_util::stream::select_all;
@@ -75,8 +75,8 @@ struct Conditions {
     context: KubeContext,
     api: Api<ConditionNode>,
     tunnels: Arc<Mutex<Tracker>>,
-    /// Status of the condition in the API server, for each node that has one; None if it has to be read.
-    present: Option<HashMap<NodeName, String>>,
+    /// The condition in the API server, for each node that has one; None if it has to be read.
+    present: Option<HashMap<NodeName, Present>>,
     read_again: Instant,
     /// True if nodes that are not in the queue may have to be written.
     changed: bool,
@@ -87,6 +87,12 @@ struct Conditions {
     failing: HashMap<NodeName, Failing>,
     /// The status of failed writes, each logged once until none fails any more.
     logged: HashSet<Option<u16>>,
+}
+
+struct Present {
+    status: String,
+    /// Creation time of the Node, if it is known. One that is created again under this name has no condition.
+    created: Option<SystemTime>,
 }
 
 struct Failing {
@@ -121,7 +127,6 @@ impl Reconcile for Conditions {
     fn apply(&mut self, input: Input) {
         self.changed = true;
         if let (Input::Nodes, Some(present)) = (input, &mut self.present) {
-            // A node created again under this name is a new one, without a condition.
             let inventory = self.context.inventory.borrow();
             present.retain(|node, _| inventory.get(node.as_str()).is_some());
             self.failing.retain(|node, _| inventory.get(node.as_str()).is_some());
@@ -218,14 +223,20 @@ impl Conditions {
 
     fn forget_logged(&mut self) {
         if self.failing.is_empty() && !std::mem::take(&mut self.logged).is_empty() {
-            tracing::info!("no Node is left whose condition cannot be updated");
+            tracing::info!("the conditions of all Nodes can be updated again");
         }
     }
 
     /// Returns the condition to write for `node`; None if it is up to date or not known yet.
     fn want(&self, node: &NodeName) -> Option<Want> {
-        let present = self.present.as_ref()?.get(node).map(String::as_str);
-        let is_edge = self.context.inventory.borrow().get(node.as_str())?.edge;
+        let (is_edge, created) = {
+            let inventory = self.context.inventory.borrow();
+            let node = inventory.get(node.as_str())?;
+            (node.edge, node.created)
+        };
+        let is_of_this_node = |present: &&Present| present.created.zip(created).is_none_or(|(a, b)| a == b);
+        let present = self.present.as_ref()?.get(node).filter(is_of_this_node);
+        let present = present.map(|present| present.status.as_str());
         let want = if is_edge {
             let tunnel = self.tunnels.lock().get(node);
             match tunnel? {
@@ -239,14 +250,17 @@ impl Conditions {
     }
 
     async fn write(&mut self, node: &NodeName, want: Want) -> Result<(), RequestError> {
+        // Before the request: the Node may be created again meanwhile.
+        let created = self.context.inventory.borrow().get(node.as_str()).and_then(|node| node.created);
         let patch = Patch::Strategic(patch(want, &self.context.identity));
         let params = merge();
         let write = self.api.patch_status(node.as_str(), &params, &patch);
         request(WRITE_DEADLINE, "changing the condition of Node", node.as_str(), write).await?;
         tracing::debug!(%node, condition = CONDITION, status = want.status(), "updated the node condition");
+        let status = want.status().map(str::to_owned);
         if let Some(present) = &mut self.present {
-            match want.status() {
-                Some(status) => present.insert(node.clone(), status.to_owned()),
+            match status {
+                Some(status) => present.insert(node.clone(), Present { status, created }),
                 None => present.remove(node),
             };
         }
@@ -280,17 +294,18 @@ fn patch(want: Want, server: &str) -> Value {
     }]}})
 }
 
-/// Reads the condition's status of every node that has one.
-async fn list(api: &Api<ConditionNode>) -> Result<HashMap<NodeName, String>, RequestError> {
+/// Reads the condition of every node that has one.
+async fn list(api: &Api<ConditionNode>) -> Result<HashMap<NodeName, Present>, RequestError> {
     let mut present = HashMap::new();
     let mut params = ListParams::default().limit(PAGE);
     loop {
         let page = request(PAGE_TIME, "listing", "Nodes", api.list(&params)).await?;
         for node in page.items {
             let Ok(name) = node.name().parse() else { continue };
+            let created = node.created();
             let conditions = node.status.and_then(|status| status.conditions).unwrap_or_default();
             if let Some(ours) = conditions.into_iter().find(|condition| condition.r#type == CONDITION) {
-                present.insert(name, ours.status);
+                present.insert(name, Present { status: ours.status, created });
             }
         }
         match page.metadata.continue_.filter(|token| !token.is_empty()) {

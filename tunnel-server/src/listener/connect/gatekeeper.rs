@@ -170,12 +170,24 @@ impl Gatekeeper {
     /// addresses behind a name.
     async fn endpoint(&self, name: &str, namespace: &str, port: u16) -> Result<Reached, Denied> {
         let endpoints = self.endpoints(name, namespace, port).await.map_err(Denied::Unavailable)?;
-        pick(endpoints.iter().filter_map(|endpoint| self.reach_endpoint(endpoint)).collect()).unwrap_or_else(
-            || {
-                let reason = format!("{name}.{namespace} has no address but loopback and Postern's own");
-                Err(Denied::Unavailable(reason))
-            },
-        )
+        let endpoints = endpoints.iter().filter_map(|endpoint| self.reach_endpoint(endpoint)).collect();
+        self.pick(endpoints).unwrap_or_else(|| {
+            let reason = format!(
+                "{name}.{namespace} has endpoints on this host's loopback or Postern's own ports only"
+            );
+            Err(Denied::Unavailable(reason))
+        })
+    }
+
+    /// Picks an endpoint at random, of those that can be reached if there are any. A Service may keep those of a node that is
+    /// away.
+    fn pick(&self, mut endpoints: Vec<Result<Reached, Denied>>) -> Option<Result<Reached, Denied>> {
+        endpoints.shuffle(&mut rand::rng());
+        endpoints.into_iter().min_by_key(|endpoint| match endpoint {
+            Ok(Reached::Edge(request)) if !self.router.is_reachable(&request.node) => 1,
+            Ok(_) => 0,
+            Err(_) => 2,
+        })
     }
 
     /// `None`: loopback, or a port of Postern's own listeners.
@@ -266,18 +278,11 @@ impl Permit for Permitted {
     }
 }
 
-/// Picks an endpoint at random, of those that can be reached if there are any.
-fn pick(mut endpoints: Vec<Result<Reached, Denied>>) -> Option<Result<Reached, Denied>> {
-    endpoints.shuffle(&mut rand::rng());
-    endpoints.sort_by_key(Result::is_err);
-    endpoints.into_iter().next()
-}
-
 #[cfg(test)]
 mod tests {
     use prometheus_client::registry::Registry;
-    use tunnel_routing::ByAddress;
     use tunnel_routing::inventory::{Inventory, InventoryNode};
+    use tunnel_routing::{ByAddress, Holder};
 
     use super::*;
     use crate::caller::Tokens;
@@ -296,7 +301,9 @@ mod tests {
     #[test]
     fn an_endpoint_that_cannot_be_used_is_picked_only_if_there_is_no_other() {
         let router = crate::runtime::without_nodes(&mut Registry::default());
-        let nodes = ["edge-1", "edge-2"].map(|name| node(name, "10.8.0.1", "site"));
+        let addresses =
+            [("edge-1", "10.8.0.1"), ("edge-2", "10.8.0.1"), ("edge-3", "10.8.0.3"), ("edge-4", "10.8.0.4")];
+        let nodes = addresses.map(|(name, address)| node(name, address, "site"));
         router.set_inventory(Inventory::from(nodes.to_vec()));
         let gatekeeper = Gatekeeper {
             authenticator: Arc::new(Authenticator::new(Tokens::default(), None)),
@@ -309,15 +316,24 @@ mod tests {
             gatekeeper.reach_endpoint(&endpoint).unwrap()
         };
         let [metadata, good, twice] = ["169.254.169.254:80", "10.1.0.5:80", "10.8.0.1:80"];
+        let [away, gone] = ["10.8.0.3:80", "10.8.0.4:80"];
         for _ in 0..50 {
-            let picked = pick([metadata, twice, good].map(reached).into());
+            let picked = gatekeeper.pick([metadata, twice, away, good].map(reached).into());
             assert_eq!(picked, Some(Ok(Reached::Cloud(good.parse().unwrap()))));
         }
         for address in [metadata, "100.100.100.200:80", "[fd00:ec2::254]:80"] {
-            assert_eq!(pick(vec![reached(address)]), Some(Err(Denied::Policy)), "{address}");
+            assert_eq!(gatekeeper.pick(vec![reached(address)]), Some(Err(Denied::Policy)), "{address}");
         }
         assert!(matches!(reached(twice), Err(Denied::Unavailable(_))));
-        assert!(pick(Vec::new()).is_none());
+        let on_edge = |address| reached(address).unwrap();
+        for _ in 0..50 {
+            assert_eq!(gatekeeper.pick([twice, away].map(reached).into()), Some(Ok(on_edge(away))));
+        }
+        gatekeeper.router.set_live(&"edge-3".parse().unwrap(), Holder::This, true);
+        for _ in 0..50 {
+            assert_eq!(gatekeeper.pick([gone, away].map(reached).into()), Some(Ok(on_edge(away))));
+        }
+        assert!(gatekeeper.pick(Vec::new()).is_none());
     }
 
     #[tokio::test]

@@ -1,13 +1,14 @@
 //! The ranges of Service addresses.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use postern_fake_kube::{ApiServer, Fault, eventually};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tunnel_routing::inventory::{Inventory, InventoryNode};
 use tunnel_routing::{Router, update_services};
-use tunnel_server::kube::read::service_ranges::run;
+use tunnel_server::kube::read::service_ranges::{AGAIN, run};
 
 use crate::fixture::{Inputs, context, inventory, router};
 
@@ -39,7 +40,7 @@ async fn a_services_address_is_nobodys() {
     router.set_inventory(claims(&["192.168.50.2", "10.96.0.10", "10.200.0.1", "fd00:96::a"]));
     assert_eq!(routed(&router).len(), 4, "nothing is known yet");
     let (say, mut said) = watch::channel(Vec::new());
-    tokio::spawn(run(context, say));
+    tokio::spawn(run(context, say, AGAIN));
     let kept = router.clone();
     tokio::spawn(async move {
         while said.changed().await.is_ok() {
@@ -64,12 +65,16 @@ async fn a_services_address_is_nobodys() {
 }
 
 #[tokio::test]
-async fn an_api_server_without_them_is_asked_once() {
+async fn an_api_server_without_them_is_asked_again_after_a_while() {
     let server = ApiServer::start();
-    server.inject("list", "servicecidrs", Fault::Status(404), usize::MAX);
+    server.inject("list", "servicecidrs", Fault::Status(404), 3);
+    server.put(RANGES, range("kubernetes", &["10.96.0.0/12"]));
     let (context, _inputs): (_, Inputs) = context(&server, false).await;
-    let health = context.health.clone();
-    run(context, watch::Sender::default()).await;
-    assert_eq!(server.requests("list", RANGES), 1);
+    let (health, _stop) = (context.health.clone(), context.stop.clone().drop_guard());
+    let (say, said) = watch::channel(Vec::new());
+    tokio::spawn(run(context, say, Duration::from_millis(500)));
+    eventually("a question", || (server.requests("list", RANGES) > 0).then_some(())).await;
     assert!(health.report().is_empty(), "nothing is followed that cannot be");
+    eventually("the ranges", || (!said.borrow().is_empty()).then_some(())).await;
+    assert!(server.requests("list", RANGES) > 3);
 }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use postern_fake_kube::{Fault, eventually};
 use serde_json::{Value, json};
 use tokio::sync::watch;
+use tunnel_routing::inventory::{Inventory, InventoryNode};
 use tunnel_runtime::NodeName;
 use tunnel_server::kube::KubeContext;
 use tunnel_server::kube::write::CONDITION;
@@ -235,6 +236,28 @@ async fn nodes_that_cannot_be_written_delay_no_other() {
     }
     fixture.api.heal();
     eventually("the condition once it can be written", is("edge-1", "True")).await;
+}
+
+#[tokio::test]
+async fn a_node_created_again_gets_the_condition_again() {
+    let fixture = Fixture::new(true).await;
+    let _sessions = Sessions::start(&fixture, &["edge-1"]);
+    // The inventory has the name all the time: the watch may see both changes at once.
+    for time in ["2026-01-01T00:00:00Z", "2026-01-01T00:00:10Z"] {
+        let mut created = node("edge-1", None);
+        created["metadata"]["creationTimestamp"] = time.into();
+        if fixture.api.get(NODES, "edge-1").is_some() {
+            fixture.api.remove(NODES, "edge-1");
+        }
+        fixture.api.put(NODES, created);
+        let known = fixture::inventory(&["edge-1"], &[]);
+        let known = (**known.get("edge-1").unwrap()).clone();
+        let created = Some(time.parse::<jiff::Timestamp>().unwrap().into());
+        let known: Inventory = [InventoryNode { created, ..known }].into_iter().collect();
+        fixture.inputs.inventory.send_replace(Arc::new(known));
+        eventually("the condition", || fixture.status("edge-1").filter(|status| status == "True")).await;
+    }
+    assert_eq!(fixture.api.writes("nodes/edge-1"), 2);
 }
 
 #[tokio::test]
