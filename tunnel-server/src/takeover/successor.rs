@@ -13,9 +13,9 @@ use tunnel_runtime::takeover::{self, Copies, Stream, Successors, receive, send};
 
 use super::Gates;
 use super::message::{Answer, Ask, Hello};
-use super::pace::told_over;
 use crate::agent_port::Handover;
 use crate::runtime::Runtime;
+use crate::session::told_over;
 
 /// How far a successor is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
