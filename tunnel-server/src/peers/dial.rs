@@ -192,7 +192,7 @@ enum Error {
     Watch(Box<Status>),
     #[error("the other server sent node {0:?}: not the name of a node")]
     Node(String),
-    #[error("a connection could not be forwarded")]
+    #[error("closed: a forward request failed on this link")]
     Broken,
     #[error("superseded by a newer peer link")]
     Unneeded,
