@@ -23,9 +23,10 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, Interest};
 use tokio::net::{UnixListener, UnixStream};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use crate::files::identity;
+use crate::log_once::LogOnce;
 
 /// Name of the socket in the state directory.
 const SOCKET: &str = "takeover";
@@ -34,6 +35,8 @@ const ANSWER: Duration = Duration::from_secs(5);
 /// Maximum time for it to do what it is asked. It may have to wait for the kernel or for a CPU. A successor that
 /// continues without it, while it lives, serves beside it.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Retry interval for creating the socket on a full or read-only disk.
+const RETRY: Duration = Duration::from_secs(10);
 /// Maximum length of a message, in bytes: a hundred thousand nodes need a twentieth.
 const LONGEST: usize = 128 << 20;
 /// Maximum number of sockets that one program hands over. The kernel sends at most 253 (SCM_MAX_FD).
@@ -76,6 +79,21 @@ pub trait Successors: Send + Sync {
     fn remove(&self);
 }
 
+/// Returns where successors come, as soon as `bind` can.
+pub async fn listen<S>(bind: impl Fn() -> io::Result<S>) -> S {
+    let mut failing = LogOnce::default();
+    loop {
+        match bind() {
+            Ok(successors) => return successors,
+            Err(error) if failing.is_new(&error) => {
+                tracing::warn!(%error, "failed to listen for successors, retrying");
+            }
+            Err(_) => {}
+        }
+        sleep(RETRY).await;
+    }
+}
+
 /// Socket on which a program waits for its successor.
 #[derive(Debug)]
 pub struct Listener {
@@ -91,6 +109,11 @@ impl Listener {
     /// # Errors
     /// Fails if the directory cannot be written, or is on a file system without sockets.
     pub fn bind(path: &Path) -> io::Result<Self> {
+        Self::replace(path)
+            .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))
+    }
+
+    fn replace(path: &Path) -> io::Result<Self> {
         // Nobody listens there any more, or only the program that this one has taken over from.
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),

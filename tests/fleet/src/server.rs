@@ -270,7 +270,7 @@ impl Parts {
         let others = peers::follow(Arc::new(self.to_peers), said.peers.subscribe());
         tasks.spawn(runtime.tasks.track_future(others));
         let draining = runtime.drain.shutdown().draining_token().clone();
-        let successors = succession.clone().run(move || Some(net.wait_at(waits)), draining);
+        let successors = succession.clone().run(move || Ok(net.wait_at(waits)), draining);
         tasks.spawn(runtime.tasks.track_future(successors));
         let take_over = TakeOver {
             runtime: runtime.clone(),

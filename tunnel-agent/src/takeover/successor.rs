@@ -10,8 +10,8 @@ use tokio::sync::OwnedMutexGuard;
 use tokio_util::sync::CancellationToken;
 use tunnel_runtime::accept::{Gate, accept};
 use tunnel_runtime::lifecycle::Shutdown;
-use tunnel_runtime::log_once::{LogOnce, LogRarely};
-use tunnel_runtime::takeover::{self, Copies, Stream, Successors, receive, send};
+use tunnel_runtime::log_once::LogRarely;
+use tunnel_runtime::takeover::{self, Copies, Stream, Successors, listen, receive, send};
 
 use super::message::{Answer, Ask, Hello};
 use crate::config::WhenReplaced;
@@ -21,8 +21,6 @@ use crate::session::Running;
 
 /// Maximum wait for a renewal of the certificate that is in progress. A successor waits a minute for an answer.
 pub(crate) const TAKE_OVER: Duration = Duration::from_secs(45);
-/// Retry interval for creating the socket on a full or read-only disk.
-const RETRY: Duration = Duration::from_secs(10);
 
 /// Hands this agent's place over to a successor.
 pub struct Succession {
@@ -84,7 +82,7 @@ impl Succession {
         &self,
         bind: &(impl Fn() -> io::Result<S> + Send + Sync),
     ) -> Option<OwnedMutexGuard<()>> {
-        let mut listener = self.listen(bind).await;
+        let mut listener = listen(bind).await;
         let failing = LogRarely::default();
         loop {
             let mut stream = tokio::select! {
@@ -103,23 +101,8 @@ impl Succession {
             }
             drop(renewals);
             if !listener.is_found() {
-                listener = self.listen(bind).await;
+                listener = listen(bind).await;
             }
-        }
-    }
-
-    async fn listen<S>(&self, bind: impl Fn() -> io::Result<S>) -> S {
-        let mut failing = LogOnce::default();
-        loop {
-            match bind() {
-                Ok(listener) => return listener,
-                Err(error) if failing.is_new(error.kind()) => {
-                    let state_dir = self.runtime.config.given.state_dir.display();
-                    tracing::warn!(%state_dir, %error, "failed to listen for successors, retrying");
-                }
-                Err(_) => {}
-            }
-            tokio::time::sleep(RETRY).await;
         }
     }
 

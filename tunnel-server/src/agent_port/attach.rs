@@ -38,13 +38,10 @@ use super::link::{
 use crate::admission::Shares;
 use crate::pki::{Credential, Refusal};
 use crate::runtime::settings::Settings;
-use crate::session::{Forgotten, Link, Links, Placing, Session, Streams};
+use crate::session::{Forgotten, Link, Links, Placing, Session, Streams, spread};
 
 /// Maximum size of a control message from an agent, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;
-/// Least time over which agents attach again, and the number of sessions for each further second.
-const SPREAD: Duration = Duration::from_secs(2);
-const A_SECOND: u64 = 500;
 /// Pause before an unacknowledged notice is repeated.
 const AGAIN: Duration = Duration::from_secs(1);
 /// Maximum time for the last bytes on the additional links of an agent that has left.
@@ -411,7 +408,8 @@ async fn follow(
     let mut handover = context.handover.clone();
     // May have begun while the agent was greeted.
     handover.mark_changed();
-    let (mut draining_sent, mut is_replaced, mut unheard) = (false, false, Unheard::default());
+    let (mut draining_sent, mut is_replaced, mut used_up) = (false, false, false);
+    let mut unheard = Unheard::default();
     loop {
         tokio::select! {
             event = events.message() => match event {
@@ -443,9 +441,10 @@ async fn follow(
                 }
             }
             // The session owns the sender.
-            Ok(()) = wanted.changed(), if !draining_sent => {
+            Ok(()) = wanted.changed(), if !draining_sent && !used_up => {
                 if session.links.are_used_up() {
-                    draining_sent = true;
+                    // With many sessions the notice waits for minutes: until then everything else is told as before.
+                    used_up = true;
                     unheard.tell(false, attach_again_within(context, session));
                     continue;
                 }
@@ -456,13 +455,17 @@ async fn follow(
             Ok(()) = handover.changed(), if !draining_sent => {
                 let now = *handover.borrow_and_update();
                 draining_sent = now == Handover::All;
-                unheard.hand_over(now);
+                if used_up && now == Handover::Nothing {
+                    unheard.tell(false, attach_again_within(context, session));
+                } else {
+                    unheard.hand_over(now);
+                }
             }
             () = session.replaced.cancelled(), if !is_replaced => {
                 is_replaced = true;
                 if session.succeeded.load(Ordering::Relaxed) {
                     notify(client, replaced(context, session, true)).await;
-                } else if !draining_sent {
+                } else if !draining_sent && !used_up {
                     draining_sent = true;
                     unheard.tell(false, Duration::ZERO);
                 }
@@ -495,11 +498,13 @@ async fn follow(
 }
 
 /// Time after which the agent of a link that is used up is asked to attach again; this session then finishes its connections.
-/// Those of a retired root are all asked at once.
+/// When a root is retired, those of many agents are used up at once.
 fn attach_again_within(context: &LinkContext, session: &Session) -> Duration {
-    tracing::info!(node = %session.node, "link has used up its streams or its certificate, asking the agent to attach again");
-    let spread = SPREAD.max(Duration::from_secs(context.sessions.count() as u64 / A_SECOND));
-    jittered(spread.min(context.drain_timeout / 2), 1.0)
+    tracing::debug!(
+        node = %session.node,
+        "agent must reconnect: its certificate is no longer accepted, or the link is out of stream numbers"
+    );
+    jittered(spread(context.sessions.count(), context.drain_timeout), 1.0)
 }
 
 /// Takes an event of the agent. `span` counts the latest ones.

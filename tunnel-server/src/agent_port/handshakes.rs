@@ -187,7 +187,7 @@ pub(super) enum Error {
     Evicted,
     #[error("too many unattached connections, of this node or in total")]
     Busy,
-    #[error("it has as many links with this server as one may have, or all servers and redirectors have")]
+    #[error("too many links from this client, or from all servers and redirectors together")]
     Links,
     #[error("{0}")]
     Denied(String),

@@ -96,7 +96,7 @@ pub(super) enum End {
     NotAdmitted(#[from] Refusal),
     #[error("the agent sent more than {MAX_EVENTS} events in {} s", EVENT_SPAN.as_secs())]
     Flood,
-    #[error("replaced by a newer session, or this server stops")]
+    #[error("closed by this server: replaced, failed, one of too many, or stopping")]
     Stopped,
     #[error("{0}")]
     NotJoined(String),

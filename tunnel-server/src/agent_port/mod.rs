@@ -178,7 +178,9 @@ impl AgentPort {
             Some(ALPN_GRPC) => {
                 let node = match client {
                     Some(Client::Agent(node) | Client::Redirector(node)) => Some(node),
-                    Some(Client::Server(_)) => return Err(Error::denied("servers have nothing to enrol")),
+                    Some(Client::Server(_)) => {
+                        return Err(Error::denied("a server's certificate cannot enrol or renew here"));
+                    }
                     None => None,
                 };
                 let enrol_place = match &node {

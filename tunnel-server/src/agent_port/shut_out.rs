@@ -11,7 +11,7 @@ use tunnel_runtime::NodeName;
 use super::judged::SWEEP;
 use super::link::LinkContext;
 use crate::pki::{KnownNodes, Revocations};
-use crate::session::Session;
+use crate::session::{Session, grace};
 
 pub(super) async fn run(context: &LinkContext) {
     let (mut standing, mut roots) = (context.standing.clone(), context.bundle.clone());
@@ -35,11 +35,12 @@ pub(super) async fn run(context: &LinkContext) {
             }
         };
         judged_by = Some(known);
+        let renewed = grace(context.sessions.count(), context.drain_timeout);
         for session in concerned {
             let judged = context.judge_agent(&session.node, &session.credential.load());
             let Err(refusal) = judged else { continue };
             let earlier = before.get(&session.id).map(|(_, end)| *end);
-            let end = refusal.ends(earlier, now, context.drain_timeout);
+            let end = refusal.ends(earlier, now, renewed);
             if end <= now {
                 session.refuse(refusal);
                 continue;

@@ -1,7 +1,6 @@
 //! Starts every part of the server.
 
 use std::net::IpAddr;
-use std::path::Path;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -98,7 +97,7 @@ impl Bound {
         });
         let draining = runtime.drain.shutdown().draining_token().clone();
         let path = socket_path(&config.process.state_dir);
-        runtime.tasks.spawn(succession.clone().run(move || wait_at(&path), draining));
+        runtime.tasks.spawn(succession.clone().run(move || takeover::Listener::bind(&path), draining));
         let take_over = TakeOver {
             runtime: runtime.clone(),
             gates,
@@ -122,15 +121,6 @@ impl Bound {
             threads: self.threads,
         }
     }
-}
-
-/// Waits for successors.
-fn wait_at(path: &Path) -> Option<takeover::Listener> {
-    takeover::Listener::bind(path)
-        .inspect_err(|error| {
-            tracing::warn!(path = %path.display(), %error, "failed to listen for a successor");
-        })
-        .ok()
 }
 
 /// Keeps the routes, the kernel's and the claims up to date.

@@ -73,7 +73,7 @@ pub struct PeerContext {
 }
 
 /// Keeps a link with the server at each of the addresses, as they change, until the stop. A link to an address that is
-/// removed ends by itself: its server goes, and what it relays may finish.
+/// removed finishes what it relays: it ends with its server, or once that one is linked again and the link is idle.
 pub async fn follow(context: Arc<PeerContext>, mut addresses: watch::Receiver<Arc<BTreeSet<HostPort>>>) {
     let mut kept: HashMap<HostPort, CancellationToken> = HashMap::new();
     let mut links = JoinSet::new();
@@ -107,7 +107,7 @@ pub async fn follow(context: Arc<PeerContext>, mut addresses: watch::Receiver<Ar
 async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationToken) {
     let mut backoff = Backoff::new(PAUSE.0, PAUSE.1);
     let mut failing = LogOnce::default();
-    // Links with servers that stop soon, and those that are used up.
+    // Links with servers that stop soon, those that are used up, and those to an address that was removed.
     let mut leaving = JoinSet::new();
     while !removed.is_cancelled() {
         let (worker, started) = (context.workers.next().clone(), Instant::now());
@@ -117,6 +117,12 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
         let mut link = AbortOnDropHandle::new(worker.spawn(work));
         let ended = tokio::select! {
             ended = &mut link => ended,
+            () = removed.cancelled() => {
+                // The address may come back, and its server never have gone.
+                draining.cancel();
+                leaving.spawn(link);
+                break;
+            }
             () = draining.cancelled() => {
                 tracing::debug!(server = address, "peer is draining or its link is used up, dialling again");
                 leaving.spawn(link);
@@ -186,7 +192,7 @@ enum Error {
     Watch(Box<Status>),
     #[error("the other server sent node {0:?}: not the name of a node")]
     Node(String),
-    #[error("a connection could not be forwarded")]
+    #[error("closed: a forward request failed on this link")]
     Broken,
     #[error("superseded by a newer peer link")]
     Unneeded,

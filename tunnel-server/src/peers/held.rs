@@ -60,13 +60,15 @@ impl Peers {
     /// before the first link. The future follows the revocations until the stop.
     pub fn keep_out(
         self: Arc<Self>,
-        mut standing: Standing,
+        standing: Standing,
         stop: CancellationToken,
     ) -> impl Future<Output = ()> {
+        // A change of the inventory revokes nobody: it must not go through all nodes under the lock that connections take.
+        let mut revocations = standing.revocations();
         // Set once.
-        let _ = self.standing.set(standing.clone());
+        let _ = self.standing.set(standing);
         async move {
-            while stop.run_until_cancelled(standing.changed()).await.is_some() {
+            while let Some(Ok(())) = stop.run_until_cancelled(revocations.changed()).await {
                 let mut held = self.held.write();
                 for (node, held) in &mut *held {
                     self.offer(node, held);
@@ -190,7 +192,8 @@ mod tests {
         let (node, other): (NodeName, NodeName) = ("edge-1".parse().unwrap(), "edge-2".parse().unwrap());
         let peers = Arc::new(Peers::new(crate::runtime::without_nodes(&mut Registry::default())));
         let revocations = watch::Sender::<Arc<Revocations>>::default();
-        let standing = Standing::new(revocations.subscribe(), watch::channel(None).1, true);
+        let (nodes, known) = watch::channel(None);
+        let standing = Standing::new(revocations.subscribe(), known, true);
         let stop = CancellationToken::new();
         let following = tokio::spawn(peers.clone().keep_out(standing, stop.clone()));
         let publish = |record: &Revocation| {
@@ -218,7 +221,14 @@ mod tests {
         changed.mark_unchanged();
         publish(&revoked.readmit(now).unwrap());
         changed.changed().await.unwrap();
-        assert_eq!((peers.nodes(), peers.holders(&node).len()), ([node, other].into(), 1));
+        assert_eq!((peers.nodes(), peers.holders(&node).len()), ([node, other.clone()].into(), 1));
+        // A change of the inventory judges no node.
+        peers.held.write().get_mut(&other).unwrap().offered = false;
+        nodes.send_replace(Some(Arc::default()));
+        for _ in 0..10 {
+            tokio::task::yield_now().await;
+        }
+        assert!(!peers.held.read()[&other].offered);
         stop.cancel();
         following.await.unwrap();
     }

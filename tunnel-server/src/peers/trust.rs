@@ -39,7 +39,7 @@ pub struct Trust {
 pub(super) enum Distrust {
     #[error(transparent)]
     Revoked(#[from] Refusal),
-    #[error("the other server's certificate is over: {0}")]
+    #[error("the other server's certificate is no longer trusted or valid: {0}")]
     Certificate(IdentityError),
 }
 

@@ -74,24 +74,25 @@ impl Credential {
 }
 
 impl Refusal {
-    /// Time from when it is noticed until it ends a link: None if it ends it at once. `drain`: the time that links get to
-    /// finish their connections. A client whose certificate or root is over is asked for a new link first.
-    fn grace(&self, drain: Duration) -> Option<Duration> {
+    /// Time from when it is noticed until it ends a link: None if it ends it at once. `renewed`: the time for a new link of a
+    /// client whose certificate or root is over, which is asked for one first.
+    fn grace(&self, renewed: Duration) -> Option<Duration> {
         match self {
-            Self::Retired | Self::Expired(_) => Some(drain),
+            Self::Retired | Self::Expired(_) => Some(renewed),
             _ if self.may_pass() => Some(MISSING),
             _ => None,
         }
     }
 
-    /// The time at which it ends a link. `before`: the time that an earlier refusal of the same link has set.
+    /// The time at which it ends a link. `before`: the time that an earlier refusal of the same link has set. `renewed`: the
+    /// time for a new link if the client may have another certificate.
     pub(crate) fn ends<T: Copy + Ord + std::ops::Add<Duration, Output = T>>(
         &self,
         before: Option<T>,
         now: T,
-        drain: Duration,
+        renewed: Duration,
     ) -> T {
-        let end = self.grace(drain).map_or(now, |grace| now + grace);
+        let end = self.grace(renewed).map_or(now, |grace| now + grace);
         before.map_or(end, |before| before.min(end))
     }
 }

@@ -4,6 +4,7 @@ pub mod bench;
 mod link;
 mod link_metrics;
 mod links;
+mod pace;
 mod registry;
 mod workers;
 
@@ -13,6 +14,7 @@ pub use link_metrics::register_links;
 #[cfg(test)]
 pub(crate) use links::tests::link as test_link;
 pub use links::{Links, NotWanted, Placing};
+pub(crate) use pace::{grace, longest, spread, told_over};
 pub use registry::{Fenced, LastEnd, Session, Sessions};
 pub(crate) use registry::{Forgotten, Move};
 pub use workers::{Threads, Workers};

@@ -14,7 +14,6 @@
 //!    listeners.
 
 mod message;
-mod pace;
 mod predecessor;
 mod successor;
 

@@ -19,9 +19,9 @@ use tunnel_runtime::takeover::{self, Stream};
 
 use super::Gates;
 use super::message::{Answer, Ask, Hello};
-use super::pace::{longest, told_over};
 use crate::agent_port::Handover;
 use crate::runtime::Runtime;
+use crate::session::{longest, told_over};
 
 /// How long no agent may have come before those that are missing are not waited for: one that was refused tries again within
 /// four seconds.

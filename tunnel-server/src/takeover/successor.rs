@@ -9,13 +9,13 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_runtime::accept::{Gate, accept};
 use tunnel_runtime::log_once::LogRarely;
-use tunnel_runtime::takeover::{self, Copies, Stream, Successors, receive, send};
+use tunnel_runtime::takeover::{self, Copies, Stream, Successors, listen, receive, send};
 
 use super::Gates;
 use super::message::{Answer, Ask, Hello};
-use super::pace::told_over;
 use crate::agent_port::Handover;
 use crate::runtime::Runtime;
+use crate::session::told_over;
 
 /// How far a successor is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -46,10 +46,10 @@ pub struct Succession {
 }
 
 impl Succession {
-    /// Waits for successors where `bind` says, until `stop`. Where it cannot, a successor cannot bind its ports.
+    /// Waits for successors where `bind` says, until `stop`. As long as it cannot, a successor cannot bind its ports.
     pub async fn run<S: Successors>(
         self: Arc<Self>,
-        bind: impl Fn() -> Option<S> + Send + Sync,
+        bind: impl Fn() -> io::Result<S> + Send + Sync,
         stop: CancellationToken,
     ) {
         // Not before it has something to hand over.
@@ -58,8 +58,8 @@ impl Succession {
         }
         let (mut listening, failing) = (None, LogRarely::default());
         let serve = async {
-            while let Some(listener) = bind() {
-                let listener = listening.insert(listener);
+            loop {
+                let listener = listening.insert(listen(&bind).await);
                 while listener.is_found() {
                     let mut stream = accept(|| listener.accept(), "takeover", &failing).await;
                     self.serve(&mut *stream).await;
@@ -123,10 +123,7 @@ impl Succession {
                 }
                 Some(Ask::Back) => {
                     self.gates.agents.set(true);
-                    // Asked for again and again.
-                    self.handover.send_if_modified(|handover| {
-                        std::mem::replace(handover, Handover::Nothing) != Handover::Nothing
-                    });
+                    self.keep_agents();
                     // Those that were told to leave may still relay something, and end once they do not.
                     let back = self.runtime.sessions.all().into_iter();
                     let back = back.filter(|session| !session.moving.load(Ordering::Relaxed));
@@ -152,6 +149,13 @@ impl Succession {
         }
     }
 
+    /// Hands no agents over any more.
+    fn keep_agents(&self) {
+        // Asked for again and again, and also where nothing was handed over: the other servers take each change for a drain.
+        self.handover
+            .send_if_modified(|handover| std::mem::replace(handover, Handover::Nothing) != Handover::Nothing);
+    }
+
     async fn take_back(&self) {
         if let Some(redirect) = self.runtime.redirect.clone() {
             let (resumed, router) = (redirect.clone(), self.runtime.router.clone());
@@ -173,7 +177,7 @@ impl Succession {
         if let Some(admin) = &self.admin {
             admin.set(true);
         }
-        self.handover.send_replace(Handover::Nothing);
+        self.keep_agents();
         self.gates.agents.set(true);
         self.gates.listeners.set(true);
         self.eligible.send_replace(true);
@@ -201,5 +205,72 @@ impl Succession {
     /// Waits until no successor is half-way.
     pub(crate) async fn settled(&self) {
         let _ = self.phase.subscribe().wait_for(|phase| *phase != Phase::Passing).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+    use std::time::Duration;
+
+    use prometheus_client::registry::Registry;
+
+    use super::*;
+    use crate::session::Workers;
+
+    fn succession() -> Arc<Succession> {
+        let mut registry = Registry::default();
+        let router = crate::runtime::without_nodes(&mut registry);
+        Arc::new(Succession {
+            runtime: Runtime::new(router, Workers::here(), &mut registry),
+            sockets: Arc::default(),
+            gates: Gates::new(true),
+            admin: None,
+            handover: watch::Sender::default(),
+            phase: watch::Sender::default(),
+            closed: CancellationToken::new(),
+            eligible: watch::Sender::default(),
+        })
+    }
+
+    /// No successor comes there.
+    struct Deserted;
+
+    impl Successors for Deserted {
+        async fn accept(&self) -> io::Result<Box<dyn Stream>> {
+            pending().await
+        }
+
+        fn is_found(&self) -> bool {
+            true
+        }
+
+        fn remove(&self) {}
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_socket_that_cannot_be_made_is_tried_again() {
+        let (attempts, stop) = (Arc::<AtomicUsize>::default(), CancellationToken::new());
+        let counted = attempts.clone();
+        let bind = move || match counted.fetch_add(1, Ordering::Relaxed) {
+            0 => Err(io::ErrorKind::ReadOnlyFilesystem.into()),
+            _ => Ok(Deserted),
+        };
+        let running = tokio::spawn(succession().run(bind, stop.clone()));
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        assert_eq!(attempts.load(Ordering::Relaxed), 2);
+        stop.cancel();
+        running.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn nobody_is_told_of_a_successor_that_ended_before_it_asked_for_anything() {
+        let succession = succession();
+        let mut handover = succession.handover.subscribe();
+        succession.take_back().await;
+        assert!(!handover.has_changed().unwrap(), "the other servers are told that this one drains");
+        succession.handover.send_replace(Handover::All);
+        succession.take_back().await;
+        assert_eq!(*handover.borrow_and_update(), Handover::Nothing);
     }
 }

@@ -1,5 +1,6 @@
 //! Links that are judged while they last: roots that are retired, and servers that are revoked.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use futures_util::stream;
@@ -125,6 +126,26 @@ async fn a_revoked_server_is_linked_with_nobody() {
     let (_identity, _agent) = attach(&ca, &near, "edge-1").await;
     publish(&near, Revocation::revoke(None, server("server-a"), Timestamp::now()));
     eventually("no session", || near.sessions.live().is_empty().then_some(())).await;
+    drop(far);
+    following.await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_address_that_comes_back_gets_one_link() {
+    let ca = TestServer::start().await;
+    let (near, far) = (Port::of(&ca, "server-a").await, Port::of(&ca, "server-b").await);
+    let all = Arc::new(BTreeSet::from([near.host_port()]));
+    let addresses = watch::Sender::new(all.clone());
+    let following = far.follow_all(&ca, addresses.subscribe());
+    let linked = || far.peers.all();
+    let first = eventually("a link", || linked().pop()).await;
+    addresses.send_replace(Arc::default());
+    eventually("it is left", || first.is_draining().then_some(())).await;
+    assert_eq!(linked().len(), 1, "its server may have connections");
+    addresses.send_replace(all);
+    eventually("another link", || linked().iter().any(|peer| !peer.is_draining()).then_some(())).await;
+    eventually("only that one", || (linked().len() == 1).then_some(())).await;
+    assert!(!linked()[0].is_draining());
     drop(far);
     following.await.unwrap();
 }

@@ -155,6 +155,15 @@ impl Port {
 
     /// Follows the nodes of another server of this installation. The task ends once this port is dropped.
     pub(super) fn follow(&self, server: &TestServer, other: &Self) -> JoinHandle<()> {
+        self.follow_all(server, watch::channel(Arc::new(BTreeSet::from([other.host_port()]))).1)
+    }
+
+    /// The same for the servers at each of the addresses.
+    pub(super) fn follow_all(
+        &self,
+        server: &TestServer,
+        addresses: watch::Receiver<Arc<BTreeSet<HostPort>>>,
+    ) -> JoinHandle<()> {
         let context = PeerContext {
             server_id: self.id.clone(),
             tls: server.certificate.peer_tls.clone(),
@@ -174,8 +183,6 @@ impl Port {
             forced: CancellationToken::new(),
             stop: self.stop.clone(),
         };
-        let address: HostPort = other.address.parse().unwrap();
-        let (_, addresses) = watch::channel(Arc::new(BTreeSet::from([address])));
         tokio::spawn(peers::follow(Arc::new(context), addresses))
     }
 
@@ -185,6 +192,10 @@ impl Port {
         prometheus_client::encoding::text::encode(&mut text, &self.registry).unwrap();
         let name = r#"agent_tls_handshakes_total{resumed="true"} "#;
         text.lines().find_map(|line| line.strip_prefix(name)).unwrap().parse().unwrap()
+    }
+
+    pub(super) fn host_port(&self) -> HostPort {
+        self.address.parse().unwrap()
     }
 
     fn port(&self) -> u16 {

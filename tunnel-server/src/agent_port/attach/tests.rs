@@ -251,6 +251,29 @@ async fn many_agents_are_told_of_a_successor_one_after_the_other() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_agent_that_is_to_attach_again_hears_of_everything_else_meanwhile() {
+    let node = "edge-1".parse().unwrap();
+    let left = notice::Notice::Draining(ServerDraining { timeout_seconds: 60, serving: false });
+    for _ in 0..10 {
+        let mut site = Site::attached().await;
+        site.sessions.get(&node).unwrap().links.use_up();
+        sleep(Duration::from_millis(1)).await;
+        site.draining.cancel();
+        let start = Instant::now();
+        assert_eq!(site.next().await, left);
+        assert!(start.elapsed() < Duration::from_millis(10), "{:?}", start.elapsed());
+
+        // A successor comes and dies before it has the agent.
+        let mut site = Site::attached().await;
+        site.sessions.get(&node).unwrap().links.use_up();
+        site.inputs.handover.send_replace(Handover::Agents { over: LONG * 1_000_000 });
+        sleep(Duration::from_millis(1)).await;
+        site.inputs.handover.send_replace(Handover::Nothing);
+        assert_eq!(site.next().await, left);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_agent_whose_link_is_of_no_use_is_not_told_that_another_has_its_place() {
     let mut site = Site::attached().await;
     site.sessions.get(&"edge-1".parse().unwrap()).unwrap().close();

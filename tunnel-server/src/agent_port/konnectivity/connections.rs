@@ -39,12 +39,28 @@ pub(super) enum Arrived {
 pub(super) struct Opened {
     pub(super) connect_id: i64,
     pub(super) arrived: mpsc::UnboundedReceiver<Arrived>,
+    pub(super) room: Room,
+}
+
+/// Space for the data of one connection that waits for its client.
+#[derive(Clone, Debug)]
+pub(super) struct Room(Arc<Semaphore>);
+
+impl Room {
+    fn new() -> Self {
+        Self(Arc::new(Semaphore::new(WAITING as usize)))
+    }
+
+    /// True if the client has taken everything that has arrived.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.available_permits() == WAITING as usize
+    }
 }
 
 #[derive(Clone, Debug)]
 struct Inlet {
     sender: mpsc::UnboundedSender<Arrived>,
-    room: Arc<Semaphore>,
+    room: Room,
 }
 
 #[derive(Debug, Default)]
@@ -133,9 +149,9 @@ impl Connections {
         }
         // Registered before anyone is told, as the target's first bytes follow immediately.
         let (sender, arrived) = mpsc::unbounded_channel();
-        let room = Arc::new(Semaphore::new(WAITING as usize));
-        self.tables.lock().open.insert(connect_id, Inlet { sender, room });
-        let told = asker.map(|asker| asker.send(Ok(Opened { connect_id, arrived })));
+        let room = Room::new();
+        self.tables.lock().open.insert(connect_id, Inlet { sender, room: room.clone() });
+        let told = asker.map(|asker| asker.send(Ok(Opened { connect_id, arrived, room })));
         if !matches!(told, Some(Ok(()))) {
             self.cut(connect_id);
         }
@@ -160,7 +176,7 @@ impl Connections {
     /// Waits for room. Returns None if the client takes too long or is gone.
     async fn room(&self, inlet: &Inlet, cost: u32) -> Option<OwnedSemaphorePermit> {
         loop {
-            let room = inlet.room.clone().acquire_many_owned(cost);
+            let room = inlet.room.0.clone().acquire_many_owned(cost);
             tokio::select! {
                 biased;
                 room = tokio::time::timeout(STALL, room) => match room {

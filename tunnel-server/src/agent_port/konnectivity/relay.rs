@@ -18,7 +18,7 @@ use tunnel_link::konnectivity::Packet;
 use tunnel_link::relay::{Deframer, HEADER_LEN, TARGET_HEADER, header as segment_header};
 use tunnel_runtime::text::printable;
 
-use super::connections::{Arrived, Connections, Opened};
+use super::connections::{Arrived, Connections, Opened, Room};
 use super::state::Agent;
 
 /// Maximum wait for an agent's answer to a dial; its own dial takes up to 5 s.
@@ -107,7 +107,7 @@ fn status_of(target: SocketAddr, error: &str) -> Status {
 
 async fn relay_opened(
     connections: &Connections,
-    Opened { connect_id, mut arrived }: Opened,
+    Opened { connect_id, mut arrived, room }: Opened,
     mut send: SendStream<Bytes>,
     inbound: RecvStream,
 ) {
@@ -127,7 +127,7 @@ async fn relay_opened(
             }
             ended = &mut up => match ended {
                 Err(broken) => Err(broken),
-                Ok(()) => half_closed(connections, connect_id, &taken, down).await,
+                Ok(()) => half_closed(connections, connect_id, (&taken, &room), down).await,
             },
         }
     };
@@ -138,11 +138,12 @@ async fn relay_opened(
 }
 
 /// Handles the end of the client's direction, which this protocol cannot express: the connection stays open while the
-/// target sends, and is then closed.
+/// target sends, and is then closed. A target is not silent while its data waits for the client: what it sends next would be
+/// lost, and the client could not tell.
 async fn half_closed(
     connections: &Connections,
     connect_id: i64,
-    taken: &AtomicU64,
+    (taken, room): (&AtomicU64, &Room),
     mut down: Pin<&mut impl Future<Output = Result<(), Broken>>>,
 ) -> Result<(), Broken> {
     let mut closing = false;
@@ -150,7 +151,7 @@ async fn half_closed(
         let before = taken.load(Ordering::Relaxed);
         match tokio::time::timeout(LINGER, &mut down).await {
             Ok(ended) => return ended,
-            Err(_) if taken.load(Ordering::Relaxed) != before => {}
+            Err(_) if taken.load(Ordering::Relaxed) != before || !room.is_empty() => {}
             Err(_) if closing => return Err(Broken::Gone),
             Err(_) => {
                 closing = true;
@@ -235,12 +236,21 @@ async fn send_all(send: &mut SendStream<Bytes>, mut rest: Bytes) -> Result<(), B
 
 #[cfg(test)]
 mod tests {
+    use h2::client::ResponseFuture;
     use tonic::Code;
+    use tunnel_link::konnectivity::packet::Payload;
 
     use super::*;
 
-    #[tokio::test]
-    async fn a_client_that_gives_up_is_not_held_by_an_agent_that_does_not_read() {
+    /// A client's stream, and what the session's other end gets of it.
+    struct Asked {
+        answer: ResponseFuture,
+        stream: SendStream<Bytes>,
+        request: Request<RecvStream>,
+        respond: SendResponse<Bytes>,
+    }
+
+    async fn asked() -> Asked {
         let (near, far) = tokio::io::duplex(1 << 16);
         let (accepted, mut requests) = mpsc::channel(1);
         tokio::spawn(async move {
@@ -253,8 +263,55 @@ mod tests {
         tokio::spawn(link);
         let mut client = client.ready().await.unwrap();
         let request = Request::post("https://agent/").header(TARGET_HEADER, "10.0.0.7:80").body(()).unwrap();
-        let (_response, mut stream) = client.send_request(request, false).unwrap();
-        let (request, mut respond) = requests.recv().await.unwrap();
+        let (answer, stream) = client.send_request(request, false).unwrap();
+        let (request, respond) = requests.recv().await.unwrap();
+        Asked { answer, stream, request, respond }
+    }
+
+    /// The next bytes for a client, which makes room for more.
+    async fn read(body: &mut RecvStream) -> usize {
+        let length = body.data().await.unwrap().unwrap().len();
+        body.flow_control().release_capacity(length).unwrap();
+        length
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_reads_late_after_its_end_gets_everything() {
+        const LENGTH: usize = 100_000;
+        let Asked { answer, mut stream, request, mut respond } = asked().await;
+        let (packets, mut sent) = mpsc::channel(8);
+        let connections = Arc::new(Connections::new(packets));
+        let (random, dialled) = connections.dial();
+        connections.take(Packet::dial_response(random, Ok(1))).await;
+        let opened = dialled.await.unwrap().unwrap();
+        let send = respond.send_response(response(), false).unwrap();
+        let relaying = connections.clone();
+        let relayed =
+            tokio::spawn(async move { relay_opened(&relaying, opened, send, request.into_body()).await });
+        stream.send_data(Bytes::new(), true).unwrap();
+        // More than fits into the client's window, which reads nothing for now.
+        connections.take(Packet::data(1, Bytes::from(vec![0; LENGTH]))).await;
+        let mut body = answer.await.unwrap().into_body();
+        tokio::time::sleep(LINGER * 3).await;
+        assert!(sent.try_recv().is_err(), "the target is closed while its data waits");
+        let mut left = HEADER_LEN + LENGTH;
+        while left > 0 {
+            left -= read(&mut body).await;
+        }
+        connections.take(Packet::data(1, Bytes::from_static(b"the end"))).await;
+        assert_eq!(read(&mut body).await, HEADER_LEN + 7);
+        // It takes everything, and the target is silent.
+        let told = sent.recv().await.unwrap().unwrap().payload;
+        assert!(matches!(told, Some(Payload::CloseRequest(request)) if request.connect_id == 1));
+        connections.take(Packet::close_response(1, String::new())).await;
+        assert!(body.data().await.is_none());
+        assert_eq!(body.trailers().await.unwrap().unwrap()[GRPC_STATUS], "0");
+        relayed.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_client_that_gives_up_is_not_held_by_an_agent_that_does_not_read() {
+        let Asked { answer: _answer, mut stream, request, mut respond } = asked().await;
         let (packets, _unread) = mpsc::channel(1);
         packets.try_send(Ok(Packet::drain())).unwrap();
         let connections = Connections::new(packets);
