@@ -188,7 +188,8 @@ where
     }
 }
 
-/// Sends a body until it ends or fails, or the peer resets the stream.
+/// Sends a body until it ends or fails, or the peer resets the stream. While the peer does not read, neither is the body
+/// read: whoever writes it sees that.
 async fn send_body(body: tonic::body::Body, mut stream: SendStream<Bytes>) {
     let mut body = std::pin::pin!(body);
     loop {
@@ -196,17 +197,19 @@ async fn send_body(body: tonic::body::Body, mut stream: SendStream<Bytes>) {
             frame = body.frame() => frame,
             _ = poll_fn(|cx| stream.poll_reset(cx)) => return,
         };
-        let sent = match frame {
+        match frame {
             Some(Ok(frame)) => match frame.into_data() {
-                // Control messages are small; queue them without waiting for flow control.
-                Ok(data) => stream.send_data(data, false),
-                Err(frame) => match frame.into_trailers() {
-                    Ok(trailers) => {
+                Ok(data) => {
+                    if send_data(data, &mut stream).await.is_none() {
+                        return;
+                    }
+                }
+                Err(frame) => {
+                    if let Ok(trailers) = frame.into_trailers() {
                         let _ = stream.send_trailers(trailers);
                         return;
                     }
-                    Err(_) => Ok(()),
-                },
+                }
             },
             Some(Err(error)) => {
                 tracing::debug!(%error, "failed to read the response to a control call");
@@ -217,9 +220,69 @@ async fn send_body(body: tonic::body::Body, mut stream: SendStream<Bytes>) {
                 let _ = stream.send_data(Bytes::new(), true);
                 return;
             }
-        };
-        if sent.is_err() {
-            return;
         }
+    }
+}
+
+/// Sends the data as the peer grants credit for it. Returns `None` if the stream has ended.
+async fn send_data(mut data: Bytes, stream: &mut SendStream<Bytes>) -> Option<()> {
+    stream.reserve_capacity(data.len());
+    while !data.is_empty() {
+        let capacity = stream.capacity();
+        if capacity == 0 {
+            // Also ends when the peer resets the stream.
+            poll_fn(|cx| stream.poll_capacity(cx)).await?.ok()?;
+            continue;
+        }
+        stream.send_data(data.split_to(capacity.min(data.len())), false).ok()?;
+    }
+    Some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use futures_util::stream;
+    use http_body_util::StreamBody;
+
+    use super::*;
+
+    /// A server that answers with 100 messages of 1000 bytes, and the number of those that it has made.
+    async fn answering(io: tokio::io::DuplexStream, made: Arc<AtomicUsize>) {
+        let mut link = h2::server::handshake(io).await.unwrap();
+        let (_request, mut respond) = link.accept().await.unwrap().unwrap();
+        let messages = stream::iter((0..100).map(move |_| {
+            made.fetch_add(1, Ordering::Relaxed);
+            Ok::<_, Status>(Frame::data(Bytes::from_static(&[0; 1000])))
+        }));
+        let stream = respond.send_response(response(), false).unwrap();
+        tokio::spawn(send_body(tonic::body::Body::new(StreamBody::new(messages)), stream));
+        while link.accept().await.is_some() {}
+    }
+
+    #[tokio::test]
+    async fn a_body_is_read_as_fast_as_the_peer_reads() {
+        let (near, far) = tokio::io::duplex(1 << 20);
+        let made = Arc::new(AtomicUsize::new(0));
+        tokio::spawn(answering(far, made.clone()));
+        let mut builder = h2::client::Builder::new();
+        builder.initial_window_size(10_500);
+        let (send, connection) = builder.handshake::<_, Bytes>(near).await.unwrap();
+        tokio::spawn(connection);
+        let (response, _) = send.ready().await.unwrap().send_request(Request::new(()), true).unwrap();
+        let mut body = response.await.unwrap().into_body();
+        let mut got = 0;
+        while got < 10_500 {
+            got += body.data().await.unwrap().unwrap().len();
+        }
+        assert_eq!(made.load(Ordering::Relaxed), 11, "the last one waits for credit");
+        body.flow_control().release_capacity(got).unwrap();
+        while let Some(data) = body.data().await.transpose().unwrap() {
+            got += data.len();
+            body.flow_control().release_capacity(data.len()).unwrap();
+        }
+        assert_eq!((got, made.load(Ordering::Relaxed)), (100_000, 100));
     }
 }

@@ -11,10 +11,11 @@ use tonic::Code;
 use tunnel_link::proto::{EnrollRequest, RenewRequest};
 use tunnel_pki::enrol::{EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Recovery};
 use tunnel_pki::{ALPN_GRPC, Holder, PrivateKey, agent_tls, anonymous_tls, create_csr, pinned_tls};
+use tunnel_runtime::clock::Clock;
 use tunnel_runtime::files::write_atomically;
 use tunnel_server::pki::Lifetimes;
 
-use crate::harness::{Session, TestServer, client, enroll, eventually, log, mode, node};
+use crate::harness::{DEADLINE, Session, TestServer, client, enroll, eventually, log, mode, node};
 
 fn seconds(agent: u64) -> Lifetimes {
     Lifetimes { agent: Duration::from_secs(agent), ..Lifetimes::default() }
@@ -287,7 +288,7 @@ async fn a_certificate_is_renewed_without_dropping_the_session() {
     server.lose_answers.store(1, Ordering::SeqCst);
     let mut published = keeper.subscribe();
     published.borrow_and_update();
-    tokio::time::timeout(crate::harness::DEADLINE, published.changed()).await.unwrap().unwrap();
+    tokio::time::timeout(DEADLINE, published.changed()).await.unwrap().unwrap();
     assert!(SystemTime::now() < not_after, "renewed before the end");
     let renewed = keeper.current();
     assert_ne!(renewed.chain, old_chain);
@@ -298,6 +299,26 @@ async fn a_certificate_is_renewed_without_dropping_the_session() {
     Session::open(&server.address, &renewed).await.unwrap();
     let without = EnrollConfig { token: None, ..config };
     assert_eq!(enroll(&without).await.unwrap().chain, renewed.chain, "it is on disk");
+}
+
+/// The agent has enrolled again while a renewal of its expired certificate waited for the pending key.
+#[tokio::test]
+async fn the_certificate_of_a_new_enrolment_is_not_renewed_at_once() {
+    let server = TestServer::start().await;
+    let (config, mut expired) = server.enrolled("edge-1").await;
+    expired.clock = Clock::of(0);
+    expired.clock.set(expired.not_after());
+    let again = enroll(&server.agent("edge-1", "again", Some(&server.token("edge-1")))).await.unwrap();
+    let chain = again.chain.clone();
+    let keeper = IdentityKeeper::start(config, expired, IdentityMetrics::default(), Recovery::ApiServer);
+    let pending_key = keeper.hold_pending_key().await;
+    // The renewal begins, and waits in front of those that come later.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    keeper.replace(again).await;
+    drop(pending_key);
+    drop(tokio::time::timeout(DEADLINE, keeper.hold_pending_key()).await.expect("the renewal ends"));
+    assert!(keeper.current().chain == chain, "it was renewed");
+    assert_eq!(server.metrics.enrollments("renew", "issued"), 0);
 }
 
 /// The certificate that renews decides the node, and the request may name no other.

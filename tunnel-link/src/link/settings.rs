@@ -56,6 +56,9 @@ const REFUSALS: u32 = 128;
 /// Frames for streams that are forgotten, or in error, that a link may receive in its life. Each is answered with a reset,
 /// and these wait if the peer does not read: about 4 MB. Late data comes for a few streams a day on a bad path.
 const MAX_WRONG_FRAMES: usize = 1 << 13;
+/// The same for a link on which this end opens the streams, of a whole node or server: about 16 MB. If 10,000 clients give up
+/// during a stall of more than [`RESET_MEMORY`], late data comes for each of their streams.
+const MAX_LATE_FRAMES: usize = 1 << 15;
 /// Maximum number of streams that the other end has opened and reset before they were accepted, each of some hundred bytes.
 const MAX_WAITING_RESETS: usize = 1 << 13;
 /// Time for which a stream reset by this end is remembered, so that late frames for it are ignored.
@@ -101,7 +104,7 @@ pub fn client_builder() -> h2::client::Builder {
         .max_send_buffer_size(SEND_BUFFER)
         .initial_max_send_streams(MAX_STREAMS as usize)
         .max_concurrent_reset_streams(MAX_RESETS)
-        .max_local_error_reset_streams(None)
+        .max_local_error_reset_streams(Some(MAX_LATE_FRAMES))
         .reset_stream_duration(RESET_MEMORY)
         .enable_push(false);
     builder
@@ -190,12 +193,13 @@ mod tests {
 
     use super::*;
 
+    fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+        let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+        [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+    }
+
     /// A client that opens streams and resets each at once, and the end to which it has done so.
     async fn opened_and_reset(streams: u32, builder: &h2::server::Builder) -> Result<usize, h2::Error> {
-        let frame = |kind: u8, flags: u8, stream: u32, payload: &[u8]| {
-            let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
-            [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
-        };
         let mut bytes = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(), frame(4, 0, 0, &[])].concat();
         for stream in (1..).step_by(2).take(streams as usize) {
             // END_HEADERS; POST, https, /.
@@ -219,6 +223,32 @@ mod tests {
         let builder = admitting_builder(10);
         assert!(opened_and_reset(1000, &builder).await.is_ok(), "many have given up during a stall");
         let flood = opened_and_reset(10_000, &builder).await.unwrap_err();
+        assert_eq!(flood.reason(), Some(h2::Reason::ENHANCE_YOUR_CALM), "{flood}");
+    }
+
+    /// A server's end that has reset streams and forgotten them, and an agent whose data for each comes then.
+    async fn reset_and_forgotten(streams: u32) -> Result<(), h2::Error> {
+        // There is room for all resets, which the agent does not read.
+        let (mut near, far) = tokio::io::duplex(8 << 20);
+        let mut builder = client_builder();
+        builder.reset_stream_duration(Duration::ZERO);
+        let (mut send, link) = builder.handshake::<_, Bytes>(far).await?;
+        let link = tokio::spawn(link);
+        let mut bytes = frame(4, 0, 0, &[]);
+        for stream in (1..).step_by(2).take(streams as usize) {
+            drop(send.send_request(http::Request::new(()), true)?);
+            tokio::task::yield_now().await;
+            bytes.extend(frame(0, 0, stream, b"late"));
+        }
+        near.write_all(&bytes).await.unwrap();
+        near.shutdown().await.unwrap();
+        link.await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn late_data_is_bounded_and_that_of_a_stall_ends_no_link() {
+        assert!(reset_and_forgotten(10_000).await.is_ok(), "many have given up during a stall");
+        let flood = reset_and_forgotten(40_000).await.unwrap_err();
         assert_eq!(flood.reason(), Some(h2::Reason::ENHANCE_YOUR_CALM), "{flood}");
     }
 

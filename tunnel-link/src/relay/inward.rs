@@ -193,7 +193,12 @@ impl Delivery<'_> {
             let mut inbox = Inbox::default();
             loop {
                 while let Some(held) = inbox.held.pop_front() {
-                    self.write_all(to, &held.data, &mut inbox, stream, idle).await?;
+                    let written = self.write_all(to, &held.data, &mut inbox, stream, idle).await;
+                    if written.is_err() {
+                        // The caller may discard the rest, for which the sender needs credit.
+                        let _ = stream.flow_control().release_capacity(inbox.bytes);
+                        return written;
+                    }
                     inbox.release(held.owed, stream, self.flow)?;
                 }
                 inbox.release(0, stream, self.flow)?;

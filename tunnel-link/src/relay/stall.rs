@@ -34,9 +34,9 @@ const FRESH: Duration = Duration::from_secs(1);
 /// Pause between two searches for the link that holds most, if the last one found nothing to cut.
 const SCAN_PAUSE: Duration = Duration::from_millis(20);
 
-const LINK_FULL: &str = "it did not read, and its link held more than it may for such receivers";
-const PROCESS_FULL: &str =
-    "it did not read, all links held more for such receivers than the memory allows, and its link held most";
+const LINK_FULL: &str = "the receiver did not read, and its link held more unread bytes than its limit";
+const PROCESS_FULL: &str = "the receiver did not read; unread bytes of all links exceeded the memory limit, \
+    and its link held most of them";
 
 /// Ends a tunnelled connection from outside its task.
 #[derive(Debug, Default)]

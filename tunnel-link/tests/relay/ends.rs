@@ -23,6 +23,7 @@ over_both! {
     a_reset_by_the_target_is_a_reset_for_the_client,
     what_a_target_sent_before_its_reset_arrives,
     an_answer_to_an_upload_that_is_not_read_arrives,
+    a_client_that_is_blocked_both_ways_goes_on_after_the_targets_reset,
     a_reset_by_the_client_is_a_reset_for_the_target,
     a_reset_passes_a_stream_that_is_blocked_the_other_way,
     a_lost_link_is_a_reset_on_both_ends,
@@ -129,6 +130,30 @@ async fn an_answer_to_an_upload_that_is_not_read_arrives(link: MakeLink) {
     }
 }
 
+/// Neither end reads, so both directions are full. The client, which writes before it reads, must not hang.
+async fn a_client_that_is_blocked_both_ways_goes_on_after_the_targets_reset(link: MakeLink) {
+    let mut link = link().await;
+    let (mut client, end) = relay(&link.send, stalls(), b"").await;
+    let (target, _) = within(link.targets.accept()).await.unwrap();
+    fill(&target).await;
+    fill(&client).await;
+    reset_on_drop(&target);
+    drop(target);
+    within(client.writable()).await.unwrap();
+    let error = within(client.read_to_end(&mut Vec::new())).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert_eq!(within(end).await.unwrap().0, Err(Outcome::TargetReset));
+    assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::TargetReset)));
+}
+
+/// Fills every buffer up to the other end, which does not read.
+async fn fill(socket: &TcpStream) {
+    let big = vec![0; 64 << 10];
+    while tokio::time::timeout(Duration::from_millis(500), socket.writable()).await.is_ok() {
+        let _ = socket.try_write(&big);
+    }
+}
+
 async fn assert_reset_after(client: &mut TcpStream, data: &[u8]) {
     let mut got = Vec::new();
     let error = within(client.read_to_end(&mut got)).await.unwrap_err();
@@ -155,11 +180,7 @@ async fn a_reset_passes_a_stream_that_is_blocked_the_other_way(link: MakeLink) {
     let mut link = link().await;
     let (client, end) = relay(&link.send, stalls(), b"").await;
     let (_target, _) = within(link.targets.accept()).await.unwrap();
-    let big = vec![0; 64 << 10];
-    // Fills every buffer up to the target, which never reads.
-    while tokio::time::timeout(Duration::from_millis(500), client.writable()).await.is_ok() {
-        let _ = client.try_write(&big);
-    }
+    fill(&client).await;
     // Nothing is read or written, so only the client's reset itself can be noticed.
     reset_on_drop(&client);
     drop(client);

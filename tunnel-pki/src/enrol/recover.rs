@@ -108,7 +108,7 @@ pub async fn recover(
                 pace.spread.min(ASKED_SPREAD),
             )),
             Some(Refused::For(time)) if time >= pace.patience => Some((
-                "no server accepts the certificate or is verified by the trusted roots: the CA may have been replaced",
+                "every server refuses the certificate, or is not signed by a trusted root: the CA may have been replaced",
                 pace.spread,
             )),
             _ => None,

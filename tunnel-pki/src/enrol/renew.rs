@@ -223,7 +223,8 @@ impl Renewer {
         }
     }
 
-    /// Retries without limit, even after the certificate has expired: the clock may be wrong.
+    /// Retries without limit, even after the certificate has expired: the clock may be wrong. Ends early if an enrolment has
+    /// brought another certificate meanwhile.
     async fn renew_until_done(&self) -> Arc<AgentIdentity> {
         let mut backoff = RETRIES;
         // Set once no server has issued a certificate that is valid already: this host's clock is behind theirs.
@@ -232,7 +233,15 @@ impl Renewer {
             let servers = self.servers.lock().clone();
             let mut early = false;
             for server in &servers {
+                let pending_key = self.pending_key.lock().await;
+                // Only now: an enrolment holds the lock until its certificate is stored.
+                let current = Arc::clone(&self.current.borrow());
+                if current.is_signed_by_newest_root() && current.renew_at() > current.clock.now() {
+                    tracing::info!(node = %current.node, "renewal no longer needed");
+                    return current;
+                }
                 let renewed = self.renew_from(server, behind).await;
+                drop(pending_key);
                 self.metrics.count(matches!(renewed, Ok(Some(_))));
                 match renewed {
                     Ok(Some(identity)) => {
@@ -273,13 +282,12 @@ impl Renewer {
     }
 
     /// Stores the new certificate and returns it. Returns `None`, and stores nothing, if it is not valid yet. With `behind`, this
-    /// host's clock is taken to be wrong, and the certificate to be valid.
+    /// host's clock is taken to be wrong, and the certificate to be valid. The caller holds `pending_key`.
     async fn renew_from(
         &self,
         server: &str,
         behind: bool,
     ) -> Result<Option<Arc<AgentIdentity>>, AttemptError> {
-        let _pending_key = self.pending_key.lock().await;
         let old = Arc::clone(&self.current.borrow());
         let tls = agent_tls(&old, ALPN_GRPC).map_err(AttemptError::transient)?;
         let key = self.files.pending_key_or_unsaved().map_err(AttemptError::transient)?;

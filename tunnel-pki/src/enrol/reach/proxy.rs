@@ -38,7 +38,7 @@ impl Proxy {
             Some("http") => {}
             Some(scheme) => {
                 return Err(format!(
-                    "a proxy by {scheme} is not supported: it takes http://, and the tunnel has TLS of its own"
+                    "{scheme}:// proxies are not supported, only http://; the tunnel encrypts by itself"
                 ));
             }
             None => return Err(form.to_owned()),
@@ -174,8 +174,8 @@ mod tests {
         let proxy = Proxy::parse("http://me:secret@proxy:1", "").unwrap();
         assert!(!format!("{proxy:?}").contains("secret"));
         for (url, says) in [
-            ("https://me:secret@proxy", "by https is not supported"),
-            ("socks5://proxy:1080", "by socks5"),
+            ("https://me:secret@proxy", "https:// proxies are not supported"),
+            ("socks5://proxy:1080", "socks5:// proxies"),
             ("http://me:secret@proxy:port", "not http://"),
             ("http://proxy/path", "nothing may follow"),
             ("http://", "not http://"),
