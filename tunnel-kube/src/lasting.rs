@@ -16,6 +16,8 @@ use crate::client::{ClientSettings, KubeError, connect};
 
 /// Minimum time between two reads of the file, which may name a program that makes the credentials.
 const AGAIN: Duration = Duration::from_secs(10);
+/// Maximum wait for that program.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// [`connect`] for a process that runs for years. After a failure the next request uses the configuration as it is then,
 /// or the last usable version. The kubelet, k3s and kubeadm replace certificates every year, and an administrator may
@@ -101,9 +103,12 @@ impl Lasting {
             (self.kubeconfig.clone(), self.namespace.clone(), self.settings);
         let runtime = Handle::current();
         let connect = async move { connect(kubeconfig.as_deref(), namespace.as_deref(), &settings).await };
-        // kube waits for a program that makes the credentials.
-        let made = tokio::task::spawn_blocking(move || runtime.block_on(connect)).await;
-        let made = made.map_err(|error| error.to_string());
+        // kube waits for a program that makes the credentials, without a limit.
+        let made = tokio::task::spawn_blocking(move || runtime.block_on(connect));
+        let made = match tokio::time::timeout(PATIENCE, made).await {
+            Ok(made) => made.map_err(|error| error.to_string()),
+            Err(_) => Err(format!("no credentials within {} s", PATIENCE.as_secs())),
+        };
         let mut state = self.state.lock();
         state.reading = false;
         match made.and_then(|made| made.map_err(|error| error.to_string())) {
@@ -190,16 +195,16 @@ mod tests {
         server.inject("list", "nodes", Fault::Status(401), 1);
         list().await.unwrap_err();
 
-        let (mut ticks, mut tick) = (0, tokio::time::interval(Duration::from_millis(20)));
+        let mut ticks = 0;
         let mut asked = std::pin::pin!(list());
         let answer = loop {
             tokio::select! {
                 answer = asked.as_mut() => break answer,
-                _ = tick.tick() => ticks += 1,
+                () = tokio::time::sleep(Duration::from_millis(20)) => ticks += 1,
             }
         };
         answer.expect("the earlier credentials are used");
-        assert!(ticks >= 10, "{ticks} in a second");
+        assert!(ticks >= 10, "{ticks} pauses of 20 ms in a second");
         let ran = || std::fs::read_to_string(&runs).unwrap().lines().count();
         let before = ran();
         list().await.unwrap();

@@ -443,7 +443,7 @@ async fn follow(
             // The session owns the sender.
             Ok(()) = wanted.changed(), if !draining_sent && !used_up => {
                 if session.links.are_used_up() {
-                    // With many sessions the notice waits for minutes: until then everything else is told as before.
+                    // With many sessions the notice waits for minutes. Until then the agent is told everything but to open links.
                     used_up = true;
                     unheard.tell(false, attach_again_within(context, session));
                     continue;

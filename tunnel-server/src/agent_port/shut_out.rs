@@ -3,6 +3,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
 use tunnel_pki::TrustBundle;
@@ -18,7 +19,7 @@ pub(super) async fn run(context: &LinkContext) {
     // The node and the time of the end, by session.
     let mut ending: HashMap<u64, (NodeName, Instant)> = HashMap::new();
     let mut judged_by = None;
-    let mut sweep = Instant::now();
+    let (mut sweep, mut renewed) = (Instant::now(), Duration::ZERO);
     loop {
         let (now, before) = (Instant::now(), std::mem::take(&mut ending));
         let (revoked, nodes) = standing.known();
@@ -35,7 +36,9 @@ pub(super) async fn run(context: &LinkContext) {
             }
         };
         judged_by = Some(known);
-        let renewed = grace(context.sessions.count(), context.drain_timeout);
+        let at_present = grace(context.sessions.count(), context.drain_timeout);
+        // Those that wait to be told keep the time that they were given.
+        renewed = if before.is_empty() { at_present } else { renewed.max(at_present) };
         for session in concerned {
             let judged = context.judge_agent(&session.node, &session.credential.load());
             let Err(refusal) = judged else { continue };
