@@ -64,7 +64,7 @@ impl Questions {
             Ok(None) => "too many questions to the API server wait already".to_owned(),
             Err(_) => {
                 let seconds = PATIENCE.as_secs();
-                format!("gave up after {seconds} s: too many questions to the API server are pending")
+                format!("the API server was not asked within {seconds} s: too many requests are pending")
             }
         };
         Err(Refusal::Unavailable(reason))
