@@ -83,6 +83,19 @@ pub(crate) async fn a_refused_upgrade_is_answered<S: AsyncRead + AsyncWrite + Un
     Ok(())
 }
 
+/// The same if it is refused before it reaches a target: nobody is at this host.
+pub(crate) async fn an_upgrade_to_nobody_is_answered<S: AsyncRead + AsyncWrite + Unpin>(
+    connect: impl AsyncFn() -> Result<S>,
+    host: &str,
+    asked: (&str, &str),
+) -> Result<()> {
+    let ahead = format!("{}GET / HTTP/1.1\r\nHost: {host}\r\n\r\n", upgrade("/", host, asked));
+    let answer = ask(connect().await?, ahead.as_bytes()).await?;
+    ensure!(answer.starts_with("HTTP/1.1 503 "), "{answer:?}");
+    ensure!(answer.matches("HTTP/1.1").count() == 1, "a second request was answered: {answer:?}");
+    Ok(())
+}
+
 /// Expects the answer of `/digest` to an upload that has been sent.
 async fn arrives_whole(stream: impl AsyncRead + AsyncWrite + Unpin, body: &Pattern) -> Result<()> {
     let answer = ask(stream, b"").await?;
@@ -198,6 +211,21 @@ pub(crate) async fn a_reset_reaches_the_target<S: AsyncRead + AsyncWrite + Unpin
         |count| *count == 2,
     )
     .await?;
+    Ok(())
+}
+
+/// An upgraded connection to a target that says nothing ends when the caller, which has ended its half, resets the rest.
+pub(crate) async fn a_reset_ends_an_upgrade<S: AsyncRead + AsyncWrite + Unpin>(
+    connect: impl AsyncFn() -> Result<S>,
+    socket: impl Fn(&S) -> &TcpStream,
+    host: &str,
+) -> Result<()> {
+    let mut stream = connect().await?;
+    send(&mut stream, upgrade("/silent-upgraded", host, ("GET", "websocket")).as_bytes()).await?;
+    let answer = read_until(&mut stream, b"\r\n\r\n").await?;
+    ensure!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
+    stream.shutdown().await?;
+    socket2::SockRef::from(socket(&stream)).set_linger(Some(Duration::ZERO))?;
     Ok(())
 }
 

@@ -232,6 +232,7 @@ async fn upgrades_are_relayed_by_both_listeners(testbed: &Testbed) -> Result<()>
             front::an_upgrade_is_relayed(&https, host, asked).await.with_context(what)?;
             front::a_refused_upgrade_is_answered(&https, host, asked).await.with_context(what)?;
         }
+        front::an_upgrade_to_nobody_is_answered(&https, "edge-2:10250", asked).await?;
         front::an_upgrade_is_relayed(&http, HOSTS[1], asked).await.context("http listener")?;
         front::a_refused_upgrade_is_answered(&http, HOSTS[1], asked).await.context("http listener")?;
     }
@@ -272,11 +273,12 @@ async fn a_callers_end_reaches_the_target(testbed: &Testbed) -> Result<()> {
     let (cas, server, _agent, targets) = started(testbed).await?;
     for (host, target) in HOSTS.into_iter().zip(&targets) {
         let connect = async || connect(testbed, &cas).await;
-        front::a_reset_reaches_the_target(connect, |stream| stream.get_ref().0, host, target)
+        front::a_reset_reaches_the_target(&connect, |stream| stream.get_ref().0, host, target)
             .await
             .context(host)?;
+        front::a_reset_ends_an_upgrade(&connect, |stream| stream.get_ref().0, host).await.context(host)?;
     }
-    front::departures_are_logged(&server, "https", 4).await
+    front::departures_are_logged(&server, "https", 6).await
 }
 
 /// Over TLS the end is a close_notify followed by the end of file.

@@ -313,7 +313,8 @@ async fn answer(mut request: Request<Incoming>, shown: &str, seen: Arc<Seen>) ->
                 Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error:#}\n")),
             }
         }
-        "/echo-upgraded" => {
+        path @ ("/echo-upgraded" | "/silent-upgraded") => {
+            let silent = path == "/silent-upgraded";
             let protocol = request.headers().get(header::UPGRADE).cloned();
             let upgrade = hyper::upgrade::on(&mut request);
             tokio::spawn(async move {
@@ -324,6 +325,10 @@ async fn answer(mut request: Request<Incoming>, shown: &str, seen: Arc<Seen>) ->
                     if stream.write_all(&buffer[..read]).await.is_err() {
                         return;
                     }
+                }
+                if silent {
+                    // Keeps the connection, whatever the client does.
+                    std::future::pending::<()>().await;
                 }
                 let _ = stream.shutdown().await;
             });

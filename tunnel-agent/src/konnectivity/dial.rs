@@ -102,7 +102,7 @@ impl Dial for ForServer {
         shared.runtime.metrics.ended(outcome);
         tracing::debug!(
             server = printable(&self.server_id, 100),
-            %target,
+            destination = %target,
             to_target = traffic.to_socket(),
             from_target = traffic.from_socket(),
             duration_ms = started.elapsed().as_millis() as u64,

@@ -89,7 +89,7 @@ async fn dial_and_relay(
     session.shared.runtime.metrics.ended(outcome);
     tracing::debug!(
         server = %session.server,
-        %target,
+        destination = %target,
         to_target = relayed.traffic.to_socket(),
         from_target = relayed.traffic.from_socket(),
         duration_ms = started.elapsed().as_millis() as u64,

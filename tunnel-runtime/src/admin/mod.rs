@@ -270,7 +270,7 @@ async fn level(State(admin): State<Admin>, request: Request<Body>) -> Response {
     };
     match value.parse().and_then(|filter| admin.log.set(&filter)) {
         Ok(()) => {
-            tracing::info!(level = value, "log level changed");
+            tracing::info!(new_level = value, "log level changed");
             format!("successfully set klog.logging.verbosity to {value}").into_response()
         }
         Err(error) => bad(format!("{value:?}: {error}")),

@@ -16,7 +16,7 @@ use crate::gauges::register_gauges;
 /// prefix.
 pub fn register_process_metrics(registry: &mut Registry, version: &'static str) {
     registry.register("postern_build", "The version that runs", Info::new(vec![("version", version)]));
-    registry.register_collector(Box::new(Process { start: start_seconds() }));
+    registry.register_collector(Box::new(Process));
 }
 
 /// Registers `tasks`: the number of live tasks on these runtimes. `registry` has the prefix `postern`.
@@ -28,10 +28,7 @@ pub fn register_tasks(registry: &mut Registry, runtimes: Vec<Handle>) {
 }
 
 #[derive(Debug)]
-struct Process {
-    /// Start time, in seconds since the epoch; `None` if `/proc` cannot be read.
-    start: Option<f64>,
-}
+struct Process;
 
 impl Collector for Process {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
@@ -40,7 +37,7 @@ impl Collector for Process {
             ("process_resident_memory_bytes", "Resident memory in bytes", resident_bytes()),
             ("process_open_fds", "Open file descriptors", open_fds()),
             ("process_threads", "Threads", stat_field(20).map(|count| count as f64)),
-            ("process_start_time_seconds", start, self.start),
+            ("process_start_time_seconds", start, start_seconds()),
         ] {
             let Some(value) = value else { continue };
             let gauge = ConstGauge::new(value);
@@ -82,6 +79,7 @@ fn cpu_seconds() -> Option<f64> {
     Some((stat_field(14)? + stat_field(15)?) as f64 / ticks_per_second()?)
 }
 
+/// Read each time: the kernel's boot time follows when the clock is set, as on an edge node without a battery.
 fn start_seconds() -> Option<f64> {
     let stat = fs::read_to_string("/proc/stat").ok()?;
     let boot: f64 = stat.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()?;

@@ -193,9 +193,20 @@ impl<T: Send + 'static> ReloadedFile<T> {
         let mut watch = FileWatch::new(self.what);
         let mut seen = None;
         loop {
-            // Before reading, so that a later change causes an event; each time, because symlinks may have changed.
-            watch.follow(self.files.iter().map(|file| file.path.as_path()));
-            let found: Vec<_> = self.files.iter().map(NamedFile::fingerprint).collect();
+            let files = self.files.clone();
+            // A network file system may block.
+            let looked = tokio::task::spawn_blocking(move || {
+                // Before reading, so that a later change causes an event; each time, because symlinks may have changed.
+                watch.follow(files.iter().map(|file| file.path.as_path()));
+                let found: Vec<_> = files.iter().map(NamedFile::fingerprint).collect();
+                (watch, found)
+            });
+            let looked = tokio::select! {
+                () = stop.cancelled() => return,
+                looked = looked => looked,
+            };
+            let found;
+            (watch, found) = looked.unwrap_or_else(|_| (FileWatch::new(self.what), Vec::new()));
             // With a problem, reads again even if no file has changed: reading itself may have failed, as with too many
             // open files.
             if seen.as_ref() != Some(&found) || self.problem.get().is_some() {

@@ -31,6 +31,11 @@ impl SourceBuckets {
         Self::new(10, Duration::from_secs(6), 4096)
     }
 
+    /// For warnings that anybody can cause.
+    pub(crate) fn of_warnings() -> Self {
+        Self::new(100, Duration::from_secs(1), 4096)
+    }
+
     /// Takes one, if the bucket of this address is not empty.
     pub(crate) fn take(&mut self, address: IpAddr, now: Instant) -> bool {
         let source = source_key(address);
@@ -88,6 +93,15 @@ mod tests {
         assert!(failures.take(address("10.0.0.2"), start));
         assert!(failures.take(bad, start + refill));
         assert!(!failures.take(bad, start + refill));
+    }
+
+    #[test]
+    fn a_client_that_is_refused_again_and_again_fills_no_log() {
+        let mut registry = prometheus_client::registry::Registry::default();
+        let metrics = crate::metrics::Metrics::new(&mut registry);
+        let warned = |source| (0..10_000).filter(|_| metrics.warns_of(address(source))).count();
+        assert!(warned("192.0.2.1") <= 130, "a hundred, and one a second");
+        assert!(metrics.warns_of(address("192.0.2.2")));
     }
 
     #[test]

@@ -1,20 +1,23 @@
 //! Connections that this server dials itself, to targets that are not on edge nodes.
 
-use std::io::{self, Cursor};
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, split};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{CopyError, Side, Totals, connect_target, copy, end_on_drop, prepare_socket};
+use tunnel_link::relay::{
+    CopyError, Side, Totals, connect_target, copy, end_on_drop, lost, prepare_socket, reset_on_drop,
+};
 use tunnel_runtime::net::lookup_holding;
 
 use super::access_log::AccessLogGuard;
 use super::context::Failed;
+use super::socket::{Faults, PrefixedSocket};
 
 /// Maximum time to connect, the same as agents'.
 pub(super) const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
@@ -107,21 +110,51 @@ pub(super) async fn pump(
 
 /// Relays a client's socket, after bytes that were already read from it.
 pub(super) async fn relay(
-    client: &mut TcpStream,
+    client: TcpStream,
     target: TcpStream,
     prefix: Bytes,
     record: &AccessLogGuard,
 ) -> Result<(), Failed> {
-    let (read, mut write) = client.split();
-    let mut read = Cursor::new(prefix).chain(read);
-    pump(target, record, &mut read, &mut write, std::future::pending()).await?;
-    end_on_drop(client);
+    let client = Arc::new(client);
+    let (mut read, mut write) = split(PrefixedSocket::new(client.clone(), prefix, Faults::default()));
+    // Until both directions have ended well.
+    reset_on_drop(&*client);
+    // After the client's end nobody reads from it, and it may have gone.
+    let gone = async { drop(lost(&client).await) };
+    pump(target, record, &mut read, &mut write, gone).await?;
+    end_on_drop(&*client);
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use socket2::SockRef;
+    use tokio::io::AsyncWriteExt as _;
+    use tokio::net::TcpListener;
+
     use super::*;
+    use crate::listener::context::{ListenerContext, OpenRequest};
+
+    #[tokio::test]
+    async fn a_client_that_has_gone_ends_a_connection_to_a_silent_target() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut client = TcpStream::connect(address).await.unwrap();
+        let (accepted, from) = listener.accept().await.unwrap();
+        let target = TcpStream::connect(address).await.unwrap();
+        let (_silent, _) = listener.accept().await.unwrap();
+        let context = ListenerContext::without_nodes();
+        let request = OpenRequest::new("edge-1".parse().unwrap(), address, Bytes::new());
+        let record = AccessLogGuard::new("test", from, &request, &context);
+        let mut relaying = std::pin::pin!(relay(accepted, target, Bytes::new(), &record));
+        let second = Duration::from_secs(1);
+        client.shutdown().await.unwrap();
+        assert!(tokio::time::timeout(second, relaying.as_mut()).await.is_err(), "it may wait for an answer");
+        SockRef::from(&client).set_linger(Some(Duration::ZERO)).unwrap();
+        drop(client);
+        let ended = tokio::time::timeout(30 * second, relaying).await.expect("it ends with its client");
+        assert_eq!(ended.unwrap_err().outcome, Outcome::ClientReset);
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_name_waits_for_its_turn_and_an_address_for_nothing() {

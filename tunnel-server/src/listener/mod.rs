@@ -24,6 +24,7 @@ mod preface;
 mod proxy;
 mod redirect;
 mod serve;
+mod socket;
 mod upstream;
 mod way;
 mod workload;

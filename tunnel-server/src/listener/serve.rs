@@ -149,7 +149,11 @@ pub(super) fn turned_away(
     reason: &dyn std::fmt::Display,
 ) {
     context.metrics.turned_away(listener);
-    tracing::warn!(listener, %client, %reason, "connection rejected");
+    if context.metrics.warns_of(client.ip()) {
+        tracing::warn!(listener, %client, %reason, "connection rejected");
+    } else {
+        tracing::debug!(listener, %client, %reason, "connection rejected");
+    }
 }
 
 #[expect(clippy::manual_async_fn, reason = "an async fn's future has room for each argument twice")]

@@ -181,7 +181,7 @@ impl Upstream {
     }
 
     /// Relays a client's socket, after bytes that were already read from it.
-    pub(super) async fn relay(self, mut socket: TcpStream, prefix: Bytes, record: AccessLogGuard) {
+    pub(super) async fn relay(self, socket: TcpStream, prefix: Bytes, record: AccessLogGuard) {
         match self {
             Self::Edge(stream) => match socket.into_std() {
                 Ok(socket) => {
@@ -191,7 +191,7 @@ impl Upstream {
                 Err(error) => record.end(Outcome::ClientReset, &error),
             },
             Self::Direct(target) => {
-                let ended = direct::relay(&mut socket, target, prefix, &record).await;
+                let ended = direct::relay(socket, target, prefix, &record).await;
                 record.finish(&ended);
             }
         }

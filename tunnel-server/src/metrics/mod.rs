@@ -5,14 +5,17 @@ mod failures;
 mod permit;
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
+use tokio::time::Instant;
 use tunnel_link::outcome::{Hop, Outcome};
 use tunnel_link::relay::{Totals, end_quiet};
 use tunnel_runtime::gauges::registered;
@@ -25,7 +28,7 @@ use failures::{AtHop, Failures};
 pub(crate) use permit::UNANSWERED;
 pub(crate) use permit::{Admitted, Judgement, Permit};
 
-use crate::admission::Full;
+use crate::admission::{Full, SourceBuckets};
 
 /// Metrics by labels, which are name and value.
 type By<const LABELS: usize, M> = Family<[(&'static str, &'static str); LABELS], M>;
@@ -44,6 +47,7 @@ pub struct Metrics {
     sessions_refused: By<1, Counter>,
     enrolments: By<2, Counter>,
     failures: Arc<Failures>,
+    warnings: Arc<Mutex<SourceBuckets>>,
     live: Arc<Live<Connection>>,
     /// Payload bytes, counted as they pass.
     pub relayed: Totals,
@@ -88,6 +92,7 @@ impl Metrics {
             ),
             enrolments: registered(registry, "enrollment_connections", enrolments),
             failures: Arc::default(),
+            warnings: Arc::new(Mutex::new(SourceBuckets::of_warnings())),
             live: Arc::default(),
             tunnels: registered(registry, "tunnels", "Agents attached now"),
             sessions_leaving: registered(registry, "agent_sessions_leaving", leaving),
@@ -191,6 +196,11 @@ impl Metrics {
 
     pub(crate) fn turned_away(&self, listener: &'static str) {
         self.refused.get_or_create(&[("listener", listener)]).inc();
+    }
+
+    /// Reports whether a refused client is worth a warning: not those after the first hundred of its source, and one a second.
+    pub(crate) fn warns_of(&self, client: IpAddr) -> bool {
+        self.warnings.lock().take(client, Instant::now())
     }
 
     pub(crate) fn over_limit(&self, listener: &'static str, reason: &Full) {

@@ -195,7 +195,11 @@ impl Dialler {
     fn turned_away(&self, failed: Failed, caller: &Caller) -> Failed {
         let (client, caller, reason) = (caller.address, &caller.name, &failed.reason);
         self.context.metrics.turned_away(NAME);
-        tracing::warn!(listener = NAME, %client, %caller, reason, "connection rejected");
+        if self.context.metrics.warns_of(client.ip()) {
+            tracing::warn!(listener = NAME, %client, %caller, reason, "connection rejected");
+        } else {
+            tracing::debug!(listener = NAME, %client, %caller, reason, "connection rejected");
+        }
         failed
     }
 

@@ -34,6 +34,7 @@ use tunnel_runtime::log_once::LogRarely;
 use super::access_log::over_limit;
 use super::context::ListenerContext;
 use super::preface::{PrefaceError, read_preface};
+use super::serve::turned_away;
 use crate::admission::{Share, Shares};
 use crate::caller::CallerTls;
 use authority::{Masked, PREFACE};
@@ -116,8 +117,7 @@ impl Egress {
             self.dialler.context.serve_apart(socket, async move |socket| {
                 let _place = place;
                 if let Err(reason) = receive_tls(dialler.clone(), socket, client, &tls).await {
-                    dialler.context.metrics.turned_away(NAME);
-                    tracing::warn!(listener = NAME, %client, reason, "connection rejected");
+                    turned_away(NAME, &dialler.context, client, &reason);
                 }
             });
         }

@@ -277,7 +277,7 @@ pub(super) mod tests {
     use crate::admission::Shares;
     use crate::listener::context::ListenerContext;
     use crate::listener::front::kinds::{Front, Peer};
-    use crate::listener::front::socket::Faults;
+    use crate::listener::socket::Faults;
 
     /// Returns the node and the target of a request with this Host at a listener for everyone.
     pub(in crate::listener) async fn reached_over_http(

@@ -10,8 +10,8 @@ use tokio_util::task::AbortOnDropHandle;
 use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::PipeStatus;
 
-use super::socket::Faults;
 use crate::listener::access_log::AccessLogGuard;
+use crate::listener::socket::Faults;
 
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// The body of an answer to the client.

@@ -33,6 +33,7 @@ pub(super) fn size(head: &Parts) -> usize {
 /// `host` is not a valid Host, or the request's target cannot be forwarded.
 pub fn target_head(head: &mut Parts, host: &str, upgrade: Option<&HeaderValue>) -> Result<(), String> {
     for_target(&mut head.headers);
+    join_cookies(&mut head.headers);
     let host = HeaderValue::try_from(host).map_err(|_| "Host is not text")?;
     head.headers.insert(header::HOST, host);
     head.uri = Uri::builder().path_and_query(path_of(head)).build().map_err(|_| NOT_PASSED)?;
@@ -43,6 +44,16 @@ pub fn target_head(head: &mut Parts, host: &str, upgrade: Option<&HeaderValue>) 
         head.headers.insert(header::UPGRADE, upgrade.clone());
     }
     Ok(())
+}
+
+/// An HTTP/2 client may send a field for each cookie, an HTTP/1.1 server expects one (RFC 9113 section 8.2.3).
+fn join_cookies(headers: &mut HeaderMap) {
+    let cookies: Vec<_> = headers.get_all(header::COOKIE).iter().map(HeaderValue::as_bytes).collect();
+    if cookies.len() > 1
+        && let Ok(all) = HeaderValue::from_bytes(&cookies.join(&b"; "[..]))
+    {
+        headers.insert(header::COOKIE, all);
+    }
 }
 
 /// Rewrites the head for an HTTP/2 target.
@@ -179,5 +190,18 @@ mod tests {
         );
         assert_eq!(wanted(&[("upgrade", "websocket")]), None);
         assert_eq!(wanted(&[("connection", "upgrade, http2-settings"), ("upgrade", "h2c")]), None);
+    }
+
+    #[test]
+    fn cookies_of_several_fields_are_one_for_http_1() {
+        let (mut head, ()) = http::Request::new(()).into_parts();
+        for cookie in ["a=1", "b=2; c=3"] {
+            head.headers.append(header::COOKIE, HeaderValue::from_static(cookie));
+        }
+        let mut for_h2 = head.clone();
+        target_head(&mut head, "edge-1:9100", None).unwrap();
+        assert_eq!(head.headers.get_all(header::COOKIE).iter().collect::<Vec<_>>(), ["a=1; b=2; c=3"]);
+        target_head_2(&mut for_h2, "edge-1:9100").unwrap();
+        assert_eq!(for_h2.headers.get_all(header::COOKIE).iter().count(), 2);
     }
 }

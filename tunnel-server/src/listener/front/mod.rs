@@ -21,7 +21,6 @@ mod requests;
 mod right;
 mod serve;
 mod served;
-mod socket;
 mod target_tls;
 #[cfg(test)]
 mod tokens_tests;

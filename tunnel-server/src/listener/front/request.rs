@@ -18,7 +18,8 @@ use super::backend::{self, Tls};
 use super::body::{AnswerBody, Body, Exchange};
 use super::served::Served;
 use super::tunnel::{Tunnel, established};
-use super::{expect, headers, upgrade};
+use super::upgrade::Upgraded;
+use super::{expect, headers};
 use crate::listener::access_log::AccessLogGuard;
 use crate::listener::answer::Failure;
 use crate::listener::upstream::Upstream;
@@ -46,10 +47,12 @@ pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> 
         Ok(response) => response,
         Err(failure) => {
             let mut response = answer::response(&failure, reader);
-            // After a malformed request the connection's framing cannot be trusted. A caller that may not read the
-            // metrics, or use the proxy, must not keep its place for longer than it takes to read that.
+            // After a malformed request the connection's framing cannot be trusted, and data that the client sent ahead in
+            // another protocol must not be read as its next request. A caller that may not read the metrics, or use the
+            // proxy, must not keep its place for longer than it takes to read that.
             let wrong = [StatusCode::BAD_REQUEST, StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE];
-            if http1 && (wrong.contains(&failure.status) || served.front.ends_with_refusal()) {
+            let closes = upgrade.is_some() || served.front.ends_with_refusal();
+            if http1 && (wrong.contains(&failure.status) || closes) {
                 response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
             }
             if failure.status == StatusCode::METHOD_NOT_ALLOWED && served.front.metrics.is_some() {
@@ -137,7 +140,7 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
             if let Some(protocol) = protocol {
                 head.headers.insert(header::UPGRADE, protocol);
             }
-            tokio::spawn(upgrade::relay(client, target, exchange));
+            *served.upgraded.lock() = Some(Upgraded { client, target, exchange });
             Ok(Response::from_parts(head, Body::default()))
         }
         (Some(_), None) => {

@@ -21,11 +21,11 @@ use super::metrics::MetricsPage;
 use super::request;
 use super::requests::Requests;
 use super::served::Served;
-use super::socket::{Faults, PrefixedSocket, Watched};
 use crate::admission::{Share, Shares};
 use crate::caller::caller_of_certificate;
 use crate::listener::context::{ListenerContext, OpenError};
 use crate::listener::preface;
+use crate::listener::socket::{Faults, PrefixedSocket, Watched};
 use crate::metrics::Metrics;
 
 /// Maximum time to tell a refused client of the end.
@@ -147,6 +147,10 @@ where
     if let Some(tunnel) = served.tunnel.lock().take() {
         // In a task of its own, which does not hold what HTTP took.
         served.context.drain.spawn(tunnel.run(watched));
+        return Ok(());
+    }
+    if let Some(upgraded) = served.upgraded.lock().take() {
+        served.context.drain.spawn(upgraded.run(watched));
         return Ok(());
     }
     let refused = served.refused.lock().take();

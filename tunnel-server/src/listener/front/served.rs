@@ -7,12 +7,13 @@ use tokio_util::sync::CancellationToken;
 use tunnel_link::outcome::Outcome;
 
 use super::kinds::{Front, Peer};
-use super::socket::Faults;
 use super::tunnel::Tunnel;
+use super::upgrade::Upgraded;
 use crate::admission::{Full, Shares};
 use crate::listener::access_log::over_limit;
 use crate::listener::answer::Failure;
 use crate::listener::context::ListenerContext;
+use crate::listener::socket::Faults;
 
 /// State that the requests of a connection share.
 pub(super) struct Served {
@@ -23,6 +24,8 @@ pub(super) struct Served {
     pub(super) shares: Shares,
     /// The connection's, after a CONNECT.
     pub(super) tunnel: parking_lot::Mutex<Option<Tunnel>>,
+    /// The connection's, after an upgrade.
+    pub(super) upgraded: parking_lot::Mutex<Option<Upgraded>>,
     /// Cancelled if the connection has to end although its client does not read.
     pub(super) cut: CancellationToken,
     /// Yields the connection after a request whose upgrade was refused: hyper leaves its end to its owner.
@@ -37,14 +40,19 @@ impl Served {
         context: ListenerContext,
         shares: Shares,
     ) -> Self {
-        let (tunnel, cut, refused) = Default::default();
-        Self { front, peer, faults, context, shares, tunnel, cut, refused }
+        let (tunnel, upgraded, cut, refused) = Default::default();
+        Self { front, peer, faults, context, shares, tunnel, upgraded, cut, refused }
     }
 
     pub(super) fn turned_away(&self, failure: &Failure) {
         let (listener, client) = (self.front.listener, self.peer.client);
+        let (status, reason) = (failure.status.as_u16(), &failure.reason);
         self.context.metrics.turned_away(listener);
-        tracing::warn!(listener, %client, status = failure.status.as_u16(), reason = failure.reason, "connection rejected");
+        if self.context.metrics.warns_of(client.ip()) {
+            tracing::warn!(listener, %client, status, reason, "connection rejected");
+        } else {
+            tracing::debug!(listener, %client, status, reason, "connection rejected");
+        }
     }
 
     pub(super) fn over_limit(&self, full: &Full) -> Failure {

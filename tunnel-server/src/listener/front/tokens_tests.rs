@@ -6,10 +6,10 @@ use http::{HeaderMap, StatusCode};
 
 use super::kinds::{Admission, Front, Peer};
 use super::served::Served;
-use super::socket::Faults;
 use crate::admission::Shares;
 use crate::caller::{Authenticator, Tokens};
 use crate::listener::context::ListenerContext;
+use crate::listener::socket::Faults;
 
 #[tokio::test]
 async fn the_plain_listener_takes_no_token_of_another_host_unless_told_to() {

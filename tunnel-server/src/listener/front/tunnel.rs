@@ -9,8 +9,8 @@ use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::reset_on_drop;
 
 use super::body::Body;
-use super::socket::{PrefixedSocket, Watched};
 use crate::listener::access_log::AccessLogGuard;
+use crate::listener::socket::{PrefixedSocket, Watched};
 use crate::listener::upstream::Upstream;
 
 /// A connection to a target, for a client that is being told that it is up.
