@@ -185,7 +185,7 @@ async fn stalled_readers_of_two_nodes(testbed: &Testbed) -> Result<()> {
     for line in lines {
         ensure!(line.text("node") == "edge-1", "a connection of the modest node was reset: {line:?}");
         ensure!(
-            line.text("error").contains("than the memory allows"),
+            line.text("error").contains("exceeded the memory limit"),
             "not at the process's bound: {line:?}"
         );
     }
