@@ -382,6 +382,24 @@ impl Unheard {
         }
     }
 
+    /// Call when the pause is over: has everything told again that the agent has not heard.
+    fn repeat(
+        &mut self,
+        bundle: &mut watch::Receiver<Arc<TrustBundle>>,
+        settings: &mut watch::Receiver<Arc<Settings>>,
+    ) {
+        if self.roots {
+            bundle.mark_changed();
+        }
+        if self.ports {
+            settings.mark_changed();
+        }
+        self.pause = None;
+        if self.leaving.is_some() {
+            self.wait();
+        }
+    }
+
     /// Call after any other change. A scheduled stop notice keeps its time.
     fn wait(&mut self) {
         if self.leaving.is_some() && self.pause.is_some() {
@@ -480,16 +498,7 @@ async fn follow(
                     let heard = notify(client, leaving(context, serving)).await;
                     unheard.leaving = (!heard).then_some(serving);
                 }
-                if unheard.roots {
-                    bundle.mark_changed();
-                }
-                if unheard.ports {
-                    settings.mark_changed();
-                }
-                unheard.pause = None;
-                if unheard.leaving.is_some() {
-                    unheard.wait();
-                }
+                unheard.repeat(&mut bundle, &mut settings);
             }
             () = session.closed.cancelled() => return End::Stopped,
             () = context.stop.cancelled() => return End::Stopped,
