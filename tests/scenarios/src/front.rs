@@ -83,7 +83,7 @@ pub(crate) async fn a_refused_upgrade_is_answered<S: AsyncRead + AsyncWrite + Un
     Ok(())
 }
 
-/// The same if it is refused before it reaches a target: nobody is at this host.
+/// The same if it never reaches a target: nobody listens there.
 pub(crate) async fn an_upgrade_to_nobody_is_answered<S: AsyncRead + AsyncWrite + Unpin>(
     connect: impl AsyncFn() -> Result<S>,
     host: &str,
@@ -91,7 +91,7 @@ pub(crate) async fn an_upgrade_to_nobody_is_answered<S: AsyncRead + AsyncWrite +
 ) -> Result<()> {
     let ahead = format!("{}GET / HTTP/1.1\r\nHost: {host}\r\n\r\n", upgrade("/", host, asked));
     let answer = ask(connect().await?, ahead.as_bytes()).await?;
-    ensure!(answer.starts_with("HTTP/1.1 503 "), "{answer:?}");
+    ensure!(answer.starts_with("HTTP/1.1 502 "), "{answer:?}");
     ensure!(answer.matches("HTTP/1.1").count() == 1, "a second request was answered: {answer:?}");
     Ok(())
 }
