@@ -188,8 +188,8 @@ where
     }
 }
 
-/// Sends a body until it ends or fails, or the peer resets the stream. While the peer does not read, neither is the body
-/// read: whoever writes it sees that.
+/// Sends a body until it ends or fails, or the peer resets the stream. The body is read only as fast as the peer reads, so
+/// its writer notices a slow peer.
 async fn send_body(body: tonic::body::Body, mut stream: SendStream<Bytes>) {
     let mut body = std::pin::pin!(body);
     loop {

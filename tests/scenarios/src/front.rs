@@ -76,24 +76,33 @@ pub(crate) async fn a_refused_upgrade_is_answered<S: AsyncRead + AsyncWrite + Un
     host: &str,
     asked: (&str, &str),
 ) -> Result<()> {
-    let ahead = format!("{}GET / HTTP/1.1\r\nHost: {host}\r\n\r\n", upgrade("/refuse", host, asked));
-    let answer = ask(connect().await?, ahead.as_bytes()).await?;
+    let answer = only_answer(connect().await?, "/refuse", host, asked).await?;
     ensure!(answer.starts_with("HTTP/1.1 403 ") && answer.ends_with("not for you\n"), "{answer:?}");
-    ensure!(answer.matches("HTTP/1.1").count() == 1, "a second request was answered: {answer:?}");
     Ok(())
 }
 
-/// The same if it never reaches a target: nobody listens there.
-pub(crate) async fn an_upgrade_to_nobody_is_answered<S: AsyncRead + AsyncWrite + Unpin>(
+/// The same for an upgrade that the server refuses because nothing listens on the target's port.
+pub(crate) async fn an_upgrade_without_a_target_is_answered<S: AsyncRead + AsyncWrite + Unpin>(
     connect: impl AsyncFn() -> Result<S>,
     host: &str,
     asked: (&str, &str),
 ) -> Result<()> {
-    let ahead = format!("{}GET / HTTP/1.1\r\nHost: {host}\r\n\r\n", upgrade("/", host, asked));
-    let answer = ask(connect().await?, ahead.as_bytes()).await?;
+    let answer = only_answer(connect().await?, "/", host, asked).await?;
     ensure!(answer.starts_with("HTTP/1.1 502 "), "{answer:?}");
-    ensure!(answer.matches("HTTP/1.1").count() == 1, "a second request was answered: {answer:?}");
     Ok(())
+}
+
+/// Asks for an upgrade, sends another request ahead, and returns the only answer.
+async fn only_answer(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    path: &str,
+    host: &str,
+    asked: (&str, &str),
+) -> Result<String> {
+    let ahead = format!("{}GET / HTTP/1.1\r\nHost: {host}\r\n\r\n", upgrade(path, host, asked));
+    let answer = ask(stream, ahead.as_bytes()).await?;
+    ensure!(answer.matches("HTTP/1.1").count() == 1, "a second request was answered: {answer:?}");
+    Ok(answer)
 }
 
 /// Expects the answer of `/digest` to an upload that has been sent.

@@ -232,7 +232,7 @@ async fn upgrades_are_relayed_by_both_listeners(testbed: &Testbed) -> Result<()>
             front::an_upgrade_is_relayed(&https, host, asked).await.with_context(what)?;
             front::a_refused_upgrade_is_answered(&https, host, asked).await.with_context(what)?;
         }
-        front::an_upgrade_to_nobody_is_answered(&https, "edge-1:9101", asked).await?;
+        front::an_upgrade_without_a_target_is_answered(&https, "edge-1:9101", asked).await?;
         front::an_upgrade_is_relayed(&http, HOSTS[1], asked).await.context("http listener")?;
         front::a_refused_upgrade_is_answered(&http, HOSTS[1], asked).await.context("http listener")?;
     }

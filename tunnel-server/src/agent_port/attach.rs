@@ -382,7 +382,7 @@ impl Unheard {
         }
     }
 
-    /// Call when the pause is over: has everything told again that the agent has not heard.
+    /// Call when the pause is over: marks the notices that the agent has not acknowledged for repetition.
     fn repeat(
         &mut self,
         bundle: &mut watch::Receiver<Arc<TrustBundle>>,
@@ -461,7 +461,7 @@ async fn follow(
             // The session owns the sender.
             Ok(()) = wanted.changed(), if !draining_sent && !used_up => {
                 if session.links.are_used_up() {
-                    // With many sessions the notice waits for minutes. Until then the agent is told everything but to open links.
+                    // With many sessions the notice waits for minutes. Until then other notices go out, except OpenLinks.
                     used_up = true;
                     unheard.tell(false, attach_again_within(context, session));
                     continue;

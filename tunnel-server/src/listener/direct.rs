@@ -119,7 +119,7 @@ pub(super) async fn relay(
     let (mut read, mut write) = split(PrefixedSocket::new(client.clone(), prefix, Faults::default()));
     // Until both directions have ended well.
     reset_on_drop(&*client);
-    // After the client's end nobody reads from it, and it may have gone.
+    // After the client's FIN the copy reads no more from it, so it does not see a reset.
     let gone = async { drop(lost(&client).await) };
     pump(target, record, &mut read, &mut write, gone).await?;
     end_on_drop(&*client);

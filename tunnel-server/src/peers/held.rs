@@ -63,7 +63,7 @@ impl Peers {
         standing: Standing,
         stop: CancellationToken,
     ) -> impl Future<Output = ()> {
-        // A change of the inventory revokes nobody: it must not go through all nodes under the lock that connections take.
+        // Not each change of the inventory: this goes through all nodes under a lock that connections take too.
         let mut revocations = standing.revocations();
         // Set once.
         let _ = self.standing.set(standing);

@@ -22,8 +22,8 @@ pub(crate) fn longest(sessions: usize) -> Duration {
     told_over(sessions) + LONGEST
 }
 
-/// Time after which a session of this many ends whose certificate is no longer accepted: at least that of a drain. An agent
-/// that is told last has half of it to attach again.
+/// Time after which a session of this many ends whose certificate is no longer accepted: at least that of a drain. The
+/// agent that is told last still has half of that time to attach again.
 pub(crate) fn grace(sessions: usize, drain: Duration) -> Duration {
     drain.max(told_over(sessions) * 2)
 }

@@ -34,7 +34,7 @@ impl Upgraded {
             ended = copy_bidirectional_with_sizes(&mut client, &mut target, BUFFER, BUFFER) => ended,
             // Also while a client that does not read keeps the copying from noticing.
             failed = exchange.record.aborted() => return exchange.broken(&failed.reason),
-            // Also while the target is silent: after the client's end nobody reads from it, and it may have gone.
+            // Also while the target is silent: after the client's FIN the copying does not see a reset.
             _ = watched.lost() => return exchange.abandoned(),
         };
         match ended {
