@@ -17,8 +17,13 @@ const QUIET: Duration = Duration::from_millis(100);
 /// The same for a connection whose client sent last, or may have: it may wait for the answer of a target that is slow,
 /// or acknowledge the last one (HTTP/2).
 const QUIET_ASKED: Duration = Duration::from_millis(500);
+/// Time after which a connection need not be quiet both ways, only its client: kube-apiserver asks on the connection
+/// that carries a `logs -f` (HTTP/2), and that stream ends anyway.
+const ONE_WAY: Duration = Duration::from_secs(1);
+/// Time after which such a client need not be quiet for [`QUIET_ASKED`]: [`QUIET`] does.
+const ONE_WAY_AT_ONCE: Duration = Duration::from_secs(2);
 /// Maximum time that a connection which is never quiet is waited for.
-const LONGEST: Duration = Duration::from_secs(1);
+const LONGEST: Duration = Duration::from_secs(3);
 /// Interval between two checks.
 const CHECK: Duration = Duration::from_millis(20);
 
@@ -43,15 +48,55 @@ impl Relaying<'_> {
     }
 }
 
-/// Ends each connection once it is quiet, and returns after a second. Clients such as kube-apiserver keep connections
+/// What the checks have seen of a connection.
+struct Seen {
+    bytes: (u64, u64),
+    /// When a check found new bytes, of either end and of the client.
+    since: Instant,
+    client_since: Instant,
+    least: Duration,
+}
+
+impl Seen {
+    fn new(bytes: (u64, u64)) -> Self {
+        let now = Instant::now();
+        Self { bytes, since: now, client_since: now, least: QUIET_ASKED }
+    }
+
+    /// `late`: an answer and then the next request may lie between this check and the one before.
+    fn update(&mut self, bytes: (u64, u64), late: bool) {
+        if self.bytes == bytes {
+            return;
+        }
+        let (asked, answered) = (self.bytes.0 != bytes.0, self.bytes.1 != bytes.1);
+        (self.bytes, self.since) = (bytes, Instant::now());
+        self.least = if answered && !late { QUIET } else { QUIET_ASKED };
+        if asked {
+            self.client_since = self.since;
+        }
+    }
+
+    /// Reports whether this is the moment to end the connection, `waited` after the first check.
+    fn is_quiet(&self, waited: Duration, rtt: Duration) -> bool {
+        let (since, least) = if waited < ONE_WAY {
+            (self.since, self.least)
+        } else if waited < ONE_WAY_AT_ONCE {
+            (self.client_since, QUIET_ASKED)
+        } else {
+            (self.client_since, QUIET)
+        };
+        since.elapsed() >= least.max(rtt * 2)
+    }
+}
+
+/// Ends each connection once it is quiet, and returns after three seconds. Clients such as kube-apiserver keep connections
 /// open for their next request: requests under way are answered, and the next ones go elsewhere.
 pub async fn end_quiet<T>(live: &Live<T>, relaying: impl Fn(&T) -> Option<Relaying<'_>>) {
     let start = Instant::now();
     let mut seen = HashMap::new();
     let mut last = start;
     while start.elapsed() < LONGEST {
-        // On a busy host checks may be far apart: an answer and then the next request may lie between two of them, and what the
-        // socket has received may wait to be read.
+        // On a busy host checks may be far apart, and what the socket has received may wait to be read.
         let late = last.elapsed() > CHECK * 2;
         last = Instant::now();
         for connection in live.all() {
@@ -59,13 +104,9 @@ pub async fn end_quiet<T>(live: &Live<T>, relaying: impl Fn(&T) -> Option<Relayi
             let bytes = now.bytes();
             // A new connection may reuse the address of one that ended; it has no traffic yet and then ends a little
             // early.
-            let (before, since, least) =
-                seen.entry(Arc::as_ptr(&connection).addr()).or_insert((bytes, Instant::now(), QUIET_ASKED));
-            if *before != bytes {
-                let answered = before.1 != bytes.1;
-                (*before, *since) = (bytes, Instant::now());
-                *least = if answered && !late { QUIET } else { QUIET_ASKED };
-            } else if !late && since.elapsed() >= (*least).max(now.rtt.unwrap_or_default() * 2) {
+            let seen = seen.entry(Arc::as_ptr(&connection).addr()).or_insert_with(|| Seen::new(bytes));
+            seen.update(bytes, late);
+            if !late && seen.is_quiet(start.elapsed(), now.rtt.unwrap_or_default()) {
                 now.abort.trigger(Outcome::Shutdown);
             }
         }
@@ -75,6 +116,8 @@ pub async fn end_quiet<T>(live: &Live<T>, relaying: impl Fn(&T) -> Option<Relayi
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
 
     #[derive(Default)]
@@ -106,6 +149,40 @@ mod tests {
         assert!(ended - at >= QUIET_ASKED - CHECK, "ended after {:?}", ended - at);
     }
 
+    /// As kube-apiserver's one connection with a kubelet: `logs -f` prints without a pause, and other requests come and go.
+    #[tokio::test(start_paused = true)]
+    async fn beside_a_stream_it_ends_between_two_requests() {
+        // Milliseconds from one request to the next, and from each to its answer.
+        for (pause, answer) in [(900, 300), (250, 50)] {
+            let live = Arc::<Live<Connection>>::default();
+            let connection = live.enter(Connection::default());
+            let stream = async {
+                loop {
+                    sleep(Duration::from_millis(50)).await;
+                    connection.traffic.count_to_socket(1);
+                }
+            };
+            let asking = Cell::new(false);
+            let requests = async {
+                loop {
+                    sleep(Duration::from_millis(pause - answer)).await;
+                    asking.set(true);
+                    connection.traffic.count_from_socket(1);
+                    sleep(Duration::from_millis(answer)).await;
+                    connection.traffic.count_to_socket(1);
+                    asking.set(false);
+                }
+            };
+            tokio::select! {
+                biased;
+                _ = connection.abort.triggered() => assert!(!asking.get(), "a request was under way"),
+                () = end_quiet(&live, relaying) => panic!("no moment between requests {pause} ms apart"),
+                () = stream => {}
+                () = requests => {}
+            }
+        }
+    }
+
     #[tokio::test(start_paused = true)]
     async fn each_ends_when_it_is_quiet_and_none_waits_for_another() {
         let live = Arc::<Live<Connection>>::default();
@@ -121,6 +198,12 @@ mod tests {
             sleep(Duration::from_millis(50)).await;
             asked.traffic.count_from_socket(1);
         };
+        let upload = async {
+            loop {
+                sleep(Duration::from_millis(50)).await;
+                busy.traffic.count_from_socket(1);
+            }
+        };
         let ended = async |connection: &Connection| {
             let (outcome, _) = connection.abort.triggered().await;
             (outcome, start.elapsed())
@@ -130,8 +213,11 @@ mod tests {
             start.elapsed()
         };
         let ends = async { tokio::join!(ended(&idle), ended(&answered), ended(&asked)) };
-        let (all, (), (), (), (idle, answered, asked)) =
-            tokio::join!(all, talk(&answered, 8), talk(&busy, 100), ask, ends);
+        let all = async { tokio::join!(all, talk(&answered, 8), ask, ends) };
+        let (all, (), (), (idle, answered, asked)) = tokio::select! {
+            all = all => all,
+            () = upload => unreachable!("it never ends"),
+        };
         assert!(all < LONGEST + CHECK * 2, "{all:?}");
         for ((outcome, after), since, least) in
             [(idle, 0, QUIET_ASKED), (answered, 400, QUIET), (asked, 50, QUIET_ASKED)]

@@ -42,7 +42,7 @@ spec:
       {{- end }}
       hostNetwork: true
       dnsPolicy: Default
-      # Twice --drain-timeout (the first for a successor that is half-way), plus 3 s to close links and time to detach the programs.
+      # Twice --drain-timeout (the first for a successor that is half-way), plus 6 s to end connections and links, and time to detach the programs.
       terminationGracePeriodSeconds: {{ include "postern.grace" (list $values.drainTimeout 2) }}
       # The pods tolerate every taint, also those of Windows nodes.
       nodeSelector:
