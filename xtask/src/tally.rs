@@ -1,6 +1,6 @@
 //! Counts of passed, failed and skipped tests, and the time of each step.
 use std::io::{BufRead as _, BufReader};
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
@@ -24,6 +24,16 @@ pub(crate) struct Tally {
     took: Times,
     /// Those of scenarios in the last run.
     scenarios: Times,
+}
+
+/// What is known of a program whose results were counted.
+pub(crate) struct Counted {
+    pub(crate) status: ExitStatus,
+    failed: u64,
+    /// Those of the failed tests whose names were printed.
+    named: u64,
+    /// The last one that is not empty.
+    pub(crate) last_line: String,
 }
 
 /// Number of test programs that are listed as the slowest.
@@ -120,6 +130,20 @@ impl Tally {
 
     /// Does so, and calls `running` whenever a test binary begins to run.
     pub(crate) fn count_and(&mut self, command: &mut Command, running: &mut dyn FnMut()) -> Result<()> {
+        let Counted { status, failed, named, .. } = self.counted(command, running)?;
+        if !status.success() && failed == 0 {
+            self.fail(format!(
+                "`{}` ended with {status} and without a failed test: it did not compile, or crashed",
+                shown(command)
+            ));
+        } else if failed > named {
+            self.failures.push(format!("{} further tests of `{}`", failed - named, shown(command)));
+        }
+        Ok(())
+    }
+
+    /// Does so for a program whose exit status says nothing.
+    pub(crate) fn counted(&mut self, command: &mut Command, running: &mut dyn FnMut()) -> Result<Counted> {
         eprintln!("+ {}", shown(command));
         // Cargo names the test binaries ("Running …") on standard error: both are needed, in order.
         let (reader, writer) = std::io::pipe().context("pipe")?;
@@ -134,6 +158,7 @@ impl Tally {
         let mut binaries: Vec<String> = Vec::new();
         let mut took: Vec<(f64, String)> = Vec::new();
         let (mut failed, mut named) = (0, 0);
+        let mut last_line = String::new();
         for line in BufReader::new(reader).split(b'\n') {
             let line = line.context("reading the tests' output")?;
             let line = String::from_utf8_lossy(&line);
@@ -159,6 +184,10 @@ impl Tally {
                 named += 1;
                 self.failures.push(name.to_owned());
             }
+            // The last one of a machine that was ended is qemu's own.
+            if !line.trim().is_empty() && !line.contains("terminating on signal") {
+                last_line = line.trim().to_owned();
+            }
         }
         self.took.extend(took.iter().map(|(seconds, name)| (test_program(name), *seconds)));
         if took.len() > 1 {
@@ -170,15 +199,7 @@ impl Tally {
         }
         self.failed += failed;
         let status = child.wait().context("waiting for the tests")?;
-        if !status.success() && failed == 0 {
-            self.fail(format!(
-                "`{}` ended with {status} and without a failed test: it did not compile, or crashed",
-                shown(command)
-            ));
-        } else if failed > named {
-            self.failures.push(format!("{} further tests of `{}`", failed - named, shown(command)));
-        }
-        Ok(())
+        Ok(Counted { status, failed, named, last_line })
     }
 }
 

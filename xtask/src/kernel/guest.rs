@@ -34,6 +34,8 @@ const TOOLS: &[&str] = &[
 const EXTENSIONS: &str = "/usr/lib/x86_64-linux-gnu/xtables";
 /// Seconds after which a machine that hangs is ended.
 const LIMIT: &str = "900";
+/// Exit code of `timeout` after that.
+pub(super) const TIMED_OUT: i32 = 124;
 
 pub(super) struct Guest<'a> {
     kernel: &'a Unpacked,
