@@ -12,17 +12,14 @@ use super::stall::Abort;
 use super::traffic::Traffic;
 use crate::outcome::Outcome;
 
-/// Time without traffic after which a connection is quiet; on a slow link, twice its round-trip time.
+/// Silence of a client after which it hardly waits for an answer; on a slow link, at least twice its round-trip time.
+const ASKED: Duration = Duration::from_millis(500);
+/// Shortest silence that ends a connection: of the target within [`BOTH_WAYS`], and of the client at the end of [`LONGEST`].
 const QUIET: Duration = Duration::from_millis(100);
-/// The same for a connection whose client sent last, or may have: it may wait for the answer of a target that is slow,
-/// or acknowledge the last one (HTTP/2).
-const QUIET_ASKED: Duration = Duration::from_millis(500);
-/// Time after which a connection need not be quiet both ways, only its client: kube-apiserver asks on the connection
-/// that carries a `logs -f` (HTTP/2), and that stream ends anyway.
-const ONE_WAY: Duration = Duration::from_secs(1);
-/// Time after which such a client need not be quiet for [`QUIET_ASKED`]: [`QUIET`] does.
-const ONE_WAY_AT_ONCE: Duration = Duration::from_secs(2);
-/// Maximum time that a connection which is never quiet is waited for.
+/// Time for which the target must be quiet too, so that a short download ends by itself.
+const BOTH_WAYS: Duration = Duration::from_secs(1);
+/// Maximum time that a connection is waited for. After [`BOTH_WAYS`] the silence that is enough shrinks from [`ASKED`] to
+/// [`QUIET`]: a client that asks often is cut in about its longest pause.
 const LONGEST: Duration = Duration::from_secs(3);
 /// Interval between two checks.
 const CHECK: Duration = Duration::from_millis(20);
@@ -48,44 +45,38 @@ impl Relaying<'_> {
     }
 }
 
-/// What the checks have seen of a connection.
+/// Bytes of a connection, and when a check found new ones: of either end, and of the client.
 struct Seen {
     bytes: (u64, u64),
-    /// When a check found new bytes, of either end and of the client.
     since: Instant,
     client_since: Instant,
-    least: Duration,
 }
 
 impl Seen {
     fn new(bytes: (u64, u64)) -> Self {
         let now = Instant::now();
-        Self { bytes, since: now, client_since: now, least: QUIET_ASKED }
+        Self { bytes, since: now, client_since: now }
     }
 
-    /// `late`: an answer and then the next request may lie between this check and the one before.
-    fn update(&mut self, bytes: (u64, u64), late: bool) {
-        if self.bytes == bytes {
-            return;
+    fn update(&mut self, bytes: (u64, u64)) {
+        let before = std::mem::replace(&mut self.bytes, bytes);
+        if before != bytes {
+            self.since = Instant::now();
         }
-        let (asked, answered) = (self.bytes.0 != bytes.0, self.bytes.1 != bytes.1);
-        (self.bytes, self.since) = (bytes, Instant::now());
-        self.least = if answered && !late { QUIET } else { QUIET_ASKED };
-        if asked {
+        if before.0 != bytes.0 {
             self.client_since = self.since;
         }
     }
 
     /// Reports whether this is the moment to end the connection, `waited` after the first check.
+    ///
+    /// The client's silence decides: data that follows a request need not be its answer. kube-apiserver asks on the
+    /// connection that carries a `logs -f` (HTTP/2).
     fn is_quiet(&self, waited: Duration, rtt: Duration) -> bool {
-        let (since, least) = if waited < ONE_WAY {
-            (self.since, self.least)
-        } else if waited < ONE_WAY_AT_ONCE {
-            (self.client_since, QUIET_ASKED)
-        } else {
-            (self.client_since, QUIET)
-        };
-        since.elapsed() >= least.max(rtt * 2)
+        let left = LONGEST.saturating_sub(waited).min(LONGEST - BOTH_WAYS);
+        let pause = QUIET + (ASKED - QUIET).mul_f64(left.div_duration_f64(LONGEST - BOTH_WAYS));
+        let target_may_send = waited >= BOTH_WAYS || self.since.elapsed() >= QUIET.max(rtt * 2);
+        target_may_send && self.client_since.elapsed() >= pause.max(rtt * 2)
     }
 }
 
@@ -105,7 +96,7 @@ pub async fn end_quiet<T>(live: &Live<T>, relaying: impl Fn(&T) -> Option<Relayi
             // A new connection may reuse the address of one that ended; it has no traffic yet and then ends a little
             // early.
             let seen = seen.entry(Arc::as_ptr(&connection).addr()).or_insert_with(|| Seen::new(bytes));
-            seen.update(bytes, late);
+            seen.update(bytes);
             if !late && seen.is_quiet(start.elapsed(), now.rtt.unwrap_or_default()) {
                 now.abort.trigger(Outcome::Shutdown);
             }
@@ -146,31 +137,31 @@ mod tests {
             Instant::now()
         };
         let ((), at, ended) = tokio::join!(end_quiet(&live, relaying), host_is_busy, ended);
-        assert!(ended - at >= QUIET_ASKED - CHECK, "ended after {:?}", ended - at);
+        assert!(ended - at >= ASKED - CHECK, "ended after {:?}", ended - at);
     }
 
-    /// As kube-apiserver's one connection with a kubelet: `logs -f` prints without a pause, and other requests come and go.
+    /// As kube-apiserver's one connection with a kubelet: `logs -f` prints, and other requests come and go.
     #[tokio::test(start_paused = true)]
     async fn beside_a_stream_it_ends_between_two_requests() {
-        // Milliseconds from one request to the next, and from each to its answer.
-        for (pause, answer) in [(900, 300), (250, 50)] {
+        // Milliseconds between two lines of the stream and between two requests, and from each of these to its answer.
+        for (line, pause, answer) in [(50, 900, 300), (120, 900, 300), (50, 250, 50), (120, 250, 50)] {
             let live = Arc::<Live<Connection>>::default();
             let connection = live.enter(Connection::default());
             let stream = async {
                 loop {
-                    sleep(Duration::from_millis(50)).await;
+                    sleep(Duration::from_millis(line)).await;
                     connection.traffic.count_to_socket(1);
                 }
             };
             let asking = Cell::new(false);
             let requests = async {
                 loop {
-                    sleep(Duration::from_millis(pause - answer)).await;
                     asking.set(true);
                     connection.traffic.count_from_socket(1);
                     sleep(Duration::from_millis(answer)).await;
                     connection.traffic.count_to_socket(1);
                     asking.set(false);
+                    sleep(Duration::from_millis(pause - answer)).await;
                 }
             };
             tokio::select! {
@@ -219,8 +210,7 @@ mod tests {
             () = upload => unreachable!("it never ends"),
         };
         assert!(all < LONGEST + CHECK * 2, "{all:?}");
-        for ((outcome, after), since, least) in
-            [(idle, 0, QUIET_ASKED), (answered, 400, QUIET), (asked, 50, QUIET_ASKED)]
+        for ((outcome, after), since, least) in [(idle, 0, ASKED), (answered, 400, QUIET), (asked, 50, ASKED)]
         {
             let quiet = after.saturating_sub(Duration::from_millis(since));
             assert_eq!(outcome, Outcome::Shutdown);
