@@ -26,7 +26,7 @@ pub(crate) struct Tally {
     scenarios: Times,
 }
 
-/// What is known of a program whose results were counted.
+/// Results of a program, and its end.
 pub(crate) struct Counted {
     pub(crate) status: ExitStatus,
     failed: u64,
