@@ -30,8 +30,8 @@ pub(crate) struct Tally {
 pub(crate) struct Counted {
     pub(crate) status: ExitStatus,
     failed: u64,
-    /// Those of the failed tests whose names were printed.
-    named: u64,
+    /// A test failed whose program did not end.
+    pub(crate) uncounted: bool,
     /// The last one that is not empty.
     pub(crate) last_line: String,
 }
@@ -130,19 +130,17 @@ impl Tally {
 
     /// Does so, and calls `running` whenever a test binary begins to run.
     pub(crate) fn count_and(&mut self, command: &mut Command, running: &mut dyn FnMut()) -> Result<()> {
-        let Counted { status, failed, named, .. } = self.counted(command, running)?;
+        let Counted { status, failed, .. } = self.counted(command, running)?;
         if !status.success() && failed == 0 {
             self.fail(format!(
                 "`{}` ended with {status} and without a failed test: it did not compile, or crashed",
                 shown(command)
             ));
-        } else if failed > named {
-            self.failures.push(format!("{} further tests of `{}`", failed - named, shown(command)));
         }
         Ok(())
     }
 
-    /// Does so for a program whose exit status says nothing.
+    /// Does so, and leaves it to the caller how the program ended.
     pub(crate) fn counted(&mut self, command: &mut Command, running: &mut dyn FnMut()) -> Result<Counted> {
         eprintln!("+ {}", shown(command));
         // Cargo names the test binaries ("Running …") on standard error: both are needed, in order.
@@ -199,7 +197,10 @@ impl Tally {
         }
         self.failed += failed;
         let status = child.wait().context("waiting for the tests")?;
-        Ok(Counted { status, failed, named, last_line })
+        if failed > named {
+            self.failures.push(format!("{} further tests of `{}`", failed - named, shown(command)));
+        }
+        Ok(Counted { status, failed, uncounted: named > failed, last_line })
     }
 }
 

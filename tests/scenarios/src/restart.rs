@@ -35,7 +35,7 @@ scenarios! {
 const NOTICED: Duration = Duration::from_secs(33);
 
 /// Idle time after which the server regards a connection as having no open request at a drain's limit.
-const QUIET: Duration = Duration::from_millis(100);
+const QUIET: Duration = Duration::from_millis(500);
 
 async fn expect_reset_of(held: &mut TcpStream) -> Result<()> {
     let end = client::end_of(held, client::PATIENCE).await?;

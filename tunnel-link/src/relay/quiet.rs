@@ -1,6 +1,7 @@
 //! Ends the connections that outlast a drain.
 
 use std::collections::HashMap;
+use std::mem;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,12 +15,13 @@ use crate::outcome::Outcome;
 
 /// Silence of a client after which it hardly waits for an answer; on a slow link, at least twice its round-trip time.
 const ASKED: Duration = Duration::from_millis(500);
-/// Shortest silence that ends a connection: of the target within [`BOTH_WAYS`], and of the client at the end of [`LONGEST`].
+/// The same of a target, and of a client that has an answer.
 const QUIET: Duration = Duration::from_millis(100);
 /// Time for which the target must be quiet too, so that a short download ends by itself.
 const BOTH_WAYS: Duration = Duration::from_secs(1);
-/// Maximum time that a connection is waited for. After [`BOTH_WAYS`] the silence that is enough shrinks from [`ASKED`] to
-/// [`QUIET`]: a client that asks often is cut in about its longest pause.
+/// Time after which a client that asks more often than each [`ASKED`] is cut behind an answer.
+const ANSWERED: Duration = Duration::from_secs(2);
+/// Maximum time that a connection is waited for.
 const LONGEST: Duration = Duration::from_secs(3);
 /// Interval between two checks.
 const CHECK: Duration = Duration::from_millis(20);
@@ -43,6 +45,11 @@ impl Relaying<'_> {
             Side::Agent => (to, from),
         }
     }
+
+    /// The last bytes were the target's.
+    fn is_answered(&self) -> bool {
+        self.traffic.is_from_socket_last() == (self.side == Side::Agent)
+    }
 }
 
 /// Bytes of a connection, and when a check found new ones: of either end, and of the client.
@@ -59,7 +66,7 @@ impl Seen {
     }
 
     fn update(&mut self, bytes: (u64, u64)) {
-        let before = std::mem::replace(&mut self.bytes, bytes);
+        let before = mem::replace(&mut self.bytes, bytes);
         if before != bytes {
             self.since = Instant::now();
         }
@@ -70,13 +77,14 @@ impl Seen {
 
     /// Reports whether this is the moment to end the connection, `waited` after the first check.
     ///
-    /// The client's silence decides: data that follows a request need not be its answer. kube-apiserver asks on the
-    /// connection that carries a `logs -f` (HTTP/2).
-    fn is_quiet(&self, waited: Duration, rtt: Duration) -> bool {
-        let left = LONGEST.saturating_sub(waited).min(LONGEST - BOTH_WAYS);
-        let pause = QUIET + (ASKED - QUIET).mul_f64(left.div_duration_f64(LONGEST - BOTH_WAYS));
-        let target_may_send = waited >= BOTH_WAYS || self.since.elapsed() >= QUIET.max(rtt * 2);
-        target_may_send && self.client_since.elapsed() >= pause.max(rtt * 2)
+    /// Data that follows a request need not be its answer: kube-apiserver asks on the connection that carries a `logs -f`
+    /// (HTTP/2). So the client's silence decides, and an answer only in the end.
+    fn is_quiet(&self, waited: Duration, now: &Relaying<'_>) -> bool {
+        let rtt = now.rtt.unwrap_or_default();
+        let quiet = |since: Instant, least: Duration| since.elapsed() >= least.max(rtt * 2);
+        let asks_nothing =
+            quiet(self.client_since, ASKED) && (waited >= BOTH_WAYS || quiet(self.since, QUIET));
+        asks_nothing || waited >= ANSWERED && now.is_answered() && quiet(self.client_since, QUIET)
     }
 }
 
@@ -97,7 +105,7 @@ pub async fn end_quiet<T>(live: &Live<T>, relaying: impl Fn(&T) -> Option<Relayi
             // early.
             let seen = seen.entry(Arc::as_ptr(&connection).addr()).or_insert_with(|| Seen::new(bytes));
             seen.update(bytes);
-            if !late && seen.is_quiet(start.elapsed(), now.rtt.unwrap_or_default()) {
+            if !late && seen.is_quiet(start.elapsed(), &now) {
                 now.abort.trigger(Outcome::Shutdown);
             }
         }
@@ -144,7 +152,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn beside_a_stream_it_ends_between_two_requests() {
         // Milliseconds between two lines of the stream and between two requests, and from each of these to its answer.
-        for (line, pause, answer) in [(50, 900, 300), (120, 900, 300), (50, 250, 50), (120, 250, 50)] {
+        for (line, pause, answer) in [(50, 893, 301), (120, 893, 301), (50, 247, 51), (120, 247, 51)] {
             let live = Arc::<Live<Connection>>::default();
             let connection = live.enter(Connection::default());
             let stream = async {
@@ -171,6 +179,30 @@ mod tests {
                 () = stream => {}
                 () = requests => {}
             }
+        }
+    }
+
+    /// Its longest silence is the wait for its slowest answer.
+    #[tokio::test(start_paused = true)]
+    async fn a_slow_answer_is_no_pause() {
+        let live = Arc::<Live<Connection>>::default();
+        let connection = live.enter(Connection::default());
+        let asking = Cell::new(false);
+        let requests = async {
+            for (answer, pause) in [(10, 147), (441, 11)].into_iter().cycle() {
+                asking.set(true);
+                connection.traffic.count_from_socket(1);
+                sleep(Duration::from_millis(answer)).await;
+                connection.traffic.count_to_socket(1);
+                asking.set(false);
+                sleep(Duration::from_millis(pause)).await;
+            }
+        };
+        tokio::select! {
+            biased;
+            _ = connection.abort.triggered() => assert!(!asking.get(), "a request was under way"),
+            () = end_quiet(&live, relaying) => panic!("no moment between requests"),
+            () = requests => {}
         }
     }
 

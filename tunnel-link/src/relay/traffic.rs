@@ -1,7 +1,7 @@
 //! Counts the relayed bytes and reports waiting receivers.
 
 use std::sync::LazyLock;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use prometheus_client::metrics::counter::Counter;
@@ -11,6 +11,8 @@ use prometheus_client::metrics::counter::Counter;
 pub struct Traffic {
     from_socket: AtomicU64,
     to_socket: AtomicU64,
+    /// The last bytes came from the socket.
+    from_socket_last: AtomicBool,
     /// State of data from the tunnel that the socket does not take.
     pub for_socket: Waiting,
     /// State of data from the socket that the tunnel does not take.
@@ -43,8 +45,14 @@ impl Traffic {
         self.to_socket.load(Ordering::Relaxed)
     }
 
+    /// Reports whether the last bytes came from the socket.
+    pub(super) fn is_from_socket_last(&self) -> bool {
+        self.from_socket_last.load(Ordering::Relaxed)
+    }
+
     pub fn count_from_socket(&self, bytes: usize) {
         self.from_socket.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.from_socket_last.store(true, Ordering::Relaxed);
         for total in &self.totals {
             total.from_socket.inc_by(bytes as u64);
         }
@@ -52,6 +60,7 @@ impl Traffic {
 
     pub fn count_to_socket(&self, bytes: usize) {
         self.to_socket.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.from_socket_last.store(false, Ordering::Relaxed);
         for total in &self.totals {
             total.to_socket.inc_by(bytes as u64);
         }

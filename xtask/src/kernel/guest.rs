@@ -182,7 +182,7 @@ impl<'a> Guest<'a> {
         machine.arg(format!("file:{}", results.display()));
         machine.arg("-kernel").arg(&self.kernel.image).arg("-initrd").arg(self.initramfs());
         // Without its check of the timer, whose interrupts are late where processors are emulated and others need the real ones.
-        let line = format!("console=ttyS0 panic=-1 quiet no_timer_check rdinit=/{init}");
+        let line = format!("console=ttyS0 panic=-1 oops=panic quiet no_timer_check rdinit=/{init}");
         machine.args(["-append", &line]);
         Ok((machine, results))
     }

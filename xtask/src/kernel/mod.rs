@@ -144,11 +144,16 @@ fn run_cases(
         guest.write_script("/init", &guest::init_script(&cases))?;
         guest.pack()?;
         let (mut machine, results) = guest.machine(init, emulated)?;
-        let Counted { status, last_line, .. } = tally.counted(&mut machine, &mut || {})?;
+        let Counted { status, uncounted, last_line, .. } = tally.counted(&mut machine, &mut || {})?;
         let results = files::text(&results)?;
-        let again = std::mem::replace(&mut may_hang, false) && status.code() == Some(guest::TIMED_OUT);
+        let hung = |name: &str| exit_code(&results, name).is_none();
+        if !status.success() && !left.iter().any(|name| hung(name)) {
+            tally.fail(format!("{}: the machine ended with {status} after its last case", case(init)));
+        }
+        let hangs = status.code() == Some(guest::TIMED_OUT) && !uncounted;
+        let again = std::mem::replace(&mut may_hang, false) && hangs;
         left.retain(|name| {
-            let hung = exit_code(&results, name).is_none();
+            let hung = hung(name);
             if hung && again {
                 let reason = format!("it did not end there; the last line was {last_line:?}");
                 tally.skip(format!("{} in the first of two machines", case(name)), reason);
