@@ -22,8 +22,8 @@ pub(crate) fn longest(sessions: usize) -> Duration {
     told_over(sessions) + LONGEST
 }
 
-/// Time after which a session of this many ends whose certificate is no longer accepted: at least that of a drain. The
-/// agent that is told last still has half of that time to attach again.
+/// Time from the first notice to attach again to the end of sessions whose certificates are no longer accepted: the drain
+/// timeout, or twice the time of the notices to this many sessions if that is longer.
 pub(crate) fn grace(sessions: usize, drain: Duration) -> Duration {
     drain.max(told_over(sessions) * 2)
 }

@@ -118,52 +118,59 @@ pub(crate) fn run(kernel: Kernel, chosen: &Names, tally: &mut Tally) -> Result<(
     for name in programs() {
         guest.add_program(name, &built(name)?)?;
     }
+    guest.write_script("/init", &guest::init_script(&cases))?;
     systemd::add(&guest)?;
+    guest.pack()?;
+    let names: Vec<_> = cases.iter().map(|(name, _)| *name).collect();
     // systemd has to be the first process, and gets a machine of its own: no case leaves anything for another there.
-    let with_systemd = chosen.select(systemd::CASE);
-    ensure!(cases.len() + usize::from(with_systemd) > 0, "no case has a name with {:?}", chosen.given());
-    let names = cases.iter().map(|(name, _)| *name).collect();
-    let mut boot = |init, names| run_cases(&guest, init, (kernel, emulated), (&cases, names), tally);
-    boot("init", names)?;
-    boot(systemd::INIT, if with_systemd { vec![systemd::CASE] } else { Vec::new() })
-}
-
-/// Runs the cases of these names in a machine. An emulated processor may stop for good: the cases that have not ended run in
-/// another machine then, once, and the last line says so. A kernel that crashes ends the machine, and is a failure.
-fn run_cases(
-    guest: &Guest<'_>,
-    init: &str,
-    (kernel, emulated): (Kernel, bool),
-    (cases, mut left): (&[(&'static str, String)], Vec<&'static str>),
-    tally: &mut Tally,
-) -> Result<()> {
-    let case = |name: &str| format!("kernel::{}: {name}", name_of(&kernel));
-    let mut may_hang = emulated;
-    while !left.is_empty() {
-        let cases: Vec<_> = cases.iter().filter(|(name, _)| left.contains(name)).cloned().collect();
-        guest.write_script("/init", &guest::init_script(&cases))?;
-        guest.pack()?;
-        let (mut machine, results) = guest.machine(init, emulated)?;
-        let Counted { status, uncounted, last_line, .. } = tally.counted(&mut machine, &mut || {})?;
-        let results = files::text(&results)?;
-        let hung = |name: &str| exit_code(&results, name).is_none();
-        if !status.success() && !left.iter().any(|name| hung(name)) {
-            tally.fail(format!("{}: the machine ended with {status} after its last case", case(init)));
+    let with_systemd = if chosen.select(systemd::CASE) { vec![systemd::CASE] } else { Vec::new() };
+    ensure!(names.len() + with_systemd.len() > 0, "no case has a name with {:?}", chosen.given());
+    for (init, names) in [("init", names), (systemd::INIT, with_systemd)] {
+        if names.is_empty() {
+            continue;
         }
-        let hangs = status.code() == Some(guest::TIMED_OUT) && !uncounted;
-        let again = std::mem::replace(&mut may_hang, false) && hangs;
-        left.retain(|name| {
-            let hung = hung(name);
-            if hung && again {
-                let reason = format!("it did not end there; the last line was {last_line:?}");
-                tally.skip(format!("{} in the first of two machines", case(name)), reason);
-            } else {
-                tally.step(&case(name), succeeded(&results, name, &last_line));
-            }
-            hung && again
-        });
+        let hung = run_cases((&guest, init), (kernel, emulated), &names, emulated, tally)?;
+        if !hung.is_empty() {
+            cases.retain(|(name, _)| hung.contains(name));
+            guest.write_script("/init", &guest::init_script(&cases))?;
+            guest.pack()?;
+            run_cases((&guest, init), (kernel, emulated), &hung, false, tally)?;
+        }
     }
     Ok(())
+}
+
+/// Boots a machine, and counts the results of these cases in it. An emulated processor may stop for good: if the machine `may_hang`,
+/// it returns the cases that have not ended, to be run in another one, and the last line names them. A kernel that crashes ends the
+/// machine, and is a failure.
+fn run_cases(
+    (guest, init): (&Guest<'_>, &str),
+    (kernel, emulated): (Kernel, bool),
+    names: &[&'static str],
+    may_hang: bool,
+    tally: &mut Tally,
+) -> Result<Vec<&'static str>> {
+    let case = |name: &str| format!("kernel::{}: {name}", name_of(&kernel));
+    let (mut machine, results) = guest.machine(init, emulated)?;
+    let Counted { status, uncounted, last_line, .. } = tally.counted(&mut machine, &mut || {})?;
+    let results = files::text(&results)?;
+    let (mut hung, mut ended): (Vec<_>, Vec<_>) =
+        names.iter().copied().partition(|name| exit_code(&results, name).is_none());
+    if !status.success() && hung.is_empty() {
+        tally.fail(format!("{}: the machine ended with {status} after its last case", case(init)));
+    }
+    if may_hang && !uncounted && status.code() == Some(guest::TIMED_OUT) {
+        for name in &hung {
+            let reason = format!("it did not end there; the last line was {last_line:?}");
+            tally.skip(format!("{} in the first of two machines", case(name)), reason);
+        }
+    } else {
+        ended.append(&mut hung);
+    }
+    for name in ended {
+        tally.step(&case(name), succeeded(&results, name, &last_line));
+    }
+    Ok(hung)
 }
 
 /// Reads a case's exit code from lines such as `redirect=0`.

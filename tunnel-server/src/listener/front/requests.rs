@@ -34,8 +34,8 @@ impl Requests {
         InFlight(self.0.clone())
     }
 
-    /// Waits for the first request, before a connection is told to shut down. hyper would end an HTTP/1.1 connection on
-    /// which nothing has been read: its client would get no answer, and most clients do not retry.
+    /// Waits for the first request. Call it before a graceful shutdown of the connection: hyper closes an HTTP/1.1
+    /// connection that has read nothing, and most clients do not send a first request again.
     pub(super) async fn first(&self) {
         let _ = timeout(FIRST, self.0.subscribe().wait_for(|count| count.all > 0)).await;
     }
