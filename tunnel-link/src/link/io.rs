@@ -12,6 +12,7 @@ use tokio::time::{Instant, Sleep};
 use tokio_rustls::TlsStream;
 use tunnel_runtime::net::refine;
 
+use super::ahead::ReadAhead;
 use super::flow::Flow;
 use super::retransmission::{rto_max, set_rto_max};
 use super::settings::{not_sent_limit, tune_tls};
@@ -28,7 +29,7 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct LinkIo {
     // Boxed, because futures that hold it are moved.
-    stream: Box<TlsStream<Wire>>,
+    stream: Box<ReadAhead<TlsStream<Wire>>>,
     flow: Arc<Flow>,
     rate_read: Instant,
     /// Set if the kernel does not report the path in use.
@@ -45,7 +46,7 @@ impl LinkIo {
         let stream = stream.into();
         let mut io = Self {
             multipath: stream.get_ref().0.is_multipath(),
-            stream: Box::new(stream),
+            stream: Box::new(ReadAhead::new(stream)),
             flow: Arc::default(),
             rate_read: Instant::now(),
             rto_max: Duration::ZERO,
@@ -63,7 +64,7 @@ impl LinkIo {
     }
 
     fn wire(&self) -> &Wire {
-        self.stream.get_ref().0
+        self.stream.get_ref().get_ref().0
     }
 
     fn delivery(&self) -> Option<Delivery> {
@@ -77,7 +78,7 @@ impl LinkIo {
 
     /// Limits the bytes queued in TLS and in the kernel by the size of a piece, in bytes.
     fn resize(&mut self, piece: usize) {
-        match &mut *self.stream {
+        match self.stream.get_mut() {
             TlsStream::Client(stream) => tune_tls(stream.get_mut().1, piece),
             TlsStream::Server(stream) => tune_tls(stream.get_mut().1, piece),
         }

@@ -1,0 +1,186 @@
+//! Reads ahead while HTTP/2 waits to write.
+
+use std::io::{self, IoSlice};
+use std::mem;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::BytesMut;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio_util::io::poll_read_buf;
+
+use super::settings::MAX_FRAME;
+
+/// Maximum bytes read ahead: the frame that the other end is writing, and the small ones before it.
+const AHEAD: usize = MAX_FRAME as usize + (64 << 10);
+/// Space for one read.
+const PIECE: usize = 16 << 10;
+
+/// A stream that h2 uses. h2 reads nothing while it has a PING, a PONG or SETTINGS to write; these wait for the frame that it
+/// is writing. If both ends do so, and neither frame fits into the sockets, neither end goes on (rust-yamux#112 is the same in
+/// another protocol). So the stream is read then, and has the bytes ready when h2 reads again.
+#[derive(Debug)]
+pub(super) struct ReadAhead<S> {
+    stream: S,
+    ahead: BytesMut,
+    /// Set by a write or a flush that had to wait, until the next read.
+    waited: bool,
+    /// Set once the stream has ended.
+    ended: bool,
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> ReadAhead<S> {
+    pub(super) fn new(stream: S) -> Self {
+        Self { stream, ahead: BytesMut::new(), waited: false, ended: false }
+    }
+
+    pub(super) fn get_ref(&self) -> &S {
+        &self.stream
+    }
+
+    pub(super) fn get_mut(&mut self) -> &mut S {
+        &mut self.stream
+    }
+
+    /// Call it with the result of each write and flush. h2 reads until nothing is left, then writes until it has to wait: what
+    /// waits twice, without a read between, is a control frame.
+    fn waits<T>(&mut self, cx: &mut Context<'_>, result: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if result.is_pending() && mem::replace(&mut self.waited, true) {
+            self.read_ahead(cx)?;
+        }
+        result
+    }
+
+    fn read_ahead(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        while self.ahead.len() < AHEAD && !self.ended {
+            self.ahead.reserve(PIECE);
+            match poll_read_buf(Pin::new(&mut self.stream), cx, &mut self.ahead) {
+                Poll::Ready(read) => self.ended = read? == 0,
+                Poll::Pending => break,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for ReadAhead<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.waited = false;
+        if self.ahead.is_empty() {
+            return Pin::new(&mut self.stream).poll_read(cx, buffer);
+        }
+        let length = self.ahead.len().min(buffer.remaining());
+        buffer.put_slice(&self.ahead.split_to(length));
+        if self.ahead.is_empty() {
+            // Not kept: most links never need it again.
+            self.ahead = BytesMut::new();
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ReadAhead<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
+        self.waits(cx, written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, slices);
+        self.waits(cx, written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let flushed = Pin::new(&mut self.stream).poll_flush(cx);
+        self.waits(cx, flushed)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+    use std::time::Duration;
+
+    use bytes::Bytes;
+    use h2::RecvStream;
+    use http::{Request, Response};
+    use tokio::io::BufStream;
+    use tokio::time::timeout;
+
+    use super::*;
+    use crate::link::settings::{client_builder, server_builder};
+
+    /// Less than a frame.
+    const SOCKET: usize = 1 << 10;
+    const FRAME: usize = 200 << 10;
+
+    async fn received(mut body: RecvStream) -> usize {
+        let mut received = 0;
+        while let Some(data) = body.data().await {
+            let length = data.unwrap().len();
+            received += length;
+            body.flow_control().release_capacity(length).unwrap();
+        }
+        received
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn both_ends_write_a_frame_and_owe_a_pong() {
+        let (near, far) = tokio::io::duplex(SOCKET);
+        go_on(near, far).await;
+        // As TLS, which takes the end of a frame before the socket does.
+        for buffer in [FRAME / 2, FRAME * 2] {
+            let (near, far) = tokio::io::duplex(SOCKET);
+            let buffered = |end| BufStream::with_capacity(SOCKET, buffer, end);
+            go_on(buffered(near), buffered(far)).await;
+        }
+    }
+
+    async fn go_on<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(near: S, far: S) {
+        let (near, far) = tokio::join!(
+            client_builder().handshake::<_, Bytes>(ReadAhead::new(near)),
+            server_builder().handshake::<_, Bytes>(ReadAhead::new(far)),
+        );
+        let ((mut requests, mut near), mut far) = (near.unwrap(), far.unwrap());
+        let (mut near_pings, mut far_pings) = (near.ping_pong().unwrap(), far.ping_pong().unwrap());
+        let request = Request::post("http://edge/").body(()).unwrap();
+        let (response, mut up) = requests.send_request(request, false).unwrap();
+        let near = tokio::spawn(near);
+        let (request, mut respond) = far.accept().await.unwrap().unwrap();
+        let mut down = respond.send_response(Response::new(()), false).unwrap();
+        let far = tokio::spawn(async move { poll_fn(|cx| far.poll_closed(cx)).await });
+        let response = response.await.unwrap();
+
+        for stream in [&mut up, &mut down] {
+            stream.send_data(vec![0; FRAME].into(), true).unwrap();
+        }
+        let all = async {
+            let pings = async {
+                tokio::try_join!(near_pings.ping(h2::Ping::opaque()), far_pings.ping(h2::Ping::opaque()))
+            };
+            tokio::join!(pings, received(response.into_body()), received(request.into_body()))
+        };
+        let (pongs, down, up) = timeout(Duration::from_secs(10), all).await.expect("neither end goes on");
+        pongs.unwrap();
+        assert_eq!((down, up), (FRAME, FRAME));
+        drop(requests);
+        near.await.unwrap().unwrap();
+        far.await.unwrap().unwrap();
+    }
+}
