@@ -78,6 +78,8 @@ pub(crate) struct Start<'a> {
     pub(crate) state_dir: PathBuf,
     /// Number of servers.
     pub(crate) servers: usize,
+    /// Number of them that it has sessions with.
+    pub(crate) links: usize,
     /// Once a successor has taken over. Otherwise it waits to be stopped, as a pod.
     pub(crate) ends_when_passed: bool,
 }
@@ -122,7 +124,10 @@ impl Start<'_> {
             "--proxy=none".to_owned(),
             "--congestion-control=system".to_owned(),
             "--max-links=1".to_owned(),
-            "--max-servers=all".to_owned(),
+            match self.links {
+                all if all == self.servers => "--max-servers=all".to_owned(),
+                some => format!("--max-servers={some}"),
+            },
             format!("--when-replaced={}", if self.ends_when_passed { "exit" } else { "wait" }),
             format!("--keepalive={}s", KEEPALIVE.as_secs()),
             format!("--state-dir={}", self.state_dir.display()),

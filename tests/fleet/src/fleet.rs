@@ -277,6 +277,7 @@ impl Fleet {
             identity: &self.identities[index],
             state_dir: self.dir.join(format!("agent-{index}")),
             servers: self.plan.servers,
+            links: self.plan.links,
             ends_when_passed: !self.plan.in_cluster,
         };
         let agent = start.start()?;
@@ -331,6 +332,9 @@ impl Fleet {
     }
 
     fn act(&mut self, event: Event, model: &mut Model) -> Result<()> {
+        if !matches!(event, Event::End(Step::Crash { .. })) {
+            model.promises_nothing();
+        }
         match event {
             Event::StartServer(index) => {
                 self.start_server(index)?;
@@ -351,7 +355,10 @@ impl Fleet {
 
     fn begin(&mut self, step: &Step, model: &mut Model) -> Result<()> {
         match step {
-            Step::Silence { agent, server, .. } => self.silence(Host::Agent(*agent), Host::Server(*server)),
+            Step::Silence { agent, server, .. } => {
+                self.silence(Host::Agent(*agent), Host::Server(*server));
+                model.silenced(self, *agent, *server);
+            }
             Step::Offline { agent, .. } => {
                 for server in 0..self.plan.servers {
                     self.silence(Host::Agent(*agent), Host::Server(server));
@@ -369,6 +376,7 @@ impl Fleet {
                 model.disturbed(Host::Agent(*agent), Some(Host::Server(*server)));
             }
             Step::Crash { server, .. } => {
+                model.killed(self, *server);
                 self.servers[*server].clear();
             }
             Step::Upgrade { server, how } => {

@@ -1,4 +1,5 @@
 //! Checks that hold for a fleet at all times, and how long each may take after a disturbance.
+mod few;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hasher as _};
@@ -71,10 +72,14 @@ pub(crate) struct Model {
     stale: BTreeMap<(Process, Process, usize), Instant>,
     /// Until when the two ends of a node's sessions may differ, as an agent takes over from another one.
     moving: Vec<Instant>,
+    /// When an agent has to have a session, after its server was killed.
+    promised: Vec<Option<Instant>>,
     /// Since when a process of a server ends, and of an agent.
     ending: BTreeMap<Process, Instant>,
     ending_agents: BTreeMap<Process, Instant>,
     patience: Duration,
+    /// Time after which agents have no session with a server that they did not choose.
+    leaves: Duration,
     /// As it was seen last.
     view: View,
     /// When something happened last.
@@ -97,9 +102,11 @@ impl Model {
             not_one: BTreeMap::new(),
             stale: BTreeMap::new(),
             moving: vec![Instant::now(); fleet.plan.agents],
+            promised: vec![None; fleet.plan.agents],
             ending: BTreeMap::new(),
             ending_agents: BTreeMap::new(),
             patience: fleet.plan.patience.max(ATTACHES),
+            leaves: if fleet.plan.is_limited() { few::LEAVES } else { Duration::ZERO },
             view: View::default(),
             noted: Instant::now(),
             trace: DefaultHasher::new(),
@@ -108,7 +115,7 @@ impl Model {
 
     /// Time after the last event until the fleet is as at first.
     pub(crate) fn settles(&self) -> Duration {
-        self.patience + Duration::from_secs(10)
+        self.patience + self.leaves + Duration::from_secs(10)
     }
 
     pub(crate) fn note(&mut self, what: &str) {
@@ -257,6 +264,9 @@ impl Model {
                 ensure!(since.elapsed() < within, "edge-{index}.{} does not end", process.process);
             }
         }
+        if fleet.plan.is_limited() {
+            self.limited(fleet)?;
+        }
         self.outdated(fleet)
     }
 
@@ -338,7 +348,7 @@ impl Model {
                     server.id
                 );
             }
-            if !self.is_due(fleet, Host::Server(index), Host::Agent(number)) {
+            if fleet.plan.is_limited() || !self.is_due(fleet, Host::Server(index), Host::Agent(number)) {
                 continue;
             }
             let processes = &self.view.servers[index];
@@ -443,7 +453,7 @@ impl Model {
 
     /// Checks that nothing is left over.
     pub(crate) fn finish(&mut self, fleet: &Fleet) -> Result<()> {
-        let (servers, agents) = (fleet.plan.servers, fleet.plan.agents);
+        let (servers, agents, each) = (fleet.plan.servers, fleet.plan.agents, fleet.plan.links);
         for (index, processes) in fleet.servers.iter().enumerate() {
             ensure!(processes.len() == 1, "server-{index} has {} processes", processes.len());
         }
@@ -457,7 +467,7 @@ impl Model {
             .flat_map(|(index, all)| all.iter().map(move |agent| (index, agent)))
         {
             let (tasks, links) = (agent.runtime.tasks.len(), agent.links.status().len());
-            ensure!((tasks, links) == (servers, servers), "an agent has {tasks} tasks and {links} links");
+            ensure!((tasks, links) == (each, each), "an agent has {tasks} tasks and {links} links");
             let identity = agent.keeper.current();
             let (validity, now) = (identity.validity(), RIGHT.now());
             // One whose clock was ahead may have taken a certificate of a server whose clock was ahead too.
@@ -474,9 +484,9 @@ impl Model {
             ensure!(linked.len() == servers - 1, "{} is linked with {linked:?}", server.id);
         }
         let open = fleet.net.open();
-        let wanted = servers * agents + servers * (servers - 1);
+        let wanted = each * agents + servers * (servers - 1);
         ensure!(open.len() == wanted, "{} connections instead of {wanted}: {open:?}", open.len());
-        let numbers = [servers, servers * (servers - 1), agents, servers * agents];
+        let numbers = [servers, servers * (servers - 1), agents, each * agents];
         let wanted: usize = numbers.iter().zip(TASKS).map(|(number, each)| number * each).sum();
         let tasks = Handle::current().metrics().num_alive_tasks();
         ensure!(tasks == wanted, "{tasks} tasks instead of {wanted}");

@@ -12,6 +12,8 @@ use crate::fleet::Host;
 pub(crate) struct Plan {
     pub(crate) servers: usize,
     pub(crate) agents: usize,
+    /// Number of servers that each agent has sessions with.
+    pub(crate) links: usize,
     /// A server that has a successor waits to be stopped.
     pub(crate) in_cluster: bool,
     /// Open files of each server, by which its places are bounded.
@@ -144,6 +146,11 @@ fn between(random: &mut StdRng, from: Duration, to: Duration) -> Duration {
 }
 
 impl Plan {
+    /// True if agents choose among the servers.
+    pub(crate) fn is_limited(&self) -> bool {
+        self.links < self.servers
+    }
+
     pub(crate) fn of(seed: u64) -> Self {
         let mut random = StdRng::seed_from_u64(seed);
         let mut upgrades = StdRng::seed_from_u64(seed ^ 2);
@@ -158,6 +165,9 @@ impl Plan {
         if seed % 8 == 5 && seed > 32 {
             plan.jump_clocks(&mut StdRng::seed_from_u64(seed ^ 4));
         }
+        if seed % 8 == 3 && seed > 32 {
+            plan.limit_links(&mut StdRng::seed_from_u64(seed ^ 5));
+        }
         plan
     }
 
@@ -168,6 +178,14 @@ impl Plan {
             let step = Step::Replace { agent: random.random_range(0..self.agents), how: Upgrade::of(random) };
             self.steps.insert(random.random_range(0..=self.steps.len()), (pause, step));
         }
+    }
+
+    /// Agents choose among the servers, one of which is killed while nothing else happens.
+    fn limit_links(&mut self, random: &mut StdRng) {
+        self.links = random.random_range(1..self.servers);
+        let server = random.random_range(0..self.servers);
+        let lasts = between(random, Duration::from_millis(50), Duration::from_secs(8));
+        self.steps.insert(0, (Duration::from_secs(10), Step::Crash { server, lasts }));
     }
 
     /// The clocks of some hosts are wrong for a time, and certificates may last for less than that.
@@ -204,6 +222,7 @@ impl Plan {
         Self {
             servers: 1,
             agents,
+            links: 1,
             in_cluster: false,
             files: 128,
             life: LIFE,
@@ -238,6 +257,7 @@ impl Plan {
         Self {
             servers,
             agents,
+            links: servers,
             in_cluster: upgrades.random(),
             files: 1024,
             life: LIFE,

@@ -7,7 +7,7 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 use tunnel_runtime::NodeName;
 
-/// Maximum wait for a server that cannot be reached and does not say that it stops, before the next one is dialled too.
+/// Maximum wait for an attempt to reach a server before the next one is dialled too.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Time that the better servers must have had sessions before a substitute is left.
 const SETTLED: Duration = Duration::from_secs(30);
@@ -37,7 +37,7 @@ pub(super) enum Use {
     Serves(Duration),
     /// Has no session yet, or has just lost it.
     Awaited(Duration),
-    /// Not worth waiting for: it is silent, stops, or is attached through another address.
+    /// Not worth waiting for: it is silent, stops, does not accept connections, or is attached through another address.
     Passed,
 }
 
@@ -158,7 +158,7 @@ mod tests {
             (vec![Use::Idle; 3], 1, 1, false),
             (vec![serves, Use::Idle, Use::Idle], 1, 1, true),
             (vec![serves, serves, Use::Idle], 2, 2, true),
-            // Silent or stopping: the next one at once.
+            // Silent, stopping or down: the next one at once.
             (vec![Use::Passed, Use::Idle, Use::Idle], 1, 2, false),
             (vec![Use::Passed, serves, Use::Idle], 1, 2, true),
             (vec![serves, Use::Passed, Use::Idle], 2, 3, false),

@@ -44,6 +44,8 @@ const REPLACED_PAUSE: Duration = Duration::from_secs(120);
 const STANDBY_PAUSE: Duration = Duration::from_secs(60);
 /// Maximum time until a server says that another agent of this node has a session there.
 const REPLACED: Duration = Duration::from_secs(2);
+/// Time for which a server that does not accept connections may be restarting.
+const RESTARTS: Duration = Duration::from_secs(1);
 /// A session that lasted this long was good: the next failure starts with the shortest pause.
 const GOOD_SESSION: Duration = Duration::from_secs(30);
 
@@ -101,6 +103,8 @@ struct Observed {
     standby: bool,
     /// The server stops, and no other has taken over from it.
     stops: bool,
+    /// Time since when nothing accepts connections there.
+    absent: Option<Instant>,
     /// True if there is a working session, and the time of the last change.
     since: Option<(bool, Instant)>,
     refusals: Refusals,
@@ -166,9 +170,10 @@ impl LinkLoop {
             observed.since = Some((serves, now));
         }
         let time = observed.since.map_or(Duration::ZERO, |(_, since)| now - since);
+        let absent = observed.absent.is_some_and(|since| now - since >= RESTARTS);
         if serves {
             Use::Serves(time)
-        } else if silent || observed.standby || observed.stops {
+        } else if silent || absent || observed.standby || observed.stops {
             Use::Passed
         } else {
             Use::Awaited(time)
@@ -273,6 +278,8 @@ impl LinkLoop {
         let attached = session.as_ref().is_some_and(|session| session.was_attached());
         observed.stops = matches!(end, SessionEnd::Draining)
             && session.is_some_and(|session| session.served.is_cancelled());
+        observed.absent = matches!(end, SessionEnd::Connect(_))
+            .then(|| observed.absent.unwrap_or_else(Instant::now));
         // A server that attaches first and then refuses the certificate has not accepted it.
         if (attached && !end.concerns_identity()) || standby {
             observed.refusals = Refusals::default();
