@@ -59,6 +59,10 @@ pub fn locate(error: &serde_saphyr::Error) -> Located {
     {
         reason = rest.to_owned();
     }
+    // An option of the library.
+    if let Some(at) = reason.find(", set DuplicateKeyPolicy") {
+        reason.truncate(at);
+    }
     let key = PATH.take();
     Located {
         line: location.map(|location| location.line()).filter(|line| *line > 0),
@@ -75,6 +79,8 @@ pub fn read<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     begin();
     let options = serde_saphyr::options! {
         with_snippet: false,
+        // In YAML 1.1 `off` is false, and a flag may have it as a text.
+        strict_booleans: true,
         budget: serde_saphyr::budget! { max_depth: MAX_DEPTH },
     };
     serde_saphyr::from_str_with_options::<Traced<T>>(text, options).map(|Traced(value)| value).map_err(

@@ -71,8 +71,12 @@ impl Congestion {
         self.tried().map(drop).map_err(|error| {
             let allowed = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_allowed_congestion_control");
             let allowed = allowed.unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(", ");
+            let reason = match error.kind() {
+                io::ErrorKind::NotFound => "the kernel does not know it".to_owned(),
+                _ => error.to_string(),
+            };
             format!(
-                "{error}; permitted here: {allowed} (more by `modprobe tcp_{self}` and \
+                "{reason}; permitted here: {allowed} (more by `modprobe tcp_{self}` and \
                  net.ipv4.tcp_allowed_congestion_control, which is the host's)"
             )
         })

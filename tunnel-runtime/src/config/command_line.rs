@@ -11,6 +11,8 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, Parser};
 use secrecy::SecretString;
 use serde::Deserialize;
 
+use crate::yaml;
+
 /// `--config`, which [`parse`] reads. To be flattened into the flags of a command.
 #[derive(Args, Clone, Debug, Default)]
 pub struct ConfigFile {
@@ -89,7 +91,7 @@ fn innermost<'a>(
 #[derive(Deserialize)]
 #[serde(
     untagged,
-    expecting = "neither text, a whole number, true or false, nor a list of these; quotes make a text of it"
+    expecting = "neither text, a whole number, true or false, nor a list of these; put it into quotes"
 )]
 enum Value {
     Switch(bool),
@@ -112,10 +114,8 @@ impl Value {
 /// Reads the flags of the file that neither the command line nor the environment gives.
 fn read_file(path: &Path, command: &Command, given: &ArgMatches) -> Result<Vec<String>, String> {
     let text = std::fs::read_to_string(path).map_err(|error| error.to_string())?;
-    let options = serde_saphyr::options! { with_snippet: false };
     // A file without entries is not a map.
-    let values: Option<BTreeMap<String, Value>> =
-        serde_saphyr::from_str_with_options(&text, options).map_err(|error| error.to_string())?;
+    let values: Option<BTreeMap<String, Value>> = yaml::read(&text)?;
     let mut flags = Vec::new();
     for (key, value) in values.unwrap_or_default() {
         let mut known =

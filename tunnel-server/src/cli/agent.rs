@@ -12,7 +12,7 @@ use super::cluster_args::ClusterArgs;
 use super::output::{Common, fail_if_any, table};
 use crate::kube::ObjectNames;
 use crate::kube::read::revocations::RevocationMap;
-use crate::pki::{PkiError, Revocation, RevocationStore, Subject, cluster_of};
+use crate::pki::{Ca, Lifetimes, PkiError, Revocation, RevocationStore, Subject, cluster_of};
 
 /// Revoke identities of agents, redirectors and servers, readmit them, and list both.
 ///
@@ -127,10 +127,8 @@ impl AgentCommand {
             let why = "--state-dir belongs to no cluster";
             self.cluster.refuse("--revocations-configmap", self.configmap.as_ref(), why)?;
             let state_dir = &self.common.state_dir;
-            // A mistyped directory would have no effect.
-            if !state_dir.is_dir() {
-                anyhow::bail!("--state-dir={}: not the state directory of a server", state_dir.display());
-            }
+            // In a mistyped directory it would have no effect.
+            Ca::open(state_dir, Lifetimes::default())?;
             if let Some(secret) = cluster_of(state_dir)? {
                 anyhow::bail!(
                     "--state-dir={}: this server belongs to a cluster (its CA is in Secret {secret}), where all servers \

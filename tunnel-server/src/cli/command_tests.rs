@@ -1,4 +1,4 @@
-//! Tests of `tunnel-server token` and `tunnel-server ca` on a state directory.
+//! Tests of `tunnel-server token`, `agent` and `ca` on a state directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,6 +7,7 @@ use clap::Parser;
 use serde_json::Value;
 use tunnel_pki::{Holder, PrivateKey, create_csr, public_key_of_csr};
 
+use super::agent::AgentCommand;
 use super::ca::CaCommand;
 use super::token::TokenCommand;
 use crate::pki::{Ca, IssuedLedger, Lifetimes, ServerFile, Token, TokenState, TokenStore};
@@ -20,6 +21,7 @@ fn new_ca() -> (tempfile::TempDir, PathBuf, Ca) {
 
 #[derive(Parser)]
 enum Program {
+    Agent(AgentCommand),
     Token(TokenCommand),
     Ca(CaCommand),
 }
@@ -29,13 +31,13 @@ fn run(state_dir: &Path, line: &str) -> Result<String, String> {
     let words = words.chain(["--state-dir", state_dir.to_str().unwrap()]);
     let program = Program::try_parse_from(words).map_err(|error| error.to_string())?;
     let mut out = Vec::new();
-    match program {
-        Program::Token(command) => command.run_to(&mut out).map_err(|error| error.to_string())?,
-        Program::Ca(command) => {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-            runtime.block_on(command.run_to(&mut out)).map_err(|error| error.to_string())?;
-        }
-    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let done = match program {
+        Program::Agent(command) => runtime.block_on(command.run_to(&mut out)),
+        Program::Token(command) => command.run_to(&mut out).map_err(Into::into),
+        Program::Ca(command) => runtime.block_on(command.run_to(&mut out)),
+    };
+    done.map_err(|error| error.to_string())?;
     Ok(String::from_utf8(out).unwrap())
 }
 
@@ -93,6 +95,8 @@ fn token_commands_name_the_flag_of_a_bad_value() {
     let directory = tempfile::tempdir().unwrap();
     let state_dir = directory.path().join("server");
     for (line, parts) in [
+        ("token create", ["--node", "--redirector"]),
+        ("token create --node edge-1 --redirector cloud-1", ["--node", "--redirector"]),
         ("token create --node Edge_1", ["--node", "Edge_1"]),
         ("token create --node edge-1 --ttl 5", ["--ttl", "not a length of time"]),
         ("token create --node edge-1 --ttl 0s", ["--ttl", "zero"]),
@@ -163,8 +167,11 @@ fn cluster_flags_need_a_cluster() {
 }
 
 #[test]
-fn ca_commands_need_a_ca() {
+fn a_directory_without_a_ca_is_no_state_directory() {
     let directory = tempfile::tempdir().unwrap();
-    let error = run(directory.path(), "ca status").unwrap_err();
-    assert!(error.contains("there is no CA") && error.contains("--state-dir"), "{error}");
+    for line in ["ca status", "agent revoke edge-1", "agent list", "token list", "token revoke abc123"] {
+        let error = run(directory.path(), line).unwrap_err();
+        assert!(error.contains("there is no CA") && error.contains("--state-dir"), "{line}: {error}");
+    }
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
 }

@@ -31,7 +31,7 @@ impl PolicyCommand {
     pub fn run(&self) -> Result<(), ConfigError> {
         let PolicyAction::Check { file } = &self.action;
         let policy = read(file).and_then(|text| Policy::parse(&text));
-        let wrong = |reason| ConfigError::new("policy check", file.display().to_string(), reason);
+        let wrong = |reason| ConfigError::without_value(file.display().to_string(), reason);
         println!("{}: {} rules", file.display(), policy.map_err(wrong)?.len());
         Ok(())
     }

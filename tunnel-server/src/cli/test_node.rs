@@ -8,7 +8,7 @@ use futures_util::{StreamExt as _, stream};
 use serde_json::json;
 use tunnel_doctor::{Checkup, Finding, Report, Running, Severity};
 use tunnel_runtime::NodeName;
-use tunnel_runtime::config::value;
+use tunnel_runtime::config::{report_error, value};
 use tunnel_runtime::output::{Format, Output, print};
 use tunnel_runtime::progress::Progress;
 use tunnel_runtime::text::harmless;
@@ -33,21 +33,28 @@ pub struct TestCommand {
     output: Output,
     #[command(flatten)]
     ask: AskArgs,
-    /// Ports to test, comma-separated [default: all that the server tunnels].
+    /// Ports to test, comma-separated [default: all that the server tunnels but 10255].
     #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true, value_parser = value::ports)]
     port: BTreeSet<u16>,
 }
 
 impl TestCommand {
-    /// Tests and prints the report. Returns the exit code: 0 fine, 1 warnings, 2 broken.
+    /// Tests and prints the report. Returns the exit code: 0 fine, 1 warnings, 2 broken or no running server.
     ///
     /// # Errors
-    /// If the server is not running, or standard output fails.
+    /// If standard output fails.
     pub async fn run(&self) -> anyhow::Result<u8> {
         let ports: Vec<u16> = self.port.iter().copied().collect();
         let progress = Progress::start("test", "asking the running server");
-        let (config, running) = self.ask.configured().await?;
+        let asked = self.ask.configured().await;
         drop(progress);
+        let (config, running) = match asked {
+            Ok(asked) => asked,
+            Err(error) => {
+                report_error("tunnel-server", error.as_ref());
+                return Ok(2);
+            }
+        };
         let Some(node) = &self.node else { return Ok(self.all(&config, &running, &ports).await?) };
         let report = doctor::test(Checkup::of("test"), &config, &running, node.as_str(), &ports).await;
         report.print(self.output.output)?;

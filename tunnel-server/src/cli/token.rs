@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use clap::{Args, Subcommand};
+use clap::{ArgGroup, Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_pki::Holder;
@@ -24,12 +24,13 @@ pub struct TokenCommand {
 #[derive(Subcommand, Clone, Debug)]
 enum TokenAction {
     /// Create a token for one node, and print it with the command line for it. Creates the CA if there is none yet.
+    #[command(group(ArgGroup::new("holder").required(true).args(["node", "redirector"])))]
     Create {
         /// The node whose agent may enrol with the token.
-        #[arg(long, value_name = "NAME", required_unless_present = "redirector")]
+        #[arg(long, value_name = "NAME")]
         node: Option<NodeName>,
         /// The host whose redirector (tunnel-server redirector) may enrol with it.
-        #[arg(long, value_name = "NAME", conflicts_with = "node")]
+        #[arg(long, value_name = "NAME")]
         redirector: Option<NodeName>,
         /// How long the token can be used, such as 24h, 90m or 2d; at most 366d.
         #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = parse_ttl)]
@@ -58,6 +59,10 @@ impl TokenCommand {
 
     pub(crate) fn run_to(&self, out: &mut dyn Write) -> Result<(), PkiError> {
         let store = TokenStore::new(&self.common.state_dir);
+        if !matches!(self.action, TokenAction::Create { .. }) {
+            // A mistyped directory would have no tokens.
+            Ca::open(&self.common.state_dir, Lifetimes::default())?;
+        }
         match &self.action {
             TokenAction::Create { node, redirector, ttl, server_address } => match (node, redirector) {
                 (_, Some(host)) => self.create(&store, (Holder::Redirector, host), *ttl, server_address, out),

@@ -11,7 +11,8 @@ fn a_file_has_flags_too() {
         let file = format!("--config={}", path.display());
         config(&[args, &[&file]].concat())
     };
-    let text = "agent-port: 7\nredirect: false\ngateway: off\nexclude: [10.0.0.0/8, 'fd00::1']\nlog-level: debug\nmap:\n\
+    let text = "agent-port: 7\nredirect: false\ngateway: off\nbpffs: off\nexclude: [10.0.0.0/8, 'fd00::1']\n\
+                edge-pod-routes: off\nlog-level: debug\nmap:\n\
                 - 127.0.0.1:1=a/22\n- 127.0.0.1:2=b/22\n";
     let of_file = with(text, &[]).unwrap();
     assert_eq!((of_file.listeners.agents.port, of_file.redirects), (Some(7), false));
@@ -30,7 +31,10 @@ fn a_file_has_flags_too() {
         ("agent-port: 7\nagnet-port: 8\n", &["line 2: \"agnet-port\" is no flag of tunnel-server"][..]),
         ("config: /x\n", &["\"config\" is no flag"]),
         ("agent-port: 70000\n", &["'70000'", "--agent-port", "not a port"]),
-        ("state-dir: {a: 1}\n", &["neither text, a whole number"]),
+        ("state-dir: {a: 1}\n", &["line 1: state-dir: neither text, a whole number"]),
+        ("redirect: on\negress-socket-mode: 0660\n", &["line 2: egress-socket-mode: ", "quotes"]),
+        ("agent-port:\n", &["agent-port: ", "neither text"]),
+        ("agent-port: 7\nagent-port: 8\n", &["line 2: ", "duplicate mapping key: agent-port\n"]),
         ("agent-port: [\n", &["line"]),
         ("kubeconfig: /k\n", &["--kubeconfig", "cannot be used with", "--inventory"]),
     ] {

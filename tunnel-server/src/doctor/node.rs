@@ -20,6 +20,8 @@ use crate::config::Config;
 use crate::listener::{HTTP, HTTPS};
 use crate::status::{NodeStatus, RedirectState, StatusReport};
 
+/// The kubelet's port without TLS, which is tunnelled by default. Most kubelets do not listen there.
+const READ_ONLY_PORT: u16 = 10255;
 const CONNECT: Duration = Duration::from_secs(5);
 /// An agent's dial may take up to 5 s, and the answer needs time in the tunnel.
 const ANSWER: Duration = Duration::from_secs(10);
@@ -67,7 +69,12 @@ pub async fn test(
 
 /// Returns the ports to test: the given ones, or all tunnelled ones, also those of the cluster's ConfigMap.
 fn tested(given: &[u16], flags: &BTreeSet<u16>, running: &Running<StatusReport>) -> Vec<u16> {
-    if given.is_empty() { tunnelled(flags, Some(running)) } else { given.to_vec() }
+    if !given.is_empty() {
+        return given.to_vec();
+    }
+    let mut all = tunnelled(flags, Some(running));
+    all.retain(|port| *port != READ_ONLY_PORT);
+    all
 }
 
 fn judge_node(name: &str, node: Option<&NodeStatus>) -> Outcome {
@@ -273,9 +280,9 @@ mod tests {
     #[test]
     fn ports_of_the_configmap_are_tested_unless_others_are_given() {
         let running = running(Some(&[9200]));
-        let tested = |given: &[u16]| tested(given, &BTreeSet::from([10250]), &running);
+        let tested = |given: &[u16]| tested(given, &BTreeSet::from([10250, 10255]), &running);
         assert_eq!(tested(&[]), [9200, 10250]);
-        assert_eq!(tested(&[22]), [22]);
+        assert_eq!(tested(&[22, 10255]), [22, 10255]);
     }
 
     #[test]
