@@ -12,7 +12,7 @@ use super::cluster_args::ClusterArgs;
 use super::output::{Common, fail_if_any, table};
 use crate::kube::ObjectNames;
 use crate::kube::read::revocations::RevocationMap;
-use crate::pki::{Ca, Lifetimes, PkiError, Revocation, RevocationStore, Subject, cluster_of};
+use crate::pki::{Ca, IssuedLedger, Lifetimes, PkiError, Revocation, RevocationStore, Subject, cluster_of};
 
 /// Revoke identities of agents, redirectors and servers, readmit them, and list both.
 ///
@@ -97,7 +97,13 @@ impl AgentCommand {
                          has the CA's key: if that may be in other hands, rotate the CA (ca introduce)"
                     }
                 };
-                (record, format!("{} revoked: {text}\n", subject.named()))
+                let doubt = match (&store, &subject) {
+                    (Store::Files(_), Subject::Node(node)) if !self.has_issued(node)? => {
+                        ". This server has issued no certificate for it: is the name right?"
+                    }
+                    _ => "",
+                };
+                (record, format!("{} revoked: {text}{doubt}\n", subject.named()))
             }
             AgentAction::Readmit(named) => {
                 let subject = named.subject();
@@ -120,6 +126,12 @@ impl AgentCommand {
             }
         };
         Ok(self.common.show(out, &text, &json!(record))?)
+    }
+
+    /// True if this server has signed a certificate of the node. Others may have signed it, too.
+    fn has_issued(&self, node: &NodeName) -> anyhow::Result<bool> {
+        let issued = IssuedLedger::new(&self.common.state_dir).entries()?;
+        Ok(issued.iter().any(|issued| issued.node == *node))
     }
 
     async fn store(&self) -> anyhow::Result<Store> {

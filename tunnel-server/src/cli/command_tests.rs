@@ -167,6 +167,18 @@ fn cluster_flags_need_a_cluster() {
 }
 
 #[test]
+fn a_revoked_node_without_a_certificate_may_be_a_mistake() {
+    let (_directory, state_dir, ca) = new_ca();
+    let node = "edge-1".parse().unwrap();
+    let key = public_key_of_csr(&create_csr(&PrivateKey::generate().unwrap()).unwrap()).unwrap();
+    let issued = ca.state().unwrap().issue_agent(&node, &key).unwrap();
+    IssuedLedger::new(&state_dir).record(&node, &issued).unwrap();
+    let doubt = "is the name right?";
+    assert!(!run(&state_dir, "agent revoke edge-1").unwrap().contains(doubt));
+    assert!(run(&state_dir, "agent revoke egde-1").unwrap().contains(doubt));
+}
+
+#[test]
 fn a_directory_without_a_ca_is_no_state_directory() {
     let directory = tempfile::tempdir().unwrap();
     for line in ["ca status", "agent revoke edge-1", "agent list", "token list", "token revoke abc123"] {
