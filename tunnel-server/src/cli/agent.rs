@@ -98,7 +98,7 @@ impl AgentCommand {
                     }
                 };
                 let doubt = match (&store, &subject) {
-                    (Store::Files(_), Subject::Node(node)) if !self.has_issued(node)? => {
+                    (Store::Files(_), Subject::Node(node)) if self.is_unknown(node) => {
                         ". This server has issued no certificate for it: is the name right?"
                     }
                     _ => "",
@@ -128,10 +128,10 @@ impl AgentCommand {
         Ok(self.common.show(out, &text, &json!(record))?)
     }
 
-    /// True if this server has signed a certificate of the node. Others may have signed it, too.
-    fn has_issued(&self, node: &NodeName) -> anyhow::Result<bool> {
-        let issued = IssuedLedger::new(&self.common.state_dir).entries()?;
-        Ok(issued.iter().any(|issued| issued.node == *node))
+    /// True if this server has signed no certificate of the node. Another one may have.
+    fn is_unknown(&self, node: &NodeName) -> bool {
+        let issued = IssuedLedger::new(&self.common.state_dir).entries();
+        issued.is_ok_and(|issued| issued.iter().all(|issued| issued.node != *node))
     }
 
     async fn store(&self) -> anyhow::Result<Store> {

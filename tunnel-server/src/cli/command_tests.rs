@@ -172,7 +172,7 @@ fn a_revoked_node_without_a_certificate_may_be_a_mistake() {
     let node = "edge-1".parse().unwrap();
     let key = public_key_of_csr(&create_csr(&PrivateKey::generate().unwrap()).unwrap()).unwrap();
     let issued = ca.state().unwrap().issue_agent(&node, &key).unwrap();
-    IssuedLedger::new(&state_dir).record(&node, &issued).unwrap();
+    IssuedLedger::new(&state_dir).record((Holder::Agent, &node), &issued).unwrap();
     let doubt = "is the name right?";
     assert!(!run(&state_dir, "agent revoke edge-1").unwrap().contains(doubt));
     assert!(run(&state_dir, "agent revoke egde-1").unwrap().contains(doubt));
