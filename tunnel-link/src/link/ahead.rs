@@ -3,15 +3,17 @@
 use std::io::{self, IoSlice};
 use std::mem;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_util::io::poll_read_buf;
 
+use super::flow::Flow;
 use super::settings::MAX_FRAME;
 
-/// Maximum bytes read ahead: the frame that the other end is writing, and the small ones before it.
+/// Maximum bytes read ahead: the frame that the other end is writing, and the small ones before it. Control frames come next.
 const AHEAD: usize = MAX_FRAME as usize + (64 << 10);
 /// Space for one read.
 const PIECE: usize = 16 << 10;
@@ -22,6 +24,8 @@ const PIECE: usize = 16 << 10;
 #[derive(Debug)]
 pub(super) struct ReadAhead<S> {
     stream: S,
+    /// Counts bytes once they arrive: the other end is alive, whatever h2 does with them.
+    flow: Arc<Flow>,
     ahead: BytesMut,
     /// Set by a write or a flush that had to wait, until the next read.
     waited: bool,
@@ -30,8 +34,8 @@ pub(super) struct ReadAhead<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> ReadAhead<S> {
-    pub(super) fn new(stream: S) -> Self {
-        Self { stream, ahead: BytesMut::new(), waited: false, ended: false }
+    pub(super) fn new(stream: S, flow: Arc<Flow>) -> Self {
+        Self { stream, flow, ahead: BytesMut::new(), waited: false, ended: false }
     }
 
     pub(super) fn get_ref(&self) -> &S {
@@ -42,24 +46,24 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ReadAhead<S> {
         &mut self.stream
     }
 
-    /// Call it with the result of each write and flush. h2 reads until nothing is left, then writes until it has to wait: what
-    /// waits twice, without a read between, is a control frame.
-    fn waits<T>(&mut self, cx: &mut Context<'_>, result: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
-        if result.is_pending() && mem::replace(&mut self.waited, true) {
-            self.read_ahead(cx)?;
+    /// Call it for each write and flush that waits. Reads ahead, and returns true, if a control frame waits: h2 reads until
+    /// nothing is left, then writes until it has to wait, and anything else does not wait twice without a read between.
+    fn waits(&mut self, cx: &mut Context<'_>) -> io::Result<bool> {
+        if !mem::replace(&mut self.waited, true) {
+            return Ok(false);
         }
-        result
-    }
-
-    fn read_ahead(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
         while self.ahead.len() < AHEAD && !self.ended {
             self.ahead.reserve(PIECE);
             match poll_read_buf(Pin::new(&mut self.stream), cx, &mut self.ahead) {
-                Poll::Ready(read) => self.ended = read? == 0,
+                Poll::Ready(read) => {
+                    let read = read?;
+                    self.flow.add_received(read);
+                    self.ended = read == 0;
+                }
                 Poll::Pending => break,
             }
         }
-        Ok(())
+        Ok(true)
     }
 }
 
@@ -71,7 +75,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for ReadAhead<S> {
     ) -> Poll<io::Result<()>> {
         self.waited = false;
         if self.ahead.is_empty() {
-            return Pin::new(&mut self.stream).poll_read(cx, buffer);
+            let before = buffer.filled().len();
+            let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
+            self.flow.add_received(buffer.filled().len() - before);
+            return read;
         }
         let length = self.ahead.len().min(buffer.remaining());
         buffer.put_slice(&self.ahead.split_to(length));
@@ -86,7 +93,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for ReadAhead<S> {
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ReadAhead<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
-        self.waits(cx, written)
+        if written.is_pending() {
+            self.waits(cx)?;
+        }
+        written
     }
 
     fn poll_write_vectored(
@@ -95,7 +105,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ReadAhead<S> {
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, slices);
-        self.waits(cx, written)
+        if written.is_pending() {
+            self.waits(cx)?;
+        }
+        written
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -104,7 +117,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ReadAhead<S> {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = Pin::new(&mut self.stream).poll_flush(cx);
-        self.waits(cx, flushed)
+        // TLS may have taken the rest of a frame: h2 would not queue the control frame before TLS is flushed, but another data
+        // frame. The task is woken, and h2 flushes again.
+        if flushed.is_pending() && self.waits(cx)? {
+            return Poll::Ready(Ok(()));
+        }
+        flushed
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -129,6 +147,8 @@ mod tests {
     /// Less than a frame.
     const SOCKET: usize = 1 << 10;
     const FRAME: usize = 200 << 10;
+    /// Number of frames that each end sends.
+    const FRAMES: usize = 4;
 
     async fn received(mut body: RecvStream) -> usize {
         let mut received = 0;
@@ -144,7 +164,7 @@ mod tests {
     async fn both_ends_write_a_frame_and_owe_a_pong() {
         let (near, far) = tokio::io::duplex(SOCKET);
         go_on(near, far).await;
-        // As TLS, which takes the end of a frame before the socket does.
+        // As TLS, which takes the end of a frame, or some frames, before the socket does.
         for buffer in [FRAME / 2, FRAME * 2] {
             let (near, far) = tokio::io::duplex(SOCKET);
             let buffered = |end| BufStream::with_capacity(SOCKET, buffer, end);
@@ -154,8 +174,8 @@ mod tests {
 
     async fn go_on<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(near: S, far: S) {
         let (near, far) = tokio::join!(
-            client_builder().handshake::<_, Bytes>(ReadAhead::new(near)),
-            server_builder().handshake::<_, Bytes>(ReadAhead::new(far)),
+            client_builder().handshake::<_, Bytes>(ReadAhead::new(near, Arc::default())),
+            server_builder().handshake::<_, Bytes>(ReadAhead::new(far, Arc::default())),
         );
         let ((mut requests, mut near), mut far) = (near.unwrap(), far.unwrap());
         let (mut near_pings, mut far_pings) = (near.ping_pong().unwrap(), far.ping_pong().unwrap());
@@ -168,8 +188,12 @@ mod tests {
         let response = response.await.unwrap();
 
         for stream in [&mut up, &mut down] {
-            stream.send_data(vec![0; FRAME].into(), true).unwrap();
+            for n in 1..=FRAMES {
+                stream.send_data(vec![0; FRAME].into(), n == FRAMES).unwrap();
+            }
         }
+        // Both are in the middle of a frame when the pings come.
+        tokio::task::yield_now().await;
         let all = async {
             let pings = async {
                 tokio::try_join!(near_pings.ping(h2::Ping::opaque()), far_pings.ping(h2::Ping::opaque()))
@@ -178,7 +202,7 @@ mod tests {
         };
         let (pongs, down, up) = timeout(Duration::from_secs(10), all).await.expect("neither end goes on");
         pongs.unwrap();
-        assert_eq!((down, up), (FRAME, FRAME));
+        assert_eq!((down, up), (FRAME * FRAMES, FRAME * FRAMES));
         drop(requests);
         near.await.unwrap().unwrap();
         far.await.unwrap().unwrap();

@@ -44,10 +44,11 @@ impl LinkIo {
     /// Wraps a stream after its handshake, on a socket tuned by [`super::tune_link`].
     pub fn new(stream: impl Into<TlsStream<Wire>>) -> Self {
         let stream = stream.into();
+        let flow = Arc::<Flow>::default();
         let mut io = Self {
             multipath: stream.get_ref().0.is_multipath(),
-            stream: Box::new(ReadAhead::new(stream)),
-            flow: Arc::default(),
+            stream: Box::new(ReadAhead::new(stream, flow.clone())),
+            flow,
             rate_read: Instant::now(),
             rto_max: Duration::ZERO,
             closing: None,
@@ -144,10 +145,7 @@ impl AsyncRead for LinkIo {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         self.answer_if_asked();
-        let before = buffer.filled().len();
-        let read = Pin::new(&mut *self.stream).poll_read(cx, buffer);
-        self.flow.add_received(buffer.filled().len() - before);
-        read
+        Pin::new(&mut *self.stream).poll_read(cx, buffer)
     }
 }
 
