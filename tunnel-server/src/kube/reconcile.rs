@@ -4,7 +4,8 @@
 use std::pin::pin;
 use std::time::Duration;
 
-use futures_util::{Stream, StreamExt as _, stream};
+use futures_util::stream::{self, BoxStream};
+use futures_util::{Stream, StreamExt as _};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
@@ -14,10 +15,6 @@ use super::error::ClusterError;
 
 /// Something computed from inputs, and written when it differs.
 pub(super) trait Reconcile: Send {
-    type Input;
-
-    fn apply(&mut self, input: Self::Input);
-
     /// Earliest time of the next reconciliation, whatever changes; used to write large objects rarely.
     fn not_before(&self) -> Option<Instant> {
         None
@@ -30,10 +27,21 @@ pub(super) trait Reconcile: Send {
     ) -> impl Future<Output = Result<Option<Instant>, ClusterError>> + Send;
 }
 
+/// A change of one of the target's inputs.
+pub(super) type Input<R> = Box<dyn FnOnce(&mut R) + Send>;
+
+/// Yields an input for each item; `apply` notes it in the target.
+pub(super) fn inputs<R: 'static, T: Send + 'static>(
+    items: impl Stream<Item = T> + Send + 'static,
+    apply: fn(&mut R, T),
+) -> BoxStream<'static, Input<R>> {
+    items.map(move |item| -> Input<R> { Box::new(move |target: &mut R| apply(target, item)) }).boxed()
+}
+
 /// Reconciles now and after each input until `stop`. Inputs within `debounce` are handled together.
 pub(super) async fn run<R: Reconcile>(
     mut target: R,
-    inputs: impl Stream<Item = R::Input> + Send,
+    inputs: impl Stream<Item = Input<R>> + Send,
     debounce: Duration,
     mut attempts: Attempts,
     stop: CancellationToken,
@@ -45,7 +53,7 @@ pub(super) async fn run<R: Reconcile>(
             tokio::select! {
                 input = inputs.next() => match input {
                     Some(input) => {
-                        target.apply(input);
+                        input(&mut target);
                         let earliest = [target.not_before(), retry_at].into_iter().flatten();
                         let at = earliest.fold(Instant::now() + debounce, Instant::max);
                         due = Some(due.map_or(at, |due| due.min(at)));

@@ -7,7 +7,6 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
-use futures_util::StreamExt as _;
 use futures_util::stream::select;
 use jiff::Timestamp;
 use k8s_openapi::ByteString;
@@ -22,7 +21,7 @@ use tunnel_pki::Zeroizing;
 use crate::kube::context::KubeContext;
 use crate::kube::error::ClusterError;
 use crate::kube::object::ClusterObject;
-use crate::kube::reconcile::{self, Reconcile, changes};
+use crate::kube::reconcile::{self, Reconcile, changes, inputs};
 use crate::pki::{Ca, CaMaterial, CaState, KEY_SUFFIX, Lifetimes, PkiError, ROOTS};
 
 /// Annotation with the time at which the signing root was activated; tells `ca retire` how long the old root is needed.
@@ -280,7 +279,8 @@ async fn install(
 pub async fn follow(context: KubeContext, state_dir: PathBuf) {
     let secret = CaSecret::new(context.client.clone(), &context.namespace, &context.names.ca_secret);
     let events = context.health.follow(secret.api.clone(), named(&secret.name), "secrets");
-    let inputs = select(events.map(Some), changes(&context.leader).map(|()| None)).boxed();
+    let leader = inputs(changes(&context.leader), |_: &mut Copy, ()| {});
+    let inputs = select(inputs(events, Copy::apply), leader);
     let (leader, listed, due) = (context.leader, false, Due::Nothing);
     let copy = Copy { secret, state_dir, leader, listed, due };
     let attempts = Attempts::new("copying the CA from its Secret");
@@ -306,29 +306,27 @@ enum Due {
     Restore,
 }
 
-impl Reconcile for Copy {
-    /// None if the leader may have changed.
-    type Input = Option<Event<Secret>>;
-
-    fn apply(&mut self, input: Self::Input) {
-        match input {
-            None => {}
-            Some(Event::Init) => self.listed = false,
-            Some(Event::InitApply(secret) | Event::Apply(secret)) => {
+impl Copy {
+    fn apply(&mut self, event: Event<Secret>) {
+        match event {
+            Event::Init => self.listed = false,
+            Event::InitApply(secret) | Event::Apply(secret) => {
                 self.listed = true;
                 self.due = match self.secret.material(&Wiped(secret)) {
                     Ok(material) => Due::Install(material),
                     Err(error) => Due::Report(error),
                 };
             }
-            Some(Event::InitDone) if self.listed => {}
-            Some(Event::InitDone | Event::Delete(_)) => {
+            Event::InitDone if self.listed => {}
+            Event::InitDone | Event::Delete(_) => {
                 self.due = Due::Restore;
                 tracing::error!(secret = %self.secret, "CA Secret was deleted, the leader creates it again from its state directory");
             }
         }
     }
+}
 
+impl Reconcile for Copy {
     async fn reconcile(
         &mut self,
         attempts: &mut Attempts,

@@ -7,11 +7,10 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::StreamExt as _;
 use futures_util::stream::select_all;
 use k8s_openapi::api::core::v1::Service;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
-use kube::runtime::watcher::{Config, Event};
+use kube::runtime::watcher::Config;
 use kube::{Api, ResourceExt as _};
 use rustls_pki_types::DnsName;
 use tokio::time::Instant;
@@ -21,7 +20,7 @@ use tunnel_runtime::text::printable;
 use super::SERVICE_NAME;
 use crate::kube::context::KubeContext;
 use crate::kube::error::ClusterError;
-use crate::kube::reconcile::{self, Reconcile};
+use crate::kube::reconcile::{self, Reconcile, inputs};
 use crate::pki::{ServerCertificate, ServerNames};
 
 /// Annotation of a ClusterIP Service with its external addresses for agents: `host:port`, separated by commas.
@@ -37,13 +36,13 @@ pub async fn run(context: KubeContext, certificate: Arc<ServerCertificate>, base
     let services = Api::<Service>::namespaced(client.clone(), &namespace);
     let slices = Api::<EndpointSlice>::namespaced(client, &namespace);
     let both = format!("{SERVICE_NAME} in ({},{})", names.service, names.internal_service);
+    let agents = health.follow(services.clone(), named(&names.service), "services/names");
+    let internal = health.follow(services, named(&names.internal_service), "services/internal-names");
+    let slices = health.follow(slices, Config::default().labels(&both), "endpointslices");
     let inputs = select_all([
-        health.follow(services.clone(), named(&names.service), "services/names").map(Input::Agents).boxed(),
-        health
-            .follow(services, named(&names.internal_service), "services/internal-names")
-            .map(Input::Internal)
-            .boxed(),
-        health.follow(slices, Config::default().labels(&both), "endpointslices").map(Input::Slice).boxed(),
+        inputs(agents, |target: &mut Names, event| target.agents.apply(event)),
+        inputs(internal, |target: &mut Names, event| target.internal.apply(event)),
+        inputs(slices, |target: &mut Names, event| target.slices.apply(event)),
     ]);
     let target = Names {
         context,
@@ -59,21 +58,15 @@ pub async fn run(context: KubeContext, certificate: Arc<ServerCertificate>, base
     reconcile::run(target, inputs, DEBOUNCE, attempts, stop).await;
 }
 
-enum Input {
-    /// The Service that agents dial.
-    Agents(Event<Service>),
-    /// The Service for components in the cloud.
-    Internal(Event<Service>),
-    Slice(Event<EndpointSlice>),
-}
-
 struct Names {
     context: KubeContext,
     certificate: Arc<ServerCertificate>,
     base: ServerNames,
     /// Names in the current certificate.
     current: ServerNames,
+    /// The Service that agents dial.
     agents: Followed<Service>,
+    /// The Service for components in the cloud.
     internal: Followed<Service>,
     slices: FollowedSet<EndpointSlice>,
     /// Names left out, which have been logged.
@@ -81,16 +74,6 @@ struct Names {
 }
 
 impl Reconcile for Names {
-    type Input = Input;
-
-    fn apply(&mut self, input: Input) {
-        match input {
-            Input::Agents(event) => self.agents.apply(event),
-            Input::Internal(event) => self.internal.apply(event),
-            Input::Slice(event) => self.slices.apply(event),
-        }
-    }
-
     async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<Option<Instant>, ClusterError> {
         let names = &self.context.names;
         let mut found = Found::default();

@@ -9,7 +9,6 @@ use std::time::Duration;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::api::Patch;
-use kube::runtime::watcher::Event;
 use serde_json::json;
 use tokio::time::Instant;
 use tunnel_kube::{Attempts, Followed, merge, named};
@@ -18,7 +17,7 @@ use tunnel_runtime::text::printable;
 use crate::kube::context::KubeContext;
 use crate::kube::error::ClusterError;
 use crate::kube::object::ClusterObject;
-use crate::kube::reconcile::{self, Reconcile};
+use crate::kube::reconcile::{self, Reconcile, inputs};
 use crate::pki::{PkiError, Revocation, RevocationStore, Subject};
 
 /// The ConfigMap, as used by the command line.
@@ -128,6 +127,7 @@ fn to_copy(configmap: Option<&ConfigMap>) -> (Vec<Revocation>, Unusable) {
 pub async fn follow(context: KubeContext, store: RevocationStore) {
     let map = RevocationMap::new(context.client, &context.namespace, &context.names.revocations);
     let changes = context.health.follow(map.api.clone(), named(&map.name), "configmaps/revocations");
+    let changes = inputs(changes, |target: &mut Copy, event| target.followed.apply(event));
     let copy = Copy { map, store, followed: Followed::default() };
     let attempts = Attempts::new("copying the revocations of the cluster");
     reconcile::run(copy, changes, Duration::ZERO, attempts, context.stop).await;
@@ -140,12 +140,6 @@ struct Copy {
 }
 
 impl Reconcile for Copy {
-    type Input = Event<ConfigMap>;
-
-    fn apply(&mut self, event: Event<ConfigMap>) {
-        self.followed.apply(event);
-    }
-
     async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<Option<Instant>, ClusterError> {
         if !self.followed.known {
             return Ok(None);

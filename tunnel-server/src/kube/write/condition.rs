@@ -4,7 +4,6 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use futures_util::StreamExt as _;
 use futures_util::stream::select_all;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
@@ -24,7 +23,7 @@ use super::tracker::Tracker;
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
 use crate::kube::error::ClusterError;
 use crate::kube::partial::Partial;
-use crate::kube::reconcile::{self, Reconcile, changes};
+use crate::kube::reconcile::{self, Reconcile, changes, inputs};
 
 pub const CONDITION: &str = "PosternTunnel";
 
@@ -44,9 +43,9 @@ const PAGE_TIME: Duration = Duration::from_secs(30);
 /// Keeps the conditions current while this server leads, until the stop signal. `changed` signals changes of `tunnels`.
 pub(super) async fn run(context: KubeContext, tunnels: Arc<Mutex<Tracker>>, changed: watch::Receiver<()>) {
     let inputs = select_all([
-        changes(&context.inventory).map(|()| Input::Nodes).boxed(),
-        changes(&context.leader).map(|()| Input::Other).boxed(),
-        changes(&changed).map(|()| Input::Other).boxed(),
+        inputs(changes(&context.inventory), |target: &mut Conditions, ()| target.nodes_changed()),
+        inputs(changes(&context.leader), |target: &mut Conditions, ()| target.changed = true),
+        inputs(changes(&changed), |target: &mut Conditions, ()| target.changed = true),
     ]);
     let (api, stop, now) = (Api::all(context.client.clone()), context.stop.clone(), Instant::now());
     let conditions = Conditions {
@@ -63,12 +62,6 @@ pub(super) async fn run(context: KubeContext, tunnels: Arc<Mutex<Tracker>>, chan
         logged: HashSet::new(),
     };
     reconcile::run(conditions, inputs, PACE, Attempts::new("keeping the condition of Nodes"), stop).await;
-}
-
-enum Input {
-    Nodes,
-    /// The tunnels or the leader.
-    Other,
 }
 
 struct Conditions {
@@ -122,19 +115,6 @@ impl Want {
 }
 
 impl Reconcile for Conditions {
-    type Input = Input;
-
-    fn apply(&mut self, input: Input) {
-        self.changed = true;
-        if let (Input::Nodes, Some(present)) = (input, &mut self.present) {
-            let inventory = self.context.inventory.borrow();
-            present.retain(|node, _| inventory.get(node.as_str()).is_some());
-            self.failing.retain(|node, _| inventory.get(node.as_str()).is_some());
-            drop(inventory);
-            self.forget_logged();
-        }
-    }
-
     fn not_before(&self) -> Option<Instant> {
         Some(self.next_write)
     }
@@ -177,6 +157,18 @@ impl Reconcile for Conditions {
 }
 
 impl Conditions {
+    /// Forgets nodes that are gone.
+    fn nodes_changed(&mut self) {
+        self.changed = true;
+        if let Some(present) = &mut self.present {
+            let inventory = self.context.inventory.borrow();
+            present.retain(|node, _| inventory.get(node.as_str()).is_some());
+            self.failing.retain(|node, _| inventory.get(node.as_str()).is_some());
+            drop(inventory);
+            self.forget_logged();
+        }
+    }
+
     /// Returns the nodes that have to be written now.
     fn due(&self) -> VecDeque<NodeName> {
         let inventory = self.context.inventory.borrow().clone();

@@ -4,13 +4,11 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use futures_util::StreamExt as _;
 use futures_util::stream::select_all;
 use k8s_openapi::api::core::v1::{ConfigMap, Service};
 use kube::Api;
 use kube::api::{Patch, PatchParams};
 use kube::runtime::events::EventType;
-use kube::runtime::watcher::Event;
 use prometheus_client::metrics::gauge::Gauge;
 use serde_json::json;
 use tokio::time::Instant;
@@ -21,7 +19,7 @@ use tunnel_runtime::NodeName;
 use super::events::{self, Events};
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
 use crate::kube::error::ClusterError;
-use crate::kube::reconcile::{self, Reconcile, changes};
+use crate::kube::reconcile::{self, Reconcile, changes, inputs};
 
 pub const KEY: &str = "tunnel-nodes";
 
@@ -105,19 +103,15 @@ pub fn records(inventory: &Inventory, internal: Option<IpAddr>, zones: &[NodeNam
 /// known. `zones` are those of nodes' names with dots. `left_out` is set to the number of nodes without a record.
 pub async fn run(context: KubeContext, events: Events, zones: Vec<NodeName>, left_out: Gauge) {
     let KubeContext { client, namespace, names, health, stop, .. } = context.clone();
-    let api = Api::namespaced(client.clone(), &namespace);
-    let services = Api::namespaced(client, &namespace);
+    let api = Api::<ConfigMap>::namespaced(client.clone(), &namespace);
+    let configmaps = health.follow(api.clone(), named(&names.dns_configmap), "configmaps/dns-records");
+    let services = Api::<Service>::namespaced(client, &namespace);
+    let services = health.follow(services, named(&names.internal_service), "services/dns-records");
     let inputs = select_all([
-        health
-            .follow(api.clone(), named(&names.dns_configmap), "configmaps/dns-records")
-            .map(|event| Input::ConfigMap(Box::new(event)))
-            .boxed(),
-        health
-            .follow(services, named(&names.internal_service), "services/dns-records")
-            .map(|event| Input::Service(Box::new(event)))
-            .boxed(),
-        changes(&context.inventory).map(|()| Input::Nodes).boxed(),
-        changes(&context.leader).map(|()| Input::Leader).boxed(),
+        inputs(configmaps, |target: &mut Records, event| target.configmap.apply(event)),
+        inputs(services, |target: &mut Records, event| target.service.apply(event)),
+        inputs(changes(&context.inventory), |target: &mut Records, ()| target.nodes_known = true),
+        inputs(changes(&context.leader), |_: &mut Records, ()| {}),
     ]);
     let target = Records {
         context,
@@ -134,13 +128,6 @@ pub async fn run(context: KubeContext, events: Events, zones: Vec<NodeName>, lef
         addressing: Attempts::new("giving edge nodes DNS records"),
     };
     reconcile::run(target, inputs, DEBOUNCE, Attempts::new("writing the DNS records"), stop).await;
-}
-
-enum Input {
-    ConfigMap(Box<Event<ConfigMap>>),
-    Service(Box<Event<Service>>),
-    Nodes,
-    Leader,
 }
 
 struct Records {
@@ -162,17 +149,6 @@ struct Records {
 }
 
 impl Reconcile for Records {
-    type Input = Input;
-
-    fn apply(&mut self, input: Input) {
-        match input {
-            Input::ConfigMap(event) => self.configmap.apply(*event),
-            Input::Service(event) => self.service.apply(*event),
-            Input::Nodes => self.nodes_known = true,
-            Input::Leader => {}
-        }
-    }
-
     fn not_before(&self) -> Option<Instant> {
         self.not_before
     }

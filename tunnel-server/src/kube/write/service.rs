@@ -7,13 +7,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use futures_util::StreamExt as _;
 use futures_util::stream::select_all;
 use k8s_openapi::api::core::v1::{Service, ServicePort};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::Api;
 use kube::api::Patch;
-use kube::runtime::watcher::Event;
 use serde_json::json;
 use tokio::time::Instant;
 use tunnel_kube::{Attempts, Followed, merge, named, request};
@@ -21,7 +19,7 @@ use tunnel_routing::inventory::READ_ONLY_KUBELET_PORT;
 
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
 use crate::kube::error::ClusterError;
-use crate::kube::reconcile::{self, Reconcile, changes};
+use crate::kube::reconcile::{self, Reconcile, changes, inputs};
 use crate::runtime::settings::{InternalListener, Listeners};
 
 /// Prefix of the names of ports created here.
@@ -92,26 +90,17 @@ pub fn ports(
 /// Keeps the ports current while this server leads, until stopped. Nothing is written before the settings are known.
 pub async fn run(context: KubeContext, listeners: Listeners) {
     let stop = context.stop.clone();
-    let api = Api::namespaced(context.client.clone(), &context.namespace);
+    let api = Api::<Service>::namespaced(context.client.clone(), &context.namespace);
     let only = named(&context.names.internal_service);
+    let services = context.health.follow(api.clone(), only, "services/ports");
     let inputs = select_all([
-        context
-            .health
-            .follow(api.clone(), only, "services/ports")
-            .map(|event| Input::Service(Box::new(event)))
-            .boxed(),
-        changes(&context.settings).map(|()| Input::Settings).boxed(),
-        changes(&context.leader).map(|()| Input::Leader).boxed(),
+        inputs(services, |target: &mut Ports, event| target.service.apply(event)),
+        inputs(changes(&context.settings), |target: &mut Ports, ()| target.settings_known = true),
+        inputs(changes(&context.leader), |_: &mut Ports, ()| {}),
     ]);
     let target = Ports { context, listeners, api, service: Followed::default(), settings_known: false };
     let attempts = Attempts::new("keeping the ports of the internal Service");
     reconcile::run(target, inputs, DEBOUNCE, attempts, stop).await;
-}
-
-enum Input {
-    Service(Box<Event<Service>>),
-    Settings,
-    Leader,
 }
 
 struct Ports {
@@ -123,16 +112,6 @@ struct Ports {
 }
 
 impl Reconcile for Ports {
-    type Input = Input;
-
-    fn apply(&mut self, input: Input) {
-        match input {
-            Input::Service(event) => self.service.apply(*event),
-            Input::Settings => self.settings_known = true,
-            Input::Leader => {}
-        }
-    }
-
     async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<Option<Instant>, ClusterError> {
         let leads = *self.context.leader.borrow();
         if !(leads && self.settings_known && self.service.known) {
