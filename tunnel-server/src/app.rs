@@ -195,9 +195,9 @@ async fn start_redirect(
     before: &mut Option<Predecessor>,
 ) -> anyhow::Result<Orphans> {
     let Some(options) = config.redirect_start() else { return Ok(Orphans::default()) };
-    let orphans = Orphans::find(&options, before.as_ref().and_then(Predecessor::pins))?;
+    let orphans = Orphans::find(&options, before.as_ref().and_then(|before| before.own().pins.as_deref()))?;
     // The predecessor's routes are newer than those of a dead server.
-    let given = before.as_ref().map_or(&[][..], Predecessor::virtual_addresses);
+    let given = before.as_ref().map_or(&[][..], |before| before.own().virtual_addresses.as_slice());
     runtime.router.take_over_addresses(given, orphans.virtual_addresses());
     runtime.redirect = Some(listeners.start_redirect(options, before).await?);
     Ok(orphans)

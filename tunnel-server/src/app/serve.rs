@@ -22,7 +22,7 @@ use crate::admission::Budget;
 use crate::agent_port::{AgentPort, Handover, LinkContext};
 use crate::config::{Config, NodeSource};
 use crate::kube::{Parts as KubeParts, Reads, Writes};
-use crate::listen::{AgentPorts, Callers, Own, Parts, places};
+use crate::listen::{AgentPorts, Callers, Parts, places};
 use crate::listener::ListenerContext;
 use crate::listener::{end_moved, judge_open};
 use crate::peers::{self, PeerContext, RedirectorLinks, Trust};
@@ -72,8 +72,6 @@ impl Bound {
             AgentPorts { port, peers }
         });
         let agent_port = agents.as_ref().map(|agents| agents.port.clone());
-        let (targets, maps) = (files.targets, files.maps);
-        let own = Own { targets, settings, maps, services, egress_socket: None, egress_tls, agents };
         let parts = Parts {
             config: &config.listeners,
             runtime,
@@ -81,7 +79,13 @@ impl Bound {
             gates: &gates,
             sockets: copies.clone(),
             callers,
-            own,
+            targets: files.targets,
+            settings,
+            maps: files.maps,
+            services,
+            egress_socket: None,
+            egress_tls,
+            agents,
         };
         listeners.start(parts, &budget);
 

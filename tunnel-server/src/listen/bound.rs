@@ -98,7 +98,7 @@ impl Listeners {
 
     /// Serves all of them.
     pub(crate) fn start(mut self, mut parts: Parts<'_>, budget: &Budget) {
-        parts.own.egress_socket = self.egress_socket.take();
+        parts.egress_socket = self.egress_socket.take();
         for row in &LISTENERS {
             if let Some(start) = row.start {
                 start(&mut parts, self.take(row.name), row.places(budget));
@@ -113,7 +113,7 @@ async fn egress_socket(
     before: &mut Option<Predecessor>,
 ) -> anyhow::Result<Option<EgressSocket>> {
     let Some(path) = &config.socket else { return Ok(None) };
-    let taken = before.as_mut().and_then(|before| before.socket(&EgressSocket::name(path)));
+    let taken = before.as_mut().and_then(|before| before.socket(&EgressSocket::name(path), |_| true));
     if let Some(taken) = taken
         && let Some(socket) = EgressSocket::take(path, config.socket_mode, taken)?
     {

@@ -57,11 +57,7 @@ pub(crate) struct Parts<'a> {
     /// The listening sockets, for a successor.
     pub(crate) sockets: Arc<Copies>,
     pub(crate) callers: Callers,
-    pub(crate) own: Own,
-}
-
-/// The parts that only one listener needs; each takes its own.
-pub(crate) struct Own {
+    /// This and the following ones are each needed by one listener only, which takes them.
     pub(crate) targets: Followed<Material>,
     /// The ConfigMap's ports.
     pub(crate) settings: watch::Receiver<Arc<Settings>>,

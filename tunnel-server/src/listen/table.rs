@@ -205,7 +205,7 @@ fn reachable(addresses: impl IntoIterator<Item = SocketAddr>) -> BTreeSet<u16> {
 }
 
 fn agents(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
-    let Some(agents) = &parts.own.agents else { return };
+    let Some(agents) = &parts.agents else { return };
     for socket in sockets {
         parts.runtime.tasks.spawn(agents.port.clone().serve(parts.gates.agents.guard(socket)));
         parts.runtime.tasks.spawn(agents.port.clone().shut_out());
@@ -213,7 +213,7 @@ fn agents(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
 }
 
 fn konnectivity(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
-    let Some(agents) = &parts.own.agents else { return };
+    let Some(agents) = &parts.agents else { return };
     let options = &parts.config.konnectivity;
     for socket in sockets {
         // They are known by these if they have no certificate.
@@ -229,8 +229,8 @@ fn https(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     let listeners = &parts.config.listeners;
     let tls = parts.callers.tls.clone().filter(|_| listeners.terminate_tls);
     let front = tls.map(|tls| {
-        let (file, material) = parts.own.targets.take().unzip();
-        let (ports, settings) = (listeners.targets.plain_ports.clone(), parts.own.settings.clone());
+        let (file, material) = parts.targets.take().unzip();
+        let (ports, settings) = (listeners.targets.plain_ports.clone(), parts.settings.clone());
         let targets = Arc::new(TargetTls::new(ports, material.unwrap_or_default(), settings));
         let followed = targets.clone();
         follow(file, parts.runtime, move |material| {
@@ -267,12 +267,12 @@ fn plain(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
 }
 
 fn egress(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
-    let (direct, services) = (parts.config.egress.direct.clone(), parts.own.services.take());
+    let (direct, services) = (parts.config.egress.direct.clone(), parts.services.take());
     let egress = Egress::new(parts.context(), places, direct, services);
-    if let Some(socket) = parts.own.egress_socket.take() {
+    if let Some(socket) = parts.egress_socket.take() {
         parts.runtime.drain.spawn(egress.clone().serve_unix(socket, parts.gates.listeners.clone()));
     }
-    for (socket, tls) in sockets.into_iter().zip(parts.own.egress_tls.take()) {
+    for (socket, tls) in sockets.into_iter().zip(parts.egress_tls.take()) {
         let listener = parts.gates.listeners.guard(socket);
         parts.runtime.drain.spawn(egress.clone().serve_tls(listener, tls.tls.clone()));
         parts.runtime.tasks.spawn(tls.follow(parts.runtime.rights.clone(), parts.runtime.stop.clone()));
@@ -305,7 +305,7 @@ fn maps(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     let (gate, shares) = (parts.gates.listeners.clone(), Shares::new(places));
     let maps = Maps::new(connect.maps.clone(), gate, parts.context(), shares, parts.sockets.clone());
     maps.start(connect.all_maps().into_iter().zip(sockets));
-    if let Some(file) = parts.own.maps.take() {
+    if let Some(file) = parts.maps.take() {
         let listen = |maps: &[Map]| reachable(maps.iter().map(|map| map.listen));
         let (maps, router) = (Arc::new(maps), parts.runtime.router.clone());
         let rights = parts.runtime.rights.clone();

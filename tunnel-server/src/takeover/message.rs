@@ -8,14 +8,14 @@ use serde::{Deserialize, Serialize};
 
 /// Identity and state of the first server.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Hello {
-    pub(super) server_id: String,
+pub struct Hello {
+    pub(crate) server_id: String,
     /// Directory of its pins.
-    pub(super) pins: Option<PathBuf>,
+    pub(crate) pins: Option<PathBuf>,
     /// Ranges that it redirects, and the first virtual address of each.
-    pub(super) virtual_addresses: Vec<(IpNet, IpAddr)>,
+    pub(crate) virtual_addresses: Vec<(IpNet, IpAddr)>,
     /// The nodes of the other servers.
-    pub(super) fleet: Vec<String>,
+    pub(crate) fleet: Vec<String>,
 }
 
 /// A request of the second server.

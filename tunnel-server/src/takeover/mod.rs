@@ -19,6 +19,7 @@ mod successor;
 
 use tunnel_runtime::accept::Gate;
 
+pub use message::Hello;
 pub use predecessor::{Before, Predecessor, TakeOver};
 pub(crate) use predecessor::{NODES, PORTS};
 pub use successor::{Phase, Succession};

@@ -2,12 +2,8 @@
 
 use std::collections::HashSet;
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener};
-use std::os::fd::OwnedFd;
-use std::path::Path;
 use std::time::Duration;
 
-use ipnet::IpNet;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
@@ -15,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use tunnel_redirect::{Orphans, Others};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::lifecycle::{ReadyGuard, Shutdown};
-use tunnel_runtime::takeover::{self, Stream};
+use tunnel_runtime::takeover;
 
 use super::Gates;
 use super::message::{Answer, Ask, Hello};
@@ -36,52 +32,7 @@ const CHECK: Duration = Duration::from_millis(20);
 const EACH: Duration = Duration::from_micros(5);
 
 /// The server that runs on this host with the same state directory.
-pub struct Predecessor(takeover::Predecessor<Hello>);
-
-impl Predecessor {
-    /// None: there is none, or none that answers. In that case it has the ports, and binding them fails.
-    pub(crate) async fn find(state_dir: &Path) -> Option<Self> {
-        takeover::Predecessor::find(state_dir).await.map(Self)
-    }
-
-    /// Like [`Self::find`], for a connection to it that passes no sockets. `path` is for the log.
-    pub async fn at(path: &Path, stream: Box<dyn Stream>) -> Option<Self> {
-        takeover::Predecessor::at(path, stream).await.map(Self)
-    }
-
-    /// Its listening socket of `listener` at an address that `fits`.
-    pub(crate) fn listener(
-        &mut self,
-        listener: &str,
-        fits: impl Fn(SocketAddr) -> bool,
-    ) -> Option<TcpListener> {
-        self.0.listener(listener, fits)
-    }
-
-    /// Its listening socket of this name that has no address.
-    pub(crate) fn socket(&mut self, name: &str) -> Option<OwnedFd> {
-        self.0.socket(name, |_| true)
-    }
-
-    /// Its redirected networks, and the first virtual address of each.
-    pub(crate) fn virtual_addresses(&self) -> &[(IpNet, IpAddr)] {
-        &self.0.own().virtual_addresses
-    }
-
-    /// The folder of its pins.
-    pub(crate) fn pins(&self) -> Option<&Path> {
-        self.0.own().pins.as_deref()
-    }
-
-    /// The nodes that the other servers have.
-    fn fleet(&self) -> Vec<NodeName> {
-        self.0.own().fleet.iter().filter_map(|node| node.parse().ok()).collect()
-    }
-
-    fn server_id(&self) -> &str {
-        &self.0.own().server_id
-    }
-}
+pub type Predecessor = takeover::Predecessor<Hello>;
 
 /// The second server's means to take over.
 pub struct TakeOver {
@@ -138,7 +89,7 @@ impl TakeOver {
         drop(self.pending.take());
         let Some(mut before) = predecessor else { return false };
         tokio::select! {
-            () = before.0.ended() => {
+            () = before.ended() => {
                 // If it was killed its programs are there, which come first and go by what it knew.
                 let _ = leaving.run_until_cancelled(others.remove_dead()).await;
                 false
@@ -166,7 +117,7 @@ impl TakeOver {
             self.find_fleet(before).await;
             match self.hand_over(before).await {
                 Ok((told, came)) => tracing::info!(
-                    server_id = before.server_id(),
+                    server_id = before.own().server_id,
                     agents = told,
                     attached = came,
                     duration_ms = started.elapsed().as_millis(),
@@ -174,7 +125,7 @@ impl TakeOver {
                 ),
                 Err(error) => {
                     let reason = without(&error);
-                    tracing::warn!(server_id = before.server_id(), reason, %error, "failed to take over from the previous server");
+                    tracing::warn!(server_id = before.own().server_id, reason, %error, "failed to take over from the previous server");
                 }
             }
         } else {
@@ -192,7 +143,8 @@ impl TakeOver {
     /// Waits until it is known where the nodes of the other servers are: until then connects to them would fail here, and the
     /// server before, as long as it runs, relays them.
     async fn find_fleet(&self, before: &mut Predecessor) {
-        let mut missing = before.fleet();
+        let fleet = before.own().fleet.iter();
+        let mut missing: Vec<NodeName> = fleet.filter_map(|node| node.parse().ok()).collect();
         let found = async {
             loop {
                 missing.retain(|node| {
@@ -206,7 +158,7 @@ impl TakeOver {
         };
         let found = tokio::select! {
             found = timeout(LINKED, found) => found,
-            () = before.0.ended() => return,
+            () = before.ended() => return,
         };
         if found.is_err() {
             let (nodes, example) = (missing.len(), missing.first().map(NodeName::as_str));
@@ -216,7 +168,7 @@ impl TakeOver {
 
     /// How many nodes' agents were told, and how many of them have come.
     async fn hand_over(&self, before: &mut Predecessor) -> io::Result<(usize, usize)> {
-        let Answer::Told(told) = before.0.ask(&Ask::Agents).await? else { return Err(unexpected()) };
+        let Answer::Told(told) = before.ask(&Ask::Agents).await? else { return Err(unexpected()) };
         let wanted: Vec<NodeName> = told.iter().filter_map(|node| node.parse().ok()).collect();
         let mut waiting = Waiting::new(wanted.len(), longest(wanted.len()));
         let came = loop {
@@ -227,12 +179,12 @@ impl TakeOver {
             tokio::select! {
                 () = sleep(pause(wanted.len())) => {}
                 // Nobody else accepts.
-                () = before.0.ended() => return Err(io::ErrorKind::UnexpectedEof.into()),
+                () = before.ended() => return Err(io::ErrorKind::UnexpectedEof.into()),
             }
         };
         self.apply_routes().await;
         // It accepts none any more, and lets go of the redirect once it can.
-        match before.0.ask_within(BRIEFLY, &Ask::Listeners).await? {
+        match before.ask_within(BRIEFLY, &Ask::Listeners).await? {
             Answer::Released => Ok((told.len(), came)),
             _ => Err(unexpected()),
         }
@@ -243,7 +195,7 @@ impl TakeOver {
         let started = Instant::now();
         match self.hand_back(before).await {
             Ok((told, came)) => tracing::info!(
-                server_id = before.server_id(),
+                server_id = before.own().server_id,
                 agents = told,
                 attached = came,
                 duration_ms = started.elapsed().as_millis(),
@@ -251,7 +203,7 @@ impl TakeOver {
             ),
             // It goes on all the same, once this connection ends.
             Err(error) => {
-                tracing::warn!(server_id = before.server_id(), %error, "failed to hand back to the previous server");
+                tracing::warn!(server_id = before.own().server_id, %error, "failed to hand back to the previous server");
             }
         }
     }
@@ -275,7 +227,7 @@ impl TakeOver {
         };
         // Connections that come now wait until the other one accepts.
         self.gates.listeners.set(false);
-        match before.0.ask_within(BRIEFLY, &Ask::Resume).await? {
+        match before.ask_within(BRIEFLY, &Ask::Resume).await? {
             Answer::Resumed => Ok((told.len(), came)),
             _ => Err(unexpected()),
         }
@@ -317,7 +269,7 @@ impl Waiting {
 
 /// The nodes whose agents are with the server before, which accepts them again.
 async fn attached(before: &mut Predecessor) -> io::Result<HashSet<String>> {
-    match before.0.ask_within(BRIEFLY, &Ask::Back).await? {
+    match before.ask_within(BRIEFLY, &Ask::Back).await? {
         Answer::Attached(nodes) => Ok(nodes.into_iter().collect()),
         _ => Err(unexpected()),
     }
