@@ -73,13 +73,7 @@ impl Events {
 
 /// A reference to a Node that `kubectl describe node` finds: with the name as UID, as the kubelet sets it.
 pub fn node(name: &str) -> ObjectReference {
-    ObjectReference {
-        api_version: Some("v1".into()),
-        kind: Some("Node".into()),
-        name: Some(name.into()),
-        uid: Some(name.into()),
-        ..ObjectReference::default()
-    }
+    ObjectReference { namespace: None, uid: Some(name.into()), ..object("Node", "", name) }
 }
 
 /// A reference to an object of the core group that may not exist, or whose UID is not known.

@@ -37,7 +37,7 @@ use tunnel_runtime::backoff::jittered;
 use judge::{Accounts, Approved, Verdict, judge};
 use tunnel_kube::{SIGNER, post, request};
 
-use crate::kube::context::{KubeContext, WRITE_DEADLINE};
+use crate::kube::context::{KubeContext, WRITE_DEADLINE, becomes};
 use crate::kube::error::ClusterError;
 use crate::pki::{CaState, PkiError, PkiMetrics, Refusal, Standing};
 
@@ -68,17 +68,16 @@ pub async fn run(
     let api = Api::all(context.client.clone());
     let (answered, failures) = Default::default();
     let reconciler = Arc::new(CsrReconciler { context, api, ca, standing, metrics, answered, failures });
-    loop {
-        tokio::select! {
-            leads = leader.wait_for(|leads| *leads) => if leads.is_err() { return },
-            () = stop.cancelled() => return,
+    let leading = async {
+        loop {
+            becomes(&mut leader, true).await;
+            tokio::select! {
+                () = work(reconciler.clone()) => {}
+                () = becomes(&mut leader, false) => {}
+            }
         }
-        tokio::select! {
-            () = work(reconciler.clone()) => {}
-            lost = leader.wait_for(|leads| !*leads) => if lost.is_err() { return },
-            () = stop.cancelled() => return,
-        }
-    }
+    };
+    stop.run_until_cancelled(leading).await;
 }
 
 async fn work(reconciler: Arc<CsrReconciler>) {
