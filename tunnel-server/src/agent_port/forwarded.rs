@@ -83,7 +83,7 @@ fn wanted(
     if headers.contains_key(UNLESS_SILENT_HEADER) && silent() {
         return Err(Status::unavailable(format!("its own links with {node} are silent")));
     }
-    Ok((OpenRequest::new(node, target, Bytes::new()), client))
+    Ok((OpenRequest::new(node, target), client))
 }
 
 /// Takes a place for one Relay stream of another server. The future serves it to the end of both directions; there is none if

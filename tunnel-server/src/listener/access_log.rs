@@ -48,9 +48,6 @@ impl AccessLogGuard {
         let record = Self::start(connection.with_found_by(found_by), context);
         // A change since the node was found has passed this connection by.
         end_if_moved(&record.connection, &context.router.snapshot());
-        if let Some(caller) = &request.caller {
-            record.called_by(caller);
-        }
         record
     }
 

@@ -91,19 +91,23 @@ pub struct OpenRequest {
     pub found_by: Option<IpAddr>,
     /// Bytes that were read from the client already; they are relayed first.
     pub prefix: Bytes,
-    /// The authenticated caller and the rule that permits the connection, for the log.
-    pub caller: Option<Box<str>>,
 }
 
 impl OpenRequest {
-    /// Creates a request of a client that need not authenticate.
-    pub fn new(node: NodeName, target: SocketAddr, prefix: Bytes) -> Self {
-        Self { node, target, found_by: None, prefix, caller: None }
+    /// Creates a request of a client that named both node and target.
+    pub fn new(node: NodeName, target: SocketAddr) -> Self {
+        Self { node, target, found_by: None, prefix: Bytes::new() }
     }
 
     /// Creates a request for a node that was found by an address of it, or of a pod on it.
-    pub fn to_found(found: NodeAddress, target: SocketAddr, prefix: Bytes) -> Self {
-        Self { found_by: Some(found.address), ..Self::new(found.node, target, prefix) }
+    pub fn to_found(found: NodeAddress, target: SocketAddr) -> Self {
+        Self { found_by: Some(found.address), ..Self::new(found.node, target) }
+    }
+
+    /// Creates a request for a port of such a node or pod.
+    pub(crate) fn to_port(found: NodeAddress, port: u16, router: &Router) -> Self {
+        let target = router.dialled(&found, port);
+        Self::to_found(found, target)
     }
 }
 

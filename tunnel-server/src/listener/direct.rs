@@ -144,7 +144,7 @@ mod tests {
         let target = TcpStream::connect(address).await.unwrap();
         let (_silent, _) = listener.accept().await.unwrap();
         let context = ListenerContext::without_nodes();
-        let request = OpenRequest::new("edge-1".parse().unwrap(), address, Bytes::new());
+        let request = OpenRequest::new("edge-1".parse().unwrap(), address);
         let record = AccessLogGuard::new("test", from, &request, &context);
         let mut relaying = std::pin::pin!(relay(accepted, target, Bytes::new(), &record));
         let second = Duration::from_secs(1);

@@ -6,7 +6,7 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use bytes::{Bytes, BytesMut};
+use bytes::BytesMut;
 use tokio::net::TcpStream;
 use tunnel_routing::{Resolved, Router};
 
@@ -43,7 +43,7 @@ impl Https {
                     Some(port) => router.dialled(&node, port),
                     None => SocketAddr::new(node.address, node.kubelet_port),
                 };
-                Ok(OpenRequest::to_found(node, target, Bytes::new()))
+                Ok(OpenRequest::to_found(node, target))
             }
             other => Err(other.to_string()),
         }
@@ -83,7 +83,7 @@ impl Listener for Https {
             return Ok(Opened::Served { front: front.clone(), prefix: read.freeze() });
         }
         match self.request(name.as_deref(), router) {
-            Ok(request) => Ok(Opened::Relayed(OpenRequest { prefix: read.freeze(), ..request })),
+            Ok(request) => Ok(Opened::Relayed(OpenRequest { prefix: read.freeze(), ..request }, None)),
             Err(reason) => {
                 alert(socket, UNRECOGNIZED_NAME).await;
                 Err(OpenError::Client(reason))

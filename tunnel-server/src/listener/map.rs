@@ -7,7 +7,6 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use bytes::Bytes;
 use parking_lot::Mutex;
 use socket2::SockRef;
 use tokio::net::{TcpListener, TcpStream};
@@ -72,7 +71,8 @@ impl Listener for Mapped {
             return Err(OpenError::Client(format!("{} is not for {}", map.listen, client.to_canonical())));
         }
         let request = request(&map, router).map_err(OpenError::Client)?;
-        Ok(Opened::Permitted(request, Arc::new(Led { map, client, in_effect: self.in_effect.clone() })))
+        let permit = Arc::new(Led { map, client, in_effect: self.in_effect.clone() });
+        Ok(Opened::Relayed(request, Some(permit)))
     }
 }
 
@@ -86,18 +86,15 @@ pub(super) fn request(map: &Map, router: &Router) -> Result<OpenRequest, String>
         (
             Target::Address(target),
             Resolved::WithoutAddress(_) | Resolved::Service { .. } | Resolved::Unknown(_),
-        ) => Ok(OpenRequest::new(map.node.clone(), target, Bytes::new())),
+        ) => Ok(OpenRequest::new(map.node.clone(), target)),
         (target, resolved) => {
             let found = resolved.on_edge().map_err(|_| {
                 let (listen, node) = (map.listen, &map.node);
                 format!("{listen} leads to {node}, which is no edge node with an address")
             })?;
             Ok(match target {
-                Target::Address(target) => OpenRequest::new(found.node, target, Bytes::new()),
-                Target::Port(port) => {
-                    let target = router.dialled(&found, port);
-                    OpenRequest::to_found(found, target, Bytes::new())
-                }
+                Target::Address(target) => OpenRequest::new(found.node, target),
+                Target::Port(port) => OpenRequest::to_port(found, port, router),
             })
         }
     }

@@ -44,7 +44,6 @@ fn has_moved(connection: &Connection, now: &Snapshot) -> bool {
 mod tests {
     use std::time::Duration;
 
-    use bytes::Bytes;
     use futures_util::FutureExt as _;
     use prometheus_client::registry::Registry;
     use tunnel_routing::ByAddress;
@@ -98,7 +97,7 @@ mod tests {
         let context = ListenerContext::without_nodes();
         let before = routes(&context.router, &[("a", &["10.8.0.9"]), ("b", &["10.8.0.2"])]);
         let ByAddress::Unique(found) = before.by_address("10.8.0.9".parse().unwrap()) else { panic!() };
-        let request = OpenRequest::to_found(found, "127.0.0.1:10250".parse().unwrap(), Bytes::new());
+        let request = OpenRequest::to_found(found, "127.0.0.1:10250".parse().unwrap());
         let record = || AccessLogGuard::new("https", "10.70.0.1:40000".parse().unwrap(), &request, &context);
         let dialling = record();
         let stop = CancellationToken::new();

@@ -1,7 +1,6 @@
 //! The redirect's listener: the accepted socket's own address is the virtual address, or the edge node's own if a route
 //! led the connection here. Its port is the port that the client dialled.
 
-use bytes::Bytes;
 use ipnet::IpNet;
 use tokio::net::TcpStream;
 use tunnel_routing::Router;
@@ -63,7 +62,6 @@ impl Listener for Redirected {
         if !node.pod && !router.tunnels(local.port()) {
             return Err(OpenError::Client(format!("port {} of {address} is not tunnelled", local.port())));
         }
-        let target = router.dialled(&node, local.port());
-        Ok(Opened::Relayed(OpenRequest::to_found(node, target, Bytes::new())))
+        Ok(Opened::Relayed(OpenRequest::to_port(node, local.port(), router), None))
     }
 }

@@ -44,10 +44,8 @@ pub(crate) struct Client {
 
 /// Result of [`Listener::open`].
 pub(crate) enum Opened {
-    /// The connection is relayed to one node, byte by byte.
-    Relayed(OpenRequest),
-    /// The same, as long as the client may.
-    Permitted(OpenRequest, Arc<dyn Permit>),
+    /// The connection is relayed to one node, byte by byte; with a permit as long as that holds.
+    Relayed(OpenRequest, Option<Arc<dyn Permit>>),
     /// This server answers the client, and each request names its own node.
     Served {
         front: Arc<Front>,
@@ -106,8 +104,7 @@ pub(crate) async fn receive<D: Listener>(
     let opened = listener.open(&mut socket, &mut client, &context.router).await;
     let Client { address: client, source } = client;
     let (request, permit) = match opened {
-        Ok(Opened::Relayed(request)) => (request, None),
-        Ok(Opened::Permitted(request, permit)) => (request, Some(permit)),
+        Ok(Opened::Relayed(request, permit)) => (request, permit),
         Ok(Opened::Served { front, prefix }) => {
             // Boxed: otherwise relayed connections would hold its memory too.
             let served = Box::pin(front.serve(socket, prefix, client, &context, &shares, place));

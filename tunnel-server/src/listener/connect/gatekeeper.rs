@@ -4,7 +4,6 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use bytes::Bytes;
 use rand::seq::SliceRandom as _;
 use tunnel_routing::{NodeAddress, Resolved, Router, Snapshot};
 use tunnel_runtime::net::Reach;
@@ -161,8 +160,7 @@ impl Gatekeeper {
     }
 
     fn on_edge(&self, found: NodeAddress, port: u16) -> Reached {
-        let target = self.router.dialled(&found, port);
-        Reached::Edge(OpenRequest::to_found(found, target, Bytes::new()))
+        Reached::Edge(OpenRequest::to_port(found, port, &self.router))
     }
 
     /// Picks one endpoint of a Service. Skips this server's loopback, where listeners trust every client, metadata services, and

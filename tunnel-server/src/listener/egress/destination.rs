@@ -3,7 +3,6 @@
 use std::fmt::Display;
 use std::net::SocketAddr;
 
-use bytes::Bytes;
 use ipnet::IpNet;
 use tunnel_routing::{NodeAddress, Resolved, Router, split_host};
 use tunnel_runtime::net::may_dial;
@@ -80,8 +79,7 @@ pub(super) fn of_endpoint(endpoint: &Endpoint, router: &Router, direct: &Direct)
 }
 
 fn through_tunnel(found: NodeAddress, port: u16, router: &Router) -> Destination {
-    let target = router.dialled(&found, port);
-    Destination::Edge(OpenRequest::to_found(found, target, Bytes::new()))
+    Destination::Edge(OpenRequest::to_port(found, port, router))
 }
 
 pub(super) fn not_allowed(what: impl Display) -> String {

@@ -3,7 +3,6 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use bytes::Bytes;
 use http::header::HeaderMap;
 use http::request::Parts;
 use http::{Method, StatusCode};
@@ -58,8 +57,8 @@ impl Destination {
     fn request(&self) -> OpenRequest {
         let Self { node, target, .. } = self;
         match self.found {
-            true => OpenRequest::to_found(node.clone(), *target, Bytes::new()),
-            false => OpenRequest::new(node.node.clone(), *target, Bytes::new()),
+            true => OpenRequest::to_found(node.clone(), *target),
+            false => OpenRequest::new(node.node.clone(), *target),
         }
     }
 }
