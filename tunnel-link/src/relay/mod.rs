@@ -21,7 +21,7 @@ pub use error::{RelayError, Side};
 pub use forward::{Ended, Forward};
 pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};
 pub use metrics::register_stalled;
-pub use outward::{SMALL_READ, next_size};
+pub use outward::{SMALL_READ, next_size, status};
 pub use pipe::{Pipe, PipeEnd, PipeStatus, TunnelStream, pipe, pipe_of_client};
 pub use pump::Pump;
 pub use quiet::{Relaying, end_quiet};
@@ -55,4 +55,4 @@ pub const OF_NODE_HEADER: &str = "postern-of-node";
 const GRPC_STATUS: http::HeaderName = http::HeaderName::from_static("grpc-status");
 /// Status of a stream whose target reset the connection: ABORTED. It follows everything that the target had sent,
 /// which RST_STREAM would discard.
-const TARGET_RESET: &str = "10";
+pub const TARGET_RESET: &str = "10";

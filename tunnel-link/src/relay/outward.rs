@@ -267,7 +267,7 @@ pub(super) enum Sent {
 }
 
 /// The trailers of a stream.
-pub(super) fn status(status: &'static str) -> HeaderMap {
+pub fn status(status: &'static str) -> HeaderMap {
     HeaderMap::from_iter([(GRPC_STATUS, HeaderValue::from_static(status))])
 }
 

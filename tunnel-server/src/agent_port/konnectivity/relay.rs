@@ -10,12 +10,12 @@ use std::time::Duration;
 use bytes::{BufMut as _, Bytes, BytesMut};
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
-use http::{HeaderMap, HeaderValue, Request, header};
+use http::{HeaderMap, Request};
 use tokio::sync::mpsc;
 use tonic::Status;
 use tunnel_link::grpc::{refuse, response};
 use tunnel_link::konnectivity::Packet;
-use tunnel_link::relay::{Deframer, HEADER_LEN, TARGET_HEADER, header as segment_header};
+use tunnel_link::relay::{Deframer, HEADER_LEN, TARGET_HEADER, TARGET_RESET, header, status};
 use tunnel_runtime::text::printable;
 
 use super::connections::{Arrived, Connections, Opened, Room};
@@ -27,9 +27,6 @@ const DIAL: Duration = Duration::from_secs(10);
 const LINGER: Duration = Duration::from_secs(2);
 /// Maximum number of bytes in one packet.
 const PACKET: usize = 32 << 10;
-const GRPC_STATUS: &str = "grpc-status";
-/// ABORTED: the target has reset the connection.
-const TARGET_RESET: &str = "10";
 
 /// Reason that a connection ended early.
 #[derive(Debug, thiserror::Error)]
@@ -200,7 +197,7 @@ async fn down(
         };
         match next {
             Some(Arrived::Data(data, room)) => {
-                let Some(head) = segment_header(data.len()) else { return Err(Broken::Frame) };
+                let Some(head) = header(data.len()) else { return Err(Broken::Frame) };
                 let mut segment = BytesMut::with_capacity(HEADER_LEN + data.len());
                 segment.put_slice(&head);
                 segment.put_slice(&data);
@@ -209,12 +206,7 @@ async fn down(
                 drop(room);
             }
             Some(Arrived::Closed(error)) => {
-                let status = if error.is_empty() { "0" } else { TARGET_RESET };
-                let trailers = HeaderMap::from_iter([(
-                    header::HeaderName::from_static(GRPC_STATUS),
-                    HeaderValue::from_static(status),
-                )]);
-                send.send_trailers(trailers)?;
+                send.send_trailers(status(if error.is_empty() { "0" } else { TARGET_RESET }))?;
                 return Ok(());
             }
             None => return Err(Broken::Gone),
@@ -305,7 +297,7 @@ mod tests {
         assert!(matches!(told, Some(Payload::CloseRequest(request)) if request.connect_id == 1));
         connections.take(Packet::close_response(1, String::new())).await;
         assert!(body.data().await.is_none());
-        assert_eq!(body.trailers().await.unwrap().unwrap()[GRPC_STATUS], "0");
+        assert_eq!(body.trailers().await.unwrap().unwrap()["grpc-status"], "0");
         relayed.await.unwrap();
     }
 
