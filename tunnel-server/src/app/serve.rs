@@ -21,7 +21,7 @@ use super::{Bound, Found, Registered, Sockets};
 use crate::admission::Budget;
 use crate::agent_port::{AgentPort, Handover, LinkContext};
 use crate::config::{Config, NodeSource};
-use crate::kube::{Parts as KubeParts, Reads, Writes};
+use crate::kube::Parts as KubeParts;
 use crate::listen::{AgentPorts, Callers, Parts, places};
 use crate::listener::ListenerContext;
 use crate::listener::{end_moved, judge_open};
@@ -157,7 +157,11 @@ fn kube_parts<'a>(
     standing: Standing,
 ) -> KubeParts<'a> {
     let state_dir = &config.process.state_dir;
-    let reads = Reads {
+    KubeParts {
+        runtime,
+        state_dir: state_dir.clone(),
+        listeners: config.listeners.listeners.internal(),
+        certificate,
         selector: config.nodes.edge_selector.clone(),
         allow_empty: config.nodes.allow_empty_inventory,
         given_peers: config.nodes.peers.clone(),
@@ -166,8 +170,6 @@ fn kube_parts<'a>(
         known_nodes: said.known_nodes.clone(),
         nodes_known: runtime.readiness.pending(NODES),
         ports_known: runtime.readiness.pending(PORTS),
-    };
-    let writes = Writes {
         server_names: config.server_names(),
         node_condition: config.writes.node_condition,
         dns_records: config.writes.dns_records.then(|| config.writes.dns_zones.clone()),
@@ -175,9 +177,7 @@ fn kube_parts<'a>(
         revocations: RevocationStore::new(state_dir),
         standing,
         eligible: said.eligible.subscribe(),
-    };
-    let listeners = config.listeners.listeners.internal();
-    KubeParts { runtime, state_dir: state_dir.clone(), listeners, reads, writes, certificate }
+    }
 }
 
 /// The handles of the links with other servers.

@@ -140,7 +140,7 @@ impl Source {
         match self {
             Self::File { file, inventory, count, .. } => {
                 let Runtime { router, tasks, drain, .. } = parts.runtime;
-                let (router, known) = (router.clone(), parts.reads.known_nodes);
+                let (router, known) = (router.clone(), parts.known_nodes);
                 let apply = move |inventory: Inventory| {
                     let (router, known) = (router.clone(), known.clone());
                     count.set(&inventory);

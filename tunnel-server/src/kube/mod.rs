@@ -70,14 +70,9 @@ pub struct Parts<'a> {
     pub runtime: &'a Runtime,
     pub state_dir: PathBuf,
     pub listeners: Listeners,
-    pub reads: Reads,
-    pub writes: Writes,
     /// None: this is a redirector, which writes nothing.
     pub certificate: Option<Arc<ServerCertificate>>,
-}
-
-/// The objects that are read from the cluster, and their receivers.
-pub struct Reads {
+    /// Up to `ports_known` for the objects that are read from the cluster, the rest for those that are written to it.
     pub selector: Selector,
     /// Nodes that vanish all at once count as gone.
     pub allow_empty: bool,
@@ -93,10 +88,6 @@ pub struct Reads {
     pub nodes_known: ReadyGuard,
     /// Done once the ConfigMap's ports are known, or are not waited for any more.
     pub ports_known: ReadyGuard,
-}
-
-/// The objects that are written to the cluster, and their writers.
-pub struct Writes {
     /// Names of the certificate in any cluster.
     pub server_names: ServerNames,
     /// Edge nodes get the condition `PosternTunnel`.
@@ -173,7 +164,7 @@ impl Kube {
     /// Starts every part; for a redirector only those that it follows. What writes for all servers stops when the drain starts,
     /// the rest with the stop.
     pub fn start(self, parts: Parts<'_>) {
-        let Parts { runtime, state_dir, listeners, reads, writes, certificate } = parts;
+        let Parts { runtime, state_dir, listeners, certificate, .. } = parts;
         let (router, tasks, stop) = (runtime.router.clone(), &runtime.tasks, runtime.stop.clone());
         // The server stops soon: its agents leave, which is not to be written to the cluster.
         let draining = runtime.drain.shutdown().draining_token().clone();
@@ -185,7 +176,7 @@ impl Kube {
         let (leader, events) = match &certificate {
             Some(_) => {
                 let lease = &self.names.lease;
-                let (eligible, over) = (writes.eligible, draining.clone());
+                let (eligible, over) = (parts.eligible, draining.clone());
                 let leader = lease::start(client.clone(), &self.namespace, lease, id, eligible, over);
                 // The process waits for its tasks: once the Lease was given back another server may lead.
                 tasks.spawn(lease::released(leader.clone()));
@@ -209,43 +200,43 @@ impl Kube {
         let last_known = last_known(cache.clone(), router.clone());
         let said = Said { nodes, ranges, ports };
         let (heard, known, settings) =
-            (said.clone(), reads.known_nodes.subscribe(), reads.settings.subscribe());
+            (said.clone(), parts.known_nodes.subscribe(), parts.settings.subscribe());
         runtime
             .settling
             .stage("nodes", move || apply::applied(heard.clone(), known.clone(), settings.clone()));
         let apply = Apply {
             said,
             router,
-            settings: reads.settings,
-            known_nodes: reads.known_nodes,
+            settings: parts.settings,
+            known_nodes: parts.known_nodes,
             count: self.nodes,
             cache,
             age: self.age,
             health: health.clone(),
-            nodes_known: Some(reads.nodes_known),
-            ports_known: Some(reads.ports_known),
+            nodes_known: Some(parts.nodes_known),
+            ports_known: Some(parts.ports_known),
         };
         tasks.spawn(apply.run(stop.clone()));
         let publish = move |nodes| {
             inventory.send_replace(Arc::new(nodes));
             std::future::ready(())
         };
-        let (client, selector, allow_empty) = (context.client.clone(), reads.selector, reads.allow_empty);
+        let (client, selector, allow_empty) = (context.client.clone(), parts.selector, parts.allow_empty);
         tasks.spawn(nodes::run(client, selector, health, allow_empty, last_known, publish, stop));
         tasks.spawn(configmap::run(context.clone(), events.clone(), listeners.clone(), say_ports));
         tasks.spawn(service_ranges::run(context.clone(), say_ranges, service_ranges::AGAIN));
-        tasks.spawn(peers::run(context.clone(), reads.given_peers, state_dir.clone(), reads.peers));
+        tasks.spawn(peers::run(context.clone(), parts.given_peers, state_dir.clone(), parts.peers));
         let (Some(certificate), Some(events)) = (certificate, events) else { return };
         tasks.spawn(authority::follow(context.clone(), state_dir));
-        tasks.spawn(revocations::follow(context.clone(), writes.revocations));
-        tasks.spawn(csr::run(writers.clone(), certificate.ca.clone(), writes.standing, writes.pki_metrics));
-        if let Some(zones) = writes.dns_records {
+        tasks.spawn(revocations::follow(context.clone(), parts.revocations));
+        tasks.spawn(csr::run(writers.clone(), certificate.ca.clone(), parts.standing, parts.pki_metrics));
+        if let Some(zones) = parts.dns_records {
             tasks.spawn(dns::run(writers.clone(), events.clone(), zones, self.records_left_out));
         }
         tasks.spawn(service::run(writers.clone(), listeners));
         let (sessions, peers) = (runtime.sessions.clone(), runtime.peers.clone());
-        tasks.spawn(tunnels::run(writers, events, sessions, peers, writes.node_condition));
-        tasks.spawn(names::run(context, certificate, writes.server_names));
+        tasks.spawn(tunnels::run(writers, events, sessions, peers, parts.node_condition));
+        tasks.spawn(names::run(context, certificate, parts.server_names));
     }
 }
 
