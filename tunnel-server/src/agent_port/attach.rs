@@ -234,11 +234,10 @@ async fn session(
     place.attached();
     context.metrics.handshake("attached");
     tracing::info!(node = %session.node, %peer, epoch = session.epoch, version = %session.agent_version, "session attached");
-    let told = Told { bundle, loopback };
     // Beside everything else: it waits for no notice that a dead agent does not acknowledge.
     let end = tokio::select! {
         dead = link::keep_alive(pings, &flow, || session.stalls.sweep()) => dead.into(),
-        end = follow(context, &session, &mut client, &mut events, told) => end,
+        end = follow(context, &session, &mut client, &mut events, (bundle, loopback)) => end,
     };
     if let Some(refusal) = session.refusal.get() {
         // Clients must not reach it while the agent is notified.
@@ -345,13 +344,6 @@ async fn greet(
     }
 }
 
-/// Values sent in the Welcome.
-struct Told {
-    /// Reports changes since then.
-    bundle: watch::Receiver<Arc<TrustBundle>>,
-    loopback: Vec<u32>,
-}
-
 /// Notices that were not sent yet, or not acknowledged because the agent's line was down for a moment or is slow.
 #[derive(Default)]
 struct Unheard {
@@ -410,13 +402,13 @@ impl Unheard {
     }
 }
 
-/// Follows a registered session until it ends.
+/// Follows a registered session until it ends. `bundle` reports changes since the Welcome, which had these `loopback` ports.
 async fn follow(
     context: &LinkContext,
     session: &Arc<Session>,
     client: &mut AgentClient<Channel>,
     events: &mut Streaming<AgentEvent>,
-    Told { mut bundle, mut loopback }: Told,
+    (mut bundle, mut loopback): (watch::Receiver<Arc<TrustBundle>>, Vec<u32>),
 ) -> End {
     let mut settings = context.settings.clone();
     // May have changed after the Welcome was sent.

@@ -41,7 +41,6 @@ use attach::Presented;
 use enroll::{EnrollConnections, EnrollPlace};
 use handshakes::{Connection, Error, Handshakes};
 use judged::Judged;
-use peer::Incoming;
 
 pub struct AgentPort {
     handshakes: Handshakes,
@@ -147,8 +146,8 @@ impl AgentPort {
                 let gate = &self.handshakes.gate;
                 let linked = gate.peer(&judged.name(), peer.ip()).ok_or(Error::Links)?;
                 drop(place);
-                let incoming = Incoming { judged, peer, place: linked, shares: gate.forwarded.clone() };
-                let link = peer::serve(self.listeners.clone(), Box::new(stream), incoming);
+                let places = (linked, gate.forwarded.clone());
+                let link = peer::serve(self.listeners.clone(), Box::new(stream), (judged, peer), places);
                 let link = self.context.stop.clone().run_until_cancelled_owned(Box::pin(link));
                 worker.spawn(self.handshakes.links.track_future(link));
             }

@@ -38,21 +38,13 @@ const STATUS_PART: usize = 64 << 10;
 /// page that is open at the other server.
 const MOST_CALLS: usize = 16;
 
-/// A link before HTTP/2 begins.
-pub(super) struct Incoming {
-    /// A server or a redirector.
-    pub(super) judged: Judged,
-    pub(super) peer: SocketAddr,
-    pub(super) place: Place<String>,
-    /// Of the connections to forward.
-    pub(super) shares: Shares,
-}
-
-/// Serves the link until it ends. A redirector, which has no CA, also gets the roots.
+/// Serves the link of a server or a redirector until it ends. A redirector, which has no CA, also gets the roots. `shares`:
+/// of the connections to forward.
 pub(super) async fn serve(
     listeners: ListenerContext,
     stream: Box<TlsStream<Wire>>,
-    Incoming { judged, peer, place, shares }: Incoming,
+    (judged, peer): (Judged, SocketAddr),
+    (place, shares): (Place<String>, Shares),
 ) {
     let (context, server_id, redirector) = (judged.context.clone(), judged.name(), judged.is_redirector());
     link::tune_server_link(stream.get_ref().0);

@@ -22,7 +22,7 @@ use crate::admission::Budget;
 use crate::agent_port::{AgentPort, Handover, LinkContext};
 use crate::config::{Config, NodeSource};
 use crate::kube::Parts as KubeParts;
-use crate::listen::{AgentPorts, Callers, Parts, places};
+use crate::listen::{Callers, Parts, places};
 use crate::listener::ListenerContext;
 use crate::listener::{end_moved, judge_open};
 use crate::peers::{self, PeerContext, RedirectorLinks, Trust};
@@ -68,10 +68,9 @@ impl Bound {
             let context = ListenerContext::of(runtime);
             let (tls, workers) = (certificate.tls.clone(), runtime.workers.clone());
             let workloads = config.listeners.connect.policy.is_some().then(|| callers.workloads());
-            let port = AgentPort::new(tls, workers, enroll, links, context, workloads, &budget);
-            AgentPorts { port, peers }
+            AgentPort::new(tls, workers, enroll, links, context, workloads, &budget)
         });
-        let agent_port = agents.as_ref().map(|agents| agents.port.clone());
+        let agent_port = agents.clone();
         let parts = Parts {
             config: &config.listeners,
             runtime,
@@ -86,6 +85,7 @@ impl Bound {
             egress_socket: None,
             egress_tls,
             agents,
+            peers,
         };
         listeners.start(parts, &budget);
 

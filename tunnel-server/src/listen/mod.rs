@@ -10,5 +10,5 @@ mod table;
 pub(crate) use bound::Listeners;
 pub(crate) use callers::Callers;
 pub use config::{CommonConfig, DEFAULT_ADMIN_ADDRESS, ListenersConfig};
-pub(crate) use parts::{AgentPorts, Files, Parts};
+pub(crate) use parts::{Files, Parts};
 pub(crate) use table::{ADMIN, places};

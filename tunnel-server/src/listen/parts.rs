@@ -68,13 +68,8 @@ pub(crate) struct Parts<'a> {
     /// None: the egress listener has no port.
     pub(crate) egress_tls: Option<EgressTls>,
     /// None: this is a redirector.
-    pub(crate) agents: Option<AgentPorts>,
-}
-
-/// The ports of agents.
-pub(crate) struct AgentPorts {
-    pub(crate) port: Arc<AgentPort>,
-    /// The other servers.
+    pub(crate) agents: Option<Arc<AgentPort>>,
+    /// The other servers, of which konnectivity's agents are told the number.
     pub(crate) peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
 }
 

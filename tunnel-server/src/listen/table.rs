@@ -207,8 +207,8 @@ fn reachable(addresses: impl IntoIterator<Item = SocketAddr>) -> BTreeSet<u16> {
 fn agents(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
     let Some(agents) = &parts.agents else { return };
     for socket in sockets {
-        parts.runtime.tasks.spawn(agents.port.clone().serve(parts.gates.agents.guard(socket)));
-        parts.runtime.tasks.spawn(agents.port.clone().shut_out());
+        parts.runtime.tasks.spawn(agents.clone().serve(parts.gates.agents.guard(socket)));
+        parts.runtime.tasks.spawn(agents.clone().shut_out());
     }
 }
 
@@ -220,7 +220,7 @@ fn konnectivity(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
         let reviewer = parts.callers.client.clone();
         let reviewer = reviewer.map(|client| Reviewer::new(client, Audiences::only(&options.audience)));
         let tokens = Tokens::new(reviewer, service_account_user(&options.account));
-        let port = agents.port.for_konnectivity(tokens, agents.peers.clone());
+        let port = agents.for_konnectivity(tokens, parts.peers.clone());
         parts.runtime.tasks.spawn(port.serve(parts.gates.agents.guard(socket)));
     }
 }

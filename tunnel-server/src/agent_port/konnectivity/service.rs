@@ -105,21 +105,13 @@ impl AgentService for Service {
         let server_id = server_id.map_err(|error| Status::internal(error.to_string()))?;
         response.metadata_mut().insert("serverid", server_id);
         response.metadata_mut().insert("servercount", servers.into());
-        let stream = Stream {
-            context: self.context.clone(),
-            peer,
-            presented,
-            by_token,
-            place,
-            worker: self.worker.clone(),
-            packets: packets.clone(),
-        };
+        let (context, worker) = (self.context.clone(), self.worker.clone());
+        let agent = (presented, by_token, place);
+        let session = run((context, peer, worker), agent, packets.clone(), request.into_inner());
         let stop = self.context.link.stop.clone();
         tokio::spawn(self.context.links.track_future(async move {
             let _under_way = under_way;
-            let Some(Err(status)) = stop.run_until_cancelled(stream.run(request.into_inner())).await else {
-                return;
-            };
+            let Some(Err(status)) = stop.run_until_cancelled(session).await else { return };
             tracing::debug!(%peer, error = %status, "konnectivity agent stream failed");
             let _ = packets.try_send(Err(status));
         }));
@@ -140,61 +132,51 @@ fn hello(node: &NodeName, sessions: &Sessions, successor: bool) -> Hello {
     }
 }
 
-/// An accepted stream.
-struct Stream {
-    context: Arc<Context>,
-    peer: SocketAddr,
-    presented: Presented,
-    /// Without a certificate.
-    by_token: Option<ByToken>,
-    place: Certified,
-    worker: Handle,
+/// Attaches, and relays until either end has ended the session. An agent has a certificate, or it was let in `by_token`.
+async fn run(
+    (context, peer, worker): (Arc<Context>, SocketAddr, Handle),
+    (presented, by_token, place): (Presented, Option<ByToken>, Certified),
     packets: Packets,
-}
-
-impl Stream {
-    /// Attaches, and relays until either end has ended the session.
-    async fn run(self, incoming: Streaming<Packet>) -> Result<(), Status> {
-        let Self { context, peer, presented, by_token, place, worker, packets } = self;
-        let Presented { node, credential } = presented.clone();
-        let older = context.link.sessions.get(&presented.node);
-        if let Some(older) = &older {
-            tokio::select! {
-                () = older.closed.cancelled() => {}
-                () = tokio::time::sleep(OLDER) => {}
-                () = packets.closed() => return Ok(()),
-            }
+    incoming: Streaming<Packet>,
+) -> Result<(), Status> {
+    let Presented { node, credential } = presented.clone();
+    let older = context.link.sessions.get(&presented.node);
+    if let Some(older) = &older {
+        tokio::select! {
+            () = older.closed.cancelled() => {}
+            () = tokio::time::sleep(OLDER) => {}
+            () = packets.closed() => return Ok(()),
         }
-        // The older session, which may be draining, finishes its connections.
-        let hello = hello(&presented.node, &context.link.sessions, older.is_some());
-        let (near, far) = tokio::io::duplex(PIPE);
-        let link = (near, Arc::<Flow>::default());
-        let session = attach::run(context.link.clone(), link, peer, presented, worker, place);
-        let session = context.link.stop.clone().run_until_cancelled_owned(Box::pin(session));
-        tokio::spawn(context.links.track_future(session));
-        let mut serving = std::pin::pin!(agent::serve(Arc::new(Agent::new(hello, packets)), far, incoming));
-        let lapsed = async {
-            let Some(by_token) = by_token.map(Arc::new) else { return std::future::pending().await };
-            let reason = by_token.clone().lapsed().await;
-            if by_token.has_expired() {
-                // The agent shows its next one only when it connects again.
-                let unused = context.link.sessions.unused(&node, &credential);
-                let _ = tokio::time::timeout(EXPIRED, unused).await;
-            }
-            reason
-        };
-        let reason = tokio::select! {
-            ended = &mut serving => return ended,
-            reason = lapsed => reason,
-        };
-        let refusal = Refusal::Token(reason);
-        if context.link.sessions.refuse(&node, &credential, &refusal) {
-            // The session tells the agent why it ends, as any other one.
-            return serving.await;
-        }
-        context.link.metrics.session_refused(refusal.label());
-        Err(Status::permission_denied(refusal.to_string()))
     }
+    // The older session, which may be draining, finishes its connections.
+    let hello = hello(&presented.node, &context.link.sessions, older.is_some());
+    let (near, far) = tokio::io::duplex(PIPE);
+    let link = (near, Arc::<Flow>::default());
+    let session = attach::run(context.link.clone(), link, peer, presented, worker, place);
+    let session = context.link.stop.clone().run_until_cancelled_owned(Box::pin(session));
+    tokio::spawn(context.links.track_future(session));
+    let mut serving = std::pin::pin!(agent::serve(Arc::new(Agent::new(hello, packets)), far, incoming));
+    let lapsed = async {
+        let Some(by_token) = by_token.map(Arc::new) else { return std::future::pending().await };
+        let reason = by_token.clone().lapsed().await;
+        if by_token.has_expired() {
+            // The agent shows its next one only when it connects again.
+            let unused = context.link.sessions.unused(&node, &credential);
+            let _ = tokio::time::timeout(EXPIRED, unused).await;
+        }
+        reason
+    };
+    let reason = tokio::select! {
+        ended = &mut serving => return ended,
+        reason = lapsed => reason,
+    };
+    let refusal = Refusal::Token(reason);
+    if context.link.sessions.refuse(&node, &credential, &refusal) {
+        // The session tells the agent why it ends, as any other one.
+        return serving.await;
+    }
+    context.link.metrics.session_refused(refusal.label());
+    Err(Status::permission_denied(refusal.to_string()))
 }
 
 #[cfg(test)]
