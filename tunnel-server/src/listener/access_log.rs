@@ -139,6 +139,20 @@ impl AccessLogGuard {
         if self.in_flight.shutdown().is_forced() { Outcome::Shutdown } else { Outcome::TunnelLost }
     }
 
+    /// Waits until the connection, which another task relays, has to end. `link`: as in [`Self::relaying`].
+    pub(crate) fn over(&self, link: Option<&Link>) -> impl Future<Output = Outcome> + use<> {
+        let (abort, forced) = (self.connection.abort.clone(), self.forced().clone());
+        let over = link.map_or_else(|| forced.clone(), |link| link.over.clone());
+        async move {
+            tokio::select! {
+                (outcome, _) = abort.triggered() => outcome,
+                () = over.cancelled() => {
+                    if forced.is_cancelled() { Outcome::Shutdown } else { Outcome::TunnelLost }
+                }
+            }
+        }
+    }
+
     /// Waits until the connection is ended from outside, before it is relayed.
     pub(crate) fn aborted(&self) -> impl Future<Output = Failed> + use<> {
         let abort = self.connection.abort.clone();

@@ -65,20 +65,12 @@ impl Stream {
     /// link.
     fn into_pipe(self, record: &AccessLogGuard) -> TunnelStream {
         let Self { way, mut send, stream } = self;
-        let (abort, traffic) = record.relaying(Some(way.link()), way.relayed());
-        let forced = record.forced().clone();
+        let (_, traffic) = record.relaying(Some(way.link()), way.relayed());
+        let over = record.over(Some(way.link()));
         let (near, far) = pipe();
         let worker = way.link().worker.clone();
         worker.spawn(async move {
             let on = way.on();
-            let over = async {
-                tokio::select! {
-                    (outcome, _) = abort.triggered() => outcome,
-                    () = on.link.over.cancelled() => {
-                        if forced.is_cancelled() { Outcome::Shutdown } else { Outcome::TunnelLost }
-                    }
-                }
-            };
             let pipe = Pipe { flow: &on.link.flow, stalls: on.stalls, traffic: &traffic };
             far.run(pipe, &mut send, stream, over).await;
         });
@@ -203,18 +195,10 @@ impl Upstream {
             Self::Edge(stream) => return stream.into_pipe(record),
             Self::Direct(target) => target,
         };
-        let (abort, traffic) = record.relaying(None, &Totals::default());
-        let forced = record.forced().clone();
+        let (_, traffic) = record.relaying(None, &Totals::default());
+        let over = record.over(None);
         let (near, far) = pipe();
-        tokio::spawn(async move {
-            let over = async {
-                tokio::select! {
-                    (outcome, _) = abort.triggered() => outcome,
-                    () = forced.cancelled() => Outcome::Shutdown,
-                }
-            };
-            far.run_to_socket(&mut target, &traffic, over).await;
-        });
+        tokio::spawn(async move { far.run_to_socket(&mut target, &traffic, over).await });
         near
     }
 }

@@ -116,13 +116,7 @@ impl TakeOver {
             let started = Instant::now();
             self.find_fleet(before).await;
             match self.hand_over(before).await {
-                Ok((told, came)) => tracing::info!(
-                    server_id = before.own().server_id,
-                    agents = told,
-                    attached = came,
-                    duration_ms = started.elapsed().as_millis(),
-                    "took over from the previous server"
-                ),
+                Ok(moved) => log_moved(before, started, moved, "took over from the previous server"),
                 Err(error) => {
                     let reason = without(&error);
                     tracing::warn!(server_id = before.own().server_id, reason, %error, "failed to take over from the previous server");
@@ -194,13 +188,7 @@ impl TakeOver {
     async fn give_back(&self, before: &mut Predecessor) {
         let started = Instant::now();
         match self.hand_back(before).await {
-            Ok((told, came)) => tracing::info!(
-                server_id = before.own().server_id,
-                agents = told,
-                attached = came,
-                duration_ms = started.elapsed().as_millis(),
-                "handed back to the previous server"
-            ),
+            Ok(moved) => log_moved(before, started, moved, "handed back to the previous server"),
             // It goes on all the same, once this connection ends.
             Err(error) => {
                 tracing::warn!(server_id = before.own().server_id, %error, "failed to hand back to the previous server");
@@ -283,6 +271,12 @@ pub(crate) const PORTS: &str = "ports";
 /// Between two looks for so many nodes.
 fn pause(nodes: usize) -> Duration {
     CHECK + EACH * u32::try_from(nodes).unwrap_or(u32::MAX)
+}
+
+/// Logs that so many nodes' agents were told to move, and that so many of them came.
+fn log_moved(before: &Predecessor, started: Instant, (agents, attached): (usize, usize), done: &str) {
+    let (server_id, duration_ms) = (&before.own().server_id, started.elapsed().as_millis());
+    tracing::info!(server_id, agents, attached, duration_ms, "{done}");
 }
 
 /// Why this server goes on without the one before.
