@@ -3,14 +3,17 @@
 use std::path::PathBuf;
 
 use ipnet::IpNet;
+use netlink_packet_route::route::RouteType;
 use tunnel_runtime::kernel::release;
 
 use super::attached::{self, AttachType};
 use super::cgroup::Cgroup;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
+use super::kernel::Kernel;
+use super::netlink::destination;
 use super::netns::this_netns;
-use super::{load, netlink, pins, preflight, range_use};
+use super::{load, pins, preflight, range_use};
 
 const FAILS: &str = "fails at connect()";
 
@@ -73,8 +76,8 @@ pub fn foreign_lookups() -> Result<Vec<String>, RedirectError> {
 /// The routes cannot be listed.
 pub fn missing_range_routes(config: &RedirectConfig) -> Result<Vec<IpNet>, RedirectError> {
     let mut missing = config.ranges(preflight::ipv6_usable().is_ok());
-    let routes = netlink::blocking(|handle| async move { netlink::local_routes(&handle).await })?;
-    missing.retain(|range| !routes.iter().any(|route| route.contains(range)));
+    let local = Kernel::open()?.routes_of(RouteType::Local, |route| route.header.kind == RouteType::Local)?;
+    missing.retain(|range| !local.iter().filter_map(destination).any(|route| route.contains(range)));
     Ok(missing)
 }
 

@@ -16,6 +16,7 @@ mod config;
 mod error;
 mod feed;
 mod freed;
+mod kernel;
 mod listen;
 mod load;
 mod map_changes;

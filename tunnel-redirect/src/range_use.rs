@@ -1,28 +1,24 @@
 //! Detects other users of the redirect ranges in this network namespace: an address, a route, or a rule that takes
 //! precedence over the redirect route.
 
-use std::collections::BTreeMap;
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 
-use futures_util::TryStreamExt;
 use ipnet::IpNet;
-use netlink_packet_route::AddressFamily;
-use netlink_packet_route::address::AddressMessage;
-use netlink_packet_route::link::LinkAttribute;
+use netlink_packet_route::address::{AddressAttribute, AddressMessage};
 use netlink_packet_route::route::{RouteAttribute, RouteMessage, RouteProtocol, RouteType};
 use netlink_packet_route::rule::{RuleAction, RuleAttribute, RuleFlags, RuleMessage};
 use nix::libc;
-use rtnetlink::{Handle, IpVersion, RouteMessageBuilder};
+use nix::net::if_::if_indextoname;
 use tunnel_abi::LOOPBACK_IFINDEX;
 
 use super::config::RedirectConfig;
 use super::error::RedirectError;
-use super::netlink::{self, attribute, destination, own_address};
+use super::kernel::Kernel;
+use super::netlink::{attribute, destination, family};
 
 /// Configuration of this network namespace.
 #[derive(Debug, Default)]
 struct Network {
-    links: BTreeMap<u32, String>,
     addresses: Vec<AddressMessage>,
     routes: Vec<RouteMessage>,
     rules: Vec<RuleMessage>,
@@ -34,8 +30,7 @@ struct Network {
 /// [`RedirectError::RangeUsed`], or the namespace cannot be listed.
 pub(super) fn check(config: &RedirectConfig, ipv6: bool) -> Result<(), RedirectError> {
     let ranges = config.ranges(ipv6);
-    let of_interest = ranges.clone();
-    let network = netlink::blocking(|handle| async move { read(&handle, &of_interest).await })?;
+    let network = read(&ranges)?;
     for range in ranges {
         if let Some(user) = network.user_of(range) {
             let key = if range.addr().is_ipv4() { "--redirect-range" } else { "--redirect-range-v6" };
@@ -46,36 +41,18 @@ pub(super) fn check(config: &RedirectConfig, ipv6: bool) -> Result<(), RedirectE
 }
 
 /// Reads what may concern these ranges: a host may have a million other routes.
-async fn read(handle: &Handle, ranges: &[IpNet]) -> Result<Network, RedirectError> {
-    let failed = |what: &str| {
-        let operation = format!("list the {what}");
-        move |error: rtnetlink::Error| RedirectError::Netlink { operation, reason: error.to_string() }
-    };
-    let mut network = Network::default();
-    let links: Vec<_> = handle.link().get().execute().try_collect().await.map_err(failed("interfaces"))?;
-    for link in links {
-        let name = attribute!(link, LinkAttribute::IfName);
-        network.links.extend(name.map(|name| (link.header.index, name.clone())));
+fn read(ranges: &[IpNet]) -> Result<Network, RedirectError> {
+    let mut kernel = Kernel::open()?;
+    let overlaps =
+        |network: IpNet| ranges.iter().any(|range| network.contains(range) || range.contains(&network));
+    let addresses = kernel.addresses()?;
+    let routes = kernel.routes_of(RouteType::Unspec, |route| destination(route).is_none_or(overlaps))?;
+    let mut rules = Vec::new();
+    for ipv6 in [false, true] {
+        // A kernel without policy routing has no rules, and may answer with an error.
+        rules.extend(kernel.rules(ipv6).unwrap_or_default());
     }
-    network.addresses = handle.address().get().execute().try_collect().await.map_err(failed("addresses"))?;
-    for request in
-        [RouteMessageBuilder::<Ipv4Addr>::new().build(), RouteMessageBuilder::<Ipv6Addr>::new().build()]
-    {
-        let overlaps =
-            |network: IpNet| ranges.iter().any(|range| network.contains(range) || range.contains(&network));
-        let mut routes = handle.route().get(request).execute();
-        while let Some(route) = routes.try_next().await.map_err(failed("routes"))? {
-            if destination(&route).is_none_or(overlaps) {
-                network.routes.push(route);
-            }
-        }
-    }
-    for version in [IpVersion::V4, IpVersion::V6] {
-        // A kernel without policy routing has no rules, and answers with an error.
-        let rules: Result<Vec<_>, _> = handle.rule().get(version).execute().try_collect().await;
-        network.rules.extend(rules.unwrap_or_default());
-    }
-    Ok(network)
+    Ok(Network { addresses, routes, rules })
 }
 
 impl Network {
@@ -89,7 +66,7 @@ impl Network {
             |message: &&AddressMessage| own_address(message).is_some_and(|address| range.contains(&address));
         let found = self.addresses.iter().find(inside)?;
         let (address, length) = (own_address(found)?, found.header.prefix_len);
-        Some(format!("the address {address}/{length} of the interface {}", self.link(found.header.index)))
+        Some(format!("the address {address}/{length} of the interface {}", link(found.header.index)))
     }
 
     /// Ignores wider routes, such as a default route: they are not meant for the range.
@@ -97,13 +74,13 @@ impl Network {
         let foreign = |route: &&RouteMessage| {
             destination(route).is_some_and(|network| range.contains(&network)) && !is_harmless(route)
         };
-        self.routes.iter().find(foreign).map(|route| self.describe(route))
+        self.routes.iter().find(foreign).map(describe)
     }
 
     /// Finds a rule before the table `local` that has another route for virtual addresses. Rules for marked packets or for a VRF
     /// do not apply to the clients' packets.
     fn rule_for(&self, range: IpNet) -> Option<String> {
-        let family = if range.addr().is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
+        let family = family(range.addr().is_ipv6());
         let rules = || self.rules.iter().filter(|rule| rule.header.family == family);
         rules().next()?;
         let asking =
@@ -123,7 +100,7 @@ impl Network {
             if let Some(route) =
                 self.routes.iter().filter(|route| route.header.address_family == family).find(leads)
             {
-                let (priority, route) = (priority(rule), self.describe(route));
+                let (priority, route) = (priority(rule), describe(route));
                 return Some(format!(
                     "{route}, which the rule of priority {priority} puts before the table local"
                 ));
@@ -132,22 +109,31 @@ impl Network {
         None
     }
 
-    fn describe(&self, route: &RouteMessage) -> String {
-        let network = destination(route).map_or_else(|| "default".to_owned(), |network| network.to_string());
-        let device = attribute!(route, RouteAttribute::Oif);
-        let device = device.map(|index| format!(" by the interface {}", self.link(*index)));
-        let table = match table_of(route) {
-            LOCAL => "local".to_owned(),
-            254 => "main".to_owned(),
-            other => other.to_string(),
-        };
-        let (device, protocol) = (device.unwrap_or_default(), route.header.protocol);
-        format!("the route {network}{device} in the table {table} (protocol {protocol:?})")
-    }
+}
 
-    fn link(&self, index: u32) -> &str {
-        self.links.get(&index).map_or("that is gone", String::as_str)
-    }
+fn describe(route: &RouteMessage) -> String {
+    let network = destination(route).map_or_else(|| "default".to_owned(), |network| network.to_string());
+    let device = attribute!(route, RouteAttribute::Oif);
+    let device = device.map(|index| format!(" by the interface {}", link(*index)));
+    let table = match table_of(route) {
+        LOCAL => "local".to_owned(),
+        254 => "main".to_owned(),
+        other => other.to_string(),
+    };
+    let (device, protocol) = (device.unwrap_or_default(), route.header.protocol);
+    format!("the route {network}{device} in the table {table} (protocol {protocol:?})")
+}
+
+/// Name of an interface.
+fn link(index: u32) -> String {
+    let name = if_indextoname(index as libc::c_uint);
+    name.map_or_else(|_| "that is gone".to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+/// This host's address in a message: IFA_LOCAL, else IFA_ADDRESS, which is the same or a point-to-point peer's.
+fn own_address(message: &AddressMessage) -> Option<IpAddr> {
+    let local = attribute!(message, AddressAttribute::Local);
+    local.or_else(|| attribute!(message, AddressAttribute::Address)).copied()
 }
 
 const LOCAL: u32 = libc::RT_TABLE_LOCAL as u32;
@@ -222,6 +208,11 @@ fn default_of(range: IpNet) -> IpNet {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
+    use netlink_packet_route::AddressFamily;
+    use rtnetlink::RouteMessageBuilder;
+
     use super::*;
 
     fn rule(

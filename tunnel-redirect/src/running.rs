@@ -21,10 +21,10 @@ use super::change::{Change, ComesIn};
 use super::claim::Claim;
 use super::config::{OrphanPolicy, RedirectConfig};
 use super::error::RedirectError;
+use super::kernel::Kernel;
 use super::load::{ProgramInfo, Programs};
 use super::map_contents::{HostContext, MapContents};
 use super::maps::Maps;
-use super::netlink;
 use super::preflight::Features;
 use super::program_log::ProgramLog;
 use super::self_test_addresses::SelfTestAddresses;
@@ -259,10 +259,10 @@ impl Redirect {
         }
         let ranges = self.config.ranges(self.ipv6);
         // First, and whatever becomes of the others: the host's own processes need these.
-        let added = netlink::blocking(|handle| async move {
+        let added = Kernel::open().and_then(|mut kernel| {
             let mut added = Ok(false);
             for range in ranges {
-                let of_range = netlink::add_route(&handle, range).await;
+                let of_range = kernel.add_range_route(range);
                 added = added.and_then(|added| Ok(added | of_range?));
             }
             added

@@ -10,9 +10,10 @@ use super::by_route::{ByRoute, remove_leftovers};
 use super::claim;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
+use super::kernel::Kernel;
 use super::pins::Others;
 use super::running::Redirect;
-use super::{netlink, pins, preflight};
+use super::{pins, preflight};
 
 /// Maximum time in which a server that resumes reattaches its programs.
 const RESUMED: Duration = Duration::from_secs(1);
@@ -121,14 +122,7 @@ impl Redirect {
             Ok(false) => {}
             Err(error) => tracing::warn!(%error, "failed to look for another server that redirects"),
         }
-        let ranges = self.config.ranges(self.ipv6);
-        let removed = netlink::blocking(|handle| async move {
-            for range in ranges {
-                netlink::remove_route(&handle, range).await?;
-            }
-            Ok(())
-        });
-        if let Err(error) = removed {
+        if let Err(error) = remove_routes(self.config.ranges(self.ipv6)) {
             tracing::warn!(%error, "failed to remove a redirect route");
         }
     }
@@ -166,15 +160,18 @@ pub fn cleanup(config: &RedirectConfig) -> Result<Cleaned, RedirectError> {
     if let Some(taken) = claim::holder(config, ipv6)? {
         return Err(taken);
     }
-    let ranges = config.ranges(ipv6);
-    let routes = netlink::blocking(|handle| async move {
-        let mut removed = Vec::new();
-        for range in ranges {
-            if netlink::remove_route(&handle, range).await? {
-                removed.push(range);
-            }
-        }
-        Ok(removed)
-    })?;
+    let routes = remove_routes(config.ranges(ipv6))?;
     Ok(Cleaned { pins, routes, rules })
+}
+
+/// Removes the redirect routes of these ranges, and returns those ranges that had one.
+fn remove_routes(ranges: Vec<IpNet>) -> Result<Vec<IpNet>, RedirectError> {
+    let mut kernel = Kernel::open()?;
+    let mut removed = Vec::new();
+    for range in ranges {
+        if kernel.remove_range_route(range)? {
+            removed.push(range);
+        }
+    }
+    Ok(removed)
 }

@@ -12,7 +12,7 @@ use netlink_packet_route::rule::{
 use netlink_packet_route::{AddressFamily, IpProtocol};
 
 use super::wanted::{Kind, Packets, Route, Rule, Table};
-use crate::netlink::{attribute, destination};
+use crate::netlink::{attribute, destination, family};
 
 /// Marks rules and routes as Postern's. Not in `/etc/iproute2/rt_protos`, nor used by FRR or BIRD.
 const PROTOCOL: RouteProtocol = RouteProtocol::Other(201);
@@ -65,10 +65,6 @@ pub(super) struct ListedRoute {
     pub(super) message: RouteMessage,
     /// Its meaning, if it is one that the server with this device writes.
     pub(super) route: Option<Route>,
-}
-
-pub(super) fn family(ipv6: bool) -> AddressFamily {
-    if ipv6 { AddressFamily::Inet6 } else { AddressFamily::Inet }
 }
 
 impl Rule {

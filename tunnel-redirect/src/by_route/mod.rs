@@ -3,7 +3,6 @@
 //! that a translation leads to an edge node.
 
 mod device;
-mod kernel;
 mod messages;
 mod probe;
 mod steady;

@@ -8,11 +8,11 @@ use netlink_packet_route::route::{RouteAttribute, RouteMessage, RouteType};
 use nix::libc;
 use nix::net::if_::if_indextoname;
 
-use super::kernel::Kernel;
 use super::messages::Place;
 use super::steady::ByRoute;
 use super::wanted::{Kind, Packets, Route, Rule, Table};
 use crate::error::{RedirectError, SelfTestError};
+use crate::kernel::Kernel;
 use crate::netlink::attribute;
 
 impl ByRoute {

@@ -3,14 +3,15 @@
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
+use netlink_packet_route::route::RouteType;
 use tunnel_abi::{LOOPBACK_IFINDEX, UPLINK_CAPACITY};
 
 use super::device::{self, Device};
-use super::kernel::Kernel;
-use super::messages::{ListedRule, Place};
+use super::messages::{ListedRoute, ListedRule, Place};
 use super::uplinks::{self, Uplinks};
 use super::wanted::{Kind, Packets, Route, Rule, Table, Wanted};
 use crate::error::RedirectError;
+use crate::kernel::Kernel;
 
 const TABLES: [Table; 3] = [Table::Ports, Table::AnyPort, Table::NotTaken];
 
@@ -134,7 +135,8 @@ impl ByRoute {
         let (mut rules, mut foreign) = (BTreeSet::new(), Vec::new());
         self.others.clear();
         for ipv6 in families(self.ipv6) {
-            for ListedRule { message, number, rule } in self.kernel.rules(ipv6)? {
+            let listed = self.kernel.rules(ipv6)?.into_iter().filter_map(ListedRule::read);
+            for ListedRule { message, number, rule } in listed {
                 if number != place.number {
                     self.others.insert(number);
                     continue;
@@ -155,7 +157,8 @@ impl ByRoute {
         let (mut routes, mut foreign) = (BTreeSet::<Route>::new(), Vec::new());
         for ipv6 in families(self.ipv6) {
             for table in TABLES {
-                for listed in self.kernel.routes(ipv6, table, place)? {
+                for message in self.kernel.routes_in(ipv6, place.table(table))? {
+                    let listed = ListedRoute::read(message, table, place);
                     let wanted = listed.route.filter(|route| self.present.routes.contains(route));
                     if !wanted.is_some_and(|route| routes.insert(route)) {
                         foreign.push(listed.message);
@@ -237,10 +240,8 @@ impl ByRoute {
     /// tables: a host with several networks may have the default route of one in a table for some sources only.
     pub(crate) fn uplinks(&mut self, others: &BTreeSet<IpAddr>) -> Result<Uplinks, RedirectError> {
         let mut uplinks = Uplinks::default();
-        for ipv6 in families(true) {
-            let routes = self.kernel.unicast_routes(ipv6, |route| uplinks::leads_to(route, others))?;
-            routes.iter().for_each(|route| uplinks.add(route));
-        }
+        let routes = self.kernel.routes_of(RouteType::Unicast, |route| uplinks::leads_to(route, others))?;
+        routes.iter().for_each(|route| uplinks.add(route));
         uplinks.interfaces.remove(&LOOPBACK_IFINDEX);
         for interface in uplinks.interfaces.clone() {
             uplinks.interfaces.extend(self.kernel.controller(interface)?);
@@ -286,15 +287,15 @@ fn remove_dead(kernel: &mut Kernel) -> Result<(), RedirectError> {
     kernel.remove_rules(listed.into_iter().map(|listed| listed.message).collect())?;
     for number in numbers {
         for (ipv6, table) in [false, true].into_iter().flat_map(|ipv6| TABLES.map(|table| (ipv6, table))) {
-            let listed = kernel.routes(ipv6, table, Place { number, index: 0 })?;
-            kernel.remove_routes(listed.into_iter().map(|listed| listed.message))?;
+            let place = Place { number, index: 0 };
+            let listed = kernel.routes_in(ipv6, place.table(table))?.into_iter();
+            kernel.remove_routes(listed.map(|message| ListedRoute::read(message, table, place).message))?;
         }
     }
     Ok(())
 }
 
 fn rules(kernel: &mut Kernel) -> Result<Vec<ListedRule>, RedirectError> {
-    let mut rules = kernel.rules(false)?;
-    rules.extend(kernel.rules(true)?);
-    Ok(rules)
+    let rules = [kernel.rules(false)?, kernel.rules(true)?].concat();
+    Ok(rules.into_iter().filter_map(ListedRule::read).collect())
 }

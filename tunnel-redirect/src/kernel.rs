@@ -1,11 +1,13 @@
-//! Reads and writes rules and routes by rtnetlink, many in one system call.
+//! Reads and writes interfaces, addresses, rules and routes by rtnetlink, many in one system call.
 
+use std::io;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use std::{io, mem};
 
 use ipnet::IpNet;
 use netlink_packet_route::RouteNetlinkMessage;
+use netlink_packet_route::address::AddressMessage;
 use netlink_packet_route::link::{
     AfSpecInet6, AfSpecUnspec, In6AddrGenMode, LinkAttribute, LinkFlags, LinkMessage,
 };
@@ -20,11 +22,10 @@ use rtnetlink::packet_core::{
 };
 use rtnetlink::sys::{Socket, protocols::NETLINK_ROUTE};
 use socket2::SockRef;
+use tunnel_abi::LOOPBACK_IFINDEX;
 
-use super::messages::{ListedRoute, ListedRule, Place, family};
-use super::wanted::Table;
-use crate::error::RedirectError;
-use crate::netlink::attribute;
+use super::error::RedirectError;
+use super::netlink::{attribute, family};
 
 /// Messages in one system call: their answers fit into a socket's default buffer.
 const BATCH: usize = 64;
@@ -34,14 +35,14 @@ const DEADLINE: Duration = Duration::from_secs(10);
 const BUFFER: usize = 64 * 1024;
 /// Attempts at a list that changes while it is read.
 const ATTEMPTS: usize = 5;
+/// It was logged that something in a list is not understood: one process may read the same lists again and again.
+static WARNED: AtomicBool = AtomicBool::new(false);
 
 pub(super) struct Kernel {
     socket: Socket,
     sequence: u32,
     /// Address of the socket, which the kernel names as the author of a change.
     pub(super) port: u32,
-    /// It was logged that others' rules or routes are not understood.
-    warned: bool,
 }
 
 impl Kernel {
@@ -52,7 +53,7 @@ impl Kernel {
             // Lists are then of what was asked for only.
             socket.set_netlink_get_strict_chk(true)?;
             SockRef::from(&socket).set_read_timeout(Some(DEADLINE))?;
-            Ok(Self { socket, sequence: 0, port, warned: false })
+            Ok(Self { socket, sequence: 0, port })
         };
         open().map_err(|error: io::Error| failed("open a connection", &error))
     }
@@ -74,7 +75,7 @@ impl Kernel {
         let mut link = LinkMessage::default();
         link.header.index = index;
         let operation = "read an interface";
-        match self.get(operation, RouteNetlinkMessage::GetLink(link))? {
+        match self.ask(operation, RouteNetlinkMessage::GetLink(link), 0)? {
             Ok(found) => Ok(found.into_iter().find_map(|message| match message {
                 RouteNetlinkMessage::NewLink(link) => Some(link),
                 _ => None,
@@ -101,80 +102,103 @@ impl Kernel {
     pub(super) fn add_rules(&mut self, rules: Vec<RuleMessage>) -> Result<(), RedirectError> {
         // Without NLM_F_EXCL the kernel takes the same rule twice.
         self.change(
-            "add rules",
+            "add rules of --redirect-pods=route",
             NLM_F_CREATE | NLM_F_EXCL,
             rules.into_iter().map(RouteNetlinkMessage::NewRule),
         )
     }
 
     pub(super) fn remove_rules(&mut self, rules: Vec<RuleMessage>) -> Result<(), RedirectError> {
-        self.change("remove rules", 0, rules.into_iter().map(RouteNetlinkMessage::DelRule))
+        let rules = rules.into_iter().map(RouteNetlinkMessage::DelRule);
+        self.change("remove rules of --redirect-pods=route", 0, rules)
     }
 
     pub(super) fn add_routes(
         &mut self,
         routes: impl Iterator<Item = RouteMessage>,
     ) -> Result<(), RedirectError> {
-        self.change("add routes", NLM_F_CREATE | NLM_F_REPLACE, routes.map(RouteNetlinkMessage::NewRoute))
+        let routes = routes.map(RouteNetlinkMessage::NewRoute);
+        self.change("add routes of --redirect-pods=route", NLM_F_CREATE | NLM_F_REPLACE, routes)
     }
 
     pub(super) fn remove_routes(
         &mut self,
         routes: impl Iterator<Item = RouteMessage>,
     ) -> Result<(), RedirectError> {
-        self.change("remove routes", 0, routes.map(RouteNetlinkMessage::DelRoute))
+        let routes = routes.map(RouteNetlinkMessage::DelRoute);
+        self.change("remove routes of --redirect-pods=route", 0, routes)
     }
 
-    /// Rules of all servers of this namespace, running or dead.
-    pub(super) fn rules(&mut self, ipv6: bool) -> Result<Vec<ListedRule>, RedirectError> {
+    /// Adds the redirect route of a range. Returns false if it was there, left by a killed server; it is taken over.
+    pub(super) fn add_range_route(&mut self, range: IpNet) -> Result<bool, RedirectError> {
+        let operation = format!("add the route `local {range} dev lo`");
+        let message = RouteNetlinkMessage::NewRoute(range_route(range));
+        let answer = self.ask(&operation, message, NLM_F_CREATE | NLM_F_EXCL)?;
+        changed(answer, libc::EEXIST, &operation)
+    }
+
+    /// Removes the redirect route of a range. Returns false if there was none.
+    pub(super) fn remove_range_route(&mut self, range: IpNet) -> Result<bool, RedirectError> {
+        let operation = format!("remove the route `local {range} dev lo`");
+        let answer = self.ask(&operation, RouteNetlinkMessage::DelRoute(range_route(range)), 0)?;
+        changed(answer, libc::ESRCH, &operation)
+    }
+
+    /// Addresses of all interfaces.
+    pub(super) fn addresses(&mut self) -> Result<Vec<AddressMessage>, RedirectError> {
+        let request = RouteNetlinkMessage::GetAddress(AddressMessage::default());
+        self.list("list the addresses", &request, |message| match message {
+            RouteNetlinkMessage::NewAddress(address) => Some(address),
+            _ => None,
+        })
+    }
+
+    /// All rules of a family, in the order in which the kernel follows them.
+    pub(super) fn rules(&mut self, ipv6: bool) -> Result<Vec<RuleMessage>, RedirectError> {
         let mut request = RuleMessage::default();
         request.header.family = family(ipv6);
         self.list("list the rules", &RouteNetlinkMessage::GetRule(request), |message| match message {
-            RouteNetlinkMessage::NewRule(message) => ListedRule::read(message),
+            RouteNetlinkMessage::NewRule(rule) => Some(rule),
             _ => None,
         })
     }
 
-    /// Everything in a table of the server with this device.
-    pub(super) fn routes(
-        &mut self,
-        ipv6: bool,
-        table: Table,
-        place: Place,
-    ) -> Result<Vec<ListedRoute>, RedirectError> {
-        let number = RouteAttribute::Table(place.table(table));
+    /// Everything in a table.
+    pub(super) fn routes_in(&mut self, ipv6: bool, table: u32) -> Result<Vec<RouteMessage>, RedirectError> {
+        let table = RouteAttribute::Table(table);
         let mut request = any_route(ipv6);
-        request.attributes = vec![number.clone()];
+        request.attributes = vec![table.clone()];
         self.list("list the routes", &RouteNetlinkMessage::GetRoute(request), |message| match message {
             // The kernel may list more than it was asked for.
-            RouteNetlinkMessage::NewRoute(message) if message.attributes.contains(&number) => {
-                Some(ListedRoute::read(message, table, place))
-            }
+            RouteNetlinkMessage::NewRoute(route) => route.attributes.contains(&table).then_some(route),
             _ => None,
         })
     }
 
-    /// Routes of all tables that lead to an interface, as far as `keep` wants them. The others are not stored: there may be a
-    /// million.
-    pub(super) fn unicast_routes(
+    /// Routes of all tables and both families, as far as `keep` wants them. The others are not stored: there may be a million. The
+    /// kernel may list other types than this one.
+    pub(super) fn routes_of(
         &mut self,
-        ipv6: bool,
+        kind: RouteType,
         keep: impl Fn(&RouteMessage) -> bool,
     ) -> Result<Vec<RouteMessage>, RedirectError> {
-        let mut request = any_route(ipv6);
-        request.header.table = 0;
-        request.header.kind = RouteType::Unicast;
-        self.list("list the routes", &RouteNetlinkMessage::GetRoute(request), |message| match message {
-            RouteNetlinkMessage::NewRoute(route) => keep(&route).then_some(route),
-            _ => None,
-        })
+        let mut found = Vec::new();
+        for ipv6 in [false, true] {
+            let mut request = any_route(ipv6);
+            request.header.kind = kind;
+            let request = RouteNetlinkMessage::GetRoute(request);
+            found.extend(self.list("list the routes", &request, |message| match message {
+                RouteNetlinkMessage::NewRoute(route) => keep(&route).then_some(route),
+                _ => None,
+            })?);
+        }
+        Ok(found)
     }
 
     /// The route that the kernel's rules find for a TCP packet, or the error with which it would fail.
     pub(super) fn route_of(&mut self, to: SocketAddr) -> Result<io::Result<RouteMessage>, RedirectError> {
         let mut request = any_route(to.is_ipv6());
         request.header.destination_prefix_length = IpNet::from(to.ip()).prefix_len();
-        request.header.table = 0;
         // Otherwise IPv4 does not name the table; IPv6 does, and does not know this.
         if to.is_ipv4() {
             request.header.flags = RouteFlags::LookupTable;
@@ -184,7 +208,7 @@ impl Kernel {
             RouteAttribute::IpProto(libc::IPPROTO_TCP as u8),
             RouteAttribute::Dport(to.port()),
         ];
-        let found = self.get("look up a route", RouteNetlinkMessage::GetRoute(request))?;
+        let found = self.ask("look up a route", RouteNetlinkMessage::GetRoute(request), 0)?;
         Ok(found.and_then(|found| {
             let route = found.into_iter().find_map(|message| match message {
                 RouteNetlinkMessage::NewRoute(route) => Some(route),
@@ -194,14 +218,15 @@ impl Kernel {
         }))
     }
 
-    /// Asks for one object. The inner error is the kernel's answer.
-    fn get(
+    /// Asks for one object, or for one change. The inner error is the kernel's answer.
+    fn ask(
         &mut self,
         operation: &str,
         request: RouteNetlinkMessage,
+        flags: u16,
     ) -> Result<io::Result<Vec<RouteNetlinkMessage>>, RedirectError> {
         let (mut buffer, mut found) = (Vec::new(), Vec::new());
-        self.append(&mut buffer, request, NLM_F_REQUEST | NLM_F_ACK);
+        self.append(&mut buffer, request, NLM_F_REQUEST | NLM_F_ACK | flags);
         let answers = self
             .exchange(&buffer, |message| found.push(message))
             .map_err(|error| failed(operation, &error))?;
@@ -239,7 +264,7 @@ impl Kernel {
         Ok(())
     }
 
-    /// Returns what `keep` makes of the messages of a list. Rules and routes of others that are not understood are left out.
+    /// Returns what `keep` makes of the messages of a list. Those of others that are not understood are left out.
     fn list<T>(
         &mut self,
         operation: &str,
@@ -266,7 +291,7 @@ impl Kernel {
                 }
                 Some(error) => return Err(failed(operation, error)),
                 None if !answers.interrupted => {
-                    if let Some(reason) = answers.unknown.filter(|_| !mem::replace(&mut self.warned, true)) {
+                    if let Some(reason) = answers.unknown.filter(|_| !WARNED.swap(true, Ordering::Relaxed)) {
                         tracing::warn!(operation, %reason, "left out rules or routes that are not understood");
                     }
                     return Ok(found);
@@ -363,13 +388,33 @@ impl Answers {
 }
 
 fn failed(operation: &str, error: &io::Error) -> RedirectError {
-    RedirectError::Netlink {
-        operation: format!("{operation} of --redirect-pods=route"),
-        reason: error.to_string(),
+    RedirectError::Netlink { operation: operation.to_owned(), reason: error.to_string() }
+}
+
+/// Returns false if the error is `needless`: there was nothing to change.
+fn changed<T>(answer: io::Result<T>, needless: i32, operation: &str) -> Result<bool, RedirectError> {
+    match answer {
+        Ok(_) => Ok(true),
+        Err(error) if error.raw_os_error() == Some(needless) => Ok(false),
+        Err(error) => Err(failed(operation, &error)),
     }
 }
 
-/// A request for routes of any kind.
+/// The route `local <range> dev lo`: every address of the range belongs to this host.
+fn range_route(range: IpNet) -> RouteMessage {
+    let ipv4 = matches!(range, IpNet::V4(_));
+    let mut route = any_route(!ipv4);
+    route.header.destination_prefix_length = range.prefix_len();
+    route.header.table = libc::RT_TABLE_LOCAL;
+    route.header.protocol = RouteProtocol::Boot;
+    route.header.scope = if ipv4 { RouteScope::Host } else { RouteScope::Universe };
+    route.header.kind = RouteType::Local;
+    route.attributes =
+        vec![RouteAttribute::Destination(range.network().into()), RouteAttribute::Oif(LOOPBACK_IFINDEX)];
+    route
+}
+
+/// A request for routes of any kind and table.
 fn any_route(ipv6: bool) -> RouteMessage {
     let mut request = RouteMessage::default();
     request.header.address_family = family(ipv6);
