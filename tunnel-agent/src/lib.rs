@@ -3,6 +3,7 @@
 
 pub mod addresses;
 pub mod app;
+mod busy;
 pub mod cli;
 pub mod config;
 pub mod connections;

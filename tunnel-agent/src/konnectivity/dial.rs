@@ -13,7 +13,8 @@ use tunnel_runtime::config::HostPort;
 use tunnel_runtime::net::lookup;
 use tunnel_runtime::text::printable;
 
-use super::shared::{Busy, Held, Shared};
+use super::shared::Shared;
+use crate::busy::{Busy, Counted, Held};
 use crate::dial::{DEFAULT_DEADLINE, DialError, DialRequest, Dialled};
 use crate::places::Place;
 
@@ -83,7 +84,8 @@ impl Dial for ForServer {
     ) -> Result<(), String> {
         let Connected { mut socket, target, _place, _held } = connected;
         let shared = &self.shared;
-        let _counted = Counted::new(shared);
+        let gauges = [&shared.runtime.metrics.connections_active, &shared.metrics.connections];
+        let _counted = gauges.map(Counted::new);
         let started = Instant::now();
         let traffic = Traffic::part_of(vec![shared.runtime.metrics.relayed.clone()]);
         let ended = tokio::select! {
@@ -174,24 +176,6 @@ fn share(left: Duration, addresses: usize) -> Duration {
 fn unknown(address: &str, why: &str) -> Failed {
     let reason = format!("dial tcp: lookup {}: no such host: {why}", printable(address, 100));
     Failed { outcome: Outcome::Unreachable, reason }
-}
-
-/// Counts a relayed connection in the metrics.
-struct Counted<'a>(&'a Shared);
-
-impl<'a> Counted<'a> {
-    fn new(shared: &'a Shared) -> Self {
-        shared.runtime.metrics.connections_active.inc();
-        shared.metrics.connections.inc();
-        Self(shared)
-    }
-}
-
-impl Drop for Counted<'_> {
-    fn drop(&mut self) {
-        self.0.runtime.metrics.connections_active.dec();
-        self.0.metrics.connections.dec();
-    }
 }
 
 #[cfg(test)]

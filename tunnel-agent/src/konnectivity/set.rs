@@ -13,9 +13,10 @@ use tunnel_runtime::live::Live;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::text::printable;
 
-use super::shared::{Busy, Shared};
+use super::shared::Shared;
 use super::status::{KonnectivityServer, KonnectivityStatus};
 use super::stream::Stream;
+use crate::busy::Busy;
 
 /// Interval of looking for more servers than were reported. The number may have grown without notice.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);

@@ -1,10 +1,9 @@
 //! State shared by the streams with all servers.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::sync::atomic::AtomicI64;
 
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::Semaphore;
 use tunnel_link::konnectivity::Room;
 
 use super::metrics::KonnectivityMetrics;
@@ -61,72 +60,4 @@ impl Shared {
 fn first_number() -> Arc<AtomicI64> {
     const ROOM: i64 = 1 << 62;
     Arc::new(AtomicI64::new(rand::random_range(0..ROOM)))
-}
-
-/// Dials and connections of one stream.
-#[derive(Debug, Default)]
-pub(super) struct Busy {
-    count: AtomicUsize,
-    changed: Notify,
-}
-
-/// A dial or a connection.
-#[derive(Debug)]
-pub(super) struct Held(Arc<Busy>);
-
-impl Busy {
-    pub(super) fn count(&self) -> usize {
-        self.count.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn hold(self: &Arc<Self>) -> Held {
-        self.count.fetch_add(1, Ordering::Relaxed);
-        self.changed.notify_waiters();
-        Held(self.clone())
-    }
-
-    /// Waits until there has been none for this long.
-    pub(super) async fn quiet(&self, long: Duration) {
-        loop {
-            let changed = self.changed.notified();
-            if self.count() > 0 {
-                changed.await;
-                continue;
-            }
-            tokio::select! {
-                () = changed => {}
-                () = tokio::time::sleep(long) => return,
-            }
-        }
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        self.0.count.fetch_sub(1, Ordering::Relaxed);
-        self.0.changed.notify_waiters();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use tokio::time::Instant;
-
-    use super::*;
-
-    #[tokio::test(start_paused = true)]
-    async fn quiet_counts_from_the_last_end() {
-        const LONG: Duration = Duration::from_secs(1);
-        let (busy, started) = (Arc::<Busy>::default(), Instant::now());
-        let held = busy.hold();
-        let other = busy.clone();
-        let waiting = tokio::spawn(async move { other.quiet(LONG).await });
-        tokio::time::sleep(LONG * 3).await;
-        drop(held);
-        // Too short for a poll to see.
-        tokio::time::sleep(LONG / 2).await;
-        drop(busy.hold());
-        waiting.await.unwrap();
-        assert_eq!(started.elapsed(), LONG * 3 + LONG / 2 + LONG);
-    }
 }

@@ -20,8 +20,9 @@ use tunnel_runtime::error::chain;
 use tunnel_runtime::text::printable;
 
 use super::dial::ForServer;
-use super::shared::{Busy, Shared};
+use super::shared::Shared;
 use super::tls::{client_config, connect};
+use crate::busy::Busy;
 
 /// Maximum time for the connection, TLS and the answer to the call together.
 const ATTACH: Duration = Duration::from_secs(20);

@@ -8,7 +8,6 @@ use h2::PingPong;
 use tokio::sync::oneshot;
 use tokio::sync::watch::Receiver;
 use tokio::task::JoinSet;
-use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tunnel_link::bench::BENCH_PATH;
 use tunnel_link::proto::agent_server::AgentServer;
@@ -187,13 +186,6 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
     };
     // The server may have opened a stream before it knew.
     let quiet = QUIET.max(session.path.flow.rtt.last().unwrap_or_default() * 2);
-    let mut tick = tokio::time::interval(Duration::from_millis(20));
-    let mut since = Instant::now();
-    while since.elapsed() < quiet {
-        tick.tick().await;
-        if session.connections() > 0 {
-            since = Instant::now();
-        }
-    }
+    session.common.connections.quiet(quiet).await;
     end
 }

@@ -2,11 +2,10 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
-use prometheus_client::metrics::gauge::Gauge;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -18,6 +17,7 @@ use tunnel_pki::enrol::Announced;
 use super::connect::Path;
 use super::session_end::Refusal;
 use super::shared::Shared;
+use crate::busy::{Busy, Counted, Held};
 use crate::dial::Dialler;
 
 /// Maximum number of ports in one line of the log.
@@ -60,7 +60,8 @@ pub(super) struct Common {
     pub(super) dialler: Dialler,
     pub(super) stalls: StallBound,
     pub(super) loopback_ports: ArcSwap<BTreeSet<u16>>,
-    connections: AtomicU32,
+    /// On all links.
+    pub(super) connections: Arc<Busy>,
     /// Numbers of additional links that are connecting or connected.
     additional: Mutex<BTreeSet<u32>>,
 }
@@ -121,7 +122,7 @@ impl SessionState {
             dialler: Dialler::new(&shared.runtime),
             stalls: StallBound::new(link::AGENT_STALL_BYTES, link::STREAM_WINDOW as usize),
             loopback_ports: ArcSwap::default(),
-            connections: AtomicU32::new(0),
+            connections: Arc::default(),
             additional: Mutex::default(),
         };
         Self {
@@ -211,17 +212,14 @@ impl SessionState {
         self.common.loopback_ports.store(Arc::new(ports));
     }
 
-    /// Counts a relayed connection until the guard is dropped.
-    pub(super) fn connection(&self) -> ConnectionGuard {
-        self.common.connections.fetch_add(1, Ordering::Relaxed);
-        let active = self.shared.runtime.metrics.connections_active.clone();
-        active.inc();
-        ConnectionGuard { common: self.common.clone(), active }
+    /// Counts a relayed connection until both are dropped.
+    pub(super) fn connection(&self) -> (Held, Counted) {
+        (self.common.connections.hold(), Counted::new(&self.shared.runtime.metrics.connections_active))
     }
 
     /// Number of connections that the session relays, on all links.
     pub(super) fn connections(&self) -> u32 {
-        self.common.connections.load(Ordering::Relaxed)
+        u32::try_from(self.common.connections.count()).unwrap_or(u32::MAX)
     }
 
     /// The relay of a connection on this link.
@@ -279,17 +277,4 @@ impl SessionState {
 
 pub(super) const fn draining() -> AgentEvent {
     AgentEvent { event: Some(agent_event::Event::Draining(Draining {})) }
-}
-
-/// Counts a relayed connection.
-pub(super) struct ConnectionGuard {
-    common: Arc<Common>,
-    active: Gauge,
-}
-
-impl Drop for ConnectionGuard {
-    fn drop(&mut self) {
-        self.common.connections.fetch_sub(1, Ordering::Relaxed);
-        self.active.dec();
-    }
 }
