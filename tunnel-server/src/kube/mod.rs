@@ -72,7 +72,7 @@ pub struct Parts<'a> {
     pub listeners: Listeners,
     /// None: this is a redirector, which writes nothing.
     pub certificate: Option<Arc<ServerCertificate>>,
-    /// Up to `ports_known` for the objects that are read from the cluster, the rest for those that are written to it.
+    // Up to `ports_known` for the objects that are read from the cluster, the rest for those that are written to it.
     pub selector: Selector,
     /// Nodes that vanish all at once count as gone.
     pub allow_empty: bool,

@@ -57,7 +57,6 @@ pub(crate) struct Parts<'a> {
     /// The listening sockets, for a successor.
     pub(crate) sockets: Arc<Copies>,
     pub(crate) callers: Callers,
-    /// This and the following ones are each needed by one listener only, which takes them.
     pub(crate) targets: Followed<Material>,
     /// The ConfigMap's ports.
     pub(crate) settings: watch::Receiver<Arc<Settings>>,

@@ -11,7 +11,7 @@ use tokio_util::sync::DropGuard;
 use tunnel_kube::Health;
 use tunnel_routing::inventory::Selector;
 use tunnel_server::inventory::NodeCount;
-use tunnel_server::kube::{Kube, Parts, Reads, Writes};
+use tunnel_server::kube::{Kube, Parts};
 use tunnel_server::pki::{
     Lifetimes, PkiMetrics, RevocationStore, Revocations, ServerCertificate, ServerNames, Standing,
 };
@@ -41,7 +41,12 @@ async fn start(api: &ApiServer, dns_records: bool) -> (Health, DropGuard) {
     let health = kube.health.clone();
     let (known_nodes, nodes) = watch::channel(None);
     let (_, revocations) = watch::channel(Arc::<Revocations>::default());
-    let reads = Reads {
+    kube.start(Parts {
+        runtime: &runtime,
+        revocations: RevocationStore::new(&state_dir),
+        state_dir,
+        listeners: LISTENERS,
+        certificate: Some(Arc::new(certificate)),
         selector: Selector::default(),
         allow_empty: false,
         given_peers: BTreeSet::new(),
@@ -50,18 +55,13 @@ async fn start(api: &ApiServer, dns_records: bool) -> (Health, DropGuard) {
         known_nodes,
         nodes_known: runtime.readiness.pending("nodes"),
         ports_known: runtime.readiness.pending("ports"),
-    };
-    let writes = Writes {
         server_names,
         node_condition: false,
         dns_records: dns_records.then(Vec::new),
         pki_metrics,
-        revocations: RevocationStore::new(&state_dir),
         standing: Standing::new(revocations, nodes, true),
         eligible: watch::channel(true).1,
-    };
-    let certificate = Some(Arc::new(certificate));
-    kube.start(Parts { runtime: &runtime, state_dir, listeners: LISTENERS, reads, writes, certificate });
+    });
     (health, stop.drop_guard())
 }
 

@@ -106,11 +106,12 @@ impl AgentService for Service {
         response.metadata_mut().insert("serverid", server_id);
         response.metadata_mut().insert("servercount", servers.into());
         let (context, worker) = (self.context.clone(), self.worker.clone());
-        let agent = (presented, by_token, place);
-        let session = run((context, peer, worker), agent, packets.clone(), request.into_inner());
+        let (agent, told) = ((presented, by_token, place), packets.clone());
         let stop = self.context.link.stop.clone();
         tokio::spawn(self.context.links.track_future(async move {
             let _under_way = under_way;
+            // Made here: a future that is moved into another one takes its space twice.
+            let session = run((context, peer, worker), agent, told, request.into_inner());
             let Some(Err(status)) = stop.run_until_cancelled(session).await else { return };
             tracing::debug!(%peer, error = %status, "konnectivity agent stream failed");
             let _ = packets.try_send(Err(status));

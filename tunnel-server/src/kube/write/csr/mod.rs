@@ -73,7 +73,7 @@ pub async fn run(
             becomes(&mut leader, true).await;
             tokio::select! {
                 () = work(reconciler.clone()) => {}
-                () = becomes(&mut leader, false) => {}
+                lost = leader.wait_for(|leads| !leads) => if lost.is_err() { return },
             }
         }
     };
