@@ -34,7 +34,7 @@ const DEADLINE: Duration = Duration::from_secs(10);
 /// The kernel's largest piece of a list.
 const BUFFER: usize = 64 * 1024;
 /// Attempts at a list that changes while it is read.
-const ATTEMPTS: usize = 5;
+const ATTEMPTS: usize = 20;
 /// It was logged that something in a list is not understood: one process may read the same lists again and again.
 static WARNED: AtomicBool = AtomicBool::new(false);
 
@@ -292,7 +292,7 @@ impl Kernel {
                 Some(error) => return Err(failed(operation, error)),
                 None if !answers.interrupted => {
                     if let Some(reason) = answers.unknown.filter(|_| !WARNED.swap(true, Ordering::Relaxed)) {
-                        tracing::warn!(operation, %reason, "left out rules or routes that are not understood");
+                        tracing::warn!(operation, %reason, "left out entries that are not understood");
                     }
                     return Ok(found);
                 }
@@ -321,7 +321,11 @@ impl Kernel {
         let mut buffer = Vec::with_capacity(BUFFER);
         loop {
             buffer.clear();
-            self.socket.recv(&mut buffer, 0)?;
+            match self.socket.recv(&mut buffer, 0) {
+                // Not restarted by the kernel, because of the timeout.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                received => received?,
+            };
             if answers.read(&buffer, self.sequence, &mut see)? {
                 return Ok(answers);
             }

@@ -332,9 +332,7 @@ impl Fleet {
     }
 
     fn act(&mut self, event: Event, model: &mut Model) -> Result<()> {
-        if !matches!(event, Event::End(Step::Crash { .. })) {
-            model.promises_nothing();
-        }
+        model.promises_nothing();
         match event {
             Event::StartServer(index) => {
                 self.start_server(index)?;

@@ -1,4 +1,5 @@
 //! Checks that hold for a fleet at all times, and how long each may take after a disturbance.
+
 mod few;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -233,6 +234,10 @@ impl Model {
                 }
             }
             for index in 0..self.servers {
+                let went_on = before.servers.get(index).is_some_and(|all| all.iter().any(|one| one.goes_on));
+                if fleet.plan.is_limited() && went_on && !self.goes_on(index) {
+                    self.leaves(index);
+                }
                 let of = |view: &View| view.servers.get(index).map(|all| stages(all));
                 if of(&before) == of(&self.view) {
                     continue;

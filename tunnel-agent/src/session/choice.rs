@@ -37,7 +37,7 @@ pub(super) enum Use {
     Serves(Duration),
     /// Has no session yet, or has just lost it.
     Awaited(Duration),
-    /// Not worth waiting for: it is silent, stops, does not accept connections, or is attached through another address.
+    /// Not worth waiting for: it is silent, stops, refuses connections, or is attached through another address.
     Passed,
 }
 

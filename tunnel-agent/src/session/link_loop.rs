@@ -1,5 +1,6 @@
 //! Keeps a session with one server: connects, serves, waits, and connects again.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -44,7 +45,7 @@ const REPLACED_PAUSE: Duration = Duration::from_secs(120);
 const STANDBY_PAUSE: Duration = Duration::from_secs(60);
 /// Maximum time until a server says that another agent of this node has a session there.
 const REPLACED: Duration = Duration::from_secs(2);
-/// Time for which a server that does not accept connections may be restarting.
+/// Time for which a server whose host refuses connections may be restarting.
 const RESTARTS: Duration = Duration::from_secs(1);
 /// A session that lasted this long was good: the next failure starts with the shortest pause.
 const GOOD_SESSION: Duration = Duration::from_secs(30);
@@ -103,7 +104,7 @@ struct Observed {
     standby: bool,
     /// The server stops, and no other has taken over from it.
     stops: bool,
-    /// Time since when nothing accepts connections there.
+    /// Time since when its host refuses connections.
     absent: Option<Instant>,
     /// True if there is a working session, and the time of the last change.
     since: Option<(bool, Instant)>,
@@ -170,6 +171,9 @@ impl LinkLoop {
             observed.since = Some((serves, now));
         }
         let time = observed.since.map_or(Duration::ZERO, |(_, since)| now - since);
+        if serves {
+            observed.absent = None;
+        }
         let absent = observed.absent.is_some_and(|since| now - since >= RESTARTS);
         if serves {
             Use::Serves(time)
@@ -278,8 +282,9 @@ impl LinkLoop {
         let attached = session.as_ref().is_some_and(|session| session.was_attached());
         observed.stops = matches!(end, SessionEnd::Draining)
             && session.is_some_and(|session| session.served.is_cancelled());
-        observed.absent = matches!(end, SessionEnd::Connect(_))
-            .then(|| observed.absent.unwrap_or_else(Instant::now));
+        let refused =
+            matches!(end, SessionEnd::Connect(error) if error.kind() == io::ErrorKind::ConnectionRefused);
+        observed.absent = refused.then(|| observed.absent.unwrap_or_else(Instant::now));
         // A server that attaches first and then refuses the certificate has not accepted it.
         if (attached && !end.concerns_identity()) || standby {
             observed.refusals = Refusals::default();
@@ -478,8 +483,6 @@ async fn leave_to_successor(state: &SessionState, server_drains: &CancellationTo
 
 #[cfg(test)]
 mod tests {
-    use std::io;
-
     use tokio_rustls::rustls::{AlertDescription, Error};
 
     use super::*;

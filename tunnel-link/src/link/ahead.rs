@@ -29,13 +29,13 @@ pub(super) struct ReadAhead<S> {
     ahead: BytesMut,
     /// Set by a write or a flush that had to wait, until the next read.
     waited: bool,
-    /// Set once the stream has ended.
-    ended: bool,
+    /// Set once the stream has ended, with the error if that was the reason.
+    ended: Option<io::Result<()>>,
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> ReadAhead<S> {
     pub(super) fn new(stream: S, flow: Arc<Flow>) -> Self {
-        Self { stream, flow, ahead: BytesMut::new(), waited: false, ended: false }
+        Self { stream, flow, ahead: BytesMut::new(), waited: false, ended: None }
     }
 
     pub(super) fn get_ref(&self) -> &S {
@@ -48,22 +48,21 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ReadAhead<S> {
 
     /// Call it for each write and flush that waits. Reads ahead, and returns true, if a control frame waits: h2 reads until
     /// nothing is left, then writes until it has to wait, and anything else does not wait twice without a read between.
-    fn waits(&mut self, cx: &mut Context<'_>) -> io::Result<bool> {
+    fn waits(&mut self, cx: &mut Context<'_>) -> bool {
         if !mem::replace(&mut self.waited, true) {
-            return Ok(false);
+            return false;
         }
-        while self.ahead.len() < AHEAD && !self.ended {
+        while self.ahead.len() < AHEAD && self.ended.is_none() {
             self.ahead.reserve(PIECE);
             match poll_read_buf(Pin::new(&mut self.stream), cx, &mut self.ahead) {
-                Poll::Ready(read) => {
-                    let read = read?;
-                    self.flow.add_received(read);
-                    self.ended = read == 0;
-                }
+                Poll::Ready(Ok(0)) => self.ended = Some(Ok(())),
+                Poll::Ready(Ok(read)) => self.flow.add_received(read),
+                // Reported once h2 has read everything before it.
+                Poll::Ready(Err(error)) => self.ended = Some(Err(error)),
                 Poll::Pending => break,
             }
         }
-        Ok(true)
+        true
     }
 }
 
@@ -75,6 +74,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for ReadAhead<S> {
     ) -> Poll<io::Result<()>> {
         self.waited = false;
         if self.ahead.is_empty() {
+            if let Some(ended) = self.ended.take() {
+                return Poll::Ready(ended);
+            }
             let before = buffer.filled().len();
             let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
             self.flow.add_received(buffer.filled().len() - before);
@@ -94,7 +96,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ReadAhead<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
         if written.is_pending() {
-            self.waits(cx)?;
+            self.waits(cx);
         }
         written
     }
@@ -106,7 +108,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ReadAhead<S> {
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, slices);
         if written.is_pending() {
-            self.waits(cx)?;
+            self.waits(cx);
         }
         written
     }
@@ -119,7 +121,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ReadAhead<S> {
         let flushed = Pin::new(&mut self.stream).poll_flush(cx);
         // TLS may have taken the rest of a frame: h2 would not queue the control frame before TLS is flushed, but another data
         // frame. The task is woken, and h2 flushes again.
-        if flushed.is_pending() && self.waits(cx)? {
+        if flushed.is_pending() && self.waits(cx) {
             return Poll::Ready(Ok(()));
         }
         flushed
@@ -138,7 +140,7 @@ mod tests {
     use bytes::Bytes;
     use h2::RecvStream;
     use http::{Request, Response};
-    use tokio::io::BufStream;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, BufStream};
     use tokio::time::timeout;
 
     use super::*;
@@ -158,6 +160,31 @@ mod tests {
             body.flow_control().release_capacity(length).unwrap();
         }
         received
+    }
+
+    #[tokio::test]
+    async fn bytes_read_ahead_count_and_come_before_the_end() {
+        let (near, mut far) = tokio::io::duplex(SOCKET);
+        let flow = Arc::<Flow>::default();
+        let mut stream = ReadAhead::new(near, flow.clone());
+        far.write_all(b"pong").await.unwrap();
+        let mut write = async || {
+            poll_fn(|cx| {
+                while Pin::new(&mut stream).poll_write(cx, &[0; 100]).is_ready() {}
+                Poll::Ready(())
+            })
+            .await;
+        };
+        write().await;
+        assert_eq!(flow.received(), 0, "h2 reads before it writes again");
+        write().await;
+        assert_eq!(flow.received(), 4);
+        far.write_all(b"end").await.unwrap();
+        far.shutdown().await.unwrap();
+        write().await;
+        let mut read = Vec::new();
+        stream.read_to_end(&mut read).await.unwrap();
+        assert_eq!((&read[..], flow.received()), (&b"pongend"[..], 7));
     }
 
     #[tokio::test(start_paused = true)]

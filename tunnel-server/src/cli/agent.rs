@@ -139,8 +139,6 @@ impl AgentCommand {
             let why = "--state-dir belongs to no cluster";
             self.cluster.refuse("--revocations-configmap", self.configmap.as_ref(), why)?;
             let state_dir = &self.common.state_dir;
-            // In a mistyped directory it would have no effect.
-            Ca::open(state_dir, Lifetimes::default())?;
             if let Some(secret) = cluster_of(state_dir)? {
                 anyhow::bail!(
                     "--state-dir={}: this server belongs to a cluster (its CA is in Secret {secret}), where all servers \
@@ -148,6 +146,8 @@ impl AgentCommand {
                     state_dir.display()
                 );
             }
+            // In a mistyped directory it would have no effect.
+            Ca::open(state_dir, Lifetimes::default())?;
             return Ok(Store::Files(RevocationStore::new(state_dir)));
         }
         let name = self.configmap.clone().unwrap_or_else(|| ObjectNames::default().revocations);

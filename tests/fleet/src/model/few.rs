@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use tokio::time::Instant;
 
-use super::{ATTACHES, Model};
+use super::{ATTACHES, MOVES, Model};
 use crate::fleet::{Fleet, Host};
 
 /// An agent of a server that is killed has a session with another one after so long: a server may be restarting for one second,
@@ -39,6 +39,13 @@ impl Model {
             {
                 self.promised[agent] = Some(Instant::now() + TAKES_OVER);
             }
+        }
+    }
+
+    /// The last process of a server that goes on is stopped or killed: its agents may have to go to others.
+    pub(super) fn leaves(&mut self, server: usize) {
+        for agent in 0..self.nodes.len() {
+            self.within(Host::Server(server), Host::Agent(agent), TAKES_OVER + MOVES);
         }
     }
 
