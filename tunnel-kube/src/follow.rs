@@ -43,6 +43,9 @@ pub struct FollowSettings {
     pub relist_after: u32,
     /// Minimum time between two such lists. Where watches never work, changes are seen this late.
     pub relist_every: Duration,
+    /// After a watch that ends, the objects are listed again if nothing was heard for so long, not even a bookmark: a restored API
+    /// server takes a watch from a version that it has not reached yet, and sends nothing (kubernetes#107457).
+    pub deaf_after: Duration,
 }
 
 impl FollowSettings {
@@ -55,6 +58,8 @@ impl FollowSettings {
         longest_retry_after: Duration::from_secs(60),
         relist_after: 3,
         relist_every: Duration::ZERO,
+        // Without etcd's progress notifications, quiet objects have no bookmarks.
+        deaf_after: Duration::from_secs(300),
     };
 
     /// With 10,000 agents that watch two kinds of objects, eleven watches end and are reopened each second. The API
@@ -73,6 +78,7 @@ impl FollowSettings {
         longest_retry_after: Duration::from_secs(300),
         relist_after: 1,
         relist_every: Duration::from_secs(300),
+        deaf_after: Duration::from_secs(6 * 3600),
     };
 }
 
@@ -112,8 +118,8 @@ where
     R: FnMut(Signal<'_>) + Send,
 {
     let backoff = settings.backoff.clone();
-    let (state, failures, listed) = (State::Unknown, 0, None);
-    let follower = Follower { api, config, settings, report, state, backoff, failures, listed };
+    let (state, failures, listed, heard) = (State::Unknown, 0, None, Instant::now());
+    let follower = Follower { api, config, settings, report, state, backoff, failures, listed, heard };
     stream::unfold(follower, |mut follower| async move { Some((follower.next().await, follower)) })
 }
 
@@ -128,6 +134,8 @@ struct Follower<K, R> {
     failures: u32,
     /// Time of the last list.
     listed: Option<Instant>,
+    /// Time of the last list, change or bookmark.
+    heard: Instant,
 }
 
 enum State<K> {
@@ -189,7 +197,8 @@ where
             match std::mem::replace(&mut self.state, State::Unknown) {
                 State::Unknown => match self.list().await {
                     Ok((items, version)) => {
-                        self.listed = Some(Instant::now());
+                        self.heard = Instant::now();
+                        self.listed = Some(self.heard);
                         self.state = State::Listed { items: items.into_iter(), version };
                         return Event::Init;
                     }
@@ -227,6 +236,7 @@ where
         let error = match timeout(patience, watch.changes.next()).await {
             Ok(Some(Ok(WatchEvent::Error(status)))) => kube::Error::Api(status).into(),
             Ok(Some(Ok(change))) => {
+                self.heard = Instant::now();
                 self.settle(&mut watch);
                 let event = match change {
                     WatchEvent::Added(object) | WatchEvent::Modified(object) => {
@@ -249,7 +259,8 @@ where
             Ok(Some(Err(error))) => error.into(),
             // The normal end of a watch.
             Ok(None) if watch.settled || watch.opened.elapsed() >= self.settings.settled => {
-                self.state = State::Known { version: watch.version };
+                self.state =
+                    if self.is_deaf() { State::Unknown } else { State::Known { version: watch.version } };
                 return None;
             }
             Ok(None) => "the watch ended immediately".to_owned().into(),
@@ -338,10 +349,14 @@ where
         }
     }
 
+    fn is_deaf(&self) -> bool {
+        self.heard.elapsed() >= self.settings.deaf_after
+    }
+
     /// Handles a lost watch. The version stays known unless the API server has forgotten it.
     async fn lost(&mut self, version: String, error: FollowError) {
         let old = self.listed.is_none_or(|listed| listed.elapsed() >= self.settings.relist_every);
-        let list = error.gone || (self.failures >= self.settings.relist_after && old);
+        let list = error.gone || self.is_deaf() || (self.failures >= self.settings.relist_after && old);
         self.state = if list { State::Unknown } else { State::Known { version } };
         self.pause(error, self.failures == 0).await;
     }

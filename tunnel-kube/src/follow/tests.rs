@@ -32,16 +32,21 @@ fn failure(code: u16) -> Answer {
     )
 }
 
-/// A watch that sends this text and then stays open for its full length.
+/// A watch that sends this text and then stays open for an agent's full length.
 fn standing(text: &str) -> Answer {
+    standing_for(text, *FollowSettings::AGENT.watch_seconds.start())
+}
+
+fn standing_for(text: &str, seconds: u32) -> Answer {
     let text = Some(text).filter(|text| !text.is_empty()).map(|text| Bytes::from(format!("{text}\n")));
-    let end = Duration::from_secs((*FollowSettings::AGENT.watch_seconds.start()).into());
+    let end = Duration::from_secs(seconds.into());
     let silence = stream::once(sleep(end)).filter_map(|()| std::future::ready(None));
     let frames = stream::iter(text.map(|text| Ok(Frame::data(text)))).chain(silence);
     Response::new(StreamBody::new(frames).boxed_unsync())
 }
 
 const MODIFIED: &str = r#"{"type":"MODIFIED","object":{"apiVersion":"v1","kind":"Service","metadata":{"name":"a","resourceVersion":"6"}}}"#;
+const BOOKMARK: &str = r#"{"type":"BOOKMARK","object":{"apiVersion":"v1","kind":"Service","metadata":{"resourceVersion":"7"}}}"#;
 const GONE: &str = r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"too old","reason":"Expired","code":410}}"#;
 
 /// Times at which lists and watches were requested.
@@ -88,8 +93,12 @@ struct Seen {
     changes: Vec<Instant>,
 }
 
-/// Follows for an hour of the paused clock, which advances only while all tasks are idle.
 async fn follow_for_an_hour(client: Client) -> Seen {
+    follow_so_for_an_hour(FollowSettings::AGENT, client).await
+}
+
+/// Follows for an hour of the paused clock, which advances only while all tasks are idle.
+async fn follow_so_for_an_hour(settings: FollowSettings, client: Client) -> Seen {
     let api = Api::<Service>::default_namespaced(client);
     let (mut failures, mut works, mut changes) = (Vec::new(), Vec::new(), Vec::new());
     let report = |signal: Signal<'_>| match signal {
@@ -99,7 +108,7 @@ async fn follow_for_an_hour(client: Client) -> Seen {
     };
     let end = Instant::now() + Duration::from_secs(3600);
     {
-        let events = follow(api, Config::default(), FollowSettings::AGENT, report);
+        let events = follow(api, Config::default(), settings, report);
         let mut events = std::pin::pin!(events);
         while let Ok(Some(event)) = tokio::time::timeout_at(end, events.next()).await {
             if matches!(event, Event::Apply(_)) {
@@ -150,6 +159,16 @@ async fn a_watch_works_once_it_stands_a_minute_or_sends_something() {
         assert_eq!(seen.works[0], opened + after);
         assert_eq!(seen.changes.first(), (text == MODIFIED).then_some(&opened));
         assert!(opened - begin >= Duration::from_secs(5 + 10 + 20 + 30 + 30));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn objects_are_listed_again_if_watches_send_not_even_bookmarks() {
+    for (text, lists) in [("", 10..=12), (BOOKMARK, 1..=1)] {
+        let (client, requests) = server(move |_| standing_for(text, 50));
+        let seen = follow_so_for_an_hour(FollowSettings::SERVER, client).await;
+        assert!(lists.contains(&requests.lists().len()), "{text}: {:?}", requests.lists());
+        assert!(seen.failures.is_empty() && requests.watches().len() >= 70, "{:?}", seen.failures);
     }
 }
 

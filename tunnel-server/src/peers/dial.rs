@@ -26,7 +26,7 @@ use tunnel_pki::enrol::reach::{Reach, Server};
 use tunnel_pki::enrol::{Announced, Refusals};
 use tunnel_pki::{concerns_certificates, server_name};
 use tunnel_runtime::NodeName;
-use tunnel_runtime::backoff::Backoff;
+use tunnel_runtime::backoff::{Backoff, jittered};
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::text::printable;
@@ -42,6 +42,8 @@ const CHECK: Duration = Duration::from_millis(500);
 const CONNECT: Duration = Duration::from_secs(5);
 /// Between two attempts.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
+/// Before this server's own address is dialled again.
+const OWN: Duration = Duration::from_secs(60);
 /// Before what a server has is asked for anew.
 const AGAIN: Duration = Duration::from_millis(100);
 
@@ -136,8 +138,10 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
         match ended {
             Ok(End::Itself) => {
                 tracing::debug!(server = address, "ignoring this server's own address");
-                removed.cancelled().await;
-                break;
+                backoff.reset();
+                // A virtual address may move to another server.
+                let _ = removed.run_until_cancelled(tokio::time::sleep(jittered(OWN, 0.5))).await;
+                continue;
             }
             Ok(End::Failed(error)) => {
                 if let Some(redirector) = context.redirector.as_ref().filter(|_| error.concerns_identity()) {
