@@ -108,7 +108,6 @@ impl Network {
         }
         None
     }
-
 }
 
 fn describe(route: &RouteMessage) -> String {

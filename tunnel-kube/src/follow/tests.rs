@@ -46,7 +46,8 @@ fn standing_for(text: &str, seconds: u32) -> Answer {
 }
 
 const MODIFIED: &str = r#"{"type":"MODIFIED","object":{"apiVersion":"v1","kind":"Service","metadata":{"name":"a","resourceVersion":"6"}}}"#;
-const BOOKMARK: &str = r#"{"type":"BOOKMARK","object":{"apiVersion":"v1","kind":"Service","metadata":{"resourceVersion":"7"}}}"#;
+const BOOKMARK: &str =
+    r#"{"type":"BOOKMARK","object":{"apiVersion":"v1","kind":"Service","metadata":{"resourceVersion":"7"}}}"#;
 const GONE: &str = r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"too old","reason":"Expired","code":410}}"#;
 
 /// Times at which lists and watches were requested.

@@ -30,9 +30,8 @@ impl Model {
             return;
         }
         for agent in 0..self.nodes.len() {
-            let quiet = |server| {
-                self.is_due(fleet, Host::Agent(agent), Host::Server(server)) && self.goes_on(server)
-            };
+            let quiet =
+                |server| self.is_due(fleet, Host::Agent(agent), Host::Server(server)) && self.goes_on(server);
             if self.view.agents[agent].len() == 1
                 && (0..self.servers).all(quiet)
                 && self.is_attached(agent, server)
