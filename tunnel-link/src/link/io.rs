@@ -12,7 +12,6 @@ use tokio::time::{Instant, Sleep};
 use tokio_rustls::TlsStream;
 use tunnel_runtime::net::refine;
 
-use super::ahead::ReadAhead;
 use super::flow::Flow;
 use super::retransmission::{rto_max, set_rto_max};
 use super::settings::{not_sent_limit, tune_tls};
@@ -29,7 +28,7 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct LinkIo {
     // Boxed, because futures that hold it are moved.
-    stream: Box<ReadAhead<TlsStream<Wire>>>,
+    stream: Box<TlsStream<Wire>>,
     flow: Arc<Flow>,
     rate_read: Instant,
     /// Set if the kernel does not report the path in use.
@@ -44,11 +43,10 @@ impl LinkIo {
     /// Wraps a stream after its handshake, on a socket tuned by [`super::tune_link`].
     pub fn new(stream: impl Into<TlsStream<Wire>>) -> Self {
         let stream = stream.into();
-        let flow = Arc::<Flow>::default();
         let mut io = Self {
             multipath: stream.get_ref().0.is_multipath(),
-            stream: Box::new(ReadAhead::new(stream, flow.clone())),
-            flow,
+            stream: Box::new(stream),
+            flow: Arc::default(),
             rate_read: Instant::now(),
             rto_max: Duration::ZERO,
             closing: None,
@@ -65,7 +63,7 @@ impl LinkIo {
     }
 
     fn wire(&self) -> &Wire {
-        self.stream.get_ref().get_ref().0
+        self.stream.get_ref().0
     }
 
     fn delivery(&self) -> Option<Delivery> {
@@ -79,7 +77,7 @@ impl LinkIo {
 
     /// Limits the bytes queued in TLS and in the kernel by the size of a piece, in bytes.
     fn resize(&mut self, piece: usize) {
-        match self.stream.get_mut() {
+        match &mut *self.stream {
             TlsStream::Client(stream) => tune_tls(stream.get_mut().1, piece),
             TlsStream::Server(stream) => tune_tls(stream.get_mut().1, piece),
         }
@@ -145,7 +143,10 @@ impl AsyncRead for LinkIo {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         self.answer_if_asked();
-        Pin::new(&mut *self.stream).poll_read(cx, buffer)
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut *self.stream).poll_read(cx, buffer);
+        self.flow.add_received(buffer.filled().len() - before);
+        read
     }
 }
 
