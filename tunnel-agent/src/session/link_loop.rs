@@ -120,8 +120,8 @@ pub struct LinkLoop {
     /// Epoch of a session that a newer one has replaced. The server accepts it again only once the newer session is
     /// gone; a fresh epoch would replace that session in turn.
     yielded: Mutex<Option<u64>>,
-    /// Token of the session with a stopping server, until the next session is in use.
-    outgoing: Mutex<Option<CancellationToken>>,
+    /// The session with a stopping server, until the next session is in use.
+    outgoing: Mutex<Option<Arc<SessionState>>>,
     /// Epochs of the sessions that have not ended.
     unended: Epochs,
     /// Cancelled when the agent drains, or when the server's address is gone.
@@ -268,6 +268,12 @@ impl LinkLoop {
             }
             self.observed.lock().waiting = false;
         }
+        if !runtime.shutdown.is_draining()
+            && let Some(outgoing) = self.outgoing.lock().take()
+        {
+            // Its server may serve again, as its successor has died.
+            outgoing.leave();
+        }
         leftovers.close();
         tokio::select! {
             () = leftovers.wait() => {}
@@ -367,9 +373,9 @@ impl LinkLoop {
                     if *state.phase.borrow() == SessionPhase::Succeeded {
                         break SessionEnd::Succeeded;
                     }
-                    let earlier = self.outgoing.lock().replace(state.superseded.clone());
+                    let earlier = self.outgoing.lock().replace(state.clone());
                     // Two servers in a row stop, so the older session is of no use any more.
-                    earlier.iter().for_each(CancellationToken::cancel);
+                    earlier.iter().for_each(|earlier| earlier.superseded.cancel());
                     break SessionEnd::Draining;
                 }
                 () = &mut in_use => {}
@@ -405,7 +411,7 @@ impl LinkLoop {
         if phase.wait_for(|phase| matches!(phase, SessionPhase::Attached { .. })).await.is_ok()
             && let Some(outgoing) = self.outgoing.lock().take()
         {
-            outgoing.cancel();
+            outgoing.superseded.cancel();
         }
         std::future::pending::<()>().await;
     }
