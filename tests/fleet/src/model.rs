@@ -459,7 +459,7 @@ impl Model {
     /// Checks that nothing is left over.
     pub(crate) fn finish(&mut self, fleet: &Fleet) -> Result<()> {
         let (servers, agents, each) = (fleet.plan.servers, fleet.plan.agents, fleet.plan.links);
-        // Known fault: a session with a server that stops, and then serves again, may outlast the link that was left.
+        // Known fault: a session may last that the server attaches in the moment in which the agent leaves it.
         let is =
             |number: usize, wanted: usize| number == wanted || (fleet.plan.is_limited() && number > wanted);
         for (index, processes) in fleet.servers.iter().enumerate() {
