@@ -5,7 +5,7 @@ use std::process::Command;
 use anyhow::{Result, ensure};
 
 /// Seeds that fail without the mend of a fault, with what that was.
-const KEPT: [(u64, &str); 20] = [
+const KEPT: [(u64, &str); 22] = [
     (2, "a link with a server that is upgraded was dialled again only after the pause for failures"),
     (29, "the same"),
     (44, "the same"),
@@ -35,6 +35,14 @@ const KEPT: [(u64, &str); 20] = [
     (53, "a server whose clock was wrong ended its links with the others, and could make no new ones"),
     (197, "the same"),
     (12_992_040_812_821_874_697, "an agent that drained reported a session that had ended"),
+    (
+        1_883_220_986_561_115,
+        "a session with a server that was to stop, and served again, outlasted the link that was left",
+    ),
+    (
+        1_883_220_986_561_291,
+        "a link that was left while its session's epoch was stored was attached, and lasted",
+    ),
 ];
 
 fn run(seed: u64) -> Result<String> {

@@ -337,7 +337,12 @@ impl LinkLoop {
             Ok(connected) => connected,
             Err(end) => return end,
         };
-        let epoch = match self.epoch().await {
+        // The disk may be slow.
+        let epoch = tokio::select! {
+            epoch = self.epoch() => epoch,
+            () = self.leaving.cancelled() => return SessionEnd::Stopping,
+        };
+        let epoch = match epoch {
             Ok(epoch) => epoch,
             Err(error) => return SessionEnd::Connect(error),
         };
