@@ -48,13 +48,8 @@ impl TestCommand {
         let progress = Progress::start("test", "asking the running server");
         let asked = self.ask.configured().await;
         drop(progress);
-        let (config, running) = match asked {
-            Ok(asked) => asked,
-            Err(error) => {
-                report_error("tunnel-server", error.as_ref());
-                return Ok(2);
-            }
-        };
+        let reported = asked.map_err(|error| report_error("tunnel-server", error.as_ref()));
+        let Ok((config, running)) = reported else { return Ok(2) };
         let Some(node) = &self.node else { return Ok(self.all(&config, &running, &ports).await?) };
         let report = doctor::test(Checkup::of("test"), &config, &running, node.as_str(), &ports).await;
         report.print(self.output.output)?;
