@@ -20,14 +20,14 @@ pub type ListenAddress = Option<SocketAddr>;
 /// A comma-separated value.
 pub type List<T> = Vec<T>;
 
-/// Parses `on` or `off`, or the forms that YAML and Go's flags accept.
+/// Parses `on` or `off`, or the forms that Go's flags accept.
 ///
 /// # Errors
 /// Fails for any other value.
 pub fn on_off(value: &str) -> Result<bool, String> {
     match value {
-        "on" | "yes" | "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
-        "off" | "no" | "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
+        "on" | "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
+        "off" | "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
         _ => Err("use on or off".to_owned()),
     }
 }
