@@ -49,11 +49,8 @@ fn ratio_to(record: &Record, line: &Line, peer: Peer) -> Option<f64> {
     (best == peer).then(|| record.ratio(&line.id, Peer::Postern, to, line.better))?
 }
 
-/// Five significant digits.
 fn figure(value: f64) -> String {
-    let text = format!("{value:.4e}");
-    let rounded: f64 = text.parse().unwrap_or(value);
-    rounded.to_string()
+    markdown::five_digits(value).to_string()
 }
 
 fn quoted(text: &str) -> String {

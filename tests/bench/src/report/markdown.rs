@@ -161,8 +161,15 @@ fn render_targets(text: &mut String, report: &Report<'_>) -> std::fmt::Result {
     Ok(())
 }
 
+/// Five significant digits, as the CSV has.
+pub(super) fn five_digits(value: f64) -> f64 {
+    format!("{value:.4e}").parse().unwrap_or(value)
+}
+
 /// Three significant digits, and commas between thousands.
 pub(super) fn number(value: f64) -> String {
+    // Readers may round the figures of the CSV.
+    let value = five_digits(value);
     let size = value.abs();
     let decimals = match size {
         _ if size >= 99.5 || size == 0.0 => 0,
@@ -196,6 +203,7 @@ mod tests {
             (0.0123, "0.012"),
             (0.5, "0.500"),
             (1.234, "1.23"),
+            (2.034_97, "2.04"),
             (12.34, "12.3"),
             (123.4, "123"),
             (1234.5, "1,234"),
