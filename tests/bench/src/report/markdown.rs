@@ -169,7 +169,7 @@ pub(super) fn five_digits(value: f64) -> f64 {
 /// Three significant digits, and commas between thousands.
 pub(super) fn number(value: f64) -> String {
     // Readers may round the figures of the CSV.
-    let value = five_digits(value);
+    let value = if value.abs() < 1e5 { five_digits(value) } else { value };
     let size = value.abs();
     let decimals = match size {
         _ if size >= 99.5 || size == 0.0 => 0,
