@@ -112,7 +112,7 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
     let last = events.keys().next_back().map_or(Duration::ZERO, |(at, _)| *at);
     let mut fleet = Fleet::new(plan, StdRng::seed_from_u64(seed ^ 1), dir)?;
     let mut model = Model::new(&fleet);
-    let end = last + model.settles();
+    let end = last + model.settles(&fleet);
     while begin.elapsed() <= end {
         while let Some(entry) = events.first_entry().filter(|entry| entry.key().0 <= begin.elapsed()) {
             let event = entry.remove();

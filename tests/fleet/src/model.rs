@@ -79,8 +79,6 @@ pub(crate) struct Model {
     ending: BTreeMap<Process, Instant>,
     ending_agents: BTreeMap<Process, Instant>,
     patience: Duration,
-    /// Time after which agents have no session with a server that they did not choose.
-    leaves: Duration,
     /// As it was seen last.
     view: View,
     /// When something happened last.
@@ -107,7 +105,6 @@ impl Model {
             ending: BTreeMap::new(),
             ending_agents: BTreeMap::new(),
             patience: fleet.plan.patience.max(ATTACHES),
-            leaves: if fleet.plan.is_limited() { few::LEAVES } else { Duration::ZERO },
             view: View::default(),
             noted: Instant::now(),
             trace: DefaultHasher::new(),
@@ -115,8 +112,9 @@ impl Model {
     }
 
     /// Time after the last event until the fleet is as at first.
-    pub(crate) fn settles(&self) -> Duration {
-        self.patience + self.leaves + Duration::from_secs(10)
+    pub(crate) fn settles(&self, fleet: &Fleet) -> Duration {
+        let leaves = if fleet.plan.is_limited() { few::LEAVES } else { Duration::ZERO };
+        self.patience + leaves + Duration::from_secs(10)
     }
 
     pub(crate) fn note(&mut self, what: &str) {
@@ -216,9 +214,14 @@ impl Model {
     }
 
     fn is_due(&self, fleet: &Fleet, one: Host, other: Host) -> bool {
+        fleet.silence_between(one, other).is_none() && self.is_settled(one, other)
+    }
+
+    /// True if the time is up by which they have to be linked, unless the path is silent.
+    fn is_settled(&self, one: Host, other: Host) -> bool {
         let pair = (one.min(other), one.max(other));
         let due = self.due.get(&pair).filter(|_| !self.waiting.contains(&pair));
-        fleet.silence_between(one, other).is_none() && due.is_some_and(|due| *due <= Instant::now())
+        due.is_some_and(|due| *due <= Instant::now())
     }
 
     /// Checks what must hold now.

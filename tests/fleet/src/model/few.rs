@@ -41,7 +41,7 @@ impl Model {
         }
     }
 
-    /// The last process of a server that goes on is stopped or killed: its agents may have to go to others.
+    /// No process of a server goes on: its agents may have to attach to other servers.
     pub(super) fn leaves(&mut self, server: usize) {
         for agent in 0..self.nodes.len() {
             self.within(Host::Server(server), Host::Agent(agent), TAKES_OVER + MOVES);
@@ -69,10 +69,7 @@ impl Model {
             if self.promised[agent].is_some_and(|by| by <= now) {
                 ensure!(attached > 0, "{node} has no session {TAKES_OVER:?} after its server was killed");
             }
-            let settled = |server| {
-                let pair = (Host::Server(server), Host::Agent(agent));
-                !self.waiting.contains(&pair) && self.due.get(&pair).is_some_and(|due| *due <= now)
-            };
+            let settled = |server| self.is_settled(Host::Server(server), Host::Agent(agent));
             let wanted = fleet.plan.links.min(reached.len());
             ensure!(
                 attached >= wanted || !(0..self.servers).all(settled),
