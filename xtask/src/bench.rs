@@ -31,7 +31,7 @@ pub(crate) struct Options {
     #[arg(long)]
     smoke: bool,
     /// Writes a page of the main ratios, a CSV of all figures and the plots into docs/benchmarks: with `--only host` or
-    /// `--only wan` that part alone. It takes at least five rounds, no --smoke, and a tree without changes; with --path
+    /// `--only wan` that part alone. It takes at least three rounds, no --smoke, and a tree without changes; with --path
     /// the part about wide-area paths has just these. Wide-area paths that were measured before such a run was
     /// interrupted are not measured again, as long as the commit is the same.
     #[arg(long, conflicts_with = "smoke")]
@@ -61,7 +61,7 @@ pub(crate) fn smoke(built: bool) -> Result<ExitCode> {
 /// Parts of the report: measurements on one machine, and over wide-area paths.
 const PARTS: [&str; 2] = ["host", "wan"];
 /// Minimum number of rounds of a recorded run; each figure is the median of its rounds.
-const RECORDED_ROUNDS: u32 = 5;
+const RECORDED_ROUNDS: u32 = 3;
 
 /// Returns the parts to record; fails when the run would not measure one as a whole.
 fn recorded(options: &Options, commit: &Commit) -> Result<Vec<&'static str>> {

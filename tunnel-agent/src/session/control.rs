@@ -50,7 +50,7 @@ impl Agent for AgentService {
             successor: session.shared.runtime.handover.is_successor(),
             finishing: session.finishing.clone(),
         };
-        // The queue may already hold events: the machine was resumed meanwhile, or this agent drains.
+        // The queue may already hold events: the machine was resumed meanwhile, or this agent leaves.
         let hello = AgentEvent { event: Some(agent_event::Event::Hello(hello)) };
         let events = stream::once(ready(Ok(hello))).chain(ReceiverStream::new(events));
         if session.link == 0 {
@@ -89,7 +89,8 @@ impl Agent for AgentService {
             Some(notice::Notice::Replaced(replaced))
                 if replaced.by_successor && self.0.shared.runtime.handover.knows_successor() =>
             {
-                self.0.release_streams();
+                self.0.served.cancel();
+                self.0.superseded.cancel();
                 // The server tells standby links next.
                 self.0.shared.runtime.handover.succeeded_at(&self.0.server);
                 SessionPhase::Succeeded

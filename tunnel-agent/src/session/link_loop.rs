@@ -120,8 +120,8 @@ pub struct LinkLoop {
     /// Epoch of a session that a newer one has replaced. The server accepts it again only once the newer session is
     /// gone; a fresh epoch would replace that session in turn.
     yielded: Mutex<Option<u64>>,
-    /// The session with a stopping server, until the next session is in use.
-    outgoing: Mutex<Option<Arc<SessionState>>>,
+    /// Token of the session with a stopping server, until the next session is in use.
+    outgoing: Mutex<Option<CancellationToken>>,
     /// Epochs of the sessions that have not ended.
     unended: Epochs,
     /// Cancelled when the agent drains, or when the server's address is gone.
@@ -268,12 +268,6 @@ impl LinkLoop {
             }
             self.observed.lock().waiting = false;
         }
-        if !runtime.shutdown.is_draining()
-            && let Some(outgoing) = self.outgoing.lock().take()
-        {
-            // Its server may serve again, as its successor has died.
-            outgoing.leave();
-        }
         leftovers.close();
         tokio::select! {
             () = leftovers.wait() => {}
@@ -349,7 +343,9 @@ impl LinkLoop {
         let (asked, mut wanted) = mpsc::channel(MAX_LINKS as usize);
         let unended = Unended::new(&self.unended, epoch);
         let epochs = (epoch, unended.earlier());
-        let state = Arc::new(SessionState::first(self.shared.clone(), &self.server, epochs, path, asked));
+        let leaving = self.leaving.child_token();
+        let state = SessionState::first(self.shared.clone(), &self.server, epochs, path, asked, leaving);
+        let state = Arc::new(state);
         self.observed.lock().session = Some(state.clone());
         let server_drains = CancellationToken::new();
         let in_use = self.supersede(&state);
@@ -359,18 +355,11 @@ impl LinkLoop {
             let _unended = unended;
             serving.await
         });
-        let left = async {
-            self.leaving.cancelled().await;
-            if self.shared.runtime.shutdown.is_draining() {
-                // The session itself reacts to that.
-                std::future::pending::<()>().await;
-            }
-        };
-        let mut left = std::pin::pin!(left);
         let mut passed = std::pin::pin!(self.shared.runtime.handover.passed());
         let mut silence = std::pin::pin!(successor::find(&state));
         let mut idle = Idle::new();
         let mut look = tokio::time::interval(LOOK);
+        let mut leaving = false;
         let end = loop {
             tokio::select! {
                 ended = &mut serving => break ended.unwrap_or(SessionEnd::Closed),
@@ -378,26 +367,23 @@ impl LinkLoop {
                     if *state.phase.borrow() == SessionPhase::Succeeded {
                         break SessionEnd::Succeeded;
                     }
-                    let earlier = self.outgoing.lock().replace(state.clone());
+                    let earlier = self.outgoing.lock().replace(state.superseded.clone());
                     // Two servers in a row stop, so the older session is of no use any more.
-                    earlier.iter().for_each(|earlier| earlier.superseded.cancel());
+                    earlier.iter().for_each(CancellationToken::cancel);
                     break SessionEnd::Draining;
                 }
                 () = &mut in_use => {}
-                () = &mut left => {
-                    state.leave();
-                    break SessionEnd::Stopping;
-                }
+                () = self.leaving.cancelled(), if !leaving => leaving = true,
                 () = &mut passed => {
                     leave_to_successor(&state, &server_drains).await;
                     break SessionEnd::Succeeded;
                 }
-                found = &mut silence => {
+                found = &mut silence, if !leaving => {
                     *successor = Some(found);
                     state.stop.cancel();
                     break SessionEnd::Overtaken;
                 }
-                Some(number) = wanted.recv() => additional::open(&state, number, leftovers),
+                Some(number) = wanted.recv(), if !leaving => additional::open(&state, number, leftovers),
                 _ = look.tick(), if proxy.is_some() => idle.look(state.path.flow.received()),
             }
         };
@@ -416,7 +402,7 @@ impl LinkLoop {
         if phase.wait_for(|phase| matches!(phase, SessionPhase::Attached { .. })).await.is_ok()
             && let Some(outgoing) = self.outgoing.lock().take()
         {
-            outgoing.superseded.cancel();
+            outgoing.cancel();
         }
         std::future::pending::<()>().await;
     }
@@ -488,7 +474,7 @@ async fn leave_to_successor(state: &SessionState, server_drains: &CancellationTo
     let _ = tokio::time::timeout(REPLACED, server_drains.cancelled()).await;
     if *state.phase.borrow() != SessionPhase::Succeeded {
         // The successor's sessions are with other servers than this one.
-        state.leave();
+        state.leaving.cancel();
     }
 }
 

@@ -11,6 +11,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tunnel_link::bench::BENCH_PATH;
 use tunnel_link::proto::agent_server::AgentServer;
+use tunnel_link::proto::{AgentEvent, Draining, agent_event};
 use tunnel_link::relay::RELAY_PATH;
 use tunnel_link::{grpc, link};
 
@@ -19,7 +20,7 @@ use super::connect::{LinkConnection, within};
 use super::control::AgentService;
 use super::relay::relay;
 use super::session_end::SessionEnd;
-use super::state::{SessionPhase, SessionState, draining};
+use super::state::{SessionPhase, SessionState};
 
 /// Maximum time for the server to read the last frames of a session that failed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -162,30 +163,40 @@ async fn ended_by_server(
     }
 }
 
-/// Once this agent or the server drains, waits until there are no connections left.
+/// Once this agent leaves the server or the server drains, waits until there are no connections left.
 async fn drained(session: &SessionState, server_draining: &CancellationToken) -> SessionEnd {
-    let end = tokio::select! {
-        () = async {
-            let runtime = &session.shared.runtime;
-            runtime.shutdown.draining().await;
-            // Both ends are being replaced. The session of this agent's successor is with the server's successor, and until
-            // that one has the listeners, connections come through here.
-            if server_draining.is_cancelled() && runtime.handover.has_passed() {
-                let _ = tokio::time::timeout(SUCCESSOR, session.served.cancelled()).await;
-            }
-        } => {
-            let _ = session.events.send(Ok(draining())).await;
-            SessionEnd::Stopping
+    let mut left = pin!(async {
+        session.leaving.cancelled().await;
+        let runtime = &session.shared.runtime;
+        // Another address may lead to the same server.
+        if !runtime.shutdown.is_draining() {
+            session.release();
         }
-        () = async {
-            server_draining.cancelled().await;
-            session.served.cancelled().await;
-            // Until then other servers may forward connections through this one: no other has a session.
-            let _ = tokio::time::timeout(SUCCESSOR, session.superseded.cancelled()).await;
-        } => SessionEnd::Draining,
+        // Both ends are being replaced. The session of this agent's successor is with the server's successor, and until
+        // that one has the listeners, connections come through here.
+        if server_draining.is_cancelled() && runtime.handover.has_passed() {
+            let _ = tokio::time::timeout(SUCCESSOR, session.served.cancelled()).await;
+        }
+        let draining = agent_event::Event::Draining(Draining {});
+        let _ = session.events.send(Ok(AgentEvent { event: Some(draining) })).await;
+    });
+    let replaced = async {
+        server_draining.cancelled().await;
+        session.served.cancelled().await;
+        // Until then other servers may forward connections through this one: no other has a session.
+        let _ = tokio::time::timeout(SUCCESSOR, session.superseded.cancelled()).await;
     };
     // The server may have opened a stream before it knew.
-    let quiet = QUIET.max(session.path.flow.rtt.last().unwrap_or_default() * 2);
-    session.common.connections.quiet(quiet).await;
-    end
+    let quiet =
+        || session.common.connections.quiet(QUIET.max(session.path.flow.rtt.last().unwrap_or_default() * 2));
+    tokio::select! {
+        () = &mut left => {}
+        () = replaced => tokio::select! {
+            () = quiet() => return SessionEnd::Draining,
+            // The server may go on if its successor dies.
+            () = &mut left => {}
+        },
+    }
+    quiet().await;
+    SessionEnd::Stopping
 }

@@ -10,7 +10,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tunnel_link::link;
-use tunnel_link::proto::{AgentEvent, Draining, Load, agent_event};
+use tunnel_link::proto::{AgentEvent, Load, agent_event};
 use tunnel_link::relay::{Abort, Relay, Side, StallBound, Traffic};
 use tunnel_pki::enrol::Announced;
 
@@ -39,6 +39,8 @@ pub(super) struct SessionState {
     pub(super) common: Arc<Common>,
     /// Ends the link. On the first link, ends the session.
     pub(super) stop: CancellationToken,
+    /// Cancelled when this agent drains or leaves the server. The session then ends once it has no connections left.
+    pub(super) leaving: CancellationToken,
     /// Takes the numbers of additional links that the server asks for.
     pub(super) asked: Option<mpsc::Sender<u32>>,
     pub(super) phase: watch::Sender<SessionPhase>,
@@ -102,7 +104,7 @@ pub(super) enum SessionPhase {
     },
     /// The session is not wanted.
     Refused(Refusal),
-    /// The server stops soon, or this agent leaves it. Nothing new is opened.
+    /// The server stops soon. Nothing new is opened.
     Draining,
     /// A session of this agent's successor took over. This one finishes its connections.
     Succeeded,
@@ -116,6 +118,7 @@ impl SessionState {
         (epoch, finishing): (u64, Vec<u64>),
         path: Path,
         asked: mpsc::Sender<u32>,
+        leaving: CancellationToken,
     ) -> Self {
         let (events, event_stream) = mpsc::channel(64);
         let common = Common {
@@ -127,6 +130,7 @@ impl SessionState {
         };
         Self {
             stop: shared.runtime.shutdown.forced_token().child_token(),
+            leaving,
             shared,
             server: server.into(),
             path,
@@ -150,6 +154,7 @@ impl SessionState {
         let (events, event_stream) = mpsc::channel(1);
         Self {
             stop: first.stop.child_token(),
+            leaving: first.leaving.clone(),
             shared: first.shared.clone(),
             server: first.server.clone(),
             path,
@@ -174,11 +179,18 @@ impl SessionState {
     /// The reason why not, as sent to the server.
     pub(super) fn claim(&self, server_id: &str) -> Result<(), String> {
         match &self.first {
-            None => self.shared.attached.claim(server_id, &self.server, self.epoch).map_err(|through| {
-                let reason = format!("this agent is attached to this server through {through}");
-                self.phase.send_replace(SessionPhase::Refused(Refusal::SameServer(through)));
-                reason
-            }),
+            None => {
+                self.shared.attached.claim(server_id, &self.server, self.epoch).map_err(|through| {
+                    let reason = format!("this agent is attached to this server through {through}");
+                    self.phase.send_replace(SessionPhase::Refused(Refusal::SameServer(through)));
+                    reason
+                })?;
+                if self.leaving.is_cancelled() {
+                    self.release();
+                    return Err("this agent leaves this server".to_owned());
+                }
+                Ok(())
+            }
             Some(first) => match &*first.phase.borrow() {
                 SessionPhase::Attached { server_id: other, .. } if other == server_id => Ok(()),
                 _ => {
@@ -251,30 +263,8 @@ impl SessionState {
         !matches!(&*phase, SessionPhase::Connecting | SessionPhase::Refused(Refusal::SameServer(_)))
     }
 
-    /// Tells the server to open nothing new here, and ends the session once it has no connections left, as when the
-    /// server drains.
-    pub(super) fn leave(&self) {
-        // A full queue means that the server does not read its events. Then it learns from the end of the link.
-        let _ = self.events.try_send(Ok(draining()));
-        self.release_streams();
-        self.phase.send_replace(SessionPhase::Draining);
-        // Waits neither for a message of the server nor for a session with its successor.
-        self.served.cancel();
-        self.superseded.cancel();
-    }
-
-    /// Expects nothing new on this session: it may end once it has no connections left.
-    pub(super) fn release_streams(&self) {
-        self.served.cancel();
-        self.superseded.cancel();
-    }
-
     /// Returns the receiver of `events`, to the first Attach only.
     pub(super) fn take_event_stream(&self) -> Option<mpsc::Receiver<EventResult>> {
         self.event_stream.lock().take()
     }
-}
-
-pub(super) const fn draining() -> AgentEvent {
-    AgentEvent { event: Some(agent_event::Event::Draining(Draining {})) }
 }

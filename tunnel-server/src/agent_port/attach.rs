@@ -73,10 +73,10 @@ pub(super) async fn run<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
         return;
     }
     match end {
-        // The agent knows two addresses of this server, and is attached through the other one.
+        // The agent is attached to this server through another address, or leaves it.
         End::Attach(status) if status.code() == Code::AlreadyExists => {
             let reason = printable(status.message(), 200);
-            tracing::debug!(%node, %peer, reason, "agent is already attached through another address");
+            tracing::debug!(%node, %peer, reason, "agent does not want this session");
         }
         End::Stopped | End::Left => {
             context.sessions.explain_end(&node, &end.to_string());

@@ -38,6 +38,10 @@ const LATER: &[(&str, &str)] = &[
     ("scale::a_hundred_thousand_nodes_by_route", "the cookie of a case's network namespace: 5.14"),
     ("scale::uplinks_beside_a_full_routing_table", "the cookie of a case's network namespace: 5.14"),
     (
+        "failures::programs_come_back_while_ipv6_is_switched_off",
+        "the cookie of a case's network namespace: 5.14",
+    ),
+    (
         "failures::this_kernel_needs_no_perfmon",
         "a verifier that takes the programs from a process without CAP_PERFMON: 6.1 does not",
     ),
