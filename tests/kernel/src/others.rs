@@ -92,7 +92,7 @@ impl Watched {
         assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
     }
 
-    /// Stops it. So many programs are others'.
+    /// Stops it, which leaves these numbers of other programs.
     fn stop(self, others: (usize, usize)) {
         self.cancel.cancel();
         self.world.redirect.stop();

@@ -50,7 +50,7 @@ impl Agent for AgentService {
             successor: session.shared.runtime.handover.is_successor(),
             finishing: session.finishing.clone(),
         };
-        // The queue may already hold events: the machine was resumed meanwhile, or this agent leaves.
+        // The queue may already hold events: the machine was resumed, or this agent leaves, since then.
         let hello = AgentEvent { event: Some(agent_event::Event::Hello(hello)) };
         let events = stream::once(ready(Ok(hello))).chain(ReceiverStream::new(events));
         if session.link == 0 {

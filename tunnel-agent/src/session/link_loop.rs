@@ -120,11 +120,11 @@ pub struct LinkLoop {
     /// Epoch of a session that a newer one has replaced. The server accepts it again only once the newer session is
     /// gone; a fresh epoch would replace that session in turn.
     yielded: Mutex<Option<u64>>,
-    /// Token of the session with a stopping server, until the next session is in use.
+    /// [`SessionState::superseded`] of the session with a stopping server, until the next session is in use.
     outgoing: Mutex<Option<CancellationToken>>,
     /// Epochs of the sessions that have not ended.
     unended: Epochs,
-    /// Cancelled when the agent drains, or when the server's address is gone.
+    /// Cancelled when the agent drains or leaves the server.
     leaving: CancellationToken,
 }
 
@@ -356,10 +356,15 @@ impl LinkLoop {
             serving.await
         });
         let mut passed = std::pin::pin!(self.shared.runtime.handover.passed());
-        let mut silence = std::pin::pin!(successor::find(&state));
+        let silence = async {
+            match state.leaving.run_until_cancelled(successor::find(&state)).await {
+                Some(found) => found,
+                None => std::future::pending().await,
+            }
+        };
+        let mut silence = std::pin::pin!(silence);
         let mut idle = Idle::new();
         let mut look = tokio::time::interval(LOOK);
-        let mut leaving = false;
         let end = loop {
             tokio::select! {
                 ended = &mut serving => break ended.unwrap_or(SessionEnd::Closed),
@@ -373,17 +378,20 @@ impl LinkLoop {
                     break SessionEnd::Draining;
                 }
                 () = &mut in_use => {}
-                () = self.leaving.cancelled(), if !leaving => leaving = true,
                 () = &mut passed => {
                     leave_to_successor(&state, &server_drains).await;
                     break SessionEnd::Succeeded;
                 }
-                found = &mut silence, if !leaving => {
+                found = &mut silence => {
                     *successor = Some(found);
                     state.stop.cancel();
                     break SessionEnd::Overtaken;
                 }
-                Some(number) = wanted.recv(), if !leaving => additional::open(&state, number, leftovers),
+                Some(number) = wanted.recv() => {
+                    if !state.leaving.is_cancelled() {
+                        additional::open(&state, number, leftovers);
+                    }
+                }
                 _ = look.tick(), if proxy.is_some() => idle.look(state.path.flow.received()),
             }
         };

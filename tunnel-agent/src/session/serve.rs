@@ -63,9 +63,9 @@ pub(super) async fn serve(
             },
         }
     };
-    session.release();
     // Resets all open connections. The GOAWAY says that this was on purpose.
     session.stop.cancel();
+    session.release();
     let patience = match end {
         SessionEnd::Draining | SessionEnd::Stopping if !session.shared.runtime.shutdown.is_forced() => {
             DRAIN_CLOSE_TIMEOUT
@@ -167,18 +167,15 @@ async fn ended_by_server(
 async fn drained(session: &SessionState, server_draining: &CancellationToken) -> SessionEnd {
     let mut left = pin!(async {
         session.leaving.cancelled().await;
-        let runtime = &session.shared.runtime;
-        // Another address may lead to the same server.
-        if !runtime.shutdown.is_draining() {
-            session.release();
-        }
         // Both ends are being replaced. The session of this agent's successor is with the server's successor, and until
         // that one has the listeners, connections come through here.
-        if server_draining.is_cancelled() && runtime.handover.has_passed() {
+        if server_draining.is_cancelled() && session.shared.runtime.handover.has_passed() {
             let _ = tokio::time::timeout(SUCCESSOR, session.served.cancelled()).await;
         }
         let draining = agent_event::Event::Draining(Draining {});
         let _ = session.events.send(Ok(AgentEvent { event: Some(draining) })).await;
+        // Another address may lead to the same server.
+        session.release();
     });
     let replaced = async {
         server_draining.cancelled().await;
@@ -193,7 +190,7 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
         () = &mut left => {}
         () = replaced => tokio::select! {
             () = quiet() => return SessionEnd::Draining,
-            // The server may go on if its successor dies.
+            // The server may go on, as its successor has died, and would open connections here.
             () = &mut left => {}
         },
     }

@@ -58,7 +58,7 @@ pub(super) struct Attached {
 }
 
 impl Attached {
-    /// Claims a server for the link through `address`.
+    /// Claims a server for the link through `address`, if no later session through it has.
     ///
     /// # Errors
     /// The other address through which the server is already attached.
@@ -66,6 +66,7 @@ impl Attached {
         let mut servers = self.servers.lock();
         match servers.get(server_id) {
             Some((other, _)) if other != address => Err(other.clone()),
+            Some((_, later)) if *later > epoch => Ok(()),
             _ => {
                 servers.insert(server_id.to_owned(), (address.to_owned(), epoch));
                 Ok(())
@@ -109,6 +110,7 @@ mod tests {
         }
         // The same address again, before the previous session has ended.
         attached.claim("server", "a:1", 4).unwrap();
+        attached.claim("server", "a:1", 1).unwrap();
         attached.release(1);
         assert!(!releases.has_changed().unwrap(), "its successor has it");
         attached.release(4);

@@ -104,7 +104,7 @@ pub(super) enum SessionPhase {
     },
     /// The session is not wanted.
     Refused(Refusal),
-    /// The server stops soon. Nothing new is opened.
+    /// The server stops soon, or another takes over from it.
     Draining,
     /// A session of this agent's successor took over. This one finishes its connections.
     Succeeded,
@@ -173,7 +173,8 @@ impl SessionState {
         }
     }
 
-    /// Claims the server: no other address leads to it, or this link belongs to the session that has it.
+    /// Claims the server, unless another address leads to it or this session ends. An additional link only checks that it has
+    /// reached the server of its session.
     ///
     /// # Errors
     /// The reason why not, as sent to the server.
@@ -185,7 +186,7 @@ impl SessionState {
                     self.phase.send_replace(SessionPhase::Refused(Refusal::SameServer(through)));
                     reason
                 })?;
-                if self.leaving.is_cancelled() {
+                if self.leaving.is_cancelled() || self.stop.is_cancelled() {
                     self.release();
                     return Err("this agent leaves this server".to_owned());
                 }

@@ -12,6 +12,7 @@ use tokio::time::{Instant, Sleep};
 use tokio_rustls::TlsStream;
 use tunnel_runtime::net::refine;
 
+use super::ahead::Ahead;
 use super::flow::Flow;
 use super::retransmission::{rto_max, set_rto_max};
 use super::settings::{not_sent_limit, tune_tls};
@@ -35,6 +36,7 @@ pub struct LinkIo {
     multipath: bool,
     /// Maximum pause between two retransmissions, as set in the kernel.
     rto_max: Duration,
+    ahead: Ahead,
     /// Set once everything is written and the other end has been told.
     closing: Option<Pin<Box<Sleep>>>,
 }
@@ -49,6 +51,7 @@ impl LinkIo {
             flow: Arc::default(),
             rate_read: Instant::now(),
             rto_max: Duration::ZERO,
+            ahead: Ahead::default(),
             closing: None,
         };
         io.resize(io.flow.piece());
@@ -109,6 +112,12 @@ impl LinkIo {
         }
     }
 
+    /// Call it when nothing can be written.
+    fn read_ahead(&mut self, cx: &mut Context<'_>) {
+        let read = self.ahead.fill(Pin::new(&mut *self.stream), cx);
+        self.flow.add_received(read);
+    }
+
     fn follow_rate(&mut self) {
         let now = Instant::now();
         if now - self.rate_read < RATE_INTERVAL {
@@ -143,6 +152,9 @@ impl AsyncRead for LinkIo {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         self.answer_if_asked();
+        if let Some(read) = self.ahead.take(buffer) {
+            return Poll::Ready(read);
+        }
         let before = buffer.filled().len();
         let read = Pin::new(&mut *self.stream).poll_read(cx, buffer);
         self.flow.add_received(buffer.filled().len() - before);
@@ -156,6 +168,9 @@ impl AsyncWrite for LinkIo {
         self.follow_rate();
         let written = Pin::new(&mut *self.stream).poll_write(cx, bytes);
         self.count(&written);
+        if written.is_pending() {
+            self.read_ahead(cx);
+        }
         written
     }
 
@@ -168,6 +183,9 @@ impl AsyncWrite for LinkIo {
         self.follow_rate();
         let written = Pin::new(&mut *self.stream).poll_write_vectored(cx, slices);
         self.count(&written);
+        if written.is_pending() {
+            self.read_ahead(cx);
+        }
         written
     }
 
@@ -176,7 +194,11 @@ impl AsyncWrite for LinkIo {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut *self.stream).poll_flush(cx)
+        let flushed = Pin::new(&mut *self.stream).poll_flush(cx);
+        if flushed.is_pending() {
+            self.read_ahead(cx);
+        }
+        flushed
     }
 
     /// Completes once the other end has closed too. The kernel answers what arrives on a closed socket, a
@@ -204,17 +226,36 @@ impl AsyncWrite for LinkIo {
 mod tests {
     use std::future::poll_fn;
 
+    use bytes::Bytes;
     use futures_util::FutureExt as _;
+    use h2::Ping;
+    use http::{Request, Response};
     use rustls::{ClientConfig, RootCertStore, ServerConfig};
     use rustls_pki_types::{PrivateKeyDer, ServerName};
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::{TcpListener, TcpStream};
-    use tokio_rustls::{TlsAcceptor, TlsConnector, server};
+    use tokio_rustls::{TlsAcceptor, TlsConnector, client, server};
 
     use super::*;
+    use crate::link::settings::{LARGEST_WINDOW, MAX_FRAME, client_builder, server_builder};
 
     /// Creates a link, and its other end.
     async fn link() -> (LinkIo, server::TlsStream<TcpStream>) {
+        let (near, far) = connected().await;
+        let (near, far) = secured(near, far).await;
+        (LinkIo::new(near), far)
+    }
+
+    async fn connected() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        (near, listener.accept().await.unwrap().0)
+    }
+
+    async fn secured<T: AsyncRead + AsyncWrite + Unpin>(
+        near: TcpStream,
+        far: T,
+    ) -> (client::TlsStream<Wire>, server::TlsStream<T>) {
         let own = rcgen::generate_simple_self_signed(vec!["link".to_owned()]).unwrap();
         let key = PrivateKeyDer::try_from(own.signing_key.serialize_der()).unwrap();
         let mut roots = RootCertStore::empty();
@@ -231,16 +272,12 @@ mod tests {
             .with_no_client_auth()
             .with_single_cert(vec![own.cert.der().clone()], key)
             .unwrap();
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let near = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let (far, _) = listener.accept().await.unwrap();
         let name = ServerName::try_from("link").unwrap();
-        let (near, far) = tokio::try_join!(
+        tokio::try_join!(
             TlsConnector::from(Arc::new(connector)).connect(name, Wire::from(near)),
             TlsAcceptor::from(Arc::new(acceptor)).accept(far),
         )
-        .unwrap();
-        (LinkIo::new(near), far)
+        .unwrap()
     }
 
     #[tokio::test]
@@ -293,6 +330,52 @@ mod tests {
         assert_eq!(read, written);
         drop(far);
         shutdown.await.unwrap().unwrap();
+    }
+
+    /// Each end has a frame that no socket holds, and behind it the answer to a PING that came before the other's frame.
+    #[tokio::test]
+    async fn both_ends_write_a_frame_and_owe_an_answer() {
+        const FRAME: usize = MAX_FRAME as usize;
+        let (near, far) = connected().await;
+        for socket in [&near, &far] {
+            SockRef::from(socket).set_recv_buffer_size(FRAME / 16).unwrap();
+            SockRef::from(socket).set_send_buffer_size(FRAME / 16).unwrap();
+        }
+        let (near, far) = secured(near, Wire::from(far)).await;
+        let (near, far) = (LinkIo::new(near), LinkIo::new(far));
+        let (mut client, mut server) = (client_builder(), server_builder());
+        // As on a fast path, after a while.
+        client.initial_window_size(LARGEST_WINDOW);
+        server.initial_window_size(LARGEST_WINDOW);
+        let (client, server) =
+            tokio::join!(client.handshake::<_, Bytes>(near), server.handshake::<_, Bytes>(far));
+        let ((mut client, mut near), mut far) = (client.unwrap(), server.unwrap());
+        for mut pings in [near.ping_pong().unwrap(), far.ping_pong().unwrap()] {
+            tokio::spawn(async move { while pings.ping(Ping::opaque()).await.is_ok() {} });
+        }
+        tokio::spawn(near);
+        let request = Request::get("http://link/").body(()).unwrap();
+        let (response, up) = client.send_request(request, false).unwrap();
+        let (request, mut respond) = far.accept().await.unwrap().unwrap();
+        tokio::spawn(async move { while let Some(Ok(_)) = far.accept().await {} });
+        let down = respond.send_response(Response::new(()), false).unwrap();
+        let response = response.await.unwrap();
+        for mut stream in [up, down] {
+            stream.send_data(vec![7; 32 * FRAME].into(), true).unwrap();
+        }
+        let all = async |mut body: h2::RecvStream| {
+            let mut received = 0;
+            while let Some(data) = body.data().await {
+                let data = data.unwrap().len();
+                body.flow_control().release_capacity(data).unwrap();
+                received += data;
+            }
+            received
+        };
+        let both = async { tokio::join!(all(request.into_body()), all(response.into_body())) };
+        let received =
+            tokio::time::timeout(Duration::from_secs(20), both).await.expect("no end waits for ever");
+        assert_eq!(received, (32 * FRAME, 32 * FRAME));
     }
 
     #[tokio::test(start_paused = true)]

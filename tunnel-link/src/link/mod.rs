@@ -1,6 +1,7 @@
 //! The link between an agent and a server: its settings, how it follows its path, and whether it is alive. The agent
 //! dials; the server is the HTTP/2 client.
 
+mod ahead;
 mod congestion;
 mod error;
 mod flow;
