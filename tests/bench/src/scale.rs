@@ -143,7 +143,8 @@ async fn of_agents(testbed: &Testbed, nominal: usize, size: Size, record: &mut R
     let memory = (usage::resident(&parts)?.0 - before).max(0.0) * 1e6 / 1024.0 / as_f64(count as u64);
     record.value(&format!("scale-agents-memory-{nominal}"), Peer::Postern, memory);
     if nominal == AGENTS[AGENTS.len() - 1] {
-        dials(count, size, record).await?;
+        let p99 = dials(count, size, record).await?;
+        server = upgrade(server, count, p99, record).await?;
     }
 
     for (line, resumed) in [("restart", "true"), ("restart-full", "false")] {
@@ -174,41 +175,85 @@ async fn of_agents(testbed: &Testbed, nominal: usize, size: Size, record: &mut R
     Ok(())
 }
 
-/// Connects to node after node at a fixed pace, whether or not earlier connections are through.
-async fn dials(agents: usize, size: Size, record: &mut Record) -> Result<()> {
+/// Connects to node after node, as [`visits`] does, and returns the 99th percentile in microseconds.
+async fn dials(agents: usize, size: Size, record: &mut Record) -> Result<f64> {
+    let pause = async { Ok(tokio::time::sleep(size.dials).await) };
+    let ((), Visits { asked, took, mut times, failures }) = visits(agents, pause).await?;
+    if let Some(error) = failures.first() {
+        let reason = format!("{} of {asked} failed, as: {error:#}", failures.len());
+        record.failed("scale-dials-rate", Peer::Postern, &reason);
+    } else {
+        record.value("scale-dials-rate", Peer::Postern, as_f64(asked as u64) / took.as_secs_f64());
+    }
+    let p99 = micros(&mut times, 0.99)?;
+    record.value("scale-dials-p50", Peer::Postern, micros(&mut times, 0.5)?);
+    record.value("scale-dials-p99", Peer::Postern, p99);
+    Ok(p99)
+}
+
+/// Another server takes over from this one with all its agents, while nodes are visited. Returns the other server. `before` is
+/// the 99th percentile of visits until now.
+async fn upgrade<'a>(
+    mut server: Server<'a>,
+    agents: usize,
+    before: f64,
+    record: &mut Record,
+) -> Result<Server<'a>> {
+    let taken_over = async {
+        let successor = server.take_over().await?;
+        let status = server.process.wait_exit(ATTACH).await?;
+        ensure!(status.success(), "the server that was replaced ended with {status}");
+        Ok(successor)
+    };
+    let (successor, Visits { asked, took, mut times, failures }) = visits(agents, taken_over).await?;
+    wait_tunnels(&successor, agents).await?;
+    if let Some(error) = failures.first() {
+        println!("  {} of {asked} connections failed in the upgrade, as: {error:#}", failures.len());
+    }
+    record.value("scale-upgrade", Peer::Postern, took.as_secs_f64());
+    record.value("scale-upgrade-failed", Peer::Postern, as_f64(failures.len() as u64));
+    record.value("scale-upgrade-p99", Peer::Postern, micros(&mut times, 0.99)? / before);
+    Ok(successor)
+}
+
+/// Connections that were opened at a fixed pace.
+struct Visits {
+    asked: usize,
+    took: Duration,
+    times: Times,
+    failures: Vec<anyhow::Error>,
+}
+
+/// Connects to node after node at a fixed pace, whether or not earlier connections are through, until `ends` does.
+async fn visits<T>(agents: usize, ends: impl Future<Output = Result<T>>) -> Result<(T, Visits)> {
     let mut visits = tokio::task::JoinSet::new();
     let start = Instant::now();
     let mut tick = tokio::time::interval(Duration::from_millis(10));
     // Late ticks are made up for, to keep the pace.
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Burst);
     let mut asked = 0_usize;
-    while start.elapsed() < size.dials {
-        tick.tick().await;
+    let mut ends = std::pin::pin!(ends);
+    let ended = loop {
+        tokio::select! {
+            ended = &mut ends => break ended?,
+            _ = tick.tick() => {}
+        }
         for _ in 0..DIALS / 100 {
             // A stride coprime to the number of agents visits all of them.
             let node = fleet::address((asked * 7919) % agents);
             asked += 1;
             visits.spawn(async move { load::visit(&Dialer::Tcp(node.into())).await });
         }
-    }
-    let mut times = Times::default();
-    let mut failures = Vec::new();
+    };
+    let took = start.elapsed();
+    let (mut times, mut failures) = (Times::default(), Vec::new());
     while let Some(visit) = visits.join_next().await {
         match visit.context("a dialling task")? {
             Ok(time) => times.add(time),
             Err(error) => failures.push(error),
         }
     }
-    if let Some(error) = failures.first() {
-        let reason = format!("{} of {asked} failed, as: {error:#}", failures.len());
-        record.failed("scale-dials-rate", Peer::Postern, &reason);
-    } else {
-        let rate = as_f64(asked as u64) / start.elapsed().as_secs_f64();
-        record.value("scale-dials-rate", Peer::Postern, rate);
-    }
-    record.value("scale-dials-p50", Peer::Postern, micros(&mut times, 0.5)?);
-    record.value("scale-dials-p99", Peer::Postern, micros(&mut times, 0.99)?);
-    Ok(())
+    Ok((ended, Visits { asked, took, times, failures }))
 }
 
 /// The redirect's programs are loaded and all routes are in the kernel when the server is ready.

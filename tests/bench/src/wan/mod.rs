@@ -129,7 +129,7 @@ const fn outage(seconds: u64) -> What {
 }
 
 /// All places; the buffers of each hold one bandwidth × delay.
-pub(crate) const PLACES: [Place; 19] = [
+pub(crate) const PLACES: [Place; 20] = [
     // A rate that no forwarder reaches.
     place("forwarder", "The forwarder itself: 2 ms, no limit", Path::new(2, 100_000))
         .measures(What::Forwarder),
@@ -146,6 +146,11 @@ pub(crate) const PLACES: [Place; 19] = [
         "lte",
         "LTE: 50 ms, 50 Mbit/s to the edge, 20 from it",
         Path::asymmetric(50, 50_000_000, 20_000_000),
+    ),
+    place(
+        "80ms-40-8m",
+        "80 ms, 40 Mbit/s to the edge, 8 from it",
+        Path::asymmetric(80, 40_000_000, 8_000_000),
     ),
     place(
         "60ms-10-5m",

@@ -5,13 +5,14 @@ use crate::record::Record;
 use crate::wan::{Place, id};
 
 /// Paths that lose nothing.
-const CLEAN: [&str; 9] = [
+const CLEAN: [&str; 10] = [
     "20ms-1g",
     "50ms-100m",
     "50ms-100m-loss-based",
     "100ms-200m",
     "250ms-100m",
     "lte",
+    "80ms-40-8m",
     "60ms-10-5m",
     "60ms-10-5m-loss-based",
     "60ms-2-1m",
@@ -35,6 +36,7 @@ pub(super) fn check(record: &Record, chosen: &[&Place]) -> Vec<Target> {
     let mut targets = vec![
         worst("no loss: one stream, over direct", &CLEAN, &ONE, DIRECT, AtLeast(0.95)),
         worst("no loss: one stream, over konnectivity", &CLEAN, &ONE, KONNECTIVITY, AtLeast(1.0)),
+        worst("no loss: eight streams, over konnectivity", &CLEAN, &STREAMS[2..], KONNECTIVITY, AtLeast(1.0)),
         worst("1 % loss: one and eight streams, over direct", &LOSSY, &STREAMS, DIRECT, AtLeast(0.95)),
         worst(
             "1 % loss: one and eight streams, over the best tunnel",
