@@ -19,7 +19,7 @@ use tunnel_link::relay::{OF_NODE_HEADER, RELAY_PATH, RelayError, StallBound, Tot
 use tunnel_routing::{Holder, Router};
 use tunnel_runtime::NodeName;
 
-use super::link::{Asked, Link};
+use super::link::{Link, PendingStream};
 use super::links::Links;
 use crate::admission::Shares;
 use crate::metrics::Metrics;
@@ -120,17 +120,17 @@ impl Session {
     ///
     /// # Errors
     /// If the link can relay nothing any more, or nothing more at present.
-    pub(crate) async fn ask(&self, link: &Link, target: SocketAddr) -> Result<Asked, RelayError> {
+    pub(crate) async fn ask(&self, link: &Link, target: SocketAddr) -> Result<PendingStream, RelayError> {
         let mut more = HeaderMap::new();
         if self.router.snapshot().names(&self.node, target.ip()) {
             more.insert(OF_NODE_HEADER, HeaderValue::from_static("1"));
         }
-        let asked = link.ask(self.node.as_str(), RELAY_PATH, target, more).await;
-        if let Err(RelayError::Link(_)) = asked {
+        let pending = link.ask(self.node.as_str(), RELAY_PATH, target, more).await;
+        if let Err(RelayError::Link(_)) = pending {
             // Even if its PINGs are still answered.
             self.close_link(link);
         }
-        asked
+        pending
     }
 }
 
