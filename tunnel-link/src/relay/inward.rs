@@ -20,7 +20,7 @@ use tunnel_runtime::text::printable;
 
 use super::error::{RelayError, Side};
 use super::frame::{Deframer, FrameError};
-use super::outward::Answer;
+use super::outward::InwardProgress;
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use super::{GRPC_STATUS, TARGET_RESET};
@@ -127,7 +127,7 @@ impl Inbox {
 pub(super) struct Inward<'a> {
     pub(super) side: Side,
     pub(super) delivery: Delivery<'a>,
-    pub(super) answer: &'a Answer,
+    pub(super) answer: &'a InwardProgress,
 }
 
 impl Inward<'_> {

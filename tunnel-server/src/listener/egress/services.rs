@@ -31,17 +31,18 @@ type Key = (Box<str>, SocketAddr);
 pub(crate) struct ClusterServices {
     services: watch::Receiver<ClusterIps>,
     endpoints: ServiceEndpoints,
-    answers: AnswerCache<Key, Answer>,
+    answers: AnswerCache<Key, CachedEndpoints>,
 }
 
+/// A Service's endpoints, as the API server last listed them.
 #[derive(Clone)]
-struct Answer {
+struct CachedEndpoints {
     endpoints: Arc<[Endpoint]>,
-    /// `None` if none of the endpoints could be reached, so that they are asked for again.
+    /// Time at which it listed them. `None` if none of the endpoints could be reached, so that they are asked for again.
     asked: Option<Instant>,
 }
 
-impl Answer {
+impl CachedEndpoints {
     fn is_fresh(&self) -> bool {
         let fresh = if self.endpoints.is_empty() { FRESH_NONE } else { FRESH };
         self.asked.is_some_and(|asked| asked.elapsed() < fresh)
@@ -118,7 +119,7 @@ impl ClusterServices {
                 return Ok(Some((wanted, before.endpoints)));
             }
         };
-        let answer = Answer { endpoints: endpoints.clone(), asked: Some(Instant::now()) };
+        let answer = CachedEndpoints { endpoints: endpoints.clone(), asked: Some(Instant::now()) };
         self.answers.put(key, answer, KEPT);
         Ok(Some((wanted, endpoints)))
     }
@@ -141,7 +142,7 @@ impl ClusterServices {
 
     /// Marks the endpoints as unreachable, so that they are asked for again.
     pub(super) fn doubt(&self, wanted: &Wanted, endpoints: Arc<[Endpoint]>) {
-        let answer = Answer { endpoints, asked: None };
+        let answer = CachedEndpoints { endpoints, asked: None };
         self.answers.put((wanted.name.clone(), wanted.address), answer, KEPT);
     }
 }
@@ -187,7 +188,7 @@ mod tests {
 
     #[test]
     fn an_answer_is_fresh_for_a_while_and_less_long_without_endpoints() {
-        let answer = |endpoints: &[Endpoint], asked| Answer { endpoints: endpoints.into(), asked };
+        let answer = |endpoints: &[Endpoint], asked| CachedEndpoints { endpoints: endpoints.into(), asked };
         let ago = |time| Instant::now().checked_sub(time);
         let some = [endpoint("10.0.0.7:9443")];
         assert!(answer(&some, ago(FRESH_NONE)).is_fresh());
