@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use parking_lot::RwLock;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_routing::{Holder, Router};
+use tunnel_routing::{Router, TunnelHolder};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::admin;
 
@@ -111,9 +111,9 @@ impl Peers {
         let revoked = self.refusal(node).is_some();
         let offered = !remote.peers.is_empty() && !revoked;
         match (std::mem::replace(&mut remote.offered, offered), offered) {
-            (true, false) if !revoked => self.router.lose(node, Holder::Peers),
+            (true, false) if !revoked => self.router.lose(node, TunnelHolder::Peers),
             (before, now) if before == now => return,
-            _ => self.router.set_live(node, Holder::Peers, offered),
+            _ => self.router.set_live(node, TunnelHolder::Peers, offered),
         }
         self.changed.send_modify(|changes| *changes += 1);
     }
