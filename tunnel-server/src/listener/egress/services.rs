@@ -51,19 +51,19 @@ impl CachedEndpoints {
 
 /// A Service that a caller wants to reach.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Wanted {
+pub(super) struct RequestedService {
     /// `NAME.NAMESPACE`.
     pub(super) name: Box<str>,
     address: SocketAddr,
 }
 
-impl std::fmt::Display for Wanted {
+impl std::fmt::Display for RequestedService {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Service {} ({})", self.name, self.address)
     }
 }
 
-impl Wanted {
+impl RequestedService {
     fn failed(&self, outcome: Outcome, why: &str) -> Failed {
         Failed { outcome, reason: format!("{self}: {why}") }
     }
@@ -94,7 +94,7 @@ impl ClusterServices {
         address: SocketAddr,
         asks: bool,
         reached: impl Fn(&Endpoint) -> bool,
-    ) -> Result<Option<(Wanted, Arc<[Endpoint]>)>, Failed> {
+    ) -> Result<Option<(RequestedService, Arc<[Endpoint]>)>, Failed> {
         let followed = self.services.borrow().get(address.ip());
         let service = match followed {
             None if asks => self.ask(address.ip()).await?,
@@ -102,7 +102,7 @@ impl ClusterServices {
         };
         let Some(service) = service else { return Ok(None) };
         let name = format!("{}.{}", service.name, service.namespace);
-        let wanted = Wanted { name: name.into(), address };
+        let wanted = RequestedService { name: name.into(), address };
         let Some(port) = service.port_name(address.port()) else {
             return Err(wanted.failed(Outcome::Denied, "it has no such TCP port"));
         };
@@ -141,7 +141,7 @@ impl ClusterServices {
     }
 
     /// Marks the endpoints as unreachable, so that they are asked for again.
-    pub(super) fn doubt(&self, wanted: &Wanted, endpoints: Arc<[Endpoint]>) {
+    pub(super) fn doubt(&self, wanted: &RequestedService, endpoints: Arc<[Endpoint]>) {
         let answer = CachedEndpoints { endpoints, asked: None };
         self.answers.put((wanted.name.clone(), wanted.address), answer, KEPT);
     }
