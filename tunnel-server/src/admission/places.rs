@@ -90,7 +90,7 @@ impl<K: Ord + Hash + Clone> Places<K> {
     }
 
     /// True if a source without a place gets one: a free one, or that of a source with several.
-    pub(crate) fn admits_newcomers(&self) -> bool {
+    pub(crate) fn admits_new_source(&self) -> bool {
         let state = self.state.lock();
         state.taken < self.limit || state.ranking.last().is_some_and(|(most, ..)| *most > 1)
     }
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn sixteen_sources_with_all_the_places_give_one_to_a_newcomer_immediately() {
+    fn sixteen_sources_with_all_the_places_give_one_to_a_new_source_immediately() {
         let (places, now) = (Places::new(1024, u32::MAX), Instant::now());
         let mut held = Vec::new();
         for round in 0..2_000u32 {
@@ -267,12 +267,12 @@ mod tests {
             held.extend(places.admit(round % 16, now));
             held.retain(|place| !place.is_evicted());
         }
-        let newcomer = places.admit(99, now).unwrap();
+        let new_source = places.admit(99, now).unwrap();
         for round in 0..2_000u32 {
             held.extend(places.admit(round % 16, now));
             held.retain(|place| !place.is_evicted());
         }
-        assert!(!newcomer.is_evicted());
+        assert!(!new_source.is_evicted());
     }
 
     #[test]
@@ -335,13 +335,13 @@ mod tests {
     }
 
     #[test]
-    fn newcomers_find_a_place_where_somebody_has_several() {
+    fn new_sources_find_a_place_where_another_one_has_several() {
         let (places, now) = (Places::new(4, u32::MAX).undisturbed_for(LATER), Instant::now());
         let several: Vec<_> = (0..3).map(|_| places.admit(0, now).unwrap()).collect();
-        assert!(places.is_full() && places.admits_newcomers());
+        assert!(places.is_full() && places.admits_new_source());
         drop(several);
         let _one_each: Vec<_> = (0..3).map(|source| places.admit(source, now).unwrap()).collect();
-        assert!(places.is_full() && !places.admits_newcomers());
+        assert!(places.is_full() && !places.admits_new_source());
         assert!(places.admit(3, now).is_none());
     }
 

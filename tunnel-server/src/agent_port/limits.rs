@@ -135,7 +135,7 @@ impl ConnectionLimits {
             loop {
                 let mut freed = pin!(self.freed.handshakes.notified());
                 freed.as_mut().enable();
-                if self.certified.admits_newcomers() {
+                if self.certified.admits_new_source() {
                     return;
                 }
                 freed.await;
