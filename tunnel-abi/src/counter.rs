@@ -55,7 +55,7 @@ pub enum Hook {
 
 /// How a packet of a client reached the listener lookup.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Way {
+pub enum RedirectedBy {
     /// To a virtual address, by a connect hook.
     Hook,
     /// To an edge node's own address, by a route.
@@ -102,16 +102,16 @@ pub const RESTORED_V6: u32 = 17;
 
 /// Counter of a lookup for an IPv4 (`v6 == false`) or an IPv6 packet. By route, replaced counts as steered.
 #[inline(always)]
-pub const fn of_lookup(way: Way, v6: bool, lookup: Lookup) -> u32 {
-    let outcome = match (way, lookup) {
-        (Way::Hook, Lookup::Replaced) => return if v6 { 25 } else { 24 },
+pub const fn of_lookup(by: RedirectedBy, v6: bool, lookup: Lookup) -> u32 {
+    let outcome = match (by, lookup) {
+        (RedirectedBy::Hook, Lookup::Replaced) => return if v6 { 25 } else { 24 },
         (_, Lookup::Steered | Lookup::Replaced) => 0,
         (_, Lookup::NoListener) => 1,
         (_, Lookup::ForeignClient) => 2,
     };
-    let first = match way {
-        Way::Hook => 18,
-        Way::Route => 28,
+    let first = match by {
+        RedirectedBy::Hook => 18,
+        RedirectedBy::Route => 28,
     };
     if v6 { first + 3 + outcome } else { first + outcome }
 }

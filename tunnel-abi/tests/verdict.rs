@@ -372,7 +372,7 @@ fn bits_that_both_have_stay_set() {
 
 #[test]
 fn every_counter_has_its_own_index() {
-    use counter::{Hook, Lookup, Way, of_lookup, of_verdict};
+    use counter::{Hook, Lookup, RedirectedBy, of_lookup, of_verdict};
     let verdicts = [
         (Verdict::Direct(Reason::NotTcp), "not_tcp"),
         (Verdict::Direct(Reason::BoundDevice), "bound_device"),
@@ -399,7 +399,7 @@ fn every_counter_has_its_own_index() {
             (Lookup::ForeignClient, "foreign_client"),
             (Lookup::Replaced, "replaced"),
         ] {
-            found.insert(of_lookup(Way::Hook, v6, lookup), format!("{prefix}/{name}"));
+            found.insert(of_lookup(RedirectedBy::Hook, v6, lookup), format!("{prefix}/{name}"));
         }
     }
     for (v6, prefix) in [(false, "route4"), (true, "route6")] {
@@ -408,9 +408,12 @@ fn every_counter_has_its_own_index() {
             (Lookup::NoListener, "no_listener"),
             (Lookup::ForeignClient, "foreign_client"),
         ] {
-            found.insert(of_lookup(Way::Route, v6, lookup), format!("{prefix}/{name}"));
+            found.insert(of_lookup(RedirectedBy::Route, v6, lookup), format!("{prefix}/{name}"));
         }
-        assert_eq!(of_lookup(Way::Route, v6, Lookup::Replaced), of_lookup(Way::Route, v6, Lookup::Steered));
+        assert_eq!(
+            of_lookup(RedirectedBy::Route, v6, Lookup::Replaced),
+            of_lookup(RedirectedBy::Route, v6, Lookup::Steered)
+        );
     }
     let named: BTreeMap<u32, String> = (0..).zip(counter::NAMES.map(String::from)).collect();
     assert_eq!(found, named);

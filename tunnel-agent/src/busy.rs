@@ -14,19 +14,19 @@ pub(crate) struct Busy {
     changed: Notify,
 }
 
-/// A dial or a connection.
+/// A dial or a connection, which counts until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Held(Arc<Busy>);
+pub(crate) struct BusyGuard(Arc<Busy>);
 
 impl Busy {
     pub(crate) fn count(&self) -> usize {
         self.count.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn hold(self: &Arc<Self>) -> Held {
+    pub(crate) fn hold(self: &Arc<Self>) -> BusyGuard {
         self.count.fetch_add(1, Ordering::Relaxed);
         self.changed.notify_waiters();
-        Held(self.clone())
+        BusyGuard(self.clone())
     }
 
     /// Waits until there has been none for this long.
@@ -45,7 +45,7 @@ impl Busy {
     }
 }
 
-impl Drop for Held {
+impl Drop for BusyGuard {
     fn drop(&mut self) {
         self.0.count.fetch_sub(1, Ordering::Relaxed);
         self.0.changed.notify_waiters();

@@ -15,7 +15,7 @@ use aya_ebpf::{
 use tunnel_abi::{
     Address, FROM_ANYWHERE, FROM_PODS, LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6, LOOPBACK_IFINDEX,
     STATE_DEVICE, V4, V6,
-    counter::{Lookup, Way, of_lookup},
+    counter::{Lookup, RedirectedBy, of_lookup},
     verdict::{Tables, takes},
 };
 
@@ -44,9 +44,9 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
         // SAFETY: as above.
         let local = V4(unsafe { (&raw const (*raw).local_ip4).read_volatile() });
         let virtual_addresses = VIRTUAL_V4.load();
-        let way = if virtual_addresses.contains(local) { Way::Hook } else { Way::Route };
+        let by = if virtual_addresses.contains(local) { RedirectedBy::Hook } else { RedirectedBy::Route };
         // SAFETY: as above.
-        if way == Way::Route && !unsafe { taken_by_route(raw, local) } {
+        if by == RedirectedBy::Route && !unsafe { taken_by_route(raw, local) } {
             return SK_PASS;
         }
         // SAFETY: as above.
@@ -59,9 +59,9 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
         } else {
             let from = CLIENTS_V4.get(Key::new(32, remote));
             // SAFETY: as above.
-            from.is_some_and(|from| unsafe { may_come_in(raw, way, *from) })
+            from.is_some_and(|from| unsafe { may_come_in(raw, by, *from) })
         };
-        return finish(&ctx, way, allowed, false);
+        return finish(&ctx, by, allowed, false);
     }
     // SAFETY: as above.
     let (local, remote) = unsafe {
@@ -81,9 +81,9 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
         )
     };
     let virtual_addresses = VIRTUAL_V6.load();
-    let way = if virtual_addresses.contains(local) { Way::Hook } else { Way::Route };
+    let by = if virtual_addresses.contains(local) { RedirectedBy::Hook } else { RedirectedBy::Route };
     // SAFETY: as above.
-    if way == Way::Route && !unsafe { taken_by_route(raw, local) } {
+    if by == RedirectedBy::Route && !unsafe { taken_by_route(raw, local) } {
         return SK_PASS;
     }
     let allowed = if virtual_addresses.contains(remote) {
@@ -92,9 +92,9 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
     } else {
         let from = CLIENTS_V6.get(Key::new(128, remote));
         // SAFETY: as above.
-        from.is_some_and(|from| unsafe { may_come_in(raw, way, *from) })
+        from.is_some_and(|from| unsafe { may_come_in(raw, by, *from) })
     };
-    finish(&ctx, way, allowed, true)
+    finish(&ctx, by, allowed, true)
 }
 
 /// True if the route to an edge node's own address led the packet here, and not an address of this host.
@@ -117,9 +117,9 @@ where
 /// Steers or drops. Never passes: with an empty slot the connection would go to a program that listens on `*:port` of
 /// this host, such as the local kubelet.
 #[inline(always)]
-fn finish(ctx: &SkLookupContext, way: Way, allowed: bool, v6: bool) -> u32 {
+fn finish(ctx: &SkLookupContext, by: RedirectedBy, allowed: bool, v6: bool) -> u32 {
     if !allowed {
-        count(of_lookup(way, v6, Lookup::ForeignClient));
+        count(of_lookup(by, v6, Lookup::ForeignClient));
         return SK_DROP;
     }
     // Keep the choice of an older server: while it runs, its programs also come first in the connect hook, so the
@@ -129,15 +129,15 @@ fn finish(ctx: &SkLookupContext, way: Way, allowed: bool, v6: bool) -> u32 {
     let (slot, flags) = (if v6 { LISTENER_V6 } else { LISTENER_V4 }, if taken { F_REPLACE } else { 0 });
     match LISTENER.redirect_sk_lookup(ctx, slot, flags) {
         Ok(()) => {
-            count(of_lookup(way, v6, if taken { Lookup::Replaced } else { Lookup::Steered }));
+            count(of_lookup(by, v6, if taken { Lookup::Replaced } else { Lookup::Steered }));
             SK_PASS
         }
         Err(error) if error == -EEXIST => {
-            count(of_lookup(way, v6, Lookup::Steered));
+            count(of_lookup(by, v6, Lookup::Steered));
             SK_PASS
         }
         Err(_) => {
-            count(of_lookup(way, v6, Lookup::NoListener));
+            count(of_lookup(by, v6, Lookup::NoListener));
             SK_DROP
         }
     }
@@ -148,8 +148,8 @@ fn finish(ctx: &SkLookupContext, way: Way, allowed: bool, v6: bool) -> u32 {
 /// # Safety
 /// `ctx` is the context that the kernel passed to the program.
 #[inline(always)]
-unsafe fn may_come_in(ctx: *mut bpf_sk_lookup, way: Way, from: u32) -> bool {
-    if way == Way::Hook || from == FROM_ANYWHERE {
+unsafe fn may_come_in(ctx: *mut bpf_sk_lookup, by: RedirectedBy, from: u32) -> bool {
+    if by == RedirectedBy::Hook || from == FROM_ANYWHERE {
         return true;
     }
     // SAFETY: guaranteed by the caller.

@@ -10,7 +10,7 @@ use std::ops::Bound;
 use std::time::Duration;
 
 use nix::libc;
-use tunnel_abi::counter::{self, Hook, Lookup, Way, of_lookup, of_verdict};
+use tunnel_abi::counter::{self, Hook, Lookup, RedirectedBy, of_lookup, of_verdict};
 use tunnel_abi::verdict::Verdict;
 
 use super::error::{RedirectError, SelfTestError};
@@ -86,7 +86,7 @@ impl SelfTest {
         let verdict = if self.serving { Verdict::Redirect(()) } else { Verdict::Down(()) };
         let redirected = of_verdict(probe.connect, &verdict);
         let steered = || -> Result<u64, RedirectError> {
-            let of = |lookup| count(of_lookup(Way::Hook, probe.v6, lookup));
+            let of = |lookup| count(of_lookup(RedirectedBy::Hook, probe.v6, lookup));
             Ok(of(Lookup::Steered)? + of(Lookup::Replaced)?)
         };
         let before = (count(redirected)?, steered()?, count(probe.restored)?);

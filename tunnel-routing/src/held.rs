@@ -8,7 +8,7 @@ use super::desired::Table;
 
 /// The side that holds a tunnel to a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Holder {
+pub enum TunnelHolder {
     This,
     /// At least one of the other servers.
     Peers,

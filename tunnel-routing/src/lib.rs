@@ -28,6 +28,6 @@ pub use desired::{Desired, MAX_ROUTES, Route, RouteTarget, Table};
 pub use follow::{follow, update, update_services};
 pub use own_ports::OwnPorts;
 pub use resolve::{Resolved, split_host};
-pub use router::{Holder, Router};
+pub use router::{Router, TunnelHolder};
 pub use snapshot::{ByAddress, NodeAddress, Snapshot};
 pub use virtual_addresses::{QUARANTINE, reserved_addresses, reserved_addresses_v6};

@@ -37,13 +37,13 @@ pub(super) struct Rules<'a> {
 
 /// The node or nodes that an address leads to, by their indexes in the inventory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Holder {
+pub(super) enum AddressHolder {
     One(usize),
     /// In ascending order.
     Several(Vec<usize>),
 }
 
-impl Holder {
+impl AddressHolder {
     pub(super) fn nodes(&self) -> &[usize] {
         match self {
             Self::One(node) => std::slice::from_ref(node),
@@ -58,7 +58,7 @@ pub(super) struct Plan {
     /// The operator's ranges and the cloud nodes' addresses.
     pub(super) excluded: BTreeSet<IpNet>,
     /// Addresses of edge nodes; clients of the listeners that take names may use any of them.
-    pub(super) holders: BTreeMap<IpAddr, Holder>,
+    pub(super) holders: BTreeMap<IpAddr, AddressHolder>,
     /// The redirected ones of `holders`.
     pub(super) routed: BTreeSet<IpAddr>,
     /// Redirected ranges of edge nodes' pods. They do not overlap.
@@ -152,11 +152,11 @@ impl Plan {
         let holder = match first.or_else(|| oldest(inventory, &nodes)) {
             Some(holder) => {
                 self.hold(address, holder, &nodes, inventory);
-                Holder::One(holder)
+                AddressHolder::One(holder)
             }
             None => {
                 self.conflict(ConflictKind::Ambiguous, Some(address), inventory, &nodes);
-                Holder::Several(nodes)
+                AddressHolder::Several(nodes)
             }
         };
         if within(rules.exclude) {

@@ -12,7 +12,7 @@ use super::claims::Claims;
 use super::config::RouterConfig;
 use super::conflict::ConflictKind;
 use super::desired::{MAX_ROUTES, Route, Table};
-use super::plan::{Holder, Plan, Rules};
+use super::plan::{AddressHolder, Plan, Rules};
 use super::report::{Reports, Shortage};
 use super::snapshot::{PodBlock, Snapshot};
 use super::virtual_addresses::{Lack, Owner, VirtualAddresses};
@@ -170,8 +170,8 @@ impl Planner {
     fn assign(&mut self, plan: &mut Plan, inventory: &Inventory, now: Instant) -> Given {
         let name = |node: &usize| inventory[*node].name.clone();
         let addresses = plan.routed.iter().map(|address| match &plan.holders[address] {
-            Holder::One(node) => Owner::Node(name(node), *address),
-            Holder::Several(_) => Owner::Contested(*address),
+            AddressHolder::One(node) => Owner::Node(name(node), *address),
+            AddressHolder::Several(_) => Owner::Contested(*address),
         });
         let pods = plan.pods.iter().map(|(range, node)| Owner::Pods(name(node), *range));
         let owners: Vec<_> = addresses.chain(pods).collect();
@@ -183,12 +183,12 @@ impl Planner {
         for (address, virtual_address) in std::mem::take(&mut plan.routed).into_iter().zip(of_addresses) {
             let holder = &plan.holders[&address];
             let node = match (virtual_address, holder) {
-                (Ok(virtual_address), Holder::One(node)) => {
+                (Ok(virtual_address), AddressHolder::One(node)) => {
                     given.virtual_addresses.insert(*virtual_address, (*node, address));
                     Some(*node)
                 }
                 // Always down: a failed connect is better than one that reaches the wrong site.
-                (Ok(_), Holder::Several(_)) | (Err(_), _) => None,
+                (Ok(_), AddressHolder::Several(_)) | (Err(_), _) => None,
             };
             if let Err(lack) = virtual_address {
                 let nodes = holder.nodes().to_vec();

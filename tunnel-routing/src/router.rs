@@ -31,7 +31,7 @@ use super::awaited::Awaited;
 use super::claims::{Claims, StoredClaims};
 use super::config::RouterConfig;
 use super::desired::{Desired, Table};
-pub use super::held::Holder;
+pub use super::held::TunnelHolder;
 use super::held::{Counted, Counts, Held};
 use super::own_ports::OwnPorts;
 use super::planner::{Planned, Planner};
@@ -225,23 +225,23 @@ impl Router {
 
     /// Records whether `holder` has a tunnel to the node; its routes are up while either side has one. The cost does
     /// not depend on the number of nodes. A node that the inventory does not have yet is remembered.
-    pub fn set_live(&self, node: &NodeName, holder: Holder, live: bool) {
+    pub fn set_live(&self, node: &NodeName, holder: TunnelHolder, live: bool) {
         self.hold(node, holder, live, None);
     }
 
     /// Records that `holder` lost its tunnel to the node, whose agent is expected back: the routes stay up for
     /// [`RETURN`](super::RETURN).
-    pub fn lose(&self, node: &NodeName, holder: Holder) {
+    pub fn lose(&self, node: &NodeName, holder: TunnelHolder) {
         self.hold(node, holder, false, Some(Instant::now()));
     }
 
     /// `lost_at` is None if the node's agent is not expected back.
-    fn hold(&self, node: &NodeName, holder: Holder, live: bool, lost_at: Option<Instant>) {
+    fn hold(&self, node: &NodeName, holder: TunnelHolder, live: bool, lost_at: Option<Instant>) {
         let mut state = self.state.lock();
         let before = state.live.get(node).copied().unwrap_or_default();
         let held = match holder {
-            Holder::This => Held { here: live, ..before },
-            Holder::Peers => Held { elsewhere: live, ..before },
+            TunnelHolder::This => Held { here: live, ..before },
+            TunnelHolder::Peers => Held { elsewhere: live, ..before },
         };
         if held == before {
             return;

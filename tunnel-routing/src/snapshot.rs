@@ -8,7 +8,7 @@ use ipnet::IpNet;
 use tunnel_runtime::NodeName;
 
 use super::conflict::Conflict;
-use super::plan::{Holder, is_host};
+use super::plan::{AddressHolder, is_host};
 use crate::inventory::{Inventory, InventoryNode};
 
 /// An address of an edge node, or of a pod on it.
@@ -37,7 +37,7 @@ pub(super) type PodBlock = (IpNet, usize, IpNet);
 #[derive(Debug, Default)]
 pub struct Snapshot {
     pub(super) inventory: Arc<Inventory>,
-    pub(super) holders: BTreeMap<IpAddr, Holder>,
+    pub(super) holders: BTreeMap<IpAddr, AddressHolder>,
     pub(super) virtual_addresses: HashMap<IpAddr, (usize, IpAddr)>,
     /// Blocks of virtual addresses by their first address.
     pub(super) blocks: BTreeMap<IpAddr, PodBlock>,
@@ -69,8 +69,10 @@ impl Snapshot {
     pub fn by_address(&self, address: IpAddr) -> ByAddress {
         let address = address.to_canonical();
         match self.holders.get(&address) {
-            Some(Holder::One(node)) => ByAddress::Unique(self.node_address(&self.inventory[*node], address)),
-            Some(holder @ Holder::Several(_)) => {
+            Some(AddressHolder::One(node)) => {
+                ByAddress::Unique(self.node_address(&self.inventory[*node], address))
+            }
+            Some(holder @ AddressHolder::Several(_)) => {
                 ByAddress::Ambiguous(self.names_of(holder).cloned().collect())
             }
             None => ByAddress::Unknown,
@@ -118,8 +120,8 @@ impl Snapshot {
             range == before_range && name(self, *node) == name(before, *before_node)
         };
         let same_holder = |((address, holder), (before_address, before_holder)): (
-            (&IpAddr, &Holder),
-            (&IpAddr, &Holder),
+            (&IpAddr, &AddressHolder),
+            (&IpAddr, &AddressHolder),
         )| {
             address == before_address && self.names_of(holder).eq(before.names_of(before_holder))
         };
@@ -144,7 +146,7 @@ impl Snapshot {
         &self.conflicts
     }
 
-    fn names_of(&self, holder: &Holder) -> impl Iterator<Item = &NodeName> {
+    fn names_of(&self, holder: &AddressHolder) -> impl Iterator<Item = &NodeName> {
         holder.nodes().iter().map(|node| &self.inventory[*node].name)
     }
 

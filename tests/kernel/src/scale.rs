@@ -9,7 +9,7 @@ use ipnet::IpNet;
 use prometheus_client::registry::Registry;
 use tunnel_redirect::{Applied, Redirect, RedirectConfig};
 use tunnel_routing::inventory::InventoryNode;
-use tunnel_routing::{Holder, MAX_ROUTES, RouteTarget, Router, RouterConfig};
+use tunnel_routing::{MAX_ROUTES, RouteTarget, Router, RouterConfig, TunnelHolder};
 
 use crate::Case;
 use crate::peer::Peer;
@@ -113,7 +113,7 @@ fn routed(nodes: u32, redirect_range: &str) -> (Router, Registry) {
     let mut registry = Registry::default();
     let router = Router::new(config, &mut registry);
     router.set_inventory((0..nodes).map(node).collect());
-    (0..nodes).for_each(|n| router.set_live(&format!("edge-{n}").parse().unwrap(), Holder::This, true));
+    (0..nodes).for_each(|n| router.set_live(&format!("edge-{n}").parse().unwrap(), TunnelHolder::This, true));
     (router, registry)
 }
 
@@ -161,7 +161,7 @@ fn too_many() {
         assert_eq!(ask((nth(n), PORT).into()).unwrap().local, (virtual_address, PORT).into());
     }
     // An agent that leaves costs one write.
-    router.set_live(&"edge-7".parse().unwrap(), Holder::This, false);
+    router.set_live(&"edge-7".parse().unwrap(), TunnelHolder::This, false);
     assert_eq!(world.redirect.apply(|| router.desired()).unwrap(), Applied { writes: 1, deletes: 0 });
     // A node that has gone makes room for one that waits, which is written first.
     router.set_inventory((0..140_001).filter(|n| *n != 7).map(node).collect());

@@ -14,7 +14,7 @@ use tunnel_runtime::net::lookup;
 use tunnel_runtime::text::printable;
 
 use super::shared::Shared;
-use crate::busy::{Busy, Counted, Held};
+use crate::busy::{Busy, BusyGuard, Counted};
 use crate::dial::{DEFAULT_DEADLINE, DialError, DialRequest, Dialled};
 use crate::places::Place;
 
@@ -33,7 +33,7 @@ pub(super) struct Connected {
     socket: TcpStream,
     target: SocketAddr,
     _place: Place,
-    _held: Held,
+    _busy: BusyGuard,
 }
 
 /// A failed dial.
@@ -48,7 +48,7 @@ impl Dial for ForServer {
     type Connected = Connected;
 
     async fn dial(&self, address: &str, gone: &Gone) -> Result<Connected, String> {
-        let (started, held) = (Instant::now(), self.busy.hold());
+        let (started, busy) = (Instant::now(), self.busy.hold());
         let dialled = tokio::select! {
             biased;
             dialled = self.connect(address) => dialled,
@@ -60,7 +60,7 @@ impl Dial for ForServer {
         match dialled {
             Ok((Dialled { socket, place, .. }, target)) => {
                 self.shared.runtime.metrics.dialled("ok", started.elapsed());
-                Ok(Connected { socket, target, _place: place, _held: held })
+                Ok(Connected { socket, target, _place: place, _busy: busy })
             }
             Err(Failed { outcome, reason }) => {
                 self.shared.runtime.metrics.dialled(outcome.as_str(), started.elapsed());
@@ -82,7 +82,7 @@ impl Dial for ForServer {
         outbox: &mut Outbox,
         gone: &Gone,
     ) -> Result<(), String> {
-        let Connected { mut socket, target, _place, _held } = connected;
+        let Connected { mut socket, target, _place, _busy } = connected;
         let shared = &self.shared;
         let gauges = [&shared.runtime.metrics.connections_active, &shared.metrics.connections];
         let _counted = gauges.map(Counted::new);

@@ -17,7 +17,7 @@ use tunnel_pki::enrol::Announced;
 use super::connect::Path;
 use super::session_end::Refusal;
 use super::shared::Shared;
-use crate::busy::{Busy, Counted, Held};
+use crate::busy::{Busy, BusyGuard, Counted};
 use crate::dial::Dialler;
 
 /// Maximum number of ports in one line of the log.
@@ -226,7 +226,7 @@ impl SessionState {
     }
 
     /// Counts a relayed connection until both are dropped.
-    pub(super) fn connection(&self) -> (Held, Counted) {
+    pub(super) fn connection(&self) -> (BusyGuard, Counted) {
         (self.common.connections.hold(), Counted::new(&self.shared.runtime.metrics.connections_active))
     }
 

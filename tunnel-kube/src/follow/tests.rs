@@ -16,13 +16,13 @@ use tower::util::MapResponse;
 use super::*;
 use crate::client::keep_retry_after;
 
-type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
+type ApiResponse = Response<UnsyncBoxBody<Bytes, Infallible>>;
 
-fn answer(code: u16, body: &str) -> Answer {
+fn answer(code: u16, body: &str) -> ApiResponse {
     Response::builder().status(code).body(Full::from(body.to_owned()).boxed_unsync()).unwrap()
 }
 
-fn failure(code: u16) -> Answer {
+fn failure(code: u16) -> ApiResponse {
     let message = "services is forbidden: cannot watch";
     answer(
         code,
@@ -33,11 +33,11 @@ fn failure(code: u16) -> Answer {
 }
 
 /// A watch that sends this text and then stays open for an agent's full length.
-fn standing(text: &str) -> Answer {
+fn standing(text: &str) -> ApiResponse {
     standing_for(text, *FollowSettings::AGENT.watch_seconds.start())
 }
 
-fn standing_for(text: &str, seconds: u32) -> Answer {
+fn standing_for(text: &str, seconds: u32) -> ApiResponse {
     let text = Some(text).filter(|text| !text.is_empty()).map(|text| Bytes::from(format!("{text}\n")));
     let end = Duration::from_secs(seconds.into());
     let silence = stream::once(sleep(end)).filter_map(|()| std::future::ready(None));
@@ -65,7 +65,7 @@ impl Requests {
 }
 
 /// An API server whose lists always work, and whose n-th watch is answered by `watch(n)`.
-fn server(watch: impl Fn(usize) -> Answer + Send + 'static) -> (Client, Requests) {
+fn server(watch: impl Fn(usize) -> ApiResponse + Send + 'static) -> (Client, Requests) {
     let requests = Requests::default();
     let noted = requests.clone();
     let service = tower::service_fn(move |request: Request<Body>| {
@@ -122,7 +122,7 @@ async fn follow_so_for_an_hour(settings: FollowSettings, client: Client) -> Seen
 
 #[tokio::test(start_paused = true)]
 async fn requests_stay_rare_where_lists_work_and_watches_fail() {
-    type Watch = fn(usize) -> Answer;
+    type Watch = fn(usize) -> ApiResponse;
     let broken: [(&str, Watch); 3] = [
         ("cannot watch", |_| failure(403)),
         // A proxy that cuts streams.

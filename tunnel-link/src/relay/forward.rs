@@ -187,11 +187,11 @@ impl Forward<'_> {
         (to, waiting): (&mut SendStream<Bytes>, &Waiting),
         passed: impl Fn(usize),
     ) -> Result<Forwarded, Cut> {
-        let (mut held, mut taken) = (Held::default(), Taken::default());
+        let (mut backlog, mut taken) = (Backlog::default(), Taken::default());
         loop {
-            let chunk = match held.next() {
+            let chunk = match backlog.next() {
                 Some(chunk) => chunk,
-                None if held.ended => break,
+                None if backlog.ended => break,
                 None => tokio::select! {
                     biased;
                     reset = poll_fn(|cx| to.poll_reset(cx)) => {
@@ -208,7 +208,7 @@ impl Forward<'_> {
                 },
             };
             let length = chunk.len();
-            match self.send(from, (&mut *to, waiting), chunk, &mut held).await {
+            match self.send(from, (&mut *to, waiting), chunk, &mut backlog).await {
                 Err(Cut::To(RelayError::Reset(Reason::NO_ERROR))) => return Ok(Forwarded::Unwanted),
                 sent => sent?,
             }
@@ -237,7 +237,7 @@ impl Forward<'_> {
         from: &mut RecvStream,
         (to, waiting): (&mut SendStream<Bytes>, &Waiting),
         mut chunk: Bytes,
-        held: &mut Held,
+        backlog: &mut Backlog,
     ) -> Result<(), Cut> {
         let since = Instant::now();
         let mut ticket = None;
@@ -255,7 +255,7 @@ impl Forward<'_> {
                 if let Poll::Ready(changed) = to.poll_capacity(cx) {
                     return Poll::Ready(Ok(changed));
                 }
-                if let Err(error) = held.gather(from, cx) {
+                if let Err(error) = backlog.gather(from, cx) {
                     return Poll::Ready(Err(Cut::From(error.into())));
                 }
                 let bytes = from.flow_control().used_capacity();
@@ -276,13 +276,13 @@ impl Forward<'_> {
 
 /// Data received while the other stream was blocked.
 #[derive(Default)]
-struct Held {
+struct Backlog {
     pieces: VecDeque<Bytes>,
     run: BytesMut,
     ended: bool,
 }
 
-impl Held {
+impl Backlog {
     fn gather(&mut self, from: &mut RecvStream, cx: &mut Context<'_>) -> Result<(), h2::Error> {
         while !self.ended {
             match from.poll_data(cx) {

@@ -20,7 +20,7 @@ use tunnel_runtime::text::printable;
 
 use super::error::{RelayError, Side};
 use super::frame::{Deframer, FrameError};
-use super::outward::Answer;
+use super::outward::InwardProgress;
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use super::{GRPC_STATUS, TARGET_RESET};
@@ -37,7 +37,7 @@ const RUN: usize = 64 << 10;
 #[derive(Default)]
 struct Inbox {
     deframer: Deframer,
-    held: VecDeque<Held>,
+    held: VecDeque<PendingWrite>,
     /// Flow control not yet returned, in bytes: for held data, and for data being written, which is freed as a whole.
     bytes: usize,
     /// Flow control to return to the sender for data already written, in bytes.
@@ -46,7 +46,8 @@ struct Inbox {
     ended: bool,
 }
 
-struct Held {
+/// Data that waits to be written.
+struct PendingWrite {
     data: Data,
     /// Flow control to return after it is written, in bytes.
     owed: usize,
@@ -101,18 +102,18 @@ impl Inbox {
         while let Some(data) = self.deframer.next(&mut chunk)? {
             let small = data.len() < SMALL_PIECE;
             match self.held.back_mut() {
-                Some(Held { data: Data::Run(run), .. }) if small && run.len() + data.len() <= RUN => {
+                Some(PendingWrite { data: Data::Run(run), .. }) if small && run.len() + data.len() <= RUN => {
                     run.extend_from_slice(&data);
                     continue;
                 }
                 Some(_) if small => {}
                 None if small && blocked => {}
                 _ => {
-                    self.held.push_back(Held { data: Data::Piece(data), owed: 0 });
+                    self.held.push_back(PendingWrite { data: Data::Piece(data), owed: 0 });
                     continue;
                 }
             }
-            self.held.push_back(Held { data: Data::Run(BytesMut::from(&data[..])), owed: 0 });
+            self.held.push_back(PendingWrite { data: Data::Run(BytesMut::from(&data[..])), owed: 0 });
         }
         // A chunk may hold nothing but part of a header.
         let account = self.held.back_mut().map_or(&mut self.owed, |last| &mut last.owed);
@@ -126,7 +127,7 @@ impl Inbox {
 pub(super) struct Inward<'a> {
     pub(super) side: Side,
     pub(super) delivery: Delivery<'a>,
-    pub(super) answer: &'a Answer,
+    pub(super) answer: &'a InwardProgress,
 }
 
 impl Inward<'_> {
@@ -192,14 +193,14 @@ impl Delivery<'_> {
         async move {
             let mut inbox = Inbox::default();
             loop {
-                while let Some(held) = inbox.held.pop_front() {
-                    let written = self.write_all(to, &held.data, &mut inbox, stream, idle).await;
+                while let Some(next) = inbox.held.pop_front() {
+                    let written = self.write_all(to, &next.data, &mut inbox, stream, idle).await;
                     if written.is_err() {
                         // The caller may discard the rest, for which the sender needs credit.
                         let _ = stream.flow_control().release_capacity(inbox.bytes);
                         return written;
                     }
-                    inbox.release(held.owed, stream, self.flow)?;
+                    inbox.release(next.owed, stream, self.flow)?;
                 }
                 inbox.release(0, stream, self.flow)?;
                 if inbox.ended {

@@ -35,7 +35,7 @@ pub(super) struct Outward<'a> {
     pub(super) side: Side,
     pub(super) flow: &'a Flow,
     pub(super) traffic: &'a Traffic,
-    pub(super) answer: &'a Answer,
+    pub(super) answer: &'a InwardProgress,
 }
 
 impl Outward<'_> {
@@ -245,9 +245,9 @@ impl Room {
     }
 }
 
-/// Progress of the other direction.
+/// Progress of the inward direction: the answer.
 #[derive(Debug, Default)]
-pub(super) struct Answer {
+pub(super) struct InwardProgress {
     pub(super) begun: SetOnce<()>,
     pub(super) ended: SetOnce<()>,
     /// On the agent: set when writing to the target has failed.

@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 
 use super::error::{RelayError, Side};
 use super::inward::{Delivery, Inward};
-use super::outward::{Answer, Outward, Sent};
+use super::outward::{InwardProgress, Outward, Sent};
 use super::socket::{end_on_drop, flushed};
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
@@ -51,7 +51,7 @@ impl Relay<'_> {
         let Self { side, flow, stalls, abort, traffic } = self;
         let ended = {
             let (mut read, mut write) = socket.split();
-            let answer = Answer::default();
+            let answer = InwardProgress::default();
             tokio::select! {
                 biased;
                 (outcome, reason) = abort.triggered() => Err(RelayError::Aborted(outcome, reason)),

@@ -84,22 +84,22 @@ fn a_route_stays_up_while_its_nodes_agent_is_expected_back() {
     router.set_inventory(inventory(vec![node("edge-1", true, &["10.8.0.7"])]));
     let up = || route(&router.desired(), "10.8.0.7").unwrap().up;
     let (edge, mut changed) = (name("edge-1"), router.changed());
-    router.set_live(&edge, Holder::This, true);
+    router.set_live(&edge, TunnelHolder::This, true);
     changed.mark_unchanged();
 
     // It comes back in time, to any server.
-    router.lose(&edge, Holder::This);
+    router.lose(&edge, TunnelHolder::This);
     let awaited = router.awaited(&edge).unwrap();
     router.give_up(Instant::now());
     assert!(up() && !awaited.is_cancelled() && !changed.has_changed().unwrap());
     assert!(router.gives_up().borrow().is_some_and(|at| at <= Instant::now() + RETURN));
-    router.set_live(&edge, Holder::Peers, true);
+    router.set_live(&edge, TunnelHolder::Peers, true);
     assert!(awaited.is_cancelled() && router.awaited(&edge).is_none());
     router.give_up(Instant::now() + RETURN);
     assert!(up() && !changed.has_changed().unwrap() && router.gives_up().borrow().is_none());
 
     // The nodes are recomputed meanwhile, and it does not come back.
-    router.lose(&edge, Holder::Peers);
+    router.lose(&edge, TunnelHolder::Peers);
     let awaited = router.awaited(&edge).unwrap();
     router.set_inventory(inventory(vec![node("edge-1", true, &["10.8.0.7", "10.8.0.8"])]));
     assert!(up() && route(&router.desired(), "10.8.0.8").unwrap().up);
@@ -107,15 +107,15 @@ fn a_route_stays_up_while_its_nodes_agent_is_expected_back() {
     assert!(!up() && awaited.is_cancelled() && router.awaited(&edge).is_none());
 
     // It is away for good.
-    router.set_live(&edge, Holder::This, true);
+    router.set_live(&edge, TunnelHolder::This, true);
     assert!(up());
-    router.set_live(&edge, Holder::This, false);
+    router.set_live(&edge, TunnelHolder::This, false);
     assert!(!up() && router.awaited(&edge).is_none());
 
     // It has another tunnel, and only the end of that one counts.
-    router.set_live(&edge, Holder::This, true);
-    router.set_live(&edge, Holder::Peers, true);
-    router.lose(&edge, Holder::This);
+    router.set_live(&edge, TunnelHolder::This, true);
+    router.set_live(&edge, TunnelHolder::Peers, true);
+    router.lose(&edge, TunnelHolder::This);
     router.give_up(Instant::now() + RETURN);
     assert!(up());
 }

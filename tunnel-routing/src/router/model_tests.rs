@@ -12,8 +12,8 @@ use crate::inventory::InventoryNode;
 #[derive(Clone, Debug)]
 enum Step {
     Inventory(Vec<(u8, bool, Vec<u8>)>),
-    Live(u8, Holder, bool),
-    Lose(u8, Holder),
+    Live(u8, TunnelHolder, bool),
+    Lose(u8, TunnelHolder),
     Wait(u64),
 }
 
@@ -32,8 +32,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..30)
 }
 
-fn holder() -> impl Strategy<Value = Holder> {
-    prop_oneof![Just(Holder::This), Just(Holder::Peers)]
+fn holder() -> impl Strategy<Value = TunnelHolder> {
+    prop_oneof![Just(TunnelHolder::This), Just(TunnelHolder::Peers)]
 }
 
 /// Outcome that the rules require for one address.

@@ -61,7 +61,7 @@ pub(super) fn inventory(nodes: Vec<InventoryNode>) -> Inventory {
 }
 
 pub(super) fn set_live(router: &Router, node: &str, live: bool) {
-    router.set_live(&name(node), Holder::This, live);
+    router.set_live(&name(node), TunnelHolder::This, live);
 }
 
 pub(super) fn name(text: &str) -> NodeName {
@@ -450,7 +450,7 @@ fn a_node_that_changes_among_100_000_keeps_every_virtual_address_and_no_session_
         let before = router.desired();
         assert_eq!(before.table.routes.len(), 2 * count as usize);
         let started = Instant::now();
-        nodes.iter().for_each(|node| router.set_live(&node.name, Holder::This, true));
+        nodes.iter().for_each(|node| router.set_live(&node.name, TunnelHolder::This, true));
         let flips = started.elapsed();
         assert!(router.desired().routes().all(|(_, target)| target.up));
 
@@ -469,8 +469,8 @@ fn a_node_that_changes_among_100_000_keeps_every_virtual_address_and_no_session_
             let (session, mut longest) = (name("edge-8"), Duration::ZERO);
             while !computing.is_finished() {
                 let started = Instant::now();
-                router.set_live(&session, Holder::This, false);
-                router.set_live(&session, Holder::This, true);
+                router.set_live(&session, TunnelHolder::This, false);
+                router.set_live(&session, TunnelHolder::This, true);
                 longest = longest.max(started.elapsed());
                 std::thread::yield_now();
             }

@@ -36,13 +36,13 @@ pub enum ClientError {
 
 /// A complete HTTP response.
 #[derive(Debug)]
-pub struct Answer {
+pub struct AdminResponse {
     pub status: StatusCode,
     pub content_type: Option<String>,
     pub body: Bytes,
 }
 
-impl Answer {
+impl AdminResponse {
     /// Returns the body if it is UTF-8, else an empty string.
     pub fn text(&self) -> &str {
         std::str::from_utf8(&self.body).unwrap_or_default()
@@ -59,7 +59,7 @@ pub async fn request(
     method: Method,
     path: &str,
     body: Bytes,
-) -> Result<Answer, ClientError> {
+) -> Result<AdminResponse, ClientError> {
     let http = |reason: String| ClientError::Http { address, reason };
     let exchange = async {
         let stream =
@@ -84,7 +84,7 @@ pub async fn request(
                 .await
                 .map_err(|e| http(e.to_string()))?
                 .to_bytes();
-            Ok(Answer { status, content_type, body })
+            Ok(AdminResponse { status, content_type, body })
         };
         // The connection must be polled for the exchange to proceed, and may end before the exchange has read
         // everything.

@@ -214,13 +214,13 @@ async fn cluster(State(admin): State<Admin>) -> Response {
 /// Query parameters of `/connections`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Wanted {
+struct ConnectionsQuery {
     node: Option<String>,
 }
 
-async fn connections(State(admin): State<Admin>, Query(wanted): Query<Wanted>) -> Response {
+async fn connections(State(admin): State<Admin>, Query(query): Query<ConnectionsQuery>) -> Response {
     match &admin.connections {
-        Some(connections) => axum::Json(connections(wanted.node.as_deref())).into_response(),
+        Some(connections) => axum::Json(connections(query.node.as_deref())).into_response(),
         None => StatusCode::NOT_FOUND.into_response(),
     }
 }

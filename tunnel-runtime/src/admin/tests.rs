@@ -67,7 +67,7 @@ fn serve_after(settling: Settling) -> (Served, Readiness, Log) {
     (Served { address, serving: admin.serve(listener).unwrap() }, readiness, log)
 }
 
-async fn ask(serving: &Served, method: Method, path: &str, body: &'static str) -> client::Answer {
+async fn ask(serving: &Served, method: Method, path: &str, body: &'static str) -> client::AdminResponse {
     client::request(client::DEADLINE, serving.address(), method, path, body.into()).await.unwrap()
 }
 

@@ -14,8 +14,8 @@ use super::address::source_address;
 /// seconds for an answer that was dropped on the way.
 const GRACE: Duration = Duration::from_millis(250);
 
-/// Addresses of one family, or the reason for having none.
-type Answer = io::Result<Vec<SocketAddr>>;
+/// Addresses, or the reason for having none.
+type LookupResult = io::Result<Vec<SocketAddr>>;
 
 /// Returns the addresses of a name, or `host` itself if it is an address, with `port`. A and AAAA are queried
 /// separately, because some name servers refuse one kind or never answer it, and then musl's getaddrinfo(3) fails for
@@ -24,7 +24,7 @@ type Answer = io::Result<Vec<SocketAddr>>;
 /// # Errors
 /// [`io::ErrorKind::NotFound`]: the resolver says that there is no address. [`io::ErrorKind::HostUnreachable`]: no
 /// name server answers, as while the line is down.
-pub async fn lookup(host: &str, port: u16) -> Answer {
+pub async fn lookup(host: &str, port: u16) -> LookupResult {
     lookup_holding(host, port, &()).await
 }
 
@@ -33,7 +33,7 @@ pub async fn lookup(host: &str, port: u16) -> Answer {
 ///
 /// # Errors
 /// Same as [`lookup`].
-pub async fn lookup_holding<T: Clone + Send + 'static>(host: &str, port: u16, held: &T) -> Answer {
+pub async fn lookup_holding<T: Clone + Send + 'static>(host: &str, port: u16, held: &T) -> LookupResult {
     if let Ok(address) = host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(address, port)]);
     }
@@ -64,13 +64,13 @@ pub async fn lookup_holding<T: Clone + Send + 'static>(host: &str, port: u16, he
     Ok(found)
 }
 
-async fn next(answers: &mut JoinSet<Answer>) -> Answer {
+async fn next(answers: &mut JoinSet<LookupResult>) -> LookupResult {
     let unasked = || Err(io::Error::other("the name was not looked up"));
     answers.join_next().await.map_or_else(unasked, |ended| ended.map_err(io::Error::other).flatten())
 }
 
 /// Queries addresses of one family. Blocks.
-fn ask(host: &str, port: u16, family: AddrFamily) -> Answer {
+fn ask(host: &str, port: u16, family: AddrFamily) -> LookupResult {
     let hints = AddrInfoHints {
         address: family.into(),
         socktype: SockType::Stream.into(),
@@ -100,7 +100,7 @@ fn explained(error: LookupError) -> io::Error {
 
 /// Joins the addresses of both answers. Of two errors, NotFound is preferred to silence, because a name server has
 /// answered. `second` is `None` if it was not waited for.
-fn join(first: Answer, second: Option<Answer>) -> Answer {
+fn join(first: LookupResult, second: Option<LookupResult>) -> LookupResult {
     match (first, second) {
         (Ok(first), Some(Ok(second))) => Ok([first, second].concat()),
         (Ok(found), _) | (Err(_), Some(Ok(found))) => Ok(found),

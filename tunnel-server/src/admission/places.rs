@@ -48,14 +48,15 @@ struct State<K: Ord> {
 #[derive(Debug)]
 struct Source {
     since: u64,
-    silent: BTreeMap<u64, Holder>,
+    silent: BTreeMap<u64, Occupant>,
     /// They have sent something, and wait until this server gets to it: their age says nothing of them.
-    waiting: BTreeMap<u64, Holder>,
-    speaking: BTreeMap<u64, Holder>,
+    waiting: BTreeMap<u64, Occupant>,
+    speaking: BTreeMap<u64, Occupant>,
 }
 
+/// A connection that has a place.
 #[derive(Debug)]
-struct Holder {
+struct Occupant {
     /// Since when it is silent, or speaks.
     at: Instant,
     evicted: CancellationToken,
@@ -89,7 +90,7 @@ impl<K: Ord + Hash + Clone> Places<K> {
     }
 
     /// True if a source without a place gets one: a free one, or that of a source with several.
-    pub(crate) fn admits_newcomers(&self) -> bool {
+    pub(crate) fn admits_new_source(&self) -> bool {
         let state = self.state.lock();
         state.taken < self.limit || state.ranking.last().is_some_and(|(most, ..)| *most > 1)
     }
@@ -108,8 +109,8 @@ impl<K: Ord + Hash + Clone> Places<K> {
         state.next += 1;
         state.taken += 1;
         let evicted = CancellationToken::new();
-        let holder = Holder { at: now, evicted: evicted.clone() };
-        state.change(&source, |places| places.silent.insert(number, holder));
+        let occupant = Occupant { at: now, evicted: evicted.clone() };
+        state.change(&source, |places| places.silent.insert(number, occupant));
         Some(Place { state: self.state.clone(), source, number, evicted })
     }
 }
@@ -174,8 +175,9 @@ impl Source {
     /// Takes the oldest silent one that is overdue, else the newest that waits, which has waited least, else the oldest that
     /// speaks. `overdue`: minimum age of a silent connection, and of one that has sent something.
     fn take_overdue(&mut self, now: Instant, [silent, speaking]: [Duration; 2]) -> Option<CancellationToken> {
-        let over =
-            |holder: &Holder, age: Duration| age.is_zero() || now.saturating_duration_since(holder.at) > age;
+        let over = |occupant: &Occupant, age: Duration| {
+            age.is_zero() || now.saturating_duration_since(occupant.at) > age
+        };
         let first = self.silent.first_entry().filter(|oldest| over(oldest.get(), silent));
         first
             .or_else(|| self.waiting.last_entry().filter(|_| speaking.is_zero()))
@@ -198,9 +200,10 @@ impl<K: Ord + Hash + Clone> Place<K> {
     /// [`Place::spoke`].
     pub(crate) fn waits(&self) {
         self.state.lock().change(&self.source, |places| {
-            let holder = places.silent.remove(&self.number).or_else(|| places.speaking.remove(&self.number));
-            if let Some(holder) = holder {
-                places.waiting.insert(self.number, holder);
+            let occupant =
+                places.silent.remove(&self.number).or_else(|| places.speaking.remove(&self.number));
+            if let Some(occupant) = occupant {
+                places.waiting.insert(self.number, occupant);
             }
         });
     }
@@ -209,9 +212,9 @@ impl<K: Ord + Hash + Clone> Place<K> {
     /// before it.
     pub(crate) fn spoke(&self) {
         self.state.lock().change(&self.source, |places| {
-            let holder = places.silent.remove(&self.number).or_else(|| places.waiting.remove(&self.number));
-            if let Some(holder) = holder {
-                places.speaking.insert(self.number, Holder { at: Instant::now(), ..holder });
+            let occupant = places.silent.remove(&self.number).or_else(|| places.waiting.remove(&self.number));
+            if let Some(occupant) = occupant {
+                places.speaking.insert(self.number, Occupant { at: Instant::now(), ..occupant });
             }
         });
     }
@@ -236,8 +239,8 @@ impl<K: Ord + Hash + Clone> Drop for Place<K> {
             return;
         }
         state.change(&self.source, |places| {
-            for holders in [&mut places.silent, &mut places.waiting, &mut places.speaking] {
-                holders.remove(&self.number);
+            for occupants in [&mut places.silent, &mut places.waiting, &mut places.speaking] {
+                occupants.remove(&self.number);
             }
         });
         state.taken -= 1;
@@ -256,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn sixteen_sources_with_all_the_places_give_one_to_a_newcomer_immediately() {
+    fn sixteen_sources_with_all_the_places_give_one_to_a_new_source_immediately() {
         let (places, now) = (Places::new(1024, u32::MAX), Instant::now());
         let mut held = Vec::new();
         for round in 0..2_000u32 {
@@ -264,12 +267,12 @@ mod tests {
             held.extend(places.admit(round % 16, now));
             held.retain(|place| !place.is_evicted());
         }
-        let newcomer = places.admit(99, now).unwrap();
+        let new_source = places.admit(99, now).unwrap();
         for round in 0..2_000u32 {
             held.extend(places.admit(round % 16, now));
             held.retain(|place| !place.is_evicted());
         }
-        assert!(!newcomer.is_evicted());
+        assert!(!new_source.is_evicted());
     }
 
     #[test]
@@ -332,13 +335,13 @@ mod tests {
     }
 
     #[test]
-    fn newcomers_find_a_place_where_somebody_has_several() {
+    fn new_sources_find_a_place_where_another_one_has_several() {
         let (places, now) = (Places::new(4, u32::MAX).undisturbed_for(LATER), Instant::now());
         let several: Vec<_> = (0..3).map(|_| places.admit(0, now).unwrap()).collect();
-        assert!(places.is_full() && places.admits_newcomers());
+        assert!(places.is_full() && places.admits_new_source());
         drop(several);
         let _one_each: Vec<_> = (0..3).map(|source| places.admit(source, now).unwrap()).collect();
-        assert!(places.is_full() && !places.admits_newcomers());
+        assert!(places.is_full() && !places.admits_new_source());
         assert!(places.admit(3, now).is_none());
     }
 

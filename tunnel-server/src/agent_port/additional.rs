@@ -13,7 +13,7 @@ use tunnel_link::proto::agent_client::AgentClient;
 use tunnel_link::proto::{AgentEvent, Hello};
 use tunnel_runtime::NodeName;
 
-use super::gate::Certified;
+use super::limits::Certified;
 use super::link::{End, LinkContext, Transport, finish, notify, refused};
 use crate::session::{Link, Session, Streams};
 

@@ -31,7 +31,7 @@ use tunnel_runtime::backoff::jittered;
 use tunnel_runtime::text::printable;
 
 use super::additional;
-use super::gate::Certified;
+use super::limits::Certified;
 use super::link::{
     EVENT_SPAN, End, Handover, LinkContext, MAX_EVENTS, Transport, finish, idle, notify, refused,
 };

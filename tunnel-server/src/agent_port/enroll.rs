@@ -21,7 +21,7 @@ use tower::{Service, ServiceExt as _};
 use tunnel_link::link::{PING_INTERVAL, PING_TIMEOUT, Wire};
 use tunnel_link::proto::enrollment_server::EnrollmentServer;
 
-use super::gate::Certified;
+use super::limits::Certified;
 use crate::admission::Place;
 use crate::metrics::Metrics;
 use crate::pki::{EnrollService, PeerAddress, PeerCertificate};

@@ -18,7 +18,7 @@ use tunnel_runtime::NodeName;
 
 use crate::admission::{Share, Shares, source_key};
 use crate::listener::{AccessLogGuard, ListenerContext, OpenRequest};
-use crate::session::{Asked, Sessions, dialled};
+use crate::session::{PendingStream, Sessions, dialled};
 
 /// Name in the access log and in metrics.
 pub(super) const LISTENER: &str = "peer";
@@ -131,8 +131,8 @@ async fn forward(
     }
     let link = session.links.take();
     // Boxed, like the answer below: its memory is freed once it is done.
-    let asked = match Box::pin(session.ask(&link, wanted.target)).await {
-        Ok(asked) => asked,
+    let pending = match Box::pin(session.ask(&link, wanted.target)).await {
+        Ok(pending) => pending,
         Err(error) => return refuse(&mut respond, Code::FailedPrecondition, error.to_string()),
     };
     let mut record = AccessLogGuard::new(LISTENER, client, &wanted, &listeners);
@@ -150,7 +150,7 @@ async fn forward(
         abort: &abort,
         traffic: &traffic,
     };
-    let Asked { response, mut send, since } = asked;
+    let PendingStream { response, mut send, since } = pending;
     let ended = {
         let answer = Box::pin(async {
             let answer = dialled(wanted.node.as_str(), wanted.target, &link, response).await;

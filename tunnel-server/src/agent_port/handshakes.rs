@@ -17,7 +17,7 @@ use tokio_util::task::TaskTracker;
 use tunnel_link::link::{HANDSHAKE_TIMEOUT, Wire, tune_link};
 use tunnel_pki::{ALPN_EDGE, ALPN_TUNNEL, ServerTls};
 
-use super::gate::{Gate, Queue};
+use super::limits::{ConnectionLimits, Queue};
 use super::link::LinkContext;
 use crate::admission::{Accept, Place};
 use crate::session::Workers;
@@ -40,7 +40,7 @@ pub(super) struct Handshakes {
     pub(super) tls: Arc<ServerTls>,
     pub(super) workers: Arc<Workers>,
     pub(super) context: Arc<LinkContext>,
-    pub(super) gate: Arc<Gate>,
+    pub(super) limits: Arc<ConnectionLimits>,
     /// Tasks of accepted connections.
     pub(super) links: TaskTracker,
 }
@@ -61,7 +61,7 @@ impl Handshakes {
                 accepted = listener.accept(port) => accepted,
                 () = self.context.draining.cancelled() => return,
             };
-            let Some((place, queue)) = self.gate.handshake(peer.ip()) else {
+            let Some((place, queue)) = self.limits.handshake(peer.ip()) else {
                 self.context.metrics.handshake("turned_away");
                 continue;
             };
@@ -123,7 +123,7 @@ impl Handshakes {
             let readable = poll_fn(|cx| wire.poll_readable(cx));
             tokio::time::timeout(SILENCE, readable).await.map_err(|_| Error::Silent)??;
             place.waits();
-            let accepted = begun_in_turn(queue.turn(), || self.gate.room(), async {
+            let accepted = begun_in_turn(queue.turn(), || self.limits.room(), async {
                 place.spoke();
                 if has_left(&wire).await? {
                     return Err(Error::Left);

@@ -7,11 +7,11 @@ mod config;
 mod enroll;
 mod forwarded;
 mod from_edge;
-mod gate;
 mod handshakes;
 mod judged;
 mod known;
 mod konnectivity;
+mod limits;
 mod link;
 mod peer;
 mod shut_out;
@@ -30,9 +30,9 @@ pub use self::link::{Handover, LinkContext};
 pub use crate::admission::{Accept, Budget};
 pub use config::AgentsConfig;
 pub use enroll::{enroll_routes, for_client};
-pub(crate) use gate::PARTS as AGENTS_PARTS;
 pub use konnectivity::KonnectivityConfig;
 pub(crate) use konnectivity::{KonnectivityPort, NAME as KONNECTIVITY, Tokens};
+pub(crate) use limits::PARTS as AGENTS_PARTS;
 
 use crate::listener::{EDGE, ListenerContext};
 use crate::pki::EnrollService;
@@ -66,9 +66,9 @@ impl AgentPort {
         context.metrics.listener(forwarded::LISTENER);
         context.metrics.listener(EDGE);
         let context = Arc::new(context);
-        let gate = Arc::new(gate::Gate::new(budget, workers.handshakes()));
+        let limits = Arc::new(limits::ConnectionLimits::new(budget, workers.handshakes()));
         let handshakes =
-            Handshakes { tls, workers, context: context.clone(), gate, links: TaskTracker::new() };
+            Handshakes { tls, workers, context: context.clone(), limits, links: TaskTracker::new() };
         let enroll = EnrollConnections::new(enroll, context.metrics.clone(), context.draining.clone());
         Arc::new(Self { handshakes, context, enroll, listeners, from_edge })
     }
@@ -115,7 +115,7 @@ impl AgentPort {
                 };
                 let credential = self.context.credential(certificate).map_err(Error::denied)?;
                 place.waits();
-                let certified = self.handshakes.gate.certified_when_free(&node, peer.ip());
+                let certified = self.handshakes.limits.certified_when_free(&node, peer.ip());
                 let certified = tokio::select! {
                     certified = certified => certified.ok_or(Error::Busy)?,
                     () = place.evicted() => return Err(Error::Evicted),
@@ -143,10 +143,10 @@ impl AgentPort {
                 };
                 let judged = Judged::new(self.context.clone(), client, certificate);
                 let judged = judged.map_err(Error::denied)?;
-                let gate = &self.handshakes.gate;
-                let linked = gate.peer(&judged.name(), peer.ip()).ok_or(Error::Links)?;
+                let limits = &self.handshakes.limits;
+                let linked = limits.peer(&judged.name(), peer.ip()).ok_or(Error::Links)?;
                 drop(place);
-                let places = (linked, gate.forwarded.clone());
+                let places = (linked, limits.forwarded.clone());
                 let link = peer::serve(self.listeners.clone(), Box::new(stream), (judged, peer), places);
                 let link = self.context.stop.clone().run_until_cancelled_owned(Box::pin(link));
                 worker.spawn(self.handshakes.links.track_future(link));
@@ -167,7 +167,7 @@ impl AgentPort {
                 }
                 let mut share = from_edge.shares.admit(peer.ip()).map_err(|_| Error::Busy)?;
                 share.reaches(&node, None).map_err(|_| Error::Busy)?;
-                let linked = self.handshakes.gate.outbound(&node).ok_or(Error::Links)?;
+                let linked = self.handshakes.limits.outbound(&node).ok_or(Error::Links)?;
                 drop(place);
                 let (agent, places) = (from_edge::Agent { node, judged, peer }, (linked, share));
                 let link = from_edge::serve(from_edge, Box::new(stream), agent, places);
@@ -183,8 +183,10 @@ impl AgentPort {
                     None => None,
                 };
                 let enrol_place = match &node {
-                    Some(node) => self.handshakes.gate.certified(node, peer.ip()).map(EnrollPlace::Certified),
-                    None => self.handshakes.gate.enrolment(peer.ip()).map(EnrollPlace::Unauthenticated),
+                    Some(node) => {
+                        self.handshakes.limits.certified(node, peer.ip()).map(EnrollPlace::Certified)
+                    }
+                    None => self.handshakes.limits.enrolment(peer.ip()).map(EnrollPlace::Unauthenticated),
                 };
                 drop(place);
                 let enrol_place = enrol_place.unwrap_or(EnrollPlace::None { certified: node.is_some() });

@@ -81,13 +81,13 @@ mod tests {
         Asker::new(None, IpAddr::from([10, 0, 0, number]))
     }
 
-    type Asked = Result<Turn<Asker>, Refusal>;
+    type TurnResult = Result<Turn<Asker>, Refusal>;
 
-    async fn turns(questions: &Questions, asker: &Asker, count: usize) -> Vec<Asked> {
+    async fn turns(questions: &Questions, asker: &Asker, count: usize) -> Vec<TurnResult> {
         join_all((0..count).map(|_| questions.turn(asker.clone()))).await
     }
 
-    fn refused(turn: &Asked, why: &str) -> bool {
+    fn refused(turn: &TurnResult, why: &str) -> bool {
         matches!(turn, Err(Refusal::Unavailable(reason)) if reason.contains(why))
     }
 

@@ -139,14 +139,14 @@ impl CaCommand {
         lifetimes: Lifetimes,
         out: &mut dyn Write,
     ) -> anyhow::Result<()> {
-        let held = secret.read().await?;
-        let json = json!({ "secret": secret.to_string(), "activated": held.activated });
+        let stored = secret.read().await?;
+        let json = json!({ "secret": secret.to_string(), "activated": stored.activated });
         let heading = format!("Secret {secret}\n");
-        self.print_status(out, heading, json, &held.state(lifetimes)?, |_, role, row| {
+        self.print_status(out, heading, json, &stored.state(lifetimes)?, |_, role, row| {
             if role != Role::Retiring {
                 return Ok(String::new());
             }
-            let at = held.retirable(lifetimes);
+            let at = stored.retirable(lifetimes);
             row["retirable"] = json!(at);
             Ok(match at {
                 Some(at) if at <= Timestamp::now() => ", none of its certificates is in use".to_owned(),

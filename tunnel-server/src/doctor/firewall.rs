@@ -38,7 +38,7 @@ pub(super) async fn check(
         Ok(rules) => rules,
         Err(reason) => return checkup.add("rules", Outcome::Skipped(reason)),
     };
-    let mut way = Way {
+    let mut firewall = FirewallCheck {
         rules: &rules,
         virtual_addresses: virtual_addresses(config, running),
         nodes: running
@@ -46,9 +46,9 @@ pub(super) async fn check(
             .map(|running| nodes_by_route(config, &running.status)),
         ports: tunnelled(&config.redirect.redirect_ports, running),
     };
-    checkup.run("rules", &["running", "conntrack"], async || way.try_from_host().await).await;
+    checkup.run("rules", &["running", "conntrack"], async || firewall.try_from_host().await).await;
     let clients = running.map_or(&[][..], |running| &running.status.redirect.clients);
-    checkup.run("pods", &["running", "conntrack"], async || way.try_from_pods(clients).await).await;
+    checkup.run("pods", &["running", "conntrack"], async || firewall.try_from_pods(clients).await).await;
 }
 
 /// The ports of the flags and those that the running server has from its cluster's ConfigMap.
@@ -110,7 +110,7 @@ fn nodes_by_route(config: &Config, status: &StatusReport) -> Vec<To> {
 }
 
 /// Inputs of the checks of redirected connections.
-struct Way<'a> {
+struct FirewallCheck<'a> {
     rules: &'a Rules,
     virtual_addresses: Vec<To>,
     /// Edge nodes, if pods' connections are taken by route.
@@ -119,7 +119,7 @@ struct Way<'a> {
     ports: Vec<u16>,
 }
 
-impl Way<'_> {
+impl FirewallCheck<'_> {
     async fn try_from_host(&mut self) -> Outcome {
         let (mut faults, count) = (Vec::new(), self.ports.len());
         let mut lost = BTreeSet::new();

@@ -45,10 +45,10 @@ pub async fn test(
     checkup
         .run("tunnel", &["node"], async || node.map_or(Outcome::Skipped(String::new()), judge_tunnel))
         .await;
-    let way = Way::of(status, name, node.and_then(|node| node.addresses.first().copied()), patience);
+    let probe = NodeProbe::of(status, name, node.and_then(|node| node.addresses.first().copied()), patience);
     checkup
         .run("kubelet", &["tunnel"], async || {
-            way.kubelet(node.map_or(&[][..], |node| node.addresses.as_slice())).await
+            probe.kubelet(node.map_or(&[][..], |node| node.addresses.as_slice())).await
         })
         .await;
     let all = tested(ports, &config.redirect.redirect_ports, running);
@@ -56,7 +56,7 @@ pub async fn test(
         .run("ports", &["tunnel"], async || {
             let (mut open, mut faults) = (Vec::new(), Vec::new());
             for port in all {
-                match way.port(port).await {
+                match probe.port(port).await {
                     Ok(()) => open.push(port.to_string()),
                     Err(finding) => faults.push(finding),
                 }
@@ -124,8 +124,8 @@ fn judge_tunnel(node: &NodeStatus) -> Outcome {
     Finding::new(&codes::NODE_WITHOUT_TUNNEL, seen, fix).into()
 }
 
-/// The ways from this host to a node's ports.
-struct Way<'a> {
+/// Probes a node's ports from this host, through the redirect and the listeners.
+struct NodeProbe<'a> {
     name: &'a str,
     /// Address for the redirect.
     address: Option<IpAddr>,
@@ -134,7 +134,7 @@ struct Way<'a> {
     patience: Duration,
 }
 
-impl<'a> Way<'a> {
+impl<'a> NodeProbe<'a> {
     fn of(status: &StatusReport, name: &'a str, address: Option<IpAddr>, patience: Duration) -> Self {
         let listener = |name: &str| {
             let listener = status.listeners.iter().find(|listener| listener.name == name)?;

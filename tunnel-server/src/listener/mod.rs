@@ -39,7 +39,7 @@ pub(crate) use egress::{
     ClusterServices, Egress, EgressTls, NAME as EGRESS, Socket as EgressSocket, check_files as check_egress,
 };
 pub(crate) use front::{Admission, Front, Material, MetricsPage, Pods, TargetTls};
-pub use front::{Wanted, parse_destination, target_head};
+pub use front::{RequestTarget, parse_destination, target_head};
 pub(crate) use http::{HTTP, METRICS, PLAIN};
 pub(crate) use https::{HTTPS, Https};
 pub(crate) use judge::{judge_open, until_withdrawn};

@@ -170,9 +170,9 @@ fn relay(
             let over = way.link().over.clone();
             let connected = |took| record.dialled(took);
             let mut relaying = std::pin::pin!(async {
-                let asked = way.ask(request.target).await?;
+                let pending = way.ask(request.target).await?;
                 let on = way.on();
-                let (mut send, answer) = asked.answer(on, request.target, connected);
+                let (mut send, answer) = pending.answer(on, request.target, connected);
                 on.relay(&abort, &traffic).run(&mut socket, request.prefix, &mut send, answer).await
             });
             record.until_over(&over, relaying.as_mut()).await

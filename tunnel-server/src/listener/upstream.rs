@@ -47,8 +47,8 @@ impl Stream {
         let mut way = Way::find(context, request, client, place, record).await?;
         let (over, aborted) = (way.link().over.clone(), record.aborted());
         let asked = async {
-            let asked = way.ask(request.target).await?;
-            let (send, answer) = asked.answer(way.on(), request.target, |took| record.dialled(took));
+            let pending = way.ask(request.target).await?;
+            let (send, answer) = pending.answer(way.on(), request.target, |took| record.dialled(took));
             Ok((send, answer.await?))
         };
         let answered: Result<_, RelayError> = tokio::select! {

@@ -11,7 +11,7 @@ use super::access_log::AccessLogGuard;
 use super::context::{Failed, ListenerContext, OpenRequest};
 use crate::admission::{Full, Share};
 use crate::peers::OnPeer;
-use crate::session::{Asked, Link, On, Session, Taken};
+use crate::session::{Link, On, PendingStream, Session, Taken};
 
 pub(super) enum Way {
     Session(Arc<Session>, Taken),
@@ -136,10 +136,10 @@ impl Way {
     ///
     /// # Errors
     /// The link has failed, or has as many streams as the other end accepts.
-    pub(super) async fn ask(&mut self, target: SocketAddr) -> Result<Asked, RelayError> {
+    pub(super) async fn ask(&mut self, target: SocketAddr) -> Result<PendingStream, RelayError> {
         match self {
             Self::Session(session, link) => session.ask(link, target).await,
-            Self::Peer(on_peer) => on_peer.asked(),
+            Self::Peer(on_peer) => on_peer.take_pending(),
         }
     }
 

@@ -9,7 +9,7 @@ use tunnel_routing::split_host;
 use tunnel_runtime::NodeName;
 
 use super::access_log::AccessLogGuard;
-use super::connect::{Asked, Reception};
+use super::connect::{ProxyRequest, Reception};
 use super::context::{Failed, OpenError};
 use super::proxy::front;
 use super::serve::turned_away;
@@ -57,8 +57,8 @@ impl Workload {
         let Self { reception, node, agent } = self;
         let (host, port) = split_host(target).map_err(OpenError::Client)?;
         let port = port.ok_or_else(|| OpenError::Client(format!("{target:?} has no port")))?;
-        let asked = Asked { host: host.to_owned(), port, token: None };
-        let decided = reception.decide(&asked, Shown::Node(node), agent.ip(), true).await;
+        let request = ProxyRequest { host: host.to_owned(), port, token: None };
+        let decided = reception.decide(&request, Shown::Node(node), agent.ip(), true).await;
         let (reached, caller, permit) = decided.map_err(|refused| OpenError::Client(refused.reason))?;
         place.known();
         let mut record = AccessLogGuard::reaching(EDGE, agent, &reached, &reception.context);

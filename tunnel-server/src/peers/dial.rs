@@ -31,7 +31,7 @@ use tunnel_runtime::config::HostPort;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::text::printable;
 
-use super::held::Peers;
+use super::nodes::Peers;
 use super::peer::Peer;
 use super::trust::{Distrust, Trust, learn, not_trusted};
 use crate::session::{Link, Streams, Workers};

@@ -4,12 +4,12 @@
 //! longer has reports that, and another one is asked.
 
 mod dial;
-mod held;
+mod nodes;
 mod peer;
 mod trust;
 
 pub use dial::{PeerContext, RedirectorLinks, follow};
-pub use held::Peers;
+pub use nodes::Peers;
 pub(crate) use peer::OnPeer;
 pub use peer::Peer;
 pub use trust::Trust;

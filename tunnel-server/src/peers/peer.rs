@@ -23,7 +23,7 @@ use tunnel_link::relay::{
 use tunnel_runtime::NodeName;
 use tunnel_runtime::text::printable;
 
-use crate::session::{Asked, Link, Links, On, Placing, Taken};
+use crate::session::{Link, Links, On, PendingStream, Placing, Taken};
 
 /// Time for another server to report if it has the node, plus four times the round-trip time: it does not have to ask
 /// anyone else.
@@ -136,8 +136,8 @@ impl Peer {
     ) -> Result<OnPeer, NotAsked> {
         let link = self.links.take();
         let more = metadata(node, client, unless_silent);
-        let mut asked = match link.ask(&self.server_id, PEER_RELAY_PATH, target, more).await {
-            Ok(asked) => asked,
+        let mut pending = match link.ask(&self.server_id, PEER_RELAY_PATH, target, more).await {
+            Ok(pending) => pending,
             Err(error) => {
                 if matches!(error, RelayError::Link(_)) {
                     self.closed.cancel();
@@ -146,10 +146,10 @@ impl Peer {
             }
         };
         let patience = ANSWER + self.rtt().unwrap_or_default() * 4;
-        match tokio::time::timeout(patience, poll_fn(|cx| asked.response.poll_informational(cx))).await {
-            Ok(Some(Ok(_))) => Ok(OnPeer { peer: self.clone(), link, asked: Some(asked) }),
+        match tokio::time::timeout(patience, poll_fn(|cx| pending.response.poll_informational(cx))).await {
+            Ok(Some(Ok(_))) => Ok(OnPeer { peer: self.clone(), link, pending: Some(pending) }),
             Ok(Some(Err(error))) => Err(NotAsked::because(link::reason(&error))),
-            Ok(None) => Err(match asked.response.await {
+            Ok(None) => Err(match pending.response.await {
                 Ok(answer) => match Status::from_header_map(answer.headers()) {
                     Some(status) => NotAsked {
                         reason: printable(status.message(), 300),
@@ -197,17 +197,17 @@ pub(crate) struct OnPeer {
     pub(crate) peer: Arc<Peer>,
     pub(crate) link: Taken,
     /// Set until it is relayed.
-    asked: Option<Asked>,
+    pending: Option<PendingStream>,
 }
 
 impl OnPeer {
-    /// Takes the request; only once.
+    /// Takes the stream that has no answer yet; only once.
     ///
     /// # Errors
     /// On the second call.
-    pub(crate) fn asked(&mut self) -> Result<Asked, RelayError> {
+    pub(crate) fn take_pending(&mut self) -> Result<PendingStream, RelayError> {
         let again = || RelayError::Dial(Outcome::Protocol, "it is relayed already".to_owned());
-        self.asked.take().ok_or_else(again)
+        self.pending.take().ok_or_else(again)
     }
 
     /// The parameters for relaying the connection.

@@ -222,7 +222,7 @@ fn callers_are_told_apart_only_by_labels_that_no_kubelet_sets() {
             assert!(error.contains(part), "{refused}: {error:?} lacks {part:?}");
         }
     }
-    // A Node that is registered anew, or by a stranger, has no label.
+    // A Node that is registered anew, or by somebody else, has no label.
     for refused in
         ["!node-role.kubernetes.io/guest", "node-role.kubernetes.io/a || node-role.kubernetes.io/b!=c"]
     {

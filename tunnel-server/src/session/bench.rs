@@ -74,9 +74,9 @@ async fn begin(session: &Arc<Session>, mode: Mode) -> Result<TunnelStream, Strin
     let to = session.node.as_str();
     let failed = |error: RelayError| error.to_string();
     let more = HeaderMap::from_iter([header]);
-    let asked = link.ask(to, BENCH_PATH, NO_TARGET, more).await.map_err(failed)?;
+    let pending = link.ask(to, BENCH_PATH, NO_TARGET, more).await.map_err(failed)?;
     let on = On { link: &link, to, stalls: &session.stalls };
-    let (mut send, answer) = asked.answer(on, NO_TARGET, |_| {});
+    let (mut send, answer) = pending.answer(on, NO_TARGET, |_| {});
     let stream = answer.await.map_err(failed)?;
     let (near, far) = pipe();
     let worker = link.worker.clone();

@@ -128,7 +128,7 @@ impl Link {
         path: &str,
         target: SocketAddr,
         more: HeaderMap,
-    ) -> Result<Asked, RelayError> {
+    ) -> Result<PendingStream, RelayError> {
         let request = relay_request(path, target, more)
             .map_err(|error| RelayError::Dial(Outcome::Protocol, error.to_string()))?;
         let mut stream = self.send.clone();
@@ -140,7 +140,7 @@ impl Link {
         }
         let (response, send) = stream.send_request(request, false).map_err(RelayError::Link)?;
         self.opened(response.stream_id().into());
-        Ok(Asked { response, send, since: Instant::now() })
+        Ok(PendingStream { response, send, since: Instant::now() })
     }
 }
 
@@ -176,7 +176,7 @@ impl Drop for Taken {
 }
 
 /// A connection that was requested on a link and has no answer yet.
-pub(crate) struct Asked {
+pub(crate) struct PendingStream {
     pub(crate) response: ResponseFuture,
     pub(crate) send: SendStream<Bytes>,
     pub(crate) since: Instant,
@@ -213,7 +213,7 @@ fn relay_request(path: &str, target: SocketAddr, more: HeaderMap) -> Result<Requ
     Ok(request)
 }
 
-impl Asked {
+impl PendingStream {
     /// Returns the stream to the agent and the wait for its answer. `connected` gets the duration of the agent's dial.
     pub(crate) fn answer(
         self,
@@ -341,8 +341,8 @@ mod tests {
         let link = Link::new(0, flow, over, send, Handle::current(), Streams::new(MOST_STREAMS));
         let (to, target) = ("the agent of edge-1", "192.0.2.1:10250".parse().unwrap());
         let stalls = StallBound::new(1 << 20, 1 << 16);
-        let asked = link.ask(to, RELAY_PATH, target, HeaderMap::new()).await.unwrap();
-        let (_send, answer) = asked.answer(On { link: &link, to, stalls: &stalls }, target, |_| ());
+        let pending = link.ask(to, RELAY_PATH, target, HeaderMap::new()).await.unwrap();
+        let (_send, answer) = pending.answer(On { link: &link, to, stalls: &stalls }, target, |_| ());
         let answered = answer.await.map(drop);
         answered.map_err(|error| (error.outcome(Side::Server), error.to_string()))
     }

@@ -8,8 +8,8 @@ mod pace;
 mod registry;
 mod workers;
 
-pub(crate) use link::{Asked, On, Streams, dialled};
 pub use link::{Link, MOST_STREAMS, Taken};
+pub(crate) use link::{On, PendingStream, Streams, dialled};
 pub use link_metrics::register_links;
 #[cfg(test)]
 pub(crate) use links::tests::link as test_link;

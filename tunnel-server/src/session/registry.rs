@@ -16,10 +16,10 @@ use tokio::sync::{broadcast, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tunnel_link::relay::{OF_NODE_HEADER, RELAY_PATH, RelayError, StallBound, Totals};
-use tunnel_routing::{Holder, Router};
+use tunnel_routing::{Router, TunnelHolder};
 use tunnel_runtime::NodeName;
 
-use super::link::{Asked, Link};
+use super::link::{Link, PendingStream};
 use super::links::Links;
 use crate::admission::Shares;
 use crate::metrics::Metrics;
@@ -120,17 +120,17 @@ impl Session {
     ///
     /// # Errors
     /// If the link can relay nothing any more, or nothing more at present.
-    pub(crate) async fn ask(&self, link: &Link, target: SocketAddr) -> Result<Asked, RelayError> {
+    pub(crate) async fn ask(&self, link: &Link, target: SocketAddr) -> Result<PendingStream, RelayError> {
         let mut more = HeaderMap::new();
         if self.router.snapshot().names(&self.node, target.ip()) {
             more.insert(OF_NODE_HEADER, HeaderValue::from_static("1"));
         }
-        let asked = link.ask(self.node.as_str(), RELAY_PATH, target, more).await;
-        if let Err(RelayError::Link(_)) = asked {
+        let pending = link.ask(self.node.as_str(), RELAY_PATH, target, more).await;
+        if let Err(RelayError::Link(_)) = pending {
             // Even if its PINGs are still answered.
             self.close_link(link);
         }
-        asked
+        pending
     }
 }
 
@@ -312,7 +312,7 @@ impl Sessions {
         let older = live.insert(node.clone(), session);
         self.metrics.tunnels.set(i64::try_from(live.len()).unwrap_or(i64::MAX));
         if older.is_none() {
-            self.router.set_live(&node, Holder::This, true);
+            self.router.set_live(&node, TunnelHolder::This, true);
             self.moved(&node, true);
         }
         Ok(older)
@@ -333,9 +333,9 @@ impl Sessions {
             live.remove(&session.node);
             self.metrics.tunnels.set(i64::try_from(live.len()).unwrap_or(i64::MAX));
             if comes_back {
-                self.router.lose(&session.node, Holder::This);
+                self.router.lose(&session.node, TunnelHolder::This);
             } else {
-                self.router.set_live(&session.node, Holder::This, false);
+                self.router.set_live(&session.node, TunnelHolder::This, false);
             }
             self.moved(&session.node, false);
         }

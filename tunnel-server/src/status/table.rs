@@ -390,12 +390,12 @@ mod tests {
 
     #[test]
     fn problems_come_first() {
-        let mut stranger = node("stranger", Some(0));
-        stranger.in_inventory = false;
+        let mut unlisted = node("unlisted", Some(0));
+        unlisted.in_inventory = false;
         let text = report(vec![
             node("b", Some(0)),
             node("stalls", Some(2)),
-            stranger,
+            unlisted,
             node("never", None),
             node("elsewhere", None),
             node("gone", None),
@@ -403,7 +403,7 @@ mod tests {
         ])
         .to_text(Shown { wide: true, all: false });
         let at = |part: &str| text.find(part).unwrap_or_else(|| panic!("no {part} in\n{text}"));
-        let order = ["\ngone", "\nnever", "\nstranger", "\nstalls", "\nb ", "\nelsewhere"].map(at);
+        let order = ["\ngone", "\nnever", "\nunlisted", "\nstalls", "\nb ", "\nelsewhere"].map(at);
         assert!(order.is_sorted(), "{text}");
         for line in [
             "tunnel-server 0.1.0 on cloud-1, up 1d1h: NOT READY, waits for redirect\n",

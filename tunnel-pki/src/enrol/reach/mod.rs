@@ -73,7 +73,7 @@ impl Reach {
 
     /// True if this `HOST:PORT` is reached through the proxy.
     pub fn goes_through_proxy(&self, server: &str) -> bool {
-        self.proxy.as_ref().is_some_and(|proxy| proxy.way_to(server).is_some())
+        self.proxy.as_ref().is_some_and(|proxy| proxy.endpoint_for(server).is_some())
     }
 
     pub fn congestion(&self) -> &Congestion {
@@ -92,10 +92,10 @@ impl Reach {
 
     async fn dial(&self, server: &Server) -> io::Result<Reached> {
         if let (Server::Named(name), Some(proxy)) = (server, &self.proxy)
-            && let Some(way) = proxy.way_to(name)
+            && let Some(endpoint) = proxy.endpoint_for(name)
         {
-            let stream = way.connect(name).await?.into();
-            return Ok(Reached { stream, server: server.clone(), proxy: Some(way.address) });
+            let stream = endpoint.connect(name).await?.into();
+            return Ok(Reached { stream, server: server.clone(), proxy: Some(endpoint.address) });
         }
         let stream = match self.network.clone() {
             None if self.multipath => {

@@ -50,11 +50,11 @@ impl Proxy {
         Ok(Self { matcher, shown: format!("http://{}", address_of(&uri).ok_or(form)?) })
     }
 
-    /// Returns how to connect through the proxy, or None if the server is an exception.
-    pub(super) fn way_to(&self, server: &str) -> Option<Way> {
+    /// Returns the proxy to connect through, or None if the server is an exception.
+    pub(super) fn endpoint_for(&self, server: &str) -> Option<ProxyEndpoint> {
         let uri: Uri = format!("https://{server}").parse().ok()?;
         let found = self.matcher.intercept(&uri)?;
-        Some(Way { address: address_of(found.uri())?, credentials: found.basic_auth().cloned() })
+        Some(ProxyEndpoint { address: address_of(found.uri())?, credentials: found.basic_auth().cloned() })
     }
 }
 
@@ -109,13 +109,13 @@ pub fn proxy_fault(error: &io::Error) -> Option<ProxyFault> {
 }
 
 /// The proxy to connect through.
-pub(super) struct Way {
+pub(super) struct ProxyEndpoint {
     /// HOST:PORT of the proxy.
     pub(super) address: String,
     credentials: Option<HeaderValue>,
 }
 
-impl Way {
+impl ProxyEndpoint {
     /// Connects to the proxy, and through it to the server.
     pub(super) async fn connect(&self, server: &str) -> io::Result<TcpStream> {
         let proxy = || self.address.clone();
@@ -188,18 +188,21 @@ mod tests {
     #[test]
     fn exceptions_go_past_it() {
         let proxy = Proxy::parse("http://u:p@proxy:3128", "10.0.0.0/8, .internal,fd00::/8").unwrap();
-        let way = proxy.way_to("tunnel.example:10262").unwrap();
-        assert_eq!(way.address, "proxy:3128");
-        assert_eq!(way.credentials.unwrap(), "Basic dTpw");
-        assert!(proxy.way_to("192.0.2.1:10262").is_some() && proxy.way_to("[2001:db8::1]:10262").is_some());
+        let endpoint = proxy.endpoint_for("tunnel.example:10262").unwrap();
+        assert_eq!(endpoint.address, "proxy:3128");
+        assert_eq!(endpoint.credentials.unwrap(), "Basic dTpw");
+        assert!(
+            proxy.endpoint_for("192.0.2.1:10262").is_some()
+                && proxy.endpoint_for("[2001:db8::1]:10262").is_some()
+        );
         for past in ["10.1.2.3:10262", "a.internal:10262", "[fd00::1]:10262"] {
-            assert!(proxy.way_to(past).is_none(), "{past}");
+            assert!(proxy.endpoint_for(past).is_none(), "{past}");
         }
-        assert!(Proxy::parse("http://proxy", "*").unwrap().way_to("a:1").is_none());
+        assert!(Proxy::parse("http://proxy", "*").unwrap().endpoint_for("a:1").is_none());
     }
 
     /// A proxy for one connection. It sends `answer` and returns the head of the request.
-    async fn proxy(answer: &'static str) -> (Way, tokio::task::JoinHandle<String>) {
+    async fn proxy(answer: &'static str) -> (ProxyEndpoint, tokio::task::JoinHandle<String>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let serving = tokio::spawn(async move {
@@ -216,13 +219,13 @@ mod tests {
             }
             String::from_utf8(head).unwrap()
         });
-        (Way { address, credentials: Some(HeaderValue::from_static("Basic dTpw")) }, serving)
+        (ProxyEndpoint { address, credentials: Some(HeaderValue::from_static("Basic dTpw")) }, serving)
     }
 
     #[tokio::test]
     async fn connects_and_is_a_plain_connection_then() {
-        let (way, serving) = proxy("HTTP/1.1 200 Connection established\r\n\r\n").await;
-        let mut stream = way.connect("server:10262").await.unwrap();
+        let (endpoint, serving) = proxy("HTTP/1.1 200 Connection established\r\n\r\n").await;
+        let mut stream = endpoint.connect("server:10262").await.unwrap();
         stream.write_all(b"ping").await.unwrap();
         let mut back = [0; 4];
         stream.read_exact(&mut back).await.unwrap();
@@ -245,13 +248,13 @@ mod tests {
             ("SSH-2.0-OpenSSH_9.2\r\n", "does not answer as an HTTP proxy"),
             ("HTTP/1.1 200 OK\r\n\r\nwelcome", "sends bytes of its own"),
         ] {
-            let (way, _serving) = proxy(answer).await;
-            let error = way.connect("server:10262").await.unwrap_err().to_string();
-            assert!(error.contains(says) && error.contains(&way.address), "{answer:?}: {error}");
+            let (endpoint, _serving) = proxy(answer).await;
+            let error = endpoint.connect("server:10262").await.unwrap_err().to_string();
+            assert!(error.contains(says) && error.contains(&endpoint.address), "{answer:?}: {error}");
         }
-        let (mut way, _serving) = proxy("HTTP/1.1 407 Authenticate\r\nContent-Length: 0\r\n\r\n").await;
-        way.credentials = None;
-        let error = way.connect("server:10262").await.unwrap_err().to_string();
+        let (mut endpoint, _serving) = proxy("HTTP/1.1 407 Authenticate\r\nContent-Length: 0\r\n\r\n").await;
+        endpoint.credentials = None;
+        let error = endpoint.connect("server:10262").await.unwrap_err().to_string();
         assert!(error.contains("http://USER:PASSWORD@127.0.0.1:"), "{error}");
     }
 
@@ -260,8 +263,10 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         drop(listener);
-        let error =
-            Way { address: address.clone(), credentials: None }.connect("server:1").await.unwrap_err();
+        let error = ProxyEndpoint { address: address.clone(), credentials: None }
+            .connect("server:1")
+            .await
+            .unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
         assert!(error.to_string().starts_with(&format!("proxy {address}: ")), "{error}");
     }

@@ -18,7 +18,7 @@ use tunnel_link::proto::{Notice, NoticeAck, Segment};
 
 use super::*;
 use crate::admission::Budget;
-use crate::agent_port::gate::Gate;
+use crate::agent_port::limits::ConnectionLimits;
 use crate::metrics::Metrics;
 use crate::pki::Standing;
 use crate::session::{MOST_STREAMS, Sessions};
@@ -113,8 +113,8 @@ impl Site {
             node: "edge-1".parse().unwrap(),
             credential: Arc::new(Credential::token(SystemTime::now())),
         };
-        let gate = Gate::new(&Budget::of(2_000, 1 << 30), 1);
-        let place = gate.certified(&presented.node, peer.ip()).unwrap();
+        let limits = ConnectionLimits::new(&Budget::of(2_000, 1 << 30), 1);
+        let place = limits.certified(&presented.node, peer.ip()).unwrap();
         tokio::spawn(run(context, (near, Arc::default()), peer, presented, Handle::current(), place));
         Self { welcomes, answer, notices, unanswered, draining, sessions, inputs }
     }

@@ -7,7 +7,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::task::TaskTracker;
 use tunnel_runtime::config::HostPort;
 
-use crate::agent_port::gate::Gate;
+use crate::agent_port::limits::ConnectionLimits;
 use crate::agent_port::link::LinkContext;
 use crate::caller::Reviewer;
 
@@ -33,7 +33,7 @@ impl Tokens {
 /// State shared by all calls.
 pub(super) struct Context {
     pub(super) link: Arc<LinkContext>,
-    pub(super) gate: Arc<Gate>,
+    pub(super) limits: Arc<ConnectionLimits>,
     pub(super) links: TaskTracker,
     pub(super) tokens: Arc<Tokens>,
     /// The other servers: agents connect to as many servers as there are.

@@ -65,8 +65,11 @@ impl KonnectivityPort {
         tokens: Tokens,
         peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
     ) -> Self {
-        let Handshakes { context: link, gate, links, .. } = handshakes.clone();
-        Self { handshakes, context: Arc::new(Context { link, gate, links, tokens: Arc::new(tokens), peers }) }
+        let Handshakes { context: link, limits, links, .. } = handshakes.clone();
+        Self {
+            handshakes,
+            context: Arc::new(Context { link, limits, links, tokens: Arc::new(tokens), peers }),
+        }
     }
 
     /// Accepts connections until the drain starts.

@@ -235,14 +235,14 @@ mod tests {
     use super::*;
 
     /// A client's stream, and what the session's other end gets of it.
-    struct Asked {
+    struct StreamPair {
         answer: ResponseFuture,
         stream: SendStream<Bytes>,
         request: Request<RecvStream>,
         respond: SendResponse<Bytes>,
     }
 
-    async fn asked() -> Asked {
+    async fn stream_pair() -> StreamPair {
         let (near, far) = tokio::io::duplex(1 << 16);
         let (accepted, mut requests) = mpsc::channel(1);
         tokio::spawn(async move {
@@ -257,7 +257,7 @@ mod tests {
         let request = Request::post("https://agent/").header(TARGET_HEADER, "10.0.0.7:80").body(()).unwrap();
         let (answer, stream) = client.send_request(request, false).unwrap();
         let (request, respond) = requests.recv().await.unwrap();
-        Asked { answer, stream, request, respond }
+        StreamPair { answer, stream, request, respond }
     }
 
     /// The next bytes for a client, which makes room for more.
@@ -270,7 +270,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_client_that_reads_late_after_its_end_gets_everything() {
         const LENGTH: usize = 100_000;
-        let Asked { answer, mut stream, request, mut respond } = asked().await;
+        let StreamPair { answer, mut stream, request, mut respond } = stream_pair().await;
         let (packets, mut sent) = mpsc::channel(8);
         let connections = Arc::new(Connections::new(packets));
         let (random, dialled) = connections.dial();
@@ -303,7 +303,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_client_that_gives_up_is_not_held_by_an_agent_that_does_not_read() {
-        let Asked { answer: _answer, mut stream, request, mut respond } = asked().await;
+        let StreamPair { answer: _answer, mut stream, request, mut respond } = stream_pair().await;
         let (packets, _unread) = mpsc::channel(1);
         packets.try_send(Ok(Packet::drain())).unwrap();
         let connections = Connections::new(packets);

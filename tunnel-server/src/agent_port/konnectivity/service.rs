@@ -23,7 +23,7 @@ use super::context::Context;
 use super::identity::{ByToken, by_token};
 use super::state::Agent;
 use crate::agent_port::attach::{self, Presented};
-use crate::agent_port::gate::Certified;
+use crate::agent_port::limits::Certified;
 use crate::pki::{Credential, Refusal};
 use crate::session::Sessions;
 
@@ -93,7 +93,7 @@ impl AgentService for Service {
             let reason = format!("node {node} has a tunnel-agent, which is attached");
             return Err(turned_away(Status::failed_precondition(reason)));
         }
-        let Some(place) = self.context.gate.certified(&node, peer.ip()) else {
+        let Some(place) = self.context.limits.certified(&node, peer.ip()) else {
             return Err(turned_away(Status::resource_exhausted("too many connections of this node")));
         };
         let under_way = self.streams.token();

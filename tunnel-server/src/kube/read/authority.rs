@@ -96,12 +96,12 @@ impl CaSecret {
         self.create_once(&secret.0).await
     }
 
-    pub async fn read(&self) -> Result<Held, ClusterError> {
+    pub async fn read(&self) -> Result<StoredCa, ClusterError> {
         let secret = self.present().await?.ok_or_else(|| ClusterError::Missing(self.to_string()))?;
         let material = self.material(&secret)?;
         let annotations = secret.0.metadata.annotations.as_ref();
         let activated = annotations.and_then(|known| known.get(ACTIVATED)?.parse().ok());
-        Ok(Held { secret, material, activated })
+        Ok(StoredCa { secret, material, activated })
     }
 
     /// Replaces the Secret unless it has changed since it was read.
@@ -124,17 +124,17 @@ impl CaSecret {
 
     /// First step of a rotation: adds a new root. Returns its hash.
     pub async fn introduce(&self) -> Result<String, ClusterError> {
-        let held = self.read().await?;
-        let (next, hash) = held.material.introduce()?;
-        self.replace(held.secret, &next, None).await?;
+        let stored = self.read().await?;
+        let (next, hash) = stored.material.introduce()?;
+        self.replace(stored.secret, &next, None).await?;
         Ok(hash)
     }
 
     /// Second step: the new root starts to sign. Returns its hash.
     pub async fn activate(&self) -> Result<String, ClusterError> {
-        let held = self.read().await?;
-        let (next, hash) = held.material.activate()?;
-        self.replace(held.secret, &next, Some(Timestamp::now())).await?;
+        let stored = self.read().await?;
+        let (next, hash) = stored.material.activate()?;
+        self.replace(stored.secret, &next, Some(Timestamp::now())).await?;
         Ok(hash)
     }
 
@@ -143,12 +143,12 @@ impl CaSecret {
     /// # Errors
     /// [`PkiError::Rotation`] until every certificate of the old root has expired, unless `force`.
     pub async fn retire(&self, force: bool, lifetimes: Lifetimes) -> Result<String, ClusterError> {
-        let held = self.read().await?;
-        let (next, hash) = held.material.retire()?;
+        let stored = self.read().await?;
+        let (next, hash) = stored.material.retire()?;
         if !force {
             let wait = "agents renew by themselves long before. `ca retire --force` does not wait: an agent that is \
                         left on the old root enrols again through the API server";
-            match held.retirable(lifetimes) {
+            match stored.retirable(lifetimes) {
                 None => {
                     let text = format!(
                         "it is not known since when the new root signs: annotation {ACTIVATED} of Secret {self} is missing; {wait}"
@@ -165,19 +165,20 @@ impl CaSecret {
                 Some(_) => {}
             }
         }
-        self.replace(held.secret, &next, None).await?;
+        self.replace(stored.secret, &next, None).await?;
         Ok(hash)
     }
 }
 
-pub struct Held {
+/// The CA as it was read from its Secret.
+pub struct StoredCa {
     secret: Wiped,
     material: CaMaterial,
     /// Time at which the signing root was activated.
     pub activated: Option<Timestamp>,
 }
 
-impl Held {
+impl StoredCa {
     pub fn state(&self, lifetimes: Lifetimes) -> Result<CaState, PkiError> {
         self.material.state(lifetimes)
     }

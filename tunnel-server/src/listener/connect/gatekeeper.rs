@@ -280,7 +280,7 @@ impl Permit for Permitted {
 mod tests {
     use prometheus_client::registry::Registry;
     use tunnel_routing::inventory::{Inventory, InventoryNode};
-    use tunnel_routing::{ByAddress, Holder};
+    use tunnel_routing::{ByAddress, TunnelHolder};
 
     use super::*;
     use crate::caller::Tokens;
@@ -327,7 +327,7 @@ mod tests {
         for _ in 0..50 {
             assert_eq!(gatekeeper.pick([twice, away].map(reached).into()), Some(Ok(on_edge(away))));
         }
-        gatekeeper.router.set_live(&"edge-3".parse().unwrap(), Holder::This, true);
+        gatekeeper.router.set_live(&"edge-3".parse().unwrap(), TunnelHolder::This, true);
         for _ in 0..50 {
             assert_eq!(gatekeeper.pick([gone, away].map(reached).into()), Some(Ok(on_edge(away))));
         }

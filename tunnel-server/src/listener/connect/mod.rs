@@ -7,12 +7,12 @@
 //!
 //! Workloads on edge nodes use the same protocol through their agent.
 
-mod asked;
 mod gatekeeper;
 mod reception;
+mod request;
 
-pub(super) use asked::{Asked, parse};
 #[cfg(test)]
 pub(super) use gatekeeper::Denied;
 pub(crate) use gatekeeper::{Gatekeeper, Services};
 pub(crate) use reception::Reception;
+pub(super) use request::{ProxyRequest, parse};

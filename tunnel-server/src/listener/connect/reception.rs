@@ -6,8 +6,8 @@ use std::sync::Arc;
 use http::StatusCode;
 use tunnel_runtime::text::printable;
 
-use super::asked::Asked;
 use super::gatekeeper::{Denied, Gatekeeper, Permitted};
+use super::request::ProxyRequest;
 use crate::caller::{Shown, Token};
 use crate::listener::answer::Failure;
 use crate::listener::context::{ListenerContext, Reached};
@@ -26,12 +26,12 @@ impl Reception {
     /// can read what the client sends.
     pub(crate) async fn decide(
         &self,
-        asked: &Asked,
+        request: &ProxyRequest,
         shown: Shown,
         client: IpAddr,
         secure: bool,
     ) -> Result<(Reached, Box<str>, Arc<dyn Permit>), Failure> {
-        let shown = match &asked.token {
+        let shown = match &request.token {
             // A workload is identified by its node, whatever token it shows.
             Some(_) if matches!(shown, Shown::Node(_)) => shown,
             Some(token) => Shown::Token(Token::new(token)),
@@ -40,14 +40,14 @@ impl Reception {
         let exposed = (!secure).then_some("use this proxy as https://");
         let identity = self.gatekeeper.identify(&shown, client, exposed).await;
         let identity = identity.map_err(|refusal| Failure::from(refusal).at_proxy())?;
-        match self.gatekeeper.reach(&identity, client, &asked.host, asked.port).await {
+        match self.gatekeeper.reach(&identity, client, &request.host, request.port).await {
             Ok((reached, meant, rule)) => {
                 let caller = format!("{identity} by {}", printable(&rule, 80)).into();
-                let (gatekeeper, port) = (self.gatekeeper.clone(), asked.port);
+                let (gatekeeper, port) = (self.gatekeeper.clone(), request.port);
                 Ok((reached, caller, Arc::new(Permitted { gatekeeper, shown, client, meant, port })))
             }
             Err(Denied::Policy) => {
-                let (host, port) = (printable(&asked.host, 100), asked.port);
+                let (host, port) = (printable(&request.host, 100), request.port);
                 let reason =
                     format!("the policy does not permit {identity} from {client} to reach {host}:{port}");
                 let status = match identity {

@@ -27,13 +27,13 @@ const CHECK: Duration = Duration::from_millis(50);
 
 /// Target of a request, and the length of its head.
 #[derive(Debug, PartialEq, Eq)]
-struct Asked {
+struct ConnectRequest {
     target: String,
     length: usize,
 }
 
 /// Parses a head. Returns `None` if it is not complete yet.
-fn parse(read: &[u8]) -> Result<Option<Asked>, (StatusCode, String)> {
+fn parse(read: &[u8]) -> Result<Option<ConnectRequest>, (StatusCode, String)> {
     let bad = |reason: String| (StatusCode::BAD_REQUEST, reason);
     let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
     let mut request = httparse::Request::new(&mut headers);
@@ -58,7 +58,7 @@ fn parse(read: &[u8]) -> Result<Option<Asked>, (StatusCode, String)> {
     if framed {
         return Err(bad("a CONNECT request has no body".to_owned()));
     }
-    Ok(Some(Asked { target: request.path.unwrap_or_default().to_owned(), length }))
+    Ok(Some(ConnectRequest { target: request.path.unwrap_or_default().to_owned(), length }))
 }
 
 /// Serves one connection from its head to its end.
@@ -70,17 +70,17 @@ pub(super) async fn serve(
     watched: Arc<OwnedFd>,
     mut early: BytesMut,
 ) -> Over {
-    let asked = match read_preface(&mut read, &mut early, HEAD, parse).await {
-        Ok(asked) => asked,
+    let request = match read_preface(&mut read, &mut early, HEAD, parse).await {
+        Ok(request) => request,
         Err(PrefaceError::Lost(_)) => return Over::Lost,
         Err(PrefaceError::Invalid((status, reason))) => return refuse(&mut write, status, &reason).await,
         Err(PrefaceError::TimedOut) => {
             return refuse(&mut write, StatusCode::REQUEST_TIMEOUT, &timed_out(HEAD)).await;
         }
     };
-    let _ = early.split_to(asked.length);
+    let _ = early.split_to(request.length);
     let gone = until_gone(&mut read, &mut early, &watched);
-    let connected = match dialler.dial(&asked.target, caller, gone).await {
+    let connected = match dialler.dial(&request.target, caller, gone).await {
         Ok(connected) => connected,
         Err(failed) => return refuse(&mut write, status_of(failed.outcome), &failed.in_words_of_go()).await,
     };
@@ -131,8 +131,8 @@ mod tests {
     #[test]
     fn only_connect_is_taken() {
         let head = b"CONNECT edge-1:10250 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
-        let asked = Asked { target: "edge-1:10250".to_owned(), length: head.len() };
-        assert_eq!(parse(head), Ok(Some(asked)));
+        let request = ConnectRequest { target: "edge-1:10250".to_owned(), length: head.len() };
+        assert_eq!(parse(head), Ok(Some(request)));
         for end in 0..head.len() {
             assert_eq!(parse(&head[..end]), Ok(None), "{end}");
         }

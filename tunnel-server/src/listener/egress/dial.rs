@@ -10,7 +10,7 @@ use tunnel_link::outcome::Outcome;
 use tunnel_runtime::text::printable;
 
 use super::destination::{Destination, Direct, Meant, find, not_allowed, of_endpoint};
-use super::services::{ClusterServices, Wanted};
+use super::services::{ClusterServices, RequestedService};
 use crate::admission::Shares;
 use crate::caller::Certified;
 use crate::kube::Endpoint;
@@ -67,7 +67,7 @@ const TRIED: usize = 3;
 enum Choice {
     One(Destination),
     /// The endpoints of a Service that can be reached, in the order in which they are tried, and all endpoints.
-    Service(Wanted, Vec<(SocketAddr, Destination)>, Arc<[Endpoint]>),
+    Service(RequestedService, Vec<(SocketAddr, Destination)>, Arc<[Endpoint]>),
 }
 
 /// A connection that is up. It is recorded when this is dropped.

@@ -17,7 +17,7 @@ use tunnel_link::konnectivity::{Connections, LARGEST_MESSAGE, Packet, Room};
 
 use super::dial::{Caller, Dialler};
 use super::halves::Over;
-use super::stream::{Asked, BOUNDS};
+use super::stream::{BOUNDS, CallerDialler};
 
 /// Maximum number of packets, of at most 32 KiB each, that wait for a caller to read.
 const PACKETS: usize = 16;
@@ -34,7 +34,7 @@ const SEND_BUFFER: usize = 256 << 10;
 const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(20));
 
 #[tonic::async_trait]
-impl ProxyService for Asked {
+impl ProxyService for CallerDialler {
     type ProxyStream = Pin<Box<dyn Stream<Item = Result<Packet, Status>> + Send>>;
 
     async fn proxy(
@@ -61,7 +61,7 @@ pub(super) async fn serve(
     let (address, shown) = (caller.address, caller.clone());
     let streams = dialler.shares.limit.saturating_add(WITHOUT_PLACE);
     let service =
-        ProxyServiceServer::new(Asked { dialler, caller }).max_decoding_message_size(LARGEST_MESSAGE);
+        ProxyServiceServer::new(CallerDialler { dialler, caller }).max_decoding_message_size(LARGEST_MESSAGE);
     let connection = http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
         .initial_stream_window_size(STREAM_WINDOW.min(CONNECTION_WINDOW / streams))

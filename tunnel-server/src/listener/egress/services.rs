@@ -31,17 +31,18 @@ type Key = (Box<str>, SocketAddr);
 pub(crate) struct ClusterServices {
     services: watch::Receiver<ClusterIps>,
     endpoints: ServiceEndpoints,
-    answers: AnswerCache<Key, Answer>,
+    answers: AnswerCache<Key, CachedEndpoints>,
 }
 
+/// A Service's endpoints, as the API server last listed them.
 #[derive(Clone)]
-struct Answer {
+struct CachedEndpoints {
     endpoints: Arc<[Endpoint]>,
-    /// `None` if none of the endpoints could be reached, so that they are asked for again.
+    /// Time at which it listed them. `None` if none of the endpoints could be reached, so that they are asked for again.
     asked: Option<Instant>,
 }
 
-impl Answer {
+impl CachedEndpoints {
     fn is_fresh(&self) -> bool {
         let fresh = if self.endpoints.is_empty() { FRESH_NONE } else { FRESH };
         self.asked.is_some_and(|asked| asked.elapsed() < fresh)
@@ -50,19 +51,19 @@ impl Answer {
 
 /// A Service that a caller wants to reach.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Wanted {
+pub(super) struct RequestedService {
     /// `NAME.NAMESPACE`.
     pub(super) name: Box<str>,
     address: SocketAddr,
 }
 
-impl std::fmt::Display for Wanted {
+impl std::fmt::Display for RequestedService {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Service {} ({})", self.name, self.address)
     }
 }
 
-impl Wanted {
+impl RequestedService {
     fn failed(&self, outcome: Outcome, why: &str) -> Failed {
         Failed { outcome, reason: format!("{self}: {why}") }
     }
@@ -93,7 +94,7 @@ impl ClusterServices {
         address: SocketAddr,
         asks: bool,
         reached: impl Fn(&Endpoint) -> bool,
-    ) -> Result<Option<(Wanted, Arc<[Endpoint]>)>, Failed> {
+    ) -> Result<Option<(RequestedService, Arc<[Endpoint]>)>, Failed> {
         let followed = self.services.borrow().get(address.ip());
         let service = match followed {
             None if asks => self.ask(address.ip()).await?,
@@ -101,7 +102,7 @@ impl ClusterServices {
         };
         let Some(service) = service else { return Ok(None) };
         let name = format!("{}.{}", service.name, service.namespace);
-        let wanted = Wanted { name: name.into(), address };
+        let wanted = RequestedService { name: name.into(), address };
         let Some(port) = service.port_name(address.port()) else {
             return Err(wanted.failed(Outcome::Denied, "it has no such TCP port"));
         };
@@ -118,7 +119,7 @@ impl ClusterServices {
                 return Ok(Some((wanted, before.endpoints)));
             }
         };
-        let answer = Answer { endpoints: endpoints.clone(), asked: Some(Instant::now()) };
+        let answer = CachedEndpoints { endpoints: endpoints.clone(), asked: Some(Instant::now()) };
         self.answers.put(key, answer, KEPT);
         Ok(Some((wanted, endpoints)))
     }
@@ -140,8 +141,8 @@ impl ClusterServices {
     }
 
     /// Marks the endpoints as unreachable, so that they are asked for again.
-    pub(super) fn doubt(&self, wanted: &Wanted, endpoints: Arc<[Endpoint]>) {
-        let answer = Answer { endpoints, asked: None };
+    pub(super) fn doubt(&self, wanted: &RequestedService, endpoints: Arc<[Endpoint]>) {
+        let answer = CachedEndpoints { endpoints, asked: None };
         self.answers.put((wanted.name.clone(), wanted.address), answer, KEPT);
     }
 }
@@ -187,7 +188,7 @@ mod tests {
 
     #[test]
     fn an_answer_is_fresh_for_a_while_and_less_long_without_endpoints() {
-        let answer = |endpoints: &[Endpoint], asked| Answer { endpoints: endpoints.into(), asked };
+        let answer = |endpoints: &[Endpoint], asked| CachedEndpoints { endpoints: endpoints.into(), asked };
         let ago = |time| Instant::now().checked_sub(time);
         let some = [endpoint("10.0.0.7:9443")];
         assert!(answer(&some, ago(FRESH_NONE)).is_fresh());

@@ -24,13 +24,13 @@ pub(super) const BOUNDS: Bounds = Bounds {
 
 /// Dials for one caller.
 #[derive(Clone)]
-pub(super) struct Asked {
+pub(super) struct CallerDialler {
     pub(super) dialler: Arc<Dialler>,
     pub(super) caller: Caller,
 }
 
 #[tonic::async_trait]
-impl Dial for Asked {
+impl Dial for CallerDialler {
     type Connected = Connected;
 
     async fn dial(&self, address: &str, gone: &Gone) -> Result<Connected, String> {

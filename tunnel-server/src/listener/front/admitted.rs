@@ -10,7 +10,7 @@ use hyper::body::Incoming;
 use tunnel_routing::NodeAddress;
 use tunnel_routing::inventory::DEFAULT_KUBELET_PORT;
 
-use super::destination::{Wanted, parse_destination};
+use super::destination::{RequestTarget, parse_destination};
 use super::headers;
 use super::kinds::{Admission, MAX_HEAD};
 use super::pods::Pods;
@@ -146,7 +146,7 @@ impl Served {
         &self,
         caller: Option<&Caller>,
         method: &Method,
-        wanted: &Wanted,
+        wanted: &RequestTarget,
     ) -> Result<Destination, Failure> {
         let named = wanted.named.as_deref();
         let host = self.context.router.resolve(named.unwrap_or(&wanted.host));
@@ -171,7 +171,7 @@ impl Served {
         (namespace, pod): &(String, String),
         caller: Option<&Caller>,
         method: &Method,
-        wanted: &Wanted,
+        wanted: &RequestTarget,
     ) -> Result<Destination, Failure> {
         let asker = Asker::new(caller, self.peer.client.ip());
         let found = pods.node_of(asker, namespace, pod).await?.and_then(|name| {
@@ -193,7 +193,12 @@ impl Served {
         Ok(Destination { node, target, found: true, host: Some(target.to_string()), on_node: true, accesses })
     }
 
-    fn at(&self, node: NodeAddress, wanted: &Wanted, named: Option<&str>) -> Result<Destination, Failure> {
+    fn at(
+        &self,
+        node: NodeAddress,
+        wanted: &RequestTarget,
+        named: Option<&str>,
+    ) -> Result<Destination, Failure> {
         let router = &self.context.router;
         let (target, host) = match (wanted.dest, wanted.port) {
             (Some(dest), _) => (dest, Some(dest.to_string())),
@@ -222,7 +227,7 @@ impl Served {
         &self,
         caller: Option<&Caller>,
         method: &Method,
-        wanted: &Wanted,
+        wanted: &RequestTarget,
         destination: &Destination,
     ) -> Result<Vec<Access>, Failure> {
         let port = destination.target.port();

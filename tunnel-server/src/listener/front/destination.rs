@@ -17,7 +17,7 @@ const POD_PATHS: &[&str] = &["exec", "attach", "portForward", "containerLogs"];
 
 /// The destination that a request asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Wanted {
+pub struct RequestTarget {
     /// From the request line or `:authority`, otherwise from Host.
     pub host: String,
     pub port: Option<u16>,
@@ -35,7 +35,7 @@ pub struct Wanted {
 ///
 /// # Errors
 /// The head is malformed; the error says how.
-pub fn parse_destination(head: &Parts) -> Result<Wanted, String> {
+pub fn parse_destination(head: &Parts) -> Result<RequestTarget, String> {
     let bare = head.uri.scheme().is_none() && head.uri.authority().is_some();
     if bare && head.method != Method::CONNECT {
         // RFC 9112 section 3.2.3.
@@ -68,7 +68,7 @@ pub fn parse_destination(head: &Parts) -> Result<Wanted, String> {
     };
     let path = decoded(head.uri.path());
     let pod = path.as_ref().ok().and_then(|path| pod_of(path));
-    Ok(Wanted { host: host.to_owned(), port, named, dest, pod, path })
+    Ok(RequestTarget { host: host.to_owned(), port, named, dest, pod, path })
 }
 
 /// Returns the only value of a header.
@@ -135,7 +135,7 @@ mod tests {
 
     use super::*;
 
-    fn wanted(uri: &str, headers: &[(&str, &str)]) -> Result<Wanted, String> {
+    fn wanted(uri: &str, headers: &[(&str, &str)]) -> Result<RequestTarget, String> {
         let mut request = Request::builder().uri(uri);
         for (name, value) in headers {
             request = request.header(*name, *value);

@@ -19,10 +19,11 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// The body of a request. hyper answers the client's expectation when the body is first read.
 pub(super) struct RequestBody {
     body: Incoming,
-    gate: Option<Gate>,
+    wait: Option<ContinueWait>,
 }
 
-struct Gate {
+/// The wait for the target's 100, before the body is read.
+struct ContinueWait {
     opened: Option<oneshot::Receiver<()>>,
     patience: Pin<Box<tokio::time::Sleep>>,
 }
@@ -50,14 +51,14 @@ pub(super) fn request(head: Parts, body: Incoming) -> Request<RequestBody> {
 impl RequestBody {
     /// Creates a body that is sent at once.
     fn at_once(body: Incoming) -> Self {
-        Self { body, gate: None }
+        Self { body, wait: None }
     }
 
     /// Creates a body that waits until the sender is used, or for a short time.
     fn expected(body: Incoming) -> (Self, oneshot::Sender<()>) {
         let (open, opened) = oneshot::channel();
-        let gate = Gate { opened: Some(opened), patience: Box::pin(tokio::time::sleep(PATIENCE)) };
-        (Self { body, gate: Some(gate) }, open)
+        let wait = ContinueWait { opened: Some(opened), patience: Box::pin(tokio::time::sleep(PATIENCE)) };
+        (Self { body, wait: Some(wait) }, open)
     }
 }
 
@@ -69,20 +70,20 @@ impl Body for RequestBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        if let Some(gate) = &mut self.gate {
-            let asked = match gate.opened.as_mut().map(|opened| Pin::new(opened).poll(cx)) {
+        if let Some(wait) = &mut self.wait {
+            let asked = match wait.opened.as_mut().map(|opened| Pin::new(opened).poll(cx)) {
                 Some(Poll::Ready(Ok(()))) => true,
                 // Without a sender there will be no signal, and only the time counts.
                 Some(Poll::Ready(Err(_))) => {
-                    gate.opened = None;
+                    wait.opened = None;
                     false
                 }
                 _ => false,
             };
-            if !asked && gate.patience.as_mut().poll(cx).is_pending() {
+            if !asked && wait.patience.as_mut().poll(cx).is_pending() {
                 return Poll::Pending;
             }
-            self.gate = None;
+            self.wait = None;
         }
         Pin::new(&mut self.body).poll_frame(cx).map(|frame| frame.map(|frame| frame.map_err(Into::into)))
     }

@@ -29,7 +29,7 @@ mod upgrade;
 
 #[cfg(test)]
 pub(super) use admitted::tests::reached_over_http;
-pub use destination::{Wanted, parse_destination};
+pub use destination::{RequestTarget, parse_destination};
 pub use headers::target_head;
 pub(crate) use kinds::{Admission, Front};
 pub(crate) use metrics::MetricsPage;

@@ -19,7 +19,7 @@ impl Served {
         head: &Parts,
         body: &Incoming,
     ) -> Result<Admitted, Failure> {
-        let asked = parse(head).map_err(Failure::bad_request)?;
+        let request = parse(head).map_err(Failure::bad_request)?;
         // A client that frames a body means something else by CONNECT (RFC 9110 section 9.3.6).
         if head.method == http::Method::CONNECT && !body.is_end_stream() {
             return Err(Failure::bad_request("a CONNECT request has no body"));
@@ -32,7 +32,7 @@ impl Served {
                 (None, None) => Shown::Nothing,
             };
         let secure = node.is_some() || !self.front.is_exposed(client);
-        let (reached, caller, permit) = reception.decide(&asked, shown, client, secure).await?;
+        let (reached, caller, permit) = reception.decide(&request, shown, client, secure).await?;
         Ok(Admitted { reached, caller: Some(caller), permit: Some(permit), by_token: false, on_edge: None })
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use parking_lot::RwLock;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_routing::{Holder, Router};
+use tunnel_routing::{Router, TunnelHolder};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::admin;
 
@@ -16,7 +16,7 @@ use crate::pki::{Refusal, Standing};
 /// The other servers and their nodes.
 pub struct Peers {
     up: RwLock<Vec<Arc<Peer>>>,
-    held: RwLock<HashMap<NodeName, Held>>,
+    nodes: RwLock<HashMap<NodeName, RemoteNode>>,
     /// Not set: no node is revoked.
     standing: OnceLock<Standing>,
     /// The status that the other servers may ask for. Weak, as it reads this.
@@ -27,7 +27,7 @@ pub struct Peers {
 
 /// A node at other servers.
 #[derive(Default)]
-struct Held {
+struct RemoteNode {
     peers: Vec<Arc<Peer>>,
     /// True if it is reached through them: it is not revoked.
     offered: bool,
@@ -38,7 +38,7 @@ impl Peers {
     pub fn new(router: Arc<Router>) -> Self {
         Self {
             up: RwLock::default(),
-            held: RwLock::default(),
+            nodes: RwLock::default(),
             standing: OnceLock::new(),
             status: OnceLock::new(),
             router,
@@ -69,9 +69,9 @@ impl Peers {
         let _ = self.standing.set(standing);
         async move {
             while let Some(Ok(())) = stop.run_until_cancelled(revocations.changed()).await {
-                let mut held = self.held.write();
-                for (node, held) in &mut *held {
-                    self.offer(node, held);
+                let mut nodes = self.nodes.write();
+                for (node, remote) in &mut *nodes {
+                    self.offer(node, remote);
                 }
             }
         }
@@ -85,9 +85,9 @@ impl Peers {
     /// Servers that have the node, the best one first. Draining ones come after the others. One that has not answered
     /// comes last: asking it again would delay each connection by the time limit for its answer. None if the node is revoked.
     pub fn holders(&self, node: &NodeName) -> Vec<Arc<Peer>> {
-        let all = self.held.read();
-        let held = all.get(node).filter(|_| self.refusal(node).is_none());
-        let mut holders = held.map(|held| held.peers.clone()).unwrap_or_default();
+        let all = self.nodes.read();
+        let remote = all.get(node).filter(|_| self.refusal(node).is_none());
+        let mut holders = remote.map(|remote| remote.peers.clone()).unwrap_or_default();
         drop(all);
         // Cached, because the connection counts change meanwhile.
         holders.sort_by_cached_key(|peer| (peer.is_silent(), peer.is_draining(), peer.connections()));
@@ -96,8 +96,8 @@ impl Peers {
 
     /// The nodes that are reached through another server.
     pub fn nodes(&self) -> BTreeSet<NodeName> {
-        let held = self.held.read();
-        held.iter().filter(|(_, held)| held.offered).map(|(node, _)| node.clone()).collect()
+        let all = self.nodes.read();
+        all.iter().filter(|(_, remote)| remote.offered).map(|(node, _)| node.clone()).collect()
     }
 
     /// Incremented when a node appears at its first other server, or vanishes from its last. A receiver may see several
@@ -107,13 +107,13 @@ impl Peers {
     }
 
     /// Must be called under the lock, so that the router sees changes in the same order.
-    fn offer(&self, node: &NodeName, held: &mut Held) {
+    fn offer(&self, node: &NodeName, remote: &mut RemoteNode) {
         let revoked = self.refusal(node).is_some();
-        let offered = !held.peers.is_empty() && !revoked;
-        match (std::mem::replace(&mut held.offered, offered), offered) {
-            (true, false) if !revoked => self.router.lose(node, Holder::Peers),
+        let offered = !remote.peers.is_empty() && !revoked;
+        match (std::mem::replace(&mut remote.offered, offered), offered) {
+            (true, false) if !revoked => self.router.lose(node, TunnelHolder::Peers),
             (before, now) if before == now => return,
-            _ => self.router.set_live(node, Holder::Peers, offered),
+            _ => self.router.set_live(node, TunnelHolder::Peers, offered),
         }
         self.changed.send_modify(|changes| *changes += 1);
     }
@@ -140,10 +140,10 @@ impl Peers {
         if !peer.nodes().insert(node.clone()) {
             return;
         }
-        let mut held = self.held.write();
-        let held = held.entry(node.clone()).or_default();
-        held.peers.push(peer.clone());
-        self.offer(node, held);
+        let mut all = self.nodes.write();
+        let remote = all.entry(node.clone()).or_default();
+        remote.peers.push(peer.clone());
+        self.offer(node, remote);
     }
 
     pub(super) fn lost(&self, peer: &Arc<Peer>, node: &NodeName) {
@@ -161,11 +161,11 @@ impl Peers {
     }
 
     fn remove(&self, peer: &Arc<Peer>, node: &NodeName) {
-        let mut all = self.held.write();
-        let Some(held) = all.get_mut(node) else { return };
-        held.peers.retain(|other| !Arc::ptr_eq(other, peer));
-        self.offer(node, held);
-        if held.peers.is_empty() {
+        let mut all = self.nodes.write();
+        let Some(remote) = all.get_mut(node) else { return };
+        remote.peers.retain(|other| !Arc::ptr_eq(other, peer));
+        self.offer(node, remote);
+        if remote.peers.is_empty() {
             all.remove(node);
         }
     }
@@ -223,12 +223,12 @@ mod tests {
         changed.changed().await.unwrap();
         assert_eq!((peers.nodes(), peers.holders(&node).len()), ([node, other.clone()].into(), 1));
         // A change of the inventory judges no node.
-        peers.held.write().get_mut(&other).unwrap().offered = false;
+        peers.nodes.write().get_mut(&other).unwrap().offered = false;
         nodes.send_replace(Some(Arc::default()));
         for _ in 0..10 {
             tokio::task::yield_now().await;
         }
-        assert!(!peers.held.read()[&other].offered);
+        assert!(!peers.nodes.read()[&other].offered);
         stop.cancel();
         following.await.unwrap();
     }

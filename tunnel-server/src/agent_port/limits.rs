@@ -69,7 +69,8 @@ pub(crate) const PARTS: [(&str, Part); 4] = [
     ("additional", ADDITIONAL),
 ];
 
-pub(super) struct Gate {
+/// The places of each stage, and the turns of handshakes.
+pub(super) struct ConnectionLimits {
     unauthenticated: Places<IpAddr>,
     known: Places<IpAddr>,
     certified: Places<NodeName>,
@@ -89,7 +90,7 @@ pub(super) struct Gate {
     pub(super) forwarded: Shares,
 }
 
-impl Gate {
+impl ConnectionLimits {
     /// `threads`: number of those that do handshakes.
     pub(super) fn new(budget: &Budget, threads: usize) -> Self {
         Self {
@@ -134,7 +135,7 @@ impl Gate {
             loop {
                 let mut freed = pin!(self.freed.handshakes.notified());
                 freed.as_mut().enable();
-                if self.certified.admits_newcomers() {
+                if self.certified.admits_new_source() {
                     return;
                 }
                 freed.await;
@@ -250,24 +251,24 @@ mod tests {
 
     use super::*;
 
-    fn handshake(gate: &Gate, source: IpAddr) -> Option<Place<IpAddr>> {
-        gate.handshake(source).map(|(place, _)| place)
+    fn handshake(limits: &ConnectionLimits, source: IpAddr) -> Option<Place<IpAddr>> {
+        limits.handshake(source).map(|(place, _)| place)
     }
 
-    fn unauthenticated(gate: &Gate) -> Vec<Place<IpAddr>> {
-        (0..100_000u32).filter_map(|n| handshake(gate, [192, 0, 2, (n % 16) as u8].into())).collect()
+    fn unauthenticated(limits: &ConnectionLimits) -> Vec<Place<IpAddr>> {
+        (0..100_000u32).filter_map(|n| handshake(limits, [192, 0, 2, (n % 16) as u8].into())).collect()
     }
 
     #[test]
     fn a_thousand_agents_of_one_site_come_back_beside_unauthenticated() {
-        let gate = Gate::new(&Budget::of(20_000, 1 << 30), 1);
+        let limits = ConnectionLimits::new(&Budget::of(20_000, 1 << 30), 1);
         let site = IpAddr::from([10, 0, 0, 1]);
         let node: NodeName = "edge-1".parse().unwrap();
-        gate.certified(&node, site).unwrap().attached();
-        let _unauthenticated = unauthenticated(&gate);
+        limits.certified(&node, site).unwrap().attached();
+        let _unauthenticated = unauthenticated(&limits);
         let (mut left, mut rounds) = (1000, 0);
         while left > 0 {
-            let held: Vec<_> = (0..left).map_while(|_| handshake(&gate, site)).collect();
+            let held: Vec<_> = (0..left).map_while(|_| handshake(&limits, site)).collect();
             assert!(held.iter().all(|place| !place.is_evicted()));
             left -= held.len();
             rounds += 1;
@@ -277,41 +278,41 @@ mod tests {
 
     #[test]
     fn an_unknown_source_gets_so_many_handshakes_at_once_and_a_known_one_any_number() {
-        let gate = Gate::new(&Budget::of(20_000, 1 << 30), 1);
+        let limits = ConnectionLimits::new(&Budget::of(20_000, 1 << 30), 1);
         let (unknown, other): (IpAddr, IpAddr) = ([192, 0, 2, 1].into(), [192, 0, 2, 2].into());
         // Each is over at once.
-        let handshakes = |source: IpAddr| (0..5000).filter(|_| gate.handshake(source).is_some()).count();
+        let handshakes = |source: IpAddr| (0..5000).filter(|_| limits.handshake(source).is_some()).count();
         assert!(handshakes(unknown) < 4500);
-        assert!(gate.handshake(unknown).is_none() && gate.handshake(other).is_some());
-        gate.certified(&"edge-1".parse().unwrap(), unknown).unwrap().attached();
+        assert!(limits.handshake(unknown).is_none() && limits.handshake(other).is_some());
+        limits.certified(&"edge-1".parse().unwrap(), unknown).unwrap().attached();
         assert_eq!(handshakes(unknown), 5000);
         let (server, host) = ("server cloud-2", [192, 0, 2, 3].into());
-        let _link = gate.peer(server, host).unwrap();
+        let _link = limits.peer(server, host).unwrap();
         assert_eq!(handshakes(host), 5000, "a server dials again whatever a neighbour of it does");
     }
 
     #[test]
     fn before_anybody_is_known_all_have_the_places_of_the_known() {
-        let at_once = |gate: &Gate| {
+        let at_once = |limits: &ConnectionLimits| {
             let source = IpAddr::from([192, 0, 2, 1]);
-            (0..5000).map_while(|_| handshake(gate, source)).collect::<Vec<_>>().len()
+            (0..5000).map_while(|_| handshake(limits, source)).collect::<Vec<_>>().len()
         };
         let budget = Budget::of(20_000, 1 << 30);
-        let (started, later) = (Gate::new(&budget, 1), Gate::new(&budget, 1));
+        let (started, later) = (ConnectionLimits::new(&budget, 1), ConnectionLimits::new(&budget, 1));
         later.certified(&"edge-1".parse().unwrap(), [10, 0, 0, 1].into()).unwrap().attached();
         assert!(at_once(&started) > 2 * at_once(&later));
     }
 
     #[tokio::test(start_paused = true)]
     async fn handshakes_and_certificates_wait_for_a_place_and_each_that_is_free_serves_one() {
-        let gate = Gate::new(&Budget::of(2_000, 1 << 30), 1);
+        let limits = ConnectionLimits::new(&Budget::of(2_000, 1 << 30), 1);
         let node = |n: usize| format!("edge-{n}").parse::<NodeName>().unwrap();
         let source = IpAddr::from([10, 0, 0, 1]);
-        let mut held: Vec<_> = (0..100_000).map_while(|n| gate.certified(&node(n), source)).collect();
+        let mut held: Vec<_> = (0..100_000).map_while(|n| limits.certified(&node(n), source)).collect();
         let (one, other) = (node(200_000), node(200_001));
-        let mut waiting = pin!(gate.certified_when_free(&one, source));
-        let mut second = pin!(gate.certified_when_free(&other, source));
-        let mut room = pin!(gate.room());
+        let mut waiting = pin!(limits.certified_when_free(&one, source));
+        let mut second = pin!(limits.certified_when_free(&other, source));
+        let mut room = pin!(limits.room());
         assert!(waiting.as_mut().now_or_never().is_none() && second.as_mut().now_or_never().is_none());
         assert!(room.as_mut().now_or_never().is_none());
         drop(held.pop());
@@ -323,28 +324,28 @@ mod tests {
         assert!(second.as_mut().now_or_never().unwrap().is_some());
         assert!(room.now_or_never().is_some());
         // Neither waits for ever.
-        held.extend((300_000..400_000).map_while(|n| gate.certified(&node(n), source)));
-        gate.room().await;
-        assert!(gate.certified_when_free(&one, source).await.is_none());
+        held.extend((300_000..400_000).map_while(|n| limits.certified(&node(n), source)));
+        limits.room().await;
+        assert!(limits.certified_when_free(&one, source).await.is_none());
         // Nor does one whose node has too many wait for the places of others.
         drop(held.pop());
-        let own: Vec<_> = (0..PER_NODE).filter_map(|_| gate.certified(&other, source)).collect();
+        let own: Vec<_> = (0..PER_NODE).filter_map(|_| limits.certified(&other, source)).collect();
         assert_eq!(own.len(), 1, "there was one");
     }
 
     // On a clock that stands still: an old place makes room for a new one.
     #[tokio::test(start_paused = true)]
     async fn one_server_or_agent_has_few_links_and_its_oldest_makes_room() {
-        let gate = Gate::new(&Budget::of(20_000, 1 << 30), 1);
+        let limits = ConnectionLimits::new(&Budget::of(20_000, 1 << 30), 1);
         let held: Vec<_> =
-            (0..100).filter_map(|_| gate.peer("redirector of cloud-2", [10, 0, 0, 2].into())).collect();
+            (0..100).filter_map(|_| limits.peer("redirector of cloud-2", [10, 0, 0, 2].into())).collect();
         assert_eq!(held.len(), LINKS_OF_ONE as usize, "none is a second old");
         let node = "edge-1".parse().unwrap();
-        let outbound: Vec<_> = (0..100).filter_map(|_| gate.outbound(&node)).collect();
+        let outbound: Vec<_> = (0..100).filter_map(|_| limits.outbound(&node)).collect();
         assert_eq!(outbound.len(), LINKS_OF_ONE as usize);
         // Many others have theirs too: if all places are taken, the one with the most makes room.
         let others: Vec<_> = (0..10_000)
-            .filter_map(|n| gate.peer(&format!("redirector of host-{n}"), [10, 0, 0, 3].into()))
+            .filter_map(|n| limits.peer(&format!("redirector of host-{n}"), [10, 0, 0, 3].into()))
             .collect();
         assert!(others.len() > 500, "{}", others.len());
         assert!(others.iter().all(|place| !place.is_evicted()));
@@ -354,8 +355,9 @@ mod tests {
     #[test]
     fn additional_links_leave_open_files_to_first_ones() {
         let budget = Budget::of(2_000, 1 << 30);
-        let gate = Gate::new(&budget, 1);
-        let link = || gate.certified(&"edge-1".parse().unwrap(), [10, 0, 0, 1].into()).unwrap().additional();
+        let limits = ConnectionLimits::new(&budget, 1);
+        let link =
+            || limits.certified(&"edge-1".parse().unwrap(), [10, 0, 0, 1].into()).unwrap().additional();
         let mut links: Vec<_> = (0..budget.places(&ADDITIONAL)).map(|_| link().unwrap()).collect();
         assert!(budget.places(&ADDITIONAL) > 0 && link().is_none());
         links.pop();
@@ -365,17 +367,17 @@ mod tests {
     // On a clock that stands still: an old place makes room for a new one.
     #[tokio::test(start_paused = true)]
     async fn unauthenticated_leave_places_to_certificates_and_to_other_enrolments() {
-        let gate = Gate::new(&Budget::of(2_000, 1 << 30), 1);
-        let _handshakes = unauthenticated(&gate);
+        let limits = ConnectionLimits::new(&Budget::of(2_000, 1 << 30), 1);
+        let _handshakes = unauthenticated(&limits);
         let _enrolments: Vec<_> =
-            (0..1000u32).filter_map(|n| gate.enrolment([192, 0, 2, (n % 16) as u8].into())).collect();
+            (0..1000u32).filter_map(|n| limits.enrolment([192, 0, 2, (n % 16) as u8].into())).collect();
         let unauthenticated = IpAddr::from([10, 0, 0, 1]);
-        assert!(gate.handshake(unauthenticated).is_some());
-        assert!(gate.enrolment(unauthenticated).is_some());
+        assert!(limits.handshake(unauthenticated).is_some());
+        assert!(limits.enrolment(unauthenticated).is_some());
         // Nor can one node's certificate take the places of the others.
         let copied: NodeName = "edge-1".parse().unwrap();
-        let held: Vec<_> = (0..100).filter_map(|_| gate.certified(&copied, unauthenticated)).collect();
+        let held: Vec<_> = (0..100).filter_map(|_| limits.certified(&copied, unauthenticated)).collect();
         assert_eq!(held.len(), PER_NODE as usize);
-        assert!(gate.certified(&"edge-2".parse().unwrap(), unauthenticated).is_some());
+        assert!(limits.certified(&"edge-2".parse().unwrap(), unauthenticated).is_some());
     }
 }

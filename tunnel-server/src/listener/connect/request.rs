@@ -12,8 +12,9 @@ use tunnel_routing::split_host;
 /// Port of an `http://` URL that names none.
 const HTTP: u16 = 80;
 
+/// The target and the credentials of a request to a proxy: CONNECT, or one with a whole `http://` URL.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Asked {
+pub(crate) struct ProxyRequest {
     pub(crate) host: String,
     pub(crate) port: u16,
     /// The token, or the password, of Proxy-Authorization.
@@ -24,7 +25,7 @@ pub(crate) struct Asked {
 ///
 /// # Errors
 /// It is not a request to a proxy.
-pub(crate) fn parse(head: &Parts) -> Result<Asked, String> {
+pub(crate) fn parse(head: &Parts) -> Result<ProxyRequest, String> {
     let token = token(&head.headers)?;
     let connect = head.method == Method::CONNECT;
     let scheme = (!connect).then_some(&Scheme::HTTP);
@@ -40,7 +41,7 @@ pub(crate) fn parse(head: &Parts) -> Result<Asked, String> {
         }
         None => HTTP,
     };
-    Ok(Asked { host: host.to_owned(), port, token })
+    Ok(ProxyRequest { host: host.to_owned(), port, token })
 }
 
 /// Returns a bearer token, or the password of Basic credentials, or their user if the password is empty.
@@ -74,7 +75,7 @@ mod tests {
 
     use super::*;
 
-    fn parsed(method: &str, uri: &str, credentials: &[&str]) -> Result<Asked, String> {
+    fn parsed(method: &str, uri: &str, credentials: &[&str]) -> Result<ProxyRequest, String> {
         let mut request = Request::builder().method(method).uri(uri);
         for value in credentials {
             request = request.header(header::PROXY_AUTHORIZATION, *value);
@@ -91,8 +92,8 @@ mod tests {
             ("GET", "http://edge-1/", "edge-1", 80),
             ("POST", "http://edge-1", "edge-1", 80),
         ] {
-            let asked = parsed(method, uri, &[]).unwrap();
-            assert_eq!(asked, Asked { host: host.to_owned(), port, token: None }, "{method} {uri}");
+            let request = parsed(method, uri, &[]).unwrap();
+            assert_eq!(request, ProxyRequest { host: host.to_owned(), port, token: None }, "{method} {uri}");
         }
     }
 
@@ -106,8 +107,8 @@ mod tests {
             ("basic c2VjcmV0Og==", "secret"),
             ("Basic dXNlcjphOmI=", "a:b"),
         ] {
-            let asked = parsed("CONNECT", "e:1", &[value]).unwrap();
-            assert_eq!(asked.token.as_deref(), Some(token), "{value}");
+            let request = parsed("CONNECT", "e:1", &[value]).unwrap();
+            assert_eq!(request.token.as_deref(), Some(token), "{value}");
         }
         for wrong in ["", "Bearer", "Bearer ", "Basic !", "Basic Og==", "Basic YWJj", "Digest x"] {
             let error = parsed("CONNECT", "e:1", &[wrong]).unwrap_err();
