@@ -24,6 +24,7 @@ fn bad_configuration_exits_with_64() {
             "invalid value 'x' for '--allow-target <CIDR:PORTS>': not CIDR:PORTS; ",
         ),
         (&["--no-such-flag"], "unexpected argument '--no-such-flag'"),
+        (&["--server=a:1", "--node-name=Edge_1"], "invalid value 'Edge_1' for '--node-name <NAME>': "),
         (&["status", "-o", "wide"], "[possible values: text, json, yaml]"),
         (
             &["status", "--admin-address=192.0.2.1:1"],
@@ -34,6 +35,22 @@ fn bad_configuration_exits_with_64() {
         let error = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(64), "{args:?}: {error}");
         assert!(error.contains(part), "{args:?}: {error}");
+    }
+}
+
+#[test]
+fn a_bad_value_is_named_with_its_flag() {
+    for (flag, value) in [
+        ("--server", "10.70.0.1"),
+        ("--ca-hash", "md5:00"),
+        ("--allow-target", "here"),
+        ("--node-ip", "nowhere"),
+        ("--admin-address", "1234567"),
+    ] {
+        let output = run(&["--server=a:1", "--node-name=edge-1", &format!("{flag}={value}")]);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(64), "{flag}={value}: {error}");
+        assert!(error.contains(flag) && error.contains(value), "{flag}={value}: {error}");
     }
 }
 
@@ -86,6 +103,11 @@ fn a_watch_survives_a_failed_request_and_ends_immediately_on_ctrl_c() {
 
 #[test]
 fn help_and_version_exit_with_0() {
-    assert_eq!(run(&["--help"]).status.code(), Some(0));
+    let help = run(&["--help"]);
+    assert_eq!(help.status.code(), Some(0));
+    let text = String::from_utf8_lossy(&help.stdout);
+    for part in ["--server", "--token-file", "127.0.0.1:10266", "/var/lib/postern/agent", "--allow-target"] {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
     assert_eq!(run(&["--version"]).status.code(), Some(0));
 }

@@ -25,6 +25,10 @@ fn bad_configuration_is_64() {
             "invalid value '70000' for '--agent-port <PORT>': not a port; ",
         ),
         (&["--no-such-flag"], "unexpected argument '--no-such-flag'"),
+        (
+            &["--inventory=/nonexistent/nodes.yaml", "--state-dir=/nowhere"],
+            "--inventory=/nonexistent/nodes.yaml: ",
+        ),
         (&["--inventory=x", "--agent-port"], "--agent-port"),
         (&["no-such-command"], "no-such-command"),
         (
@@ -36,6 +40,27 @@ fn bad_configuration_is_64() {
         let (code, error) = code_and_error(args);
         assert_eq!(code, Some(64), "{args:?}: {error}");
         assert!(error.contains(part), "{args:?}: {error}");
+    }
+}
+
+#[test]
+fn a_bad_value_is_named_with_its_flag() {
+    for (flag, value) in [
+        ("--redirect-ports", "10250,x"),
+        ("--redirect-ports", "0"),
+        ("--exclude", "10.0.0.0/33"),
+        ("--redirect-range", "198.18.0.0/40"),
+        ("--redirect-clients", "everybody"),
+        ("--drain-timeout", "soon"),
+        ("--log-level", "loud"),
+        ("--log-format", "xml"),
+        ("--bind-address", "nowhere"),
+        ("--edge-selector", "a in"),
+        ("--redirect", "maybe"),
+    ] {
+        let (code, error) = code_and_error(&["--inventory=x", &format!("{flag}={value}")]);
+        assert_eq!(code, Some(64), "{flag}={value}: {error}");
+        assert!(error.contains(flag) && error.contains(value), "{flag}={value}: {error}");
     }
 }
 
@@ -108,7 +133,8 @@ fn help_and_version_are_0_and_on_standard_output() {
     let help = run(&["--help"]);
     assert_eq!(help.status.code(), Some(0));
     let text = String::from_utf8_lossy(&help.stdout);
-    for part in ["--inventory <FILE>", "[default: 10262]", "198.18.0.0/15", "status", "cleanup", "token"] {
+    let defaults = ["[default: 10262]", "10263", "198.18.0.0/15", "127.0.0.1:10265", "30s"];
+    for part in ["--inventory <FILE>", "status", "cleanup", "token"].into_iter().chain(defaults) {
         assert!(text.contains(part), "{part}\n{text}");
     }
     for hidden in ["meta-port", "tunnel-agent-connect-port", "kube-config"] {

@@ -17,83 +17,15 @@ use tokio::net::TcpStream;
 use crate::common::{hold, server, server_and_agent, target};
 
 scenarios! {
-    bad_configuration_exits_64(quick),
     impossible_redirect_is_an_error,
     redirect_off_serves_the_other_listeners,
     status_and_admin_pages(edges = 2, quick),
     what_has_settled_is_shown(quick),
     connections_show_what_waits,
     port_already_in_use,
-    help_names_the_defaults,
 }
 
 const BAD_CONFIGURATION: i32 = 64;
-
-async fn bad_configuration_exits_64(testbed: &Testbed) -> Result<()> {
-    let inventory = format!("--inventory={}", Inventory::of(testbed)?.path().display());
-    let state = format!("--state-dir={}", testbed.dir().join("server").display());
-    let cases: [(&str, &[&str]); 13] = [
-        ("--agent-port=70000", &["agent-port", "70000"]),
-        ("--redirect-ports=10250,x", &["redirect-ports", "x"]),
-        ("--redirect-ports=0", &["redirect-ports", "0"]),
-        ("--exclude=10.0.0.0/33", &["exclude", "10.0.0.0/33"]),
-        ("--redirect-range=198.18.0.0/40", &["redirect-range", "198.18.0.0/40"]),
-        ("--redirect-clients=everybody", &["redirect-clients", "everybody"]),
-        ("--drain-timeout=soon", &["drain-timeout", "soon"]),
-        ("--log-level=loud", &["log-level", "loud"]),
-        ("--log-format=xml", &["log-format", "xml"]),
-        ("--bind-address=nowhere", &["bind-address", "nowhere"]),
-        ("--edge-selector=a in", &["edge-selector", "a in"]),
-        ("--redirect=maybe", &["redirect", "maybe"]),
-        ("--no-such-flag", &["no-such-flag"]),
-    ];
-    for (flag, expected) in cases {
-        expect_64(testbed, "tunnel-server", &[&inventory, &state, flag], expected).await?;
-    }
-    expect_64(
-        testbed,
-        "tunnel-server",
-        &[&state, "--inventory=/nonexistent/nodes.yaml"],
-        &["inventory", "/nonexistent/nodes.yaml"],
-    )
-    .await?;
-
-    let agent = |flag: &'static str| ["--server=10.70.0.1:10262", "--node-name=edge-1", flag];
-    let cases: [(&str, &[&str]); 6] = [
-        ("--server=10.70.0.1", &["server", "10.70.0.1"]),
-        ("--ca-hash=md5:00", &["ca-hash", "md5:00"]),
-        ("--node-name=Edge_1", &["node-name", "Edge_1"]),
-        ("--allow-target=here", &["allow-target", "here"]),
-        ("--node-ip=nowhere", &["node-ip", "nowhere"]),
-        ("--admin-address=1234567", &["admin-address", "1234567"]),
-    ];
-    for (flag, expected) in cases {
-        let state = format!("--state-dir={}", testbed.dir().join("agent").display());
-        let name = flag.split('=').next().unwrap_or_default();
-        let flags: Vec<&str> = agent(flag)
-            .into_iter()
-            .filter(|other| *other == flag || !other.starts_with(name))
-            .chain([state.as_str()])
-            .collect();
-        expect_64(testbed, "tunnel-agent", &flags, expected).await?;
-    }
-    Ok(())
-}
-
-async fn expect_64(testbed: &Testbed, name: &str, flags: &[&str], expected: &[&str]) -> Result<()> {
-    let mut command = testbed.on_cloud().command(&program(name)?);
-    command.args(flags);
-    let log = format!("{name}-misconfigured");
-    let mut process = Process::spawn(testbed.dir(), &log, command)?;
-    let status =
-        process.wait_exit(Duration::from_secs(10)).await.with_context(|| format!("{name} {flags:?}"))?;
-    let said = process.output()?;
-    ensure!(status.code() == Some(BAD_CONFIGURATION), "{name} {flags:?} ended with {status}: {said}");
-    for word in expected {
-        ensure!(said.contains(word), "{name} {flags:?} does not name {word:?}: {said}");
-    }
-    Ok(())
-}
 
 async fn impossible_redirect_is_an_error(testbed: &Testbed) -> Result<()> {
     // A folder that is not a cgroup: an impossible redirect is an error, and is not silently turned off.
@@ -315,25 +247,5 @@ async fn port_already_in_use(testbed: &Testbed) -> Result<()> {
     // Its failure does not affect the first server.
     ensure!(first.process.ended()?.is_none(), "the first server ended");
     visit(on_edge.address).await?;
-    Ok(())
-}
-
-async fn help_names_the_defaults(testbed: &Testbed) -> Result<()> {
-    for (name, words) in [
-        ("tunnel-server", ["10262", "10263", "198.18.0.0/15", "127.0.0.1:10265", "30s"]),
-        (
-            "tunnel-agent",
-            ["--server", "--token-file", "127.0.0.1:10266", "/var/lib/postern/agent", "--allow-target"],
-        ),
-    ] {
-        let output = testbed.on_cloud().command(&program(name)?).arg("--help").output()?;
-        let text = String::from_utf8_lossy(&output.stdout);
-        ensure!(output.status.success(), "{name} --help ended with {}", output.status);
-        for word in words {
-            ensure!(text.contains(word), "{word} is not in {name} --help");
-        }
-        let version = testbed.on_cloud().command(&program(name)?).arg("--version").output()?;
-        ensure!(version.status.success(), "{name} --version ended with {}", version.status);
-    }
     Ok(())
 }
