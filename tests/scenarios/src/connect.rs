@@ -13,12 +13,11 @@ use postern_testbed::server::{self, Builder};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::{wait_for, wait_until};
 use postern_testbed::{CLOUD, NEIGHBOUR, Testbed, prometheus};
-use rcgen::{BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
 use crate::common::{expect_reset, target};
-use crate::web::Web;
+use crate::web::{Authority, Web, shown};
 
 scenarios! {
     curl_by_certificate_token_and_address(edges = 2, quick),
@@ -86,39 +85,11 @@ pub(crate) async fn curl(testbed: &Testbed, args: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// A CA of callers, and its certificate.
-struct Callers(Issuer<'static, KeyPair>, String);
-
-impl Callers {
-    fn new() -> Result<Self> {
-        let mut params = CertificateParams::default();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.distinguished_name.push(DnType::CommonName, "callers");
-        let key = KeyPair::generate()?;
-        let pem = params.self_signed(&key)?.pem();
-        Ok(Self(Issuer::new(params, key), pem))
-    }
-
-    /// Writes `NAME.crt` and `NAME.key`.
-    fn sign(&self, testbed: &Testbed, name: &str, organization: &str) -> Result<(String, String)> {
-        let mut params = CertificateParams::default();
-        params.distinguished_name = rcgen::DistinguishedName::new();
-        params.distinguished_name.push(DnType::OrganizationName, organization);
-        params.distinguished_name.push(DnType::CommonName, name);
-        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
-        let key = KeyPair::generate()?;
-        let certificate = write(testbed, &format!("{name}.crt"), &params.signed_by(&key, &self.0)?.pem())?;
-        let key = write(testbed, &format!("{name}.key"), &key.serialize_pem())?;
-        Ok((certificate.display().to_string(), key.display().to_string()))
-    }
-}
-
 async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> {
-    let callers = Callers::new()?;
-    let roots = write(testbed, "callers.crt", &callers.1)?;
+    let callers = Authority::new(testbed, "callers")?;
     let tokens = write(testbed, "tokens.csv", TOKENS)?;
     let server = listener(testbed, POLICY)?
-        .flag(format!("--client-ca-file={}", roots.display()))
+        .flag(format!("--client-ca-file={}", shown(&callers.file())))
         .flag("--terminate-tls=off")
         .flag(format!("--token-auth-file={}", tokens.display()))
         .start()
@@ -131,8 +102,10 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
     let local = target(testbed, 1, 9101, Behaviour::Answers(ANSWER))?;
     let in_cloud = Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::Answers(ANSWER))?;
     let ca = testbed.dir().join("server/ca/ca.crt").display().to_string();
-    let (certificate, key) = callers.sign(testbed, "carol", "ops")?;
-    let (foreign, foreign_key) = callers.sign(testbed, "dave", "sales")?;
+    let (certificate, key) = callers.member("ops", "carol")?;
+    let (foreign, foreign_key) = callers.member("sales", "dave")?;
+    let (certificate, key) = (shown(&certificate), shown(&key));
+    let (foreign, foreign_key) = (shown(&foreign), shown(&foreign_key));
     let (plain, secure) = (format!("http://127.0.0.1:{PORT}"), format!("https://{CLOUD}:{PORT}"));
     let (plain, secure) = (plain.as_str(), secure.as_str());
     let elsewhere = format!("http://{CLOUD}:{PORT}");

@@ -17,7 +17,8 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use postern_testbed::{Testbed, client};
 use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, SanType,
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
+    KeyPair, SanType,
 };
 use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer};
 use rustls::server::WebPkiClientVerifier;
@@ -107,9 +108,20 @@ impl Authority {
 
     /// Issues a client certificate; returns the paths of certificate and key.
     pub(crate) fn client(&self, name: &str) -> Result<(PathBuf, PathBuf)> {
+        self.issue(DistinguishedName::new(), name)
+    }
+
+    /// As [`Self::client`], for a member of an organization.
+    pub(crate) fn member(&self, organization: &str, name: &str) -> Result<(PathBuf, PathBuf)> {
+        let mut subject = DistinguishedName::new();
+        subject.push(DnType::OrganizationName, organization);
+        self.issue(subject, name)
+    }
+
+    fn issue(&self, mut subject: DistinguishedName, name: &str) -> Result<(PathBuf, PathBuf)> {
+        subject.push(DnType::CommonName, name);
         let mut params = CertificateParams::default();
-        params.distinguished_name = rcgen::DistinguishedName::new();
-        params.distinguished_name.push(DnType::CommonName, name);
+        params.distinguished_name = subject;
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
         let key = KeyPair::generate()?;
         let certificate = params.signed_by(&key, &self.issuer)?;
