@@ -74,11 +74,17 @@ async fn connect_to(port: u16, testbed: &Testbed, cas: &Cas) -> Result<TlsStream
     tls::handshake(stream, &CLOUD.to_string(), roots, Some(&identity), None).await
 }
 
-/// Starts a server, and an agent on edge 1 with the targets of [`HOSTS`]: one with TLS, and one without.
-async fn started(testbed: &Testbed) -> Result<(Cas, Server<'_>, Agent<'_>, [Web; 2])> {
+/// Starts a server, and an agent on edge 1.
+async fn without_targets(testbed: &Testbed) -> Result<(Cas, Server<'_>, Agent<'_>)> {
     let cas = Cas::new(testbed)?;
     let server = cas.server(testbed)?.start().await?;
     let agent = Agent::enrol(&server, 1).await?;
+    Ok((cas, server, agent))
+}
+
+/// As [`without_targets`], with the targets of [`HOSTS`]: one with TLS, and one without.
+async fn started(testbed: &Testbed) -> Result<(Cas, Server<'_>, Agent<'_>, [Web; 2])> {
+    let (cas, server, agent) = without_targets(testbed).await?;
     let names = [SanType::DnsName("edge-1".try_into()?)];
     let targets = [Web::with_tls(testbed, 1, KUBELET, &cas.nodes, &names)?, Web::start(testbed, 1, 9100)?];
     Ok((cas, server, agent, targets))
@@ -86,9 +92,7 @@ async fn started(testbed: &Testbed) -> Result<(Cas, Server<'_>, Agent<'_>, [Web;
 
 async fn callers_reach_nodes_with_the_servers_certificate(testbed: &Testbed) -> Result<()> {
     ensure!(LISTENER.contains(&CLOUD.to_string()), "the cloud has another address");
-    let cas = Cas::new(testbed)?;
-    let server = cas.server(testbed)?.start().await?;
-    let _agent = Agent::enrol(&server, 1).await?;
+    let (cas, server, _agent) = without_targets(testbed).await?;
     let edge = testbed.edge(1).address;
     // A kubelet's certificate has its node's address or name.
     let names = [SanType::IpAddress(edge.into())];
@@ -127,12 +131,7 @@ async fn its_own_names_come_before_those_of_nodes(testbed: &Testbed) -> Result<(
 }
 
 async fn http_2_reaches_nodes(testbed: &Testbed) -> Result<()> {
-    let cas = Cas::new(testbed)?;
-    let server = cas.server(testbed)?.start().await?;
-    let _agent = Agent::enrol(&server, 1).await?;
-    let names = [SanType::DnsName("edge-1".try_into()?)];
-    let _kubelet = Web::with_tls(testbed, 1, KUBELET, &cas.nodes, &names)?;
-    let _metrics = Web::start(testbed, 1, 9100)?;
+    let (cas, _server, _agent, _targets) = started(testbed).await?;
     let answer = call(testbed, &cas, &["--http2", LISTENER, "-H", "Host: edge-1:10250"]).await?;
     answer.expect(200, "HTTP/2.0 client=certificate")?;
     let answer = call(testbed, &cas, &["--http2", LISTENER, "-H", "Host: edge-1:9100"]).await?;
@@ -153,9 +152,7 @@ async fn http_2_reaches_nodes(testbed: &Testbed) -> Result<()> {
 }
 
 async fn nobody_without_a_certificate(testbed: &Testbed) -> Result<()> {
-    let cas = Cas::new(testbed)?;
-    let server = cas.server(testbed)?.start().await?;
-    let _agent = Agent::enrol(&server, 1).await?;
+    let (cas, server, _agent) = without_targets(testbed).await?;
     let web = Web::start(testbed, 1, 9100)?;
     let own = shown(&testbed.dir().join("server/ca/ca.crt"));
     let asked = ["--cacert", &own, LISTENER, "-H", "Host: edge-1:9100"];
@@ -185,9 +182,7 @@ async fn nobody_without_a_certificate(testbed: &Testbed) -> Result<()> {
 }
 
 async fn a_target_with_anothers_certificate_is_refused(testbed: &Testbed) -> Result<()> {
-    let cas = Cas::new(testbed)?;
-    let server = cas.server(testbed)?.start().await?;
-    let _agent = Agent::enrol(&server, 1).await?;
+    let (cas, _server, _agent) = without_targets(testbed).await?;
     let strangers = Authority::new(testbed, "strangers")?;
     let edge = testbed.edge(1).address;
     let others = [SanType::DnsName("edge-2".try_into()?)];
@@ -202,9 +197,7 @@ async fn a_target_with_anothers_certificate_is_refused(testbed: &Testbed) -> Res
 }
 
 async fn certificates_are_reloaded(testbed: &Testbed) -> Result<()> {
-    let cas = Cas::new(testbed)?;
-    let server = cas.server(testbed)?.start().await?;
-    let _agent = Agent::enrol(&server, 1).await?;
+    let (cas, server, _agent) = without_targets(testbed).await?;
     let later = Authority::new(testbed, "later")?;
     let names = [SanType::DnsName("edge-1".try_into()?)];
     let _kubelet = Web::with_tls(testbed, 1, KUBELET, &later, &names)?;
