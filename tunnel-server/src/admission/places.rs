@@ -48,15 +48,15 @@ struct State<K: Ord> {
 #[derive(Debug)]
 struct Source {
     since: u64,
-    silent: BTreeMap<u64, Occupant>,
+    silent: BTreeMap<u64, Placed>,
     /// They have sent something, and wait until this server gets to it: their age says nothing of them.
-    waiting: BTreeMap<u64, Occupant>,
-    speaking: BTreeMap<u64, Occupant>,
+    waiting: BTreeMap<u64, Placed>,
+    speaking: BTreeMap<u64, Placed>,
 }
 
 /// A connection that has a place.
 #[derive(Debug)]
-struct Occupant {
+struct Placed {
     /// Since when it is silent, or speaks.
     at: Instant,
     evicted: CancellationToken,
@@ -109,8 +109,8 @@ impl<K: Ord + Hash + Clone> Places<K> {
         state.next += 1;
         state.taken += 1;
         let evicted = CancellationToken::new();
-        let occupant = Occupant { at: now, evicted: evicted.clone() };
-        state.change(&source, |places| places.silent.insert(number, occupant));
+        let placed = Placed { at: now, evicted: evicted.clone() };
+        state.change(&source, |places| places.silent.insert(number, placed));
         Some(Place { state: self.state.clone(), source, number, evicted })
     }
 }
@@ -175,9 +175,8 @@ impl Source {
     /// Takes the oldest silent one that is overdue, else the newest that waits, which has waited least, else the oldest that
     /// speaks. `overdue`: minimum age of a silent connection, and of one that has sent something.
     fn take_overdue(&mut self, now: Instant, [silent, speaking]: [Duration; 2]) -> Option<CancellationToken> {
-        let over = |occupant: &Occupant, age: Duration| {
-            age.is_zero() || now.saturating_duration_since(occupant.at) > age
-        };
+        let over =
+            |placed: &Placed, age: Duration| age.is_zero() || now.saturating_duration_since(placed.at) > age;
         let first = self.silent.first_entry().filter(|oldest| over(oldest.get(), silent));
         first
             .or_else(|| self.waiting.last_entry().filter(|_| speaking.is_zero()))
@@ -200,10 +199,9 @@ impl<K: Ord + Hash + Clone> Place<K> {
     /// [`Place::spoke`].
     pub(crate) fn waits(&self) {
         self.state.lock().change(&self.source, |places| {
-            let occupant =
-                places.silent.remove(&self.number).or_else(|| places.speaking.remove(&self.number));
-            if let Some(occupant) = occupant {
-                places.waiting.insert(self.number, occupant);
+            let placed = places.silent.remove(&self.number).or_else(|| places.speaking.remove(&self.number));
+            if let Some(placed) = placed {
+                places.waiting.insert(self.number, placed);
             }
         });
     }
@@ -212,9 +210,9 @@ impl<K: Ord + Hash + Clone> Place<K> {
     /// before it.
     pub(crate) fn spoke(&self) {
         self.state.lock().change(&self.source, |places| {
-            let occupant = places.silent.remove(&self.number).or_else(|| places.waiting.remove(&self.number));
-            if let Some(occupant) = occupant {
-                places.speaking.insert(self.number, Occupant { at: Instant::now(), ..occupant });
+            let placed = places.silent.remove(&self.number).or_else(|| places.waiting.remove(&self.number));
+            if let Some(placed) = placed {
+                places.speaking.insert(self.number, Placed { at: Instant::now(), ..placed });
             }
         });
     }
@@ -239,8 +237,8 @@ impl<K: Ord + Hash + Clone> Drop for Place<K> {
             return;
         }
         state.change(&self.source, |places| {
-            for occupants in [&mut places.silent, &mut places.waiting, &mut places.speaking] {
-                occupants.remove(&self.number);
+            for connections in [&mut places.silent, &mut places.waiting, &mut places.speaking] {
+                connections.remove(&self.number);
             }
         });
         state.taken -= 1;

@@ -3,7 +3,7 @@
 //! (`tunnel_pki::SERVER_NAME`).
 
 use std::collections::BTreeSet;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,6 +15,7 @@ use kube::{Api, ResourceExt as _};
 use rustls_pki_types::DnsName;
 use tokio::time::Instant;
 use tunnel_kube::{Attempts, Followed, FollowedSet, named};
+use tunnel_runtime::config::HostPort;
 use tunnel_runtime::text::printable;
 
 use super::SERVICE_NAME;
@@ -141,8 +142,10 @@ impl Found {
             }
         }
         if let Some(address) = service.annotations().get(EXTERNAL_ADDRESS) {
-            let entries = address.split(',').map(str::trim).filter(|entry| !entry.is_empty());
-            entries.for_each(|entry| self.host(host_of(entry)));
+            for entry in address.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
+                let with_port = entry.parse::<HostPort>();
+                self.host(with_port.as_ref().map_or(entry, |known| &known.host));
+            }
         }
     }
 
@@ -177,18 +180,6 @@ impl Found {
     }
 }
 
-/// Returns the host of `host:port`, `address:port`, `[address]:port`, or of a host alone.
-fn host_of(text: &str) -> &str {
-    if text.parse::<IpAddr>().is_ok() {
-        return text;
-    }
-    let host = match text.rsplit_once(':') {
-        Some((host, port)) if text.parse::<SocketAddr>().is_ok() || port.parse::<u16>().is_ok() => host,
-        _ => text,
-    };
-    host.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(host)
-}
-
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -217,7 +208,8 @@ mod tests {
     fn every_way_to_reach_a_service_is_named() {
         let found = found(json!({
             "metadata": {"annotations": {
-                "x-tunnel-server-external-addr": "tunnel.example.com:31008, 192.0.2.4:10262",
+                "x-tunnel-server-external-addr":
+                    "tunnel.example.com:31008, 192.0.2.4:10262, [2001:db8::1]:10262, other.example.com, 2001:db8::2",
             }},
             "spec": {
                 "clusterIP": "10.96.0.9",
@@ -229,9 +221,18 @@ mod tests {
                 {"hostname": "Lb-1.example.com."},
             ]}},
         }));
-        let expected = ["10.96.0.9", "192.0.2.4", "198.51.100.7", "203.0.113.9", "fd00:96::9"];
+        let expected = [
+            "10.96.0.9",
+            "192.0.2.4",
+            "198.51.100.7",
+            "203.0.113.9",
+            "2001:db8::1",
+            "2001:db8::2",
+            "fd00:96::9",
+        ];
         assert_eq!(addresses(&found), expected);
-        assert_eq!(found.dns.iter().collect::<Vec<_>>(), ["lb-1.example.com", "tunnel.example.com"]);
+        let names = ["lb-1.example.com", "other.example.com", "tunnel.example.com"];
+        assert_eq!(found.dns.iter().collect::<Vec<_>>(), names);
         assert_eq!(found.skipped.len(), 0, "{:?}", found.skipped);
     }
 
@@ -248,22 +249,7 @@ mod tests {
             "spec": {"clusterIP": "10.96.0.9"},
         }));
         assert_eq!(addresses(&found), ["10.96.0.9"]);
-        assert_eq!(found.skipped.iter().collect::<Vec<_>>(), ["not a name"]);
-    }
-
-    #[test]
-    fn the_host_of_an_address_is_what_precedes_the_port() {
-        for (text, host) in [
-            ("tunnel.example.com:31008", "tunnel.example.com"),
-            ("tunnel.example.com", "tunnel.example.com"),
-            ("192.0.2.1:10262", "192.0.2.1"),
-            ("192.0.2.1", "192.0.2.1"),
-            ("[2001:db8::1]:10262", "2001:db8::1"),
-            ("[2001:db8::1]", "2001:db8::1"),
-            ("2001:db8::1", "2001:db8::1"),
-        ] {
-            assert_eq!(host_of(text), host, "{text}");
-        }
+        assert_eq!(found.skipped.iter().collect::<Vec<_>>(), ["not a name:10262"]);
     }
 
     #[test]
