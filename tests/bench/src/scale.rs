@@ -177,8 +177,8 @@ async fn of_agents(testbed: &Testbed, nominal: usize, size: Size, record: &mut R
 
 /// Connects to node after node, as [`visits`] does, and returns the 99th percentile in microseconds.
 async fn dials(agents: usize, size: Size, record: &mut Record) -> Result<f64> {
-    let pause = async { Ok(tokio::time::sleep(size.dials).await) };
-    let ((), Visits { asked, took, mut times, failures }) = visits(agents, pause).await?;
+    let ((), Visits { asked, took, mut times, failures }) =
+        visits(agents, tokio::time::sleep(size.dials)).await?;
     if let Some(error) = failures.first() {
         let reason = format!("{} of {asked} failed, as: {error:#}", failures.len());
         record.failed("scale-dials-rate", Peer::Postern, &reason);
@@ -206,6 +206,7 @@ async fn upgrade<'a>(
         Ok(successor)
     };
     let (successor, Visits { asked, took, mut times, failures }) = visits(agents, taken_over).await?;
+    let successor = successor?;
     wait_tunnels(&successor, agents).await?;
     if let Some(error) = failures.first() {
         println!("  {} of {asked} connections failed in the upgrade, as: {error:#}", failures.len());
@@ -225,7 +226,7 @@ struct Visits {
 }
 
 /// Connects to node after node at a fixed pace, whether or not earlier connections are through, until `ends` does.
-async fn visits<T>(agents: usize, ends: impl Future<Output = Result<T>>) -> Result<(T, Visits)> {
+async fn visits<T>(agents: usize, ends: impl Future<Output = T>) -> Result<(T, Visits)> {
     let mut visits = tokio::task::JoinSet::new();
     let start = Instant::now();
     let mut tick = tokio::time::interval(Duration::from_millis(10));
@@ -235,7 +236,7 @@ async fn visits<T>(agents: usize, ends: impl Future<Output = Result<T>>) -> Resu
     let mut ends = std::pin::pin!(ends);
     let ended = loop {
         tokio::select! {
-            ended = &mut ends => break ended?,
+            ended = &mut ends => break ended,
             _ = tick.tick() => {}
         }
         for _ in 0..DIALS / 100 {
