@@ -168,8 +168,7 @@ fn scale(group: Group) -> Vec<Line> {
     line("scale-dials-p50", "one of them, p50", "µs");
     line("scale-dials-p99", "one of them, p99", "µs");
     line("scale-upgrade", "a server with 10,000 agents replaced by a successor meanwhile", "s");
-    line("scale-upgrade-failed", "connections that failed in it", "connections");
-    line("scale-upgrade-p99", "one of them, p99, over before", "×");
+    line("scale-upgrade-p99", "one of the connections, p99, over before", "×");
     for routes in ROUTES {
         line(&format!("scale-routes-connect-{routes}"), &format!("connect() p50, {routes} nodes"), "µs");
     }

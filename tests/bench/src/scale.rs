@@ -209,10 +209,11 @@ async fn upgrade<'a>(
     let successor = successor?;
     wait_tunnels(&successor, agents).await?;
     if let Some(error) = failures.first() {
-        println!("  {} of {asked} connections failed in the upgrade, as: {error:#}", failures.len());
+        let reason = format!("{} of {asked} connections failed, as: {error:#}", failures.len());
+        record.failed("scale-upgrade", Peer::Postern, &reason);
+    } else {
+        record.value("scale-upgrade", Peer::Postern, took.as_secs_f64());
     }
-    record.value("scale-upgrade", Peer::Postern, took.as_secs_f64());
-    record.value("scale-upgrade-failed", Peer::Postern, as_f64(failures.len() as u64));
     record.value("scale-upgrade-p99", Peer::Postern, micros(&mut times, 0.99)? / before);
     Ok(successor)
 }
@@ -246,7 +247,6 @@ async fn visits<T>(agents: usize, ends: impl Future<Output = T>) -> Result<(T, V
             visits.spawn(async move { load::visit(&Dialer::Tcp(node.into())).await });
         }
     };
-    let took = start.elapsed();
     let (mut times, mut failures) = (Times::default(), Vec::new());
     while let Some(visit) = visits.join_next().await {
         match visit.context("a dialling task")? {
@@ -254,7 +254,7 @@ async fn visits<T>(agents: usize, ends: impl Future<Output = T>) -> Result<(T, V
             Err(error) => failures.push(error),
         }
     }
-    Ok((ended, Visits { asked, took, times, failures }))
+    Ok((ended, Visits { asked, took: start.elapsed(), times, failures }))
 }
 
 /// The redirect's programs are loaded and all routes are in the kernel when the server is ready.

@@ -1,7 +1,7 @@
 //! Reads ahead of h2 while a link cannot be written to.
 //!
-//! h2 reads no frame while the answer to a PING waits behind one that is partly written. If both ends are in that state, and the
-//! rest of neither frame fits into the sockets, neither goes on.
+//! h2 reads no frame while a PING or the answer to one waits behind a frame that is partly written. If both ends are in that
+//! state, and the rest of neither frame fits into the sockets, neither goes on.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -11,10 +11,11 @@ use std::task::{Context, Poll};
 use bytes::{Buf as _, BytesMut};
 use tokio::io::{AsyncRead, ReadBuf};
 
-use super::settings::MAX_FRAME;
+use super::settings::{LARGEST_PIECE, MAX_FRAME};
 
-/// The rest of any frame, and the answer behind it.
-const ENOUGH: usize = MAX_FRAME as usize + CHUNK;
+/// The rest of a frame, one more that h2 may put before the answer, and the bytes in the kernel below which a socket that was
+/// full is writable again.
+const ENOUGH: usize = 2 * MAX_FRAME as usize + LARGEST_PIECE;
 /// Bytes of one read.
 const CHUNK: usize = 4096;
 
@@ -80,7 +81,7 @@ mod tests {
         far.write_all(&sent).await.unwrap();
         drop(far);
         let fill = async |ahead: &mut Ahead, near: &mut _| {
-            poll_fn(|cx| Poll::Ready(ahead.fill(Pin::new(&mut *near), cx))).await
+            tokio::task::unconstrained(poll_fn(|cx| Poll::Ready(ahead.fill(Pin::new(&mut *near), cx)))).await
         };
         assert_eq!(fill(&mut ahead, &mut near).await, ENOUGH);
         assert_eq!(fill(&mut ahead, &mut near).await, 0, "no more than that");

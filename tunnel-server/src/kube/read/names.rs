@@ -143,8 +143,9 @@ impl Found {
         }
         if let Some(address) = service.annotations().get(EXTERNAL_ADDRESS) {
             for entry in address.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
-                let with_port = entry.parse::<HostPort>();
-                self.host(with_port.as_ref().map_or(entry, |known| &known.host));
+                // The port may be missing.
+                let known = entry.parse::<HostPort>().or_else(|_| format!("{entry}:1").parse());
+                self.host(known.as_ref().map_or(entry, |known| &known.host));
             }
         }
     }
@@ -209,7 +210,7 @@ mod tests {
         let found = found(json!({
             "metadata": {"annotations": {
                 "x-tunnel-server-external-addr":
-                    "tunnel.example.com:31008, 192.0.2.4:10262, [2001:db8::1]:10262, other.example.com, 2001:db8::2",
+                    "tunnel.example.com:31008, 192.0.2.4:10262, [2001:db8::1]:10262, other.example.com, 2001:db8::2, [2001:db8::3]",
             }},
             "spec": {
                 "clusterIP": "10.96.0.9",
@@ -228,6 +229,7 @@ mod tests {
             "203.0.113.9",
             "2001:db8::1",
             "2001:db8::2",
+            "2001:db8::3",
             "fd00:96::9",
         ];
         assert_eq!(addresses(&found), expected);
