@@ -28,17 +28,23 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The byte stream under a link's HTTP/2.
 #[derive(Debug)]
 pub struct LinkIo {
-    // Boxed, because futures that hold it are moved.
-    stream: Box<TlsStream<Wire>>,
+    // Boxed, because futures that hold them are moved.
+    below: Box<Below>,
     flow: Arc<Flow>,
     rate_read: Instant,
     /// Set if the kernel does not report the path in use.
     multipath: bool,
     /// Maximum pause between two retransmissions, as set in the kernel.
     rto_max: Duration,
-    ahead: Ahead,
     /// Set once everything is written and the other end has been told.
     closing: Option<Pin<Box<Sleep>>>,
+}
+
+/// The TLS stream, and the bytes read from it that h2 has not taken.
+#[derive(Debug)]
+struct Below {
+    stream: TlsStream<Wire>,
+    ahead: Ahead,
 }
 
 impl LinkIo {
@@ -47,11 +53,10 @@ impl LinkIo {
         let stream = stream.into();
         let mut io = Self {
             multipath: stream.get_ref().0.is_multipath(),
-            stream: Box::new(stream),
+            below: Box::new(Below { stream, ahead: Ahead::default() }),
             flow: Arc::default(),
             rate_read: Instant::now(),
             rto_max: Duration::ZERO,
-            ahead: Ahead::default(),
             closing: None,
         };
         io.resize(io.flow.piece());
@@ -66,7 +71,7 @@ impl LinkIo {
     }
 
     fn wire(&self) -> &Wire {
-        self.stream.get_ref().0
+        self.below.stream.get_ref().0
     }
 
     fn delivery(&self) -> Option<Delivery> {
@@ -80,7 +85,7 @@ impl LinkIo {
 
     /// Limits the bytes queued in TLS and in the kernel by the size of a piece, in bytes.
     fn resize(&mut self, piece: usize) {
-        match &mut *self.stream {
+        match &mut self.below.stream {
             TlsStream::Client(stream) => tune_tls(stream.get_mut().1, piece),
             TlsStream::Server(stream) => tune_tls(stream.get_mut().1, piece),
         }
@@ -114,7 +119,8 @@ impl LinkIo {
 
     /// Call it when nothing can be written.
     fn read_ahead(&mut self, cx: &mut Context<'_>) {
-        let read = self.ahead.fill(Pin::new(&mut *self.stream), cx);
+        let Below { stream, ahead } = &mut *self.below;
+        let read = ahead.fill(Pin::new(stream), cx);
         self.flow.add_received(read);
     }
 
@@ -152,11 +158,11 @@ impl AsyncRead for LinkIo {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         self.answer_if_asked();
-        if let Some(read) = self.ahead.take(buffer) {
+        if let Some(read) = self.below.ahead.take(buffer) {
             return Poll::Ready(read);
         }
         let before = buffer.filled().len();
-        let read = Pin::new(&mut *self.stream).poll_read(cx, buffer);
+        let read = Pin::new(&mut self.below.stream).poll_read(cx, buffer);
         self.flow.add_received(buffer.filled().len() - before);
         read
     }
@@ -166,7 +172,7 @@ impl AsyncWrite for LinkIo {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         self.answer_if_asked();
         self.follow_rate();
-        let written = Pin::new(&mut *self.stream).poll_write(cx, bytes);
+        let written = Pin::new(&mut self.below.stream).poll_write(cx, bytes);
         self.count(&written);
         if written.is_pending() {
             self.read_ahead(cx);
@@ -181,7 +187,7 @@ impl AsyncWrite for LinkIo {
     ) -> Poll<io::Result<usize>> {
         self.answer_if_asked();
         self.follow_rate();
-        let written = Pin::new(&mut *self.stream).poll_write_vectored(cx, slices);
+        let written = Pin::new(&mut self.below.stream).poll_write_vectored(cx, slices);
         self.count(&written);
         if written.is_pending() {
             self.read_ahead(cx);
@@ -190,11 +196,11 @@ impl AsyncWrite for LinkIo {
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
+        self.below.stream.is_write_vectored()
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let flushed = Pin::new(&mut *self.stream).poll_flush(cx);
+        let flushed = Pin::new(&mut self.below.stream).poll_flush(cx);
         if flushed.is_pending() {
             self.read_ahead(cx);
         }
@@ -207,13 +213,13 @@ impl AsyncWrite for LinkIo {
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let io = &mut *self;
         if io.closing.is_none() {
-            ready!(Pin::new(&mut *io.stream).poll_shutdown(cx))?;
+            ready!(Pin::new(&mut io.below.stream).poll_shutdown(cx))?;
         }
         let closing = io.closing.get_or_insert_with(|| Box::pin(tokio::time::sleep(CLOSE_TIMEOUT)));
         let mut scratch = [0; 1024];
         while closing.as_mut().poll(cx).is_pending() {
             let mut unwanted = ReadBuf::new(&mut scratch);
-            let read = ready!(Pin::new(&mut *io.stream).poll_read(cx, &mut unwanted));
+            let read = ready!(Pin::new(&mut io.below.stream).poll_read(cx, &mut unwanted));
             if read.is_err() || unwanted.filled().is_empty() {
                 break;
             }
