@@ -31,9 +31,9 @@ pub(crate) struct Options {
     #[arg(long)]
     smoke: bool,
     /// Writes a page of the main ratios, a CSV of all figures and the plots into docs/benchmarks: with `--only host` or
-    /// `--only wan` that part alone. It takes at least three rounds, no --smoke, and a tree without changes; with --path
-    /// the part about wide-area paths has just these. Wide-area paths that were measured before such a run was
-    /// interrupted are not measured again, as long as the commit is the same.
+    /// `--only wan` that part alone. It takes at least five rounds (three for `--only wan`), no --smoke, and a tree without
+    /// changes; with --path the part about wide-area paths has just these. Wide-area paths that were measured before such a
+    /// run was interrupted are not measured again, as long as the commit is the same.
     #[arg(long, conflicts_with = "smoke")]
     record: bool,
     /// How many wide-area paths are measured at the same time, as far as the CPUs suffice [default: 8].
@@ -61,23 +61,29 @@ pub(crate) fn smoke(built: bool) -> Result<ExitCode> {
 /// Parts of the report: measurements on one machine, and over wide-area paths.
 const PARTS: [&str; 2] = ["host", "wan"];
 /// Minimum number of rounds of a recorded run; each figure is the median of its rounds.
-const RECORDED_ROUNDS: u32 = 3;
+const RECORDED_ROUNDS: u32 = 5;
+/// The same over wide-area paths, whose delay and rate are the same in each round.
+const RECORDED_WAN_ROUNDS: u32 = 3;
 
 /// Returns the parts to record; fails when the run would not measure one as a whole.
 fn recorded(options: &Options, commit: &Commit) -> Result<Vec<&'static str>> {
     if !options.record {
         return Ok(Vec::new());
     }
-    let rounds = options.rounds.unwrap_or(RECORDED_ROUNDS);
-    ensure!(
-        rounds >= RECORDED_ROUNDS,
-        "--record with --rounds {rounds}: it takes {RECORDED_ROUNDS} at least"
-    );
     ensure!(
         !commit.changed,
         "--record, but the tree differs from commit {}: commit the changes first, so that others can measure the same",
         commit.name
     );
+    let parts = whole_parts(options)?;
+    let least = if parts == ["wan"] { RECORDED_WAN_ROUNDS } else { RECORDED_ROUNDS };
+    if let Some(rounds) = options.rounds {
+        ensure!(rounds >= least, "--record with --rounds {rounds}: it takes {least} at least");
+    }
+    Ok(parts)
+}
+
+fn whole_parts(options: &Options) -> Result<Vec<&'static str>> {
     if !options.path.is_empty() {
         ensure!(
             options.only.iter().all(|only| only == "wan"),
@@ -235,11 +241,13 @@ mod tests {
     #[test]
     fn only_whole_parts_of_a_commit_are_recorded() {
         assert_eq!(parts(&[], None, false).unwrap(), PARTS);
-        assert_eq!(parts(&["wan"], Some(7), false).unwrap(), ["wan"]);
+        assert_eq!(parts(&["wan"], Some(3), false).unwrap(), ["wan"]);
         for (only, rounds, changed, says) in [
             (&["bulk"][..], None, false, "--only bulk"),
             (&["wan", "postern"], None, false, "--only wan --only postern"),
             (&["wan"], Some(2), false, "--rounds 2"),
+            (&["host"], Some(4), false, "--rounds 4"),
+            (&[], Some(4), false, "--rounds 4"),
             (&["wan"], None, true, "1234"),
         ] {
             let error = parts(only, rounds, changed).unwrap_err().to_string();

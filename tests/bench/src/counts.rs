@@ -23,8 +23,8 @@ use crate::usage::{self, Part};
 
 /// Maximum time for perf in one step.
 const PERF: Duration = Duration::from_secs(10);
-/// Most system calls of Postern's for one unit: somewhat more than there are. They do not depend on the machine's speed, so
-/// more of them fail the run.
+/// Maximum number of Postern's system calls for one unit, somewhat above the present one. It does not depend on the machine's
+/// speed, so a higher one fails the run.
 const MOST: [(&str, f64); 2] = [("visit", 75.0), ("trip", 14.0)];
 /// Fewer units are not judged: each step has calls of its own.
 const JUDGED: f64 = 100.0;

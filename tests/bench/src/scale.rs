@@ -177,16 +177,10 @@ async fn of_agents(testbed: &Testbed, nominal: usize, size: Size, record: &mut R
 
 /// Connects to node after node, as [`visits`] does, and returns the 99th percentile in microseconds.
 async fn dials(agents: usize, size: Size, record: &mut Record) -> Result<f64> {
-    let ((), Visits { asked, took, mut times, failures }) =
-        visits(agents, tokio::time::sleep(size.dials)).await?;
-    if let Some(error) = failures.first() {
-        let reason = format!("{} of {asked} failed, as: {error:#}", failures.len());
-        record.failed("scale-dials-rate", Peer::Postern, &reason);
-    } else {
-        record.value("scale-dials-rate", Peer::Postern, as_f64(asked as u64) / took.as_secs_f64());
-    }
-    let p99 = micros(&mut times, 0.99)?;
-    record.value("scale-dials-p50", Peer::Postern, micros(&mut times, 0.5)?);
+    let ((), mut visits) = visits(agents, tokio::time::sleep(size.dials)).await?;
+    visits.record("scale-dials-rate", as_f64(visits.asked as u64) / visits.took.as_secs_f64(), record);
+    let p99 = micros(&mut visits.times, 0.99)?;
+    record.value("scale-dials-p50", Peer::Postern, micros(&mut visits.times, 0.5)?);
     record.value("scale-dials-p99", Peer::Postern, p99);
     Ok(p99)
 }
@@ -205,16 +199,11 @@ async fn upgrade<'a>(
         ensure!(status.success(), "the server that was replaced ended with {status}");
         Ok(successor)
     };
-    let (successor, Visits { asked, took, mut times, failures }) = visits(agents, taken_over).await?;
+    let (successor, mut visits) = visits(agents, taken_over).await?;
     let successor = successor?;
     wait_tunnels(&successor, agents).await?;
-    if let Some(error) = failures.first() {
-        let reason = format!("{} of {asked} connections failed, as: {error:#}", failures.len());
-        record.failed("scale-upgrade", Peer::Postern, &reason);
-    } else {
-        record.value("scale-upgrade", Peer::Postern, took.as_secs_f64());
-    }
-    record.value("scale-upgrade-p99", Peer::Postern, micros(&mut times, 0.99)? / before);
+    visits.record("scale-upgrade", visits.took.as_secs_f64(), record);
+    record.value("scale-upgrade-p99", Peer::Postern, micros(&mut visits.times, 0.99)? / before);
     Ok(successor)
 }
 
@@ -224,6 +213,18 @@ struct Visits {
     took: Duration,
     times: Times,
     failures: Vec<anyhow::Error>,
+}
+
+impl Visits {
+    /// Records the value, or the failures if there are any.
+    fn record(&self, line: &str, value: f64, record: &mut Record) {
+        if let Some(error) = self.failures.first() {
+            let reason = format!("{} of {} failed, as: {error:#}", self.failures.len(), self.asked);
+            record.failed(line, Peer::Postern, &reason);
+        } else {
+            record.value(line, Peer::Postern, value);
+        }
+    }
 }
 
 /// Connects to node after node at a fixed pace, whether or not earlier connections are through, until `ends` does.

@@ -1,7 +1,7 @@
 //! Reads ahead of h2 while a link cannot be written to.
 //!
-//! h2 reads no frame while a PING or the answer to one waits behind a frame that is partly written. If both ends are in that
-//! state, and the rest of neither frame fits into the sockets, neither goes on.
+//! h2 reads no frame while it has to send a PING, or the answer to one, and a frame before that is partly written. Two ends in
+//! that state wait for each other until the socket buffers take the rest of one frame, which they may never do.
 
 use std::io;
 use std::mem::MaybeUninit;

@@ -41,7 +41,7 @@ impl Model {
         }
     }
 
-    /// No process of a server goes on: its agents may have to attach to other servers.
+    /// All processes of a server end: its agents may have to attach to other servers.
     pub(super) fn leaves(&mut self, server: usize) {
         for agent in 0..self.nodes.len() {
             self.within(Host::Server(server), Host::Agent(agent), TAKES_OVER + MOVES);
