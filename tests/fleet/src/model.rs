@@ -410,10 +410,10 @@ impl Model {
                 let Some(node) = self.nodes.iter().position(|node| *node == session.node) else { continue };
                 let processes = self.view.servers[index].iter();
                 let mut having = processes.filter(|process| process.epochs[node].is_some());
-                // A server that links anew is linked with the successor, to which the agent may not have come yet.
-                let last = self.view.servers[index].last();
+                // A server that links anew is linked with the process that goes on, to which the agent may not have come yet.
+                let goes_on = self.view.servers[index].iter().rev().find(|process| process.is_settled);
                 let moves =
-                    last.is_some_and(|last| last.process != server.process) && having.clone().count() == 1;
+                    goes_on.is_some_and(|it| it.process != server.process) && having.clone().count() == 1;
                 ensure!(
                     session.since.elapsed() < KNOWN
                         || moves
