@@ -9,7 +9,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{OwnedMutexGuard, mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio_util::task::AbortOnDropHandle;
-use tunnel_link::relay::{end_quiet, register_stalled};
+use tunnel_link::relay::{ENDING, register_stalled};
 use tunnel_pki::Holder;
 use tunnel_pki::enrol::{EnrollConfig, EnrollError, Enrolled, IdentityMetrics, install_bundles};
 use tunnel_runtime::admin::{
@@ -24,7 +24,7 @@ use tunnel_runtime::takeover;
 
 use crate::addresses;
 use crate::config::{Config, KonnectivityConfig, Listen};
-use crate::connections::{self, Connection};
+use crate::connections;
 use crate::konnectivity::{self, KonnectivityMetrics, check_files};
 use crate::kube::node;
 use crate::listeners::{Listener, Listeners};
@@ -39,6 +39,8 @@ use crate::takeover::{Predecessor, Succession, TAKE_OVER, take_over};
 
 /// Maximum trust bundles waiting to be installed.
 const BUNDLES: usize = 16;
+/// Time that a slow line has for the request to end connections, and for the ends.
+const LATE: Duration = Duration::from_secs(1);
 /// Maximum time for targets and servers to read the resets of connections that the drain has cut.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Maximum wait for a renewal in progress before the agent before has the node's place back. This agent serves meanwhile.
@@ -246,7 +248,9 @@ impl Bound {
         }
 
         let ending = async {
-            tokio::join!(end_quiet(&live, Connection::relaying), outbound.end_quiet());
+            runtime.ending.cancel();
+            // A slow line delays the first word and the last.
+            tokio::join!(tokio::time::sleep(ENDING + LATE), outbound.end_quiet());
         };
         end(&runtime, &succession, before, &shutdown, self.admin, ending).await;
     }

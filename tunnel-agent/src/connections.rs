@@ -11,7 +11,7 @@ use tokio::sync::watch;
 use tunnel_link::connections::{blocked, first, stalled};
 use tunnel_link::link::Flow;
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{Abort, Relaying, Side, Traffic};
+use tunnel_link::relay::{Abort, Traffic};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::admin;
 use tunnel_runtime::live::Live;
@@ -30,13 +30,6 @@ pub(crate) struct Connection {
     pub(crate) started: Instant,
     pub(crate) traffic: Traffic,
     pub(crate) abort: Arc<Abort>,
-}
-
-impl Connection {
-    pub(crate) fn relaying(&self) -> Option<Relaying<'_>> {
-        let rtt = self.link.1.rtt.last();
-        Some(Relaying { traffic: &self.traffic, abort: &self.abort, side: Side::Agent, rtt })
-    }
 }
 
 /// Aborts connections to each address that this node loses. Never ends by itself. The program at the target may not

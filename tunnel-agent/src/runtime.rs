@@ -7,6 +7,7 @@ use std::time::Instant;
 use arc_swap::ArcSwap;
 use ipnet::IpNet;
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_runtime::lifecycle::{Readiness, Shutdown};
 
@@ -32,6 +33,8 @@ pub struct Runtime {
     pub handover: Handover,
     /// Draining: accept nothing new and finish the open connections. Forced: end everything.
     pub shutdown: Shutdown,
+    /// Cancelled when the time of the drain is over: servers are asked to end the connections that are left.
+    pub ending: CancellationToken,
     /// Everything that the drain waits for.
     pub tasks: TaskTracker,
 }
@@ -53,6 +56,7 @@ impl Runtime {
             readiness: Readiness::default(),
             handover: Handover::default(),
             shutdown: Shutdown::default(),
+            ending: CancellationToken::new(),
             tasks: TaskTracker::new(),
         }
     }

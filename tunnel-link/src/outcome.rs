@@ -33,7 +33,7 @@ pub enum Outcome {
     TargetReset,
     /// A receiver did not read, and the bytes held for such receivers exceeded a limit.
     Stalled,
-    /// This end stopped before the connection ended.
+    /// The server or the agent stopped before the connection ended.
     Shutdown,
     /// The other end broke the protocol.
     Protocol,

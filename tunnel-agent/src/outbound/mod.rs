@@ -53,8 +53,7 @@ struct Outgoing {
 impl Outgoing {
     fn relaying(&self) -> Option<Relaying<'_>> {
         let Self { traffic, abort, flow } = self;
-        // Towards a server this end has the client.
-        Some(Relaying { traffic, abort, side: Side::Server, rtt: flow.rtt.last() })
+        Some(Relaying { traffic, abort, rtt: flow.rtt.last() })
     }
 }
 
@@ -91,7 +90,7 @@ impl Outbound {
 
     /// Ends each connection once it is idle, as [`end_quiet`] does.
     pub(crate) async fn end_quiet(&self) {
-        end_quiet(&self.live, Outgoing::relaying).await;
+        end_quiet(|| self.live.all(), Outgoing::relaying).await;
     }
 
     /// Accepts the next client. Once another agent has taken over, it accepts the clients of the shared socket.
@@ -191,7 +190,7 @@ mod tests {
     async fn a_connection_to_the_cloud_ends_once_it_is_quiet() {
         let live = Arc::<Live<Outgoing>>::default();
         let idle = live.enter(Outgoing::default());
-        end_quiet(&live, Outgoing::relaying).await;
+        end_quiet(|| live.all(), Outgoing::relaying).await;
         assert_eq!(idle.abort.triggered().now_or_never(), Some((Outcome::Shutdown, "")));
     }
 

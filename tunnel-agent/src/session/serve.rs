@@ -172,8 +172,7 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
         if server_draining.is_cancelled() && session.shared.runtime.handover.has_passed() {
             let _ = tokio::time::timeout(SUCCESSOR, session.served.cancelled()).await;
         }
-        let draining = agent_event::Event::Draining(Draining {});
-        let _ = session.events.send(Ok(AgentEvent { event: Some(draining) })).await;
+        announce(session, false).await;
         // Another address may lead to the same server.
         session.release();
     });
@@ -186,14 +185,32 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
     // The server may have opened a stream before it knew.
     let quiet =
         || session.common.connections.quiet(QUIET.max(session.path.flow.rtt.last().unwrap_or_default() * 2));
-    tokio::select! {
-        () = &mut left => {}
-        () = replaced => tokio::select! {
-            () = quiet() => return SessionEnd::Draining,
-            // The server may go on, as its successor has died, and would open connections here.
+    let ended = async {
+        tokio::select! {
             () = &mut left => {}
-        },
+            () = replaced => tokio::select! {
+                () = quiet() => return SessionEnd::Draining,
+                // The server may go on, as its successor has died, and would open connections here.
+                () = &mut left => {}
+            },
+        }
+        quiet().await;
+        SessionEnd::Stopping
+    };
+    let ending = async {
+        session.shared.runtime.ending.cancelled().await;
+        announce(session, true).await;
+        std::future::pending().await
+    };
+    tokio::select! {
+        end = ended => end,
+        end = ending => end,
     }
-    quiet().await;
-    SessionEnd::Stopping
+}
+
+/// Tells the server that this agent takes no new connections, or that those which are left are to end.
+async fn announce(session: &SessionState, ending: bool) {
+    let draining = agent_event::Event::Draining(Draining { ending });
+    // Fails if the session has ended.
+    let _ = session.events.send(Ok(AgentEvent { event: Some(draining) })).await;
 }

@@ -116,7 +116,12 @@ pub struct Addresses {
 }
 /// The agent is about to stop: it takes no new connections.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct Draining {}
+pub struct Draining {
+    /// The time for connections is over. The server, which is nearer to the clients, ends each connection between two requests,
+    /// as far as it can tell. The agent waits 4 s for that, and then ends what is left.
+    #[prost(bool, tag = "1")]
+    pub ending: bool,
+}
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Load {
     #[prost(uint32, tag = "1")]

@@ -6,32 +6,31 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
-use tunnel_runtime::live::Live;
 
-use super::error::Side;
 use super::stall::Abort;
 use super::traffic::Traffic;
 use crate::outcome::Outcome;
 
-/// Silence of a client after which it hardly waits for an answer; on a slow link, at least twice its round-trip time.
+/// Silence of a client after which what came from the target was hardly before its answer.
 const ASKED: Duration = Duration::from_millis(500);
-/// The same of a target, and of a client that has an answer.
+/// The same while nothing has come from the target: the answer takes its time, or the client has sent what needs none.
+const UNANSWERED: Duration = Duration::from_millis(1500);
+/// The same of a target, and of a client that has an answer. A target takes so long, after a round trip of the link.
 const QUIET: Duration = Duration::from_millis(100);
 /// Time for which the target must be quiet too, so that a short download ends by itself.
 const BOTH_WAYS: Duration = Duration::from_secs(1);
 /// Time after which a connection whose client is never silent for [`ASKED`] ends behind an answer.
 const ANSWERED: Duration = Duration::from_secs(2);
 /// Maximum time that a connection is waited for.
-const LONGEST: Duration = Duration::from_secs(3);
+pub const ENDING: Duration = Duration::from_secs(3);
 /// Interval between two checks.
 const CHECK: Duration = Duration::from_millis(20);
 
-/// A snapshot of a connection.
+/// A snapshot of a connection, at the end that has the client's socket, or is nearer to it: the agent would see a request half
+/// a round trip later, and end connections while one is on its way.
 pub struct Relaying<'a> {
     pub traffic: &'a Traffic,
     pub abort: &'a Abort,
-    /// The end that relays: the socket of [`Side::Server`] is the client's.
-    pub side: Side,
     /// Round-trip time of the link.
     pub rtt: Option<Duration>,
 }
@@ -39,16 +38,12 @@ pub struct Relaying<'a> {
 impl Relaying<'_> {
     /// Bytes from the client and from the target.
     fn bytes(&self) -> (u64, u64) {
-        let (from, to) = (self.traffic.from_socket(), self.traffic.to_socket());
-        match self.side {
-            Side::Server => (from, to),
-            Side::Agent => (to, from),
-        }
+        (self.traffic.from_socket(), self.traffic.to_socket())
     }
 
     /// The last bytes were the target's.
     fn is_answered(&self) -> bool {
-        self.traffic.is_from_socket_last() == (self.side == Side::Agent)
+        !self.traffic.is_from_socket_last()
     }
 }
 
@@ -80,25 +75,35 @@ impl Seen {
     /// Data that follows a request need not be its answer: kube-apiserver asks on the connection that carries a `logs -f`
     /// (HTTP/2). So the client's silence decides, and an answer only in the end.
     fn is_quiet(&self, waited: Duration, now: &Relaying<'_>) -> bool {
-        let rtt = now.rtt.unwrap_or_default();
-        let quiet = |since: Instant, least: Duration| since.elapsed() >= least.max(rtt * 2);
-        let asks_nothing =
-            quiet(self.client_since, ASKED) && (waited >= BOTH_WAYS || quiet(self.since, QUIET));
-        asks_nothing || waited >= ANSWERED && now.is_answered() && quiet(self.client_since, QUIET)
+        if now.traffic.blocked().is_some() {
+            // A receiver that takes nothing for a moment has silenced the other end.
+            return false;
+        }
+        let answer = now.rtt.unwrap_or_default() + QUIET;
+        let quiet = |since: Instant, least: Duration| since.elapsed() >= least.max(answer);
+        if !now.is_answered() {
+            return quiet(self.client_since, UNANSWERED);
+        }
+        let asks_nothing = quiet(self.client_since, ASKED);
+        asks_nothing && (waited >= BOTH_WAYS || quiet(self.since, QUIET))
+            || waited >= ANSWERED && quiet(self.client_since, QUIET)
     }
 }
 
-/// Ends each connection once it is quiet, and returns after three seconds. Clients such as kube-apiserver keep connections
-/// open for their next request: requests under way are answered, and the next ones go elsewhere.
-pub async fn end_quiet<T>(live: &Live<T>, relaying: impl Fn(&T) -> Option<Relaying<'_>>) {
+/// Ends each of the connections once it is quiet, and returns after [`ENDING`]. Clients such as kube-apiserver keep
+/// connections open for their next request: requests under way are answered, and the next ones go elsewhere.
+pub async fn end_quiet<T>(
+    connections: impl Fn() -> Vec<Arc<T>>,
+    relaying: impl Fn(&T) -> Option<Relaying<'_>>,
+) {
     let start = Instant::now();
     let mut seen = HashMap::new();
     let mut last = start;
-    while start.elapsed() < LONGEST {
+    while start.elapsed() < ENDING {
         // On a busy host checks may be far apart, and what the socket has received may wait to be read.
         let late = last.elapsed() > CHECK * 2;
         last = Instant::now();
-        for connection in live.all() {
+        for connection in connections() {
             let Some(now) = relaying(&connection) else { continue };
             let bytes = now.bytes();
             // A new connection may reuse the address of one that ended; it has no traffic yet and then ends a little
@@ -118,6 +123,8 @@ mod tests {
     use std::cell::Cell;
     use std::future::pending;
 
+    use tunnel_runtime::live::Live;
+
     use super::*;
 
     #[derive(Default)]
@@ -127,7 +134,7 @@ mod tests {
     }
 
     fn relaying(of: &Connection) -> Option<Relaying<'_>> {
-        Some(Relaying { traffic: &of.traffic, abort: &of.abort, side: Side::Server, rtt: None })
+        Some(Relaying { traffic: &of.traffic, abort: &of.abort, rtt: None })
     }
 
     #[tokio::test(start_paused = true)]
@@ -145,7 +152,7 @@ mod tests {
             connection.abort.triggered().await;
             Instant::now()
         };
-        let ((), at, ended) = tokio::join!(end_quiet(&live, relaying), host_is_busy, ended);
+        let ((), at, ended) = tokio::join!(end_quiet(|| live.all(), relaying), host_is_busy, ended);
         assert!(ended - at >= ASKED - CHECK, "ended after {:?}", ended - at);
     }
 
@@ -159,6 +166,8 @@ mod tests {
         }
         // The client's longest silence is the wait for its slowest answer.
         ends_between(&[(10, 147), (441, 11)], None).await;
+        // A slow answer, as of a large scrape.
+        ends_between(&[(1100, 620)], None).await;
     }
 
     /// Expects the end while no request is under way. `requests`: time to the answer of each, and from there to the next one.
@@ -187,7 +196,7 @@ mod tests {
         tokio::select! {
             biased;
             _ = connection.abort.triggered() => assert!(!asking.get(), "a request was under way"),
-            () = end_quiet(&live, relaying) => panic!("no moment between {requests:?}"),
+            () = end_quiet(|| live.all(), relaying) => panic!("no moment between {requests:?}"),
             () = stream => {}
             () = asks => {}
         }
@@ -219,7 +228,7 @@ mod tests {
             (outcome, start.elapsed())
         };
         let all = async {
-            end_quiet(&live, relaying).await;
+            end_quiet(|| live.all(), relaying).await;
             start.elapsed()
         };
         let ends = async { tokio::join!(ended(&idle), ended(&answered), ended(&asked)) };
@@ -228,8 +237,9 @@ mod tests {
             all = all => all,
             () = upload => unreachable!("it never ends"),
         };
-        assert!(all < LONGEST + CHECK * 2, "{all:?}");
-        for ((outcome, after), since, least) in [(idle, 0, ASKED), (answered, 400, QUIET), (asked, 50, ASKED)]
+        assert!(all < ENDING + CHECK * 2, "{all:?}");
+        for ((outcome, after), since, least) in
+            [(idle, 0, ASKED), (answered, 400, QUIET), (asked, 50, UNANSWERED)]
         {
             let quiet = after.saturating_sub(Duration::from_millis(since));
             assert_eq!(outcome, Outcome::Shutdown);

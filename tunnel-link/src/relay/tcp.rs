@@ -18,6 +18,7 @@ use super::socket::{end_on_drop, flushed};
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use crate::link::Flow;
+use crate::outcome::Outcome;
 
 /// Parameters for relaying a connection, besides its socket and its stream.
 #[derive(Debug)]
@@ -90,7 +91,13 @@ impl Relay<'_> {
                 })
                 .await;
             }
-            Err(error) => send.send_reset(error.outcome(side).reset_reason()),
+            Err(error) => {
+                send.send_reset(error.outcome(side).reset_reason());
+                if matches!(error, RelayError::Aborted(Outcome::Shutdown, _)) {
+                    // The end of an answer may still be in the kernel.
+                    Box::pin(flushed(socket)).await;
+                }
+            }
         }
         ended
     }

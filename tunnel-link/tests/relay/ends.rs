@@ -8,20 +8,21 @@ use bytes::Bytes;
 use h2::client::SendRequest;
 use http::{HeaderMap, Request, Response};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tunnel_link::link::{self, Flow};
 use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{
     Abort, Relay, RelayError, Side, Traffic, flushed, header, prepare_socket, reset_on_drop,
 };
 
-use crate::support::{Link, MakeLink, in_front_of, over_both, pattern, relay, stalls, within};
+use crate::support::{Link, MakeLink, in_front_of, over_both, pattern, relay, relay_of, stalls, within};
 
 over_both! {
     bytes_and_half_closes_pass_both_ways,
     a_target_that_speaks_first_and_closes_is_an_ok_connection,
     a_reset_by_the_target_is_a_reset_for_the_client,
     what_a_target_sent_before_its_reset_arrives,
+    an_answer_arrives_though_its_connection_is_ended,
     an_answer_to_an_upload_that_is_not_read_arrives,
     a_client_that_is_blocked_both_ways_goes_on_after_the_targets_reset,
     a_reset_by_the_client_is_a_reset_for_the_target,
@@ -98,6 +99,29 @@ async fn what_a_target_sent_before_its_reset_arrives(link: MakeLink) {
     assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::TargetReset)));
     assert_reset_after(&mut client, &data).await;
     assert_eq!(within(end).await.unwrap(), (Err(Outcome::TargetReset), 0, data.len() as u64));
+}
+
+/// A drain ends the connection while the kernel still has a part of an answer, for a client that reads slowly.
+async fn an_answer_arrives_though_its_connection_is_ended(link: MakeLink) {
+    let mut link = link().await;
+    let client = TcpSocket::new_v4().unwrap();
+    client.set_recv_buffer_size(4096).unwrap();
+    let seen = Arc::<(Arc<Abort>, Traffic)>::default();
+    let (mut client, end) = relay_of(client, &link.send, stalls(), b"", seen.clone()).await;
+    let (mut target, _) = within(link.targets.accept()).await.unwrap();
+    let data = pattern(60 << 10, 8);
+    within(target.write_all(&data)).await.unwrap();
+    let (abort, traffic) = &*seen;
+    within(async {
+        while traffic.to_socket() < data.len() as u64 {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+    abort.trigger(Outcome::Shutdown);
+    assert!(within(link.agent_ends.recv()).await.unwrap().is_err());
+    assert_reset_after(&mut client, &data).await;
+    assert_eq!(within(end).await.unwrap(), (Err(Outcome::Shutdown), 0, data.len() as u64));
 }
 
 /// Like an HTTP server that refuses a large upload: it answers, and closes while the client is still sending.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::client::SendRequest;
 use http::{Request, Response};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::mpsc;
 use tunnel_link::link::{self, Flow};
 use tunnel_link::outcome::Outcome;
@@ -140,21 +140,26 @@ pub(crate) async fn relay(
     stalls: Arc<StallBound>,
     prefix: &'static [u8],
 ) -> (TcpStream, ServerEnd) {
+    relay_of(TcpSocket::new_v4().unwrap(), send, stalls, prefix, Arc::default()).await
+}
+
+/// The same of this client, and with what may be seen of the connection.
+pub(crate) async fn relay_of(
+    client: TcpSocket,
+    send: &SendRequest<Bytes>,
+    stalls: Arc<StallBound>,
+    prefix: &'static [u8],
+    seen: Arc<(Arc<Abort>, Traffic)>,
+) -> (TcpStream, ServerEnd) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+    let client = client.connect(listener.local_addr().unwrap()).await.unwrap();
     let (mut socket, _) = listener.accept().await.unwrap();
     prepare_socket(&socket);
     let mut send = send.clone().ready().await.unwrap();
     let end = tokio::spawn(async move {
         let (response, mut stream) = send.send_request(Request::new(()), false).unwrap();
-        let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
-        let relay = Relay {
-            side: Side::Server,
-            flow: &Flow::default(),
-            stalls: &stalls,
-            abort: &abort,
-            traffic: &traffic,
-        };
+        let (abort, traffic) = &*seen;
+        let relay = Relay { side: Side::Server, flow: &Flow::default(), stalls: &stalls, abort, traffic };
         let inbound = async { Ok(response.await?.into_body()) };
         let ended = relay.run(&mut socket, Bytes::from_static(prefix), &mut stream, inbound).await;
         let bytes = (traffic.from_socket(), traffic.to_socket());

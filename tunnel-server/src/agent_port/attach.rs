@@ -216,6 +216,7 @@ async fn session(
         relayed: Totals::default(),
         closed: CancellationToken::new(),
         over,
+        ending: AtomicBool::new(false),
         forgotten: AtomicBool::new(false),
     });
     match context.sessions.register(session.clone()) {
@@ -523,8 +524,14 @@ fn take(
         return Err(End::Flood);
     }
     match event {
-        Some(agent_event::Event::Draining(_)) => {
-            tracing::info!(node = %session.node, "agent is draining");
+        Some(agent_event::Event::Draining(draining)) => {
+            if !draining.ending {
+                tracing::info!(node = %session.node, "agent is draining");
+            } else if !session.ending.swap(true, Ordering::Relaxed) {
+                let links: Vec<_> = session.links.all().iter().map(|link| link.flow.clone()).collect();
+                let metrics = context.metrics.clone();
+                tokio::spawn(async move { metrics.end_quiet_on(&links).await });
+            }
             context.sessions.leave(session, false);
         }
         Some(agent_event::Event::Hello(_)) => return Err(End::NotHello),

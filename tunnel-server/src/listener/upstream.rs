@@ -102,7 +102,7 @@ impl Stream {
             RelayError::Aborted(outcome, "") => {
                 let reason = match outcome {
                     Outcome::ClientReset => "the caller has gone",
-                    Outcome::Shutdown => "this server stops",
+                    Outcome::Shutdown => "this server or the agent stops",
                     _ => "the tunnel was lost",
                 };
                 Failed { outcome, reason: reason.to_owned() }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 use tunnel_link::link::Flow;
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{Abort, Relaying, Side, Traffic};
+use tunnel_link::relay::{Abort, Relaying, Traffic};
 use tunnel_runtime::NodeName;
 
 use super::permit::Admitted;
@@ -116,7 +116,13 @@ impl Connection {
     pub(crate) fn relaying(&self) -> Option<Relaying<'_>> {
         let Relayed { traffic, link } = self.relayed.get()?;
         let rtt = link.as_ref().and_then(|(_, flow)| flow.rtt.last());
-        Some(Relaying { traffic, abort: &self.abort, side: Side::Server, rtt })
+        Some(Relaying { traffic, abort: &self.abort, rtt })
+    }
+
+    /// True if one of these links relays it.
+    pub(crate) fn is_on(&self, links: &[Arc<Flow>]) -> bool {
+        let link = self.relayed.get().and_then(|relayed| relayed.link.as_ref());
+        link.is_some_and(|(_, flow)| links.iter().any(|link| Arc::ptr_eq(link, flow)))
     }
 
     /// Returns the number of bytes to the node, and from it.

@@ -6,7 +6,7 @@ mod permit;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -16,6 +16,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tokio::time::Instant;
+use tunnel_link::link::Flow;
 use tunnel_link::outcome::{Hop, Outcome};
 use tunnel_link::relay::{Totals, end_quiet};
 use tunnel_runtime::gauges::registered;
@@ -183,7 +184,18 @@ impl Metrics {
 
     /// Ends each connection as soon as it relays nothing.
     pub(crate) async fn end_quiet(&self) {
-        end_quiet(&self.live, Connection::relaying).await;
+        end_quiet(|| self.live.all(), Connection::relaying).await;
+    }
+
+    /// The same, of the connections that are on these links now.
+    pub(crate) async fn end_quiet_on(&self, links: &[Arc<Flow>]) {
+        let connections = self.live.all_that(|connection| connection.is_on(links));
+        let connections: Vec<_> = connections.iter().map(Arc::downgrade).collect();
+        // Where many agents end at once, as in an update, few of them relay anything.
+        if connections.is_empty() {
+            return;
+        }
+        end_quiet(|| connections.iter().filter_map(Weak::upgrade).collect(), Connection::relaying).await;
     }
 
     pub(crate) fn failed(&self, failure: Failure) {

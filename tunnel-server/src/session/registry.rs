@@ -84,6 +84,8 @@ pub struct Session {
     pub closed: CancellationToken,
     /// Cancelled when its connections have to end: with the session, or when the server's drain time is over.
     pub(crate) over: CancellationToken,
+    /// Set once its agent has asked for the end of its connections.
+    pub(crate) ending: AtomicBool,
     /// Set once its first link has ended.
     pub(crate) forgotten: AtomicBool,
 }

@@ -1,12 +1,12 @@
 //! Links over a wide-area path: delay, low bandwidth, loss, outages, a NAT that forgets.
 mod silent;
+mod stops;
 mod uplinks;
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use nix::sys::signal::Signal;
 use postern_testbed::agent::{self, Agent, START};
 use postern_testbed::client::{self, Pattern, connect, digest, echo, pattern_digest};
 use postern_testbed::percentiles::Times;
@@ -25,6 +25,9 @@ use silent::{
     a_long_outage_ends_at_once, nat_forgets_the_link, outages_of_up_to_ten_seconds_are_survived,
     the_edge_gets_another_address, the_edge_was_asleep,
 };
+use stops::{
+    an_agent_that_stops_ends_no_connection_with_a_request_on_its_way, an_agent_that_stops_sends_what_it_has,
+};
 use uplinks::one_of_two_uplinks_fails;
 
 scenarios! {
@@ -38,6 +41,7 @@ scenarios! {
     links_through_a_load_balancer_lead_to_one_server,
     sixteen_at_once_after_each_start(limit = 240),
     an_agent_that_stops_sends_what_it_has,
+    an_agent_that_stops_ends_no_connection_with_a_request_on_its_way,
     a_full_line_of_1_mbit_keeps_its_link(edges = 2),
     a_full_line_of_300_kbit_keeps_its_link(edges = 2),
     a_full_line_of_100_kbit_keeps_its_link(edges = 2, limit = 180),
@@ -380,31 +384,6 @@ async fn a_small_receive_window_is_named(testbed: &Testbed) -> Result<()> {
     // The other direction is not limited.
     let other = agent.status().await?["servers"][0]["window_limited"].as_f64().unwrap_or_default();
     ensure!(other < 0.5, "the agent was limited by the server's window for {other} of the time");
-    Ok(())
-}
-
-async fn an_agent_that_stops_sends_what_it_has(testbed: &Testbed) -> Result<()> {
-    let _wan = testbed.wan(1, Path::asymmetric(60, 10_000_000, 5_000_000))?;
-    let (server, mut agent) = server_and_agent(testbed).await?;
-    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
-    let source = target(testbed, 1, 9100, Behaviour::Source(3, 3_000_000))?;
-    let held = hold(shell.address, b"login").await?;
-    wait_links(&server, &[1, 0]).await?;
-    // On an additional link, to which the agent still has data to send after reading everything.
-    let downloading = tokio::spawn(async move {
-        let mut stream = connect(source.address).await?;
-        // The client half-closes, so the agent's work is done once it has read everything.
-        stream.shutdown().await?;
-        digest(&mut stream).await
-    });
-    wait_until("the download", PATIENCE, async || on_each_link(&server).await, |on| on.get(1) == Some(&1))
-        .await?;
-    drop(held);
-    agent.process.signal(Signal::SIGTERM)?;
-    let got = downloading.await.context("the download")??;
-    ensure!(got == (3_000_000, pattern_digest(3, 3_000_000)), "{} bytes came, changed or incomplete", got.0);
-    let status = agent.process.wait_exit(PATIENCE).await?;
-    ensure!(status.success(), "the agent ended with {status}");
     Ok(())
 }
 

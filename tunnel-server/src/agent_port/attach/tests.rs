@@ -12,14 +12,15 @@ use tokio::io::DuplexStream;
 use tokio::sync::{Notify, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
-use tunnel_link::link::LinkIo;
+use tunnel_link::link::{Flow, LinkIo};
+use tunnel_link::outcome::Outcome;
 use tunnel_link::proto::agent_server::{Agent, AgentServer};
 use tunnel_link::proto::{Notice, NoticeAck, Segment};
 
 use super::*;
 use crate::admission::Budget;
 use crate::agent_port::limits::ConnectionLimits;
-use crate::metrics::Metrics;
+use crate::metrics::{Connection, Metrics, Relayed};
 use crate::pki::Standing;
 use crate::session::{MOST_STREAMS, Sessions};
 
@@ -34,9 +35,11 @@ struct FakeAgent {
     notices: mpsc::UnboundedSender<notice::Notice>,
     /// Number of next notices that it does not acknowledge.
     unanswered: Arc<AtomicUsize>,
-    /// Keeps its event stream open.
-    events: Mutex<Option<mpsc::Sender<Result<AgentEvent, Status>>>>,
+    events: Arc<EventSender>,
 }
+
+/// Of the agent's event stream, which it keeps open.
+type EventSender = Mutex<Option<mpsc::Sender<Result<AgentEvent, Status>>>>;
 
 #[tonic::async_trait]
 impl Agent for FakeAgent {
@@ -73,8 +76,10 @@ struct Site {
     answer: Arc<Notify>,
     notices: mpsc::UnboundedReceiver<notice::Notice>,
     unanswered: Arc<AtomicUsize>,
+    events: Arc<EventSender>,
     draining: CancellationToken,
     sessions: Arc<Sessions>,
+    metrics: Metrics,
     inputs: Inputs,
 }
 
@@ -98,16 +103,18 @@ impl Site {
         let (noticed, notices) = mpsc::unbounded_channel();
         let (answer, unanswered) = (Arc::new(Notify::new()), Arc::<AtomicUsize>::default());
         let (near, far) = tokio::io::duplex(256 << 10);
+        let events = Arc::<EventSender>::default();
         let agent = FakeAgent {
             welcomes: welcomed,
             answer: answer.clone(),
             notices: noticed,
             unanswered: unanswered.clone(),
-            events: Mutex::default(),
+            events: events.clone(),
         };
         tokio::spawn(serve(agent, far));
         let (context, inputs) = context();
         let (draining, sessions) = (context.draining.clone(), context.sessions.clone());
+        let metrics = context.metrics.clone();
         let peer: SocketAddr = "203.0.113.9:40000".parse().unwrap();
         let presented = Presented {
             node: "edge-1".parse().unwrap(),
@@ -116,7 +123,7 @@ impl Site {
         let limits = ConnectionLimits::new(&Budget::of(2_000, 1 << 30), 1);
         let place = limits.certified(&presented.node, peer.ip()).unwrap();
         tokio::spawn(run(context, (near, Arc::default()), peer, presented, Handle::current(), place));
-        Self { welcomes, answer, notices, unanswered, draining, sessions, inputs }
+        Self { welcomes, answer, notices, unanswered, events, draining, sessions, metrics, inputs }
     }
 
     /// A site whose agent is attached.
@@ -315,4 +322,33 @@ fn the_future_of_a_session_stays_small() {
     }
     let size = size_of_future(run::<LinkIo>);
     assert!(size <= 3450, "{size} bytes");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_agent_that_ends_asks_for_the_end_of_its_connections() {
+    let site = Site::attached().await;
+    let session = site.sessions.get(&"edge-1".parse().unwrap()).unwrap();
+    let own = session.links.all()[0].flow.clone();
+    let connection = |flow: &Arc<Flow>| {
+        let client = "198.18.0.1:40000".parse().unwrap();
+        let target = "192.168.50.2:10250".parse().unwrap();
+        let connection = Connection::new("redirect", client, Some(session.node.clone()), target);
+        let relayed = Relayed { traffic: Arc::default(), link: Some((0, flow.clone())) };
+        connection.relayed.set(relayed).unwrap();
+        site.metrics.live(connection)
+    };
+    // The other one is the node's too: a successor of its agent relays it.
+    let (ends, stays) = (connection(&own), connection(&Arc::default()));
+    let sender = site.events.lock().unwrap().clone().unwrap();
+    let tell = async |ending| {
+        let event = Some(agent_event::Event::Draining(proto::Draining { ending }));
+        sender.send(Ok(AgentEvent { event })).await.unwrap();
+    };
+    tell(false).await;
+    assert!(tokio::time::timeout(LONG, ends.abort.triggered()).await.is_err());
+    let start = Instant::now();
+    tell(true).await;
+    assert_eq!(ends.abort.triggered().await, (Outcome::Shutdown, ""));
+    assert!((500..1000).contains(&start.elapsed().as_millis()), "{:?}", start.elapsed());
+    assert!(tokio::time::timeout(LONG, stays.abort.triggered()).await.is_err());
 }

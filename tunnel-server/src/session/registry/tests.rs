@@ -38,6 +38,7 @@ impl Sessions {
             relayed: Totals::default(),
             closed: CancellationToken::new(),
             over: CancellationToken::new(),
+            ending: AtomicBool::new(false),
             forgotten: AtomicBool::new(false),
         });
         if let Some(older) = self.register(session.clone()).unwrap() {
