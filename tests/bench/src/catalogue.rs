@@ -29,6 +29,8 @@ pub(crate) fn lines(group: Group) -> Vec<Line> {
             line("connections-cpu", "CPU time for 1,000 connections", "s"),
             line("connections-16-load", "16 at once: CPU of the load generator's one thread", "%"),
             line("connections-16-target", "16 at once: CPU of the target's one thread", "%"),
+            line("egress-16-grpc", "16 at once as kube-apiserver's, gRPC", "1/s"),
+            line("egress-16-http", "16 at once as kube-apiserver's, HTTP CONNECT", "1/s"),
         ],
         Group::RoundTrips => round_trips(group),
         Group::Bulk => bulk(group),

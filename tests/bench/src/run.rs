@@ -11,6 +11,7 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom as _;
 
 use crate::catalogue::{self, DISTURBANCES, ROUND_TRIP_CONNECTIONS, ROUND_TRIP_SIZES};
+use crate::dial::Dialer;
 use crate::line::{Group, Peer};
 use crate::load::{self, Effort, Way};
 use crate::options::Options;
@@ -255,6 +256,29 @@ impl<'a> Bench<'a> {
         self.record.value("connections-16", peer, many.rate());
         let used = (before, usage::cpu_seconds(&on.parts)?);
         self.used("connections-cpu", peer, on, used, load::as_f64(many.count) / 1e3);
+        self.egress(peer, on, many.rate()).await
+    }
+
+    /// Connections as kube-apiserver makes them with an EgressSelector. konnectivity has no others: `rate` is of these.
+    async fn egress(&mut self, peer: Peer, on: &Running<'_>, rate: f64) -> Result<()> {
+        let (socket, target) =
+            (peers::postern::egress_socket(self.testbed), self.testbed.edge(peers::BEHIND_NAT).ip());
+        let grpc = Dialer::Grpc { socket: socket.clone(), target };
+        let http = Dialer::HttpConnect { socket, target };
+        for (line, konnectivity, dialer) in [
+            ("egress-16-grpc", Peer::KonnectivityGrpc, grpc),
+            ("egress-16-http", Peer::KonnectivityHttp, http),
+        ] {
+            if peer == konnectivity {
+                self.record.value(line, peer, rate);
+            } else if peer == Peer::Postern {
+                let many = load::visits(&dialer, 16, &self.effort).await?;
+                self.record.value(line, peer, many.rate());
+                self.target(on.edge).settle(SETTLE).await?;
+            } else {
+                self.record.missing(line, peer, "kube-apiserver does not call it");
+            }
+        }
         Ok(())
     }
 

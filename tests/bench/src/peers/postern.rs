@@ -1,4 +1,6 @@
 //! Postern: a server in the cloud, an agent on the edge behind NAT.
+use std::path::PathBuf;
+
 use anyhow::{Context as _, Result};
 use postern_testbed::agent;
 use postern_testbed::load_target::RELAYED;
@@ -18,8 +20,12 @@ pub(crate) fn server_builder(testbed: &Testbed) -> Builder<'_> {
 
 /// Server and agent, without waiting for a connection.
 pub(crate) async fn start(testbed: &Testbed) -> Result<Running<'_>> {
-    let server = server_builder(testbed).start().await?;
-    with_agent(testbed, vec![server]).await
+    start_with(testbed, &format!("--egress-socket={}", egress_socket(testbed).display())).await
+}
+
+/// The egress listener of [`start`].
+pub(crate) fn egress_socket(testbed: &Testbed) -> PathBuf {
+    testbed.dir().join("egress.sock")
 }
 
 /// The same, with one more flag for the server.

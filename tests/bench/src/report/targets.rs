@@ -85,6 +85,16 @@ fn on_host(record: &Record) -> Vec<Target> {
             AtLeast(1.5),
         ),
         (
+            "the same by kube-apiserver's gRPC, over konnectivity's",
+            ratio_to("egress-16-grpc", &[Peer::KonnectivityGrpc], rates),
+            AtLeast(1.5),
+        ),
+        (
+            "the same by its HTTP CONNECT, over konnectivity's",
+            ratio_to("egress-16-http", &[Peer::KonnectivityHttp], rates),
+            AtLeast(1.5),
+        ),
+        (
             "stretch: connect, echo, close, 16 at once, over direct",
             direct("connections-16", rates),
             AtLeast(0.6),

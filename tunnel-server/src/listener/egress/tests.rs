@@ -141,7 +141,7 @@ async fn target() -> (TcpListener, String) {
 /// As of konnectivity-client's reusable tunnel: one connection, a stream for each dial.
 #[tokio::test]
 async fn one_connection_has_a_stream_for_every_place() {
-    const PLACES: u32 = 1_500;
+    const PLACES: u32 = 10_000;
     let served = Served::open_with(None, PLACES).await;
     let (listener, address) = target().await;
     let channel = Client::connect(&served.path()).await;
