@@ -11,11 +11,11 @@ use super::stall::Abort;
 use super::traffic::Traffic;
 use crate::outcome::Outcome;
 
-/// Silence of a client after which what came from the target was hardly before its answer.
+/// Silence of a client after which it hardly waits for an answer, if data has come from the target meanwhile.
 const ASKED: Duration = Duration::from_millis(500);
-/// The same while nothing has come from the target: the answer takes its time, or the client has sent what needs none.
+/// The same if none has come: the answer takes its time, or the client has sent what needs none.
 const UNANSWERED: Duration = Duration::from_millis(1500);
-/// The same of a target, and of a client that has an answer. A target takes so long, after a round trip of the link.
+/// Silence of both ends behind an answer. An answer itself may take so long, and a round trip of the link.
 const QUIET: Duration = Duration::from_millis(100);
 /// Time for which the target must be quiet too, so that a short download ends by itself.
 const BOTH_WAYS: Duration = Duration::from_secs(1);
