@@ -205,6 +205,11 @@ impl Drain {
         }
         drained
     }
+
+    /// Waits for the end of the work that [`Self::finish`] has forced to end.
+    pub async fn ended(&self) {
+        self.tracker.wait().await;
+    }
 }
 
 /// Held by a piece of work while it runs.

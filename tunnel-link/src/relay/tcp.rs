@@ -6,6 +6,7 @@
 
 use std::future::Future;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use h2::{Reason, RecvStream, SendStream};
@@ -19,6 +20,9 @@ use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use crate::link::Flow;
 use crate::outcome::Outcome;
+
+/// Maximum time for a client to take what was written before the server or the agent stopped.
+const LAST_BYTES: Duration = Duration::from_millis(500);
 
 /// Parameters for relaying a connection, besides its socket and its stream.
 #[derive(Debug)]
@@ -95,7 +99,7 @@ impl Relay<'_> {
                 send.send_reset(error.outcome(side).reset_reason());
                 if matches!(error, RelayError::Aborted(Outcome::Shutdown, _)) {
                     // The end of an answer may still be in the kernel.
-                    Box::pin(flushed(socket)).await;
+                    let _ = Box::pin(tokio::time::timeout(LAST_BYTES, flushed(socket))).await;
                 }
             }
         }

@@ -118,6 +118,8 @@ impl Running {
                 agent_port.closed().await;
             }
             tasks.wait().await;
+            // Without the redirect a reset may find no way to its client.
+            drain.ended().await;
         };
         if tokio::time::timeout(CLOSING, closed).await.is_err() {
             tracing::debug!("links or tasks did not end in time");
