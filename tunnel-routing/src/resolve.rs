@@ -1,5 +1,5 @@
-//! Resolves hosts as clients name them. This is the only place that maps a name, an address or a pod to a node; each
-//! listener decides which results it permits.
+//! Resolves hosts as clients name them. This is the only place that maps a name, an address or a pod to a node, but for the
+//! redirect, whose addresses the snapshot translates. Each listener decides which results it permits.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
