@@ -249,7 +249,6 @@ impl Bound {
 
         let ending = async {
             runtime.ending.cancel();
-            // A slow line delays the first word and the last.
             tokio::join!(tokio::time::sleep(ENDING + LATE), outbound.end_quiet());
         };
         end(&runtime, &succession, before, &shutdown, self.admin, ending).await;

@@ -276,7 +276,7 @@ impl<'a> Bench<'a> {
                 self.record.value(line, peer, many.rate());
                 self.target(on.edge).settle(SETTLE).await?;
             } else {
-                self.record.missing(line, peer, "kube-apiserver does not call it");
+                self.record.missing(line, peer, "its egress listener is not measured, or it has none");
             }
         }
         Ok(())

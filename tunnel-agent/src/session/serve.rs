@@ -172,7 +172,7 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
         if server_draining.is_cancelled() && session.shared.runtime.handover.has_passed() {
             let _ = tokio::time::timeout(SUCCESSOR, session.served.cancelled()).await;
         }
-        announce(session, false).await;
+        send_draining(session, false).await;
         // Another address may lead to the same server.
         session.release();
     });
@@ -199,7 +199,7 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
     };
     let ending = async {
         session.shared.runtime.ending.cancelled().await;
-        announce(session, true).await;
+        send_draining(session, true).await;
         std::future::pending().await
     };
     tokio::select! {
@@ -209,7 +209,7 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
 }
 
 /// Tells the server that this agent takes no new connections, or that those which are left are to end.
-async fn announce(session: &SessionState, ending: bool) {
+async fn send_draining(session: &SessionState, ending: bool) {
     let draining = agent_event::Event::Draining(Draining { ending });
     // Fails if the session has ended.
     let _ = session.events.send(Ok(AgentEvent { event: Some(draining) })).await;

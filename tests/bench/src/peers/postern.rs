@@ -23,12 +23,12 @@ pub(crate) async fn start(testbed: &Testbed) -> Result<Running<'_>> {
     start_with(testbed, &format!("--egress-socket={}", egress_socket(testbed).display())).await
 }
 
-/// The egress listener of [`start`].
+/// The socket of its egress listener.
 pub(crate) fn egress_socket(testbed: &Testbed) -> PathBuf {
     testbed.dir().join("egress.sock")
 }
 
-/// The same, with one more flag for the server.
+/// Like [`start`], with this flag for the server instead of an egress listener.
 pub(crate) async fn start_with<'a>(testbed: &'a Testbed, flag: &str) -> Result<Running<'a>> {
     let server = server_builder(testbed).flag(flag).start().await?;
     with_agent(testbed, vec![server]).await

@@ -58,7 +58,7 @@ pub(super) async fn an_agent_that_stops_ends_no_connection_with_a_request_on_its
         answered += 1;
         // Not before the next request, unless the connection ends.
         if let Ok(read) = timeout(Duration::from_millis(450), client.read(&mut [0])).await {
-            ensure!(!matches!(read, Ok(1..)), "data that nobody asked for");
+            ensure!(!matches!(read, Ok(1..)), "received data without a request");
             break;
         }
         ensure!(answered < 20, "the connection outlasts its agent");

@@ -38,7 +38,7 @@ struct FakeAgent {
     events: Arc<EventSender>,
 }
 
-/// Of the agent's event stream, which it keeps open.
+/// Keeps the agent's event stream open, and sends on it.
 type EventSender = Mutex<Option<mpsc::Sender<Result<AgentEvent, Status>>>>;
 
 #[tonic::async_trait]
