@@ -13,7 +13,7 @@ use tunnel_link::proto::agent_client::AgentClient;
 use tunnel_link::proto::{AgentEvent, Hello};
 use tunnel_runtime::NodeName;
 
-use super::limits::Certified;
+use super::limits::CertifiedPlace;
 use super::link::{End, LinkContext, Transport, finish, notify, refused};
 use crate::session::{Link, Session, Streams};
 
@@ -42,7 +42,7 @@ fn join(
     context: &LinkContext,
     node: &NodeName,
     hello: &Hello,
-    place: &Certified,
+    place: &CertifiedPlace,
     link: impl FnOnce(&Session) -> Arc<Link>,
 ) -> Result<Joined, String> {
     let session = context.sessions.get(node).filter(|session| session.epoch == hello.epoch);
@@ -63,7 +63,7 @@ pub(super) async fn serve(
     (node, peer): (&NodeName, SocketAddr),
     hello: &Hello,
     worker: Handle,
-    place: Certified,
+    place: CertifiedPlace,
 ) -> End {
     let streams = Streams::new(context.most_streams);
     let link =

@@ -31,7 +31,7 @@ use tunnel_runtime::backoff::jittered;
 use tunnel_runtime::text::printable;
 
 use super::additional;
-use super::limits::Certified;
+use super::limits::CertifiedPlace;
 use super::link::{
     EVENT_SPAN, End, Handover, LinkContext, MAX_EVENTS, Transport, finish, idle, notify, refused,
 };
@@ -61,7 +61,7 @@ pub(super) async fn run<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     peer: SocketAddr,
     presented: Presented,
     worker: Handle,
-    place: Certified,
+    place: CertifiedPlace,
 ) {
     let started = Instant::now();
     let node = presented.node.clone();
@@ -103,7 +103,7 @@ async fn drive<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     peer: SocketAddr,
     presented: Presented,
     worker: Handle,
-    place: Certified,
+    place: CertifiedPlace,
     additional: &OnceLock<u32>,
 ) -> End {
     // Boxed: otherwise each session would hold the memory of the handshake until its end.
@@ -163,7 +163,7 @@ async fn session(
     peer: SocketAddr,
     Presented { node, credential }: Presented,
     worker: Handle,
-    place: Certified,
+    place: CertifiedPlace,
     additional: &OnceLock<u32>,
 ) -> End {
     let mut client = AgentClient::with_origin(Channel::new(transport.send.clone()), origin())
@@ -330,7 +330,7 @@ fn welcome(context: &LinkContext, trust_bundle: String, loopback_ports: &[u32]) 
 async fn greet(
     channel: Channel,
     welcome: Welcome,
-    place: &Certified,
+    place: &CertifiedPlace,
 ) -> Result<(Hello, Streaming<AgentEvent>), End> {
     let greeting = async {
         let mut events = grpc::attach(channel, welcome, MAX_MESSAGE).await?;

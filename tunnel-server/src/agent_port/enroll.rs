@@ -21,7 +21,7 @@ use tower::{Service, ServiceExt as _};
 use tunnel_link::link::{PING_INTERVAL, PING_TIMEOUT, Wire};
 use tunnel_link::proto::enrollment_server::EnrollmentServer;
 
-use super::limits::Certified;
+use super::limits::CertifiedPlace;
 use crate::admission::Place;
 use crate::metrics::Metrics;
 use crate::pki::{EnrollService, PeerAddress, PeerCertificate};
@@ -67,7 +67,7 @@ pub fn for_client(
 
 /// The place of a gRPC connection.
 pub(super) enum EnrollPlace {
-    Certified(Certified),
+    Certified(CertifiedPlace),
     Unauthenticated(Place<std::net::IpAddr>),
     /// No place was left; the client gets an error that says so.
     None {

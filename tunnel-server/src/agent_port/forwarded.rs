@@ -24,7 +24,7 @@ use crate::session::{PendingStream, Sessions, dialled};
 pub(super) const LISTENER: &str = "peer";
 
 /// The server or redirector that forwards connections.
-pub(super) struct Caller {
+pub(super) struct Forwarder {
     pub(super) server_id: String,
     pub(super) peer: SocketAddr,
     pub(super) redirector: bool,
@@ -33,7 +33,7 @@ pub(super) struct Caller {
     pub(super) flow: Arc<Flow>,
 }
 
-impl Caller {
+impl Forwarder {
     /// Takes a place for a connection. What a redirector says of its clients is not believed: it is one source, and has no
     /// other way to a node than the redirect.
     ///
@@ -71,7 +71,7 @@ impl Caller {
 /// The connection that a request asks for, and its client.
 fn wanted(
     headers: &HeaderMap,
-    caller: &Caller,
+    caller: &Forwarder,
     sessions: &Sessions,
 ) -> Result<(OpenRequest, SocketAddr), Status> {
     let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
@@ -90,7 +90,7 @@ fn wanted(
 /// it was refused.
 pub(super) fn serve_forwarded(
     listeners: &ListenerContext,
-    caller: &Arc<Caller>,
+    caller: &Arc<Forwarder>,
     request: Request<RecvStream>,
     mut respond: SendResponse<Bytes>,
 ) -> Option<impl Future<Output = ()> + Send + use<>> {
@@ -116,7 +116,7 @@ pub(super) fn serve_forwarded(
 
 async fn forward(
     listeners: ListenerContext,
-    caller: Arc<Caller>,
+    caller: Arc<Forwarder>,
     (wanted, client, mut share): (OpenRequest, SocketAddr, Share),
     (body, mut respond): (RecvStream, SendResponse<Bytes>),
 ) {
@@ -175,7 +175,7 @@ async fn forward(
 /// Answers as if the agent had refused: no other server has more places for this session, or another rule.
 fn turn_away(
     listeners: &ListenerContext,
-    caller: &Caller,
+    caller: &Forwarder,
     wanted: &OpenRequest,
     client: SocketAddr,
     mut respond: SendResponse<Bytes>,

@@ -157,16 +157,20 @@ impl ConnectionLimits {
     }
 
     /// Takes a place for a connection with the certificate of `node`, until it is a session.
-    pub(super) fn certified(&self, node: &NodeName, address: IpAddr) -> Option<Certified> {
+    pub(super) fn certified(&self, node: &NodeName, address: IpAddr) -> Option<CertifiedPlace> {
         let place = self.certified.admit(node.clone(), Instant::now())?;
         let (additional, sources) = (self.additional.clone(), self.sources.clone());
         let freed = OnDrop(self.freed.clone());
-        Some(Certified { place, _freed: freed, address, node: node.clone(), additional, sources })
+        Some(CertifiedPlace { place, _freed: freed, address, node: node.clone(), additional, sources })
     }
 
     /// The same; waits for a place of any node while none is free: a connection that is turned away has to do its handshake
     /// again.
-    pub(super) async fn certified_when_free(&self, node: &NodeName, address: IpAddr) -> Option<Certified> {
+    pub(super) async fn certified_when_free(
+        &self,
+        node: &NodeName,
+        address: IpAddr,
+    ) -> Option<CertifiedPlace> {
         let free = async {
             loop {
                 let mut freed = pin!(self.freed.certified.notified());
@@ -205,7 +209,7 @@ impl Queue {
 }
 
 /// The place of a connection with a certificate.
-pub(super) struct Certified {
+pub(super) struct CertifiedPlace {
     pub(super) place: Place<NodeName>,
     // Dropped after the place.
     _freed: OnDrop,
@@ -233,7 +237,7 @@ impl Drop for OnDrop {
     }
 }
 
-impl Certified {
+impl CertifiedPlace {
     /// Takes a place for an additional link of a session; `None` if all nodes together have too many.
     pub(super) fn additional(&self) -> Option<OwnedSemaphorePermit> {
         self.additional.clone().try_acquire_owned().ok()

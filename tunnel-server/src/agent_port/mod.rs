@@ -31,7 +31,7 @@ pub use crate::admission::{Accept, Budget};
 pub use config::AgentsConfig;
 pub use enroll::{enroll_routes, for_client};
 pub use konnectivity::KonnectivityConfig;
-pub(crate) use konnectivity::{KonnectivityPort, NAME as KONNECTIVITY, Tokens};
+pub(crate) use konnectivity::{AgentTokens, KonnectivityPort, NAME as KONNECTIVITY};
 pub(crate) use limits::PARTS as AGENTS_PARTS;
 
 use crate::listener::{EDGE, ListenerContext};
@@ -86,7 +86,7 @@ impl AgentPort {
     /// The port of konnectivity's agents, whose sessions are as good as others. `peers`: the other servers.
     pub(crate) fn for_konnectivity(
         &self,
-        tokens: Tokens,
+        tokens: AgentTokens,
         peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
     ) -> Arc<KonnectivityPort> {
         Arc::new(KonnectivityPort::new(self.handshakes.clone(), tokens, peers))

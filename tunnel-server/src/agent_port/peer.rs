@@ -21,7 +21,7 @@ use tunnel_link::proto::{Holdings, Segment, StatusPart, StatusRequest, WatchRequ
 use tunnel_link::relay::PEER_RELAY_PATH;
 use tunnel_runtime::text::printable;
 
-use super::forwarded::{Caller, LISTENER, serve_forwarded};
+use super::forwarded::{Forwarder, LISTENER, serve_forwarded};
 use super::judged::Judged;
 use super::link::{Handover, LinkContext};
 use crate::admission::{Place, Shares};
@@ -63,7 +63,7 @@ pub(super) async fn serve(
         tracing::info!(%peer, server_id, "incoming peer link established");
     }
     let refusal = judged.judge().err();
-    let caller = Arc::new(Caller { server_id, peer, redirector, shares, flow: flow.clone() });
+    let caller = Arc::new(Forwarder { server_id, peer, redirector, shares, flow: flow.clone() });
     let calls = Arc::new(Semaphore::new(MOST_CALLS));
     let service = PeerServer::new(PeerService {
         context: context.clone(),

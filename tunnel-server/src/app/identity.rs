@@ -18,7 +18,7 @@ use crate::peers::RedirectorLinks;
 use crate::pki::{RevocationStore, ServerCertificate, Standing};
 use crate::runtime::Runtime;
 
-pub(super) struct Identity {
+pub(super) struct ServerIdentity {
     /// None: this is a redirector.
     pub(super) certificate: Option<Arc<ServerCertificate>>,
     pub(super) redirector: Option<RedirectorLinks>,
@@ -40,7 +40,7 @@ impl Bound {
         &self,
         said: &Said,
         shutdown: &Shutdown,
-    ) -> anyhow::Result<Option<Identity>> {
+    ) -> anyhow::Result<Option<ServerIdentity>> {
         if let Some(redirector) = &self.config.redirector {
             return self.enrolled(redirector, said, shutdown).await;
         }
@@ -54,7 +54,7 @@ impl Bound {
         let egress_tls = egress_tls.map(|tls| EgressTls::new(tls, own.clone(), &self.metrics.files));
         let egress_tls = egress_tls.transpose()?;
         let standing = self.standing(said)?;
-        Ok(Some(Identity {
+        Ok(Some(ServerIdentity {
             peer_tls: certificate.peer_tls.clone(),
             roots: certificate.roots.clone(),
             certificate: Some(Arc::new(certificate)),
@@ -70,7 +70,7 @@ impl Bound {
         config: &RedirectorConfig,
         said: &Said,
         shutdown: &Shutdown,
-    ) -> anyhow::Result<Option<Identity>> {
+    ) -> anyhow::Result<Option<ServerIdentity>> {
         let Runtime { tasks, stop, readiness, peers, .. } = &self.runtime;
         let enrolling = readiness.pending("certificate");
         let enrolled = Redirector::enrol(&self.config, config, self.metrics.identity.clone());
@@ -78,7 +78,7 @@ impl Bound {
         drop(enrolling);
         let Some(redirector) = enrolled else { return Ok(None) };
         tasks.spawn(ready_while_linked(peers.clone(), readiness.clone(), stop.clone()));
-        Ok(Some(Identity {
+        Ok(Some(ServerIdentity {
             peer_tls: redirector.tls.clone(),
             certificate: None,
             standing: self.standing(said)?,

@@ -15,7 +15,7 @@ use tunnel_runtime::clock::Clock;
 use tunnel_runtime::limits::Limits;
 use tunnel_runtime::takeover::{self, socket_path};
 
-use super::identity::Identity;
+use super::identity::ServerIdentity;
 use super::running::{Running, Said};
 use super::{Bound, Found, Registered, Sockets};
 use crate::admission::Budget;
@@ -34,10 +34,10 @@ use crate::takeover::{Gates, NODES, PORTS, Succession, TakeOver};
 
 impl Bound {
     /// Starts every task. Nothing fails here, so everything that runs is stopped in order.
-    pub(super) async fn serve(self, said: Said, identity: Identity) -> Running {
+    pub(super) async fn serve(self, said: Said, identity: ServerIdentity) -> Running {
         let pending = self.runtime.readiness.pending("taking over");
         let (settings, peers) = (said.settings.subscribe(), said.peers.subscribe());
-        let Identity { certificate, redirector, standing, roots, peer_tls, caller_tls, egress_tls } =
+        let ServerIdentity { certificate, redirector, standing, roots, peer_tls, caller_tls, egress_tls } =
             identity;
         let (config, runtime, metrics) = (&self.config, &self.runtime, &self.metrics);
         let client = self.source.client();

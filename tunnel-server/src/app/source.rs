@@ -13,10 +13,11 @@ use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::lifecycle::{Readiness, Shutdown};
 use tunnel_runtime::reloaded::{FileMetrics, ReloadedFile};
 
+use crate::cluster::ClusterIps;
 use crate::config::{Config, NodeSource};
 use crate::inventory::{self, NodeCount, SourceStatus};
-use crate::kube::read::cluster_ips::{self, ClusterIps};
-use crate::kube::{Kube, Parts, ServiceEndpoints};
+use crate::kube::read::cluster_ips;
+use crate::kube::{Kube, Lookups, Parts};
 use crate::listener::ClusterServices;
 use crate::pki::{Ca, Lifetimes, RevocationStore};
 use crate::runtime::Runtime;
@@ -93,7 +94,7 @@ impl Source {
                     followed,
                     stop,
                 ));
-                Some(ClusterServices::new(services, ServiceEndpoints::new(kube.client.clone())))
+                Some(ClusterServices::new(services, Arc::new(Lookups::new(kube.client.clone()))))
             }
         }
     }

@@ -34,6 +34,6 @@ pub(crate) use questions::{Asker, Questions};
 pub use review::Reviewer;
 pub use roots::ClientRoots;
 pub(crate) use roots::{ROOTS_CONFIGMAP, ROOTS_NAMESPACE};
-pub(crate) use shown::{Shown, Token};
+pub(crate) use shown::{BearerToken, Shown};
 pub use tls::CallerTls;
 pub use tokens::Tokens;

@@ -12,9 +12,9 @@ use crate::metrics::Judgement;
 
 /// A bearer token. It is kept only as long as a connection that it has opened.
 #[derive(Clone, PartialEq, Eq)]
-pub(crate) struct Token(Arc<str>);
+pub(crate) struct BearerToken(Arc<str>);
 
-impl Token {
+impl BearerToken {
     pub(crate) fn new(token: &str) -> Self {
         Self(token.into())
     }
@@ -25,9 +25,9 @@ impl Token {
 }
 
 /// Shows nothing of it.
-impl fmt::Debug for Token {
+impl fmt::Debug for BearerToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Token")
+        f.write_str("BearerToken")
     }
 }
 
@@ -36,7 +36,7 @@ impl fmt::Debug for Token {
 pub(crate) enum Shown {
     Nothing,
     Certificate(Caller, Arc<Certified>),
-    Token(Token),
+    Token(BearerToken),
     /// A workload on an edge node: the link of the node's agent, which ends with its right.
     Node(NodeName),
 }
@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn a_token_is_in_no_debug_output() {
-        let shown = Shown::Token(Token::new("alices-own-token"));
+        let shown = Shown::Token(BearerToken::new("alices-own-token"));
         assert!(!format!("{shown:?}").contains("alices"), "{shown:?}");
     }
 }

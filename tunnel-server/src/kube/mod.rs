@@ -1,6 +1,6 @@
-//! The Kubernetes side: what the server reads from the cluster (`read/`), and what it writes there (`write/`). Only what
-//! answers a single request asks the API server itself: `crate::caller` who a caller is and what it may do, and the listeners where
-//! a pod runs.
+//! The Kubernetes side: what the server reads from the cluster (`read/`), what it writes there (`write/`), and what it
+//! looks up for a client that waits (`lookups.rs`). Only `crate::caller` asks the API server itself: who a caller is, and
+//! what it may do.
 //!
 //! Every part lives through outages of the API server by itself; none of them can end a tunnel or take a route away
 //! because the API server is silent.
@@ -8,8 +8,8 @@
 mod apply;
 pub mod cache;
 mod context;
-mod endpoints;
 mod error;
+mod lookups;
 mod object;
 mod partial;
 pub mod read;
@@ -37,8 +37,8 @@ pub use self::apply::{Apply, Said};
 use self::cache::{Age, ClusterCache};
 pub(crate) use self::context::object_name;
 pub use self::context::{KubeContext, KubeOptions, ObjectNames};
-pub use self::endpoints::{DEADLINE, Endpoint, ServiceEndpoints};
 pub use self::error::ClusterError;
+pub use self::lookups::Lookups;
 use self::read::authority;
 use self::read::revocations::RevocationMap;
 use self::read::{configmap, names, nodes, peers, revocations, service_ranges};

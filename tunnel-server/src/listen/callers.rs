@@ -12,7 +12,8 @@ use super::config::ListenersConfig;
 use crate::admission::{Budget, Part, Shares};
 use crate::agent_port::FromEdge;
 use crate::caller::{Authenticator, CallerTls, ClientRoots, Reviewer, Tokens};
-use crate::kube::ServiceEndpoints;
+use crate::cluster::Cluster;
+use crate::kube::Lookups;
 use crate::listener::{Gatekeeper, ListenerContext, Pods, Reception, Services};
 use crate::policy::Policy;
 use crate::runtime::Runtime;
@@ -82,14 +83,14 @@ impl Callers {
             let audiences = config.common.token_audience.clone();
             Arc::new(Reviewer::new(client, audiences))
         });
-        let pods = client.clone().zip(reviewer.as_ref());
-        let pods = pods.map(|(client, reviewer)| Arc::new(Pods::new(client, reviewer.questions())));
-        let services = client.clone().map(ServiceEndpoints::new);
+        let cluster = client.clone().map(|client| -> Arc<dyn Cluster> { Arc::new(Lookups::new(client)) });
+        let pods = cluster.clone().zip(reviewer.as_ref());
+        let pods = pods.map(|(cluster, reviewer)| Arc::new(Pods::new(cluster, reviewer.questions())));
         let (policy_file, policy) = policy.unzip();
         let (token_file, tokens) = tokens.unzip();
         let gatekeeper = Arc::new(Gatekeeper {
             authenticator: Arc::new(Authenticator::new(tokens.unwrap_or_default(), reviewer)),
-            services: services.map_or(Services::Resolver, Services::Cluster),
+            services: cluster.map_or(Services::Resolver, Services::Cluster),
             policy: ArcSwap::from_pointee(policy.unwrap_or_default()),
             router: runtime.router.clone(),
         });

@@ -17,7 +17,7 @@ use super::callers::{ASKED, follow};
 use super::config::ListenersConfig;
 use super::parts::Parts;
 use crate::admission::{Budget, Part, Shares};
-use crate::agent_port::{AGENTS_PARTS, KONNECTIVITY, Tokens};
+use crate::agent_port::{AGENTS_PARTS, AgentTokens, KONNECTIVITY};
 use crate::caller::{Audiences, Reviewer, service_account_user};
 use crate::listener::{
     Admission, CONNECT, Connect, EGRESS, Egress, Front, HTTP, HTTPS, Https, MAP, METRICS, MOST_SECURE_PORTS,
@@ -219,7 +219,7 @@ fn konnectivity(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
         // They are known by these if they have no certificate.
         let reviewer = parts.callers.client.clone();
         let reviewer = reviewer.map(|client| Reviewer::new(client, Audiences::only(&options.audience)));
-        let tokens = Tokens::new(reviewer, service_account_user(&options.account));
+        let tokens = AgentTokens::new(reviewer, service_account_user(&options.account));
         let port = agents.for_konnectivity(tokens, parts.peers.clone());
         parts.runtime.tasks.spawn(port.serve(parts.gates.agents.guard(socket)));
     }

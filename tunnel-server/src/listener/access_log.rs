@@ -9,14 +9,13 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{Abort, Totals, Traffic};
-use tunnel_runtime::NodeName;
 use tunnel_runtime::lifecycle::DrainGuard;
 use tunnel_runtime::live::Present;
 
 use super::context::{Failed, ListenerContext, OpenRequest, Reached};
 use super::moved::end_if_moved;
-use crate::admission::{Full, Share, Shares};
-use crate::metrics::{Admitted, Connection, Failure, Metrics, Permit, Relayed};
+use crate::admission::{Full, Share};
+use crate::metrics::{Connection, FailedConnection, HeldPermit, Metrics, Permit, Relayed};
 use crate::session::Link;
 
 /// The `tracing` target of the access log's events.
@@ -96,7 +95,7 @@ impl AccessLogGuard {
     /// Keeps what the connection was admitted by, to judge it again while it is open.
     pub(crate) fn admitted_by(&self, permit: Arc<dyn Permit>) {
         // It is admitted only once.
-        let _ = self.connection.admitted.set(Box::new(Admitted::new(permit)));
+        let _ = self.connection.permit.set(Box::new(HeldPermit::new(permit)));
     }
 
     /// Names the connection to the client, which ends with this one if that does not end by itself when its right is gone.
@@ -115,23 +114,10 @@ impl AccessLogGuard {
         self.place = Some(Box::new(place));
     }
 
-    /// Keeps the connection's place, or fails if it was refused. `node`: the edge node, and its agent's places if that
-    /// is attached to this server; `None` for a target that is not on an edge node.
-    pub(crate) fn admit(
-        &mut self,
-        place: Result<Share, Full>,
-        node: Option<(&NodeName, Option<Shares>)>,
-    ) -> Result<(), Failed> {
-        let admitted = place.and_then(|mut place| {
-            let reached = node.map_or(Ok(()), |(node, agent)| place.reaches(node, agent));
-            // Kept even if it was refused: the client still has to get the reason.
-            self.hold(place);
-            reached
-        });
-        admitted.map_err(|full| {
-            over_limit(&self.metrics, self.connection.listener, self.connection.client, &full);
-            Failed { outcome: Outcome::Busy, reason: full.to_string() }
-        })
+    /// Counts the connection as refused at a limit.
+    pub(super) fn refused(&self, full: &Full) -> Failed {
+        over_limit(&self.metrics, self.connection.listener, self.connection.client, full);
+        Failed { outcome: Outcome::Busy, reason: full.to_string() }
     }
 
     /// Outcome of a connection whose link's [`crate::session::Link::over`] is cancelled.
@@ -220,7 +206,7 @@ pub(super) fn over_limit(metrics: &Metrics, listener: &'static str, client: Sock
 impl Drop for AccessLogGuard {
     fn drop(&mut self) {
         let connection = &*self.connection;
-        if let Some(reason) = connection.admitted.get().and_then(|admitted| admitted.withdrawn())
+        if let Some(reason) = connection.permit.get().and_then(|held| held.withdrawn())
             && self.outcome != Outcome::Ok
         {
             // However far its end has come: the relay, the target and the client each have words of their own for it.
@@ -246,7 +232,7 @@ impl Drop for AccessLogGuard {
             "connection"
         );
         if self.outcome != Outcome::Ok {
-            self.metrics.failed(Failure {
+            self.metrics.failed(FailedConnection {
                 at: Instant::now(),
                 listener: connection.listener,
                 client: connection.client,

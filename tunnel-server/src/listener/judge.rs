@@ -12,7 +12,7 @@ use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tunnel_runtime::backoff::jittered;
 
-use crate::metrics::{Admitted, Connection, Judgement, Metrics, Permit};
+use crate::metrics::{Connection, HeldPermit, Judgement, Metrics, Permit};
 
 /// Interval. With the 30 s for which an answer of the API server is remembered, and as it has to say no twice, a withdrawn
 /// right ends a connection within a minute.
@@ -42,13 +42,13 @@ pub(crate) async fn judge_open(metrics: Metrics, changed: Arc<Notify>, stop: Can
 
 /// Judges one permit every three minutes at most, when it has one of the `turns`, and returns why it no longer holds.
 pub(crate) async fn until_withdrawn(permit: Arc<dyn Permit>, turns: &Semaphore) -> String {
-    let admitted = Admitted::new(permit);
+    let held = HeldPermit::new(permit);
     loop {
         sleep(jittered(APART, 0.25)).await;
         // It is never closed.
         let _turn = turns.acquire().await;
-        let judgement = judge(&admitted).await;
-        if let Some(reason) = admitted.weigh(judgement, now()) {
+        let judgement = judge(&held).await;
+        if let Some(reason) = held.weigh(judgement, now()) {
             return reason;
         }
     }
@@ -117,7 +117,7 @@ impl Judging {
 
 /// The caller about whom the API server has to be asked, if it has to.
 fn asker_of(connection: &Connection) -> Option<Asker> {
-    connection.admitted.get()?.permit.asker()
+    connection.permit.get()?.permit.asker()
 }
 
 /// A judgement counts from when it is made, which may be much later than `now`.
@@ -126,9 +126,9 @@ fn since(now: Instant) -> impl Fn() -> Instant {
     move || now + begun.elapsed()
 }
 
-async fn judge(admitted: &Admitted) -> Judgement {
+async fn judge(held: &HeldPermit) -> Judgement {
     let unanswered = |_| Judgement::Unanswered(format!("no answer within {} s", LONGEST.as_secs()));
-    timeout(LONGEST, admitted.permit.judge()).await.unwrap_or_else(unanswered)
+    timeout(LONGEST, held.permit.judge()).await.unwrap_or_else(unanswered)
 }
 
 /// Each judgement waits for one of the `turns`, so that a caller with many connections does not keep one.
@@ -139,7 +139,7 @@ async fn judge_each(
 ) {
     let mut unanswered = None;
     for connection in connections {
-        let Some(admitted) = connection.admitted.get() else { continue };
+        let Some(held) = connection.permit.get() else { continue };
         let judgement = match &unanswered {
             Some(judgement) => Judgement::clone(judgement),
             None => {
@@ -148,13 +148,13 @@ async fn judge_each(
                     Some(turns) => turns.acquire().await.ok(),
                     None => None,
                 };
-                judge(admitted).await
+                judge(held).await
             }
         };
         if matches!(judgement, Judgement::Unanswered(_)) {
             unanswered = Some(judgement.clone());
         }
-        if let Some(reason) = admitted.weigh(judgement, clock()) {
+        if let Some(reason) = held.weigh(judgement, clock()) {
             connection.withdraw(reason);
         }
         // The accepting thread has other work.

@@ -152,7 +152,8 @@ impl Upstream {
                 Ok(Self::Edge(Box::new(stream)))
             }
             Reached::Cloud(target) => {
-                record.admit(place, None)?;
+                let place = place.map_err(|full| record.refused(&full))?;
+                record.hold(place);
                 direct::connect(*target).await.map(Self::Direct)
             }
         }

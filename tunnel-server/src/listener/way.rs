@@ -32,7 +32,13 @@ impl Way {
         record: &mut AccessLogGuard,
     ) -> Result<Self, Failed> {
         let session = context.sessions.get(&request.node);
-        record.admit(place, Some((&request.node, session.as_ref().map(|session| session.places()))))?;
+        let admitted = place.and_then(|mut place| {
+            let reached = place.reaches(&request.node, session.as_ref().map(|session| session.places()));
+            // Kept even if it was refused: the client still has to get the reason.
+            record.hold(place);
+            reached
+        });
+        admitted.map_err(|full| record.refused(&full))?;
         let found = tokio::select! {
             biased;
             failed = record.aborted() => return Err(failed),

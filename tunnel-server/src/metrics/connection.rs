@@ -11,7 +11,7 @@ use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{Abort, Relaying, Traffic};
 use tunnel_runtime::NodeName;
 
-use super::permit::Admitted;
+use super::permit::HeldPermit;
 
 /// Time in which a client that reads gets to the end of a connection whose right is gone.
 const ENDING: Duration = Duration::from_secs(3);
@@ -35,7 +35,7 @@ pub(crate) struct Connection {
     /// The caller, at a listener that authenticates.
     pub(crate) caller: OnceLock<Box<str>>,
     /// Not set where nobody's right is judged.
-    pub(crate) admitted: OnceLock<Box<Admitted>>,
+    pub(crate) permit: OnceLock<Box<HeldPermit>>,
     /// Cancelled if it does not end by itself when its right is gone.
     pub(crate) cut: OnceLock<CancellationToken>,
     /// Set once bytes may pass; the target may still be being dialled.
@@ -68,7 +68,7 @@ impl Connection {
             abort: Arc::default(),
             via: OnceLock::new(),
             caller: OnceLock::new(),
-            admitted: OnceLock::new(),
+            permit: OnceLock::new(),
             cut: OnceLock::new(),
             relayed: OnceLock::new(),
             answered: AtomicBool::new(false),
@@ -82,11 +82,11 @@ impl Connection {
 
     /// Ends it because the right to it is gone.
     pub(crate) fn withdraw(self: &Arc<Self>, reason: String) {
-        let Some(admitted) = self.admitted.get() else { return };
-        if admitted.withdrawn().is_some() {
+        let Some(held) = self.permit.get() else { return };
+        if held.withdrawn().is_some() {
             return;
         }
-        admitted.withdraw(reason);
+        held.withdraw(reason);
         self.abort.trigger_for(Outcome::Denied, "the right to this connection is gone");
         if let Some(cut) = self.cut.get().cloned() {
             let open = Arc::downgrade(self);

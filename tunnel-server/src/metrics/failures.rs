@@ -15,7 +15,7 @@ const LONGEST_DETAIL: usize = 300;
 
 /// A connection that failed.
 #[derive(Clone, Debug)]
-pub(crate) struct Failure {
+pub(crate) struct FailedConnection {
     pub(crate) at: Instant,
     pub(crate) listener: &'static str,
     pub(crate) client: SocketAddr,
@@ -31,7 +31,7 @@ pub(crate) struct Failure {
 pub(crate) struct AtHop {
     pub(crate) count: u64,
     /// Newest first.
-    pub(crate) recent: VecDeque<Failure>,
+    pub(crate) recent: VecDeque<FailedConnection>,
 }
 
 /// The failures by hop.
@@ -40,7 +40,7 @@ pub(crate) struct Failures(Mutex<BTreeMap<Hop, AtHop>>);
 
 impl Failures {
     /// Keeps the connection if it failed.
-    pub(crate) fn add(&self, mut failure: Failure) {
+    pub(crate) fn add(&self, mut failure: FailedConnection) {
         let Some(hop) = failure.outcome.hop() else { return };
         if let Some((end, _)) = failure.detail.char_indices().nth(LONGEST_DETAIL) {
             failure.detail.truncate(end);
@@ -62,8 +62,8 @@ impl Failures {
 mod tests {
     use super::*;
 
-    fn failure(outcome: Outcome, detail: &str) -> Failure {
-        Failure {
+    fn failure(outcome: Outcome, detail: &str) -> FailedConnection {
+        FailedConnection {
             at: Instant::now(),
             listener: "redirect",
             client: "127.0.0.1:1".parse().unwrap(),

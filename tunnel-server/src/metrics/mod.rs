@@ -23,11 +23,11 @@ use tunnel_runtime::gauges::registered;
 use tunnel_runtime::live::{Live, Present};
 
 pub(crate) use connection::{Connection, Relayed};
-pub(crate) use failures::Failure;
+pub(crate) use failures::FailedConnection;
 use failures::{AtHop, Failures};
 #[cfg(test)]
 pub(crate) use permit::UNANSWERED;
-pub(crate) use permit::{Admitted, Judgement, Permit};
+pub(crate) use permit::{HeldPermit, Judgement, Permit};
 
 use crate::admission::{Full, SourceBuckets};
 
@@ -179,7 +179,7 @@ impl Metrics {
 
     /// Returns those whose right is judged again while they are open.
     pub(crate) fn judged_connections(&self) -> Vec<Arc<Connection>> {
-        self.live.all_that(|connection| connection.admitted.get().is_some())
+        self.live.all_that(|connection| connection.permit.get().is_some())
     }
 
     /// Ends each connection as soon as it relays nothing.
@@ -198,7 +198,7 @@ impl Metrics {
         end_quiet(|| connections.iter().filter_map(Weak::upgrade).collect(), Connection::relaying).await;
     }
 
-    pub(crate) fn failed(&self, failure: Failure) {
+    pub(crate) fn failed(&self, failure: FailedConnection) {
         self.failures.add(failure);
     }
 

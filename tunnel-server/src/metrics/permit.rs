@@ -36,7 +36,7 @@ pub(crate) trait Permit: Send + Sync {
 }
 
 /// A permit, and what is known of it.
-pub(crate) struct Admitted {
+pub(crate) struct HeldPermit {
     pub(crate) permit: Arc<dyn Permit>,
     known: Mutex<Known>,
     withdrawn: OnceLock<String>,
@@ -49,7 +49,7 @@ struct Known {
     refused: Option<Instant>,
 }
 
-impl Admitted {
+impl HeldPermit {
     pub(crate) fn new(permit: Arc<dyn Permit>) -> Self {
         let known = Mutex::new(Known { held: Instant::now(), refused: None });
         Self { permit, known, withdrawn: OnceLock::new() }
@@ -86,8 +86,8 @@ impl Admitted {
     }
 }
 
-impl fmt::Debug for Admitted {
+impl fmt::Debug for HeldPermit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Admitted").field("withdrawn", &self.withdrawn).finish_non_exhaustive()
+        f.debug_struct("HeldPermit").field("withdrawn", &self.withdrawn).finish_non_exhaustive()
     }
 }

@@ -2,7 +2,8 @@
 
 use postern_fake_kube::ApiServer;
 use serde_json::json;
-use tunnel_server::kube::ServiceEndpoints;
+use tunnel_server::cluster::Cluster as _;
+use tunnel_server::kube::Lookups;
 
 use crate::fixture::client;
 
@@ -12,7 +13,7 @@ const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/monitoring/endpointsl
 #[tokio::test]
 async fn a_services_ready_endpoints_are_found() {
     let api = ApiServer::start();
-    let services = ServiceEndpoints::new(client(&api).await);
+    let services = Lookups::new(client(&api).await);
     let ports = json!([
         {"name": "web", "port": 80, "protocol": "TCP"},
         {"name": "dns", "port": 53, "protocol": "UDP"},
@@ -33,7 +34,7 @@ async fn a_services_ready_endpoints_are_found() {
     ]);
     api.put(SLICES, slice("grafana-1", "grafana", 3000, endpoints));
     api.put(SLICES, slice("other-1", "other", 3000, json!([{"addresses": ["10.244.7.12"]}])));
-    let found = services.of("grafana", "monitoring", 80).await.unwrap();
+    let found = services.endpoints("grafana", "monitoring", 80).await.unwrap();
     let found: Vec<_> = found.iter().map(|endpoint| endpoint.address.to_string()).collect();
     assert_eq!(found, ["10.244.7.9:3000", "10.244.7.11:3000"]);
 
@@ -42,10 +43,10 @@ async fn a_services_ready_endpoints_are_found() {
         ("grafana", 443, "no Service grafana.monitoring with a TCP port 443"),
         ("nothing", 80, "no Service nothing.monitoring"),
     ] {
-        let error = services.of(name, "monitoring", port).await.unwrap_err();
+        let error = services.endpoints(name, "monitoring", port).await.unwrap_err();
         assert!(error.contains(reason), "{error}");
     }
     api.put(SLICES, slice("grafana-1", "grafana", 3000, json!([])));
-    let error = services.of("grafana", "monitoring", 80).await.unwrap_err();
+    let error = services.endpoints("grafana", "monitoring", 80).await.unwrap_err();
     assert_eq!(error, "the Service grafana.monitoring has no ready endpoint");
 }

@@ -71,14 +71,14 @@ struct Tables {
 
 /// Dials and connections of one stream.
 #[derive(Debug)]
-pub(super) struct Connections {
+pub(super) struct AgentConnections {
     tables: Mutex<Tables>,
     last_dial: AtomicI64,
     packets: Packets,
     cuts: Arc<Semaphore>,
 }
 
-impl Connections {
+impl AgentConnections {
     pub(super) fn new(packets: Packets) -> Self {
         let cuts = Arc::new(Semaphore::new(MOST_CUTS));
         Self { tables: Mutex::default(), last_dial: AtomicI64::new(0), packets, cuts }
@@ -223,12 +223,12 @@ mod tests {
 
     type Sent = mpsc::Receiver<Result<Packet, Status>>;
 
-    fn connections() -> (Connections, Sent) {
+    fn connections() -> (AgentConnections, Sent) {
         let (packets, sent) = mpsc::channel(8);
-        (Connections::new(packets), sent)
+        (AgentConnections::new(packets), sent)
     }
 
-    async fn open(connections: &Connections, connect_id: i64) -> Opened {
+    async fn open(connections: &AgentConnections, connect_id: i64) -> Opened {
         let (random, answer) = connections.dial();
         connections.take(Packet::dial_response(random, Ok(connect_id))).await;
         answer.await.unwrap().unwrap()

@@ -15,7 +15,7 @@ use crate::caller::Reviewer;
 const JUDGED_AT_A_TIME: usize = 8;
 
 /// Authentication of agents without a certificate, by service account tokens.
-pub(crate) struct Tokens {
+pub(crate) struct AgentTokens {
     /// None without an API server to ask.
     pub(super) reviewer: Option<Reviewer>,
     /// The user whose tokens are accepted.
@@ -24,7 +24,7 @@ pub(crate) struct Tokens {
     pub(super) judging: Semaphore,
 }
 
-impl Tokens {
+impl AgentTokens {
     pub(crate) fn new(reviewer: Option<Reviewer>, user: String) -> Self {
         Self { reviewer, user, judging: Semaphore::new(JUDGED_AT_A_TIME) }
     }
@@ -35,7 +35,7 @@ pub(super) struct Context {
     pub(super) link: Arc<LinkContext>,
     pub(super) limits: Arc<ConnectionLimits>,
     pub(super) links: TaskTracker,
-    pub(super) tokens: Arc<Tokens>,
+    pub(super) tokens: Arc<AgentTokens>,
     /// The other servers: agents connect to as many servers as there are.
     pub(super) peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
 }

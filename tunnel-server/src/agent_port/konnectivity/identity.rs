@@ -11,8 +11,8 @@ use tonic::Status;
 use tonic::metadata::MetadataMap;
 use tunnel_runtime::NodeName;
 
-use super::context::Tokens;
-use crate::caller::{Caller, Refusal, Token, node_of_pod};
+use super::context::AgentTokens;
+use crate::caller::{BearerToken, Caller, Refusal, node_of_pod};
 use crate::listener::until_withdrawn;
 use crate::metrics::{Judgement, Permit};
 
@@ -21,8 +21,8 @@ const WANTED: &str =
 
 /// The credential of an agent without a certificate.
 pub(super) struct ByToken {
-    tokens: Arc<Tokens>,
-    token: Token,
+    tokens: Arc<AgentTokens>,
+    token: BearerToken,
     /// The address that has shown it.
     agent: IpAddr,
     /// Its owner.
@@ -68,7 +68,7 @@ impl Permit for ByToken {
 /// # Errors
 /// There is no token, it is invalid or another user's, or it names no node.
 pub(super) async fn by_token(
-    tokens: &Arc<Tokens>,
+    tokens: &Arc<AgentTokens>,
     metadata: &MetadataMap,
     agent: IpAddr,
 ) -> Result<ByToken, Status> {
@@ -87,7 +87,7 @@ pub(super) async fn by_token(
         other => Status::unauthenticated(other.to_string()),
     })?;
     let node = node_of(&caller, &tokens.user).map_err(Status::permission_denied)?;
-    Ok(ByToken { tokens: tokens.clone(), token: Token::new(token), agent, caller, node })
+    Ok(ByToken { tokens: tokens.clone(), token: BearerToken::new(token), agent, caller, node })
 }
 
 fn node_of(caller: &Caller, user: &str) -> Result<NodeName, String> {
@@ -150,8 +150,8 @@ mod tests {
         let connected = tunnel_kube::connect(Some(&server.kubeconfig()), None, &ClientSettings::SERVER).await;
         let reviewer = Reviewer::new(connected.unwrap().0, Audiences::only("system:konnectivity-server"));
         ByToken {
-            tokens: Arc::new(Tokens::new(Some(reviewer), USER.to_owned())),
-            token: Token::new("a-token"),
+            tokens: Arc::new(AgentTokens::new(Some(reviewer), USER.to_owned())),
+            token: BearerToken::new("a-token"),
             agent: [10, 0, 0, 1].into(),
             caller: caller(USER, &[]),
             node: "edge-1".parse().unwrap(),

@@ -38,7 +38,7 @@ use context::Context;
 use service::Service;
 
 pub use config::KonnectivityConfig;
-pub(crate) use context::Tokens;
+pub(crate) use context::AgentTokens;
 
 /// Name of the listener in logs, and for a successor.
 pub(crate) const NAME: &str = "konnectivity";
@@ -62,7 +62,7 @@ impl KonnectivityPort {
     /// `peers` are the other servers.
     pub(super) fn new(
         handshakes: Handshakes,
-        tokens: Tokens,
+        tokens: AgentTokens,
         peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
     ) -> Self {
         let Handshakes { context: link, limits, links, .. } = handshakes.clone();

@@ -18,7 +18,7 @@ use tunnel_link::konnectivity::Packet;
 use tunnel_link::relay::{Deframer, HEADER_LEN, TARGET_HEADER, TARGET_RESET, header, status};
 use tunnel_runtime::text::printable;
 
-use super::connections::{Arrived, Connections, Opened, Room};
+use super::connections::{AgentConnections, Arrived, Opened, Room};
 use super::state::Agent;
 
 /// Maximum wait for an agent's answer to a dial; its own dial takes up to 5 s.
@@ -57,7 +57,7 @@ pub(super) async fn relay(agent: Arc<Agent>, request: Request<RecvStream>, mut r
 
 /// Dials the target. Returns None if the client gave up.
 async fn dial(
-    connections: &Connections,
+    connections: &AgentConnections,
     headers: &HeaderMap,
     respond: &mut SendResponse<Bytes>,
 ) -> Result<Option<Opened>, Status> {
@@ -103,7 +103,7 @@ fn status_of(target: SocketAddr, error: &str) -> Status {
 }
 
 async fn relay_opened(
-    connections: &Connections,
+    connections: &AgentConnections,
     Opened { connect_id, mut arrived, room }: Opened,
     mut send: SendStream<Bytes>,
     inbound: RecvStream,
@@ -138,7 +138,7 @@ async fn relay_opened(
 /// target sends, and is then closed. A target is not silent while its data waits for the client: what it sends next would be
 /// lost, and the client could not tell.
 async fn half_closed(
-    connections: &Connections,
+    connections: &AgentConnections,
     connect_id: i64,
     (taken, room): (&AtomicU64, &Room),
     mut down: Pin<&mut impl Future<Output = Result<(), Broken>>>,
@@ -161,7 +161,7 @@ async fn half_closed(
 
 /// Relays from the session to the agent, up to the client's end. Drops data once the connection is `over`.
 async fn up(
-    connections: &Connections,
+    connections: &AgentConnections,
     connect_id: i64,
     mut inbound: RecvStream,
     over: &AtomicBool,
@@ -272,7 +272,7 @@ mod tests {
         const LENGTH: usize = 100_000;
         let StreamPair { answer, mut stream, request, mut respond } = stream_pair().await;
         let (packets, mut sent) = mpsc::channel(8);
-        let connections = Arc::new(Connections::new(packets));
+        let connections = Arc::new(AgentConnections::new(packets));
         let (random, dialled) = connections.dial();
         connections.take(Packet::dial_response(random, Ok(1))).await;
         let opened = dialled.await.unwrap().unwrap();
@@ -306,7 +306,7 @@ mod tests {
         let StreamPair { answer: _answer, mut stream, request, mut respond } = stream_pair().await;
         let (packets, _unread) = mpsc::channel(1);
         packets.try_send(Ok(Packet::drain())).unwrap();
-        let connections = Connections::new(packets);
+        let connections = AgentConnections::new(packets);
         stream.send_reset(Reason::CANCEL);
         let dialled = dial(&connections, request.headers(), &mut respond);
         let dialled = tokio::time::timeout(DIAL * 6, dialled).await.expect("it waits for the agent");

@@ -23,7 +23,7 @@ use super::context::Context;
 use super::identity::{ByToken, by_token};
 use super::state::Agent;
 use crate::agent_port::attach::{self, Presented};
-use crate::agent_port::limits::Certified;
+use crate::agent_port::limits::CertifiedPlace;
 use crate::pki::{Credential, Refusal};
 use crate::session::Sessions;
 
@@ -136,7 +136,7 @@ fn hello(node: &NodeName, sessions: &Sessions, successor: bool) -> Hello {
 /// Attaches, and relays until either end has ended the session. An agent has a certificate, or it was let in `by_token`.
 async fn run(
     (context, peer, worker): (Arc<Context>, SocketAddr, Handle),
-    (presented, by_token, place): (Presented, Option<ByToken>, Certified),
+    (presented, by_token, place): (Presented, Option<ByToken>, CertifiedPlace),
     packets: Packets,
     incoming: Streaming<Packet>,
 ) -> Result<(), Status> {

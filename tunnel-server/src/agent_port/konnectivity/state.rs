@@ -9,7 +9,7 @@ use tonic::{Status, Streaming};
 use tunnel_link::konnectivity::{Packet, PacketType, Packets};
 use tunnel_link::proto::{AgentEvent, Hello, agent_event};
 
-use super::connections::Connections;
+use super::connections::AgentConnections;
 
 /// Time without connections before an agent is sent to another server.
 const QUIET: Duration = Duration::from_millis(100);
@@ -20,7 +20,7 @@ type Events = mpsc::Receiver<Result<AgentEvent, Status>>;
 
 #[derive(Debug)]
 pub(super) struct Agent {
-    pub(super) connections: Connections,
+    pub(super) connections: AgentConnections,
     /// None once the session should end.
     events: Mutex<Option<mpsc::Sender<Result<AgentEvent, Status>>>>,
     /// None once the session has taken it.
@@ -35,7 +35,7 @@ impl Agent {
         // The channel is new and has room.
         let _ = events.try_send(Ok(AgentEvent { event: Some(agent_event::Event::Hello(hello)) }));
         Self {
-            connections: Connections::new(packets),
+            connections: AgentConnections::new(packets),
             events: Mutex::new(Some(events)),
             event_stream: Mutex::new(Some(event_stream)),
             leaving: CancellationToken::new(),

@@ -10,7 +10,7 @@ use tunnel_runtime::net::Reach;
 use tunnel_runtime::text::printable;
 
 use crate::caller::{Authenticator, Refusal, Shown, ShownToken};
-use crate::kube::{Endpoint, ServiceEndpoints};
+use crate::cluster::{Cluster, Endpoint};
 use crate::listener::context::{OpenRequest, Reached};
 use crate::listener::direct;
 use crate::metrics::{Judgement, Permit};
@@ -18,7 +18,7 @@ use crate::policy::{Destination, Identity, Origin, Policy};
 
 /// Source of the endpoints of Services.
 pub(crate) enum Services {
-    Cluster(ServiceEndpoints),
+    Cluster(Arc<dyn Cluster>),
     /// The resolver of this host; without Kubernetes.
     Resolver,
 }
@@ -206,7 +206,7 @@ impl Gatekeeper {
 
     async fn endpoints(&self, name: &str, namespace: &str, port: u16) -> Result<Vec<Endpoint>, String> {
         match &self.services {
-            Services::Cluster(endpoints) => endpoints.of(name, namespace, port).await,
+            Services::Cluster(cluster) => cluster.endpoints(name, namespace, port).await,
             Services::Resolver => {
                 let host = format!("{name}.{namespace}");
                 let found = direct::resolve(&host, port).await.map_err(|error| format!("{host}: {error}"))?;

@@ -8,7 +8,7 @@ use tunnel_runtime::text::printable;
 
 use super::gatekeeper::{Denied, Gatekeeper, Permitted};
 use super::request::ProxyRequest;
-use crate::caller::{Shown, Token};
+use crate::caller::{BearerToken, Shown};
 use crate::listener::answer::Failure;
 use crate::listener::context::{ListenerContext, Reached};
 use crate::metrics::Permit;
@@ -34,7 +34,7 @@ impl Reception {
         let shown = match &request.token {
             // A workload is identified by its node, whatever token it shows.
             Some(_) if matches!(shown, Shown::Node(_)) => shown,
-            Some(token) => Shown::Token(Token::new(token)),
+            Some(token) => Shown::Token(BearerToken::new(token)),
             None => shown,
         };
         let exposed = (!secure).then_some("use this proxy as https://");

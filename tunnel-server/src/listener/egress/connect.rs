@@ -11,7 +11,7 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
 use tunnel_link::outcome::Outcome;
 use tunnel_runtime::text::printable;
 
-use super::dial::{Caller, Dialler};
+use super::dial::{Dialler, EgressClient};
 use super::halves::{Over, Writer, closed, hung_up};
 use crate::listener::answer::status_of;
 use crate::listener::preface::{PrefaceError, last_answer, read_preface, timed_out};
@@ -64,7 +64,7 @@ fn parse(read: &[u8]) -> Result<Option<ConnectRequest>, (StatusCode, String)> {
 /// Serves one connection from its head to its end.
 pub(super) async fn serve(
     dialler: &Dialler,
-    caller: &Caller,
+    caller: &EgressClient,
     mut read: impl AsyncRead + Unpin,
     mut write: impl Writer,
     watched: Arc<OwnedFd>,

@@ -8,12 +8,12 @@ use tunnel_routing::{NodeAddress, Resolved, Router, split_host};
 use tunnel_runtime::net::may_dial;
 use tunnel_runtime::text::printable;
 
-use crate::kube::Endpoint;
+use crate::cluster::Endpoint;
 use crate::listener::context::OpenRequest;
 
 /// Destination of a connection.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Destination {
+pub(super) enum EgressTarget {
     /// Through the tunnel of an edge node.
     Edge(OpenRequest),
     /// Dialled by this server: an address that it may dial, or a name that has to be resolved first.
@@ -22,8 +22,8 @@ pub(super) enum Destination {
 
 /// Result of resolving a destination.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Meant {
-    Known(Destination),
+pub(super) enum Resolution {
+    Known(EgressTarget),
     /// An address that is not on an edge node: it may be a Service's, or one that this server may dial.
     Elsewhere(SocketAddr),
 }
@@ -38,8 +38,8 @@ impl Direct {
     }
 
     /// Returns `None` if this server may not dial the address.
-    pub(super) fn destination(&self, address: SocketAddr, router: &Router) -> Option<Destination> {
-        self.allows(address, router).then(|| Destination::Direct(address.ip().to_string(), address.port()))
+    pub(super) fn destination(&self, address: SocketAddr, router: &Router) -> Option<EgressTarget> {
+        self.allows(address, router).then(|| EgressTarget::Direct(address.ip().to_string(), address.port()))
     }
 }
 
@@ -47,14 +47,16 @@ impl Direct {
 ///
 /// # Errors
 /// The text is not a host and a port, or the name is neither an edge node's nor one that this server may look up.
-pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Meant, String> {
+pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Resolution, String> {
     let (host, Some(port)) = split_host(text)? else {
         return Err(format!("{:?} is not a host and a port", printable(text, 100)));
     };
     match router.resolve(host) {
-        Resolved::Edge(found) | Resolved::Pod(found) => Ok(Meant::Known(through_tunnel(found, port, router))),
+        Resolved::Edge(found) | Resolved::Pod(found) => {
+            Ok(Resolution::Known(through_tunnel(found, port, router)))
+        }
         Resolved::Here(address) | Resolved::Elsewhere(address) => {
-            Ok(Meant::Elsewhere(SocketAddr::new(address, port)))
+            Ok(Resolution::Elsewhere(SocketAddr::new(address, port)))
         }
         Resolved::VirtualAddress(address) => Err(not_allowed(address)),
         Resolved::Service { .. } | Resolved::Unknown(_) if direct.0.is_empty() => Err(format!(
@@ -62,14 +64,14 @@ pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Meant
             printable(host, 100)
         )),
         Resolved::Service { .. } | Resolved::Unknown(_) => {
-            Ok(Meant::Known(Destination::Direct(host.to_owned(), port)))
+            Ok(Resolution::Known(EgressTarget::Direct(host.to_owned(), port)))
         }
         unclear @ (Resolved::Ambiguous { .. } | Resolved::WithoutAddress(_)) => Err(unclear.to_string()),
     }
 }
 
 /// Resolves an endpoint of a Service. Returns `None` if it cannot be reached.
-pub(super) fn of_endpoint(endpoint: &Endpoint, router: &Router, direct: &Direct) -> Option<Destination> {
+pub(super) fn of_endpoint(endpoint: &Endpoint, router: &Router, direct: &Direct) -> Option<EgressTarget> {
     let address = endpoint.address;
     match router.resolve_endpoint(address, endpoint.node.as_deref()) {
         Resolved::Edge(found) | Resolved::Pod(found) => Some(through_tunnel(found, address.port(), router)),
@@ -78,8 +80,8 @@ pub(super) fn of_endpoint(endpoint: &Endpoint, router: &Router, direct: &Direct)
     }
 }
 
-fn through_tunnel(found: NodeAddress, port: u16, router: &Router) -> Destination {
-    Destination::Edge(OpenRequest::to_port(found, port, router))
+fn through_tunnel(found: NodeAddress, port: u16, router: &Router) -> EgressTarget {
+    EgressTarget::Edge(OpenRequest::to_port(found, port, router))
 }
 
 pub(super) fn not_allowed(what: impl Display) -> String {
@@ -96,12 +98,12 @@ pub(super) mod tests {
     pub(in crate::listener) fn leads_at_egress(host: &str, port: u16, router: &Router) -> String {
         let anything = Direct(vec!["0.0.0.0/0".parse().unwrap(), "::/0".parse().unwrap()]);
         let found = find(&format!("{host}:{port}"), router, &anything).map(|meant| match meant {
-            Meant::Known(destination) => Some(destination),
-            Meant::Elsewhere(address) => anything.destination(address, router),
+            Resolution::Known(destination) => Some(destination),
+            Resolution::Elsewhere(address) => anything.destination(address, router),
         });
         match found {
-            Ok(Some(Destination::Edge(request))) => format!("{} {}", request.node, request.target),
-            Ok(Some(Destination::Direct(host, port))) => format!("direct {host}:{port}"),
+            Ok(Some(EgressTarget::Edge(request))) => format!("{} {}", request.node, request.target),
+            Ok(Some(EgressTarget::Direct(host, port))) => format!("direct {host}:{port}"),
             Ok(None) | Err(_) => "refused".to_owned(),
         }
     }

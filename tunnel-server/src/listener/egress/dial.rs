@@ -9,11 +9,11 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tunnel_link::outcome::Outcome;
 use tunnel_runtime::text::printable;
 
-use super::destination::{Destination, Direct, Meant, find, not_allowed, of_endpoint};
+use super::destination::{Direct, EgressTarget, Resolution, find, not_allowed, of_endpoint};
 use super::services::{ClusterServices, RequestedService};
 use crate::admission::Shares;
 use crate::caller::Certified;
-use crate::kube::Endpoint;
+use crate::cluster::Endpoint;
 use crate::listener::access_log::AccessLogGuard;
 use crate::listener::context::{Failed, ListenerContext, Reached};
 use crate::listener::direct;
@@ -24,7 +24,7 @@ pub(crate) const NAME: &str = "egress";
 
 /// The client that asks for a connection.
 #[derive(Clone, Debug)]
-pub(super) struct Caller {
+pub(super) struct EgressClient {
     /// Loopback, port 0, for a client of the Unix socket, which has no address.
     pub(super) address: SocketAddr,
     /// From its certificate, or its process's credentials from the kernel.
@@ -33,7 +33,7 @@ pub(super) struct Caller {
     pub(super) certified: Option<Arc<Certified>>,
 }
 
-impl Caller {
+impl EgressClient {
     fn noted_in(&self, record: &AccessLogGuard) {
         record.called_by(&self.name);
         if let Some(certified) = &self.certified {
@@ -65,9 +65,9 @@ const TRIED: usize = 3;
 
 /// Possible destinations of a connection.
 enum Choice {
-    One(Destination),
+    One(EgressTarget),
     /// The endpoints of a Service that can be reached, in the order in which they are tried, and all endpoints.
-    Service(RequestedService, Vec<(SocketAddr, Destination)>, Arc<[Endpoint]>),
+    Service(RequestedService, Vec<(SocketAddr, EgressTarget)>, Arc<[Endpoint]>),
 }
 
 /// A connection that is up. It is recorded when this is dropped.
@@ -82,7 +82,7 @@ impl Dialler {
     pub(super) async fn dial(
         &self,
         address: &str,
-        caller: &Caller,
+        caller: &EgressClient,
         gone: impl Future<Output = ()>,
     ) -> Result<Connected, Failed> {
         let mut gone = pin!(gone);
@@ -116,8 +116,8 @@ impl Dialler {
     async fn choose(&self, address: &str) -> Result<Choice, Failed> {
         let denied = |reason| Failed { outcome: Outcome::Denied, reason };
         let address = match find(address, &self.context.router, &self.direct).map_err(denied)? {
-            Meant::Known(destination) => return Ok(Choice::One(destination)),
-            Meant::Elsewhere(address) => address,
+            Resolution::Known(destination) => return Ok(Choice::One(destination)),
+            Resolution::Elsewhere(address) => address,
         };
         let direct = self.direct.destination(address, &self.context.router);
         if let Some(services) = &self.services {
@@ -153,20 +153,20 @@ impl Dialler {
     }
 
     /// Returns `None` if the endpoint cannot be reached.
-    fn endpoint(&self, endpoint: &Endpoint) -> Option<Destination> {
+    fn endpoint(&self, endpoint: &Endpoint) -> Option<EgressTarget> {
         of_endpoint(endpoint, &self.context.router, &self.direct)
     }
 
     async fn reach(
         &self,
-        destination: Destination,
-        caller: &Caller,
+        destination: EgressTarget,
+        caller: &EgressClient,
         gone: impl Future<Output = ()>,
     ) -> Result<Connected, Failed> {
         let mut gone = pin!(gone);
         let reached = match destination {
-            Destination::Edge(request) => Reached::Edge(request),
-            Destination::Direct(host, port) => {
+            EgressTarget::Edge(request) => Reached::Edge(request),
+            EgressTarget::Direct(host, port) => {
                 let target = tokio::select! {
                     biased;
                     target = self.look_up(&host, port) => target,
@@ -192,7 +192,7 @@ impl Dialler {
         }
     }
 
-    fn turned_away(&self, failed: Failed, caller: &Caller) -> Failed {
+    fn turned_away(&self, failed: Failed, caller: &EgressClient) -> Failed {
         let (client, caller, reason) = (caller.address, &caller.name, &failed.reason);
         self.context.metrics.turned_away(NAME);
         if self.context.metrics.warns_of(client.ip()) {

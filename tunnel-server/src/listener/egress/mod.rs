@@ -39,7 +39,7 @@ use crate::admission::{Share, Shares};
 use crate::caller::CallerTls;
 use authority::{Masked, PREFACE};
 use destination::Direct;
-use dial::{Caller, Dialler};
+use dial::{Dialler, EgressClient};
 use halves::{Over, Writer};
 
 pub use config::EgressConfig;
@@ -134,7 +134,7 @@ impl Egress {
     }
 
     fn receive_unix(&self, stream: UnixStream) {
-        let caller = Caller {
+        let caller = EgressClient {
             address: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
             name: stream.peer_cred().map_or_else(
                 |_| "a process".into(),
@@ -167,7 +167,7 @@ async fn receive_tls(
 ) -> Result<(), String> {
     let (stream, certified) = tls.accept(socket, false).await?;
     let name = certified.as_ref().map(|shown| tls::common_name(&shown.leaf)).unwrap_or_default();
-    let caller = Caller { address: client, name: name.into(), certified: certified.map(Arc::new) };
+    let caller = EgressClient { address: client, name: name.into(), certified: certified.map(Arc::new) };
     let (read, write, watched) = halves::of_tls(stream).map_err(|error| error.to_string())?;
     let shutdown = dialler.context.drain.shutdown().clone();
     let over = serve(dialler, caller, read, write, watched.clone()).await;
@@ -189,7 +189,7 @@ async fn receive_tls(
 /// Serves one connection of either protocol.
 async fn serve(
     dialler: Arc<Dialler>,
-    caller: Caller,
+    caller: EgressClient,
     mut read: impl AsyncRead + Unpin + Send + 'static,
     write: impl Writer,
     watched: Arc<OwnedFd>,

@@ -15,7 +15,7 @@ use tonic::{Request, Response, Status, Streaming};
 use tunnel_link::konnectivity::proxy_service_server::{ProxyService, ProxyServiceServer};
 use tunnel_link::konnectivity::{Connections, LARGEST_MESSAGE, Packet, Room};
 
-use super::dial::{Caller, Dialler};
+use super::dial::{Dialler, EgressClient};
 use super::halves::Over;
 use super::stream::{BOUNDS, CallerDialler};
 
@@ -54,7 +54,7 @@ impl ProxyService for CallerDialler {
 /// certificate, with which these end themselves.
 pub(super) async fn serve(
     dialler: Arc<Dialler>,
-    caller: Caller,
+    caller: EgressClient,
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
 ) -> Over {
     let shutdown = dialler.context.drain.shutdown().clone();

@@ -11,8 +11,7 @@ use tunnel_link::outcome::Outcome;
 
 use super::destination::not_allowed;
 use crate::caller::answer_cache::AnswerCache;
-use crate::kube::read::cluster_ips::{self, ClusterIps, ClusterService};
-use crate::kube::{DEADLINE, Endpoint, ServiceEndpoints};
+use crate::cluster::{Cluster, ClusterIps, ClusterService, Endpoint};
 use crate::listener::context::Failed;
 
 /// Time for which endpoints are used without asking again.
@@ -30,7 +29,7 @@ type Key = (Box<str>, SocketAddr);
 /// The Services of the cluster, and their endpoints.
 pub(crate) struct ClusterServices {
     services: watch::Receiver<ClusterIps>,
-    endpoints: ServiceEndpoints,
+    cluster: Arc<dyn Cluster>,
     answers: AnswerCache<Key, CachedEndpoints>,
 }
 
@@ -82,8 +81,8 @@ impl RequestedService {
 }
 
 impl ClusterServices {
-    pub(crate) fn new(services: watch::Receiver<ClusterIps>, endpoints: ServiceEndpoints) -> Self {
-        Self { services, endpoints, answers: AnswerCache::default() }
+    pub(crate) fn new(services: watch::Receiver<ClusterIps>, cluster: Arc<dyn Cluster>) -> Self {
+        Self { services, cluster, answers: AnswerCache::default() }
     }
 
     /// Returns the Service with this address, and its ready endpoints of the same address family, preferring those that
@@ -111,7 +110,7 @@ impl ClusterServices {
         if let Some(answer) = before.as_ref().filter(|answer| answer.is_fresh()) {
             return Ok(Some((wanted, answer.endpoints.clone())));
         }
-        let endpoints = match self.endpoints.ready(&service.name, &service.namespace, port).await {
+        let endpoints = match self.cluster.endpoints_by_name(&service.name, &service.namespace, port).await {
             Ok(endpoints) => some_of(endpoints, address.ip(), reached),
             Err(reason) => {
                 let Some(before) = before else { return Err(wanted.failed(Outcome::TimedOut, &reason)) };
@@ -127,10 +126,10 @@ impl ClusterServices {
     /// Asks for the Service that has an address which was not a Service's in the last update from the API server: that
     /// may be old, for example just after the API server has restarted.
     async fn ask(&self, address: IpAddr) -> Result<Option<Arc<ClusterService>>, Failed> {
-        match cluster_ips::ask(&self.endpoints.client, address, DEADLINE).await {
+        match self.cluster.service_at(address).await {
             Ok(found) => Ok(found),
             Err(error) if self.services.borrow().known => {
-                tracing::debug!(%address, %error, "failed to look up the Service of an address, assuming none");
+                tracing::debug!(%address, error, "failed to look up the Service of an address, assuming none");
                 Ok(None)
             }
             Err(error) => {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tunnel_link::konnectivity::{Bounds, Dial, Gone, Inbox, Outbox};
 
-use super::dial::{Caller, Connected, Dialler};
+use super::dial::{Connected, Dialler, EgressClient};
 use super::halves::LINGER;
 use crate::listener::context::Failed;
 
@@ -26,7 +26,7 @@ pub(super) const BOUNDS: Bounds = Bounds {
 #[derive(Clone)]
 pub(super) struct CallerDialler {
     pub(super) dialler: Arc<Dialler>,
-    pub(super) caller: Caller,
+    pub(super) caller: EgressClient,
 }
 
 #[tonic::async_trait]

@@ -342,7 +342,7 @@ async fn a_callers_connection_ends_with_its_certificate() {
     let direct = Direct(vec!["127.0.0.0/8".parse().unwrap()]);
     let dialler = Dialler { context, shares: Shares::new(10), direct, services: None };
     let (accepted, certified) = CallersCa::new().certified(6 * PATIENCE);
-    let caller = Caller {
+    let caller = EgressClient {
         address: ([127, 0, 0, 1], 40000).into(),
         name: "kube-apiserver".into(),
         certified: Some(certified),

@@ -13,11 +13,11 @@ use tunnel_routing::inventory::DEFAULT_KUBELET_PORT;
 use super::destination::{RequestTarget, parse_destination};
 use super::headers;
 use super::kinds::{Admission, MAX_HEAD};
+use super::permit::RequestPermit;
 use super::pods::Pods;
-use super::right::Right;
 use super::served::Served;
 use crate::caller::{
-    Access, Asker, Authenticator, Caller, Refusal, Reviewer, Shown, ShownToken, Token, bearer_token,
+    Access, Asker, Authenticator, BearerToken, Caller, Refusal, Reviewer, Shown, ShownToken, bearer_token,
     kubelet_accesses, other_accesses,
 };
 use crate::listener::answer::Failure;
@@ -36,11 +36,11 @@ pub(super) struct Admitted {
     /// True if the request's Authorization was for this server.
     pub(super) by_token: bool,
     /// `None` for a proxy's request, whose URL says all.
-    pub(super) on_edge: Option<Destination>,
+    pub(super) on_edge: Option<NodeTarget>,
 }
 
-/// Destination of a request.
-pub(super) struct Destination {
+/// Destination of a request: a node or a pod there.
+pub(super) struct NodeTarget {
     pub(super) node: NodeAddress,
     pub(super) target: SocketAddr,
     /// False if the client named node and target itself.
@@ -53,7 +53,7 @@ pub(super) struct Destination {
     accesses: Vec<Access>,
 }
 
-impl Destination {
+impl NodeTarget {
     fn request(&self) -> OpenRequest {
         let Self { node, target, .. } = self;
         match self.found {
@@ -83,7 +83,7 @@ impl Served {
         let permit = shown.map(|shown| {
             let (node, accesses) = (destination.node.node.clone(), destination.accesses.clone());
             let (reviewer, client) = (self.front.reviewer().cloned(), self.peer.client.ip());
-            Arc::new(Right { reviewer, shown, client, node, accesses }) as Arc<dyn Permit>
+            Arc::new(RequestPermit { reviewer, shown, client, node, accesses }) as Arc<dyn Permit>
         });
         Ok(Admitted {
             reached: Reached::Edge(destination.request()),
@@ -138,7 +138,7 @@ impl Served {
         // One connection may have many requests that wait for the answer, each with its head.
         let _place = self.shares.unauthenticated(client).map_err(|full| self.over_limit(&full))?;
         let caller = authenticator.caller_in_cluster(ShownToken { token, client, exposed }).await?;
-        Ok(Some((caller, Shown::Token(Token::new(token)))))
+        Ok(Some((caller, Shown::Token(BearerToken::new(token)))))
     }
 
     /// Resolves the node and the agent's target, if the caller may send this request there.
@@ -147,14 +147,14 @@ impl Served {
         caller: Option<&Caller>,
         method: &Method,
         wanted: &RequestTarget,
-    ) -> Result<Destination, Failure> {
+    ) -> Result<NodeTarget, Failure> {
         let named = wanted.named.as_deref();
         let host = self.context.router.resolve(named.unwrap_or(&wanted.host));
         match (host.on_edge(), &wanted.pod, &self.front.pods) {
             (Ok(node), ..) => {
                 let destination = self.at(node, wanted, named)?;
                 let accesses = self.admit(caller, method, wanted, &destination).await?;
-                Ok(Destination { accesses, ..destination })
+                Ok(NodeTarget { accesses, ..destination })
             }
             (Err(_), Some(pod), Some(pods)) if named.is_none() => {
                 self.at_pod(pods, pod, caller, method, wanted).await
@@ -172,7 +172,7 @@ impl Served {
         caller: Option<&Caller>,
         method: &Method,
         wanted: &RequestTarget,
-    ) -> Result<Destination, Failure> {
+    ) -> Result<NodeTarget, Failure> {
         let asker = Asker::new(caller, self.peer.client.ip());
         let found = pods.node_of(asker, namespace, pod).await?.and_then(|name| {
             self.context.router.snapshot().by_name(&name).ok_or_else(|| {
@@ -190,7 +190,7 @@ impl Served {
         }
         let node = found?;
         let target = SocketAddr::new(node.address, node.kubelet_port);
-        Ok(Destination { node, target, found: true, host: Some(target.to_string()), on_node: true, accesses })
+        Ok(NodeTarget { node, target, found: true, host: Some(target.to_string()), on_node: true, accesses })
     }
 
     fn at(
@@ -198,7 +198,7 @@ impl Served {
         node: NodeAddress,
         wanted: &RequestTarget,
         named: Option<&str>,
-    ) -> Result<Destination, Failure> {
+    ) -> Result<NodeTarget, Failure> {
         let router = &self.context.router;
         let (target, host) = match (wanted.dest, wanted.port) {
             (Some(dest), _) => (dest, Some(dest.to_string())),
@@ -219,7 +219,7 @@ impl Served {
             Some(dest) => dest.ip().is_loopback() || router.snapshot().names(&node.node, dest.ip()),
             None => !node.pod,
         };
-        Ok(Destination { node, target, found: wanted.dest.is_none(), host, on_node, accesses: Vec::new() })
+        Ok(NodeTarget { node, target, found: wanted.dest.is_none(), host, on_node, accesses: Vec::new() })
     }
 
     /// Checks that the caller may send this request. Returns the accesses of which it must have one.
@@ -228,7 +228,7 @@ impl Served {
         caller: Option<&Caller>,
         method: &Method,
         wanted: &RequestTarget,
-        destination: &Destination,
+        destination: &NodeTarget,
     ) -> Result<Vec<Access>, Failure> {
         let port = destination.target.port();
         let Some((caller, reviewer)) = self.judge(caller, port)? else { return Ok(Vec::new()) };

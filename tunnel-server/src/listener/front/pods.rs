@@ -1,35 +1,32 @@
-//! Looks up the node on which a pod runs, at the API server.
+//! Looks up the node on which a pod runs.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
-use k8s_openapi::api::core::v1::Pod;
-use kube::Api;
-use tunnel_kube::request;
 use tunnel_runtime::text::printable;
 
 use crate::caller::answer_cache::VerdictCache;
 use crate::caller::{Asker, Questions};
+use crate::cluster::Cluster;
 use crate::listener::answer::Failure;
 
 /// Time for which an answer is cached, also a negative one. A pod never moves, but another one of the same name may run
 /// elsewhere.
 const KEPT: Duration = Duration::from_secs(5);
-const DEADLINE: Duration = Duration::from_secs(4);
 /// Maximum length of a name in Kubernetes; longer ones are not asked for.
 const LONGEST: usize = 253;
 
 /// Looks up pods' nodes.
 pub(crate) struct Pods {
-    client: kube::Client,
+    cluster: Arc<dyn Cluster>,
     questions: Arc<Questions>,
     known: VerdictCache<(String, String), Arc<str>, Failure>,
 }
 
 impl Pods {
-    pub(crate) fn new(client: kube::Client, questions: Arc<Questions>) -> Self {
-        Self { client, questions, known: VerdictCache::new(KEPT, KEPT) }
+    pub(crate) fn new(cluster: Arc<dyn Cluster>, questions: Arc<Questions>) -> Self {
+        Self { cluster, questions, known: VerdictCache::new(KEPT, KEPT) }
     }
 
     /// Returns the name of the pod's node, or the reason why it has none: the pod does not exist, or is not scheduled
@@ -59,18 +56,16 @@ impl Pods {
         if let Some(known) = self.known.get(&key) {
             return Ok(known);
         }
-        let api = Api::<Pod>::namespaced(self.client.clone(), namespace);
-        let pod = request(DEADLINE, "reading Pod", name, api.get_opt(name)).await.map_err(|error| {
+        let node = self.cluster.node_of_pod(namespace, name).await.map_err(|error| {
             let reason = format!("the API server does not say where {} runs: {error}", shown());
             Failure::new(StatusCode::SERVICE_UNAVAILABLE, reason)
         })?;
-        let found: Result<Arc<str>, Failure> = match pod {
+        let found: Result<Arc<str>, Failure> = match node {
             None => Err(Failure::new(StatusCode::NOT_FOUND, format!("{} does not exist", shown()))),
-            Some(pod) => {
-                let node = pod.spec.and_then(|spec| spec.node_name).filter(|node| !node.is_empty());
-                node.map(Arc::from)
-                    .ok_or_else(|| Failure::bad_request(format!("{} runs on no node yet", shown())))
+            Some(node) if node.is_empty() => {
+                Err(Failure::bad_request(format!("{} runs on no node yet", shown())))
             }
+            Some(node) => Ok(node.into()),
         };
         self.known.put(key, found.clone());
         Ok(found)

@@ -12,7 +12,7 @@ use rustls_pki_types::ServerName;
 use tunnel_link::outcome::Outcome;
 use tunnel_runtime::error::chain;
 
-use super::admitted::{Admitted, Destination};
+use super::admitted::{Admitted, NodeTarget};
 use super::answer::{self, Reader, reader};
 use super::backend::{self, Tls};
 use super::body::{AnswerBody, Body, Exchange};
@@ -184,7 +184,7 @@ impl Served {
     }
 
     /// Returns the TLS settings for the target; `None` for plain HTTP.
-    fn tls(&self, destination: Option<&Destination>, h2: bool) -> Result<Option<Tls>, Failure> {
+    fn tls(&self, destination: Option<&NodeTarget>, h2: bool) -> Result<Option<Tls>, Failure> {
         let (Some(targets), Some(destination)) = (&self.front.targets, destination) else { return Ok(None) };
         if targets.is_plain(destination.target.port()) {
             return Ok(None);

@@ -70,7 +70,7 @@ impl Client {
 }
 
 struct Model {
-    connections: Arc<Connections>,
+    connections: Arc<AgentConnections>,
     from_agent: mpsc::UnboundedSender<Packet>,
     to_agent: mpsc::Receiver<Result<Packet, Status>>,
     dials: Vec<(i64, oneshot::Receiver<Result<Opened, String>>)>,
@@ -82,7 +82,7 @@ impl Model {
     fn new() -> Self {
         let (packets, to_agent) = mpsc::channel(4);
         let (from_agent, mut taken) = mpsc::unbounded_channel();
-        let connections = Arc::new(Connections::new(packets));
+        let connections = Arc::new(AgentConnections::new(packets));
         let reading = connections.clone();
         tokio::spawn(async move {
             while let Some(packet) = taken.recv().await {

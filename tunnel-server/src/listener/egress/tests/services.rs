@@ -7,8 +7,9 @@ use tokio_util::sync::DropGuard;
 use tunnel_kube::Health;
 
 use super::*;
-use crate::kube::read::cluster_ips::{self, ClusterIps};
-use crate::kube::{KubeOptions, ObjectNames, ServiceEndpoints};
+use crate::cluster::ClusterIps;
+use crate::kube::read::cluster_ips;
+use crate::kube::{KubeOptions, Lookups, ObjectNames};
 
 const SERVICES: &str = "/api/v1/namespaces/shop/services";
 const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/shop/endpointslices";
@@ -21,7 +22,7 @@ async fn open(api: &ApiServer) -> (Served, DropGuard) {
     let (followed, services) = tokio::sync::watch::channel(ClusterIps::default());
     let stop = CancellationToken::new();
     tokio::spawn(cluster_ips::run(client.clone(), Health::default(), followed, stop.clone()));
-    let services = ClusterServices::new(services, ServiceEndpoints::new(client));
+    let services = ClusterServices::new(services, Arc::new(Lookups::new(client)));
     (Served::open_with(Some(services), 1000).await, stop.drop_guard())
 }
 

@@ -9,7 +9,7 @@ use crate::caller::{Access, Refusal, Reviewer, Shown};
 use crate::metrics::{Judgement, Permit};
 
 /// The right by which a request was admitted.
-pub(super) struct Right {
+pub(super) struct RequestPermit {
     /// `None` without a cluster, where a certificate is enough.
     pub(super) reviewer: Option<Arc<Reviewer>>,
     pub(super) shown: Shown,
@@ -19,7 +19,7 @@ pub(super) struct Right {
     pub(super) accesses: Vec<Access>,
 }
 
-impl Right {
+impl RequestPermit {
     async fn ask(&self) -> Result<(), Refusal> {
         let caller = match (&self.shown, &self.reviewer) {
             (Shown::Certificate(caller, certified), _) => {
@@ -39,7 +39,7 @@ impl Right {
 }
 
 #[tonic::async_trait]
-impl Permit for Right {
+impl Permit for RequestPermit {
     fn asker(&self) -> Option<[u8; 32]> {
         self.reviewer.as_ref().map(|_| self.shown.digest())
     }
@@ -59,18 +59,18 @@ mod tests {
     use tunnel_kube::ClientSettings;
 
     use super::*;
-    use crate::caller::{Audiences, Token};
+    use crate::caller::{Audiences, BearerToken};
 
     /// Each reviewer remembers nothing yet, as after 30 s.
-    async fn right(server: &ApiServer) -> Right {
+    async fn right(server: &ApiServer) -> RequestPermit {
         let kubeconfig = server.kubeconfig();
         let connected = tunnel_kube::connect(Some(&kubeconfig), None, &ClientSettings::SERVER).await;
-        Right {
+        RequestPermit {
             reviewer: Some(Arc::new(Reviewer::new(
                 connected.unwrap().0,
                 Audiences::only("postern.internal"),
             ))),
-            shown: Shown::Token(Token::new("a-token")),
+            shown: Shown::Token(BearerToken::new("a-token")),
             client: [10, 0, 0, 1].into(),
             node: "edge-1".parse().unwrap(),
             accesses: vec![Access { verb: "create", subresource: "proxy" }],

@@ -1,43 +1,43 @@
-//! Looks up the endpoints of a Service while a caller waits.
+//! Looks up what a client waits for: a pod's node, a Service, its endpoints.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::Service;
+use k8s_openapi::api::core::v1::{Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::Api;
 use kube::api::ListParams;
 use tunnel_kube::request;
 
 use super::read::SERVICE_NAME;
+use super::read::cluster_ips::PartialService;
+use crate::cluster::{Cluster, ClusterService, Endpoint};
 
-/// Time limit for the API server while a caller waits.
-pub const DEADLINE: Duration = Duration::from_secs(4);
+/// Time limit for the API server.
+const DEADLINE: Duration = Duration::from_secs(4);
 
-/// Address of one endpoint of a Service's port.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Endpoint {
-    pub address: SocketAddr,
-    /// Node of the endpoint, if it has one.
-    pub node: Option<Box<str>>,
+/// Asks the API server.
+pub struct Lookups {
+    client: kube::Client,
 }
 
-/// Asks the API server for the endpoints of Services.
-#[derive(Clone)]
-pub struct ServiceEndpoints {
-    pub client: kube::Client,
-}
-
-impl ServiceEndpoints {
+impl Lookups {
     pub fn new(client: kube::Client) -> Self {
         Self { client }
     }
+}
 
-    /// Returns the ready endpoints of a Service's port.
-    ///
-    /// # Errors
-    /// If there is no such Service or port, it has no ready endpoint, or the API server does not answer.
-    pub async fn of(&self, name: &str, namespace: &str, port: u16) -> Result<Vec<Endpoint>, String> {
+#[tonic::async_trait]
+impl Cluster for Lookups {
+    async fn node_of_pod(&self, namespace: &str, name: &str) -> Result<Option<String>, String> {
+        let api = Api::<Pod>::namespaced(self.client.clone(), namespace);
+        let pod = request(DEADLINE, "reading Pod", name, api.get_opt(name)).await;
+        let pod = pod.map_err(|error| error.to_string())?;
+        Ok(pod.map(|pod| pod.spec.and_then(|spec| spec.node_name).unwrap_or_default()))
+    }
+
+    async fn endpoints(&self, name: &str, namespace: &str, port: u16) -> Result<Vec<Endpoint>, String> {
         let services = Api::<Service>::namespaced(self.client.clone(), namespace);
         let full_name = format!("{name}.{namespace}");
         let service = request(DEADLINE, "reading Service", &full_name, services.get_opt(name)).await;
@@ -50,18 +50,19 @@ impl ServiceEndpoints {
             return Err(format!("there is no Service {full_name} with a TCP port {port}"));
         };
         let wanted = of_service.name.as_deref().unwrap_or_default();
-        let found = self.ready(name, namespace, wanted).await?;
+        let found = self.endpoints_by_name(name, namespace, wanted).await?;
         if found.is_empty() {
             return Err(format!("the Service {full_name} has no ready endpoint"));
         }
         Ok(found)
     }
 
-    /// Returns the ready endpoints of the TCP port named `port`; empty if there are none.
-    ///
-    /// # Errors
-    /// If the API server does not answer.
-    pub async fn ready(&self, name: &str, namespace: &str, port: &str) -> Result<Vec<Endpoint>, String> {
+    async fn endpoints_by_name(
+        &self,
+        name: &str,
+        namespace: &str,
+        port: &str,
+    ) -> Result<Vec<Endpoint>, String> {
         let slices = Api::<EndpointSlice>::namespaced(self.client.clone(), namespace);
         let of_this = ListParams::default().labels(&format!("{SERVICE_NAME}={name}"));
         let full_name = format!("{name}.{namespace}");
@@ -89,6 +90,18 @@ impl ServiceEndpoints {
             }
         }
         Ok(found)
+    }
+
+    /// Finds a Service by its first cluster IP. Needs Kubernetes 1.31.
+    async fn service_at(&self, address: IpAddr) -> Result<Option<Arc<ClusterService>>, String> {
+        let api = Api::<PartialService>::all(self.client.clone());
+        let address = address.to_canonical();
+        let of_this = ListParams::default().fields(&format!("spec.clusterIP={address}"));
+        let object = address.to_string();
+        let found = request(DEADLINE, "finding the Service at", &object, api.list(&of_this)).await;
+        let found = found.map_err(|error| error.to_string())?;
+        let mut found = found.items.iter().filter_map(PartialService::cluster_service);
+        Ok(found.find(|service| service.addresses.contains(&address)).map(Arc::new))
     }
 }
 
