@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tokio::net::TcpStream;
 use tunnel_link::konnectivity::{Dial, Gone, Inbox, Outbox, in_words_of_go};
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{CopyError, Side, Traffic, copy, end_on_drop};
+use tunnel_link::relay::{Side, Traffic, copy};
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::net::lookup;
 use tunnel_runtime::text::printable;
@@ -90,16 +90,10 @@ impl Dial for ForServer {
         let traffic = Traffic::part_of(vec![shared.runtime.metrics.relayed.clone()]);
         let ended = tokio::select! {
             biased;
-            ended = copy(&mut socket, inbox, outbox, &traffic, Side::Agent) => ended.map_err(|error| match error {
-                CopyError::Client(error) => (Outcome::ClientReset, error.to_string()),
-                CopyError::Target(error) => (Outcome::TargetReset, error.to_string()),
-            }),
+            ended = copy(&mut socket, inbox, outbox, &traffic, Side::Agent) => ended,
             () = gone.wait() => Err((Outcome::ClientReset, "the server has ended the connection".to_owned())),
             () = shared.runtime.shutdown.forced() => Err((Outcome::Shutdown, "this agent stops".to_owned())),
         };
-        if ended.is_ok() {
-            end_on_drop(&socket);
-        }
         let outcome = ended.as_ref().map_or_else(|(outcome, _)| *outcome, |()| Outcome::Ok);
         shared.runtime.metrics.ended(outcome);
         tracing::debug!(

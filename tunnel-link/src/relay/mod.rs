@@ -16,7 +16,7 @@ mod stall;
 mod tcp;
 mod traffic;
 
-pub use copy::{CopyError, copy};
+pub use copy::copy;
 pub use error::{RelayError, Side};
 pub use forward::{Ended, Forward};
 pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};

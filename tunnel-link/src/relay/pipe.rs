@@ -18,7 +18,7 @@ use tokio::sync::SetOnce;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use super::copy::{CopyError, copy};
+use super::copy::copy;
 use super::error::{RelayError, Side};
 use super::pump::Pump;
 use super::socket::end_on_drop;
@@ -291,20 +291,11 @@ impl PipeEnd {
         let Self { io, shared } = self;
         let (mut read, mut write) = tokio::io::split(io);
         let copying = async {
-            let ended = tokio::select! {
+            tokio::select! {
                 biased;
                 (outcome, reason) = shared.abort.triggered() => Err((outcome, reason.to_owned())),
-                ended = copy(target, &mut read, &mut write, traffic, Side::Server) => {
-                    ended.map_err(|error| match &error {
-                        CopyError::Client(_) => (Outcome::ClientReset, error.to_string()),
-                        CopyError::Target(_) => (Outcome::TargetReset, error.to_string()),
-                    })
-                }
-            };
-            if ended.is_ok() {
-                end_on_drop(target);
+                ended = copy(target, &mut read, &mut write, traffic, Side::Server) => ended,
             }
-            ended
         };
         shared.relay(copying, over).await;
     }

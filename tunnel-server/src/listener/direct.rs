@@ -11,13 +11,13 @@ use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{
-    CopyError, Side, Totals, connect_target, copy, end_on_drop, lost, prepare_socket, reset_on_drop,
+    Side, Totals, connect_target, copy, end_on_drop, flushed, lost, prepare_socket, reset_on_drop,
 };
 use tunnel_runtime::net::lookup_holding;
 
 use super::access_log::AccessLogGuard;
 use super::context::Failed;
-use super::socket::{Faults, PrefixedSocket};
+use super::socket::PrefixedSocket;
 
 /// Maximum time to connect, the same as agents'.
 pub(super) const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
@@ -87,12 +87,11 @@ pub(super) async fn pump(
             aborted = abort.triggered() => aborted,
         }
     };
-    let ended = tokio::select! {
+    tokio::select! {
         biased;
-        ended = copy(&mut socket, read, write, &traffic, Side::Server) => ended.map_err(|error| match error {
-            CopyError::Client(error) => Failed { outcome: Outcome::ClientReset, reason: error.to_string() },
-            CopyError::Target(error) => Failed { outcome: Outcome::TargetReset, reason: error.to_string() },
-        }),
+        ended = copy(&mut socket, read, write, &traffic, Side::Server) => {
+            ended.map_err(|(outcome, reason)| Failed { outcome, reason })
+        }
         () = gone => Err(Failed {
             outcome: Outcome::ClientReset,
             reason: "the caller has gone".to_owned(),
@@ -101,11 +100,7 @@ pub(super) async fn pump(
             outcome,
             reason: if reason.is_empty() { "this server stops" } else { reason }.to_owned(),
         }),
-    };
-    if ended.is_ok() {
-        end_on_drop(&socket);
     }
-    ended
 }
 
 /// Relays a client's socket, after bytes that were already read from it.
@@ -116,14 +111,19 @@ pub(super) async fn relay(
     record: &AccessLogGuard,
 ) -> Result<(), Failed> {
     let client = Arc::new(client);
-    let (mut read, mut write) = split(PrefixedSocket::new(client.clone(), prefix, Faults::default()));
+    let (mut read, mut write) = split(PrefixedSocket::new(client.clone(), prefix));
     // Until both directions have ended well.
     reset_on_drop(&*client);
     // After the client's FIN the copy reads no more from it, so it does not see a reset.
     let gone = async { drop(lost(&client).await) };
-    pump(target, record, &mut read, &mut write, gone).await?;
-    end_on_drop(&*client);
-    Ok(())
+    let ended = pump(target, record, &mut read, &mut write, gone).await;
+    match &ended {
+        Ok(()) => end_on_drop(&*client),
+        // A reset discards unsent data.
+        Err(failed) if failed.outcome == Outcome::TargetReset => flushed(&*client).await,
+        Err(_) => {}
+    }
+    ended
 }
 
 #[cfg(test)]

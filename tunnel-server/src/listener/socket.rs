@@ -3,8 +3,7 @@
 use std::io;
 use std::net::Shutdown;
 use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf as _, Bytes};
@@ -17,26 +16,21 @@ use tunnel_link::relay::{PipeStatus, end_on_drop, flushed, lost, reset_on_drop};
 /// end of file for the end of the answer.
 #[derive(Clone, Debug)]
 pub(super) enum Faults {
-    Socket(Arc<AtomicBool>),
+    /// Weak, for [`Watched::into_socket`].
+    Socket(Weak<TcpStream>),
     Pipe(PipeStatus),
-}
-
-impl Default for Faults {
-    fn default() -> Self {
-        Self::Socket(Arc::default())
-    }
 }
 
 impl Faults {
     pub(super) fn report(&self) {
         match self {
-            Self::Socket(reported) => reported.store(true, Ordering::Relaxed),
+            Self::Socket(socket) => {
+                if let Some(socket) = socket.upgrade() {
+                    reset_on_drop(&*socket);
+                }
+            }
             Self::Pipe(pipe) => pipe.reset_on_drop(),
         }
-    }
-
-    pub(super) fn reported(&self) -> bool {
-        matches!(self, Self::Socket(reported) if reported.load(Ordering::Relaxed))
     }
 }
 
@@ -95,23 +89,14 @@ pub(super) struct PrefixedSocket {
     /// Shared with the task that waits for the socket to fail.
     socket: Arc<TcpStream>,
     prefix: Bytes,
-    faults: Faults,
 }
 
 impl PrefixedSocket {
     /// `socket` has been prepared by its listener.
-    pub(super) fn new(socket: Arc<TcpStream>, prefix: Bytes, faults: Faults) -> Self {
+    pub(super) fn new(socket: Arc<TcpStream>, prefix: Bytes) -> Self {
         // A connection between two requests ends with an end of file.
         end_on_drop(&*socket);
-        Self { socket, prefix, faults }
-    }
-}
-
-impl Drop for PrefixedSocket {
-    fn drop(&mut self) {
-        if self.faults.reported() {
-            reset_on_drop(&*self.socket);
-        }
+        Self { socket, prefix }
     }
 }
 

@@ -275,6 +275,8 @@ fn host_of(name: &str, port: u16) -> String {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use std::sync::Weak;
+
     use http::{Request, header};
 
     use super::*;
@@ -299,7 +301,7 @@ pub(super) mod tests {
         let client = SocketAddr::from(([127, 0, 0, 1], 1));
         let context = ListenerContext { router, ..ListenerContext::without_nodes() };
         let peer = Peer::new(client, None, None);
-        let served = Served::new(Arc::new(front), peer, Faults::default(), context, Shares::new(1));
+        let served = Served::new(Arc::new(front), peer, Faults::Socket(Weak::new()), context, Shares::new(1));
         let (head, ()) = Request::get("/").header(header::HOST, host).body(()).unwrap().into_parts();
         let wanted = parse_destination(&head)?;
         let found =

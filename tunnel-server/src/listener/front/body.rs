@@ -1,5 +1,6 @@
 //! Bodies on their way from the target to the client.
 
+use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -11,7 +12,7 @@ use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::PipeStatus;
 
 use crate::listener::access_log::AccessLogGuard;
-use crate::listener::socket::Faults;
+use crate::listener::socket::{Faults, Watched};
 
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// The body of an answer to the client.
@@ -47,9 +48,13 @@ impl Exchange {
     }
 
     /// Called when an upgraded connection broke at either end.
-    pub(super) fn severed(self, error: &dyn std::fmt::Display) {
+    pub(super) async fn severed(self, error: &io::Error, client: &Watched) {
         match self.pipe.failure() {
-            Some((outcome, _)) if outcome != Outcome::ClientReset => self.broken(error),
+            Some((outcome, _)) if outcome != Outcome::ClientReset => {
+                // A reset discards unsent data.
+                client.flushed().await;
+                self.broken(error);
+            }
             _ => {
                 self.faults.report();
                 self.abandoned();

@@ -54,10 +54,9 @@ impl Front {
         shares: &Shares,
         place: Option<Share>,
     ) -> Result<(), OpenError> {
-        let faults = Faults::default();
         let socket = Arc::new(socket);
-        let watched = Watched::Socket(socket.clone());
-        let socket = PrefixedSocket::new(socket, prefix, faults.clone());
+        let (watched, faults) = (Watched::Socket(socket.clone()), Faults::Socket(Arc::downgrade(&socket)));
+        let socket = PrefixedSocket::new(socket, prefix);
         let served = |certificate| {
             let peer = Peer::new(client, certificate, place);
             Served::new(self.clone(), peer, faults, context.clone(), shares.clone())
@@ -161,7 +160,7 @@ where
         let _ = tokio::time::timeout(FAREWELL, TokioIo::new(client).shutdown()).await;
     }
     let late = proxy && matches!(&ended, Err(error) if error.is_timeout());
-    let told = ended.as_ref().map_or_else(|error| late || error.is_parse(), |()| !served.faults.reported());
+    let told = ended.as_ref().map_or_else(|error| late || error.is_parse(), |()| true);
     // An upgraded connection goes on with its socket.
     if let Some(mut socket) = watched.into_socket().filter(|_| told) {
         let last = if late && served.front.tls.is_none() {
@@ -305,7 +304,7 @@ mod tests {
         let told = (came.clone(), gone.clone());
         tokio::spawn(async move {
             let watched = Arc::new(accepted);
-            let stream = PrefixedSocket::new(watched.clone(), Bytes::new(), Faults::default());
+            let stream = PrefixedSocket::new(watched.clone(), Bytes::new());
             let answer = |_| {
                 came.cancel();
                 let over: DropGuard = gone.clone().drop_guard();

@@ -40,7 +40,7 @@ impl Upgraded {
         match ended {
             Ok(_) => exchange.complete(),
             // The error does not tell which end it was. The pipe knows if it was the target's.
-            Err(error) => exchange.severed(&error),
+            Err(error) => exchange.severed(&error, &watched).await,
         }
     }
 }
