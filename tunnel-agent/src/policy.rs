@@ -13,14 +13,15 @@ use tokio::sync::watch;
 use tunnel_runtime::config::{PortSet, TargetNet, TargetRule};
 use tunnel_runtime::net::Reach;
 
+use crate::config::TargetConfig;
+
 /// Decides whether a target may be dialled.
 #[derive(Debug)]
 pub struct Policy {
     /// Empty: the node's own addresses and its pods on any port, and its loopback on those of the ports in `loopback`
     /// that the server names.
     rules: Vec<TargetRule>,
-    /// None: no port.
-    loopback: Option<PortSet>,
+    loopback: PortSet,
     addresses: watch::Receiver<Arc<Vec<IpAddr>>>,
     pods: Arc<ArcSwap<Vec<IpNet>>>,
     /// The agent's own admin port.
@@ -61,30 +62,20 @@ pub enum Denied {
 }
 
 impl Policy {
-    /// `rules` replace the default. `addresses` of the node and the ranges of its `pods` may change at any time.
+    /// `admin` is the agent's own `--admin-address`. `addresses` of the node and the ranges of its `pods` may change at
+    /// any time.
     pub fn new(
-        rules: Vec<TargetRule>,
+        targets: TargetConfig,
+        admin: Option<SocketAddr>,
         addresses: watch::Receiver<Arc<Vec<IpAddr>>>,
         pods: Arc<ArcSwap<Vec<IpNet>>>,
     ) -> Self {
-        Self { rules, loopback: None, addresses, pods, admin: None }
-    }
-
-    /// Sets `--loopback-ports`, the most that a server may open on loopback.
-    #[must_use]
-    pub fn with_loopback(self, ports: PortSet) -> Self {
-        Self { loopback: Some(ports), ..self }
+        Self { rules: targets.allow, loopback: targets.loopback, addresses, pods, admin }
     }
 
     /// True if a server may open the port on loopback.
     pub(crate) fn opens_loopback(&self, port: u16) -> bool {
-        self.loopback.as_ref().is_some_and(|ports| ports.contains(port))
-    }
-
-    /// Sets the agent's own `--admin-address`.
-    #[must_use]
-    pub fn with_admin(self, admin: Option<SocketAddr>) -> Self {
-        Self { admin, ..self }
+        self.loopback.contains(port)
     }
 
     /// True if the loopback ports that servers name count at all: only without rules.
@@ -189,10 +180,10 @@ mod tests {
     use proptest::prelude::*;
 
     fn policy(rules: &[&str], own: &[&str]) -> Policy {
-        let rules = rules.iter().map(|rule| rule.parse().unwrap()).collect();
+        let allow = rules.iter().map(|rule| rule.parse().unwrap()).collect();
+        let targets = TargetConfig { allow, loopback: "10266".parse().unwrap(), pods: false };
         let own: Vec<IpAddr> = own.iter().map(|ip| ip.parse().unwrap()).collect();
-        Policy::new(rules, watch::channel(Arc::new(own)).1, Arc::default())
-            .with_loopback("10266".parse().unwrap())
+        Policy::new(targets, None, watch::channel(Arc::new(own)).1, Arc::default())
     }
 
     fn check(policy: &Policy, target: &str) -> Result<(), Denied> {
@@ -203,7 +194,7 @@ mod tests {
     fn a_server_opens_no_loopback_port_beyond_the_agents_own_bound() {
         // All that a compromised server can say.
         let named: BTreeSet<u16> = (1..=u16::MAX).collect();
-        let bounded = |ports: &str| policy(&[], &["10.8.0.7"]).with_loopback(ports.parse().unwrap());
+        let bounded = |ports: &str| Policy { loopback: ports.parse().unwrap(), ..policy(&[], &["10.8.0.7"]) };
         let narrow = bounded("10266,8000-8099");
         for (target, expected) in [
             ("127.0.0.1:10266", Ok(())),
@@ -215,8 +206,6 @@ mod tests {
         ] {
             assert_eq!(narrow.check(target.parse().unwrap(), &named), expected, "{target}");
         }
-        let unbounded = Policy::new(Vec::new(), watch::channel(Arc::default()).1, Arc::default());
-        assert_eq!(unbounded.check("127.0.0.1:10266".parse().unwrap(), &named), Err(Denied::LoopbackBound));
         // The server has to name a port, too.
         assert_eq!(check(&bounded("*"), "127.0.0.1:22"), Err(Denied::Loopback));
     }
@@ -291,7 +280,7 @@ mod tests {
 
     #[test]
     fn an_admin_port_that_cannot_tell_servers_is_closed_to_them() {
-        let with_admin = |admin: &str| policy(&[], &[]).with_admin(Some(admin.parse().unwrap()));
+        let with_admin = |admin: &str| Policy { admin: Some(admin.parse().unwrap()), ..policy(&[], &[]) };
         let v4 = with_admin("127.0.0.1:10266");
         assert!(v4.is_admin("[::ffff:127.0.0.1]:10266".parse().unwrap()));
         assert!(!v4.is_admin("127.0.0.1:10267".parse().unwrap()));
@@ -305,7 +294,7 @@ mod tests {
     #[test]
     fn changes_of_the_nodes_addresses_count_immediately() {
         let addresses = watch::Sender::new(Arc::new(vec![IpAddr::from([10, 8, 0, 7])]));
-        let policy = Policy::new(Vec::new(), addresses.subscribe(), Arc::default());
+        let policy = Policy { addresses: addresses.subscribe(), ..policy(&[], &[]) };
         assert_eq!(check(&policy, "10.8.0.9:22"), Err(Denied::Foreign));
         addresses.send_replace(Arc::new(vec![IpAddr::from([10, 8, 0, 9])]));
         assert_eq!(check(&policy, "10.8.0.9:22"), Ok(()));
@@ -315,17 +304,16 @@ mod tests {
     #[test]
     fn the_nodes_pods_may_be_dialled() {
         let pods = Arc::new(ArcSwap::from_pointee(vec!["10.244.3.0/24".parse().unwrap()]));
-        let policy = Policy::new(Vec::new(), watch::Sender::default().subscribe(), Arc::clone(&pods));
-        assert_eq!(check(&policy, "10.244.3.9:8080"), Ok(()));
-        assert_eq!(check(&policy, "[::ffff:10.244.3.9]:8080"), Ok(()));
-        assert_eq!(check(&policy, "10.244.4.9:8080"), Err(Denied::Foreign));
+        let on_node = |rules: &[&str]| Policy { pods: pods.clone(), ..policy(rules, &[]) };
+        let default = on_node(&[]);
+        assert_eq!(check(&default, "10.244.3.9:8080"), Ok(()));
+        assert_eq!(check(&default, "[::ffff:10.244.3.9]:8080"), Ok(()));
+        assert_eq!(check(&default, "10.244.4.9:8080"), Err(Denied::Foreign));
         // Even a range of all addresses opens neither loopback nor link-local addresses.
         pods.store(Arc::new(vec!["0.0.0.0/0".parse().unwrap()]));
-        assert_eq!(check(&policy, "127.0.0.1:22"), Err(Denied::Loopback));
-        assert_eq!(check(&policy, "169.254.169.254:80"), Err(Denied::LinkLocal));
-        let ruled =
-            Policy::new(vec!["node:10250".parse().unwrap()], watch::Sender::default().subscribe(), pods);
-        assert_eq!(check(&ruled, "10.244.3.9:8080"), Err(Denied::NoRule));
+        assert_eq!(check(&default, "127.0.0.1:22"), Err(Denied::Loopback));
+        assert_eq!(check(&default, "169.254.169.254:80"), Err(Denied::LinkLocal));
+        assert_eq!(check(&on_node(&["node:10250"]), "10.244.3.9:8080"), Err(Denied::NoRule));
     }
 
     #[test]
@@ -405,8 +393,9 @@ mod tests {
                 .map(|(ip, bits, port)| format!("{}:{port}", IpNet::new(*ip, *bits).unwrap().trunc()).parse().unwrap())
                 .collect();
             let IpAddr::V4(v4) = address else { unreachable!() };
-            let policy = Policy::new(parsed.clone(), watch::channel(Arc::new(own.clone())).1, Arc::default())
-                .with_loopback(format!("1-{bound}").parse().unwrap());
+            let loopback = format!("1-{bound}").parse().unwrap();
+            let targets = TargetConfig { allow: parsed.clone(), loopback, pods: false };
+            let policy = Policy::new(targets, None, watch::channel(Arc::new(own.clone())).1, Arc::default());
             let ports = BTreeSet::from([loopback_port]);
             let class = |v4: std::net::Ipv4Addr| match v4.octets() {
                 [0, ..] | [224..=239, ..] | [255, 255, 255, 255] => 'n',

@@ -42,11 +42,9 @@ pub struct Runtime {
 impl Runtime {
     pub fn new(config: Config, places: Places, metrics: Metrics) -> Self {
         let (addresses, pods) = (watch::Sender::default(), Arc::<ArcSwap<_>>::default());
-        let targets = config.given.targets.clone();
-        let policy = Policy::new(targets.allow, addresses.subscribe(), pods.clone());
-        let policy = policy.with_admin(config.given.admin_address).with_loopback(targets.loopback);
+        let (targets, admin) = (config.given.targets.clone(), config.given.admin_address);
         Self {
-            policy: Arc::new(policy),
+            policy: Arc::new(Policy::new(targets, admin, addresses.subscribe(), pods.clone())),
             config: Arc::new(config),
             started: Instant::now(),
             metrics,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kube::Client;
 use tokio::sync::watch;
-use tunnel_kube::{ClientSettings, KubeError, connect_lasting};
+use tunnel_kube::{ClientSettings, connect_lasting};
 use tunnel_runtime::config::{ConfigError, HostPort};
 use tunnel_runtime::lifecycle::ReadyGuard;
 
@@ -26,13 +26,8 @@ impl Servers {
     pub(crate) async fn open(config: &Config) -> Result<Self, ConfigError> {
         let given = watch::Sender::new(Arc::new(config.servers.clone()));
         let Some(options) = config.kube.clone() else { return Ok(Self { api: None, given, found: None }) };
-        let made = connect_lasting(options.kubeconfig, options.namespace, ClientSettings::AGENT).await;
-        let (api, _) = made.map_err(|error| match error {
-            KubeError::Kubeconfig { path, reason } => {
-                ConfigError::new("--kubeconfig", path.display().to_string(), reason)
-            }
-            other => ConfigError::without_value("--kubeconfig", other.to_string()),
-        })?;
+        let (kubeconfig, namespace) = (options.kubeconfig, options.namespace);
+        let (api, _) = connect_lasting(kubeconfig, namespace, ClientSettings::AGENT).await?;
         let find = || Discovery::start(api.clone(), &options.service, &config.given.state_dir);
         let found = config.servers.is_empty().then(find);
         Ok(Self { api: Some(api), given, found })

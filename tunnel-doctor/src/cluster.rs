@@ -10,9 +10,9 @@ use k8s_openapi::api::authorization::v1::{
 use kube::api::PostParams;
 use kube::client::Body;
 use kube::{Api, Client};
+use tunnel_kube::request;
+use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::text::age;
-
-use tunnel_kube::{KubeError, request};
 
 use crate::{Checkup, Finding, Outcome, codes};
 
@@ -82,7 +82,7 @@ impl Right {
 /// Checks the API server of the client, and returns the client. `fix` says how there can be one.
 pub async fn connected(
     checkup: &mut Checkup,
-    connected: Result<(Client, String), KubeError>,
+    connected: Result<(Client, String), ConfigError>,
     fix: &str,
 ) -> Option<(Client, String)> {
     match connected {

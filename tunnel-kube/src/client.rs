@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -22,6 +22,7 @@ use kube::core::response::StatusDetails;
 use tower::util::MapResponseLayer;
 use tower::{BoxError, ServiceBuilder, service_fn};
 use tunnel_runtime::NodeName;
+use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::error::chain;
 use tunnel_runtime::net::lookup;
 use tunnel_runtime::text::printable;
@@ -61,21 +62,6 @@ impl ClientSettings {
     };
 }
 
-/// Reasons why a client cannot be made.
-#[derive(Debug, thiserror::Error)]
-pub enum KubeError {
-    #[error(
-        "--kubeconfig={}: {reason}; name a file with which `kubectl --kubeconfig {}` works",
-        path.display(),
-        path.display()
-    )]
-    Kubeconfig { path: PathBuf, reason: String },
-    #[error("this is not a pod with a service account: {reason}; {advice}")]
-    NotInCluster { reason: String, advice: &'static str },
-    #[error("{key}={value}: not the name of a namespace (at most 63 lower-case letters, digits and '-')")]
-    Namespace { key: &'static str, value: String },
-}
-
 /// Returns a client and the namespace of the objects. Without `kubeconfig` the client is configured as in a pod. Makes
 /// no request, so an API server that is down is no error here.
 ///
@@ -88,7 +74,7 @@ pub async fn connect(
     kubeconfig: Option<&Path>,
     namespace: Option<&str>,
     settings: &ClientSettings,
-) -> Result<(Client, String), KubeError> {
+) -> Result<(Client, String), ConfigError> {
     let pod = std::env::var("POD_NAMESPACE").ok();
     connect_from(kubeconfig, namespace, pod, settings).await
 }
@@ -112,11 +98,8 @@ async fn connect_from(
     namespace: Option<&str>,
     pod: Option<String>,
     settings: &ClientSettings,
-) -> Result<(Client, String), KubeError> {
-    let unusable = |reason| match kubeconfig {
-        Some(path) => KubeError::Kubeconfig { path: path.to_owned(), reason },
-        None => KubeError::NotInCluster { reason, advice: settings.advice },
-    };
+) -> Result<(Client, String), ConfigError> {
+    let unusable = |reason: String| unusable(kubeconfig, &reason, settings.advice);
     let (config, configured) = match kubeconfig {
         Some(path) => {
             let (config, namespace) = from_file(path).await.map_err(|error| unusable(chain(&error)))?;
@@ -132,6 +115,19 @@ async fn connect_from(
     let namespace = choose_namespace(namespace.map(str::to_owned), pod, configured)?;
     let client = build(config, &namespace, settings).map_err(|error| unusable(reason(&error)))?;
     Ok((client, namespace))
+}
+
+fn unusable(kubeconfig: Option<&Path>, reason: &str, advice: &str) -> ConfigError {
+    match kubeconfig.map(Path::display) {
+        Some(path) => {
+            let fix = format!("name a file with which `kubectl --kubeconfig {path}` works");
+            ConfigError::new("--kubeconfig", path.to_string(), format!("{reason}; {fix}"))
+        }
+        None => {
+            let reason = format!("this is not a pod with a service account: {reason}; {advice}");
+            ConfigError::without_value("--kubeconfig", reason)
+        }
+    }
 }
 
 /// Reads a kubeconfig. Also returns the namespace of the current context.
@@ -164,7 +160,7 @@ fn choose_namespace(
     flag: Option<String>,
     pod: Option<String>,
     configured: Option<String>,
-) -> Result<String, KubeError> {
+) -> Result<String, ConfigError> {
     let pod = pod.filter(|pod| !pod.is_empty());
     let (key, value) = match (flag, pod, configured) {
         (Some(flag), ..) => ("--namespace", flag),
@@ -173,7 +169,12 @@ fn choose_namespace(
         (None, None, None) => return Ok(DEFAULT_NAMESPACE.to_owned()),
     };
     let valid = value.len() <= 63 && !value.contains('.') && value.parse::<NodeName>().is_ok();
-    if valid { Ok(value) } else { Err(KubeError::Namespace { key, value }) }
+    if valid {
+        Ok(value)
+    } else {
+        let reason = "not the name of a namespace (at most 63 lower-case letters, digits and '-')";
+        Err(ConfigError::new(key, value, reason))
+    }
 }
 
 fn build(mut config: Config, namespace: &str, settings: &ClientSettings) -> Result<Client, kube::Error> {
@@ -252,6 +253,8 @@ pub fn reason(error: &kube::Error) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     const SKIP_VERIFY: &str = ", insecure-skip-tls-verify: true";
@@ -268,7 +271,7 @@ mod tests {
         path
     }
 
-    async fn open(path: &Path, namespace: Option<&str>) -> Result<(Client, String), KubeError> {
+    async fn open(path: &Path, namespace: Option<&str>) -> Result<(Client, String), ConfigError> {
         connect_from(Some(path), namespace, None, &ClientSettings::AGENT).await
     }
 
@@ -355,11 +358,10 @@ mod tests {
     #[test]
     fn outside_a_pod_the_error_says_what_to_do() {
         let missing = InClusterError::ReadEnvironmentVariable(std::env::VarError::NotPresent);
-        let error =
-            KubeError::NotInCluster { reason: in_cluster(&missing), advice: ClientSettings::SERVER.advice };
+        let error = unusable(None, &in_cluster(&missing), ClientSettings::SERVER.advice);
         assert_eq!(
             error.to_string(),
-            "this is not a pod with a service account: $KUBERNETES_SERVICE_HOST and $KUBERNETES_SERVICE_PORT are not \
+            "--kubeconfig: this is not a pod with a service account: $KUBERNETES_SERVICE_HOST and $KUBERNETES_SERVICE_PORT are not \
              set; run it as one, or name a cluster with --kubeconfig FILE, or run standalone with --inventory FILE"
         );
     }

@@ -10,9 +10,10 @@ use kube::client::Body;
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::time::Instant;
+use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::log_once::LogOnce;
 
-use crate::client::{ClientSettings, KubeError, connect};
+use crate::client::{ClientSettings, connect};
 
 /// Minimum time between two reads of the file, which may name a program that makes the credentials.
 const AGAIN: Duration = Duration::from_secs(10);
@@ -31,7 +32,7 @@ pub async fn connect_lasting(
     kubeconfig: Option<PathBuf>,
     namespace: Option<String>,
     settings: ClientSettings,
-) -> Result<(Client, String), KubeError> {
+) -> Result<(Client, String), ConfigError> {
     connect_reading(kubeconfig, namespace, settings, AGAIN).await
 }
 
@@ -40,7 +41,7 @@ async fn connect_reading(
     namespace: Option<String>,
     settings: ClientSettings,
     again: Duration,
-) -> Result<(Client, String), KubeError> {
+) -> Result<(Client, String), ConfigError> {
     let (good, found) = connect(kubeconfig.as_deref(), namespace.as_deref(), &settings).await?;
     let (unusable, due) = (LogOnce::default(), None);
     let state = State { good, due, reading: false, unusable, renewed: None };

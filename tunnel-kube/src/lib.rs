@@ -10,7 +10,7 @@ mod request;
 
 use kube::api::{PatchParams, PostParams};
 
-pub use client::{ClientSettings, KubeError, api_server_address, connect, reason};
+pub use client::{ClientSettings, api_server_address, connect, reason};
 pub use follow::{FollowSettings, Signal, follow, named};
 pub use followed::{Followed, FollowedSet};
 pub use health::{Health, WatchHealth};

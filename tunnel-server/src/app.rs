@@ -26,7 +26,7 @@ use tunnel_runtime::takeover::Copies;
 
 pub use self::running::{Running, Said};
 use self::source::Source;
-use crate::config::{Config, NodeSource};
+use crate::config::Config;
 use crate::listen::{ADMIN, Files, Listeners};
 use crate::pki::{Lifetimes, PkiMetrics, ServerFile, agent_addresses};
 use crate::runtime::Runtime;
@@ -55,7 +55,6 @@ struct Registered {
     registry: Arc<Registry>,
     pki: PkiMetrics,
     identity: IdentityMetrics,
-    files: FileMetrics,
 }
 
 struct Sockets {
@@ -97,7 +96,7 @@ pub async fn build(mut config: Config, log: logging::Handle) -> anyhow::Result<B
     register_stalled(postern);
     register_limits(postern);
     register_role(postern, config.role());
-    let router = Arc::new(Router::new(config.router(Source::api_server(&config.source()).await), postern));
+    let router = Arc::new(Router::new(config.router(Source::api_server(&config).await), postern));
     if config.redirect.edge_addresses.is_empty() {
         tracing::warn!(
             fix = "name the networks of edge nodes with --edge-addresses",
@@ -148,7 +147,7 @@ pub async fn build(mut config: Config, log: logging::Handle) -> anyhow::Result<B
         runtime,
         lifetimes,
         source,
-        metrics: Registered { registry, pki, identity, files: file_metrics },
+        metrics: Registered { registry, pki, identity },
         sockets: Sockets { listeners, files, copies, open_files },
         starting,
         admin,
@@ -213,7 +212,7 @@ impl Bound {
         let Some(identity) = self.identity(&said, &shutdown).await? else { return Ok(()) };
         let drain_timeout = self.config.process.drain_timeout;
         // A kubelet would start it again.
-        let ends_when_passed = matches!(self.config.source(), NodeSource::File(_));
+        let ends_when_passed = self.config.nodes.inventory.is_some();
         self.serve(said, identity).await.run(shutdown, drain_timeout, ends_when_passed).await
     }
 }

@@ -6,7 +6,6 @@ pub mod agent_port;
 pub mod app;
 pub mod caller;
 pub mod cli;
-pub mod cluster;
 pub mod config;
 pub mod doctor;
 pub mod inventory;

@@ -20,6 +20,7 @@ fn bad_configuration_is_64() {
     for (args, part) in [
         (&[][..], "tunnel-server: --kubeconfig: this is not a pod with a service account: "),
         (&["--kubeconfig=/nowhere"], "tunnel-server: --kubeconfig=/nowhere: "),
+        (&["ca", "status", "--kubeconfig=/nowhere"], "tunnel-server: --kubeconfig=/nowhere: "),
         (
             &["--inventory=x", "--agent-port=70000"],
             "invalid value '70000' for '--agent-port <PORT>': not a port; ",

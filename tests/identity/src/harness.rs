@@ -20,7 +20,6 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio_rustls::{TlsConnector, client::TlsStream};
-use tonic::service::Routes;
 use tonic::transport::{Channel, Endpoint};
 use tower::Service;
 use tunnel_agent::reach::Reach;
@@ -28,7 +27,6 @@ use tunnel_link::proto::enrollment_client::EnrollmentClient;
 use tunnel_pki::enrol::{EnrollConfig, EnrollError, ensure_identity};
 use tunnel_pki::{ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, Holder, agent_tls, refusal, server_name};
 use tunnel_runtime::NodeName;
-use tunnel_server::agent_port::{enroll_routes, for_client};
 use tunnel_server::pki::{
     Ca, EnrollPolicy, EnrollService, KnownNodes, Lifetimes, PkiMetrics, Revocations, ServerCertificate,
     ServerNames, Standing, TokenStore,
@@ -117,7 +115,6 @@ impl TestServer {
         let (nodes, known) = watch::channel(None);
         let policy = EnrollPolicy { standing: Standing::new(revocations.subscribe(), known, true), tokens };
         let service = EnrollService::new(certificate.ca.clone(), ca.state_dir(), policy, metrics.clone());
-        let routes = enroll_routes(service);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let (lose_answers, refused) = (Arc::new(AtomicUsize::new(0)), Arc::<Mutex<Vec<String>>>::default());
@@ -126,10 +123,10 @@ impl TestServer {
         let accept = tokio::spawn(async move {
             while let Ok((stream, peer)) = listener.accept().await {
                 let acceptor = tls.acceptor();
-                let (routes, lose, refusals) = (routes.clone(), Arc::clone(&lose), Arc::clone(&refusals));
+                let (service, lose, refusals) = (service.clone(), Arc::clone(&lose), Arc::clone(&refusals));
                 tokio::spawn(async move {
                     match acceptor.accept(stream).await {
-                        Ok(stream) => serve(stream, peer, routes, lose).await,
+                        Ok(stream) => serve(stream, peer, service, lose).await,
                         Err(error) => {
                             let reason = refusal(&error).map_or(error.to_string(), ToString::to_string);
                             refusals.lock().unwrap().push(reason);
@@ -197,7 +194,7 @@ pub(crate) async fn enroll(config: &EnrollConfig) -> Result<AgentIdentity, Enrol
 async fn serve(
     mut stream: tokio_rustls::server::TlsStream<TcpStream>,
     peer: SocketAddr,
-    routes: Routes,
+    service: EnrollService,
     lose: Arc<AtomicUsize>,
 ) {
     let session = stream.get_ref().1;
@@ -212,7 +209,7 @@ async fn serve(
         return;
     }
     assert_eq!(session.alpn_protocol(), Some(ALPN_GRPC));
-    let service = for_client(routes, peer, certificate);
+    let service = service.for_client(peer.ip(), certificate);
     let service = service_fn(move |request: hyper::Request<Incoming>| {
         let (mut service, lose) = (service.clone(), Arc::clone(&lose));
         async move {

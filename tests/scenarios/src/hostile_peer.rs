@@ -122,10 +122,10 @@ impl HostileAgent {
             ..Hello::default()
         };
         let service = Service { hello, behaviour, observed: Arc::clone(&observed) };
-        let routes = tonic::service::Routes::new(AgentServer::new(service)).prepare();
+        let service = TowerToHyperService::new(AgentServer::new(service));
         let connection = tokio::spawn(async move {
             let http2 = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
-            let served = http2.serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes)).await;
+            let served = http2.serve_connection(TokioIo::new(stream), service).await;
             println!("hostile agent: connection ended: {served:?}");
         });
         Self { observed, connection }

@@ -7,7 +7,7 @@ use tunnel_doctor::{Asked, Examine, Report, bad_flags, parse_flags};
 use tunnel_runtime::config::value::ListenAddress;
 
 use super::Cli;
-use crate::config::Flags;
+use crate::config::{Flags, proxy_of_environment};
 use crate::doctor;
 use crate::status::AgentStatus;
 
@@ -27,7 +27,9 @@ impl Examine for ExamineFlags {
     }
 
     async fn examine(&self, running: &Asked<AgentStatus>) -> (Report, PathBuf) {
-        let flags = flags_of(running).unwrap_or_else(|| self.run.clone());
+        let flags = running.as_ref().ok().and_then(|running| running.flags.as_deref());
+        let flags = flags.and_then(|flags| flags_of(flags, proxy_of_environment()));
+        let flags = flags.unwrap_or_else(|| self.run.clone());
         let state_dir = flags.state_dir.clone();
         let report = match flags.config(Vec::new()) {
             Ok(config) => doctor::examine(&config, running).await,
@@ -37,13 +39,26 @@ impl Examine for ExamineFlags {
     }
 }
 
-/// The flags of a running agent. They lack the proxy's password, but this process may have the proxy from the same
-/// environment.
-fn flags_of(running: &Asked<AgentStatus>) -> Option<Flags> {
-    let flags = running.as_ref().ok()?.flags.as_deref()?;
-    let from_environment = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"]
-        .iter()
-        .any(|name| std::env::var_os(name).is_some_and(|value| !value.is_empty()));
-    let flags = flags.iter().filter(|flag| !(from_environment && flag.starts_with("--proxy=")));
+/// The flags of a running agent. They lack the password of its proxy. `environment`: this process's own has that proxy, with
+/// its password.
+fn flags_of(flags: &[String], environment: Option<String>) -> Option<Flags> {
+    let known = environment.map(|proxy| format!("--proxy={proxy}"));
+    let flags = flags.iter().filter(|flag| Some(*flag) != known.as_ref());
     parse_flags::<Cli>(flags).map(|cli| cli.run)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_running_agents_proxy_counts() {
+        let kept = |proxy: &str| {
+            let flags = ["--server=a:1", "--node-name=edge-1", proxy].map(str::to_owned);
+            let flags = flags_of(&flags, Some("http://b:2".to_owned())).unwrap();
+            flags.config(Vec::new()).unwrap().flags.iter().any(|flag| flag == proxy)
+        };
+        assert!(kept("--proxy=none") && kept("--proxy=http://c:3"));
+        assert!(!kept("--proxy=http://b:2"), "the environment's has the password");
+    }
 }

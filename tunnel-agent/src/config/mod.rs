@@ -328,6 +328,11 @@ fn proxy(
     proxy.map(Some).map_err(|reason| ConfigError::without_value(key, reason))
 }
 
+/// The proxy that this process's environment names, without its password.
+pub(crate) fn proxy_of_environment() -> Option<String> {
+    proxy(None, |name| std::env::var(name).ok()).ok()?.map(|proxy| proxy.to_string())
+}
+
 fn servers(value: &str) -> Result<List<HostPort>, String> {
     let servers: List<HostPort> = value::list(value)?;
     // YurtTunnel's chart leaves the value of --tunnelserver-addr empty.

@@ -72,11 +72,11 @@ pub(super) async fn check(
             Err(None) => {}
         }
     }
-    let trust = if trusted.is_some() { "and is trusted" } else { "; which CA to trust is not known yet" };
+    let trust = if trusted.is_some() { " and is trusted" } else { "; which CA to trust is not known yet" };
     if faults.is_empty() && fine.is_empty() {
         checkup.add("servers", Outcome::Skipped("`names` is broken".to_owned()));
     } else {
-        checkup.add("servers", Outcome::of(faults, format!("{} answers {trust}", fine.join(", "))));
+        checkup.add("servers", Outcome::of(faults, format!("{} answers{trust}", fine.join(", "))));
     }
     own
 }

@@ -129,7 +129,7 @@ impl Seen {
                 }
                 servers => Ok(servers),
             },
-            Err(error) => Err(error.to_string()),
+            Err(error) => Err(error),
         })
     }
 

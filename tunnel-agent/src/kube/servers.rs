@@ -22,32 +22,16 @@ pub enum Found {
     Nodes(u16),
 }
 
-/// Reasons why a Service does not lead to servers.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NoServers {
-    #[error("it has no port named {PORT:?}")]
-    NoPort,
-    #[error("its load balancer has no address yet")]
-    NoIngress,
-    #[error("its port {PORT:?} has no nodePort yet")]
-    NoNodePort,
-    #[error("its annotation {EXTERNAL_ADDRESS}: {0:?} is not HOST:PORT[,HOST:PORT…]")]
-    Annotation(String),
-    #[error("it has no cluster IP, and no annotation {EXTERNAL_ADDRESS}: HOST:PORT")]
-    NoClusterIp,
-    #[error("its type is {0}; use LoadBalancer, NodePort or ClusterIP")]
-    Type(String),
-}
-
 /// Finds the servers of a Service.
 ///
 /// # Errors
 /// Names the missing part.
-pub fn of_service(service: &Service) -> Result<Found, NoServers> {
+pub fn of_service(service: &Service) -> Result<Found, String> {
     let spec = service.spec.clone().unwrap_or_default();
     let ports = spec.ports.unwrap_or_default();
-    let port = agents_port(&ports).ok_or(NoServers::NoPort)?;
-    let number = u16::try_from(port.port).map_err(|_| NoServers::NoPort)?;
+    let no_port = || format!("it has no port named {PORT:?}");
+    let port = agents_port(&ports).ok_or_else(no_port)?;
+    let number = u16::try_from(port.port).map_err(|_| no_port())?;
     match spec.type_.as_deref().unwrap_or("ClusterIP") {
         "LoadBalancer" => {
             let ingress =
@@ -58,36 +42,41 @@ pub fn of_service(service: &Service) -> Result<Found, NoServers> {
                 .flat_map(|entry| [entry.ip.as_deref(), entry.hostname.as_deref()]);
             let servers: BTreeSet<_> = hosts.flatten().filter_map(|host| host_port(host, number)).collect();
             match servers.is_empty() {
-                true => Err(NoServers::NoIngress),
+                true => Err("its load balancer has no address yet".to_owned()),
                 false => Ok(Found::Servers(servers.into_iter().collect())),
             }
         }
         "NodePort" => {
             let port = port.node_port.and_then(|port| u16::try_from(port).ok()).filter(|port| *port != 0);
-            port.map(Found::Nodes).ok_or(NoServers::NoNodePort)
+            port.map(Found::Nodes).ok_or_else(|| format!("its port {PORT:?} has no nodePort yet"))
         }
         "ClusterIP" => {
             let annotations = service.metadata.annotations.as_ref();
             let given = annotations.and_then(|known| known.get(EXTERNAL_ADDRESS)).map(|given| given.trim());
             if let Some(given) = given.filter(|given| !given.is_empty()) {
+                let malformed = |text: &str| {
+                    let shown: String = text.chars().take(100).collect();
+                    format!("its annotation {EXTERNAL_ADDRESS}: {shown:?} is not HOST:PORT[,HOST:PORT…]")
+                };
                 let mut servers = Vec::new();
                 for entry in given.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
                     let server = entry.parse().ok().or_else(|| host_port(entry, number));
-                    let server =
-                        server.ok_or_else(|| NoServers::Annotation(entry.chars().take(100).collect()))?;
+                    let server = server.ok_or_else(|| malformed(entry))?;
                     if !servers.contains(&server) {
                         servers.push(server);
                     }
                 }
                 return match servers.is_empty() {
-                    true => Err(NoServers::Annotation(given.chars().take(100).collect())),
+                    true => Err(malformed(given)),
                     false => Ok(Found::Servers(servers)),
                 };
             }
             let server = spec.cluster_ip.as_deref().and_then(|ip| host_port(ip, number));
-            server.map(|server| Found::Servers(vec![server])).ok_or(NoServers::NoClusterIp)
+            server.map(|server| Found::Servers(vec![server])).ok_or_else(|| {
+                format!("it has no cluster IP, and no annotation {EXTERNAL_ADDRESS}: HOST:PORT")
+            })
         }
-        other => Err(NoServers::Type(other.to_owned())),
+        other => Err(format!("its type is {other}; use LoadBalancer, NodePort or ClusterIP")),
     }
 }
 
@@ -142,7 +131,7 @@ mod tests {
                 Ok(servers.iter().map(ToString::to_string).collect::<Vec<_>>().join(","))
             }
             Ok(Found::Nodes(port)) => Ok(format!("nodes:{port}")),
-            Err(error) => Err(error.to_string()),
+            Err(error) => Err(error),
         }
     }
 

@@ -15,6 +15,7 @@ use tunnel_link::link::MAX_LINKS;
 use tunnel_pki::enrol::{Refusals, Refused};
 use tunnel_pki::{ALPN_TUNNEL, AgentIdentity, agent_tls};
 use tunnel_runtime::backoff::{Backoff, jittered};
+use tunnel_runtime::live::Live;
 use tunnel_runtime::log_once::LogOnce;
 
 use super::additional;
@@ -26,7 +27,6 @@ use super::session_end::{Refusal, SessionEnd};
 use super::shared::Shared;
 use super::state::{SessionPhase, SessionState};
 use super::successor;
-use super::unended::{Epochs, Unended};
 use crate::reach::Server;
 
 /// Minimum pause after a failure.
@@ -123,7 +123,7 @@ pub struct LinkLoop {
     /// [`SessionState::superseded`] of the session with a stopping server, until the next session is in use.
     outgoing: Mutex<Option<CancellationToken>>,
     /// Epochs of the sessions that have not ended.
-    unended: Epochs,
+    unended: Arc<Live<u64>>,
     /// Cancelled when the agent drains or leaves the server.
     leaving: CancellationToken,
 }
@@ -138,7 +138,7 @@ impl LinkLoop {
             observed: Mutex::default(),
             yielded: Mutex::default(),
             outgoing: Mutex::default(),
-            unended: Epochs::default(),
+            unended: Arc::default(),
             leaving,
         })
     }
@@ -341,8 +341,8 @@ impl LinkLoop {
             Err(error) => return SessionEnd::Connect(error),
         };
         let (asked, mut wanted) = mpsc::channel(MAX_LINKS as usize);
-        let unended = Unended::new(&self.unended, epoch);
-        let epochs = (epoch, unended.earlier());
+        let epochs = (epoch, self.unended.all().iter().map(|earlier| **earlier).collect());
+        let unended = self.unended.enter(epoch);
         let leaving = self.leaving.child_token();
         let state = SessionState::first(self.shared.clone(), &self.server, epochs, path, asked, leaving);
         let state = Arc::new(state);

@@ -18,7 +18,6 @@ mod session_end;
 mod shared;
 mod state;
 mod successor;
-mod unended;
 
 pub use link_loop::{LinkLoop, LinkPhase, LinkStatus};
 pub use link_metrics::register_links;

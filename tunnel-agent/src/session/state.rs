@@ -13,6 +13,7 @@ use tunnel_link::link;
 use tunnel_link::proto::{AgentEvent, Load, agent_event};
 use tunnel_link::relay::{Abort, Relay, Side, StallBound, Traffic};
 use tunnel_pki::enrol::Announced;
+use tunnel_runtime::live::{Live, Present};
 
 use super::connect::Path;
 use super::session_end::Refusal;
@@ -65,28 +66,16 @@ pub(super) struct Common {
     /// On all links.
     pub(super) connections: Arc<Busy>,
     /// Numbers of additional links that are connecting or connected.
-    additional: Mutex<BTreeSet<u32>>,
+    additional: Arc<Live<u32>>,
 }
 
 impl Common {
     /// Reserves the number of an additional link until it is dropped. `None` if it is in use, or not one that a server
-    /// may ask for.
-    pub(super) fn place(self: &Arc<Self>, number: u32) -> Option<Place> {
+    /// may ask for. Only the session's own task calls this: two calls at once might reserve the same number.
+    pub(super) fn place(&self, number: u32) -> Option<Present<u32>> {
         let asked = (1..link::MAX_LINKS).contains(&number);
-        let free = asked && self.additional.lock().insert(number);
-        free.then(|| Place { common: self.clone(), number })
-    }
-}
-
-/// The reserved number of an additional link. Dropping it frees it.
-pub(super) struct Place {
-    common: Arc<Common>,
-    number: u32,
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.common.additional.lock().remove(&self.number);
+        let free = asked && self.additional.all_that(|used| *used == number).is_empty();
+        free.then(|| self.additional.enter(number))
     }
 }
 
@@ -126,7 +115,7 @@ impl SessionState {
             stalls: StallBound::new(link::AGENT_STALL_BYTES, link::STREAM_WINDOW as usize),
             loopback_ports: ArcSwap::default(),
             connections: Arc::default(),
-            additional: Mutex::default(),
+            additional: Arc::default(),
         };
         Self {
             stop: shared.runtime.shutdown.forced_token().child_token(),
@@ -249,7 +238,7 @@ impl SessionState {
 
     /// Number of links of the session, connected or connecting.
     pub(super) fn links(&self) -> usize {
-        1 + self.common.additional.lock().len()
+        1 + self.common.additional.all().len()
     }
 
     /// Hands a trust bundle over to be installed.

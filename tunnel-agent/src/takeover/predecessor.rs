@@ -56,7 +56,7 @@ pub async fn take_over(
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
             tracing::warn!(pid, "no answer from the agent before, going on beside it");
         }
-        Err(error) => tracing::warn!(pid, %error, "failed to take over, the agent before has ended"),
+        Err(error) => tracing::warn!(pid, %error, "failed to take over from the agent before, going on"),
     }
     succession.runtime.handover.set_successor(false);
     drop(renewals);

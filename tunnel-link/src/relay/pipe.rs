@@ -21,7 +21,6 @@ use tokio_util::sync::CancellationToken;
 use super::copy::copy;
 use super::error::{RelayError, Side};
 use super::pump::Pump;
-use super::socket::end_on_drop;
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use crate::link::Flow;

@@ -285,9 +285,7 @@ impl<T: Send + 'static> ReloadedFile<T> {
     }
 }
 
-/// # Errors
-/// A file cannot be read.
-pub fn read_all(files: &[NamedFile]) -> Result<Vec<Option<String>>, ConfigError> {
+fn read_all(files: &[NamedFile]) -> Result<Vec<Option<String>>, ConfigError> {
     files.iter().map(NamedFile::read).collect()
 }
 

@@ -51,7 +51,7 @@ fn join(
         .ok_or_else(|| format!("no session with number {} is attached to this server", hello.epoch))?;
     let permit = place.additional().ok_or("the nodes have as many additional links as open files allow")?;
     let link = link(&session);
-    session.links.join(link.clone()).map_err(|error| error.to_string())?;
+    session.links.join(link.clone())?;
     Ok(Joined { session, link, _permit: permit })
 }
 

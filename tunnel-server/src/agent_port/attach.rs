@@ -534,7 +534,7 @@ fn take(
             }
             context.sessions.leave(session, false);
         }
-        Some(agent_event::Event::Hello(_)) => return Err(End::NotHello),
+        Some(agent_event::Event::Hello(_)) => return Err(End::HelloAgain),
         // Of earlier agents, or to get traffic on the link.
         Some(agent_event::Event::Addresses(_) | agent_event::Event::Load(_)) | None => {}
     }

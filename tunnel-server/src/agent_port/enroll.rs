@@ -2,32 +2,25 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use hyper::body::Incoming;
+use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
 use rustls_pki_types::CertificateDer;
 use tokio::sync::Semaphore;
 use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
-use tonic::service::Routes;
-use tower::util::MapRequest;
-use tower::{Service, ServiceExt as _};
+use tower::Service as _;
 use tunnel_link::link::{PING_INTERVAL, PING_TIMEOUT, Wire};
-use tunnel_link::proto::enrollment_server::EnrollmentServer;
 
 use super::limits::CertifiedPlace;
 use crate::admission::Place;
 use crate::metrics::Metrics;
-use crate::pki::{EnrollService, PeerAddress, PeerCertificate};
+use crate::pki::EnrollService;
 
-/// Maximum size of a message in bytes; a CSR is under 2 KiB.
-const MAX_MESSAGE: usize = 64 << 10;
 /// An agent sends one request and closes.
 const MAX_STREAMS: u32 = 1;
 /// HTTP/2 windows of a connection, in bytes.
@@ -46,24 +39,6 @@ const ANSWERED: &str = "answered";
 /// Maximum number of connections without a place that get an error at a time; others are closed without one.
 const REFUSALS: usize = 16;
 const NO_PLACE: &str = "the server has no place for more enrolments at present; try again later";
-
-/// The Enrollment service with its limits.
-pub fn enroll_routes(service: EnrollService) -> Routes {
-    Routes::new(EnrollmentServer::new(service).max_decoding_message_size(MAX_MESSAGE)).prepare()
-}
-
-/// Wraps the service for one connection: every request has the client's address and certificate.
-pub fn for_client(
-    routes: Routes,
-    peer: SocketAddr,
-    certificate: Option<CertificateDer<'static>>,
-) -> MapRequest<Routes, impl FnMut(http::Request<Incoming>) -> http::Request<tonic::body::Body> + Clone> {
-    routes.map_request(move |mut request: http::Request<Incoming>| {
-        request.extensions_mut().insert(PeerCertificate(certificate.clone()));
-        request.extensions_mut().insert(PeerAddress(peer));
-        request.map(tonic::body::Body::new)
-    })
-}
 
 /// The place of a gRPC connection.
 pub(super) enum EnrollPlace {
@@ -102,7 +77,7 @@ impl EnrollPlace {
 
 /// Serves enrolment connections.
 pub(super) struct EnrollConnections {
-    routes: Routes,
+    service: EnrollService,
     refusals: Semaphore,
     metrics: Metrics,
     draining: CancellationToken,
@@ -110,7 +85,7 @@ pub(super) struct EnrollConnections {
 
 impl EnrollConnections {
     pub(super) fn new(service: EnrollService, metrics: Metrics, draining: CancellationToken) -> Self {
-        Self { routes: enroll_routes(service), refusals: Semaphore::new(REFUSALS), metrics, draining }
+        Self { service, refusals: Semaphore::new(REFUSALS), metrics, draining }
     }
 
     /// Serves one request, and closes the connection after its answer.
@@ -133,8 +108,21 @@ impl EnrollConnections {
             None
         };
         let progress = Arc::new(Progress::new(place));
-        let inner = for_client(self.routes.clone(), peer, certificate);
-        let service = TowerToHyperService::new(WithPlace { inner, progress: progress.clone() });
+        let (inner, reached) = (self.service.for_client(peer.ip(), certificate), progress.clone());
+        // Its request ends when the connection's place is taken away.
+        let service = service_fn(move |request: http::Request<Incoming>| {
+            let (mut inner, progress) = (inner.clone(), reached.clone());
+            progress.asked.cancel();
+            progress.place.spoke();
+            async move {
+                let _answered = progress.answered.clone().drop_guard();
+                tokio::select! {
+                    biased;
+                    () = progress.place.evicted() => Ok(Status::resource_exhausted(NO_PLACE).into_http()),
+                    answer = inner.call(request) => answer,
+                }
+            }
+        });
         let served = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
             .max_concurrent_streams(MAX_STREAMS)
@@ -213,41 +201,5 @@ impl Progress {
     /// Metric label if the client has closed the connection.
     fn left(&self) -> &'static str {
         if self.answered.is_cancelled() { ANSWERED } else { "left" }
-    }
-}
-
-/// A connection's service. Its request ends when the connection's place is taken away.
-#[derive(Clone)]
-struct WithPlace<S> {
-    inner: S,
-    progress: Arc<Progress>,
-}
-
-impl<S> Service<http::Request<Incoming>> for WithPlace<S>
-where
-    S: Service<http::Request<Incoming>, Response = http::Response<tonic::body::Body>>,
-    S::Future: Send + 'static,
-{
-    type Response = S::Response;
-    type Error = S::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<S::Response, S::Error>> + Send>>;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(cx)
-    }
-
-    fn call(&mut self, request: http::Request<Incoming>) -> Self::Future {
-        let progress = self.progress.clone();
-        progress.asked.cancel();
-        progress.place.spoke();
-        let answer = self.inner.call(request);
-        Box::pin(async move {
-            let _answered = progress.answered.clone().drop_guard();
-            tokio::select! {
-                biased;
-                () = progress.place.evicted() => Ok(Status::resource_exhausted(NO_PLACE).into_http()),
-                answer = answer => answer,
-            }
-        })
     }
 }

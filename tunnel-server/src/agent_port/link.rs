@@ -94,6 +94,8 @@ pub(super) enum End {
     Fenced(#[from] Fenced),
     #[error(transparent)]
     NotAdmitted(#[from] Refusal),
+    #[error("the agent sent Hello again")]
+    HelloAgain,
     #[error("the agent sent more than {MAX_EVENTS} events in {} s", EVENT_SPAN.as_secs())]
     Flood,
     #[error("closed by this server: replaced, failed, one of too many, or stopping")]

@@ -29,7 +29,6 @@ pub use self::from_edge::FromEdge;
 pub use self::link::{Handover, LinkContext};
 pub use crate::admission::{Accept, Budget};
 pub use config::AgentsConfig;
-pub use enroll::{enroll_routes, for_client};
 pub use konnectivity::KonnectivityConfig;
 pub(crate) use konnectivity::{AgentTokens, KonnectivityPort, NAME as KONNECTIVITY};
 pub(crate) use limits::PARTS as AGENTS_PARTS;

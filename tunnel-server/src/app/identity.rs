@@ -13,7 +13,6 @@ use super::redirector::{Redirector, ready_while_linked};
 use super::running::Said;
 use crate::caller::CallerTls;
 use crate::config::RedirectorConfig;
-use crate::listener::EgressTls;
 use crate::peers::RedirectorLinks;
 use crate::pki::{RevocationStore, ServerCertificate, Standing};
 use crate::runtime::Runtime;
@@ -28,7 +27,7 @@ pub(super) struct ServerIdentity {
     pub(super) peer_tls: Arc<ArcSwap<ClientConfig>>,
     pub(super) caller_tls: Result<CallerTls, IdentityError>,
     /// None: the egress listener has no port.
-    pub(super) egress_tls: Option<EgressTls>,
+    pub(super) egress_tls: Option<CallerTls>,
 }
 
 impl Bound {
@@ -50,9 +49,8 @@ impl Bound {
         let names = config.server_names();
         let certificate = ServerCertificate::start(ca, names, server_id, self.metrics.pki.clone())?;
         let own = certificate.tls.clone();
-        let egress_tls = config.listeners.egress.tls.clone();
-        let egress_tls = egress_tls.map(|tls| EgressTls::new(tls, own.clone(), &self.metrics.files));
-        let egress_tls = egress_tls.transpose()?;
+        let egress_tls =
+            config.listeners.egress.tls.as_ref().map(|_| CallerTls::new(own.clone())).transpose()?;
         let standing = self.standing(said)?;
         Ok(Some(ServerIdentity {
             peer_tls: certificate.peer_tls.clone(),

@@ -21,7 +21,7 @@ use tunnel_pki::{ALPN_PEER, Holder, TrustBundle, agent_tls};
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::Readiness;
 
-use crate::config::{Config, NodeSource, RedirectorConfig};
+use crate::config::{Config, RedirectorConfig};
 use crate::peers::{Peers, RedirectorLinks};
 
 /// Maximum number of trust bundles that wait to be installed.
@@ -62,9 +62,9 @@ impl Redirector {
             ca_hash: redirector.ca_hash.clone(),
             reach: reach.clone(),
         };
-        let api = match &config.source() {
-            NodeSource::File(_) => None,
-            NodeSource::Kubernetes(options) => Some(options.connect().await?.0),
+        let api = match config.nodes.inventory {
+            Some(_) => None,
+            None => Some(config.kube.connect().await?.0),
         };
         let enrolled = Enrolled::obtain(enroll, api, metrics).await?;
         let identity = enrolled.keeper.current();

@@ -20,7 +20,7 @@ use super::running::{Running, Said};
 use super::{Bound, Found, Registered, Sockets};
 use crate::admission::Budget;
 use crate::agent_port::{AgentPort, Handover, LinkContext};
-use crate::config::{Config, NodeSource};
+use crate::config::Config;
 use crate::kube::Parts as KubeParts;
 use crate::listen::{Callers, Parts, places};
 use crate::listener::ListenerContext;
@@ -83,6 +83,7 @@ impl Bound {
             maps: files.maps,
             services,
             egress_socket: None,
+            egress: files.egress,
             egress_tls,
             agents,
             peers,
@@ -198,7 +199,7 @@ fn to_peers(
             roots,
             standing,
             revocations,
-            readmissions: redirector.is_some() || matches!(config.source(), NodeSource::File(_)),
+            readmissions: redirector.is_some() || config.nodes.inventory.is_some(),
             drain_timeout,
         },
         redirector,

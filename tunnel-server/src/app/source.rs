@@ -6,19 +6,16 @@ use std::sync::Arc;
 
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
-use tunnel_kube::KubeError;
 use tunnel_routing::inventory::Inventory;
 use tunnel_routing::{Router, update};
-use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::lifecycle::{Readiness, Shutdown};
 use tunnel_runtime::reloaded::{FileMetrics, ReloadedFile};
 
-use crate::cluster::ClusterIps;
-use crate::config::{Config, NodeSource};
+use crate::config::Config;
 use crate::inventory::{self, NodeCount, SourceStatus};
 use crate::kube::read::cluster_ips;
 use crate::kube::{Kube, Lookups, Parts};
-use crate::listener::ClusterServices;
+use crate::listener::{ClusterIps, ClusterServices};
 use crate::pki::{Ca, Lifetimes, RevocationStore};
 use crate::runtime::Runtime;
 use crate::status::SourceReport;
@@ -45,8 +42,8 @@ impl Source {
         registry: &mut Registry,
     ) -> anyhow::Result<Self> {
         let count = NodeCount::register(registry);
-        match &config.source() {
-            NodeSource::File(path) => {
+        match &config.nodes.inventory {
+            Some(path) => {
                 let nodes = &config.nodes;
                 let (selector, allow_empty) = (nodes.edge_selector.clone(), nodes.allow_empty_inventory);
                 let (file, inventory) = inventory::open(path, selector, allow_empty, files)?;
@@ -56,20 +53,15 @@ impl Source {
                 };
                 Ok(Self::File { file, path: path.clone(), inventory, count, ca })
             }
-            NodeSource::Kubernetes(options) => {
-                let kube = Kube::connect(options, count, registry).await.map_err(config_error)?;
-                Ok(Self::Kubernetes(kube))
-            }
+            None => Ok(Self::Kubernetes(Kube::connect(&config.kube, count, registry).await?)),
         }
     }
 
     /// The API server's address, which is no edge node's. None without Kubernetes, and where it has only a name.
-    pub(crate) async fn api_server(source: &NodeSource) -> Option<IpAddr> {
-        match source {
-            NodeSource::File(_) => None,
-            NodeSource::Kubernetes(options) => {
-                tunnel_kube::api_server_address(options.kubeconfig.as_deref()).await
-            }
+    pub(crate) async fn api_server(config: &Config) -> Option<IpAddr> {
+        match config.nodes.inventory {
+            Some(_) => None,
+            None => tunnel_kube::api_server_address(config.kube.kubeconfig.as_deref()).await,
         }
     }
 
@@ -157,21 +149,5 @@ impl Source {
             }
             Self::Kubernetes(kube) => kube.start(parts),
         }
-    }
-}
-
-/// No request was made yet, so the configuration is at fault.
-fn config_error(error: KubeError) -> ConfigError {
-    match error {
-        KubeError::Kubeconfig { path, reason } => {
-            let reason = format!("{reason}; name a file with which kubectl works");
-            ConfigError::new("--kubeconfig", path.display().to_string(), reason)
-        }
-        KubeError::NotInCluster { .. } => ConfigError::without_value("--kubeconfig", error.to_string()),
-        KubeError::Namespace { key, value } => ConfigError::new(
-            key,
-            value,
-            "not the name of a namespace: at most 63 lower-case letters, digits and '-'",
-        ),
     }
 }

@@ -72,15 +72,22 @@ impl CallerTls {
     /// # Errors
     /// rustls rejects the roots; the earlier ones stay.
     pub fn accept_roots(&self, roots: &TrustBundle) -> Result<(), IdentityError> {
-        let verifier = caller_verifier(roots.root_store(), false)?;
-        self.set(config(&self.certificate, verifier.clone())?, verifier);
-        Ok(())
+        self.set(None, caller_verifier(roots.root_store(), false)?)
     }
 
-    /// Sets the settings, and the verifier that is in them, which they do not give out.
-    pub(crate) fn set(&self, config: ServerConfig, verifier: Arc<dyn ClientCertVerifier>) {
-        self.config.store(Arc::new(config));
+    /// Sets the verifier of callers' certificates, and the certificate that they are shown instead of this process's own.
+    ///
+    /// # Errors
+    /// rustls rejects them; the earlier ones stay.
+    pub(crate) fn set(
+        &self,
+        certificate: Option<&Arc<dyn ResolvesServerCert>>,
+        verifier: Arc<dyn ClientCertVerifier>,
+    ) -> Result<(), IdentityError> {
+        let certificate = certificate.unwrap_or(&self.certificate);
+        self.config.store(Arc::new(config(certificate, verifier.clone())?));
         self.accepted.set(verifier);
+        Ok(())
     }
 
     /// Does a client's handshake with the current settings. Returns the certificate that it has shown.

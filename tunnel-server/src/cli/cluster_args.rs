@@ -4,9 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use kube::Client;
-use tunnel_kube::KubeError;
-
-use crate::kube::{KubeOptions, ObjectNames};
+use tunnel_kube::{ClientSettings, connect};
+use tunnel_runtime::config::ConfigError;
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct ClusterArgs {
@@ -36,14 +35,15 @@ impl ClusterArgs {
     }
 
     /// Returns a client and the namespace.
-    pub(super) async fn connect(&self) -> anyhow::Result<(Client, String)> {
-        let (kubeconfig, namespace) = (self.kubeconfig.clone(), self.namespace.clone());
-        let options = KubeOptions { kubeconfig, namespace, names: ObjectNames::default() };
-        options.connect().await.map_err(|error| match error {
-            KubeError::NotInCluster { reason, .. } => anyhow::anyhow!(
-                "--in-cluster: this is not a pod with a service account: {reason}; use --kubeconfig FILE"
-            ),
-            other => other.into(),
+    pub(super) async fn connect(&self) -> Result<(Client, String), ConfigError> {
+        let settings = ClientSettings { advice: "use --kubeconfig FILE", ..ClientSettings::SERVER };
+        let made = connect(self.kubeconfig.as_deref(), self.namespace.as_deref(), &settings).await;
+        made.map_err(|mut error| {
+            // Outside of a pod, what is wrong is the flag that was given.
+            if self.in_cluster && error.key == "--kubeconfig" {
+                error.key = "--in-cluster".to_owned();
+            }
+            error
         })
     }
 }

@@ -1,11 +1,12 @@
 //! Asks the running server for its flags and its state.
 
-use clap::{Args, Parser, Subcommand};
+use clap::Args;
 use tunnel_doctor::{Running, ask_at, parse_flags};
 use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::config::value::{self, ListenAddress};
 
-use crate::config::{Config, RedirectorFlags};
+use super::{Cli, Command};
+use crate::config::Config;
 use crate::listen::DEFAULT_ADMIN_ADDRESS;
 use crate::status::StatusReport;
 
@@ -31,26 +32,14 @@ impl AskArgs {
     }
 }
 
-/// The command line of a process that runs.
-#[derive(Parser)]
-struct RunCommand {
-    #[command(subcommand)]
-    role: Option<RoleCommand>,
-    #[command(flatten)]
-    server: Config,
-}
-
-#[derive(Subcommand)]
-enum RoleCommand {
-    Redirector(Box<RedirectorFlags>),
-}
-
 /// Returns a running server's configuration. None if it has a flag that this version does not know.
 pub(super) fn config_of(running: &Running<StatusReport>) -> Option<Result<Config, ConfigError>> {
     let flags = running.flags.clone()?;
-    let command: RunCommand = parse_flags(&flags)?;
-    Some(match command.role {
-        Some(RoleCommand::Redirector(redirector)) => redirector.config(flags),
-        None => command.server.check(flags),
-    })
+    let cli: Cli = parse_flags(&flags)?;
+    match cli.command {
+        None => Some(cli.run.check(flags)),
+        Some(Command::Redirector(redirector)) => Some(redirector.config(flags)),
+        // No other command has an admin port.
+        Some(_) => None,
+    }
 }

@@ -38,15 +38,6 @@ use crate::listen::ListenersConfig;
 use crate::pki::{DEFAULT_STATE_DIR, ServerNames};
 use crate::runtime::role::Role;
 
-/// Source of the nodes and the CA.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[expect(clippy::large_enum_variant, reason = "a process has one")]
-pub enum NodeSource {
-    /// A NodeList in a file, and a CA in the state directory.
-    File(PathBuf),
-    Kubernetes(KubeOptions),
-}
-
 /// Configuration of a server, and of a redirector, whose listeners are all off.
 #[derive(Args, Clone, Debug)]
 pub struct Config {
@@ -64,6 +55,7 @@ pub struct Config {
     pub redirect: RedirectFlags,
     #[command(flatten)]
     pub listeners: ListenersConfig,
+    // Leads to the nodes and the CA if there is no inventory.
     #[command(flatten)]
     pub kube: KubeOptions,
     #[command(flatten)]
@@ -174,13 +166,6 @@ impl Config {
             }
         }
         Ok(())
-    }
-
-    pub fn source(&self) -> NodeSource {
-        match &self.nodes.inventory {
-            Some(path) => NodeSource::File(path.clone()),
-            None => NodeSource::Kubernetes(self.kube.clone()),
-        }
     }
 
     /// Configuration of the redirect; None if it is off.

@@ -11,7 +11,7 @@ use tunnel_routing::inventory::Selector;
 use tunnel_runtime::config::parse;
 use tunnel_runtime::logging;
 
-use super::{Config, NodeSource};
+use super::Config;
 use crate::cli::{Cli, Command, SHORT_HELP};
 use crate::kube::KubeOptions;
 use crate::runtime::role::Role;
@@ -63,7 +63,7 @@ fn every_flag_takes_a_value() {
 #[test]
 fn defaults_are_as_documented() {
     let config = config(&[]).unwrap();
-    assert_eq!(config.source(), NodeSource::File("/nodes.yaml".into()));
+    assert_eq!(config.nodes.inventory, Some("/nodes.yaml".into()));
     assert!(config.redirect.edge_pod_routes.is_empty() && !config.writes.node_condition);
     assert_eq!(config.process.state_dir, PathBuf::from("/var/lib/postern/server"));
     assert_eq!(config.listeners.common.bind_address, IpAddr::from([0, 0, 0, 0]));
@@ -204,10 +204,7 @@ fn flag_names_of_other_systems_are_accepted() {
         (config.process.state_dir, config.log.log_level),
         (PathBuf::from("/c"), "debug".parse().unwrap())
     );
-    let NodeSource::Kubernetes(options) = in_cluster(&["--kube-config=/k"]).unwrap().source() else {
-        panic!("--kube-config means Kubernetes")
-    };
-    assert_eq!(options.kubeconfig, Some("/k".into()));
+    assert_eq!(in_cluster(&["--kube-config=/k"]).unwrap().kube.kubeconfig, Some("/k".into()));
 }
 
 #[test]
@@ -224,8 +221,9 @@ fn who_may_attach_and_enrol() {
 
 #[test]
 fn kubernetes_is_the_default_source() {
-    let NodeSource::Kubernetes(options) = in_cluster(&[]).unwrap().source() else { panic!("not Kubernetes") };
-    assert_eq!(options, KubeOptions { kubeconfig: None, namespace: None, names: Default::default() });
+    let default = in_cluster(&[]).unwrap();
+    assert_eq!(default.nodes.inventory, None);
+    assert_eq!(default.kube, KubeOptions { kubeconfig: None, namespace: None, names: Default::default() });
     let config = in_cluster(&[
         "--kubeconfig=/k",
         "--namespace=edge",
@@ -241,10 +239,9 @@ fn kubernetes_is_the_default_source() {
     .unwrap();
     let again = parsed_again(&config);
     assert_eq!(format!("{again:?}"), format!("{config:?}"));
-    let NodeSource::Kubernetes(options) = config.source() else { panic!("not Kubernetes") };
-    assert_eq!(options.namespace.as_deref(), Some("edge"));
-    assert_eq!(options.names.configmap, "yurt-tunnel-server-cfg");
-    assert_eq!(options.names.agent_service_account, "e.f");
+    assert_eq!(config.kube.namespace.as_deref(), Some("edge"));
+    assert_eq!(config.kube.names.configmap, "yurt-tunnel-server-cfg");
+    assert_eq!(config.kube.names.agent_service_account, "e.f");
     assert!(Cli::try_parse_from(["tunnel-server", "--kubeconfig=/k", "--inventory=/n"]).is_err());
 }
 

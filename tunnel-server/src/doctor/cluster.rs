@@ -1,28 +1,34 @@
 //! Checks the API server: that it answers, that the clocks agree, and the rights that it grants.
 
-use kube::Client;
+use tunnel_doctor::Checkup;
 use tunnel_doctor::cluster::{Right, connected, rights};
-use tunnel_doctor::{Checkup, Outcome};
 
 use super::kubelet_names;
 use crate::caller::{ROOTS_CONFIGMAP, ROOTS_NAMESPACE};
 use crate::config::Config;
-use crate::kube::{KubeOptions, ObjectNames};
+use crate::kube::ObjectNames;
 use crate::runtime::role::Role;
 
-pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, config: &Config) {
+pub(super) async fn check(checkup: &mut Checkup, config: &Config) {
     let fix = "name a file with which `kubectl get nodes` works with --kubeconfig, or run it as a pod";
-    let Some((client, namespace)) = connected(checkup, options.connect().await, fix).await else { return };
+    let made = config.kube.connect().await;
+    let Some((client, namespace)) = connected(checkup, made, fix).await else { return };
+    let names = &config.kube.names;
+    let (account, from, wanted) = match config.role() {
+        Role::Server => ("tunnel-server", "deploy/base", of_server(names)),
+        Role::Redirector => ("tunnel-redirector", "deploy/components/everywhere", of_redirector(names)),
+    };
+    let fix = format!(
+        "kubectl apply -k OVERLAY, or helm upgrade again ({from} and the chart have the Role and ClusterRole), then `kubectl auth can-i --list --as \
+         system:serviceaccount:{namespace}:{account} -n {namespace}`"
+    );
     checkup
-        .run("API rights", &["API server"], async || {
-            judge(&client, &namespace, &options.names, config.role()).await
-        })
+        .run("API rights", &["API server"], async || rights(&client, &namespace, &wanted, &fix).await)
         .await;
     let named = async || kubelet_names::check(&client, &config.nodes.edge_selector).await;
     checkup.run("kubelet names", &["API server"], named).await;
     // Those that a component of deploy/ gives. Only the metrics listener's depend on a namespace.
     let mut check = async |name: &'static str, wanted: Vec<Right>, component: &str, shown: &str| {
-        let account = account(config.role());
         let fix = format!(
             "add the component {component}, then `kubectl auth can-i {shown} --as system:serviceaccount:{namespace}:{account}`"
         );
@@ -54,29 +60,6 @@ pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, config: 
         let component =
             "konnectivity-agents to the overlay (in the chart server.konnectivityAgents.enabled=true)";
         check("konnectivity rights", of_konnectivity(), component, "create tokenreviews").await;
-    }
-}
-
-async fn judge(client: &Client, namespace: &str, names: &ObjectNames, role: Role) -> Outcome {
-    let wanted = match role {
-        Role::Server => of_server(names),
-        Role::Redirector => of_redirector(names),
-    };
-    let (account, from) = match role {
-        Role::Server => (account(role), "deploy/base"),
-        Role::Redirector => (account(role), "deploy/components/everywhere"),
-    };
-    let fix = format!(
-        "kubectl apply -k OVERLAY, or helm upgrade again ({from} and the chart have the Role and ClusterRole), then `kubectl auth can-i --list --as \
-         system:serviceaccount:{namespace}:{account} -n {namespace}`"
-    );
-    rights(client, namespace, &wanted, &fix).await
-}
-
-const fn account(role: Role) -> &'static str {
-    match role {
-        Role::Server => "tunnel-server",
-        Role::Redirector => "tunnel-redirector",
     }
 }
 

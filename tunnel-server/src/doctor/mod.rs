@@ -17,7 +17,7 @@ use std::time::SystemTime;
 
 use tunnel_doctor::{Asked, Checkup, Outcome, Report, check_running, resolves};
 
-use crate::config::{Config, NodeSource};
+use crate::config::Config;
 use crate::status::StatusReport;
 
 /// Examines the server with this configuration. `running` is the server's own status, or the reason why there is none;
@@ -33,9 +33,9 @@ pub async fn examine(config: &Config, running: &Asked<StatusReport>, rules: &[Pa
     firewall::check(&mut checkup, config, running, rules).await;
     service::check_listeners(&mut checkup, config, running).await;
     pki::check(&mut checkup, config, SystemTime::now()).await;
-    match &config.source() {
-        NodeSource::Kubernetes(options) => cluster::check(&mut checkup, options, config).await,
-        NodeSource::File(_) => checkup.add("API server", Outcome::Skipped("not in a cluster".to_owned())),
+    match config.nodes.inventory {
+        Some(_) => checkup.add("API server", Outcome::Skipped("not in a cluster".to_owned())),
+        None => cluster::check(&mut checkup, config).await,
     }
     checkup.run("names", &[], async || names(config).await).await;
     checkup.add("inventory", service::inventory(config, running));

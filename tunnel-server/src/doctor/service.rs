@@ -8,7 +8,7 @@ use tokio::net::TcpStream;
 use tunnel_doctor::{Checkup, Finding, Outcome, Page, Running, codes};
 use tunnel_routing::inventory;
 
-use crate::config::{Config, NodeSource};
+use crate::config::Config;
 use crate::listener::REDIRECT;
 use crate::status::{InventoryStatus, StatusReport};
 
@@ -84,7 +84,7 @@ pub(super) fn inventory(config: &Config, running: Option<&Running<StatusReport>>
     if let Some(running) = running {
         return judge(&running.status.inventory);
     }
-    let NodeSource::File(path) = &config.source() else {
+    let Some(path) = &config.nodes.inventory else {
         return Outcome::Skipped("only the running server knows the cluster's nodes".to_owned());
     };
     let shown = path.display();

@@ -8,9 +8,10 @@ use std::time::Duration;
 use clap::Args;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_kube::{ClientSettings, Health, KubeError};
+use tunnel_kube::{ClientSettings, Health};
 use tunnel_routing::inventory::Inventory;
 use tunnel_runtime::NodeName;
+use tunnel_runtime::config::ConfigError;
 
 use crate::runtime::settings::Settings;
 
@@ -37,7 +38,7 @@ impl KubeOptions {
     ///
     /// # Errors
     /// If the configuration is missing or invalid; no request is made.
-    pub async fn connect(&self) -> Result<(kube::Client, String), KubeError> {
+    pub async fn connect(&self) -> Result<(kube::Client, String), ConfigError> {
         let (kubeconfig, namespace) = (self.kubeconfig.clone(), self.namespace.clone());
         tunnel_kube::connect_lasting(kubeconfig, namespace, ClientSettings::SERVER).await
     }

@@ -12,7 +12,7 @@ use tunnel_kube::request;
 
 use super::read::SERVICE_NAME;
 use super::read::cluster_ips::PartialService;
-use crate::cluster::{Cluster, ClusterService, Endpoint};
+use crate::listener::{Cluster, ClusterService, Endpoint};
 
 /// Time limit for the API server.
 const DEADLINE: Duration = Duration::from_secs(4);

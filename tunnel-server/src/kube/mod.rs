@@ -20,17 +20,15 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use futures_util::FutureExt as _;
-use futures_util::future::BoxFuture;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_kube::{Health, KubeError};
+use tunnel_kube::Health;
 use tunnel_routing::Router;
 use tunnel_routing::inventory::{Inventory, Selector};
 use tunnel_runtime::NodeName;
-use tunnel_runtime::config::HostPort;
+use tunnel_runtime::config::{ConfigError, HostPort};
 use tunnel_runtime::lifecycle::ReadyGuard;
 
 pub use self::apply::{Apply, Said};
@@ -43,6 +41,7 @@ use self::read::authority;
 use self::read::revocations::RevocationMap;
 use self::read::{configmap, names, nodes, peers, revocations, service_ranges};
 use self::write::events::Events;
+use self::write::tunnels::Tunnels;
 use self::write::{csr, dns, lease, service, tunnels};
 use crate::inventory::{NodeCount, SourceStatus};
 use crate::pki::{
@@ -110,7 +109,7 @@ impl Kube {
         options: &KubeOptions,
         nodes: NodeCount,
         registry: &mut Registry,
-    ) -> Result<Self, KubeError> {
+    ) -> Result<Self, ConfigError> {
         let (client, namespace) = options.connect().await?;
         let records_left_out = Gauge::default();
         let help = "Nodes without a DNS record: the ConfigMap is full, or their names have dots and are in no zone of --dns-zones; 0 on servers that do not write it";
@@ -217,10 +216,7 @@ impl Kube {
             ports_known: Some(parts.ports_known),
         };
         tasks.spawn(apply.run(stop.clone()));
-        let publish = move |nodes| {
-            inventory.send_replace(Arc::new(nodes));
-            std::future::ready(())
-        };
+        let publish = move |nodes| drop(inventory.send_replace(Arc::new(nodes)));
         let (client, selector, allow_empty) = (context.client.clone(), parts.selector, parts.allow_empty);
         tasks.spawn(nodes::run(client, selector, health, allow_empty, last_known, publish, stop));
         tasks.spawn(configmap::run(context.clone(), events.clone(), listeners.clone(), say_ports));
@@ -235,25 +231,18 @@ impl Kube {
         }
         tasks.spawn(service::run(writers.clone(), listeners));
         let (sessions, peers) = (runtime.sessions.clone(), runtime.peers.clone());
-        tasks.spawn(tunnels::run(writers, events, sessions, peers, parts.node_condition));
+        let own = Tunnels { changed: sessions.changed(), nodes: move || sessions.live() };
+        let elsewhere = Tunnels { changed: peers.changed(), nodes: move || peers.nodes() };
+        tasks.spawn(tunnels::run(writers, events, own, elsewhere, parts.node_condition));
         tasks.spawn(names::run(context, certificate, parts.server_names));
     }
 }
 
 /// The nodes in effect, else those of the state directory: against these an API server that has none is not believed.
-pub fn last_known(
-    cache: ClusterCache,
-    router: Arc<Router>,
-) -> impl FnMut() -> BoxFuture<'static, Inventory> + Send {
-    move || {
-        let (cache, router) = (cache.clone(), router.clone());
-        async move {
-            let known = router.snapshot().inventory().clone();
-            if known.is_empty() {
-                return cache.load().await.map(|content| content.nodes).unwrap_or_default();
-            }
-            known
-        }
-        .boxed()
+pub async fn last_known(cache: ClusterCache, router: Arc<Router>) -> Inventory {
+    let known = router.snapshot().inventory().clone();
+    if known.is_empty() {
+        return cache.load().await.map(|content| content.nodes).unwrap_or_default();
     }
+    known
 }

@@ -12,9 +12,8 @@ use super::config::ListenersConfig;
 use crate::admission::{Budget, Part, Shares};
 use crate::agent_port::FromEdge;
 use crate::caller::{Authenticator, CallerTls, ClientRoots, Reviewer, Tokens};
-use crate::cluster::Cluster;
 use crate::kube::Lookups;
-use crate::listener::{Gatekeeper, ListenerContext, Pods, Reception, Services};
+use crate::listener::{Cluster, Gatekeeper, ListenerContext, Pods, Reception, Services};
 use crate::policy::Policy;
 use crate::runtime::Runtime;
 

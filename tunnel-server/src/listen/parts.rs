@@ -14,9 +14,10 @@ use super::callers::{CallerFiles, Callers, Followed, open};
 use super::config::ListenersConfig;
 use crate::admission::Shares;
 use crate::agent_port::AgentPort;
+use crate::caller::CallerTls;
 use crate::listener::{
     self, Admission, ClusterServices, EgressSocket, EgressTls, Front, Listener, ListenerContext, Material,
-    TargetTls, check_egress,
+    TargetTls,
 };
 use crate::maps::{Map, check, parse_file};
 use crate::runtime::Runtime;
@@ -28,6 +29,7 @@ use crate::takeover::Gates;
 pub(crate) struct Files {
     pub(crate) callers: CallerFiles,
     pub(crate) targets: Followed<Material>,
+    pub(crate) egress: Followed<EgressTls>,
     pub(crate) maps: Option<ReloadedFile<Vec<Map>>>,
 }
 
@@ -35,7 +37,7 @@ impl Files {
     /// # Errors
     /// A file cannot be used, or a map in the file excludes another listener.
     pub(crate) fn open(config: &mut ListenersConfig, metrics: &FileMetrics) -> Result<Self, ConfigError> {
-        check_egress(&config.egress)?;
+        let egress = config.egress.tls.as_ref().map(|tls| EgressTls::read(tls, metrics)).transpose()?;
         let targets = TargetTls::read(&config.listeners.targets, metrics)?;
         let callers = CallerFiles::open(config, metrics)?;
         let connect = &mut config.connect;
@@ -44,7 +46,7 @@ impl Files {
         connect.maps_of_file = of_file.unwrap_or_default();
         check(&connect.all_maps()).map_err(|reason| ConfigError::without_value("--map", reason))?;
         config.check_addresses()?;
-        Ok(Self { callers, targets, maps })
+        Ok(Self { callers, targets, egress, maps })
     }
 }
 
@@ -64,8 +66,9 @@ pub(crate) struct Parts<'a> {
     /// For the egress listener, if it is to know them.
     pub(crate) services: Option<ClusterServices>,
     pub(crate) egress_socket: Option<EgressSocket>,
+    pub(crate) egress: Followed<EgressTls>,
     /// None: the egress listener has no port.
-    pub(crate) egress_tls: Option<EgressTls>,
+    pub(crate) egress_tls: Option<CallerTls>,
     /// None: this is a redirector.
     pub(crate) agents: Option<Arc<AgentPort>>,
     /// The other servers, of which konnectivity's agents are told the number.

@@ -20,8 +20,8 @@ use crate::admission::{Budget, Part, Shares};
 use crate::agent_port::{AGENTS_PARTS, AgentTokens, KONNECTIVITY};
 use crate::caller::{Audiences, Reviewer, service_account_user};
 use crate::listener::{
-    Admission, CONNECT, Connect, EGRESS, Egress, Front, HTTP, HTTPS, Https, MAP, METRICS, MOST_SECURE_PORTS,
-    Maps, MetricsPage, PLAIN, REDIRECT, Redirected, TargetTls,
+    Admission, CONNECT, Connect, EGRESS, Egress, EgressTls, Front, HTTP, HTTPS, Https, MAP, METRICS,
+    MOST_SECURE_PORTS, Maps, MetricsPage, PLAIN, REDIRECT, Redirected, TargetTls,
 };
 use crate::maps::{MOST as MOST_MAPS, Map, check, overlap};
 use crate::status::AGENTS;
@@ -272,10 +272,19 @@ fn egress(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     if let Some(socket) = parts.egress_socket.take() {
         parts.runtime.drain.spawn(egress.clone().serve_unix(socket, parts.gates.listeners.clone()));
     }
-    for (socket, tls) in sockets.into_iter().zip(parts.egress_tls.take()) {
-        let listener = parts.gates.listeners.guard(socket);
-        parts.runtime.drain.spawn(egress.clone().serve_tls(listener, tls.tls.clone()));
-        parts.runtime.tasks.spawn(tls.follow(parts.runtime.rights.clone(), parts.runtime.stop.clone()));
+    let tls = parts.egress_tls.take().zip(parts.egress.take());
+    for (socket, (tls, (file, first))) in sockets.into_iter().zip(tls) {
+        if let Err(error) = first.apply(&tls) {
+            tracing::error!(error, "failed to set up TLS for --egress-port, it is closed");
+            continue;
+        }
+        let (tls, rights) = (Arc::new(tls), parts.runtime.rights.clone());
+        parts.runtime.drain.spawn(egress.clone().serve_tls(parts.gates.listeners.guard(socket), tls.clone()));
+        follow(Some(file), parts.runtime, move |files: EgressTls| {
+            files.apply(&tls)?;
+            rights.notify_one();
+            Ok(())
+        });
     }
 }
 
@@ -288,13 +297,8 @@ fn connect(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, _: u32) {
 
 fn metrics(parts: &mut Parts<'_>, sockets: Vec<TcpListener>, places: u32) {
     for (socket, tls) in sockets.into_iter().zip(parts.callers.tls.clone()) {
-        let authenticator = parts.callers.authenticator();
-        let page = MetricsPage {
-            registry: parts.registry.clone(),
-            authenticator: authenticator.clone(),
-            gate: parts.gates.listeners.clone(),
-        };
-        let front = parts.front(METRICS, Admission::Callers(authenticator));
+        let page = MetricsPage { registry: parts.registry.clone(), gate: parts.gates.listeners.clone() };
+        let front = parts.front(METRICS, Admission::Callers(parts.callers.authenticator()));
         let front = Front { tls: Some(tls), pods: None, metrics: Some(page), ..front };
         parts.serve(Arc::new(front), socket, &Shares::new(places));
     }

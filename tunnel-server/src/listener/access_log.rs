@@ -66,7 +66,7 @@ impl AccessLogGuard {
     fn start(connection: Connection, context: &ListenerContext) -> Self {
         context.metrics.opened(connection.listener);
         Self {
-            connection: context.metrics.live(connection),
+            connection: context.metrics.live.enter(connection),
             outcome: Outcome::Shutdown,
             detail: String::new(),
             metrics: context.metrics.clone(),
@@ -145,6 +145,15 @@ impl AccessLogGuard {
         async move {
             let (outcome, reason) = abort.triggered().await;
             Failed { outcome, reason: reason.to_owned() }
+        }
+    }
+
+    /// Does the last work for the client, unless the connection is ended from outside meanwhile.
+    pub(crate) async fn unless_ended(&self, work: impl Future<Output = ()>) {
+        tokio::select! {
+            () = work => {}
+            _ = self.aborted() => {}
+            () = self.forced().cancelled() => {}
         }
     }
 
@@ -232,7 +241,7 @@ impl Drop for AccessLogGuard {
             "connection"
         );
         if self.outcome != Outcome::Ok {
-            self.metrics.failed(FailedConnection {
+            self.metrics.failures.add(FailedConnection {
                 at: Instant::now(),
                 listener: connection.listener,
                 client: connection.client,

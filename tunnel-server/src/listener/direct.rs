@@ -120,7 +120,7 @@ pub(super) async fn relay(
     match &ended {
         Ok(()) => end_on_drop(&*client),
         // A reset discards unsent data.
-        Err(failed) if failed.outcome == Outcome::TargetReset => flushed(&*client).await,
+        Err(failed) if failed.outcome == Outcome::TargetReset => record.unless_ended(flushed(&*client)).await,
         Err(_) => {}
     }
     ended
@@ -129,8 +129,8 @@ pub(super) async fn relay(
 #[cfg(test)]
 mod tests {
     use socket2::SockRef;
-    use tokio::io::AsyncWriteExt as _;
-    use tokio::net::TcpListener;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::{TcpListener, TcpSocket};
 
     use super::*;
     use crate::listener::context::{ListenerContext, OpenRequest};
@@ -154,6 +154,34 @@ mod tests {
         drop(client);
         let ended = tokio::time::timeout(30 * second, relaying).await.expect("it ends with its client");
         assert_eq!(ended.unwrap_err().outcome, Outcome::ClientReset);
+    }
+
+    #[tokio::test]
+    async fn the_last_bytes_before_a_targets_reset_arrive() {
+        const SENT: usize = 32 << 10;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let client = TcpSocket::new_v4().unwrap();
+        // Most of the bytes wait in the server's kernel.
+        client.set_recv_buffer_size(4096).unwrap();
+        let mut client = client.connect(address).await.unwrap();
+        let (accepted, from) = listener.accept().await.unwrap();
+        let dialled = TcpStream::connect(address).await.unwrap();
+        let (mut target, _) = listener.accept().await.unwrap();
+        target.write_all(&[7; SENT]).await.unwrap();
+        SockRef::from(&target).set_linger(Some(Duration::ZERO)).unwrap();
+        let context = ListenerContext::without_nodes();
+        let request = OpenRequest::new("edge-1".parse().unwrap(), address);
+        let record = AccessLogGuard::new("test", from, &request, &context);
+        let mut relaying = std::pin::pin!(relay(accepted, dialled, Bytes::new(), &record));
+        // The reset would overtake what has not been read.
+        flushed(&target).await;
+        drop(target);
+        let early = tokio::time::timeout(Duration::from_millis(500), relaying.as_mut()).await;
+        assert!(early.is_err(), "it waits for the client: {early:?}");
+        let mut read = Vec::new();
+        let (ended, _) = tokio::join!(relaying, client.read_to_end(&mut read));
+        assert_eq!((ended.unwrap_err().outcome, read.len()), (Outcome::TargetReset, SENT));
     }
 
     #[tokio::test(start_paused = true)]

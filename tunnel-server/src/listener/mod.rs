@@ -7,6 +7,7 @@
 mod access_log;
 mod answer;
 pub mod client_hello;
+mod cluster;
 mod config;
 mod connect;
 mod context;
@@ -30,14 +31,13 @@ mod way;
 mod workload;
 
 pub(crate) use access_log::AccessLogGuard;
+pub use cluster::{Cluster, ClusterIps, ClusterService, Endpoint};
 pub use config::{ConnectConfig, ListenerConfig, parse_secure_ports};
 pub(crate) use config::{MOST_SECURE_PORTS, Others};
 pub(crate) use connect::{Gatekeeper, Reception, Services};
 pub use context::{ListenerContext, OpenError, OpenRequest};
 pub use egress::EgressConfig;
-pub(crate) use egress::{
-    ClusterServices, Egress, EgressTls, NAME as EGRESS, Socket as EgressSocket, check_files as check_egress,
-};
+pub(crate) use egress::{ClusterServices, Egress, EgressTls, NAME as EGRESS, Socket as EgressSocket};
 pub(crate) use front::{Admission, Front, Material, MetricsPage, Pods, TargetTls};
 pub use front::{RequestTarget, parse_destination, target_head};
 pub(crate) use http::{HTTP, METRICS, PLAIN};

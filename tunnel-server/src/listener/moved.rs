@@ -20,7 +20,7 @@ pub(crate) async fn end_moved(router: Arc<Router>, metrics: Metrics, stop: Cance
         let now = router.snapshot();
         // Most changes are sessions that come and go.
         if !Arc::ptr_eq(&now, &before) && now.holders_differ(&before) {
-            metrics.connections().iter().for_each(|connection| end_if_moved(connection, &now));
+            metrics.live.all().iter().for_each(|connection| end_if_moved(connection, &now));
         }
         before = now;
     }

@@ -153,7 +153,9 @@ impl Way {
     pub(super) fn on(&self) -> On<'_> {
         match self {
             Self::Session(session, link) => On { link, to: session.node.as_str(), stalls: &session.stalls },
-            Self::Peer(on_peer) => on_peer.on(),
+            Self::Peer(on_peer) => {
+                On { link: &on_peer.link, to: &on_peer.peer.server_id, stalls: &on_peer.peer.stalls }
+            }
         }
     }
 }

@@ -4,7 +4,6 @@ mod connection;
 mod failures;
 mod permit;
 
-use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -17,14 +16,14 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tokio::time::Instant;
 use tunnel_link::link::Flow;
-use tunnel_link::outcome::{Hop, Outcome};
+use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{Totals, end_quiet};
 use tunnel_runtime::gauges::registered;
-use tunnel_runtime::live::{Live, Present};
+use tunnel_runtime::live::Live;
 
 pub(crate) use connection::{Connection, Relayed};
 pub(crate) use failures::FailedConnection;
-use failures::{AtHop, Failures};
+use failures::Failures;
 #[cfg(test)]
 pub(crate) use permit::UNANSWERED;
 pub(crate) use permit::{HeldPermit, Judgement, Permit};
@@ -47,9 +46,11 @@ pub struct Metrics {
     tls_handshakes: By<1, Counter>,
     sessions_refused: By<1, Counter>,
     enrolments: By<2, Counter>,
-    failures: Arc<Failures>,
+    /// The last connections that failed.
+    pub(crate) failures: Arc<Failures>,
     warnings: Arc<Mutex<SourceBuckets>>,
-    live: Arc<Live<Connection>>,
+    /// The connections that are open now.
+    pub(crate) live: Arc<Live<Connection>>,
     /// Payload bytes, counted as they pass.
     pub relayed: Totals,
     /// Live sessions.
@@ -103,6 +104,7 @@ impl Metrics {
             "attached",
             "additional",
             "peer",
+            "redirector",
             "outbound",
             "grpc",
             "failed",
@@ -167,17 +169,7 @@ impl Metrics {
         self.connections.get_or_create(&[("listener", listener), ("outcome", Outcome::Ok.as_str())]).inc();
     }
 
-    /// Lists the connection until the returned value is dropped.
-    pub(crate) fn live(&self, connection: Connection) -> Present<Connection> {
-        self.live.enter(connection)
-    }
-
-    /// Returns the current connections.
-    pub(crate) fn connections(&self) -> Vec<Arc<Connection>> {
-        self.live.all()
-    }
-
-    /// Returns those whose right is judged again while they are open.
+    /// Returns the connections whose right is judged again while they are open.
     pub(crate) fn judged_connections(&self) -> Vec<Arc<Connection>> {
         self.live.all_that(|connection| connection.permit.get().is_some())
     }
@@ -196,14 +188,6 @@ impl Metrics {
             return;
         }
         end_quiet(|| connections.iter().filter_map(Weak::upgrade).collect(), Connection::relaying).await;
-    }
-
-    pub(crate) fn failed(&self, failure: FailedConnection) {
-        self.failures.add(failure);
-    }
-
-    pub(crate) fn failures(&self) -> BTreeMap<Hop, AtHop> {
-        self.failures.all()
     }
 
     pub(crate) fn turned_away(&self, listener: &'static str) {

@@ -112,6 +112,8 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
     // Links with servers that stop soon, those that are used up, and those to an address that was removed.
     let mut leaving = JoinSet::new();
     while !removed.is_cancelled() {
+        // Those that have ended: an address may be kept for years.
+        while leaving.try_join_next().is_some() {}
         let (worker, started) = (context.workers.next().clone(), Instant::now());
         let draining = CancellationToken::new();
         // It runs on the thread that owns the link.
@@ -429,7 +431,7 @@ async fn unneeded(peers: &Peers, peer: &Arc<Peer>) {
     loop {
         tokio::time::sleep(CHECK).await;
         let stays = |other: &Arc<Peer>| other.server_id == peer.server_id && !other.is_draining();
-        if peer.is_draining() && peer.connections() == 0 && peers.all().iter().any(stays) {
+        if peer.is_draining() && peer.links.connections() == 0 && peers.all().iter().any(stays) {
             return;
         }
     }

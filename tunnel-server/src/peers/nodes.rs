@@ -90,7 +90,9 @@ impl Peers {
         let mut holders = remote.map(|remote| remote.peers.clone()).unwrap_or_default();
         drop(all);
         // Cached, because the connection counts change meanwhile.
-        holders.sort_by_cached_key(|peer| (peer.is_silent(), peer.is_draining(), peer.connections()));
+        holders.sort_by_cached_key(|peer| {
+            (peer.links.are_silent(), peer.is_draining(), peer.links.connections())
+        });
         holders
     }
 

@@ -23,7 +23,7 @@ use tunnel_link::relay::{
 use tunnel_runtime::NodeName;
 use tunnel_runtime::text::printable;
 
-use crate::session::{Link, Links, On, PendingStream, Placing, Taken};
+use crate::session::{Link, Links, PendingStream, Placing, Taken};
 
 /// Time for another server to report if it has the node, plus four times the round-trip time: it does not have to ask
 /// anyone else.
@@ -41,8 +41,8 @@ pub struct Peer {
     pub since: Instant,
     /// Bytes forwarded, from clients to nodes and back.
     pub relayed: Totals,
-    pub(super) links: Links,
-    pub(super) stalls: StallBound,
+    pub links: Links,
+    pub(crate) stalls: StallBound,
     /// Cancelled when it drains.
     pub(super) draining: CancellationToken,
     /// Closes the link when cancelled.
@@ -77,26 +77,7 @@ impl Peer {
         self.draining.is_cancelled()
     }
 
-    /// True if it left a request unanswered and has sent nothing since, as if it were frozen.
-    pub(super) fn is_silent(&self) -> bool {
-        self.links.are_silent()
-    }
-
-    /// Number of its nodes.
-    pub fn node_count(&self) -> usize {
-        self.nodes().len()
-    }
-
-    /// Number of connections that it forwards for this server.
-    pub fn connections(&self) -> u32 {
-        self.links.connections()
-    }
-
-    pub fn rtt(&self) -> Option<Duration> {
-        self.links.rtt()
-    }
-
-    pub(super) fn nodes(&self) -> MutexGuard<'_, HashSet<NodeName>> {
+    pub(crate) fn nodes(&self) -> MutexGuard<'_, HashSet<NodeName>> {
         self.nodes.lock()
     }
 
@@ -145,7 +126,7 @@ impl Peer {
                 return Err(NotAsked::because(error.to_string()));
             }
         };
-        let patience = ANSWER + self.rtt().unwrap_or_default() * 4;
+        let patience = ANSWER + self.links.rtt().unwrap_or_default() * 4;
         match tokio::time::timeout(patience, poll_fn(|cx| pending.response.poll_informational(cx))).await {
             Ok(Some(Ok(_))) => Ok(OnPeer { peer: self.clone(), link, pending: Some(pending) }),
             Ok(Some(Err(error))) => Err(NotAsked::because(link::reason(&error))),
@@ -209,11 +190,6 @@ impl OnPeer {
         let again = || RelayError::Dial(Outcome::Protocol, "it is relayed already".to_owned());
         self.pending.take().ok_or_else(again)
     }
-
-    /// The parameters for relaying the connection.
-    pub(crate) fn on(&self) -> On<'_> {
-        On { link: &self.link, to: &self.peer.server_id, stalls: &self.peer.stalls }
-    }
 }
 
 #[cfg(test)]
@@ -253,6 +229,6 @@ mod tests {
             assert_eq!(peer.is_draining(), left, "after {}", relayed.len());
         }
         assert!(!over.is_cancelled() && !peer.closed.is_cancelled());
-        assert_eq!(peer.connections(), 5);
+        assert_eq!(peer.links.connections(), 5);
     }
 }

@@ -74,25 +74,15 @@ impl Credential {
 }
 
 impl Refusal {
-    /// Time from when it is noticed until it ends a link: None if it ends it at once. `renewed`: the time for a new link of a
-    /// client whose certificate or root is over, which is asked for one first.
-    fn grace(&self, renewed: Duration) -> Option<Duration> {
-        match self {
-            Self::Retired | Self::Expired(_) => Some(renewed),
-            _ if self.may_pass() => Some(MISSING),
-            _ => None,
-        }
-    }
-
     /// The time at which it ends a link. `before`: the time that an earlier refusal of the same link has set. `renewed`: the
-    /// time for a new link if the client may have another certificate.
-    pub(crate) fn ends<T: Copy + Ord + std::ops::Add<Duration, Output = T>>(
-        &self,
-        before: Option<T>,
-        now: T,
-        renewed: Duration,
-    ) -> T {
-        let end = self.grace(renewed).map_or(now, |grace| now + grace);
+    /// time for a new link of a client whose certificate or root is over, which is asked for one first.
+    pub(crate) fn ends(&self, before: Option<Instant>, now: Instant, renewed: Duration) -> Instant {
+        let end = match self {
+            Self::Retired | Self::Expired(_) => now + renewed,
+            // Perhaps for a moment only.
+            Self::Recreated(_) | Self::Unknown(_) => now + MISSING,
+            _ => now,
+        };
         before.map_or(end, |before| before.min(end))
     }
 }
@@ -103,8 +93,9 @@ const MISSING: Duration = Duration::from_secs(5);
 #[cfg(test)]
 mod tests {
     use tunnel_pki::{PrivateKey, create_csr, public_key_of_csr};
+    use tunnel_runtime::NodeName;
 
-    use super::super::{Ca, Lifetimes, Subject};
+    use super::super::{Ca, Lifetimes};
     use super::*;
 
     #[test]
@@ -148,14 +139,18 @@ mod tests {
     fn a_refusal_says_when_it_ends_a_link() {
         let (now, drain) = (Instant::now(), Duration::from_secs(30));
         let ends = |refusal: &Refusal, before: Option<Instant>| refusal.ends(before, now, drain) - now;
-        let edge = "edge-1".parse().unwrap();
-        let revoked = Refusal::Revoked(Subject::Node("edge-1".parse().unwrap()), Timestamp::now());
+        let (edge, at): (NodeName, _) = ("edge-1".parse().unwrap(), Timestamp::now());
         let later = Some(now + Duration::from_secs(100_000));
         for (refusal, seconds) in [
-            (revoked, 0),
+            (Refusal::Revoked((&edge).into(), at), 0),
+            (Refusal::Damaged((&edge).into()), 0),
+            (Refusal::Token(String::new()), 0),
+            (Refusal::Superseded(edge.clone(), at), 0),
+            (Refusal::Edge(edge.clone()), 0),
+            (Refusal::Recreated(edge.clone()), 5),
             (Refusal::Unknown(edge), 5),
             (Refusal::Retired, 30),
-            (Refusal::Expired(Timestamp::now()), 30),
+            (Refusal::Expired(at), 30),
         ] {
             assert_eq!(ends(&refusal, None).as_secs(), seconds, "{refusal}");
             assert_eq!(ends(&refusal, later).as_secs(), seconds, "{refusal}");

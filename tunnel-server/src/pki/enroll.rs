@@ -1,6 +1,6 @@
 //! The gRPC Enrollment service: issues a certificate for an enrolment token or a valid certificate.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use rustls_pki_types::CertificateDer;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::Instant;
 use tonic::{Code, Request, Response, Status};
-use tunnel_link::proto::enrollment_server::Enrollment;
+use tunnel_link::proto::enrollment_server::{Enrollment, EnrollmentServer};
 use tunnel_link::proto::{EnrollRequest, EnrollResponse, RenewRequest};
 use tunnel_pki::{CsrKey, Holder, IdentityError, holder_of_certificate, pem_of_certificates, validity};
 use tunnel_runtime::blocking::blocking;
@@ -20,28 +20,29 @@ use super::ca_state::CaState;
 use super::error::PkiError;
 use super::issued::IssuedLedger;
 use super::metrics::PkiMetrics;
-use super::request::{RequestDenial, examine_request};
+use super::request::{Denial, examine_request};
 use super::standing::{Refusal, Standing};
 use super::token::Token;
 use super::token_store::{TokenRefusal, TokenStore};
 use crate::admission::SourceBuckets;
 
-/// Request extension: the certificate that the agent presented, verified in the TLS handshake.
-#[derive(Clone, Debug, Default)]
-pub struct PeerCertificate(pub Option<CertificateDer<'static>>);
-
-/// Request extension: source address of the connection.
-#[derive(Clone, Copy, Debug)]
-pub struct PeerAddress(pub SocketAddr);
-
+/// Maximum size of a message in bytes; a CSR is under 2 KiB.
+const MAX_MESSAGE: usize = 64 << 10;
 /// Maximum number of concurrent calls. Signing and file access are quick; more calls would only wait for the lock.
 const CONCURRENT: usize = 4;
 
-/// The Enrollment service: issues certificates for enrolment tokens, and renews certificates. Each request needs the
-/// extensions [`PeerAddress`] and [`PeerCertificate`].
+/// Issues certificates for enrolment tokens, and renews certificates.
 #[derive(Clone)]
 pub struct EnrollService {
     inner: Arc<Inner>,
+}
+
+/// The Enrollment service for the client of one connection.
+pub struct ForClient {
+    inner: Arc<Inner>,
+    source: IpAddr,
+    /// As presented, verified in the TLS handshake.
+    certificate: Option<CertificateDer<'static>>,
 }
 
 /// Rules for issuing certificates.
@@ -80,7 +81,7 @@ enum EnrollError {
     #[error("the server failed to issue a certificate; see its log")]
     Internal(#[from] PkiError),
     #[error("the server failed to issue a certificate; see its log")]
-    Wiring(&'static str),
+    Panicked,
 }
 
 impl EnrollError {
@@ -97,7 +98,7 @@ impl EnrollError {
             Self::TokensOff => "tokens_off",
             Self::Refused(refusal) => refusal.label(),
             Self::Certificate(_) => "bad_certificate",
-            Self::Internal(_) | Self::Wiring(_) => "internal",
+            Self::Internal(_) | Self::Panicked => "internal",
         }
     }
 
@@ -116,13 +117,13 @@ impl EnrollError {
             )
             | Self::TokensOff
             | Self::Refused(_) => Code::PermissionDenied,
-            Self::Internal(_) | Self::Wiring(_) => Code::Internal,
+            Self::Internal(_) | Self::Panicked => Code::Internal,
         }
     }
 
     /// True for an agent's fault, which counts against its address.
     fn counts(&self) -> bool {
-        !matches!(self, Self::RateLimited | Self::Internal(_) | Self::Wiring(_))
+        !matches!(self, Self::RateLimited | Self::Internal(_) | Self::Panicked)
     }
 }
 
@@ -147,35 +148,34 @@ impl EnrollService {
         }
     }
 
-    async fn call<T: Send + 'static>(
+    /// The service for a connection from `source`, whose client has presented `certificate`; TLS has verified that.
+    pub fn for_client(
+        &self,
+        source: IpAddr,
+        certificate: Option<CertificateDer<'static>>,
+    ) -> EnrollmentServer<ForClient> {
+        let client = ForClient { inner: Arc::clone(&self.inner), source, certificate };
+        EnrollmentServer::new(client).max_decoding_message_size(MAX_MESSAGE)
+    }
+}
+
+impl ForClient {
+    /// No call is refused by its address alone: an unauthenticated client behind the same NAT must not block renewals.
+    async fn call(
         &self,
         call: &'static str,
-        request: Request<T>,
-        work: impl FnOnce(&Inner, T, PeerCertificate) -> Result<(NodeName, EnrollResponse), EnrollError>
-        + Send
-        + 'static,
+        work: impl FnOnce(&Inner) -> Result<(NodeName, EnrollResponse), EnrollError> + Send + 'static,
     ) -> Result<Response<EnrollResponse>, Status> {
-        let address = request.extensions().get::<PeerAddress>().copied();
-        let certificate = request.extensions().get::<PeerCertificate>().cloned().unwrap_or_default();
-        let message = request.into_inner();
-        let source = address.map(|address| address.0.ip());
-        let result = match source {
-            None => Err(EnrollError::Wiring("the request has no peer address")),
-            // Not refused by its address alone: an unauthenticated client behind the same NAT must not block renewals.
-            Some(_) => {
-                let inner = Arc::clone(&self.inner);
-                // The semaphore is never closed.
-                let permit = Arc::clone(&self.inner.permits).acquire_owned().await;
-                // Finished even if the agent gives up: a retry gets the same answer.
-                blocking(move || {
-                    let _permit = permit;
-                    work(&inner, message, certificate)
-                })
-                .await
-                .unwrap_or(Err(EnrollError::Wiring("the call panicked")))
-            }
-        };
-        self.inner.finish(call, source, result)
+        let inner = Arc::clone(&self.inner);
+        // The semaphore is never closed.
+        let permit = Arc::clone(&self.inner.permits).acquire_owned().await;
+        // Finished even if the agent gives up: a retry gets the same answer.
+        let done = blocking(move || {
+            let _permit = permit;
+            work(&inner)
+        });
+        let result = done.await.unwrap_or(Err(EnrollError::Panicked));
+        self.inner.finish(call, self.source, result)
     }
 }
 
@@ -189,10 +189,10 @@ impl Inner {
     fn finish(
         &self,
         call: &'static str,
-        source: Option<IpAddr>,
+        source: IpAddr,
         result: Result<(NodeName, EnrollResponse), EnrollError>,
     ) -> Result<Response<EnrollResponse>, Status> {
-        let client = source.map(|address| address.to_canonical().to_string()).unwrap_or_default();
+        let client = source.to_canonical().to_string();
         let failure = match result {
             Ok((node, response)) => {
                 self.metrics.count(call, "issued");
@@ -201,14 +201,13 @@ impl Inner {
             }
             Err(failure) => failure,
         };
-        let failure = match source.filter(|_| failure.counts()) {
-            Some(source) if !self.may_fail(source) => {
-                // The refusals before the limit were logged as warnings.
-                let outcome = failure.outcome();
-                tracing::debug!(call, client, outcome, reason = %failure, "enrolment refused: rate limited");
-                EnrollError::RateLimited
-            }
-            _ => failure,
+        let failure = if failure.counts() && !self.may_fail(source) {
+            // The refusals before the limit were logged as warnings.
+            let outcome = failure.outcome();
+            tracing::debug!(call, client, outcome, reason = %failure, "enrolment refused: rate limited");
+            EnrollError::RateLimited
+        } else {
+            failure
         };
         self.metrics.count(call, failure.outcome());
         match &failure {
@@ -216,8 +215,8 @@ impl Inner {
             EnrollError::Internal(error) => {
                 tracing::error!(call, client, %error, "enrolment failed");
             }
-            EnrollError::Wiring(error) => {
-                tracing::error!(call, client, error, "enrolment failed");
+            EnrollError::Panicked => {
+                tracing::error!(call, client, error = "the call panicked", "enrolment failed");
             }
             other => {
                 let outcome = other.outcome();
@@ -270,9 +269,9 @@ impl Inner {
     fn renew(
         &self,
         request: &RenewRequest,
-        peer: &PeerCertificate,
+        certificate: Option<&CertificateDer<'static>>,
     ) -> Result<(NodeName, EnrollResponse), EnrollError> {
-        let certificate = peer.0.as_ref().ok_or_else(|| {
+        let certificate = certificate.ok_or_else(|| {
             EnrollError::Certificate(
                 "a renewal needs the present certificate; enrol with a token instead".into(),
             )
@@ -297,8 +296,7 @@ impl Inner {
     /// Returns the key and the holder of a request. It may name no other node, and no other holder if one is known.
     /// Agents leave the subject empty.
     fn key(csr: &[u8], holder: Option<Holder>, node: &NodeName) -> Result<(Holder, CsrKey), EnrollError> {
-        let asked =
-            examine_request(csr).map_err(|RequestDenial { message, .. }| EnrollError::Invalid(message))?;
+        let asked = examine_request(csr).map_err(|Denial(_, message)| EnrollError::Invalid(message))?;
         match asked.subject {
             Some((_, other)) if other != *node => {
                 Err(EnrollError::Invalid(format!("the request is for node {other}, not for {node}")))
@@ -313,13 +311,15 @@ impl Inner {
 }
 
 #[tonic::async_trait]
-impl Enrollment for EnrollService {
+impl Enrollment for ForClient {
     async fn enroll(&self, request: Request<EnrollRequest>) -> Result<Response<EnrollResponse>, Status> {
-        self.call("enroll", request, |inner, message, _| inner.enroll(&message)).await
+        let message = request.into_inner();
+        self.call("enroll", move |inner| inner.enroll(&message)).await
     }
 
     async fn renew(&self, request: Request<RenewRequest>) -> Result<Response<EnrollResponse>, Status> {
-        self.call("renew", request, |inner, message, peer| inner.renew(&message, &peer)).await
+        let (message, certificate) = (request.into_inner(), self.certificate.clone());
+        self.call("renew", move |inner| inner.renew(&message, certificate.as_ref())).await
     }
 }
 
@@ -345,26 +345,26 @@ mod tests {
         let issue = |life| {
             let state = ca.state().unwrap();
             let issued = state.issue_for((Holder::Agent, &node), &key, life, SystemTime::UNIX_EPOCH);
-            PeerCertificate(Some(issued.unwrap().chain[0].clone()))
+            issued.unwrap().chain[0].clone()
         };
-        let renew = |peer: &PeerCertificate| {
-            service.inner.renew(&RenewRequest { csr: csr.clone() }, peer).map(|(node, _)| node)
+        let renew = |certificate: Option<&CertificateDer<'static>>| {
+            service.inner.renew(&RenewRequest { csr: csr.clone() }, certificate).map(|(node, _)| node)
         };
-        let refused = |peer: &PeerCertificate, reason: &str| {
-            let error = renew(peer).unwrap_err();
+        let refused = |certificate: Option<&CertificateDer<'static>>, reason: &str| {
+            let error = renew(certificate).unwrap_err();
             assert!(matches!(error, EnrollError::Certificate(_)), "{error}");
             assert!(error.to_string().contains(reason), "{error}");
         };
         let (valid, expired) = (issue(Duration::MAX), issue(Duration::ZERO));
-        assert_eq!(renew(&valid).unwrap(), node);
-        refused(&expired, "the certificate expired");
-        refused(&PeerCertificate(None), "needs the present certificate");
+        assert_eq!(renew(Some(&valid)).unwrap(), node);
+        refused(Some(&expired), "the certificate expired");
+        refused(None, "needs the present certificate");
         ca.introduce().unwrap();
         ca.activate().unwrap();
         told.send_replace(Arc::new(ca.state().unwrap()));
-        assert_eq!(renew(&valid).unwrap(), node, "its root is still trusted");
+        assert_eq!(renew(Some(&valid)).unwrap(), node, "its root is still trusted");
         ca.retire(true).unwrap();
         told.send_replace(Arc::new(ca.state().unwrap()));
-        refused(&valid, "root is no longer trusted");
+        refused(Some(&valid), "root is no longer trusted");
     }
 }

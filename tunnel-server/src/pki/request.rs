@@ -19,12 +19,9 @@ pub(crate) struct AskedCertificate {
     pub key: CsrKey,
 }
 
+/// Why a request is refused: in one word, and in a message.
 #[derive(Debug)]
-pub(crate) struct RequestDenial {
-    /// One word.
-    pub reason: &'static str,
-    pub message: String,
-}
+pub(crate) struct Denial(pub &'static str, pub String);
 
 /// The subject in the request of a node's agent or redirector.
 pub(crate) fn subject_of(holder: Holder, node: &dyn Display) -> String {
@@ -36,9 +33,8 @@ pub(crate) fn subject_of(holder: Holder, node: &dyn Display) -> String {
 /// # Errors
 /// If it is malformed, does not prove possession of a P-256 key, names anything but an agent or a redirector, or
 /// requests extensions.
-pub(crate) fn examine_request(der: &[u8]) -> Result<AskedCertificate, RequestDenial> {
-    let denial = |reason, message| RequestDenial { reason, message };
-    let refuse = |reason: &'static str, message: String| Err(denial(reason, message));
+pub(crate) fn examine_request(der: &[u8]) -> Result<AskedCertificate, Denial> {
+    let refuse = |reason, message| Err(Denial(reason, message));
     let request = match X509CertificationRequest::from_der(der) {
         Ok(([], request)) => request,
         Ok(_) => return refuse("InvalidRequest", "bytes follow after the request's end".into()),
@@ -49,7 +45,7 @@ pub(crate) fn examine_request(der: &[u8]) -> Result<AskedCertificate, RequestDen
     let wrong = || {
         let message =
             format!("the subject is \"{subject}\"; want exactly {}", subject_of(Holder::Agent, &"NODE"));
-        denial("WrongSubject", message)
+        Denial("WrongSubject", message)
     };
     let subject = if subject.iter_attributes().next().is_none() {
         None
@@ -62,7 +58,7 @@ pub(crate) fn examine_request(der: &[u8]) -> Result<AskedCertificate, RequestDen
             return Err(wrong());
         }
         let name = common_name.strip_prefix(holder.common_name_prefix()).ok_or_else(wrong)?;
-        let node = name.parse().map_err(|error| denial("WrongSubject", format!("the subject: {error}")))?;
+        let node = name.parse().map_err(|error| Denial("WrongSubject", format!("the subject: {error}")))?;
         Some((holder, node))
     };
     // No attribute would be granted, so requesting one is a mistake or an attack.
@@ -89,7 +85,7 @@ pub(crate) fn examine_request(der: &[u8]) -> Result<AskedCertificate, RequestDen
             }
         }
     }
-    let key = public_key_of_csr(der).map_err(|error| denial("InvalidRequest", error.to_string()))?;
+    let key = public_key_of_csr(der).map_err(|error| Denial("InvalidRequest", error.to_string()))?;
     Ok(AskedCertificate { subject, key })
 }
 
@@ -111,17 +107,14 @@ mod tests {
         let request = create_csr(&PrivateKey::generate().unwrap()).unwrap();
         assert!(examine_request(&request).unwrap().subject.is_none());
         let followed = [&request[..], &[0x30, 0x00]].concat();
-        let denial = examine_request(&followed).unwrap_err();
-        assert_eq!(
-            (denial.reason, denial.message.as_str()),
-            ("InvalidRequest", "bytes follow after the request's end")
-        );
+        let Denial(reason, message) = examine_request(&followed).unwrap_err();
+        assert_eq!((reason, message.as_str()), ("InvalidRequest", "bytes follow after the request's end"));
         for length in 0..request.len() {
-            let denial = examine_request(&request[..length]).unwrap_err();
-            assert_eq!(denial.reason, "InvalidRequest", "{length}");
+            let Denial(reason, _) = examine_request(&request[..length]).unwrap_err();
+            assert_eq!(reason, "InvalidRequest", "{length}");
         }
         // The last byte belongs to the signature, which proves possession of the key.
         let (last, rest) = request.split_last().unwrap();
-        assert_eq!(examine_request(&[rest, &[last ^ 1]].concat()).unwrap_err().reason, "InvalidRequest");
+        assert_eq!(examine_request(&[rest, &[last ^ 1]].concat()).unwrap_err().0, "InvalidRequest");
     }
 }

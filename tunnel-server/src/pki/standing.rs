@@ -83,11 +83,6 @@ impl Refusal {
     pub const fn wants_new_link(&self) -> bool {
         matches!(self, Self::Retired | Self::Expired(_))
     }
-
-    /// True if the refusal may be momentary: an inventory file that is replaced in two steps.
-    pub const fn may_pass(&self) -> bool {
-        matches!(self, Self::Recreated(_) | Self::Unknown(_))
-    }
 }
 
 /// Decides at any moment which agents and redirectors may have links and certificates. Clones share the state.
@@ -279,18 +274,18 @@ mod tests {
     #[test]
     fn a_refusal_says_what_may_end_it() {
         let (edge, now) = (node("edge-1"), Timestamp::now());
-        for (refusal, wants_enrolment, is_for_now, may_pass) in [
-            (Refusal::Revoked((&edge).into(), now), false, false, false),
-            (Refusal::Damaged((&edge).into()), false, false, false),
-            (Refusal::Retired, false, true, false),
-            (Refusal::Expired(now), false, true, false),
-            (Refusal::Superseded(edge.clone(), now), true, false, false),
-            (Refusal::Recreated(edge.clone()), true, false, true),
-            (Refusal::Unknown(edge.clone()), false, true, true),
-            (Refusal::Edge(edge), false, false, false),
+        for (refusal, wants_enrolment, is_for_now) in [
+            (Refusal::Revoked((&edge).into(), now), false, false),
+            (Refusal::Damaged((&edge).into()), false, false),
+            (Refusal::Retired, false, true),
+            (Refusal::Expired(now), false, true),
+            (Refusal::Superseded(edge.clone(), now), true, false),
+            (Refusal::Recreated(edge.clone()), true, false),
+            (Refusal::Unknown(edge.clone()), false, true),
+            (Refusal::Edge(edge), false, false),
         ] {
-            let found = (refusal.wants_enrolment(), refusal.is_for_now(), refusal.may_pass());
-            assert_eq!(found, (wants_enrolment, is_for_now, may_pass), "{refusal}");
+            let found = (refusal.wants_enrolment(), refusal.is_for_now());
+            assert_eq!(found, (wants_enrolment, is_for_now), "{refusal}");
         }
     }
 

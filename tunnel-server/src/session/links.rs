@@ -36,11 +36,6 @@ pub enum Placing {
     Together,
 }
 
-/// The number of a link was not requested, or is in use.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("link {0} of this session was not asked for, or is up already")]
-pub struct NotWanted(u32);
-
 /// The links of one session. The first one always exists.
 #[derive(Debug)]
 pub struct Links {
@@ -217,12 +212,12 @@ impl Links {
     /// Adds a link.
     ///
     /// # Errors
-    /// If a link with this number exists, or none was requested.
-    pub(crate) fn join(&self, link: Arc<Link>) -> Result<(), NotWanted> {
+    /// If a link with this number exists, or none was requested; says so.
+    pub(crate) fn join(&self, link: Arc<Link>) -> Result<(), String> {
         let mut state = self.state.lock();
         let wanted = *self.wanted.borrow();
         if link.number >= MAX_LINKS || state.is_up(link.number) || state.up() >= wanted {
-            return Err(NotWanted(link.number));
+            return Err(format!("link {} of this session was not asked for, or is up already", link.number));
         }
         state.links.push(Measured::new(link, Instant::now()));
         if state.up() >= wanted {

@@ -13,7 +13,7 @@ pub(crate) use link::{On, PendingStream, Streams, dialled};
 pub use link_metrics::register_links;
 #[cfg(test)]
 pub(crate) use links::tests::link as test_link;
-pub use links::{Links, NotWanted, Placing};
+pub use links::{Links, Placing};
 pub(crate) use pace::{grace, longest, spread, told_over};
 pub use registry::{Fenced, LastEnd, Session, Sessions};
 pub(crate) use registry::{Forgotten, Move};

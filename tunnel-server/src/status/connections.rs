@@ -71,7 +71,7 @@ pub struct ConnectionStatus {
 
 /// Answers `/connections`.
 pub(crate) fn endpoint(metrics: Metrics) -> Arc<admin::Connections> {
-    Arc::new(move |node: Option<&str>| admin::to_json(&ConnectionsReport::of(metrics.connections(), node)))
+    Arc::new(move |node: Option<&str>| admin::to_json(&ConnectionsReport::of(metrics.live.all(), node)))
 }
 
 impl ConnectionsReport {
@@ -198,9 +198,9 @@ mod tests {
     fn one_node_or_all_and_no_more_than_the_bound() {
         let metrics = Metrics::new(&mut Registry::default());
         let mut present: Vec<_> =
-            (0..MAX_ROWS + 5).map(|number| metrics.live(connection(Some("edge-1"), number))).collect();
-        present.push(metrics.live(connection(Some("edge-2"), 7)));
-        present.push(metrics.live(connection(None, 3)));
+            (0..MAX_ROWS + 5).map(|number| metrics.live.enter(connection(Some("edge-1"), number))).collect();
+        present.push(metrics.live.enter(connection(Some("edge-2"), 7)));
+        present.push(metrics.live.enter(connection(None, 3)));
         let answer = endpoint(metrics);
         let report = |node| serde_json::from_value::<ConnectionsReport>(answer(node)).unwrap();
         let all = report(None);

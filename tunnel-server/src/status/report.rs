@@ -154,10 +154,10 @@ impl Reporter {
                 version: peer.version.clone(),
                 address: peer.address.clone(),
                 since_s: peer.since.elapsed().as_secs(),
-                rtt_ms: peer.rtt().map(milliseconds),
+                rtt_ms: peer.links.rtt().map(milliseconds),
                 draining: peer.is_draining(),
-                nodes: peer.node_count(),
-                connections: peer.connections(),
+                nodes: peer.nodes().len(),
+                connections: peer.links.connections(),
                 bytes_to_node: peer.relayed.from_socket.get(),
                 bytes_from_node: peer.relayed.to_socket.get(),
             })
@@ -187,7 +187,7 @@ impl Reporter {
     }
 
     fn failures(&self) -> Vec<FailuresStatus> {
-        let hops = self.runtime.metrics.failures().into_iter();
+        let hops = self.runtime.metrics.failures.all().into_iter();
         hops.map(|(hop, failures)| FailuresStatus {
             hop: hop.as_str().to_owned(),
             count: failures.count,

@@ -283,6 +283,7 @@ fn log_moved(before: &Predecessor, started: Instant, (agents, attached): (usize,
 fn without(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::TimedOut => "no answer",
+        io::ErrorKind::InvalidData => "unexpected answer",
         _ => "it ended during the takeover",
     }
 }

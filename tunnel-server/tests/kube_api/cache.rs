@@ -63,10 +63,7 @@ impl Following {
             ports_known: Some(Readiness::default().pending("ports")),
         };
         tasks.spawn(apply.run(stop.clone()));
-        let publish = move |nodes: Inventory| {
-            inventory.send_replace(Arc::new(nodes));
-            std::future::ready(())
-        };
+        let publish = move |nodes| drop(inventory.send_replace(Arc::new(nodes)));
         let selector = "node-role.kubernetes.io/edge".parse().unwrap();
         tasks.spawn(nodes::run(client, selector, health, false, last_known, publish, stop.clone()));
         tasks.close();

@@ -2,8 +2,8 @@
 
 use postern_fake_kube::ApiServer;
 use serde_json::json;
-use tunnel_server::cluster::Cluster as _;
 use tunnel_server::kube::Lookups;
+use tunnel_server::listener::Cluster as _;
 
 use crate::fixture::client;
 

@@ -299,6 +299,19 @@ async fn why_a_session_was_ended_by_its_server_is_remembered() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_agent_that_sends_hello_again_loses_its_session() {
+    let mut site = Site::attached().await;
+    let node = "edge-1".parse().unwrap();
+    let hello = AgentEvent { event: Some(agent_event::Event::Hello(Hello::default())) };
+    let sender = site.events.lock().unwrap().clone().unwrap();
+    sender.send(Ok(hello)).await.unwrap();
+    assert_eq!(site.notices.recv().await, None);
+    assert!(site.sessions.get(&node).is_none());
+    let reason = site.sessions.last_end(&node).unwrap().reason.unwrap();
+    assert_eq!(&*reason, "the agent sent Hello again");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_session_ends_with_the_token_that_let_it_in() {
     let mut site = Site::attached().await;
     let node = "edge-1".parse().unwrap();
@@ -335,7 +348,7 @@ async fn an_agent_that_ends_asks_for_the_end_of_its_connections() {
         let connection = Connection::new("redirect", client, Some(session.node.clone()), target);
         let relayed = Relayed { traffic: Arc::default(), link: Some((0, flow.clone())) };
         connection.relayed.set(relayed).unwrap();
-        site.metrics.live(connection)
+        site.metrics.live.enter(connection)
     };
     // The other one is the node's too: a successor of its agent relays it.
     let (ends, stays) = (connection(&own), connection(&Arc::default()));

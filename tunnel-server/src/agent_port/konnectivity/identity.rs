@@ -7,17 +7,35 @@ use std::time::{Duration, SystemTime};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use tokio::sync::Semaphore;
 use tonic::Status;
 use tonic::metadata::MetadataMap;
 use tunnel_runtime::NodeName;
 
-use super::context::AgentTokens;
-use crate::caller::{BearerToken, Caller, Refusal, node_of_pod};
+use crate::caller::{BearerToken, Caller, Refusal, Reviewer, bearer_token, node_of_pod};
 use crate::listener::until_withdrawn;
 use crate::metrics::{Judgement, Permit};
 
 const WANTED: &str =
     "a client certificate of this server's CA or a service account's token (authorization: Bearer) is needed";
+/// Number of tokens that are judged again at a time: the API server has other questions to answer.
+const JUDGED_AT_A_TIME: usize = 8;
+
+/// Authentication of agents without a certificate, by service account tokens.
+pub(crate) struct AgentTokens {
+    /// None without an API server to ask.
+    reviewer: Option<Reviewer>,
+    /// The user whose tokens are accepted.
+    user: String,
+    /// Taken while a token is judged that an agent was let in by.
+    judging: Semaphore,
+}
+
+impl AgentTokens {
+    pub(crate) fn new(reviewer: Option<Reviewer>, user: String) -> Self {
+        Self { reviewer, user, judging: Semaphore::new(JUDGED_AT_A_TIME) }
+    }
+}
 
 /// The credential of an agent without a certificate.
 pub(super) struct ByToken {
@@ -72,12 +90,9 @@ pub(super) async fn by_token(
     metadata: &MetadataMap,
     agent: IpAddr,
 ) -> Result<ByToken, Status> {
-    let token = metadata
-        .get("authorization")
-        .and_then(|value| value.to_str().ok())
-        .and_then(|value| value.strip_prefix("Bearer "))
-        .ok_or_else(|| Status::unauthenticated(WANTED))?
-        .trim();
+    // A malformed one counts as none.
+    let token = bearer_token(metadata.as_ref()).ok().flatten();
+    let token = token.ok_or_else(|| Status::unauthenticated(WANTED))?;
     let Some(reviewer) = &tokens.reviewer else {
         let reason = "tokens are checked by a cluster's API server, which this server has not: use a client certificate";
         return Err(Status::unauthenticated(reason));
@@ -104,7 +119,7 @@ mod tests {
     use tunnel_kube::ClientSettings;
 
     use super::*;
-    use crate::caller::{Audiences, NODE_NAME, POD_NAME, Reviewer};
+    use crate::caller::{Audiences, NODE_NAME, POD_NAME};
 
     const USER: &str = "system:serviceaccount:kube-system:konnectivity-agent";
 

@@ -7,7 +7,6 @@
 mod agent;
 mod config;
 mod connections;
-mod context;
 mod control;
 mod identity;
 mod relay;
@@ -34,11 +33,11 @@ use tunnel_runtime::config::HostPort;
 use super::attach::Presented;
 use super::handshakes::{Connection, Error, Handshakes};
 use crate::admission::Accept;
-use context::Context;
 use service::Service;
 
 pub use config::KonnectivityConfig;
-pub(crate) use context::AgentTokens;
+pub(crate) use identity::AgentTokens;
+pub(crate) use service::KonnectivityPort;
 
 /// Name of the listener in logs, and for a successor.
 pub(crate) const NAME: &str = "konnectivity";
@@ -53,11 +52,6 @@ const STREAM_WINDOW: u32 = 1 << 20;
 /// The same for one connection.
 const CONNECTION_WINDOW: u32 = 4 << 20;
 
-pub(crate) struct KonnectivityPort {
-    handshakes: Handshakes,
-    context: Arc<Context>,
-}
-
 impl KonnectivityPort {
     /// `peers` are the other servers.
     pub(super) fn new(
@@ -65,29 +59,25 @@ impl KonnectivityPort {
         tokens: AgentTokens,
         peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
     ) -> Self {
-        let Handshakes { context: link, limits, links, .. } = handshakes.clone();
-        Self {
-            handshakes,
-            context: Arc::new(Context { link, limits, links, tokens: Arc::new(tokens), peers }),
-        }
+        Self { handshakes, tokens: Arc::new(tokens), peers }
     }
 
     /// Accepts connections until the drain starts.
     pub(crate) async fn serve(self: Arc<Self>, listener: impl Accept) {
         let handshakes = self.handshakes.clone();
-        let serve = move |connection| {
-            let port = self.clone();
-            async move { port.serve_one(connection).await }
-        };
-        handshakes.accept(NAME, listener, serve).await;
+        handshakes.accept(NAME, listener, move |connection| self.clone().serve_one(connection)).await;
     }
 
-    async fn serve_one(&self, Connection { stream, peer, place, worker }: Connection) -> Result<(), Error> {
+    async fn serve_one(
+        self: Arc<Self>,
+        Connection { stream, peer, place, worker }: Connection,
+    ) -> Result<(), Error> {
         let certificate = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first()).cloned();
         let certified = match &certificate {
             Some(certificate) => match client_of_certificate(certificate).map_err(Error::denied)? {
                 Client::Agent(node) => {
-                    let credential = self.context.link.credential(certificate).map_err(Error::denied)?;
+                    let credential =
+                        self.handshakes.context.credential(certificate).map_err(Error::denied)?;
                     Some(Presented { node, credential })
                 }
                 _ => return Err(Error::denied("its certificate is not an agent's")),
@@ -96,7 +86,7 @@ impl KonnectivityPort {
         };
         let (attached, streams) = (CancellationToken::new(), TaskTracker::new());
         let service = Service {
-            context: self.context.clone(),
+            port: self,
             peer,
             certified,
             worker,

@@ -1,11 +1,12 @@
 //! AgentService: each call is one agent's stream.
 
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use tokio::runtime::Handle;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -16,13 +17,14 @@ use tunnel_link::konnectivity::{Packet, Packets, single};
 use tunnel_link::link::Flow;
 use tunnel_link::proto::Hello;
 use tunnel_runtime::NodeName;
+use tunnel_runtime::config::HostPort;
 use tunnel_runtime::text::printable;
 
 use super::agent;
-use super::context::Context;
-use super::identity::{ByToken, by_token};
+use super::identity::{AgentTokens, ByToken, by_token};
 use super::state::Agent;
 use crate::agent_port::attach::{self, Presented};
+use crate::agent_port::handshakes::Handshakes;
 use crate::agent_port::limits::CertifiedPlace;
 use crate::pki::{Credential, Refusal};
 use crate::session::Sessions;
@@ -39,9 +41,17 @@ const OLDER: Duration = Duration::from_secs(5);
 /// Maximum time that a session in use lasts once its agent's token has expired.
 const EXPIRED: Duration = Duration::from_secs(3600);
 
+/// The port; serves connections in `mod.rs`.
+pub(crate) struct KonnectivityPort {
+    pub(super) handshakes: Handshakes,
+    pub(super) tokens: Arc<AgentTokens>,
+    /// The other servers: agents connect to as many servers as there are.
+    pub(super) peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
+}
+
 /// The service of one connection.
 pub(super) struct Service {
-    pub(super) context: Arc<Context>,
+    pub(super) port: Arc<KonnectivityPort>,
     pub(super) peer: SocketAddr,
     /// From its certificate, if it has one.
     pub(super) certified: Option<Presented>,
@@ -60,10 +70,10 @@ impl AgentService for Service {
         &self,
         request: Request<Streaming<Packet>>,
     ) -> Result<Response<Self::ConnectStream>, Status> {
-        let (metadata, peer) = (request.metadata(), self.peer);
+        let (metadata, peer, context) = (request.metadata(), self.peer, &self.port.handshakes.context);
         let turned_away = |status: Status| {
             tracing::warn!(%peer, reason = printable(status.message(), 300), "konnectivity agent rejected");
-            self.context.link.metrics.handshake("failed");
+            context.metrics.handshake("failed");
             status
         };
         let agent_id = single(metadata, "agentid").ok_or_else(|| {
@@ -72,7 +82,7 @@ impl AgentService for Service {
         let (presented, by_token) = match &self.certified {
             Some(presented) => (presented.clone(), None),
             None => {
-                let by_token = by_token(&self.context.tokens, metadata, peer.ip()).await;
+                let by_token = by_token(&self.port.tokens, metadata, peer.ip()).await;
                 let by_token = by_token.map_err(turned_away)?;
                 // Now: the API server accepts no token of a deleted node.
                 let credential = Arc::new(Credential::token(SystemTime::now()));
@@ -87,31 +97,31 @@ impl AgentService for Service {
             identifiers = printable(identifiers, 300),
             "konnectivity agent connected"
         );
-        if let Some(live) = self.context.link.sessions.get(&node)
+        if let Some(live) = context.sessions.get(&node)
             && live.agent_version != VERSION
         {
             let reason = format!("node {node} has a tunnel-agent, which is attached");
             return Err(turned_away(Status::failed_precondition(reason)));
         }
-        let Some(place) = self.context.limits.certified(&node, peer.ip()) else {
+        let Some(place) = self.port.handshakes.limits.certified(&node, peer.ip()) else {
             return Err(turned_away(Status::resource_exhausted("too many connections of this node")));
         };
         let under_way = self.streams.token();
         self.attached.cancel();
         let (packets, answers) = mpsc::channel(PACKETS);
-        let servers = self.context.peers.borrow().len() + 1;
+        let servers = self.port.peers.borrow().len() + 1;
         let mut response = Response::new(ReceiverStream::new(answers));
-        let server_id = MetadataValue::try_from(&self.context.link.server_id);
+        let server_id = MetadataValue::try_from(&context.server_id);
         let server_id = server_id.map_err(|error| Status::internal(error.to_string()))?;
         response.metadata_mut().insert("serverid", server_id);
         response.metadata_mut().insert("servercount", servers.into());
-        let (context, worker) = (self.context.clone(), self.worker.clone());
+        let (port, worker) = (self.port.clone(), self.worker.clone());
         let (agent, told) = ((presented, by_token, place), packets.clone());
-        let stop = self.context.link.stop.clone();
-        tokio::spawn(self.context.links.track_future(async move {
+        let stop = context.stop.clone();
+        tokio::spawn(self.port.handshakes.links.track_future(async move {
             let _under_way = under_way;
             // Made here: a future that is moved into another one takes its space twice.
-            let session = run((context, peer, worker), agent, told, request.into_inner());
+            let session = run((port, peer, worker), agent, told, request.into_inner());
             let Some(Err(status)) = stop.run_until_cancelled(session).await else { return };
             tracing::debug!(%peer, error = %status, "konnectivity agent stream failed");
             let _ = packets.try_send(Err(status));
@@ -135,13 +145,14 @@ fn hello(node: &NodeName, sessions: &Sessions, successor: bool) -> Hello {
 
 /// Attaches, and relays until either end has ended the session. An agent has a certificate, or it was let in `by_token`.
 async fn run(
-    (context, peer, worker): (Arc<Context>, SocketAddr, Handle),
+    (port, peer, worker): (Arc<KonnectivityPort>, SocketAddr, Handle),
     (presented, by_token, place): (Presented, Option<ByToken>, CertifiedPlace),
     packets: Packets,
     incoming: Streaming<Packet>,
 ) -> Result<(), Status> {
+    let Handshakes { context, links, .. } = &port.handshakes;
     let Presented { node, credential } = presented.clone();
-    let older = context.link.sessions.get(&presented.node);
+    let older = context.sessions.get(&presented.node);
     if let Some(older) = &older {
         tokio::select! {
             () = older.closed.cancelled() => {}
@@ -150,19 +161,19 @@ async fn run(
         }
     }
     // The older session, which may be draining, finishes its connections.
-    let hello = hello(&presented.node, &context.link.sessions, older.is_some());
+    let hello = hello(&presented.node, &context.sessions, older.is_some());
     let (near, far) = tokio::io::duplex(PIPE);
     let link = (near, Arc::<Flow>::default());
-    let session = attach::run(context.link.clone(), link, peer, presented, worker, place);
-    let session = context.link.stop.clone().run_until_cancelled_owned(Box::pin(session));
-    tokio::spawn(context.links.track_future(session));
+    let session = attach::run(context.clone(), link, peer, presented, worker, place);
+    let session = context.stop.clone().run_until_cancelled_owned(Box::pin(session));
+    tokio::spawn(links.track_future(session));
     let mut serving = std::pin::pin!(agent::serve(Arc::new(Agent::new(hello, packets)), far, incoming));
     let lapsed = async {
         let Some(by_token) = by_token.map(Arc::new) else { return std::future::pending().await };
         let reason = by_token.clone().lapsed().await;
         if by_token.has_expired() {
             // The agent shows its next one only when it connects again.
-            let unused = context.link.sessions.unused(&node, &credential);
+            let unused = context.sessions.unused(&node, &credential);
             let _ = tokio::time::timeout(EXPIRED, unused).await;
         }
         reason
@@ -172,11 +183,11 @@ async fn run(
         reason = lapsed => reason,
     };
     let refusal = Refusal::Token(reason);
-    if context.link.sessions.refuse(&node, &credential, &refusal) {
+    if context.sessions.refuse(&node, &credential, &refusal) {
         // The session tells the agent why it ends, as any other one.
         return serving.await;
     }
-    context.link.metrics.session_refused(refusal.label());
+    context.metrics.session_refused(refusal.label());
     Err(Status::permission_denied(refusal.to_string()))
 }
 

@@ -12,8 +12,8 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_kube::Health;
 
-use crate::cluster::{ClusterIps, ClusterService};
 use crate::kube::partial::Partial;
+use crate::listener::{ClusterIps, ClusterService};
 
 /// Follows the Services of all namespaces until `stop`.
 pub async fn run(
@@ -27,7 +27,7 @@ pub async fn run(
     let mut listed = ClusterIps::default();
     while let Some(Some(event)) = stop.run_until_cancelled(changes.next()).await {
         match event {
-            Event::Init => listed = ClusterIps { known: true, ..ClusterIps::default() },
+            Event::Init => listed = ClusterIps::of_list(),
             Event::InitApply(service) => service.put_in(&mut listed),
             Event::InitDone => drop(services.send_replace(std::mem::take(&mut listed))),
             Event::Apply(service) => services.send_modify(|known| service.put_in(known)),
@@ -36,10 +36,10 @@ pub async fn run(
     }
 }
 
-pub(in crate::kube) type PartialService = Partial<Service, Spec>;
+pub(crate) type PartialService = Partial<Service, Spec>;
 
 #[derive(Clone, Debug, Deserialize)]
-struct Spec {
+pub(crate) struct Spec {
     #[serde(rename = "clusterIP")]
     cluster_ip: Option<String>,
     #[serde(rename = "clusterIPs")]
@@ -67,7 +67,7 @@ impl PartialService {
     }
 
     /// Returns None for a headless or ExternalName Service.
-    pub(in crate::kube) fn cluster_service(&self) -> Option<ClusterService> {
+    pub(crate) fn cluster_service(&self) -> Option<ClusterService> {
         let spec = self.spec.as_ref()?;
         let listed = spec.cluster_ips.iter().flatten();
         // "None" marks a headless Service.

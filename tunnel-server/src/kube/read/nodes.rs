@@ -34,21 +34,22 @@ const MAX_SKIPPED: usize = 8;
 /// are Ready or not.
 ///
 /// Unless `allow_empty` is set, nodes that vanish all at once are kept, because that is more likely a mistake of the
-/// API server. An empty list is refused, even the first one if `last_known` returns nodes of an earlier run. These also tell
-/// which nodes were edge nodes before.
+/// API server. An empty list is refused, even the first one if an earlier run had nodes. These are `last_known`, which is
+/// awaited with the first list, and also tell which nodes were edge nodes before.
 ///
 /// A name, an address or a port that cannot be used is left out with a warning; the rest of its node stays.
-pub async fn run<F: Future<Output = ()> + Send, K: Future<Output = Inventory> + Send>(
+pub async fn run(
     client: Client,
     selector: Selector,
     health: Health,
     allow_empty: bool,
-    mut last_known: impl FnMut() -> K + Send,
-    mut publish: impl FnMut(Inventory) -> F + Send,
+    last_known: impl Future<Output = Inventory> + Send,
+    mut publish: impl FnMut(Inventory) + Send,
     stop: CancellationToken,
 ) {
     let mut events = pin!(health.follow(Api::<SlimNode>::all(client), Config::default(), "nodes"));
     let mut nodes = Nodes::new(selector, allow_empty);
+    let mut last_known = Some(last_known);
     let mut due: Option<Instant> = None;
     let mut had_nodes = false;
     loop {
@@ -65,12 +66,15 @@ pub async fn run<F: Future<Output = ()> + Send, K: Future<Output = Inventory> + 
                     continue;
                 }
                 had_nodes = !empty;
-                publish(inventory).await;
+                publish(inventory);
             }
             event = events.next() => {
                 let Some(event) = event else { return };
-                if matches!(event, Event::InitDone) && nodes.is_first_list() {
-                    nodes.inventory = last_known().await;
+                if matches!(event, Event::InitDone)
+                    && nodes.is_first_list()
+                    && let Some(last_known) = last_known.take()
+                {
+                    nodes.inventory = last_known.await;
                     had_nodes = !nodes.inventory.is_empty();
                 }
                 if nodes.apply(event) {

@@ -14,24 +14,9 @@ use super::condition;
 use super::events::{self, Events};
 use super::tracker::{Change, Tracker};
 use crate::kube::context::KubeContext;
-use crate::peers::Peers;
-use crate::session::Sessions;
 
 /// An agent that is replaced by another one within this time was not away.
 const DEBOUNCE: Duration = Duration::from_millis(200);
-
-/// Reports the tunnels of all servers while this one leads, until stopped: as Events and, if `condition`, as condition.
-pub async fn run(
-    context: KubeContext,
-    events: Events,
-    sessions: Arc<Sessions>,
-    peers: Arc<Peers>,
-    condition: bool,
-) {
-    let own = Tunnels { changed: sessions.changed(), nodes: move || sessions.live() };
-    let elsewhere = Tunnels { changed: peers.changed(), nodes: move || peers.nodes() };
-    follow(context, events, own, elsewhere, condition).await;
-}
 
 /// Nodes with tunnels, and a signal for their changes.
 pub struct Tunnels<F> {
@@ -39,8 +24,9 @@ pub struct Tunnels<F> {
     pub nodes: F,
 }
 
-/// Does the work of [`run`] with these tunnels: this server's own, and those to other servers.
-pub async fn follow(
+/// Reports the tunnels of this server and of others while this one leads, until stopped: as Events and, if `condition`, as
+/// condition.
+pub async fn run(
     context: KubeContext,
     events: Events,
     own: Tunnels<impl Fn() -> BTreeSet<NodeName> + Send>,

@@ -10,7 +10,7 @@ use tunnel_runtime::net::Reach;
 use tunnel_runtime::text::printable;
 
 use crate::caller::{Authenticator, Refusal, Shown, ShownToken};
-use crate::cluster::{Cluster, Endpoint};
+use crate::listener::cluster::{Cluster, Endpoint};
 use crate::listener::context::{OpenRequest, Reached};
 use crate::listener::direct;
 use crate::metrics::{Judgement, Permit};

@@ -8,22 +8,15 @@ use tunnel_routing::{NodeAddress, Resolved, Router, split_host};
 use tunnel_runtime::net::may_dial;
 use tunnel_runtime::text::printable;
 
-use crate::cluster::Endpoint;
-use crate::listener::context::OpenRequest;
-
-/// Destination of a connection.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum EgressTarget {
-    /// Through the tunnel of an edge node.
-    Edge(OpenRequest),
-    /// Dialled by this server: an address that it may dial, or a name that has to be resolved first.
-    Direct(String, u16),
-}
+use crate::listener::cluster::Endpoint;
+use crate::listener::context::{OpenRequest, Reached};
 
 /// Result of resolving a destination.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Resolution {
-    Known(EgressTarget),
+    Known(Reached),
+    /// A name that this server may look up.
+    Name(String, u16),
     /// An address that is not on an edge node: it may be a Service's, or one that this server may dial.
     Elsewhere(SocketAddr),
 }
@@ -38,8 +31,8 @@ impl Direct {
     }
 
     /// Returns `None` if this server may not dial the address.
-    pub(super) fn destination(&self, address: SocketAddr, router: &Router) -> Option<EgressTarget> {
-        self.allows(address, router).then(|| EgressTarget::Direct(address.ip().to_string(), address.port()))
+    pub(super) fn destination(&self, address: SocketAddr, router: &Router) -> Option<Reached> {
+        self.allows(address, router).then_some(Reached::Cloud(address))
     }
 }
 
@@ -63,15 +56,13 @@ pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Resol
             "lookup {}: no such host among the edge nodes, and --egress-direct allows no others",
             printable(host, 100)
         )),
-        Resolved::Service { .. } | Resolved::Unknown(_) => {
-            Ok(Resolution::Known(EgressTarget::Direct(host.to_owned(), port)))
-        }
+        Resolved::Service { .. } | Resolved::Unknown(_) => Ok(Resolution::Name(host.to_owned(), port)),
         unclear @ (Resolved::Ambiguous { .. } | Resolved::WithoutAddress(_)) => Err(unclear.to_string()),
     }
 }
 
 /// Resolves an endpoint of a Service. Returns `None` if it cannot be reached.
-pub(super) fn of_endpoint(endpoint: &Endpoint, router: &Router, direct: &Direct) -> Option<EgressTarget> {
+pub(super) fn of_endpoint(endpoint: &Endpoint, router: &Router, direct: &Direct) -> Option<Reached> {
     let address = endpoint.address;
     match router.resolve_endpoint(address, endpoint.node.as_deref()) {
         Resolved::Edge(found) | Resolved::Pod(found) => Some(through_tunnel(found, address.port(), router)),
@@ -80,8 +71,8 @@ pub(super) fn of_endpoint(endpoint: &Endpoint, router: &Router, direct: &Direct)
     }
 }
 
-fn through_tunnel(found: NodeAddress, port: u16, router: &Router) -> EgressTarget {
-    EgressTarget::Edge(OpenRequest::to_port(found, port, router))
+fn through_tunnel(found: NodeAddress, port: u16, router: &Router) -> Reached {
+    Reached::Edge(OpenRequest::to_port(found, port, router))
 }
 
 pub(super) fn not_allowed(what: impl Display) -> String {
@@ -97,14 +88,16 @@ pub(super) mod tests {
     /// Returns the destination of a host if this server may dial everything.
     pub(in crate::listener) fn leads_at_egress(host: &str, port: u16, router: &Router) -> String {
         let anything = Direct(vec!["0.0.0.0/0".parse().unwrap(), "::/0".parse().unwrap()]);
-        let found = find(&format!("{host}:{port}"), router, &anything).map(|meant| match meant {
-            Resolution::Known(destination) => Some(destination),
-            Resolution::Elsewhere(address) => anything.destination(address, router),
-        });
-        match found {
-            Ok(Some(EgressTarget::Edge(request))) => format!("{} {}", request.node, request.target),
-            Ok(Some(EgressTarget::Direct(host, port))) => format!("direct {host}:{port}"),
-            Ok(None) | Err(_) => "refused".to_owned(),
+        let reached = match find(&format!("{host}:{port}"), router, &anything) {
+            Ok(Resolution::Name(host, port)) => return format!("direct {host}:{port}"),
+            Ok(Resolution::Known(reached)) => Some(reached),
+            Ok(Resolution::Elsewhere(address)) => anything.destination(address, router),
+            Err(_) => None,
+        };
+        match reached {
+            Some(Reached::Edge(request)) => format!("{} {}", request.node, request.target),
+            Some(Reached::Cloud(target)) => format!("direct {}:{}", target.ip(), target.port()),
+            None => "refused".to_owned(),
         }
     }
 }

@@ -9,12 +9,12 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tunnel_link::outcome::Outcome;
 use tunnel_runtime::text::printable;
 
-use super::destination::{Direct, EgressTarget, Resolution, find, not_allowed, of_endpoint};
+use super::destination::{Direct, Resolution, find, not_allowed, of_endpoint};
 use super::services::{ClusterServices, RequestedService};
 use crate::admission::Shares;
 use crate::caller::Certified;
-use crate::cluster::Endpoint;
 use crate::listener::access_log::AccessLogGuard;
+use crate::listener::cluster::Endpoint;
 use crate::listener::context::{Failed, ListenerContext, Reached};
 use crate::listener::direct;
 use crate::listener::upstream::Upstream;
@@ -65,9 +65,9 @@ const TRIED: usize = 3;
 
 /// Possible destinations of a connection.
 enum Choice {
-    One(EgressTarget),
+    One(Reached),
     /// The endpoints of a Service that can be reached, in the order in which they are tried, and all endpoints.
-    Service(RequestedService, Vec<(SocketAddr, EgressTarget)>, Arc<[Endpoint]>),
+    Service(RequestedService, Vec<(SocketAddr, Reached)>, Arc<[Endpoint]>),
 }
 
 /// A connection that is up. It is recorded when this is dropped.
@@ -95,7 +95,7 @@ impl Dialler {
             () = gone.as_mut() => return Err(not_waited()),
         };
         let (wanted, reached, all) = match choice {
-            Ok(Choice::One(destination)) => return self.reach(destination, caller, gone).await,
+            Ok(Choice::One(reached)) => return self.reach(reached, caller, gone).await,
             Ok(Choice::Service(wanted, reached, all)) => (wanted, reached, all),
             Err(failed) => return Err(self.turned_away(failed, caller)),
         };
@@ -116,7 +116,10 @@ impl Dialler {
     async fn choose(&self, address: &str) -> Result<Choice, Failed> {
         let denied = |reason| Failed { outcome: Outcome::Denied, reason };
         let address = match find(address, &self.context.router, &self.direct).map_err(denied)? {
-            Resolution::Known(destination) => return Ok(Choice::One(destination)),
+            Resolution::Known(reached) => return Ok(Choice::One(reached)),
+            Resolution::Name(host, port) => {
+                return Ok(Choice::One(Reached::Cloud(self.look_up(&host, port).await?)));
+            }
             Resolution::Elsewhere(address) => address,
         };
         let direct = self.direct.destination(address, &self.context.router);
@@ -153,28 +156,16 @@ impl Dialler {
     }
 
     /// Returns `None` if the endpoint cannot be reached.
-    fn endpoint(&self, endpoint: &Endpoint) -> Option<EgressTarget> {
+    fn endpoint(&self, endpoint: &Endpoint) -> Option<Reached> {
         of_endpoint(endpoint, &self.context.router, &self.direct)
     }
 
     async fn reach(
         &self,
-        destination: EgressTarget,
+        reached: Reached,
         caller: &EgressClient,
         gone: impl Future<Output = ()>,
     ) -> Result<Connected, Failed> {
-        let mut gone = pin!(gone);
-        let reached = match destination {
-            EgressTarget::Edge(request) => Reached::Edge(request),
-            EgressTarget::Direct(host, port) => {
-                let target = tokio::select! {
-                    biased;
-                    target = self.look_up(&host, port) => target,
-                    () = gone.as_mut() => return Err(not_waited()),
-                };
-                Reached::Cloud(target.map_err(|failed| self.turned_away(failed, caller))?)
-            }
-        };
         let mut record = AccessLogGuard::reaching(NAME, caller.address, &reached, &self.context);
         caller.noted_in(&record);
         let place = self.shares.admit(caller.address.ip());

@@ -28,7 +28,6 @@ use tokio::io::{AsyncRead, AsyncReadExt as _};
 use tokio::net::{TcpStream, UnixStream};
 use tunnel_link::relay::{end_on_drop, flushed};
 use tunnel_runtime::accept::{Gate, Gated, accept};
-use tunnel_runtime::config::ConfigError;
 use tunnel_runtime::log_once::LogRarely;
 
 use super::access_log::over_limit;
@@ -36,7 +35,7 @@ use super::context::ListenerContext;
 use super::preface::{PrefaceError, read_preface};
 use super::serve::turned_away;
 use crate::admission::{Share, Shares};
-use crate::caller::CallerTls;
+use crate::caller::{CallerTls, caller_of_certificate};
 use authority::{Masked, PREFACE};
 use destination::Direct;
 use dial::{Dialler, EgressClient};
@@ -49,14 +48,6 @@ pub(crate) use dial::NAME;
 pub(crate) use services::ClusterServices;
 pub(crate) use tls::EgressTls;
 pub(crate) use unix::Socket;
-
-/// Reads the configured files, so that a server does not start without them.
-///
-/// # Errors
-/// A file cannot be used; the error names it and the reason.
-pub(crate) fn check_files(config: &EgressConfig) -> Result<(), ConfigError> {
-    config.tls.as_ref().map_or(Ok(()), tls::check)
-}
 
 /// The egress service, for both of its listeners.
 #[derive(Clone)]
@@ -166,7 +157,8 @@ async fn receive_tls(
     tls: &CallerTls,
 ) -> Result<(), String> {
     let (stream, certified) = tls.accept(socket, false).await?;
-    let name = certified.as_ref().map(|shown| tls::common_name(&shown.leaf)).unwrap_or_default();
+    let shown = certified.as_ref().and_then(|shown| caller_of_certificate(&shown.leaf).ok());
+    let name = shown.map(|caller| caller.name).unwrap_or_default();
     let caller = EgressClient { address: client, name: name.into(), certified: certified.map(Arc::new) };
     let (read, write, watched) = halves::of_tls(stream).map_err(|error| error.to_string())?;
     let shutdown = dialler.context.drain.shutdown().clone();

@@ -11,7 +11,7 @@ use tunnel_link::outcome::Outcome;
 
 use super::destination::not_allowed;
 use crate::caller::answer_cache::AnswerCache;
-use crate::cluster::{Cluster, ClusterIps, ClusterService, Endpoint};
+use crate::listener::cluster::{Cluster, ClusterIps, ClusterService, Endpoint};
 use crate::listener::context::Failed;
 
 /// Time for which endpoints are used without asking again.

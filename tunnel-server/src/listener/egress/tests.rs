@@ -365,7 +365,7 @@ async fn a_callers_connection_ends_with_its_certificate() {
     judge_all(&metrics, Instant::now()).await;
     let failed = timeout(PATIENCE, relayed).await.expect("it ends").unwrap().unwrap_err();
     assert_eq!(failed.outcome, Outcome::Denied);
-    let detail = metrics.failures()[&Hop::Policy].recent[0].detail.clone();
+    let detail = metrics.failures.all()[&Hop::Policy].recent[0].detail.clone();
     assert!(detail.starts_with("the client certificate is no longer accepted"), "{detail}");
     let Err(refused) = dialler.dial(&address, &caller, std::future::pending()).await else {
         panic!("it reaches nothing more");

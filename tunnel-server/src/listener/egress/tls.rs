@@ -1,114 +1,80 @@
-//! TLS of the egress listener: permitted callers, and this server's certificate. Both follow their files.
+//! TLS of the egress listener: permitted callers, and the certificate that they are shown.
 
-use std::path::Path;
 use std::sync::Arc;
 
+use rustls::CertificateError;
+use rustls::server::ResolvesServerCert;
 use rustls::server::danger::ClientCertVerifier;
-use rustls::server::{ResolvesServerCert, ResolvesServerCertUsingSni};
-use rustls::{CertificateError, ServerConfig};
-use rustls_pki_types::CertificateDer;
-use tokio::sync::Notify;
-use tokio_util::sync::CancellationToken;
-use tunnel_pki::{
-    IdentityError, ServerTls, TrustBundle, caller_config, caller_verifier, certified_pem, client_verifier,
-};
+use tunnel_pki::{IdentityError, TrustBundle, caller_verifier, certified_pem, client_verifier};
 use tunnel_runtime::config::ConfigError;
-use tunnel_runtime::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts, read_all};
-use x509_parser::prelude::{FromDer as _, X509Certificate};
+use tunnel_runtime::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts};
 
 use super::config::EgressTlsConfig;
-use crate::caller::CallerTls;
+use crate::caller::{CallerTls, caller_of_certificate};
 
-/// Checks that the files can be used.
-pub(super) fn check(config: &EgressTlsConfig) -> Result<(), ConfigError> {
-    let none = Arc::new(ResolvesServerCertUsingSni::new());
-    server_config(config, &read_all(&files(config))?, none).map(drop)
-}
-
-/// TLS settings, and the files that they follow.
+/// Content of the files.
 pub(crate) struct EgressTls {
-    file: ReloadedFile<Settings>,
-    pub(crate) tls: Arc<CallerTls>,
+    verifier: Arc<dyn ClientCertVerifier>,
+    /// `None`: this server's own.
+    certificate: Option<Arc<dyn ResolvesServerCert>>,
 }
-
-/// The verifier is in the settings too, which do not give it out.
-type Settings = (ServerConfig, Arc<dyn ClientCertVerifier>);
 
 impl EgressTls {
+    /// Reads the CA file, and the certificate and key files if they are given.
+    ///
     /// # Errors
-    /// A file cannot be read, or its content cannot be used.
-    pub(crate) fn new(
-        config: EgressTlsConfig,
-        own: Arc<ServerTls>,
+    /// A file cannot be used.
+    pub(crate) fn read(
+        config: &EgressTlsConfig,
         metrics: &FileMetrics,
+    ) -> Result<(ReloadedFile<Self>, Self), ConfigError> {
+        let ca = NamedFile::new("--egress-client-ca", &config.client_ca);
+        let pair = config.certificate.as_ref().map(|(certificate, key)| {
+            [NamedFile::new("--egress-cert", certificate), NamedFile::new("--egress-key", key)]
+        });
+        let files = [ca.clone()].into_iter().chain(pair.iter().flatten().cloned()).collect();
+        let names = config.clients.clone();
+        let parse = move |texts: &Texts| Self::parse(&names, &ca, pair.as_ref(), texts);
+        ReloadedFile::open("egress-tls", files, parse, metrics)
+    }
+
+    fn parse(
+        names: &[String],
+        ca: &NamedFile,
+        pair: Option<&[NamedFile; 2]>,
+        texts: &Texts,
     ) -> Result<Self, ConfigError> {
-        let files = files(&config);
-        let refused = |error: IdentityError| ConfigError::without_value("--egress-port", error.to_string());
-        let tls = CallerTls::new(own.clone()).map_err(refused)?;
-        let parse = move |texts: &Texts| server_config(&config, texts, own.clone());
-        let (file, (first, verifier)) = ReloadedFile::open("egress-tls", files, parse, metrics)?;
-        tls.set(first, verifier);
-        Ok(Self { file, tls: Arc::new(tls) })
-    }
-
-    /// Notifies `changed` of each change.
-    pub(crate) async fn follow(self, changed: Arc<Notify>, stop: CancellationToken) {
-        let Self { file, tls } = self;
-        let apply = |(config, verifier)| {
-            tls.set(config, verifier);
-            changed.notify_one();
-            std::future::ready(Ok(()))
+        let pem = |at: usize| texts.get(at).and_then(Option::as_deref).unwrap_or_default();
+        let verifier =
+            TrustBundle::from_pem(pem(0)).and_then(|roots| caller_verifier(roots.root_store(), true));
+        let verifier = verifier.map_err(|error| ca.error(error.to_string()))?;
+        let names = names.to_vec();
+        let verifier = client_verifier(verifier, move |certificate| {
+            let named =
+                || caller_of_certificate(certificate).is_ok_and(|caller| names.contains(&caller.name));
+            if names.is_empty() || named() {
+                return Ok(());
+            }
+            Err(rustls::Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure))
+        });
+        let certificate = match pair {
+            Some([certificate, key]) => {
+                let certified = certified_pem(pem(1), pem(2)).map_err(|error| match error {
+                    IdentityError::Key(_) => key.error(error.to_string()),
+                    _ => certificate.error(error.to_string()),
+                });
+                Some(certified? as Arc<dyn ResolvesServerCert>)
+            }
+            None => None,
         };
-        file.run(apply, stop).await;
+        Ok(Self { verifier, certificate })
     }
-}
 
-/// Returns the CA file, and the certificate and key files if they are given.
-fn files(config: &EgressTlsConfig) -> Vec<NamedFile> {
-    let mut files = vec![NamedFile::new("--egress-client-ca", &config.client_ca)];
-    if let Some((certificate, key)) = &config.certificate {
-        files.push(NamedFile::new("--egress-cert", certificate));
-        files.push(NamedFile::new("--egress-key", key));
+    /// Puts the content into effect.
+    ///
+    /// # Errors
+    /// rustls rejects it.
+    pub(crate) fn apply(self, tls: &CallerTls) -> Result<(), String> {
+        tls.set(self.certificate.as_ref(), self.verifier).map_err(|error| error.to_string())
     }
-    files
-}
-
-fn server_config(
-    config: &EgressTlsConfig,
-    texts: &Texts,
-    own: Arc<dyn ResolvesServerCert>,
-) -> Result<Settings, ConfigError> {
-    let bad =
-        |key: &str, path: &Path, reason: String| ConfigError::new(key, path.display().to_string(), reason);
-    let bad_ca = |reason: String| bad("--egress-client-ca", &config.client_ca, reason);
-    let pem = |at: usize| texts.get(at).and_then(Option::as_deref).unwrap_or_default();
-    let verifier = TrustBundle::from_pem(pem(0)).and_then(|roots| caller_verifier(roots.root_store(), true));
-    let verifier = verifier.map_err(|error| bad_ca(error.to_string()))?;
-    let names = config.clients.clone();
-    let verifier = client_verifier(verifier, move |certificate| {
-        if names.is_empty() || names.contains(&common_name(certificate)) {
-            return Ok(());
-        }
-        Err(rustls::Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure))
-    });
-    let shown = match &config.certificate {
-        Some((certificate, key)) => certified_pem(pem(1), pem(2)).map_err(|error| match error {
-            IdentityError::Key(_) => bad("--egress-key", key, error.to_string()),
-            _ => bad("--egress-cert", certificate, error.to_string()),
-        })?,
-        None => own,
-    };
-    let settings = caller_config(shown, verifier.clone(), &[b"h2", b"http/1.1"]);
-    settings.map(|settings| (settings, verifier)).map_err(|error| bad_ca(error.to_string()))
-}
-
-/// Returns a certificate's common name; empty if it has none.
-pub(super) fn common_name(certificate: &CertificateDer<'_>) -> String {
-    X509Certificate::from_der(certificate)
-        .ok()
-        .and_then(|(_, parsed)| {
-            let name = parsed.subject().iter_common_name().next()?;
-            Some(name.as_str().ok()?.to_owned())
-        })
-        .unwrap_or_default()
 }

@@ -13,6 +13,7 @@ use tunnel_routing::inventory::DEFAULT_KUBELET_PORT;
 use super::destination::{RequestTarget, parse_destination};
 use super::headers;
 use super::kinds::{Admission, MAX_HEAD};
+use super::metrics::PATH;
 use super::permit::RequestPermit;
 use super::pods::Pods;
 use super::served::Served;
@@ -124,6 +125,18 @@ impl Served {
         }
     }
 
+    /// Checks that the sender of the request may read this server's metrics.
+    pub(super) async fn may_read_metrics(&self, headers: &HeaderMap) -> Result<(), Failure> {
+        let Some((caller, _)) = self.caller(headers).await? else {
+            return Err(Refusal::Unauthenticated("nobody knows the caller".to_owned()).into());
+        };
+        // Without a cluster every authenticated caller may.
+        if let Some(reviewer) = self.front.reviewer() {
+            reviewer.allow_path(&caller, PATH).await?;
+        }
+        Ok(())
+    }
+
     async fn identify(
         &self,
         headers: &HeaderMap,
@@ -137,7 +150,12 @@ impl Served {
         let client = self.peer.client.ip();
         // One connection may have many requests that wait for the answer, each with its head.
         let _place = self.shares.unauthenticated(client).map_err(|full| self.over_limit(&full))?;
-        let caller = authenticator.caller_in_cluster(ShownToken { token, client, exposed }).await?;
+        let shown = ShownToken { token, client, exposed };
+        // The tokens of a file read metrics; about nodes the cluster's rules decide.
+        let caller = match self.front.metrics {
+            Some(_) => authenticator.caller_of_token(shown).await?,
+            None => authenticator.caller_in_cluster(shown).await?,
+        };
         Ok(Some((caller, Shown::Token(BearerToken::new(token)))))
     }
 
@@ -183,7 +201,7 @@ impl Served {
         let known = found.as_ref().ok();
         let port = known.map_or(DEFAULT_KUBELET_PORT, |node| node.kubelet_port);
         let mut accesses = Vec::new();
-        if let Some((caller, Some(reviewer))) = self.judge(caller, port)? {
+        if let Some((caller, reviewer)) = self.judge(caller, port)? {
             let path = wanted.path.as_ref().map_err(Failure::bad_request)?;
             accesses = kubelet_accesses(method, path);
             reviewer.allow_at_pod(caller, &accesses, known.map(|node| &node.node)).await?;
@@ -233,37 +251,28 @@ impl Served {
         let port = destination.target.port();
         let Some((caller, reviewer)) = self.judge(caller, port)? else { return Ok(Vec::new()) };
         let path = wanted.path.as_ref().map_err(Failure::bad_request)?;
-        // Without a cluster, the certificate is all that is known of the caller.
-        let Some(reviewer) = reviewer else { return Ok(Vec::new()) };
         let of_kubelet = destination.on_node && port == destination.node.kubelet_port;
         let accesses = if of_kubelet { kubelet_accesses(method, path) } else { other_accesses(method, path) };
         reviewer.allow(caller, &accesses, &destination.node.node).await?;
         Ok(accesses)
     }
 
-    /// Returns the caller whose rights have to be checked, and the reviewer to ask. Returns `None` if every client that
-    /// may use the listener may use this port.
+    /// Returns the caller whose rights have to be checked, and the reviewer to ask. Returns `None` if everybody who may use
+    /// the listener may use this port.
     fn judge<'a>(
         &'a self,
         caller: Option<&'a Caller>,
         port: u16,
-    ) -> Result<Option<(&'a Caller, Option<&'a Reviewer>)>, Failure> {
-        let authenticator = match (&self.front.admission, caller) {
-            (Admission::Everyone, _) => return Ok(None),
-            (Admission::Listed { ports, .. }, None) => {
-                if ports.is_empty() || ports.contains(&port) {
-                    return Ok(None);
-                }
-                return Err(Refusal::Forbidden(format!("port {port} is not in --plain-ports")).into());
+    ) -> Result<Option<(&'a Caller, &'a Reviewer)>, Failure> {
+        match (&self.front.admission, caller) {
+            (Admission::Everyone, _) => Ok(None),
+            (Admission::Listed { ports, .. }, None) if ports.is_empty() || ports.contains(&port) => Ok(None),
+            (Admission::Listed { .. }, None) => {
+                Err(Refusal::Forbidden(format!("port {port} is not in --plain-ports")).into())
             }
-            (Admission::Callers(authenticator) | Admission::Listed { authenticator, .. }, _) => {
-                Some(authenticator)
-            }
-            (Admission::Policy(..), _) => None,
-        };
-        match caller {
-            Some(caller) => Ok(Some((caller, authenticator.and_then(|known| known.reviewer.as_deref())))),
-            None => Err(Refusal::Unauthenticated("nobody knows the caller".to_owned()).into()),
+            // Without a cluster, the certificate is all that is known of the caller.
+            (_, Some(caller)) => Ok(self.front.reviewer().map(|reviewer| (caller, &**reviewer))),
+            (_, None) => Err(Refusal::Unauthenticated("nobody knows the caller".to_owned()).into()),
         }
     }
 }

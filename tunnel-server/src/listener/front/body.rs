@@ -52,7 +52,7 @@ impl Exchange {
         match self.pipe.failure() {
             Some((outcome, _)) if outcome != Outcome::ClientReset => {
                 // A reset discards unsent data.
-                client.flushed().await;
+                self.record.unless_ended(client.flushed()).await;
                 self.broken(error);
             }
             _ => {

@@ -1,7 +1,6 @@
 //! `/metrics` for other hosts, for authenticated callers. The admin port answers the same on loopback, without
 //! authentication.
 
-use std::net::IpAddr;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -13,27 +12,24 @@ use tunnel_runtime::accept::Gate;
 use tunnel_runtime::admin::exposition;
 
 use super::body::Body;
-use crate::caller::{Authenticator, Caller, Refusal, ShownToken, bearer_token};
 use crate::listener::answer::Failure;
 
 /// Path that the cluster's rules must allow the caller to read.
-const PATH: &str = "/metrics";
+pub(super) const PATH: &str = "/metrics";
 
-/// Answers scrapers.
+/// The page for scrapers.
 pub(crate) struct MetricsPage {
     pub(crate) registry: Arc<Registry>,
-    pub(crate) authenticator: Arc<Authenticator>,
     /// The listener's gate, which closes when a successor has taken over.
     pub(crate) gate: Gate,
 }
 
 impl MetricsPage {
-    /// `shown`: the caller in the client certificate, or why that is accepted no longer.
+    /// Answers a request, once its sender is `admitted`.
     pub(super) async fn answer(
         &self,
         head: &Parts,
-        shown: Result<Option<&Caller>, Refusal>,
-        client: IpAddr,
+        admitted: impl Future<Output = Result<(), Failure>>,
     ) -> Result<Response<Body>, Failure> {
         if head.uri.path() != PATH {
             return Err(Failure::new(StatusCode::NOT_FOUND, "only /metrics is here"));
@@ -41,7 +37,7 @@ impl MetricsPage {
         if head.method != Method::GET {
             return Err(Failure::new(StatusCode::METHOD_NOT_ALLOWED, "use GET"));
         }
-        self.admit(head, shown?, client).await?;
+        admitted.await?;
         let (registry, headers) = (self.registry.clone(), head.headers.clone());
         // Encoding takes milliseconds, in which other listeners should not wait.
         let encoded = tokio::task::spawn_blocking(move || exposition(&registry, &headers)).await;
@@ -54,25 +50,6 @@ impl MetricsPage {
             Response::new(Full::new(Bytes::from(text)).map_err(|never| match never {}).boxed_unsync());
         answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
         Ok(answer)
-    }
-
-    /// Checks that the caller may read. A certificate takes precedence over a token, as at the https listener.
-    async fn admit(&self, head: &Parts, shown: Option<&Caller>, client: IpAddr) -> Result<(), Refusal> {
-        let caller = match (shown, bearer_token(&head.headers).map_err(Refusal::Unauthenticated)?) {
-            (Some(caller), _) => caller.clone(),
-            (None, Some(token)) => {
-                self.authenticator.caller_of_token(ShownToken { token, client, exposed: None }).await?
-            }
-            (None, None) => {
-                let reason = "a client certificate or a bearer token is needed";
-                return Err(Refusal::Unauthenticated(reason.to_owned()));
-            }
-        };
-        match &self.authenticator.reviewer {
-            Some(reviewer) => reviewer.allow_path(&caller, PATH).await,
-            // Without a cluster every authenticated caller may.
-            None => Ok(()),
-        }
     }
 }
 
@@ -97,7 +74,7 @@ mod tests {
     use super::super::{Admission, Front};
     use super::*;
     use crate::admission::Shares;
-    use crate::caller::{CallerTls, CallersCa, Tokens};
+    use crate::caller::{Authenticator, CallerTls, CallersCa, Tokens};
     use crate::listener::context::ListenerContext;
     use crate::metrics::Metrics;
 
@@ -131,14 +108,10 @@ mod tests {
             let metrics = Metrics::new(registry.sub_registry_with_prefix("postern"));
             let tokens = Tokens::parse("alices-own-token,alice,1\n").unwrap();
             let gate = Gate::new(true);
-            let page = MetricsPage {
-                registry: Arc::new(registry),
-                authenticator: Arc::new(Authenticator::new(tokens, None)),
-                gate: gate.clone(),
-            };
+            let page = MetricsPage { registry: Arc::new(registry), gate: gate.clone() };
             let front = Front {
                 listener: "metrics",
-                admission: Admission::Everyone,
+                admission: Admission::Callers(Arc::new(Authenticator::new(tokens, None))),
                 tls: Some(Arc::new(tls)),
                 targets: None,
                 pods: None,

@@ -8,8 +8,8 @@ use tunnel_runtime::text::printable;
 
 use crate::caller::answer_cache::VerdictCache;
 use crate::caller::{Asker, Questions};
-use crate::cluster::Cluster;
 use crate::listener::answer::Failure;
+use crate::listener::cluster::Cluster;
 
 /// Time for which an answer is cached, also a negative one. A pod never moves, but another one of the same name may run
 /// elsewhere.

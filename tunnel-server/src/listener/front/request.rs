@@ -36,9 +36,8 @@ pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> 
     let upgrade = request.extensions().get::<OnUpgrade>().cloned();
     let answered = match &served.front.metrics {
         Some(page) => {
-            let (peer, head) = (&served.peer, request.into_parts().0);
-            let shown = peer.certificate().map(|shown| shown.map(|(caller, _)| caller));
-            let answered = page.answer(&head, shown, peer.client.ip()).await;
+            let head = request.into_parts().0;
+            let answered = page.answer(&head, served.may_read_metrics(&head.headers)).await;
             answered.inspect_err(|failure| served.turned_away(failure))
         }
         None => forward(served, request).await,

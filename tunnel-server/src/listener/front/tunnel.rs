@@ -60,7 +60,7 @@ impl Tunnel {
             Err(failed) => {
                 // A reset discards unsent data.
                 if failed.outcome == Outcome::TargetReset {
-                    watched.flushed().await;
+                    record.unless_ended(watched.flushed()).await;
                 }
                 // One direction may have ended well.
                 watched.reset_on_drop();

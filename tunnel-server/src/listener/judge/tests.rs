@@ -95,7 +95,7 @@ async fn a_connection_ends_with_its_right_and_the_log_says_why() {
     assert!(is_ended(&judged) && !is_ended(&unjudged));
     // Whatever its relay makes of that.
     judged.end(Outcome::ClientReset, &"broken pipe");
-    let ended = context.metrics.failures();
+    let ended = context.metrics.failures.all();
     let last = &ended[&Hop::Policy].recent[0];
     assert_eq!((last.outcome, last.detail.as_str()), (Outcome::Denied, "the token is gone"));
     unjudged.end(Outcome::Ok, &"");
@@ -116,7 +116,7 @@ async fn while_nobody_answers_nothing_ends_for_a_bounded_time() {
     judge_all(&context.metrics, now + 2 * UNANSWERED + Duration::from_secs(1)).await;
     assert!(is_ended(&record));
     record.end(Outcome::TargetReset, &"");
-    let detail = context.metrics.failures()[&Hop::Policy].recent[0].detail.clone();
+    let detail = context.metrics.failures.all()[&Hop::Policy].recent[0].detail.clone();
     assert_eq!(detail, "its right could not be judged for 15 min: no answer");
 }
 

@@ -364,12 +364,12 @@ async fn an_open_connection_ends_when_its_right_is_gone() {
         let end = timeout(PATIENCE, target.read(&mut [0])).await.expect("its target's as well");
         assert_eq!(end.unwrap_err().kind(), std::io::ErrorKind::ConnectionReset, "{reason}");
         let logged = async {
-            while metrics.failures().is_empty() {
+            while metrics.failures.all().is_empty() {
                 tokio::task::yield_now().await;
             }
         };
         timeout(PATIENCE, logged).await.expect("it is recorded");
-        let last = metrics.failures()[&Hop::Policy].recent[0].clone();
+        let last = metrics.failures.all()[&Hop::Policy].recent[0].clone();
         assert_eq!((last.outcome, last.detail.as_str()), (Outcome::Denied, reason));
     }
 }
@@ -398,12 +398,12 @@ async fn an_upgraded_connection_and_a_running_answer_end_with_their_right() {
         let end = timeout(PATIENCE, target.read_to_end(&mut rest)).await.expect("its target's as well");
         assert_eq!(end.unwrap_err().kind(), std::io::ErrorKind::ConnectionReset, "{answer:?}");
         let logged = async {
-            while site.context.metrics.failures().is_empty() {
+            while site.context.metrics.failures.all().is_empty() {
                 tokio::task::yield_now().await;
             }
         };
         timeout(PATIENCE, logged).await.expect("it is recorded");
-        let last = site.context.metrics.failures()[&Hop::Policy].recent[0].clone();
+        let last = site.context.metrics.failures.all()[&Hop::Policy].recent[0].clone();
         assert_eq!(last.detail, "the policy no longer permits nobody to reach this", "{answer:?}");
     }
 }
@@ -425,11 +425,16 @@ async fn a_client_that_does_not_read_is_cut_off_when_its_right_is_gone() {
     judge_all(&site.context.metrics, Instant::now()).await;
     // Not at the client: kernels differ in what they take of a reset while the receiver's window is closed.
     let logged = async {
-        while site.context.metrics.failures().is_empty() {
+        while site.context.metrics.failures.all().is_empty() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
     timeout(PATIENCE, logged).await.expect("it ends although nobody reads");
-    let last = site.context.metrics.failures()[&Hop::Policy].recent[0].clone();
+    let last = site.context.metrics.failures.all()[&Hop::Policy].recent[0].clone();
     assert_eq!(last.outcome, Outcome::Denied);
+    let rest = timeout(Duration::from_secs(1), client.read_to_end(&mut Vec::new())).await;
+    assert!(
+        !matches!(rest, Ok(Ok(_))),
+        "an end of file would be the end of an answer without a length: {rest:?}"
+    );
 }

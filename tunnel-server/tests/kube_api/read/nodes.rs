@@ -54,13 +54,10 @@ impl Following {
         let stop = CancellationToken::new();
         let publish = {
             let published = published.clone();
-            move |inventory| {
-                published.lock().unwrap().push((Instant::now(), inventory));
-                std::future::ready(())
-            }
+            move |inventory| published.lock().unwrap().push((Instant::now(), inventory))
         };
         let client = client(server).await;
-        let none = || std::future::ready(Inventory::default());
+        let none = std::future::ready(Inventory::default());
         let selector = Selector::default();
         tokio::spawn(nodes::run(client, selector, health.clone(), false, none, publish, stop.clone()));
         Self { published, health, registry, _stop: stop.drop_guard() }

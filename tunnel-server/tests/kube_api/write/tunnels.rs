@@ -47,7 +47,7 @@ impl Sessions {
             Tunnels { changed: sessions.changed.subscribe(), nodes }
         };
         let (own, elsewhere) = (tunnels(&sessions.live), tunnels(&sessions.elsewhere));
-        tokio::spawn(tunnels::follow(context, events, own, elsewhere, condition));
+        tokio::spawn(tunnels::run(context, events, own, elsewhere, condition));
         sessions
     }
 

@@ -4,13 +4,12 @@ use std::time::Duration;
 
 use k8s_openapi::api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec};
 use rustls_pki_types::pem::{PemObject, SectionKind};
-use tunnel_kube::SIGNER;
 use tunnel_pki::{CsrKey, Holder};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::text::printable;
 
 use crate::caller::node_of_pod;
-use crate::pki::{examine_request, subject_of};
+use crate::pki::{Denial, examine_request, subject_of};
 
 const NODE_USER: &str = "system:node:";
 const NODE_GROUP: &str = "system:nodes";
@@ -20,19 +19,7 @@ const DIGITAL_SIGNATURE: &str = "digital signature";
 const MAX_REQUEST: usize = 8192;
 const MAX_MESSAGE: usize = 1000;
 
-#[derive(Debug)]
-pub(super) enum Verdict {
-    /// The requester is this node, and requests exactly what it may have.
-    Approve(Approved),
-    /// The request is for our signer, and must not be signed.
-    Deny {
-        /// The condition's reason, one word.
-        reason: &'static str,
-        message: String,
-    },
-    NotOurs,
-}
-
+/// The requester is this node, and requests exactly what it may have.
 #[derive(Debug)]
 pub(super) struct Approved {
     /// Role of the requester on the node.
@@ -44,8 +31,6 @@ pub(super) struct Approved {
     /// Maximum lifetime that the requester wants.
     pub(super) life: Option<Duration>,
 }
-
-struct Denial(&'static str, String);
 
 /// ServiceAccounts whose pods may get a certificate.
 #[derive(Clone, Copy, Debug)]
@@ -68,16 +53,14 @@ impl Accounts<'_> {
     }
 }
 
-pub(super) fn judge(csr: &CertificateSigningRequest, accounts: Accounts<'_>) -> Verdict {
-    let spec = &csr.spec;
-    if spec.signer_name != SIGNER {
-        return Verdict::NotOurs;
-    }
-    match examine(spec, accounts) {
-        Ok(approved) => Verdict::Approve(approved),
-        // The message has text of the requester.
-        Err(Denial(reason, message)) => Verdict::Deny { reason, message: printable(&message, MAX_MESSAGE) },
-    }
+/// Judges a request for our signer.
+///
+/// # Errors
+/// It must not be signed.
+pub(super) fn judge(csr: &CertificateSigningRequest, accounts: Accounts<'_>) -> Result<Approved, Denial> {
+    // The message has text of the requester.
+    examine(&csr.spec, accounts)
+        .map_err(|Denial(reason, message)| Denial(reason, printable(&message, MAX_MESSAGE)))
 }
 
 fn examine(spec: &CertificateSigningRequestSpec, accounts: Accounts<'_>) -> Result<Approved, Denial> {
@@ -91,7 +74,7 @@ fn examine(spec: &CertificateSigningRequestSpec, accounts: Accounts<'_>) -> Resu
         },
     };
     let der = der_of(&spec.request.0)?;
-    let asked = examine_request(&der).map_err(|denial| Denial(denial.reason, denial.message))?;
+    let asked = examine_request(&der)?;
     let Some((asked_holder, node)) = asked.subject else {
         let message = format!("the subject is empty; want exactly {}", subject_of(holder, &requester));
         return Err(Denial("WrongSubject", message));

@@ -34,12 +34,12 @@ use tokio::sync::watch;
 use tunnel_pki::pem_of_certificates;
 use tunnel_runtime::backoff::jittered;
 
-use judge::{Accounts, Approved, Verdict, judge};
+use judge::{Accounts, Approved, judge};
 use tunnel_kube::{SIGNER, post, request};
 
 use crate::kube::context::{KubeContext, WRITE_DEADLINE, becomes};
 use crate::kube::error::ClusterError;
-use crate::pki::{CaState, PkiError, PkiMetrics, Refusal, Standing};
+use crate::pki::{CaState, Denial, PkiError, PkiMetrics, Refusal, Standing};
 
 const APPROVED: &str = "Approved";
 const DENIED: &str = "Denied";
@@ -87,6 +87,8 @@ async fn work(reconciler: Arc<CsrReconciler>) {
     let (store, writer) = reflector::store();
     let health = &reconciler.context.health;
     let events = health.follow(reconciler.api.clone(), ours, "certificatesigningrequests");
+    let shared = reconciler.clone();
+    let events = events.inspect(move |event| forget(&mut shared.answered.lock(), event));
     let changed = reflector(writer, events.map(Ok::<_, watcher::Error>)).touched_objects();
     let queue = trigger_self(changed, ());
     let config = ControllerConfig::default().concurrency(CONCURRENT);
@@ -104,6 +106,17 @@ async fn work(reconciler: Arc<CsrReconciler>) {
         config,
     );
     done.for_each(|_| async {}).await;
+}
+
+/// Drops what will not come back through the watch: the answer to a request that was deleted, and those that a list has.
+fn forget(answered: &mut HashSet<String>, event: &watcher::Event<CertificateSigningRequest>) {
+    match event {
+        watcher::Event::Delete(csr) => {
+            answered.remove(&csr.uid().unwrap_or_default());
+        }
+        watcher::Event::Init => answered.clear(),
+        _ => {}
+    }
 }
 
 /// Returns the delay after a failure: in proportion to the age of the request, so that delays grow, and later requests
@@ -130,22 +143,22 @@ enum Step {
 }
 
 fn step(csr: &CertificateSigningRequest, accounts: Accounts<'_>, standing: &Standing) -> Step {
-    let verdict = match judge(csr, accounts) {
-        Verdict::Approve(approved) => match standing.may_enrol((approved.holder, &approved.node)) {
-            Ok(()) => Verdict::Approve(approved),
+    if csr.spec.signer_name != SIGNER || is_done(csr) || csr.metadata.deletion_timestamp.is_some() {
+        return Step::Ignore;
+    }
+    let judged =
+        judge(csr, accounts).and_then(|asked| match standing.may_enrol((asked.holder, &asked.node)) {
+            Ok(()) => Ok(asked),
             Err(refusal) => {
                 let reason = if matches!(refusal, Refusal::Edge(_)) { "EdgeNode" } else { "NodeRevoked" };
-                Verdict::Deny { reason, message: refusal.to_string() }
+                Err(Denial(reason, refusal.to_string()))
             }
-        },
-        other => other,
-    };
-    match verdict {
-        _ if is_done(csr) || csr.metadata.deletion_timestamp.is_some() => Step::Ignore,
-        Verdict::Approve(approved) if is(csr, APPROVED) => Step::Sign(approved),
-        Verdict::Approve(approved) => Step::Approve(approved),
-        Verdict::Deny { reason, message } => Step::Refuse { approved: is(csr, APPROVED), reason, message },
-        Verdict::NotOurs => Step::Ignore,
+        });
+    let approved = is(csr, APPROVED);
+    match judged {
+        Ok(asked) if approved => Step::Sign(asked),
+        Ok(asked) => Step::Approve(asked),
+        Err(Denial(reason, message)) => Step::Refuse { approved, reason, message },
     }
 }
 

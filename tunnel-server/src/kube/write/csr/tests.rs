@@ -87,13 +87,31 @@ fn an_edge_nodes_redirector_is_denied() {
 
 #[test]
 fn other_signers_requests_and_deleted_ones_are_left_alone() {
-    let mut other = good();
-    other.spec.signer_name = "kubernetes.io/kubelet-serving".to_owned();
-    assert!(matches!(next(&other), Step::Ignore));
+    for signer in ["kubernetes.io/kubelet-serving", "", "postern.internal/agent2", "Postern.internal/agent"] {
+        for mut other in [good(), bad(), with_condition(good(), APPROVED, "x", String::new())] {
+            other.spec.signer_name = signer.to_owned();
+            assert!(matches!(next(&other), Step::Ignore), "{signer}");
+        }
+    }
     let mut deleted = good();
     deleted.metadata.deletion_timestamp =
         Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(jiff::Timestamp::now()));
     assert!(matches!(next(&deleted), Step::Ignore));
+}
+
+#[test]
+fn an_answer_to_a_deleted_request_is_forgotten() {
+    let of = |uid: &str| {
+        let mut csr = good();
+        csr.metadata.uid = Some(uid.to_owned());
+        csr
+    };
+    let mut answered: HashSet<String> = ["a", "b", "c"].map(str::to_owned).into();
+    forget(&mut answered, &watcher::Event::Apply(of("a")));
+    forget(&mut answered, &watcher::Event::Delete(of("b")));
+    assert!(answered.len() == 2 && !answered.contains("b"), "{answered:?}");
+    forget(&mut answered, &watcher::Event::Init);
+    assert!(answered.is_empty());
 }
 
 #[test]

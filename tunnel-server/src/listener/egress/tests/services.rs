@@ -7,9 +7,9 @@ use tokio_util::sync::DropGuard;
 use tunnel_kube::Health;
 
 use super::*;
-use crate::cluster::ClusterIps;
 use crate::kube::read::cluster_ips;
 use crate::kube::{KubeOptions, Lookups, ObjectNames};
+use crate::listener::cluster::ClusterIps;
 
 const SERVICES: &str = "/api/v1/namespaces/shop/services";
 const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/shop/endpointslices";

@@ -122,14 +122,13 @@ impl Consumer {
                     let publish = move |inventory: tunnel_routing::inventory::Inventory| {
                         published.fetch_add(1, Ordering::SeqCst);
                         nodes.store(inventory.len(), Ordering::SeqCst);
-                        std::future::ready(())
                     };
                     tokio::spawn(async move {
                         while let Some(answer) = asked.recv().await {
                             let _ = answer.send(thread_cpu());
                         }
                     });
-                    let none = || std::future::ready(tunnel_routing::inventory::Inventory::default());
+                    let none = std::future::ready(tunnel_routing::inventory::Inventory::default());
                     let (selector, health) = (Selector::default(), Health::default());
                     nodes::run(client, selector, health, false, none, publish, stop).await;
                 });

@@ -1,4 +1,4 @@
-//! What the listeners ask the cluster while a client waits for the answer. `crate::kube` gives the answers.
+//! The listeners' questions to the cluster, while a client waits. `crate::kube` answers them; no listener imports it.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -61,6 +61,11 @@ pub struct ClusterIps {
 }
 
 impl ClusterIps {
+    /// Those of a complete list, which are added one by one.
+    pub fn of_list() -> Self {
+        Self { known: true, ..Self::default() }
+    }
+
     pub fn get(&self, address: IpAddr) -> Option<Arc<ClusterService>> {
         self.by_address.get(&address.to_canonical()).cloned()
     }
@@ -75,7 +80,7 @@ impl ClusterIps {
     }
 
     pub fn remove(&mut self, namespace: &str, name: &str) {
-        let Some(gone) = self.by_name.remove(&(namespace.into(), name.into())) else { return };
+        let Some(gone) = self.by_name.remove(&(Box::from(namespace), Box::from(name))) else { return };
         for address in &gone.addresses {
             // Another Service may have the address by now.
             if self.by_address.get(address).is_some_and(|now| Arc::ptr_eq(now, &gone)) {
