@@ -19,6 +19,8 @@ use crate::client::{ClientSettings, connect};
 const AGAIN: Duration = Duration::from_secs(10);
 /// Maximum wait for that program.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Maximum time for which a program that hangs keeps another one from being started. Each of them holds a thread.
+const HANGS: Duration = Duration::from_secs(3600);
 
 /// [`connect`] for a process that runs for years. After a failure the next request uses the configuration as it is then,
 /// or the last usable version. The kubelet, k3s and kubeadm replace certificates every year, and an administrator may
@@ -67,7 +69,7 @@ struct State {
     good: Client,
     /// Time from which the configuration has to be read again.
     due: Option<Instant>,
-    /// It is being read.
+    /// It is being read, maybe by a thread that nobody waits for any more.
     reading: bool,
     unusable: LogOnce,
     renewed: Option<Instant>,
@@ -105,13 +107,25 @@ impl Lasting {
         let runtime = Handle::current();
         let connect = async move { connect(kubeconfig.as_deref(), namespace.as_deref(), &settings).await };
         // kube waits for a program that makes the credentials, without a limit.
-        let made = tokio::task::spawn_blocking(move || runtime.block_on(connect));
-        let made = match tokio::time::timeout(PATIENCE, made).await {
+        let mut made = tokio::task::spawn_blocking(move || runtime.block_on(connect));
+        let waited = tokio::time::timeout(PATIENCE, &mut made).await;
+        let ended = waited.is_ok();
+        let made = match waited {
             Ok(made) => made.map_err(|error| error.to_string()),
-            Err(_) => Err(format!("no credentials within {} s", PATIENCE.as_secs())),
+            Err(_) => {
+                let lasting = self.clone();
+                tokio::spawn(async move {
+                    let _ = tokio::time::timeout(HANGS, made).await;
+                    lasting.state.lock().reading = false;
+                });
+                Err(format!("no credentials within {} s", PATIENCE.as_secs()))
+            }
         };
         let mut state = self.state.lock();
-        state.reading = false;
+        // Otherwise the program still runs, or the task above has noted its end.
+        if ended {
+            state.reading = false;
+        }
         match made.and_then(|made| made.map_err(|error| error.to_string())) {
             Ok((client, _)) => {
                 state.unusable.clear();

@@ -20,7 +20,7 @@ use super::error::RedirectError;
 use super::map_contents::MapContents;
 use super::pins::monotonic_nanos;
 
-/// All maps that user space writes or reads.
+/// All maps that user space writes or reads, but the [`Heartbeat`]'s.
 pub(super) struct Maps {
     excluded: Tries<u32, u32>,
     clients: Tries<u32, u32>,
@@ -32,8 +32,13 @@ pub(super) struct Maps {
     /// Current value of `state`.
     state_bits: u32,
     listener: SockMap<MapData>,
-    alive: Array<MapData, u64>,
     counters: PerCpuArray<MapData, u64>,
+}
+
+/// The map that tells the programs that this process is alive. Apart from the others, as a change of these may take longer than
+/// the programs wait for a heartbeat.
+pub(super) struct Heartbeat {
+    alive: Array<MapData, u64>,
 }
 
 macro_rules! take {
@@ -57,6 +62,16 @@ fn failed(map: &'static str) -> impl Fn(MapError) -> RedirectError {
     move |error| RedirectError::Map { map, reason: chain(&error) }
 }
 
+impl Heartbeat {
+    pub(super) fn take(ebpf: &mut Ebpf) -> Result<Self, RedirectError> {
+        Ok(Self { alive: take!(ebpf, names::ALIVE) })
+    }
+
+    pub(super) fn beat(&mut self) -> Result<(), RedirectError> {
+        self.alive.set(0, monotonic_nanos(), 0).map_err(failed(names::ALIVE))
+    }
+}
+
 impl Maps {
     pub(super) fn take(ebpf: &mut Ebpf) -> Result<Self, RedirectError> {
         Ok(Self {
@@ -69,7 +84,6 @@ impl Maps {
             state: take!(ebpf, names::STATE),
             state_bits: 0,
             listener: take!(ebpf, names::LISTENER),
-            alive: take!(ebpf, names::ALIVE),
             counters: take!(ebpf, names::COUNTERS),
         })
     }
@@ -125,11 +139,6 @@ impl Maps {
     /// Sets the device of the routes to edge nodes.
     pub(super) fn set_device(&mut self, index: u32) -> Result<(), RedirectError> {
         self.state.set(STATE_DEVICE, index, 0).map_err(failed(names::STATE))
-    }
-
-    /// Writes the heartbeat that tells the programs that this process is alive.
-    pub(super) fn beat(&mut self) -> Result<(), RedirectError> {
-        self.alive.set(0, monotonic_nanos(), 0).map_err(failed(names::ALIVE))
     }
 
     /// Sets the interfaces that lead to other hosts; `before` are those of the last call.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
+use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::net::{Ended, NetChanges};
 
 use super::error::RedirectError;
@@ -19,10 +20,15 @@ const RETRY: Duration = Duration::from_secs(1);
 
 impl Redirect {
     pub(super) async fn follow_addresses(self: &Arc<Self>) {
+        let mut failures = LogOnce::default();
         loop {
-            match self.follow_subscription().await {
+            let followed = self.follow_subscription(&mut failures).await;
+            match followed {
                 Err(RedirectError::Stopped) => return,
-                Err(error) => tracing::warn!(%error, "failed to follow this host's addresses, retrying"),
+                Err(error) if failures.is_new(&error) => {
+                    tracing::warn!(%error, "failed to follow this host's addresses, retrying");
+                }
+                Err(_) => {}
                 Ok(ended) => tracing::debug!(reason = %ended, "renewing the subscription to address changes"),
             }
             sleep(RETRY).await;
@@ -30,7 +36,7 @@ impl Redirect {
     }
 
     /// Subscribes, then rereads all addresses on each change and every 30 s, until the subscription breaks.
-    async fn follow_subscription(self: &Arc<Self>) -> Result<Ended, RedirectError> {
+    async fn follow_subscription(self: &Arc<Self>, failures: &mut LogOnce) -> Result<Ended, RedirectError> {
         let mut changes = NetChanges::of_addresses().map_err(|error| RedirectError::Netlink {
             operation: "subscribe to address changes".into(),
             reason: error.to_string(),
@@ -39,6 +45,7 @@ impl Redirect {
         loop {
             let uplinks = uplinks_due <= Instant::now();
             let applied = self.offload(move |this| this.refresh_addresses(uplinks)).await?;
+            failures.clear();
             if uplinks {
                 uplinks_due = Instant::now() + UPLINKS;
             }

@@ -192,8 +192,8 @@ impl Others {
 
 /// Removes the remains of dead servers of this network namespace, and returns their directories.
 pub(super) fn remove_dead(bpffs: &Path) -> Result<Vec<PathBuf>, RedirectError> {
-    let dead = dead(bpffs)?;
-    dead.iter().for_each(|folder| remove_of_dead(folder));
+    let mut dead = dead(bpffs)?;
+    dead.retain(|folder| remove_of_dead(folder));
     Ok(dead)
 }
 
@@ -293,13 +293,16 @@ fn read_virtual_addresses(folder: &Path) -> Result<Vec<(IpNet, IpAddr)>, MapErro
     Ok(virtual_addresses)
 }
 
-fn remove_of_dead(folder: &Path) {
+/// Returns false if some are still attached; their pins stay, without which nobody could detach them.
+fn remove_of_dead(folder: &Path) -> bool {
     tracing::info!(path = %folder.display(), "removing the BPF programs of a dead server");
     // New connects come first: while steering still works, none goes to a listener that is gone.
     if let Err(error) = detach(folder) {
         tracing::warn!(path = %folder.display(), %error, "failed to detach the BPF programs of a dead server");
+        return false;
     }
     remove_folder(folder);
+    true
 }
 
 /// Detaches the programs that are pinned there from any cgroup, as the server may have had any `--redirect-cgroup`.
@@ -318,6 +321,7 @@ fn detach(folder: &Path) -> Result<(), RedirectError> {
     if pinned.is_empty() {
         return Ok(());
     }
+    let mut result = Ok(());
     for cgroup in cgroup::all()? {
         // A cgroup removed meanwhile has lost its attachments too.
         let Ok(dir) = File::open(&cgroup) else { continue };
@@ -330,11 +334,12 @@ fn detach(folder: &Path) -> Result<(), RedirectError> {
                 && cgroup.exists()
             {
                 let what = format!("cannot detach {} from {}", hook.program(), cgroup.display());
-                return Err(RedirectError::Io { what, source });
+                // One that fails must not keep the programs in the others.
+                result = Err(RedirectError::Io { what, source });
             }
         }
     }
-    Ok(())
+    result
 }
 
 fn remove_folder(folder: &Path) {

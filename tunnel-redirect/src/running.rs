@@ -15,7 +15,7 @@ use tunnel_routing::Desired;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::net::interface_addresses;
 
-use super::by_route::{ByRoute, Restored, Wanted};
+use super::by_route::{self, ByRoute, Restored, Wanted};
 use super::cgroup::Cgroup;
 use super::change::{Change, ComesIn};
 use super::claim::Claim;
@@ -24,7 +24,7 @@ use super::error::RedirectError;
 use super::kernel::Kernel;
 use super::load::{ProgramInfo, Programs};
 use super::map_contents::{HostContext, MapContents};
-use super::maps::Maps;
+use super::maps::{Heartbeat, Maps};
 use super::preflight::Features;
 use super::program_log::ProgramLog;
 use super::self_test_addresses::SelfTestAddresses;
@@ -66,6 +66,8 @@ pub struct Redirect {
     pub not_pinned: Option<String>,
     /// Notified when programs are missing.
     pub(super) lost: Notify,
+    /// Never locked together with `inner`, which may be locked for longer than `--orphan-timeout`.
+    pub(super) heartbeat: Mutex<Heartbeat>,
     pub(super) inner: Mutex<Inner>,
     pub(super) health: Mutex<Health>,
 }
@@ -112,11 +114,16 @@ impl std::fmt::Debug for Redirect {
 
 impl Redirect {
     /// Removes the rules and routes that dead servers have left. To be called when the nodes are known: until then they may
-    /// refuse connections, as the orphan policy of those servers says. After an error the next verification does it.
+    /// refuse connections, as the orphan policy of those servers says. After an error the next verification does it if
+    /// connections are taken by route.
     ///
     /// # Errors
     /// [`RedirectError::Netlink`]
     pub fn remove_dead_routes(&self) -> Result<(), RedirectError> {
+        if !self.routed {
+            // Nothing here restores rules, but a server before this one may have had some.
+            return by_route::remove_leftovers().map(drop);
+        }
         match &mut self.lock().by_route {
             Some(by_route) => by_route.nodes_are_known(),
             None => return Ok(()),

@@ -23,7 +23,7 @@ use super::config::{OrphanPolicy, Pods, RedirectConfig};
 use super::error::RedirectError;
 use super::load::{self, Programs};
 use super::map_contents::MapContents;
-use super::maps::Maps;
+use super::maps::{Heartbeat, Maps};
 use super::netns::this_netns;
 use super::pins::Pins;
 use super::preflight;
@@ -80,6 +80,7 @@ impl Redirect {
             return Err(RedirectError::Pin { path: pinned.dir.clone(), reason: reason.clone() });
         }
         let mut maps = Maps::take(&mut ebpf)?;
+        let mut heartbeat = Heartbeat::take(&mut ebpf)?;
         // The maps must be open while the programs that use them are loaded.
         let programs = Programs::load(ebpf, pins)?;
         for (slot, listener) in [(LISTENER_V4, Some(v4)), (LISTENER_V6, v6)] {
@@ -89,7 +90,7 @@ impl Redirect {
             )?;
             maps.set_listener(slot, listener)?;
         }
-        maps.beat()?;
+        heartbeat.beat()?;
         maps.set_serving(true)?;
 
         let inner = Inner {
@@ -122,6 +123,7 @@ impl Redirect {
             features,
             not_pinned,
             lost: Notify::new(),
+            heartbeat: Mutex::new(heartbeat),
             inner: Mutex::new(inner),
             health: Mutex::new(Health::default()),
         };

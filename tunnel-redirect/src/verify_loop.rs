@@ -49,7 +49,7 @@ impl Redirect {
         let mut failing = LogOnce::default();
         loop {
             ticks.tick().await;
-            // Offloaded, as a large change may hold the lock for long.
+            // Offloaded, as it asks the kernel for every program.
             match self.offload(Self::beat_now).await {
                 Ok(lost) => {
                     failing.clear();
@@ -67,8 +67,10 @@ impl Redirect {
 
     /// Writes the heartbeat. Returns true if a program is missing, or rules of a dead server are there.
     fn beat_now(&self) -> Result<bool, RedirectError> {
-        let mut inner = self.lock();
-        inner.maps.beat()?;
+        // Before the lock, which a large change may hold for longer than --orphan-timeout.
+        self.heartbeat.lock().beat()?;
+        // A later beat finds what is missing by then.
+        let Some(inner) = self.inner.try_lock() else { return Ok(false) };
         inner.claim.answer();
         if inner.released || inner.stopped {
             return Ok(false);

@@ -106,13 +106,14 @@ impl Redirect {
         if std::mem::replace(&mut inner.stopped, true) {
             return;
         }
-        // Without the claim the routes belong to the successor, or to whoever has taken the ranges.
-        let shared = if inner.claim.is_held() { inner.claim.is_shared() } else { Ok(true) };
         // Before the programs go, without which the host's other listeners would get these connections.
         if let Some(Err(error)) = inner.by_route.take().map(ByRoute::withdraw) {
             tracing::warn!(%error, "failed to remove rules for connections by route");
         }
         inner.programs.detach(&self.cgroup);
+        // Without the claim the routes belong to the successor, or to whoever has taken the ranges. Asked last: all of the above
+        // takes time, in which another server may start.
+        let shared = if inner.claim.is_held() { inner.claim.is_shared() } else { Ok(true) };
         drop(inner);
         match shared {
             Ok(true) => {

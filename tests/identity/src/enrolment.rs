@@ -216,6 +216,9 @@ async fn an_unfinished_renewal_is_finished_at_the_next_start() {
     let without = EnrollConfig { token: None, ..config };
     assert_eq!(enroll(&without).await.unwrap().chain, identity.chain);
     assert!(key.exists() && !next.exists());
+    // One that cannot be used is as none.
+    fs::write(&next, [0xff]).unwrap();
+    assert_eq!(enroll(&without).await.unwrap().chain, identity.chain);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -282,6 +285,8 @@ async fn a_certificate_is_renewed_without_dropping_the_session() {
     let mut session = Session::open(&server.address, &identity).await.unwrap();
     let (old_chain, old_key, not_after) =
         (identity.chain.clone(), fs::read(config.state_dir.join("agent.key")).unwrap(), identity.not_after());
+    // An earlier renewal has left a file that a crash has damaged.
+    write_atomically(&config.state_dir.join("agent.key.next"), b"garbage", 0o600).unwrap();
     let keeper = IdentityKeeper::start(config.clone(), identity, IdentityMetrics::default(), Recovery::Token);
     // The first answer gets lost, and the first server of the list is not there.
     keeper.set_servers(vec!["127.0.0.1:1".into(), server.address.clone()]);

@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use aya::programs::loaded_programs;
 use nix::libc;
-use tunnel_redirect::{Cleaned, RedirectError, cleanup};
+use tokio_util::sync::CancellationToken;
+use tunnel_redirect::{Cleaned, RedirectConfig, RedirectError, cleanup};
 use tunnel_runtime::net::NetChanges;
 
 use crate::Case;
@@ -28,6 +29,7 @@ pub(crate) const CASES: &[Case] = &[
     ("lifecycle::replaced_under_load", replaced_under_load),
     ("lifecycle::what_was_released_is_taken_back", taken_back),
     ("lifecycle::a_late_change_is_not_older_than_the_one_before", late_change),
+    ("lifecycle::a_long_change_does_not_count_as_death", long_change),
     ("lifecycle::lost_route_is_noticed_and_restored", lost_route),
     ("lifecycle::routes_elsewhere_wake_nobody", route_changes),
     ("lifecycle::lost_programs_are_noticed_and_restored", lost_programs),
@@ -208,6 +210,36 @@ fn late_change() {
     });
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);
     assert_eq!(ask(at(EDGE_B.0, PORT)).unwrap().local, at(EDGE_B.1, PORT));
+}
+
+/// The programs get their heartbeat also while a change takes longer than --orphan-timeout.
+fn long_change() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let orphan_timeout = Duration::from_secs(2);
+    let world = World::with(RedirectConfig { orphan_timeout, ..config() }, &desired(&[EDGE]));
+    let cancel = CancellationToken::new();
+    let watching = runtime.spawn(Arc::clone(&world.redirect).watch(cancel.clone()));
+    eventually("the watch runs", || world.redirect.health().verified.is_some());
+    let (has_begun, begun) = mpsc::channel();
+    let (has_connected, connected) = mpsc::channel();
+    thread::scope(|scope| {
+        let redirect = &world.redirect;
+        scope.spawn(move || {
+            let applied = redirect.apply(|| {
+                has_begun.send(()).unwrap();
+                let _ = connected.recv_timeout(Duration::from_secs(60));
+                desired(&[EDGE]).into()
+            });
+            applied.unwrap();
+        });
+        begun.recv().unwrap();
+        thread::sleep(2 * orphan_timeout);
+        let greeting = ask(at(EDGE.0, PORT));
+        has_connected.send(()).unwrap();
+        assert_eq!(greeting.unwrap().local, at(EDGE.1, PORT));
+    });
+    cancel.cancel();
+    runtime.block_on(watching).unwrap();
 }
 
 fn lost_route() {

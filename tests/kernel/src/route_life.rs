@@ -102,6 +102,15 @@ fn refused() {
     assert_eq!(cleanup(&config()).unwrap().rules, 2);
     assert_eq!((rules(), routes(198_180)), (Vec::new(), String::new()));
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);
+
+    // Also by a server that takes nothing by route.
+    let server = Peer::spawn_server_as("refuse");
+    server.kill();
+    eventually("the device ends with the process", || devices() == 0);
+    assert_eq!(rules().len(), 2, "{:?}", rules());
+    let world = World::with(config(), &desired(&[EDGE]));
+    assert_eq!((rules(), routes(198_180)), (Vec::new(), String::new()));
+    drop(world);
 }
 
 /// Its rules come first. With --orphan-policy=refuse they lead to routes that fail.

@@ -10,7 +10,7 @@ use tunnel_link::konnectivity::{Dial, Gone, Inbox, Outbox, in_words_of_go};
 use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{Side, Traffic, copy};
 use tunnel_runtime::config::HostPort;
-use tunnel_runtime::net::lookup;
+use tunnel_runtime::net::lookup_holding;
 use tunnel_runtime::text::printable;
 
 use super::shared::Shared;
@@ -155,9 +155,10 @@ impl ForServer {
                 return Ok(vec![SocketAddr::new(first, port)]);
             }
         }
-        // Counts against the dial's deadline. The semaphore is never closed.
-        let _turn = self.shared.lookups.acquire().await;
-        lookup(host, port).await.map_err(|error| unknown(address, &error.to_string()))
+        // Counts against the dial's deadline. The semaphore is never closed. Held until the resolver answers, even if
+        // nobody waits for that any more.
+        let turn = Arc::new(self.shared.lookups.clone().acquire_owned().await);
+        lookup_holding(host, port, &turn).await.map_err(|error| unknown(address, &error.to_string()))
     }
 }
 

@@ -11,7 +11,7 @@ use crate::config::KonnectivityConfig;
 use crate::dial::Dialler;
 use crate::runtime::Runtime;
 
-/// Maximum concurrent lookups of names. A lookup that has missed its deadline may still hold its thread.
+/// Maximum concurrent lookups of names. One that has missed its deadline counts until its threads end.
 const LOOKUPS: usize = 128;
 
 /// State shared by the streams with all servers.
@@ -20,7 +20,7 @@ pub(crate) struct Shared {
     pub(super) runtime: Runtime,
     pub(super) dialler: Dialler,
     /// Limited to [`LOOKUPS`].
-    pub(super) lookups: Semaphore,
+    pub(super) lookups: Arc<Semaphore>,
     /// Number of the last connection. A server identifies connections only by the agent's ID and this number, whichever
     /// stream they came by.
     pub(super) numbers: Arc<AtomicI64>,
@@ -35,7 +35,7 @@ impl Shared {
             config,
             dialler: Dialler::new(&runtime),
             runtime,
-            lookups: Semaphore::new(LOOKUPS),
+            lookups: Arc::new(Semaphore::new(LOOKUPS)),
             numbers: first_number(),
             room: Arc::new(Room::of_process()),
             metrics,

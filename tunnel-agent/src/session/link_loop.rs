@@ -258,8 +258,9 @@ impl LinkLoop {
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
                 Ok(()) = releases.changed(), if standby => {}
-                // The server may accept the new identity.
-                Ok(()) = identity.changed() => {}
+                // The server may accept the new identity. `changed` has marked it as seen, by which `session` would not
+                // forget the refusals of the other certificate.
+                Ok(()) = identity.changed() => identity.mark_changed(),
                 // Failures before or during the suspension mean nothing now.
                 Ok(()) = resumed.changed(), if !refused => backoff.reset(),
                 // The node is in another network, maybe with other name servers.

@@ -267,7 +267,7 @@ impl Forward<'_> {
             });
             match changed.await? {
                 Some(capacity) => capacity.map(drop).map_err(|error| Cut::To(error.into()))?,
-                None => return Err(Cut::To(RelayError::Reset(stream_reset(to).await))),
+                None => return Err(Cut::To(stream_reset(to).await)),
             }
         }
         Ok(())

@@ -44,13 +44,14 @@ impl Outward<'_> {
         &self,
         socket: &mut ReadHalf<'_>,
         send: &mut SendStream<Bytes>,
-        prefix: &[u8],
+        prefix: &mut Bytes,
     ) -> Result<Sent, RelayError> {
         let mut early = prefix.len();
         if !prefix.is_empty() {
             let mut segment = BytesMut::with_capacity(HEADER_LEN + prefix.len());
             segment.put_bytes(0, HEADER_LEN);
-            segment.extend_from_slice(prefix);
+            // Freed here: the connection may last for days.
+            segment.extend_from_slice(&std::mem::take(prefix));
             if let Some(sent) = unwanted(self.send_segment(socket, send, segment).await)? {
                 return Ok(sent);
             }
@@ -170,7 +171,7 @@ impl Outward<'_> {
         };
         match changed {
             Some(capacity) => capacity.map(drop).map_err(RelayError::from),
-            None => Err(RelayError::Reset(stream_reset(send).await)),
+            None => Err(stream_reset(send).await),
         }
     }
 
@@ -316,21 +317,90 @@ pub(super) async fn send_error(send: &mut SendStream<Bytes>, error: h2::Error) -
     if error.is_io() || error.is_go_away() || error.is_reset() {
         return RelayError::from(error);
     }
-    RelayError::Reset(stream_reset(send).await)
+    stream_reset(send).await
 }
 
-/// Returns the reason of a reset that `poll_capacity` reported as "no longer streaming".
-pub(super) async fn stream_reset(send: &mut SendStream<Bytes>) -> Reason {
+/// Returns the cause of what `poll_capacity` reported as "no longer streaming": a reset, or the loss of the link.
+pub(super) async fn stream_reset(send: &mut SendStream<Bytes>) -> RelayError {
     poll_fn(|cx| match send.poll_reset(cx) {
-        Poll::Ready(reason) => Poll::Ready(reason.unwrap_or(Reason::CANCEL)),
-        Poll::Pending => Poll::Ready(Reason::CANCEL),
+        Poll::Ready(reset) => Poll::Ready(reset.map_or_else(RelayError::from, RelayError::Reset)),
+        Poll::Pending => Poll::Ready(RelayError::Reset(Reason::CANCEL)),
     })
     .await
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use h2::client::ResponseFuture;
+    use http::Request;
+    use tokio::net::TcpListener;
+    use tokio::task::JoinHandle;
+
     use super::*;
+    use crate::link::{client_builder, server_builder};
+    use crate::outcome::Outcome;
+    use crate::relay::inward::discard;
+
+    const PATIENCE: Duration = Duration::from_secs(30);
+
+    /// Opens a stream to a peer that takes everything. The task owns the connection.
+    async fn opened() -> (SendStream<Bytes>, ResponseFuture, JoinHandle<()>) {
+        let (near, far) = tokio::io::duplex(1 << 20);
+        tokio::spawn(async move {
+            let mut connection = server_builder().handshake::<_, Bytes>(far).await.unwrap();
+            let mut open = Vec::new();
+            while let Some(Ok((request, respond))) = connection.accept().await {
+                open.push(respond);
+                tokio::spawn(async move { discard(&mut request.into_body()).await });
+            }
+        });
+        let (send, connection) = client_builder().handshake::<_, Bytes>(near).await.unwrap();
+        let owner = tokio::spawn(async move { drop(connection.await) });
+        let mut send = send.ready().await.unwrap();
+        let (response, stream) = send.send_request(Request::new(()), false).unwrap();
+        (stream, response, owner)
+    }
+
+    /// Sends the prefix of a client that writes nothing more, until this is true.
+    async fn send_until(mut prefix: Bytes, is_done: impl Fn(&Traffic) -> bool) {
+        let (mut stream, _response, _owner) = opened().await;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (mut socket, _) = listener.accept().await.unwrap();
+        let (mut read, _write) = socket.split();
+        let (flow, traffic, answer) = (Flow::default(), Traffic::default(), InwardProgress::default());
+        answer.begun.set(()).unwrap();
+        let outward = Outward { side: Side::Server, flow: &flow, traffic: &traffic, answer: &answer };
+        let done = async {
+            while !is_done(&traffic) {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        tokio::select! {
+            ended = outward.run(&mut read, &mut stream, &mut prefix) => panic!("{ended:?}"),
+            done = tokio::time::timeout(PATIENCE, done) => done.expect("in time"),
+        }
+    }
+
+    #[tokio::test]
+    async fn what_was_read_before_is_freed_once_it_is_sent() {
+        let held: Arc<[u8]> = Arc::from(vec![7u8; 4 << 10]);
+        let prefix = Bytes::from_owner(held.clone());
+        let freed = || Arc::strong_count(&held) == 1;
+        send_until(prefix, |traffic| traffic.from_socket() == 4 << 10 && freed()).await;
+    }
+
+    #[tokio::test]
+    async fn a_lost_link_is_no_reset_by_the_peer() {
+        let (mut stream, _response, owner) = opened().await;
+        owner.abort();
+        assert!(owner.await.unwrap_err().is_cancelled());
+        let error = stream_reset(&mut stream).await;
+        assert_eq!(error.outcome(Side::Agent), Outcome::TunnelLost, "{error}");
+    }
 
     #[test]
     fn every_stream_that_sends_much_counts_however_short_its_turn_is() {

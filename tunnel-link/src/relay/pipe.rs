@@ -244,7 +244,8 @@ impl AsyncRead for Written<'_> {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         if std::task::ready!(poll_end(&mut self.io, cx, buf))? {
-            if self.shared.side == Side::Agent && !self.shared.ends_well() {
+            // The other end was dropped. Its abort may be seen only later.
+            if !self.shared.ends_well() {
                 return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
             }
             self.shared.drained.cancel();
@@ -288,7 +289,8 @@ impl PipeEnd {
         over: impl Future<Output = Outcome>,
     ) {
         let Self { io, shared } = self;
-        let (mut read, mut write) = tokio::io::split(io);
+        let (io, mut write) = tokio::io::split(io);
+        let mut read = Written { io, shared: &shared };
         let copying = async {
             tokio::select! {
                 biased;
@@ -297,5 +299,30 @@ impl PipeEnd {
             }
         };
         shared.relay(copying, over).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, split};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn only_a_shutdown_is_read_as_an_end_of_file() {
+        for made in [pipe, pipe_of_client] {
+            for shut_down in [false, true] {
+                let (mut near, PipeEnd { io, shared }) = made();
+                near.write_all(b"x").await.unwrap();
+                if shut_down {
+                    near.shutdown().await.unwrap();
+                }
+                drop(near);
+                let (io, _write) = split(io);
+                let mut read = Written { io, shared: &shared };
+                let ended = read.read_to_end(&mut Vec::new()).await;
+                assert_eq!(ended.is_ok(), shut_down, "{:?}: {ended:?}", shared.side);
+            }
+        }
     }
 }

@@ -134,7 +134,7 @@ impl Pump<'_> {
             let _wait = self.traffic.for_tunnel.begin(0);
             match poll_fn(|cx| send.poll_capacity(cx)).await {
                 Some(capacity) => capacity.map(drop)?,
-                None => return Err(RelayError::Reset(stream_reset(send).await)),
+                None => return Err(stream_reset(send).await),
             }
         }
         Ok(room.of(send.capacity(), size))

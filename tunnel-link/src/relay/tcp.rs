@@ -49,7 +49,7 @@ impl Relay<'_> {
     pub async fn run(
         self,
         socket: &mut TcpStream,
-        prefix: Bytes,
+        mut prefix: Bytes,
         send: &mut SendStream<Bytes>,
         inbound: impl Future<Output = Result<RecvStream, RelayError>>,
     ) -> Result<(), RelayError> {
@@ -65,7 +65,7 @@ impl Relay<'_> {
                     let outward = Outward { side, flow, traffic, answer: &answer };
                     let delivery = Delivery { flow, stalls, abort, traffic };
                     let inward = Inward { side, delivery, answer: &answer };
-                    tokio::try_join!(outward.run(&mut read, send, &prefix), async {
+                    tokio::try_join!(outward.run(&mut read, send, &mut prefix), async {
                         let mut stream = inbound.await?;
                         let _ = answer.begun.set(());
                         inward.run(&mut write, &mut stream).await?;

@@ -81,27 +81,42 @@ impl IdentityFiles {
                 other => Err(IdentityError::Parse(format!("it is a {other}'s certificate"))),
             }
         };
-        let next = files::read_optional_private(&self.next_key())?;
-        if let Some(identity) = next.as_deref().and_then(|key| of_key(key).ok()) {
+        let next = files::read_optional_private(&self.next_key());
+        if let Ok(Some(key)) = &next
+            && let Ok(identity) = of_key(key)
+        {
             return Ok(Some((identity, true)));
         }
         let key_path = self.key();
         let key = files::read_optional_private(&key_path)?
             .ok_or_else(|| IdentityError::file(&key_path, &"there is no such file", RESTORE))?;
-        match of_key(&key) {
-            Ok(identity) => Ok(Some((identity, false))),
-            Err(error @ IdentityError::Key(_)) => Err(IdentityError::file(&key_path, &error, RESTORE)),
-            Err(error) => Err(IdentityError::file(&path, &error, RESTORE)),
+        match (of_key(&key), next) {
+            (Ok(identity), _) => Ok(Some((identity, false))),
+            // The certificate may be the next key's.
+            (Err(IdentityError::Key(_)), Err(error)) => Err(error.into()),
+            (Err(error @ IdentityError::Key(_)), Ok(_)) => {
+                Err(IdentityError::file(&key_path, &error, RESTORE))
+            }
+            (Err(error), _) => Err(IdentityError::file(&path, &error, RESTORE)),
         }
     }
 
     /// Returns the key to request a certificate for: that of an earlier attempt, whose answer may have been lost, or a
-    /// new one.
+    /// new one, also in place of one that cannot be used.
     pub(crate) fn pending_key(&self) -> Result<PrivateKey, IdentityError> {
         let path = self.next_key();
-        if let Some(pem) = files::read_optional_private(&path)? {
-            let fix = "remove it, and a new key is made (a token that was used with it must be replaced)";
-            return PrivateKey::from_pem(&pem).map_err(|error| IdentityError::file(&path, &error, fix));
+        let unusable = match files::read_optional_private(&path) {
+            Ok(None) => None,
+            Ok(Some(pem)) => match PrivateKey::from_pem(&pem) {
+                Ok(key) => return Ok(key),
+                Err(error) => Some(error.to_string()),
+            },
+            Err(error @ FileError::Io { .. }) => return Err(error.into()),
+            Err(error) => Some(error.to_string()),
+        };
+        if let Some(error) = unusable {
+            // At most a token that was used with it is lost.
+            tracing::warn!(path = %path.display(), error, "pending key is unusable, replacing it");
         }
         let key = PrivateKey::generate()?;
         files::replace(&path, key.to_pem().as_bytes(), PRIVATE_FILE)?;
@@ -125,7 +140,8 @@ impl IdentityFiles {
     pub(crate) fn store(&self, identity: &AgentIdentity) -> Result<(), IdentityError> {
         let next = self.next_key();
         let key = PrivateKey::from_der(&identity.key)?.to_pem();
-        if files::read_optional_private(&next)?.as_ref() != Some(&key) {
+        // One that cannot be read is replaced.
+        if files::read_optional_private(&next).ok().flatten().as_ref() != Some(&key) {
             files::replace(&next, key.as_bytes(), PRIVATE_FILE)?;
         }
         self.store_bundle(&identity.bundle)?;

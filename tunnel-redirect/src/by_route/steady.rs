@@ -271,7 +271,7 @@ fn device(kernel: &mut Kernel) -> Result<Device, RedirectError> {
     Ok(device)
 }
 
-/// For `cleanup`. Returns the number of rules that were removed.
+/// For `cleanup`, and servers that take nothing by route. Returns the number of rules that were removed.
 pub(crate) fn remove_leftovers() -> Result<usize, RedirectError> {
     let mut kernel = Kernel::open()?;
     let before = rules(&mut kernel)?.len();

@@ -64,7 +64,9 @@ fn bind_reason(error: &io::Error) -> String {
         }
         io::ErrorKind::AddrNotAvailable => "this host does not have that address".to_owned(),
         io::ErrorKind::PermissionDenied => {
-            "permission denied: a port below 1024 needs root or CAP_NET_BIND_SERVICE".to_owned()
+            "permission denied: a port below 1024 needs CAP_NET_BIND_SERVICE, which the manifests and units do not give: add it there, \
+             or choose another port"
+                .to_owned()
         }
         _ => error.to_string(),
     }

@@ -149,11 +149,17 @@ impl AccessLogGuard {
     }
 
     /// Does the last work for the client, unless the connection is ended from outside meanwhile.
-    pub(crate) async fn unless_ended(&self, work: impl Future<Output = ()>) {
-        tokio::select! {
-            () = work => {}
-            _ = self.aborted() => {}
-            () = self.forced().cancelled() => {}
+    pub(crate) fn unless_ended<F>(&self, work: F) -> impl Future<Output = ()> + use<F>
+    where
+        F: Future<Output = ()>,
+    {
+        let (aborted, forced) = (self.aborted(), self.forced().clone());
+        async move {
+            tokio::select! {
+                () = work => {}
+                _ = aborted => {}
+                () = forced.cancelled() => {}
+            }
         }
     }
 

@@ -184,6 +184,28 @@ mod tests {
         assert_eq!((ended.unwrap_err().outcome, read.len()), (Outcome::TargetReset, SENT));
     }
 
+    #[tokio::test]
+    async fn what_was_read_before_is_freed_once_the_target_has_it() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let _client = TcpStream::connect(address).await.unwrap();
+        let (accepted, from) = listener.accept().await.unwrap();
+        let dialled = TcpStream::connect(address).await.unwrap();
+        let (mut target, _) = listener.accept().await.unwrap();
+        let context = ListenerContext::without_nodes();
+        let request = OpenRequest::new("edge-1".parse().unwrap(), address);
+        let record = AccessLogGuard::new("test", from, &request, &context);
+        let held: Arc<[u8]> = Arc::from(&b"hello"[..]);
+        let prefix = Bytes::from_owner(held.clone());
+        let mut relaying = std::pin::pin!(relay(accepted, dialled, prefix, &record));
+        let mut arrived = [0; 5];
+        tokio::select! {
+            ended = relaying.as_mut() => panic!("{ended:?}"),
+            read = target.read_exact(&mut arrived) => assert_eq!(read.unwrap(), 5),
+        }
+        assert_eq!((&arrived, Arc::strong_count(&held)), (b"hello", 1));
+    }
+
     #[tokio::test(start_paused = true)]
     async fn a_name_waits_for_its_turn_and_an_address_for_nothing() {
         let turns: &'static Semaphore = Box::leak(Box::new(Semaphore::new(1)));

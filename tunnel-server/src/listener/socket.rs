@@ -12,8 +12,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tunnel_link::relay::{PipeStatus, end_on_drop, flushed, lost, reset_on_drop};
 
-/// Tells a client's connection that an answer was cut off. It then closes with a reset, because the client could take an
-/// end of file for the end of the answer.
+/// Tells a client's HTTP/1 connection that an answer was cut off. It then closes with a reset, because the client could take
+/// an end of file for the end of the answer.
 #[derive(Clone, Debug)]
 pub(super) enum Faults {
     /// Weak, for [`Watched::into_socket`].
@@ -30,6 +30,19 @@ impl Faults {
                 }
             }
             Self::Pipe(pipe) => pipe.reset_on_drop(),
+        }
+    }
+
+    /// Waits until the client has what it was sent, also by a hyper that writes it while its body waits for this: a reset
+    /// discards the rest.
+    pub(super) async fn flushed(self) {
+        // A pipe's reset comes behind everything else.
+        let Self::Socket(socket) = self else { return };
+        let Some(socket) = socket.upgrade() else { return };
+        // The second time for what did not fit into the socket the first time.
+        for _ in 0..2 {
+            tokio::task::yield_now().await;
+            flushed(&*socket).await;
         }
     }
 }
@@ -118,6 +131,10 @@ impl AsyncRead for PrefixedSocket {
         let taken = self.prefix.len().min(buf.remaining());
         buf.put_slice(&self.prefix[..taken]);
         self.prefix.advance(taken);
+        if self.prefix.is_empty() {
+            // Else its memory is kept as long as the connection.
+            self.prefix = Bytes::new();
+        }
         Poll::Ready(Ok(()))
     }
 }

@@ -146,7 +146,9 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
                 continue;
             }
             Ok(End::Failed(error)) => {
-                if let Some(redirector) = context.redirector.as_ref().filter(|_| error.concerns_identity()) {
+                // While another server has a link with this one, a new certificate is of no use.
+                let refused = || error.concerns_identity() && context.peers.all().is_empty();
+                if let Some(redirector) = context.redirector.as_ref().filter(|_| refused()) {
                     redirector.refusals.lock().add(Instant::now());
                 }
                 if failing.is_new(&error) {

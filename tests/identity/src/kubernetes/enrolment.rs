@@ -372,6 +372,9 @@ async fn an_agent_of_a_readmitted_node_enrols_again() {
         (links.attached() && port.sessions.live().iter().eq([&node("edge-1")])).then_some(())
     })
     .await;
+    // Otherwise it would enrol again and again.
+    eventually("no refusal of the first certificate counts", || links.refused().is_none().then_some(()))
+        .await;
     recovering.abort();
     runtime.shutdown.force();
 }

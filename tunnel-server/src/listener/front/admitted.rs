@@ -284,15 +284,12 @@ fn host_of(name: &str, port: u16) -> String {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use std::sync::Weak;
-
     use http::{Request, header};
 
     use super::*;
     use crate::admission::Shares;
     use crate::listener::context::ListenerContext;
     use crate::listener::front::kinds::{Front, Peer};
-    use crate::listener::socket::Faults;
 
     /// Returns the node and the target of a request with this Host at a listener for everyone.
     pub(in crate::listener) async fn reached_over_http(
@@ -310,7 +307,7 @@ pub(super) mod tests {
         let client = SocketAddr::from(([127, 0, 0, 1], 1));
         let context = ListenerContext { router, ..ListenerContext::without_nodes() };
         let peer = Peer::new(client, None, None);
-        let served = Served::new(Arc::new(front), peer, Faults::Socket(Weak::new()), context, Shares::new(1));
+        let served = Served::new(Arc::new(front), peer, None, context, Shares::new(1));
         let (head, ()) = Request::get("/").header(header::HOST, host).body(()).unwrap().into_parts();
         let wanted = parse_destination(&head)?;
         let found =

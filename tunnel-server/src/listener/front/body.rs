@@ -24,7 +24,7 @@ pub(super) struct Exchange {
     pub(super) record: AccessLogGuard,
     pub(super) pipe: PipeStatus,
     pub(super) connection: AbortOnDropHandle<()>,
-    pub(super) faults: Faults,
+    pub(super) faults: Option<Faults>,
 }
 
 impl Exchange {
@@ -38,13 +38,26 @@ impl Exchange {
     /// Called when the target, or the way to it, broke off.
     pub(super) fn broken(self, error: &dyn std::fmt::Display) {
         let Self { record, pipe, faults, .. } = self;
-        faults.report();
+        if let Some(faults) = faults {
+            faults.report();
+        }
         let failure = pipe.failure();
         pipe.abort(Outcome::TargetReset);
         match failure {
             Some((outcome, reason)) if outcome != Outcome::ClientReset => record.end(outcome, &reason),
             _ => record.end(Outcome::TargetReset, error),
         }
+    }
+
+    /// Returns a wait until the client has what came before the failure.
+    fn last_bytes(&self) -> LastBytes {
+        let faults = self.faults.clone();
+        let flushed = async move {
+            if let Some(faults) = faults {
+                faults.flushed().await;
+            }
+        };
+        Box::pin(self.record.unless_ended(flushed))
     }
 
     /// Called when an upgraded connection broke at either end.
@@ -56,7 +69,9 @@ impl Exchange {
                 self.broken(error);
             }
             _ => {
-                self.faults.report();
+                if let Some(faults) = &self.faults {
+                    faults.report();
+                }
                 self.abandoned();
             }
         }
@@ -73,15 +88,19 @@ impl Exchange {
     }
 }
 
+type LastBytes = Pin<Box<dyn Future<Output = ()> + Send>>;
+
 /// The body of a target's answer. hyper drops it early when the client has left.
 pub(super) struct AnswerBody {
     body: Incoming,
     exchange: Option<Exchange>,
+    /// Set once the target, or the way to it, has broken off: hyper drops what it holds at the error.
+    broken: Option<(hyper::Error, LastBytes)>,
 }
 
 impl AnswerBody {
     pub(super) fn new(body: Incoming, exchange: Exchange) -> Self {
-        let mut answer = Self { body, exchange: Some(exchange) };
+        let mut answer = Self { body, exchange: Some(exchange), broken: None };
         answer.note_end();
         answer
     }
@@ -93,6 +112,15 @@ impl AnswerBody {
             exchange.complete();
         }
     }
+
+    /// Ends the exchange if it is broken, and returns the failure.
+    fn fail(&mut self) -> Option<BoxError> {
+        let (error, _) = self.broken.take()?;
+        if let Some(exchange) = self.exchange.take() {
+            exchange.broken(&tunnel_runtime::error::chain(&error));
+        }
+        Some(error.into())
+    }
 }
 
 impl hyper::body::Body for AnswerBody {
@@ -103,16 +131,19 @@ impl hyper::body::Body for AnswerBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        if let Some((_, last_bytes)) = &mut self.broken {
+            ready!(last_bytes.as_mut().poll(cx));
+            return Poll::Ready(self.fail().map(Err));
+        }
         match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
             Some(Ok(frame)) => {
                 self.note_end();
                 Poll::Ready(Some(Ok(frame)))
             }
             Some(Err(error)) => {
-                if let Some(exchange) = self.exchange.take() {
-                    exchange.broken(&tunnel_runtime::error::chain(&error));
-                }
-                Poll::Ready(Some(Err(error.into())))
+                let Some(exchange) = &self.exchange else { return Poll::Ready(Some(Err(error.into()))) };
+                self.broken = Some((error, exchange.last_bytes()));
+                self.as_mut().poll_frame(cx)
             }
             None => {
                 if let Some(exchange) = self.exchange.take() {
@@ -134,7 +165,9 @@ impl hyper::body::Body for AnswerBody {
 
 impl Drop for AnswerBody {
     fn drop(&mut self) {
-        if let Some(exchange) = self.exchange.take() {
+        if self.fail().is_none()
+            && let Some(exchange) = self.exchange.take()
+        {
             exchange.abandoned();
         }
     }

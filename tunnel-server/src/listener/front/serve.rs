@@ -57,12 +57,12 @@ impl Front {
         let socket = Arc::new(socket);
         let (watched, faults) = (Watched::Socket(socket.clone()), Faults::Socket(Arc::downgrade(&socket)));
         let socket = PrefixedSocket::new(socket, prefix);
-        let served = |certificate| {
+        let served = |certificate, faults| {
             let peer = Peer::new(client, certificate, place);
             Served::new(self.clone(), peer, faults, context.clone(), shares.clone())
         };
         let Some(tls) = &self.tls else {
-            return http(socket, false, watched, served(None)).await;
+            return http(socket, false, watched, served(None, Some(faults))).await;
         };
         let accepted = tls.accept(socket, self.ends_with_refusal()).await;
         let (stream, certified) = accepted.map_err(OpenError::Client)?;
@@ -74,7 +74,8 @@ impl Front {
             }
             None => None,
         };
-        http(stream, h2, watched, served(certificate)).await
+        // HTTP/2 resets the answer's stream, and the connection goes on.
+        http(stream, h2, watched, served(certificate, (!h2).then_some(faults))).await
     }
 
     /// The same for a client whose bytes come through its node's agent.
@@ -93,7 +94,7 @@ impl Front {
         // A connection between two requests ends with an end of file.
         pipe.end_on_drop();
         let peer = Peer::new(client, None, Some(place));
-        let served = Served::new(self, peer, Faults::Pipe(pipe.clone()), context, shares);
+        let served = Served::new(self, peer, Some(Faults::Pipe(pipe.clone())), context, shares);
         http(stream, false, Watched::Pipe(pipe), served).await
     }
 }
@@ -139,7 +140,9 @@ where
         }
         // The error at the end of the answer waits for the client to read, and that may never happen.
         () = served.cut.cancelled() => {
-            served.faults.report();
+            if let Some(faults) = &served.faults {
+                faults.report();
+            }
             return Ok(());
         }
     };

@@ -19,7 +19,8 @@ use crate::listener::socket::Faults;
 pub(super) struct Served {
     pub(super) front: Arc<Front>,
     pub(super) peer: Peer,
-    pub(super) faults: Faults,
+    /// `None` for HTTP/2.
+    pub(super) faults: Option<Faults>,
     pub(super) context: ListenerContext,
     pub(super) shares: Shares,
     /// The connection's, after a CONNECT.
@@ -36,7 +37,7 @@ impl Served {
     pub(super) fn new(
         front: Arc<Front>,
         peer: Peer,
-        faults: Faults,
+        faults: Option<Faults>,
         context: ListenerContext,
         shares: Shares,
     ) -> Self {

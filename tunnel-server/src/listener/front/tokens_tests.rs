@@ -1,6 +1,6 @@
 //! Tokens at a listener without TLS.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use http::{HeaderMap, StatusCode};
 
@@ -9,7 +9,6 @@ use super::served::Served;
 use crate::admission::Shares;
 use crate::caller::{Authenticator, Tokens};
 use crate::listener::context::ListenerContext;
-use crate::listener::socket::Faults;
 
 #[tokio::test]
 async fn the_plain_listener_takes_no_token_of_another_host_unless_told_to() {
@@ -28,7 +27,7 @@ async fn the_plain_listener_takes_no_token_of_another_host_unless_told_to() {
             Front { listener: "plain", admission, tls: None, targets: None, pods: None, metrics: None };
         let peer = Peer::new(client.parse().unwrap(), None, None);
         let context = ListenerContext::without_nodes();
-        let served = Served::new(Arc::new(front), peer, Faults::Socket(Weak::new()), context, Shares::new(1));
+        let served = Served::new(Arc::new(front), peer, None, context, Shares::new(1));
         let mut headers = HeaderMap::new();
         headers.insert("authorization", "Bearer some-token".parse().unwrap());
         let refused = served.caller(&headers).await.unwrap_err();

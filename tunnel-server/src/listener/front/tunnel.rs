@@ -37,7 +37,7 @@ impl Tunnel {
         let client = match client.downcast::<TokioIo<PrefixedSocket>>() {
             Err(client) => client,
             Ok(plain) => {
-                // A copy: hyper's buffer is larger, and the relay keeps the bytes until the end.
+                // A copy: hyper's buffer is larger, and even an empty part keeps it.
                 let prefix = Bytes::copy_from_slice(&plain.read_buf);
                 drop(plain);
                 return match watched.into_socket() {

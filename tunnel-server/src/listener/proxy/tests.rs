@@ -6,12 +6,13 @@ use arc_swap::ArcSwap;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use rustls::{ClientConfig, RootCertStore};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tunnel_link::outcome::{Hop, Outcome};
-use tunnel_link::relay::{listen, prepare_socket};
+use tunnel_link::relay::{flushed, listen, prepare_socket};
 use tunnel_pki::{ServerTls, TrustBundle};
 use tunnel_runtime::clock::Clock;
 
@@ -437,4 +438,34 @@ async fn a_client_that_does_not_read_is_cut_off_when_its_right_is_gone() {
         !matches!(rest, Ok(Ok(_))),
         "an end of file would be the end of an answer without a length: {rest:?}"
     );
+}
+
+#[tokio::test]
+async fn what_a_target_sent_before_its_reset_arrives() {
+    const SENT: usize = 200_000;
+    const HEAD: &[u8] = b"HTTP/1.1 200 OK\r\n\r\n";
+    let site = Site::new(ALL);
+    let (listener, address) = target().await;
+    let mut client = site.connect().await;
+    let request = format!("GET http://{address}/ HTTP/1.1\r\nHost: {address}\r\n\r\n");
+    client.write_all(request.as_bytes()).await.unwrap();
+    let (mut target, _) = listener.accept().await.unwrap();
+    head(&mut target).await;
+    target.write_all(&[HEAD, &[b'x'; SENT]].concat()).await.unwrap();
+    // The reset would overtake what has not arrived.
+    flushed(&target).await;
+    SockRef::from(&target).set_linger(Some(Duration::ZERO)).unwrap();
+    drop(target);
+    let ended = async {
+        while site.context.metrics.failures.all().is_empty() {
+            tokio::task::yield_now().await;
+        }
+    };
+    let early = timeout(Duration::from_millis(500), ended).await;
+    assert!(early.is_err(), "it waits for the client");
+    let mut read = Vec::new();
+    let end = timeout(PATIENCE, client.read_to_end(&mut read)).await.expect("it ends");
+    assert_eq!(end.unwrap_err().kind(), std::io::ErrorKind::ConnectionReset);
+    // In chunks.
+    assert_eq!(read.iter().filter(|byte| **byte == b'x').count(), SENT);
 }
