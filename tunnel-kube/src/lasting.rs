@@ -69,7 +69,7 @@ struct State {
     good: Client,
     /// Time from which the configuration has to be read again.
     due: Option<Instant>,
-    /// It is being read, maybe by a thread that nobody waits for any more.
+    /// True while a thread reads it, also after [`PATIENCE`].
     reading: bool,
     unusable: LogOnce,
     renewed: Option<Instant>,

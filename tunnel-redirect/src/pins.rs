@@ -293,7 +293,7 @@ fn read_virtual_addresses(folder: &Path) -> Result<Vec<(IpNet, IpAddr)>, MapErro
     Ok(virtual_addresses)
 }
 
-/// Returns false if some are still attached; their pins stay, without which nobody could detach them.
+/// Returns false if programs are still attached. Their pins stay: a program can be detached only through its pin.
 fn remove_of_dead(folder: &Path) -> bool {
     tracing::info!(path = %folder.display(), "removing the BPF programs of a dead server");
     // New connects come first: while steering still works, none goes to a listener that is gone.

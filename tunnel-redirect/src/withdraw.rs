@@ -111,8 +111,8 @@ impl Redirect {
             tracing::warn!(%error, "failed to remove rules for connections by route");
         }
         inner.programs.detach(&self.cgroup);
-        // Without the claim the routes belong to the successor, or to whoever has taken the ranges. Asked last: all of the above
-        // takes time, in which another server may start.
+        // Without the claim the routes belong to the successor, or to the server that has taken the ranges. Checked last, since
+        // another server may start during the steps above.
         let shared = if inner.claim.is_held() { inner.claim.is_shared() } else { Ok(true) };
         drop(inner);
         match shared {

@@ -410,7 +410,7 @@ impl Model {
                 let Some(node) = self.nodes.iter().position(|node| *node == session.node) else { continue };
                 let processes = self.view.servers[index].iter();
                 let mut having = processes.filter(|process| process.epochs[node].is_some());
-                // A new link reaches the process that goes on. The agent may still be attached to the other one.
+                // New links go to the process that stays. The agent may still be attached to the one that stops.
                 let goes_on = self.view.servers[index].iter().rev().find(|process| process.is_settled);
                 let moves =
                     goes_on.is_some_and(|it| it.process != server.process) && having.clone().count() == 1;

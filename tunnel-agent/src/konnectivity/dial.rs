@@ -155,8 +155,8 @@ impl ForServer {
                 return Ok(vec![SocketAddr::new(first, port)]);
             }
         }
-        // Counts against the dial's deadline. The semaphore is never closed. Held until the resolver answers, even if
-        // nobody waits for that any more.
+        // The wait counts against the dial's deadline. The permit is held until the resolver answers, also after that. The
+        // semaphore is never closed.
         let turn = Arc::new(self.shared.lookups.clone().acquire_owned().await);
         lookup_holding(host, port, &turn).await.map_err(|error| unknown(address, &error.to_string()))
     }

@@ -54,6 +54,11 @@ impl Shown {
 }
 
 impl Refusal {
+    /// Refuses a request that shows no identity where one is needed.
+    pub(crate) fn no_identity() -> Self {
+        Self::Unauthenticated("the caller has not authenticated".to_owned())
+    }
+
     /// Judges an open connection by it. `asked`: the API server may have said it.
     pub(crate) fn judgement(self, asked: bool) -> Judgement {
         match self {

@@ -128,7 +128,7 @@ impl Served {
     /// Checks that the sender of the request may read this server's metrics.
     pub(super) async fn may_read_metrics(&self, headers: &HeaderMap) -> Result<(), Failure> {
         let Some((caller, _)) = self.caller(headers).await? else {
-            return Err(Refusal::Unauthenticated("nobody knows the caller".to_owned()).into());
+            return Err(Refusal::no_identity().into());
         };
         // Without a cluster every authenticated caller may.
         if let Some(reviewer) = self.front.reviewer() {
@@ -272,7 +272,7 @@ impl Served {
             }
             // Without a cluster, the certificate is all that is known of the caller.
             (_, Some(caller)) => Ok(self.front.reviewer().map(|reviewer| (caller, &**reviewer))),
-            (_, None) => Err(Refusal::Unauthenticated("nobody knows the caller".to_owned()).into()),
+            (_, None) => Err(Refusal::no_identity().into()),
         }
     }
 }

@@ -29,7 +29,7 @@ impl RequestPermit {
             (Shown::Token(token), Some(reviewer)) => {
                 reviewer.caller_of_token(token.secret(), self.client).await?
             }
-            _ => return Err(Refusal::Unauthenticated("nobody knows the caller".to_owned())),
+            _ => return Err(Refusal::no_identity()),
         };
         match &self.reviewer {
             Some(reviewer) => reviewer.allow(&caller, &self.accesses, &self.node).await,

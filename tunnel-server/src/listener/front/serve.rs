@@ -74,7 +74,7 @@ impl Front {
             }
             None => None,
         };
-        // HTTP/2 resets the answer's stream, and the connection goes on.
+        // Over HTTP/2 a cut answer resets its stream, not the connection.
         http(stream, h2, watched, served(certificate, (!h2).then_some(faults))).await
     }
 
