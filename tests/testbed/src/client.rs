@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use bytes::Bytes;
 use http_body_util::{BodyExt as _, Full};
 use hyper_util::rt::TokioIo;
@@ -97,17 +97,24 @@ pub async fn expect_unreachable(address: impl Into<SocketAddr>) -> Result<()> {
     wait_until(&what, PATIENCE, connected, unreachable).await.map(drop)
 }
 
+/// Waits for a step of a client. One that does not end leaves a snapshot: the programs are gone once the scenario has failed.
+async fn in_time<T>(step: impl Future<Output = T>, failed: impl FnOnce() -> String) -> Result<T> {
+    timeout(PATIENCE, step).await.map_err(|_| {
+        snapshot::take_here();
+        anyhow!("{}", failed())
+    })
+}
+
 /// Sends `text` and expects it back.
 pub async fn echo(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), text: &[u8]) -> Result<()> {
-    timeout(PATIENCE, async {
+    let exchange = async {
         stream.write_all(text).await.context("sending to the echo")?;
         let mut back = vec![0; text.len()];
         stream.read_exact(&mut back).await.context("reading the echo")?;
         ensure!(back == text, "the echo came back changed");
         Ok(())
-    })
-    .await
-    .with_context(|| format!("no echo within {PATIENCE:?}"))?
+    };
+    in_time(exchange, || format!("no echo within {PATIENCE:?}")).await?
 }
 
 /// Connects, echoes, and returns the open connection.
@@ -123,9 +130,8 @@ pub async fn visit(address: SocketAddr) -> Result<Duration> {
     let mut stream = hold(address, b"0123456789abcdef").await?;
     stream.shutdown().await.context("closing")?;
     let mut rest = Vec::new();
-    timeout(PATIENCE, stream.read_to_end(&mut rest))
-        .await
-        .context("the connection did not end")?
+    in_time(stream.read_to_end(&mut rest), || "the connection did not end".to_owned())
+        .await?
         .context("reading the end")?;
     ensure!(rest.is_empty(), "{} bytes that were never sent", rest.len());
     Ok(start.elapsed())
@@ -186,9 +192,8 @@ pub async fn digest(stream: &mut (impl AsyncRead + Unpin)) -> Result<(u64, Strin
     let mut buffer = vec![0; 256 * 1024];
     let mut total = 0;
     loop {
-        let n = timeout(PATIENCE, stream.read(&mut buffer))
-            .await
-            .context("no more bytes arrived")?
+        let n = in_time(stream.read(&mut buffer), || format!("no more bytes arrived after {total}"))
+            .await?
             .context("reading")?;
         if n == 0 {
             return Ok((total, hex(&hash.finalize())));
@@ -201,7 +206,7 @@ pub async fn digest(stream: &mut (impl AsyncRead + Unpin)) -> Result<(u64, Strin
 /// Reads text to a clean end; `missing` is the error message if the end does not come.
 pub async fn text(stream: &mut (impl AsyncRead + Unpin), missing: &'static str) -> Result<String> {
     let mut text = String::new();
-    timeout(PATIENCE, stream.read_to_string(&mut text)).await.context(missing)??;
+    in_time(stream.read_to_string(&mut text), || missing.to_owned()).await??;
     Ok(text)
 }
 
@@ -233,9 +238,8 @@ impl Pattern {
     pub async fn write_to(&mut self, stream: &mut (impl AsyncWrite + Unpin)) -> Result<()> {
         let mut buffer = vec![0; 128 * 1024];
         while let Some(chunk) = self.chunk(&mut buffer) {
-            timeout(PATIENCE, stream.write_all(chunk))
-                .await
-                .context("the stream took no more bytes")?
+            in_time(stream.write_all(chunk), || "the stream took no more bytes".to_owned())
+                .await?
                 .context("writing")?;
         }
         Ok(())
