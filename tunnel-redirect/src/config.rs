@@ -13,9 +13,9 @@ use tunnel_routing::{reserved_addresses, reserved_addresses_v6};
 pub struct RedirectConfig {
     /// Cgroup v2 directory whose processes are redirected; None for the host's root, which is found and checked.
     pub cgroup: Option<PathBuf>,
-    /// Virtual addresses for IPv4 destinations.
+    /// Virtual addresses for IPv4 destinations: a /24 or larger, of which 16 or more are the self-test's.
     pub redirect_range: Ipv4Net,
-    /// Virtual addresses for IPv6 destinations.
+    /// Virtual addresses for IPv6 destinations: a /112 or larger.
     pub redirect_range_v6: Ipv6Net,
     /// Sources that may use the redirect range, besides this host and [`Table::clients`](tunnel_routing::Table::clients).
     pub clients: Vec<IpNet>,

@@ -95,13 +95,6 @@ pub enum RedirectError {
     Full { what: &'static str, wanted: usize, capacity: usize },
     #[error("route {net} -> {virtual_address}: {reason}; nothing was changed")]
     Route { net: IpNet, virtual_address: IpAddr, reason: String },
-    #[error("{key}={range}: {reason}")]
-    RedirectRange {
-        /// The flag.
-        key: &'static str,
-        range: IpNet,
-        reason: &'static str,
-    },
     #[error(
         "{key}={range}: the virtual addresses would collide with {user}: give a range that nothing else uses with {key}, or remove that"
     )]

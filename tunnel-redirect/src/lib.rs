@@ -49,7 +49,6 @@ pub use config::{LEAST_ORPHAN_TIMEOUT, ORPHAN_TIMEOUT, OrphanPolicy, PinConfig, 
 pub use error::{RedirectError, SelfTestError};
 pub use feed::Feeder;
 pub use listen::listen;
-pub use load::ProgramInfo;
 pub use metrics::register_redirect;
 pub use pins::{Orphans, Others};
 pub use privileges::give_up_capabilities;

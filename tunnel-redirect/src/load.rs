@@ -18,7 +18,7 @@ use super::config::{OrphanPolicy, RedirectConfig};
 use super::error::RedirectError;
 use super::freed;
 use super::pins::Pins;
-use super::preflight::{self, Features, PERMIT, lacks_perfmon, missing_capabilities};
+use super::preflight::{self, Features, PERMIT, lacks_perfmon};
 
 /// The object that the build script found; empty if none.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/tunnel-ebpf.o"));
@@ -30,18 +30,6 @@ const LOG_DEBUG: u8 = 4;
 /// The embedded object, or an error if this binary has none.
 pub(super) fn embedded() -> Result<&'static [u8], RedirectError> {
     if OBJECT.is_empty() { Err(RedirectError::NoObject { reason: OBJECT_STATE }) } else { Ok(OBJECT) }
-}
-
-/// A loaded program.
-#[derive(Clone, Debug)]
-pub struct ProgramInfo {
-    /// The hook it is attached to, such as `connect4`.
-    pub hook: &'static str,
-    pub id: u32,
-    /// Number of instructions that the verifier processed (5.16).
-    pub verified_instructions: Option<u32>,
-    /// Size of the machine code in bytes.
-    pub jited_bytes: u32,
 }
 
 /// The loaded programs. Call [`Self::detach`] before dropping it.
@@ -105,13 +93,9 @@ pub(super) fn try_out(config: &RedirectConfig) -> Result<(), RedirectError> {
 }
 
 fn object_error(error: &EbpfError) -> RedirectError {
-    let errno = errno_of(error);
     let reason = chain(error);
-    if errno == Some(libc::EPERM) {
-        let missing = missing_capabilities();
-        if !missing.is_empty() {
-            return RedirectError::Capabilities { missing };
-        }
+    // Not for lack of a capability, which `preflight::probe` would have named.
+    if errno_of(error) == Some(libc::EPERM) {
         return RedirectError::NotPermitted {
             operation: format!("creating the maps ({reason})"),
             fix: PERMIT,
@@ -258,22 +242,6 @@ impl Programs {
     pub(super) fn id(&self, hook: AttachType) -> Option<u32> {
         self.ebpf.program(hook.program())?.info().ok().map(|info| info.id())
     }
-
-    pub(super) fn info(&self) -> Vec<ProgramInfo> {
-        AttachType::CGROUP
-            .into_iter()
-            .chain([AttachType::SkLookup])
-            .filter_map(|hook| {
-                let info = self.ebpf.program(hook.program())?.info().ok()?;
-                Some(ProgramInfo {
-                    hook: hook.name(),
-                    id: info.id(),
-                    verified_instructions: info.verified_instruction_count(),
-                    jited_bytes: info.size_jitted(),
-                })
-            })
-            .collect()
-    }
 }
 
 fn program<'a, P>(ebpf: &'a mut Ebpf, hook: AttachType) -> Result<&'a mut P, RedirectError>
@@ -286,12 +254,6 @@ where
 }
 
 fn load_error(program: &'static str, error: &ProgramError) -> RedirectError {
-    if errno_of(error) == Some(libc::EPERM) {
-        let missing = missing_capabilities();
-        if !missing.is_empty() {
-            return RedirectError::Capabilities { missing };
-        }
-    }
     let mut reason = chain(error);
     if let ProgramError::LoadError { io_error, verifier_log } = error {
         // The end of the log has the cause; the rest is a trace of thousands of lines.

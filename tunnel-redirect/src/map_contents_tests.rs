@@ -407,7 +407,7 @@ fn self_test_pairs_lie_in_the_reserved_block() {
             ..RedirectConfig::default()
         };
         for _ in 0..200 {
-            let pair = SelfTestAddresses::new(&config).unwrap();
+            let pair = SelfTestAddresses::new(&config);
             let (v4, v6) =
                 (reserved_addresses(config.redirect_range), reserved_addresses_v6(config.redirect_range_v6));
             assert!(
@@ -425,12 +425,4 @@ fn self_test_pairs_lie_in_the_reserved_block() {
             );
         }
     }
-    let small =
-        RedirectConfig { redirect_range: "198.18.0.0/25".parse().unwrap(), ..RedirectConfig::default() };
-    assert!(
-        SelfTestAddresses::new(&small)
-            .unwrap_err()
-            .to_string()
-            .contains("--redirect-range=198.18.0.0/25: too small")
-    );
 }

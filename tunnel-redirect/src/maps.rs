@@ -20,7 +20,7 @@ use super::error::RedirectError;
 use super::map_contents::MapContents;
 use super::pins::monotonic_nanos;
 
-/// All maps that user space writes or reads, but the [`Heartbeat`]'s.
+/// All maps that user space writes or reads, but those of [`Heartbeat`] and [`Counters`].
 pub(super) struct Maps {
     excluded: Tries<u32, u32>,
     clients: Tries<u32, u32>,
@@ -32,13 +32,17 @@ pub(super) struct Maps {
     /// Current value of `state`.
     state_bits: u32,
     listener: SockMap<MapData>,
-    counters: PerCpuArray<MapData, u64>,
 }
 
 /// The map that tells the programs that this process is alive. Apart from the others, as a change of these may take longer than
 /// the programs wait for a heartbeat.
 pub(super) struct Heartbeat {
     alive: Array<MapData, u64>,
+}
+
+/// The counters of the programs. Apart from the other maps, so that reading them waits for no change of these.
+pub(super) struct Counters {
+    counters: PerCpuArray<MapData, u64>,
 }
 
 macro_rules! take {
@@ -72,6 +76,23 @@ impl Heartbeat {
     }
 }
 
+impl Counters {
+    pub(super) fn take(ebpf: &mut Ebpf) -> Result<Self, RedirectError> {
+        Ok(Self { counters: take!(ebpf, names::COUNTERS) })
+    }
+
+    /// Value of a counter, summed over the CPUs.
+    pub(super) fn get(&self, index: u32) -> Result<u64, RedirectError> {
+        let values = self.counters.get(&index, 0).map_err(failed(names::COUNTERS))?;
+        Ok(values.iter().sum())
+    }
+
+    /// All of them, with their names.
+    pub(super) fn all(&self) -> Result<Vec<(&'static str, u64)>, RedirectError> {
+        (0_u32..).zip(counter::NAMES).map(|(index, name)| Ok((name, self.get(index)?))).collect()
+    }
+}
+
 impl Maps {
     pub(super) fn take(ebpf: &mut Ebpf) -> Result<Self, RedirectError> {
         Ok(Self {
@@ -84,7 +105,6 @@ impl Maps {
             state: take!(ebpf, names::STATE),
             state_bits: 0,
             listener: take!(ebpf, names::LISTENER),
-            counters: take!(ebpf, names::COUNTERS),
         })
     }
 
@@ -161,16 +181,6 @@ impl Maps {
 
     pub(super) fn set_listener(&mut self, slot: u32, socket: &impl AsRawFd) -> Result<(), RedirectError> {
         self.listener.set(slot, socket, 0).map_err(failed(names::LISTENER))
-    }
-
-    /// Value of a counter, summed over the CPUs.
-    pub(super) fn counter(&self, index: u32) -> Result<u64, RedirectError> {
-        let values = self.counters.get(&index, 0).map_err(failed(names::COUNTERS))?;
-        Ok(values.iter().sum())
-    }
-
-    pub(super) fn counters(&self) -> Result<Vec<(&'static str, u64)>, RedirectError> {
-        (0_u32..).zip(counter::NAMES).map(|(index, name)| Ok((name, self.counter(index)?))).collect()
     }
 }
 

@@ -8,7 +8,7 @@ use tunnel_runtime::gauges::register_gauges;
 use super::running::Redirect;
 
 /// Registers the state and the counters of the kernel; the data path keeps no others. `registry` has the prefix
-/// `postern`.
+/// `postern`. A scrape waits for no change of the maps, which may take longer than the scraper waits.
 pub fn register_redirect(registry: &mut Registry, redirect: Arc<Redirect>) {
     register_gauges(registry, move |gauges| {
         let health = redirect.health();
@@ -20,7 +20,7 @@ pub fn register_redirect(registry: &mut Registry, redirect: Arc<Redirect>) {
             "1 if connections of pods, Services and other hosts are taken by route, 0 if pods' at connect()";
         gauges.count("redirect_by_route", help, None, u8::from(redirect.routed))?;
         let help = "Excluded addresses for which the kernel's list has no room; connects to them are still not redirected";
-        gauges.count("redirect_exclusions_left_out", help, None, redirect.left_out())?;
+        gauges.count("redirect_exclusions_left_out", help, None, health.left_out)?;
         let help = "Times that something lost from the redirect was restored";
         gauges.counter("redirect_mended", help, health.restored)?;
         let counters = match redirect.counters() {

@@ -8,6 +8,7 @@ use aya::sys::{BpfHelper, is_helper_supported, is_program_supported};
 use aya::util::KernelVersion;
 use nix::libc;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use rustix::thread::{CapabilitySet, Pid, capabilities};
 use tunnel_runtime::kernel::release;
 
 use super::config::RedirectConfig;
@@ -80,38 +81,30 @@ pub(super) fn raise_memlock() {
 }
 
 /// Required capabilities that are not effective. CAP_SYS_ADMIN substitutes for CAP_BPF.
-pub(super) fn missing_capabilities() -> Vec<&'static str> {
-    lacking(&[("CAP_BPF", BPF | SYS_ADMIN), ("CAP_NET_ADMIN", NET_ADMIN)])
+fn missing_capabilities() -> Vec<&'static str> {
+    lacking(&[
+        ("CAP_BPF", CapabilitySet::BPF | CapabilitySet::SYS_ADMIN),
+        ("CAP_NET_ADMIN", CapabilitySet::NET_ADMIN),
+    ])
 }
 
 /// True if the verifier treats this process's programs as strictly as an unprivileged user's.
 pub(super) fn lacks_perfmon() -> bool {
-    !lacking(&[("CAP_PERFMON", PERFMON | SYS_ADMIN)]).is_empty()
+    !lacking(&[("CAP_PERFMON", CapabilitySet::PERFMON | CapabilitySet::SYS_ADMIN)]).is_empty()
 }
 
-const NET_ADMIN: u64 = 1 << 12;
-const SYS_ADMIN: u64 = 1 << 21;
-const PERFMON: u64 = 1 << 38;
-const BPF: u64 = 1 << 39;
-
-/// The names of those without any effective bit.
-fn lacking(needed: &[(&'static str, u64)]) -> Vec<&'static str> {
+/// The names of those of which none is effective.
+fn lacking(needed: &[(&'static str, CapabilitySet)]) -> Vec<&'static str> {
     // If they are unreadable, the system calls report what is missing.
-    let Some(effective) = effective("self") else { return Vec::new() };
-    needed.iter().filter(|(_, any)| effective & any == 0).map(|(name, _)| *name).collect()
+    let Ok(has) = capabilities(None) else { return Vec::new() };
+    needed.iter().filter(|(_, any)| !has.effective.intersects(*any)).map(|(name, _)| *name).collect()
 }
 
 /// Reports whether a process may have programs attached: it is root, or has CAP_NET_ADMIN. Nothing is known of the
 /// capabilities of a process in a PID namespace that is not visible here (pid 0).
 pub(super) fn may_redirect(pid: i32, uid: u32) -> bool {
-    uid == 0 || effective(&pid.to_string()).is_some_and(|effective| effective & NET_ADMIN != 0)
-}
-
-/// A process's effective capabilities.
-fn effective(pid: &str) -> Option<u64> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let hex = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
-    u64::from_str_radix(hex.trim(), 16).ok()
+    let has = || capabilities(Some(Pid::from_raw(pid)?)).ok();
+    uid == 0 || has().is_some_and(|has| has.effective.contains(CapabilitySet::NET_ADMIN))
 }
 
 /// Returns the reason if IPv6 destinations cannot be redirected.

@@ -15,16 +15,16 @@ use tunnel_routing::Desired;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::net::interface_addresses;
 
-use super::by_route::{self, ByRoute, Restored, Wanted};
+use super::by_route::{self, ByRoute, Wanted};
 use super::cgroup::Cgroup;
 use super::change::{Change, ComesIn};
 use super::claim::Claim;
 use super::config::{OrphanPolicy, RedirectConfig};
 use super::error::RedirectError;
 use super::kernel::Kernel;
-use super::load::{ProgramInfo, Programs};
+use super::load::Programs;
 use super::map_contents::{HostContext, MapContents};
-use super::maps::{Heartbeat, Maps};
+use super::maps::{Counters, Heartbeat, Maps};
 use super::preflight::Features;
 use super::program_log::ProgramLog;
 use super::self_test_addresses::SelfTestAddresses;
@@ -37,7 +37,7 @@ pub struct Applied {
     pub deletes: usize,
 }
 
-/// State of the redirect as of its last verification.
+/// State of the redirect as of its last verification, or of the last change.
 #[derive(Clone, Debug, Default)]
 pub struct Health {
     /// The problem, if it does not work.
@@ -48,6 +48,8 @@ pub struct Health {
     pub verified: Option<Instant>,
     /// Number of times that something lost was restored.
     pub restored: u64,
+    /// Number of cloud nodes' addresses without room in the kernel's list of exclusions.
+    pub left_out: usize,
 }
 
 /// The running redirect. Dropping it, or [`stop`](Self::stop), detaches the programs and removes the redirect route.
@@ -68,6 +70,7 @@ pub struct Redirect {
     pub(super) lost: Notify,
     /// Never locked together with `inner`, which may be locked for longer than `--orphan-timeout`.
     pub(super) heartbeat: Mutex<Heartbeat>,
+    pub(super) counters: Counters,
     pub(super) inner: Mutex<Inner>,
     pub(super) health: Mutex<Health>,
 }
@@ -179,6 +182,7 @@ impl Redirect {
             if self.config.gateway { wanted.of_a_gateway() } else { wanted }
         });
         let applied = inner.bring_to(want, routes)?;
+        self.note(|health| health.left_out = want.left_out);
         inner.refresh_uplinks(false);
         Ok(applied)
     }
@@ -217,32 +221,17 @@ impl Redirect {
         inner.desired.table.routes.iter().map(|(net, route)| (*net, route.virtual_address)).collect()
     }
 
-    /// Reports whether a connect to a node without a tunnel fails immediately with EHOSTUNREACH (kernel 6.1 or newer).
-    /// If not, it is redirected, and the listener must reset it.
-    pub fn fails_at_connect(&self) -> bool {
-        self.features.set_retval
-    }
-
     /// The virtual addresses reserved for self-tests of this or another server; drop such connections silently.
     pub fn self_tests(&self) -> [IpNet; 2] {
         self.config.self_tests()
     }
 
-    /// Counters since the start, named `<hook>/<outcome>`.
+    /// Counters since the start, named `<hook>/<outcome>`. Waits for no change of the maps.
     ///
     /// # Errors
     /// [`RedirectError::Map`]
     pub fn counters(&self) -> Result<Vec<(&'static str, u64)>, RedirectError> {
-        self.lock().maps.counters()
-    }
-
-    pub fn program_info(&self) -> Vec<ProgramInfo> {
-        self.lock().programs.info()
-    }
-
-    /// Number of cloud nodes' addresses without room in the kernel's list of exclusions.
-    pub fn left_out(&self) -> usize {
-        self.lock().contents.left_out
+        self.counters.all()
     }
 
     pub fn health(&self) -> Health {
@@ -281,7 +270,7 @@ impl Redirect {
             taken
         });
         let added = added?.then_some("redirect route");
-        Ok(added.into_iter().chain(taken.transpose()?.into_iter().flat_map(Restored::parts)).collect())
+        Ok(added.into_iter().chain(taken.transpose()?.unwrap_or_default()).collect())
     }
 
     /// Rereads this host's addresses, and the interfaces that lead to other hosts if told so, and brings the maps up to date with

@@ -10,14 +10,9 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_routing::{RouteTarget, reserved_addresses, reserved_addresses_v6};
 
 use super::config::RedirectConfig;
-use super::error::RedirectError;
 
 /// Port used while no other is tunnelled.
 pub(super) const SELF_TEST_PORT: u16 = 10250;
-
-/// Maximum prefix length of an IPv4 redirect range: 256 addresses, of which 16 are reserved.
-const LONGEST_PREFIX: u8 = 24;
-const LONGEST_PREFIX_V6: u8 = 112;
 
 /// One pair per family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,36 +25,21 @@ pub struct SelfTestAddresses {
 
 impl SelfTestAddresses {
     /// Draws a random pair of each family.
-    ///
-    /// # Errors
-    /// [`RedirectError::RedirectRange`] if a range is too small.
-    pub(super) fn new(config: &RedirectConfig) -> Result<Self, RedirectError> {
-        let (v4, v6) = (config.redirect_range, config.redirect_range_v6);
-        if v4.prefix_len() > LONGEST_PREFIX {
-            let reason = "too small: give a /24 or larger";
-            return Err(RedirectError::RedirectRange { key: "--redirect-range", range: v4.into(), reason });
-        }
-        if v6.prefix_len() > LONGEST_PREFIX_V6 {
-            let reason = "too small: give a /112 or larger";
-            return Err(RedirectError::RedirectRange {
-                key: "--redirect-range-v6",
-                range: v6.into(),
-                reason,
-            });
-        }
-        let (v4, v6) = (reserved_addresses(v4), reserved_addresses_v6(v6));
+    pub(super) fn new(config: &RedirectConfig) -> Self {
+        let v4 = reserved_addresses(config.redirect_range);
+        let v6 = reserved_addresses_v6(config.redirect_range_v6);
         // Both blocks have at least 16 addresses, 8 pairs.
         let pairs = 1_u32 << (31 - u32::from(v4.prefix_len()));
         let pair = rand::random_range(0..pairs) * 2;
         let pairs_v6 = 1_u128 << (127 - u32::from(v6.prefix_len()));
         let pair_v6 = rand::random_range(0..pairs_v6) * 2;
         let (base, base_v6) = (u32::from(v4.network()), u128::from(v6.network()));
-        Ok(Self {
+        Self {
             origin: Ipv4Addr::from(base + pair),
             virtual_address: Ipv4Addr::from(base + pair + 1),
             origin_v6: Ipv6Addr::from(base_v6 + pair_v6),
             virtual_address_v6: Ipv6Addr::from(base_v6 + pair_v6 + 1),
-        })
+        }
     }
 
     /// Returns an address of each family that is some server's virtual address at most and never an origin: hooks leave connects to
@@ -70,18 +50,15 @@ impl SelfTestAddresses {
     }
 
     /// Draws pairs that were not tried; there are at least eight.
-    ///
-    /// # Errors
-    /// As [`Self::new`].
-    pub(super) fn besides(tried: &[Self], config: &RedirectConfig) -> Result<Self, RedirectError> {
+    pub(super) fn besides(tried: &[Self], config: &RedirectConfig) -> Self {
         loop {
-            let drawn = Self::new(config)?;
+            let drawn = Self::new(config);
             let is_new = |old: &Self| {
                 old.virtual_address != drawn.virtual_address
                     && old.virtual_address_v6 != drawn.virtual_address_v6
             };
             if tried.iter().all(is_new) {
-                return Ok(drawn);
+                return drawn;
             }
         }
     }

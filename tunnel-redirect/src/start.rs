@@ -23,7 +23,7 @@ use super::config::{OrphanPolicy, Pods, RedirectConfig};
 use super::error::RedirectError;
 use super::load::{self, Programs};
 use super::map_contents::MapContents;
-use super::maps::{Heartbeat, Maps};
+use super::maps::{Counters, Heartbeat, Maps};
 use super::netns::this_netns;
 use super::pins::Pins;
 use super::preflight;
@@ -51,7 +51,7 @@ impl Redirect {
         v4: &TcpListener,
         v6: Option<&TcpListener>,
     ) -> Result<Self, RedirectError> {
-        let self_test_addresses = SelfTestAddresses::new(&config)?;
+        let self_test_addresses = SelfTestAddresses::new(&config);
         load::embedded()?;
         let features = preflight::probe(&config)?;
         let cgroup = Cgroup::find(config.cgroup.as_deref())?;
@@ -81,6 +81,7 @@ impl Redirect {
         }
         let mut maps = Maps::take(&mut ebpf)?;
         let mut heartbeat = Heartbeat::take(&mut ebpf)?;
+        let counters = Counters::take(&mut ebpf)?;
         // The maps must be open while the programs that use them are loaded.
         let programs = Programs::load(ebpf, pins)?;
         for (slot, listener) in [(LISTENER_V4, Some(v4)), (LISTENER_V6, v6)] {
@@ -124,6 +125,7 @@ impl Redirect {
             not_pinned,
             lost: Notify::new(),
             heartbeat: Mutex::new(heartbeat),
+            counters,
             inner: Mutex::new(inner),
             health: Mutex::new(Health::default()),
         };
@@ -151,7 +153,7 @@ impl Redirect {
                 Err(RedirectError::SelfTest(_)) if self.lock().programs.have_others(&self.netns)? => {
                     let mut inner = self.lock();
                     tried.push(inner.self_test_addresses);
-                    inner.self_test_addresses = SelfTestAddresses::besides(&tried, &self.config)?;
+                    inner.self_test_addresses = SelfTestAddresses::besides(&tried, &self.config);
                     self.rewrite(&mut inner)?;
                     drop(inner);
                     result = self.verify_now();

@@ -151,7 +151,7 @@ impl Redirect {
         if self.routed && self.config.pods == Pods::Auto && has_cilium() {
             return Err(RedirectError::Cilium);
         }
-        test.run(|index| self.lock().maps.counter(index))?;
+        test.run(|index| self.counters.get(index))?;
         let mut inner = self.lock();
         if let Some(by_route) = &mut inner.by_route {
             by_route.probe(test.port)?;

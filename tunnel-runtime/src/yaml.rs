@@ -1,6 +1,7 @@
 //! Reads YAML files; errors name the line and the path of the value.
 
 use std::cell::RefCell;
+use std::fmt;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
@@ -17,12 +18,26 @@ thread_local! {
 /// An error with its place in the file.
 #[derive(Debug)]
 pub struct Located {
-    /// Counted from 1.
+    /// Counted from 1; None for the file as a whole.
     pub line: Option<u64>,
     /// Such as `items[3].metadata.name`; empty for the whole document.
     pub key: String,
     pub reason: String,
 }
+
+impl fmt::Display for Located {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(line) = self.line {
+            write!(f, "line {line}: ")?;
+        }
+        if !self.key.is_empty() {
+            write!(f, "{}: ", self.key)?;
+        }
+        f.write_str(&self.reason)
+    }
+}
+
+impl std::error::Error for Located {}
 
 /// A value whose errors [`locate`] can place.
 pub struct Traced<T>(pub T);
@@ -83,12 +98,7 @@ pub fn read<T: DeserializeOwned>(text: &str) -> Result<T, String> {
         strict_booleans: true,
         budget: serde_saphyr::budget! { max_depth: MAX_DEPTH },
     };
-    serde_saphyr::from_str_with_options::<Traced<T>>(text, options).map(|Traced(value)| value).map_err(
-        |error| {
-            let Located { line, key, reason } = locate(&error);
-            let line = line.map(|line| format!("line {line}: ")).unwrap_or_default();
-            let key = if key.is_empty() { key } else { format!("{key}: ") };
-            format!("{line}{key}{reason}")
-        },
-    )
+    serde_saphyr::from_str_with_options::<Traced<T>>(text, options)
+        .map(|Traced(value)| value)
+        .map_err(|error| locate(&error).to_string())
 }

@@ -370,11 +370,8 @@ fn spoofed_source() {
 }
 
 fn budget() {
-    expect_instructions(
-        &start(desired(&[EDGE])),
-        " by route",
-        &[("connect4", 500), ("connect6", 1400), ("sk_lookup", 1500)],
-    );
+    let _world = start(desired(&[EDGE]));
+    expect_instructions(" by route", &[("connect4", 500), ("connect6", 1400), ("sk_lookup", 1500)]);
 }
 
 fn many() {

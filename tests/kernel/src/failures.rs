@@ -15,8 +15,8 @@ use tunnel_redirect::{
 use crate::Case;
 use crate::by_route::rules;
 use crate::harness::{cgroup_mount, own_cgroup};
-use crate::lifecycle::runtime;
-use crate::raw;
+use crate::lifecycle::{cgroup, runtime};
+use crate::raw::{self, CONNECT4};
 use crate::support::{
     EDGE, EDGE_V6, Listener, PORT, World, ask, at, config, desired, doctor, eventually, ip, range_routes,
     route, sysctl,
@@ -43,7 +43,6 @@ pub(crate) const CASES: &[Case] = &[
         this_kernel_needs_no_perfmon_and_it_is_given_up,
     ),
     ("failures::what_only_the_start_needs_is_given_up", what_only_the_start_needs_is_given_up),
-    ("failures::redirect_range_too_small", small_range),
     ("failures::without_ipv6_the_rest_works", without_ipv6),
     ("failures::programs_come_back_while_ipv6_is_switched_off", ipv6_goes),
     ("failures::without_an_ipv6_listener_the_rest_works", without_v6_listener),
@@ -288,12 +287,6 @@ fn redirects_with(only: CapabilitySet) {
     drop(world);
 }
 
-fn small_range() {
-    let error =
-        start(RedirectConfig { redirect_range: "198.18.0.0/28".parse().unwrap(), ..config() }).unwrap_err();
-    message_has(&error, &["--redirect-range=198.18.0.0/28", "/24 or larger"]);
-}
-
 fn without_ipv6() {
     let listener = Listener::open();
     let serving = listener.serve();
@@ -314,8 +307,7 @@ fn ipv6_goes() {
     sysctl("net.ipv6.conf.all.disable_ipv6", "1");
     eventually("the route is gone", || range_routes().len() == 1);
     ip("-4 rule del pref 90");
-    let of_connect4 = world.redirect.program_info().into_iter().find(|program| program.hook == "connect4");
-    raw::detach_link_of(of_connect4.unwrap().id);
+    raw::detach_link_of(raw::programs(&cgroup(), CONNECT4)[0]);
     runtime().block_on(world.redirect.verify_and_restore());
     let problem = world.redirect.health().problem.unwrap();
     assert!(problem.contains("disable_ipv6"), "{problem}");

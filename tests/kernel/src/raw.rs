@@ -30,6 +30,13 @@ const CONNECT6: u32 = 11;
 const GETPEERNAME4: u32 = 29;
 const GETPEERNAME6: u32 = 30;
 pub(crate) const SK_LOOKUP: u32 = 36;
+/// Hooks of a cgroup that the redirect attaches to, with their names.
+pub(crate) const CGROUP_HOOKS: [(&str, u32); 4] = [
+    ("connect4", CONNECT4),
+    ("connect6", CONNECT6),
+    ("getpeername4", GETPEERNAME4),
+    ("getpeername6", GETPEERNAME6),
+];
 
 /// bpf(2) with an attribute of 32-bit words, zero-padded.
 fn bpf(command: libc::c_int, words: &[u32]) -> io::Result<i64> {
@@ -174,7 +181,7 @@ pub(crate) fn attached(target: &File, hook: u32) -> usize {
 /// Detaches every program from the hooks of a cgroup that concern connects, whatever its owner: Cilium 1.14 to 1.18 do
 /// so at the root of the cgroups when they start without socket load balancing.
 pub(crate) fn detach_all(cgroup: &File) -> io::Result<()> {
-    for hook in [CONNECT4, CONNECT6, GETPEERNAME4, GETPEERNAME6] {
+    for (_, hook) in CGROUP_HOOKS {
         for id in programs(cgroup, hook) {
             let program = owned(bpf(BPF_PROG_GET_FD_BY_ID, &[id])?);
             bpf(BPF_PROG_DETACH, &[cgroup.as_raw_fd() as u32, program.as_raw_fd() as u32, hook, 0])?;

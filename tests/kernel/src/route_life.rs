@@ -27,6 +27,7 @@ use crate::support::{
 
 pub(crate) const CASES: &[Case] = &[
     ("by_route::a_killed_server_takes_nothing_and_is_replaced", killed),
+    ("by_route::a_dead_servers_rule_for_another_port_takes_nothing", another_port),
     ("by_route::refusal_outlasts_a_killed_server", refused),
     ("by_route::a_killed_servers_programs_refuse_pods", orphaned),
     ("by_route::a_server_that_dies_beside_another_takes_nothing_from_it", dies_beside),
@@ -66,6 +67,23 @@ fn killed() {
     eventually("the programs are gone", || crate::lifecycle::programs() == (0, 0));
     assert_eq!(cleanup(&config()).unwrap().rules, 2);
     assert_eq!(rules(), Vec::<String>::new());
+}
+
+/// The next server has the dead one's number, and with it the tables that the rules for its ports lead to.
+fn another_port() {
+    for family in ["-4", "-6"] {
+        ip(&format!("{family} rule add pref 90 protocol 201 ipproto 6 dport 999 lookup 198180"));
+    }
+    let listener = Listener::open();
+    let next = Redirect::start(by_route(), &listener.v4, Some(&listener.v6)).unwrap();
+    next.apply(|| with_client(desired(&[EDGE]), POD_RANGE).into()).unwrap();
+    assert!(led_here("10.8.0.7:10250"));
+    assert!(!led_here("10.8.0.7:999"), "{:?}", rules());
+    // Where there is no route yet the dead one's routes may refuse connections, until the nodes are known.
+    let left = || rules().iter().filter(|rule| rule.contains("dport 999")).count();
+    assert_eq!(left(), 1, "{:?}", rules());
+    next.remove_dead_routes().unwrap();
+    assert_eq!((left(), rules().len()), (0, 2), "{:?}", rules());
 }
 
 /// With --orphan-policy=refuse nobody else gets what is meant for an edge node.

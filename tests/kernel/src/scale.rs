@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
 use prometheus_client::registry::Registry;
-use tunnel_redirect::{Applied, Redirect, RedirectConfig};
+use tunnel_redirect::{Applied, Redirect, RedirectConfig, fails_at_connect, host_checks};
 use tunnel_routing::inventory::InventoryNode;
 use tunnel_routing::{MAX_ROUTES, RouteTarget, Router, RouterConfig, TunnelHolder};
 
@@ -178,13 +178,13 @@ fn too_many() {
             table.excluded.insert(IpNet::from(IpAddr::V4(Ipv4Addr::from(first + n))));
         }
         world.redirect.apply(|| state).unwrap();
-        assert!(world.redirect.left_out() > 0);
+        assert!(world.redirect.health().left_out > 0);
     }
-    println!("report {} exclusions left out", world.redirect.left_out());
+    println!("report {} exclusions left out", world.redirect.health().left_out);
     let virtual_address = router.desired().route(IpAddr::V4(nth(1)).into()).unwrap().virtual_address;
     assert_eq!(ask((nth(1), PORT).into()).unwrap().local, (virtual_address, PORT).into());
     world.redirect.apply(|| router.desired()).unwrap();
-    assert_eq!(world.redirect.left_out(), 0);
+    assert_eq!(world.redirect.health().left_out, 0);
 }
 
 fn too_few_virtual_addresses() {
@@ -204,7 +204,8 @@ fn too_few_virtual_addresses() {
         assert_eq!(ask((nth(n), PORT).into()).unwrap().local, (virtual_address, PORT).into());
     }
     // A node without a virtual address is not reached by another way, where the kernel can fail a connect.
-    if world.redirect.fails_at_connect() {
+    let kernel = host_checks(&config()).into_iter().find(|check| check.name == "kernel").unwrap();
+    if fails_at_connect(&kernel.outcome.unwrap()) {
         let without = (0..1000).find(|n| !with.contains(n)).unwrap();
         TcpStream::connect((nth(without), PORT)).unwrap_err();
     }

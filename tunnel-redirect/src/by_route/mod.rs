@@ -11,6 +11,6 @@ mod uplinks;
 mod wanted;
 
 pub use probe::is_led_here;
-pub(super) use steady::{ByRoute, Restored, Watched, remove_leftovers};
+pub(super) use steady::{ByRoute, Watched, remove_leftovers};
 pub(super) use system::host_netns;
 pub(super) use wanted::Wanted;

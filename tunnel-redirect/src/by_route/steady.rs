@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
+use ipnet::IpNet;
 use netlink_packet_route::route::RouteType;
 use tunnel_abi::{LOOPBACK_IFINDEX, UPLINK_CAPACITY};
 
@@ -14,26 +15,6 @@ use crate::error::RedirectError;
 use crate::kernel::Kernel;
 
 const TABLES: [Table; 3] = [Table::Ports, Table::AnyPort, Table::NotTaken];
-
-/// Parts that were missing or foreign in the kernel.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Restored {
-    device: bool,
-    rules: usize,
-    routes: usize,
-}
-
-impl Restored {
-    /// Names for the log.
-    pub(crate) fn parts(self) -> impl Iterator<Item = &'static str> {
-        let parts = [
-            (self.device, "TUN device"),
-            (self.rules > 0, "rules"),
-            (self.routes > 0, "routes of edge nodes"),
-        ];
-        parts.into_iter().filter_map(|(lost, part)| lost.then_some(part))
-    }
-}
 
 /// Objects of a subscription to changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,13 +89,37 @@ impl ByRoute {
     /// Adds what is missing. To be called once the maps have changed.
     pub(crate) fn add(&mut self, wanted: Wanted) -> Result<(), RedirectError> {
         let place = self.place();
+        let unwanted = self.remove_unwanted_rules(&wanted);
         let routes = wanted.routes.difference(&self.present.routes).map(|route| route.message(place));
         let routes = self.kernel.add_routes(routes);
         let rules = wanted.rules.difference(&self.present.rules).map(|rule| rule.message(place)).collect();
         let rules = if self.paused { Ok(()) } else { self.kernel.add_rules(rules) };
         // Also those that failed, which the next restore() adds.
         self.present = wanted;
-        routes.and(rules)
+        unwanted.and(routes).and(rules)
+    }
+
+    /// Removes rules that a dead server with the same number has left and this one does not want, if they lead to a table with
+    /// routes of this one: packets for other ports would be led to this host, where the programs leave them to others'
+    /// listeners. The other remains stay until the nodes are known.
+    fn remove_unwanted_rules(&mut self, wanted: &Wanted) -> Result<(), RedirectError> {
+        if self.swept {
+            return Ok(());
+        }
+        let place = self.place();
+        let may_stay = |rule: Rule| {
+            let leads_to =
+                |route: &Route| route.table == rule.table() && matches!(route.net, IpNet::V6(_)) == rule.ipv6;
+            wanted.rules.contains(&rule) || !wanted.routes.iter().any(leads_to)
+        };
+        for ipv6 in families(self.ipv6) {
+            let listed = self.kernel.rules(ipv6)?.into_iter().filter_map(ListedRule::read);
+            let unwanted =
+                listed.filter(|left| left.number == place.number && !left.rule.is_some_and(may_stay));
+            let unwanted = unwanted.map(|left| left.message).collect();
+            self.kernel.remove_rules(unwanted)?;
+        }
+        Ok(())
     }
 
     /// Has [`Self::restore`] remove the remains of servers that are gone. Until the nodes are known these may refuse
@@ -124,13 +129,13 @@ impl ByRoute {
     }
 
     /// Compares the kernel's device, rules and routes with what this process has written, and restores those that are
-    /// missing, or foreign once the nodes are known.
-    pub(crate) fn restore(&mut self) -> Result<Restored, RedirectError> {
+    /// missing, or foreign once the nodes are known. Returns the names of those parts, for the log.
+    pub(crate) fn restore(&mut self) -> Result<Vec<&'static str>, RedirectError> {
         if self.nodes_known && !self.swept {
             remove_dead(&mut self.kernel)?;
             self.swept = true;
         }
-        let mut restored = Restored { device: self.restore_device()?, ..Restored::default() };
+        let device_differs = self.restore_device()?;
         let place = self.place();
         let (mut rules, mut foreign) = (BTreeSet::new(), Vec::new());
         self.others.clear();
@@ -146,8 +151,8 @@ impl ByRoute {
                 }
             }
         }
+        let mut rules_differ = self.swept && !foreign.is_empty();
         if self.swept {
-            restored.rules = foreign.len();
             self.kernel.remove_rules(foreign)?;
         }
         if self.another_died() {
@@ -166,21 +171,27 @@ impl ByRoute {
                 }
             }
         }
+        let mut routes_differ = self.swept && !foreign.is_empty();
         if self.swept {
-            restored.routes = foreign.len();
             self.kernel.remove_routes(foreign.into_iter())?;
         }
         let missing: Vec<Route> = self.present.routes.difference(&routes).copied().collect();
-        restored.routes += missing.len();
+        routes_differ |= !missing.is_empty();
         let added = self.kernel.add_routes(missing.into_iter().map(|route| route.message(place)));
+        let mut missing: Vec<Rule> = self.present.rules.difference(&rules).copied().collect();
         if self.paused {
-            return added.map(|()| restored);
+            missing.clear();
         }
-        let missing: Vec<Rule> = self.present.rules.difference(&rules).copied().collect();
-        restored.rules += missing.len();
+        rules_differ |= !missing.is_empty();
         let rules = self.kernel.add_rules(missing.into_iter().map(|rule| rule.message(place)).collect());
         // Whatever becomes of the routes: those of one family may be there.
-        added.and(rules).map(|()| restored)
+        added.and(rules)?;
+        let parts = [
+            (device_differs, "TUN device"),
+            (rules_differ, "rules"),
+            (routes_differ, "routes of edge nodes"),
+        ];
+        Ok(parts.into_iter().filter_map(|(restored, part)| restored.then_some(part)).collect())
     }
 
     /// Reports whether a server beside this one has ended without removing its rules. These come first, and with

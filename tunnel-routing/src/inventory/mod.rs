@@ -15,5 +15,5 @@ pub use node::{
     read_node,
 };
 pub use nodes::Inventory;
-pub use parse::{InventoryError, MAX_BYTES, parse};
+pub use parse::{MAX_BYTES, parse};
 pub use selector::{DEFAULT_EDGE_SELECTOR, Selector, SelectorError};

@@ -1,7 +1,6 @@
 //! Parses the output of `kubectl get nodes -o yaml` (or json) to an inventory.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
 
 use serde::Deserialize;
 use serde_saphyr::Spanned;
@@ -15,63 +14,35 @@ use super::{Inventory, InventoryNode, Selector};
 /// Maximum size of a file. 100,000 nodes with their conditions and without their images are about 200 MiB.
 pub const MAX_BYTES: usize = 256 << 20;
 
-/// An error in an inventory, with its place.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct InventoryError {
-    /// Line number from 1; None for the file as a whole.
-    pub line: Option<u64>,
-    /// Path such as `items[3].metadata.name`; empty for the file as a whole.
-    pub key: String,
-    pub reason: String,
-}
-
-impl InventoryError {
-    pub(super) fn whole(reason: impl Into<String>) -> Self {
-        Self { line: None, key: String::new(), reason: reason.into() }
-    }
-
-    /// Shortens the error for the log: keys and values may be as large as the file.
-    fn bounded(self) -> Self {
-        let bounded = |text: &str, max: usize| {
-            let short = printable(text, max);
-            if short.len() < text.len() { format!("{short}…") } else { short }
-        };
-        Self { key: bounded(&self.key, 160), reason: bounded(&self.reason, 240), ..self }
-    }
-}
-
-impl fmt::Display for InventoryError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(line) = self.line {
-            write!(f, "line {line}: ")?;
-        }
-        if !self.key.is_empty() {
-            write!(f, "{}: ", self.key)?;
-        }
-        f.write_str(&self.reason)
-    }
-}
-
-impl std::error::Error for InventoryError {}
-
 /// Parses a List of Nodes, a NodeList, a single Node, or several of these as YAML documents. JSON is valid YAML.
 /// Unknown keys are ignored: the format is Kubernetes' and grows.
 ///
 /// # Errors
 /// With the line, the key and the reason. Node names must be unique.
-pub fn parse(text: &str, selector: &Selector) -> Result<Inventory, InventoryError> {
-    parse_unbounded(text, selector).map_err(InventoryError::bounded)
+pub fn parse(text: &str, selector: &Selector) -> Result<Inventory, Located> {
+    parse_unbounded(text, selector).map_err(bounded)
 }
 
-fn parse_unbounded(text: &str, selector: &Selector) -> Result<Inventory, InventoryError> {
+/// Shortens the error for the log: keys and values may be as large as the file.
+fn bounded(mut error: Located) -> Located {
+    let bounded = |text: &str, max: usize| {
+        let short = printable(text, max);
+        if short.len() < text.len() { format!("{short}…") } else { short }
+    };
+    error.key = bounded(&error.key, 160);
+    error.reason = bounded(&error.reason, 240);
+    error
+}
+
+fn parse_unbounded(text: &str, selector: &Selector) -> Result<Inventory, Located> {
     if text.len() > MAX_BYTES {
-        return Err(InventoryError::whole(format!("{} bytes; at most {MAX_BYTES} are read", text.len())));
+        return Err(whole(format!("{} bytes; at most {MAX_BYTES} are read", text.len())));
     }
     yaml::begin();
     let documents: Vec<Traced<Document>> =
-        serde_saphyr::from_str_multiple_with_options(text, options()).map_err(|error| structural(&error))?;
+        serde_saphyr::from_str_multiple_with_options(text, options()).map_err(|error| locate(&error))?;
     if documents.is_empty() {
-        return Err(InventoryError::whole(
+        return Err(whole(
             "it is empty; a List of Nodes is expected, as `kubectl get nodes -o yaml` prints it",
         ));
     }
@@ -100,11 +71,6 @@ fn options() -> serde_saphyr::Options {
             max_anchors: 1000,
         },
     }
-}
-
-fn structural(error: &serde_saphyr::Error) -> InventoryError {
-    let Located { line, key, reason } = locate(error);
-    InventoryError { line, key, reason }
 }
 
 /// A List, NodeList or Node.
@@ -142,7 +108,7 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    fn document(&mut self, document: Document, prefix: &str) -> Result<(), InventoryError> {
+    fn document(&mut self, document: Document, prefix: &str) -> Result<(), Located> {
         let kind = &document.kind.value;
         match kind.as_str() {
             "Node" => {
@@ -183,7 +149,7 @@ impl Reader<'_> {
         spec: Option<&NodeSpec<Spanned<String>>>,
         status: Option<&NodeStatus<Spanned<String>, u16>>,
         prefix: &str,
-    ) -> Result<(), InventoryError> {
+    ) -> Result<(), Located> {
         let key = format!("{prefix}metadata.name");
         let line = metadata.referenced.line();
         let Metadata { name: Some(text), labels } = metadata.value else {
@@ -202,7 +168,7 @@ impl Reader<'_> {
         let edge = self.selector.matches(&labels);
         let node = read_node(name, edge, spec, status, |invalid| {
             let key = format!("{prefix}{}", invalid.field.path());
-            Err(InventoryError {
+            Err(Located {
                 line: invalid.line,
                 key,
                 reason: format!("{:?} is {}", invalid.value, invalid.reason),
@@ -214,10 +180,15 @@ impl Reader<'_> {
     }
 }
 
-fn at<T>(value: &Spanned<T>, key: String, reason: impl Into<String>) -> InventoryError {
+/// An error of the file as a whole.
+fn whole(reason: impl Into<String>) -> Located {
+    Located { line: None, key: String::new(), reason: reason.into() }
+}
+
+fn at<T>(value: &Spanned<T>, key: String, reason: impl Into<String>) -> Located {
     at_line(value.referenced.line(), key, reason)
 }
 
-fn at_line(line: u64, key: String, reason: impl Into<String>) -> InventoryError {
-    InventoryError { line: Some(line).filter(|line| *line > 0), key, reason: reason.into() }
+fn at_line(line: u64, key: String, reason: impl Into<String>) -> Located {
+    Located { line: Some(line).filter(|line| *line > 0), key, reason: reason.into() }
 }

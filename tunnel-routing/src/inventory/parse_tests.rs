@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 
 use proptest::prelude::*;
+use tunnel_runtime::yaml::Located;
 
 use super::*;
 
@@ -71,7 +72,7 @@ metadata:
   resourceVersion: ""
 "#;
 
-fn read(text: &str) -> Result<Inventory, InventoryError> {
+fn read(text: &str) -> Result<Inventory, Located> {
     parse(text, &Selector::default())
 }
 
