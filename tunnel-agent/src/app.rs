@@ -174,7 +174,7 @@ impl Start {
             succession.open();
         }
         let before = before.map(|agent| (agent, readiness.pending("taking over")));
-        if let Some(proxy) = config.reach.proxy() {
+        if let Some(proxy) = &config.reach.proxy {
             tracing::info!(%proxy, "using an HTTP proxy");
         }
         background.spawn(servers.clone().ready_once_known(readiness.pending("API server")));
@@ -341,8 +341,7 @@ async fn enrol(
         holder: Holder::Agent,
         node: config.node_name.clone(),
         state_dir: config.given.state_dir.clone(),
-        token: config.token.clone(),
-        ca_hash: config.ca_hash.clone(),
+        token: config.token.clone().zip(config.ca_hash.clone()),
         reach: config.reach.clone(),
     };
     Enrolled::obtain(enroll, servers.api.clone(), metrics).await

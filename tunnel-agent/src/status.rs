@@ -133,7 +133,10 @@ impl AgentStatus {
 
 impl CertificateStatus {
     pub fn of(identity: &AgentIdentity) -> Self {
-        Self { not_after: seconds(identity.not_after()), renews_at: seconds(identity.renew_at()) }
+        Self {
+            not_after: seconds(identity.validity.not_after),
+            renews_at: seconds(identity.validity.renew_at()),
+        }
     }
 }
 

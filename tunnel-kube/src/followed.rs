@@ -5,53 +5,27 @@ use std::collections::BTreeMap;
 use kube::ResourceExt;
 use kube::runtime::watcher::Event;
 
-/// One followed object.
+/// Followed objects of one namespace, by name; or a single one.
 #[derive(Debug)]
 pub struct Followed<K> {
-    /// None if it does not exist or is not known yet.
-    pub object: Option<K>,
-    /// True once a list has shown that the object exists or does not.
-    pub known: bool,
-    listed: Option<K>,
-}
-
-impl<K> Default for Followed<K> {
-    fn default() -> Self {
-        Self { object: None, known: false, listed: None }
-    }
-}
-
-impl<K> Followed<K> {
-    pub fn apply(&mut self, event: Event<K>) {
-        match event {
-            Event::Init => self.listed = None,
-            Event::InitApply(object) => self.listed = Some(object),
-            Event::InitDone => {
-                self.object = self.listed.take();
-                self.known = true;
-            }
-            Event::Apply(object) => self.object = Some(object),
-            Event::Delete(_) => self.object = None,
-        }
-    }
-}
-
-/// Followed objects of one namespace, by name.
-#[derive(Debug)]
-pub struct FollowedSet<K> {
     pub objects: BTreeMap<String, K>,
     /// True once a complete list has arrived.
     pub known: bool,
     listed: BTreeMap<String, K>,
 }
 
-impl<K> Default for FollowedSet<K> {
+impl<K> Default for Followed<K> {
     fn default() -> Self {
         Self { objects: BTreeMap::new(), known: false, listed: BTreeMap::new() }
     }
 }
 
-impl<K: ResourceExt> FollowedSet<K> {
+impl<K: ResourceExt> Followed<K> {
+    /// Returns the object where only one is followed. None if it does not exist or is not known yet.
+    pub fn only(&self) -> Option<&K> {
+        self.objects.values().next()
+    }
+
     pub fn apply(&mut self, event: Event<K>) {
         match event {
             Event::Init => self.listed.clear(),
@@ -73,42 +47,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_object_is_replaced_when_a_list_is_complete() {
-        let mut followed = Followed::default();
-        followed.apply(Event::Init);
-        followed.apply(Event::InitApply(1));
-        assert_eq!((followed.object, followed.known), (None, false));
-        followed.apply(Event::InitDone);
-        assert_eq!((followed.object, followed.known), (Some(1), true));
-        followed.apply(Event::Apply(2));
-        assert_eq!(followed.object, Some(2));
-        // A second list, which is empty.
-        followed.apply(Event::Init);
-        assert_eq!(followed.object, Some(2));
-        followed.apply(Event::InitDone);
-        assert_eq!((followed.object, followed.known), (None, true));
-    }
-
-    #[test]
-    fn a_set_is_replaced_when_a_list_is_complete() {
+    fn they_are_replaced_when_a_list_is_complete() {
         let service = |name: &str| {
             let mut service = Service::default();
             service.metadata.name = Some(name.to_owned());
             service
         };
-        let mut set = FollowedSet::default();
-        set.apply(Event::Init);
-        set.apply(Event::InitApply(service("a")));
-        assert_eq!((set.objects.len(), set.known), (0, false));
-        set.apply(Event::InitDone);
-        assert_eq!((set.objects.len(), set.known), (1, true));
-        set.apply(Event::Apply(service("b")));
-        set.apply(Event::Delete(service("a")));
-        assert_eq!(set.objects.keys().collect::<Vec<_>>(), ["b"]);
-        set.apply(Event::Init);
-        set.apply(Event::InitApply(service("c")));
-        assert_eq!(set.objects.keys().collect::<Vec<_>>(), ["b"]);
-        set.apply(Event::InitDone);
-        assert_eq!(set.objects.keys().collect::<Vec<_>>(), ["c"]);
+        let mut followed = Followed::default();
+        followed.apply(Event::Init);
+        followed.apply(Event::InitApply(service("a")));
+        assert!(followed.only().is_none() && !followed.known);
+        followed.apply(Event::InitDone);
+        assert_eq!((followed.objects.len(), followed.known), (1, true));
+        followed.apply(Event::Apply(service("b")));
+        followed.apply(Event::Delete(service("a")));
+        assert_eq!(followed.objects.keys().collect::<Vec<_>>(), ["b"]);
+        followed.apply(Event::Init);
+        followed.apply(Event::InitApply(service("c")));
+        assert_eq!(followed.objects.keys().collect::<Vec<_>>(), ["b"]);
+        followed.apply(Event::InitDone);
+        assert_eq!(followed.objects.keys().collect::<Vec<_>>(), ["c"]);
     }
 }

@@ -12,7 +12,7 @@ use kube::api::{PatchParams, PostParams};
 
 pub use client::{ClientSettings, api_server_address, connect, reason};
 pub use follow::{FollowSettings, Signal, follow, named};
-pub use followed::{Followed, FollowedSet};
+pub use followed::Followed;
 pub use health::{Health, WatchHealth};
 pub use lasting::connect_lasting;
 pub use request::{Attempts, RequestError, request};

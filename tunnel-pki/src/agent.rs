@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::sync::OnceLock;
-use std::time::SystemTime;
 
 use rustls::ClientConfig;
 use rustls_pki_types::pem::PemObject;
@@ -43,7 +42,8 @@ pub struct AgentIdentity {
     pub bundle: TrustBundle,
     /// By which certificates are valid.
     pub clock: Clock,
-    validity: Validity,
+    /// Of the leaf.
+    pub validity: Validity,
     /// Made for the first link. It has the sessions that links resume, so those of another certificate, or of other roots, are
     /// not resumed.
     pub(super) tls: OnceLock<ClientConfig>,
@@ -90,20 +90,6 @@ impl AgentIdentity {
             validity: self.validity,
             tls: OnceLock::new(),
         }
-    }
-
-    pub fn validity(&self) -> Validity {
-        self.validity
-    }
-
-    /// Time at which the certificate expires.
-    pub fn not_after(&self) -> SystemTime {
-        self.validity.not_after
-    }
-
-    /// Time at which 80 % of the certificate's life is over.
-    pub fn renew_at(&self) -> SystemTime {
-        self.validity.renew_at()
     }
 
     /// True if the root that signs new certificates (the bundle's first) signed this one. If not, a rotation is under

@@ -40,9 +40,8 @@ pub use request::{CsrKey, create_csr, create_named_csr, public_key_of_csr};
 pub use secrecy::{ExposeSecret, SecretString};
 pub use tickets::Tickets;
 pub use tls::{
-    ALPN_EDGE, ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, ServerTls, agent_tls, anonymous_tls, caller_config,
-    caller_verifier, certified, certified_pem, concerns_certificates, foreign_tls, peer_tls, pinned_tls,
-    refusal, server_name,
+    ALPN_EDGE, ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, ServerTls, agent_tls, caller_config, caller_verifier,
+    certified, certified_pem, concerns_certificates, foreign_tls, peer_tls, pinned_tls, refusal, server_name,
 };
 pub use verify::{client_verifier, server_verifier};
 pub use zeroize::Zeroizing;

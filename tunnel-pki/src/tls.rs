@@ -158,13 +158,6 @@ pub fn peer_tls(
     Ok(finish(config, ALPN_PEER))
 }
 
-/// TLS 1.3 without a client certificate, to a server of known roots. An agent whose certificate has expired enrols
-/// again with it.
-pub fn anonymous_tls(bundle: &TrustBundle, alpn: &[u8]) -> Result<Arc<ClientConfig>, IdentityError> {
-    let trust = Trust::Roots(Arc::new(bundle.root_store()));
-    Ok(finish(client(trust, Clock::default())?.with_no_client_auth(), alpn))
-}
-
 /// TLS 1.2 or 1.3 to a server of another system. Its certificate must name the dialled host and be signed by one of
 /// these roots.
 ///
@@ -188,7 +181,7 @@ pub fn foreign_tls(
     Ok(Arc::new(config))
 }
 
-/// TLS 1.3 for the first enrolment: the server also presents the CA certificate, whose key must have the hash
+/// TLS 1.3 for an enrolment by token, without a client certificate: the server also presents the CA certificate, whose key must have the hash
 /// `ca_hash`. The name [`SERVER_NAME`], dates and usage are checked as usual. ALPN `h2`.
 ///
 /// # Errors

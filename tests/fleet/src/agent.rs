@@ -94,7 +94,6 @@ impl Start<'_> {
             node: runtime.config.node_name.clone(),
             state_dir: self.state_dir.clone(),
             token: None,
-            ca_hash: None,
             reach: runtime.config.reach.clone(),
         };
         let mut identity = self.identity.with_bundle(self.identity.bundle.clone());
@@ -134,7 +133,9 @@ impl Start<'_> {
         ];
         let cli = parse_flags::<Cli>(&flags).context("the agent's flags")?;
         let mut config = cli.run.config(Vec::new())?;
-        config.reach = Reach::over(self.net.at(host(self.index), KEEPALIVE));
+        let network = self.net.at(host(self.index), KEEPALIVE);
+        // Without the environment's proxy.
+        config.reach = Reach { network: Some(network), ..Reach::default() };
         let runtime =
             Runtime::new(config, Places::new(1024, 1 << 30), Metrics::new(&mut Registry::default()));
         runtime.addresses.send_replace(Arc::new(vec![host(self.index)]));

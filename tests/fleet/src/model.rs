@@ -477,7 +477,7 @@ impl Model {
             let (tasks, links) = (agent.runtime.tasks.len(), agent.links.status().len());
             ensure!((tasks, links) == (each, each), "an agent has {tasks} tasks and {links} links");
             let identity = agent.keeper.current();
-            let (validity, now) = (identity.validity(), RIGHT.now());
+            let (validity, now) = (identity.validity, RIGHT.now());
             // One whose clock was ahead may have taken a certificate of a server whose clock was ahead too.
             let excused = self.righted.contains_key(&Host::Agent(index));
             ensure!(

@@ -134,7 +134,7 @@ impl Start<'_> {
             tls: certificate.peer_tls.clone(),
             workers,
             peers: runtime.peers.clone(),
-            reach: Reach::over(self.net.at(address.ip(), KEEPALIVE)),
+            reach: Reach { network: Some(self.net.at(address.ip(), KEEPALIVE)), ..Reach::default() },
             redirector: None,
             trust: Trust {
                 clock: self.clock,

@@ -10,7 +10,7 @@ use jiff::{SignedDuration, Timestamp};
 use tonic::Code;
 use tunnel_link::proto::{EnrollRequest, RenewRequest};
 use tunnel_pki::enrol::{EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Recovery};
-use tunnel_pki::{ALPN_GRPC, Holder, PrivateKey, agent_tls, anonymous_tls, create_csr, pinned_tls};
+use tunnel_pki::{ALPN_GRPC, Holder, PrivateKey, agent_tls, create_csr, pinned_tls};
 use tunnel_runtime::clock::Clock;
 use tunnel_runtime::files::write_atomically;
 use tunnel_server::pki::Lifetimes;
@@ -34,12 +34,11 @@ async fn an_agent_enrols_once_and_then_lives_on_its_files() {
     assert!(!file("agent.key.next").exists());
     assert_eq!(server.metrics.enrollments("enroll", "issued"), 1);
 
-    // Without a token, a hash or a reachable server.
-    let again =
-        EnrollConfig { servers: vec!["127.0.0.1:1".into()], token: None, ca_hash: None, ..config.clone() };
+    // Without a token or a reachable server.
+    let again = EnrollConfig { servers: vec!["127.0.0.1:1".into()], token: None, ..config.clone() };
     assert_eq!(enroll(&again).await.unwrap().chain, identity.chain);
     // Even with a wrong token, which is not used.
-    let again = EnrollConfig { token: Some("x".into()), ..again };
+    let again = EnrollConfig { token: Some(("x".into(), server.ca_hash())), ..again };
     assert_eq!(enroll(&again).await.unwrap().chain, identity.chain);
 
     let other = EnrollConfig { node: node("edge-2"), ..again };
@@ -99,14 +98,9 @@ async fn what_is_missing_is_named() {
     let config = server.agent("edge-1", "agent", None);
     let error = enroll(&config).await.unwrap_err().to_string();
     assert!(error.contains("token create --node edge-1") && error.contains("--ca-hash"), "{error}");
-    let token = server.token("edge-1");
-    let config = EnrollConfig { ca_hash: None, ..server.agent("edge-1", "agent", Some(&token)) };
-    let error = enroll(&config).await.unwrap_err().to_string();
-    assert!(error.contains("--token needs --ca-hash"), "{error}");
-    let config = EnrollConfig { ca_hash: Some("sha256:12".into()), ..config };
-    assert!(enroll(&config).await.unwrap_err().to_string().contains("64 hexadecimal digits"));
-    let config = EnrollConfig { servers: Vec::new(), ..server.agent("edge-1", "agent", Some(&token)) };
-    assert!(matches!(enroll(&config).await.unwrap_err(), EnrollError::NoServers));
+    let token = Some((server.token("edge-1").into(), "sha256:12".into()));
+    let error = enroll(&EnrollConfig { token, ..config }).await.unwrap_err().to_string();
+    assert!(error.contains("64 hexadecimal digits"), "{error}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -158,7 +152,7 @@ async fn an_unreachable_server_is_tried_again_and_another_is_used() {
 async fn an_ended_certificate_needs_a_token_again() {
     let server = TestServer::with(seconds(1)).await;
     let (config, identity) = server.enrolled("edge-1").await;
-    eventually("the certificate ends", async || identity.validity().is_over(SystemTime::now()).then_some(()))
+    eventually("the certificate ends", async || identity.validity.is_over(SystemTime::now()).then_some(()))
         .await;
     // Certificates are exact to the second.
     eventually("the server refuses the ended certificate", async || {
@@ -169,10 +163,10 @@ async fn an_ended_certificate_needs_a_token_again() {
     // It is kept: this node's clock may be wrong.
     assert_eq!(enroll(&without).await.unwrap().chain, identity.chain);
     assert!(log().contains("tunnel-server token create --node edge-1"));
-    // The used token is bound to the first key, and the hash is not needed again.
+    // The used token is bound to the first key.
     assert!(enroll(&config).await.unwrap_err().to_string().contains("already used"));
     let token = server.token("edge-1");
-    let again = EnrollConfig { token: Some(token.into()), ca_hash: None, ..config };
+    let again = EnrollConfig { token: Some((token.into(), server.ca_hash())), ..config };
     assert_ne!(enroll(&again).await.unwrap().chain, identity.chain);
 }
 
@@ -191,7 +185,7 @@ async fn broken_files_are_named_and_kept() {
         let path = config.state_dir.join(file);
         write_atomically(&path, content.as_bytes(), 0o600).unwrap();
         let token = server.token("edge-1");
-        let with_token = EnrollConfig { token: Some(token.into()), ..config.clone() };
+        let with_token = EnrollConfig { token: Some((token.into(), server.ca_hash())), ..config.clone() };
         let error = enroll(&with_token).await.unwrap_err().to_string();
         let parts = [path.to_str().unwrap(), reason, "tunnel-server token create"];
         assert!(parts.iter().all(|part| error.contains(part)), "{file}: {error}");
@@ -260,8 +254,7 @@ async fn guessing_is_slowed_down() {
 #[tokio::test(flavor = "multi_thread")]
 async fn malformed_requests_are_invalid_arguments() {
     let server = TestServer::start().await;
-    let tls = anonymous_tls(server.ca.state().unwrap().bundle(), ALPN_GRPC).unwrap();
-    let mut client = client(&server.address, tls).await;
+    let mut client = client(&server.address, pinned_tls(&server.ca_hash()).unwrap()).await;
     let token = server.token("edge-1");
     let csr = create_csr(&PrivateKey::generate().unwrap()).unwrap();
     let mut unsigned = csr.clone();
@@ -283,8 +276,11 @@ async fn a_certificate_is_renewed_without_dropping_the_session() {
     let server = TestServer::with(seconds(20)).await;
     let (config, identity) = server.enrolled("edge-1").await;
     let mut session = Session::open(&server.address, &identity).await.unwrap();
-    let (old_chain, old_key, not_after) =
-        (identity.chain.clone(), fs::read(config.state_dir.join("agent.key")).unwrap(), identity.not_after());
+    let (old_chain, old_key, not_after) = (
+        identity.chain.clone(),
+        fs::read(config.state_dir.join("agent.key")).unwrap(),
+        identity.validity.not_after,
+    );
     // An earlier renewal has left a file that a crash has damaged.
     write_atomically(&config.state_dir.join("agent.key.next"), b"garbage", 0o600).unwrap();
     let keeper = IdentityKeeper::start(config.clone(), identity, IdentityMetrics::default(), Recovery::Token);
@@ -312,7 +308,7 @@ async fn the_certificate_of_a_new_enrolment_is_not_renewed_at_once() {
     let server = TestServer::start().await;
     let (config, mut expired) = server.enrolled("edge-1").await;
     expired.clock = Clock::of(0);
-    expired.clock.set(expired.not_after());
+    expired.clock.set(expired.validity.not_after);
     let again = enroll(&server.agent("edge-1", "again", Some(&server.token("edge-1")))).await.unwrap();
     let chain = again.chain.clone();
     let keeper = IdentityKeeper::start(config, expired, IdentityMetrics::default(), Recovery::ApiServer);

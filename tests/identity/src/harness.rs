@@ -173,8 +173,7 @@ impl TestServer {
             holder: Holder::Agent,
             node: node(name),
             state_dir: self.directory.path().join(state),
-            token: token.map(Into::into),
-            ca_hash: Some(self.ca_hash()),
+            token: token.map(|token| (token.into(), self.ca_hash())),
             reach: Reach::default(),
         }
     }

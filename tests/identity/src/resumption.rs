@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio_rustls::client::TlsStream;
 use tunnel_pki::{
-    ALPN_EDGE, ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, agent_tls, anonymous_tls, concerns_certificates,
+    ALPN_EDGE, ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, agent_tls, concerns_certificates, pinned_tls,
 };
 use tunnel_server::pki::{Lifetimes, PkiMetrics, Revocation, Revocations, ServerCertificate, ServerNames};
 
@@ -109,7 +109,7 @@ async fn who_shows_no_certificate_or_does_not_ask_gets_no_ticket() {
         (tls.resumption, tls.send_ticket_request) = (Resumption::in_memory_sessions(8), asked);
         Arc::new(tls)
     };
-    let anonymous = remembering(anonymous_tls(&identity.bundle, ALPN_GRPC).unwrap(), asked);
+    let anonymous = remembering(pinned_tls(&server.ca_hash()).unwrap(), asked);
     let silent = remembering(agent_tls(&identity, ALPN_TUNNEL).unwrap(), None);
     for tls in [anonymous, silent] {
         for _ in 0..2 {
@@ -141,7 +141,7 @@ async fn an_expired_certificate_is_refused_when_it_resumes() {
     let identity = Arc::new(identity);
     let port = Port::of(&server, "server-a").await;
     assert_eq!(kind(&port.address, &identity, ALPN_TUNNEL).await, FULL);
-    eventually("its end", async || (SystemTime::now() > identity.not_after()).then_some(())).await;
+    eventually("its end", async || (SystemTime::now() > identity.validity.not_after).then_some(())).await;
     is_refused(&server, &port, &identity, "expired").await;
 }
 

@@ -51,8 +51,8 @@ async fn a_copied_identity_never_comes_back() {
     let since = server.token("edge-1");
     for (token, reason) in [
         (config.token.clone(), "was revoked"),
-        (Some(unused.as_str().into()), "was revoked"),
-        (Some(since.as_str().into()), "was revoked"),
+        (Some((unused.as_str().into(), server.ca_hash())), "was revoked"),
+        (Some((since.as_str().into(), server.ca_hash())), "was revoked"),
     ] {
         let error = enroll(&tunnel_pki::enrol::EnrollConfig { token, ..config.clone() }).await.unwrap_err();
         assert!(error.to_string().contains(reason), "{error}");

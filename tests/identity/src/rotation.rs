@@ -59,7 +59,7 @@ async fn a_rotation_loses_no_agent() {
     assert_eq!(sleepy.bundle.hashes(), std::slice::from_ref(&old));
     let woken = Session::open(&server.address, &sleepy).await.unwrap();
     // An early token has the old root's hash.
-    assert_eq!(early.ca_hash.as_deref(), Some(old.as_str()));
+    assert_eq!(early.token.as_ref().unwrap().1, old);
     assert_eq!(enroll(&early).await.unwrap().bundle.hashes()[0], new);
     let error = server.ca.retire(false).unwrap_err().to_string();
     assert!(error.contains("edge-2") && !error.contains("edge-1") && !error.contains("edge-3"), "{error}");
@@ -148,12 +148,11 @@ async fn a_new_token_replaces_the_identity_of_a_ca_that_is_gone() {
     .await;
     let enrolls_anew = async |server: &TestServer, mut config: EnrollConfig| {
         config.servers = vec![server.address.clone()];
-        config.token = Some(server.token(config.node.as_str()).into());
-        config.ca_hash = Some(server.ca_hash());
+        config.token = Some((server.token(config.node.as_str()).into(), server.ca_hash()));
         let identity = enroll(&config).await.unwrap();
         assert_eq!(identity.bundle.hashes(), [server.ca_hash()]);
         Session::open(&server.address, &identity).await.unwrap();
-        let without = EnrollConfig { token: None, ca_hash: None, ..config };
+        let without = EnrollConfig { token: None, ..config };
         assert_eq!(enroll(&without).await.unwrap().chain, identity.chain, "it is on disk");
     };
     enrolls_anew(&server, away.clone()).await;
@@ -170,12 +169,12 @@ async fn what_was_left_in_a_unit_file_does_not_stop_an_agent_that_works() {
     let server = TestServer::start().await;
     let other = TestServer::start().await;
     let (config, identity) = server.enrolled("edge-1").await;
-    let upper = config.ca_hash.as_ref().map(|hash| hash.to_uppercase().replace("SHA256:", "sha256:"));
+    let upper = server.ca_hash().to_uppercase().replace("SHA256:", "sha256:");
     let asked = || server.metrics.enrollments("enroll", "unknown_token");
-    let token = || Some("abcdef.00000000000000000000000000".into());
+    let token = |ca_hash: String| Some(("abcdef.00000000000000000000000000".into(), ca_hash));
     // Its own CA's hash: no server is asked, whatever the token.
-    for ca_hash in [config.ca_hash.clone(), upper, None] {
-        let stale = EnrollConfig { token: token(), ca_hash, ..config.clone() };
+    for ca_hash in [server.ca_hash(), upper] {
+        let stale = EnrollConfig { token: token(ca_hash), ..config.clone() };
         assert_eq!(enroll(&stale).await.unwrap().chain, identity.chain);
     }
     assert_eq!(asked(), 0);
@@ -185,10 +184,9 @@ async fn what_was_left_in_a_unit_file_does_not_stop_an_agent_that_works() {
         (config.servers.clone(), other.ca_hash()),
         (elsewhere, other.ca_hash()),
         (vec!["127.0.0.1:1".into()], other.ca_hash()),
-        (Vec::new(), other.ca_hash()),
         (config.servers.clone(), "sha256:12".into()),
     ] {
-        let stale = EnrollConfig { servers, token: token(), ca_hash: Some(ca_hash), ..config.clone() };
+        let stale = EnrollConfig { servers, token: token(ca_hash), ..config.clone() };
         assert_eq!(enroll(&stale).await.unwrap().chain, identity.chain);
     }
     assert_eq!(

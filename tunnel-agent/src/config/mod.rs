@@ -8,6 +8,7 @@ pub(crate) mod tests;
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -231,7 +232,12 @@ impl Flags {
             node_name,
             token,
             ca_hash,
-            reach: Reach::new(proxy, self.links.congestion_control.clone()).with_multipath(self.links.mptcp),
+            reach: Reach {
+                proxy: proxy.map(Arc::new),
+                congestion: self.links.congestion_control.clone(),
+                multipath: self.links.mptcp,
+                network: None,
+            },
             outbound: self.outbound.listeners()?,
             when_replaced: self.when_replaced.unwrap_or(when_replaced),
             ignored: self.ignored(),

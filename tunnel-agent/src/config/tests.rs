@@ -50,11 +50,10 @@ fn no_debug_output_has_the_token() {
         holder: Holder::Agent,
         node: config.node_name.clone(),
         state_dir: config.given.state_dir.clone(),
-        token: config.token.clone(),
-        ca_hash: config.ca_hash.clone(),
+        token: config.token.clone().zip(config.ca_hash.clone()),
         reach: Reach::default(),
     };
-    assert_eq!(enrol.token.as_ref().unwrap().expose_secret(), TOKEN);
+    assert_eq!(enrol.token.as_ref().unwrap().0.expose_secret(), TOKEN);
     for shown in [format!("{config:?} {config:#?}"), format!("{enrol:?}")] {
         assert!(shown.contains("token") && !shown.contains(&TOKEN[7..]), "{shown}");
     }

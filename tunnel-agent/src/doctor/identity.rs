@@ -73,7 +73,7 @@ fn judge(identity: &AgentIdentity, node: &NodeName, again: &str, now: SystemTime
         );
         faults.push(Finding::new(&codes::IDENTITY_OF_ANOTHER_NODE, found, fix));
     }
-    let validity = identity.validity();
+    let validity = identity.validity;
     if let Some(reason) = validity_of(&validity, now) {
         let (code, fix) = if validity.is_over(now) {
             (

@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
-use tunnel_kube::{FollowSettings, Followed, FollowedSet, Signal, follow, named};
+use tunnel_kube::{FollowSettings, Followed, Signal, follow, named};
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::log_once::LogOnce;
 use tunnel_runtime::state_file::StateFile;
@@ -110,7 +110,7 @@ struct Finder {
 #[derive(Default)]
 struct Seen {
     service: Followed<Service>,
-    slices: FollowedSet<EndpointSlice>,
+    slices: Followed<EndpointSlice>,
 }
 
 impl Seen {
@@ -119,7 +119,7 @@ impl Seen {
         if !self.service.known {
             return None;
         }
-        let Some(service) = &self.service.object else { return Some(Err("there is none".to_owned())) };
+        let Some(service) = self.service.only() else { return Some(Err("there is none".to_owned())) };
         Some(match of_service(service) {
             Ok(Found::Servers(servers)) => Ok(servers),
             Ok(Found::Nodes(_)) if !self.slices.known => return None,
@@ -135,7 +135,7 @@ impl Seen {
 
     /// EndpointSlices are followed only if the Service leads to them.
     fn needs_slices(&self) -> bool {
-        self.service.object.as_ref().is_some_and(|service| matches!(of_service(service), Ok(Found::Nodes(_))))
+        self.service.only().is_some_and(|service| matches!(of_service(service), Ok(Found::Nodes(_))))
     }
 }
 

@@ -126,7 +126,7 @@ impl Agent for AgentService {
 /// Features to announce to the server.
 fn features(shared: &Shared) -> Vec<String> {
     let config = &shared.runtime.config;
-    let bbr = config.given.links.max_links.is_none() && config.reach.congestion().is_bbr();
+    let bbr = config.given.links.max_links.is_none() && config.reach.congestion.is_bbr();
     bbr.then(|| BBR_FEATURE.to_owned()).into_iter().collect()
 }
 

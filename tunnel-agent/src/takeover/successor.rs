@@ -206,7 +206,6 @@ mod tests {
             node: config.node_name.clone(),
             state_dir: config.given.state_dir.clone(),
             token: None,
-            ca_hash: None,
             reach: config.reach.clone(),
         };
         let now = SystemTime::now();

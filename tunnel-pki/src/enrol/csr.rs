@@ -88,7 +88,7 @@ impl CsrEnrolment {
             Ok(Some(identity)) if identity.node != self.node => {
                 format!("the identity in {} is node {}'s", self.state_dir.display(), identity.node)
             }
-            Ok(Some(identity)) if identity.validity().is_over(SystemTime::now()) => {
+            Ok(Some(identity)) if identity.validity.is_over(SystemTime::now()) => {
                 "the certificate has expired".to_owned()
             }
             Ok(Some(identity)) => return Ok(identity),
@@ -264,7 +264,7 @@ fn identity_of(
     let roots = TrustBundle::new(certificates.split_off(1))?;
     let identity = AgentIdentity::from_pem(&pem_of_certificates(&certificates), &key.to_pem(), roots)?;
     let identity = check_issued(identity, holder, node)?;
-    if identity.validity().is_over(SystemTime::now()) {
+    if identity.validity.is_over(SystemTime::now()) {
         return Err(IdentityError::Parse("it has expired: is this node's clock right?".into()));
     }
     Ok(identity)

@@ -27,13 +27,6 @@ pub enum EnrollError {
         dir = .state_dir.display(), fix = enrol_by_token(*.holder, .node)
     )]
     NoToken { state_dir: PathBuf, holder: Holder, node: NodeName },
-    /// There is a token, but no CA hash to verify the server by.
-    #[error(
-        "--token needs --ca-hash, which authenticates the server: \
-         `tunnel-server token create {flag} {node}` prints both",
-        flag = .holder.token_flag()
-    )]
-    NoCaHash { holder: Holder, node: NodeName },
     /// The identity on disk is another node's.
     #[error(
         "{path}: the identity is node {found}'s, but this is for node {expected}: fix --node-name, or give \
@@ -48,7 +41,4 @@ pub enum EnrollError {
         flag = .holder.token_flag()
     )]
     Refused { server: String, reason: String, holder: Holder, node: NodeName },
-    /// There is no server to enrol at.
-    #[error("no server to enrol at: give --server HOST:PORT")]
-    NoServers,
 }

@@ -99,7 +99,7 @@ pub async fn recover(
     let pace = enrolment.pace;
     // Returns the reason and the maximum random wait.
     let needed = || {
-        if keeper.current().validity().is_over(SystemTime::now()) {
+        if keeper.current().validity.is_over(SystemTime::now()) {
             return Some(("the certificate has expired", pace.spread));
         }
         match refused() {

@@ -69,7 +69,7 @@ impl IdentityKeeper {
         metrics: IdentityMetrics,
         recovery: Recovery,
     ) -> Self {
-        metrics.set_not_after(identity.not_after());
+        metrics.set_not_after(identity.validity.not_after);
         let renewer = Arc::new(Renewer {
             servers: Mutex::new(config.servers.clone()),
             files: IdentityFiles::new(&config.state_dir, config.holder),
@@ -212,7 +212,7 @@ impl Renewer {
             tracing::info!(node = %identity.node, due = ?due, "renewing the certificate");
             let renewed = self.renew_until_done().await;
             futile = due == Due::Rotation && !renewed.is_signed_by_newest_root();
-            if let Some(pause) = pause_after(renewed.renew_at(), renewed.clock.now(), &mut pauses) {
+            if let Some(pause) = pause_after(renewed.validity.renew_at(), renewed.clock.now(), &mut pauses) {
                 tracing::warn!(
                     node = %renewed.node,
                     retry_in_s = pause.as_secs_f64(),
@@ -236,7 +236,7 @@ impl Renewer {
                 let pending_key = self.pending_key.lock().await;
                 // Only now: an enrolment holds the lock until its certificate is stored.
                 let current = Arc::clone(&self.current.borrow());
-                if current.is_signed_by_newest_root() && current.renew_at() > current.clock.now() {
+                if current.is_signed_by_newest_root() && current.validity.renew_at() > current.clock.now() {
                     tracing::info!(node = %current.node, "renewal no longer needed");
                     return current;
                 }
@@ -270,7 +270,7 @@ impl Renewer {
                 continue;
             }
             let identity = Arc::clone(&self.current.borrow());
-            if identity.validity().is_over(identity.clock.now()) && self.recovery == Recovery::Token {
+            if identity.validity.is_over(identity.clock.now()) && self.recovery == Recovery::Token {
                 tracing::error!(
                     node = %identity.node,
                     fix = enrol_by_token(identity.holder, &identity.node),
@@ -300,7 +300,7 @@ impl Renewer {
             (self.config.holder, &self.config.node),
             old.clock,
         )?;
-        if !behind && is_early(identity.validity(), old.validity(), old.clock.now()) {
+        if !behind && is_early(identity.validity, old.validity, old.clock.now()) {
             return Ok(None);
         }
         let mut unsaved = self.storing.lock().await;
@@ -316,7 +316,7 @@ impl Renewer {
     async fn store(&self, identity: AgentIdentity, unsaved: &mut bool) -> Arc<AgentIdentity> {
         let identity = Arc::new(identity);
         *unsaved = is_unsaved(&self.write(&identity).await);
-        self.metrics.set_not_after(identity.not_after());
+        self.metrics.set_not_after(identity.validity.not_after);
         self.current.send_replace(Arc::clone(&identity));
         identity
     }
@@ -349,8 +349,8 @@ fn is_early(new: Validity, present: Validity, now: SystemTime) -> bool {
 /// old root.
 fn due(identity: &AgentIdentity, futile: bool) -> (SystemTime, Due) {
     let now = identity.clock.now();
-    let life = identity.validity().life();
-    let at = identity.renew_at() + jittered(life / JITTER_SHARE, 1.0);
+    let life = identity.validity.life();
+    let at = identity.validity.renew_at() + jittered(life / JITTER_SHARE, 1.0);
     if identity.is_signed_by_newest_root() {
         return (at, Due::Life);
     }

@@ -16,29 +16,27 @@ use crate::enrol::error::enrol_by_token;
 use crate::enrol::files::IdentityFiles;
 use crate::enrol::reach::Reach;
 use crate::{
-    ALPN_GRPC, AgentIdentity, ExposeSecret, Holder, PrivateKey, SecretString, TrustBundle, anonymous_tls,
-    create_csr, create_named_csr, pinned_tls,
+    AgentIdentity, ExposeSecret, Holder, PrivateKey, SecretString, create_csr, create_named_csr, pinned_tls,
 };
 
 /// Settings to obtain an identity and to keep it.
 #[derive(Clone, Debug)]
 pub struct EnrollConfig {
-    /// `host:port` of each server.
+    /// `host:port` of each server. At least one for an enrolment by token.
     pub servers: Vec<String>,
     pub holder: Holder,
     pub node: NodeName,
     pub state_dir: PathBuf,
-    /// For the first enrolment, and for one with another CA.
-    pub token: Option<SecretString>,
-    /// `sha256:HEX` of the CA's key, for enrolments.
-    pub ca_hash: Option<String>,
+    /// For the first enrolment, and for one with another CA: the token, and `sha256:HEX` of the CA's key, which verifies
+    /// the server.
+    pub token: Option<(SecretString, String)>,
     pub reach: Reach,
 }
 
 /// Returns the identity on disk if it is this node's and has not expired or there is no token. Else enrols for a new
 /// one.
 ///
-/// With a token, an unexpired identity is replaced if it is from another CA than `ca_hash` or its root is no longer
+/// With a token, an unexpired identity is replaced if it is from another CA than the hash says or its root is no longer
 /// trusted, and a server agrees. If none does it is used as it is: a token and a hash that were left in a unit file
 /// must not stop a working agent.
 ///
@@ -50,45 +48,39 @@ pub struct EnrollConfig {
 /// server refused, a server with another CA than the expected one.
 pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, EnrollError> {
     let files = IdentityFiles::new(&config.state_dir, config.holder);
-    let known = match files.load()? {
-        Some(identity) => {
-            if identity.node != config.node {
-                return Err(EnrollError::OtherNode {
-                    path: files.certificate(),
-                    found: identity.node,
-                    expected: config.node.clone(),
-                });
-            }
-            if !identity.validity().is_over(SystemTime::now()) {
-                return Ok(match (&config.token, doubt(&identity, config.ca_hash.as_deref())) {
-                    (Some(token), Some(doubt)) => {
-                        replace_if_agreed(config, &files, token, identity, doubt).await
-                    }
-                    _ => identity,
-                });
-            }
-            if config.token.is_none() {
-                // Servers use their own clock. If this node's is ahead, the certificate works once the clock is set
-                // right.
-                tracing::error!(
-                    path = %files.certificate().display(),
-                    fix = enrol_by_token(config.holder, &config.node),
-                    "certificate has expired and there is no --token, using it in case this node's clock is wrong"
-                );
-                return Ok(identity);
-            }
-            tracing::warn!(node = %config.node, "certificate has expired, enrolling again");
-            Some(identity.bundle)
+    if let Some(identity) = files.load()? {
+        if identity.node != config.node {
+            return Err(EnrollError::OtherNode {
+                path: files.certificate(),
+                found: identity.node,
+                expected: config.node.clone(),
+            });
         }
-        None => None,
-    };
+        if !identity.validity.is_over(SystemTime::now()) {
+            let Some(token) = &config.token else { return Ok(identity) };
+            return Ok(match doubt(&identity, &token.1) {
+                Some(doubt) => replace_if_agreed(config, &files, token, identity, doubt).await,
+                None => identity,
+            });
+        }
+        if config.token.is_none() {
+            // Servers use their own clock. If this node's is ahead, the certificate works once the clock is set right.
+            tracing::error!(
+                path = %files.certificate().display(),
+                fix = enrol_by_token(config.holder, &config.node),
+                "certificate has expired and there is no --token, using it in case this node's clock is wrong"
+            );
+            return Ok(identity);
+        }
+        tracing::warn!(node = %config.node, "certificate has expired, enrolling again");
+    }
     let token = config.token.as_ref().ok_or_else(|| EnrollError::NoToken {
         state_dir: config.state_dir.clone(),
         holder: config.holder,
         node: config.node.clone(),
     })?;
     let mut backoff = RETRIES;
-    let round = Round::begin(config, &files, token, known.as_ref())?;
+    let round = Round::begin(config, &files, token)?;
     loop {
         if let Some(identity) = round.run().await? {
             return Ok(identity);
@@ -98,12 +90,11 @@ pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, Enr
 }
 
 /// Reason why an unexpired identity may be useless with today's servers.
-fn doubt(identity: &AgentIdentity, ca_hash: Option<&str>) -> Option<&'static str> {
+fn doubt(identity: &AgentIdentity, ca_hash: &str) -> Option<&'static str> {
     if is_orphaned(identity) {
         return Some("the root that signed the certificate is no longer trusted");
     }
-    let given = ca_hash?;
-    let is_known = identity.bundle.hashes().iter().any(|hash| hash.eq_ignore_ascii_case(given));
+    let is_known = identity.bundle.hashes().iter().any(|hash| hash.eq_ignore_ascii_case(ca_hash));
     (!is_known).then_some("the certificate is from another CA than --ca-hash says")
 }
 
@@ -111,12 +102,12 @@ fn doubt(identity: &AgentIdentity, ca_hash: Option<&str>) -> Option<&'static str
 async fn replace_if_agreed(
     config: &EnrollConfig,
     files: &IdentityFiles,
-    token: &SecretString,
+    token: &(SecretString, String),
     present: AgentIdentity,
     doubt: &str,
 ) -> AgentIdentity {
     tracing::info!(node = %config.node, reason = doubt, "enrolling again");
-    let enrolled = async { Round::begin(config, files, token, Some(&present.bundle))?.run().await }.await;
+    let enrolled = async { Round::begin(config, files, token)?.run().await }.await;
     let error = match enrolled {
         Ok(Some(identity)) => return identity,
         Ok(None) => "no server reachable".to_owned(),
@@ -146,13 +137,9 @@ impl<'a> Round<'a> {
     fn begin(
         config: &'a EnrollConfig,
         files: &'a IdentityFiles,
-        token: &'a SecretString,
-        known: Option<&TrustBundle>,
+        (token, ca_hash): &'a (SecretString, String),
     ) -> Result<Self, EnrollError> {
-        let tls = enrollment_tls(config, known)?;
-        if config.servers.is_empty() {
-            return Err(EnrollError::NoServers);
-        }
+        let tls = pinned_tls(ca_hash)?;
         files.prepare()?;
         let key = files.pending_key()?;
         let csr = match config.holder {
@@ -206,17 +193,5 @@ impl<'a> Round<'a> {
             (self.config.holder, &self.config.node),
             Clock::default(),
         )
-    }
-}
-
-/// The operator trusts the given hash now. Without one, the roots of the expired identity are still good.
-fn enrollment_tls(
-    config: &EnrollConfig,
-    known: Option<&TrustBundle>,
-) -> Result<Arc<ClientConfig>, EnrollError> {
-    match (&config.ca_hash, known) {
-        (Some(hash), _) => Ok(pinned_tls(hash)?),
-        (None, Some(bundle)) => Ok(anonymous_tls(bundle, ALPN_GRPC)?),
-        (None, None) => Err(EnrollError::NoCaHash { holder: config.holder, node: config.node.clone() }),
     }
 }

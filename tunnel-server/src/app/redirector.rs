@@ -52,14 +52,13 @@ impl Redirector {
         redirector: &RedirectorConfig,
         metrics: IdentityMetrics,
     ) -> anyhow::Result<Self> {
-        let reach = Reach::new(None, Congestion::System);
+        let reach = Reach { congestion: Congestion::System, ..Reach::default() };
         let enroll = EnrollConfig {
             servers: config.nodes.peers.iter().map(ToString::to_string).collect(),
             holder: Holder::Redirector,
             node: redirector.node.clone(),
             state_dir: config.process.state_dir.clone(),
             token: redirector.token.clone(),
-            ca_hash: redirector.ca_hash.clone(),
             reach: reach.clone(),
         };
         let api = match config.nodes.inventory {

@@ -21,7 +21,7 @@ use super::{Bound, Found, Registered, Sockets};
 use crate::admission::Budget;
 use crate::agent_port::{AgentPort, Handover, LinkContext};
 use crate::config::Config;
-use crate::kube::Parts as KubeParts;
+use crate::kube::{Parts as KubeParts, Writes};
 use crate::listen::{Callers, Parts, places};
 use crate::listener::ListenerContext;
 use crate::listener::{end_moved, judge_open};
@@ -157,27 +157,26 @@ fn kube_parts<'a>(
     certificate: Option<Arc<ServerCertificate>>,
     standing: Standing,
 ) -> KubeParts<'a> {
-    let state_dir = &config.process.state_dir;
     KubeParts {
         runtime,
-        state_dir: state_dir.clone(),
+        state_dir: config.process.state_dir.clone(),
         listeners: config.listeners.listeners.internal(),
-        certificate,
         selector: config.nodes.edge_selector.clone(),
         allow_empty: config.nodes.allow_empty_inventory,
-        given_peers: config.nodes.peers.clone(),
         peers: said.peers.clone(),
         settings: said.settings.clone(),
         known_nodes: said.known_nodes.clone(),
         nodes_known: runtime.readiness.pending(NODES),
         ports_known: runtime.readiness.pending(PORTS),
-        server_names: config.server_names(),
-        node_condition: config.writes.node_condition,
-        dns_records: config.writes.dns_records.then(|| config.writes.dns_zones.clone()),
-        pki_metrics: metrics.pki.clone(),
-        revocations: RevocationStore::new(state_dir),
-        standing,
-        eligible: said.eligible.subscribe(),
+        writes: certificate.map(|certificate| Writes {
+            certificate,
+            server_names: config.server_names(),
+            node_condition: config.writes.node_condition,
+            dns_records: config.writes.dns_records.then(|| config.writes.dns_zones.clone()),
+            pki_metrics: metrics.pki.clone(),
+            standing,
+            eligible: said.eligible.subscribe(),
+        }),
     }
 }
 
@@ -205,7 +204,7 @@ fn to_peers(
         redirector,
         workers: runtime.workers.clone(),
         peers: runtime.peers.clone(),
-        reach: Reach::new(None, config.process.congestion_control.clone()),
+        reach: Reach { congestion: config.process.congestion_control.clone(), ..Reach::default() },
         most_streams: MOST_STREAMS,
         forced: runtime.drain.shutdown().forced_token().clone(),
         stop: runtime.stop.clone(),

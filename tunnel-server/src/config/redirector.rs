@@ -18,10 +18,8 @@ use crate::listen::{CommonConfig, ListenersConfig};
 pub struct RedirectorConfig {
     /// The node named in its certificate.
     pub node: NodeName,
-    /// Enrolment token; only without Kubernetes.
-    pub token: Option<SecretString>,
-    /// Hash of the CA, as `sha256:HEX`.
-    pub ca_hash: Option<String>,
+    /// Enrolment token, and the hash of the CA as `sha256:HEX`; only without Kubernetes.
+    pub token: Option<(SecretString, String)>,
 }
 
 /// Redirect on a cloud host without agents and without a CA, and have the servers forward every connection.
@@ -86,7 +84,7 @@ impl RedirectorFlags {
             kube: KubeOptions { kubeconfig: self.kubeconfig, namespace: self.namespace, names },
             writes: WritesConfig::default(),
             ignored: Ignored::default(),
-            redirector: Some(RedirectorConfig { node, token, ca_hash }),
+            redirector: Some(RedirectorConfig { node, token: token.zip(ca_hash) }),
             flags: Vec::new(),
         };
         config.check(flags)

@@ -69,15 +69,10 @@ pub struct Parts<'a> {
     pub runtime: &'a Runtime,
     pub state_dir: PathBuf,
     pub listeners: Listeners,
-    /// None: this is a redirector, which writes nothing.
-    pub certificate: Option<Arc<ServerCertificate>>,
-    // Up to `ports_known` for the objects that are read from the cluster, the rest for those that are written to it.
     pub selector: Selector,
     /// Nodes that vanish all at once count as gone.
     pub allow_empty: bool,
-    /// Other servers that were given, for those that the cluster names.
-    pub given_peers: BTreeSet<HostPort>,
-    /// Gets the other servers.
+    /// Has the other servers that were given, and gets those that the cluster names.
     pub peers: watch::Sender<Arc<BTreeSet<HostPort>>>,
     /// Gets the ConfigMap's ports.
     pub settings: watch::Sender<Arc<Settings>>,
@@ -87,6 +82,13 @@ pub struct Parts<'a> {
     pub nodes_known: ReadyGuard,
     /// Done once the ConfigMap's ports are known, or are not waited for any more.
     pub ports_known: ReadyGuard,
+    /// None: this is a redirector, which writes nothing.
+    pub writes: Option<Writes>,
+}
+
+/// The parts of the server for what is written to the cluster.
+pub struct Writes {
+    pub certificate: Arc<ServerCertificate>,
     /// Names of the certificate in any cluster.
     pub server_names: ServerNames,
     /// Edge nodes get the condition `PosternTunnel`.
@@ -94,7 +96,6 @@ pub struct Parts<'a> {
     /// DNS records of the nodes are written, with the zones of their names.
     pub dns_records: Option<Vec<NodeName>>,
     pub pki_metrics: PkiMetrics,
-    pub revocations: RevocationStore,
     pub standing: Standing,
     /// False while this server's successor may write to the cluster in its place.
     pub eligible: watch::Receiver<bool>,
@@ -163,7 +164,7 @@ impl Kube {
     /// Starts every part; for a redirector only those that it follows. What writes for all servers stops when the drain starts,
     /// the rest with the stop.
     pub fn start(self, parts: Parts<'_>) {
-        let Parts { runtime, state_dir, listeners, certificate, .. } = parts;
+        let Parts { runtime, state_dir, listeners, writes, .. } = parts;
         let (router, tasks, stop) = (runtime.router.clone(), &runtime.tasks, runtime.stop.clone());
         // The server stops soon: its agents leave, which is not to be written to the cluster.
         let draining = runtime.drain.shutdown().draining_token().clone();
@@ -172,10 +173,10 @@ impl Kube {
         let (say_ranges, ranges) = watch::channel(Vec::new());
         let (say_ports, ports) = watch::channel(Arc::<Settings>::default());
         let (client, id) = (self.client, runtime.server_id.as_str());
-        let (leader, events) = match &certificate {
-            Some(_) => {
+        let (leader, events) = match &writes {
+            Some(writes) => {
                 let lease = &self.names.lease;
-                let (eligible, over) = (parts.eligible, draining.clone());
+                let (eligible, over) = (writes.eligible.clone(), draining.clone());
                 let leader = lease::start(client.clone(), &self.namespace, lease, id, eligible, over);
                 // The process waits for its tasks: once the Lease was given back another server may lead.
                 tasks.spawn(lease::released(leader.clone()));
@@ -221,20 +222,21 @@ impl Kube {
         tasks.spawn(nodes::run(client, selector, health, allow_empty, last_known, publish, stop));
         tasks.spawn(configmap::run(context.clone(), events.clone(), listeners.clone(), say_ports));
         tasks.spawn(service_ranges::run(context.clone(), say_ranges, service_ranges::AGAIN));
-        tasks.spawn(peers::run(context.clone(), parts.given_peers, state_dir.clone(), parts.peers));
-        let (Some(certificate), Some(events)) = (certificate, events) else { return };
+        tasks.spawn(peers::run(context.clone(), state_dir.clone(), parts.peers));
+        let (Some(writes), Some(events)) = (writes, events) else { return };
+        tasks.spawn(revocations::follow(context.clone(), RevocationStore::new(&state_dir)));
         tasks.spawn(authority::follow(context.clone(), state_dir));
-        tasks.spawn(revocations::follow(context.clone(), parts.revocations));
-        tasks.spawn(csr::run(writers.clone(), certificate.ca.clone(), parts.standing, parts.pki_metrics));
-        if let Some(zones) = parts.dns_records {
+        let ca = writes.certificate.ca.clone();
+        tasks.spawn(csr::run(writers.clone(), ca, writes.standing, writes.pki_metrics));
+        if let Some(zones) = writes.dns_records {
             tasks.spawn(dns::run(writers.clone(), events.clone(), zones, self.records_left_out));
         }
         tasks.spawn(service::run(writers.clone(), listeners));
         let (sessions, peers) = (runtime.sessions.clone(), runtime.peers.clone());
         let own = Tunnels { changed: sessions.changed(), nodes: move || sessions.live() };
         let elsewhere = Tunnels { changed: peers.changed(), nodes: move || peers.nodes() };
-        tasks.spawn(tunnels::run(writers, events, own, elsewhere, parts.node_condition));
-        tasks.spawn(names::run(context, certificate, parts.server_names));
+        tasks.spawn(tunnels::run(writers, events, own, elsewhere, writes.node_condition));
+        tasks.spawn(names::run(context, writes.certificate, writes.server_names));
     }
 }
 

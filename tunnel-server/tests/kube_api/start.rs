@@ -1,6 +1,6 @@
 //! All of the Kubernetes side, as a server starts it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use postern_fake_kube::{ApiServer, eventually};
@@ -11,10 +11,8 @@ use tokio_util::sync::DropGuard;
 use tunnel_kube::Health;
 use tunnel_routing::inventory::Selector;
 use tunnel_server::inventory::NodeCount;
-use tunnel_server::kube::{Kube, Parts};
-use tunnel_server::pki::{
-    Lifetimes, PkiMetrics, RevocationStore, Revocations, ServerCertificate, ServerNames, Standing,
-};
+use tunnel_server::kube::{Kube, Parts, Writes};
+use tunnel_server::pki::{Lifetimes, PkiMetrics, Revocations, ServerCertificate, ServerNames, Standing};
 use tunnel_server::runtime::Runtime;
 use tunnel_server::runtime::settings::Listeners;
 use tunnel_server::session::Workers;
@@ -43,24 +41,24 @@ async fn start(api: &ApiServer, dns_records: bool) -> (Health, DropGuard) {
     let (_, revocations) = watch::channel(Arc::<Revocations>::default());
     kube.start(Parts {
         runtime: &runtime,
-        revocations: RevocationStore::new(&state_dir),
         state_dir,
         listeners: LISTENERS,
-        certificate: Some(Arc::new(certificate)),
         selector: Selector::default(),
         allow_empty: false,
-        given_peers: BTreeSet::new(),
         peers: watch::channel(Arc::default()).0,
         settings: watch::channel(Arc::default()).0,
         known_nodes,
         nodes_known: runtime.readiness.pending("nodes"),
         ports_known: runtime.readiness.pending("ports"),
-        server_names,
-        node_condition: false,
-        dns_records: dns_records.then(Vec::new),
-        pki_metrics,
-        standing: Standing::new(revocations, nodes, true),
-        eligible: watch::channel(true).1,
+        writes: Some(Writes {
+            certificate: Arc::new(certificate),
+            server_names,
+            node_condition: false,
+            dns_records: dns_records.then(Vec::new),
+            pki_metrics,
+            standing: Standing::new(revocations, nodes, true),
+            eligible: watch::channel(true).1,
+        }),
     });
     (health, stop.drop_guard())
 }

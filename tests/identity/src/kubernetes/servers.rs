@@ -169,7 +169,7 @@ impl Port {
             tls: server.certificate.peer_tls.clone(),
             workers: self.workers.clone(),
             peers: self.peers.clone(),
-            reach: Reach::new(None, Congestion::System),
+            reach: Reach { congestion: Congestion::System, ..Reach::default() },
             redirector: None,
             trust: Trust {
                 clock: Clock::default(),

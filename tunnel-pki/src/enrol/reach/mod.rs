@@ -24,14 +24,15 @@ pub trait Network: fmt::Debug + Send + Sync {
 /// A connection of a [`Network`].
 pub type Connecting = Pin<Box<dyn Future<Output = io::Result<Wire>> + Send>>;
 
-/// Settings for connections to servers: the proxy and the congestion control.
+/// Settings for connections to servers.
 #[derive(Clone, Debug, Default)]
 pub struct Reach {
-    proxy: Option<Arc<Proxy>>,
-    congestion: Congestion,
-    multipath: bool,
-    /// None: the kernel's.
-    network: Option<Arc<dyn Network>>,
+    pub proxy: Option<Arc<Proxy>>,
+    pub congestion: Congestion,
+    /// Offers MPTCP on direct connections.
+    pub multipath: bool,
+    /// Used for direct connections. None: the kernel's.
+    pub network: Option<Arc<dyn Network>>,
 }
 
 /// A server to connect to.
@@ -53,31 +54,9 @@ pub struct Reached {
 }
 
 impl Reach {
-    pub fn new(proxy: Option<Proxy>, congestion: Congestion) -> Self {
-        Self { proxy: proxy.map(Arc::new), congestion, ..Self::default() }
-    }
-
-    /// Offers MPTCP on direct connections.
-    pub fn with_multipath(self, multipath: bool) -> Self {
-        Self { multipath, ..self }
-    }
-
-    /// Connects through this network, without a proxy.
-    pub fn over(network: Arc<dyn Network>) -> Self {
-        Self { network: Some(network), ..Self::default() }
-    }
-
-    pub fn proxy(&self) -> Option<&Proxy> {
-        self.proxy.as_deref()
-    }
-
     /// True if this `HOST:PORT` is reached through the proxy.
     pub fn goes_through_proxy(&self, server: &str) -> bool {
         self.proxy.as_ref().is_some_and(|proxy| proxy.endpoint_for(server).is_some())
-    }
-
-    pub fn congestion(&self) -> &Congestion {
-        &self.congestion
     }
 
     /// Connects. Never gives up while nothing refuses: the caller sets a limit.

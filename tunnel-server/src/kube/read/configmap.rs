@@ -127,9 +127,9 @@ pub async fn run(
         if !followed.known {
             continue;
         }
-        let data = followed.object.as_ref().and_then(|configmap| configmap.data.as_ref());
+        let data = followed.only().and_then(|configmap| configmap.data.as_ref());
         let (settings, skipped) = data.map(|data| parse(data, &listeners)).unwrap_or_default();
-        if let Some(configmap) = &followed.object {
+        if let Some(configmap) = followed.only() {
             for entry in skipped.iter().filter(|entry| !reported.contains(*entry)) {
                 report(&context, events.as_ref(), configmap.object_ref(&()), entry);
             }

@@ -14,7 +14,7 @@ use kube::runtime::watcher::Config;
 use kube::{Api, ResourceExt as _};
 use rustls_pki_types::DnsName;
 use tokio::time::Instant;
-use tunnel_kube::{Attempts, Followed, FollowedSet, named};
+use tunnel_kube::{Attempts, Followed, named};
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::text::printable;
 
@@ -52,7 +52,7 @@ pub async fn run(context: KubeContext, certificate: Arc<ServerCertificate>, base
         base,
         agents: Followed::default(),
         internal: Followed::default(),
-        slices: FollowedSet::default(),
+        slices: Followed::default(),
         skipped: BTreeSet::new(),
     };
     let attempts = Attempts::new("naming the Services in the server's certificate");
@@ -69,7 +69,7 @@ struct Names {
     agents: Followed<Service>,
     /// The Service for components in the cloud.
     internal: Followed<Service>,
-    slices: FollowedSet<EndpointSlice>,
+    slices: Followed<EndpointSlice>,
     /// Names left out, which have been logged.
     skipped: BTreeSet<String>,
 }
@@ -80,7 +80,7 @@ impl Reconcile for Names {
         let mut found = Found::default();
         for (name, service) in [(&names.service, &self.agents), (&names.internal_service, &self.internal)] {
             found.service_names(name, &self.context.namespace);
-            if let Some(service) = &service.object {
+            if let Some(service) = service.only() {
                 found.service(service);
             }
         }

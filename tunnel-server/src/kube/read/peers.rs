@@ -10,28 +10,24 @@ use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::Api;
 use kube::runtime::watcher::Config;
 use tokio::sync::watch;
-use tunnel_kube::FollowedSet;
+use tunnel_kube::Followed;
 use tunnel_runtime::config::HostPort;
 use tunnel_runtime::state_file::StateFile;
 
 use super::SERVICE_NAME;
 use crate::kube::context::KubeContext;
 
-/// Keeps `peers` current until the context's `stop`: the `given` ones plus the endpoints, ready or not, since a server
-/// that briefly fails a check still has its nodes. The endpoints are saved in the state directory for a restart while
-/// the API server is unavailable.
-pub async fn run(
-    context: KubeContext,
-    given: BTreeSet<HostPort>,
-    state_dir: PathBuf,
-    peers: watch::Sender<Arc<BTreeSet<HostPort>>>,
-) {
+/// Keeps `peers` current until the context's `stop`: those that it has at first plus the endpoints, ready or not, since
+/// a server that briefly fails a check still has its nodes. The endpoints are saved in the state directory for a restart
+/// while the API server is unavailable.
+pub async fn run(context: KubeContext, state_dir: PathBuf, peers: watch::Sender<Arc<BTreeSet<HostPort>>>) {
     let file = StateFile::<BTreeSet<HostPort>>::new(state_dir.join("peers.json"));
+    let given = peers.borrow().clone();
     peers.send_replace(Arc::new(given.iter().cloned().chain(file.load().unwrap_or_default()).collect()));
     let slices = Api::<EndpointSlice>::namespaced(context.client.clone(), &context.namespace);
     let of_service = Config::default().labels(&format!("{SERVICE_NAME}={}", context.names.service));
     let mut changes = pin!(context.health.follow(slices, of_service, "endpointslices/peers"));
-    let mut followed = FollowedSet::default();
+    let mut followed = Followed::default();
     while let Some(Some(event)) = context.stop.run_until_cancelled(changes.next()).await {
         followed.apply(event);
         if !followed.known {

@@ -144,7 +144,7 @@ impl Reconcile for Copy {
         if !self.followed.known {
             return Ok(None);
         }
-        let (records, bad) = to_copy(self.followed.object.as_ref());
+        let (records, bad) = to_copy(self.followed.only());
         let store = self.store.clone();
         // The task fails only if the runtime is being shut down.
         let Ok(merged) = tokio::task::spawn_blocking(move || store.merge(&records)).await else {

@@ -12,7 +12,7 @@ use kube::Api;
 use kube::api::ListParams;
 use kube::runtime::watcher::Config;
 use tokio::sync::watch;
-use tunnel_kube::{Attempts, FollowedSet, request};
+use tunnel_kube::{Attempts, Followed, request};
 use tunnel_runtime::text::printable;
 
 use crate::kube::context::KubeContext;
@@ -42,7 +42,7 @@ pub async fn run(context: KubeContext, publish: watch::Sender<Vec<IpNet>>, again
         return;
     }
     let mut changes = pin!(context.health.follow(api, Config::default(), "servicecidrs"));
-    let mut followed = FollowedSet::default();
+    let mut followed = Followed::default();
     let mut published = None;
     while let Some(Some(event)) = context.stop.run_until_cancelled(changes.next()).await {
         followed.apply(event);

@@ -9,6 +9,7 @@ use k8s_openapi::api::core::v1::{ConfigMap, Service};
 use kube::Api;
 use kube::api::{Patch, PatchParams};
 use kube::runtime::events::EventType;
+use kube::runtime::watcher::Event;
 use prometheus_client::metrics::gauge::Gauge;
 use serde_json::json;
 use tokio::time::Instant;
@@ -161,13 +162,13 @@ impl Reconcile for Records {
             return Ok(None);
         }
         let inventory = self.context.inventory.borrow().clone();
-        let address = self.service.object.as_ref().and_then(cluster_ip);
+        let address = self.service.only().and_then(cluster_ip);
         self.report_address(address, inventory.counts().0);
         let Text { text: wanted, records, left_out, refused } = records(&inventory, address, &self.zones);
         self.report_left_out(records, left_out);
         self.report_refused(refused);
         self.left_out.set(i64::try_from(left_out + refused).unwrap_or(i64::MAX));
-        let is = self.configmap.object.as_ref().and_then(|configmap| configmap.data.as_ref()?.get(KEY));
+        let is = self.configmap.only().and_then(|configmap| configmap.data.as_ref()?.get(KEY));
         if is != Some(&wanted) {
             let name = &self.context.names.dns_configmap;
             let patch = Patch::Apply(json!({
@@ -183,7 +184,7 @@ impl Reconcile for Records {
             let applied =
                 request(WRITE_DEADLINE, "writing ConfigMap", name, self.api.patch(name, &params, &patch))
                     .await?;
-            self.configmap.object = Some(applied);
+            self.configmap.apply(Event::Apply(applied));
             tracing::info!(configmap = %name, records, "updated the DNS records");
         }
         attempts.succeeded();
@@ -231,13 +232,13 @@ impl Records {
         }
         let KubeContext { namespace, names, .. } = &self.context;
         let service = &names.internal_service;
-        let why = match &self.service.object {
+        let why = match self.service.only() {
             None => format!("there is no Service {namespace}/{service}"),
             Some(_) => format!("the Service {namespace}/{service} has no clusterIP"),
         };
         if self.addressing.report(&why) {
             let mut regarding = events::object("Service", namespace, service);
-            regarding.uid = self.service.object.as_ref().and_then(|service| service.metadata.uid.clone());
+            regarding.uid = self.service.only().and_then(|service| service.metadata.uid.clone());
             let note = format!("edge nodes have no DNS records: {why}");
             self.events.publish(regarding, EventType::Warning, "NoClusterIP", note);
         }

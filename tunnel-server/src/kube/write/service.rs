@@ -12,6 +12,7 @@ use k8s_openapi::api::core::v1::{Service, ServicePort};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::Api;
 use kube::api::Patch;
+use kube::runtime::watcher::Event;
 use serde_json::json;
 use tokio::time::Instant;
 use tunnel_kube::{Attempts, Followed, merge, named, request};
@@ -119,7 +120,7 @@ impl Reconcile for Ports {
         }
         let wanted = self.context.settings.borrow().internal.clone();
         let name = &self.context.names.internal_service;
-        let Some(service) = &self.service.object else {
+        let Some(service) = self.service.only() else {
             if wanted.is_empty() {
                 attempts.succeeded();
             } else {
@@ -138,7 +139,7 @@ impl Reconcile for Ports {
             let params = merge();
             let patch = self.api.patch(name, &params, &patch);
             let patched = request(WRITE_DEADLINE, "changing Service", name, patch).await?;
-            self.service.object = Some(patched);
+            self.service.apply(Event::Apply(patched));
             tracing::info!(service = %name, ports = next.len(), "updated the ports of the internal Service");
         }
         attempts.succeeded();

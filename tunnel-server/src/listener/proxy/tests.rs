@@ -103,6 +103,17 @@ impl Site {
         client.write_all(bytes).await.unwrap();
         rest(&mut client).await
     }
+
+    /// Returns a client that has sent a request, with these header lines, and the target that has got it.
+    async fn asking(&self, headers: &str) -> (TcpStream, TcpStream) {
+        let (listener, address) = target().await;
+        let mut client = self.connect().await;
+        let request = format!("GET http://{address}/ HTTP/1.1\r\nHost: {address}\r\n{headers}\r\n");
+        client.write_all(request.as_bytes()).await.unwrap();
+        let (mut target, _) = listener.accept().await.unwrap();
+        head(&mut target).await;
+        (client, target)
+    }
 }
 
 async fn rest(stream: &mut (impl AsyncRead + Unpin)) -> String {
@@ -383,12 +394,7 @@ async fn an_upgraded_connection_and_a_running_answer_end_with_their_right() {
         [(UPGRADE, switching.as_str()), ("", "HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf of it")]
     {
         let site = Site::new(ALL);
-        let (listener, address) = target().await;
-        let mut client = site.client(false).await;
-        let request = format!("GET http://{address}/ HTTP/1.1\r\nHost: {address}\r\n{wanted}\r\n");
-        client.write_all(request.as_bytes()).await.unwrap();
-        let (mut target, _) = listener.accept().await.unwrap();
-        head(&mut target).await;
+        let (mut client, mut target) = site.asking(wanted).await;
         target.write_all(answer.as_bytes()).await.unwrap();
         head(&mut client).await;
         site.listener.reception.gatekeeper.policy.store(Arc::new(Policy::default()));
@@ -412,12 +418,7 @@ async fn an_upgraded_connection_and_a_running_answer_end_with_their_right() {
 #[tokio::test]
 async fn a_client_that_does_not_read_is_cut_off_when_its_right_is_gone() {
     let site = Site::new(ALL);
-    let (listener, address) = target().await;
-    let mut client = site.connect().await;
-    let request = format!("GET http://{address}/ HTTP/1.1\r\nHost: {address}\r\n\r\n");
-    client.write_all(request.as_bytes()).await.unwrap();
-    let (mut target, _) = listener.accept().await.unwrap();
-    head(&mut target).await;
+    let (mut client, mut target) = site.asking("").await;
     target.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n").await.unwrap();
     // Until everything in between is full.
     let piece = vec![b'x'; 64 << 10];
@@ -445,12 +446,7 @@ async fn what_a_target_sent_before_its_reset_arrives() {
     const SENT: usize = 200_000;
     const HEAD: &[u8] = b"HTTP/1.1 200 OK\r\n\r\n";
     let site = Site::new(ALL);
-    let (listener, address) = target().await;
-    let mut client = site.connect().await;
-    let request = format!("GET http://{address}/ HTTP/1.1\r\nHost: {address}\r\n\r\n");
-    client.write_all(request.as_bytes()).await.unwrap();
-    let (mut target, _) = listener.accept().await.unwrap();
-    head(&mut target).await;
+    let (mut client, mut target) = site.asking("").await;
     target.write_all(&[HEAD, &[b'x'; SENT]].concat()).await.unwrap();
     // The reset would overtake what has not arrived.
     flushed(&target).await;

@@ -6,7 +6,7 @@ use postern_fake_kube::eventually;
 use rustls_pki_types::ServerName;
 use serde_json::json;
 use tokio_rustls::TlsConnector;
-use tunnel_pki::{ALPN_GRPC, SERVER_NAME, anonymous_tls, server_name, server_names_of_certificate};
+use tunnel_pki::{SERVER_NAME, pinned_tls, server_name, server_names_of_certificate};
 use tunnel_server::kube::read::names;
 use tunnel_server::pki::{Ca, Lifetimes, PkiMetrics, ServerCertificate, ServerNames};
 
@@ -16,8 +16,8 @@ const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpoints
 
 /// The names in the certificate that a client gets.
 async fn served(certificate: &ServerCertificate) -> Vec<String> {
-    let bundle = certificate.ca.borrow().bundle().clone();
-    let connector = TlsConnector::from(anonymous_tls(&bundle, ALPN_GRPC).unwrap());
+    let tls = pinned_tls(certificate.ca.borrow().hash()).unwrap();
+    let connector = TlsConnector::from(tls);
     let (client, server) = tokio::io::duplex(1 << 16);
     let name: ServerName<'static> = server_name();
     let acceptor = certificate.tls.acceptor();
