@@ -1,6 +1,6 @@
 //! Forwards a tunnelled connection from one HTTP/2 stream to another, on a server that has the node, for the peer that
 //! has the client. Segments, trailers and resets pass unchanged, and flow control is returned only for bytes that the
-//! other stream has taken.
+//! other stream has taken. Of the other link it takes the same turns and the same share as data from a socket.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -8,25 +8,19 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderValue, Response};
 
 use super::GRPC_STATUS;
 use super::error::{RelayError, Side};
-use super::inward::well;
-use super::outward::{send_error, stream_reset};
+use super::inward::{PendingWrite, hold, well};
+use super::outward::{Room, SMALL_SEGMENT, largest_segment, send_error, stream_reset};
 use super::stall::{Abort, StallBound};
 use super::traffic::{Traffic, Waiting};
-use crate::link::{Flow, Taken};
+use crate::link::{Bulk, Flow, Taken};
 use crate::outcome::Outcome;
-
-/// Pieces shorter than this (bytes) are copied together while the other stream is blocked: in h2 each takes about 250
-/// bytes of bookkeeping.
-const SMALL_PIECE: usize = 16 << 10;
-/// Bytes up to which small pieces are copied together.
-const RUN: usize = 64 << 10;
 
 /// Parameters for forwarding a connection, besides its two streams.
 #[derive(Debug)]
@@ -89,6 +83,17 @@ enum Forwarded {
     Unwanted,
 }
 
+impl Forwarded {
+    /// Tells a receiver that refuses further data, by a reset with NO_ERROR, from a failure.
+    fn of(ended: Result<Option<HeaderValue>, Cut>) -> Result<Self, Cut> {
+        match ended {
+            Ok(status) => Ok(Self::All(status)),
+            Err(Cut::To(RelayError::Reset(Reason::NO_ERROR))) => Ok(Self::Unwanted),
+            Err(cut) => Err(cut),
+        }
+    }
+}
+
 /// The stream at which a direction ended early, and the reason.
 enum Cut {
     From(RelayError),
@@ -143,8 +148,9 @@ impl Forward<'_> {
     /// Forwards from the other server to the agent.
     async fn up(&self, body: &mut RecvStream, send: &mut SendStream<Bytes>) -> Result<Forwarded, Ended> {
         let passed = |bytes| self.traffic.count_from_socket(bytes);
-        let to = (send, &self.traffic.for_tunnel);
-        self.direction((body, self.client), to, passed).await.map_err(|cut| match cut {
+        let to = (send, self.agent, &self.traffic.for_tunnel);
+        let ended = self.direction((body, self.client), to, passed).await;
+        Forwarded::of(ended).map_err(|cut| match cut {
             Cut::From(error) => Ended::Client(error),
             Cut::To(error) => Ended::Agent(error),
         })
@@ -167,8 +173,9 @@ impl Forward<'_> {
         let to = respond.send_response(Response::from_parts(head, ()), false);
         let to = answering.insert(to.map_err(|error| Ended::Client(error.into()))?);
         let passed = |bytes| self.traffic.count_to_socket(bytes);
-        let to = (to, &self.traffic.for_socket);
-        let ended = self.direction((&mut from, self.agent), to, passed).await.map_err(|cut| match cut {
+        let to = (to, self.client, &self.traffic.for_socket);
+        let ended = self.direction((&mut from, self.agent), to, passed).await;
+        let ended = Forwarded::of(ended).map_err(|cut| match cut {
             Cut::From(error) => Ended::Agent(error),
             Cut::To(error) => Ended::Client(error),
         })?;
@@ -179,27 +186,25 @@ impl Forward<'_> {
         Ok(ended)
     }
 
-    /// Forwards everything, including the end, from `from` (a stream of the link of `flow`) to `to`. `waiting` shows
-    /// when `to` is blocked; `passed` is called with the bytes that it has taken.
+    /// Forwards everything, including the end, from `from` to `to`, each with the path estimates of its link. `waiting`
+    /// shows when `to` is blocked; `passed` is called with the bytes that it has taken. Returns the gRPC status that came
+    /// last.
     async fn direction(
         &self,
-        (from, flow): (&mut RecvStream, &Flow),
-        (to, waiting): (&mut SendStream<Bytes>, &Waiting),
+        (from, from_flow): (&mut RecvStream, &Flow),
+        (to, to_flow, waiting): (&mut SendStream<Bytes>, &Flow, &Waiting),
         passed: impl Fn(usize),
-    ) -> Result<Forwarded, Cut> {
+    ) -> Result<Option<HeaderValue>, Cut> {
         let (mut backlog, mut taken) = (Backlog::default(), Taken::default());
+        let mut bulk = Bulk::new(to_flow);
         loop {
-            let chunk = match backlog.next() {
-                Some(chunk) => chunk,
+            let chunk = match backlog.held.pop_front() {
+                Some(next) => Bytes::from(next.data),
                 None if backlog.ended => break,
                 None => tokio::select! {
                     biased;
                     reset = poll_fn(|cx| to.poll_reset(cx)) => {
-                        return match reset {
-                            Ok(Reason::NO_ERROR) => Ok(Forwarded::Unwanted),
-                            Ok(reason) => Err(Cut::To(RelayError::Reset(reason))),
-                            Err(error) => Err(Cut::To(error.into())),
-                        };
+                        return Err(Cut::To(reset.map_or_else(RelayError::from, RelayError::Reset)));
                     }
                     chunk = from.data() => match chunk {
                         Some(chunk) => chunk.map_err(|error| Cut::From(error.into()))?,
@@ -208,11 +213,10 @@ impl Forward<'_> {
                 },
             };
             let length = chunk.len();
-            match self.send(from, (&mut *to, waiting), chunk, &mut backlog).await {
-                Err(Cut::To(RelayError::Reset(Reason::NO_ERROR))) => return Ok(Forwarded::Unwanted),
-                sent => sent?,
-            }
-            taken.add(length, flow);
+            // As a stream counts whose socket fills a small read.
+            bulk.set(length >= SMALL_SEGMENT);
+            self.send(from, (&mut *to, to_flow, waiting), chunk, &mut backlog).await?;
+            taken.add(length, from_flow);
             from.flow_control().release_capacity(length).map_err(|error| Cut::From(error.into()))?;
             passed(length);
         }
@@ -223,29 +227,28 @@ impl Forward<'_> {
             None => to.send_data(Bytes::new(), true),
         };
         match ended {
-            Ok(()) => Ok(Forwarded::All(status)),
-            Err(error) => match send_error(to, error).await {
-                RelayError::Reset(Reason::NO_ERROR) => Ok(Forwarded::Unwanted),
-                error => Err(Cut::To(error)),
-            },
+            Ok(()) => Ok(status),
+            Err(error) => Err(Cut::To(send_error(to, error).await)),
         }
     }
 
-    /// Sends a chunk to `to`. While `to` is blocked, watches `from` for a reset and holds the data that arrives.
+    /// Sends a chunk to `to`, in turns of its link, that of `flow`. While `to` is blocked, watches `from` for a reset and
+    /// holds the data that arrives.
     async fn send(
         &self,
         from: &mut RecvStream,
-        (to, waiting): (&mut SendStream<Bytes>, &Waiting),
+        (to, flow, waiting): (&mut SendStream<Bytes>, &Flow, &Waiting),
         mut chunk: Bytes,
         backlog: &mut Backlog,
     ) -> Result<(), Cut> {
         let since = Instant::now();
         let mut ticket = None;
-        to.reserve_capacity(chunk.len());
         while !chunk.is_empty() {
+            let (room, turn) = (Room::new(flow), chunk.len().min(largest_segment(flow.turn())));
+            to.reserve_capacity(room.wanted(turn));
             let capacity = to.capacity();
-            if capacity > 0 {
-                if let Err(error) = to.send_data(chunk.split_to(capacity.min(chunk.len())), false) {
+            if capacity >= room.wanted(turn.min(SMALL_SEGMENT)) {
+                if let Err(error) = to.send_data(chunk.split_to(room.of(capacity, turn)), false) {
                     return Err(Cut::To(send_error(to, error).await));
                 }
                 ticket = None;
@@ -270,6 +273,8 @@ impl Forward<'_> {
                 None => return Err(Cut::To(stream_reset(to).await)),
             }
         }
+        // It would be part of the link's window while nothing is sent.
+        to.reserve_capacity(0);
         Ok(())
     }
 }
@@ -277,8 +282,7 @@ impl Forward<'_> {
 /// Data received while the other stream was blocked.
 #[derive(Default)]
 struct Backlog {
-    pieces: VecDeque<Bytes>,
-    run: BytesMut,
+    held: VecDeque<PendingWrite>,
     ended: bool,
 }
 
@@ -286,28 +290,122 @@ impl Backlog {
     fn gather(&mut self, from: &mut RecvStream, cx: &mut Context<'_>) -> Result<(), h2::Error> {
         while !self.ended {
             match from.poll_data(cx) {
-                Poll::Ready(Some(chunk)) => self.push(chunk?),
+                Poll::Ready(Some(chunk)) => hold(&mut self.held, chunk?, true),
                 Poll::Ready(None) => self.ended = true,
                 Poll::Pending => break,
             }
         }
         Ok(())
     }
+}
 
-    fn push(&mut self, chunk: Bytes) {
-        let small = chunk.len() < SMALL_PIECE;
-        if small {
-            self.run.extend_from_slice(&chunk);
+#[cfg(test)]
+mod tests {
+    use std::future::pending;
+    use std::time::Duration;
+
+    use h2::client::ResponseFuture;
+    use http::Request;
+    use tokio::sync::mpsc;
+    use tokio::time::{sleep, timeout};
+    use tokio_util::sync::CancellationToken;
+    use tunnel_runtime::memory::link_queue;
+
+    use super::*;
+    use crate::link::{SERVER_STALL_BYTES, SMALLEST_PIECE, STREAM_WINDOW, client_builder, server_builder};
+
+    const PATIENCE: Duration = Duration::from_secs(30);
+    /// The largest frame of a near server.
+    const FRAME: usize = 256 << 10;
+    const FRAMES: usize = 3;
+    /// Time after which a blocked stream has sent all that it may.
+    const BLOCKED: Duration = Duration::from_millis(200);
+    /// Bytes between the two ends of a link.
+    const BUFFER: usize = 64 << 10;
+
+    /// A stream of a link in memory, at both ends. The accepting end stops reading when `stopped` is cancelled.
+    async fn opened(
+        stopped: CancellationToken,
+    ) -> (SendStream<Bytes>, ResponseFuture, RecvStream, SendResponse<Bytes>) {
+        let (near, far) = tokio::io::duplex(BUFFER);
+        let (streams, mut accepted) = mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            let mut connection = server_builder().handshake::<_, Bytes>(far).await.unwrap();
+            tokio::select! {
+                biased;
+                () = stopped.cancelled() => pending().await,
+                () = async {
+                    while let Some(Ok(stream)) = connection.accept().await {
+                        let _ = streams.send(stream);
+                    }
+                } => {}
+            }
+        });
+        let (send, connection) = client_builder().handshake::<_, Bytes>(near).await.unwrap();
+        tokio::spawn(connection);
+        let mut send = send.ready().await.unwrap();
+        let (response, stream) = send.send_request(Request::new(()), false).unwrap();
+        let (request, respond) = accepted.recv().await.unwrap();
+        (stream, response, request.into_body(), respond)
+    }
+
+    /// Forwards an upload of large frames along the link of `flow` until `done` has ended, which gets the agent's end.
+    async fn upload<T>(
+        flow: &Flow,
+        traffic: &Traffic,
+        is_stopped: bool,
+        done: impl AsyncFnOnce(RecvStream) -> T,
+    ) -> T {
+        let stopped = CancellationToken::new();
+        let (mut client, _response, body, mut respond) = opened(CancellationToken::new()).await;
+        let (mut send, response, agent, _respond) = opened(stopped.clone()).await;
+        if is_stopped {
+            stopped.cancel();
         }
-        if !self.run.is_empty() && (!small || self.run.len() >= RUN) {
-            self.pieces.push_back(self.run.split().freeze());
+        for _ in 0..FRAMES {
+            client.send_data(Bytes::from_static(&[7; FRAME]), false).unwrap();
         }
-        if !small {
-            self.pieces.push_back(chunk);
+        let (of_client, abort) = (Flow::default(), Arc::default());
+        let stalls = StallBound::new(SERVER_STALL_BYTES, STREAM_WINDOW as usize);
+        let forward = Forward { client: &of_client, agent: flow, stalls: &stalls, abort: &abort, traffic };
+        let answer = async { Ok(response.await?) };
+        tokio::select! {
+            ended = forward.run((body, &mut respond), &mut send, answer) => panic!("{ended:?}"),
+            done = timeout(PATIENCE, done(agent)) => done.expect("in time"),
         }
     }
 
-    fn next(&mut self) -> Option<Bytes> {
-        self.pieces.pop_front().or_else(|| (!self.run.is_empty()).then(|| self.run.split().freeze()))
+    #[tokio::test]
+    async fn a_large_frame_takes_turns_with_other_streams() {
+        let (flow, traffic) = (Flow::default(), Traffic::default());
+        let frames = upload(&flow, &traffic, false, async |mut agent: RecvStream| {
+            let mut frames = Vec::<usize>::new();
+            while frames.iter().sum::<usize>() < FRAMES * FRAME {
+                let frame = agent.data().await.unwrap().unwrap().len();
+                agent.flow_control().release_capacity(frame).unwrap();
+                frames.push(frame);
+            }
+            frames
+        })
+        .await;
+        assert!(frames.iter().all(|frame| *frame <= flow.turn()), "{frames:?}");
+    }
+
+    #[tokio::test]
+    async fn a_link_that_takes_nothing_gets_no_more_than_a_share() {
+        let (flow, traffic) = (Flow::default(), Traffic::default());
+        // So many that the share is the smallest.
+        let mut others: Vec<_> = (0..link_queue() / SMALLEST_PIECE).map(|_| Bulk::new(&flow)).collect();
+        for other in &mut others {
+            other.set(true);
+        }
+        upload(&flow, &traffic, true, async |_agent: RecvStream| {
+            while !traffic.for_tunnel.now().is_some_and(|(time, _)| time > BLOCKED) {
+                sleep(Duration::from_millis(10)).await;
+            }
+        })
+        .await;
+        let passed = traffic.from_socket();
+        assert!(passed < 2 * BUFFER as u64, "{passed} bytes count as sent though nothing took them");
     }
 }

@@ -5,7 +5,6 @@ use std::future::poll_fn;
 use std::io;
 use std::net::Shutdown;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -21,13 +20,12 @@ use tunnel_runtime::text::printable;
 use super::error::{RelayError, Side};
 use super::frame::{Deframer, FrameError};
 use super::outward::InwardProgress;
-use super::stall::{Abort, StallBound};
-use super::traffic::Traffic;
+use super::tcp::Relay;
 use super::{GRPC_STATUS, TARGET_RESET};
 use crate::link::{Flow, Taken};
 use crate::tcp_info::sent_nothing_for;
 
-/// Pieces shorter than this (bytes) are copied together while the socket is blocked: in h2 each takes about 250 bytes
+/// Pieces shorter than this (bytes) are copied together while the receiver is blocked: in h2 each takes about 250 bytes
 /// of bookkeeping, and keeps alive the whole buffer that it was read into.
 const SMALL_PIECE: usize = 16 << 10;
 /// Bytes up to which small pieces are copied together. Flow control is returned for them as a whole.
@@ -47,13 +45,13 @@ struct Inbox {
 }
 
 /// Data that waits to be written.
-struct PendingWrite {
-    data: Data,
+pub(super) struct PendingWrite {
+    pub(super) data: Data,
     /// Flow control to return after it is written, in bytes.
     owed: usize,
 }
 
-enum Data {
+pub(super) enum Data {
     /// As read by h2.
     Piece(Bytes),
     /// Small pieces, copied together.
@@ -69,6 +67,30 @@ impl std::ops::Deref for Data {
             Self::Run(run) => run,
         }
     }
+}
+
+impl From<Data> for Bytes {
+    fn from(data: Data) -> Self {
+        match data {
+            Data::Piece(piece) => piece,
+            Data::Run(run) => run.freeze(),
+        }
+    }
+}
+
+/// Adds data to that which is held. Data that will be written at once is not copied.
+pub(super) fn hold(held: &mut VecDeque<PendingWrite>, data: Bytes, blocked: bool) {
+    let small = data.len() < SMALL_PIECE;
+    if small
+        && let Some(PendingWrite { data: Data::Run(run), .. }) = held.back_mut()
+        && run.len() + data.len() <= RUN
+    {
+        run.extend_from_slice(&data);
+        return;
+    }
+    let copied = small && (blocked || !held.is_empty());
+    let data = if copied { Data::Run(BytesMut::from(&data[..])) } else { Data::Piece(data) };
+    held.push_back(PendingWrite { data, owed: 0 });
 }
 
 impl Inbox {
@@ -96,24 +118,11 @@ impl Inbox {
         Ok(())
     }
 
-    /// Takes one chunk. Data that will be written at once is not copied.
+    /// Takes one chunk.
     fn take(&mut self, mut chunk: Bytes, blocked: bool) -> Result<(), FrameError> {
         let owed = chunk.len();
         while let Some(data) = self.deframer.next(&mut chunk)? {
-            let small = data.len() < SMALL_PIECE;
-            match self.held.back_mut() {
-                Some(PendingWrite { data: Data::Run(run), .. }) if small && run.len() + data.len() <= RUN => {
-                    run.extend_from_slice(&data);
-                    continue;
-                }
-                Some(_) if small => {}
-                None if small && blocked => {}
-                _ => {
-                    self.held.push_back(PendingWrite { data: Data::Piece(data), owed: 0 });
-                    continue;
-                }
-            }
-            self.held.push_back(PendingWrite { data: Data::Run(BytesMut::from(&data[..])), owed: 0 });
+            hold(&mut self.held, data, blocked);
         }
         // A chunk may hold nothing but part of a header.
         let account = self.held.back_mut().map_or(&mut self.owed, |last| &mut last.owed);
@@ -125,8 +134,7 @@ impl Inbox {
 
 /// Relays from the stream to the socket.
 pub(super) struct Inward<'a> {
-    pub(super) side: Side,
-    pub(super) delivery: Delivery<'a>,
+    pub(super) relay: &'a Relay<'a>,
     pub(super) answer: &'a InwardProgress,
 }
 
@@ -140,7 +148,7 @@ impl Inward<'_> {
         match self.relay(socket, stream).await {
             // The data that the target sent before its socket failed must still be read, and the other direction
             // reports the end. The rest of the request is discarded.
-            Err(RelayError::Socket(error)) if self.side == Side::Agent => {
+            Err(RelayError::Socket(error)) if self.relay.side == Side::Agent => {
                 let _ = self.answer.broken.set(error.kind());
                 discard(stream).await;
                 std::future::pending().await
@@ -156,8 +164,8 @@ impl Inward<'_> {
         stream: &mut RecvStream,
     ) -> impl Future<Output = Result<(), RelayError>> {
         async move {
-            self.delivery.run(socket, stream, |socket| sent_nothing_for(socket.as_ref())).await?;
-            if self.side == Side::Server {
+            self.relay.deliver(socket, stream, |socket| sent_nothing_for(socket.as_ref())).await?;
+            if self.relay.side == Side::Server {
                 ended_well(stream).await?;
             }
             if self.answer.last.load(Ordering::Relaxed) {
@@ -172,19 +180,11 @@ impl Inward<'_> {
     }
 }
 
-/// Writes a stream's data to a socket or another kind of client.
-pub(super) struct Delivery<'a> {
-    pub(super) flow: &'a Flow,
-    pub(super) stalls: &'a StallBound,
-    pub(super) abort: &'a Arc<Abort>,
-    pub(super) traffic: &'a Traffic,
-}
-
-impl Delivery<'_> {
-    /// Runs up to the end of the stream's data. `idle` returns for how long `to` has sent nothing of the written data,
-    /// if known.
+impl Relay<'_> {
+    /// Writes a stream's data, up to its end, to a socket or another kind of client. `idle` returns for how long `to`
+    /// has sent nothing of the written data, if known.
     #[expect(clippy::manual_async_fn, reason = "as above")]
-    pub(super) fn run<W: AsyncWrite + Unpin>(
+    pub(super) fn deliver<W: AsyncWrite + Unpin>(
         &self,
         to: &mut W,
         stream: &mut RecvStream,

@@ -23,7 +23,6 @@ pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};
 pub use metrics::register_stalled;
 pub use outward::{SMALL_READ, next_size, status};
 pub use pipe::{Pipe, PipeEnd, PipeStatus, TunnelStream, pipe, pipe_of_client};
-pub use pump::Pump;
 pub use quiet::{ENDING, Relaying, end_quiet};
 pub use socket::{
     connect_target, end_on_drop, flushed, listen, listen_on, lost, prepare_socket, reset_on_drop, tune_socket,

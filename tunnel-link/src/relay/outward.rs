@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 
 use bytes::{BufMut, Bytes, BytesMut};
+use futures_util::FutureExt as _;
 use h2::{Reason, SendStream};
 use http::{HeaderMap, HeaderValue};
-use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::net::tcp::ReadHalf;
 use tokio::sync::SetOnce;
@@ -17,12 +17,15 @@ use tokio_util::io::poll_read_buf;
 
 use super::error::{RelayError, Side};
 use super::frame::{FrameError, HEADER_LEN, header};
+use super::socket::lost;
 use super::traffic::Traffic;
 use super::{GRPC_STATUS, TARGET_RESET};
 use crate::link::{Bulk, Flow, SEND_BUFFER};
 
 /// Bytes read at a time while a connection is idle or exchanges small messages.
 pub const SMALL_READ: usize = 4 << 10;
+/// Length of a small read with its header, in bytes.
+pub(super) const SMALL_SEGMENT: usize = HEADER_LEN + SMALL_READ;
 /// Length of an HTTP/2 frame header (RFC 9113 section 4.1).
 const FRAME_HEADER_LEN: usize = 9;
 /// Limit on the bytes sent before the agent has connected. The agent holds them for each pending dial.
@@ -39,22 +42,34 @@ pub(super) struct Outward<'a> {
 }
 
 impl Outward<'_> {
-    /// Runs until the socket's end of file has been relayed and the answer is complete.
-    pub(super) async fn run(
+    /// Runs until the socket's end of file has been relayed and the answer is complete, or until the peer, which has
+    /// answered in full, resets the rest of the request with NO_ERROR (RFC 9113 section 8.1).
+    pub(super) fn run(
         &self,
         socket: &mut ReadHalf<'_>,
         send: &mut SendStream<Bytes>,
         prefix: &mut Bytes,
-    ) -> Result<Sent, RelayError> {
+    ) -> impl Future<Output = Result<Sent, RelayError>> {
+        self.relay(socket, send, prefix).map(|ended| match ended {
+            Ok(()) => Ok(Sent::All),
+            Err(RelayError::Reset(Reason::NO_ERROR)) => Ok(Sent::Unwanted),
+            Err(error) => Err(error),
+        })
+    }
+
+    async fn relay(
+        &self,
+        socket: &mut ReadHalf<'_>,
+        send: &mut SendStream<Bytes>,
+        prefix: &mut Bytes,
+    ) -> Result<(), RelayError> {
         let mut early = prefix.len();
         if !prefix.is_empty() {
             let mut segment = BytesMut::with_capacity(HEADER_LEN + prefix.len());
             segment.put_bytes(0, HEADER_LEN);
             // Freed here: the connection may last for days.
             segment.extend_from_slice(&std::mem::take(prefix));
-            if let Some(sent) = unwanted(self.send_segment(socket, send, segment).await)? {
-                return Ok(sent);
-            }
+            self.send_segment(socket, send, segment).await?;
         }
         let mut size = SMALL_READ;
         let mut bulk = Bulk::new(self.flow);
@@ -62,20 +77,14 @@ impl Outward<'_> {
             if early >= EARLY_BYTES {
                 self.answer.begun.wait().await;
             }
-            let readable = poll_fn(|cx| {
+            poll_fn(|cx| {
                 if let Poll::Ready(reset) = send.poll_reset(cx) {
                     return Poll::Ready(Err(reset.map_or_else(RelayError::from, RelayError::Reset)));
                 }
                 socket.as_ref().poll_read_ready(cx).map_err(RelayError::Socket)
-            });
-            if let Some(sent) = unwanted(readable.await)? {
-                return Ok(sent);
-            }
-            let room = match self.room(socket, send, size).await {
-                Ok(room) => room,
-                Err(RelayError::Reset(Reason::NO_ERROR)) => return Ok(Sent::Unwanted),
-                Err(error) => return Err(error),
-            };
+            })
+            .await?;
+            let room = self.room(socket, send, size).await?;
             let mut segment = BytesMut::with_capacity(HEADER_LEN + room);
             segment.put_bytes(0, HEADER_LEN);
             let read = match read_now(socket, &mut segment).await {
@@ -98,32 +107,27 @@ impl Outward<'_> {
                 size = paced(&mut bulk, self.flow, size, read);
             }
             early = early.saturating_add(read.max(EARLY_SEGMENT));
-            if let Some(sent) = unwanted(self.send_segment(socket, send, segment).await)? {
-                return Ok(sent);
-            }
+            self.send_segment(socket, send, segment).await?;
         }
     }
 
     /// Relays the end of file, then watches for a reset of either side until the answer is complete as well.
-    async fn end(&self, socket: &ReadHalf<'_>, send: &mut SendStream<Bytes>) -> Result<Sent, RelayError> {
+    async fn end(&self, socket: &ReadHalf<'_>, send: &mut SendStream<Bytes>) -> Result<(), RelayError> {
         let ended = match self.side {
             Side::Server => send.send_data(Bytes::new(), true),
             Side::Agent => send.send_trailers(status("0")),
         };
         if let Err(error) = ended {
-            let error = send_error(send, error).await;
-            return unwanted(Err(error)).map(|_| Sent::Unwanted);
+            return Err(send_error(send, error).await);
         }
         self.answer.last.store(true, Ordering::Relaxed);
         tokio::select! {
             biased;
-            _ = self.answer.ended.wait() => Ok(Sent::All),
+            _ = self.answer.ended.wait() => Ok(()),
             error = self.answer.broken.wait() => Err(RelayError::Socket((*error).into())),
-            reset = poll_fn(|cx| send.poll_reset(cx)) => match reset.map_or_else(RelayError::from, RelayError::Reset) {
-                // The answer has the reason.
-                RelayError::Reset(Reason::NO_ERROR) => Ok(Sent::All),
-                error => Err(error),
-            },
+            reset = poll_fn(|cx| send.poll_reset(cx)) => {
+                reset.map_or_else(RelayError::from, RelayError::Reset).unless_unwanted()
+            }
             error = self.client_lost(socket.as_ref()) => Err(error),
         }
     }
@@ -147,11 +151,11 @@ impl Outward<'_> {
         size: usize,
     ) -> Result<usize, RelayError> {
         let room = Room::new(self.flow);
-        send.reserve_capacity(room.wanted(size));
-        while send.capacity() < room.least() {
+        send.reserve_capacity(room.wanted(HEADER_LEN + size));
+        while send.capacity() < room.wanted(SMALL_SEGMENT) {
             Box::pin(self.more_capacity(socket, send, 0)).await?;
         }
-        Ok(room.of(send.capacity(), size))
+        Ok(room.of(send.capacity(), HEADER_LEN + size) - HEADER_LEN)
     }
 
     /// Waits for more capacity. `poll_capacity` reports only changes, so callers check the present capacity first.
@@ -204,14 +208,10 @@ impl Outward<'_> {
     /// while the socket is not read. Data that a departed client had sent is dropped. A target may close with a reset
     /// after its whole answer, so the agent keeps reading until the error arrives in order.
     async fn client_lost(&self, socket: &TcpStream) -> RelayError {
-        if self.side == Side::Server && socket.ready(Interest::ERROR).await.is_ok() {
-            match socket.take_error() {
-                Ok(Some(error)) | Err(error) => return RelayError::Socket(error),
-                // A failed write has consumed the error, and returns it.
-                Ok(None) => {}
-            }
+        match self.side {
+            Side::Server => RelayError::Socket(lost(socket).await),
+            Side::Agent => std::future::pending().await,
         }
-        std::future::pending().await
     }
 }
 
@@ -230,19 +230,14 @@ impl Room {
         Self { share, others: SEND_BUFFER - share }
     }
 
-    /// Returns the capacity to reserve for a read of `size`.
-    pub(super) fn wanted(self, size: usize) -> usize {
-        self.least().max(self.others + (HEADER_LEN + size).min(self.share))
+    /// Returns the capacity at which this many bytes can be sent whole, or the stream's share of them.
+    pub(super) fn wanted(self, bytes: usize) -> usize {
+        self.others + bytes.min(self.share)
     }
 
-    /// Returns the capacity at which a small read can be sent whole.
-    pub(super) fn least(self) -> usize {
-        self.others + HEADER_LEN + SMALL_READ.min(self.share - HEADER_LEN)
-    }
-
-    /// Returns how much of a read of `size` can be sent whole with `capacity`, which is at least [`Self::least`].
-    pub(super) fn of(self, capacity: usize, size: usize) -> usize {
-        size.min(capacity - self.others - HEADER_LEN)
+    /// Returns how many of these bytes can be sent with `capacity`, which is at least [`Self::wanted`] for some of them.
+    pub(super) fn of(self, capacity: usize, bytes: usize) -> usize {
+        bytes.min(capacity - self.others)
     }
 }
 
@@ -272,16 +267,6 @@ pub fn status(status: &'static str) -> HeaderMap {
     HeaderMap::from_iter([(GRPC_STATUS, HeaderValue::from_static(status))])
 }
 
-/// Turns NO_ERROR into a value: a peer that has answered in full may reset the rest of the request with it (RFC 9113
-/// section 8.1).
-fn unwanted(step: Result<(), RelayError>) -> Result<Option<Sent>, RelayError> {
-    match step {
-        Ok(()) => Ok(None),
-        Err(RelayError::Reset(Reason::NO_ERROR)) => Ok(Some(Sent::Unwanted)),
-        Err(error) => Err(error),
-    }
-}
-
 /// Reads the available bytes without waiting; `None` if the readiness was stale.
 async fn read_now(socket: &mut ReadHalf<'_>, into: &mut BytesMut) -> io::Result<Option<usize>> {
     poll_fn(|cx| match poll_read_buf(Pin::new(&mut *socket), cx, into) {
@@ -291,10 +276,15 @@ async fn read_now(socket: &mut ReadHalf<'_>, into: &mut BytesMut) -> io::Result<
     .await
 }
 
+/// Returns the length of the largest segment in one `piece` of the link, with its header.
+pub(super) fn largest_segment(piece: usize) -> usize {
+    (piece - FRAME_HEADER_LEN).max(SMALL_SEGMENT)
+}
+
 /// Returns the size of the next read, in bytes: it grows fast while reads fill the buffer, up to one `piece` of the
 /// link, and shrinks while they use little of it.
 pub fn next_size(size: usize, read: usize, piece: usize) -> usize {
-    let largest = (piece - HEADER_LEN - FRAME_HEADER_LEN).max(SMALL_READ);
+    let largest = largest_segment(piece) - HEADER_LEN;
     if read >= size || size > largest {
         largest.min(size * 4)
     } else if read < size / 8 && size / 2 >= SMALL_READ {

@@ -20,8 +20,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::copy::copy;
 use super::error::{RelayError, Side};
-use super::pump::Pump;
 use super::stall::{Abort, StallBound};
+use super::tcp::Relay;
 use super::traffic::Traffic;
 use crate::link::Flow;
 use crate::outcome::Outcome;
@@ -266,9 +266,9 @@ impl PipeEnd {
         let Self { io, shared } = self;
         let (io, mut write) = tokio::io::split(io);
         let (mut read, side) = (Written { io, shared: &shared }, shared.side);
-        let pump = Pump { side, flow, stalls, abort: &shared.abort, traffic };
+        let relay = Relay { side, flow, stalls, abort: &shared.abort, traffic };
         let pumping = async {
-            let ended = pump.run(&mut read, &mut write, send, stream).await;
+            let ended = relay.pump(&mut read, &mut write, send, stream).await;
             if let (Side::Agent, Err(RelayError::Socket(_))) = (side, &ended) {
                 // The status follows everything else, and a client that does not read does not get that far.
                 let told = timeout(LINGER, poll_fn(|cx| send.poll_reset(cx))).await;

@@ -1,5 +1,5 @@
 //! Relays bytes between one HTTP/2 stream of a link and a client that is not a plain TCP socket: TLS, a Unix socket,
-//! the packets of another protocol, or a [`super::pipe()`] of this process. For sockets use [`super::Relay`], which
+//! the packets of another protocol, or a [`super::pipe()`] of this process. For sockets use [`Relay::run`], which
 //! copies less.
 //!
 //! As there, flow control is returned to the sender only for bytes that the client has taken, so a client that does
@@ -8,9 +8,9 @@
 use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
+use futures_util::FutureExt as _;
 use h2::{RecvStream, SendStream};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_util::io::poll_read_buf;
@@ -18,35 +18,19 @@ use tokio_util::io::poll_read_buf;
 use super::TARGET_RESET;
 use super::error::{RelayError, Side};
 use super::frame::{FrameError, HEADER_LEN, header};
-use super::inward::{Delivery, discard, ended_well};
-use super::outward::{Room, SMALL_READ, paced, send_error, status, stream_reset};
-use super::stall::{Abort, StallBound};
-use super::traffic::Traffic;
-use crate::link::{Bulk, Flow};
+use super::inward::{discard, ended_well};
+use super::outward::{Room, SMALL_READ, SMALL_SEGMENT, paced, send_error, status, stream_reset};
+use super::tcp::Relay;
+use crate::link::Bulk;
 use crate::outcome::Outcome;
 
-/// Parameters for relaying, besides the client and the stream.
-#[derive(Debug)]
-pub struct Pump<'a> {
-    /// The end of the tunnel that this is.
-    pub side: Side,
-    /// Path estimates of the link.
-    pub flow: &'a Flow,
-    /// The link's limit on receivers that do not read.
-    pub stalls: &'a StallBound,
-    /// Ends this connection from outside.
-    pub abort: &'a Arc<Abort>,
-    /// Counts the bytes.
-    pub traffic: &'a Traffic,
-}
-
-impl Pump<'_> {
+impl Relay<'_> {
     /// Relays both ways until both directions have ended. The client's end of file becomes the stream's end, and the
     /// stream's end a shutdown of the client's writing half.
     ///
     /// # Errors
     /// Returns the reason for an early end. The stream is then reset; the client is not informed.
-    pub async fn run(
+    pub async fn pump(
         &self,
         read: &mut (impl AsyncRead + Unpin),
         write: &mut (impl AsyncWrite + Unpin),
@@ -56,9 +40,12 @@ impl Pump<'_> {
         let ended = tokio::select! {
             biased;
             (outcome, reason) = self.abort.triggered() => Err(RelayError::Aborted(outcome, reason)),
-            both = async { tokio::try_join!(self.outward(read, send), self.inward(&mut stream, write)) } => {
-                both.map(drop)
-            }
+            both = async {
+                tokio::try_join!(
+                    self.outward(read, send).map(|sent| sent.or_else(RelayError::unless_unwanted)),
+                    self.inward(&mut stream, write),
+                )
+            } => both.map(drop),
         };
         match &ended {
             Ok(()) => {}
@@ -78,10 +65,7 @@ impl Pump<'_> {
         let mut size = SMALL_READ;
         let mut bulk = Bulk::new(self.flow);
         loop {
-            let room = match self.room(send, size).await {
-                Ok(room) => room,
-                Err(error) => return error.unless_unwanted(),
-            };
+            let room = self.room(send, size).await?;
             // Do not keep capacity reserved while idle: it is part of the link's window, which has room for 8,191 such
             // streams.
             send.reserve_capacity(0);
@@ -90,7 +74,7 @@ impl Pump<'_> {
             let read = tokio::select! {
                 biased;
                 reset = poll_fn(|cx| send.poll_reset(cx)) => {
-                    return reset.map_or_else(RelayError::from, RelayError::Reset).unless_unwanted();
+                    return Err(reset.map_or_else(RelayError::from, RelayError::Reset));
                 }
                 read = poll_fn(|cx| poll_read_buf(Pin::new(&mut *client), cx, &mut segment)) => read,
             };
@@ -111,7 +95,7 @@ impl Pump<'_> {
                 };
                 return match ended {
                     Ok(()) => Ok(()),
-                    Err(error) => send_error(send, error).await.unless_unwanted(),
+                    Err(error) => Err(send_error(send, error).await),
                 };
             }
             if room == size {
@@ -120,7 +104,7 @@ impl Pump<'_> {
             let head = header(read).ok_or(RelayError::Frame(FrameError::Length))?;
             segment[..HEADER_LEN].copy_from_slice(&head);
             if let Err(error) = send.send_data(segment.freeze(), false) {
-                return send_error(send, error).await.unless_unwanted();
+                return Err(send_error(send, error).await);
             }
             self.traffic.count_from_socket(read);
         }
@@ -129,15 +113,15 @@ impl Pump<'_> {
     /// Waits until at least a small read can be sent whole, and returns how much of a read of `size` can.
     async fn room(&self, send: &mut SendStream<Bytes>, size: usize) -> Result<usize, RelayError> {
         let room = Room::new(self.flow);
-        send.reserve_capacity(room.wanted(size));
-        while send.capacity() < room.least() {
+        send.reserve_capacity(room.wanted(HEADER_LEN + size));
+        while send.capacity() < room.wanted(SMALL_SEGMENT) {
             let _wait = self.traffic.for_tunnel.begin(0);
             match poll_fn(|cx| send.poll_capacity(cx)).await {
                 Some(capacity) => capacity.map(drop)?,
                 None => return Err(stream_reset(send).await),
             }
         }
-        Ok(room.of(send.capacity(), size))
+        Ok(room.of(send.capacity(), HEADER_LEN + size) - HEADER_LEN)
     }
 
     /// Relays from the stream to the client, including the stream's end.
@@ -146,8 +130,7 @@ impl Pump<'_> {
         stream: &mut RecvStream,
         client: &mut (impl AsyncWrite + Unpin),
     ) -> Result<(), RelayError> {
-        let Self { side, flow, stalls, abort, traffic } = *self;
-        match (side, Delivery { flow, stalls, abort, traffic }.run(client, stream, |_| None).await) {
+        match (self.side, self.deliver(client, stream, |_| None).await) {
             // The other direction tells how the client has gone. The rest of the request is discarded.
             (Side::Agent, Err(RelayError::Socket(_))) => {
                 discard(stream).await;
@@ -155,7 +138,7 @@ impl Pump<'_> {
             }
             (_, ended) => ended?,
         }
-        if side == Side::Server {
+        if self.side == Side::Server {
             ended_well(stream).await?;
         }
         match poll_fn(|cx| Pin::new(&mut *client).poll_shutdown(cx)).await {

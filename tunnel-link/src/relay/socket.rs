@@ -128,7 +128,7 @@ pub async fn lost(socket: &TcpStream) -> io::Error {
     {
         return error;
     }
-    // Another caller was told of the error.
+    // Another caller was told of the error, such as a failed write.
     std::future::pending().await
 }
 

@@ -13,7 +13,7 @@ use h2::{Reason, RecvStream, SendStream};
 use tokio::net::TcpStream;
 
 use super::error::{RelayError, Side};
-use super::inward::{Delivery, Inward};
+use super::inward::Inward;
 use super::outward::{InwardProgress, Outward, Sent};
 use super::socket::{end_on_drop, flushed};
 use super::stall::{Abort, StallBound};
@@ -24,7 +24,7 @@ use crate::outcome::Outcome;
 /// Maximum time for a client to take what was written before the server or the agent stopped.
 const LAST_BYTES: Duration = Duration::from_millis(500);
 
-/// Parameters for relaying a connection, besides its socket and its stream.
+/// Parameters for relaying a connection, besides its client and its stream.
 #[derive(Debug)]
 pub struct Relay<'a> {
     /// The end of the tunnel that this is.
@@ -53,18 +53,17 @@ impl Relay<'_> {
         send: &mut SendStream<Bytes>,
         inbound: impl Future<Output = Result<RecvStream, RelayError>>,
     ) -> Result<(), RelayError> {
-        let Self { side, flow, stalls, abort, traffic } = self;
+        let side = self.side;
         let ended = {
             let (mut read, mut write) = socket.split();
             let answer = InwardProgress::default();
             tokio::select! {
                 biased;
-                (outcome, reason) = abort.triggered() => Err(RelayError::Aborted(outcome, reason)),
+                (outcome, reason) = self.abort.triggered() => Err(RelayError::Aborted(outcome, reason)),
                 // Build the futures where they are polled: moving a future doubles its memory.
                 ended = async {
-                    let outward = Outward { side, flow, traffic, answer: &answer };
-                    let delivery = Delivery { flow, stalls, abort, traffic };
-                    let inward = Inward { side, delivery, answer: &answer };
+                    let outward = Outward { side, flow: self.flow, traffic: self.traffic, answer: &answer };
+                    let inward = Inward { relay: &self, answer: &answer };
                     tokio::try_join!(outward.run(&mut read, send, &mut prefix), async {
                         let mut stream = inbound.await?;
                         let _ = answer.begun.set(());
@@ -90,7 +89,7 @@ impl Relay<'_> {
                 Box::pin(async {
                     tokio::select! {
                         () = flushed(socket) => {}
-                        _ = abort.triggered() => {}
+                        _ = self.abort.triggered() => {}
                     }
                 })
                 .await;

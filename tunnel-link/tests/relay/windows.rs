@@ -6,7 +6,7 @@ use std::time::Duration;
 use http::Request;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tunnel_link::link::Flow;
-use tunnel_link::relay::{Abort, Pump, Side, Traffic};
+use tunnel_link::relay::{Abort, Relay, Side, Traffic};
 
 use crate::support::{direct, forwarded_along, relay, stalls, within};
 
@@ -66,10 +66,11 @@ async fn pumped() {
         let (response, mut stream) = send.send_request(Request::new(()), false).unwrap();
         let body = response.await.unwrap().into_body();
         let (bound, abort, traffic) = (stalls(), Arc::new(Abort::default()), Traffic::default());
-        let pump = Pump { side: Side::Server, flow: &path, stalls: &bound, abort: &abort, traffic: &traffic };
+        let relay =
+            Relay { side: Side::Server, flow: &path, stalls: &bound, abort: &abort, traffic: &traffic };
         let (mut read, mut write) = tokio::io::split(far);
         // Runs until the test is over.
-        let _ = pump.run(&mut read, &mut write, &mut stream, body).await;
+        let _ = relay.pump(&mut read, &mut write, &mut stream, body).await;
     });
     let (target, _) = within(link.targets.accept()).await.unwrap();
     let (_from_target, to_target) = target.into_split();

@@ -12,7 +12,7 @@ use h2::{RecvStream, SendStream};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tunnel_link::outcome::Outcome;
-use tunnel_link::relay::{Pipe, Pump, RelayError, Side, Totals, TunnelStream, pipe};
+use tunnel_link::relay::{Pipe, Relay, RelayError, Side, Totals, TunnelStream, pipe};
 
 use super::access_log::AccessLogGuard;
 use super::context::{Failed, ListenerContext, OpenRequest, Reached};
@@ -88,8 +88,8 @@ impl Stream {
         let (abort, traffic) = record.relaying(Some(way.link()), way.relayed());
         let on = way.on();
         let (side, flow, stalls) = (Side::Server, &*on.link.flow, on.stalls);
-        let pump = Pump { side, flow, stalls, abort: &abort, traffic: &traffic };
-        let mut relaying = pin!(pump.run(read, write, &mut send, stream));
+        let relay = Relay { side, flow, stalls, abort: &abort, traffic: &traffic };
+        let mut relaying = pin!(relay.pump(read, write, &mut send, stream));
         let ended = tokio::select! {
             biased;
             ended = record.until_over(&on.link.over, relaying.as_mut()) => ended,
