@@ -11,7 +11,7 @@ use std::process::{Child, Command, ExitCode};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, anyhow, bail, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::{Pid, getpgrp, getppid};
 
@@ -164,15 +164,8 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
 }
 
 fn fuzz_and_mutate(folder: &Path) -> Result<()> {
-    // Two at a time: each has one thread.
-    for pair in fuzz::targets()?.chunks(2) {
-        thread::scope(|scope| {
-            let runs: Vec<_> =
-                pair.iter().map(|target| scope.spawn(move || fuzzed(folder, target))).collect();
-            let panicked = |_| Err(anyhow!("its thread has panicked"));
-            runs.into_iter().try_for_each(|run| run.join().unwrap_or_else(panicked))
-        })?;
-    }
+    let results = fuzz::in_pairs(&fuzz::targets()?, |target| fuzzed(folder, target));
+    results.into_iter().collect::<Result<()>>()?;
     let prepared = mutants::prepare();
     for (name, group) in mutants::quick() {
         made(folder, &name, || {

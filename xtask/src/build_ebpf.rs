@@ -9,70 +9,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, ensure};
 
-use crate::command::{cargo_home, root, run as run_command, succeeds, target_dir};
+use crate::command::{self, cargo_home, root, run as run_command, succeeds, target_dir};
+use crate::cross::sysroot;
 use crate::ebpf_sources;
 
 /// The last linker that brings its own LLVM by way of rustc's (0.11 needs a system LLVM).
 const BPF_LINKER_VERSION: &str = "0.10.4";
-
-/// A compiler that can build the programs.
-#[derive(Debug, Clone)]
-enum Toolchain {
-    /// The one that runs this command.
-    Active,
-    /// Another one that rustup manages.
-    Rustup(&'static str),
-}
-
-impl Toolchain {
-    fn describe(&self) -> String {
-        match self {
-            Self::Active => "the active toolchain (RUSTC_BOOTSTRAP=1)".into(),
-            Self::Rustup(name) => format!("rustup's {name}"),
-        }
-    }
-
-    fn command(&self, tool: &str) -> Command {
-        let mut command = match self {
-            Self::Active => {
-                Command::new(env::var_os("CARGO").filter(|_| tool == "cargo").unwrap_or(tool.into()))
-            }
-            Self::Rustup(name) => {
-                let mut command = Command::new("rustup");
-                command.args(["run", name, tool]);
-                command
-            }
-        };
-        if !matches!(self, Self::Active) {
-            command.env_remove("RUSTUP_TOOLCHAIN");
-        }
-        // Settings of cargo for xtask itself, or of the user for host builds, must not reach a BPF build.
-        for name in [
-            "RUSTFLAGS",
-            "CARGO_ENCODED_RUSTFLAGS",
-            "CARGO_BUILD_TARGET",
-            "RUSTC_WRAPPER",
-            "CARGO_BUILD_RUSTFLAGS",
-        ] {
-            command.env_remove(name);
-        }
-        command.env("RUSTC_BOOTSTRAP", "1");
-        command
-    }
-
-    fn sysroot(&self) -> Option<PathBuf> {
-        let output =
-            self.command("rustc").args(["--print", "sysroot"]).stderr(Stdio::null()).output().ok()?;
-        let path = String::from_utf8(output.stdout).ok()?;
-        (output.status.success() && !path.trim().is_empty()).then(|| PathBuf::from(path.trim()))
-    }
-
-    fn has_sources(&self) -> bool {
-        self.sysroot().is_some_and(|root| root.join("lib/rustlib/src/rust/library/core/Cargo.toml").exists())
-    }
-}
 
 /// Builds the object and returns its path. Cargo skips what has not changed; the object's file is only
 /// touched when its contents differ, so that the server is not rebuilt for nothing.
@@ -85,42 +29,40 @@ pub(crate) fn run() -> Result<PathBuf> {
 
 /// Builds the object of these sources, which may be another version's, and returns its path in the target directory.
 pub(crate) fn compile(workspace: &Path, target_dir: &Path) -> Result<PathBuf> {
-    let toolchains = usable_toolchains()?;
+    need_sources()?;
     ensure_linker()?;
-
-    let mut failed = Vec::new();
-    for toolchain in &toolchains {
-        match build(toolchain, workspace, target_dir) {
-            Ok(built) => return Ok(built),
-            Err(error) => {
-                eprintln!("build-ebpf: {} cannot build the programs: {error:#}", toolchain.describe());
-                failed.push(toolchain.describe());
-            }
-        }
-    }
-    bail!(
-        "the programs could not be built with {}; the compiler's messages are above",
-        failed.join(", nor with ")
-    )
+    run_command(&mut cargo("build", workspace, target_dir)?)
+        .context("the programs could not be built; the compiler's messages are above")?;
+    Ok(build_dir(target_dir).join(TRIPLE).join("release").join("tunnel-ebpf"))
 }
 
-fn usable_toolchains() -> Result<Vec<Toolchain>> {
-    let candidates = [Toolchain::Active, Toolchain::Rustup("stable"), Toolchain::Rustup("nightly")];
-    let usable = |toolchains: &[Toolchain]| -> Vec<Toolchain> {
-        toolchains.iter().filter(|toolchain| toolchain.has_sources()).cloned().collect()
-    };
-    let found = usable(&candidates);
-    if !found.is_empty() {
-        return Ok(found);
+/// Installs the sources of Rust's library if this toolchain lacks them. Another toolchain is not used: it may compile another object.
+fn need_sources() -> Result<()> {
+    let are_there =
+        || -> Result<bool> { Ok(sysroot()?.join("lib/rustlib/src/rust/library/core/Cargo.toml").exists()) };
+    if are_there()? {
+        return Ok(());
     }
-    eprintln!("build-ebpf: no toolchain has rust-src: running `rustup component add rust-src`");
+    eprintln!("build-ebpf: this toolchain has no rust-src: running `rustup component add rust-src`");
     run_command(Command::new("rustup").args(["component", "add", "rust-src"]))
-        .context("no toolchain has rust-src; install rustup")?;
-    let found = usable(&candidates);
-    if found.is_empty() {
-        bail!("rust-src was installed, but no toolchain shows it; check `rustup show`");
+        .context("this toolchain has no rust-src; install rustup")?;
+    ensure!(are_there()?, "rust-src was installed, but this toolchain does not show it; check `rustup show`");
+    Ok(())
+}
+
+/// Cargo without its settings for xtask itself, or those of the user for host builds: they must not reach a BPF build.
+fn without_settings() -> Command {
+    let mut command = command::cargo();
+    for name in [
+        "RUSTFLAGS",
+        "CARGO_ENCODED_RUSTFLAGS",
+        "CARGO_BUILD_TARGET",
+        "RUSTC_WRAPPER",
+        "CARGO_BUILD_RUSTFLAGS",
+    ] {
+        command.env_remove(name);
     }
-    Ok(found)
+    command
 }
 
 /// PATH with cargo's own bin directory, where `cargo install` puts the linker.
@@ -135,7 +77,7 @@ fn ensure_linker() -> Result<()> {
         return Ok(());
     }
     eprintln!("build-ebpf: bpf-linker is missing: installing it takes a few minutes");
-    let mut command = Toolchain::Active.command("cargo");
+    let mut command = without_settings();
     command.args(["install", "bpf-linker", "--version", BPF_LINKER_VERSION, "--locked"]);
     // A separate host build, without this workspace's settings.
     run_command(command.env_remove("RUSTC_BOOTSTRAP").env_remove("CARGO_TARGET_DIR").current_dir("/"))
@@ -145,9 +87,8 @@ fn ensure_linker() -> Result<()> {
 pub(crate) fn clippy() -> Result<()> {
     let workspace = root();
     let target_dir = target_dir()?;
-    let toolchains = usable_toolchains()?;
-    let toolchain = toolchains.first().context("no usable toolchain")?;
-    run_command(cargo(toolchain, "clippy", &workspace, &target_dir)?.args(["--", "-D", "warnings"]))
+    need_sources()?;
+    run_command(cargo("clippy", &workspace, &target_dir)?.args(["--", "-D", "warnings"]))
 }
 
 /// BPF target with the byte order of the machine that the programs will run on, which is this one.
@@ -159,8 +100,8 @@ fn build_dir(target_dir: &Path) -> PathBuf {
 }
 
 /// `cargo <subcommand>` for the programs.
-fn cargo(toolchain: &Toolchain, subcommand: &str, workspace: &Path, target_dir: &Path) -> Result<Command> {
-    let mut command = toolchain.command("cargo");
+fn cargo(subcommand: &str, workspace: &Path, target_dir: &Path) -> Result<Command> {
+    let mut command = without_settings();
     command
         .args([
             subcommand,
@@ -174,18 +115,13 @@ fn cargo(toolchain: &Toolchain, subcommand: &str, workspace: &Path, target_dir: 
         ])
         .arg("--target-dir")
         .arg(build_dir(target_dir))
+        .env("RUSTC_BOOTSTRAP", "1")
         // bpf-linker optimises the whole program itself.
         .env("CARGO_PROFILE_RELEASE_LTO", "off")
         .env("PATH", path_with_cargo_bin()?)
         .current_dir(workspace)
         .stdout(Stdio::null());
     Ok(command)
-}
-
-/// Compiles the programs and returns the path of the object.
-fn build(toolchain: &Toolchain, workspace: &Path, target_dir: &Path) -> Result<PathBuf> {
-    run_command(&mut cargo(toolchain, "build", workspace, target_dir)?)?;
-    Ok(build_dir(target_dir).join(TRIPLE).join("release").join("tunnel-ebpf"))
 }
 
 /// Copies the object and its sources' fingerprint to where the server's build script looks.

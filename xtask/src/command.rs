@@ -180,13 +180,23 @@ pub(crate) fn shown(command: &Command) -> String {
     text
 }
 
-/// Installs a cargo subcommand if it is missing, and prints that.
+/// Installs a cargo subcommand if it is missing or of another version, and prints that. The files that it makes, such as SBOMs, are
+/// those of one version.
 pub(crate) fn need_cargo_tool(name: &str, version: &str) -> Result<()> {
     let subcommand = name.trim_start_matches("cargo-");
-    if succeeds(cargo().args([subcommand, "--version"])) {
+    let is_there = || {
+        let installed = output(cargo().args([subcommand, "--version"])).unwrap_or_default();
+        is_version(&installed, version)
+    };
+    if is_there() {
         return Ok(());
     }
-    install(name, version, &["--locked"])
+    install(name, version, &["--locked"])?;
+    ensure!(
+        is_there(),
+        "{name} {version} was installed, but `cargo {subcommand} --version` shows another one: PATH has it in an earlier folder"
+    );
+    Ok(())
 }
 
 /// Returns the path of a program that is installed beside cargo's other tools if it is missing there, or of another version: that
@@ -225,6 +235,7 @@ mod tests {
     #[test]
     fn a_program_of_another_version_does_not_count() {
         assert!(is_version("mdbook v0.5.4\n", "0.5.4"));
+        assert!(is_version("cargo-cyclonedx-cyclonedx 0.5.9\n", "0.5.9"));
         assert!(!is_version("mdbook v0.5.40\n", "0.5.4"));
         assert!(!is_version("", "0.5.4"));
     }

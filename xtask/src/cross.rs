@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
 use clap::ValueEnum;
+use memchr::memmem;
 
 use crate::command::{cargo, cargo_home, default_packages, output, program, root, run, succeeds, target_dir};
 use crate::{cache, files, packages};
@@ -144,7 +145,8 @@ fn strip_debug(from: &Path, to: &Path) -> Result<()> {
     run(objcopy.arg("--strip-debug").arg(from).arg(to))
 }
 
-fn sysroot() -> Result<PathBuf> {
+/// The folder of the toolchain.
+pub(crate) fn sysroot() -> Result<PathBuf> {
     Ok(PathBuf::from(output(program("rustc").args(["--print", "sysroot"]))?.trim()))
 }
 
@@ -198,15 +200,7 @@ fn keeps_symbols(binary: &Path, bytes: &[u8]) -> Result<()> {
 }
 
 pub(crate) fn contains(bytes: &[u8], wanted: &[u8]) -> bool {
-    let Some((first, _)) = wanted.split_first() else { return true };
-    let mut rest = bytes;
-    while let Some(at) = rest.iter().position(|byte| byte == first) {
-        if rest[at..].starts_with(wanted) {
-            return true;
-        }
-        rest = &rest[at + 1..];
-    }
-    false
+    memmem::find(bytes, wanted).is_some()
 }
 
 /// The folder with cargo-zigbuild and zig, which pip installs.

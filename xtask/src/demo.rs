@@ -44,23 +44,6 @@ fn run_program(demo: &Path, kubernetes: bool, arguments: &[&str]) -> Result<Exit
     run_in_foreground(&mut command)
 }
 
-/// Steps of a demo, in order; the last is the demo itself.
-const STEPS: [&str; 4] =
-    ["Debian's packages", "the eBPF programs", "tunnel-server, tunnel-agent and the demo", "the demo"];
-
-/// Prints the step that begins and those that follow. The first time, compiling takes minutes.
-fn begin(step: usize) {
-    println!("{}", announced(step));
-}
-
-fn announced(step: usize) -> String {
-    let left = match STEPS.get(step..).unwrap_or_default() {
-        [] => String::new(),
-        left => format!("; then {}", left.join(", ")),
-    };
-    format!("\n=== {step} of {}: {}{left}", STEPS.len(), STEPS[step - 1])
-}
-
 pub(crate) fn run_demo(options: &Options) -> Result<ExitCode> {
     ensure!(
         is_root(),
@@ -71,27 +54,23 @@ pub(crate) fn run_demo(options: &Options) -> Result<ExitCode> {
         build_as(PROFILE, &["postern-demo"])?;
         return run_program(&demo, false, &["--remove"]);
     }
-    begin(1);
+    // With the steps that are left: the first time, compiling takes minutes.
+    println!(
+        "\n=== 1 of 4: Debian's packages; then the eBPF programs, tunnel-server, tunnel-agent and the demo, the demo"
+    );
     install(options.kubernetes)?;
-    begin(2);
+    println!("\n=== 2 of 4: the eBPF programs; then tunnel-server, tunnel-agent and the demo, the demo");
     build_ebpf::run()?;
-    begin(3);
+    println!("\n=== 3 of 4: tunnel-server, tunnel-agent and the demo; then the demo");
     // In one command: built one after the other, packages have other features, and libraries are compiled twice.
     build_as(PROFILE, &[PROGRAMS, &["postern-demo"]].concat())?;
-    begin(4);
+    println!("\n=== 4 of 4: the demo");
     run_program(&demo, options.kubernetes, if options.keep { &["--keep"] } else { &[] })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn each_step_says_what_is_left() {
-        let first = "\n=== 1 of 4: Debian's packages; then the eBPF programs, tunnel-server, tunnel-agent and the demo, the demo";
-        assert_eq!(announced(1), first);
-        assert_eq!(announced(STEPS.len()), "\n=== 4 of 4: the demo");
-    }
 
     #[test]
     fn cargo_has_the_profile() {

@@ -1,7 +1,8 @@
 //! Fuzz targets: parsers that meet the network, and state machines that others drive, in fuzz/ (cargo-fuzz's layout).
 use std::process::{Command, ExitCode};
+use std::thread;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 
 use crate::archive::pack;
 use crate::command::{cargo, end_of, need_cargo_tool, root, run, shown, target_dir};
@@ -118,6 +119,19 @@ pub(crate) fn run_target(target: &str, seconds: u32, quietly: bool) -> Result<()
     ensure!(count > 0, "`{}` tried no input:\n{}", shown(&command), end_of(&said));
     println!("{}: {count} inputs in {seconds} s", name_of(target));
     Ok(())
+}
+
+/// Runs these targets, two at a time: each has one thread. Returns a result for each.
+pub(crate) fn in_pairs(targets: &[String], run: impl Fn(&str) -> Result<()> + Sync) -> Vec<Result<()>> {
+    let (run, mut results) = (&run, Vec::new());
+    for pair in targets.chunks(2) {
+        thread::scope(|scope| {
+            let runs: Vec<_> = pair.iter().map(|target| scope.spawn(move || run(target))).collect();
+            let panicked = |_| Err(anyhow!("its thread has panicked"));
+            results.extend(runs.into_iter().map(|run| run.join().unwrap_or_else(panicked)));
+        });
+    }
+    results
 }
 
 /// `cargo fuzz SUBCOMMAND`. The code is safe Rust (`forbid(unsafe_code)`), so the targets run without a sanitizer:

@@ -6,33 +6,22 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::command::{cargo, cargo_home, need_cargo_tool, output, program, root, run};
+use crate::command::{self, Package, cargo, cargo_home, need_cargo_tool, output, program, root, run};
 use crate::tally::Tally;
 use crate::{build_ebpf, cache, circles, files, one_shot, packages};
 
 const DENY_VERSION: &str = "0.20.2";
 /// Time for which the advisory database may be missing; that for which a copy counts is in deny.toml.
 const LIMIT: Duration = Duration::from_secs(30 * 24 * 60 * 60);
-/// Crates whose modules must not import each other in circles.
-const LAYERED: &[&str] = &[
-    "tunnel-abi",
-    "tunnel-ebpf",
-    "tunnel-runtime",
-    "tunnel-link",
-    "tunnel-kube",
-    "tunnel-pki",
-    "tunnel-doctor",
-    "tunnel-routing",
-    "tunnel-redirect",
-    "tunnel-server",
-    "tunnel-agent",
-    "xtask",
-];
 
 pub(crate) fn run_lint(tally: &mut Tally) -> Result<()> {
     run(cargo().args(["fmt", "--all", "--", "--check"]))?;
-    println!("import circles: {}", LAYERED.join(", "));
-    let folders: Vec<_> = LAYERED.iter().map(|name| root().join(name)).collect();
+    // The product's crates, and this one.
+    let is_layered = |package: &Package| package.name.starts_with("tunnel-") || package.name == "xtask";
+    let layered = command::packages()?.into_iter().filter(is_layered);
+    let folders: Vec<_> = layered.map(|package| package.folder).collect();
+    let names: Vec<_> = folders.iter().map(|folder| files::file_name(folder)).collect();
+    println!("import circles: {}", names.join(", "));
     circles::check(&folders)?;
     one_shot::check(&root().join("tests/scenarios/src"))?;
     let mut clippy = cargo();

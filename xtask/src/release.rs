@@ -168,26 +168,14 @@ fn manifests(out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The Helm chart, and an OCI archive of it for registries. helm stores the current time with every file, so it is packed a second time with the commit's.
+/// The Helm chart, and an OCI archive of it for registries. `helm package` would store the present time with every file.
 fn chart(out: &Path, source: &Source) -> Result<[PathBuf; 2]> {
     let helm = peers::build(Peer::Helm)?.join("helm");
-    let chart = root().join("deploy/helm/postern");
-    let dir = tempfile::tempdir().context("a folder for the chart")?;
-    run(program(&helm).args(["lint", "--strict"]).arg(&chart))?;
-    run(program(&helm).arg("package").arg(&chart).arg("--destination").arg(dir.path()))?;
-    let packed = packages_in(dir.path())?;
-    let name = packed.file_name().unwrap_or_default().to_owned();
-    let contents = dir.path().join("contents");
-    fs::create_dir(&contents).context("a folder for the chart's files")?;
-    run(program("tar")
-        // helm rounds times up: of a file that is this second's, tar would warn.
-        .args(["--extract", "--gzip", "--touch", "--file"])
-        .arg(&packed)
-        .arg("--directory")
-        .arg(&contents))?;
-    let archive = out.join(&name);
-    pack(source.epoch, &contents, &archive, &["postern"])?;
-    // Fails unless the new archive is a chart.
+    let charts = root().join("deploy/helm");
+    run(program(&helm).args(["lint", "--strict"]).arg(charts.join("postern")))?;
+    let archive = out.join(format!("postern-{VERSION}.tgz"));
+    pack(source.epoch, &charts, &archive, &["postern"])?;
+    // Fails unless the archive is a chart.
     let metadata = output(program(&helm).args(["show", "chart"]).arg(&archive))?;
     let metadata = serde_saphyr::from_str(&metadata).context("Chart.yaml")?;
     let layout = out.join(format!("postern-chart-{VERSION}.oci.tar"));
@@ -209,15 +197,9 @@ pub(crate) fn check() -> Result<()> {
         .args(["pull", "--plain-http", "--version", VERSION, "--destination"])
         .arg(pulled.path())
         .arg(format!("oci://{}/postern", registry.address)))?;
-    let pulled = files::bytes(&packages_in(pulled.path())?)?;
-    ensure!(pulled == files::bytes(&packed)?, "helm pulled another chart");
+    let archive = files::paths_in(pulled.path())?.pop().context("helm pulled nothing")?;
+    ensure!(files::bytes(&archive)? == files::bytes(&packed)?, "helm pulled another chart");
     deb_rpm::check(dir.path(), source.epoch)
-}
-
-fn packages_in(folder: &Path) -> Result<PathBuf> {
-    let mut paths = files::paths_in(folder)?.into_iter();
-    let found = paths.find(|path| path.extension().is_some_and(|extension| extension == "tgz"));
-    found.context("helm package wrote no .tgz")
 }
 
 /// Checksums of the files in a folder, in the format of `sha256sum --check`.

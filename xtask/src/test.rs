@@ -138,8 +138,7 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
         let result = beside.finish().map(|took| println!("{took}"));
         tally.step("what was built beside the scenarios", result);
     }
-    run_fuzz(options, beside.as_ref(), &mut tally)?;
-    run_mutants(options, beside.as_ref(), &mut tally);
+    run_fuzz_and_mutants(options, beside.as_ref(), &mut tally)?;
     skip_the_rest(options, &scenarios, &mut tally)?;
     tally.report(options.kind());
     ensure!(tally.passed + tally.failed > 0, "no test has a name with {:?}", options.names.given());
@@ -403,62 +402,52 @@ fn run_kernel(options: &Options, tally: &mut Tally) {
     }
 }
 
-fn run_fuzz(options: &Options, beside: Option<&Beside>, tally: &mut Tally) -> Result<()> {
-    let targets = fuzz::targets()?;
-    let chosen: Vec<_> = targets.into_iter().filter(|target| options.runs(&fuzz::name_of(target))).collect();
-    if chosen.is_empty() {
-        return Ok(());
-    }
+/// Runs the fuzz targets and the mutation tests, unless they have run beside the scenarios.
+fn run_fuzz_and_mutants(options: &Options, beside: Option<&Beside>, tally: &mut Tally) -> Result<()> {
+    let mut targets = fuzz::targets()?;
+    targets.retain(|target| options.runs(&fuzz::name_of(target)));
+    let groups: Vec<_> = mutants::quick().filter(|(name, _)| options.runs(name)).collect();
     if let Some(beside) = beside {
-        for target in chosen {
-            let name = fuzz::name_of(&target);
+        let fuzzed = targets.iter().map(|target| fuzz::name_of(target));
+        for name in fuzzed.chain(groups.into_iter().map(|(name, _)| name)) {
             tally.step(&name, beside.result(&name));
         }
         return Ok(());
     }
-    tally.heading(&format!("fuzz targets, {FUZZ_SECONDS} s each: {}", chosen.join(", ")));
-    if let Err(error) = fuzz::prepare() {
-        eprintln!("fuzz: {error:#}");
-        for target in chosen {
-            tally.fail(format!("{} (not built)", fuzz::name_of(&target)));
-        }
-        return Ok(());
+    if !targets.is_empty() {
+        run_fuzz(&targets, tally);
     }
-    // Two at a time: each has one thread.
-    for pair in chosen.chunks(2) {
-        let run = |target| fuzz::run_target(target, FUZZ_SECONDS, true);
-        let results: Vec<_> = thread::scope(|scope| {
-            let threads: Vec<_> = pair.iter().map(|target| scope.spawn(move || run(target))).collect();
-            threads.into_iter().map(thread::ScopedJoinHandle::join).collect()
-        });
-        for (target, result) in pair.iter().zip(results) {
-            let result = result.unwrap_or_else(|_| Err(anyhow!("its thread has panicked")));
-            tally.step(&fuzz::name_of(target), result);
-        }
+    if !groups.is_empty() {
+        run_mutants(&groups, tally);
     }
     Ok(())
 }
 
-fn run_mutants(options: &Options, beside: Option<&Beside>, tally: &mut Tally) {
-    let chosen: Vec<_> = mutants::quick().filter(|(name, _)| options.runs(name)).collect();
-    if chosen.is_empty() {
-        return;
-    }
-    if let Some(beside) = beside {
-        for (name, _) in chosen {
-            tally.step(&name, beside.result(&name));
+fn run_fuzz(targets: &[String], tally: &mut Tally) {
+    tally.heading(&format!("fuzz targets, {FUZZ_SECONDS} s each: {}", targets.join(", ")));
+    if let Err(error) = fuzz::prepare() {
+        eprintln!("fuzz: {error:#}");
+        for target in targets {
+            tally.fail(format!("{} (not built)", fuzz::name_of(target)));
         }
         return;
     }
-    let names: Vec<_> = chosen.iter().map(|(name, _)| name.as_str()).collect();
+    let results = fuzz::in_pairs(targets, |target| fuzz::run_target(target, FUZZ_SECONDS, true));
+    for (target, result) in targets.iter().zip(results) {
+        tally.step(&fuzz::name_of(target), result);
+    }
+}
+
+fn run_mutants(groups: &[(String, &mutants::Group)], tally: &mut Tally) {
+    let names: Vec<_> = groups.iter().map(|(name, _)| name.as_str()).collect();
     tally.heading(&format!("mutation tests: {}", names.join(", ")));
     let prepared = mutants::prepare();
     if let Err(error) = &prepared {
         eprintln!("mutants: {error:#}");
     }
-    for (name, group) in chosen {
+    for (name, group) in groups {
         match prepared {
-            Ok(()) => tally.step(&name, mutants::run_quick(group)),
+            Ok(()) => tally.step(name, mutants::run_quick(group)),
             Err(_) => tally.fail(format!("{name} (not started)")),
         }
     }

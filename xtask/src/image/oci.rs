@@ -1,7 +1,6 @@
 //! An OCI archive: `oci-layout`, `index.json` and blobs. It names one index, with an image for each architecture, and refers each
 //! image's SBOM to it. A pure function of its inputs: no times, no owners, sorted.
 use std::collections::BTreeMap;
-use std::io::Write as _;
 
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
@@ -59,11 +58,7 @@ impl Layout {
         for (digest, bytes) in self.blobs {
             files.insert(format!("blobs/sha256/{}", digest.trim_start_matches("sha256:")), bytes);
         }
-        let mut archive = Archive::default();
-        for (path, bytes) in &files {
-            archive.add(path, 0o644, bytes)?;
-        }
-        archive.finish()
+        packed(&files, 0o644)
     }
 }
 
@@ -121,12 +116,8 @@ fn annotations(common: &Common) -> Value {
 }
 
 fn image(layout: &mut Layout, common: &Common, platform: &Platform) -> Result<Value> {
-    let mut layer = Archive::default();
-    for (path, bytes) in &platform.files {
-        layer.add(path, 0o755, bytes)?;
-    }
     // Not compressed: tools that push it do that, and containerd imports it as it is.
-    let layer = layout.add("application/vnd.oci.image.layer.v1.tar", layer.finish()?);
+    let layer = layout.add("application/vnd.oci.image.layer.v1.tar", packed(&platform.files, 0o755)?);
     let configuration = json!({
         "created": common.created,
         "architecture": platform.architecture,
@@ -184,31 +175,19 @@ pub(crate) fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// A tar without times and owners.
-pub(crate) struct Archive(tar::Builder<Vec<u8>>);
-
-impl Default for Archive {
-    fn default() -> Self {
-        Self(tar::Builder::new(Vec::new()))
-    }
-}
-
-impl Archive {
-    pub(crate) fn add(&mut self, path: &str, mode: u32, bytes: &[u8]) -> Result<()> {
+/// A tar of files by their paths, without times and owners.
+fn packed(files: &BTreeMap<String, Vec<u8>>, mode: u32) -> Result<Vec<u8>> {
+    let mut archive = tar::Builder::new(Vec::new());
+    for (path, bytes) in files {
         let mut header = tar::Header::new_ustar();
         header.set_mode(mode);
         header.set_size(bytes.len() as u64);
         header.set_mtime(0);
         header.set_uid(0);
         header.set_gid(0);
-        self.0.append_data(&mut header, path, bytes).with_context(|| format!("adding {path}"))
+        archive.append_data(&mut header, path, bytes.as_slice()).with_context(|| format!("adding {path}"))?;
     }
-
-    pub(crate) fn finish(self) -> Result<Vec<u8>> {
-        let mut bytes = self.0.into_inner().context("ending the archive")?;
-        bytes.flush().context("ending the archive")?;
-        Ok(bytes)
-    }
+    archive.into_inner().context("ending the archive")
 }
 
 #[cfg(test)]
