@@ -181,8 +181,8 @@ pub fn foreign_tls(
     Ok(Arc::new(config))
 }
 
-/// TLS 1.3 for an enrolment by token, without a client certificate: the server also presents the CA certificate, whose key must have the hash
-/// `ca_hash`. The name [`SERVER_NAME`], dates and usage are checked as usual. ALPN `h2`.
+/// TLS 1.3 for an enrolment by token, without a client certificate: the server also presents the CA certificate, whose key
+/// must have the hash `ca_hash`. The name [`SERVER_NAME`], dates and usage are checked as usual. ALPN `h2`.
 ///
 /// # Errors
 /// Fails if `ca_hash` is malformed.

@@ -20,7 +20,7 @@ use tunnel_runtime::text::printable;
 use super::error::{RelayError, Side};
 use super::frame::{Deframer, FrameError};
 use super::outward::InwardProgress;
-use super::tcp::Relay;
+use super::parameters::Relay;
 use super::{GRPC_STATUS, TARGET_RESET};
 use crate::link::{Flow, Taken};
 use crate::tcp_info::sent_nothing_for;

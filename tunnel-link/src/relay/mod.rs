@@ -8,6 +8,7 @@ mod frame;
 mod inward;
 mod metrics;
 mod outward;
+mod parameters;
 mod pipe;
 mod pump;
 mod quiet;
@@ -22,13 +23,13 @@ pub use forward::{Ended, Forward};
 pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};
 pub use metrics::register_stalled;
 pub use outward::{SMALL_READ, next_size, status};
+pub use parameters::Relay;
 pub use pipe::{Pipe, PipeEnd, PipeStatus, TunnelStream, pipe, pipe_of_client};
 pub use quiet::{ENDING, Relaying, end_quiet};
 pub use socket::{
     connect_target, end_on_drop, flushed, listen, listen_on, lost, prepare_socket, reset_on_drop, tune_socket,
 };
 pub use stall::{Abort, StallBound, StallBudget, StallTicket};
-pub use tcp::Relay;
 pub use traffic::{Totals, Traffic, Waiting};
 
 /// The path of the Relay method (gRPC over HTTP/2: `/package.Service/Method`).

@@ -20,8 +20,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::copy::copy;
 use super::error::{RelayError, Side};
+use super::parameters::Relay;
 use super::stall::{Abort, StallBound};
-use super::tcp::Relay;
 use super::traffic::Traffic;
 use crate::link::Flow;
 use crate::outcome::Outcome;

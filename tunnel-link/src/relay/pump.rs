@@ -20,7 +20,7 @@ use super::error::{RelayError, Side};
 use super::frame::{FrameError, HEADER_LEN, header};
 use super::inward::{discard, ended_well};
 use super::outward::{Room, SMALL_READ, SMALL_SEGMENT, paced, send_error, status, stream_reset};
-use super::tcp::Relay;
+use super::parameters::Relay;
 use crate::link::Bulk;
 use crate::outcome::Outcome;
 

@@ -5,7 +5,6 @@
 //! has taken, so a receiver that does not read stops only its own stream.
 
 use std::future::Future;
-use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,29 +14,12 @@ use tokio::net::TcpStream;
 use super::error::{RelayError, Side};
 use super::inward::Inward;
 use super::outward::{InwardProgress, Outward, Sent};
+use super::parameters::Relay;
 use super::socket::{end_on_drop, flushed};
-use super::stall::{Abort, StallBound};
-use super::traffic::Traffic;
-use crate::link::Flow;
 use crate::outcome::Outcome;
 
 /// Maximum time for a client to take what was written before the server or the agent stopped.
 const LAST_BYTES: Duration = Duration::from_millis(500);
-
-/// Parameters for relaying a connection, besides its client and its stream.
-#[derive(Debug)]
-pub struct Relay<'a> {
-    /// The end of the tunnel that this is.
-    pub side: Side,
-    /// Path estimates of the link.
-    pub flow: &'a Flow,
-    /// The link's limit on receivers that do not read.
-    pub stalls: &'a StallBound,
-    /// Ends this connection from outside.
-    pub abort: &'a Arc<Abort>,
-    /// Counts the bytes.
-    pub traffic: &'a Traffic,
-}
 
 impl Relay<'_> {
     /// Relays both ways until both directions have ended. `socket` has been through [`super::prepare_socket`].
