@@ -21,10 +21,6 @@ pub(crate) enum Peer {
     KonnectivityHttp,
     /// Postern's data path on tonic instead of h2.
     Tonic,
-    /// Connections relayed by QUIC, with CUBIC.
-    Quic,
-    /// The same with quinn's BBR.
-    QuicBbr,
     /// One DNAT rule for each node.
     Iptables,
     /// This project, with its redirect on.
@@ -35,7 +31,7 @@ pub(crate) enum Peer {
 
 impl Peer {
     /// All, in the order of the columns.
-    pub(crate) const ALL: [Self; 12] = [
+    pub(crate) const ALL: [Self; 10] = [
         Self::Direct,
         Self::Haproxy,
         Self::HaproxyTuned,
@@ -43,8 +39,6 @@ impl Peer {
         Self::KonnectivityGrpc,
         Self::KonnectivityHttp,
         Self::Tonic,
-        Self::Quic,
-        Self::QuicBbr,
         Self::Iptables,
         Self::Postern,
         Self::PosternForwarded,
@@ -64,20 +58,15 @@ impl Peer {
     ];
 
     /// Peers that are measured over wide-area paths.
-    pub(crate) const FAR: [Self; 9] = [
+    pub(crate) const FAR: [Self; 7] = [
         Self::Direct,
         Self::Haproxy,
         Self::HaproxyTuned,
         Self::Rathole,
         Self::KonnectivityGrpc,
         Self::KonnectivityHttp,
-        Self::Quic,
-        Self::QuicBbr,
         Self::Postern,
     ];
-
-    /// Experiments: measured when they are named.
-    pub(crate) const NAMED: [Self; 2] = [Self::Quic, Self::QuicBbr];
 
     /// konnectivity's two modes.
     pub(crate) const KONNECTIVITY: [Self; 2] = [Self::KonnectivityGrpc, Self::KonnectivityHttp];
@@ -95,8 +84,6 @@ impl Peer {
             Self::KonnectivityGrpc => "konnectivity-grpc",
             Self::KonnectivityHttp => "konnectivity-http",
             Self::Tonic => "tonic",
-            Self::Quic => "quic",
-            Self::QuicBbr => "quic-bbr",
             Self::Iptables => "iptables",
             Self::Postern => "postern",
             Self::PosternForwarded => "postern-forwarded",
@@ -113,8 +100,6 @@ impl Peer {
             Self::KonnectivityGrpc => "konnectivity grpc",
             Self::KonnectivityHttp => "konnectivity http-connect",
             Self::Tonic => "tonic on the data path",
-            Self::Quic => "QUIC, CUBIC",
-            Self::QuicBbr => "QUIC, BBR",
             Self::Iptables => "iptables DNAT",
             Self::Postern => "Postern",
             Self::PosternForwarded => "Postern, forwarded",

@@ -4,7 +4,6 @@
 #![forbid(unsafe_code)]
 
 mod accept;
-mod by_quic;
 mod by_tonic;
 mod catalogue;
 mod connect;
@@ -45,7 +44,7 @@ use record::Record;
 const EDGES: u8 = 2;
 const LIMIT: Duration = Duration::from_secs(4 * 3600);
 
-/// See [`Options`]; `--run ID …`, `--target`, `--fleet …`, `--tonic-… …` and `--quic-… …` are for the processes that it starts itself.
+/// See [`Options`]; `--run ID …`, `--target`, `--fleet …` and `--tonic-… …` are for the processes that it starts itself.
 fn main() -> ExitCode {
     let args: Vec<OsString> = std::env::args_os().skip(1).collect();
     let rest = args.get(1..).unwrap_or_default();
@@ -54,8 +53,6 @@ fn main() -> ExitCode {
         Some("--fleet") => fleet::run(rest).map(|()| ExitCode::SUCCESS),
         Some("--tonic-cloud") => by_tonic::cloud::run(rest).map(|()| ExitCode::SUCCESS),
         Some("--tonic-edge") => by_tonic::edge::run(rest).map(|()| ExitCode::SUCCESS),
-        Some("--quic-cloud") => by_quic::cloud::run(rest).map(|()| ExitCode::SUCCESS),
-        Some("--quic-edge") => by_quic::edge::run(rest).map(|()| ExitCode::SUCCESS),
         Some("--run") => work(rest).map(|()| ExitCode::SUCCESS),
         _ => supervise(&args),
     };

@@ -141,8 +141,7 @@ impl Options {
     }
 
     pub(crate) fn wants_peer(&self, peer: Peer) -> bool {
-        let by_default = || self.peers.is_empty() && (self.smoke || !Peer::NAMED.contains(&peer));
-        self.peers.contains(&peer) || by_default()
+        self.peers.is_empty() || self.peers.contains(&peer)
     }
 }
 
@@ -165,8 +164,7 @@ mod tests {
     fn only_restricts_groups_and_peers() {
         let all = parse(&[]).unwrap();
         assert!(Group::ALL.into_iter().all(|group| all.wants_group(group)) && all.rounds == ROUNDS);
-        assert!(all.wants_peer(Peer::Tonic) && !all.wants_peer(Peer::Quic));
-        assert!(parse(&["--only", "quic"]).unwrap().wants_peer(Peer::Quic));
+        assert!(Peer::ALL.into_iter().all(|peer| all.wants_peer(peer)));
         let some = parse(&["--only", "bulk", "--only", "postern", "--only", "held", "--smoke"]).unwrap();
         assert!(some.wants_group(Group::Bulk) && some.wants_group(Group::Held));
         assert!(!some.wants_group(Group::Beside) && !some.wants_peer(Peer::Direct));

@@ -4,7 +4,7 @@ use std::fs;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result, ensure};
-use postern_testbed::process::{Process, StatField, stat_field};
+use postern_testbed::process::{Process, StatField, resident_bytes_of, stat_field};
 
 use crate::load::as_f64;
 
@@ -31,11 +31,7 @@ impl Part {
 pub(crate) fn resident(parts: &[Part]) -> Result<(f64, f64)> {
     let mut sums = (0.0, 0.0);
     for part in parts {
-        let path = format!("/proc/{}/status", part.pid);
-        let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
-        let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-        let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok());
-        let megabytes = kib.with_context(|| format!("no VmRSS in {path}"))? * 1024.0 / 1e6;
+        let megabytes = as_f64(resident_bytes_of(part.pid)?) / 1e6;
         match part.side {
             Side::Cloud => sums.0 += megabytes,
             Side::Edge => sums.1 += megabytes,

@@ -28,8 +28,8 @@ use tunnel_pki::enrol::{EnrollConfig, EnrollError, ensure_identity};
 use tunnel_pki::{ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, Holder, agent_tls, refusal, server_name};
 use tunnel_runtime::NodeName;
 use tunnel_server::pki::{
-    Ca, EnrollPolicy, EnrollService, KnownNodes, Lifetimes, PkiMetrics, Revocations, ServerCertificate,
-    ServerNames, Standing, TokenStore,
+    Ca, EnrollPolicy, EnrollService, KnownNodes, Lifetimes, PkiMetrics, Revocation, Revocations,
+    ServerCertificate, ServerNames, Standing, TokenStore,
 };
 
 /// Only a program that hangs takes this long.
@@ -184,6 +184,12 @@ impl TestServer {
         let identity = enroll(&config).await.unwrap();
         (config, identity)
     }
+}
+
+/// Makes this record the only one that a server knows.
+pub(crate) fn publish(revocations: &watch::Sender<Arc<Revocations>>, record: Revocation) {
+    let records = [(record.subject.clone(), record)].into();
+    revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
 }
 
 pub(crate) async fn enroll(config: &EnrollConfig) -> Result<AgentIdentity, EnrollError> {

@@ -18,9 +18,9 @@ use tunnel_pki::{
     ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, AgentIdentity, Holder, PrivateKey, TrustBundle, agent_tls, create_csr,
 };
 use tunnel_routing::inventory::{Inventory, Selector, parse};
-use tunnel_server::pki::{Revocation, Revocations};
+use tunnel_server::pki::Revocation;
 
-use crate::harness::{DEADLINE, TestServer, client, connect, enroll, eventually, node};
+use crate::harness::{DEADLINE, TestServer, client, connect, enroll, eventually, node, publish};
 use crate::kubernetes::Port;
 
 fn token(server: &TestServer, holder: Holder) -> String {
@@ -118,8 +118,7 @@ async fn nothing_but_passing_on() {
 
     // Revoked, its link ends, and the next is refused with the reason.
     let record = Revocation::revoke(None, &node("cloud-2"), Timestamp::now());
-    let records = [(record.subject.clone(), record)].into();
-    port.revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
+    publish(&port.revocations, record);
     let ended = async { while let Ok(Some(_)) = told.message().await {} };
     tokio::time::timeout(DEADLINE, ended).await.expect("the link ends");
     let refused = watch(&port, &identity).await.expect_err("it is refused");

@@ -13,9 +13,9 @@ use tokio_rustls::client::TlsStream;
 use tunnel_pki::{
     ALPN_EDGE, ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, agent_tls, concerns_certificates, pinned_tls,
 };
-use tunnel_server::pki::{Lifetimes, PkiMetrics, Revocation, Revocations, ServerCertificate, ServerNames};
+use tunnel_server::pki::{Lifetimes, PkiMetrics, Revocation, ServerCertificate, ServerNames};
 
-use crate::harness::{DEADLINE, TestServer, connect, eventually, node};
+use crate::harness::{DEADLINE, TestServer, connect, eventually, node, publish};
 use crate::kubernetes::{Port, links};
 
 const FULL: HandshakeKind = HandshakeKind::Full;
@@ -41,11 +41,6 @@ fn resuming(identity: &AgentIdentity, alpn: &[u8]) -> Arc<ClientConfig> {
     let mut tls = ClientConfig::clone(&agent_tls(identity, ALPN_TUNNEL).unwrap());
     tls.alpn_protocols = vec![alpn.to_vec()];
     Arc::new(tls)
-}
-
-fn publish(port: &Port, record: Revocation) {
-    let records = [(record.subject.clone(), record)].into();
-    port.revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
 }
 
 /// Starts an agent that has sessions, which its first link resumes, and waits until that is refused.
@@ -129,7 +124,7 @@ async fn a_revoked_agent_is_refused_when_it_resumes() {
     let identity = Arc::new(identity);
     let port = Port::of(&server, "server-a").await;
     assert_eq!(kind(&port.address, &identity, ALPN_TUNNEL).await, FULL);
-    publish(&port, Revocation::revoke(None, &node("edge-1"), Timestamp::now()));
+    publish(&port.revocations, Revocation::revoke(None, &node("edge-1"), Timestamp::now()));
     is_refused(&server, &port, &identity, "revoked").await;
 }
 

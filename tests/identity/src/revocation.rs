@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use jiff::Timestamp;
-use rcgen::{CertificateParams, DistinguishedName, KeyPair};
+use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair};
 use serde_json::json;
 use tonic::{Code, Status};
 use tunnel_link::proto::RenewRequest;
 use tunnel_pki::{ALPN_GRPC, AgentIdentity, Holder, PrivateKey, agent_tls, create_csr};
 use tunnel_routing::inventory::{self, Inventory, Selector};
-use tunnel_server::pki::{Lifetimes, Revocation, Revocations};
+use tunnel_server::pki::{Lifetimes, Revocation};
 
-use crate::harness::{TestServer, client, enroll, node};
+use crate::harness::{TestServer, client, enroll, node, publish};
 
 /// Asks for a renewal, as anyone with the identity's key can.
 async fn renew(server: &TestServer, identity: &AgentIdentity, csr: Vec<u8>) -> Result<(), Status> {
@@ -29,11 +29,6 @@ fn known(name: &str) -> Option<Arc<Inventory>> {
     Some(Arc::new(inventory::parse(&node.to_string(), &Selector::default()).unwrap()))
 }
 
-fn publish(server: &TestServer, record: Revocation) {
-    let records = [(record.subject.clone(), record)].into();
-    server.revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn a_copied_identity_never_comes_back() {
     let server = TestServer::start().await;
@@ -42,7 +37,7 @@ async fn a_copied_identity_never_comes_back() {
     renew(&server, &copy, csr()).await.unwrap();
 
     let revoked = Revocation::revoke(None, &node("edge-1"), Timestamp::now());
-    publish(&server, revoked.clone());
+    publish(&server.revocations, revoked.clone());
     let refused = renew(&server, &copy, csr()).await.unwrap_err();
     assert_eq!(refused.code(), Code::PermissionDenied);
     assert!(refused.message().contains("agent readmit edge-1"), "{refused}");
@@ -59,7 +54,7 @@ async fn a_copied_identity_never_comes_back() {
     }
 
     // In the same second: the old certificate stays out, and the new one counts as newer.
-    publish(&server, revoked.readmit(Timestamp::now()).unwrap());
+    publish(&server.revocations, revoked.readmit(Timestamp::now()).unwrap());
     let refused = renew(&server, &copy, csr()).await.unwrap_err();
     assert!(refused.message().contains("older than its readmission"), "{refused}");
     let error = enroll(&server.agent("edge-1", "thief", Some(&unused))).await.unwrap_err();
@@ -103,7 +98,10 @@ async fn a_renewal_may_name_no_other_node_and_ask_for_nothing() {
         params.serialize_request(&KeyPair::generate().unwrap()).unwrap().der().to_vec()
     };
     let own = || Holder::Agent.distinguished_name(&node("edge-1"));
+    let mut name_alone = DistinguishedName::new();
+    name_alone.push(DnType::CommonName, "postern:node:edge-2");
     for (csr, reason) in [
+        (request(name_alone, &[]), "postern:node:edge-2"),
         (
             request(Holder::Agent.distinguished_name(&node("edge-2")), &[]),
             "is for node edge-2, not for edge-1",

@@ -17,7 +17,7 @@ use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::{wait_for, wait_until};
 use postern_testbed::{Testbed, load_target};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tunnel_link::link;
 
@@ -191,23 +191,6 @@ pub(crate) async fn skip(stream: &mut TcpStream, count: usize) -> Result<()> {
     Ok(())
 }
 
-/// Opens `count` connections by [`hold`].
-pub(crate) async fn hold_many(address: SocketAddr, count: usize) -> Result<Vec<TcpStream>> {
-    let mut opening = JoinSet::new();
-    let mut open = Vec::new();
-    for number in 0..count {
-        opening.spawn(async move { hold(address, format!("connection {number}").as_bytes()).await });
-        // The target's backlog is not under test here.
-        if opening.len() >= 100 {
-            open.extend(opening.join_next().await.transpose()?.transpose()?);
-        }
-    }
-    while let Some(stream) = opening.join_next().await {
-        open.push(stream??);
-    }
-    Ok(open)
-}
-
 /// Opens idle connections until `most` of them work or a number of them were refused. Returns the working ones.
 pub(crate) async fn take_all(ns: &Namespace, address: SocketAddr, most: usize) -> Result<Vec<TcpStream>> {
     let (mut held, mut refused) = (Vec::new(), 0);
@@ -272,6 +255,26 @@ pub(crate) async fn resets_settled(resets: impl AsyncFn() -> Result<f64>) -> Res
         Ok((now > 0.0 && last.0.elapsed() > span).then_some(()))
     })
     .await
+}
+
+/// Acts as a load balancer at an address until it is dropped: connections go to each of the servers in turn. Returns the
+/// address, of which the port may have been 0.
+pub(crate) async fn balance(at: SocketAddr, servers: Vec<SocketAddr>) -> Result<(SocketAddr, JoinSet<()>)> {
+    let listener = TcpListener::bind(at).await.context("the load balancer's port")?;
+    let address = listener.local_addr()?;
+    let mut balance = JoinSet::new();
+    balance.spawn(async move {
+        for server in servers.into_iter().cycle() {
+            let Ok((mut agent, _)) = listener.accept().await else { return };
+            tokio::spawn(async move {
+                if let Ok(mut server) = TcpStream::connect(server).await {
+                    // Ends when either side ends.
+                    let _ = tokio::io::copy_bidirectional(&mut agent, &mut server).await;
+                }
+            });
+        }
+    });
+    Ok((address, balance))
 }
 
 /// Starts `count` tasks and waits for all of them.

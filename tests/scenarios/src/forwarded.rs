@@ -14,7 +14,6 @@ use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, NEIGHBOUR, Testbed};
-use serde_json::Value;
 use tokio::io::AsyncWriteExt as _;
 
 use crate::common::{HEALTHY, THIRD, alongside, expect_reset, hold, pause, skip, stalled_readers, target};
@@ -89,17 +88,10 @@ impl<'a> Pair<'a> {
     async fn wait_told_within(&self, limit: Duration, has: bool) -> Result<()> {
         let what =
             format!("the first server to know that the other {} the node", if has { "has" } else { "lost" });
-        let via = async || holders(&self.first).await;
+        let via = async || self.first.holders().await;
         wait_until(&what, limit, via, |servers| servers.len() == usize::from(has)).await?;
         if has { self.first.session_began("edge-1").await } else { Ok(()) }
     }
-}
-
-/// Returns the servers that have the node, as known to this one.
-async fn holders(server: &Server<'_>) -> Result<Vec<String>> {
-    let status = server.status().await?;
-    let via = status["nodes"][0]["via"].as_array().with_context(|| format!("no list `via` in {status}"))?;
-    Ok(via.iter().filter_map(Value::as_str).map(str::to_owned).collect())
 }
 
 async fn every_end_is_forwarded(testbed: &Testbed) -> Result<()> {
@@ -260,7 +252,7 @@ impl<'a> Holders<'a> {
         let to_third = format!("--server={}", third.agent_address());
         let agent = Agent::enrol_with(&second, 1, &[to_third.as_str()]).await?;
         third.wait_connected("edge-1", true, agent::START).await?;
-        let known = async || holders(&first).await;
+        let known = async || first.holders().await;
         let ids = wait_until("the first server to know both", TOLD, known, |ids| ids.len() == 2).await?;
         first.session_began("edge-1").await?;
 
@@ -271,12 +263,11 @@ impl<'a> Holders<'a> {
         let other = ids.into_iter().find(|id| *id != asked).context("two servers with one name")?;
         // With equal load, the same server is asked first again.
         let relayed = async || {
-            let status = first.status().await?;
-            let peers = status["peers"].as_array().with_context(|| format!("no list `peers` in {status}"))?;
+            let peers = first.peers().await?;
             Ok(peers.iter().filter_map(|peer| peer["connections"].as_u64()).sum::<u64>())
         };
         wait_until("the first visit to be over", TOLD, relayed, |connections| *connections == 0).await?;
-        let third_asked = third.status().await?["server_id"] == asked;
+        let third_asked = third.id().await? == asked;
         let (asked, _other, asked_at) =
             if third_asked { (third, second, THIRD) } else { (second, third, NEIGHBOUR) };
         Ok(Self { first, asked, asked_at, other, _other, _agent: agent, on_edge })

@@ -110,11 +110,8 @@ impl<'a> Fleet<'a> {
         }
         let fleet = Self { server, gateways, _agent: agent };
         for gateway in &fleet.gateways {
-            let told = async || {
-                let via = gateway.status().await?["nodes"][0]["via"].clone();
-                Ok(via.as_array().is_some_and(|via| !via.is_empty()))
-            };
-            wait_until("a gateway to know of the node", PATIENCE, told, |told| *told).await?;
+            let told = async || gateway.holders().await;
+            wait_until("a gateway to know of the node", PATIENCE, told, |via| !via.is_empty()).await?;
         }
         Ok(fleet)
     }

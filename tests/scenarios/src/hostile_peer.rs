@@ -85,7 +85,6 @@ pub(crate) enum Behaviour {
 /// Messages that the server sent.
 #[derive(Debug, Default)]
 pub(crate) struct Observed {
-    pub(crate) attached: usize,
     pub(crate) relayed: usize,
     /// Reasons in Refused notices.
     pub(crate) refused: Vec<String>,
@@ -163,7 +162,6 @@ impl Agent for Service {
     type RelayStream = Segments;
 
     async fn attach(&self, _: Request<Welcome>) -> Result<Response<Events>, Status> {
-        self.note(|seen| seen.attached += 1);
         let hello = tokio_stream::once(Ok(AgentEvent { event: Some(Event::Hello(self.hello.clone())) }));
         let silence = tokio_stream::pending();
         let events: Events = match self.behaviour {

@@ -8,11 +8,10 @@ use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, connect, echo};
 use postern_testbed::server::{self, Builder};
 use postern_testbed::target::{Behaviour, Target};
-use postern_testbed::{CLOUD, Testbed};
-use rustls::pki_types::{PrivatePkcs8KeyDer, ServerName};
+use postern_testbed::{CLOUD, Testbed, tls};
+use rustls::pki_types::ServerName;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::common::{server_and_agent, target};
 
@@ -37,15 +36,12 @@ fn listener_address() -> SocketAddr {
     (CLOUD, 10263).into()
 }
 
-fn provider() -> Arc<rustls::crypto::CryptoProvider> {
-    Arc::new(rustls::crypto::aws_lc_rs::default_provider())
-}
-
 /// Returns a ClientHello for `name`. rustls sends no IP address as a server name, so `name` overwrites one of the same
 /// length.
 pub(crate) fn client_hello(name: &str) -> Result<Vec<u8>> {
     let stand_in = "x".repeat(name.len());
-    let config = rustls::ClientConfig::builder_with_provider(provider())
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let config = rustls::ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()?
         .with_root_certificates(rustls::RootCertStore::empty())
         .with_no_client_auth();
@@ -83,16 +79,7 @@ async fn tls_ends_at_the_edge(testbed: &Testbed) -> Result<()> {
     let _other = Agent::enrol(&server, 2).await?;
     for edge in testbed.edges() {
         // A kubelet's serving certificate that only this client trusts.
-        let key = rcgen::KeyPair::generate()?;
-        let certificate = rcgen::CertificateParams::new(vec![edge.name.clone()])?.self_signed(&key)?;
-        let config = rustls::ServerConfig::builder_with_provider(provider())
-            .with_safe_default_protocol_versions()?
-            .with_no_client_auth()
-            .with_single_cert(
-                vec![certificate.der().clone()],
-                PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
-            )?;
-        let acceptor = TlsAcceptor::from(Arc::new(config));
+        let (certificate, acceptor) = tls::self_signed(&edge.name, None)?;
         let address = SocketAddr::new(edge.ip(), KUBELET);
         let listener = edge.ns.run(|| Ok(std::net::TcpListener::bind(address)?))?;
         listener.set_nonblocking(true)?;
@@ -108,15 +95,9 @@ async fn tls_ends_at_the_edge(testbed: &Testbed) -> Result<()> {
         });
 
         let mut roots = rustls::RootCertStore::empty();
-        roots.add(certificate.der().clone())?;
-        let config = rustls::ClientConfig::builder_with_provider(provider())
-            .with_safe_default_protocol_versions()?
-            .with_root_certificates(roots)
-            .with_no_client_auth();
+        roots.add(certificate)?;
         let stream = connect(listener_address()).await?;
-        let name = ServerName::try_from(edge.name.clone())?;
-        let mut stream = TlsConnector::from(Arc::new(config))
-            .connect(name, stream)
+        let mut stream = tls::handshake(stream, &edge.name, roots, None, None)
             .await
             .context("TLS through the listener")?;
         echo(&mut stream, b"logs").await?;

@@ -6,7 +6,6 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use hyper_util::rt::TokioIo;
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, connect, echo, visit};
 use postern_testbed::inventory::{Inventory, node};
@@ -21,12 +20,12 @@ use rustls::RootCertStore;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::task::JoinSet;
-use tonic::transport::Endpoint;
 use tunnel_link::proto::RenewRequest;
 use tunnel_link::proto::enrollment_client::EnrollmentClient;
 use tunnel_pki::{SERVER_NAME, create_csr};
 
 use crate::common::{HEALTHY, alongside, at_once, expect_reset, hold, server_and_agent, take_all, target};
+use crate::egress::client::over;
 use crate::hostile_peer::Credentials;
 use crate::web::{Authority, Web};
 
@@ -157,15 +156,10 @@ async fn hold_connections(source: Ipv4Addr, server: SocketAddr, client: Client, 
 /// Renews the certificate with an agent's credentials as an agent does, in one attempt.
 async fn renew(testbed: &Testbed, own: &Credentials) -> Result<()> {
     let stream = own.dial_for(&testbed.edge(1).ns, agent_port(), b"h2").await?;
-    let mut stream = Some(TokioIo::new(stream));
-    let connector = tower::service_fn(move |_: http::Uri| {
-        let stream = stream.take();
-        async move { stream.ok_or_else(|| std::io::Error::other("the connection was closed")) }
-    });
-    let endpoint = Endpoint::from_static("http://tunnel-server.postern.internal").timeout(client::PATIENCE);
-    let channel = endpoint.connect_with_connector(connector).await.context("the gRPC connection")?;
+    let mut enrollment = EnrollmentClient::new(over(stream).await?);
     let csr = create_csr(&rcgen::KeyPair::generate()?)?;
-    EnrollmentClient::new(channel).renew(RenewRequest { csr }).await.context("Renew")?;
+    let renewed = tokio::time::timeout(client::PATIENCE, enrollment.renew(RenewRequest { csr })).await;
+    renewed.context("Renew was not answered")?.context("Renew")?;
     Ok(())
 }
 
@@ -354,15 +348,29 @@ async fn the_http_listener_answers_beside_silent_clients(
 async fn two_thousand_connects_at_once(testbed: &Testbed) -> Result<()> {
     const COUNT: usize = 2_000;
     let (server, agent) = server_and_agent(testbed).await?;
-    let _target = load_target::Target::start(testbed, 1).await?;
-    let address = SocketAddr::new(testbed.edge(1).ip(), load_target::ECHO);
+    let target = load_target::Target::start(testbed, 1).await?;
+    let address = target.at(load_target::ECHO);
     visit(address).await?;
+    let (server_before, agent_before) = (server.process.resident_bytes()?, agent.process.resident_bytes()?);
     let start = Instant::now();
-    let open = at_once(COUNT, || hold(address, b"one of many")).await?;
+    let mut open = at_once(COUNT, || hold(address, b"one of many")).await?;
     figure(&format!("{COUNT} connects at once were all relayed after {:.1?}", start.elapsed()));
-    drop(open);
     #[expect(clippy::cast_precision_loss, reason = "2000 fits")]
     let count = COUNT as f64;
+    agent.expect_metric("postern_agent_connections_active", &[], count).await?;
+    server.expect_metric("postern_connections_active", &[], count).await?;
+    let kib = |now: u64, before: u64| now.saturating_sub(before) / 1024 / COUNT as u64;
+    figure(&format!(
+        "each open connection holds {} KiB in the server and {} KiB in the agent",
+        kib(server.process.resident_bytes()?, server_before),
+        kib(agent.process.resident_bytes()?, agent_before)
+    ));
+    for stream in &mut open {
+        echo(stream, b"still there").await?;
+    }
+    drop(open);
+    target.settle(client::PATIENCE).await?;
+    server.expect_metric("postern_connections_active", &[], 0.0).await?;
     // A visit was dialled too.
     agent.wait_metric("postern_agent_dials_total", &[("outcome", "ok")], |dials| dials > count).await?;
     server.settled().await?;

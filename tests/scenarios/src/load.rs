@@ -5,72 +5,43 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use postern_testbed::agent::Agent;
-use postern_testbed::client::{self, End, Pattern, connect, digest, echo, end_after, pattern_digest, visit};
+use postern_testbed::client::{self, End, connect, digest, echo, end_after, pattern_digest, visit};
 use postern_testbed::percentiles::Times;
 use postern_testbed::report::figure;
 use postern_testbed::target::Behaviour;
-use postern_testbed::wait::{wait_for, wait_until, while_running};
+use postern_testbed::wait::{wait_for, while_running};
 use postern_testbed::{Testbed, load_target};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tunnel_link::link;
 
 use crate::common::{
-    HEALTHY, alongside, at_once, expect_reset, hold_many, pause, resets_settled, server_and_agent,
-    small_kernel_buffers, stalled_readers, target,
+    HEALTHY, alongside, at_once, expect_reset, pause, resets_settled, server_and_agent, small_kernel_buffers,
+    stalled_readers, target,
 };
+use crate::wan::{download, mbit, upload};
 
 scenarios! {
     bulk_both_ways(limit = 180),
     bulk_without_page_faults(limit = 180),
     healthy_traffic_with_a_stalled_reader,
     healthy_traffic_with_black_holed_dials,
-    healthy_traffic_with_refused_dials,
-    healthy_traffic_with_a_slow_target(quick),
-    healthy_traffic_with_bulk_downloads,
-    hundred_stalled_readers_of_one_node(edges = 2, limit = 180),
+    healthy_traffic_with_refused_slow_and_bulk_connections(quick),
     five_hundred_stalled_readers_of_one_node(limit = 300),
     targets_that_never_read(limit = 180),
-    two_thousand_concurrent_connections(limit = 180),
 }
 
 const BULK: u64 = 200_000_000;
 
-fn rate(bytes: u64, start: Instant) -> String {
-    // Numbers of bytes below 2^53 are exact in an f64.
-    #[expect(clippy::cast_precision_loss, reason = "for printing")]
-    let megabytes = bytes as f64 / 1e6;
-    format!("{megabytes:.0} MB at {:.0} MB/s", megabytes / start.elapsed().as_secs_f64())
-}
-
-async fn download(address: SocketAddr, seed: u64, length: u64) -> Result<()> {
-    let mut stream = connect(address).await?;
-    let got = digest(&mut stream).await?;
-    ensure!(
-        got == (length, pattern_digest(seed, length)),
-        "downloaded {} bytes, changed or incomplete",
-        got.0
-    );
-    Ok(())
-}
-
 async fn bulk_both_ways(testbed: &Testbed) -> Result<()> {
     let (server, _agent) = server_and_agent(testbed).await?;
     let source = target(testbed, 1, 9100, Behaviour::Source(11, BULK))?;
-    let start = Instant::now();
-    download(source.address, 11, BULK).await?;
-    figure(&format!("download, generators and checksums included: {}", rate(BULK, start)));
+    let took = download(source.address, 11, BULK).await?;
+    figure(&format!("download, generators and checksums included: {:.0} Mbit/s", mbit(BULK, took)));
 
     let sink = target(testbed, 1, 9101, Behaviour::Sink)?;
-    let start = Instant::now();
-    let mut stream = connect(sink.address).await?;
-    let mut pattern = Pattern::new(12, BULK);
-    pattern.write_to(&mut stream).await?;
-    stream.shutdown().await?;
-    let answer = client::text(&mut stream, "no checksum arrived").await?;
-    ensure!(answer == format!("{BULK} {}", pattern.digest()), "uploaded bytes arrived as {answer}");
-    figure(&format!("upload, generators and checksums included: {}", rate(BULK, start)));
+    let took = upload(sink.address, 12, BULK).await?;
+    figure(&format!("upload, generators and checksums included: {:.0} Mbit/s", mbit(BULK, took)));
 
     let line = server
         .wait_access("of the download", |line| line.text("destination") == source.address.to_string())
@@ -182,7 +153,7 @@ async fn healthy_traffic_with_black_holed_dials(testbed: &Testbed) -> Result<()>
     Ok(())
 }
 
-async fn healthy_traffic_with_refused_dials(testbed: &Testbed) -> Result<()> {
+async fn healthy_traffic_with_refused_slow_and_bulk_connections(testbed: &Testbed) -> Result<()> {
     let (_server, _agent) = server_and_agent(testbed).await?;
     let closed = SocketAddr::new(testbed.edge(1).ip(), 9104);
     let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
@@ -192,64 +163,14 @@ async fn healthy_traffic_with_refused_dials(testbed: &Testbed) -> Result<()> {
         }
         Ok(())
     })
-    .await
-}
-
-async fn healthy_traffic_with_a_slow_target(testbed: &Testbed) -> Result<()> {
-    let (_server, _agent) = server_and_agent(testbed).await?;
+    .await?;
     let slow = target(testbed, 1, 9100, Behaviour::Slow(Duration::from_secs(2)))?;
-    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
     alongside("20 connections to a slow target", healthy.address, at_once(20, || visit(slow.address)))
         .await?;
-    Ok(())
-}
-
-async fn healthy_traffic_with_bulk_downloads(testbed: &Testbed) -> Result<()> {
-    let (_server, _agent) = server_and_agent(testbed).await?;
     let length = 50_000_000;
-    let source = target(testbed, 1, 9100, Behaviour::Source(3, length))?;
-    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let source = target(testbed, 1, 9101, Behaviour::Source(3, length))?;
     alongside("four bulk downloads", healthy.address, at_once(4, || download(source.address, 3, length)))
         .await?;
-    Ok(())
-}
-
-async fn hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<()> {
-    small_kernel_buffers(testbed)?;
-    let (server, agent) = server_and_agent(testbed).await?;
-    let _other = Agent::enrol(&server, 2).await?;
-    let source = target(testbed, 1, 9100, Behaviour::Source(4, 20_000_000))?;
-    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
-    let other_node = target(testbed, 2, HEALTHY, Behaviour::Echo)?;
-    let before = server.process.resident_bytes()?;
-    let mut stalled = Vec::new();
-    for _ in 0..100 {
-        stalled.push(connect(source.address).await?);
-    }
-    let seen = async || Ok(source.connections());
-    wait_until("100 connections at the target", client::PATIENCE, seen, |seen| *seen == 100).await?;
-    alongside("100 stalled readers of the same node", healthy.address, pause(3)).await?;
-    alongside("100 stalled readers of another node", other_node.address, async { Ok(()) }).await?;
-    let megabytes = |bytes: u64| bytes / 1_000_000;
-    let (server_now, agent_now) = (server.process.resident_bytes()?, agent.process.resident_bytes()?);
-    figure(&format!(
-        "100 stalled readers hold: server {} MB (before {} MB), agent {} MB",
-        megabytes(server_now),
-        megabytes(before),
-        megabytes(agent_now)
-    ));
-    // Each holds a window, and what h2 has of it in its own buffers.
-    let most = 2 * 100 * u64::from(link::STREAM_WINDOW);
-    ensure!(
-        server_now < before + most,
-        "stalled readers took {} MB of the server, {} are expected at most",
-        megabytes(server_now - before),
-        megabytes(most)
-    );
-    // One of them reads again and gets all its bytes.
-    let mut first = stalled.swap_remove(0);
-    let got = digest(&mut first).await?;
-    ensure!(got == (20_000_000, pattern_digest(4, 20_000_000)), "{} bytes after the stall", got.0);
     Ok(())
 }
 
@@ -266,8 +187,7 @@ async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<(
     let (server, _agent) = server_and_agent(testbed).await?;
     // In a process of its own: it fills 500 windows within the grace period.
     let target = load_target::Target::start(testbed, 1).await?;
-    let at = |port| SocketAddr::new(testbed.edge(1).ip(), port);
-    let echo_at = at(load_target::ECHO);
+    let echo_at = target.at(load_target::ECHO);
     let mut open = connect(echo_at).await?;
     alongside("nothing", echo_at, trips_alongside("nothing", &mut open, pause(2))).await?;
     let before = server.process.resident_bytes()?;
@@ -374,31 +294,4 @@ async fn targets_that_never_read(testbed: &Testbed) -> Result<()> {
         ensure!(held < most, "{held} bytes of the {program}, {most} are expected at most");
     }
     Ok(())
-}
-
-async fn two_thousand_concurrent_connections(testbed: &Testbed) -> Result<()> {
-    const COUNT: usize = 2_000;
-    let (server, agent) = server_and_agent(testbed).await?;
-    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
-    let (server_before, agent_before) = (server.process.resident_bytes()?, agent.process.resident_bytes()?);
-    let start = Instant::now();
-    let mut open = hold_many(on_edge.address, COUNT).await?;
-    figure(&format!("{COUNT} connections opened and used in {:.1?}", start.elapsed()));
-    #[expect(clippy::cast_precision_loss, reason = "2000 fits")]
-    let count = COUNT as f64;
-    agent.expect_metric("postern_agent_connections_active", &[], count).await?;
-    server.expect_metric("postern_connections_active", &[], count).await?;
-    let kib = |now: u64, before: u64| now.saturating_sub(before) / 1024 / COUNT as u64;
-    figure(&format!(
-        "each open connection holds {} KiB in the server and {} KiB in the agent",
-        kib(server.process.resident_bytes()?, server_before),
-        kib(agent.process.resident_bytes()?, agent_before)
-    ));
-    for stream in &mut open {
-        echo(stream, b"still there").await?;
-    }
-    drop(open);
-    let open = async || Ok(on_edge.open());
-    wait_until("all connections to be closed", client::PATIENCE, open, |open| *open == 0).await?;
-    server.expect_metric("postern_connections_active", &[], 0.0).await
 }

@@ -4,7 +4,6 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, connect, digest, pattern_digest, visit};
-use postern_testbed::inventory::Inventory;
 use postern_testbed::process::{Process, program};
 use postern_testbed::server::{self, Builder};
 use postern_testbed::target::{Behaviour, Target};
@@ -17,29 +16,11 @@ use tokio::net::TcpStream;
 use crate::common::{hold, server, server_and_agent, target};
 
 scenarios! {
-    impossible_redirect_is_an_error,
     redirect_off_serves_the_other_listeners,
     status_and_admin_pages(edges = 2, quick),
     what_has_settled_is_shown(quick),
     connections_show_what_waits,
     port_already_in_use,
-}
-
-const BAD_CONFIGURATION: i32 = 64;
-
-async fn impossible_redirect_is_an_error(testbed: &Testbed) -> Result<()> {
-    // A folder that is not a cgroup: an impossible redirect is an error, and is not silently turned off.
-    let inventory = format!("--inventory={}", Inventory::of(testbed)?.path().display());
-    let state = format!("--state-dir={}", testbed.dir().join("server").display());
-    let cgroup = format!("--redirect-cgroup={}", testbed.dir().display());
-    let mut command = testbed.on_cloud().command(&program("tunnel-server")?);
-    command.args([&inventory, &state, &cgroup]);
-    let mut process = Process::spawn(testbed.dir(), "tunnel-server-impossible", command)?;
-    let status = process.wait_exit(Duration::from_secs(15)).await?;
-    let said = process.output()?;
-    ensure!(matches!(status.code(), Some(1 | BAD_CONFIGURATION)), "ended with {status}: {said}");
-    ensure!(said.contains("cgroup"), "the reason is not named: {said}");
-    Ok(())
 }
 
 async fn redirect_off_serves_the_other_listeners(testbed: &Testbed) -> Result<()> {

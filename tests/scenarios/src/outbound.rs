@@ -54,20 +54,16 @@ rules:
     ports: ["*"]
 "#;
 
-/// Sends a request to the connect listener on an edge's loopback, like a workload there.
-async fn ask(ns: &Namespace, request: &str) -> Result<(TcpStream, String)> {
+/// Asks the connect listener on an edge's loopback for a connection, like a workload there.
+async fn connect(ns: &Namespace, to: &str) -> Result<(TcpStream, String)> {
     let mut stream = client::connect_from(ns, (([127, 0, 0, 1]), PROXY).into(), SOON).await?;
-    stream.write_all(request.as_bytes()).await?;
+    stream.write_all(format!("CONNECT {to} HTTP/1.1\r\nHost: {to}\r\n\r\n").as_bytes()).await?;
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
         let byte = tokio::time::timeout(SOON, stream.read_u8()).await.context("no whole answer")?;
         head.push(byte.with_context(|| format!("after {:?}", String::from_utf8_lossy(&head)))?);
     }
     Ok((stream, String::from_utf8_lossy(&head).into_owned()))
-}
-
-async fn connect(ns: &Namespace, to: &str) -> Result<(TcpStream, String)> {
-    ask(ns, &format!("CONNECT {to} HTTP/1.1\r\nHost: {to}\r\n\r\n")).await
 }
 
 fn server<'a>(testbed: &'a Testbed, rules: &str) -> Result<Builder<'a>> {

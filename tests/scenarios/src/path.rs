@@ -22,11 +22,8 @@ scenarios! {
     no_tunnel_fails_at_connect(edges = 2, quick),
     cloud_addresses_stay_direct,
     half_close_both_ways(quick),
-    server_speaks_first,
-    refused_is_a_reset_and_never_eof,
-    resets_travel_both_ways,
+    every_end_arrives,
     pod_is_redirected_and_neighbour_is_refused,
-    many_small_writes,
 }
 
 fn of_connection<'a>(node: &'a str, target: &'a str, outcome: &'a str) -> impl Fn(&AccessLine) -> bool + 'a {
@@ -173,9 +170,13 @@ pub(crate) async fn half_closes(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-async fn server_speaks_first(testbed: &Testbed) -> Result<()> {
-    let (_server, _agent) = server_and_agent(testbed).await?;
-    target_speaks_first(testbed).await
+/// A target that speaks first, refuses or resets; a client that resets, or writes a few bytes at a time.
+async fn every_end_arrives(testbed: &Testbed) -> Result<()> {
+    let (server, agent) = server_and_agent(testbed).await?;
+    target_speaks_first(testbed).await.context("a target that speaks first")?;
+    refused(testbed, &server, &agent).await.context("refused")?;
+    resets(testbed, &server).await.context("resets")?;
+    small_writes(testbed).await.context("small writes")
 }
 
 pub(crate) async fn target_speaks_first(testbed: &Testbed) -> Result<()> {
@@ -189,22 +190,12 @@ pub(crate) async fn target_speaks_first(testbed: &Testbed) -> Result<()> {
     echo(&mut stream, b"EHLO").await
 }
 
-async fn refused_is_a_reset_and_never_eof(testbed: &Testbed) -> Result<()> {
-    let (server, agent) = server_and_agent(testbed).await?;
-    refused(testbed, &server, &agent).await
-}
-
 pub(crate) async fn refused(testbed: &Testbed, server: &Server<'_>, agent: &Agent<'_>) -> Result<()> {
     let address = SocketAddr::new(testbed.edge(1).ip(), 9105);
     expect_reset(address).await?;
     expect_reset(address).await?;
     server.wait_access("refused", of_connection("edge-1", &address.to_string(), "refused")).await?;
     agent.expect_metric("postern_agent_dials_total", &[("outcome", "refused")], 2.0).await
-}
-
-async fn resets_travel_both_ways(testbed: &Testbed) -> Result<()> {
-    let (server, _agent) = server_and_agent(testbed).await?;
-    resets(testbed, &server).await
 }
 
 pub(crate) async fn resets(testbed: &Testbed, server: &Server<'_>) -> Result<()> {
@@ -261,11 +252,6 @@ async fn pod_is_redirected_and_neighbour_is_refused(testbed: &Testbed) -> Result
     let client = POD.to_string();
     server.wait_access("from the pod", |line| line.text("client").starts_with(&client)).await?;
     Ok(())
-}
-
-async fn many_small_writes(testbed: &Testbed) -> Result<()> {
-    let (_server, _agent) = server_and_agent(testbed).await?;
-    small_writes(testbed).await
 }
 
 pub(crate) async fn small_writes(testbed: &Testbed) -> Result<()> {

@@ -1,6 +1,5 @@
 //! Agents whose only way out is an HTTP proxy: tinyproxy, on the router.
 use std::fs;
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
@@ -11,12 +10,9 @@ use postern_testbed::process::Process;
 use postern_testbed::server::Server;
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
-use postern_testbed::{CLOUD, Testbed};
-use rustls::ServerConfig;
-use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
+use postern_testbed::{CLOUD, Testbed, tls};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
-use tokio_rustls::TlsAcceptor;
 
 use crate::common::{server, target};
 use crate::doctor;
@@ -42,7 +38,8 @@ fn close_direct_way(testbed: &Testbed) -> Result<()> {
     testbed.router.iptables(&format!("-I FORWARD -i edge+ -d {CLOUD} -p tcp -j DROP"))
 }
 
-fn start(testbed: &Testbed, directives: &str) -> Result<Process> {
+/// Starts the proxy, with more lines in its configuration.
+pub(crate) fn start(testbed: &Testbed, directives: &str) -> Result<Process> {
     let path = testbed.dir().join("tinyproxy.conf");
     let config = format!("User root\nPort {PORT}\nLogLevel Connect\n{directives}\n");
     fs::write(&path, config).with_context(|| format!("writing {}", path.display()))?;
@@ -124,13 +121,7 @@ async fn servers_in_no_proxy_are_dialled_directly(testbed: &Testbed) -> Result<(
 
 /// Answers each CONNECT and then terminates TLS itself, with its own certificate.
 async fn open_tls(router: &Namespace) -> Result<()> {
-    let key = rcgen::generate_simple_self_signed(vec!["tunnel-server.postern.internal".to_owned()])?;
-    let private = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.signing_key.serialize_der()));
-    let mut config = ServerConfig::builder()
-        .with_no_client_auth()
-        .with_single_cert(vec![key.cert.der().clone()], private)?;
-    config.alpn_protocols = vec![b"h2".to_vec()];
-    let acceptor = TlsAcceptor::from(Arc::new(config));
+    let (_, acceptor) = tls::self_signed("tunnel-server.postern.internal", Some(b"h2"))?;
     let listener = router.run(|| {
         let listener = std::net::TcpListener::bind(("0.0.0.0", PORT)).context("the proxy's port")?;
         listener.set_nonblocking(true)?;

@@ -67,13 +67,8 @@ impl<'a> Fleet<'a> {
     async fn wait_told(&self, has: bool) -> Result<()> {
         let what =
             format!("the redirector to know that the server {} the node", if has { "has" } else { "lost" });
-        let via = async || {
-            let status = self.redirector.status().await?;
-            let via =
-                status["nodes"][0]["via"].as_array().with_context(|| format!("no list `via` in {status}"))?;
-            Ok(via.len())
-        };
-        wait_until(&what, TOLD, via, |servers| *servers == usize::from(has)).await?;
+        let via = async || self.redirector.holders().await;
+        wait_until(&what, TOLD, via, |servers| servers.len() == usize::from(has)).await?;
         if has { self.redirector.session_began("edge-1").await } else { Ok(()) }
     }
 }

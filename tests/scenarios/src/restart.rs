@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use nix::sys::signal::Signal;
+use postern_testbed::Testbed;
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::client::{self, End, connect, echo, expect_unreachable, visit};
 use postern_testbed::report::{figure, progress};
 use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::{wait_for, wait_until, while_running};
-use postern_testbed::{CLOUD, Testbed};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 
@@ -20,7 +20,6 @@ use crate::common::{hold, server_and_agent, session_of, skip, target};
 scenarios! {
     agent_killed_and_started_again(quick),
     connects_wait_for_an_agent_that_comes_back,
-    server_killed_and_started_again,
     link_cut_and_restored(edges = 2, waits, limit = 180),
     interface_down_and_up(waits, limit = 180),
     server_stops_and_finishes_what_is_in_flight,
@@ -28,7 +27,6 @@ scenarios! {
     drain_has_a_limit,
     agent_stops_and_finishes_what_is_in_flight,
     server_stops_and_leaves_nothing,
-    agents_come_back_after_a_server_restart(edges = 3),
 }
 
 /// A dead link must be noticed within 30 s; the rest is slack.
@@ -128,28 +126,6 @@ async fn expect_direct(address: SocketAddr) -> Result<()> {
         error.kind() == std::io::ErrorKind::TimedOut,
         "connect() to {address}: {error:?}, expected no answer at all"
     );
-    Ok(())
-}
-
-async fn server_killed_and_started_again(testbed: &Testbed) -> Result<()> {
-    let (mut server, _agent) = server_and_agent(testbed).await?;
-    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    let on_cloud = Target::start(&testbed.cloud, CLOUD, 9100, Behaviour::Echo)?;
-    visit(on_edge.address).await?;
-    let mut held = hold(on_edge.address, b"before").await?;
-    server.process.crash().await?;
-    expect_reset_of(&mut held).await?;
-    // The eBPF programs stay attached: connects to edge addresses are refused at once. Cloud addresses are always
-    // direct.
-    let error = client::connect_error(on_edge.address, Duration::from_secs(2)).await?;
-    ensure!(error.kind() == std::io::ErrorKind::ConnectionRefused, "connect() without a server: {error:?}");
-    visit(on_cloud.address).await?;
-    server.start_again().await?;
-    let start = Instant::now();
-    server.wait_connected("edge-1", true, agent::START).await?;
-    figure(&format!("the agent is back {:.1?} after the server is ready again", start.elapsed()));
-    visit(on_edge.address).await?;
-    visit(on_cloud.address).await?;
     Ok(())
 }
 
@@ -308,7 +284,7 @@ fn range_routes(testbed: &Testbed) -> Result<String> {
 async fn server_stops_and_leaves_nothing(testbed: &Testbed) -> Result<()> {
     let before = range_routes(testbed)?;
     ensure!(before.is_empty(), "redirect routes before the server ever ran: {before}");
-    let (mut server, _agent) = server_and_agent(testbed).await?;
+    let (mut server, mut agent) = server_and_agent(testbed).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     visit(on_edge.address).await?;
     ensure!(
@@ -322,8 +298,10 @@ async fn server_stops_and_leaves_nothing(testbed: &Testbed) -> Result<()> {
     ensure!(after.is_empty(), "left behind: {after}");
     expect_direct(on_edge.address).await?;
 
-    // A route may remain after SIGKILL; `cleanup` removes it.
+    // The agent comes back to the next server. A route may remain after SIGKILL; `cleanup` removes it.
     server.start_again().await?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    ensure!(agent.process.ended()?.is_none(), "the agent ended");
     server.process.crash().await?;
     let bpffs = format!("--bpffs={}", testbed.bpffs().display());
     let cleaned = server::run(testbed, &["cleanup", &bpffs])?;
@@ -332,25 +310,5 @@ async fn server_stops_and_leaves_nothing(testbed: &Testbed) -> Result<()> {
     ensure!(after.is_empty(), "left behind by cleanup: {after}");
     let again = server::run(testbed, &["cleanup", &bpffs])?;
     ensure!(again.status.success(), "cleanup with nothing to do: {}", String::from_utf8_lossy(&again.stderr));
-    Ok(())
-}
-
-async fn agents_come_back_after_a_server_restart(testbed: &Testbed) -> Result<()> {
-    let mut server: Server<'_> = crate::common::server(testbed).await?;
-    let mut agents = Vec::new();
-    for n in 1..=3 {
-        agents.push(Agent::enrol(&server, n).await?);
-    }
-    for _ in 0..2 {
-        server.process.stop().await?;
-        server.start_again().await?;
-        for edge in testbed.edges() {
-            server.wait_connected(&edge.name, true, Duration::from_secs(30)).await?;
-        }
-    }
-    server.expect_metric("postern_tunnels", &[], 3.0).await?;
-    for agent in &mut agents {
-        ensure!(agent.process.ended()?.is_none(), "an agent ended");
-    }
     Ok(())
 }

@@ -1,13 +1,14 @@
 //! The metrics listener: curl and a real Prometheus read the metrics of servers and redirectors from another host.
-use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use postern_testbed::server::{Builder, Server, Token};
+use postern_testbed::server::{Builder, Server};
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, NEIGHBOUR, Testbed, client, prometheus};
 
+use crate::connect::write;
+use crate::redirector::{enrolled, token};
 use crate::web::{Answer, Authority, curl, shown};
 
 scenarios! {
@@ -24,11 +25,7 @@ const SOON: Duration = Duration::from_secs(20);
 const METRIC: &str = "postern_build_info{";
 
 fn tokens(testbed: &Testbed, text: &str) -> Result<PathBuf> {
-    let path = testbed.dir().join("scrapers.csv");
-    let new = path.with_extension("new");
-    fs::write(&new, text).with_context(|| format!("writing {}", new.display()))?;
-    fs::rename(&new, &path).with_context(|| format!("renaming {}", new.display()))?;
-    Ok(path)
+    write(testbed, "scrapers.csv", text)
 }
 
 fn with_listener<'a>(testbed: &Testbed, builder: Builder<'a>) -> Result<Builder<'a>> {
@@ -139,16 +136,8 @@ async fn a_successor_answers_at_once(testbed: &Testbed) -> Result<()> {
 async fn prometheus_reads_a_server_and_a_redirector(testbed: &Testbed) -> Result<()> {
     let neighbour = testbed.add_neighbour()?;
     let server = with_listener(testbed, Builder::alone_on_neighbour(testbed, &neighbour))?.start().await?;
-    let token = server.run(&["token", "create", "--redirector", "cloud-1", "-o", "json"])?;
-    let token: Token = serde_json::from_str(&token).context("a redirector's token")?;
-    let _redirector = with_listener(testbed, Builder::new(testbed))?
-        .flag("redirector")
-        .flag("--node-name=cloud-1")
-        .flag(format!("--peers={NEIGHBOUR}:10262"))
-        .flag(format!("--token={}", token.token))
-        .flag(format!("--ca-hash={}", token.ca_hash))
-        .start()
-        .await?;
+    let redirector = enrolled(Builder::new(testbed), "cloud-1", &token(&server, "cloud-1")?);
+    let _redirector = with_listener(testbed, redirector)?.start().await?;
     let ca = testbed.dir().join("neighbour/ca/ca.crt");
     // The redirector's certificate names its node and is signed by no CA.
     let url = format!("https://{CLOUD}:{PORT}/metrics");

@@ -92,28 +92,27 @@ async fn one_of_two_is_killed(testbed: &Testbed) -> Result<()> {
     .await
 }
 
-/// Returns the number of servers linked with this one.
-async fn peers(server: &Server<'_>) -> Result<usize> {
-    let status = server.status().await?;
-    Ok(status["peers"].as_array().with_context(|| format!("no list `peers` in {status}"))?.len())
+/// Starts two servers that are linked: one with a redirect here, one on the neighbour.
+async fn linked<'a>(testbed: &'a Testbed, neighbour: &'a Namespace) -> Result<(Server<'a>, Server<'a>)> {
+    let first = Builder::new(testbed).flag(format!("--peers={NEIGHBOUR}:10262")).start().await?;
+    let second = Builder::on_neighbour(&first, neighbour)?;
+    let second = second.flag(format!("--peers={CLOUD}:10262")).start().await?;
+    Ok((first, second))
 }
 
 async fn wait_peers(servers: [&Server<'_>; 2], count: usize) -> Result<()> {
     for server in servers {
         let what = format!("{} to have {count} peers", server.process.name());
-        wait_until(&what, APART, async || peers(server).await, |peers| *peers == count).await?;
+        wait_until(&what, APART, async || server.peers().await, |peers| peers.len() == count).await?;
     }
     Ok(())
 }
 
 /// The agent reaches both: no connection is lost.
 async fn two_that_do_not_reach_each_other(testbed: &Testbed) -> Result<()> {
-    let (to_first, to_second) = (format!("{CLOUD}:10262"), format!("{NEIGHBOUR}:10262"));
     let neighbour = testbed.add_neighbour()?;
-    let first = Builder::new(testbed).flag(format!("--peers={to_second}")).start().await?;
-    let second = Builder::on_neighbour(&first, &neighbour)?;
-    let second = second.flag(format!("--peers={to_first}")).start().await?;
-    let agent = Agent::enrol_with(&first, 1, &[&format!("--server={to_second}")]).await?;
+    let (first, second) = linked(testbed, &neighbour).await?;
+    let agent = Agent::enrol_with(&first, 1, &[&format!("--server={}", second.agent_address())]).await?;
     second.wait_connected("edge-1", true, agent::START).await?;
     wait_peers([&first, &second], 1).await?;
 
@@ -147,9 +146,7 @@ async fn two_that_do_not_reach_each_other(testbed: &Testbed) -> Result<()> {
 /// session.
 async fn a_silent_one_is_passed_by(testbed: &Testbed) -> Result<()> {
     let neighbour = testbed.add_neighbour()?;
-    let first = Builder::new(testbed).flag(format!("--peers={NEIGHBOUR}:10262")).start().await?;
-    let second = Builder::on_neighbour(&first, &neighbour)?;
-    let second = second.flag(format!("--peers={CLOUD}:10262")).start().await?;
+    let (first, second) = linked(testbed, &neighbour).await?;
     // By the hash of the node's name and the addresses, edge-1 prefers the second server.
     let both = format!("--server={}", first.agent_address());
     let agent = Agent::enrol_with(&second, 1, &[&both, "--max-servers=1"]).await?;
@@ -171,15 +168,12 @@ async fn a_silent_one_is_passed_by(testbed: &Testbed) -> Result<()> {
 /// The agent is attached to both. The line between it and the first server is down for a while, and no kernel reports
 /// it.
 async fn one_that_does_not_hear_its_agent_forwards_connections(testbed: &Testbed) -> Result<()> {
-    let (to_first, to_second) = (format!("{CLOUD}:10262"), format!("{NEIGHBOUR}:10262"));
     let neighbour = testbed.add_neighbour()?;
-    let first = Builder::new(testbed).flag(format!("--peers={to_second}")).start().await?;
-    let second = Builder::on_neighbour(&first, &neighbour)?;
-    let second = second.flag(format!("--peers={to_first}")).start().await?;
-    let _agent = Agent::enrol_with(&first, 1, &[&format!("--server={to_second}")]).await?;
+    let (first, second) = linked(testbed, &neighbour).await?;
+    let _agent = Agent::enrol_with(&first, 1, &[&format!("--server={}", second.agent_address())]).await?;
     second.wait_connected("edge-1", true, agent::START).await?;
-    let known = async || Ok(first.status().await?["nodes"][0]["via"].as_array().map_or(0, Vec::len));
-    wait_until("the first server to know that the second has the node", APART, known, |via| *via == 1)
+    let known = async || first.holders().await;
+    wait_until("the first server to know that the second has the node", APART, known, |via| via.len() == 1)
         .await?;
     let on_edge = target(testbed, 1, KUBELET, Behaviour::Echo)?;
     visit(on_edge.address).await?;
@@ -214,19 +208,14 @@ async fn one_that_does_not_hear_its_agent_forwards_connections(testbed: &Testbed
 /// The peer was told that the server stops, and has dialled its address again.
 async fn one_whose_successor_died_is_linked_once(testbed: &Testbed) -> Result<()> {
     let neighbour = testbed.add_neighbour()?;
-    let first = Builder::new(testbed).flag(format!("--peers={NEIGHBOUR}:10262")).start().await?;
-    let second = Builder::on_neighbour(&first, &neighbour)?;
-    let second = second.flag(format!("--peers={CLOUD}:10262")).start().await?;
+    let (first, second) = linked(testbed, &neighbour).await?;
     let mut agent = Agent::enrol(&first, 1).await?;
     wait_peers([&first, &second], 1).await?;
     // The successor waits for the agent.
     agent.process.freeze().await?;
     let mut successor = first.successor()?;
     first.wait_log("successor connected").await?;
-    let told = async || {
-        let status = second.status().await?;
-        Ok(status["peers"].as_array().is_some_and(|peers| peers.iter().any(|peer| peer["draining"] == true)))
-    };
+    let told = async || Ok(second.peers().await?.iter().any(|peer| peer["draining"] == true));
     wait_until("the second server to be told", APART, told, |told| *told).await?;
     successor.process.crash().await?;
     first.wait_log("resuming service").await?;

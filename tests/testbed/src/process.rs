@@ -233,7 +233,7 @@ impl Process {
 
     /// Returns resident memory in bytes (VmRSS).
     pub fn resident_bytes(&self) -> Result<u64> {
-        status_field(self.pid(), "VmRSS:").map(|kib| kib * 1024)
+        resident_bytes_of(self.pid())
     }
 
     /// Returns resident anonymous memory in bytes, counted page by page: VmRSS may be wrong by some hundred KiB.
@@ -269,6 +269,11 @@ pub fn log_file(dir: &Path, name: &str) -> PathBuf {
 
 pub fn thread_count() -> Result<u64> {
     status_field(std::process::id(), "Threads:")
+}
+
+/// Returns the resident memory of a process in bytes.
+pub fn resident_bytes_of(pid: u32) -> Result<u64> {
+    status_field(pid, "VmRSS:").map(|kib| kib * 1024)
 }
 
 fn status_field(pid: u32, name: &str) -> Result<u64> {

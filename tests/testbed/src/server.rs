@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize;
+use serde_json::Value;
 
 use crate::access_log::{self, AccessLine};
 use crate::admin::Admin;
@@ -125,11 +126,8 @@ impl<'a> Builder<'a> {
 
     /// As [`Builder::on_host`], with a redirect for the processes of that host.
     pub fn with_redirect_on(first: &Server<'a>, host: &'a CloudHost, state: &'static str) -> Result<Self> {
-        let testbed = first.testbed();
-        copy_ca(testbed, state)?;
-        let name = format!("tunnel-server-{state}");
-        let host = Host::new(&host.ns, &host.cgroup, host.address, state);
-        Ok(Self { host, name, ..Self::new(testbed) })
+        copy_ca(first.testbed(), state)?;
+        Ok(Self::redirector_on(first.testbed(), host, state))
     }
 
     /// As [`Builder::on_host`], but shares the first server's CA folder, so that a rotation applies to both.
@@ -413,6 +411,27 @@ impl<'a> Server<'a> {
         let entry = nodes.iter().find(|entry| entry["name"] == node);
         let entry = entry.with_context(|| format!("/status does not know {node}: {status}"))?;
         entry["connected"].as_bool().with_context(|| format!("no flag `connected` in {entry}"))
+    }
+
+    /// Returns its ID.
+    pub async fn id(&self) -> Result<String> {
+        let status = self.status().await?;
+        Ok(status["server_id"].as_str().with_context(|| format!("no server_id in {status}"))?.to_owned())
+    }
+
+    /// Returns the IDs of the other servers that have the first node, as this one knows them.
+    pub async fn holders(&self) -> Result<Vec<String>> {
+        let status = self.status().await?;
+        let via =
+            status["nodes"][0]["via"].as_array().with_context(|| format!("no list `via` in {status}"))?;
+        Ok(via.iter().filter_map(Value::as_str).map(str::to_owned).collect())
+    }
+
+    /// Returns the other servers with which this one is linked, as its status shows them.
+    pub async fn peers(&self) -> Result<Vec<Value>> {
+        let status = self.status().await?;
+        let peers = status["peers"].as_array().with_context(|| format!("no list `peers` in {status}"))?;
+        Ok(peers.clone())
     }
 
     /// Waits until `node` has a live tunnel, or has none.

@@ -3,7 +3,6 @@ mod haproxy;
 mod konnectivity;
 pub(crate) mod postern;
 mod programs;
-mod quic;
 mod rathole;
 mod running;
 mod tls;
@@ -42,8 +41,6 @@ pub(crate) async fn start<'a>(
             konnectivity::start(testbed, &program()?, certificates, Frontend::HttpConnect)?
         }
         Peer::Tonic => tonic::start(testbed, certificates)?,
-        Peer::Quic => quic::start(testbed, certificates, "cubic")?,
-        Peer::QuicBbr => quic::start(testbed, certificates, "bbr")?,
         Peer::Postern => postern::start(testbed).await?,
         Peer::PosternForwarded => postern::start_forwarded(testbed, neighbour).await?,
     };

@@ -38,7 +38,7 @@ pub(crate) fn needs(peer: Peer) -> Option<&'static str> {
         Peer::Haproxy | Peer::HaproxyTuned => Some("haproxy"),
         Peer::Rathole => Some("rathole"),
         Peer::KonnectivityGrpc | Peer::KonnectivityHttp => Some("konnectivity"),
-        Peer::Direct | Peer::Tonic | Peer::Quic | Peer::QuicBbr | Peer::Iptables => None,
+        Peer::Direct | Peer::Tonic | Peer::Iptables => None,
         Peer::Postern | Peer::PosternForwarded => None,
     }
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use postern_testbed::CLOUD;
-use rcgen::{BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
+use postern_testbed::cluster::pki::Pki;
 
 /// Files in PEM.
 #[derive(Clone, Debug)]
@@ -26,35 +26,19 @@ pub(crate) struct Certificates {
 impl Certificates {
     /// Makes them in `dir`, for the cloud host and one address at the edge.
     pub(crate) fn create(dir: &Path, edge: &str) -> Result<Self> {
-        fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
-        let mut params = CertificateParams::default();
-        params.distinguished_name.push(DnType::CommonName, "bench");
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let issuer = Issuer::new(params.clone(), KeyPair::generate().context("the CA's key")?);
-        let root = params.self_signed(issuer.key()).context("the CA's certificate")?;
-        let leaf = |name: &str, usage: ExtendedKeyUsagePurpose| {
-            let key = KeyPair::generate().context("a key")?;
-            let names = vec![CLOUD.to_string(), edge.to_owned()];
-            let mut params = CertificateParams::new(names).context("the names of a certificate")?;
-            params.distinguished_name.push(DnType::CommonName, name);
-            params.extended_key_usages = vec![usage];
-            let certificate = params.signed_by(&key, &issuer).context("signing")?;
-            anyhow::Ok((certificate.pem(), key.serialize_pem()))
-        };
-        let (server, server_key) = leaf("server", ExtendedKeyUsagePurpose::ServerAuth)?;
-        let (client, client_key) = leaf("client", ExtendedKeyUsagePurpose::ClientAuth)?;
-        let write = |name: &str, text: &str| {
-            let path = dir.join(name);
-            fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
-            anyhow::Ok(path)
-        };
+        let pki = Pki::create(dir.to_owned())?;
+        let server = pki.server("server", "server", &[CLOUD.to_string(), edge.to_owned()])?;
+        let client = pki.client("client", "client", &[])?;
+        let server_both = dir.join("server.pem");
+        let both = [fs::read(&server.certificate)?, fs::read(&server.key)?].concat();
+        fs::write(&server_both, both).with_context(|| format!("writing {}", server_both.display()))?;
         Ok(Self {
-            ca: write("ca.crt", &root.pem())?,
-            server: write("server.crt", &server)?,
-            server_key: write("server.key", &server_key)?,
-            server_both: write("server.pem", &format!("{server}{server_key}"))?,
-            client: write("client.crt", &client)?,
-            client_key: write("client.key", &client_key)?,
+            ca: pki.file("ca.crt"),
+            server: server.certificate,
+            server_key: server.key,
+            server_both,
+            client: client.certificate,
+            client_key: client.key,
         })
     }
 }

@@ -5,11 +5,10 @@ use crate::options::Options;
 use crate::record::Record;
 
 /// Peers that Postern is compared with on every line; of several the one that is better on that line.
-pub(super) const COMPARED: [(&[Peer], &str); 7] = [
+pub(super) const COMPARED: [(&[Peer], &str); 6] = [
     (&Peer::KONNECTIVITY, "konnectivity"),
     (&[Peer::Rathole], "rathole"),
     (&[Peer::Tonic], "tonic"),
-    (&[Peer::Quic, Peer::QuicBbr], "QUIC"),
     (&[Peer::Haproxy, Peer::HaproxyTuned], "HAProxy"),
     (&[Peer::Direct], "direct"),
     (&[Peer::PosternForwarded], "forwarded"),

@@ -41,7 +41,7 @@ fn row(text: &mut String, record: &Record, line: &Line, peer: Peer, cell: &Cell)
     writeln!(text, "{ratio},{}", quoted(&markdown::reasons(cell).join("; ")))
 }
 
-/// Postern's median over that of this peer, where it is the better of konnectivity's modes, or of HAProxy's or QUIC's
+/// Postern's median over that of this peer, where it is the better of konnectivity's modes, or of HAProxy's
 /// configurations.
 fn ratio_to(record: &Record, line: &Line, peer: Peer) -> Option<f64> {
     let (to, _) = COMPARED.into_iter().find(|(to, _)| to.contains(&peer))?;

@@ -30,8 +30,6 @@ fn color(peer: Peer) -> RGBColor {
         Peer::KonnectivityGrpc => RGBColor(188, 189, 34),
         Peer::KonnectivityHttp => RGBColor(255, 127, 14),
         Peer::Tonic => RGBColor(44, 160, 44),
-        Peer::Quic => RGBColor(227, 119, 194),
-        Peer::QuicBbr => RGBColor(247, 182, 210),
         Peer::Iptables => RGBColor(140, 86, 75),
         Peer::Postern => RGBColor(214, 39, 40),
         Peer::PosternForwarded => RGBColor(255, 152, 150),

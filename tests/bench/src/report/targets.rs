@@ -40,7 +40,7 @@ pub(super) fn check(record: &Record, part: &str, options: &Options) -> Vec<Targe
     if part == HOST { on_host(record) } else { wan::check(record, &options.places().collect::<Vec<_>>()) }
 }
 
-/// Every other tunnel, each as it is installed. tonic on the data path and the QUIC peers are no tunnels that anyone runs.
+/// Every other tunnel, each as it is installed. tonic on the data path is no tunnel that anyone runs.
 pub(super) const TUNNELS: [Peer; 5] =
     [Peer::Haproxy, Peer::HaproxyTuned, Peer::Rathole, Peer::KonnectivityGrpc, Peer::KonnectivityHttp];
 

@@ -17,11 +17,11 @@ use tunnel_pki::enrol::{
 use tunnel_pki::{
     AgentIdentity, CsrKey, Holder, PrivateKey, create_csr, pem_of_certificates, public_key_of_csr,
 };
-use tunnel_server::pki::{CaState, Revocation, Revocations};
+use tunnel_server::pki::{CaState, Revocation};
 
 use super::servers::Port;
 use super::{CSRS, PACE, Signer, agent_api, enrolment, links, open};
-use crate::harness::{DEADLINE, Session, TestServer, log, mode, node};
+use crate::harness::{DEADLINE, Session, TestServer, log, mode, node, publish};
 
 async fn done(
     task: tokio::task::JoinHandle<Result<AgentIdentity, EnrollError>>,
@@ -359,8 +359,7 @@ async fn an_agent_of_a_readmitted_node_enrols_again() {
 
     let now = jiff::Timestamp::now();
     let record = Revocation::revoke(None, &node("edge-1"), now).readmit(now).unwrap();
-    let records = [(record.subject.clone(), record)].into();
-    port.revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
+    publish(&port.revocations, record);
     eventually("the session ends", || port.sessions.live().is_empty().then_some(())).await;
     let refused = links.clone();
     let recovering = tokio::spawn(recover(agent, keeper.clone(), move || refused.refused()));

@@ -12,13 +12,13 @@ use tunnel_link::proto::peer_client::PeerClient;
 use tunnel_link::proto::{Holdings, Segment, WatchRequest};
 use tunnel_pki::{AgentIdentity, peer_tls};
 use tunnel_runtime::clock::Clock;
-use tunnel_server::pki::{Revocation, Revocations, Subject};
+use tunnel_server::pki::{Revocation, Subject};
 use tunnel_server::runtime::settings::Settings;
 
 use super::forwarded::{client, echo, wanted};
 use super::links;
 use super::servers::Port;
-use crate::harness::{DEADLINE, TestServer, channel, enroll, node};
+use crate::harness::{DEADLINE, TestServer, channel, enroll, node, publish};
 
 /// Reads until the other server says that it is to be dialled again, and then until the link ends.
 async fn until_ended(told: &mut Streaming<Holdings>) -> bool {
@@ -28,11 +28,6 @@ async fn until_ended(told: &mut Streaming<Holdings>) -> bool {
     }
     assert!(tokio::time::Instant::now() < ended, "the link goes on");
     draining
-}
-
-fn publish(port: &Port, record: Revocation) {
-    let records = [(record.subject.clone(), record)].into();
-    port.revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
 }
 
 fn server(id: &str) -> Subject {
@@ -111,20 +106,20 @@ async fn a_revoked_server_is_linked_with_nobody() {
     eventually("a link", || (!far.peers.all().is_empty()).then_some(())).await;
     // The one that is dialled ends the link, and says why. (The certificate of all of these servers names server-1.)
     let revoked = Revocation::revoke(None, server("server-1"), Timestamp::now());
-    publish(&near, revoked.clone());
+    publish(&near.revocations, revoked.clone());
     eventually("its end", || far.peers.all().is_empty().then_some(())).await;
     let refused = client(&ca, &near).await.watch(WatchRequest::default()).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unauthenticated, "{refused}");
     assert!(refused.message().contains("agent readmit --server server-1"), "{refused}");
-    publish(&near, revoked.readmit(Timestamp::now()).unwrap());
+    publish(&near.revocations, revoked.readmit(Timestamp::now()).unwrap());
     eventually("a link again", || (!far.peers.all().is_empty()).then_some(())).await;
     // The one that dials ends it as well.
-    publish(&far, Revocation::revoke(None, server("server-a"), Timestamp::now()));
+    publish(&far.revocations, Revocation::revoke(None, server("server-a"), Timestamp::now()));
     eventually("its end", || far.peers.all().is_empty().then_some(())).await;
 
     // A server that learns that it is revoked lets its agents go.
     let (_identity, _agent) = attach(&ca, &near, "edge-1").await;
-    publish(&near, Revocation::revoke(None, server("server-a"), Timestamp::now()));
+    publish(&near.revocations, Revocation::revoke(None, server("server-a"), Timestamp::now()));
     eventually("no session", || near.sessions.live().is_empty().then_some(())).await;
     drop(far);
     following.await.unwrap();
@@ -155,7 +150,7 @@ async fn revocations_spread_between_servers() {
     let server = TestServer::start().await;
     let (near, far) = (Port::of(&server, "server-a").await, Port::of(&server, "server-b").await);
     let before = Revocation::revoke(None, &node("edge-1"), Timestamp::now());
-    publish(&near, before.clone());
+    publish(&near.revocations, before.clone());
     let following = far.follow(&server, &near);
     let known = |record: &Revocation| {
         let known = far.store.load().unwrap().0;
@@ -163,17 +158,17 @@ async fn revocations_spread_between_servers() {
     };
     eventually("what was revoked before", || known(&before)).await;
     let after = Revocation::revoke(None, &node("edge-2"), Timestamp::now());
-    publish(&near, after.clone());
+    publish(&near.revocations, after.clone());
     eventually("what was revoked since", || known(&after)).await;
     known(&before).expect("revocations only grow");
     // An older record takes nothing back, and nothing can follow one of the far future.
     let readmitted = before.readmit(Timestamp::now()).unwrap();
     far.store.merge(std::slice::from_ref(&readmitted)).unwrap();
-    publish(&near, before);
+    publish(&near.revocations, before);
     let future = Revocation::revoke(None, &node("edge-3"), Timestamp::MAX);
-    publish(&near, future.clone());
+    publish(&near.revocations, future.clone());
     let last = Revocation::revoke(None, &node("edge-4"), Timestamp::now());
-    publish(&near, last.clone());
+    publish(&near.revocations, last.clone());
     eventually("the last one", || known(&last)).await;
     assert!(known(&readmitted).is_some() && known(&future).is_none());
     drop(far);

@@ -2,27 +2,26 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::authority::Authority;
-use postern_testbed::process::{Process, program};
+use postern_testbed::process::program;
 use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
-use postern_testbed::{CLOUD, NEIGHBOUR, Testbed};
+use postern_testbed::{CLOUD, NEIGHBOUR, Testbed, tls};
 use rcgen::{CertificateParams, KeyPair};
+use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
-use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpListener;
-use tokio_rustls::TlsAcceptor;
 use tunnel_pki::SERVER_NAME;
 
 use super::{Said, run};
 use crate::common::{server, server_and_agent, target};
+use crate::proxy;
 
 scenarios! {
     a_healthy_agent_is_fine(quick),
@@ -193,12 +192,7 @@ fn impostors(state: &Path) -> Result<[Impostor; 3]> {
 
 /// Accepts TLS connections with these certificates.
 async fn present(listener: TcpListener, chain: Vec<CertificateDer<'static>>, key: KeyPair) -> Result<()> {
-    let config =
-        rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::aws_lc_rs::default_provider()))
-            .with_safe_default_protocol_versions()?
-            .with_no_client_auth()
-            .with_single_cert(chain, PrivatePkcs8KeyDer::from(key.serialize_der()).into())?;
-    let acceptor = TlsAcceptor::from(Arc::new(config));
+    let acceptor = tls::acceptor(chain, &key, None)?;
     loop {
         let (stream, _) = listener.accept().await?;
         let acceptor = acceptor.clone();
@@ -229,12 +223,7 @@ async fn a_proxy_in_the_way_is_told(testbed: &Testbed) -> Result<()> {
         run(command).await
     };
     through("http://192.168.50.1:3128").await?.expect("proxy-unreachable", "192.168.50.1:3128")?;
-    let path = testbed.dir().join("tinyproxy.conf");
-    fs::write(&path, "User root\nPort 3128\nLogLevel Connect\nConnectPort 443\n")
-        .context("its configuration")?;
-    let mut tinyproxy = testbed.router.command("tinyproxy");
-    tinyproxy.args(["-d", "-c"]).arg(&path);
-    let _proxy = Process::spawn(testbed.dir(), "tinyproxy", tinyproxy)?;
+    let _proxy = proxy::start(testbed, "ConnectPort 443")?;
     let refused = async || Ok(through("http://192.168.50.1:3128").await?.has("proxy-refuses"));
     wait_until("the proxy's refusal", agent::START, refused, |refused| *refused).await?;
     Ok(())

@@ -43,6 +43,14 @@ fn fix<'a>(said: &'a Said, code: &str) -> Result<&'a str> {
         .with_context(|| format!("no {code}: {:#}", said.report))
 }
 
+/// Like ufw and firewalld: connections of this host and of agents pass, those of its pods do not.
+const FIREWALL: [&str; 4] = [
+    "-A INPUT -i lo -j ACCEPT",
+    "-A INPUT -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT",
+    "-A INPUT -p tcp --dport 10262 -j ACCEPT",
+    "-P INPUT DROP",
+];
+
 fn run_rules(testbed: &Testbed, rules: &[&str]) -> Result<()> {
     rules.iter().try_for_each(|rule| testbed.cloud.iptables(rule))
 }
@@ -209,7 +217,6 @@ async fn a_closed_listener_is_found(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Like ufw and firewalld: connections of this host pass, those of its pods do not.
 async fn pods_that_input_drops(testbed: &Testbed) -> Result<()> {
     let pod = testbed.add_pod()?;
     let server = Builder::new(testbed).flag("--redirect-pods=connect").start().await?;
@@ -217,15 +224,7 @@ async fn pods_that_input_drops(testbed: &Testbed) -> Result<()> {
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
     connect_from(&pod, on_edge.address, MOMENT).await.context("from the pod")?;
     doctor(testbed, &[]).await?.expect_only(&[])?;
-    run_rules(
-        testbed,
-        &[
-            "-A INPUT -i lo -j ACCEPT",
-            "-A INPUT -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT",
-            "-A INPUT -p tcp --dport 10262 -j ACCEPT",
-            "-P INPUT DROP",
-        ],
-    )?;
+    run_rules(testbed, &FIREWALL)?;
     visit(on_edge.address).await?;
     let dropped = connect_from(&pod, on_edge.address, DROPPED).await;
     ensure!(dropped.is_err(), "the firewall lets the pod through");
@@ -339,17 +338,9 @@ async fn pods_by_route_that_input_drops(testbed: &Testbed) -> Result<()> {
     let said = doctor(testbed, &[]).await?;
     said.expect_only(&[])?;
     ensure!(said.state("pods")? == "ok", "{:#}", said.report);
-    run_rules(
-        testbed,
-        &[
-            "-A INPUT -i lo -j ACCEPT",
-            "-A INPUT -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT",
-            "-A INPUT -p tcp --dport 10262 -j ACCEPT",
-            // A rule that suffices where pods are redirected at connect().
-            "-A INPUT -s 10.71.0.0/24 -d 198.18.0.0/15 -p tcp -j ACCEPT",
-            "-P INPUT DROP",
-        ],
-    )?;
+    // A rule that suffices where pods are redirected at connect().
+    testbed.cloud.iptables("-A INPUT -s 10.71.0.0/24 -d 198.18.0.0/15 -p tcp -j ACCEPT")?;
+    run_rules(testbed, &FIREWALL)?;
     let said = doctor(testbed, &[]).await?;
     said.expect_only(&["pods-filtered"])?;
     let found = "of the edge node's address 192.168.50.2, by route, from a pod of 10.71.0.0/24: no answer within 3 s; suspects: table ip filter, chain INPUT: policy DROP";

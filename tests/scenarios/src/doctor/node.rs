@@ -1,5 +1,4 @@
 use std::net::SocketAddr;
-use std::sync::Arc;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
@@ -8,10 +7,8 @@ use postern_testbed::process::program;
 use postern_testbed::server::Builder;
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
-use postern_testbed::{Testbed, agent};
-use rustls::pki_types::PrivatePkcs8KeyDer;
+use postern_testbed::{Testbed, agent, tls};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio_rustls::TlsAcceptor;
 
 use super::{Said, run};
 use crate::common::{server, target};
@@ -30,17 +27,7 @@ async fn test(testbed: &Testbed, args: &[&str]) -> Result<Said> {
 
 /// Starts a kubelet of edge 1 with a certificate for `name`, which answers with `status`.
 async fn kubelet(testbed: &Testbed, name: &str, status: &'static str) -> Result<tokio::task::JoinHandle<()>> {
-    let key = rcgen::KeyPair::generate()?;
-    let certificate = rcgen::CertificateParams::new(vec![name.to_owned()])?.self_signed(&key)?;
-    let config =
-        rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::aws_lc_rs::default_provider()))
-            .with_safe_default_protocol_versions()?
-            .with_no_client_auth()
-            .with_single_cert(
-                vec![certificate.der().clone()],
-                PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
-            )?;
-    let acceptor = TlsAcceptor::from(Arc::new(config));
+    let (_, acceptor) = tls::self_signed(name, None)?;
     let address = SocketAddr::new(testbed.edge(1).ip(), 10250);
     let listener = testbed.edge(1).ns.run(|| {
         let listener = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)?;

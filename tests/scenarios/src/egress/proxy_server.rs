@@ -1,5 +1,4 @@
 //! The agent as a client of konnectivity's own proxy-server.
-use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,13 +8,13 @@ use nix::sys::signal::Signal;
 use postern_testbed::agent::{Agent, Builder, START};
 use postern_testbed::client::{PATIENCE, echo};
 use postern_testbed::cluster::peers;
+use postern_testbed::cluster::pki::Pki;
 use postern_testbed::process::{Placement, Process};
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
-use rcgen::{BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
 use serde_json::Value;
-use tokio::net::{TcpListener, TcpStream, UnixStream};
+use tokio::net::{TcpStream, UnixStream};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tunnel_link::konnectivity::Packet;
@@ -23,7 +22,7 @@ use tunnel_link::konnectivity::Packet;
 use super::ECHO;
 use super::client::{Caller, ask, connect};
 use super::konnectivity::{BESIDE, PAGE, back_and_forth, page_by_its_client};
-use crate::common::target;
+use crate::common::{balance, target};
 use crate::gateway;
 use crate::held::ALLOCATOR;
 
@@ -33,33 +32,19 @@ const SHARED: u16 = 8090;
 const PORTS: [u16; 2] = [8091, 8191];
 const MODES: [&str; 2] = ["grpc", "http-connect"];
 
-/// Files of a CA, and of the certificates that it has signed.
-struct Certificates(PathBuf);
+/// A CA, with a certificate for the servers and one for the agents.
+struct Certificates(Pki);
 
 impl Certificates {
     fn create(testbed: &Testbed) -> Result<Self> {
-        let dir = testbed.dir().join("konnectivity-certificates");
-        fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
-        let mut params = CertificateParams::default();
-        params.distinguished_name.push(DnType::CommonName, "konnectivity");
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let issuer = Issuer::new(params.clone(), KeyPair::generate()?);
-        fs::write(dir.join("ca.crt"), params.self_signed(issuer.key())?.pem())?;
-        for (name, usage) in
-            [("server", ExtendedKeyUsagePurpose::ServerAuth), ("agent", ExtendedKeyUsagePurpose::ClientAuth)]
-        {
-            let key = KeyPair::generate()?;
-            let mut params = CertificateParams::new(vec![CLOUD.to_string()])?;
-            params.distinguished_name.push(DnType::CommonName, name);
-            params.extended_key_usages = vec![usage];
-            fs::write(dir.join(format!("{name}.crt")), params.signed_by(&key, &issuer)?.pem())?;
-            fs::write(dir.join(format!("{name}.key")), key.serialize_pem())?;
-        }
-        Ok(Self(dir))
+        let pki = Pki::create(testbed.dir().join("konnectivity-certificates"))?;
+        pki.server("server", "server", &[CLOUD.to_string()])?;
+        pki.client("agent", "agent", &[])?;
+        Ok(Self(pki))
     }
 
     fn flag(&self, flag: &str, file: &str) -> String {
-        format!("--{flag}={}", self.0.join(file).display())
+        format!("--{flag}={}", self.0.file(file).display())
     }
 }
 
@@ -86,24 +71,6 @@ async fn proxy_server(testbed: &Testbed, certificates: &Certificates, number: us
     Ok(process)
 }
 
-/// Acts as a load balancer: connections to one address go to each of the servers in turn.
-async fn balance() -> Result<JoinSet<()>> {
-    let listener = TcpListener::bind((CLOUD, SHARED)).await.context("listening for agents")?;
-    let mut balance = JoinSet::new();
-    balance.spawn(async move {
-        let mut ports = PORTS.iter().cycle();
-        while let (Ok((mut agent, _)), Some(port)) = (listener.accept().await, ports.next()) {
-            tokio::spawn(async move {
-                if let Ok(mut server) = TcpStream::connect((CLOUD, *port)).await {
-                    // Ends when either side ends.
-                    let _ = tokio::io::copy_bidirectional(&mut agent, &mut server).await;
-                }
-            });
-        }
-    });
-    Ok(balance)
-}
-
 async fn wait_attached(agent: &Agent<'_>, count: usize) -> Result<Value> {
     let what = format!("the agent to be attached to {count} proxy-servers");
     let attached = |status: &Value| status["konnectivity"]["attached"].as_array().map_or(0, Vec::len);
@@ -122,12 +89,14 @@ pub(super) struct Servers {
 
 pub(super) async fn proxy_servers(testbed: &Testbed) -> Result<Servers> {
     let certificates = Certificates::create(testbed)?;
+    let ports = PORTS.map(|port| SocketAddr::from((CLOUD, port)));
+    let (_, balance) = balance((CLOUD, SHARED).into(), ports.into()).await?;
     Ok(Servers {
         grpc: proxy_server(testbed, &certificates, 0).await?,
         http: proxy_server(testbed, &certificates, 1).await?,
         sockets: [socket(testbed, 0), socket(testbed, 1)],
         certificates,
-        _balance: balance().await?,
+        _balance: balance,
     })
 }
 

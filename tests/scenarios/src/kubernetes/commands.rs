@@ -26,24 +26,8 @@ pub(super) fn pods(node: &str) -> Vec<serde_json::Value> {
     vec![shell("talker", node, TALK), shell("idle", node, IDLE), with_stdin(shell("listener", node, answer))]
 }
 
-/// Runs all checks.
-pub(super) async fn run(checks: &mut Checks, cluster: &Cluster<'_>) {
-    run_copying(checks, cluster, MEGABYTES).await;
-}
-
 /// Runs all checks, copying this number of megabytes.
-pub(super) async fn run_copying(checks: &mut Checks, cluster: &Cluster<'_>, megabytes: u64) {
-    interactive(checks, cluster).await;
-    for transport in [Transport::WebSocket, Transport::Spdy] {
-        let kubectl = cluster.kubectl.over(transport);
-        let copied = copy(&kubectl, cluster.testbed.dir(), transport, megabytes);
-        let name = format!("cp of {megabytes} MB both ways ({transport:?})");
-        checks.run_within(Duration::from_secs(180), &name, copied).await;
-    }
-}
-
-/// Runs all checks except the copies.
-async fn interactive(checks: &mut Checks, cluster: &Cluster<'_>) {
+pub(super) async fn run(checks: &mut Checks, cluster: &Cluster<'_>, megabytes: u64) {
     checks.run("logs", logs(&cluster.kubectl)).await;
     checks.run("logs -f shows lines as they come", follow(&cluster.kubectl)).await;
     for transport in [Transport::WebSocket, Transport::Spdy] {
@@ -52,6 +36,12 @@ async fn interactive(checks: &mut Checks, cluster: &Cluster<'_>) {
         checks.run(&name("exec with standard input and an exit code"), exec(&kubectl)).await;
         checks.run(&name("exec -it follows the terminal's size"), resize(&kubectl)).await;
         checks.run(&name("attach"), attach(&kubectl)).await;
+    }
+    for transport in [Transport::WebSocket, Transport::Spdy] {
+        let kubectl = cluster.kubectl.over(transport);
+        let copied = copy(&kubectl, cluster.testbed.dir(), transport, megabytes);
+        let name = format!("cp of {megabytes} MB both ways ({transport:?})");
+        checks.run_within(Duration::from_secs(180), &name, copied).await;
     }
 }
 

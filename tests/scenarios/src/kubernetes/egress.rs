@@ -86,7 +86,7 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
         checks.run(&name("an admission webhook on an edge node"), admission(&cluster, webhook)).await;
         // The copies take most of the suite's time.
         let megabytes = if matches!(kind, Kind::GrpcOverUnix) { commands::MEGABYTES } else { 50 };
-        commands::run_copying(&mut checks, &cluster, megabytes).await;
+        commands::run(&mut checks, &cluster, megabytes).await;
         forward::run(&mut checks, &cluster).await;
         views::run(&mut checks, &cluster).await;
     }

@@ -19,7 +19,7 @@ pub(super) async fn in_cluster(testbed: &Testbed) -> Result<()> {
     let builder = postern::server(&cluster, &manifests).await?.flag("--edge-pod-routes=10.72.0.0/16");
     let server = builder.start().await?;
     let agent = postern::agent(&cluster, &server, &manifests, 1).await?;
-    commands::run(&mut checks, &cluster).await;
+    commands::run(&mut checks, &cluster, commands::MEGABYTES).await;
     forward::run(&mut checks, &cluster).await;
     views::run(&mut checks, &cluster).await;
     redirect::run(&mut checks, &cluster, &server).await;

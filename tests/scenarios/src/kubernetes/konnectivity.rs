@@ -1,7 +1,6 @@
 //! A konnectivity agent that presents the token of its pod: the real API server determines its node.
 use std::fs;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -12,13 +11,10 @@ use postern_testbed::cluster::{Cluster, EDGE_NODE, peers, pods};
 use postern_testbed::process::Process;
 use postern_testbed::server::Server;
 use postern_testbed::{CLOUD, Testbed, tls};
-use rustls::ClientConfig;
-use rustls::pki_types::ServerName;
 use serde_json::json;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
-use tokio_rustls::TlsConnector;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Status, Streaming};
 use tunnel_link::konnectivity::Packet;
@@ -63,15 +59,8 @@ async fn token(cluster: &Cluster<'_>, audience: &str, bound: bool) -> Result<Str
 
 async fn call(testbed: &Testbed, token: Option<&str>) -> Result<Result<Attached, Status>> {
     let roots = tls::roots(&testbed.dir().join("server/ca/ca.crt"))?;
-    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let mut config = ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()?
-        .with_root_certificates(roots)
-        .with_no_client_auth();
-    config.alpn_protocols = vec![b"h2".to_vec()];
     let socket = TcpStream::connect((CLOUD, PORT)).await?;
-    let name = ServerName::from(std::net::IpAddr::from(CLOUD));
-    let stream = TlsConnector::from(Arc::new(config)).connect(name, socket).await?;
+    let stream = tls::handshake(socket, &CLOUD.to_string(), roots, None, Some(b"h2")).await?;
     let (packets, requests) = mpsc::channel(4);
     let mut request = Request::new(ReceiverStream::new(requests));
     request.metadata_mut().insert("agentid", "an-agent".parse()?);

@@ -4,7 +4,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
-use postern_testbed::access_log::AccessLine;
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::client::echo;
 use postern_testbed::cluster::api::{condition, is_true};
@@ -83,19 +82,14 @@ pub(super) async fn two_masters(testbed: &Testbed) -> Result<()> {
     checks.run("a master is killed, and is back", masters.killed()).await;
     checks.run("a server is replaced, and its successor dies", masters.replaced()).await;
     checks.run("a server's successor is stopped", masters.undone()).await;
-    checks.run("a master and the agent do not reach each other", masters.apart_from_the_agent()).await;
-    checks.run("the masters' servers do not reach each other", masters.apart()).await;
     checks.finish()
 }
 
 impl<'a> Masters<'a> {
     async fn wait_peers(&self, count: usize) -> Result<()> {
         for server in &self.servers {
-            let peers = async || {
-                let status = server.status().await?;
-                Ok(status["peers"].as_array().with_context(|| format!("no peers in {status}"))?.len())
-            };
-            wait_until(&format!("{count} peers"), NOTICED, peers, |peers| *peers == count).await?;
+            let peers = async || server.peers().await;
+            wait_until(&format!("{count} peers"), NOTICED, peers, |peers| peers.len() == count).await?;
         }
         Ok(())
     }
@@ -128,7 +122,7 @@ impl<'a> Masters<'a> {
         let far = 1 - near;
         self.cluster.kubectl = self.kubectl[far].clone();
         // The copies take most of the suite's time, and each byte passes through two servers here.
-        commands::run_copying(checks, &self.cluster, 50).await;
+        commands::run(checks, &self.cluster, 50).await;
         forward::run(checks, &self.cluster).await;
         views::run(checks, &self.cluster).await;
         checks.run("every connection was forwarded", self.all_forwarded(near)).await;
@@ -244,7 +238,7 @@ impl<'a> Masters<'a> {
         let mut following = Following::start(&self.kubectl[1]).await?;
         self.cluster.control_plane.kill_apiserver().await?;
         self.servers[0].process.crash().await?;
-        goes_on(&[&self.kubectl[1]], WATCHED).await.context("at the other master")?;
+        goes_on(&self.kubectl[1], WATCHED).await.context("at the other master")?;
         following.next(15).await.context("at the other master")?;
         ensure!(self.attached().await? == [1], "the other server has lost the agent");
         self.cluster.restart_apiserver().await?;
@@ -265,15 +259,15 @@ impl<'a> Masters<'a> {
     async fn replaced(&mut self) -> Result<()> {
         // This leaves one server that may write to the cluster.
         self.servers[1].process.crash().await?;
-        let first = id(&self.servers[0]).await?;
+        let first = self.servers[0].id().await?;
         self.wait_leads(&first).await?;
         let mut following = Following::start(&self.kubectl[0]).await?;
-        let kubectl = [self.kubectl[0].clone()];
+        let kubectl = self.kubectl[0].clone();
         let (mut second, ()) = tokio::try_join!(self.servers[0].take_over(), async {
-            goes_on(&[&kubectl[0]], WATCHED).await.context("during the takeover")
+            goes_on(&kubectl, WATCHED).await.context("during the takeover")
         })?;
         following.next(15).await.context("what the first one relays")?;
-        let successor = id(&second).await?;
+        let successor = second.id().await?;
         ensure!(successor != first, "the first server still answers");
         self.wait_leads(&successor).await?;
         second.process.crash().await?;
@@ -294,10 +288,10 @@ impl<'a> Masters<'a> {
         ports_are_followed(&self.cluster, "9101").await?;
         let edge = target(self.cluster.testbed, 1, 9101, Behaviour::Echo)?;
         let (server, kubectl) = (&self.servers[0], &self.kubectl[0]);
-        let first = id(server).await?;
+        let first = server.id().await?;
         let mut second = server.successor()?;
         // Not by their logs, which contain their predecessors' lines too.
-        let taken = async || Ok(id(server).await? != first && server.get("/readyz").await?.0 == 200);
+        let taken = async || Ok(server.id().await? != first && server.get("/readyz").await?.0 == 200);
         wait_until("the second server to take over", NOTICED, taken, |taken| *taken).await?;
         let mut held = hold(edge.address, b"before").await?;
         alongside("the stop of a successor", edge.address, async {
@@ -311,7 +305,7 @@ impl<'a> Masters<'a> {
             Ok(())
         })
         .await?;
-        ensure!(id(server).await? == first, "another server answers");
+        ensure!(server.id().await? == first, "another server answers");
         self.wait_leads(&first).await.context("after the successor's end")?;
         self.servers[1].start_again().await?;
         self.wait_attached(&[0, 1]).await?;
@@ -323,56 +317,6 @@ impl<'a> Masters<'a> {
         let holds = |lease: &Value| lease["spec"]["holderIdentity"] == id;
         self.cluster.api.wait(&format!("{id} to hold the Lease"), &path, LEADS, holds).await.map(drop)
     }
-
-    /// Cuts the first master off from the agent: its clients' connections are forwarded meanwhile.
-    async fn apart_from_the_agent(&mut self) -> Result<()> {
-        let router = self.cluster.testbed.router.clone();
-        let rules = [
-            format!("FORWARD -i edge1 -d {CLOUD} -p tcp --dport 10262 -j DROP"),
-            format!("FORWARD -o edge1 -s {CLOUD} -p tcp --sport 10262 -j DROP"),
-        ];
-        rules.iter().try_for_each(|rule| router.iptables(&format!("-I {rule}")))?;
-        let meanwhile = self.forwards().await;
-        rules.iter().try_for_each(|rule| router.iptables(&format!("-D {rule}")))?;
-        meanwhile?;
-        self.wait_attached(&[0, 1]).await?;
-        works(&self.kubectl[0]).await
-    }
-
-    async fn forwards(&self) -> Result<()> {
-        let start = Instant::now();
-        self.wait_attached(&[1]).await?;
-        figure(&format!("a session that is cut off ends after {:.1?}", start.elapsed()));
-        let before = self.servers[0].access_log()?.len();
-        goes_on(&[&self.kubectl[0], &self.kubectl[1]], WATCHED).await?;
-        // The line is written when the connection has ended, and kubectl does not wait for that.
-        let lines = async || Ok(self.servers[0].access_log()?.split_off(before));
-        let forwarded = |lines: &Vec<AccessLine>| lines.iter().any(|line| !line.text("via").is_empty());
-        wait_until("a connection that was forwarded", NOTICED, lines, forwarded).await.map(drop)
-    }
-
-    /// Cuts the servers off from each other: each serves its own session.
-    async fn apart(&mut self) -> Result<()> {
-        let hosts = [(&self.cluster.testbed.cloud, NEIGHBOUR), (&self.second.ns, CLOUD)];
-        let change = |change: &str| {
-            hosts.iter().try_for_each(|(ns, other)| {
-                ns.iptables(&format!("{change} INPUT -s {other} -p tcp --dport 10262 -j DROP"))?;
-                ns.iptables(&format!("{change} INPUT -s {other} -p tcp --sport 10262 -j DROP"))
-            })
-        };
-        change("-I")?;
-        let meanwhile = async {
-            goes_on(&[&self.kubectl[0], &self.kubectl[1]], WATCHED).await?;
-            self.wait_peers(0).await?;
-            goes_on(&[&self.kubectl[0], &self.kubectl[1]], WATCHED).await
-        };
-        let meanwhile = meanwhile.await;
-        change("-D")?;
-        meanwhile?;
-        self.wait_peers(1).await?;
-        ensure!(self.attached().await? == [0, 1], "the agent has lost a session");
-        Ok(())
-    }
 }
 
 /// Runs logs and exec once.
@@ -382,20 +326,13 @@ async fn works(kubectl: &Kubectl) -> Result<()> {
 }
 
 /// Runs commands one after the other, each on a new connection, none of which may fail.
-async fn goes_on(all: &[&Kubectl], span: Duration) -> Result<()> {
+async fn goes_on(kubectl: &Kubectl, span: Duration) -> Result<()> {
     let (end, mut count) = (Instant::now() + span, 0);
     while count == 0 || Instant::now() < end {
-        for kubectl in all {
-            let printed = kubectl.run(&["exec", "idle", "--", "hostname"]).await?;
-            ensure!(printed == "idle\n", "hostname printed {printed:?}");
-            count += 1;
-        }
+        let printed = kubectl.run(&["exec", "idle", "--", "hostname"]).await?;
+        ensure!(printed == "idle\n", "hostname printed {printed:?}");
+        count += 1;
     }
     figure(&format!("{count} commands without a failure"));
     Ok(())
-}
-
-async fn id(server: &Server<'_>) -> Result<String> {
-    let status = server.status().await?;
-    Ok(status["server_id"].as_str().with_context(|| format!("no server_id in {status}"))?.to_owned())
 }

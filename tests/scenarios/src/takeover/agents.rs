@@ -12,8 +12,8 @@ use postern_testbed::wait::wait_until;
 use serde_json::Value;
 use tokio::io::AsyncWriteExt as _;
 
-use super::ends::{ENDS, finishes};
-use crate::common::{alongside, hold, server, session_of, skip, target};
+use super::ends::{ENDS, LENGTH, Open, finishes};
+use crate::common::{alongside, hold, server, session_of, target};
 use crate::mapped::{self, MAP, alongside_map, hold_mapped, visit_mapped};
 
 pub(super) async fn an_agent_is_replaced(testbed: &Testbed) -> Result<()> {
@@ -21,34 +21,23 @@ pub(super) async fn an_agent_is_replaced(testbed: &Testbed) -> Result<()> {
     let flags = ["--drain-timeout=1m", "--connect-address=127.0.0.1:10281", MAP];
     let mut agent = Agent::enrol_with(&server, 1, &flags).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    let length = 30_000_000;
-    let source = target(testbed, 1, 9100, Behaviour::Source(22, length))?;
+    let source = target(testbed, 1, 9100, Behaviour::Source(22, LENGTH))?;
     visit(on_edge.address).await?;
     let down = async || server.metric("postern_redirect_verdicts_total", &[("outcome", "down")]).await;
     let before = down().await?;
     for turn in 1..=3 {
         let epoch = session_of(&server, 0).await?["epoch"].clone();
-        let mut held = hold(on_edge.address, b"before").await?;
+        let open = Open::new(hold(on_edge.address, b"before").await?, &source).await?;
         let mut mapped = hold_mapped(testbed).await?;
-        let mut download = client::connect(source.address).await?;
-        skip(&mut download, 1_000_000).await?;
         let started = Instant::now();
         let replacing = async {
             let second = agent.take_over().await?;
             figure(&format!("turn {turn}: took over after {:.1?}", started.elapsed()));
             // Connections of the first agent go on.
-            echo(&mut held, b"after").await.context("on the connection held")?;
-            let (got, _) = client::digest(&mut download).await?;
-            ensure!(got + 1_000_000 == length, "a download of {got} bytes");
-            download.shutdown().await.context("closing the download")?;
-            ensure!(agent.process.ended()?.is_none(), "the first agent ended with a connection open");
-            for stream in [&mut held, &mut mapped] {
-                echo(stream, b"still").await.context("on a connection held")?;
-                stream.shutdown().await.context("closing")?;
-                ensure!(end_of(stream, client::PATIENCE).await? == client::End::Eof(0), "no clean end");
-            }
-            let status = agent.process.wait_exit(ENDS).await?;
-            ensure!(status.code() == Some(0), "the first agent ended with {status}");
+            echo(&mut mapped, b"still").await.context("on the connection from the edge")?;
+            mapped.shutdown().await.context("closing")?;
+            ensure!(end_of(&mut mapped, client::PATIENCE).await? == client::End::Eof(0), "no clean end");
+            open.finish(&mut agent.process).await?;
             anyhow::Ok(second)
         };
         let replacing = alongside_map(testbed, replacing);

@@ -1,6 +1,6 @@
 //! A second server or agent on the same host takes over from the first; and the remains of a killed server.
 mod agents;
-mod ends;
+pub(crate) mod ends;
 mod pair;
 
 use std::io::ErrorKind;
@@ -10,21 +10,20 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
-use postern_testbed::Testbed;
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::client::{self, connect_error, echo, end_of, visit};
 use postern_testbed::report::figure;
 use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
-use tokio::io::AsyncWriteExt as _;
+use postern_testbed::{CLOUD, Testbed};
 
-use crate::common::{alongside, hold, longest_alongside, pause, server, skip, target};
+use crate::common::{alongside, hold, longest_alongside, pause, server, target};
 use agents::{
     agents_are_replaced_while_earlier_ones_drain, an_agent_is_replaced, an_agents_successor_dies,
     an_agents_successor_dies_while_the_first_one_drains,
 };
-use ends::{ENDS, finishes};
+use ends::{ENDS, LENGTH, Open, finishes};
 use pair::a_pair_and_its_agent_are_replaced_under_load;
 
 scenarios! {
@@ -57,41 +56,24 @@ async fn agents<'a>(server: &Server<'a>, count: usize) -> Result<Vec<Agent<'a>>>
     Ok(agents)
 }
 
-async fn server_id(server: &Server<'_>) -> Result<String> {
-    let status = server.status().await?;
-    Ok(status["server_id"].as_str().with_context(|| format!("no server_id in {status}"))?.to_owned())
-}
-
 async fn nobody_notices(testbed: &Testbed) -> Result<()> {
     let mut first = Builder::new(testbed).flag("--drain-timeout=1m").start().await?;
     let agents = agents(&first, 2).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let on_other = target(testbed, 2, 10250, Behaviour::Echo)?;
-    let length = 30_000_000;
-    let source = target(testbed, 2, 9100, Behaviour::Source(21, length))?;
+    let source = target(testbed, 2, 9100, Behaviour::Source(21, LENGTH))?;
     visit(on_other.address).await?;
     let mut longest = Vec::new();
     for turn in 1..=3 {
-        let before = server_id(&first).await?;
-        let mut held = hold(on_edge.address, b"before").await?;
-        let mut download = client::connect(source.address).await?;
-        skip(&mut download, 1_000_000).await?;
+        let before = first.id().await?;
+        let open = Open::new(hold(on_edge.address, b"before").await?, &source).await?;
         let started = Instant::now();
         let (replaced, stall) = longest_alongside("a takeover, at one edge", on_edge.address, async {
             alongside("a takeover, at the other", on_other.address, async {
                 let second = first.take_over().await?;
                 figure(&format!("turn {turn}: took over after {:.1?}", started.elapsed()));
                 // Connections of the first server go on.
-                echo(&mut held, b"after").await.context("on the connection held")?;
-                let (got, _) = client::digest(&mut download).await?;
-                ensure!(got + 1_000_000 == length, "a download of {got} bytes");
-                download.shutdown().await.context("closing the download")?;
-                ensure!(first.process.ended()?.is_none(), "the first server ended with a connection open");
-                echo(&mut held, b"still").await.context("on the connection held")?;
-                held.shutdown().await.context("closing")?;
-                ensure!(end_of(&mut held, client::PATIENCE).await? == client::End::Eof(0), "no clean end");
-                let status = first.process.wait_exit(ENDS).await?;
-                ensure!(status.code() == Some(0), "the first server ended with {status}");
+                open.finish(&mut first.process).await?;
                 pause(1).await?;
                 anyhow::Ok(second)
             })
@@ -100,7 +82,7 @@ async fn nobody_notices(testbed: &Testbed) -> Result<()> {
         .await?;
         first.expect_every_access(|line| line.text("outcome") == "ok").await?;
         longest.push(stall);
-        ensure!(server_id(&replaced).await? != before, "the first server still answers");
+        ensure!(replaced.id().await? != before, "the first server still answers");
         first = replaced;
     }
     // Beside other work a visit may take longer in one turn or two, but not in each.
@@ -145,7 +127,7 @@ fn nothing_is_left(testbed: &Testbed) -> Result<()> {
 async fn a_successor_that_dies_is_replaced(testbed: &Testbed) -> Result<()> {
     let first = server(testbed).await?;
     let mut agents = agents(&first, 2).await?;
-    let before = server_id(&first).await?;
+    let before = first.id().await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let mut held = hold(on_edge.address, b"before").await?;
     // This agent does not attach to the second server, which waits for it.
@@ -159,14 +141,14 @@ async fn a_successor_that_dies_is_replaced(testbed: &Testbed) -> Result<()> {
     for edge in testbed.edges() {
         first.wait_connected(&edge.name, true, agent::START).await?;
     }
-    ensure!(server_id(&first).await? == before, "another server answers");
+    ensure!(first.id().await? == before, "another server answers");
     wait_sessions(&agents[0], 3.0).await.context("the first agent comes back")?;
     echo(&mut held, b"after").await.context("on the connection held")?;
     visit(on_edge.address).await?;
     wait_pinned_by_one(testbed).await?;
     // The next successor is accepted.
     let second = alongside("a takeover", on_edge.address, first.take_over()).await?;
-    ensure!(server_id(&second).await? != before, "the first server still answers");
+    ensure!(second.id().await? != before, "the first server still answers");
     echo(&mut held, b"still").await.context("on the connection held")
 }
 
@@ -208,8 +190,10 @@ async fn a_server_that_dies_as_it_hands_over_leaves_nothing(testbed: &Testbed) -
     nothing_is_left(testbed)
 }
 
-async fn a_server_that_is_told_to_stop_waits_for_its_successor(testbed: &Testbed) -> Result<()> {
-    let mut first = server(testbed).await?;
+/// Tells a server to stop in the middle of a takeover. `waits`: true if its drain timeout leaves it the time to wait for
+/// its successor.
+async fn stopped_in_a_takeover(testbed: &Testbed, first: Builder<'_>, waits: bool) -> Result<()> {
+    let mut first = first.start().await?;
     let mut agents = agents(&first, 2).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     visit(on_edge.address).await?;
@@ -217,9 +201,15 @@ async fn a_server_that_is_told_to_stop_waits_for_its_successor(testbed: &Testbed
     let second = alongside("a stop in the middle of a takeover", on_edge.address, async {
         let second = first.successor()?;
         first.wait_log("successor connected").await?;
+        if !waits {
+            wait_sessions(&agents[0], 2.0).await.context("the first agent is told")?;
+        }
         first.process.signal(Signal::SIGTERM)?;
         let status = first.process.wait_exit(ENDS).await?;
         ensure!(status.code() == Some(0), "the first server ended with {status}");
+        if !waits {
+            second.wait_log("it ended during the takeover").await?;
+        }
         anyhow::Ok(second)
     })
     .await?;
@@ -227,28 +217,15 @@ async fn a_server_that_is_told_to_stop_waits_for_its_successor(testbed: &Testbed
     second.wait_connected("edge-2", true, agent::START).await
 }
 
+async fn a_server_that_is_told_to_stop_waits_for_its_successor(testbed: &Testbed) -> Result<()> {
+    stopped_in_a_takeover(testbed, Builder::new(testbed), true).await
+}
+
 /// The first server's drain timeout is shorter than its successor's wait for an agent, and it cannot read the names of
 /// the other's programs.
 async fn a_server_that_waits_no_longer_leaves_the_redirect(testbed: &Testbed) -> Result<()> {
     let first = Builder::new(testbed).flag("--drain-timeout=2s").without_sys_admin();
-    let mut first = first.start().await?;
-    let mut agents = agents(&first, 2).await?;
-    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    visit(on_edge.address).await?;
-    agents[1].process.freeze().await?;
-    let second = alongside("a stop before the end of a takeover", on_edge.address, async {
-        let second = first.successor()?;
-        first.wait_log("successor connected").await?;
-        wait_sessions(&agents[0], 2.0).await.context("the first agent is told")?;
-        first.process.signal(Signal::SIGTERM)?;
-        let status = first.process.wait_exit(ENDS).await?;
-        ensure!(status.code() == Some(0), "the first server ended with {status}");
-        second.wait_log("it ended during the takeover").await?;
-        anyhow::Ok(second)
-    })
-    .await?;
-    agents[1].process.signal(Signal::SIGCONT)?;
-    second.wait_connected("edge-2", true, agent::START).await
+    stopped_in_a_takeover(testbed, first, false).await
 }
 
 /// Waits until the agent has begun this number of sessions.
@@ -280,15 +257,22 @@ async fn killed_and_back(testbed: &Testbed) -> Result<()> {
     let mut server = server(testbed).await?;
     let mut agents = agents(&server, 1).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    let held = hold(on_edge.address, b"before").await?;
+    let on_cloud = Target::start(&testbed.cloud, CLOUD, 9100, Behaviour::Echo)?;
+    let mut held = hold(on_edge.address, b"before").await?;
     let token = tokens(testbed, &on_edge)?;
-    drop(held);
     server.process.crash().await?;
+    let end = end_of(&mut held, client::PATIENCE).await?;
+    ensure!(end == client::End::Reset, "the connection held ended with {end:?}");
     let took = expect_refused(on_edge.address).await?;
     figure(&format!("refused after {took:.1?} while the server is dead"));
+    // Cloud addresses are always direct.
+    visit(on_cloud.address).await?;
     server.start_again().await?;
+    let start = Instant::now();
     server.wait_connected("edge-1", true, agent::START).await?;
+    figure(&format!("the agent is back {:.1?} after the server is ready again", start.elapsed()));
     visit(on_edge.address).await?;
+    visit(on_cloud.address).await?;
     let held = hold(on_edge.address, b"after").await?;
     ensure!(tokens(testbed, &on_edge)? == token, "the node has another virtual address than before");
     drop(held);

@@ -30,8 +30,8 @@ pub(super) async fn the_client_is_at_a_server_of_the_previous_version(testbed: &
 
 /// Waits until the server or redirector knows that another one has the node's agent.
 async fn wait_via(server: &Server<'_>) -> Result<()> {
-    let via = async || Ok(server.status().await?["nodes"][0]["via"].as_array().map_or(0, Vec::len));
-    wait_until("the node to be known at another server", TOLD, via, |via| *via == 1).await?;
+    let via = async || server.holders().await;
+    wait_until("the node to be known at another server", TOLD, via, |via| via.len() == 1).await?;
     server.session_began("edge-1").await
 }
 

@@ -18,7 +18,7 @@ use tokio::net::UnixStream;
 use super::expect_version;
 use crate::common::{expect_reset, hold, target};
 use crate::egress::client::ask;
-use crate::identity::{renewed_soon, replace_certificate};
+use crate::identity::renewed;
 use crate::mapped::{self, MAP, visit_mapped};
 use crate::wan::{download, hold_on_links_of_their_own, upload};
 use crate::web::Web;
@@ -58,7 +58,7 @@ async fn work_together(testbed: &Testbed, of_server: Version, of_agent: Version)
     ensure!(answer.starts_with("HTTP/1.1 200 "), "CONNECT was answered {answer:?}");
     echo(&mut by_egress, b"by the egress listener").await?;
     drop(by_egress);
-    renew(testbed, &server, &mut agent, on_edge.address).await.context("renewal")?;
+    drop(renewed(testbed, &server, &mut agent, on_edge.address).await.context("renewal")?);
     introduce_root(&server, &agent).await.context("a further root of the CA")?;
 
     // A server that stops tells its agent, which comes back to it.
@@ -101,23 +101,6 @@ pub(super) async fn download_and_upload(testbed: &Testbed) -> Result<()> {
     download(source.address, 5, LENGTH).await.context("a download")?;
     let sink = target(testbed, 1, 9102, Behaviour::Sink)?;
     upload(sink.address, 6, LENGTH).await.context("an upload").map(drop)
-}
-
-/// The agent renews a certificate that ends soon, beside an open connection.
-async fn renew<'a>(
-    testbed: &Testbed,
-    server: &Server<'a>,
-    agent: &mut Agent<'a>,
-    on_edge: SocketAddr,
-) -> Result<()> {
-    agent.crash(server).await?;
-    let old = replace_certificate(testbed, agent, renewed_soon())?;
-    agent.return_to(server).await?;
-    let mut held = hold(on_edge, b"under the old certificate").await?;
-    let file = agent.state_dir().join("agent.crt");
-    let stored = async || Ok(fs::read_to_string(&file)?);
-    wait_until("a renewed certificate", TOLD, stored, |now| *now != old).await?;
-    echo(&mut held, b"across the renewal").await
 }
 
 async fn introduce_root(server: &Server<'_>, agent: &Agent<'_>) -> Result<()> {

@@ -4,53 +4,21 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
 use postern_testbed::agent::{self, Agent};
-use postern_testbed::client::{self, echo, end_of, visit};
-use postern_testbed::process::{Process, Version};
+use postern_testbed::client::visit;
+use postern_testbed::process::Version;
 use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
-use tokio::io::AsyncWriteExt as _;
-use tokio::net::TcpStream;
 
 use super::expect_version;
-use crate::common::{alongside, hold, session_of, skip, target};
+use crate::common::{alongside, hold, session_of, target};
 use crate::mapped::{self, MAP, alongside_map, visit_mapped};
+use crate::takeover::ends::{LENGTH, Open};
 
 const TAKES_OVER: Duration = Duration::from_secs(30);
-/// Bytes of a download during which a program is replaced.
-const LENGTH: u64 = 30_000_000;
 /// A program and its successors: an upgrade, and the way back.
 const BOTH_WAYS: [Version; 2] = [Version::This, Version::Previous];
 const DRAIN: &str = "--drain-timeout=1m";
-
-/// A connection that is used before and after a replacement, and a download of which a part is read before.
-struct Open {
-    held: TcpStream,
-    download: TcpStream,
-}
-
-impl Open {
-    async fn new(testbed: &Testbed, held: TcpStream) -> Result<Self> {
-        let mut download = client::connect((testbed.edge(1).ip(), 9101)).await?;
-        skip(&mut download, 1_000_000).await?;
-        Ok(Self { held, download })
-    }
-
-    /// Uses both to their ends, while the program that is replaced runs.
-    async fn finish(mut self, before: &mut Process) -> Result<()> {
-        echo(&mut self.held, b"after").await.context("on the connection held")?;
-        let (got, _) = client::digest(&mut self.download).await?;
-        ensure!(got + 1_000_000 == LENGTH, "a download of {got} bytes");
-        self.download.shutdown().await.context("closing the download")?;
-        ensure!(before.ended()?.is_none(), "the one before ended with a connection open");
-        self.held.shutdown().await.context("closing")?;
-        let end = end_of(&mut self.held, client::PATIENCE).await?;
-        ensure!(end == client::End::Eof(0), "the connection held ended with {end:?}");
-        let status = before.wait_exit(TAKES_OVER).await?;
-        ensure!(status.success(), "the one before ended with {status}");
-        Ok(())
-    }
-}
 
 pub(super) async fn take_over<'a>(before: &Server<'a>, version: Version) -> Result<Server<'a>> {
     let own = before.status().await?["server_id"].clone();
@@ -85,9 +53,9 @@ pub(super) async fn servers_are_upgraded_and_brought_back(testbed: &Testbed) -> 
     let agent = agent::Builder::new(&server, 1).version(Version::Previous).flag(MAP);
     let _agent = agent.enrol(&server).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    let _source = target(testbed, 1, 9101, Behaviour::Source(8, LENGTH))?;
+    let source = target(testbed, 1, 9101, Behaviour::Source(8, LENGTH))?;
     for version in BOTH_WAYS {
-        let open = Open::new(testbed, hold(on_edge.address, b"before").await?).await?;
+        let open = Open::new(hold(on_edge.address, b"before").await?, &source).await?;
         let what = format!("a server's replacement by {version:?}");
         let replacing = async {
             let after = take_over(&server, version).await?;
@@ -115,9 +83,9 @@ async fn agent_at(testbed: &Testbed, of_server: Version) -> Result<()> {
     let agent = agent::Builder::new(&server, 1).version(Version::Previous).flag(DRAIN).flag(MAP);
     let mut agent = agent.enrol(&server).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    let _source = target(testbed, 1, 9101, Behaviour::Source(8, LENGTH))?;
+    let source = target(testbed, 1, 9101, Behaviour::Source(8, LENGTH))?;
     for version in BOTH_WAYS {
-        let open = Open::new(testbed, hold(on_edge.address, b"before").await?).await?;
+        let open = Open::new(hold(on_edge.address, b"before").await?, &source).await?;
         let what = format!("an agent's replacement by {version:?}");
         let replacing = async {
             let after = agent_takes_over(&server, &agent, version).await?;

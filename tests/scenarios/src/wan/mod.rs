@@ -17,7 +17,7 @@ use postern_testbed::wait::wait_until;
 use postern_testbed::wan::{Loss, Path};
 use postern_testbed::{CLOUD, Testbed};
 use tokio::io::AsyncWriteExt as _;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tunnel_link::link::Congestion;
 
 use crate::common::{self, at_once, hold, server_and_agent, session_of, target};
@@ -43,7 +43,6 @@ scenarios! {
     an_agent_that_stops_sends_what_it_has,
     an_agent_that_stops_ends_no_connection_with_a_request_on_its_way,
     a_full_line_of_1_mbit_keeps_its_link(edges = 2),
-    a_full_line_of_300_kbit_keeps_its_link(edges = 2),
     a_full_line_of_100_kbit_keeps_its_link(edges = 2, limit = 180),
     outages_of_up_to_ten_seconds_are_survived,
     a_long_outage_ends_at_once(waits, limit = 180),
@@ -56,7 +55,7 @@ scenarios! {
 /// Time limit for a step on a slow path; the scenario's own limit is far above.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn mbit(bytes: u64, took: Duration) -> f64 {
+pub(crate) fn mbit(bytes: u64, took: Duration) -> f64 {
     #[expect(clippy::cast_precision_loss, reason = "for printing")]
     let bits = bytes as f64 * 8.0;
     bits / 1e6 / took.as_secs_f64()
@@ -212,19 +211,8 @@ async fn links_through_a_load_balancer_lead_to_one_server(testbed: &Testbed) -> 
     let first = common::server(testbed).await?;
     let neighbour = testbed.add_neighbour()?;
     let second = Builder::on_neighbour(&first, &neighbour)?.start().await?;
-    let listener = TcpListener::bind((CLOUD, 0)).await.context("the load balancer's port")?;
-    let balancer = listener.local_addr()?;
-    let servers = [first.agent_address(), second.agent_address()];
-    let balancing = tokio::spawn(async move {
-        for server in servers.iter().cycle() {
-            let Ok((mut agent, _)) = listener.accept().await else { return };
-            let server = server.clone();
-            tokio::spawn(async move {
-                let mut server = TcpStream::connect(server).await?;
-                tokio::io::copy_bidirectional(&mut agent, &mut server).await
-            });
-        }
-    });
+    let servers = vec![first.agent_address().parse()?, second.agent_address().parse()?];
+    let (balancer, _balancing) = common::balance((CLOUD, 0).into(), servers).await?;
     let mut agent = Agent::enrol_with(&first, 1, &["--max-links=8"]).await?;
     agent.process.stop().await?;
     agent.start_again_at(balancer)?;
@@ -239,7 +227,6 @@ async fn links_through_a_load_balancer_lead_to_one_server(testbed: &Testbed) -> 
     for stream in &mut held {
         echo(stream, b"still there").await?;
     }
-    balancing.abort();
     Ok(())
 }
 
@@ -399,10 +386,6 @@ async fn session(server: &Server<'_>) -> Result<f64> {
 
 async fn a_full_line_of_1_mbit_keeps_its_link(testbed: &Testbed) -> Result<()> {
     a_full_line_keeps_its_link(testbed, 1_000_000, 0).await
-}
-
-async fn a_full_line_of_300_kbit_keeps_its_link(testbed: &Testbed) -> Result<()> {
-    a_full_line_keeps_its_link(testbed, 300_000, 0).await
 }
 
 async fn a_full_line_of_100_kbit_keeps_its_link(testbed: &Testbed) -> Result<()> {
