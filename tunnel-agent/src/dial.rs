@@ -10,6 +10,7 @@ use http::{HeaderMap, HeaderValue};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::Instant;
 use tonic::Code;
+use tunnel_link::link::Wire;
 use tunnel_link::outcome::Outcome;
 use tunnel_link::relay::{OF_NODE_HEADER, TARGET_HEADER, connect_target, prepare_socket};
 use tunnel_runtime::admin::TUNNELLED;
@@ -17,6 +18,7 @@ use tunnel_runtime::fair::FairShare;
 
 use crate::places::{Place, Places};
 use crate::policy::Policy;
+use crate::reach::Network;
 use crate::runtime::Runtime;
 
 /// Deadline of a dial if the server names none.
@@ -113,9 +115,16 @@ impl DialRequest {
     }
 }
 
+/// This end of a connection to a target.
+pub(crate) enum Socket {
+    Kernel(TcpStream),
+    /// Of a simulated network, which has the targets too.
+    Simulated(Wire),
+}
+
 /// A connection to a target.
 pub(crate) struct Dialled {
-    pub(crate) socket: TcpStream,
+    pub(crate) socket: Socket,
     /// May differ from the target's: see [`Policy::place`].
     pub(crate) address: IpAddr,
     /// Its place among all of this agent's.
@@ -127,12 +136,15 @@ pub(crate) struct Dialler {
     policy: Arc<Policy>,
     places: Places,
     turns: FairShare<SocketAddr>,
+    /// None: the kernel's.
+    network: Option<Arc<dyn Network>>,
 }
 
 impl Dialler {
     pub(crate) fn new(runtime: &Runtime) -> Self {
         let (policy, places) = (runtime.policy.clone(), runtime.places.clone());
-        Self { policy, places, turns: FairShare::new(MAX_PENDING, MAX_WAITING) }
+        let network = runtime.config.reach.network.clone();
+        Self { policy, places, turns: FairShare::new(MAX_PENDING, MAX_WAITING), network }
     }
 
     /// Returns the connection. `loopback_ports` are those that the server has named.
@@ -153,13 +165,20 @@ impl Dialler {
             .await
             .map_err(|_| DialError::NoTurn { target, after: deadline })?
             .ok_or(DialError::Busy)?;
-        let connecting = connect(target, self.policy.is_admin(target));
-        let socket = tokio::time::timeout_at(deadline_at, connecting)
+        let socket = tokio::time::timeout_at(deadline_at, self.connect(target))
             .await
             .map_err(|_| DialError::TimedOut { target, after: deadline })?
             .map_err(|error| DialError::from_io(target, deadline, error))?;
-        prepare_socket(&socket);
         Ok(Dialled { socket, address: target.ip().to_canonical(), place })
+    }
+
+    async fn connect(&self, target: SocketAddr) -> io::Result<Socket> {
+        if let Some(network) = &self.network {
+            return network.connect(target).await.map(Socket::Simulated);
+        }
+        let socket = connect(target, self.policy.is_admin(target)).await?;
+        prepare_socket(&socket);
+        Ok(Socket::Kernel(socket))
     }
 }
 
@@ -262,8 +281,11 @@ mod tests {
         let dialler = Dialler::new(&of_flags(&["--server=a:1", "--allow-target=127.0.0.0/8:*", &own]));
         let source = async |listener: &TcpListener, host: &str| {
             let target = format!("{host}:{}", listener.local_addr().unwrap().port()).parse().unwrap();
-            let Dialled { socket: dialled, .. } =
-                dialler.dial(DialRequest::within(DEFAULT_DEADLINE, target), &BTreeSet::new()).await.unwrap();
+            let request = DialRequest::within(DEFAULT_DEADLINE, target);
+            let Socket::Kernel(dialled) = dialler.dial(request, &BTreeSet::new()).await.unwrap().socket
+            else {
+                panic!("there is no other network");
+            };
             let (_, source) = listener.accept().await.unwrap();
             assert_eq!(source, dialled.local_addr().unwrap());
             source.ip()

@@ -47,6 +47,11 @@ impl Places {
         self.limit
     }
 
+    /// Number of connections now.
+    pub fn taken(&self) -> usize {
+        (self.limit as usize).saturating_sub(self.free.available_permits())
+    }
+
     /// Maximum streams that a server may open on a link.
     pub(crate) fn streams(&self) -> u32 {
         self.limit.saturating_add(CALLS).min(MAX_STREAMS)

@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 use anyhow::Result;
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 use tunnel_pki::AgentIdentity;
 use tunnel_runtime::blocking::set_disk;
@@ -14,7 +15,8 @@ use tunnel_runtime::clock::Clock;
 use tunnel_server::pki::{Ca, Lifetimes};
 
 use crate::agent::{self, Agent};
-use crate::model::Model;
+use crate::client::Client;
+use crate::model::{Model, settles};
 use crate::network::Net;
 use crate::plan::{End, Plan, Step};
 use crate::server::{self, Server, Start};
@@ -42,6 +44,8 @@ pub(crate) struct Fleet {
     /// The processes of each server and of each agent, the oldest first.
     pub(crate) servers: Vec<Vec<Server>>,
     pub(crate) agents: Vec<Vec<Agent>>,
+    /// Clients that are connected.
+    pub(crate) clients: JoinSet<Result<String>>,
     /// Number of the next process of each server, and of each agent.
     processes: Vec<usize>,
     agent_processes: Vec<usize>,
@@ -94,6 +98,7 @@ enum Event {
     Busy(Host, Duration),
     /// One of two processes of a host ends, the connections of which last so long.
     EndOne(Host, End, Duration),
+    Open(Client),
 }
 
 /// Runs the plan without the steps of these numbers. Returns what the model has to say of it.
@@ -112,7 +117,7 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
     let last = events.keys().next_back().map_or(Duration::ZERO, |(at, _)| *at);
     let mut fleet = Fleet::new(plan, StdRng::seed_from_u64(seed ^ 1), dir)?;
     let mut model = Model::new(&fleet);
-    let end = last + model.settles(&fleet);
+    let end = last + settles(&fleet.plan);
     while begin.elapsed() <= end {
         while let Some(entry) = events.first_entry().filter(|entry| entry.key().0 <= begin.elapsed()) {
             let event = entry.remove();
@@ -122,6 +127,9 @@ pub(crate) async fn run(seed: u64, without: &[usize], dir: &Path) -> Result<Mode
         fleet.servers.iter_mut().for_each(|processes| processes.retain(|server| !server.has_ended()));
         fleet.agents.iter_mut().for_each(|processes| processes.retain(|agent| !agent.has_ended()));
         fleet.restart_killed(&mut model)?;
+        while let Some(client) = fleet.clients.try_join_next() {
+            model.note(&client??);
+        }
         model.look(&fleet)?;
         let look = begin.elapsed() + if model.is_quiet() { LOOK_QUIET } else { LOOK };
         let next = events.first_key_value().map_or(look, |((at, _), _)| look.min(*at));
@@ -162,7 +170,8 @@ fn events(plan: &Plan, without: &[usize], random: &mut StdRng) -> BTreeMap<(Dura
     for index in 0..plan.agents {
         add(plan.spread.mul_f64(random.random()), Event::StartAgent(index));
     }
-    let mut at = plan.starts.iter().max().copied().unwrap_or_default() + plan.patience;
+    let begin = plan.starts.iter().max().copied().unwrap_or_default() + plan.patience;
+    let mut at = begin;
     for (index, (pause, step)) in plan.steps.iter().enumerate() {
         at += *pause;
         if !without.contains(&index) {
@@ -182,6 +191,9 @@ fn events(plan: &Plan, without: &[usize], random: &mut StdRng) -> BTreeMap<(Dura
             }
             add(at + step.lasts(), Event::End(step.clone()));
         }
+    }
+    for (at, client) in &plan.clients {
+        add(begin + *at, Event::Open(client.clone()));
     }
     events
 }
@@ -210,6 +222,7 @@ impl Fleet {
             identities,
             servers: (0..plan.servers).map(|_| Vec::new()).collect(),
             agents: (0..plan.agents).map(|_| Vec::new()).collect(),
+            clients: JoinSet::new(),
             processes: vec![0; plan.servers],
             agent_processes: vec![0; plan.agents],
             killed: vec![false; plan.agents],
@@ -332,7 +345,9 @@ impl Fleet {
     }
 
     fn act(&mut self, event: Event, model: &mut Model) -> Result<()> {
-        model.promises_nothing();
+        if !matches!(event, Event::Open(_)) {
+            model.promises_nothing();
+        }
         match event {
             Event::StartServer(index) => {
                 self.start_server(index)?;
@@ -347,8 +362,16 @@ impl Fleet {
             Event::Busy(host, takes) => self.set_busy(host, Some(takes)),
             Event::EndOne(Host::Server(index), end, relays) => self.end_one(index, end, relays, model),
             Event::EndOne(Host::Agent(index), end, relays) => self.end_agent(index, end, relays, model),
+            Event::Open(client) => self.open(client),
         }
         Ok(())
+    }
+
+    /// A client connects, unless no process of its server accepts.
+    fn open(&mut self, client: Client) {
+        let Some(server) = self.server(client.server).filter(|server| server.accepts()) else { return };
+        let (listener, killed) = (server.clients(), server.runtime.stop.clone());
+        self.clients.spawn(client.run(self.net.clone(), listener, killed));
     }
 
     fn begin(&mut self, step: &Step, model: &mut Model) -> Result<()> {

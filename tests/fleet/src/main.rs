@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod agent;
+mod client;
 mod fleet;
 mod model;
 mod network;

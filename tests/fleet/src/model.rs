@@ -12,7 +12,9 @@ use tokio::time::Instant;
 use tunnel_runtime::NodeName;
 
 use crate::agent;
+use crate::client;
 use crate::fleet::{Fleet, Host, RIGHT};
+use crate::plan::Plan;
 use crate::server::{DRAIN, Server};
 use crate::view::{OfAgent, OfServer, View};
 
@@ -50,6 +52,12 @@ type Process = (usize, usize);
 
 /// Nothing has happened for so long.
 const QUIET: Duration = Duration::from_secs(3);
+
+/// Time after the last event until the fleet is as at first.
+pub(crate) fn settles(plan: &Plan) -> Duration {
+    let leaves = if plan.is_limited() { few::LEAVES } else { Duration::ZERO };
+    plan.patience.max(ATTACHES) + leaves + Duration::from_secs(10)
+}
 
 /// State of the checks of one run.
 pub(crate) struct Model {
@@ -109,12 +117,6 @@ impl Model {
             noted: Instant::now(),
             trace: DefaultHasher::new(),
         }
-    }
-
-    /// Time after the last event until the fleet is as at first.
-    pub(crate) fn settles(&self, fleet: &Fleet) -> Duration {
-        let leaves = if fleet.plan.is_limited() { few::LEAVES } else { Duration::ZERO };
-        self.patience + leaves + Duration::from_secs(10)
     }
 
     pub(crate) fn note(&mut self, what: &str) {
@@ -461,6 +463,7 @@ impl Model {
 
     /// Checks that nothing is left over.
     pub(crate) fn finish(&mut self, fleet: &Fleet) -> Result<()> {
+        client::nothing_is_left(fleet)?;
         let (servers, agents, each) = (fleet.plan.servers, fleet.plan.agents, fleet.plan.links);
         for (index, processes) in fleet.servers.iter().enumerate() {
             ensure!(processes.len() == 1, "server-{index} has {} processes", processes.len());

@@ -5,7 +5,9 @@ use std::time::Duration;
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
+use crate::client::Client;
 use crate::fleet::Host;
+use crate::model::settles;
 
 /// A fleet, and what happens to it.
 #[derive(Debug)]
@@ -32,6 +34,8 @@ pub(crate) struct Plan {
     pub(crate) spread: Duration,
     /// Each with the time since the one before.
     pub(crate) steps: Vec<(Duration, Step)>,
+    /// Each with the time since the steps begin.
+    pub(crate) clients: Vec<(Duration, Client)>,
     /// Time in which all agents attach at first.
     pub(crate) patience: Duration,
 }
@@ -168,6 +172,10 @@ impl Plan {
         if seed % 8 == 3 && seed > 32 {
             plan.limit_links(&mut StdRng::seed_from_u64(seed ^ 5));
         }
+        // The others are kept for faults of fleets without clients.
+        if seed > 100 && !matches!(seed % 16, 4 | 5 | 9 | 11) {
+            plan.add_clients(&mut StdRng::seed_from_u64(seed ^ 6));
+        }
         plan
     }
 
@@ -186,6 +194,37 @@ impl Plan {
         let server = random.random_range(0..self.servers);
         let lasts = between(random, Duration::from_millis(50), Duration::from_secs(8));
         self.steps.insert(0, (Duration::from_secs(10), Step::Crash { server, lasts }));
+    }
+
+    /// Clients connect meanwhile. Others do so later, while nothing fails and a server or an agent has a successor.
+    fn add_clients(&mut self, random: &mut StdRng) {
+        let (mut begins, mut over) = (Duration::ZERO, Duration::ZERO);
+        for (pause, step) in &self.steps {
+            begins += *pause;
+            over = over.max(begins + step.lasts());
+        }
+        for _ in 0..random.random_range(3..=8) {
+            let at = between(random, Duration::ZERO, over);
+            self.add_client(random, at, false);
+        }
+        let begin = over + settles(self);
+        let stops = between(random, Duration::from_secs(3), Duration::from_secs(8));
+        let how = Upgrade { stops, busy: None, relays: Duration::ZERO, end: None };
+        let step = match random.random_bool(0.3) {
+            true => Step::Replace { agent: random.random_range(0..self.agents), how },
+            false => Step::Upgrade { server: random.random_range(0..self.servers), how },
+        };
+        self.steps.push((begin - begins, step));
+        let before = Duration::from_secs(3);
+        for _ in 0..random.random_range(4..=10) {
+            let at = begin - before + between(random, Duration::ZERO, before + stops * 2);
+            self.add_client(random, at, true);
+        }
+    }
+
+    fn add_client(&mut self, random: &mut StdRng, at: Duration, completes: bool) {
+        let number = u16::try_from(self.clients.len()).unwrap_or(u16::MAX);
+        self.clients.push((at, Client::of(random, number, (self.servers, self.agents), completes)));
     }
 
     /// The clocks of some hosts are wrong for a time, and certificates may last for less than that.
@@ -232,6 +271,7 @@ impl Plan {
             starts: vec![Duration::ZERO],
             spread: Duration::from_secs(2),
             steps: Vec::new(),
+            clients: Vec::new(),
             patience: Duration::from_secs(90),
         }
     }
@@ -267,6 +307,7 @@ impl Plan {
             starts,
             spread: ms(500),
             steps,
+            clients: Vec::new(),
             patience: Duration::from_secs(25),
         }
     }

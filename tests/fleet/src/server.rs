@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::Result;
@@ -23,7 +23,7 @@ use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::Shutdown;
 use tunnel_server::agent_port::{AgentPort, Budget, Handover, LinkContext};
 use tunnel_server::app::{Running, Said};
-use tunnel_server::listener::ListenerContext;
+use tunnel_server::listener::{ListenerContext, Piped};
 use tunnel_server::peers::{self, PeerContext, Trust};
 use tunnel_server::pki::{
     Ca, EnrollPolicy, EnrollService, PkiMetrics, RevocationStore, Revocations, ServerCertificate,
@@ -41,6 +41,9 @@ pub(crate) const DRAIN: Duration = Duration::from_secs(5);
 /// Pause before a process that could not start is started again.
 pub(crate) const RESTARTS: Duration = Duration::from_secs(1);
 
+/// Connections of clients that a process accepts.
+const CLIENTS: u32 = 1024;
+
 /// As the product sets it on links with other servers.
 const KEEPALIVE: Duration = Duration::from_secs(1);
 
@@ -50,6 +53,7 @@ pub(crate) struct Server {
     /// Number of the server, and of this process of it.
     pub(crate) process: (usize, usize),
     pub(crate) runtime: Runtime,
+    clients: OnceLock<Piped>,
     gates: Gates,
     handover: watch::Receiver<Handover>,
     phase: watch::Receiver<Phase>,
@@ -183,6 +187,7 @@ impl Start<'_> {
             id,
             process,
             runtime,
+            clients: OnceLock::new(),
             gates,
             handover,
             phase,
@@ -329,6 +334,12 @@ impl Server {
     /// SIGTERM.
     pub(crate) fn stop(&self) {
         self.signal.begin();
+    }
+
+    /// Where clients connect. Made for the first one: it has hash maps, which change the order of those that follow, and so runs
+    /// without clients.
+    pub(crate) fn clients(&self) -> Piped {
+        self.clients.get_or_init(|| Piped::new(ListenerContext::of(&self.runtime), CLIENTS)).clone()
     }
 
     /// A connection of a client that lasts so long.

@@ -15,7 +15,7 @@ use tunnel_runtime::text::printable;
 
 use super::shared::Shared;
 use crate::busy::{Busy, BusyGuard, Counted};
-use crate::dial::{DEFAULT_DEADLINE, DialError, DialRequest, Dialled};
+use crate::dial::{DEFAULT_DEADLINE, DialError, DialRequest, Dialled, Socket};
 use crate::places::Place;
 
 /// Minimum time for one of several addresses while any is left, as in Go's dialler.
@@ -58,9 +58,12 @@ impl Dial for ForServer {
             }
         };
         match dialled {
-            Ok((Dialled { socket, place, .. }, target)) => {
+            Ok((Dialled { socket: Socket::Kernel(socket), place, .. }, target)) => {
                 self.shared.runtime.metrics.dialled("ok", started.elapsed());
                 Ok(Connected { socket, target, _place: place, _busy: busy })
+            }
+            Ok((Dialled { socket: Socket::Simulated(_), .. }, _)) => {
+                Err("konnectivity is not simulated".to_owned())
             }
             Err(Failed { outcome, reason }) => {
                 self.shared.runtime.metrics.dialled(outcome.as_str(), started.elapsed());

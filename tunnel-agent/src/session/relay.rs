@@ -16,7 +16,7 @@ use tunnel_link::relay::{Abort, Side, Traffic};
 
 use super::state::SessionState;
 use crate::connections::Connection;
-use crate::dial::{DialError, DialRequest, Dialled};
+use crate::dial::{DialError, DialRequest, Dialled, Socket};
 
 /// Serves one Relay stream, from the request to the end of both directions.
 pub(super) fn relay(
@@ -76,7 +76,18 @@ async fn dial_and_relay(
     });
     let relay = session.relay(&abort, &relayed.traffic);
     let ended = {
-        let mut run = std::pin::pin!(relay.run(&mut socket, Bytes::new(), &mut send, ready(Ok(inbound))));
+        let mut run = std::pin::pin!(async {
+            match &mut socket {
+                Socket::Kernel(socket) => {
+                    relay.run(socket, Bytes::new(), &mut send, ready(Ok(inbound))).await
+                }
+                Socket::Simulated(line) => {
+                    let (mut read, mut write) = tokio::io::split(line);
+                    // Boxed: otherwise other connections would hold its memory too.
+                    Box::pin(relay.pump(&mut read, &mut write, &mut send, inbound)).await
+                }
+            }
+        });
         tokio::select! {
             ended = &mut run => ended,
             () = session.stop.cancelled() => {

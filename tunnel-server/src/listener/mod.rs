@@ -21,6 +21,7 @@ mod https;
 mod judge;
 mod map;
 mod moved;
+mod piped;
 mod preface;
 mod proxy;
 mod redirect;
@@ -45,6 +46,7 @@ pub(crate) use https::{HTTPS, Https};
 pub(crate) use judge::{judge_open, until_withdrawn};
 pub(crate) use map::{MAP, Maps};
 pub(crate) use moved::end_moved;
+pub use piped::{Piped, PipedRecord};
 pub(crate) use proxy::{CONNECT, Connect};
 pub(crate) use redirect::{REDIRECT, Redirected};
 #[cfg(test)]

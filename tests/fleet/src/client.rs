@@ -1,0 +1,176 @@
+//! Clients: each opens a connection to a target of a node, writes in pieces, and expects everything back.
+
+use std::future::pending;
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use anyhow::{Result, anyhow, bail, ensure};
+use rand::rngs::StdRng;
+use rand::{Rng as _, SeedableRng as _};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy, split};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tunnel_runtime::accept::Gate;
+use tunnel_server::agent_port::Accept as _;
+use tunnel_server::listener::{OpenRequest, Piped};
+
+use crate::agent;
+use crate::fleet::Fleet;
+use crate::network::{Listener, Net};
+
+/// Targets have the ports from here on, each client one of its own.
+const PORTS: u16 = 20_000;
+/// Maximum bytes in a piece.
+const PIECE: usize = 16 << 10;
+/// Maximum time in which a client writes.
+const WRITES: Duration = Duration::from_secs(8);
+/// The same of one that ends complete: with the time on its way this is less than [`crate::server::DRAIN`].
+const DRAINS: Duration = Duration::from_secs(3);
+/// A connection has ended after so long: it is opened within about 12 s, and ends with its session on a silent path.
+const ENDS: Duration = Duration::from_secs(60);
+
+/// A client of the plan.
+#[derive(Clone, Debug)]
+pub(crate) struct Client {
+    number: u16,
+    /// Index of the server to which it connects.
+    pub(crate) server: usize,
+    /// Index of the node that has its target.
+    node: usize,
+    /// Its bytes follow from this.
+    seed: u64,
+    pieces: u32,
+    /// Time between two pieces.
+    pause: Duration,
+    /// Nothing fails meanwhile: it gets everything back.
+    completes: bool,
+}
+
+impl Client {
+    pub(crate) fn of(
+        random: &mut StdRng,
+        number: u16,
+        (servers, agents): (usize, usize),
+        completes: bool,
+    ) -> Self {
+        let pieces = random.random_range(1..=8);
+        let most = if completes { DRAINS } else { WRITES };
+        Self {
+            number,
+            server: random.random_range(0..servers),
+            node: random.random_range(0..agents),
+            seed: random.random(),
+            pieces,
+            pause: most.mul_f64(random.random()) / pieces,
+            completes,
+        }
+    }
+
+    /// Lasts until the connection has ended, also that of the agent with the target. Returns what to note.
+    ///
+    /// # Errors
+    /// If the client gets what it must not get, or something does not end.
+    pub(crate) async fn run(self, net: Net, listener: Piped, killed: CancellationToken) -> Result<String> {
+        let (number, gone) = (self.number, CancellationToken::new());
+        let target = SocketAddr::new(agent::host(self.node), PORTS + number);
+        let echo = tokio::spawn(echo(net.listen(target, Gate::new(true)), gone.clone()));
+        let (sent, mut back) = (self.bytes(), Vec::new());
+        let relaying = killed.run_until_cancelled(self.relay(&listener, target, &sent, &mut back));
+        let ended = match timeout(ENDS, relaying).await {
+            Ok(ended) => ended.unwrap_or_else(|| Err(anyhow!("its server was killed"))),
+            Err(_) => bail!("the connection of client {number} does not end within {ENDS:?}"),
+        };
+        gone.cancel();
+        ensure!(sent.starts_with(&back), "client {number} gets other bytes back than it has sent");
+        let (all, got) = (sent.len(), back.len());
+        tracing::debug!(number, all, got, ?ended, "connection of a client");
+        match &ended {
+            Ok(()) => ensure!(got == all, "client {number} gets an end of file after {got} of {all} bytes"),
+            Err(error) => {
+                ensure!(!self.completes, "client {number} is cut after {got} of {all} bytes: {error:#}");
+            }
+        }
+        match timeout(ENDS, echo).await {
+            Ok(ended) => ended?,
+            Err(_) => bail!("the agent keeps a connection with the target of client {number}"),
+        }
+        Ok(format!("client {number} {}", if ended.is_ok() { "is done" } else { "is cut" }))
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let mut random = StdRng::seed_from_u64(self.seed);
+        let mut bytes = vec![0_u8; self.pieces as usize * random.random_range(1..=PIECE)];
+        random.fill(&mut bytes[..]);
+        bytes
+    }
+
+    /// Reads up to the end of file.
+    async fn relay(
+        &self,
+        listener: &Piped,
+        target: SocketAddr,
+        sent: &[u8],
+        back: &mut Vec<u8>,
+    ) -> Result<()> {
+        let own = SocketAddr::from(([10, 6, 0, 1], PORTS + self.number));
+        let request = OpenRequest::new(agent::node(self.node)?, target);
+        let (stream, record) = listener.open(request, own).await.map_err(anyhow::Error::msg)?;
+        let (mut read, mut write) = split(stream);
+        let reading = async {
+            while read.read_buf(back).await? > 0 {}
+            Ok::<_, io::Error>(())
+        };
+        let writing = async {
+            for piece in sent.chunks(sent.len() / self.pieces as usize) {
+                if write.write_all(piece).await.is_err() {
+                    break;
+                }
+                sleep(self.pause).await;
+            }
+            // Of a failure the reader gets the reason.
+            let _ = write.shutdown().await;
+            pending::<io::Result<()>>().await
+        };
+        let ended = tokio::select! {
+            ended = reading => ended,
+            never = writing => never,
+        };
+        record.end();
+        Ok(ended?)
+    }
+}
+
+/// The target: sends everything back, on each connection. Ends with the last one once the client is gone.
+async fn echo(mut listener: Listener, gone: CancellationToken) {
+    let mut connections = JoinSet::new();
+    while let Some((line, _)) = gone.run_until_cancelled(listener.accept("target")).await {
+        connections.spawn(async move {
+            let (mut read, mut write) = split(line);
+            // The agent may cut it.
+            if copy(&mut read, &mut write).await.is_ok() {
+                let _ = write.shutdown().await;
+            }
+        });
+    }
+    drop(listener);
+    while connections.join_next().await.is_some() {}
+}
+
+/// Checks that no connection of a client has left anything behind.
+pub(crate) fn nothing_is_left(fleet: &Fleet) -> Result<()> {
+    let clients = fleet.clients.len();
+    ensure!(clients == 0, "{clients} clients have not ended");
+    for agent in fleet.agents.iter().flatten() {
+        let taken = agent.runtime.places.taken();
+        ensure!(taken == 0, "an agent has {taken} places of connections in use");
+    }
+    for server in fleet.servers.iter().flatten() {
+        let (sessions, peers) = (server.runtime.sessions.all(), server.runtime.peers.all());
+        let links = sessions.iter().map(|session| &session.links).chain(peers.iter().map(|peer| &peer.links));
+        let taken: u32 = links.map(|links| links.connections()).sum();
+        ensure!(taken == 0, "{} has {taken} connections on its links", server.id);
+    }
+    Ok(())
+}
