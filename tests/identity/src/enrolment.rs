@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
@@ -319,4 +320,23 @@ async fn the_certificate_of_a_new_enrolment_is_not_renewed_at_once() {
     drop(tokio::time::timeout(DEADLINE, keeper.hold_pending_key()).await.expect("the renewal ends"));
     assert!(keeper.current().chain == chain, "it was renewed");
     assert_eq!(server.metrics.enrollments("renew", "issued"), 0);
+}
+
+/// The certificate that renews decides the node, and the request may name no other.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_renewal_is_for_the_same_node() {
+    let server = TestServer::start().await;
+    let (_, identity) = server.enrolled("edge-1").await;
+    let mut client = client(&server.address, agent_tls(&Arc::new(identity), ALPN_GRPC).unwrap()).await;
+    let key = PrivateKey::generate().unwrap();
+    let mut params = rcgen::CertificateParams::default();
+    params.distinguished_name.push(rcgen::DnType::CommonName, "postern:node:edge-2");
+    let csr = params.serialize_request(&key).unwrap().der().to_vec();
+    let refused = client.renew(RenewRequest { csr }).await.unwrap_err();
+    assert!(refused.message().contains("postern:node:edge-2"), "{refused}");
+    let csr = create_csr(&key).unwrap();
+    let answer = client.renew(RenewRequest { csr }).await.unwrap().into_inner();
+    let bundle = tunnel_pki::TrustBundle::from_pem(&answer.trust_bundle).unwrap();
+    let renewed = tunnel_pki::AgentIdentity::from_pem(&answer.certificate_chain, &key.to_pem(), bundle);
+    assert_eq!(renewed.unwrap().node, node("edge-1"));
 }

@@ -9,6 +9,7 @@ use bytes::Bytes;
 use h2::RecvStream;
 use h2::server::SendResponse;
 use http::Request;
+use tokio_util::either::Either;
 use tonic::Status;
 use tunnel_link::grpc::{refuse, response};
 use tunnel_link::outcome::Outcome;
@@ -76,17 +77,16 @@ async fn dial_and_relay(
     });
     let relay = session.relay(&abort, &relayed.traffic);
     let ended = {
-        let mut run = std::pin::pin!(async {
-            match &mut socket {
-                Socket::Kernel(socket) => {
-                    relay.run(socket, Bytes::new(), &mut send, ready(Ok(inbound))).await
-                }
-                Socket::Simulated(line) => {
-                    let (mut read, mut write) = tokio::io::split(line);
-                    // Boxed: otherwise other connections would hold its memory too.
-                    Box::pin(relay.pump(&mut read, &mut write, &mut send, inbound)).await
-                }
+        let send = &mut send;
+        let mut run = std::pin::pin!(match &mut socket {
+            Socket::Kernel(socket) => {
+                Either::Left(relay.run(socket, Bytes::new(), send, ready(Ok(inbound))))
             }
+            // Boxed: otherwise other connections would hold its memory too.
+            Socket::Simulated(line) => Either::Right(Box::pin(async move {
+                let (mut read, mut write) = tokio::io::split(line);
+                relay.pump(&mut read, &mut write, send, inbound).await
+            })),
         });
         tokio::select! {
             ended = &mut run => ended,

@@ -400,7 +400,7 @@ mod tests {
             other.set(true);
         }
         upload(&flow, &traffic, true, async |_agent: RecvStream| {
-            while !traffic.for_tunnel.now().is_some_and(|(time, _)| time > BLOCKED) {
+            while traffic.for_tunnel.now().is_none_or(|(time, _)| time <= BLOCKED) {
                 sleep(Duration::from_millis(10)).await;
             }
         })

@@ -31,7 +31,7 @@ pub struct Reach {
     pub congestion: Congestion,
     /// Offers MPTCP on direct connections.
     pub multipath: bool,
-    /// Used for direct connections. None: the kernel's.
+    /// Used for direct connections, and by agents for targets. None: the kernel's.
     pub network: Option<Arc<dyn Network>>,
 }
 

@@ -1,11 +1,11 @@
 //! Connections that were upgraded from HTTP to another protocol, such as SPDY or WebSocket for `kubectl exec`.
 
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, split};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, copy as discard, sink, split};
+use tokio::sync::SetOnce;
 use tunnel_runtime::error::chain;
 
 use super::body::Exchange;
@@ -59,7 +59,7 @@ async fn copy(
 ) -> io::Result<()> {
     let (mut from_client, mut to_client) = split(client);
     let (mut from_target, mut to_target) = split(target);
-    let answered = AtomicBool::new(false);
+    let answered = SetOnce::new();
     let up = async {
         let mut piece = vec![0; BUFFER];
         loop {
@@ -67,7 +67,11 @@ async fn copy(
             let passed = pass(&piece[..length], &mut to_target).await;
             if passed.is_err() {
                 // A client may write everything before it reads the answer.
-                while !answered.load(Ordering::Relaxed) && from_client.read(&mut piece).await? > 0 {}
+                let mut nowhere = sink();
+                tokio::select! {
+                    _ = answered.wait() => {}
+                    discarded = discard(&mut from_client, &mut nowhere) => discarded.map(drop)?,
+                }
             }
             if length == 0 || passed.is_err() {
                 return Ok::<_, io::Error>(passed);
@@ -79,9 +83,9 @@ async fn copy(
         loop {
             // After a failed write this fails too, once everything has been read.
             let length = from_target.read(&mut piece).await?;
-            answered.store(length == 0, Ordering::Relaxed);
             pass(&piece[..length], &mut to_client).await?;
             if length == 0 {
+                let _ = answered.set(());
                 return Ok::<_, io::Error>(());
             }
         }
