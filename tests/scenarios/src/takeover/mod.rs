@@ -134,7 +134,7 @@ async fn a_successor_that_dies_is_replaced(testbed: &Testbed) -> Result<()> {
     agents[1].process.freeze().await?;
     let mut second = first.successor()?;
     first.wait_log("successor connected").await?;
-    wait_sessions(&agents[0], 2.0).await.context("the first agent is told")?;
+    wait_sessions(&agents[0], 2.0).await.context("the first agent has a session with each server")?;
     second.process.crash().await?;
     first.wait_log("resuming service").await?;
     agents[1].process.signal(Signal::SIGCONT)?;
@@ -176,7 +176,7 @@ async fn a_server_that_dies_as_it_hands_over_leaves_nothing(testbed: &Testbed) -
     agents[1].process.freeze().await?;
     let mut second = first.successor()?;
     first.wait_log("successor connected").await?;
-    wait_sessions(&agents[0], 2.0).await.context("the first agent is told")?;
+    wait_sessions(&agents[0], 2.0).await.context("the first agent has a session with each server")?;
     ensure!(pinned(testbed).len() == 2, "the pins of two servers: {:?}", pinned(testbed));
     first.process.crash().await?;
     second.wait_log("it ended during the takeover").await?;
@@ -202,7 +202,7 @@ async fn stopped_in_a_takeover(testbed: &Testbed, first: Builder<'_>, waits: boo
         let second = first.successor()?;
         first.wait_log("successor connected").await?;
         if !waits {
-            wait_sessions(&agents[0], 2.0).await.context("the first agent is told")?;
+            wait_sessions(&agents[0], 2.0).await.context("the first agent has a session with each server")?;
         }
         first.process.signal(Signal::SIGTERM)?;
         let status = first.process.wait_exit(ENDS).await?;
