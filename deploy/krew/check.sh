@@ -91,9 +91,15 @@ before() {
     say BROKEN nodes "$(printf '%s\n' "$nodes" | tail -n 1)"
     return
   fi
-  hosts=$(labelled 'node-role.kubernetes.io/(control-plane|controlplane|master)=[^,]*|node.kubernetes.io/microk8s-controlplane=[^,]*|node-restriction.kubernetes.io/postern-gateway=[^,]*')
-  [ -n "$hosts" ] ||
-    say BROKEN masters 'no node has the label of one' 'a managed control plane needs gateways: see the page of this name'
+  if [ -n "$chosen" ]; then
+    hosts=$(kube get nodes --output=wide --show-labels --no-headers --selector="$chosen" | awk '{ print $1, $(NF - 2) }')
+    [ -n "$hosts" ] || say BROKEN "servers' nodes" "none matches $chosen" 'correct the selector, or label nodes'
+  else
+    hosts=$(labelled 'node-role.kubernetes.io/(control-plane|controlplane|master)=[^,]*|node.kubernetes.io/microk8s-controlplane=[^,]*|node-restriction.kubernetes.io/postern-gateway=[^,]*')
+    # The values may choose other nodes, and are not known here.
+    [ -n "$hosts" ] || say WARNING masters 'no node has the label of one' \
+      "--pre=SELECTOR of the servers' nodes, if you have chosen others; a managed control plane needs gateways: see the page of this name"
+  fi
   while read -r host kernel; do
     if ! newer "$kernel" 0.0; then
       [ -z "$host" ] || say WARNING "kernel of $host" "$kernel: not a version" 'see uname -r on the host: it needs 5.10, better 6.1'
@@ -257,10 +263,15 @@ after() {
 
 check() {
   round=after
+  chosen=
   longest=0
   for word in "$@"; do
     case $word in
-      --pre) round=before ;;
+      --pre | --pre=*)
+        round=before
+        chosen=${word#--pre}
+        chosen=${chosen#=}
+        ;;
       --wait) longest=300 ;;
       --wait=*)
         longest=$(seconds "${word#*=}")

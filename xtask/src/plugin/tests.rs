@@ -264,6 +264,7 @@ fn a_check_tells_what_is_broken_from_what_is_offline() {
 #[test]
 fn a_check_before_the_installation_names_what_the_cluster_lacks() {
     const PRE: &[&str] = &["check", "--pre"];
+    const CHOSEN: &[&str] = &["check", "--pre=infra=yes"];
     check(&[
         ("none", "", PRE, 0, "ok       kernel of master-1 6.1.0-18-amd64"),
         (
@@ -276,6 +277,11 @@ fn a_check_before_the_installation_names_what_the_cluster_lacks() {
         ("minor", "9", PRE, 2, "BROKEN   Kubernetes         1.9"),
         ("kernel", "5.15.0-91-generic", PRE, 1, "WARNING  kernel of master-1 5.15.0-91-generic: connects"),
         ("kernel", "4.18.0-553.el8.x86_64", PRE, 2, "BROKEN   kernel of master-1 4.18"),
+        ("role", "worker", PRE, 1, "WARNING  masters            no node has the label of one\n"),
+        // Neither the role of other nodes nor their kernel matters where the servers have nodes of their own.
+        ("role", "worker", CHOSEN, 0, "ok       kernel of infra-1  6.1.0-18-amd64"),
+        ("kernel", "4.18.0-553.el8.x86_64", CHOSEN, 0, "ok       kernel of infra-1  6.1.0-18-amd64"),
+        ("infra", "", CHOSEN, 2, "BROKEN   servers' nodes     none matches infra=yes\n"),
         ("denied", "approve", PRE, 2, "missing: approve signers"),
         (
             "denied",
