@@ -178,6 +178,20 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
+{{/* Refuses ports that a container may not bind, as its capabilities are: (list "server" SECURITY-CONTEXT "server.ports" PORTS). */}}
+{{- define "postern.bindable" -}}
+{{- $program := index . 0 -}}
+{{- $context := index . 1 -}}
+{{- $key := index . 2 -}}
+{{- if not (or $context.privileged (has "NET_BIND_SERVICE" ($context.capabilities).add)) -}}
+{{- range $name, $port := index . 3 -}}
+{{- if and (gt (int $port) 0) (lt (int $port) 1024) -}}
+{{- fail (printf "%s.%s: to listen at %d, which is below 1024, add NET_BIND_SERVICE to %s.securityContext.capabilities.add; or choose another port" $key $name (int $port) $program) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{/* Contradictions that a schema cannot express. */}}
 {{- define "postern.check" -}}
 {{- $kubernetes := .Capabilities.KubeVersion.Version -}}
