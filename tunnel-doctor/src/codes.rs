@@ -54,6 +54,7 @@ codes! {
     INVENTORY_UNUSABLE = "inventory-unusable" Broken "the server has no nodes, or only earlier ones";
     NO_EDGE_NODES = "no-edge-nodes" Warning "nothing is redirected: no node is taken for an edge node";
     INVENTORY_CONFLICT = "inventory-conflict" Warning "some addresses do not lead to the node that names them";
+    KUBELET_NOT_TUNNELLED = "kubelet-not-tunnelled" Warning "connections to a kubelet are not redirected: kubectl logs and exec of its node fail";
 
     // The agent's node.
     NOT_ENROLLED = "not-enrolled" Broken "the agent has no certificate and nothing to get one with";

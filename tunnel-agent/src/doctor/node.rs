@@ -10,6 +10,7 @@ use tunnel_runtime::net::interface_addresses;
 
 use crate::config::Config;
 
+/// The default port. Most agents have no right to read their Node, which may name another one.
 const KUBELET: u16 = 10250;
 const DEADLINE: Duration = Duration::from_secs(5);
 
@@ -39,7 +40,9 @@ fn policy(rules: &[TargetRule], target: SocketAddr) -> Outcome {
         return Outcome::fine(format!("{target} may be reached"));
     }
     let shown = rules.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-    let fix = format!("--allow-target=node:{KUBELET} beside the others, if kubectl logs and exec are wanted");
+    let fix = format!(
+        "--allow-target=node:{KUBELET}, or the port that its Node names, beside the others, if kubectl logs and exec are wanted"
+    );
     Finding::new(&codes::KUBELET_NOT_ALLOWED, format!("{target} is in none of {shown}"), fix).into()
 }
 
@@ -49,7 +52,10 @@ async fn kubelet(target: SocketAddr) -> Outcome {
         Ok(Err(error)) => error.to_string(),
         Err(_) => format!("no answer within {} s", DEADLINE.as_secs()),
     };
-    let fix = format!("systemctl status kubelet; ss -ltn sport = :{KUBELET}; iptables -S INPUT");
+    let fix = format!(
+        "systemctl status kubelet; ss -ltn sport = :{KUBELET}; iptables -S INPUT. If its Node names another port for the kubelet, \
+         `tunnel-server test` examines that one"
+    );
     Finding::new(&codes::KUBELET_SILENT, format!("{target}: {reason}"), fix).into()
 }
 

@@ -33,7 +33,8 @@ pub struct TestCommand {
     output: Output,
     #[command(flatten)]
     ask: AskArgs,
-    /// Ports to test, comma-separated [default: all that the server tunnels but 10255].
+    /// Ports to test, comma-separated; 10250 stands for the port that the Node names for its kubelet [default: all that the
+    /// server tunnels but 10255].
     #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true, value_parser = value::ports)]
     port: BTreeSet<u16>,
 }

@@ -290,7 +290,7 @@ fn owner(line: &Line, ports: &str) -> Option<(&'static Code, String)> {
 }
 
 /// Joins the first items, and tells how many more there are.
-fn shown(items: impl Iterator<Item = impl ToString>, most: usize, between: &str) -> String {
+pub(super) fn shown(items: impl Iterator<Item = impl ToString>, most: usize, between: &str) -> String {
     let items: Vec<String> = items.map(|item| item.to_string()).collect();
     let left = items.len().saturating_sub(most);
     let more = if left > 0 { format!(" and {left} more") } else { String::new() };
@@ -298,11 +298,11 @@ fn shown(items: impl Iterator<Item = impl ToString>, most: usize, between: &str)
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
     use super::*;
 
     /// A server that reports these ports; a server of an earlier version reports none.
-    pub(in crate::doctor) fn running(ports: Option<&[u16]>) -> Running<StatusReport> {
+    fn running(ports: Option<&[u16]>) -> Running<StatusReport> {
         let mut status = serde_json::json!({
             "version": "1", "server_id": "s", "uptime_s": 1, "ready": true, "pending": [], "nodes": [], "listeners": [],
             "redirect": {"state": "on", "reason": null, "mended": 0, "counters": {}, "routes": 1, "routes_down": 0,

@@ -39,6 +39,7 @@ pub async fn examine(config: &Config, running: &Asked<StatusReport>, rules: &[Pa
     }
     checkup.run("names", &[], async || names(config).await).await;
     checkup.add("inventory", service::inventory(config, running));
+    checkup.add("kubelet ports", node::kubelet_ports(config, running));
     checkup.report("tunnel-server", env!("CARGO_PKG_VERSION"))
 }
 

@@ -14,7 +14,8 @@ use tunnel_link::outcome::{OUTCOME_HEADER, Outcome as TunnelOutcome};
 use tunnel_pki::{HttpsAnswer, ask_https, describe_certificate, validity};
 use tunnel_routing::inventory::DEFAULT_KUBELET_PORT;
 
-use super::firewall::tunnelled;
+use super::firewall::{shown, tunnelled};
+use super::host;
 use super::service::reachable;
 use crate::config::Config;
 use crate::listener::{HTTP, HTTPS};
@@ -28,6 +29,8 @@ const ANSWER: Duration = Duration::from_secs(10);
 /// Time for which a connection must stay open to count as connected, plus twice the round-trip time: a refusal arrives
 /// after one round trip.
 const OPEN: Duration = Duration::from_millis(500);
+/// Maximum number of nodes, and of their kubelets' ports, that a finding shows.
+const SHOWN: usize = 5;
 
 /// Tests the path to `name`. Tests `ports`, or all that the server tunnels if it is empty.
 pub async fn test(
@@ -45,18 +48,25 @@ pub async fn test(
     checkup
         .run("tunnel", &["node"], async || node.map_or(Outcome::Skipped(String::new()), judge_tunnel))
         .await;
-    let probe = NodeProbe::of(status, name, node.and_then(|node| node.addresses.first().copied()), patience);
+    let probe = NodeProbe::of(status, name, node, patience);
     checkup
         .run("kubelet", &["tunnel"], async || {
             probe.kubelet(node.map_or(&[][..], |node| node.addresses.as_slice())).await
         })
         .await;
-    let all = tested(ports, &config.redirect.redirect_ports, running);
+    let redirected = tunnelled(&config.redirect.redirect_ports, Some(running));
+    let all = tested(ports, &redirected, probe.kubelet_port, &status.nodes);
     checkup
         .run("ports", &["tunnel"], async || {
             let (mut open, mut faults) = (Vec::new(), Vec::new());
+            let missed = node.filter(|_| probe.address.is_some());
+            let missed = not_tunnelled(missed, &redirected, &config.kube.names.configmap);
             for port in all {
-                match probe.port(port).await {
+                let reached = match &missed {
+                    Some(finding) if port == probe.kubelet_port => Err(finding.clone()),
+                    _ => probe.port(port).await,
+                };
+                match reached {
                     Ok(()) => open.push(port.to_string()),
                     Err(finding) => faults.push(finding),
                 }
@@ -67,14 +77,56 @@ pub async fn test(
     checkup.report("tunnel-server", env!("CARGO_PKG_VERSION"))
 }
 
-/// Returns the ports to test: the given ones, or all tunnelled ones, also those of the cluster's ConfigMap.
-fn tested(given: &[u16], flags: &BTreeSet<u16>, running: &Running<StatusReport>) -> Vec<u16> {
+/// Returns the ports to test: the given ones, or all tunnelled ones but those of other nodes' kubelets. Kubelets' default
+/// port stands for `own`, that of this node's.
+fn tested(given: &[u16], redirected: &[u16], own: u16, nodes: &[NodeStatus]) -> BTreeSet<u16> {
+    let of_this = |port: &u16| if *port == DEFAULT_KUBELET_PORT { own } else { *port };
     if !given.is_empty() {
-        return given.to_vec();
+        return given.iter().map(of_this).collect();
     }
-    let mut all = tunnelled(flags, Some(running));
-    all.retain(|port| *port != READ_ONLY_PORT);
-    all
+    let of_another = |port: u16| port != own && nodes.iter().any(|node| node.kubelet_port == port);
+    let all = redirected.iter().map(of_this);
+    all.filter(|port| *port != READ_ONLY_PORT && !of_another(*port)).collect()
+}
+
+/// Checks that the ports of all kubelets are tunnelled.
+pub(super) fn kubelet_ports(config: &Config, running: Option<&Running<StatusReport>>) -> Outcome {
+    let Some(running) = running else { return host::unknown() };
+    let status = &running.status;
+    if status.redirect.state == RedirectState::Off {
+        return Outcome::Skipped("the running server has --redirect=off".to_owned());
+    }
+    let redirected = tunnelled(&config.redirect.redirect_ports, Some(running));
+    let nodes = status.nodes.iter().filter(|node| node.in_inventory);
+    let missed = not_tunnelled(nodes, &redirected, &config.kube.names.configmap);
+    Outcome::of(missed.into_iter().collect(), "each is tunnelled, or none is")
+}
+
+/// Returns the fault of the nodes whose kubelets have other ports than the tunnelled ones, if there are any. Servers never
+/// tunnel a port because a kubelet names it: ports are tunnelled for all nodes. If the default port is not tunnelled, no
+/// kubelet is meant to be.
+fn not_tunnelled<'a>(
+    nodes: impl IntoIterator<Item = &'a NodeStatus>,
+    redirected: &[u16],
+    configmap: &str,
+) -> Option<Finding> {
+    if !redirected.contains(&DEFAULT_KUBELET_PORT) {
+        return None;
+    }
+    let missed: Vec<&NodeStatus> =
+        nodes.into_iter().filter(|node| !redirected.contains(&node.kubelet_port)).collect();
+    if missed.is_empty() {
+        return None;
+    }
+    let ports: BTreeSet<u16> = missed.iter().map(|node| node.kubelet_port).collect();
+    let ports = shown(ports.into_iter(), SHOWN, ",");
+    let names = shown(missed.iter().map(|node| &node.name), SHOWN, ", ");
+    let found = format!("{names}: the Node names port {ports} for its kubelet, which is not tunnelled");
+    let fix = format!(
+        "if the kubelet listens there, add the port, which is then tunnelled for all edge nodes, to https-proxy-ports of the ConfigMap \
+         {configmap} (in the chart tunnelledPorts.https), or without a cluster to --redirect-ports"
+    );
+    Some(Finding::new(&codes::KUBELET_NOT_TUNNELLED, found, fix))
 }
 
 fn judge_node(name: &str, node: Option<&NodeStatus>) -> Outcome {
@@ -129,13 +181,14 @@ struct NodeProbe<'a> {
     name: &'a str,
     /// Address for the redirect.
     address: Option<IpAddr>,
+    kubelet_port: u16,
     http: Option<SocketAddr>,
     https: Option<SocketAddr>,
     patience: Duration,
 }
 
 impl<'a> NodeProbe<'a> {
-    fn of(status: &StatusReport, name: &'a str, address: Option<IpAddr>, patience: Duration) -> Self {
+    fn of(status: &StatusReport, name: &'a str, node: Option<&NodeStatus>, patience: Duration) -> Self {
         let listener = |name: &str| {
             let listener = status.listeners.iter().find(|listener| listener.name == name)?;
             Some(reachable(listener.address))
@@ -143,7 +196,8 @@ impl<'a> NodeProbe<'a> {
         let redirect = status.redirect.state != RedirectState::Off;
         Self {
             name,
-            address: address.filter(|_| redirect),
+            address: node.and_then(|node| node.addresses.first().copied()).filter(|_| redirect),
+            kubelet_port: node.map_or(DEFAULT_KUBELET_PORT, |node| node.kubelet_port),
             http: listener(HTTP),
             https: listener(HTTPS),
             patience,
@@ -154,7 +208,7 @@ impl<'a> NodeProbe<'a> {
     async fn kubelet(&self, addresses: &[IpAddr]) -> Outcome {
         let (to, shown) = match (self.https, self.address) {
             (Some(listener), _) => (listener, format!("https listener {listener}")),
-            (None, Some(address)) => (SocketAddr::new(address, DEFAULT_KUBELET_PORT), "redirect".to_owned()),
+            (None, Some(address)) => (SocketAddr::new(address, self.kubelet_port), "redirect".to_owned()),
             (None, None) => {
                 return Outcome::Skipped("there is neither an https listener nor the redirect".to_owned());
             }
@@ -168,8 +222,8 @@ impl<'a> NodeProbe<'a> {
         };
         let fault = |reason: String| {
             let fix = format!(
-                "on {}: `systemctl status kubelet`, and `curl -k https://127.0.0.1:10250/healthz`",
-                self.name
+                "on {}: `systemctl status kubelet`, and `curl -k https://127.0.0.1:{}/healthz`",
+                self.name, self.kubelet_port
             );
             Finding::new(&codes::KUBELET_UNEXPECTED, format!("through the {shown}: {reason}"), fix).into()
         };
@@ -274,15 +328,43 @@ fn judge_kubelet(answer: &HttpsAnswer, name: &str, addresses: &[IpAddr]) -> Resu
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
-    use crate::doctor::firewall::tests::running;
+
+    fn nodes() -> Vec<NodeStatus> {
+        let nodes = [("edge-1", 10250), ("edge-2", 10350), ("edge-3", 10351)];
+        let nodes = nodes.map(|(name, port)| {
+            json!({"name": name, "addresses": [], "kubelet_port": port, "in_inventory": true, "connected": true})
+        });
+        serde_json::from_value(json!(nodes)).unwrap()
+    }
 
     #[test]
-    fn ports_of_the_configmap_are_tested_unless_others_are_given() {
-        let running = running(Some(&[9200]));
-        let tested = |given: &[u16]| tested(given, &BTreeSet::from([10250, 10255]), &running);
-        assert_eq!(tested(&[]), [9200, 10250]);
-        assert_eq!(tested(&[22, 10255]), [22, 10255]);
+    fn all_tunnelled_ports_are_tested_unless_others_are_given() {
+        let tested = |given: &[u16], own: u16| {
+            let ports = tested(given, &[9200, 10250, 10255, 10350], own, &nodes());
+            ports.into_iter().collect::<Vec<_>>()
+        };
+        assert_eq!(tested(&[], 10250), [9200, 10250]);
+        assert_eq!(tested(&[22, 10255], 10250), [22, 10255]);
+        // Of a kubelet that has another port than most.
+        assert_eq!(tested(&[], 10350), [9200, 10350]);
+        assert_eq!(tested(&[9100, 10250], 10350), [9100, 10350]);
+    }
+
+    #[test]
+    fn a_kubelets_port_that_is_not_tunnelled_is_found() {
+        let found = |redirected: &[u16]| {
+            let nodes = nodes();
+            not_tunnelled(&nodes, redirected, "tunnel-server-cfg").map(|finding| finding.found)
+        };
+        let text = found(&[10250, 10255]).unwrap();
+        assert!(text.starts_with("edge-2, edge-3: the Node names port 10350,10351"), "{text}");
+        let text = found(&[10250, 10350]).unwrap();
+        assert!(text.starts_with("edge-3: the Node names port 10351"), "{text}");
+        assert_eq!(found(&[10250, 10350, 10351]), None);
+        assert_eq!(found(&[9100]), None, "no kubelet is tunnelled");
     }
 
     #[test]

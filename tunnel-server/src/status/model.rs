@@ -6,6 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use tunnel_routing::Conflict;
+use tunnel_routing::inventory::DEFAULT_KUBELET_PORT;
 use tunnel_runtime::NodeName;
 
 use crate::inventory::SourceStatus;
@@ -37,6 +38,9 @@ pub struct StatusReport {
 pub struct NodeStatus {
     pub name: NodeName,
     pub addresses: Vec<IpAddr>,
+    /// The port that its Node names; the default one without a Node.
+    #[serde(default = "default_kubelet_port")]
+    pub kubelet_port: u16,
     /// False if an agent is attached, but the inventory has no edge node of that name.
     pub in_inventory: bool,
     /// True if an agent is attached to this server.
@@ -53,6 +57,11 @@ pub struct NodeStatus {
     pub last_seen_s: Option<u64>,
     /// Reason why it ended.
     pub last_end: Option<String>,
+}
+
+/// Of a server of an earlier version, which reports none.
+fn default_kubelet_port() -> u16 {
+    DEFAULT_KUBELET_PORT
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -1,10 +1,11 @@
 //! Reads the status from the parts of the running server.
 
 use std::collections::HashMap;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tunnel_routing::inventory::{DEFAULT_KUBELET_PORT, InventoryNode};
 use tunnel_runtime::NodeName;
 use tunnel_runtime::admin;
 
@@ -106,27 +107,20 @@ impl Reporter {
             .nodes()
             .map(|node| {
                 let session = live.remove(&node.name);
-                self.node(node.name.clone(), node.addresses.clone(), true, session.as_deref())
+                self.node(node.name.clone(), Some(node), session.as_deref())
             })
             .collect();
-        nodes.extend(
-            live.into_iter().map(|(name, session)| self.node(name, Vec::new(), false, Some(&session))),
-        );
+        nodes.extend(live.into_iter().map(|(name, session)| self.node(name, None, Some(&session))));
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
         nodes
     }
 
-    fn node(
-        &self,
-        name: NodeName,
-        addresses: Vec<IpAddr>,
-        in_inventory: bool,
-        session: Option<&Session>,
-    ) -> NodeStatus {
+    fn node(&self, name: NodeName, known: Option<&InventoryNode>, session: Option<&Session>) -> NodeStatus {
         let end = self.runtime.sessions.last_end(&name);
         NodeStatus {
-            addresses,
-            in_inventory,
+            addresses: known.map(|node| node.addresses.clone()).unwrap_or_default(),
+            kubelet_port: known.map_or(DEFAULT_KUBELET_PORT, |node| node.kubelet_port),
+            in_inventory: known.is_some(),
             connected: session.is_some(),
             via: self.runtime.peers.holders(&name).iter().map(|peer| peer.server_id.clone()).collect(),
             session: session.map(SessionStatus::of),

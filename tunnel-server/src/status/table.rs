@@ -324,6 +324,7 @@ mod tests {
         NodeStatus {
             name: name.parse().unwrap(),
             addresses: vec!["10.8.0.7".parse().unwrap()],
+            kubelet_port: 10250,
             in_inventory: true,
             connected: session.is_some(),
             via: if name == "elsewhere" { vec!["cloud-2".to_owned()] } else { Vec::new() },

@@ -74,7 +74,13 @@ pub(crate) const BY_SCENARIO: &[(&str, &[&str])] = &[
     ("doctor::agent::a_session_that_is_refused_or_lost_is_told", &["not-attached", "session-refused"]),
     (
         "doctor::node::the_way_to_a_node_is_tested",
-        &["node-unknown", "node-without-tunnel", "kubelet-unexpected", "port-not-reached"],
+        &[
+            "node-unknown",
+            "node-without-tunnel",
+            "kubelet-unexpected",
+            "port-not-reached",
+            "kubelet-not-tunnelled",
+        ],
     ),
 ];
 

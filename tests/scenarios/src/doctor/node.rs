@@ -3,11 +3,13 @@ use std::net::SocketAddr;
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
 use postern_testbed::client::visit;
+use postern_testbed::inventory::Inventory;
 use postern_testbed::process::program;
 use postern_testbed::server::Builder;
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
 use postern_testbed::{Testbed, agent, tls};
+use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use super::{Said, run};
@@ -93,6 +95,15 @@ async fn the_way_to_a_node_is_tested(testbed: &Testbed) -> Result<()> {
         kubelet.abort();
         ensure!(kubelet.await.is_err_and(|error| error.is_cancelled()), "the kubelet ended");
     }
+    // A kubelet at another port, which no flag names.
+    let mut inventory = Inventory::of(testbed)?;
+    inventory.nodes[1]["status"]["daemonEndpoints"]["kubeletEndpoint"]["Port"] = json!(10350);
+    inventory.write()?;
+    let tested = async || test(testbed, &["edge-1", "--port=9100,10250"]).await;
+    let missed = |said: &Said| said.has("kubelet-not-tunnelled");
+    let said = wait_until("the kubelet's port to be missed", agent::START, tested, missed).await?;
+    said.expect("kubelet-not-tunnelled", "edge-1: the Node names port 10350")?;
+
     agent.process.stop().await?;
     server.wait_connected("edge-1", false, agent::START).await?;
     test(testbed, &["edge-1"]).await?.expect("node-without-tunnel", "last seen")
