@@ -1,10 +1,10 @@
-//! Copies between a target's socket and a client when there is no link between them whose streams would limit the
+//! Copies both ways between a client and its target when there is no link between them whose streams would limit the
 //! reading.
 
 use std::io;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
@@ -13,11 +13,10 @@ use super::socket::end_on_drop;
 use super::traffic::Traffic;
 use crate::outcome::Outcome;
 
-/// Bytes copied at a time.
+/// Bytes copied at a time between a target's socket and a client.
 const PIECE: usize = 32 << 10;
 
-/// Copies both ways until both directions have ended. Bytes are counted as they pass, from the point of view of the
-/// socket of `side`: the client's on a server, the target's on an agent.
+/// Copies both ways between a target's socket and a client, as [`Copying::run`].
 ///
 /// # Errors
 /// Fails if an end failed. Neither end is informed: dropping the target resets it, unless both directions have ended.
@@ -28,70 +27,103 @@ pub async fn copy(
     traffic: &Traffic,
     side: Side,
 ) -> Result<(), (Outcome, String)> {
-    let client = |error: io::Error| (Outcome::ClientReset, format!("the client: {error}"));
-    let at_target = |error: io::Error| (Outcome::TargetReset, format!("the target: {error}"));
     let (mut from, mut to) = target.split();
-    let count = |to_target: bool, bytes: usize| match (side, to_target) {
-        (Side::Server, true) | (Side::Agent, false) => traffic.count_from_socket(bytes),
-        (Side::Server, false) | (Side::Agent, true) => traffic.count_to_socket(bytes),
-    };
-    let waiting = |to_target: bool| match (side, to_target) {
-        (Side::Server, true) | (Side::Agent, false) => &traffic.for_tunnel,
-        (Side::Server, false) | (Side::Agent, true) => &traffic.for_socket,
-    };
-    // The failure of a write to the target. What it sent before must still arrive.
-    let broken = OnceLock::new();
-    let answered = AtomicBool::new(false);
-    let up = async {
-        let mut piece = vec![0; PIECE];
-        loop {
-            let length = read.read(&mut piece).await.map_err(client)?;
-            if length == 0 {
-                if let Err(error) = to.shutdown().await {
-                    let _ = broken.set(at_target(error));
-                }
-                return Ok::<_, (Outcome, String)>(());
-            }
-            let wait = waiting(true).begin(length);
-            let written = to.write_all(&piece[..length]).await;
-            drop(wait);
-            if let Err(error) = written {
-                let _ = broken.set(at_target(error));
-                // A client may write everything before it reads the answer.
-                loop {
-                    if answered.load(Ordering::Relaxed) || read.read(&mut piece).await.map_err(client)? == 0 {
-                        return Ok(());
-                    }
-                }
-            }
-            count(true, length);
-        }
-    };
-    let down = async {
-        let mut piece = vec![0; PIECE];
-        loop {
-            let length = from.read(&mut piece).await.map_err(at_target)?;
-            if length == 0 {
-                // A failed write has consumed the error; the read then looks like an end of file.
-                if let Some(failed) = broken.get() {
-                    return Err(failed.clone());
-                }
-                answered.store(true, Ordering::Relaxed);
-                return write.shutdown().await.map_err(client);
-            }
-            let wait = waiting(false).begin(length);
-            write.write_all(&piece[..length]).await.map_err(client)?;
-            write.flush().await.map_err(client)?;
-            drop(wait);
-            count(false, length);
-        }
-    };
-    tokio::try_join!(up, down)?;
-    if let Some(failed) = broken.into_inner() {
-        return Err(failed);
-    }
+    // A failed write has consumed the error; the read then looks like an end of file.
+    let copying = Copying { traffic, side, piece: PIECE, trusts_end: false };
+    copying.run((read, write), (&mut from, &mut to)).await.map_err(|(outcome, error)| {
+        let end = if outcome == Outcome::ClientReset { "client" } else { "target" };
+        (outcome, format!("the {end}: {error}"))
+    })?;
     end_on_drop(target);
     Ok(())
+}
+
+/// Parameters for copying, besides the client and the target.
+#[derive(Clone, Copy, Debug)]
+pub struct Copying<'a> {
+    /// Counts the bytes as they pass.
+    pub traffic: &'a Traffic,
+    /// The end whose socket `traffic` means: the client's on a server, the target's on an agent.
+    pub side: Side,
+    /// Bytes copied at a time in each direction.
+    pub piece: usize,
+    /// True if the target's end of file is relayed even after a failed write to the target. Else it counts as that failure.
+    pub trusts_end: bool,
+}
+
+impl Copying<'_> {
+    /// Copies both ways until both directions have ended. The client gets everything that the target sent before a failure.
+    /// [`tokio::io::copy_bidirectional`] drops what it has read ahead then. An end is given as its reading and its writing half.
+    ///
+    /// # Errors
+    /// Fails if an end failed; the outcome tells which.
+    pub async fn run(
+        self,
+        (from_client, to_client): (&mut (impl AsyncRead + Unpin), &mut (impl AsyncWrite + Unpin)),
+        (from_target, to_target): (&mut (impl AsyncRead + Unpin), &mut (impl AsyncWrite + Unpin)),
+    ) -> Result<(), (Outcome, io::Error)> {
+        let at_client = |error: io::Error| (Outcome::ClientReset, error);
+        let at_target = |error: io::Error| (Outcome::TargetReset, error);
+        // The failure of a write to the target. What it sent before must still arrive.
+        let written: Mutex<Result<(), (Outcome, io::Error)>> = Mutex::new(Ok(()));
+        let answered = AtomicBool::new(false);
+        let up = async {
+            let (mut piece, mut broken) = (vec![0; self.piece], false);
+            loop {
+                let length = from_client.read(&mut piece).await.map_err(at_client)?;
+                if !broken {
+                    let passed = self.pass(&piece[..length], to_target, self.side == Side::Server).await;
+                    broken = passed.is_err();
+                    *written.lock() = passed.map_err(at_target);
+                }
+                // After a failed write the rest is discarded: a client may write everything before it reads the answer.
+                if length == 0 || (broken && answered.load(Ordering::Relaxed)) {
+                    return Ok::<_, (Outcome, io::Error)>(());
+                }
+            }
+        };
+        let down = async {
+            let mut piece = vec![0; self.piece];
+            loop {
+                let length = from_target.read(&mut piece).await.map_err(at_target)?;
+                if length > 0 || self.trusts_end || written.lock().is_ok() {
+                    let passed = self.pass(&piece[..length], to_client, self.side == Side::Agent).await;
+                    passed.map_err(at_client)?;
+                }
+                if length == 0 {
+                    answered.store(true, Ordering::Relaxed);
+                    // A failure ends the discarding too.
+                    return std::mem::replace(&mut *written.lock(), Ok(()));
+                }
+            }
+        };
+        tokio::try_join!(up, down)?;
+        written.into_inner()
+    }
+
+    /// Writes a piece and counts it, or writes the end of file if it is empty.
+    async fn pass(
+        &self,
+        piece: &[u8],
+        to: &mut (impl AsyncWrite + Unpin),
+        from_socket: bool,
+    ) -> io::Result<()> {
+        if piece.is_empty() {
+            return to.shutdown().await;
+        }
+        let traffic = self.traffic;
+        let waiting = if from_socket { &traffic.for_tunnel } else { &traffic.for_socket };
+        let wait = waiting.begin(piece.len());
+        to.write_all(piece).await?;
+        to.flush().await?;
+        drop(wait);
+        if from_socket {
+            traffic.count_from_socket(piece.len());
+        } else {
+            traffic.count_to_socket(piece.len());
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]

@@ -4,8 +4,8 @@ use std::io;
 
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, copy as discard, sink, split};
-use tokio::sync::SetOnce;
+use tokio::io::{AsyncRead, AsyncWrite, split};
+use tunnel_link::relay::{Copying, Side, Traffic};
 use tunnel_runtime::error::chain;
 
 use super::body::Exchange;
@@ -48,8 +48,7 @@ impl Upgraded {
     }
 }
 
-/// Copies both ways until both directions have ended. The client gets everything that the target sent before a failure.
-/// [`tokio::io::copy_bidirectional`] drops what it has read ahead then.
+/// Copies both ways until both directions have ended, as [`Copying::run`].
 ///
 /// # Errors
 /// An end failed.
@@ -59,48 +58,12 @@ async fn copy(
 ) -> io::Result<()> {
     let (mut from_client, mut to_client) = split(client);
     let (mut from_target, mut to_target) = split(target);
-    let answered = SetOnce::new();
-    let up = async {
-        let mut piece = vec![0; BUFFER];
-        loop {
-            let length = from_client.read(&mut piece).await?;
-            let passed = pass(&piece[..length], &mut to_target).await;
-            if passed.is_err() {
-                // A client may write everything before it reads the answer.
-                let mut nowhere = sink();
-                tokio::select! {
-                    _ = answered.wait() => {}
-                    discarded = discard(&mut from_client, &mut nowhere) => discarded.map(drop)?,
-                }
-            }
-            if length == 0 || passed.is_err() {
-                return Ok::<_, io::Error>(passed);
-            }
-        }
-    };
-    let down = async {
-        let mut piece = vec![0; BUFFER];
-        loop {
-            // After a failed write this fails too, once everything has been read.
-            let length = from_target.read(&mut piece).await?;
-            pass(&piece[..length], &mut to_client).await?;
-            if length == 0 {
-                let _ = answered.set(());
-                return Ok::<_, io::Error>(());
-            }
-        }
-    };
-    let (passed, ()) = tokio::try_join!(up, down)?;
-    passed
-}
-
-/// Writes a piece, or the end of file if it is empty.
-async fn pass(piece: &[u8], to: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
-    if piece.is_empty() {
-        return to.shutdown().await;
-    }
-    to.write_all(piece).await?;
-    to.flush().await
+    // Nobody reads it: the pipe counts the bytes.
+    let traffic = Traffic::default();
+    // After a failed write, a read from the pipe fails too, once everything has been read.
+    let copying = Copying { traffic: &traffic, side: Side::Server, piece: BUFFER, trusts_end: true };
+    let copied = copying.run((&mut from_client, &mut to_client), (&mut from_target, &mut to_target)).await;
+    copied.map_err(|(_, error)| error)
 }
 
 #[cfg(test)]
@@ -108,9 +71,9 @@ mod tests {
     use std::future::pending;
     use std::time::Duration;
 
-    use tokio::io::duplex;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex};
     use tokio::net::{TcpListener, TcpStream};
-    use tunnel_link::relay::{Traffic, flushed, pipe, reset_on_drop};
+    use tunnel_link::relay::{flushed, pipe, reset_on_drop};
 
     use super::*;
 
