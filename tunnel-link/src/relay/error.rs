@@ -5,6 +5,7 @@ use std::io;
 use h2::Reason;
 
 use super::frame::FrameError;
+use super::outward::Sent;
 use crate::outcome::Outcome;
 
 /// The end of the tunnel that relays. It decides whose reset a broken socket is, and which end sends gRPC trailers.
@@ -74,9 +75,9 @@ impl RelayError {
 
     /// Turns NO_ERROR into success: a peer that has answered in full may refuse further data (RFC 9113 section 8.1),
     /// and its answer tells the rest.
-    pub(super) fn unless_unwanted(self) -> Result<(), Self> {
+    pub(super) fn unless_unwanted(self) -> Result<Sent, Self> {
         match self {
-            Self::Reset(Reason::NO_ERROR) => Ok(()),
+            Self::Reset(Reason::NO_ERROR) => Ok(Sent::Unwanted),
             error => Err(error),
         }
     }

@@ -16,7 +16,7 @@ use http::{HeaderValue, Response};
 use super::GRPC_STATUS;
 use super::error::{RelayError, Side};
 use super::inward::{PendingWrite, hold, well};
-use super::outward::{Room, SMALL_SEGMENT, largest_segment, send_error, stream_reset};
+use super::outward::{Room, SMALL_SEGMENT, Sent, largest_segment, send_error, stream_reset};
 use super::stall::{Abort, StallBound};
 use super::traffic::{Traffic, Waiting};
 use crate::link::{Bulk, Flow, Taken};
@@ -75,25 +75,6 @@ impl Ended {
     }
 }
 
-/// End of one direction without a failure.
-enum Forwarded {
-    /// Everything up to the stream's end was forwarded; this gRPC status came with it.
-    All(Option<HeaderValue>),
-    /// The receiver has answered in full and refuses further data (RFC 9113 section 8.1).
-    Unwanted,
-}
-
-impl Forwarded {
-    /// Tells a receiver that refuses further data, by a reset with NO_ERROR, from a failure.
-    fn of(ended: Result<Option<HeaderValue>, Cut>) -> Result<Self, Cut> {
-        match ended {
-            Ok(status) => Ok(Self::All(status)),
-            Err(Cut::To(RelayError::Reset(Reason::NO_ERROR))) => Ok(Self::Unwanted),
-            Err(cut) => Err(cut),
-        }
-    }
-}
-
 /// The stream at which a direction ended early, and the reason.
 enum Cut {
     From(RelayError),
@@ -128,8 +109,8 @@ impl Forward<'_> {
             }
         };
         match ended {
-            Ok((_, Forwarded::All(_))) => Ok(Outcome::Ok),
-            Ok((_, Forwarded::Unwanted)) => Ok(Outcome::ClientReset),
+            Ok((_, Sent::All)) => Ok(Outcome::Ok),
+            Ok((_, Sent::Unwanted)) => Ok(Outcome::ClientReset),
             Err(ended) => {
                 let reason = ended.reset_reason();
                 send.send_reset(reason);
@@ -146,14 +127,14 @@ impl Forward<'_> {
     }
 
     /// Forwards from the other server to the agent.
-    async fn up(&self, body: &mut RecvStream, send: &mut SendStream<Bytes>) -> Result<Forwarded, Ended> {
+    async fn up(&self, body: &mut RecvStream, send: &mut SendStream<Bytes>) -> Result<Sent, Ended> {
         let passed = |bytes| self.traffic.count_from_socket(bytes);
         let to = (send, self.agent, &self.traffic.for_tunnel);
-        let ended = self.direction((body, self.client), to, passed).await;
-        Forwarded::of(ended).map_err(|cut| match cut {
-            Cut::From(error) => Ended::Client(error),
-            Cut::To(error) => Ended::Agent(error),
-        })
+        match self.direction((body, self.client), to, passed).await {
+            Ok(_) => Ok(Sent::All),
+            Err(Cut::From(error)) => Err(Ended::Client(error)),
+            Err(Cut::To(error)) => error.unless_unwanted().map_err(Ended::Agent),
+        }
     }
 
     /// Forwards from the agent, once it has answered, to the other server. Leaves that stream in `answering`.
@@ -162,7 +143,7 @@ impl Forward<'_> {
         answer: impl Future<Output = Result<Response<RecvStream>, RelayError>>,
         respond: &mut SendResponse<Bytes>,
         answering: &mut Option<SendStream<Bytes>>,
-    ) -> Result<Forwarded, Ended> {
+    ) -> Result<Sent, Ended> {
         let answer = tokio::select! {
             answer = answer => answer.map_err(Ended::Dial)?,
             reset = poll_fn(|cx| respond.poll_reset(cx)) => {
@@ -174,16 +155,12 @@ impl Forward<'_> {
         let to = answering.insert(to.map_err(|error| Ended::Client(error.into()))?);
         let passed = |bytes| self.traffic.count_to_socket(bytes);
         let to = (to, self.client, &self.traffic.for_socket);
-        let ended = self.direction((&mut from, self.agent), to, passed).await;
-        let ended = Forwarded::of(ended).map_err(|cut| match cut {
-            Cut::From(error) => Ended::Agent(error),
-            Cut::To(error) => Ended::Client(error),
-        })?;
-        if let Forwarded::All(status) = &ended {
+        match self.direction((&mut from, self.agent), to, passed).await {
             // At once: the other server resets its stream when it reads this status, possibly before the agent does.
-            well(status.as_ref()).map_err(Ended::Agent)?;
+            Ok(status) => well(status.as_ref()).map(|()| Sent::All).map_err(Ended::Agent),
+            Err(Cut::From(error)) => Err(Ended::Agent(error)),
+            Err(Cut::To(error)) => error.unless_unwanted().map_err(Ended::Client),
         }
-        Ok(ended)
     }
 
     /// Forwards everything, including the end, from `from` to `to`, each with the path estimates of its link. `waiting`

@@ -52,8 +52,7 @@ impl Outward<'_> {
     ) -> impl Future<Output = Result<Sent, RelayError>> {
         self.relay(socket, send, prefix).map(|ended| match ended {
             Ok(()) => Ok(Sent::All),
-            Err(RelayError::Reset(Reason::NO_ERROR)) => Ok(Sent::Unwanted),
-            Err(error) => Err(error),
+            Err(error) => error.unless_unwanted(),
         })
     }
 
@@ -126,7 +125,8 @@ impl Outward<'_> {
             _ = self.answer.ended.wait() => Ok(()),
             error = self.answer.broken.wait() => Err(RelayError::Socket((*error).into())),
             reset = poll_fn(|cx| send.poll_reset(cx)) => {
-                reset.map_or_else(RelayError::from, RelayError::Reset).unless_unwanted()
+                // Everything was sent.
+                reset.map_or_else(RelayError::from, RelayError::Reset).unless_unwanted().map(drop)
             }
             error = self.client_lost(socket.as_ref()) => Err(error),
         }
@@ -252,13 +252,13 @@ pub(super) struct InwardProgress {
     pub(super) last: AtomicBool,
 }
 
-/// End of the outward direction.
+/// End of a direction towards a stream, without a failure.
 #[derive(Debug)]
 pub(super) enum Sent {
-    /// Everything up to the socket's end of file.
+    /// Everything up to the sender's end of file.
     All,
-    /// Not everything was sent, because the answer was complete before. The answer has the reason, for example a
-    /// failed dial.
+    /// Not everything was sent, because the receiver had answered in full before (RFC 9113 section 8.1). Its answer has
+    /// the reason, for example a failed dial.
     Unwanted,
 }
 

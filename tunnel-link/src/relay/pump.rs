@@ -42,7 +42,8 @@ impl Relay<'_> {
             (outcome, reason) = self.abort.triggered() => Err(RelayError::Aborted(outcome, reason)),
             both = async {
                 tokio::try_join!(
-                    self.outward(read, send).map(|sent| sent.or_else(RelayError::unless_unwanted)),
+                    self.outward(read, send)
+                        .map(|sent| sent.or_else(|error| error.unless_unwanted().map(drop))),
                     self.inward(&mut stream, write),
                 )
             } => both.map(drop),
