@@ -52,8 +52,9 @@ pub struct Copying<'a> {
 }
 
 impl Copying<'_> {
-    /// Copies both ways until both directions have ended. The client gets everything that the target sent before a failure.
-    /// [`tokio::io::copy_bidirectional`] drops what it has read ahead then. An end is given as its reading and its writing half.
+    /// Copies both ways until both directions have ended. An end is given as its reading and its writing half. The client
+    /// gets everything that the target sent before a failure; [`tokio::io::copy_bidirectional`] drops what it has read
+    /// ahead then.
     ///
     /// # Errors
     /// Fails if an end failed; the outcome tells which.
