@@ -144,15 +144,18 @@ pub struct Cleaned {
     pub routes: Vec<IpNet>,
     /// Number of removed rules for connections by route.
     pub rules: usize,
+    /// Number of removed routes for connections by route.
+    pub edge_routes: usize,
 }
 
-/// Removes the remains of killed servers in this network namespace: pinned programs and redirect routes.
+/// Removes the remains of killed servers in this network namespace: pinned programs, redirect routes, and rules and routes for
+/// connections by route.
 ///
 /// # Errors
 /// [`RedirectError::RangeTaken`] while a server with these ranges runs in this network namespace.
 pub fn cleanup(config: &RedirectConfig) -> Result<Cleaned, RedirectError> {
     // First: an error must not hide what else was removed.
-    let rules = remove_leftovers()?;
+    let (rules, edge_routes) = remove_leftovers()?;
     let pins = match &config.pins {
         Some(pins) => pins::remove_dead(&pins.dir)?,
         None => Vec::new(),
@@ -162,7 +165,7 @@ pub fn cleanup(config: &RedirectConfig) -> Result<Cleaned, RedirectError> {
         return Err(taken);
     }
     let routes = remove_routes(config.ranges(ipv6))?;
-    Ok(Cleaned { pins, routes, rules })
+    Ok(Cleaned { pins, routes, rules, edge_routes })
 }
 
 /// Removes the redirect routes of these ranges, and returns those ranges that had one.

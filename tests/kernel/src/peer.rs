@@ -68,6 +68,11 @@ impl Peer {
         (peer, times)
     }
 
+    /// Has a server hand the redirect over, as to a successor.
+    pub(crate) fn release(&mut self) {
+        assert_eq!(self.command("release"), "released");
+    }
+
     /// Ends it with SIGKILL.
     pub(crate) fn kill(mut self) {
         self.child.kill().expect("kill");
@@ -216,8 +221,11 @@ pub(crate) fn run_role(role: &str) -> ExitCode {
             redirect.apply(|| with_client(desired(&[EDGE]), POD_RANGE).into()).expect("apply");
             let _serving = by_route.then(|| listener.serve());
             println!("ready");
-            // Until it is killed.
-            for _ in std::io::stdin().lines() {}
+            // Until it is killed. It hands over when it is told to.
+            for _ in std::io::stdin().lines() {
+                redirect.release();
+                println!("released");
+            }
         }
         ["acceptor", limit] => accept_and_hold(limit.parse().expect("a number")),
         ["holder", count] => connect_and_hold(count.parse().expect("a number")),

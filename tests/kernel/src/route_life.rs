@@ -10,7 +10,7 @@ use nix::libc;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::waitpid;
 use tokio_util::sync::CancellationToken;
-use tunnel_redirect::{Pods, Redirect, RedirectConfig, cleanup};
+use tunnel_redirect::{Cleaned, Pods, Redirect, RedirectConfig, RedirectError, cleanup};
 
 use crate::Case;
 use crate::by_route::{
@@ -29,6 +29,7 @@ pub(crate) const CASES: &[Case] = &[
     ("by_route::a_killed_server_takes_nothing_and_is_replaced", killed),
     ("by_route::a_dead_servers_rule_for_another_port_takes_nothing", another_port),
     ("by_route::refusal_outlasts_a_killed_server", refused),
+    ("by_route::what_a_server_leaves_that_was_killed_after_it_handed_over", killed_after_release),
     ("by_route::a_killed_servers_programs_refuse_pods", orphaned),
     ("by_route::a_server_that_dies_beside_another_takes_nothing_from_it", dies_beside),
     ("by_route::beside_other_policy_routing", beside_others),
@@ -129,6 +130,41 @@ fn refused() {
     let world = World::with(config(), &desired(&[EDGE]));
     assert_eq!((rules(), routes(198_180)), (Vec::new(), String::new()));
     drop(world);
+}
+
+/// It has removed its rules, and the routes that refuse connections do not end with its device.
+fn killed_after_release() {
+    let mut server = Peer::spawn_server_as("refuse");
+    server.release();
+    assert_eq!(rules(), Vec::<String>::new());
+    server.kill();
+    eventually("the device ends with the process", || devices() == 0);
+    assert!(routes(198_180).contains("unreachable 10.8.0.7"), "{}", routes(198_180));
+    let cleaned = cleanup(&config()).unwrap();
+    assert_eq!((cleaned.rules, cleaned.edge_routes), (0, 1));
+    assert_eq!(routes(198_180), "");
+    assert_eq!(cleanup(&config()).unwrap(), Cleaned::default());
+
+    // Beside a successor, whose own stay.
+    let mut server = Peer::spawn_server_as("refuse");
+    let world = start(desired(&[EDGE]));
+    server.release();
+    server.kill();
+    eventually("the device ends with the process", || devices() == 1);
+    let cleaned = cleanup(&config());
+    assert!(matches!(cleaned, Err(RedirectError::RangeTaken { .. })), "{cleaned:?}");
+    assert_eq!((routes(198_180), rules().len()), (String::new(), 2));
+    assert!(led_here("10.8.0.7:10250"));
+    drop(world);
+
+    // The successor removes them too when it stops.
+    let mut server = Peer::spawn_server_as("refuse");
+    let world = start(desired(&[EDGE]));
+    server.release();
+    server.kill();
+    eventually("the device ends with the process", || devices() == 1);
+    drop(world);
+    assert_eq!((routes(198_180), rules()), (String::new(), Vec::new()));
 }
 
 /// Its rules come first. With --orphan-policy=refuse they lead to routes that fail.

@@ -168,6 +168,14 @@ impl Route {
 }
 
 impl ListedRoute {
+    /// The number of the server that has written this route; None if none has.
+    pub(super) fn server_of(message: &RouteMessage) -> Option<u32> {
+        if message.header.protocol != PROTOCOL {
+            return None;
+        }
+        Place::of_table(*attribute!(message, RouteAttribute::Table)?)
+    }
+
     pub(super) fn read(mut message: RouteMessage, table: Table, place: Place) -> Self {
         let known = |attribute: &RouteAttribute| {
             matches!(

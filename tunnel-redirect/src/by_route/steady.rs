@@ -233,7 +233,7 @@ impl ByRoute {
         let has_successor = self.paused;
         let mut rules = self.pause();
         if self.swept && !has_successor {
-            rules = rules.and(remove_dead(&mut self.kernel));
+            rules = rules.and(remove_dead(&mut self.kernel).map(drop));
         }
         // The device takes the others with it.
         let place = self.place();
@@ -282,28 +282,44 @@ fn device(kernel: &mut Kernel) -> Result<Device, RedirectError> {
     Ok(device)
 }
 
-/// For `cleanup`, and servers that take nothing by route. Returns the number of rules that were removed.
-pub(crate) fn remove_leftovers() -> Result<usize, RedirectError> {
+/// For `cleanup`, and servers that take nothing by route. Returns the numbers of rules and of routes that were removed.
+pub(crate) fn remove_leftovers() -> Result<(usize, usize), RedirectError> {
     let mut kernel = Kernel::open()?;
     let before = rules(&mut kernel)?.len();
-    remove_dead(&mut kernel)?;
-    Ok(before - rules(&mut kernel)?.len().min(before))
+    let routes = remove_dead(&mut kernel)?;
+    Ok((before - rules(&mut kernel)?.len().min(before), routes))
 }
 
-/// Removes the rules and routes of servers whose device is gone.
-fn remove_dead(kernel: &mut Kernel) -> Result<(), RedirectError> {
+/// Removes the rules and routes of servers whose device is gone. Returns the number of routes.
+fn remove_dead(kernel: &mut Kernel) -> Result<usize, RedirectError> {
     let is_dead = |listed: &ListedRule| !device::is_taken(listed.number);
     let listed: Vec<ListedRule> = rules(kernel)?.into_iter().filter(is_dead).collect();
-    let numbers: BTreeSet<u32> = listed.iter().map(|listed| listed.number).collect();
+    let mut numbers: BTreeSet<u32> = listed.iter().map(|listed| listed.number).collect();
     kernel.remove_rules(listed.into_iter().map(|listed| listed.message).collect())?;
+    numbers.extend(dead_with_routes(kernel)?);
+    let mut removed = 0;
     for number in numbers {
         for (ipv6, table) in [false, true].into_iter().flat_map(|ipv6| TABLES.map(|table| (ipv6, table))) {
             let place = Place { number, index: 0 };
-            let listed = kernel.routes_in(ipv6, place.table(table))?.into_iter();
+            let listed = kernel.routes_in(ipv6, place.table(table))?;
+            removed += listed.len();
+            let listed = listed.into_iter();
             kernel.remove_routes(listed.map(|message| ListedRoute::read(message, table, place).message))?;
         }
     }
-    Ok(())
+    Ok(removed)
+}
+
+/// Numbers of dead servers that have left routes, of the kinds that do not end with the device. They may have left no rule: a
+/// server that hands over or stops removes its rules first, and may be killed after that.
+fn dead_with_routes(kernel: &mut Kernel) -> Result<BTreeSet<u32>, RedirectError> {
+    let mut numbers = BTreeSet::new();
+    for kind in [RouteType::Throw, RouteType::Unreachable] {
+        let routes = kernel.routes_of(kind, |route| ListedRoute::server_of(route).is_some())?;
+        numbers.extend(routes.iter().filter_map(ListedRoute::server_of));
+    }
+    numbers.retain(|number| !device::is_taken(*number));
+    Ok(numbers)
 }
 
 fn rules(kernel: &mut Kernel) -> Result<Vec<ListedRule>, RedirectError> {

@@ -23,8 +23,9 @@ impl CleanupCommand {
     pub fn run(&self) -> anyhow::Result<()> {
         // The owner does not matter, only that it is not running any more.
         let config = self.ranges.start_config(Path::new(""));
-        let Cleaned { pins, routes, rules } = tunnel_redirect::cleanup(&config).map_err(explain)?;
-        if pins.is_empty() && routes.is_empty() && rules == 0 {
+        let Cleaned { pins, routes, rules, edge_routes } =
+            tunnel_redirect::cleanup(&config).map_err(explain)?;
+        if pins.is_empty() && routes.is_empty() && rules == 0 && edge_routes == 0 {
             println!("nothing was left behind");
         }
         for folder in pins {
@@ -35,6 +36,9 @@ impl CleanupCommand {
         }
         if rules > 0 {
             println!("removed {rules} rules for connections by route");
+        }
+        if edge_routes > 0 {
+            println!("removed {edge_routes} routes for connections by route");
         }
         Ok(())
     }
