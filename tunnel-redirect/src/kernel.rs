@@ -472,4 +472,20 @@ mod tests {
         // A length beyond the end.
         assert!(Answers::default().read(&done[..12], 7, &mut |_| ()).is_err());
     }
+
+    /// Such a list may lack entries; it is read again.
+    #[test]
+    fn a_list_that_changed_while_it_was_read_is_known_by_any_message() {
+        for changed in [0, 1] {
+            let mut messages = [
+                bytes(NetlinkPayload::InnerMessage(RouteNetlinkMessage::NewRoute(any_route(false))), 7),
+                bytes(NetlinkPayload::Done(DoneMessage::default()), 7),
+            ];
+            // The flags, behind the length and the type.
+            messages[changed][6..8].copy_from_slice(&NLM_F_DUMP_INTR.to_ne_bytes());
+            let mut answers = Answers::default();
+            assert!(answers.read(&messages.concat(), 7, &mut |_| ()).unwrap());
+            assert!(answers.interrupted && answers.errors.is_empty());
+        }
+    }
 }

@@ -130,7 +130,7 @@ fn link(index: u32) -> String {
 }
 
 /// This host's address in a message: IFA_LOCAL, else IFA_ADDRESS, which is the same or a point-to-point peer's.
-fn own_address(message: &AddressMessage) -> Option<IpAddr> {
+pub(super) fn own_address(message: &AddressMessage) -> Option<IpAddr> {
     let local = attribute!(message, AddressAttribute::Local);
     local.or_else(|| attribute!(message, AddressAttribute::Address)).copied()
 }

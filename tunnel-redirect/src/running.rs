@@ -13,7 +13,6 @@ use tokio::sync::Notify;
 use tunnel_abi::LIST_CAPACITY;
 use tunnel_routing::Desired;
 use tunnel_runtime::log_once::LogOnce;
-use tunnel_runtime::net::interface_addresses;
 
 use super::by_route::{self, ByRoute, Wanted};
 use super::cgroup::Cgroup;
@@ -27,6 +26,7 @@ use super::map_contents::{HostContext, MapContents};
 use super::maps::{Counters, Heartbeat, Maps};
 use super::preflight::Features;
 use super::program_log::ProgramLog;
+use super::range_use::own_address;
 use super::self_test_addresses::SelfTestAddresses;
 
 /// Number of entries that one [`Redirect::apply`] wrote.
@@ -276,11 +276,8 @@ impl Redirect {
     /// Rereads this host's addresses, and the interfaces that lead to other hosts if told so, and brings the maps up to date with
     /// them.
     pub(super) fn refresh_addresses(&self, uplinks: bool) -> Result<Applied, RedirectError> {
-        let listed = interface_addresses().map_err(|error| RedirectError::Netlink {
-            operation: "list this host's addresses".into(),
-            reason: error.to_string(),
-        })?;
-        let own = listed.iter().map(|own| own.address).collect();
+        // Not by getifaddrs(3), which does not tell that the list changed while it was read and may lack an address.
+        let own = Kernel::open()?.addresses()?.iter().filter_map(own_address).collect();
         let mut inner = self.lock();
         if inner.stopped {
             return Err(RedirectError::Stopped);
