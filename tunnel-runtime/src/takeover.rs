@@ -219,6 +219,14 @@ impl Copies {
         socket.try_clone().ok()
     }
 
+    /// Takes out a socket that this program goes on with.
+    pub fn take(&self, name: &str, at: impl Fn(SocketAddr) -> bool) -> Option<OwnedFd> {
+        let mut sockets = self.sockets.lock();
+        let index = sockets.iter().position(|(other, address, _)| other == name && at(*address))?;
+        let (_, _, socket) = sockets.swap_remove(index);
+        Some(socket)
+    }
+
     /// Adds a socket.
     pub fn add(&self, name: &str, at: SocketAddr, socket: OwnedFd) {
         self.sockets.lock().push((name.to_owned(), at, socket));

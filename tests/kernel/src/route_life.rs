@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use nix::libc;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::waitpid;
+use socket2::SockRef;
 use tokio_util::sync::CancellationToken;
 use tunnel_redirect::{Cleaned, Pods, Redirect, RedirectConfig, RedirectError, cleanup};
 
@@ -37,6 +38,7 @@ pub(crate) const CASES: &[Case] = &[
     ("by_route::what_others_change_is_restored", restored),
     ("by_route::two_servers", two_servers),
     ("by_route::released_and_resumed", released),
+    ("by_route::while_a_server_stops_only_a_listener_can_refuse", drained),
 ];
 
 fn killed() {
@@ -438,5 +440,32 @@ fn released() {
     drop(world);
     asks(&mut pod, "10.8.0.7:10250").unwrap();
     drop(next);
+    assert_eq!((rules(), devices()), (Vec::new(), 0));
+}
+
+/// Its rules stay for the connections that it has, and lead new ones here too. Once nobody listens the kernel does not answer them:
+/// it sends no reset from an IPv4 address that is not its own.
+fn drained() {
+    let mut pod = pod_of_this_host();
+    let listener = Listener::open();
+    let redirect = Redirect::start(by_route(), &listener.v4, Some(&listener.v6)).unwrap();
+    redirect.apply(|| with_client(desired(&[EDGE]), POD_RANGE).into()).unwrap();
+    // No hook sees the edge's address, and fails the connect.
+    service("iptables", "PREROUTING", "10.96.0.10", "10.8.0.7:10250");
+    redirect.drain().unwrap();
+    let resetting = listener.v4.try_clone().unwrap();
+    SockRef::from(&resetting).set_linger(Some(Duration::ZERO)).unwrap();
+    let resetting = std::thread::spawn(move || {
+        // The first ones are self-tests'.
+        while resetting.accept().unwrap().0.local_addr().unwrap() != at(EDGE.0, PORT) {}
+    });
+    let error = asks(&mut pod, "10.96.0.10:443").unwrap_err();
+    assert!(error.starts_with(&format!("err {}", libc::ECONNRESET)), "{error}");
+    resetting.join().unwrap();
+    drop(listener);
+    let error = asks(&mut pod, "10.96.0.10:443").unwrap_err();
+    assert!(error.starts_with("err -1 "), "an answer: {error}");
+    assert!(counter(&redirect, "route4/no_listener") > 0);
+    redirect.stop();
     assert_eq!((rules(), devices()), (Vec::new(), 0));
 }

@@ -11,6 +11,7 @@ use tunnel_runtime::config::HostPort;
 use tunnel_runtime::lifecycle::Shutdown;
 
 use crate::agent_port::{AgentPort, Handover};
+use crate::listener::{REDIRECT, refuse};
 use crate::pki::{KnownNodes, ServerCertificate};
 use crate::runtime::Runtime;
 use crate::runtime::settings::Settings;
@@ -97,6 +98,8 @@ impl Running {
     async fn stop(mut self, drain_timeout: Duration) -> anyhow::Result<()> {
         let Runtime { redirect, drain, metrics, tasks, stop, readiness, .. } = self.runtime;
         let _stopping = readiness.pending("stopping");
+        // For IPv6 the kernel itself resets what is led here.
+        let led_here = self.succession.sockets.take(REDIRECT, |address| address.is_ipv4());
         self.succession.close();
         let another = self.succession.has_successor() || self.before.take_back(drain.shutdown()).await;
         if another {
@@ -111,6 +114,10 @@ impl Running {
                 tracing::warn!(%error, "failed to refuse new connects to edge nodes while draining");
             }
         }
+        // Another server may have the same socket, and accept from it.
+        let alone = !another && !self.succession.sockets.are_sent();
+        let routed = redirect.as_ref().is_some_and(|redirect| redirect.routed);
+        let refusing = led_here.filter(|_| alone && routed).and_then(refuse);
         let drained = drain.finish(drain_timeout, metrics.end_quiet()).await;
         stop.cancel();
         let closed = async {
@@ -127,6 +134,8 @@ impl Running {
         if let Some(redirect) = redirect {
             tokio::task::spawn_blocking(move || redirect.stop()).await.context("stopping the redirect")?;
         }
+        // Once no rule leads here.
+        drop(refusing);
         tracing::info!(%drained, "stopped");
         Ok(())
     }
