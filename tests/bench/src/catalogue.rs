@@ -169,8 +169,12 @@ fn scale(group: Group) -> Vec<Line> {
     line("scale-dials-rate", "1,000 connections a second asked for, across 10,000 agents", "1/s");
     line("scale-dials-p50", "one of them, p50", "µs");
     line("scale-dials-p99", "one of them, p99", "µs");
-    line("scale-upgrade", "a server with 10,000 agents replaced by a successor meanwhile", "s");
-    line("scale-upgrade-p99", "one of the connections, p99, over before", "×");
+    line(
+        "scale-upgrade",
+        "a server with 10,000 agents replaced by a successor, beside 200 connections a second",
+        "s",
+    );
+    line("scale-upgrade-p99", "one of those connections, p99, over before", "×");
     for routes in ROUTES {
         line(&format!("scale-routes-connect-{routes}"), &format!("connect() p50, {routes} nodes"), "µs");
     }

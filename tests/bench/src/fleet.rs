@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -57,7 +58,10 @@ pub(crate) fn write_inventory(testbed: &Testbed, nodes: usize) -> Result<()> {
     inventory.write()
 }
 
-/// Agents in a process of their own.
+/// Number of agents in one process: while they attach again, each has two links, which are open files.
+const EACH: usize = 5_000;
+
+/// Agents in processes of their own.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fleet<'a> {
     pub(crate) count: usize,
@@ -68,12 +72,16 @@ pub(crate) struct Fleet<'a> {
 }
 
 impl Fleet<'_> {
-    pub(crate) fn start(self, testbed: &Testbed, edge: usize) -> Result<Process> {
+    pub(crate) fn start(self, testbed: &Testbed, edge: usize) -> Result<Vec<Process>> {
         let dir = testbed.dir().join("fleet");
-        let mut command = testbed.on_edge(edge).command(&process::program("bench")?);
-        command.arg("--fleet").arg(testbed.dir().join("server")).arg(self.servers.join(","));
-        command.arg(self.count.to_string()).arg(dir).arg(self.flaps.to_string());
-        Process::spawn(testbed.dir(), "fleet", command)
+        let process = |first: usize| {
+            let end = self.count.min(first + EACH);
+            let mut command = testbed.on_edge(edge).command(&process::program("bench")?);
+            command.arg("--fleet").arg(testbed.dir().join("server")).arg(self.servers.join(","));
+            command.arg(first.to_string()).arg(end.to_string()).arg(&dir).arg(self.flaps.to_string());
+            Process::spawn(testbed.dir(), &format!("fleet-{first}"), command)
+        };
+        (0..self.count).step_by(EACH).map(process).collect()
     }
 }
 
@@ -81,15 +89,17 @@ impl Fleet<'_> {
 const FORGOTTEN: &str = "TLS sessions forgotten";
 
 /// Makes each agent's next handshake a full one.
-pub(crate) async fn forget_sessions(fleet: &mut Process) -> Result<()> {
-    let before = fleet.mark()?;
-    fleet.signal(Signal::SIGUSR1)?;
-    let printed = async || fleet.output_since(before);
-    wait_until(FORGOTTEN, Duration::from_secs(10), printed, |text| text.contains(FORGOTTEN)).await?;
+pub(crate) async fn forget_sessions(fleet: &mut [Process]) -> Result<()> {
+    for process in fleet {
+        let before = process.mark()?;
+        process.signal(Signal::SIGUSR1)?;
+        let printed = async || process.output_since(before);
+        wait_until(FORGOTTEN, Duration::from_secs(10), printed, |text| text.contains(FORGOTTEN)).await?;
+    }
     Ok(())
 }
 
-pub(crate) fn start(testbed: &Testbed, edge: usize, count: usize) -> Result<Process> {
+pub(crate) fn start(testbed: &Testbed, edge: usize, count: usize) -> Result<Vec<Process>> {
     Fleet { count, servers: &[format!("{CLOUD}:10262")], flaps: 0 }.start(testbed, edge)
 }
 
@@ -131,18 +141,20 @@ impl Agent {
 
 /// The process `--fleet …`: runs until killed.
 pub(crate) fn run(args: &[OsString]) -> Result<()> {
-    let text =
-        |at: usize| args.get(at).and_then(|arg| arg.to_str()).context("STATE_DIR SERVERS COUNT DIR FLAPS");
-    let (state_dir, dir) = (PathBuf::from(text(0)?), PathBuf::from(text(3)?));
+    let text = |at: usize| {
+        args.get(at).and_then(|arg| arg.to_str()).context("STATE_DIR SERVERS FIRST END DIR FLAPS")
+    };
+    let (state_dir, dir) = (PathBuf::from(text(0)?), PathBuf::from(text(4)?));
     let servers = text(1)?.split(',').map(|server| server.parse::<HostPort>().map_err(anyhow::Error::msg));
     let servers = Arc::new(servers.collect::<Result<Vec<_>>>().context("SERVERS")?);
-    let count: usize = text(2)?.parse().context("COUNT")?;
-    let flaps: u32 = text(4)?.parse().context("FLAPS")?;
+    let first: usize = text(2)?.parse().context("FIRST")?;
+    let end: usize = text(3)?.parse().context("END")?;
+    let flaps: u32 = text(5)?.parse().context("FLAPS")?;
     ensure!(flaps == 0 || servers.len() == 1, "agents that flap have one server");
     tunnel_runtime::lifecycle::raise_open_files();
     fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
-    let identities = identities(&state_dir, count)?;
-    println!("{count} identities");
+    let identities = identities(&state_dir, first..end)?;
+    println!("{} identities", identities.len());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
     runtime.block_on(async {
         let metrics = Metrics::new(&mut Registry::default());
@@ -160,10 +172,10 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
         // Every agent already has the bundle that the server announces.
         let (bundles, mut announced) = mpsc::channel(64);
         tokio::spawn(async move { while announced.recv().await.is_some() {} });
-        let mut agents = Vec::with_capacity(count);
+        let mut agents = Vec::with_capacity(identities.len());
         let mut tick = tokio::time::interval(PACE);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        for (n, identity) in identities.into_iter().enumerate() {
+        for (n, identity) in (first..).zip(identities) {
             let own: IpAddr = address(n).into();
             let mut config = config.clone();
             config.node_name = identity.node.clone();
@@ -203,7 +215,7 @@ async fn forget_when_told(agents: &[Agent]) -> Result<()> {
     anyhow::bail!("no more signals")
 }
 
-fn identities(state_dir: &Path, count: usize) -> Result<Vec<AgentIdentity>> {
+fn identities(state_dir: &Path, numbers: Range<usize>) -> Result<Vec<AgentIdentity>> {
     let authority = Authority::open(state_dir)?;
     let roots = fs::read_to_string(state_dir.join("ca/ca.crt")).context("reading ca.crt")?;
     let bundle = TrustBundle::from_pem(&roots).context("the CA's certificate")?;
@@ -216,7 +228,7 @@ fn identities(state_dir: &Path, count: usize) -> Result<Vec<AgentIdentity>> {
         AgentIdentity::from_pem(&chain, &key.serialize_pem(), bundle.clone())
             .with_context(|| format!("the identity of {}", name(n)))
     };
-    (0..count).map(one).collect()
+    numbers.map(one).collect()
 }
 
 #[cfg(test)]

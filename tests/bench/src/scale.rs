@@ -23,6 +23,8 @@ use crate::{connect, fleet, peers, scale_fleet};
 const HELD: usize = 30_000;
 /// Dials a second across all agents.
 const DIALS: usize = 1_000;
+/// The same while a server is replaced: agents and servers, on the same host, need most of it then.
+const DIALS_MEANWHILE: usize = 200;
 /// Edge nodes in the inventory of a server that starts.
 const START_NODES: usize = 10_000;
 /// Maximum time for all agents to attach.
@@ -143,8 +145,8 @@ async fn of_agents(testbed: &Testbed, nominal: usize, size: Size, record: &mut R
     let memory = (usage::resident(&parts)?.0 - before).max(0.0) * 1e6 / 1024.0 / as_f64(count as u64);
     record.value(&format!("scale-agents-memory-{nominal}"), Peer::Postern, memory);
     if nominal == AGENTS[AGENTS.len() - 1] {
-        let p99 = dials(count, size, record).await?;
-        server = upgrade(server, count, p99, record).await?;
+        dials(count, size, record).await?;
+        server = upgrade(server, count, size, record).await?;
     }
 
     for (line, resumed) in [("restart", "true"), ("restart-full", "false")] {
@@ -175,24 +177,25 @@ async fn of_agents(testbed: &Testbed, nominal: usize, size: Size, record: &mut R
     Ok(())
 }
 
-/// Connects to node after node, as [`visits`] does, and returns the 99th percentile in microseconds.
-async fn dials(agents: usize, size: Size, record: &mut Record) -> Result<f64> {
-    let ((), mut visits) = visits(agents, tokio::time::sleep(size.dials)).await?;
+/// Connects to node after node, as [`visits`] does.
+async fn dials(agents: usize, size: Size, record: &mut Record) -> Result<()> {
+    let ((), mut visits) = visits(agents, DIALS, tokio::time::sleep(size.dials)).await?;
     visits.record("scale-dials-rate", as_f64(visits.asked as u64) / visits.took.as_secs_f64(), record);
-    let p99 = micros(&mut visits.times, 0.99)?;
     record.value("scale-dials-p50", Peer::Postern, micros(&mut visits.times, 0.5)?);
-    record.value("scale-dials-p99", Peer::Postern, p99);
-    Ok(p99)
+    record.value("scale-dials-p99", Peer::Postern, micros(&mut visits.times, 0.99)?);
+    Ok(())
 }
 
-/// Another server takes over from this one with all its agents, while nodes are visited. Returns the other server. `before` is
-/// the 99th percentile of visits until now.
+/// Another server takes over from this one with all its agents, while nodes are visited, as they are before. Returns the other
+/// server.
 async fn upgrade<'a>(
     mut server: Server<'a>,
     agents: usize,
-    before: f64,
+    size: Size,
     record: &mut Record,
 ) -> Result<Server<'a>> {
+    let ((), mut before) = visits(agents, DIALS_MEANWHILE, tokio::time::sleep(size.dials)).await?;
+    let before = micros(&mut before.times, 0.99)?;
     let taken_over = async {
         // Its log tells the takeover after the agents have come, which takes longer than a test's server has for that.
         let successor = server.successor()?;
@@ -200,7 +203,7 @@ async fn upgrade<'a>(
         ensure!(status.success(), "the server that was replaced ended with {status}");
         Ok(successor)
     };
-    let (successor, mut visits) = visits(agents, taken_over).await?;
+    let (successor, mut visits) = visits(agents, DIALS_MEANWHILE, taken_over).await?;
     let successor = successor?;
     wait_tunnels(&successor, agents).await?;
     visits.record("scale-upgrade", visits.took.as_secs_f64(), record);
@@ -229,7 +232,7 @@ impl Visits {
 }
 
 /// Connects to node after node at a fixed pace, whether or not earlier connections are through, until `ends` does.
-async fn visits<T>(agents: usize, ends: impl Future<Output = T>) -> Result<(T, Visits)> {
+async fn visits<T>(agents: usize, each_second: usize, ends: impl Future<Output = T>) -> Result<(T, Visits)> {
     let mut visits = tokio::task::JoinSet::new();
     let start = Instant::now();
     let mut tick = tokio::time::interval(Duration::from_millis(10));
@@ -242,7 +245,7 @@ async fn visits<T>(agents: usize, ends: impl Future<Output = T>) -> Result<(T, V
             ended = &mut ends => break ended,
             _ = tick.tick() => {}
         }
-        for _ in 0..DIALS / 100 {
+        for _ in 0..each_second / 100 {
             // A stride coprime to the number of agents visits all of them.
             let node = fleet::address((asked * 7919) % agents);
             asked += 1;
