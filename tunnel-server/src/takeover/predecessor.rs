@@ -163,15 +163,16 @@ impl TakeOver {
     /// How many nodes' agents were told, and how many of them have come.
     async fn hand_over(&self, before: &mut Predecessor) -> io::Result<(usize, usize)> {
         let Answer::Told(told) = before.ask(&Ask::Agents).await? else { return Err(unexpected()) };
-        let wanted: Vec<NodeName> = told.iter().filter_map(|node| node.parse().ok()).collect();
-        let mut waiting = Waiting::new(wanted.len(), longest(wanted.len()));
+        let mut missing: Vec<NodeName> = told.iter().filter_map(|node| node.parse().ok()).collect();
+        let mut waiting = Waiting::new(missing.len(), longest(missing.len()));
         let came = loop {
-            let came = wanted.iter().filter(|node| self.runtime.sessions.get(node).is_some()).count();
+            missing.retain(|node| self.runtime.sessions.get(node).is_none());
+            let came = waiting.all - missing.len();
             if waiting.is_over(came) {
                 break came;
             }
             tokio::select! {
-                () = sleep(pause(wanted.len())) => {}
+                () = sleep(pause(missing.len())) => {}
                 // Nobody else accepts.
                 () = before.ended() => return Err(io::ErrorKind::UnexpectedEof.into()),
             }
