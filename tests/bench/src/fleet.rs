@@ -35,7 +35,7 @@ const LIFETIME: Duration = Duration::from_secs(24 * 3600);
 pub(crate) const RANGE: &str = "10.128.0.0/14";
 
 /// The pause before each further agent starts: handshakes of all at once would take longer on one thread than servers wait.
-const PACE: Duration = Duration::from_millis(2);
+const PACE: Duration = Duration::from_millis(4);
 
 /// The n-th node's name.
 pub(crate) fn name(n: usize) -> String {

@@ -27,6 +27,8 @@ const DIALS: usize = 1_000;
 const DIALS_MEANWHILE: usize = 200;
 /// Edge nodes in the inventory of a server that starts.
 const START_NODES: usize = 10_000;
+/// Pause before each look at the number of sessions.
+const LOOK: Duration = Duration::from_millis(100);
 /// Maximum time for all agents to attach.
 const ATTACH: Duration = Duration::from_secs(180);
 /// Maximum time for 100,000 nodes to be read and put into the maps.
@@ -114,7 +116,9 @@ pub(crate) fn open_files() -> Result<usize> {
     Ok(usize::try_from(hard).unwrap_or(usize::MAX))
 }
 
+/// The number of agents that are attached, after a moment: a scrape takes milliseconds with thousands of them.
 pub(crate) async fn tunnels(server: &Server<'_>) -> Result<f64> {
+    tokio::time::sleep(LOOK).await;
     server.metric("postern_tunnels", &[]).await
 }
 
@@ -130,7 +134,7 @@ async fn of_agents(testbed: &Testbed, nominal: usize, size: Size, record: &mut R
     let limit = open_files()?;
     ensure!(count + 500 < limit, "the limit of open files here is {limit}");
     fleet::write_inventory(testbed, count)?;
-    let mut server = peers::postern::server_builder(testbed).start().await?;
+    let mut server = peers::postern::default_server(testbed).start().await?;
     let before = usage::resident(&[Part::new(Side::Cloud, &server.process)])?.0;
     let mut fleet = fleet::start(testbed, BEHIND_NAT, count)?;
     wait_tunnels(&server, count).await?;

@@ -62,8 +62,15 @@ impl LinkSet {
         drop(entries);
         let config = &self.shared.runtime.config;
         *self.ranked.lock() = rank(&config.node_name, wanted, config.given.links.max_servers);
-        self.choose();
-        self.leave_gone();
+        self.check();
+    }
+
+    /// Connects to servers in place of those that do not serve, and leaves those that may be left.
+    fn check(&self) {
+        if !self.shared.runtime.shutdown.is_draining() {
+            self.choose();
+            self.leave_gone();
+        }
     }
 
     /// Connects to the wanted number of servers, and to more while some of them do not serve.
@@ -116,12 +123,15 @@ impl LinkSet {
     /// Follows the known servers until their sender is dropped.
     pub async fn follow(self: Arc<Self>, mut servers: watch::Receiver<Arc<Vec<HostPort>>>) {
         let mut tick = tokio::time::interval(CHECK);
+        servers.mark_changed();
         loop {
-            let now = servers.borrow_and_update().clone();
-            self.set(&now);
             tokio::select! {
-                changed = servers.changed() => if changed.is_err() { return },
-                _ = tick.tick() => {}
+                changed = servers.changed() => {
+                    if changed.is_err() { return }
+                    let now = servers.borrow_and_update().clone();
+                    self.set(&now);
+                }
+                _ = tick.tick() => self.check(),
             }
         }
     }

@@ -38,7 +38,7 @@ use super::link::{
 use crate::admission::Shares;
 use crate::pki::{Credential, Refusal};
 use crate::runtime::settings::Settings;
-use crate::session::{Forgotten, Link, Links, Placing, Session, Streams, spread};
+use crate::session::{Forgotten, Link, Links, Placing, Session, Streams, spread, told_within};
 
 /// Maximum size of a control message from an agent, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;
@@ -363,15 +363,16 @@ impl Unheard {
         self.pause = Some(Box::pin(sleep(after)));
     }
 
-    /// Schedules the notice that a successor gets this server's agents, or drops it.
-    fn hand_over(&mut self, handover: Handover) {
+    /// Schedules the notice that a successor gets this server's agents, or drops it. If it has everything, the notice is sent
+    /// after the time `last`.
+    fn hand_over(&mut self, handover: Handover, last: Duration) {
         match handover {
             Handover::Nothing => {
                 self.leaving = None;
                 self.wait();
             }
             Handover::Agents { over } => self.tell(true, jittered(over, 1.0)),
-            Handover::All => self.tell(false, Duration::ZERO),
+            Handover::All => self.tell(false, last),
         }
     }
 
@@ -469,7 +470,7 @@ async fn follow(
                 if used_up && now == Handover::Nothing {
                     unheard.tell(false, attach_again_within(context, session));
                 } else {
-                    unheard.hand_over(now);
+                    unheard.hand_over(now, farewell(context));
                 }
             }
             () = session.replaced.cancelled(), if !is_replaced => {
@@ -483,7 +484,7 @@ async fn follow(
             }
             () = context.draining.cancelled(), if !draining_sent => {
                 draining_sent = true;
-                unheard.tell(false, Duration::ZERO);
+                unheard.tell(false, farewell(context));
             }
             () = async { if let Some(pause) = &mut unheard.pause { pause.await } }, if unheard.pause.is_some() => {
                 if let Some(serving) = unheard.leaving {
@@ -507,6 +508,11 @@ fn attach_again_within(context: &LinkContext, session: &Session) -> Duration {
         "agent must reconnect: its certificate is no longer accepted, or the link is out of stream numbers"
     );
     jittered(spread(context.sessions.count(), context.drain_timeout), 1.0)
+}
+
+/// Time after which an agent is told that this server ends. Thousands at once would take the processor from connections.
+fn farewell(context: &LinkContext) -> Duration {
+    jittered(told_within(context.sessions.count(), context.drain_timeout), 1.0)
 }
 
 /// Takes an event of the agent. `span` counts the latest ones.

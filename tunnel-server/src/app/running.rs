@@ -15,7 +15,7 @@ use crate::listener::{REDIRECT, refuse};
 use crate::pki::{KnownNodes, ServerCertificate};
 use crate::runtime::Runtime;
 use crate::runtime::settings::Settings;
-use crate::session::Threads;
+use crate::session::{Threads, told_within};
 use crate::takeover::{Before, Succession};
 
 /// Time for links and tasks to end once nothing is relayed any more.
@@ -96,7 +96,7 @@ impl Running {
 
     /// Waits for the connections in flight, then ends links and tasks and, last, the redirect.
     async fn stop(mut self, drain_timeout: Duration) -> anyhow::Result<()> {
-        let Runtime { redirect, drain, metrics, tasks, stop, readiness, .. } = self.runtime;
+        let Runtime { redirect, drain, metrics, tasks, stop, readiness, sessions, .. } = self.runtime;
         let _stopping = readiness.pending("stopping");
         // For IPv6 the kernel itself resets what is led here.
         let led_here = self.succession.sockets.take(REDIRECT, |address| address.is_ipv4());
@@ -118,7 +118,10 @@ impl Running {
         let alone = !another && !self.succession.sockets.are_sent();
         let routed = redirect.as_ref().is_some_and(|redirect| redirect.routed);
         let refusing = led_here.filter(|_| alone && routed).and_then(refuse);
-        let drained = drain.finish(drain_timeout, metrics.end_quiet()).await;
+        // Agents end their sessions one after the other, as they are told. What is left when there is nothing else is ended at once.
+        let told = told_within(sessions.count(), drain_timeout);
+        let ended = tokio::time::timeout(told, sessions.none());
+        let (drained, _) = tokio::join!(drain.finish(drain_timeout, metrics.end_quiet()), ended);
         stop.cancel();
         let closed = async {
             if let Some(agent_port) = &self.agent_port {

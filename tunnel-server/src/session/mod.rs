@@ -14,7 +14,7 @@ pub use link_metrics::register_links;
 #[cfg(test)]
 pub(crate) use links::tests::link as test_link;
 pub use links::{Links, Placing};
-pub(crate) use pace::{grace, longest, spread, told_over};
+pub(crate) use pace::{grace, longest, spread, told_over, told_within};
 pub use registry::{Fenced, LastEnd, Session, Sessions};
 pub(crate) use registry::{Forgotten, Move};
 pub use workers::{Threads, Workers};

@@ -18,6 +18,11 @@ pub(crate) fn told_over(sessions: usize) -> Duration {
     Duration::from_secs(more.into()) / EACH_SECOND
 }
 
+/// Time over which they are told where a drain waits for them: they need the rest of it.
+pub(crate) fn told_within(sessions: usize, drain: Duration) -> Duration {
+    told_over(sessions).min(drain / 2)
+}
+
 /// Maximum wait for this many agents.
 pub(crate) fn longest(sessions: usize) -> Duration {
     told_over(sessions) + LONGEST
@@ -58,6 +63,7 @@ mod tests {
         // The drain is long enough for few agents.
         assert_eq!((spread(400, drain), grace(400, drain)), (2 * second, drain));
         assert_eq!((spread(1, second), grace(1, second)), (second / 2, second));
+        assert_eq!([1, 10_000].map(|sessions| told_within(sessions, drain)), [Duration::ZERO, drain / 2]);
         for sessions in [0, 401, 10_000, 1_000_000, usize::MAX] {
             for drain in [Duration::ZERO, second, 3600 * second] {
                 assert!(grace(sessions, drain) >= (2 * spread(sessions, drain)).max(drain), "{sessions}");

@@ -252,6 +252,12 @@ impl Sessions {
         self.live.read().len()
     }
 
+    /// Waits until no node has a live session.
+    pub(crate) async fn none(&self) {
+        // It ends only with its sender, which is here.
+        let _ = self.changed().wait_for(|_| self.count() == 0).await;
+    }
+
     /// Returns the nodes with a live session.
     pub fn live(&self) -> BTreeSet<NodeName> {
         self.live.read().keys().cloned().collect()

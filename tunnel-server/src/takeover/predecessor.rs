@@ -17,7 +17,7 @@ use super::Gates;
 use super::message::{Answer, Ask, Hello};
 use crate::agent_port::Handover;
 use crate::runtime::Runtime;
-use crate::session::{longest, told_over};
+use crate::session::{longest, told_within};
 
 /// How long no agent may have come before those that are missing are not waited for: one that was refused tries again within
 /// four seconds.
@@ -203,7 +203,7 @@ impl TakeOver {
         let mut back = attached(before).await?;
         let told = self.runtime.sessions.live();
         // In half the time that they have, the last of them can be back.
-        let over = told_over(told.len()).min(self.drain_timeout / 2);
+        let over = told_within(told.len(), self.drain_timeout);
         self.handover.send_replace(Handover::Agents { over });
         let mut waiting = Waiting::new(told.len(), self.drain_timeout);
         let came = loop {

@@ -12,10 +12,15 @@ use super::running::{BEHIND_NAT, Keep, Running};
 use crate::dial::Dialer;
 use crate::usage::{Part, Side};
 
-/// A server with the load's ports and otherwise the defaults, except that it cuts connections open after a round.
-pub(crate) fn server_builder(testbed: &Testbed) -> Builder<'_> {
+/// A server with the load's ports and otherwise the defaults.
+pub(crate) fn default_server(testbed: &Testbed) -> Builder<'_> {
     let ports = RELAYED.map(|port| port.to_string()).join(",");
-    Builder::new(testbed).ports(&ports).flag("--drain-timeout=1s")
+    Builder::new(testbed).ports(&ports)
+}
+
+/// The same, except that it cuts connections open after a round.
+pub(crate) fn server_builder(testbed: &Testbed) -> Builder<'_> {
+    default_server(testbed).flag("--drain-timeout=1s")
 }
 
 /// Server and agent, without waiting for a connection.

@@ -258,6 +258,29 @@ async fn many_agents_are_told_of_a_successor_one_after_the_other() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn many_agents_are_told_of_the_end_one_after_the_other() {
+    let left = notice::Notice::Draining(ServerDraining { timeout_seconds: 60, serving: false });
+    let mut took = Vec::new();
+    for n in 0..30 {
+        let mut site = Site::attached().await;
+        for other in 0..800 {
+            site.sessions.replace(&format!("other-{other}"), 1).await;
+        }
+        let start = Instant::now();
+        if n % 2 == 0 {
+            site.draining.cancel();
+        } else {
+            site.inputs.handover.send_replace(Handover::All);
+        }
+        assert_eq!(site.next().await, left);
+        took.push(start.elapsed());
+    }
+    let (early, late) = (took.iter().min().unwrap(), took.iter().max().unwrap());
+    assert!(*early < Duration::from_secs(1) && *late > Duration::from_secs(1), "{took:?}");
+    assert!(*late < Duration::from_secs(3), "{took:?}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_agent_that_is_to_attach_again_hears_of_everything_else_meanwhile() {
     let node = "edge-1".parse().unwrap();
     let left = notice::Notice::Draining(ServerDraining { timeout_seconds: 60, serving: false });

@@ -18,7 +18,7 @@ fn sessions() -> Sessions {
 
 impl Sessions {
     /// The node's next agent attaches, and the previous one leaves.
-    async fn replace(&self, node: &str, epoch: u64) -> Arc<Session> {
+    pub(crate) async fn replace(&self, node: &str, epoch: u64) -> Arc<Session> {
         let session = Arc::new(Session {
             id: self.next_id(),
             node: node.parse().unwrap(),
