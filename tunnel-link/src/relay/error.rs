@@ -5,8 +5,17 @@ use std::io;
 use h2::Reason;
 
 use super::frame::FrameError;
-use super::outward::Sent;
 use crate::outcome::Outcome;
+
+/// End of a direction towards a stream, without a failure.
+#[derive(Debug)]
+pub(super) enum Sent {
+    /// Everything up to the sender's end of file.
+    All,
+    /// Not everything was sent, because the receiver had answered in full before (RFC 9113 section 8.1). Its answer has
+    /// the reason, for example a failed dial.
+    Unwanted,
+}
 
 /// The end of the tunnel that relays. It decides whose reset a broken socket is, and which end sends gRPC trailers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -14,9 +14,9 @@ use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderValue, Response};
 
 use super::GRPC_STATUS;
-use super::error::{RelayError, Side};
+use super::error::{RelayError, Sent, Side};
 use super::inward::{PendingWrite, hold, well};
-use super::outward::{Room, SMALL_SEGMENT, Sent, largest_segment, send_error, stream_reset};
+use super::outward::{Room, SMALL_SEGMENT, largest_segment, send_error, stream_reset};
 use super::stall::{Abort, StallBound};
 use super::traffic::{Traffic, Waiting};
 use crate::link::{Bulk, Flow, Taken};

@@ -15,7 +15,7 @@ use tokio::net::tcp::ReadHalf;
 use tokio::sync::SetOnce;
 use tokio_util::io::poll_read_buf;
 
-use super::error::{RelayError, Side};
+use super::error::{RelayError, Sent, Side};
 use super::frame::{FrameError, HEADER_LEN, header};
 use super::socket::lost;
 use super::traffic::Traffic;
@@ -250,16 +250,6 @@ pub(super) struct InwardProgress {
     pub(super) broken: SetOnce<io::ErrorKind>,
     /// Set by the outward direction once it is complete: the socket is closed when the answer is complete too.
     pub(super) last: AtomicBool,
-}
-
-/// End of a direction towards a stream, without a failure.
-#[derive(Debug)]
-pub(super) enum Sent {
-    /// Everything up to the sender's end of file.
-    All,
-    /// Not everything was sent, because the receiver had answered in full before (RFC 9113 section 8.1). Its answer has
-    /// the reason, for example a failed dial.
-    Unwanted,
 }
 
 /// The trailers of a stream.

@@ -11,9 +11,9 @@ use bytes::Bytes;
 use h2::{Reason, RecvStream, SendStream};
 use tokio::net::TcpStream;
 
-use super::error::{RelayError, Side};
+use super::error::{RelayError, Sent, Side};
 use super::inward::Inward;
-use super::outward::{InwardProgress, Outward, Sent};
+use super::outward::{InwardProgress, Outward};
 use super::parameters::Relay;
 use super::socket::{end_on_drop, flushed};
 use crate::outcome::Outcome;

@@ -363,16 +363,16 @@ impl Unheard {
         self.pause = Some(Box::pin(sleep(after)));
     }
 
-    /// Schedules the notice that a successor gets this server's agents, or drops it. If it has everything, the notice is sent
-    /// after the time `last`.
-    fn hand_over(&mut self, handover: Handover, last: Duration) {
+    /// Schedules the notice that a successor gets this server's agents, or drops it. That it has everything is said after the
+    /// time `farewell`.
+    fn hand_over(&mut self, handover: Handover, farewell: Duration) {
         match handover {
             Handover::Nothing => {
                 self.leaving = None;
                 self.wait();
             }
             Handover::Agents { over } => self.tell(true, jittered(over, 1.0)),
-            Handover::All => self.tell(false, last),
+            Handover::All => self.tell(false, farewell),
         }
     }
 
@@ -466,11 +466,10 @@ async fn follow(
             }
             Ok(()) = handover.changed(), if !draining_sent => {
                 let now = *handover.borrow_and_update();
-                draining_sent = now == Handover::All;
                 if used_up && now == Handover::Nothing {
                     unheard.tell(false, attach_again_within(context, session));
                 } else {
-                    unheard.hand_over(now, farewell(context));
+                    unheard.hand_over(now, time_of_farewell(context));
                 }
             }
             () = session.replaced.cancelled(), if !is_replaced => {
@@ -484,13 +483,14 @@ async fn follow(
             }
             () = context.draining.cancelled(), if !draining_sent => {
                 draining_sent = true;
-                unheard.tell(false, farewell(context));
+                unheard.tell(false, time_of_farewell(context));
             }
             () = async { if let Some(pause) = &mut unheard.pause { pause.await } }, if unheard.pause.is_some() => {
                 if let Some(serving) = unheard.leaving {
                     session.moving.store(true, Ordering::Relaxed);
                     let heard = notify(client, leaving(context, serving)).await;
                     unheard.leaving = (!heard).then_some(serving);
+                    draining_sent |= *handover.borrow() == Handover::All;
                 }
                 unheard.repeat(&mut bundle, &mut settings);
             }
@@ -511,7 +511,7 @@ fn attach_again_within(context: &LinkContext, session: &Session) -> Duration {
 }
 
 /// Time after which an agent is told that this server ends. Thousands at once would take the processor from connections.
-fn farewell(context: &LinkContext) -> Duration {
+fn time_of_farewell(context: &LinkContext) -> Duration {
     jittered(told_within(context.sessions.count(), context.drain_timeout), 1.0)
 }
 

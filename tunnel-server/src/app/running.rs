@@ -118,10 +118,21 @@ impl Running {
         let alone = !another && !self.succession.sockets.are_sent();
         let routed = redirect.as_ref().is_some_and(|redirect| redirect.routed);
         let refusing = led_here.filter(|_| alone && routed).and_then(refuse);
-        // Agents end their sessions one after the other, as they are told. What is left when there is nothing else is ended at once.
-        let told = told_within(sessions.count(), drain_timeout);
-        let ended = tokio::time::timeout(told, sessions.none());
-        let (drained, _) = tokio::join!(drain.finish(drain_timeout, metrics.end_quiet()), ended);
+        // Agents that another server has end their sessions one after the other, as they are told. Thousands that are ended in one
+        // moment would take the processor from connections.
+        let agents_leave = async {
+            if another {
+                tokio::select! {
+                    () = sessions.none() => {}
+                    () = drain.shutdown().forced() => {}
+                }
+            }
+        };
+        let patience = told_within(sessions.count(), drain_timeout);
+        let (drained, _) = tokio::join!(
+            drain.finish(drain_timeout, metrics.end_quiet()),
+            tokio::time::timeout(patience, agents_leave),
+        );
         stop.cancel();
         let closed = async {
             if let Some(agent_port) = &self.agent_port {

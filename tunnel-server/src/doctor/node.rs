@@ -59,8 +59,8 @@ pub async fn test(
     checkup
         .run("ports", &["tunnel"], async || {
             let (mut open, mut faults) = (Vec::new(), Vec::new());
-            let missed = node.filter(|_| probe.address.is_some());
-            let missed = not_tunnelled(missed, &redirected, &config.kube.names.configmap);
+            let by_redirect = node.filter(|_| probe.address.is_some());
+            let missed = not_tunnelled(by_redirect, &status.nodes, &redirected, &config.kube.names.configmap);
             for port in all {
                 let reached = match &missed {
                     Some(finding) if port == probe.kubelet_port => Err(finding.clone()),
@@ -98,19 +98,21 @@ pub(super) fn kubelet_ports(config: &Config, running: Option<&Running<StatusRepo
     }
     let redirected = tunnelled(&config.redirect.redirect_ports, Some(running));
     let nodes = status.nodes.iter().filter(|node| node.in_inventory);
-    let missed = not_tunnelled(nodes, &redirected, &config.kube.names.configmap);
+    let missed = not_tunnelled(nodes, &status.nodes, &redirected, &config.kube.names.configmap);
     Outcome::of(missed.into_iter().collect(), "each is tunnelled, or none is")
 }
 
 /// Returns the fault of the nodes whose kubelets have other ports than the tunnelled ones, if there are any. Servers never
-/// tunnel a port because a kubelet names it: ports are tunnelled for all nodes. If the default port is not tunnelled, no
-/// kubelet is meant to be.
+/// tunnel a port because a kubelet names it: ports are tunnelled for all nodes. If neither the default port nor that
+/// of a kubelet is tunnelled, none is meant to be.
 fn not_tunnelled<'a>(
     nodes: impl IntoIterator<Item = &'a NodeStatus>,
+    all: &[NodeStatus],
     redirected: &[u16],
     configmap: &str,
 ) -> Option<Finding> {
-    if !redirected.contains(&DEFAULT_KUBELET_PORT) {
+    let mut ports = all.iter().map(|node| node.kubelet_port).chain([DEFAULT_KUBELET_PORT]);
+    if !ports.any(|port| redirected.contains(&port)) {
         return None;
     }
     let missed: Vec<&NodeStatus> =
@@ -124,7 +126,7 @@ fn not_tunnelled<'a>(
     let found = format!("{names}: the Node names port {ports} for its kubelet, which is not tunnelled");
     let fix = format!(
         "if the kubelet listens there, add the port, which is then tunnelled for all edge nodes, to https-proxy-ports of the ConfigMap \
-         {configmap} (in the chart tunnelledPorts.https), or without a cluster to --redirect-ports"
+         {configmap} (in the chart tunnelledPorts.https), or without a cluster to --redirect-ports, which then names all ports"
     );
     Some(Finding::new(&codes::KUBELET_NOT_TUNNELLED, found, fix))
 }
@@ -357,13 +359,15 @@ mod tests {
     fn a_kubelets_port_that_is_not_tunnelled_is_found() {
         let found = |redirected: &[u16]| {
             let nodes = nodes();
-            not_tunnelled(&nodes, redirected, "tunnel-server-cfg").map(|finding| finding.found)
+            not_tunnelled(&nodes, &nodes, redirected, "tunnel-server-cfg").map(|finding| finding.found)
         };
         let text = found(&[10250, 10255]).unwrap();
         assert!(text.starts_with("edge-2, edge-3: the Node names port 10350,10351"), "{text}");
         let text = found(&[10250, 10350]).unwrap();
         assert!(text.starts_with("edge-3: the Node names port 10351"), "{text}");
         assert_eq!(found(&[10250, 10350, 10351]), None);
+        let text = found(&[10351]).unwrap();
+        assert!(text.starts_with("edge-1, edge-2: the Node names port 10250,10350"), "{text}");
         assert_eq!(found(&[9100]), None, "no kubelet is tunnelled");
     }
 

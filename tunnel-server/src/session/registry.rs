@@ -254,8 +254,9 @@ impl Sessions {
 
     /// Waits until no node has a live session.
     pub(crate) async fn none(&self) {
-        // It ends only with its sender, which is here.
-        let _ = self.changed().wait_for(|_| self.count() == 0).await;
+        let mut changed = self.changed();
+        // Not by `wait_for`: it would count under a lock for which the changes wait, which hold the sessions' lock.
+        while self.count() > 0 && changed.changed().await.is_ok() {}
     }
 
     /// Returns the nodes with a live session.

@@ -183,7 +183,8 @@ imagePullSecrets:
 {{- $program := index . 0 -}}
 {{- $context := index . 1 -}}
 {{- $key := index . 2 -}}
-{{- if not (or $context.privileged (has "NET_BIND_SERVICE" ($context.capabilities).add)) -}}
+{{- $added := ($context.capabilities).add -}}
+{{- if not (or $context.privileged (has "NET_BIND_SERVICE" $added) (has "ALL" $added)) -}}
 {{- range $name, $port := index . 3 -}}
 {{- if and (gt (int $port) 0) (lt (int $port) 1024) -}}
 {{- fail (printf "%s.%s: to listen at %d, which is below 1024, add NET_BIND_SERVICE to %s.securityContext.capabilities.add; or choose another port" $key $name (int $port) $program) -}}

@@ -95,6 +95,27 @@ async fn agents_that_are_replaced_one_after_the_other_finish_side_by_side() {
     assert_eq!((sessions.counted(), sessions.epochs("other")), ((1, 1), vec![2, 1]));
     sessions.leave(&other, true);
     assert_eq!((sessions.counted(), sessions.epochs("other")), ((0, 2), vec![1, 2]));
+    sessions.none().await;
+}
+
+#[tokio::test]
+async fn the_end_of_the_last_session_is_noticed() {
+    let sessions = sessions();
+    let both = [sessions.replace("edge-1", 1).await, sessions.replace("edge-2", 1).await];
+    let (mut ended, none) = (0, sessions.none());
+    let ends = async {
+        for session in &both {
+            tokio::task::yield_now().await;
+            sessions.leave(session, false);
+            ended += 1;
+        }
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        () = none => {}
+        () = ends => {}
+    }
+    assert_eq!(ended, 2);
 }
 
 #[tokio::test]
