@@ -122,10 +122,7 @@ impl Running {
         // moment would take the processor from connections.
         let agents_leave = async {
             if another {
-                tokio::select! {
-                    () = sessions.none() => {}
-                    () = drain.shutdown().forced() => {}
-                }
+                drain.shutdown().forced_token().run_until_cancelled(sessions.none()).await;
             }
         };
         let patience = told_within(sessions.count(), drain_timeout);

@@ -49,11 +49,7 @@ pub async fn test(
         .run("tunnel", &["node"], async || node.map_or(Outcome::Skipped(String::new()), judge_tunnel))
         .await;
     let probe = NodeProbe::of(status, name, node, patience);
-    checkup
-        .run("kubelet", &["tunnel"], async || {
-            probe.kubelet(node.map_or(&[][..], |node| node.addresses.as_slice())).await
-        })
-        .await;
+    checkup.run("kubelet", &["tunnel"], async || probe.kubelet().await).await;
     let redirected = tunnelled(&config.redirect.redirect_ports, Some(running));
     let all = tested(ports, &redirected, probe.kubelet_port, &status.nodes);
     checkup
@@ -112,12 +108,9 @@ fn not_tunnelled<'a>(
     configmap: &str,
 ) -> Option<Finding> {
     let mut ports = all.iter().map(|node| node.kubelet_port).chain([DEFAULT_KUBELET_PORT]);
-    if !ports.any(|port| redirected.contains(&port)) {
-        return None;
-    }
     let missed: Vec<&NodeStatus> =
         nodes.into_iter().filter(|node| !redirected.contains(&node.kubelet_port)).collect();
-    if missed.is_empty() {
+    if missed.is_empty() || !ports.any(|port| redirected.contains(&port)) {
         return None;
     }
     let ports: BTreeSet<u16> = missed.iter().map(|node| node.kubelet_port).collect();
@@ -181,6 +174,7 @@ fn judge_tunnel(node: &NodeStatus) -> Outcome {
 /// Probes a node's ports from this host, through the redirect and the listeners.
 struct NodeProbe<'a> {
     name: &'a str,
+    addresses: &'a [IpAddr],
     /// Address for the redirect.
     address: Option<IpAddr>,
     kubelet_port: u16,
@@ -190,15 +184,16 @@ struct NodeProbe<'a> {
 }
 
 impl<'a> NodeProbe<'a> {
-    fn of(status: &StatusReport, name: &'a str, node: Option<&NodeStatus>, patience: Duration) -> Self {
+    fn of(status: &StatusReport, name: &'a str, node: Option<&'a NodeStatus>, patience: Duration) -> Self {
         let listener = |name: &str| {
             let listener = status.listeners.iter().find(|listener| listener.name == name)?;
             Some(reachable(listener.address))
         };
-        let redirect = status.redirect.state != RedirectState::Off;
+        let addresses = node.map_or(&[][..], |node| node.addresses.as_slice());
         Self {
             name,
-            address: node.and_then(|node| node.addresses.first().copied()).filter(|_| redirect),
+            addresses,
+            address: addresses.first().copied().filter(|_| status.redirect.state != RedirectState::Off),
             kubelet_port: node.map_or(DEFAULT_KUBELET_PORT, |node| node.kubelet_port),
             http: listener(HTTP),
             https: listener(HTTPS),
@@ -207,7 +202,7 @@ impl<'a> NodeProbe<'a> {
     }
 
     /// Checks the kubelet's TLS, and that it requires credentials.
-    async fn kubelet(&self, addresses: &[IpAddr]) -> Outcome {
+    async fn kubelet(&self) -> Outcome {
         let (to, shown) = match (self.https, self.address) {
             (Some(listener), _) => (listener, format!("https listener {listener}")),
             (None, Some(address)) => (SocketAddr::new(address, self.kubelet_port), "redirect".to_owned()),
@@ -230,7 +225,7 @@ impl<'a> NodeProbe<'a> {
             Finding::new(&codes::KUBELET_UNEXPECTED, format!("through the {shown}: {reason}"), fix).into()
         };
         match tokio::time::timeout(ANSWER, ask).await {
-            Ok(Ok(answer)) => judge_kubelet(&answer, self.name, addresses).unwrap_or_else(fault),
+            Ok(Ok(answer)) => judge_kubelet(&answer, self.name, self.addresses).unwrap_or_else(fault),
             Ok(Err(error)) => fault(error.to_string()),
             Err(_) => fault(format!("no answer within {} s", ANSWER.as_secs())),
         }

@@ -13,13 +13,10 @@ use super::redirect::REDIRECT;
 /// connections by route stay, for those that it has. They lead new ones here too, and if nobody listens, the kernel gives an
 /// IPv4 client no answer at all: it sends no reset from an address that is not its own.
 pub(crate) fn refuse(socket: OwnedFd) -> Option<AbortOnDropHandle<()>> {
-    match TcpListener::from_std(socket.into()) {
-        Ok(listener) => Some(AbortOnDropHandle::new(tokio::spawn(reset_all(listener)))),
-        Err(error) => {
-            tracing::warn!(%error, "failed to reset connections by route while draining, they get no answer");
-            None
-        }
-    }
+    let listener = TcpListener::from_std(socket.into()).inspect_err(|error| {
+        tracing::warn!(%error, "failed to reset connections by route while draining, they get no answer");
+    });
+    Some(AbortOnDropHandle::new(tokio::spawn(reset_all(listener.ok()?))))
 }
 
 async fn reset_all(listener: TcpListener) {

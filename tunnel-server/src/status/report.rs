@@ -1,6 +1,6 @@
 //! Reads the status from the parts of the running server.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -100,23 +100,19 @@ impl Reporter {
     }
 
     fn nodes(&self) -> Vec<NodeStatus> {
-        let mut live: HashMap<NodeName, Arc<Session>> =
-            self.runtime.sessions.all().into_iter().map(|session| (session.node.clone(), session)).collect();
         let snapshot = self.runtime.router.snapshot();
-        let mut nodes: Vec<NodeStatus> = snapshot
-            .nodes()
-            .map(|node| {
-                let session = live.remove(&node.name);
-                self.node(node.name.clone(), Some(node), session.as_deref())
-            })
-            .collect();
-        nodes.extend(live.into_iter().map(|(name, session)| self.node(name, None, Some(&session))));
-        nodes.sort_by(|a, b| a.name.cmp(&b.name));
-        nodes
+        let known = snapshot.nodes().map(|node| (node.name.clone(), (Some(node), None)));
+        let mut nodes: BTreeMap<NodeName, (Option<&InventoryNode>, _)> = known.collect();
+        for session in self.runtime.sessions.all() {
+            let name = session.node.clone();
+            nodes.entry(name).or_default().1 = Some(session);
+        }
+        nodes.into_iter().map(|(name, (known, live))| self.node(name, known, live.as_deref())).collect()
     }
 
     fn node(&self, name: NodeName, known: Option<&InventoryNode>, session: Option<&Session>) -> NodeStatus {
         let end = self.runtime.sessions.last_end(&name);
+        let leaving = self.runtime.sessions.leaving_of(&name);
         NodeStatus {
             addresses: known.map(|node| node.addresses.clone()).unwrap_or_default(),
             kubelet_port: known.map_or(DEFAULT_KUBELET_PORT, |node| node.kubelet_port),
@@ -124,13 +120,7 @@ impl Reporter {
             connected: session.is_some(),
             via: self.runtime.peers.holders(&name).iter().map(|peer| peer.server_id.clone()).collect(),
             session: session.map(SessionStatus::of),
-            leaving: self
-                .runtime
-                .sessions
-                .leaving_of(&name)
-                .iter()
-                .map(|session| SessionStatus::of(session))
-                .collect(),
+            leaving: leaving.iter().map(|session| SessionStatus::of(session)).collect(),
             last_seen_s: end.as_ref().map(|end| end.at.elapsed().as_secs()),
             last_end: end.and_then(|end| end.reason.map(|reason| reason.to_string())),
             name,
