@@ -287,23 +287,22 @@ fn replaced(context: &LinkContext, session: &Session, by_successor: bool) -> not
 /// that one died, or if its agent has a successor. In the latter case that agent is told, so that it does not take the
 /// successor for an intruder; in the former it is told that this server, which goes on, does not use the older link.
 fn retire(context: &LinkContext, older: Option<Arc<Session>>, newer: &Session, successor: bool) {
-    if let Some(older) = older {
-        if successor || older.moving.load(Ordering::Relaxed) {
-            context.sessions.leave(&older, true);
-            if successor {
-                tracing::info!(node = %newer.node, old_epoch = older.epoch, new_epoch = newer.epoch, "session moved to the successor of its agent");
-                older.succeeded.store(true, Ordering::Relaxed);
-            }
-            older.replaced.cancel();
-            return;
+    let Some(older) = older else { return };
+    if successor || older.moving.load(Ordering::Relaxed) {
+        context.sessions.leave(&older, true);
+        if successor {
+            tracing::info!(node = %newer.node, old_epoch = older.epoch, new_epoch = newer.epoch, "session moved to the successor of its agent");
+            older.succeeded.store(true, Ordering::Relaxed);
         }
-        tracing::warn!(
-            node = %newer.node, old_peer = %older.peer, old_epoch = older.epoch,
-            new_peer = %newer.peer, new_epoch = newer.epoch,
-            "session replaced by a newer one"
-        );
-        older.close();
+        older.replaced.cancel();
+        return;
     }
+    tracing::warn!(
+        node = %newer.node, old_peer = %older.peer, old_epoch = older.epoch,
+        new_peer = %newer.peer, new_epoch = newer.epoch,
+        "session replaced by a newer one"
+    );
+    older.close();
 }
 
 /// The agent says by its present certificate which of its earlier sessions are its own: they finish their connections
@@ -361,19 +360,6 @@ impl Unheard {
     fn tell(&mut self, serving: bool, after: Duration) {
         self.leaving = Some(serving);
         self.pause = Some(Box::pin(sleep(after)));
-    }
-
-    /// Schedules the notice that a successor gets this server's agents, or drops it. That it has everything is said after the
-    /// time `farewell`.
-    fn hand_over(&mut self, handover: Handover, farewell: Duration) {
-        match handover {
-            Handover::Nothing => {
-                self.leaving = None;
-                self.wait();
-            }
-            Handover::Agents { over } => self.tell(true, jittered(over, 1.0)),
-            Handover::All => self.tell(false, farewell),
-        }
     }
 
     /// Call when the pause is over: marks the notices that the agent has not acknowledged for repetition.
@@ -466,10 +452,15 @@ async fn follow(
             }
             Ok(()) = handover.changed(), if !draining_sent => {
                 let now = *handover.borrow_and_update();
-                if used_up && now == Handover::Nothing {
-                    unheard.tell(false, attach_again_within(context, session));
-                } else {
-                    unheard.hand_over(now, time_of_farewell(context));
+                match now {
+                    Handover::Nothing if used_up => unheard.tell(false, attach_again_within(context, session)),
+                    // The notice that a successor gets this server's agents is dropped.
+                    Handover::Nothing => {
+                        unheard.leaving = None;
+                        unheard.wait();
+                    }
+                    Handover::Agents { over } => unheard.tell(true, jittered(over, 1.0)),
+                    Handover::All => unheard.tell(false, time_of_farewell(context)),
                 }
             }
             () = session.replaced.cancelled(), if !is_replaced => {

@@ -138,7 +138,7 @@ impl EnrollConnections {
                 if let Err(error) = served {
                     tracing::debug!(%peer, %error, "gRPC connection failed");
                 }
-                progress.left()
+                if progress.answered.is_cancelled() { ANSWERED } else { "left" }
             }
             end = progress.end() => {
                 // Without a request there is nothing to answer, and a client could prolong the exchange of GOAWAYs.
@@ -196,10 +196,5 @@ impl Progress {
         } else {
             tokio::time::sleep(SHORT_LINGER).await;
         }
-    }
-
-    /// Metric label if the client has closed the connection.
-    fn left(&self) -> &'static str {
-        if self.answered.is_cancelled() { ANSWERED } else { "left" }
     }
 }

@@ -88,7 +88,7 @@ impl AgentPort {
         tokens: AgentTokens,
         peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
     ) -> Arc<KonnectivityPort> {
-        Arc::new(KonnectivityPort::new(self.handshakes.clone(), tokens, peers))
+        Arc::new(KonnectivityPort { handshakes: self.handshakes.clone(), tokens: Arc::new(tokens), peers })
     }
 
     /// Ends the sessions of agents that may have none any more, until the stop.

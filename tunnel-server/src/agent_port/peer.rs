@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::vec::IntoIter;
 
-use tokio::sync::broadcast::error::{RecvError, TryRecvError};
+use tokio::sync::broadcast::error::TryRecvError;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, mpsc};
 use tokio::task::JoinSet;
 use tokio_rustls::server::TlsStream;
@@ -227,20 +227,19 @@ async fn tell(
     }));
     parts.extend(revoked(&revocations.borrow_and_update()));
     parts.push(Holdings { complete: true, ..Holdings::default() });
-    for part in parts {
-        if sender.send(Ok(part)).await.is_err() {
-            return;
-        }
-    }
     loop {
-        let holdings = tokio::select! {
-            next = moves.recv() => match next {
-                Ok(next) => match gathered(next, &mut moves) {
-                    Some(holdings) => holdings,
-                    None => return,
-                },
-                Err(RecvError::Lagged(_) | RecvError::Closed) => return,
-            },
+        for part in parts {
+            if sender.send(Ok(part)).await.is_err() {
+                return;
+            }
+        }
+        parts = tokio::select! {
+            next = moves.recv() => {
+                // An error: some were missed, or there are none any more.
+                let next = next.ok().and_then(|next| gathered(next, &mut moves));
+                let Some(holdings) = next else { return };
+                vec![holdings]
+            }
             () = async {
                 tokio::select! {
                     () = context.draining.cancelled() => {}
@@ -249,26 +248,16 @@ async fn tell(
                 }
             }, if !draining_told => {
                 draining_told = true;
-                Holdings { draining: true, ..Holdings::default() }
+                vec![Holdings { draining: true, ..Holdings::default() }]
             }
             Ok(()) = bundle.changed(), if roots => {
-                Holdings { trust_bundle: bundle.borrow_and_update().to_pem(), ..Holdings::default() }
+                let trust_bundle = bundle.borrow_and_update().to_pem();
+                vec![Holdings { trust_bundle, ..Holdings::default() }]
             }
-            Ok(()) = revocations.changed() => {
-                let parts = revoked(&revocations.borrow_and_update());
-                for part in parts {
-                    if sender.send(Ok(part)).await.is_err() {
-                        return;
-                    }
-                }
-                continue;
-            }
+            Ok(()) = revocations.changed() => revoked(&revocations.borrow_and_update()),
             () = context.stop.cancelled() => return,
             () = sender.closed() => return,
         };
-        if sender.send(Ok(holdings)).await.is_err() {
-            return;
-        }
     }
 }
 

@@ -13,7 +13,6 @@ mod relay;
 mod service;
 mod state;
 
-use std::collections::BTreeSet;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,17 +20,15 @@ use std::time::Duration;
 use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_link::konnectivity::LARGEST_MESSAGE;
 use tunnel_link::konnectivity::agent_service_server::AgentServiceServer;
 use tunnel_link::link::{PING_INTERVAL, PING_TIMEOUT};
 use tunnel_pki::{Client, client_of_certificate};
-use tunnel_runtime::config::HostPort;
 
 use super::attach::Presented;
-use super::handshakes::{Connection, Error, Handshakes};
+use super::handshakes::{Connection, Error};
 use crate::admission::Accept;
 use service::Service;
 
@@ -53,15 +50,6 @@ const STREAM_WINDOW: u32 = 1 << 20;
 const CONNECTION_WINDOW: u32 = 4 << 20;
 
 impl KonnectivityPort {
-    /// `peers` are the other servers.
-    pub(super) fn new(
-        handshakes: Handshakes,
-        tokens: AgentTokens,
-        peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
-    ) -> Self {
-        Self { handshakes, tokens: Arc::new(tokens), peers }
-    }
-
     /// Accepts connections until the drain starts.
     pub(crate) async fn serve(self: Arc<Self>, listener: impl Accept) {
         let handshakes = self.handshakes.clone();

@@ -217,10 +217,7 @@ async fn down(
 async fn send_all(send: &mut SendStream<Bytes>, mut rest: Bytes) -> Result<(), Broken> {
     while !rest.is_empty() {
         send.reserve_capacity(rest.len());
-        let capacity = match poll_fn(|cx| send.poll_capacity(cx)).await {
-            Some(capacity) => capacity?,
-            None => return Err(Broken::Gone),
-        };
+        let capacity = poll_fn(|cx| send.poll_capacity(cx)).await.ok_or(Broken::Gone)??;
         send.send_data(rest.split_to(capacity.min(rest.len())), false)?;
     }
     Ok(())

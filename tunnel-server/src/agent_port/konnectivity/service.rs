@@ -43,10 +43,10 @@ const EXPIRED: Duration = Duration::from_secs(3600);
 
 /// The port; serves connections in `mod.rs`.
 pub(crate) struct KonnectivityPort {
-    pub(super) handshakes: Handshakes,
-    pub(super) tokens: Arc<AgentTokens>,
+    pub(in crate::agent_port) handshakes: Handshakes,
+    pub(in crate::agent_port) tokens: Arc<AgentTokens>,
     /// The other servers: agents connect to as many servers as there are.
-    pub(super) peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
+    pub(in crate::agent_port) peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
 }
 
 /// The service of one connection.
