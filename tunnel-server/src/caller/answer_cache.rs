@@ -7,6 +7,9 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
+use super::identity::Refusal;
+use super::questions::{Asker, Questions};
+
 /// Maximum number of entries, because callers choose the keys.
 const MOST: usize = 4096;
 
@@ -58,7 +61,31 @@ impl<K: Eq + Hash, T: Clone, E: Clone> VerdictCache<K, T, E> {
         self.yes.get(key).map(Ok).or_else(|| self.no.get(key).map(Err))
     }
 
-    pub(crate) fn put(&self, key: K, verdict: Result<T, E>) {
+    /// Returns the known verdict, or asks for it when the turn of `asker` has come.
+    ///
+    /// # Errors
+    /// No turn comes in time, or there is no answer.
+    pub(crate) async fn get_or_ask<R: From<Refusal>, F: Future<Output = Result<Result<T, E>, R>>>(
+        &self,
+        key: K,
+        questions: &Questions,
+        asker: Asker,
+        ask: impl FnOnce() -> F,
+    ) -> Result<Result<T, E>, R> {
+        if let Some(known) = self.get(&key) {
+            return Ok(known);
+        }
+        let _turn = questions.turn(asker).await?;
+        // Another request may have asked while this one waited.
+        if let Some(known) = self.get(&key) {
+            return Ok(known);
+        }
+        let verdict = ask().await?;
+        self.put(key, verdict.clone());
+        Ok(verdict)
+    }
+
+    fn put(&self, key: K, verdict: Result<T, E>) {
         match verdict {
             Ok(yes) => self.yes.put(key, yes, self.yes_lasts),
             Err(no) => self.no.put(key, no, self.no_lasts),

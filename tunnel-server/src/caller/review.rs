@@ -70,20 +70,9 @@ impl Reviewer {
     /// # Errors
     /// The token has no owner, or the API server does not answer.
     pub async fn caller_of_token(&self, token: &str, source: IpAddr) -> Result<Caller, Refusal> {
-        let key: [u8; 32] = Sha256::digest(token).into();
-        if let Some(known) = self.tokens.get(&key) {
-            return known.map_err(Refusal::Unauthenticated);
-        }
-        let _turn = self.questions.turn(Asker::new(None, source)).await?;
-        // Another request may have asked while this one waited.
-        let answer = match self.tokens.get(&key) {
-            Some(known) => known,
-            None => {
-                let answer = self.review_token(token).await?;
-                self.tokens.put(key, answer.clone());
-                answer
-            }
-        };
+        let (key, asker) = (Sha256::digest(token).into(), Asker::new(None, source));
+        let ask = || self.review_token(token);
+        let answer = self.tokens.get_or_ask(key, &self.questions, asker, ask).await?;
         answer.map_err(Refusal::Unauthenticated)
     }
 
@@ -176,7 +165,7 @@ impl Reviewer {
     ) -> Result<(), Refusal> {
         let mut reasons = Vec::new();
         for access in accesses {
-            match self.has(caller, right(access.clone())).await? {
+            match self.has(caller, &right(access.clone())).await? {
                 Ok(()) => return Ok(()),
                 Err(reason) => reasons.push(reason),
             }
@@ -189,22 +178,13 @@ impl Reviewer {
     /// # Errors
     /// The caller may not, or the API server does not answer.
     pub async fn allow_path(&self, caller: &Caller, path: &'static str) -> Result<(), Refusal> {
-        self.has(caller, Right::Path(path)).await?.map_err(Refusal::Forbidden)
+        self.has(caller, &Right::Path(path)).await?.map_err(Refusal::Forbidden)
     }
 
-    async fn has(&self, caller: &Caller, right: Right) -> Result<Result<(), String>, Refusal> {
-        let key = (caller.clone(), right);
-        if let Some(known) = self.rights.get(&key) {
-            return Ok(known);
-        }
-        let _turn = self.questions.turn(Asker::Known(caller.name.clone())).await?;
-        // Another request may have asked while this one waited.
-        if let Some(known) = self.rights.get(&key) {
-            return Ok(known);
-        }
-        let answer = self.review_access(caller, &key.1).await?;
-        self.rights.put(key, answer.clone());
-        Ok(answer)
+    async fn has(&self, caller: &Caller, right: &Right) -> Result<Result<(), String>, Refusal> {
+        let (key, asker) = ((caller.clone(), right.clone()), Asker::Known(caller.name.clone()));
+        let ask = || self.review_access(caller, right);
+        self.rights.get_or_ask(key, &self.questions, asker, ask).await
     }
 
     async fn review_access(&self, caller: &Caller, right: &Right) -> Result<Result<(), String>, Refusal> {

@@ -48,27 +48,21 @@ impl Pods {
             )));
         }
         let key = (namespace.to_owned(), name.to_owned());
-        if let Some(known) = self.known.get(&key) {
-            return Ok(known);
-        }
-        let _turn = self.questions.turn(asker).await?;
-        // Another request may have asked while this one waited.
-        if let Some(known) = self.known.get(&key) {
-            return Ok(known);
-        }
-        let node = self.cluster.node_of_pod(namespace, name).await.map_err(|error| {
-            let reason = format!("the API server does not say where {} runs: {error}", shown());
-            Failure::new(StatusCode::SERVICE_UNAVAILABLE, reason)
-        })?;
-        let found: Result<Arc<str>, Failure> = match node {
-            None => Err(Failure::new(StatusCode::NOT_FOUND, format!("{} does not exist", shown()))),
-            Some(node) if node.is_empty() => {
-                Err(Failure::bad_request(format!("{} runs on no node yet", shown())))
-            }
-            Some(node) => Ok(node.into()),
+        let ask = async {
+            let node = self.cluster.node_of_pod(namespace, name).await.map_err(|error| {
+                let reason = format!("the API server does not say where {} runs: {error}", shown());
+                Failure::new(StatusCode::SERVICE_UNAVAILABLE, reason)
+            })?;
+            let found: Result<Arc<str>, Failure> = match node {
+                None => Err(Failure::new(StatusCode::NOT_FOUND, format!("{} does not exist", shown()))),
+                Some(node) if node.is_empty() => {
+                    Err(Failure::bad_request(format!("{} runs on no node yet", shown())))
+                }
+                Some(node) => Ok(node.into()),
+            };
+            Ok(found)
         };
-        self.known.put(key, found.clone());
-        Ok(found)
+        self.known.get_or_ask(key, &self.questions, asker, || ask).await
     }
 }
 
