@@ -199,16 +199,12 @@ impl Dialler {
         let denied = |reason| Failed { outcome: Outcome::Denied, reason };
         let shown = printable(host, 100);
         let targets = direct::resolve(host, port).await.map_err(|error| not_resolved(&shown, &error))?;
-        let allowed =
-            targets.iter().copied().find(|target| self.direct.allows(*target, &self.context.router));
-        allowed.ok_or_else(|| {
-            denied(
-                targets.first().map_or_else(
-                    || format!("lookup {shown}: no such host"),
-                    |target| not_allowed(target.ip()),
-                ),
-            )
-        })
+        let allowed = targets.iter().find(|target| self.direct.allows(**target, &self.context.router));
+        match (allowed, targets.first()) {
+            (Some(allowed), _) => Ok(*allowed),
+            (None, Some(target)) => Err(denied(not_allowed(target.ip()))),
+            (None, None) => Err(denied(format!("lookup {shown}: no such host"))),
+        }
     }
 }
 

@@ -99,13 +99,11 @@ impl Served {
     pub(super) async fn caller(&self, headers: &HeaderMap) -> Result<Option<(Caller, Shown)>, Failure> {
         match &self.front.admission {
             Admission::Everyone | Admission::Policy(..) => Ok(None),
-            Admission::Callers(authenticator) => match self.identify(headers, authenticator, None).await? {
-                Some(caller) => Ok(Some(caller)),
-                None => Err(Refusal::Unauthenticated(
-                    "a client certificate or a bearer token is needed".to_owned(),
-                )
-                .into()),
-            },
+            Admission::Callers(authenticator) => {
+                let caller = self.identify(headers, authenticator, None).await?;
+                let needed = "a client certificate or a bearer token is needed";
+                Ok(Some(caller.ok_or_else(|| Refusal::Unauthenticated(needed.to_owned()))?))
+            }
             Admission::Listed { clients, authenticator, exposed_tokens, .. } => {
                 let client = self.peer.client.ip().to_canonical();
                 if clients.iter().any(|net| net.contains(&client)) {
@@ -114,13 +112,10 @@ impl Served {
                 let exposed = (!exposed_tokens && self.front.is_exposed(client)).then_some(
                     "use the https listener, or let the plain one take tokens with --plain-tokens=on",
                 );
-                match self.identify(headers, authenticator, exposed).await? {
-                    Some(caller) => Ok(Some(caller)),
-                    None => Err(Refusal::Unauthenticated(format!(
-                        "{client} is not in --plain-clients, and the request has no bearer token"
-                    ))
-                    .into()),
-                }
+                let caller = self.identify(headers, authenticator, exposed).await?;
+                let needed =
+                    || format!("{client} is not in --plain-clients, and the request has no bearer token");
+                Ok(Some(caller.ok_or_else(|| Refusal::Unauthenticated(needed()))?))
             }
         }
     }

@@ -70,12 +70,7 @@ pub(super) async fn connect(stream: TunnelStream, tls: Option<Tls>, to: &str) ->
         .handshake(TokioIo::new(stream))
         .await;
     let (sender, connection) = built.map_err(|error| broken(to, &error))?;
-    let connection = tokio::spawn(async move {
-        if let Err(error) = connection.await {
-            tracing::debug!(error = chain(&error), "a connection to a target ended");
-        }
-    });
-    Ok(Backend { sender: Sender::Http2(sender), connection: AbortOnDropHandle::new(connection) })
+    Ok(Backend::new(Sender::Http2(sender), connection))
 }
 
 async fn over_http1<S>(stream: S, to: &str) -> Result<Backend, Failure>
@@ -84,12 +79,7 @@ where
 {
     let built = http1::Builder::new().max_buf_size(MAX_HEAD).handshake(TokioIo::new(stream)).await;
     let (sender, connection) = built.map_err(|error| broken(to, &error))?;
-    let connection = tokio::spawn(async move {
-        if let Err(error) = connection.with_upgrades().await {
-            tracing::debug!(error = chain(&error), "a connection to a target ended");
-        }
-    });
-    Ok(Backend { sender: Sender::Http1(sender), connection: AbortOnDropHandle::new(connection) })
+    Ok(Backend::new(Sender::Http1(sender), connection.with_upgrades()))
 }
 
 fn broken(to: &str, error: &hyper::Error) -> Failure {
@@ -97,6 +87,15 @@ fn broken(to: &str, error: &hyper::Error) -> Failure {
 }
 
 impl Backend {
+    fn new(sender: Sender, connection: impl Future<Output = hyper::Result<()>> + Send + 'static) -> Self {
+        let connection = tokio::spawn(async move {
+            if let Err(error) = connection.await {
+                tracing::debug!(error = chain(&error), "a connection to a target ended");
+            }
+        });
+        Self { sender, connection: AbortOnDropHandle::new(connection) }
+    }
+
     pub(super) fn is_http2(&self) -> bool {
         matches!(self.sender, Sender::Http2(_))
     }
