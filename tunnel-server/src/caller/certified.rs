@@ -19,16 +19,9 @@ const LOOK: Duration = Duration::from_secs(60);
 
 type Verifier = Arc<dyn ClientCertVerifier>;
 
-/// The verifier of callers' certificates in effect; clones share it.
-#[derive(Clone, Debug)]
+/// The verifier of callers' certificates in effect; clones share it. The default accepts no certificate.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Accepted(watch::Sender<Option<Verifier>>);
-
-impl Default for Accepted {
-    /// Accepts no certificate.
-    fn default() -> Self {
-        Self(watch::Sender::new(None))
-    }
-}
 
 impl Accepted {
     pub(crate) fn set(&self, verifier: Verifier) {

@@ -357,20 +357,12 @@ async fn watch_holdings(
 async fn follow_holdings(
     peers: &Peers,
     peer: &Arc<Peer>,
-    begun: (Holdings, Told),
+    (mut first, mut told): (Holdings, Told),
     client: &mut PeerClient<Channel>,
     context: &PeerContext,
     chain: Chain,
 ) -> Error {
-    let mut begun = Some(begun);
     loop {
-        let (first, mut told) = match begun.take() {
-            Some(begun) => begun,
-            None => match watch_holdings(client, context).await {
-                Ok(begun) => begun,
-                Err(status) => return Error::Watch(Box::new(status)),
-            },
-        };
         let mut all = Some(HashSet::new());
         let mut next = Some(first);
         while let Some(mut holdings) = next {
@@ -391,6 +383,10 @@ async fn follow_holdings(
             };
         }
         tokio::time::sleep(AGAIN).await;
+        (first, told) = match watch_holdings(client, context).await {
+            Ok(begun) => begun,
+            Err(status) => return Error::Watch(Box::new(status)),
+        };
     }
 }
 

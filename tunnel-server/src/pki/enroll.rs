@@ -180,11 +180,6 @@ impl ForClient {
 }
 
 impl Inner {
-    /// Counts a failure of the address and returns true, unless it has made too many recently.
-    fn may_fail(&self, source: IpAddr) -> bool {
-        self.failures.lock().take(source, Instant::now())
-    }
-
     /// Logs and counts the outcome, and converts it to the response.
     fn finish(
         &self,
@@ -201,7 +196,8 @@ impl Inner {
             }
             Err(failure) => failure,
         };
-        let failure = if failure.counts() && !self.may_fail(source) {
+        // Counts the failure, unless the address has made too many recently.
+        let failure = if failure.counts() && !self.failures.lock().take(source, Instant::now()) {
             // The refusals before the limit were logged as warnings.
             let outcome = failure.outcome();
             tracing::debug!(call, client, outcome, reason = %failure, "enrolment refused: rate limited");

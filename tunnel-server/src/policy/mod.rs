@@ -13,8 +13,6 @@ pub(crate) use file::Ranges;
 use file::{File, What, Who};
 use tunnel_runtime::config::PortSet;
 use tunnel_runtime::net::may_dial;
-
-use tunnel_routing::inventory::{InventoryNode, Selector};
 use tunnel_runtime::yaml;
 
 /// The rules in effect. The default has none and denies everything.
@@ -129,19 +127,20 @@ impl Who {
                 "nodes: it matches a node without labels, which any new Node is; also ask for a label";
             return Err(reason.to_owned());
         }
-        let kinds = [
-            ("cn or organization", self.cn.is_some() || self.organization.is_some()),
-            (
-                "user, group or serviceAccount",
-                self.user.is_some() || self.group.is_some() || self.service_account.is_some(),
-            ),
-            ("node or nodes", self.node.is_some() || self.nodes.is_some()),
-        ];
-        let named: Vec<_> = kinds.iter().filter(|(_, named)| *named).map(|(kind, _)| *kind).collect();
+        let kinds = ["cn or organization", "user, group or serviceAccount", "node or nodes"];
+        let kinds = kinds.into_iter().zip(self.kinds());
+        let named: Vec<_> = kinds.filter(|(_, named)| *named).map(|(kind, _)| kind).collect();
         match named.as_slice() {
             [one, other, ..] => Err(format!("no caller has both {one} and {other}; write two entries")),
             _ => Ok(()),
         }
+    }
+
+    /// True for each kind of caller that it names: by a certificate, by a token, and workloads on a node.
+    fn kinds(&self) -> [bool; 3] {
+        let certificate = self.cn.is_some() || self.organization.is_some();
+        let token = self.user.is_some() || self.group.is_some() || self.service_account.is_some();
+        [certificate, token, self.node.is_some() || self.nodes.is_some()]
     }
 
     fn is(&self, caller: Origin<'_>) -> bool {
@@ -151,9 +150,7 @@ impl Who {
         let among = |wanted: &Option<String>, values: &[String]| {
             wanted.as_ref().is_none_or(|wanted| values.contains(wanted))
         };
-        let certificate = self.cn.is_some() || self.organization.is_some();
-        let token = self.user.is_some() || self.group.is_some() || self.service_account.is_some();
-        let node = self.node.is_some() || self.nodes.is_some();
+        let [certificate, token, node] = self.kinds();
         in_ranges
             && match caller.identity {
                 // A workload on an edge node comes from its agent's address, which does not identify it.
@@ -204,7 +201,7 @@ impl Target {
             Destination::Edge { node, address } => {
                 on_nodes
                     && wanted.node.as_ref().is_none_or(|name| *name == node.name)
-                    && wanted.nodes.as_ref().is_none_or(|nodes| matches(&nodes.0, node))
+                    && wanted.nodes.as_ref().is_none_or(|nodes| nodes.0.matches(&node.labels))
                     && match &wanted.addresses {
                         Some(ranges) => contains(ranges, address),
                         None => node.addresses.contains(&address),
@@ -219,10 +216,6 @@ impl Target {
             }
         }
     }
-}
-
-fn matches(selector: &Selector, node: &InventoryNode) -> bool {
-    selector.matches(&node.labels)
 }
 
 fn contains(ranges: &Ranges, address: IpAddr) -> bool {

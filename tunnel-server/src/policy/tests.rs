@@ -1,6 +1,7 @@
 use super::*;
 use crate::caller::Caller;
 use proptest::prelude::*;
+use tunnel_routing::inventory::InventoryNode;
 
 fn node(name: &str, labels: &[(&str, &str)]) -> InventoryNode {
     InventoryNode {
