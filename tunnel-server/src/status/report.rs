@@ -100,10 +100,11 @@ impl Reporter {
     }
 
     fn nodes(&self) -> Vec<NodeStatus> {
+        let sessions = self.runtime.sessions.all();
         let snapshot = self.runtime.router.snapshot();
         let known = snapshot.nodes().map(|node| (node.name.clone(), (Some(node), None)));
         let mut nodes: BTreeMap<NodeName, (Option<&InventoryNode>, _)> = known.collect();
-        for session in self.runtime.sessions.all() {
+        for session in sessions {
             let name = session.node.clone();
             nodes.entry(name).or_default().1 = Some(session);
         }
