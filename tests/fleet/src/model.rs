@@ -53,10 +53,15 @@ type Process = (usize, usize);
 /// Nothing has happened for so long.
 const QUIET: Duration = Duration::from_secs(3);
 
+/// A server refuses an agent whose new epoch is lower than that of a session which is not known to be over, and the agent then
+/// waits for up to two minutes.
+const REFUSED: Duration = Duration::from_secs(120 + GONE.as_secs());
+
 /// Time after the last event until the fleet is as at first.
 pub(crate) fn settles(plan: &Plan) -> Duration {
     let leaves = if plan.is_limited() { few::LEAVES } else { Duration::ZERO };
-    plan.patience.max(ATTACHES) + leaves + Duration::from_secs(10)
+    let refused = if plan.may_lower_epochs() { REFUSED } else { Duration::ZERO };
+    plan.patience.max(ATTACHES) + leaves + refused + Duration::from_secs(10)
 }
 
 /// State of the checks of one run.
@@ -176,8 +181,12 @@ impl Model {
             }
         };
         for other in others {
-            let servers = matches!((host, other), (Host::Server(_), Host::Server(_)));
-            self.within(host, other, if servers { LINKS } else { self.patience });
+            let time = match (host, other) {
+                (Host::Server(_), Host::Server(_)) => LINKS,
+                (Host::Agent(_), _) if self.epochs_fall => self.patience + REFUSED,
+                _ => self.patience,
+            };
+            self.within(host, other, time);
         }
     }
 

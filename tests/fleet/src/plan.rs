@@ -197,6 +197,13 @@ impl Plan {
     }
 
     /// Clients connect meanwhile. Others do so later, while nothing fails and a server or an agent has a successor.
+    /// True if a clock may be set while an agent uses an epoch that is not stored yet.
+    pub(crate) fn may_lower_epochs(&self) -> bool {
+        let has = |wanted: fn(&Step) -> bool| self.steps.iter().any(|(_, step)| wanted(step));
+        has(|step| matches!(step, Step::Disk { .. }))
+            && has(|step| matches!(step, Step::Clock { .. } | Step::WrongClock { .. }))
+    }
+
     fn add_clients(&mut self, random: &mut StdRng) {
         let (mut begins, mut over) = (Duration::ZERO, Duration::ZERO);
         for (pause, step) in &self.steps {
