@@ -219,7 +219,7 @@ impl Copies {
         socket.try_clone().ok()
     }
 
-    /// Takes out a socket that this program goes on with.
+    /// Removes a socket and returns it. No successor gets it any more.
     pub fn take(&self, name: &str, at: impl Fn(SocketAddr) -> bool) -> Option<OwnedFd> {
         let mut sockets = self.sockets.lock();
         let index = sockets.iter().position(|(other, address, _)| other == name && at(*address))?;

@@ -53,8 +53,8 @@ type Process = (usize, usize);
 /// Nothing has happened for so long.
 const QUIET: Duration = Duration::from_secs(3);
 
-/// A server refuses an agent whose new epoch is lower than that of a session which is not known to be over, and the agent then
-/// waits for up to two minutes.
+/// A server refuses an agent whose new epoch is lower than that of its half-open session. The agent tries again after two minutes
+/// at most, and by then the server has given up that session.
 const REFUSED: Duration = Duration::from_secs(120 + GONE.as_secs());
 
 /// Time after the last event until the fleet is as at first.

@@ -221,7 +221,7 @@ pub(crate) fn run_role(role: &str) -> ExitCode {
             redirect.apply(|| with_client(desired(&[EDGE]), POD_RANGE).into()).expect("apply");
             let _serving = by_route.then(|| listener.serve());
             println!("ready");
-            // Until it is killed. It hands over when it is told to.
+            // Runs until it is killed. Each line releases the redirect.
             for _ in std::io::stdin().lines() {
                 redirect.release();
                 println!("released");

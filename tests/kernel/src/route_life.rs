@@ -443,8 +443,8 @@ fn released() {
     assert_eq!((rules(), devices()), (Vec::new(), 0));
 }
 
-/// Its rules stay for the connections that it has, and lead new ones here too. Once nobody listens the kernel does not answer them:
-/// it sends no reset from an IPv4 address that is not its own.
+/// The rules stay for open connections, and route new ones here too. Without a listener the kernel does not answer these: it sends
+/// no RST from an IPv4 address that is not local.
 fn drained() {
     let mut pod = pod_of_this_host();
     let listener = Listener::open();

@@ -43,7 +43,7 @@ pub async fn copy(
 pub struct Copying<'a> {
     /// Counts the bytes as they pass.
     pub traffic: &'a Traffic,
-    /// The end whose socket `traffic` means: the client's on a server, the target's on an agent.
+    /// The end of the tunnel whose socket `traffic` counts: the client's on a server, the target's on an agent.
     pub side: Side,
     /// Bytes copied at a time in each direction.
     pub piece: usize,
@@ -93,7 +93,7 @@ impl Copying<'_> {
                 }
                 if length == 0 {
                     answered.store(true, Ordering::Relaxed);
-                    // A failure ends the discarding too.
+                    // An error also ends `up`, which may be discarding.
                     return std::mem::replace(&mut *written.lock(), Ok(()));
                 }
             }

@@ -98,7 +98,7 @@ impl Running {
     async fn stop(mut self, drain_timeout: Duration) -> anyhow::Result<()> {
         let Runtime { redirect, drain, metrics, tasks, stop, readiness, sessions, .. } = self.runtime;
         let _stopping = readiness.pending("stopping");
-        // For IPv6 the kernel itself resets what is led here.
+        // For IPv6 the kernel sends the RST itself.
         let led_here = self.succession.sockets.take(REDIRECT, |address| address.is_ipv4());
         self.succession.close();
         let another = self.succession.has_successor() || self.before.take_back(drain.shutdown()).await;
@@ -118,8 +118,8 @@ impl Running {
         let alone = !another && !self.succession.sockets.are_sent();
         let routed = redirect.as_ref().is_some_and(|redirect| redirect.routed);
         let refusing = led_here.filter(|_| alone && routed).and_then(refuse);
-        // Agents that another server has end their sessions one after the other, as they are told. Thousands that are ended in one
-        // moment would take the processor from connections.
+        // A successor has the agents. Each ends its session here when it is told that this server stops; to end thousands at once
+        // would delay connections.
         let agents_leave = async {
             if another {
                 drain.shutdown().forced_token().run_until_cancelled(sessions.none()).await;
@@ -145,7 +145,7 @@ impl Running {
         if let Some(redirect) = redirect {
             tokio::task::spawn_blocking(move || redirect.stop()).await.context("stopping the redirect")?;
         }
-        // Once no rule leads here.
+        // No rule routes connections here any more.
         drop(refusing);
         tracing::info!(%drained, "stopped");
         Ok(())

@@ -9,9 +9,9 @@ use tunnel_runtime::log_once::LogRarely;
 
 use super::redirect::REDIRECT;
 
-/// Resets every connection that comes to this listening socket, until the result is dropped. While a server stops, its rules for
-/// connections by route stay, for those that it has. They lead new ones here too, and if nobody listens, the kernel gives an
-/// IPv4 client no answer at all: it sends no reset from an address that is not its own.
+/// Resets every connection to this listening socket until the result is dropped. While a server drains, its routing rules stay
+/// for open connections, and route new ones here too. Without a listener an IPv4 client would get no answer: the kernel sends no
+/// RST from an address that is not local.
 pub(crate) fn refuse(socket: OwnedFd) -> Option<AbortOnDropHandle<()>> {
     let listener = TcpListener::from_std(socket.into()).inspect_err(|error| {
         tracing::warn!(%error, "failed to reset connections by route while draining, they get no answer");

@@ -18,7 +18,7 @@ pub(crate) fn told_over(sessions: usize) -> Duration {
     Duration::from_secs(more.into()) / EACH_SECOND
 }
 
-/// Time over which they are told where a drain waits for them: they need the rest of it.
+/// Time over which agents are told during a drain: at most half of it, so that the last ones have time to leave too.
 pub(crate) fn told_within(sessions: usize, drain: Duration) -> Duration {
     told_over(sessions).min(drain / 2)
 }

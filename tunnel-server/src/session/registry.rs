@@ -255,7 +255,7 @@ impl Sessions {
     /// Waits until no node has a live session.
     pub(crate) async fn none(&self) {
         let mut changed = self.changed();
-        // Not by `wait_for`: it would count under a lock for which the changes wait, which hold the sessions' lock.
+        // `wait_for` would call `count` with the channel locked. Writers lock the sessions first, then the channel: a deadlock.
         while self.count() > 0 && changed.changed().await.is_ok() {}
     }
 
