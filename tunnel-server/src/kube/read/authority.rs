@@ -17,6 +17,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_kube::{Attempts, named, post};
 use tunnel_pki::Zeroizing;
+use tunnel_runtime::blocking::blocking;
 
 use crate::kube::context::KubeContext;
 use crate::kube::error::ClusterError;
@@ -271,7 +272,7 @@ async fn install(
 ) -> Result<(Ca, bool), PkiError> {
     let name = secret.to_string();
     let work = move || Ca::install(&state_dir, lifetimes, &material, &name);
-    tokio::task::spawn_blocking(work)
+    blocking(work)
         .await
         .unwrap_or_else(|stopped| Err(PkiError::Sign(format!("writing the CA was interrupted: {stopped}"))))
 }
