@@ -43,14 +43,10 @@ pub(crate) struct Cluster {
 impl Cluster {
     /// Has a Node for each agent.
     pub(crate) fn new(servers: usize, nodes: &[NodeName]) -> Self {
-        let api = Api::default();
-        for (index, node) in nodes.iter().enumerate() {
-            let address = json!({"type": "InternalIP", "address": agent::host(index)});
-            let labels = json!({"node-role.kubernetes.io/edge": ""});
-            let metadata = json!({"name": node, "labels": labels});
-            api.put(NODES, json!({"metadata": metadata, "status": {"addresses": [address]}}));
-        }
-        Self { api, paths: (0..servers).map(|_| (watch::Sender::default(), [0, 0])).collect() }
+        let paths = (0..servers).map(|_| (watch::Sender::default(), [0, 0])).collect();
+        let cluster = Self { api: Api::default(), paths };
+        nodes.iter().enumerate().for_each(|(index, node)| cluster.set_node(index, node));
+        cluster
     }
 
     /// A process of a server has the client until it is `killed`. What it has sent before may still arrive.
@@ -104,6 +100,17 @@ impl Cluster {
                 path.send_if_modified(|path| std::mem::replace(path, now) != now);
             }
         }
+    }
+
+    pub(crate) fn set_node(&self, index: usize, node: &NodeName) {
+        let address = json!({"type": "InternalIP", "address": agent::host(index)});
+        let labels = json!({"node-role.kubernetes.io/edge": ""});
+        let metadata = json!({"name": node, "labels": labels});
+        self.api.put(NODES, json!({"metadata": metadata, "status": {"addresses": [address]}}));
+    }
+
+    pub(crate) fn delete_node(&self, node: &NodeName) {
+        self.api.remove(NODES, node.as_str());
     }
 
     pub(crate) fn is_reached_by(&self, server: usize) -> bool {

@@ -476,6 +476,12 @@ impl Fleet {
                     cluster.cut(*server, *silent);
                 }
             }
+            Step::NoNode { agent, .. } => {
+                if let Some(cluster) = &self.cluster {
+                    cluster.delete_node(&self.identities[*agent].node);
+                    model.deleted(*agent);
+                }
+            }
         }
         Ok(())
     }
@@ -536,6 +542,13 @@ impl Fleet {
             Step::NoApi { server, silent, .. } => {
                 if let Some(cluster) = &mut self.cluster {
                     cluster.mend(*server, *silent);
+                    model.reached(*server);
+                }
+            }
+            Step::NoNode { agent, .. } => {
+                if let Some(cluster) = &self.cluster {
+                    cluster.set_node(*agent, &self.identities[*agent].node);
+                    model.made(*agent);
                 }
             }
             Step::Forget { .. } | Step::Reset { .. } | Step::Clock { .. } => {}

@@ -360,7 +360,7 @@ impl Model {
         let Some(seen) = self.view.server(index) else { return Ok(()) };
         for (number, node) in self.nodes.iter().enumerate() {
             let agent = &self.view.agents[number];
-            if agent.is_empty() {
+            if self.may_refuse(fleet, index, number)? || agent.is_empty() {
                 continue;
             }
             let there: Vec<_> = agent.iter().filter_map(|process| process.epochs[index]).collect();

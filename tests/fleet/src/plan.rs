@@ -76,6 +76,8 @@ pub(crate) enum Step {
     WrongClock { host: Host, ahead: bool, by: Duration, lasts: Duration },
     /// A server cannot reach the API server, or none can: nothing passes, or connections are refused.
     NoApi { server: Option<usize>, silent: bool, lasts: Duration },
+    /// An agent's Node is deleted, and made again.
+    NoNode { agent: usize, lasts: Duration },
 }
 
 /// How a takeover goes, of a server or of an agent.
@@ -214,6 +216,10 @@ impl Plan {
         }
         let lasts = between(random, second * 60, second * 150);
         self.insert(random, Step::Offline { agent: random.random_range(0..self.agents), lasts });
+        if random.random() {
+            let lasts = between(random, second, second * 150);
+            self.insert(random, Step::NoNode { agent: random.random_range(0..self.agents), lasts });
+        }
     }
 
     fn insert(&mut self, random: &mut StdRng, step: Step) {
@@ -382,7 +388,8 @@ impl Step {
             | Self::PowerLoss { lasts, .. }
             | Self::Disk { lasts, .. }
             | Self::WrongClock { lasts, .. }
-            | Self::NoApi { lasts, .. } => *lasts,
+            | Self::NoApi { lasts, .. }
+            | Self::NoNode { lasts, .. } => *lasts,
             Self::Upgrade { how, .. } | Self::Replace { how, .. } => how.lasts(),
             Self::Forget { .. } | Self::Reset { .. } | Self::Clock { .. } => Duration::ZERO,
         }

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use tokio::time::Instant;
 
 use super::{Model, Process};
-use crate::fleet::Fleet;
+use crate::fleet::{Fleet, Host};
 use crate::server::Server;
 
 /// One writes after so long: a Lease lasts for 15 s, others look at it every 3 s, and pause for 10 s after a request that fails,
@@ -16,7 +16,9 @@ const LEADS: Duration = Duration::from_secs(40);
 /// A node's condition is as its leader sees the node after so long: an agent that a server has never seen has 30 s, and one
 /// that was seen is away after 10 s; a failed write is tried again within 30 s.
 const WRITTEN: Duration = Duration::from_secs(70);
-/// Both.
+/// A process knows which Nodes there are after so long: it lists them again at most 30 s after a failure.
+const LISTED: Duration = Duration::from_secs(60);
+/// The first two.
 pub(super) const SETTLES: Duration = Duration::from_secs(110);
 
 /// What the checks remember.
@@ -29,16 +31,65 @@ pub(super) struct Told {
     leader: Option<(Process, Instant)>,
     /// Whether it has a way to each node, and since when.
     ways: Vec<(bool, Instant)>,
+    /// Agents without a Node, and since when.
+    deleted: BTreeMap<usize, Instant>,
+    /// True once a Node was deleted: a server that does not reach the API server may refuse its agent for longer.
+    deletes: bool,
 }
 
 impl Told {
     pub(super) fn new(nodes: usize) -> Self {
         let ways = vec![(false, Instant::now()); nodes];
-        Self { able: BTreeMap::new(), nobody: None, leader: None, ways }
+        Self {
+            able: BTreeMap::new(),
+            nobody: None,
+            leader: None,
+            ways,
+            deleted: BTreeMap::new(),
+            deletes: false,
+        }
     }
 }
 
 impl Model {
+    /// The Node of an agent is deleted.
+    pub(crate) fn deleted(&mut self, agent: usize) {
+        self.told.deleted.insert(agent, Instant::now());
+        self.told.deletes = true;
+    }
+
+    /// It is made again.
+    pub(crate) fn made(&mut self, agent: usize) {
+        self.told.deleted.remove(&agent);
+        for server in 0..self.servers {
+            self.within(Host::Agent(agent), Host::Server(server), LISTED + self.patience);
+        }
+    }
+
+    /// A server may reach the API server again, or all do.
+    pub(crate) fn reached(&mut self, server: Option<usize>) {
+        for server in (0..self.servers).filter(|index| server.is_none_or(|server| server == *index)) {
+            for agent in (0..self.nodes.len()).filter(|_| self.told.deletes) {
+                self.within(Host::Agent(agent), Host::Server(server), LISTED + self.patience);
+            }
+        }
+    }
+
+    /// True if the server may refuse the agent. A session of one that has no Node fails.
+    pub(super) fn may_refuse(&self, fleet: &Fleet, server: usize, agent: usize) -> Result<bool> {
+        let Some(cluster) = fleet.cluster.as_ref().filter(|_| self.told.deletes) else { return Ok(false) };
+        let Some(since) = self.told.deleted.get(&agent) else { return Ok(!cluster.is_reached_by(server)) };
+        for seen in self.view.servers[server].iter().filter(|seen| seen.epochs[agent].is_some()) {
+            let able = self.told.able.get(&seen.process);
+            ensure!(
+                able.is_none_or(|able| (*able).max(*since).elapsed() < LISTED),
+                "server-{server} has a session of {}, which has had no Node for {LISTED:?}",
+                self.nodes[agent]
+            );
+        }
+        Ok(true)
+    }
+
     /// At most one process writes to the cluster, soon one does, and what it writes is true.
     pub(super) fn told(&mut self, fleet: &Fleet) -> Result<()> {
         let Some(cluster) = &fleet.cluster else { return Ok(()) };
@@ -83,7 +134,7 @@ impl Model {
         let Some(seen) = processes.find(|one| one.process == leader.process) else { return Ok(()) };
         for (number, (node, way)) in self.nodes.iter().zip(&mut self.told.ways).enumerate() {
             let has = seen.reaches(number);
-            if way.0 != has {
+            if way.0 != has || self.told.deleted.contains_key(&number) {
                 *way = (has, Instant::now());
             }
             if since.max(way.1).elapsed() > WRITTEN {
