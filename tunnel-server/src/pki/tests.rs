@@ -17,7 +17,7 @@ use tunnel_pki::{
 };
 use tunnel_runtime::NodeName;
 
-use super::{Ca, IssuedLedger, Lifetimes, PkiError, Role};
+use super::{Ca, IssuedLedger, Lifetimes, PkiError, Role, cluster_of};
 
 fn node(name: &str) -> NodeName {
     name.parse().unwrap()
@@ -257,6 +257,42 @@ fn no_ca_that_was_set_aside_is_lost() {
         assert!(roots.iter().any(|kept| kept == lost), "{aside:?}");
     }
     assert_eq!(roots.iter().filter(|kept| *kept == "broken").count(), 2);
+}
+
+/// On a full or read-only disk a write would keep the server from starting.
+#[test]
+fn a_current_copy_of_a_secret_is_not_written_again() {
+    let (_directory, state_dir, ca) = new_ca();
+    let material = ca.material().unwrap();
+    let install = |secret: &str| Ca::install(&state_dir, Lifetimes::default(), &material, secret).unwrap();
+    // A file that is replaced has another inode.
+    let files = || {
+        let entries = fs::read_dir(state_dir.join("ca")).unwrap().map(|entry| entry.unwrap());
+        let files = entries.map(|entry| (entry.file_name(), entry.metadata().unwrap().ino()));
+        files.collect::<std::collections::BTreeMap<_, _>>()
+    };
+    install("kube-system/tunnel-server-ca");
+    let before = files();
+    assert_eq!(before.len(), 3, "{before:?}");
+    install("kube-system/tunnel-server-ca");
+    assert_eq!(files(), before);
+    install("kube-system/another");
+    assert_ne!(files(), before);
+    assert_eq!(cluster_of(&state_dir).unwrap().as_deref(), Some("kube-system/another"));
+}
+
+#[test]
+fn without_room_for_another_ca_the_present_one_stays() {
+    let (_directory, state_dir, ca) = new_ca();
+    let present = ca.material().unwrap();
+    let other = super::CaMaterial::generate().unwrap();
+    // Like a full disk, but it stops root too: a file in a directory that there is not.
+    let mut keys = other.keys().clone();
+    keys.insert("no/such.key".to_owned(), tunnel_pki::Zeroizing::new(String::new()));
+    let unwritable = super::CaMaterial::new(other.roots().to_owned(), keys);
+    Ca::install(&state_dir, Lifetimes::default(), &unwritable, "secret").unwrap_err();
+    assert_eq!(ca.material().unwrap(), present);
+    assert!(set_aside(&state_dir).is_empty());
 }
 
 #[test]
