@@ -67,8 +67,6 @@ impl IssuedLedger {
         let not_after = Timestamp::try_from(certificate.not_after)
             .map_err(|error| PkiError::Sign(format!("its end is out of range: {error}")))?;
         let entry = Issued { node: node.clone(), root: certificate.root.clone(), not_after };
-        // Without the lock, an entry could be removed that another thread or process has just written.
-        let _lock = self.records.lock()?;
         // The certificate does not depend on the removal.
         if !self.records.path(&name).exists()
             && self.search_is_due()
@@ -88,7 +86,8 @@ impl IssuedLedger {
         due
     }
 
-    /// Removes the entries of certificates that expired long ago. Leaves unusable ones, which [`IssuedLedger::entries`]
+    /// Removes the entries of certificates that expired long ago. An agent that enrols again in that very moment may lose its
+    /// entry until its next renewal: a lock would have all enrolments of a new site wait for each other. Leaves unusable ones, which [`IssuedLedger::entries`]
     /// reports.
     fn remove_expired(&self, now: Timestamp) -> Result<(), PkiError> {
         for name in self.records.names()? {
