@@ -86,9 +86,10 @@ impl IssuedLedger {
         due
     }
 
-    /// Removes the entries of certificates that expired long ago. An agent that enrols again in that very moment may lose its
-    /// entry until its next renewal: a lock would have all enrolments of a new site wait for each other. Leaves unusable ones, which [`IssuedLedger::entries`]
-    /// reports.
+    /// Removes the entries of certificates that expired long ago. Leaves unusable ones, which [`IssuedLedger::entries`] reports.
+    ///
+    /// An agent that enrols again in that very moment may lose its entry until its next renewal: with a lock all enrolments
+    /// of a new site would wait for each other.
     fn remove_expired(&self, now: Timestamp) -> Result<(), PkiError> {
         for name in self.records.names()? {
             let Ok(Some(issued)) = self.records.read::<Issued>(&name, FIX) else { continue };
