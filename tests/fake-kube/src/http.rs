@@ -64,6 +64,9 @@ pub(super) async fn answer<B: Body<Data = Bytes>>(
     let fault = fault(shared, verb, &collection.resource, rest.first().copied());
     match fault {
         Some(Fault::Status(code)) => return status(code, "Injected", "injected"),
+        Some(Fault::FutureVersion) => {
+            return status(504, "Timeout", "Timeout: Too large resource version: 1000000, current: 1");
+        }
         Some(Fault::TooManyRequests { retry_after }) => {
             let text = Full::from("Too many requests, please try again later.\n");
             return Response::builder()

@@ -33,6 +33,8 @@ use store::{Collection, Store};
 pub enum Fault {
     /// A Status with this code.
     Status(u16),
+    /// 504, as an API server answers that has not reached the version yet.
+    FutureVersion,
     /// 429 with a text body, as API priority and fairness answers.
     TooManyRequests { retry_after: u64 },
     /// The right answer, this much later.

@@ -16,7 +16,7 @@ const LEADS: Duration = Duration::from_secs(40);
 /// A node's condition is as its leader sees the node after so long: an agent that a server has never seen has 30 s, and one
 /// that was seen is away after 10 s; a failed write is tried again within 30 s.
 const WRITTEN: Duration = Duration::from_secs(70);
-/// A process knows which Nodes there are after so long: it lists them again at most 30 s after a failure.
+/// A process knows which Nodes there are after so long: it watches them again at most 30 s after a failure.
 const LISTED: Duration = Duration::from_secs(60);
 /// The first two.
 pub(super) const SETTLES: Duration = Duration::from_secs(110);
