@@ -245,7 +245,7 @@ impl Kube {
         tasks.spawn(service::run(writers.clone(), listeners));
         let (sessions, peers) = (runtime.sessions.clone(), runtime.peers.clone());
         let own = Tunnels { changed: sessions.changed(), nodes: move || sessions.live() };
-        let elsewhere = Tunnels { changed: peers.changed(), nodes: move || peers.nodes() };
+        let elsewhere = Tunnels { changed: peers.changed(), nodes: move || peers.nodes_and_lost() };
         tasks.spawn(tunnels::run(writers, events, own, elsewhere, writes.node_condition));
         tasks.spawn(names::run(context, writes.certificate, writes.server_names));
         leader

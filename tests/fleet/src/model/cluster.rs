@@ -13,13 +13,19 @@ use crate::server::Server;
 /// One writes after so long: a Lease lasts for 15 s, others look at it every 3 s, and pause for 10 s after a request that fails,
 /// which takes 4 s.
 const LEADS: Duration = Duration::from_secs(40);
-/// A node's condition is as its leader sees the node after so long: an agent that a server has never seen has 30 s, and one
-/// that was seen is away after 10 s; a failed write is tried again within 30 s.
-const WRITTEN: Duration = Duration::from_secs(70);
+/// A node's condition is as its leader sees the node after so long: an agent that a server has never seen has 30 s, one that was
+/// last at a server out of reach 60 s; a failed write is tried again within 30 s.
+const WRITTEN: Duration = Duration::from_secs(100);
 /// A process knows which Nodes there are after so long: it watches them again at most 30 s after a failure.
+=======
+/// that was seen is away after 10 s, or after 60 s if it was last at a server out of reach; a failed write is tried again within
+/// 30 s.
+const WRITTEN: Duration = Duration::from_secs(120);
+/// A process knows which Nodes there are after so long: it lists them again at most 30 s after a failure.
+>>>>>>> kube2
 const LISTED: Duration = Duration::from_secs(60);
-/// The first two.
-pub(super) const SETTLES: Duration = Duration::from_secs(110);
+/// One writes, and has written the conditions of the nodes that are up: those wait for no server out of reach.
+pub(super) const SETTLES: Duration = Duration::from_secs(140);
 
 /// What the checks remember.
 pub(super) struct Told {
