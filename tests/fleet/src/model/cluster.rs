@@ -17,12 +17,6 @@ const LEADS: Duration = Duration::from_secs(40);
 /// last at a server out of reach 60 s; a failed write is tried again within 30 s.
 const WRITTEN: Duration = Duration::from_secs(100);
 /// A process knows which Nodes there are after so long: it watches them again at most 30 s after a failure.
-=======
-/// that was seen is away after 10 s, or after 60 s if it was last at a server out of reach; a failed write is tried again within
-/// 30 s.
-const WRITTEN: Duration = Duration::from_secs(120);
-/// A process knows which Nodes there are after so long: it lists them again at most 30 s after a failure.
->>>>>>> kube2
 const LISTED: Duration = Duration::from_secs(60);
 /// One writes, and has written the conditions of the nodes that are up: those wait for no server out of reach.
 pub(super) const SETTLES: Duration = Duration::from_secs(140);
