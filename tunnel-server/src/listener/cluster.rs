@@ -116,6 +116,7 @@ pub(crate) struct EndpointCache(AnswerCache<String, CachedEndpoints>);
 #[derive(Clone)]
 struct CachedEndpoints {
     endpoints: Result<Arc<[Endpoint]>, String>,
+    listed: Instant,
     /// They are asked for again after this time.
     fresh_until: Instant,
 }
@@ -136,6 +137,12 @@ impl EndpointCache {
         if let Some(answer) = before.as_ref().filter(|answer| Instant::now() < answer.fresh_until) {
             return answer.endpoints.clone();
         }
+        if let Some(before) = &before {
+            // Others do not wait for the answer, and one asks at a time while the API server does not answer.
+            let lasts = KEPT.saturating_sub(before.listed.elapsed());
+            let again = CachedEndpoints { fresh_until: Instant::now() + FRESH, ..before.clone() };
+            self.0.put(key.clone(), again, lasts);
+        }
         let endpoints = match (list.await, before) {
             (Ok(listed), _) => listed.map(|endpoints| some_of(endpoints, reached)),
             (Err(reason), None) => return Err(reason),
@@ -145,14 +152,16 @@ impl EndpointCache {
             }
         };
         let found = endpoints.as_ref().is_ok_and(|endpoints| !endpoints.is_empty());
-        let fresh_until = Instant::now() + if found { FRESH } else { FRESH_NONE };
-        self.0.put(key, CachedEndpoints { endpoints: endpoints.clone(), fresh_until }, KEPT);
+        let listed = Instant::now();
+        let fresh_until = listed + if found { FRESH } else { FRESH_NONE };
+        self.0.put(key, CachedEndpoints { endpoints: endpoints.clone(), listed, fresh_until }, KEPT);
         endpoints
     }
 
     /// Marks the endpoints as unreachable, so that they are asked for again.
     pub(crate) fn doubt(&self, key: String, endpoints: Arc<[Endpoint]>) {
-        self.0.put(key, CachedEndpoints { endpoints: Ok(endpoints), fresh_until: Instant::now() }, KEPT);
+        let now = Instant::now();
+        self.0.put(key, CachedEndpoints { endpoints: Ok(endpoints), listed: now, fresh_until: now }, KEPT);
     }
 }
 
@@ -225,6 +234,24 @@ mod tests {
         let almost = KEPT - Duration::from_millis(1);
         assert_eq!(*twice(some(), almost, silent()).await.unwrap(), [old.clone()]);
         assert_eq!(twice(some(), KEPT, silent()).await.unwrap_err(), "no answer within 4 s");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_waits_for_a_silent_api_server_at_a_time() {
+        let (cache, key) = (EndpointCache::default(), || "hook.shop:443".to_owned());
+        let old = [endpoint("10.0.0.7:9443")];
+        cache.get_or_list(key(), async { Ok(Ok(old.to_vec())) }, |_| true).await.unwrap();
+        tokio::time::advance(FRESH).await;
+        let silent = async {
+            tokio::time::sleep(Duration::from_secs(4)).await;
+            Err("no answer within 4 s".to_owned())
+        };
+        let asks = async { cache.get_or_list(key(), silent, |_| true).await.unwrap() };
+        let asked = || async { panic!("two ask at a time") };
+        let others = async { cache.get_or_list(key(), asked(), |_| true).await.unwrap() };
+        let (one, other) = tokio::join!(asks, others);
+        assert_eq!((&*one, &*other), (&old[..], &old[..]));
+        assert_eq!(*cache.get_or_list(key(), asked(), |_| true).await.unwrap(), old);
     }
 
     #[tokio::test(start_paused = true)]
